@@ -138,12 +138,17 @@ def dry_run(config: Config, processes: int, gpu_name: str) -> None:
         config = config.with_vocab_size(load_tokenizer(config.tokenizer).vocab_size)
     gpu = gpu_named(gpu_name)
     config.deepspeed_options(config.parallel.data_parallel_size(processes))
-    rows = average_rows(config)
-    given = estimate(config, processes, gpu, rows)
-    print(dry_run_report(config, processes, gpu, given))
     plan = config.plan
     samples = plan.timetable.consumed(config.training.steps)
     reading = extent_if_here(config.data, config.training.seed, samples, plan.largest_batch, plan.samples)
+    estimates = []
+    for each, line in zip(plan.alone(), plan.lines() or [""], strict=True):
+        rows = average_rows(each)
+        estimates.append((estimate(each, processes, gpu, rows), each, rows))
+        print(f"{line}\n" * bool(line) + dry_run_report(each, processes, gpu, estimates[-1][0]))
+    given, config, rows = max(
+        estimates, key=lambda phase: phase[0].peak_gib
+    )  # a layout for it fits all phases
     for line in reading:
         print(f"text              {line}", flush=True)
     advised = advise(config, processes, gpu, rows, given)
@@ -246,7 +251,7 @@ def train_with(
         reading = extent(
             data.train.mixtures, plan.timetable.consumed(config.training.steps), plan.largest_batch
         )
-        for note in (*data.notes, *reading, *overlap(data)):
+        for note in (*data.notes, *plan.lines(), *reading, *overlap(data)):
             log.info("%s", note)
 
     def fit(context: ParallelContext) -> ExitStatus:

@@ -41,6 +41,12 @@ class DataConfig:
         (), "list of {prefix, weight, name, decoder_prefix}: the validation corpora; empty = no evaluation"
     )
     sequence_length: int = setting(512, "tokens of source text per sample (before corruption)", at_least=16)
+    region: int = setting(
+        0,
+        "where the length of samples changes in phases: tokens that stay together in the shuffled order, such as "
+        "8192; 0 = all of a corpus",
+        at_least=0,
+    )
     local_directory: str | None = setting(
         None,
         "node-local directory to which the corpora are copied before training; null = read where they are",
@@ -49,6 +55,13 @@ class DataConfig:
     row_length: int | None = setting(
         None, "padded length of a row; null = derived from sequence_length and the objective", at_least=1
     )
+
+    def __post_init__(self) -> None:
+        check(
+            self.region == 0 or self.region >= self.sequence_length,
+            f"data.region ({self.region}) is below data.sequence_length ({self.sequence_length}); set it to that or "
+            "more, or to 0.",
+        )
 
     def require_train(self) -> None:
         """Raise ConfigError without a training corpus, which a configuration need not have before it is trained."""

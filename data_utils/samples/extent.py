@@ -25,26 +25,22 @@ def extent(mixtures: Sequence[Mixture], samples: int, batch_size: int) -> Iterat
     Args: mixtures: of the phases.
     """
     ends = [*(mixture.start.first_sample for mixture in mixtures[1:]), samples]
-    counts = [
-        mixture.after(end - mixture.start.first_sample) for mixture, end in zip(mixtures, ends, strict=True)
+    epochs_after = [
+        mixture.epochs(end - mixture.start.first_sample) for mixture, end in zip(mixtures, ends, strict=True)
     ]
     indexes = mixtures[0].indexes
     corpora = [
-        (str(index.dataset.prefix), index.dataset.num_tokens, count / index.num_windows, index.num_windows)
-        for index, count in zip(indexes, counts[-1], strict=True)
+        (str(index.dataset.prefix), index.dataset.num_tokens, epochs, index.num_windows)
+        for index, epochs in zip(indexes, epochs_after[-1], strict=True)
     ]
     parts = [f"{name} ({tokens:,} tokens) {_times(epochs)}" for name, tokens, epochs, _ in corpora[:_SHOWN]]
     more = [f"and {len(corpora) - _SHOWN} more corpora"] if len(corpora) > _SHOWN else []
     total = sum(tokens * epochs for _, tokens, epochs, _ in corpora)
     yield f"the whole run reads {total:,.0f} tokens of text: {', '.join(parts + more)}"
-    before = (0,) * len(indexes)
-    for number, after in enumerate(counts if len(counts) > 1 else (), start=1):
+    before = [0.0] * len(indexes)
+    for number, after in enumerate(epochs_after if len(mixtures) > 1 else (), start=1):
         read = [
-            (
-                PurePath(index.dataset.prefix).name,
-                (last - first) / index.num_windows,
-                index.dataset.num_tokens,
-            )
+            (PurePath(index.dataset.prefix).name, last - first, index.dataset.num_tokens)
             for index, first, last in zip(indexes, before, after, strict=True)
         ]
         parts = [f"{name} {_times(epochs)}" for name, epochs, _ in read if epochs][:_SHOWN]

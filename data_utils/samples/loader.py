@@ -207,9 +207,15 @@ def _phased(
 def mixtures_of(indexes: Sequence[Index], seed: int, phases: Sequence[PhaseSamples]) -> list[Mixture]:
     """The mixture of each phase. Args: seed: of the mixtures."""
     weights = [[corpus.weight for corpus in phase.data.train] for phase in phases]
+    lengths = [phase.data.sequence_length for phase in phases]
+    region = phases[0].data.region
+    if isinstance(indexes[0], WindowIndex) and indexes[0].window_length != lengths[0]:
+        indexes = [WindowIndex(index.dataset, lengths[0], DOCUMENT_OVERHEAD) for index in indexes]
     mixtures = [Mixture(list(zip(indexes, weights[0], strict=True)), seed)]
-    for phase, its_weights in zip(phases[1:], weights[1:], strict=True):
-        mixtures.append(mixtures[-1].following(phase.first_sample, its_weights))
+    if region or len(set(lengths)) > 1:
+        mixtures = [mixtures[0].as_streams(region)]
+    for phase, its_weights, length in zip(phases[1:], weights[1:], lengths[1:], strict=True):
+        mixtures.append(mixtures[-1].following(phase.first_sample, its_weights, length))
     return mixtures
 
 

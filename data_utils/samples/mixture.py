@@ -13,6 +13,7 @@ The price of exact quotas: weights are rounded to 1/BLOCK_SIZE, and a weight tha
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -27,8 +28,10 @@ from data_utils.samples.sampler import (
     block_table,
     deal_samples,
     derive_key,
+    gather,
     place_windows,
 )
+from data_utils.samples.streams import Axis, Stream
 
 if TYPE_CHECKING:
     from data_utils.samples.sentences import SentenceIndex
@@ -89,10 +92,18 @@ class Mixture:
     manifests name different tokenizers.
     """
 
-    def __init__(self, corpora: Sequence[tuple[Index, float]], seed: int, start: Start = _AT_ONCE) -> None:
+    def __init__(
+        self,
+        corpora: Sequence[tuple[Index, float]],
+        seed: int,
+        start: Start = _AT_ONCE,
+        streams: Sequence[Stream] = (),
+    ) -> None:
+        """Args: streams: of the corpora, where they have regions or the length changes: then no windows are read."""
         self.corpora = list(corpora)
         self.seed = seed
         self.start = start
+        self.streams = list(streams)
         self.quotas = quotas([weight for _, weight in self.corpora])
         self.indexes = [index for index, _ in self.corpora]
         for index in self.indexes:
@@ -106,8 +117,8 @@ class Mixture:
         key = derive_key(self._key_seed, CHOICE_STREAM, start.phase << PHASE_BITS)
         self._table = (0, *block_table(self._starts, BLOCK_SIZE, np.uint64(key)))  # of the last block used
 
-    def __reduce__(self) -> tuple[type, tuple[list[tuple[Index, float]], int, Start]]:
-        return type(self), (self.corpora, self.seed, self.start)
+    def __reduce__(self) -> tuple[type, tuple[list[tuple[Index, float]], int, Start, list[Stream]]]:
+        return type(self), (self.corpora, self.seed, self.start, self.streams)
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The places of samples: indices int64 [B], each of the phase -> corpus, epoch, window, each int64 [B]."""
@@ -127,29 +138,78 @@ class Mixture:
         return corpora, ordinals
 
     def after(self, count: int) -> tuple[int, ...]:
-        """Samples of each corpus before the sample `count` of the phase, those of former phases included."""
+        """Samples of each corpus before the sample `count` of the phase, with those of former phases of its length."""
         weights = [weight for _, weight in self.corpora]
         return tuple((self._used + samples_of_corpora(self.seed, weights, count, self.start.phase)).tolist())
 
-    def following(self, first_sample: int, weights: Sequence[float]) -> Mixture:
-        """The mixture of the next phase, from its first sample on, with weights of its own."""
+    def epochs(self, count: int) -> list[float]:
+        """How often each corpus was read before the sample `count` of the phase, former phases included."""
+        used = self.after(count)
+        if self.streams:
+            return [stream.epochs(samples) for stream, samples in zip(self.streams, used, strict=True)]
+        return (np.array(used) / self._num_windows).tolist()
+
+    def following(self, first_sample: int, weights: Sequence[float], length: int | None = None) -> Mixture:
+        """The mixture of the next phase, from its first sample on, with weights and maybe a length of its own."""
         used = self.after(first_sample - self.start.first_sample)
+        indexes, streams = self.indexes, self.streams
+        if streams and length not in (None, streams[0].length):
+            indexes = [WindowIndex(each.dataset, length, each.document_overhead) for each in indexes]
+            streams = [stream.following(count, length) for stream, count in zip(streams, used, strict=True)]
+            used = ()
         start = Start(self.start.phase + 1, first_sample, used)
-        return Mixture(list(zip(self.indexes, weights, strict=True)), self.seed, start)
+        return Mixture(list(zip(indexes, weights, strict=True)), self.seed, start, streams)
+
+    def as_streams(self, region: int) -> Mixture:
+        """The same corpora with regions of `region` costs, 0 = none, and lengths that may change."""
+        streams = []
+        for corpus, index in enumerate(self.indexes):
+            assert isinstance(index, WindowIndex)
+            key = functools.partial(derive_key, self._key_seed, corpus + 1)
+            axis = Axis(index.cost, region, index.document_overhead, key, index.text_end)
+            streams.append(Stream(axis, index.window_length))
+        return Mixture(self.corpora, self.seed, self.start, streams)
 
     def fetch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The tokens of samples, indices int64 [B], in their order.
 
         Returns: tokens int32 [all pieces], piece lengths int64 [pieces], pieces per sample int64 [B].
         """
+        if self.streams:
+            return self._fetch_ranges(indices)
         corpora, _, windows = self.locate(indices)
         return type(self.indexes[0]).gather_all(self._by_corpus(corpora, windows))
+
+    def _ranges(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Ranges of the corpora, int64 [ranges, 3]: corpus, start, stop; how many each sample has, int64 [B]."""
+        corpora, ordinals = self.deal(indices)
+        samples = [
+            [(corpus, *each) for each in self.streams[corpus].sample(ordinal)[1]]
+            for corpus, ordinal in zip(corpora.tolist(), ordinals.tolist(), strict=True)
+        ]
+        ranges = np.array([each for ranges in samples for each in ranges], np.int64).reshape(-1, 3)
+        return ranges, np.array([len(each) for each in samples], np.int64)
+
+    def _fetch_ranges(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        ranges, counts = self._ranges(indices)
+        parts = []
+        for corpus, index in enumerate(self.indexes):
+            rows = np.flatnonzero(ranges[:, 0] == corpus)
+            if len(rows):
+                parts.append((index, *np.ascontiguousarray(ranges[rows, 1:].T), rows))
+        tokens, piece_lengths, pieces = gather(parts)
+        return tokens, piece_lengths, np.add.reduceat(pieces, np.cumsum(counts) - counts)
 
     def prefetch(self, indices: np.ndarray) -> None:
         """Let the kernel start to read samples, indices int64 [B], that will be fetched soon.
 
         Worth its few microseconds a sample where the corpora do not fit in memory.
         """
+        if self.streams:
+            ranges, _ = self._ranges(indices)
+            for corpus, index in enumerate(self.indexes):
+                index.prefetch_from(np.ascontiguousarray(ranges[ranges[:, 0] == corpus, 1]))
+            return
         corpora, _, windows = self.locate(indices)
         for index, its_windows, _ in self._by_corpus(corpora, windows):
             index.prefetch(its_windows)

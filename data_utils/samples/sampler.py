@@ -86,6 +86,31 @@ def permute(index, n, key):
             return np.int64(value)
 
 
+@njit("int64(int64, int64, uint64)", cache=True, error_model="numpy")
+def unpermute(image, n, key):
+    """The inverse of `permute`: the index of which `image` is the image, int64."""
+    size = _U64(n)
+    rows = _U64(np.sqrt(np.float64(n)))
+    while rows * rows < size:
+        rows += _U64(1)
+    columns = (size + rows - _U64(1)) // rows
+    value = _U64(image)
+    while True:
+        left = value // columns
+        right = value % columns
+        round_key = _U64(key) + _U64(2 * _ROUNDS) * _GOLDEN
+        for _ in range(_ROUNDS):
+            shift = _below(columns, _mix(left ^ round_key))
+            right = right - shift if right >= shift else right + columns - shift
+            round_key -= _GOLDEN
+            shift = _below(rows, _mix(right ^ round_key))
+            left = left - shift if left >= shift else left + rows - shift
+            round_key -= _GOLDEN
+        value = left * columns + right
+        if value < size:
+            return np.int64(value)
+
+
 @njit(cache=True, error_model="numpy", nogil=True)
 def block_table(starts, block_size, key):
     """The corpus of each place of a block, and how many of its places precede it: two int64 [block_size]."""
@@ -185,11 +210,11 @@ def _first_document(pointers, shift, num_tokens, overhead, start):
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
-def _first_tokens(pointers, shift, num_tokens, overhead, window_length, windows):
-    """A token at or shortly before the first one of each window, int64 [B]."""
-    tokens = np.empty(windows.shape[0], np.int64)
-    for i in range(windows.shape[0]):
-        start = windows[i] * window_length
+def _first_tokens(pointers, shift, num_tokens, overhead, starts):
+    """A token at or shortly before the first one after each cost of starts, int64 [B]."""
+    tokens = np.empty(starts.shape[0], np.int64)
+    for i in range(starts.shape[0]):
+        start = starts[i]
         document = _first_document(pointers, shift, num_tokens, overhead, start)
         tokens[i] = max(pointers[document] >> shift, start - overhead * (document + 1))
     return tokens
@@ -218,15 +243,14 @@ def _window_pieces(pointers, shift, num_tokens, overhead, start, stop, pieces):
 
 @njit(cache=True, error_model="numpy", nogil=True)
 def _plan_rows(
-    pointers, shift, num_tokens, overhead, window_length, windows, rows, first_tokens, piece_lengths, counts
+    pointers, shift, num_tokens, overhead, starts, stops, rows, first_tokens, piece_lengths, counts
 ):
-    """Where the tokens of window windows[i] begin and how long its pieces are, into row rows[i]."""
+    """Where the tokens of the costs [starts[i], stops[i]) begin and how long their pieces are, into row rows[i]."""
     pieces = np.empty((piece_lengths.shape[1], 2), np.int64)
-    for i in range(windows.shape[0]):
+    for i in range(starts.shape[0]):
         row = rows[i]
-        start = windows[i] * window_length
-        count = _window_pieces(pointers, shift, num_tokens, overhead, start, start + window_length, pieces)
-        first_tokens[row] = pieces[0, 0]
+        count = _window_pieces(pointers, shift, num_tokens, overhead, starts[i], stops[i], pieces)
+        first_tokens[row] = pieces[0, 0] if count else 0
         for piece in range(count):
             piece_lengths[row, piece] = pieces[piece, 1] - pieces[piece, 0]
         counts[row] = count
@@ -279,8 +303,8 @@ class WindowIndex:
         self.dataset = dataset
         self.window_length = window_length
         self.document_overhead = document_overhead
-        cost = dataset.num_tokens + document_overhead * dataset.num_documents
-        self.num_windows = -(-cost // window_length)
+        self.cost = dataset.num_tokens + document_overhead * dataset.num_documents
+        self.num_windows = -(-self.cost // window_length)
         self.max_pieces = min(dataset.num_documents, window_length // (document_overhead + 1) + 2)
         self._shift = np.int64(dataset.dtype.itemsize.bit_length() - 1)
 
@@ -304,40 +328,58 @@ class WindowIndex:
     def gather(self, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The tokens of windows, int64 [B]; see `gather`."""
         windows = np.asarray(windows, np.int64)
-        return gather([(self, windows, np.arange(len(windows)))])
+        return self.gather_all([(self, windows, np.arange(len(windows)))])
 
     @staticmethod
     def gather_all(
         parts: Sequence[tuple[Any, np.ndarray, np.ndarray]],
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The tokens of windows of several datasets; see `gather`."""
-        return gather(parts)
+        """The tokens of windows int64 [k] of several datasets, each in its row; see `gather`."""
+        for index, windows, _ in parts:
+            assert not len(windows) or (windows.min() >= 0 and windows.max() < index.num_windows)
+        ranges = [
+            (index, windows * index.window_length, (windows + 1) * index.window_length, rows)
+            for index, windows, rows in parts
+        ]
+        return gather(ranges)
 
     def prefetch(self, windows: np.ndarray) -> None:
         """Let the kernel start to read windows, int64 [k], that will be gathered soon."""
-        starts = _first_tokens(*self._geometry, self.window_length, windows)
-        self.dataset.prefetch(starts, self.window_length)
+        self.prefetch_from(windows * self.window_length)
+
+    def prefetch_from(self, starts: np.ndarray) -> None:
+        """As `prefetch`, of as much as a window has from each of some costs, int64 [k], on."""
+        self.dataset.prefetch(_first_tokens(*self._geometry, starts), self.window_length)
+
+    def text_end(self, start: int, stop: int) -> int:
+        """The end of the last token in the costs [start, stop); start if there is none."""
+        while stop > start:
+            document = _first_document(*self._geometry, stop - 1)
+            begin = int(self.dataset.pointers[document] >> self._shift) + self.document_overhead * document
+            if stop > begin + self.document_overhead:
+                return stop
+            stop = begin
+        return start
 
 
 def gather(
-    parts: Sequence[tuple[WindowIndex, np.ndarray, np.ndarray]],
+    parts: Sequence[tuple[WindowIndex, np.ndarray, np.ndarray, np.ndarray]],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The tokens of windows of one or several datasets, one after the other; each token is copied once.
+    """The tokens of ranges of one or several datasets, one after the other; each token is copied once.
 
-    Args: parts: an index, its windows int64 [k], and the rows int64 [k] to which they go; together all rows once.
+    Args: parts: an index, starts and stops int64 [k] of costs at most a window apart, and the rows int64 [k] to which
+        they go; together all rows once.
     Returns: tokens int32 [all pieces], piece lengths int64 [pieces], pieces of each row int64.
     """
-    num_rows = sum(len(rows) for _, _, rows in parts)
+    num_rows = sum(len(part[-1]) for part in parts)
     first_tokens = np.empty(num_rows, np.int64)
     piece_lengths = np.empty((num_rows, max((part[0].max_pieces for part in parts), default=0)), np.int32)
     counts = np.zeros(num_rows, np.int64)
-    for index, windows, rows in parts:
-        assert not len(windows) or (windows.min() >= 0 and windows.max() < index.num_windows)
-        where = (windows, rows, first_tokens, piece_lengths, counts)
-        _plan_rows(*index._geometry, index.window_length, *where)
+    for index, *where in parts:
+        _plan_rows(*index._geometry, *where, first_tokens, piece_lengths, counts)
     packed, positions = _pack_rows(piece_lengths, counts)
     out = np.empty(positions[-1], np.int32)
-    for index, _, rows in parts:
+    for index, _, _, rows in parts:
         tokens = index.dataset.tokens
         if isinstance(tokens, np.ndarray):
             _copy_rows(tokens, first_tokens, positions, rows, out)

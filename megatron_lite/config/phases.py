@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from data_utils.base.errors import ConfigError
@@ -30,6 +30,7 @@ from megatron_lite.config.schedule import ScheduleConfig
 from megatron_lite.config.timetable import Stage, Timetable, ramp_stages
 
 Config = Any  # that of tree.py, which imports this file
+SHORTEST = 32  # tokens: empty positions of three borders and what two documents cost are 20 in a row
 _LENGTHS = ("steps", "samples", "tokens")
 
 
@@ -42,6 +43,10 @@ class PhaseConfig:
     samples: int | None = setting(None, "length in samples instead, rounded up to whole steps", at_least=1)
     tokens: int | None = setting(
         None, "length in tokens instead: sequence_length for each sample", at_least=1
+    )
+    sequence_length: int | None = setting(None, "instead of data.sequence_length", at_least=16)
+    row_length: int | None = setting(
+        None, "instead of data.row_length, null = derived where a sequence_length is given", at_least=1
     )
     weights: dict[str, Any] = setting_mapping("name of a corpus -> its weight; not named = no part")
     batch: dict[str, Any] = setting_mapping("what of the section batch differs")
@@ -70,6 +75,9 @@ class PhaseConfig:
             train = zip(tree["data"]["train"], names, strict=True)
             with_weights = [{**corpus, "weight": self.weights.get(name, 0)} for corpus, name in train]
             merged["data"] = {**merged["data"], "train": with_weights}
+        if self.sequence_length is not None or self.row_length is not None:
+            length = self.sequence_length or tree["data"]["sequence_length"]
+            merged["data"] = {**merged["data"], "sequence_length": length, "row_length": self.row_length}
         if self.objectives:
             merged["objectives"], merged["objective_starts"] = self.objectives, {}
         if self.loss_weights:
@@ -145,6 +153,7 @@ class Plan:
             f"the phases have {ends:,} steps, and training.steps is {steps:,}; set it to {ends:,}, or leave out the "
             "length of the last phase.",
         )
+        self._check_lengths(config)
         micro_batches = {each.batch.micro_batch_size for each in self.configs} | {
             config.batch.micro_batch_size
         }
@@ -157,6 +166,33 @@ class Plan:
         self.parts = self._parts(config.schedule)
         # Samples skipped when a phase begins count as its own.
         self.first_samples = [self.timetable.consumed(step) for step in self.first_steps[:-1]]
+
+    def _check_lengths(self, config: Config) -> None:
+        """Raise ConfigError for lengths and regions that do not go with each other or with the run."""
+        lengths = {each.data.sequence_length for each in self.configs}
+        rows = {each.row_length for each in self.configs}
+        self.has_streams = len(lengths) > 1 or config.data.region > 0
+        whole = [
+            choice.name
+            for each in self.configs
+            for choice in each.objective_choices
+            if choice.section.whole_documents
+        ]
+        check(
+            not self.has_streams or not whole,
+            f"{whole and whole[0]} has rows of whole documents, which are packed for one sequence_length; leave it out "
+            "of phases, and data.region at 0.",
+        )
+        check(
+            not self.has_streams or min(lengths) >= SHORTEST,
+            f"the phases have samples of {min(lengths)} tokens; where the length changes or data.region is set, give "
+            f"{SHORTEST} or more, so that every row has text.",
+        )
+        check(
+            len(rows) == 1 or config.parallel.pipeline_parallel_size == 1,
+            f"the phases have rows of {', '.join(map(str, sorted(rows)))} tokens, and the run has pipeline stages, "
+            "which send each other one size; train in one length, or without stages.",
+        )
 
     def _parts(self, schedule: ScheduleConfig) -> list[RatePart]:
         """The parts of the schedule in steps. Raises: ConfigError for parts that are longer than the run."""
@@ -193,8 +229,8 @@ class Plan:
 
     @property
     def samples(self) -> list[PhaseSamples]:
-        """All that makes the samples of each phase; empty where the run has no phases."""
-        if not self.phases:
+        """All that makes the samples of each phase; empty where the run has neither phases nor regions."""
+        if not self.phases and not self.has_streams:
             return []
         each = zip(self.first_samples, self.configs, strict=True)
         return [PhaseSamples(first, config.data, config.objective_choices) for first, config in each]
@@ -218,6 +254,28 @@ class Plan:
         """The phase of a step, in words, if the run has phases."""
         number = self.number(step)
         return [f"phase {number + 1}: {self.phases[number]}"] if self.phases else []
+
+    def lines(self) -> list[str]:
+        """Steps, batches and settings of each phase, in words, if the run has phases."""
+        lines = []
+        for number, phase in enumerate(self.phases):
+            first, end = self.first_steps[number : number + 2]
+            sizes = sorted({self.batch_size(first), self.batch_size(end - 1)})
+            lines.append(
+                f"phase {number + 1}: steps {first + 1:,} to {end:,}, "
+                f"batches of {' to '.join(map(str, sizes))}: {phase}"
+            )
+        return lines
+
+    def alone(self) -> list[Config]:
+        """Each phase as a run of its own, without a ramp, to be estimated."""
+        runs = []
+        for config, first, end in zip(self.configs, self.first_steps, self.first_steps[1:], strict=False):
+            training = replace(config.training, steps=end - first, stop_after_step=None)
+            batch, schedule = replace(config.batch, ramp=None), type(config.schedule)()
+            changes = {"training": training, "batch": batch, "schedule": schedule}
+            runs.append(replace(config, phases=(), profiler=type(config.profiler)(), **changes))
+        return runs
 
     def require_ranks(self, data_parallel_size: int) -> None:
         """Raise ConfigError unless every batch of the run is whole micro-batches on each rank."""

@@ -64,6 +64,10 @@ def unigram_losses(config: Config) -> dict[str, float]:
 
     if config.tokenizer is None:
         raise ConfigError("the run's configuration names no tokenizer; give a directory of pretrain_glm.py.")
+    if config.plan.samples:
+        raise ConfigError(
+            "the run has phases or data.region, and the baseline counts windows in one order; leave it out."
+        )
     tokenizer = load_tokenizer(config.tokenizer)
     data = open_datasets(config.data, config.objective_choices, tokenizer, config.training.seed)
     if data.validation is None:

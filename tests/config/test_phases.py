@@ -54,6 +54,13 @@ def test_lengths_are_rounded_up_to_whole_steps():
     assert config_of(phases).plan.first_steps == [0, 2, 4, 5, 9]
 
 
+def test_rows_follow_the_length_of_a_phase():
+    data = {"train": TRAIN, "row_length": 120}
+    config = config_of([{"steps": 3}, {"steps": 3, "sequence_length": 32}, {"row_length": 128}], data=data)
+    assert [each.row_length for each in config.plan.configs] == [120, 56, 128]
+    assert [each.data.sequence_length for each in config.plan.configs] == [64, 32, 64]
+
+
 def test_a_ramp_is_part_of_its_phase():
     ramp = {"start": 2, "by": 2, "samples": 12}
     phases = [{"steps": 1}, {"samples": 30, "batch": {"ramp": ramp}}, {}]
@@ -112,6 +119,18 @@ def test_what_is_skipped_counts_in_the_phase_that_meets_it():
             ["a phase ends with batches of 2", "reached 8"],
         ),
         (
+            [{"steps": 4}, {"sequence_length": 65}],
+            {},
+            ["phases[1]: data.sequence_length (65)", "max_position"],
+        ),
+        ([{"steps": 4}, {"sequence_length": 31}], {}, ["samples of 31 tokens", "32 or more"]),
+        ([], {"data": {"train": TRAIN, "region": 63}}, ["data.region (63)", "sequence_length (64)"]),
+        (
+            [{"steps": 4}, {"sequence_length": 32}],
+            {"objectives": {"causal": 1}, "parallel": {"pipeline_parallel_size": 2}},
+            ["rows of 32, 64 tokens", "pipeline stages"],
+        ),
+        (
             [{"steps": 4}, {"batch": {"micro_batch_size": 4}}],
             {"parallel": {"pipeline_parallel_size": 2}},
             ["micro-batches of 2, 4 samples", "pipeline stages"],
@@ -122,6 +141,19 @@ def test_contradictions_are_refused_in_one_line(phases, settings, words):
     with pytest.raises(ConfigError) as error:
         config_of(phases, **settings)
     assert "\n" not in str(error.value) and all(word in str(error.value) for word in words), error.value
+
+
+def test_a_plan_is_told_in_lines():
+    ramp = {"start": 2, "by": 2, "samples": 12}
+    phases = [{"steps": 8, "batch": {"ramp": ramp}}, {"sequence_length": 32, "weights": {"web": 1}}]
+    plan = config_of(phases, steps=12).plan
+    assert plan.lines() == [
+        "phase 1: steps 1 to 8, batches of 2 to 8: batch {'ramp': {'start': 2, 'by': 2, 'samples': 12}}",
+        "phase 2: steps 9 to 12, batches of 8: sequence_length 32, weights {'web': 1}",
+    ]
+    alone = plan.alone()
+    assert [each.training.steps for each in alone] == [8, 4] and alone[0].batch.ramp is None
+    assert config_of([]).plan.lines() == []
 
 
 def test_every_batch_of_the_run_must_fit_the_ranks():

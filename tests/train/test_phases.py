@@ -105,6 +105,27 @@ def test_batches_change_in_every_layout(phased, tmp_path, ranks, parallel):
         assert found[step] == pytest.approx(values, rel=1e-4), step
 
 
+@pytest.mark.parametrize("region", [0, 128])
+def test_the_length_changes_and_a_run_resumes_bit_for_bit(settings, tmp_path, region):
+    lengths = [{"steps": 2, "sequence_length": 32}, {"steps": 2}, {"sequence_length": 40}]
+    settings = merge(settings, {"phases": lengths, "data": {"region": region}})
+    whole = run_ranks(fit, 2, settings)
+    parts = directory_of(settings, tmp_path / "parts")
+    for stop in (2, 3):
+        run_ranks(fit, 2, merge(parts, {"training": {"stop_after_step": stop}}))
+    resumed = run_ranks(fit, 2, parts)
+    assert all(torch.equal(weight, resumed[0][name]) for name, weight in whole[0].items())
+    config = build(Config, merge(settings, {"data": {"region": 64}}))
+    with pytest.raises(CheckpointError, match=r"data.region is 64, and was \d+") as error:
+        require_same_corpora(config, tmp_path, state_at_end(settings))
+    assert "\n" not in str(error.value)
+    shorter = [{"steps": 2, "sequence_length": 34}, *lengths[1:]]
+    with pytest.raises(CheckpointError, match=r"phases\[0\] makes other samples before step 6"):
+        require_same_corpora(
+            build(Config, merge(settings, {"phases": shorter})), tmp_path, state_at_end(settings)
+        )
+
+
 def test_one_phase_is_a_run_without_phases(settings, tmp_path):
     alone = run_ranks(fit, 1, settings)[0]
     one = run_ranks(fit, 1, merge(directory_of(settings, tmp_path / "one"), {"phases": [{"steps": 6}]}))[0]

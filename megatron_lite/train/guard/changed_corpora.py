@@ -54,7 +54,8 @@ def changed_corpora(config: Config, state: TrainerState) -> str | None:
         return None  # not trained here, or on a task
     after = config.data.train
     old, new = [_identity_there(entry) for entry in before], [_identity_here(corpus) for corpus in after]
-    if config.phases or state.config.get("phases"):
+    regions = state.config.get("data", {}).get("region", 0), config.data.region
+    if config.phases or state.config.get("phases") or any(regions):
         return _changed_phases(config, state, old, new)
     weights = [entry["weight"] for entry in before], [corpus.weight for corpus in after]
     if old == new and np.array_equal(quotas(weights[0]), quotas(weights[1])):
@@ -88,6 +89,9 @@ def _changed_phases(
 ) -> str | None:
     """As `changed_corpora`, where phases are planned. Args: old, new: identities of the corpora."""
     recorded: Config = build(Config, state.config)
+    regions = recorded.data.region, config.data.region
+    if regions[0] != regions[1]:
+        return f"data.region is {regions[1]}, and was {regions[0]}"
     before, after = recorded.plan, config.plan
     consumed = after.timetable.consumed(state.step)
     if consumed != state.consumed_samples:
@@ -95,7 +99,7 @@ def _changed_phases(
     made = [list(_made(plan, state.step)) for plan in (before, after)]
     read, seed = np.zeros(len(old), np.int64), derive_seed(config.training.seed, "train")
     ends = [first for _, first, _ in made[0][1:]] + [consumed]
-    for number, ((_, first, places), end) in enumerate(zip(made[0], ends, strict=True)):
+    for number, ((_, first, (_, *places)), end) in enumerate(zip(made[0], ends, strict=True)):
         weights = [*places, *[0] * (len(old) - len(places))]
         read += samples_of_corpora(seed, weights, end - first, number)
     for place, count in enumerate(read.tolist()):
@@ -111,13 +115,13 @@ def _changed_phases(
 
 
 def _made(plan: Plan, step: int) -> Iterator[tuple[int, int, list[int]]]:
-    """First step, first sample and places of each corpus in a block, of the phases that begin before a step."""
+    """First step, first sample, length and places of corpora in a block, of the phases that begin before a step."""
     for first, sample, config in zip(plan.first_steps, plan.first_samples, plan.configs, strict=False):
         if first < max(step, 1):
             places = quotas([corpus.weight for corpus in config.data.train]).tolist()
             while not places[-1]:
                 places.pop()  # of a corpus added later
-            yield first, sample, places
+            yield first, sample, [config.data.sequence_length, *places]
 
 
 def _missing(state: TrainerState, old: Sequence[Any], new: Sequence[Any]) -> list[str]:

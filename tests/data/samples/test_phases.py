@@ -1,13 +1,21 @@
 """One stream per corpus over all phases: no window comes twice in an epoch and none is left out, whatever changes."""
 
+import pickle
 import random
 
 import numpy as np
 import pytest
 
 from data_utils.base.errors import ConfigError
+from data_utils.dataset.indexed_dataset import IndexedDataset
+from data_utils.dataset.writer import IndexedDatasetWriter
+from data_utils.objectives.interface import DOCUMENT_OVERHEAD
 from data_utils.samples import mixture as mixture_module
+from data_utils.samples import streams
+from data_utils.samples.config import CorpusConfig, DataConfig, PhaseSamples
+from data_utils.samples.loader import mixtures_of
 from data_utils.samples.mixture import Mixture, Start, samples_of_corpora
+from data_utils.samples.sampler import WindowIndex
 
 
 class Corpus:
@@ -113,3 +121,68 @@ def test_the_samples_of_a_phase_are_counted_as_they_are_dealt():
 def test_weights_without_meaning_are_refused(weights):
     with pytest.raises(ConfigError, match="numbers, 0 or more, of which one is positive"):
         Mixture([(Corpus(9), weight) for weight in weights], 1)
+
+
+# Lengths
+
+
+def corpus_of(prefix, seed):
+    """Documents of 1 to 90 tokens; every token is another number, so that it tells its place."""
+    lengths = np.random.default_rng(seed).integers(1, 90, 60)
+    with IndexedDatasetWriter(prefix, 60000) as writer:
+        writer.add(np.arange(lengths.sum()), lengths)
+        writer.finish({"eos": 0})
+    return IndexedDataset(prefix)
+
+
+def phase(first_sample, length, weights, region):
+    train = tuple(CorpusConfig(prefix=f"{c}", weight=weight) for c, weight in enumerate(weights))
+    return PhaseSamples(first_sample, DataConfig(train=train, sequence_length=length, region=region), ())
+
+
+@pytest.mark.parametrize("region", [0, 64, 500])
+def test_every_token_comes_once_in_an_epoch_whatever_changes(tmp_path, monkeypatch, region):
+    monkeypatch.setattr(mixture_module, "BLOCK_SIZE", 16)
+    monkeypatch.setattr(streams, "_SMALLEST_BLOCK", 8)
+    monkeypatch.setattr(streams, "_LARGEST_BLOCK", 8)
+    datasets = [corpus_of(tmp_path / name, seed) for seed, name in enumerate("ab")]
+    indexes = [WindowIndex(dataset, 32, DOCUMENT_OVERHEAD) for dataset in datasets]
+    plan = [(37, 32, (1, 0)), (41, 32, (3, 1)), (29, 64, (1, 1)), (200, 48, (1, 1)), (20, 32, (0, 1))]
+    firsts = np.concatenate([[0], np.cumsum([count for count, *_ in plan])])
+    phases = [
+        phase(int(first), *settings, region) for first, (_, *settings) in zip(firsts, plan, strict=False)
+    ]
+    mixtures = mixtures_of(indexes, 5, phases)
+    read = [[], []]
+    for mixture, first, (count, length, _) in zip(mixtures, firsts, plan, strict=False):
+        samples = np.arange(first, first + count)
+        mixture = pickle.loads(pickle.dumps(mixture))
+        mixture.prefetch(samples)
+        tokens, piece_lengths, pieces = mixture.fetch(samples)
+        corpora, _ = mixture.deal(samples)
+        assert pieces.min() >= 1 and len(pieces) == count
+        row = np.repeat(np.arange(count), pieces)
+        assert np.all(np.bincount(row, piece_lengths) + DOCUMENT_OVERHEAD * (pieces - 1) <= length)
+        texts = np.split(tokens, np.cumsum(np.bincount(row, piece_lengths).astype(int))[:-1])
+        for corpus, text in zip(corpora, texts, strict=True):
+            read[corpus].append(text)
+        single = mixture.fetch(samples[-1:])[0]
+        assert np.array_equal(single, texts[-1])  # a sample does not depend on its batch
+    for dataset, texts in zip(datasets, read, strict=True):
+        every, size = np.concatenate(texts), dataset.num_tokens
+        assert len(every) > 2 * size
+        for begin in range(0, len(every) - size + 1, size):
+            assert np.array_equal(np.sort(every[begin : begin + size]), np.arange(size))
+        assert len(np.unique(every[len(every) // size * size :])) == len(every) % size
+    epochs = mixtures[-1].epochs(plan[-1][0])
+    assert epochs == pytest.approx(
+        [sum(map(len, read[c])) / datasets[c].num_tokens for c in (0, 1)], rel=0.05
+    )
+
+
+def test_streams_without_changes_are_windows(tmp_path):
+    index = WindowIndex(corpus_of(tmp_path / "a", 1), 32, DOCUMENT_OVERHEAD)
+    plain = Mixture([(index, 1.0)], 9)
+    samples = np.arange(3 * index.num_windows)
+    for expected, found in zip(plain.fetch(samples), plain.as_streams(0).fetch(samples), strict=True):
+        assert np.array_equal(expected, found)

@@ -9,7 +9,7 @@ from numba import njit
 from data_utils.base.errors import ConfigError
 from data_utils.dataset.indexed_dataset import FileTokens, IndexedDataset
 from data_utils.dataset.writer import IndexedDatasetWriter
-from data_utils.samples.sampler import WindowIndex, _first_document, derive_key, permute
+from data_utils.samples.sampler import WindowIndex, _first_document, derive_key, permute, unpermute
 
 KEYS = st.integers(0, 2**64 - 1)
 
@@ -215,3 +215,16 @@ def test_prefetch_covers_the_windows(tmp_path_factory, lengths, extra, overhead)
     for window, start in enumerate(starts):
         pieces = index.pieces(window)
         assert start <= pieces[0, 0] and pieces[-1, 1] <= start + num_tokens
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 10, 97, 4096, 10_001])
+@pytest.mark.parametrize("key", [0, 7, 2**64 - 3])
+def test_the_permutation_has_an_inverse(n, key):
+    key = np.uint64(key)
+    assert [unpermute(permute(i, n, key), n, key) for i in range(n)] == list(range(n))
+
+
+def test_the_inverse_of_a_large_permutation():
+    n, key = 10**15 + 37, np.uint64(5)
+    for i in (0, 1, 10**9, n - 1):
+        assert unpermute(permute(i, n, key), n, key) == i
