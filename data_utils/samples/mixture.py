@@ -154,8 +154,11 @@ class Mixture:
         used = self.after(first_sample - self.start.first_sample)
         indexes, streams = self.indexes, self.streams
         if streams and length not in (None, streams[0].length):
-            indexes = [WindowIndex(each.dataset, length, each.document_overhead) for each in indexes]
             streams = [stream.following(count, length) for stream, count in zip(streams, used, strict=True)]
+            indexes = [
+                WindowIndex(index.dataset, stream.length, stream.axis.overhead)
+                for index, stream in zip(indexes, streams, strict=True)
+            ]
             used = ()
         start = Start(self.start.phase + 1, first_sample, used)
         return Mixture(list(zip(indexes, weights, strict=True)), self.seed, start, streams)
@@ -208,6 +211,7 @@ class Mixture:
         if self.streams:
             ranges, _ = self._ranges(indices)
             for corpus, index in enumerate(self.indexes):
+                assert isinstance(index, WindowIndex)
                 index.prefetch_from(np.ascontiguousarray(ranges[ranges[:, 0] == corpus, 1]))
             return
         corpora, _, windows = self.locate(indices)

@@ -375,8 +375,8 @@ def gather(
     first_tokens = np.empty(num_rows, np.int64)
     piece_lengths = np.empty((num_rows, max((part[0].max_pieces for part in parts), default=0)), np.int32)
     counts = np.zeros(num_rows, np.int64)
-    for index, *where in parts:
-        _plan_rows(*index._geometry, *where, first_tokens, piece_lengths, counts)
+    for index, starts, stops, rows in parts:
+        _plan_rows(*index._geometry, starts, stops, rows, first_tokens, piece_lengths, counts)
     packed, positions = _pack_rows(piece_lengths, counts)
     out = np.empty(positions[-1], np.int32)
     for index, _, _, rows in parts:

@@ -187,7 +187,7 @@ class _Leftover:
 
 @dataclass(frozen=True)
 class _Rest:
-    """What is not read of a leftover."""
+    """The unread part of a leftover."""
 
     leftover: _Leftover
     position: int = 0
