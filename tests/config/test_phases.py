@@ -57,7 +57,7 @@ def test_lengths_are_rounded_up_to_whole_steps():
 def test_rows_follow_the_length_of_a_phase():
     data = {"train": TRAIN, "row_length": 120}
     config = config_of([{"steps": 3}, {"steps": 3, "sequence_length": 32}, {"row_length": 128}], data=data)
-    assert [each.row_length for each in config.plan.configs] == [120, 56, 128]
+    assert [each.row_length for each in config.plan.configs] == [120, 40, 128]
     assert [each.data.sequence_length for each in config.plan.configs] == [64, 32, 64]
 
 
