@@ -255,6 +255,15 @@ class Plan:
         number = self.number(step)
         return [f"phase {number + 1}: {self.phases[number]}"] if self.phases else []
 
+    def steps_left(self, step: int) -> float:
+        """The rest of the run after `step` steps, one or more, in steps with as many row tokens as the last of them."""
+        begin = left = 0
+        for stage in self.stages:
+            per_step = stage.batch_size * self.config(begin).row_length
+            begin += int(stage.steps)
+            left += per_step * min(max(0, begin - step), int(stage.steps))
+        return left / (self.batch_size(step - 1) * self.config(step - 1).row_length)
+
     def lines(self) -> list[str]:
         """Steps, batches and settings of each phase, in words, if the run has phases."""
         lines = []

@@ -151,6 +151,9 @@ def test_a_plan_is_told_in_lines():
         "phase 1: steps 1 to 8, batches of 2 to 8: batch {'ramp': {'start': 2, 'by': 2, 'samples': 12}}",
         "phase 2: steps 9 to 12, batches of 8: sequence_length 32, weights {'web': 1}",
     ]
+    tokens = [config_of([]).row_length * 8] * 4 + [40 * 8] * 4
+    left = [plan.steps_left(step) * tokens[step - 5] for step in range(5, 13)]
+    assert left == pytest.approx([sum(tokens[step - 4 :]) for step in range(5, 13)])
     alone = plan.alone()
     assert [each.training.steps for each in alone] == [8, 4] and alone[0].batch.ramp is None
     assert config_of([]).plan.lines() == []

@@ -406,7 +406,7 @@ class Trainer:
             "memory_gib": memory_gib(self.context.device),
             "data_share": interval.data_seconds / elapsed,
             "seconds_per_step": elapsed / interval.steps,
-            "eta_seconds": (self.config.training.steps - self.step) * elapsed / interval.steps,
+            "eta_seconds": self._plan.steps_left(self.step) * elapsed / interval.steps,
         }
         self.metrics.write(
             "train", self.step, values, train_line(self.step, self.config.training.steps, values)
