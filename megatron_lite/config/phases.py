@@ -191,7 +191,7 @@ class Plan:
         check(
             len(rows) == 1 or config.parallel.pipeline_parallel_size == 1,
             f"the phases have rows of {', '.join(map(str, sorted(rows)))} tokens, and the run has pipeline stages, "
-            "which send each other one size; train in one length, or without stages.",
+            f"which send each other one size; set data.row_length ({max(rows)}), or train without stages.",
         )
 
     def _parts(self, schedule: ScheduleConfig) -> list[RatePart]:

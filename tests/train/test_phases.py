@@ -61,7 +61,7 @@ def read(context, tree):
 def test_a_run_in_phases_resumes_bit_for_bit(phased, tmp_path):
     whole = run_ranks(fit, 2, phased)
     parts = directory_of(phased, tmp_path / "parts")
-    for stop in (1, 2, 3):
+    for stop in (2, 3):
         run_ranks(fit, 2, merge(parts, {"training": {"stop_after_step": stop}}))
     resumed = run_ranks(fit, 2, parts)
     assert all(torch.equal(weight, resumed[0][name]) for name, weight in whole[0].items())
@@ -97,7 +97,8 @@ def test_each_step_reads_the_samples_of_its_phase(phased):
 )
 def test_batches_change_in_every_layout(phased, tmp_path, ranks, parallel):
     run_ranks(fit, 1, phased)
-    other = merge(directory_of(phased, tmp_path / "other"), {"parallel": parallel})
+    rows = {"data": {"row_length": 80}} if "pipeline_parallel_size" in parallel else {}
+    other = merge(directory_of(phased, tmp_path / "other"), {"parallel": parallel, **rows})
     run_ranks(fit, ranks, other)
     expected, found = (records(tree["run"]["directory"]) for tree in (phased, other))
     assert found.keys() == expected.keys() == set(range(1, 7))
@@ -111,8 +112,7 @@ def test_the_length_changes_and_a_run_resumes_bit_for_bit(settings, tmp_path, re
     settings = merge(settings, {"phases": lengths, "data": {"region": region}})
     whole = run_ranks(fit, 2, settings)
     parts = directory_of(settings, tmp_path / "parts")
-    for stop in (2, 3):
-        run_ranks(fit, 2, merge(parts, {"training": {"stop_after_step": stop}}))
+    run_ranks(fit, 2, merge(parts, {"training": {"stop_after_step": 3}}))
     resumed = run_ranks(fit, 2, parts)
     assert all(torch.equal(weight, resumed[0][name]) for name, weight in whole[0].items())
     config = build(Config, merge(settings, {"data": {"region": 64}}))
