@@ -45,7 +45,7 @@ ABILITIES: dict[str, int] = {
     "initial scales of words and of positions": 7,
     "a warning where training stands still": 48,
     "phases, ramps, schedules in parts": 701,
-    "lengths that change, regions": 429,
+    "lengths that change, regions": 442,
     "scores of whole words, a 5-gram that sees both sides, corpora of a copied run": 156,
     "a page to try a run": 598,
     "two tasks whose best possible score is known, in the quickstart": 132,
