@@ -43,7 +43,7 @@ done
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_environment.sh
 
-megabytes=4 vocab_size=512 margin=(--margin 0.3) scored_samples=400 small=() overrides=()
+megabytes=4 vocab_size=2048 margin=(--margin 0.3) scored_samples=400 small=() overrides=()
 if $smoke; then
     megabytes=0.5 vocab_size=512 margin=() scored_samples=40 small=(--smoke)
     overrides=(training.steps=16 training.eval_interval=8 training.eval_samples=16 schedule.warmup_steps=4
