@@ -12,8 +12,7 @@ import torch
 
 from data_utils.base.planes import ID_PLANES
 from megatron_lite.generate.watch import Watch
-from megatron_lite.model.attention.calls import Packed, ScoreBias, attend_all
-from megatron_lite.model.attention.cross_attention import PartsPlan
+from megatron_lite.model.attention.calls import Packed, PartsPlan, ScoreBias, attend_all
 from megatron_lite.model.kernels.dropout import AttentionDropout
 from megatron_lite.model.trunk.block import Condition, Flow
 from megatron_lite.model.trunk.encoder_decoder import DecoderFlow

@@ -24,7 +24,7 @@ from data_utils.base.random_streams import derive_seed
 from data_utils.objectives import LOSS_NAMES
 from data_utils.objectives.optimus import OptimusConfig
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.attention.cross_attention import PartsPlan
+from megatron_lite.model.attention.calls import PartsPlan
 from megatron_lite.model.input.model_input import ModelInput
 from megatron_lite.model.kernels.dropout import Dropout
 from megatron_lite.model.layers.tensor_parallel import TensorParallel, linear

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -80,6 +81,33 @@ class HostPlan(Protocol):
     def on_device(self, arrays: list[torch.Tensor], device: torch.device) -> AttentionPlan:
         """The plan, from its arrays on the device."""
         ...
+
+
+@dataclass(frozen=True)
+class PartsPlan:
+    """The plans of both parts of a batch, whose tokens are the encoder's rows and then the decoder's."""
+
+    encoder: Any  # HostPlan, on the device AttentionPlan
+    decoder: Any
+    cross: Any  # the decoder's queries over the encoder's keys; None = neither stack has cross-attention
+    lengths: tuple[int, int]  # Te, Td
+    order: np.ndarray  # int64 [Te + Td], as for HostPlan
+
+    @property
+    def _parts(self) -> dict[str, Any]:
+        parts = {"encoder": self.encoder, "decoder": self.decoder, "cross": self.cross}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def arrays(self) -> list[np.ndarray]:
+        return [array for part in self._parts.values() for array in part.arrays()]
+
+    def on_device(self, arrays: list[torch.Tensor], device: torch.device) -> PartsPlan:
+        rest = iter(arrays)
+        sent = {
+            name: part.on_device(list(itertools.islice(rest, len(part.arrays()))), device)
+            for name, part in self._parts.items()
+        }
+        return replace(self, **sent)
 
 
 class Attend(torch.autograd.Function):

@@ -11,46 +11,16 @@ Shapes: Te, Td rows of encoder and decoder, padding included; H heads, D head si
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 
-from megatron_lite.model.attention.calls import HostPlan
+from megatron_lite.model.attention.calls import HostPlan, PartsPlan
 from megatron_lite.model.attention.dense import DensePlan
 from megatron_lite.model.attention.layout import FULL, Call, Layout, Unit
 from megatron_lite.model.attention.plan import CallPlan, plan_attention
 from megatron_lite.model.attention.varlen import cross_varlen_plan
-
-
-@dataclass(frozen=True)
-class PartsPlan:
-    """The plans of both parts of a batch, whose tokens are the encoder's rows and then the decoder's."""
-
-    encoder: Any  # HostPlan, on the device AttentionPlan
-    decoder: Any
-    cross: Any  # the decoder's queries over the encoder's keys; None = neither stack has cross-attention
-    lengths: tuple[int, int]  # Te, Td
-    order: np.ndarray  # int64 [Te + Td], as for HostPlan
-
-    @property
-    def _parts(self) -> dict[str, Any]:
-        parts = {"encoder": self.encoder, "decoder": self.decoder, "cross": self.cross}
-        return {name: part for name, part in parts.items() if part is not None}
-
-    def arrays(self) -> list[np.ndarray]:
-        return [array for part in self._parts.values() for array in part.arrays()]
-
-    def on_device(self, arrays: list[torch.Tensor], device: torch.device) -> PartsPlan:
-        rest = iter(arrays)
-        sent = {
-            name: part.on_device(list(itertools.islice(rest, len(part.arrays()))), device)
-            for name, part in self._parts.items()
-        }
-        return replace(self, **sent)
 
 
 def plan_parts(

@@ -39,7 +39,6 @@ from megatron_lite.model.attention.calls import (
     spans_of,
     token_keys,
 )
-from megatron_lite.model.attention.dense import DensePlan
 from megatron_lite.model.attention.layout import (
     BLIND,
     CAUSAL,
@@ -52,7 +51,6 @@ from megatron_lite.model.attention.layout import (
     may_see,
     padded_order,
 )
-from megatron_lite.model.attention.varlen import varlen_plan
 from megatron_lite.model.kernels.compat import flash_backward_on_cpu, flash_forward_on_cpu
 from megatron_lite.model.kernels.dropout import AttentionDropout
 
@@ -374,6 +372,8 @@ def plan_attention(layout: Layout, device: torch.device, kernel: str = "auto", m
     """
     assert kernel in ("auto", "calls", "varlen", "flex", "dense"), kernel
     if kernel == "dense":
+        from megatron_lite.model.attention.dense import DensePlan
+
         return DensePlan(layout)
     on_cpu = kernel == "calls" or (kernel == "auto" and device.type == "cpu")
     units = make_units(layout, square_causal_only=on_cpu)
@@ -381,6 +381,8 @@ def plan_attention(layout: Layout, device: torch.device, kernel: str = "auto", m
     if on_cpu:
         return CallPlan(layout, units, padded_order(layout, length))
     if kernel == "varlen" or (kernel == "auto" and _suits_varlen(units, len(layout.rows))):
+        from megatron_lite.model.attention.varlen import varlen_plan
+
         return varlen_plan(layout, units, length)
     from megatron_lite.model.attention.flex import FlexPlan  # here: its import takes seconds
 

@@ -18,8 +18,7 @@ import torch
 from data_utils.base.planes import ID_PLANES, OBJECTIVE, SEGMENT_IDS, TARGETS, TOKENS
 from data_utils.base.random_streams import derive_seed
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.attention.calls import HostPlan
-from megatron_lite.model.attention.cross_attention import PartsPlan, constant_length, plan_parts
+from megatron_lite.model.attention.calls import HostPlan, PartsPlan
 from megatron_lite.model.attention.layout import LENGTHS
 from megatron_lite.model.attention.plan import plan_attention
 from megatron_lite.model.input.batch import Batch
@@ -169,6 +168,8 @@ def prepare(
         kernel = "dense"
     plan: HostPlan | PartsPlan
     if config.decoder_layers or of_decoder is not None:
+        from megatron_lite.model.attention.cross_attention import constant_length, plan_parts
+
         length = constant_length(places, multiple) if has_one_length else None
         plan = plan_parts(batch.layout, device, kernel, multiple, length, has_cross=of_decoder is None)
         first = plan.lengths[0]  # configuration checks that no loss is the encoder's

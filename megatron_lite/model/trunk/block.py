@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,12 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 from data_utils.base.planes import ID_PLANES, ORD
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.attention.calls import AttentionPlan, ScoreBias
-from megatron_lite.model.attention.cross_attention import PartsPlan
-from megatron_lite.model.attention.varlen import VarlenPlan
+from megatron_lite.model.attention.calls import AttentionPlan, PartsPlan, ScoreBias
 from megatron_lite.model.kernels.dropout import AttentionDropout, Dropout, FeatureDropout
 from megatron_lite.model.kernels.fused import Biased, activate, add, gate, has_kernels
-from megatron_lite.model.layers.relative import Distances, DistanceScores
 from megatron_lite.model.layers.rotary import Rotary, spread
 from megatron_lite.model.layers.tensor_parallel import (
     ColumnParallelLinear,
@@ -39,8 +36,11 @@ from megatron_lite.model.layers.tensor_parallel import (
     linear,
     make_norm,
 )
-from megatron_lite.model.trunk.fused_block import Parts, fused_block
 from megatron_lite.model.trunk.heads import Linear
+
+if TYPE_CHECKING:
+    from megatron_lite.model.layers.relative import Distances, DistanceScores
+    from megatron_lite.model.trunk.fused_block import Parts
 
 
 def recomputed(again: bool, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -279,7 +279,11 @@ class Attention(nn.Module):
         self.dense = RowParallelLinear(
             config.attention_size, config.hidden_size, parallel, has_bias=config.has_bias("attention")
         )
-        self.relative = DistanceScores(config, parallel) if config.has_distance_scores else None
+        self.relative: DistanceScores | None = None
+        if config.has_distance_scores:
+            from megatron_lite.model.layers.relative import DistanceScores
+
+            self.relative = DistanceScores(config, parallel)
 
     def forward(self, hidden: torch.Tensor, flow: Flow, layer: int) -> Biased:
         qkv = self.query_key_value(hidden).x
@@ -391,26 +395,29 @@ class Block(nn.Module):
 
         After `take_products` of the weights.
         """
-        self.parts = Parts.of(self, take) if self.may_fuse else None
+        if self.may_fuse and has_kernels(next(self.parameters())):
+            from megatron_lite.model.trunk.fused_block import Parts
+
+            self.parts = Parts.of(self, take)
 
     def forward(self, stream: Stream, flow: Flow, layer: int) -> Stream:
         if self.recompute and torch.is_grad_enabled():
             return Stream(recomputed(True, self._summed, stream.summed(), flow, layer))
         hidden = stream.hidden
-        is_trained = self.parts is not None and hidden.requires_grad and torch.is_grad_enabled()
-        is_usual = flow.condition is None and isinstance(flow.plan, VarlenPlan)
-        if is_trained and has_kernels(hidden) and is_usual:
-            return self._fused(stream, flow, layer, cast(VarlenPlan, flow.plan))
+        is_trained = hidden.requires_grad and torch.is_grad_enabled() and flow.condition is None
+        if self.parts is not None and is_trained and has_kernels(hidden) and self.parts.suits(flow.plan):
+            return self._fused(stream, flow, layer, self.parts)
         if self.parallel.sums_at_once:  # at ZeRO 3 this block's bias is gone when the next block runs
             return Stream(self._summed(stream.hidden, flow, layer))
         return self._forward(stream, flow, layer)
 
-    def _fused(self, stream: Stream, flow: Flow, layer: int, plan: VarlenPlan) -> Stream:
+    def _fused(self, stream: Stream, flow: Flow, layer: int, parts: Parts) -> Stream:
         """`_forward` as one function of autograd."""
-        assert self.parts is not None
-        p = plan.prepare(self.parts.head_size, stream.hidden.device, self.attention.dropout_of(flow, layer))
-        after = flow.features(self.dropout, layer, "attended")
-        hidden, x = fused_block(self.parts, *stream, after, p, plan)
+        dropout, after = (
+            self.attention.dropout_of(flow, layer),
+            flow.features(self.dropout, layer, "attended"),
+        )
+        hidden, x = parts.block(*stream, after, dropout, flow.plan)
         return Stream(hidden, x, flow.features(self.dropout, layer, "expanded"))
 
     def _summed(self, hidden: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.attention.calls import AttentionPlan
-from megatron_lite.model.attention.cross_attention import PartsPlan
+from megatron_lite.model.attention.calls import AttentionPlan, PartsPlan
 from megatron_lite.model.kernels.dropout import Dropout
 from megatron_lite.model.kernels.fused import Biased
 from megatron_lite.model.layers.tensor_parallel import (

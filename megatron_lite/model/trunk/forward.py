@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from data_utils.base.planes import BLOCK_POSITION_IDS, ID_PLANES
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.attention.calls import AttentionPlan, BiasedPlan
-from megatron_lite.model.attention.cross_attention import PartsPlan
+from megatron_lite.model.attention.calls import AttentionPlan, BiasedPlan, PartsPlan
 from megatron_lite.model.kernels.dropout import Dropout
-from megatron_lite.model.layers.relative import Distances, RelativeBuckets
 from megatron_lite.model.layers.rotary import Rotary
 from megatron_lite.model.layers.tensor_parallel import TensorParallel
 from megatron_lite.model.trunk.block import Condition, Flow, own_tokens
+
+if TYPE_CHECKING:
+    from megatron_lite.model.layers.relative import RelativeBuckets
 
 # Number of a block and its input [T, D] -> the input that it takes instead.
 BeforeBlock = Callable[[int, torch.Tensor], torch.Tensor]
@@ -33,7 +34,11 @@ def flow_of(
 ) -> Flow:
     """The layers' inputs beside the hidden state. Args: shape: of the tokens. ids: int [len(ID_PLANES), T]."""
     rotary = Rotary.of(config, ids) if config.positions == "rotary" else None
-    distances = Distances.of(config, ids, plan, dropout) if config.has_distance_scores else None
+    distances = None
+    if config.has_distance_scores:
+        from megatron_lite.model.layers.relative import Distances
+
+        distances = Distances.of(config, ids, plan, dropout)
     return Flow.of(shape, plan, dropout, parallel, rotary, distances, condition)
 
 
@@ -41,6 +46,8 @@ def relative_tables(config: ModelConfig, parallel: TensorParallel) -> dict[str, 
     """The tables of relative positions, which all layers of a stack share, under their names in the model."""
     if config.relative != "buckets":
         return {}
+    from megatron_lite.model.layers.relative import RelativeBuckets
+
     tables = {
         "relative_bias": RelativeBuckets(config, parallel, is_causal=False)
     }  # of the one stack, or the encoder

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron_lite.model.attention.varlen import VarlenPlan
-from megatron_lite.model.kernels.dropout import FeatureDropout
+from megatron_lite.model.kernels.dropout import AttentionDropout, FeatureDropout
 from megatron_lite.model.kernels.fused import (
     NO_DROPOUT,
     Biased,
@@ -73,29 +73,29 @@ class Parts(NamedTuple):
             attention.head_size, mlp.activation == "gelu_tanh", take,
         )  # fmt: skip
 
+    def suits(self, plan: Any) -> bool:
+        return isinstance(plan, VarlenPlan)
+
+    def block(
+        self,
+        hidden: torch.Tensor,
+        x: Biased | None,
+        dropout: FeatureDropout | None,
+        attended_dropout: FeatureDropout | None,
+        attention_dropout: AttentionDropout | None,
+        plan: Any,
+    ) -> tuple[torch.Tensor, Biased]:
+        """Forward pass on hidden + dropout(x): the hidden state after attention, and the MLP's output to add."""
+        p = plan.prepare(self.head_size, hidden.device, attention_dropout)
+        added, added_bias = x or (None, None)
+        dropouts = dropout or NO_DROPOUT, attended_dropout or NO_DROPOUT
+        # Parameters are no arguments of their own: autograd would call the hooks of those that have been taken.
+        total, out = _FusedBlock.apply(hidden, added, (added_bias, self), dropouts, p, plan)
+        return total, Biased(out, self.shrink.bias)
+
 
 def _product(layer: Any) -> _Product:
     return _Product(layer.weight, layer.bias, layer.weight.take_product)
-
-
-def fused_block(
-    parts: Parts,
-    hidden: torch.Tensor,
-    x: Biased | None,
-    dropout: FeatureDropout | None,
-    attended_dropout: FeatureDropout | None,
-    attention_p: float,
-    plan: VarlenPlan,
-) -> tuple[torch.Tensor, Biased]:
-    """Forward pass of a block on hidden + dropout(x): the hidden state after attention, and the MLP's output to add.
-
-    Args: attention_p: probability of dropout of attention weights, whose kernel is seeded.
-    """
-    added, added_bias = x or (None, None)
-    dropouts = dropout or NO_DROPOUT, attended_dropout or NO_DROPOUT
-    # Parameters are no arguments of their own: autograd would call the hooks of those that have been taken.
-    total, out = _FusedBlock.apply(hidden, added, (added_bias, parts), dropouts, attention_p, plan)
-    return total, Biased(out, parts.shrink.bias)
 
 
 class _FusedBlock(torch.autograd.Function):

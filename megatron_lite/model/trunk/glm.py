@@ -12,19 +12,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
 from data_utils.base.random_streams import derive_seed
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.attention.calls import AttentionPlan
-from megatron_lite.model.attention.cross_attention import PartsPlan
+from megatron_lite.model.attention.calls import AttentionPlan, PartsPlan
 from megatron_lite.model.input.model_input import ModelInput
-from megatron_lite.model.input.task_batch import Parts
 from megatron_lite.model.kernels.dropout import Dropout
-from megatron_lite.model.layers.relative import RelativeBuckets
 from megatron_lite.model.layers.tensor_parallel import (
     LayerNorm,
     RMSNorm,
@@ -42,13 +39,6 @@ from megatron_lite.model.trunk.block import (
     final_layernorm,
     own_lengths,
 )
-from megatron_lite.model.trunk.encoder_decoder import (
-    DecoderBlock,
-    DecoderEmbedding,
-    DecoderFlow,
-    encoder_layernorm,
-    part_flows,
-)
 from megatron_lite.model.trunk.forward import (
     BeforeBlock,
     detached_memory,
@@ -57,9 +47,13 @@ from megatron_lite.model.trunk.forward import (
     with_bias,
 )
 from megatron_lite.model.trunk.heads import Heads, row_losses, row_scores, sum_losses
-from megatron_lite.model.trunk.task_losses import choice_scores, part_sums, sums_of_task, task_loss
 from megatron_lite.model.trunk.trained_model import TrainedModel
 from megatron_lite.parallel.collectives import SINGLE
+
+if TYPE_CHECKING:
+    from megatron_lite.model.input.task_batch import Parts
+    from megatron_lite.model.layers.relative import RelativeBuckets
+    from megatron_lite.model.trunk.encoder_decoder import DecoderEmbedding, DecoderFlow
 
 
 class GLM(TrainedModel):
@@ -93,6 +87,12 @@ class GLM(TrainedModel):
         self.decoder_embedding: DecoderEmbedding | None = None
         self.encoder_layernorm: LayerNorm | RMSNorm | None = None
         if config.decoder_layers:
+            from megatron_lite.model.trunk.encoder_decoder import (
+                DecoderBlock,
+                DecoderEmbedding,
+                encoder_layernorm,
+            )
+
             self.layers.extend(
                 DecoderBlock(config, self.parallel, recompute) for _ in range(config.decoder_layers)
             )
@@ -160,6 +160,8 @@ class GLM(TrainedModel):
 
     def _run_parts(self, hidden: torch.Tensor, flow: Flow, positions: torch.Tensor) -> Stream:
         """The encoder's blocks, then the decoder's: [Te + Td, D], int [Te + Td] -> [Td, D]."""
+        from megatron_lite.model.trunk.encoder_decoder import part_flows
+
         encoder, decoder = part_flows(flow, self.parallel)
         plan = cast(PartsPlan, flow.plan)
         encoded, decoded = hidden.split(own_lengths(plan, self.parallel))
@@ -175,7 +177,7 @@ class GLM(TrainedModel):
         self, decoded: torch.Tensor, encoded: torch.Tensor, flow: DecoderFlow, positions: torch.Tensor
     ) -> Stream:
         """The decoder's blocks: [Td, D], [Te, D] -> [Td, D]. Args: positions: int, of the plan's tokens."""
-        flow = cast(DecoderFlow, self._biased(flow, self.decoder_relative_bias, positions))
+        flow = cast("DecoderFlow", self._biased(flow, self.decoder_relative_bias, positions))
         for layer in range(self.config.num_layers, len(self.layers)):
             decoded = self._block(layer)(decoded, encoded, flow, layer)
         return Stream(decoded)
@@ -210,6 +212,8 @@ class GLM(TrainedModel):
         if batch.parts is None:
             return self._token_loss(self._hidden(batch), batch)
         if batch.parts.head == "choices":
+            from megatron_lite.model.trunk.task_losses import choice_scores
+
             losses = self._row_losses(self._hidden(batch), batch, 0.0)
             outputs = choice_scores(losses[: len(batch.parts.row_part)], batch.parts)  # without fillers
             return self._task_loss(outputs, batch.parts)
@@ -225,6 +229,8 @@ class GLM(TrainedModel):
         return sum_losses(losses, batch.weights, batch.loss_rows.objectives, self.num_losses)
 
     def _task_loss(self, outputs: torch.Tensor, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
+        from megatron_lite.model.trunk.task_losses import sums_of_task, task_loss
+
         loss = task_loss(outputs, parts)
         return loss, sums_of_task(loss, parts.weight, self.num_losses)
 
@@ -238,6 +244,8 @@ class GLM(TrainedModel):
         if parts.head != "choices":
             outputs = self._head_outputs(self._layers(batch), batch, parts).float()
             return outputs, outputs.new_empty(0)
+        from megatron_lite.model.trunk.task_losses import part_sums
+
         logits, _ = self._row_logits(self._hidden(batch), batch)
         rows = len(parts.row_part)
         log_p, is_likeliest = row_scores(logits[:rows], batch.targets[:rows], self.embedding.word_embeddings)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,6 @@ from torch import nn
 
 from megatron_lite.config.model import ModelConfig, padded_vocab_size
 from megatron_lite.model.input.loss_rows import LossRows
-from megatron_lite.model.input.task_batch import Parts
 from megatron_lite.model.kernels import fused
 from megatron_lite.model.kernels.dropout import Dropout, FeatureDropout
 from megatron_lite.model.kernels.fused import Biased
@@ -37,8 +37,10 @@ from megatron_lite.model.layers.tensor_parallel import (
     make_norm,
     sharded,
 )
-from megatron_lite.model.trunk.task_losses import first_places, part_pools
 from megatron_lite.parallel.collectives import SINGLE, Group, all_reduce, gather_tokens
+
+if TYPE_CHECKING:
+    from megatron_lite.model.input.task_batch import Parts
 
 SPAN_PLACE_SIZE = 200  # width of the place embedding of SpanBERT's head
 
@@ -215,6 +217,8 @@ class Heads(nn.Module):
                 pooler = self.sentence.dense
             chosen = torch.tanh(pooler(chosen))
         if self.task.pool is not None:
+            from megatron_lite.model.trunk.task_losses import first_places, part_pools
+
             assert parts is not None
             chosen, rows = torch.relu(self.task.pool(part_pools(chosen, parts))), rows[first_places(parts)]
         # The embedding has no attention: the salt of that place is free.

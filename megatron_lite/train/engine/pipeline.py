@@ -20,7 +20,7 @@ from torch import nn
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.model.attention.cross_attention import PartsPlan
+from megatron_lite.model.attention.calls import PartsPlan
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.model_input import ModelInput
 from megatron_lite.model.layers.relative import RelativeBuckets

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_lite.config.tree import Config
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.model_input import ModelInput
-from megatron_lite.model.input.task_batch import TaskBatch
 from megatron_lite.model.layers.tensor_parallel import TensorParallel
 from megatron_lite.model.trunk.build import build_model
 from megatron_lite.model.trunk.glm import GLM
 from megatron_lite.parallel.context import Mpu, ParallelContext
 from megatron_lite.train.engine.engine import Engine, StepResult
 from megatron_lite.train.engine.parameter_rates import Rate
+
+if TYPE_CHECKING:
+    from megatron_lite.model.input.task_batch import TaskBatch
 
 
 class PlainEngine(Engine):
