@@ -171,6 +171,7 @@ class OptimusConfig(RowSizes):
         )
         for name, value, usual in (
             ("label_smoothing", training.label_smoothing, 0.0),
+            ("z_loss", training.z_loss, 0.0),
             ("eval_fillings", training.eval_fillings, 0),
             ("loss_normalization", training.loss_normalization, "global_tokens"),
         ):

@@ -168,6 +168,9 @@ class ModelConfig:
         True, "predict tokens through the word embedding; false: through a matrix of its own (GLM-4)"
     )
     scale_head: bool = setting(False, "multiply what the output projection takes by 1/sqrt(hidden_size) (T5)")
+    logit_soft_cap: float | None = setting(
+        None, "bound k of the logits of tokens, k tanh(logit / k) (Gemma 2); null = none", above=0
+    )
     head_transform: bool = setting(
         False, "a layer with activation and LayerNorm before the output projection (BERT)"
     )
@@ -371,4 +374,5 @@ OF_TRAINING = frozenset(
 _OF_GLM = OF_TRAINING | {
     "num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position", "layernorm_epsilon", "activation",
     "positions", "block_positions", "rotary_share", "rotary_base", "task_head", "task_classes",
+    "logit_soft_cap",
 }  # fmt: skip

@@ -167,6 +167,11 @@ class TrainingConfig:
         at_least=0,
         below=1,
     )
+    z_loss: float = setting(
+        0.0,
+        "factor of the squared log-sum-exp of a predicted token's logits in the loss of training (T5: 0.0001)",
+        at_least=0,
+    )
     max_nonfinite_steps: int = setting(
         20, "consecutive skipped non-finite steps (beyond fp16 scale search) that stop the run", at_least=1
     )

@@ -163,5 +163,7 @@ def _head(s: Sizes) -> float:
     rows = s.predicted + s.rows.borders * micro
     logits = rows * s.vocabulary * e
     weights = s.vocabulary * s.embedding * e
-    more = logits if s.config.training.kernels != "fused" else 0.0
+    more = (
+        logits if s.config.training.kernels != "fused" or s.config.model.logit_soft_cap is not None else 0.0
+    )
     return 3 * rows * s.width * e + logits + weights + more

@@ -146,6 +146,8 @@ def _head(tally: Tally, s: Sizes) -> None:
     if s.config.training.label_smoothing:
         tally.kernel(logits)
         tally.kernel(2 * logits, 2)
+    if model.logit_soft_cap is not None:  # three kernels forward and backward
+        tally.kernel(2 * logits, 6)
     if s.tp > 1:
         tally.small(_PARALLEL_LOSS)
         tally.collective("all_reduce", 4 * rows, s.tp_group, 3)

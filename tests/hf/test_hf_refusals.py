@@ -12,10 +12,20 @@ from support.hf_directories import repack, write_model_parallel
 from support.hf_runs import tree
 
 from data_utils.base.errors import CheckpointError, ConfigError, DataError
-from data_utils.base.settings import merge, parse_override
-from megatron_lite.hf.doors.export import ExportOptions, export_run
+from data_utils.base.settings import build, merge, parse_override
+from megatron_lite.config.tree import Config
+from megatron_lite.hf.doors.export import ExportOptions, export_run, require_no_soft_cap
 from megatron_lite.hf.doors.importing import import_directory, import_megatron
 from megatron_lite.hf.glm.modeling_glm import GLMForBlankInfilling
+
+
+def test_a_bound_of_the_logits_is_not_exported():
+    config = build(Config, merge(tree(), {"model": {"logit_soft_cap": 30.0}}))
+    with pytest.raises(
+        CheckpointError, match=r"step_1 has model.logit_soft_cap 30.0, .*; use the run itself"
+    ):
+        require_no_soft_cap(config, Path("step_1"))
+
 
 # Bad input: one message, nothing written
 

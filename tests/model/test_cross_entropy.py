@@ -1,8 +1,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from support.distributed import run_ranks
 
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.model.trunk import heads as module
+from megatron_lite.model.trunk.glm import GLM, initialize_parameters
 from megatron_lite.model.trunk.heads import cross_entropy
 
 
@@ -59,3 +63,63 @@ def test_shards_of_the_vocabulary_equal_fp64(dtype, first, valid):
         # The result is rounded once, its inputs are sums in fp32.
         tolerance = 1e-6 if dtype == torch.float32 else 2**-8
         torch.testing.assert_close(copy[:, :valid].double(), expected, rtol=tolerance, atol=1e-6)
+
+
+def losses_of_a_shard(context, logits, targets, weights, terms):
+    """Losses, and the gradient of this rank's 8 columns of a vocabulary of 11."""
+    first, valid = 8 * context.tp.rank, 8 - 5 * context.tp.rank
+    part = logits[:, first : first + 8].clone().requires_grad_()
+    losses = cross_entropy(part * 1.0, targets, context.tp, first, valid, terms)
+    (grad,) = torch.autograd.grad((losses * weights).sum(), part)
+    return losses.detach(), grad
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_z_loss_over_shards_of_the_vocabulary_equals_torch(smoothing):
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(7, 16, generator=generator)
+    targets = torch.randint(0, 11, (7,), generator=generator)
+    weights = torch.rand(7, generator=generator)
+    real = logits[:, :11].double().requires_grad_()
+    expected = F.cross_entropy(real, targets, reduction="none", label_smoothing=smoothing)
+    expected = expected + 0.01 * real.logsumexp(-1).square()
+    (expected_grad,) = torch.autograd.grad((expected * weights).sum(), real)
+    (losses, first), (_, last) = run_ranks(
+        losses_of_a_shard, 2, logits, targets, weights, module.Terms(smoothing, 11, 0.01),
+        parallel=ParallelConfig(tensor_parallel_size=2),
+    )  # fmt: skip
+    # fp32 with another order of summation.
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-6, atol=1e-6)
+    grad = torch.cat([first, last], 1)
+    torch.testing.assert_close(grad[:, :11].double(), expected_grad, rtol=1e-6, atol=1e-6)
+    assert not grad[:, 11:].any()
+
+
+def test_the_logits_of_training_and_of_generation_have_the_bound():
+    """And z-loss is no part of what is evaluated."""
+    sizes = {
+        "num_layers": 1,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "vocab_size": 40,
+        "max_position": 8,
+    }
+    models = [GLM(ModelConfig(**sizes, init_std=1.0, logit_soft_cap=cap)) for cap in (None, 2.0)]
+    for model in models:
+        initialize_parameters(model.named_parameters(), model.config, 3)
+    rows = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
+    free, bound = (model.logits(rows) for model in models)
+    assert free.abs().max() > 4
+    torch.testing.assert_close(bound, 2.0 * torch.tanh(free / 2.0))
+    heads, words = models[1].heads, models[1].embedding.word_embeddings
+    torch.testing.assert_close(
+        heads.vocabulary_logits(rows, words)[:, :40],
+        2.0 * torch.tanh(models[0].heads.vocabulary_logits(rows, words) / 2.0)[:, :40],
+    )
+    targets, logits = torch.arange(5), bound.detach()
+    with torch.no_grad():
+        plain = module.row_losses(logits.clone(), logits[:0, :2], targets, words)
+        evaluated = module.row_losses(logits.clone(), logits[:0, :2], targets, words, z_loss=0.1)
+    trained = module.row_losses(logits.clone(), logits[:0, :2], targets, words, z_loss=0.1)
+    assert torch.equal(evaluated, plain)
+    torch.testing.assert_close(trained, plain + 0.1 * logits.logsumexp(-1).square())

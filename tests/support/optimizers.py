@@ -150,6 +150,9 @@ class Ours:
     def step(self, gradients: Mapping[str, torch.Tensor], lr: float, found_inf: float = 0.0) -> None:
         """Update the fp32 weights of the buckets."""
         for bucket, name in zip(self.buckets, self.named, strict=True):
+            bucket.master.grad = None
+            if name not in gradients:  # frozen
+                continue
             bucket.master.grad = torch.zeros_like(bucket.master)
             bucket.view(bucket.master.grad, self.named[name]).copy_(gradients[name])
         for group in self.optimizer.param_groups:

@@ -168,6 +168,24 @@ def test_a_skipped_step_changes_nothing(kind, before):
     assert all(values.isfinite().all() for values in ours.state())
 
 
+@pytest.mark.parametrize("kind", ALL)
+def test_a_frozen_parameter_and_its_state_stay_as_they_are(kind):
+    """Others take the steps that they would take beside it."""
+    settings = build(OptimizerConfig, {"kind": kind})
+    frozen, other = "layers.0.mlp.weight", "layers.0.attention.query_key_value.weight"
+    both, alone = Ours(problem(), settings), Ours(problem(), settings)
+    for number in range(3):
+        gradients = gradients_of(both.weights(), number)
+        both.step({name: g for name, g in gradients.items() if number == 0 or name != frozen}, 0.01)
+        alone.step(gradients, 0.01)
+        if number == 0:
+            before = both.weights()[frozen]
+    assert torch.equal(both.weights()[frozen], before) and not torch.equal(alone.weights()[frozen], before)
+    assert torch.equal(both.weights()[other], alone.weights()[other])
+    counts = [float(both.optimizer.state[bucket.master]["step"]) for bucket in both.buckets]
+    assert counts == [1.0 if name == frozen else 3.0 for name in both.named]
+
+
 @pytest.mark.parametrize("shape", [(6, 6), (48, 64), (96, 24)])
 def test_the_iteration_in_bf16_is_that_of_torch(shape):
     u = torch.randn(shape, generator=torch.Generator().manual_seed(1))

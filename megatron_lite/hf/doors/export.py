@@ -24,6 +24,7 @@ from data_utils.text.special_tokens import SpecialTokens
 from data_utils.text.tokenizers import Tokenizer
 from megatron_lite.checkpoint.read import weight_reader
 from megatron_lite.config.model import ModelConfig, padded_vocab_size
+from megatron_lite.config.tree import Config
 from megatron_lite.generate.open_run import OpenRun, load_model, objective_names, open_run
 from megatron_lite.hf.doors.report import Report, write_report
 from megatron_lite.hf.files.described import OwnLayout
@@ -107,6 +108,7 @@ def export_run(
     """
     with new_directory(output) as directory:
         run = open_run(path, tokenizer_path, decoder_tokenizer_path)
+        require_no_soft_cap(run.config, run.checkpoint.path)
         if run.config.decoder is not None:
             return _export_optimus(directory, run, options)
         _check_exportable(run, options.layout)
@@ -156,6 +158,16 @@ def _export_optimus(directory: Path, run: OpenRun, options: ExportOptions) -> pr
         return Report(found, options.tolerance, tokenizers)
 
     return _reported(directory, options, prove)
+
+
+def require_no_soft_cap(config: Config, path: Path) -> None:
+    """Raise CheckpointError for a checkpoint whose logits have a bound: no class written here has one."""
+    for name, model in (("model", config.model), ("decoder", config.decoder)):
+        if model is not None and model.logit_soft_cap is not None:
+            raise CheckpointError(
+                f"checkpoint {path} has {name}.logit_soft_cap {model.logit_soft_cap}, which the class of transformers "
+                "has not; use the run itself, with scripts/generate.py and scripts/evaluate.py."
+            )
 
 
 def _check_exportable(run: OpenRun, layout: str) -> None:

@@ -32,6 +32,7 @@ class OneTransformer:
             num_losses=num_losses,
             parallel=parallel,
             label_smoothing=training.label_smoothing,
+            z_loss=training.z_loss,
             has_memory=config.has_memory,
         )
         initialize_parameters(model.named_parameters(), config.model, training.seed, model.parallel)

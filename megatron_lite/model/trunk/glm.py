@@ -62,6 +62,7 @@ class GLM(TrainedModel):
     Args:
         parallel: None = one process holds every layer whole.
         label_smoothing: part of the targets' probability that training spreads over the vocabulary.
+        z_loss: see `row_losses`.
         has_memory: whether batches hold tokens that are a memory, see `detached_memory`.
     """
 
@@ -73,12 +74,13 @@ class GLM(TrainedModel):
         num_losses: int = 1,
         parallel: TensorParallel | None = None,
         label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
         has_memory: bool = False,
     ):
         super().__init__()
         self.config = config
         self.num_losses = num_losses
-        self.label_smoothing = label_smoothing
+        self.label_smoothing, self.z_loss = label_smoothing, z_loss
         self.has_memory = has_memory
         self.parallel = parallel or TensorParallel(SINGLE)
         self.embedding = Embedding(config, self.parallel)
@@ -225,7 +227,7 @@ class GLM(TrainedModel):
         return loss, sums
 
     def _token_loss(self, hidden: torch.Tensor, batch: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
-        losses = self._row_losses(hidden, batch, self.label_smoothing)
+        losses = self._row_losses(hidden, batch, self.label_smoothing, self.z_loss)
         return sum_losses(losses, batch.weights, batch.loss_rows.objectives, self.num_losses)
 
     def _task_loss(self, outputs: torch.Tensor, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
@@ -275,10 +277,12 @@ class GLM(TrainedModel):
         hidden = self.run(batch.tokens, batch.ids, batch.plan, batch.dropout, condition=condition)
         return self._row_losses(hidden, batch, 0.0)
 
-    def _row_losses(self, hidden: torch.Tensor, batch: ModelInput, smoothing: float) -> torch.Tensor:
+    def _row_losses(
+        self, hidden: torch.Tensor, batch: ModelInput, smoothing: float, z_loss: float = 0.0
+    ) -> torch.Tensor:
         """fp32 [K + P + M], see LossRows."""
         logits, classes = self._row_logits(hidden, batch)
-        return row_losses(logits, classes, batch.targets, self.embedding.word_embeddings, smoothing)
+        return row_losses(logits, classes, batch.targets, self.embedding.word_embeddings, smoothing, z_loss)
 
     def _row_logits(self, hidden: torch.Tensor, batch: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits of tokens [K + P, local V with padding] and of classes [M, classes]."""

@@ -153,6 +153,7 @@ class Heads(nn.Module):
         self.vocabulary = None if config.tie_word_embeddings else VocabParallelEmbedding(config, parallel)
         self.dropout, self.sentence_dropout = config.final_dropout, config.sentence_dropout
         self.scale = config.hidden_size**-0.5 if config.scale_head else 1.0
+        self.soft_cap = config.logit_soft_cap
         self.bias = _token_biases(config, parallel) if config.head_bias else None
         # SpanBERT's tokens that are predicted from their span's borders have biases of their own.
         self.boundary_bias = (
@@ -237,10 +238,13 @@ class Heads(nn.Module):
         vectors = self.parallel.copy(vectors if self.scale == 1.0 else vectors * self.scale)
         weight = embedding.weight if self.vocabulary is None else self.vocabulary.weight
         if self.boundary_bias is None:
-            return linear(vectors, weight, self.bias)
+            return self._capped(linear(vectors, weight, self.bias))
         tokens, borders = vectors.split([len(vectors) - boundaries, boundaries])
         parts = (tokens, self.bias), (borders, self.boundary_bias)
-        return torch.cat([linear(rows, weight, bias) for rows, bias in parts])
+        return self._capped(torch.cat([linear(rows, weight, bias) for rows, bias in parts]))
+
+    def _capped(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
 
     def logits(self, normed: torch.Tensor, embedding: VocabParallelEmbedding) -> torch.Tensor:
         """The final LayerNorm's [..., D] -> [..., local V]."""
@@ -290,30 +294,43 @@ def _gradient_by_torch(
 
 
 @dataclass(frozen=True)
-class Smoothing:
-    """Label smoothing: `amount` of a target's probability goes to all columns, `share` to each."""
+class Terms:
+    """Terms of the loss beside a target's log probability.
 
-    amount: float
+    Label smoothing: `smoothing` of a target's probability goes to all columns, `share` to each. z-loss: `z_loss` times
+    the square of the log-sum-exp (arXiv:2204.02311).
+    """
+
+    smoothing: float
     columns: int  # of the whole vocabulary, padding left out
+    z_loss: float = 0.0
 
     @property
     def share(self) -> float:
-        return self.amount / self.columns
+        return self.smoothing / self.columns
+
+    def growth(self, log_sums: torch.Tensor) -> torch.Tensor:
+        """By how much z-loss changes with the log-sum-exp."""
+        return 2 * self.z_loss * log_sums
 
 
-def _smooth(
+def _add_terms(
     gradient: torch.Tensor,
     targets: torch.Tensor,
     grad: torch.Tensor,
-    smoothing: Smoothing,
+    log_sums: torch.Tensor,
+    terms: Terms,
     first: int,
     valid: int,
 ) -> None:
+    """Args: gradient: of the cross entropy, that of each row times 1 + `growth`, which the target takes no part in."""
     if not valid:
         return
     local, is_here = _local(targets, first, valid)
-    gradient[:, :valid] -= (smoothing.share * grad)[:, None].to(gradient.dtype)
-    back = (smoothing.amount * grad).masked_fill(~is_here, 0.0).to(gradient.dtype)
+    if terms.smoothing:
+        gradient[:, :valid] -= (terms.share * grad)[:, None].to(gradient.dtype)
+    back = (terms.smoothing + terms.growth(log_sums)) * grad
+    back = back.masked_fill(~is_here, 0.0).to(gradient.dtype)
     gradient.scatter_add_(1, local[:, None], back[:, None])
 
 
@@ -330,7 +347,7 @@ def _local(targets: torch.Tensor, first: int, valid: int) -> tuple[torch.Tensor,
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, targets, group, first, valid, smoothing):  # type: ignore[no-untyped-def]
+    def forward(ctx, logits, targets, group, first, valid, terms):  # type: ignore[no-untyped-def]
         sums_of = fused.log_sums_kernel if fused.has_kernels(logits) else _sums_by_torch
         log_sums, picked = sums_of(logits, targets, first, valid)
         if group.size > 1:
@@ -338,13 +355,15 @@ class _CrossEntropy(torch.autograd.Function):
             log_sums = all_reduce((log_sums - most).exp(), group).log() + most
             all_reduce(picked, group)
         ctx.save_for_backward(logits, targets, log_sums)
-        ctx.columns, ctx.smoothing = (first, valid), smoothing
+        ctx.columns, ctx.terms = (first, valid), terms
         losses = log_sums - picked
-        if smoothing is not None:
+        if terms is not None and terms.smoothing:
             sums = logits[:, :valid].sum(-1, dtype=torch.float32)
             if group.size > 1:
                 all_reduce(sums, group)
-            losses += smoothing.amount * picked - smoothing.share * sums
+            losses += terms.smoothing * picked - terms.share * sums
+        if terms is not None:
+            losses += terms.z_loss * log_sums.square()
         return losses
 
     @staticmethod
@@ -352,9 +371,11 @@ class _CrossEntropy(torch.autograd.Function):
         logits, targets, log_sums = ctx.saved_tensors
         # Detached: autograd would watch a saved tensor for changes, and this one is used up.
         write = fused.write_gradient_kernel if fused.has_kernels(logits) else _gradient_by_torch
-        write(logits.detach(), targets, log_sums, grad.contiguous(), *ctx.columns)
-        if ctx.smoothing is not None:
-            _smooth(logits.detach(), targets, grad, ctx.smoothing, *ctx.columns)
+        terms = ctx.terms
+        of_sums = grad if terms is None else grad * (1 + terms.growth(log_sums))
+        write(logits.detach(), targets, log_sums, of_sums.contiguous(), *ctx.columns)
+        if terms is not None:
+            _add_terms(logits.detach(), targets, grad, log_sums, terms, *ctx.columns)
         return logits, None, None, None, None, None
 
 
@@ -364,7 +385,7 @@ def cross_entropy(
     group: Group = SINGLE,
     first: int = 0,
     valid: int | None = None,
-    smoothing: Smoothing | None = None,
+    terms: Terms | None = None,
 ) -> torch.Tensor:
     """Per-row cross entropy in nats, without gathering the vocabulary.
 
@@ -379,7 +400,7 @@ def cross_entropy(
     Source: Megatron-LM, arXiv:1909.08053, section 3.
     """
     valid = logits.shape[1] if valid is None else valid
-    return _CrossEntropy.apply(logits, targets, group, first, valid, smoothing)
+    return _CrossEntropy.apply(logits, targets, group, first, valid, terms)
 
 
 def row_losses(
@@ -388,17 +409,24 @@ def row_losses(
     targets: torch.Tensor,
     embedding: VocabParallelEmbedding,
     smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> torch.Tensor:
     """Cross entropy in nats, fp32 [K + P + M], equal on all tensor-parallel ranks.
 
     Args:
         logits: [K + P, local V with padding]. classes: [M, 2]. targets: int [K + P + M].
         smoothing: part of a target token's probability that is spread over the vocabulary.
+        z_loss: factor of the squared log-sum-exp of a token's logits; no part of what is evaluated.
     """
     vocabulary, sentence = targets.split([len(logits), len(classes)])
-    smoothed = Smoothing(smoothing, embedding.vocab_size) if smoothing else None
+    terms = Terms(smoothing, embedding.vocab_size, z_loss if torch.is_grad_enabled() else 0.0)
     losses = cross_entropy(
-        logits, vocabulary, embedding.parallel.group, embedding.first, embedding.local_vocab, smoothed
+        logits,
+        vocabulary,
+        embedding.parallel.group,
+        embedding.first,
+        embedding.local_vocab,
+        terms if terms.smoothing or terms.z_loss else None,
     )
     if not len(classes):
         return losses + classes.float().sum()  # an empty sum: an unused head gets a gradient of zero

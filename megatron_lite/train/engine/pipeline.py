@@ -331,7 +331,8 @@ class PipelineEngine(Engine):
         """On the last stage: this micro-batch's share of the step's loss; adds to the objectives' sums."""
         current = self._feed.current
         data, words = current.input, self._stages.output_words()
-        losses = row_losses(*outputs, data.targets, words, self._config.training.label_smoothing)
+        training = self._config.training
+        losses = row_losses(*outputs, data.targets, words, training.label_smoothing, training.z_loss)
         total, per_objective = sum_losses(losses, data.weights, data.loss_rows.objectives, self.num_losses)
         self._sums += per_objective
         return total * current.loss_factor

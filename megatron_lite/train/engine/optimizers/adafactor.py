@@ -104,7 +104,7 @@ class AdaFactor(TensorOptimizer):
                 square = self._matrix(squares, piece)
                 sums[rows] += square.sum(1, dtype=torch.float64)
                 sums[columns] += square.sum(0, dtype=torch.float64)
-            shares[part.tensors] = part.step**POWER * self.share
+            shares[part.members] = part.step**POWER * self.share
         means = (self.layout.context.sum(sums) / self._divisors).float() + LEAST_SQUARE
         self._means.lerp_(means, shares[self._tensors])
         totals = torch.zeros(self.layout.count + 1, device=self.device)

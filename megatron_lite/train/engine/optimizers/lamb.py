@@ -8,6 +8,8 @@ google-research/albert, `LAMBOptimizer`.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 
 from megatron_lite.train.engine.optimizers.whole_tensors import Part, TensorOptimizer
@@ -34,6 +36,6 @@ class Lamb(TensorOptimizer):
         torch.div(first, root.add_(self.settings.eps), out=part.gradient)
         part.gradient.add_(part.weights, alpha=part.group["weight_decay"])
 
-    @property
+    @cached_property
     def _adapts(self) -> torch.Tensor:
         return self.per_tensor(lambda tensor: float(tensor.decays)).bool()

@@ -71,6 +71,7 @@ class Muon(TensorOptimizer):
         self._adamw = torch.optim.AdamW(others, lr=0.0, betas=betas, eps=settings.eps, fused=True)
         self._adamw.state = self.state
         self.parts = [part for part in self.parts if part.group["moments"] != MOMENTS]
+        self._factors = self.per_tensor(lambda tensor: AS_ADAM * math.sqrt(max(tensor.shape)))
         self._exchange = Exchange(layout, [piece for part in self.parts for piece in part.pieces])
 
     @staticmethod
@@ -93,9 +94,8 @@ class Muon(TensorOptimizer):
         )
         for part in parts:
             rate, decay = part.group["lr"], part.group["weight_decay"]
-            factors = self.per_tensor(lambda tensor: AS_ADAM * math.sqrt(max(tensor.shape)))
             part.weights.mul_(1 - rate * decay * self.share)
-            part.weights.addcmul_(part.gradient, part.spread(rate * factors * self.share), value=-1)
+            part.weights.addcmul_(part.gradient, part.spread(rate * self._factors * self.share), value=-1)
 
 
 class Exchange:

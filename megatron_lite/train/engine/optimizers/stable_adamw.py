@@ -8,6 +8,8 @@ The moments' betas have the bias correction in them. Source: arXiv:2304.13013; a
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 
 from megatron_lite.train.engine.optimizers.whole_tensors import Part, TensorOptimizer
@@ -33,6 +35,6 @@ class StableAdamW(TensorOptimizer):
             step.add_(part.weights, alpha=part.group["weight_decay"])
             part.weights.addcmul_(step, rate, value=-1)
 
-    @property
+    @cached_property
     def _sizes(self) -> torch.Tensor:
         return self.per_tensor(lambda tensor: float(tensor.size))

@@ -74,6 +74,10 @@ class Layout:
         """One more than the largest number of a tensor."""
         return BLOCKS * len(self.shapes)
 
+    def members_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """On its device: what a step copies there would be waited for."""
+        return torch.tensor(self.members[flat], device=flat.device)
+
     def add(self, bucket: Bucket, names: Mapping[nn.Parameter, str], decays: Callable[[str], bool]) -> None:
         """Take in a bucket. Args: names: global ones of its parameters."""
         tp, order = self.context.tp, list(self.shapes)
@@ -109,7 +113,7 @@ class Part:
     weights: torch.Tensor
     group: dict[str, Any]  # of the optimizer: lr, weight_decay, moments
     state: dict[str, torch.Tensor]
-    tensors: list[int]  # of the whole bucket
+    members: torch.Tensor  # the tensors of the whole bucket
     pieces: list[Piece]  # of this part
 
     @property
@@ -162,7 +166,7 @@ class TensorOptimizer(torch.optim.Optimizer):
         super().__init__(groups, {"lr": 0.0})
         self.layout, self.settings = layout, settings
         self.parts = [
-            Part(flat, group, self.state[flat], layout.members[flat], layout.pieces[flat])
+            Part(flat, group, self.state[flat], layout.members_of(flat), layout.pieces[flat])
             for group in self.param_groups
             for flat in group["params"]
         ]
