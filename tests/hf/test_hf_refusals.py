@@ -20,7 +20,7 @@ from megatron_lite.hf.glm.modeling_glm import GLMForBlankInfilling
 
 
 def test_a_bound_of_the_logits_is_not_exported():
-    config = build(Config, merge(tree(), {"model": {"logit_soft_cap": 30.0}}))
+    config = build(Config, tree(Path("vocab.txt"), logit_soft_cap=30.0))
     with pytest.raises(
         CheckpointError, match=r"step_1 has model.logit_soft_cap 30.0, .*; use the run itself"
     ):
