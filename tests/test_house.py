@@ -58,8 +58,8 @@ ABILITIES: dict[str, int] = {
 CEILINGS = {
     "lines loaded by importing planes": 77,
     "lines loaded by importing batch": 552,
-    "lines loaded by importing tensor_parallel": 2497,
-    "lines loaded by importing glm": 5708,
+    "lines loaded by importing tensor_parallel": 2501,
+    "lines loaded by importing glm": 5744,
     "files of the trunk that name a system": 6,
     "lines of the product": 51080 + sum(ABILITIES.values()),
     "files over 400 lines": 16,
