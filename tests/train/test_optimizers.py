@@ -276,7 +276,7 @@ def run(function, cases, *args):
 
 
 def test_a_layout_equals_one_process_and_goes_on_in_any(tmp_path):
-    cases = [case_of(kind, Case(2, 1, 2, 2, True, accumulation=4)) for kind in ALL]
+    cases = [case_of(kind, Case(2, 1, 2, 2, True)) for kind in ALL]
     for failures, equal in run(train_and_go_on, cases, tmp_path):
         assert failures == [] and equal == [True] * len(ALL)
     alone = [case_of(kind, Case()) for kind in ALL]
