@@ -33,7 +33,7 @@ from data_utils.base.files import require_directory, require_writable
 ROOT = Path(__file__).resolve().parents[1]
 # Name -> settings on top of tiny.yaml.
 KINDS: dict[str, tuple[str, ...]] = {
-    "learned tables": ("model.positions=learned_blocks",),
+    "learned tables": ("model.positions=learned_blocks", "model.block_positions=added"),
     **{
         f"rotary, {name}": ("model.positions=rotary", f"model.block_positions={name}")
         for name in ("added", "table", "halves")
