@@ -31,10 +31,10 @@ from data_utils.samples.sampler import (
     gather,
     place_windows,
 )
-from data_utils.samples.streams import Axis, Stream
 
 if TYPE_CHECKING:
     from data_utils.samples.sentences import SentenceIndex
+    from data_utils.samples.streams import Stream
 
 Index: TypeAlias = "WindowIndex | SentenceIndex"
 
@@ -165,6 +165,8 @@ class Mixture:
 
     def as_streams(self, region: int) -> Mixture:
         """The same corpora with regions of `region` costs, 0 = none, and lengths that may change."""
+        from data_utils.samples.streams import Axis, Stream  # few runs have regions
+
         streams = []
         for corpus, index in enumerate(self.indexes):
             assert isinstance(index, WindowIndex)
