@@ -228,3 +228,10 @@ def test_the_inverse_of_a_large_permutation():
     n, key = 10**15 + 37, np.uint64(5)
     for i in (0, 1, 10**9, n - 1):
         assert unpermute(permute(i, n, key), n, key) == i
+
+
+def test_the_end_of_the_text_in_a_range(tmp_path):
+    """Costs: 0 to 3 before the first document, its text 4 to 6; 7 to 10 before the second, its text 11 to 15."""
+    index = WindowIndex(make_dataset(tmp_path / "c", [3, 5]), 16, 4)
+    ends = {(0, 7): 7, (0, 9): 7, (0, 12): 12, (7, 10): 7, (5, 11): 7, (0, 3): 0, (8, 16): 16}
+    assert {(start, stop): index.text_end(start, stop) for start, stop in ends} == ends
