@@ -20,6 +20,7 @@ fi
 first=(tests/data tests/config tests/parallel tests/model tests/checkpoint tests/generate tests/hf tests/profile tests/scripts
     tests/outside tests/latent tests/tasks)
 output=$(mktemp -d)
+touch "$output/first" "$output/second" # tail may begin before the tests do
 trap 'rm -rf "$output"' EXIT
 set -m # a process group for each: else bash would have them, and all that they start, ignore Ctrl-C
 "$python" -m pytest "${first[@]}" </dev/null >"$output/first" 2>&1 &

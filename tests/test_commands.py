@@ -77,6 +77,10 @@ TABLE = [
         "python pretrain_glm.py --config configs/glm-10b.yaml",
         "tests/profile: here its settings are read",
     ),
+    Row(
+        "python pretrain_glm.py --config runs/long/config.yaml",
+        "tests/train/test_phases.py: needs a run of 50,000 steps",
+    ),
     Row("python scripts/profile_step.py", SLOW),
     Row("python scripts/convert_checkpoint.py import", "tests/hf: needs released weights"),
     Row("python scripts/latent.py", "tests/scripts/test_latent_script.py: needs a run of OPTIMUS"),

@@ -80,7 +80,7 @@ def problem():
 
 
 def gradients_of(named, step):
-    """Of a quadratic function of the weights, with noise; now and then many times as large."""
+    """Gradients of a quadratic function of the weights, with noise; now and then many times as large."""
     generator = torch.Generator().manual_seed(step)
     factor = 30.0 if step % 7 == 6 else 1.0
     return {
@@ -212,7 +212,7 @@ def case_of(kind, case):
 
 
 def state_of(engine):
-    """What a checkpoint holds of this rank's elements: no rows of padding."""
+    """The elements of this rank that a checkpoint holds: no rows of padding."""
     return {
         (fragment.name, kind, run.box): values[run.start - fragment.start : run.stop - fragment.start].clone()
         for fragment in engine.fragments()

@@ -15,6 +15,7 @@ from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints
 from megatron_lite.config.tree import Config
 from megatron_lite.train.guard.changed_corpora import require_same_corpora
+from megatron_lite.train.observe.metrics import read_metrics
 
 BOTH = {"objectives": {"blank_infilling": 1, "masked_lm": 1}, "model": {"max_position": 66}}
 PHASES = [
@@ -199,3 +200,24 @@ def test_weights_of_a_run_without_phases_change_by_a_phase(corpus, settings, tmp
     events = [json.dumps(event) for _, event in history(longer)]
     assert sum("changed for later steps: phases" in event for event in events) == 1
     assert sum("changed for later steps: data.train" in event for event in events) == 1
+
+
+def test_a_decay_branches_off_from_a_checkpoint(settings, tmp_path):
+    """The branch reads what the long run reads, with the same weights and a falling rate; the long run goes on."""
+    long = merge(settings, {"training": {"steps": 6}, "checkpoint": {"save_interval": 4}})
+    long = merge(directory_of(long, tmp_path / "long"), {"schedule": {"kind": "constant", "warmup_steps": 2}})
+    run_ranks(fit, 1, long)
+    parts = [
+        {"steps": 2, "kind": "linear", "start": 0, "end": 1},
+        {"steps": 2, "kind": "constant"},
+        {"steps": 3, "kind": "1-sqrt", "end": 0},
+    ]
+    start = {"initialize_from": str(tmp_path / "long/checkpoints/step_00000004"), "initialize": "all"}
+    branch = merge(directory_of(long, tmp_path / "decayed"), {"training": {"steps": 7}, "checkpoint": start})
+    run_ranks(fit, 1, merge(branch, {"schedule": {"kind": "cosine", "warmup_steps": 0, "parts": parts}}))
+    before, after = (records(tmp_path / name, "train") for name in ("long", "decayed"))
+    assert list(after) == [5, 6, 7] and after[5]["loss"] == before[5]["loss"]
+    rate = settings["optimizer"]["lr"]
+    falling = [rate * (1 - (n / 3) ** 0.5) for n in (1, 2, 3)]
+    rates = [r["lr"] for r in read_metrics(tmp_path / "decayed") if r["kind"] == "train"]
+    assert rates == pytest.approx(falling, abs=1e-12)
