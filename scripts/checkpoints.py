@@ -29,7 +29,7 @@ from pydantic import Field
 from tqdm import tqdm
 from typing_extensions import TypedDict
 
-from data_utils.base.errors import ArgumentParser, CheckpointError, ConfigError, run_command
+from data_utils.base.errors import ArgumentParser, CheckpointError, ConfigError, expanded_path, run_command
 from data_utils.base.files import require_directory
 from data_utils.base.foreign import conform
 from megatron_lite.train.guard.lease import held
@@ -68,6 +68,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "more",
+        type=expanded_path,
         nargs="*",
         help="of rewind: the step to continue from; of merge: steps of the run, or other runs",
     )
