@@ -43,9 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         vocabulary, "".join(f"{w}\n" for w in [*_SPECIAL, *synthetic_vocabulary()]).encode(), "OUTPUT"
     )
     train, validation = _files(RECALL)
+    votes = [f"task.train={_files(VOTES)[0]}", "optimizer.lr=1e-3", "finetune.epochs=2"]
     if args.smoke:
-        train = "recall:pairs=2,samples=320,seed=1"
-    fast = ["optimizer.lr=1e-3", "finetune.epochs=2"]
+        train, votes[0] = "recall:pairs=2,samples=64,seed=1", "task.train=noisy_votes:samples=32,seed=1"
     runs = {
         "recall": [
             "--config",
@@ -55,8 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"tokenizer.path={vocabulary}",
             f"task.train={train}",
         ],
-        "votes": ["--checkpoint", args.run, "--task", VOTES, *fast],
-        "votes_from_nothing": ["--config", args.run / "config.yaml", "--task", VOTES, *fast],
+        "votes": ["--checkpoint", args.run, "--task", VOTES, *votes],
+        "votes_from_nothing": ["--config", args.run / "config.yaml", "--task", VOTES, *votes],
     }
     with ThreadPoolExecutor(2) as pool:  # of two cores
         scores = dict(
