@@ -147,7 +147,7 @@ LOSSES = (
     Plant(
         "loss divided by each micro-batch's own tokens",
         "megatron_lite/train/loop/step.py",
-        "        if self._is_global:\n            return 1.0 / max(loss_weight, 1.0)\n",
+        '        if self._normalization == "global_tokens":\n            return 1.0 / max(loss_weight, 1.0)\n',
         "",
         (SAME_SAMPLES,),
         "PrimeIntellect-ai/prime-rl#583",
@@ -170,15 +170,15 @@ LOSSES = (
     Plant(
         "weight decay on norms",
         ENGINE,
-        'no_decay = name.endswith("bias") or "layernorm" in name or kind_of(config).is_unused(name, config)',
-        'no_decay = name.endswith("bias") or kind_of(config).is_unused(name, config)',
+        'return not (name.endswith("bias") or "layernorm" in name or kind_of(config).is_unused(name, config))',
+        'return not (name.endswith("bias") or kind_of(config).is_unused(name, config))',
         ("tests/train/test_engine.py::test_weight_decay_is_that_of_matrices_and_tables",),
     ),
     Plant(
         "weight decay on biases",
         ENGINE,
-        'no_decay = name.endswith("bias") or "layernorm" in name or kind_of(config).is_unused(name, config)',
-        'no_decay = "layernorm" in name or kind_of(config).is_unused(name, config)',
+        'return not (name.endswith("bias") or "layernorm" in name or kind_of(config).is_unused(name, config))',
+        'return not ("layernorm" in name or kind_of(config).is_unused(name, config))',
         ("tests/train/test_engine.py::test_weight_decay_is_that_of_matrices_and_tables",),
     ),
     Plant(
@@ -265,30 +265,29 @@ SAMPLES = (
     Plant(
         "every epoch in the same order",
         "data_utils/samples/sampler.py",
-        "key = derive_key(seed, corpus + 1, epochs[i])",
-        "key = derive_key(seed, corpus + 1, 0)",
+        "count, derive_key(seed, corpus + 1, epochs[i]))",
+        "count, derive_key(seed, corpus + 1, 0))",
         (EPOCHS,),
     ),
     Plant(
         "a window repeated where an epoch begins",
         "data_utils/samples/sampler.py",
-        "windows[i] = permute(ordinal % num_windows[corpus], num_windows[corpus], key)",
-        "place = max(ordinal % num_windows[corpus], 1)\n"
-        "        windows[i] = permute(min(place, num_windows[corpus] - 1), num_windows[corpus], key)",
+        "windows[i] = permute(ordinals[i] % count, count,",
+        "windows[i] = permute(min(max(ordinals[i] % count, 1), count - 1), count,",
         (EPOCHS,),
     ),
     Plant(
         "the last window of an epoch skipped",
         "data_utils/samples/sampler.py",
-        "self.num_windows = -(-cost // window_length)",
-        "self.num_windows = max(1, cost // window_length)",
+        "self.num_windows = -(-self.cost // window_length)",
+        "self.num_windows = max(1, self.cost // window_length)",
         ("tests/data/samples/test_sampler.py::test_windows_cover_every_token_once",),
     ),
     Plant(
         "the order of blocks repeats after the first",
         "data_utils/samples/sampler.py",
-        "ordinal = block * (starts[corpus + 1] - starts[corpus]) + ranks_of_places[place]",
-        "ordinal = ranks_of_places[place]",
+        "ordinals[i] = used[corpus] + block * (starts[corpus + 1] - starts[corpus]) + ranks_of_places[place]",
+        "ordinals[i] = used[corpus] + ranks_of_places[place]",
         ("tests/data/samples/test_mixture.py",),
     ),
     Plant(
