@@ -293,7 +293,7 @@ class Plan:
             sizes = {self.batch_size(step) for step in self._first_of_sizes(begin, end)}
             for size in sorted(size for size in sizes if size % per_pass):
                 raise ConfigError(
-                    f"a batch of {size} samples, after step {begin}, must be a multiple of batch.micro_batch_size "
+                    f"batch.global_batch_size ({size}) after step {begin} must be a multiple of batch.micro_batch_size "
                     f"({config.batch.micro_batch_size}) x data-parallel ranks ({data_parallel_size}) = {per_pass}; "
                     "start a number of processes that divides every batch of the run, or change batch."
                 )

@@ -2,7 +2,7 @@
 
     python -m scripts.quickstart.tasks RUN_DIRECTORY OUTPUT
 
-  recall  of two keys with a word each, the word of the key that is named again (configs/tasks/recall.yaml). A 5-gram
+  recall  of two keys with a word each, the word of the key that is named again (recall.yaml beside this file). A 5-gram
           model of the same samples has not seen the words that it must repeat.
   votes   the majority of five words, each right with probability 0.7 (configs/tasks/noisy_votes.yaml), from the run and
           from initial weights of the same model
@@ -30,7 +30,7 @@ from data_utils.tasks.readers.synthetic import optimum, parsed, samples, synthet
 from scripts.quickstart.ngram import NGram
 
 ROOT = Path(__file__).resolve().parents[2]
-RECALL, VOTES = ROOT / "configs/tasks/recall.yaml", ROOT / "configs/tasks/noisy_votes.yaml"
+RECALL, VOTES = Path(__file__).with_name("recall.yaml"), ROOT / "configs/tasks/noisy_votes.yaml"
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 

@@ -163,7 +163,7 @@ def test_every_batch_of_the_run_must_fit_the_ranks():
     config = config_of([{"steps": 8}, {"batch": {"global_batch_size": 12}}])
     config.deepspeed_options(2)
     with pytest.raises(
-        ConfigError, match=r"a batch of 12 samples, after step 8, must be a multiple of .* = 8;"
+        ConfigError, match=r"global_batch_size \(12\) after step 8 must be a multiple of .* = 8;"
     ):
         config.deepspeed_options(4)
 

@@ -182,6 +182,7 @@ def test_a_dollar_is_refused(finished):
 AS_NOBODY = """
 import os, sys
 sys.path.insert(0, os.path.dirname(sys.argv[1]))
+import data_utils.objectives.blank_infilling
 import pretrain_glm
 if os.geteuid() == 0:
     os.setgroups([])

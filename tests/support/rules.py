@@ -21,6 +21,16 @@ def over(*overrides: str) -> Callable[[], Any]:
 RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "num_layers": (over("model.num_layers=0"), ("model.num_layers is 0", "at least 1")),
     "max_position": (over("model.max_position=-1"), ("model.max_position is -1", "at least 1")),
+    "phases of a task": (
+        over(
+            "phases=[{}]", "task={name: x, kind: classification, reader: jsonl, train: a, labels: [no, yes]}"
+        ),
+        ("phases is set with a task", "set it to []"),
+    ),
+    "ramp beside phases": (
+        over("phases=[{}]", "batch.ramp={start: 8, by: 8, samples: 9}"),
+        ("batch.ramp is set beside phases", "in the batch of a phase"),
+    ),
     "heads": (
         over("model.num_attention_heads=5"),
         ("num_attention_heads (5)", "divide", "choose a divisor of 64"),

@@ -224,7 +224,7 @@ class PaddedRows:
         is_real = columns < lengths[:, None]
         # [stretches, tokens]; what is filled in takes the first token of the stretch.
         self.place = torch.from_numpy(starts[:, None] + np.where(is_real, columns, 0))
-        self.is_real = torch.from_numpy(is_real)
+        self.is_real, self.is_even = torch.from_numpy(is_real), bool(is_real.all())
         self.inside = torch.from_numpy(np.flatnonzero(is_real))  # int64 [real tokens], of stretches x tokens
         self.rows = self.place.flatten()[self.inside]  # the same in the order of the plan
 
@@ -256,9 +256,8 @@ class UnitGroup:
         spans = [np.array(part).T for part in zip(*(spans_of(unit) for unit in units), strict=True)]
         self.rows = [PaddedRows(start, stop - start) for start, stop in spans]
         self.queries, self.keys = self.rows[0], self.rows[-1]
-        self.is_even = bool(self.keys.is_real.all())
         kinds = {_kind(unit) for unit in units}
-        is_one = len(kinds) == 1 and (self.is_even or CAUSAL not in kinds)
+        is_one = len(kinds) == 1 and (self.keys.is_even or CAUSAL not in kinds)
         self.kind = kinds.pop() if is_one else MASKED
         self._mask: tuple[torch.Tensor | None, torch.Tensor] | None = None
 
@@ -269,7 +268,7 @@ class UnitGroup:
         """
         if self._mask is None:
             bias, sees = None, self.queries.is_real
-            if self.kind == FULL and not self.is_even:
+            if self.kind == FULL and not self.keys.is_even:
                 bias = _as_bias(self.keys.is_real, dtype)[:, None, None].expand(-1, 1, sees.shape[1], -1)
             elif self.kind == MASKED:
                 seen = plan.group_seen(self)
