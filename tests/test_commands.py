@@ -108,6 +108,7 @@ SMALLER = {
     "--workers 16": "--workers 2",
     "rewind runs/base 50000": "rewind runs/base 3",
     "rewind RUN_DIRECTORY 1000": "rewind RUN_DIRECTORY 3",
+    "merge runs/base 8000 9000 10000": "merge runs/base runs/other",
     "RUN_DIRECTORY": "runs/base",
     "--config A ": "--config configs/glm-base.yaml ",
     "--config B ": "--config configs/glm-large.yaml ",

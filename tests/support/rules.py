@@ -22,10 +22,12 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "num_layers": (over("model.num_layers=0"), ("model.num_layers is 0", "at least 1")),
     "max_position": (over("model.max_position=-1"), ("model.max_position is -1", "at least 1")),
     "phases of a task": (
-        over(
-            "phases=[{}]", "task={name: x, kind: classification, reader: jsonl, train: a, labels: [no, yes]}"
-        ),
+        over("phases=[{}]", "task={name: x, kind: classification, reader: jsonl, train: a, labels: [a, b]}"),
         ("phases is set with a task", "set it to []"),
+    ),
+    "uneven ramp": (
+        over("batch.ramp={start: 1, by: 1, samples: 9}"),
+        ("batch.ramp has start 1 and by 1", "multiples of batch.micro_batch_size", "batch.global_batch_size"),
     ),
     "ramp beside phases": (
         over("phases=[{}]", "batch.ramp={start: 8, by: 8, samples: 9}"),
