@@ -35,7 +35,7 @@ from megatron_lite.model.layers.tensor_parallel import (
 )
 from megatron_lite.model.trunk.block import Block, Flow, Stream
 from megatron_lite.parallel.collectives import SINGLE
-from megatron_lite.train.engine.sharded import Bucket, Treatment
+from megatron_lite.train.engine.buckets import Bucket, Treatment
 
 _ROUNDS, _LAYERS = 25, 8
 _CONFIG = ModelConfig(num_layers=_LAYERS, hidden_size=16, num_attention_heads=2, vocab_size=1, max_position=1)

@@ -6,8 +6,8 @@ from megatron_lite.profile.parameters import Bucket
 from megatron_lite.profile.roofline import Members
 from megatron_lite.profile.sizes import Sizes
 from megatron_lite.profile.tally import Tally
+from megatron_lite.train.engine.buckets import MOMENTS
 from megatron_lite.train.engine.optimizers.muon import ITERATIONS
-from megatron_lite.train.engine.sharded import MOMENTS
 
 # Kernels over all numbers of a bucket, and the bytes that they pass over for each: reads and writes of fp32.
 _PASSES = {"lamb": (12, 108), "stable_adamw": (14, 132), "adafactor": (11, 88), "muon": (8, 76)}

@@ -15,9 +15,9 @@ from megatron_lite.model.trunk.counts import WORDS
 from megatron_lite.model.trunk.glm import GLM
 from megatron_lite.parallel.collectives import Group
 from megatron_lite.profile.sizes import Sizes
+from megatron_lite.train.engine.buckets import ADDED_ALONE, ALIGNMENT, MOVED_AT_ONCE
 from megatron_lite.train.engine.optimizers.kinds import moments_of
 from megatron_lite.train.engine.optimizers.whole_tensors import whole_blocks
-from megatron_lite.train.engine.sharded import ADDED_ALONE, ALIGNMENT, MOVED_AT_ONCE
 from megatron_lite.train.engine.stage_counts import stage_shares
 
 

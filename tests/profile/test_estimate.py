@@ -20,7 +20,7 @@ from megatron_lite.profile.parameters import buckets, stages
 from megatron_lite.profile.rows import average_rows
 from megatron_lite.profile.sizes import Sizes
 from megatron_lite.profile.tally import Tally
-from megatron_lite.train.engine.sharded import Treatment, assign
+from megatron_lite.train.engine.buckets import Treatment, assign
 
 H100 = GPUS["h100"]
 # The largest deviations of the formulas that were seen; they may only fall. Where the trace extends two layers to all

@@ -27,6 +27,7 @@ RECIPES = "tests/data/objectives/test_recipes.py"
 HEADS = "tests/model/test_heads.py::test_heads_and_options_are_the_same_in_every_layout"
 RESUMED = "tests/train/test_trainer.py::test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit"
 SHARDED = "megatron_lite/train/engine/sharded.py"
+BUCKETS = "megatron_lite/train/engine/buckets.py"
 TENSOR = "megatron_lite/model/layers/tensor_parallel.py"
 ENGINE = "megatron_lite/train/engine/engine.py"
 TRAINER = "megatron_lite/train/loop/trainer.py"
@@ -83,14 +84,14 @@ GRADIENTS = (
     ),
     Plant(
         "gradients of the step before not zeroed",
-        SHARDED,
+        BUCKETS,
         "self.begun: set[nn.Parameter] = set()  # which have",
         'self.begun: set[nn.Parameter] = getattr(self, "begun", set())  # which have',
         (f"{PARITY}[1x1x1]",),
     ),
     Plant(
         "bf16 gradients summed in bf16",
-        SHARDED,
+        BUCKETS,
         "self.summed = torch.zeros(self.size, dtype=torch.float32, device=self.weights.device)",
         "self.summed = torch.zeros(self.size, dtype=self.weights.dtype, device=self.weights.device)",
         (HALF,),

@@ -26,8 +26,8 @@ from megatron_lite.model.kernels.fused import Biased
 from megatron_lite.model.layers.tensor_parallel import is_partial
 from megatron_lite.parallel import collectives
 from megatron_lite.parallel.collectives import Group
+from megatron_lite.train.engine.buckets import ALIGNMENT, Bucket, Treatment, assign
 from megatron_lite.train.engine.plain import make_engine
-from megatron_lite.train.engine.sharded import ALIGNMENT, Bucket, Treatment, assign
 
 WORLD, BUCKET = 8, 20_000
 

@@ -11,12 +11,12 @@ from torch import nn
 from megatron_lite.config.tree import Config
 from megatron_lite.model.trunk.build import model_shapes
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.train.engine.buckets import MOMENTS, Bucket
 from megatron_lite.train.engine.optimizers.adafactor import AdaFactor
 from megatron_lite.train.engine.optimizers.lamb import Lamb
 from megatron_lite.train.engine.optimizers.muon import Muon
 from megatron_lite.train.engine.optimizers.stable_adamw import StableAdamW
 from megatron_lite.train.engine.optimizers.whole_tensors import Layout, TensorOptimizer
-from megatron_lite.train.engine.sharded import MOMENTS, Bucket
 
 KINDS: dict[str, type[TensorOptimizer]] = {
     "lamb": Lamb,

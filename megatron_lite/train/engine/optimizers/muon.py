@@ -23,8 +23,8 @@ from torch import nn
 from megatron_lite.checkpoint.boxes import Box
 from megatron_lite.config.sections import OptimizerConfig
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.train.engine.buckets import MOMENTS
 from megatron_lite.train.engine.optimizers.whole_tensors import Layout, Part, Piece, TensorOptimizer
-from megatron_lite.train.engine.sharded import MOMENTS
 
 ORIGIN = Box(0, 0, 0, 0)  # boxes within it are indices into a whole matrix
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

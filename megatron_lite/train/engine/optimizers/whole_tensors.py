@@ -22,7 +22,7 @@ from megatron_lite.checkpoint.boxes import Box, matrix_shape, runs
 from megatron_lite.config.sections import OptimizerConfig
 from megatron_lite.model.layers.tensor_parallel import Partition, partition_of, whole_shape
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.train.engine.sharded import MOMENTS, Bucket
+from megatron_lite.train.engine.buckets import MOMENTS, Bucket
 
 BLOCKS = 3  # at most, of a fused parameter: Q, K and V
 
