@@ -139,7 +139,7 @@ def dry_run(config: Config, processes: int, gpu_name: str) -> None:
     gpu = gpu_named(gpu_name)
     config.deepspeed_options(config.parallel.data_parallel_size(processes))
     plan = config.plan
-    samples = plan.timetable.consumed(config.training.steps)
+    samples = plan.consumed(config.training.steps)
     reading = extent_if_here(config.data, config.training.seed, samples, plan.largest_batch, plan.samples)
     estimates = []
     for each, line in zip(plan.alone(), plan.lines() or [""], strict=True):
@@ -248,9 +248,7 @@ def train_with(
         config.data, config.objective_choices, tokenizer, seed, decoder_tokenizer, plan.samples
     )
     if launch.rank == 0:
-        reading = extent(
-            data.train.mixtures, plan.timetable.consumed(config.training.steps), plan.largest_batch
-        )
+        reading = extent(data.train.mixtures, plan.consumed(config.training.steps), plan.largest_batch)
         for note in (*data.notes, *plan.lines(), *reading, *overlap(data)):
             log.info("%s", note)
 

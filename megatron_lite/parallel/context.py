@@ -79,6 +79,10 @@ class ParallelContext:
             dist.all_reduce(values)
         return values
 
+    def sum_of_losses(self, sums: torch.Tensor) -> torch.Tensor:
+        """Sums over all samples, each counted on one rank; still on the device."""
+        return self.sum(sums if self.counts_losses else torch.zeros_like(sums))
+
     def sum_of_hosts(self, values: Sequence[float]) -> list[float]:
         """Sum over all processes of numbers that the hosts know. Does not wait for what the device computes."""
         if self.world_size == 1:

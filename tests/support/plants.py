@@ -185,8 +185,8 @@ LOSSES = (
     Plant(
         "schedule of the learning rate advanced twice a step",
         TRAINER,
-        "        lr = self._learning_rate(step)\n",
-        "        lr = self._learning_rate(2 * step)\n",
+        "        lr = step_rate(self.config, self._plan, step)\n",
+        "        lr = step_rate(self.config, self._plan, 2 * step)\n",
         ("tests/train/test_events.py::test_the_changes_reach_model_and_optimizer",),
         "huggingface/accelerate#2926",
     ),

@@ -209,7 +209,7 @@ def poison(context, tree):
     trainer._shares._factor = lambda *_: float("nan")
     with pytest.raises(TrainingError, match="not finite in 3 steps in a row"):
         trainer.fit()
-    return trainer.step, trainer.skipped_steps
+    return trainer.step, trainer.outcomes.skipped_steps
 
 
 def test_a_signal_on_one_rank_stops_all_after_the_step_and_saves(settings):

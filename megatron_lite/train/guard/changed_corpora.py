@@ -25,7 +25,7 @@ from data_utils.dataset.manifest import read_manifest
 from data_utils.samples.config import CorpusConfig
 from data_utils.samples.mixture import quotas, samples_of_corpora
 from megatron_lite.checkpoint.state import TrainerState
-from megatron_lite.config.phases import Plan
+from megatron_lite.config.plan import Plan
 from megatron_lite.config.tree import Config
 
 _SHOWN = 4  # corpora in a message
@@ -93,7 +93,7 @@ def _changed_phases(
     if regions[0] != regions[1]:
         return f"data.region is {regions[1]}, and was {regions[0]}"
     before, after = recorded.plan, config.plan
-    consumed = after.timetable.consumed(state.step)
+    consumed = after.consumed(state.step)
     if consumed != state.consumed_samples:
         return f"with these phases, batches and skipped samples step {state.step} would end with {consumed:,} samples"
     made = [list(_made(plan, state.step)) for plan in (before, after)]

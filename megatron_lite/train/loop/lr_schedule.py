@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 
+from megatron_lite.config.plan import Plan
+from megatron_lite.config.tree import Config
+
 
 def learning_rate(
     step: int, *, peak: float, kind: str, warmup_steps: int, decay_steps: int, min_lr_ratio: float
@@ -28,3 +31,20 @@ def learning_rate(
         1.0 - progress if kind in ("linear", "slanted") else 0.5 * (1.0 + math.cos(math.pi * progress))
     )
     return peak * (min_lr_ratio + (1.0 - min_lr_ratio) * remaining)
+
+
+def step_rate(config: Config, plan: Plan, step: int) -> float:
+    """Learning rate of optimizer step `step` (the first is 1), with the run's parts of a schedule and its events."""
+    schedule, peak = config.schedule, config.optimizer.lr
+    factor = plan.learning_rate(step)
+    if factor is not None:
+        return config.events.learning_rate_at(step, peak * factor)
+    scheduled = learning_rate(
+        step,
+        peak=peak,
+        kind=schedule.kind,
+        warmup_steps=schedule.warmup_steps,
+        decay_steps=config.decay_steps,
+        min_lr_ratio=schedule.min_lr_ratio,
+    )
+    return config.events.learning_rate_at(step, scheduled)

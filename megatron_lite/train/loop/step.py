@@ -15,7 +15,7 @@ import numpy as np
 from data_utils.base.errors import UserError
 from data_utils.base.random_streams import derive_seed
 from data_utils.samples.mixture import batch_indices
-from megatron_lite.config.phases import Plan
+from megatron_lite.config.plan import Plan
 from megatron_lite.config.tree import Config
 from megatron_lite.model.input.batch import Batch, Samples, mean_scales, scales_beside_last
 from megatron_lite.model.input.model_input import ModelInput

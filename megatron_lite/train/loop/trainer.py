@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from data_utils.base.errors import ExitStatus, TrainingError
+from data_utils.base.errors import ExitStatus
 from data_utils.base.settings import to_tree
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.checkpoint.state import TrainerState
@@ -31,30 +31,30 @@ from megatron_lite.model.trunk.build import model_count, model_flops
 from megatron_lite.model.trunk.glm import GLM
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.engine.engine import TYPES, Engine, StepResult
-from megatron_lite.train.engine.plain import PlainEngine
 from megatron_lite.train.guard.control import Phase, Requests, RunControl
 from megatron_lite.train.guard.watchdog import NoWatchdog, Section, Watchdog
+from megatron_lite.train.loop.evaluation import Evaluation
 from megatron_lite.train.loop.judge import Judge
-from megatron_lite.train.loop.lr_schedule import learning_rate
+from megatron_lite.train.loop.lr_schedule import step_rate
+from megatron_lite.train.loop.outcomes import Outcomes
 from megatron_lite.train.loop.prefetch import Prefetch
 from megatron_lite.train.loop.resume import checkpoint_directory, load_beginning
-from megatron_lite.train.loop.step import HostStep, LossShares, Place, StepMaker, same_passes
+from megatron_lite.train.loop.step import HostStep, LossShares, Place, StepMaker
 from megatron_lite.train.observe import version
 from megatron_lite.train.observe.machine import Yardstick
-from megatron_lite.train.observe.metrics import SAVED, Metrics, chosen_trackers, is_recorded, keep_aside
+from megatron_lite.train.observe.metrics import SAVED, Metrics, chosen_trackers, keep_aside
 from megatron_lite.train.observe.progress import Advance, progress_bar
 from megatron_lite.train.observe.reports import (
     Interval,
     layout,
     memory_gib,
     save_resolved,
-    scores_line,
     start_line,
     train_line,
-    validation_line,
 )
-from megatron_lite.train.observe.standstill import Standstill
-from megatron_lite.train.observe.step_profiler import StepProfiler
+
+if TYPE_CHECKING:
+    from megatron_lite.train.observe.step_profiler import StepProfiler
 
 log = logging.getLogger(__name__)
 
@@ -84,30 +84,28 @@ class Trainer:
         self.context = context
         self.engine = engine
         self.train_data = train_data
-        self.validation_data = validation_data
         self.loss_names = list(loss_names)
         self._plan = config.plan
         self._shares = LossShares(self._plan, loss_names, context.dp.size, language_weight)
         count, factors = len(self.loss_names), self._shares.factors
         self._maker = StepMaker(config, self._plan, context, train_data, engine.prepared, count, factors)
         self._prefetch = Prefetch(self._maker.make, context.device)
-        self._unread: list[tuple[int, StepResult]] = []  # steps whose outcome the host does not know yet
         self.directory = Path(config.run.directory)
         self.step = 0
         self.consumed_samples = 0
         self.consumed_tokens = 0
-        self.skipped_steps = 0
-        self.skipped_in_a_row = 0
+        self.outcomes = Outcomes(config.training.max_nonfinite_steps, self.directory)
         self.restarts = 0  # how often the run was continued from a checkpoint
         self.events = EventLog()
         self._machine_rates: dict[str, float] = {}
-        self._profiler = StepProfiler(config.profiler, self.directory, context.rank, context.device)
+        self._profiler = self._make_profiler() if config.profiler.first_step is not None else None
         self._shrink = config.model.embedding_gradient_shrink
         self.watchdog = watchdog or NoWatchdog()
         self._program = version.program() if context.is_main else {}  # only the main rank writes it
         self._control = control
-        self._fill, self._judge, self._standstill = fill, judge, Standstill()
-        self._evaluated = 0  # the last step of which it is known that it was
+        self.evaluation = Evaluation(
+            config, self._plan, context, engine, validation_data, self._shares, judge, fill
+        )
         path, settings = checkpoint_directory(config), config.checkpoint
         self._saver = Saver(path, engine, context, settings, self._watch_save, self._record_save)
 
@@ -124,7 +122,8 @@ class Trainer:
         try:
             with closing(self._prefetch), progress_bar(shown, self.step, self._last_step) as advance:
                 requests = self._train(advance)
-            self._profiler.write(self.step)  # if the run ends before the last step to trace
+            if self._profiler is not None:
+                self._profiler.write(self.step)  # if the run ends before the last step to trace
             self._end()
             outcome = "FINISHED" if self.is_over else "KILLED"
         finally:
@@ -138,18 +137,19 @@ class Trainer:
         training, save_interval = self.config.training, self.config.checkpoint.save_interval
         interval, requests = self._new_interval(), Requests()
         self.control.enter(Phase.TRAINING)
-        if self._is_unevaluated and self._is_multiple(training.eval_interval):
+        if self.step > self.evaluation.last_step and self._is_multiple(training.eval_interval):
             with self._aside(interval, Section.EVALUATION):
                 self.evaluate()  # the start before was ended between this step's save and its evaluation
         while not self._is_over(self._last_step) and not requests.end:
             self._apply_events()
-            self._profiler.begin(self.step + 1)
+            if self._profiler is not None:
+                self._profiler.begin(self.step + 1)
             result, requests = self._train_step(interval)
             advance(self.step)
             if self._is_multiple(self.config.run.log_interval) or self.step == self._last_step:
                 self._log_interval(interval, result)
                 interval = self._new_interval()
-            if self._profiler.is_last(self.step):
+            if self._profiler is not None and self._profiler.is_last(self.step):
                 with self._aside(interval, Section.STEP, "writing a trace"):
                     self._profiler.write(self.step)
             if self._is_multiple(training.replica_check_interval):
@@ -160,7 +160,7 @@ class Trainer:
                     require_equal_replicas(named, self.context, stage, self.step, self.directory)
             self._record_requests(requests)
             if requests.save or requests.end or self._is_multiple(save_interval):
-                self._read_outcomes()
+                self.outcomes.read()
                 with self._aside(interval, Section.CHECKPOINT, "saving"):
                     self._saver.save(self.step, self._state())
             else:
@@ -169,7 +169,7 @@ class Trainer:
                 self._saver.finish()
                 self.control.saved()
             if self._is_multiple(training.eval_interval):  # after the save: it may be long, or hang
-                self._read_outcomes()
+                self.outcomes.read()
                 with self._aside(interval, Section.EVALUATION):
                     self.evaluate()
         return requests
@@ -179,12 +179,8 @@ class Trainer:
         """Whether the run has ended, not only this start."""
         return self._is_over(self.config.training.steps)
 
-    @property
-    def _is_unevaluated(self) -> bool:
-        return self.step > self._evaluated
-
     def _is_over(self, last_step: int) -> bool:
-        return self.step >= last_step or (self._judge is not None and self._judge.ends_training)
+        return self.step >= last_step or self.evaluation.ends_training
 
     @property
     def _last_step(self) -> int:
@@ -211,6 +207,11 @@ class Trainer:
         for event in events:
             self._record(event, self.step)
 
+    def _make_profiler(self) -> StepProfiler:
+        from megatron_lite.train.observe.step_profiler import StepProfiler
+
+        return StepProfiler(self.config.profiler, self.directory, self.context.rank, self.context.device)
+
     def _record_start(self) -> None:
         """Who trains from here on."""
         values = {
@@ -225,10 +226,10 @@ class Trainer:
         self.metrics.write("start", self.step, values)
 
     def _end(self) -> None:
-        self._read_outcomes()
+        self.outcomes.read()
         self.watchdog.enter(Section.CHECKPOINT, "saving")
         self._saver.save_last(self.step, self._state())
-        if self.is_over and self._is_unevaluated:
+        if self.is_over and self.step > self.evaluation.last_step:
             self.watchdog.enter(Section.EVALUATION)
             self.evaluate()
         if self.context.is_main:
@@ -312,15 +313,15 @@ class Trainer:
         interval.steps += 1
         interval.tokens += tokens
         interval.flops += model_flops(self.config, tokens, loss_rows, visible_keys, targets, target_keys)
-        interval.objective_sums += self._all_losses(result.objective_sums)
-        self._unread.append((self.step, result))
-        self._read_outcomes(all_but=1)
+        interval.objective_sums += self.context.sum_of_losses(result.objective_sums)
+        self.outcomes.add(self.step, result)
+        self.outcomes.read(all_but=1)
         return result, requests
 
     def _engine_step(self, micro_batches: list[ModelInput]) -> StepResult:
         """The engine's step; at `training.gradient_norm_interval` also a record of each layer's gradient norm."""
         step, interval = self.step + 1, self.config.training.gradient_norm_interval
-        lr = self._learning_rate(step)
+        lr = step_rate(self.config, self._plan, step)
         self.engine.set_step(step)
         if interval == 0 or step % interval:
             return self.engine.train_step(micro_batches, lr)
@@ -345,49 +346,10 @@ class Trainer:
         sums = self.context.sum_of_hosts([*requests, *own])
         return sums[len(requests) :], self.control.agreed(sums[: len(requests)])
 
-    def _all_losses(self, sums: torch.Tensor) -> torch.Tensor:
-        """fp64 [objectives, 2] over all samples, each counted on one rank; still on the device."""
-        return self.context.sum(sums if self.context.counts_losses else torch.zeros_like(sums))
-
-    def _learning_rate(self, step: int) -> float:
-        schedule, peak = self.config.schedule, self.config.optimizer.lr
-        factor = self._plan.learning_rate(step)
-        if factor is not None:
-            return self.config.events.learning_rate_at(step, peak * factor)
-        scheduled = learning_rate(
-            step,
-            peak=peak,
-            kind=schedule.kind,
-            warmup_steps=schedule.warmup_steps,
-            decay_steps=self.config.decay_steps,
-            min_lr_ratio=schedule.min_lr_ratio,
-        )
-        return self.config.events.learning_rate_at(step, scheduled)
-
-    def _read_outcomes(self, all_but: int = 0) -> None:
-        """Learn which steps were skipped. Waits for the device, but not for the newest `all_but` steps.
-
-        Raises: TrainingError after too many in a row.
-        """
-        while len(self._unread) > all_but:
-            step, result = self._unread.pop(0)
-            self._count_skip(step, result.skipped)
-
-    def _count_skip(self, step: int, skipped: bool) -> None:
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
-        self.skipped_steps += skipped
-        limit = self.config.training.max_nonfinite_steps
-        if self.skipped_in_a_row >= limit:
-            raise TrainingError(
-                f"gradients were not finite in {limit} steps in a row, up to step {step}; these steps did not "
-                "change the weights. Lower optimizer.lr, or go back with "
-                f"`scripts/checkpoints.py rewind {quote(str(self.directory))} STEP`."
-            )
-
     # Reports
 
     def _log_interval(self, interval: Interval, result: StepResult) -> None:
-        self._read_outcomes()
+        self.outcomes.read()
         sums = interval.objective_sums.cpu().numpy()
         elapsed = time.perf_counter() - interval.started
         tflops = interval.flops / elapsed / self.context.world_size / 1e12
@@ -395,11 +357,11 @@ class Trainer:
             "consumed_samples": self.consumed_samples,
             "consumed_tokens": self.consumed_tokens,
             **self._shares.means(sums, self.step),
-            "lr": self._learning_rate(self.step),
+            "lr": step_rate(self.config, self._plan, self.step),
             **self.engine.annealed,
             "grad_norm": result.grad_norm,
             "loss_scale": result.loss_scale,
-            "skipped_steps": self.skipped_steps,
+            "skipped_steps": self.outcomes.skipped_steps,
             "tokens_per_second": interval.tokens / elapsed,
             "tflops_per_device": tflops,
             **self.yardstick.share(tflops),
@@ -415,33 +377,9 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         """Loss and perplexity on the first `training.eval_samples` validation samples, or the scores of a task."""
-        self._evaluated = self.step
-        if self._judge is not None:
+        if self.evaluation.judge is not None:
             self._saver.finish()  # the judge keeps the best checkpoint
-            values = self._judge.evaluate(self.step)
-            self.metrics.write("scores", self.step, values, scores_line(self.step, values))
-            return values
-        if self.validation_data is None:
-            return {}
-        training, size = self.config.training, self.config.batch.micro_batch_size
-        batches = same_passes(self.validation_data, training.eval_samples, size, self.context)
-        with self.engine.averaged_weights():
-            sums = self._all_losses(self.engine.evaluate(batches)).cpu().numpy()
-            losses = self._shares.means(sums, self.step)
-            values = {**losses, **self.engine.more_measures(losses["loss"])}
-            self.metrics.write("validation", self.step, values, validation_line(self.step, values))
-            self._record_fillings()
-        rate_share = self._learning_rate(self.step) / self.config.optimizer.lr
-        advice = self._standstill.advice(self.step, values["loss"], rate_share)
-        if advice and self.context.is_main:
-            log.warning("%s", advice)
-        return values
-
-    def _record_fillings(self) -> None:
-        if self._fill is not None and self.context.is_main and isinstance(self.engine, PlainEngine):
-            filled = self._fill(self.engine.model)
-            line = f"fillings at step {self.step} | {filled['exact']} of {filled['blanks']} blanks as in the text"
-            self.metrics.write("fillings", self.step, filled, line)
+        return self.evaluation.run(self.step, self.metrics)
 
     # State
 
@@ -450,8 +388,8 @@ class Trainer:
             step=self.step,
             consumed_samples=self.consumed_samples,
             consumed_tokens=self.consumed_tokens,
-            skipped_steps=self.skipped_steps,
-            skipped_in_a_row=self.skipped_in_a_row,
+            skipped_steps=self.outcomes.skipped_steps,
+            skipped_in_a_row=self.outcomes.skipped_in_a_row,
             restarts=self.restarts,
             events=self.events.state(),
             config=to_tree(self.config),
@@ -473,28 +411,15 @@ class Trainer:
             self.config, self.engine, self.context, self.train_data.fingerprint(), self._program
         )
         state = beginning.state
-        if self._judge is not None:
-            self._evaluated = self._judge.resume(0 if state is None else state.step)
         if state is not None:
             self.step, self.consumed_samples = state.step, state.consumed_samples
             self.consumed_tokens = state.consumed_tokens
-            self.skipped_steps, self.skipped_in_a_row = state.skipped_steps, state.skipped_in_a_row
+            self.outcomes.skipped_steps = state.skipped_steps
+            self.outcomes.skipped_in_a_row = state.skipped_in_a_row
             self.events = EventLog.from_state(state.events)
             self._machine_rates = state.machine_rates
             if beginning.is_own:
                 self._saver.saved_step = self.step
                 self.restarts = state.restarts + 1
-        if self._judge is None and state is not None and not self._is_validation_missing(beginning.is_own):
-            self._evaluated = self.step
+        self.evaluation.resume(self.step, beginning.is_own)
         return beginning.events
-
-    def _is_validation_missing(self, is_own: bool) -> bool:
-        """Whether the step to begin with is to be evaluated. All ranks get the main rank's answer.
-
-        Args: is_own: it is of this run, and not of one from which it branches.
-        """
-        if not is_own:
-            return self.is_over
-        missing = self.context.is_main and not is_recorded(self.directory, "validation", self.step)
-        (answer,) = self.context.sum_of_hosts([float(missing)])
-        return answer > 0

@@ -1,0 +1,279 @@
+"""The plan of a run whose settings change: phases, a ramp of the batch, parts of the schedule, skipped samples.
+
+Each phase is a configuration of its own: the run's, with what the phase sets in place of it. The plan is a pure
+function of the configuration, so that no state is kept of it.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from data_utils.base.errors import ConfigError
+from data_utils.base.setting_files import shown
+from data_utils.base.settings import build, check, to_tree
+from data_utils.samples.config import PhaseSamples
+from megatron_lite.config.phases import PhaseConfig
+from megatron_lite.config.plan import Config, Plan
+from megatron_lite.config.schedule import ScheduleConfig
+from megatron_lite.config.timetable import Stage, Timetable, ramp_stages
+
+SHORTEST = 32  # tokens: empty positions of three borders and what two documents cost are 20 in a row
+
+
+class RatePart(NamedTuple):
+    """A part of the schedule. Its steps are begin + 1 to end, counted from 1; rates are factors of optimizer.lr."""
+
+    begin: int
+    end: int
+    kind: str
+    start_rate: float
+    end_rate: float
+
+    def factor(self, step: int) -> float:
+        """After the end: that of the end."""
+        if self.kind == "inverse_sqrt":
+            return max(self.end_rate, self.start_rate * math.sqrt(self.begin / step))
+        x = min(1.0, (step - self.begin) / (self.end - self.begin))
+        way = {
+            "constant": 0.0,
+            "linear": x,
+            "cosine": 0.5 * (1.0 - math.cos(math.pi * x)),
+            "1-sqrt": math.sqrt(x),
+            "exponential": 2.0 * (1.0 - 0.5**x),
+        }
+        return self.start_rate + (self.end_rate - self.start_rate) * way[self.kind]
+
+
+class PhasedPlan(Plan):
+    """The phases of a run: configuration, steps and samples of each. A run without `phases` is one phase.
+
+    Raises: ConfigError for phases that contradict the run or themselves.
+    """
+
+    def __init__(self, config: Config) -> None:
+        steps = config.training.steps
+        self.phases = config.phases
+        self.configs = [_of_phase(config, number, phase) for number, phase in enumerate(config.phases)] or [
+            config
+        ]
+        self.stages: list[Stage] = []
+        self.first_steps = [0]  # of each phase, and the end of the run: the steps before it
+        for number, of_phase in enumerate(self.configs):
+            phase = config.phases[number] if config.phases else PhaseConfig()
+            is_last = number == len(self.configs) - 1
+            check(
+                phase.has_length or is_last,
+                f"phases[{number}] has no length, and phases follow it; give its steps, samples or tokens.",
+            )
+            stages = list(_stages(of_phase, phase, steps - self.first_steps[-1]))
+            self.stages += stages
+            self.first_steps.append(self.first_steps[-1] + sum(int(stage.steps) for stage in stages))
+            check(
+                len(stages) > 0,
+                f"phases[{number}] has no length, and the phases before it take all of training.steps ({steps:,}); "
+                "raise that, or remove the phase.",
+            )
+        ends = self.first_steps[-1]
+        check(
+            ends == steps,
+            f"the phases have {ends:,} steps, and training.steps is {steps:,}; set it to {ends:,}, or leave out the "
+            "length of the last phase.",
+        )
+        self._check_lengths(config)
+        micro_batches = {each.batch.micro_batch_size for each in self.configs} | {
+            config.batch.micro_batch_size
+        }
+        check(
+            len(micro_batches) == 1 or config.parallel.pipeline_parallel_size == 1,
+            f"the phases have micro-batches of {', '.join(map(str, sorted(micro_batches)))} samples, and the run has "
+            "pipeline stages, which send each other one size; set batch.micro_batch_size once, outside phases.",
+        )
+        self.timetable = Timetable(self.stages, config.events)
+        self.parts = self._parts(config.schedule)
+        # Samples skipped when a phase begins count as its own.
+        self.first_samples = [self.timetable.consumed(step) for step in self.first_steps[:-1]]
+
+    def _check_lengths(self, config: Config) -> None:
+        """Raise ConfigError for lengths and regions that do not go with each other or with the run."""
+        lengths = {each.data.sequence_length for each in self.configs}
+        rows = {each.row_length for each in self.configs}
+        self.has_streams = len(lengths) > 1 or config.data.region > 0
+        whole = [
+            choice.name
+            for each in self.configs
+            for choice in each.objective_choices
+            if choice.section.whole_documents
+        ]
+        check(
+            not self.has_streams or not whole,
+            f"{whole and whole[0]} has rows of whole documents, which are packed for one sequence_length; leave it out "
+            "of phases, and data.region at 0.",
+        )
+        check(
+            not self.has_streams or min(lengths) >= SHORTEST,
+            f"the phases have samples of {min(lengths)} tokens; where the length changes or data.region is set, give "
+            f"{SHORTEST} or more, so that every row has text.",
+        )
+        check(
+            len(rows) == 1 or config.parallel.pipeline_parallel_size == 1,
+            f"the phases have rows of {', '.join(map(str, sorted(rows)))} tokens, and the run has pipeline stages, "
+            f"which send each other one size; set data.row_length ({max(rows)}), or train without stages.",
+        )
+
+    def _parts(self, schedule: ScheduleConfig) -> list[RatePart]:
+        """The parts of the schedule in steps. Raises: ConfigError for parts that are longer than the run."""
+        parts: list[RatePart] = []
+        begin, rate = 0, 0.0
+        for part in schedule.parts:
+            end = (
+                begin + part.steps if part.steps is not None else self._after_tokens(begin, part.tokens or 0)
+            )
+            start = rate if part.start is None else part.start
+            parts.append(RatePart(begin, end, part.kind, start, start if part.end is None else part.end))
+            begin, rate = end, parts[-1].factor(end)
+        check(
+            begin <= self.first_steps[-1],
+            f"schedule.parts have {begin:,} steps, and training.steps is {self.first_steps[-1]:,}; shorten them.",
+        )
+        return parts
+
+    def _after_tokens(self, step: int, tokens: int) -> int:
+        """The first step before which `tokens` tokens were used since `step`."""
+        begin = per_step = 0
+        for stage in self.stages:
+            per_step = stage.batch_size * self.config(begin).data.sequence_length
+            begin += int(stage.steps)
+            steps = min(max(0, begin - step), -(-tokens // per_step))
+            step, tokens = step + steps, max(0, tokens - steps * per_step)
+        return step - -tokens // per_step  # beyond the run as at its end
+
+    def learning_rate(self, step: int) -> float | None:
+        if not self.parts:
+            return None
+        return next((part for part in self.parts if step <= part.end), self.parts[-1]).factor(step)
+
+    @property
+    def samples(self) -> Sequence[PhaseSamples]:
+        if not self.phases and not self.has_streams:
+            return []
+        each = zip(self.first_samples, self.configs, strict=True)
+        return [PhaseSamples(first, config.data, config.objective_choices) for first, config in each]
+
+    def number(self, step: int) -> int:
+        """The phase of a step, from 0. Args: step: the steps before it, as in all methods."""
+        return max(0, bisect_right(self.first_steps, step, hi=len(self.configs)) - 1)
+
+    def config(self, step: int) -> Config:
+        return self.configs[self.number(step)]
+
+    def batch_size(self, step: int) -> int:
+        return self.timetable.batch_size(step)
+
+    def consumed(self, step: int) -> int:
+        return self.timetable.consumed(step)
+
+    @property
+    def largest_batch(self) -> int:
+        return max(stage.batch_size for stage in self.stages)
+
+    def in_force(self, step: int) -> list[str]:
+        number = self.number(step)
+        return [f"phase {number + 1}: {self.phases[number]}"] if self.phases else []
+
+    def steps_left(self, step: int) -> float:
+        begin = left = 0
+        for stage in self.stages:
+            per_step = stage.batch_size * self.config(begin).row_length
+            begin += int(stage.steps)
+            left += per_step * min(max(0, begin - step), int(stage.steps))
+        return left / (self.batch_size(step - 1) * self.config(step - 1).row_length)
+
+    def lines(self) -> list[str]:
+        lines = []
+        for number, phase in enumerate(self.phases):
+            first, end = self.first_steps[number : number + 2]
+            sizes = sorted({self.batch_size(first), self.batch_size(end - 1)})
+            lines.append(
+                f"phase {number + 1}: steps {first + 1:,} to {end:,}, "
+                f"batches of {' to '.join(map(str, sizes))}: {phase}"
+            )
+        return lines
+
+    def alone(self) -> list[Config]:
+        runs = []
+        for config, first, end in zip(self.configs, self.first_steps, self.first_steps[1:], strict=False):
+            training = replace(config.training, steps=end - first, stop_after_step=None)
+            batch, schedule = replace(config.batch, ramp=None), type(config.schedule)()
+            changes = {"training": training, "batch": batch, "schedule": schedule}
+            runs.append(replace(config, phases=(), profiler=type(config.profiler)(), **changes))
+        return runs
+
+    def _batches(self) -> Iterator[tuple[Config, int, int]]:
+        for config, begin, end in zip(self.configs, self.first_steps, self.first_steps[1:], strict=False):
+            for size in sorted({self.batch_size(step) for step in self._first_of_sizes(begin, end)}):
+                yield config, begin, size
+
+    def _first_of_sizes(self, begin: int, end: int) -> Iterator[int]:
+        step = 0
+        for stage in self.stages:
+            if begin <= step < end:
+                yield step
+            step += int(stage.steps)
+
+
+def _stages(config: Config, phase: PhaseConfig, rest: int) -> Iterator[Stage]:
+    """Batch sizes of a phase. Args: rest: steps of the run from its beginning on.
+
+    Raises: ConfigError for a phase that ends within its ramp.
+    """
+    batch, ramp = config.batch, config.batch.ramp
+    every = [Stage(math.inf, batch.global_batch_size)]
+    if ramp is not None:
+        every = list(ramp_stages(batch.global_batch_size, ramp.start, ramp.by, ramp.samples))
+    samples: float = math.inf if phase.samples is None else phase.samples
+    if phase.tokens is not None:
+        samples = -(-phase.tokens // config.data.sequence_length)
+    left: float = phase.steps if phase.steps is not None else math.inf if samples < math.inf else max(rest, 0)
+    for stage in every:
+        steps = min(stage.steps, left, -(-samples // stage.batch_size) if samples < math.inf else math.inf)
+        if steps:
+            yield Stage(int(steps), stage.batch_size)
+        left, samples = left - steps, max(0, samples - steps * stage.batch_size)
+        if not (left and samples) and stage is not every[-1]:
+            raise ConfigError(
+                f"a phase ends with batches of {stage.batch_size}, before batch.ramp has reached "
+                f"{batch.global_batch_size}; make the phase longer, or ramp.samples smaller."
+            )
+
+
+def _of_phase(config: Config, number: int, phase: PhaseConfig) -> Config:
+    """The run's configuration with the settings of a phase. Raises: ConfigError naming the phase."""
+    names = [corpus.key for corpus in config.data.train]
+    for name in phase.weights:
+        check(
+            names.count(name) == 1,
+            f"phases[{number}].weights names {shown(name)}, which {'no' if name not in names else 'more than one'} "
+            f"corpus of data.train is called; name one of {', '.join(names)}, or give corpora a name.",
+        )
+    run = [choice.name for choice in config.objective_choices]
+    for name in phase.objectives:
+        check(
+            name in run,
+            f"phases[{number}].objectives names {shown(name)}, but the model is built for {', '.join(run)}; add it to "
+            "objectives, or remove it here.",
+        )
+    try:
+        made: Config = build(type(config), phase.settings(to_tree(config), names))
+    except ConfigError as error:
+        raise ConfigError(f"phases[{number}]: {error}") from None
+    idle = phase.objective_settings.keys() - {choice.name for choice in made.objective_choices}
+    check(
+        not idle,
+        f"phases[{number}] sets {', '.join(sorted(idle))}, which has no part in the phase; add it to objectives, or "
+        "remove it here.",
+    )
+    return made
