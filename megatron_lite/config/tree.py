@@ -28,7 +28,7 @@ from data_utils.objectives import OBJECTIVES, ObjectiveChoice, loss_share, objec
 from data_utils.objectives.interface import ObjectiveConfig
 from data_utils.samples.config import DataConfig
 from data_utils.tasks.config import TaskConfig
-from data_utils.text.tokenizers import TokenizerConfig
+from data_utils.text.tokenizer_readers import TokenizerConfig
 from megatron_lite.config.deepspeed_options import deepspeed_options
 from megatron_lite.config.ema import EmaConfig
 from megatron_lite.config.events import EventsConfig

@@ -9,6 +9,7 @@ import math
 import pytest
 import yaml
 from support.distributed import run_ranks
+from support.synthetic_tasks import MORE
 
 from data_utils.base.settings import merge
 from data_utils.tasks.readers.synthetic import optimum, synthetic_vocabulary
@@ -17,6 +18,7 @@ from megatron_lite.finetune.setup import load_tree, prepare
 from scripts import evaluate
 
 SAMPLES = 400  # evaluated
+assert MORE  # most of these tasks are in tests/support
 MODEL = {
     "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "max_position": 64, "init_std": 0.1,
     "embedding_dropout": 0.0, "attention_dropout": 0.0, "output_dropout": 0.0, "task_dropout": 0.0,

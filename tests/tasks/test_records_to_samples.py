@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from support.labelled_files import task
 from support.project import ROOT
+from support.synthetic_tasks import MORE
 from support.task_inputs import ALL_MASKS, form, predicted, shown, tokenizer
 
 from data_utils.base.parts import NO_RIGHT
@@ -145,6 +146,7 @@ SYNTHETIC = {
     "periodic": "blanks",
     "markov": "language_modelling",
 }
+assert SYNTHETIC.keys() - MORE.keys() == {"noisy_votes", "recall"}
 
 
 @pytest.mark.parametrize("name", SYNTHETIC)

@@ -10,12 +10,12 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 from support.labelled_files import task
+from support.synthetic_tasks import markov_chain
 
 from data_utils.base.errors import ConfigError
 from data_utils.tasks.readers.by_name import labels_of, read_records
 from data_utils.tasks.readers.synthetic import (
     TASKS,
-    markov_chain,
     optimum,
     parsed,
     sample,
@@ -278,7 +278,7 @@ def test_markov():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("votes:n=3", "'votes:n=3' names no synthetic task; they are noisy_votes, label_noise, xor"),
+        ("votes:n=3", "'votes:n=3' names no synthetic task; they are noisy_votes, recall"),
         ("data/train.tsv", "names no synthetic task"),
         ("xor:n=3", "'xor:n=3': xor has no setting 'n'; it has samples, seed, length"),
         ("xor:length=1", "'xor:length=1': length is '1'; it must be a whole number in \\[2, 256\\]"),
@@ -286,7 +286,6 @@ def test_markov():
         ("noisy_votes:p=0.3", "p is '0.3'; it must be a number in \\[0.5, 1.0\\]"),
         ("noisy_votes:p=nan", "p is 'nan'"),
         ("noisy_votes:p", "p is ''"),
-        ("choice:keys=3", "choices must be at most keys \\(3\\)"),
     ],
 )
 def test_what_is_refused(text, message):

@@ -15,14 +15,9 @@ import tokenizers
 from tokenizers import processors
 
 from data_utils.base.errors import CheckpointError, DataError
-from data_utils.text.tokenizers import (
-    HIDDEN,
-    HuggingFaceTokenizer,
-    SentencePieceTokenizer,
-    Tokenizer,
-    TokenizerConfig,
-    read_files,
-)
+from data_utils.text.library_tokenizer import HIDDEN, HuggingFaceTokenizer
+from data_utils.text.sentencepiece_tokenizer import SentencePieceTokenizer
+from data_utils.text.tokenizers import Tokenizer, TokenizerConfig, read_files
 from megatron_lite.hf.files.tokenizer_proof import TokenizerProof, awkward_texts
 from megatron_lite.hf.glm.tokenization_glm import MARKERS, GLMSentencePieceTokenizer, GLMTokenizerFast
 

@@ -1,0 +1,61 @@
+"""A SentencePiece .model -> tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import sentencepiece
+
+from data_utils.base.errors import DataError
+from data_utils.text.fast.library_encoders import SentencePieceEncoder, without_lone_surrogates
+from data_utils.text.special_tokens import named_roles, sentencepiece_special_tokens
+from data_utils.text.tokenizer_readers import TokenizerConfig
+from data_utils.text.tokenizers import Tokenizer, fingerprint
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model. GLM's special tokens follow its last id; published ones are control pieces of the model.
+
+    Text reaches neither.
+    """
+
+    def __init__(self, config: TokenizerConfig, files: Mapping[str, bytes]):
+        self.config = config
+        self.fingerprint = fingerprint(config, files, {"fixed_command_tokens": config.fixed_command_tokens})
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=files["model"])
+            base_size = self._model.get_piece_size()
+            pieces = {i: self._model.id_to_piece(i) for i in range(base_size)}
+        except (RuntimeError, ValueError):  # ValueError: a piece that is not UTF-8
+            raise DataError(f"{config.path} is not a SentencePiece model; give the .model file.") from None
+        self._encoder = SentencePieceEncoder(self._model)
+        if base_size == 0:
+            raise DataError(f"{config.path} is an empty SentencePiece model; give the .model file.")
+        control = {i: piece for i, piece in pieces.items() if self._model.is_control(i)}
+        unknown = {i: piece for i, piece in pieces.items() if self._model.is_unknown(i)}
+        by_name = {piece: i for i, piece in (control | unknown).items()}
+        roles, _ = named_roles(by_name.keys(), False, config.added_tokens)
+        known = {role: by_name[piece] for role, piece in roles.items()}
+        glm = sentencepiece_special_tokens(base_size, config.fixed_command_tokens)
+        names = control if config.added_tokens == "glm" else control | unknown
+        self._set_vocabulary(known, glm, names, pieces.keys())
+
+    def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        found = self._model.encode(without_lone_surrogates(text), return_type="offset_mapping")
+        return found["ids"], found["offsets"]
+
+    def _decode_text(self, ids: list[int], at_start: bool) -> str:
+        text = self._model.decode(ids)
+        # The library drops the leading space, which is right at the start of a text only.
+        return text if at_start or not self._model.id_to_piece(ids[0]).startswith("▁") else " " + text
+
+    def _token_text(self, token_id: int) -> str:
+        piece = self._model.id_to_piece(token_id)
+        return chr(int(piece[1:-1], 16)) if self._model.is_byte(token_id) else piece.replace("▁", " ")
+
+    def _display(self, token_id: int) -> str:
+        return self._model.id_to_piece(token_id).replace("▁", " ")
+
+
+def load_sentencepiece(config: TokenizerConfig, files: Mapping[str, bytes]) -> Tokenizer:
+    return SentencePieceTokenizer(config, files)
