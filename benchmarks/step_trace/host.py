@@ -33,7 +33,8 @@ from megatron_lite.model.layers.tensor_parallel import (
     TensorParallel,
     take_products,
 )
-from megatron_lite.model.trunk.block import Block, Flow, Stream
+from megatron_lite.model.trunk.block import Block, Stream
+from megatron_lite.model.trunk.forward import Flow
 from megatron_lite.parallel.collectives import SINGLE
 from megatron_lite.train.engine.buckets import Bucket, Treatment
 

@@ -14,9 +14,8 @@ from data_utils.base.planes import ID_PLANES
 from megatron_lite.generate.watch import Watch
 from megatron_lite.model.attention.calls import Packed, PartsPlan, ScoreBias, attend_all
 from megatron_lite.model.kernels.dropout import AttentionDropout
-from megatron_lite.model.trunk.block import Condition, Flow
 from megatron_lite.model.trunk.encoder_decoder import DecoderFlow
-from megatron_lite.model.trunk.forward import flow_of
+from megatron_lite.model.trunk.forward import Condition, Flow, flow_of
 from megatron_lite.model.trunk.glm import GLM
 
 

@@ -14,8 +14,9 @@ from megatron_lite.model.input.model_input import ID_PLANES, ModelInput
 from megatron_lite.model.kernels.fused import Biased, gate
 from megatron_lite.model.layers.rotary import Rotary, spread
 from megatron_lite.model.layers.tensor_parallel import TensorParallel
-from megatron_lite.model.trunk.block import Block, Flow, Stream
+from megatron_lite.model.trunk.block import Block, Stream
 from megatron_lite.model.trunk.counts import parameter_count, step_flops
+from megatron_lite.model.trunk.forward import Flow
 from megatron_lite.model.trunk.glm import GLM, initialize_parameters
 from megatron_lite.parallel.collectives import Group
 

@@ -72,7 +72,7 @@ def expected_loss(model: GLM, head: str, loss: str, number: int) -> torch.Tensor
         }[loss]
     (part,) = made.parts
     rows = hidden[0][part.rows]
-    if model.heads.has_task_pooler:
+    if model.heads.task.has_pooler:
         rows = model.heads.task.pooler(rows).tanh()
     if model.heads.task.pool is not None:
         whole = torch.cat([rows[0], hidden[0].max(0).values, hidden[0].mean(0)])

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -22,10 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 from data_utils.base.planes import ID_PLANES, ORD
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.attention.calls import AttentionPlan, PartsPlan, ScoreBias
-from megatron_lite.model.kernels.dropout import AttentionDropout, Dropout, FeatureDropout
+from megatron_lite.model.attention.calls import PartsPlan
+from megatron_lite.model.kernels.dropout import AttentionDropout, FeatureDropout
 from megatron_lite.model.kernels.fused import Biased, activate, add, gate, has_kernels
-from megatron_lite.model.layers.rotary import Rotary, spread
+from megatron_lite.model.layers.rotary import spread
 from megatron_lite.model.layers.tensor_parallel import (
     ColumnParallelLinear,
     LayerNorm,
@@ -36,10 +35,12 @@ from megatron_lite.model.layers.tensor_parallel import (
     linear,
     make_norm,
 )
-from megatron_lite.model.trunk.heads import Linear
+from megatron_lite.model.trunk.forward import Flow, by_ranks, own_lengths, own_tokens
 
 if TYPE_CHECKING:
-    from megatron_lite.model.layers.relative import Distances, DistanceScores
+    from megatron_lite.model.layers.adapter import Adapter
+    from megatron_lite.model.layers.dense import Linear
+    from megatron_lite.model.layers.relative import DistanceScores
     from megatron_lite.model.trunk.fused_block import Parts
 
 
@@ -59,78 +60,6 @@ class _ShrinkGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         return grad * ctx.alpha, None
-
-
-def by_ranks(x: torch.Tensor, plan: AttentionPlan | PartsPlan, parallel: TensorParallel) -> torch.Tensor:
-    """Tokens [..., T] in the order in which sequence parallelism splits them: each rank has its share of each part."""
-    if not parallel.sequence_parallel or not isinstance(plan, PartsPlan):
-        return x
-    shares = [part.chunk(parallel.group.size, -1) for part in x.split(plan.lengths, -1)]
-    return torch.cat([share for of_rank in zip(*shares, strict=True) for share in of_rank], -1)
-
-
-def own_tokens(x: torch.Tensor, plan: AttentionPlan | PartsPlan, parallel: TensorParallel) -> torch.Tensor:
-    """This rank's part of tokens [..., T] outside tensor-parallel layers: all, or 1 / tp under sequence parallelism."""
-    if not parallel.sequence_parallel:
-        return x
-    return by_ranks(x, plan, parallel).chunk(parallel.group.size, -1)[parallel.group.rank]
-
-
-def own_lengths(plan: PartsPlan, parallel: TensorParallel) -> list[int]:
-    """Number of encoder and decoder tokens on this rank."""
-    size = parallel.group.size if parallel.sequence_parallel else 1
-    return [length // size for length in plan.lengths]
-
-
-class Condition(Protocol):
-    """A condition on which the texts of a stack depend beside their tokens, such as latent vectors."""
-
-    @property
-    def added(self) -> torch.Tensor | None:
-        """[T, D], added to the embeddings of all tokens; None = nothing is."""
-        ...
-
-    def remembered(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
-        """Queries, keys and values of a layer, [T, 3, H, size of a head], some of them replaced."""
-        ...
-
-
-@dataclass(frozen=True)
-class Flow:
-    """Inputs of all layers for one micro-batch, beside the hidden state."""
-
-    shape: tuple[int, ...]  # of the tokens: [T] in training
-    plan: AttentionPlan | PartsPlan
-    dropout: Dropout | None  # of all tokens
-    own_dropout: Dropout | None  # of this rank's tokens: all but under sequence parallelism
-    bias: ScoreBias | None = None  # of all layers' scores
-    rotary: Rotary | None = field(default=None, kw_only=True)  # of all tokens
-    distances: Distances | None = field(default=None, kw_only=True)  # of all tokens
-    condition: Condition | None = field(default=None, kw_only=True)
-
-    @staticmethod
-    def of(
-        shape: tuple[int, ...],
-        plan: AttentionPlan | PartsPlan,
-        dropout: Dropout | None,
-        parallel: TensorParallel,
-        rotary: Rotary | None = None,
-        distances: Distances | None = None,
-        condition: Condition | None = None,
-    ) -> Flow:
-        own = dropout
-        if dropout is not None:
-            own = replace(dropout, keys=own_tokens(dropout.keys, plan, parallel))
-        return Flow(shape, plan, dropout, own, rotary=rotary, distances=distances, condition=condition)
-
-    def features(self, p: float, layer: int, place: str) -> FeatureDropout | None:
-        """Dropout of this rank's hidden states, None if there is none. Args: as for `Dropout.features`."""
-        return None if self.own_dropout is None else self.own_dropout.features(p, layer, place)
-
-    def last(self, x: torch.Tensor, p: float, layer: int) -> torch.Tensor:
-        """The end of a stack, [T, D], after dropout. Args: layer: its last one."""
-        dropout = self.features(p, layer, "final")
-        return x if dropout is None else add(None, Biased(x), dropout)
 
 
 class Stream(NamedTuple):
@@ -173,7 +102,11 @@ class PositionEmbeddings(nn.Module):
         has_vector = config.has_distance_scores
         self.query_vector = nn.Parameter(torch.empty(size)) if has_vector else None
         self.layernorm = self.norm(config, parallel)
-        self.projection = None if config.embedding_size is None else Linear(size, config.hidden_size)
+        self.projection: Linear | None = None
+        if config.embedding_size is not None:
+            from megatron_lite.model.layers.dense import Linear
+
+            self.projection = Linear(size, config.hidden_size)
         self.parallel = parallel
         parallel.mark_replicated(*self.parameters())
         self.scale = math.sqrt(config.hidden_size) if config.scale_embedding else 1.0
@@ -339,27 +272,6 @@ class MLP(nn.Module):
         return self.dense_4h_to_h(x)
 
 
-class Adapter(nn.Module):
-    """x + up(gelu(down(x))) within a residual branch, [T, D]. `up` begins as 0: the model is what it was.
-
-    Source: Houlsby et al., arXiv:1902.00751.
-    """
-
-    def __init__(self, config: ModelConfig, parallel: TensorParallel):
-        super().__init__()
-        self.down = Linear(config.hidden_size, config.adapter_size)
-        self.up = Linear(config.adapter_size, config.hidden_size)
-        self.parallel = parallel
-        parallel.mark_replicated(*self.parameters())
-
-    def forward(self, branch: Biased) -> Biased:
-        parts = (self.down.weight, self.down.bias, self.up.weight, self.up.bias)
-        down, down_bias, up, up_bias = map(self.parallel.replicated, parts)
-        x = branch.added()
-        inner = activate(Biased(linear(x, down, down_bias)), "gelu_erf")
-        return Biased(x + linear(inner, up, up_bias))
-
-
 class Block(nn.Module):
     """Attention and MLP. `layer` is its index, for dropout and caches.
 
@@ -379,8 +291,12 @@ class Block(nn.Module):
         self.post_attention_layernorm = norm()
         self.mlp = MLP(config, parallel)
         self.output_layernorm = norm() if config.norm != "pre" else None
-        adapters = [Adapter(config, parallel) if config.adapter_size else None for _ in range(2)]
-        self.attention_adapter, self.mlp_adapter = adapters
+        self.attention_adapter: Adapter | None = None
+        self.mlp_adapter: Adapter | None = None
+        if config.adapter_size:
+            from megatron_lite.model.layers.adapter import Adapter
+
+            self.attention_adapter, self.mlp_adapter = Adapter(config, parallel), Adapter(config, parallel)
         more = [norm() if config.sandwich_norm else None for _ in range(2)]
         self.attended_layernorm, self.expanded_layernorm = more
         self.residual_scale = math.sqrt(2 * config.num_layers) if config.norm == "deepnorm" else 1.0

@@ -28,15 +28,8 @@ from megatron_lite.model.layers.tensor_parallel import (
     TensorParallel,
     make_norm,
 )
-from megatron_lite.model.trunk.block import (
-    Block,
-    Flow,
-    PositionEmbeddings,
-    Stream,
-    own_lengths,
-    query_factor,
-    recomputed,
-)
+from megatron_lite.model.trunk.block import Block, PositionEmbeddings, Stream, query_factor, recomputed
+from megatron_lite.model.trunk.forward import Flow, own_lengths
 
 
 @dataclass(frozen=True)

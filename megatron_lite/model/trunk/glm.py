@@ -30,19 +30,14 @@ from megatron_lite.model.layers.tensor_parallel import (
     partition_of,
     whole_shape,
 )
-from megatron_lite.model.trunk.block import (
-    Block,
-    Condition,
-    Embedding,
-    Flow,
-    Stream,
-    final_layernorm,
-    own_lengths,
-)
+from megatron_lite.model.trunk.block import Block, Embedding, Stream, final_layernorm
 from megatron_lite.model.trunk.forward import (
     BeforeBlock,
+    Condition,
+    Flow,
     detached_memory,
     flow_of,
+    own_lengths,
     relative_tables,
     with_bias,
 )

@@ -27,106 +27,21 @@ from torch import nn
 from megatron_lite.config.model import ModelConfig, padded_vocab_size
 from megatron_lite.model.input.loss_rows import LossRows
 from megatron_lite.model.kernels import fused
-from megatron_lite.model.kernels.dropout import Dropout, FeatureDropout
+from megatron_lite.model.kernels.dropout import Dropout
 from megatron_lite.model.kernels.fused import Biased
 from megatron_lite.model.layers.tensor_parallel import (
     Partition,
     TensorParallel,
     VocabParallelEmbedding,
     linear,
-    make_norm,
     sharded,
 )
 from megatron_lite.parallel.collectives import SINGLE, Group, all_reduce, gather_tokens
 
 if TYPE_CHECKING:
     from megatron_lite.model.input.task_batch import Parts
-
-SPAN_PLACE_SIZE = 200  # width of the place embedding of SpanBERT's head
-
-
-class Linear(nn.Module):
-    """y = x W^T + b, whole on every rank."""
-
-    def __init__(self, in_features: int, out_features: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features))
-        self.bias = nn.Parameter(torch.empty(out_features))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias)
-
-
-class SentenceHead(nn.Module):
-    """BERT's pooler and classifier: [M, D] -> [M, classes]. Class 0: the original pair of texts, 1: a changed one."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.dense = Linear(config.hidden_size, config.hidden_size)
-        self.classifier = Linear(config.hidden_size, config.sentence_classes)
-
-    def forward(self, rows: torch.Tensor, dropout: FeatureDropout | None = None) -> torch.Tensor:
-        """Args: dropout: of these rows, before the classifier."""
-        pooled = torch.tanh(self.dense(rows))
-        return self.classifier(pooled if dropout is None else fused.add(None, Biased(pooled), dropout))
-
-
-class TaskHead(nn.Module):
-    """The head that fine-tuning adds: one linear layer on rows, after a pooler where the model lacks one it needs."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        needs_pooler = config.has_task_pooler and not config.sentence_classes
-        self.pooler = Linear(config.hidden_size, config.hidden_size) if needs_pooler else None
-        self.pool = Linear(3 * config.hidden_size, config.hidden_size) if config.has_task_pool else None
-        self.mix = LayerMix(config) if config.task_mix else None
-        self.classifier = Linear(config.hidden_size, config.task_outputs)
-
-
-class LayerMix(nn.Module):
-    """gain * sum over layers of share * norm(h): [L + 1, N, D] -> [N, D], L blocks and the embeddings.
-
-    It begins as the mean. The norm has no parameters: what the head learns would hide them.
-    Source: ELMo, arXiv:1802.05365, section 3.2.
-    """
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.layer_bias = nn.Parameter(torch.empty(config.num_layers + 1))  # shares before the softmax
-        self.gain_bias = nn.Parameter(torch.empty(1))  # gain - 1
-        self.epsilon = config.layernorm_epsilon
-
-    def forward(self, layers: torch.Tensor) -> torch.Tensor:
-        normed = F.layer_norm(layers.float(), layers.shape[-1:], eps=self.epsilon)
-        shares = self.layer_bias.float().softmax(0) * (1.0 + self.gain_bias.float())
-        return (shares[:, None, None] * normed).sum(0).to(layers.dtype)
-
-
-class _Transform(nn.Module):
-    """norm(activation(dense(x)))."""
-
-    def __init__(self, in_features: int, out_features: int, config: ModelConfig):
-        super().__init__()
-        self.dense = Linear(in_features, out_features)
-        self.layernorm = make_norm(config, out_features, TensorParallel())
-        self.activation = config.activation
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layernorm(fused.activate(Biased(self.dense(x)), self.activation))
-
-
-class SpanBoundaryHead(nn.Module):
-    """SpanBERT's f(x before, x after, place): two layers over their concatenation (arXiv:1907.10529, section 3.2)."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__()
-        self.place_embeddings = nn.Embedding(config.span_boundary_places, SPAN_PLACE_SIZE)
-        self.inner = _Transform(2 * config.hidden_size + SPAN_PLACE_SIZE, config.hidden_size, config)
-        self.outer = _Transform(config.hidden_size, config.embedding_size or config.hidden_size, config)
-
-    def forward(self, before: torch.Tensor, after: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """[P, D], [P, D], int64 [P] -> [P, E]"""
-        return self.outer(self.inner(torch.cat([before, after, self.place_embeddings(places)], dim=1)))
+    from megatron_lite.model.layers.dense import Transform
+    from megatron_lite.model.trunk.special_heads import SentenceHead, SpanBoundaryHead, TaskHead
 
 
 def _token_biases(config: ModelConfig, parallel: TensorParallel) -> nn.Parameter:
@@ -142,13 +57,21 @@ class Heads(nn.Module):
     def __init__(self, config: ModelConfig, parallel: TensorParallel):
         super().__init__()
         self.parallel = parallel
-        self.sentence = SentenceHead(config) if config.sentence_classes else None
-        self.span_boundary = SpanBoundaryHead(config) if config.span_boundary_places else None
-        self.task = TaskHead(config) if config.task_outputs else None
-        self.has_task_pooler, self.task_dropout = config.has_task_pooler, config.task_dropout
+        self.sentence: SentenceHead | None = None
+        self.span_boundary: SpanBoundaryHead | None = None
+        self.task: TaskHead | None = None
+        if config.sentence_classes or config.span_boundary_places or config.task_outputs:
+            from megatron_lite.model.trunk.special_heads import SentenceHead, SpanBoundaryHead, TaskHead
+
+            self.sentence = SentenceHead(config) if config.sentence_classes else None
+            self.span_boundary = SpanBoundaryHead(config) if config.span_boundary_places else None
+            self.task = TaskHead(config, parallel) if config.task_outputs else None
         size = config.embedding_size or config.hidden_size
-        has_projection = config.head_transform or config.embedding_size is not None
-        self.projection = _Transform(config.hidden_size, size, config) if has_projection else None
+        self.projection: Transform | None = None
+        if config.head_transform or config.embedding_size is not None:
+            from megatron_lite.model.layers.dense import Transform
+
+            self.projection = Transform(config.hidden_size, size, config)
         # Its weight is the output projection, where that is not the word embedding.
         self.vocabulary = None if config.tie_word_embeddings else VocabParallelEmbedding(config, parallel)
         self.dropout, self.sentence_dropout = config.final_dropout, config.sentence_dropout
@@ -206,27 +129,8 @@ class Heads(nn.Module):
         Args: layers: [T, D] of the last block; for a mix those of the embeddings and of all. dropout: of all rows.
         """
         assert self.task is not None
-        if self.parallel.sequence_parallel:
-            layers = [gather_tokens(hidden, self.parallel.group) for hidden in layers]
-        of_rows = [hidden.index_select(0, rows) for hidden in layers]
-        mix = self.task.mix
-        chosen = final_layernorm(of_rows[-1]) if mix is None else mix(torch.stack(of_rows))
-        if self.has_task_pooler:
-            pooler = self.task.pooler
-            if pooler is None:
-                assert self.sentence is not None
-                pooler = self.sentence.dense
-            chosen = torch.tanh(pooler(chosen))
-        if self.task.pool is not None:
-            from megatron_lite.model.trunk.task_losses import first_places, part_pools
-
-            assert parts is not None
-            chosen, rows = torch.relu(self.task.pool(part_pools(chosen, parts))), rows[first_places(parts)]
-        # The embedding has no attention: the salt of that place is free.
-        dropped = None if dropout is None else dropout.features(self.task_dropout, -1, "attended")
-        if dropped is not None:
-            chosen = fused.add(None, Biased(chosen), dropped.of_rows(rows))
-        return self.task.classifier(chosen)
+        pooler = None if self.sentence is None else self.sentence.dense
+        return self.task.outputs(layers, rows, final_layernorm, dropout, parts, pooler)
 
     def vocabulary_logits(
         self, vectors: torch.Tensor, embedding: VocabParallelEmbedding, boundaries: int = 0

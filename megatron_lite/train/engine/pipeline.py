@@ -25,15 +25,7 @@ from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.model_input import ModelInput
 from megatron_lite.model.layers.relative import RelativeBuckets
 from megatron_lite.model.layers.tensor_parallel import TensorParallel, VocabParallelEmbedding
-from megatron_lite.model.trunk.block import (
-    Block,
-    Flow,
-    PositionEmbeddings,
-    Stream,
-    by_ranks,
-    final_layernorm,
-    own_lengths,
-)
+from megatron_lite.model.trunk.block import Block, PositionEmbeddings, Stream, final_layernorm
 from megatron_lite.model.trunk.counts import layer_costs
 from megatron_lite.model.trunk.encoder_decoder import (
     DecoderBlock,
@@ -44,8 +36,11 @@ from megatron_lite.model.trunk.encoder_decoder import (
 )
 from megatron_lite.model.trunk.forward import (
     BeforeBlock,
+    Flow,
+    by_ranks,
     detached_memory,
     flow_of,
+    own_lengths,
     relative_tables,
     with_bias,
 )

@@ -1,0 +1,36 @@
+"""Layers that every tensor-parallel rank computes whole: a linear layer, and one with activation and norm."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.kernels import fused
+from megatron_lite.model.kernels.fused import Biased
+from megatron_lite.model.layers.tensor_parallel import TensorParallel, linear, make_norm
+
+
+class Linear(nn.Module):
+    """y = x W^T + b, whole on every rank."""
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class Transform(nn.Module):
+    """norm(activation(dense(x)))."""
+
+    def __init__(self, in_features: int, out_features: int, config: ModelConfig):
+        super().__init__()
+        self.dense = Linear(in_features, out_features)
+        self.layernorm = make_norm(config, out_features, TensorParallel())
+        self.activation = config.activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layernorm(fused.activate(Biased(self.dense(x)), self.activation))

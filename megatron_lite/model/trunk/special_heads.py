@@ -1,0 +1,117 @@
+"""Heads that not every model has: BERT's sentence head, SpanBERT's boundary head, and the head of a task.
+
+Shapes: as in heads.py; N rows whose outputs a task asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.kernels import fused
+from megatron_lite.model.kernels.dropout import Dropout, FeatureDropout
+from megatron_lite.model.kernels.fused import Biased
+from megatron_lite.model.layers.dense import Linear, Transform
+from megatron_lite.model.layers.tensor_parallel import TensorParallel
+from megatron_lite.parallel.collectives import gather_tokens
+
+if TYPE_CHECKING:
+    from megatron_lite.model.input.task_batch import Parts
+
+SPAN_PLACE_SIZE = 200  # width of the place embedding of SpanBERT's head
+
+
+class SentenceHead(nn.Module):
+    """BERT's pooler and classifier: [M, D] -> [M, classes]. Class 0: the original pair of texts, 1: a changed one."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.dense = Linear(config.hidden_size, config.hidden_size)
+        self.classifier = Linear(config.hidden_size, config.sentence_classes)
+
+    def forward(self, rows: torch.Tensor, dropout: FeatureDropout | None = None) -> torch.Tensor:
+        """Args: dropout: of these rows, before the classifier."""
+        pooled = torch.tanh(self.dense(rows))
+        return self.classifier(pooled if dropout is None else fused.add(None, Biased(pooled), dropout))
+
+
+class TaskHead(nn.Module):
+    """The head that fine-tuning adds: one linear layer on rows, after a pooler where the model lacks one it needs."""
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel):
+        super().__init__()
+        self.parallel = parallel
+        self.has_pooler, self.dropout = config.has_task_pooler, config.task_dropout
+        needs_pooler = config.has_task_pooler and not config.sentence_classes
+        self.pooler = Linear(config.hidden_size, config.hidden_size) if needs_pooler else None
+        self.pool = Linear(3 * config.hidden_size, config.hidden_size) if config.has_task_pool else None
+        self.mix = LayerMix(config) if config.task_mix else None
+        self.classifier = Linear(config.hidden_size, config.task_outputs)
+
+    def outputs(
+        self,
+        layers: Sequence[torch.Tensor],
+        rows: torch.Tensor,
+        final_layernorm: nn.Module,
+        dropout: Dropout | None,
+        parts: Parts | None,
+        pooler: Linear | None,
+    ) -> torch.Tensor:
+        """See `Heads.task_rows`. Args: pooler: the sentence head's, which is used where this head has none."""
+        if self.parallel.sequence_parallel:
+            layers = [gather_tokens(hidden, self.parallel.group) for hidden in layers]
+        of_rows = [hidden.index_select(0, rows) for hidden in layers]
+        mix = self.mix
+        chosen = final_layernorm(of_rows[-1]) if mix is None else mix(torch.stack(of_rows))
+        if self.has_pooler:
+            pooler = self.pooler or pooler
+            assert pooler is not None
+            chosen = torch.tanh(pooler(chosen))
+        if self.pool is not None:
+            from megatron_lite.model.trunk.task_losses import first_places, part_pools
+
+            assert parts is not None
+            chosen, rows = torch.relu(self.pool(part_pools(chosen, parts))), rows[first_places(parts)]
+        # The embedding has no attention: the salt of that place is free.
+        dropped = None if dropout is None else dropout.features(self.dropout, -1, "attended")
+        if dropped is not None:
+            chosen = fused.add(None, Biased(chosen), dropped.of_rows(rows))
+        return self.classifier(chosen)
+
+
+class LayerMix(nn.Module):
+    """gain * sum over layers of share * norm(h): [L + 1, N, D] -> [N, D], L blocks and the embeddings.
+
+    It begins as the mean. The norm has no parameters: what the head learns would hide them.
+    Source: ELMo, arXiv:1802.05365, section 3.2.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.layer_bias = nn.Parameter(torch.empty(config.num_layers + 1))  # shares before the softmax
+        self.gain_bias = nn.Parameter(torch.empty(1))  # gain - 1
+        self.epsilon = config.layernorm_epsilon
+
+    def forward(self, layers: torch.Tensor) -> torch.Tensor:
+        normed = F.layer_norm(layers.float(), layers.shape[-1:], eps=self.epsilon)
+        shares = self.layer_bias.float().softmax(0) * (1.0 + self.gain_bias.float())
+        return (shares[:, None, None] * normed).sum(0).to(layers.dtype)
+
+
+class SpanBoundaryHead(nn.Module):
+    """SpanBERT's f(x before, x after, place): two layers over their concatenation (arXiv:1907.10529, section 3.2)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.place_embeddings = nn.Embedding(config.span_boundary_places, SPAN_PLACE_SIZE)
+        self.inner = Transform(2 * config.hidden_size + SPAN_PLACE_SIZE, config.hidden_size, config)
+        self.outer = Transform(config.hidden_size, config.embedding_size or config.hidden_size, config)
+
+    def forward(self, before: torch.Tensor, after: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """[P, D], [P, D], int64 [P] -> [P, E]"""
+        return self.outer(self.inner(torch.cat([before, after, self.place_embeddings(places)], dim=1)))
