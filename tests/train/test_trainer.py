@@ -13,7 +13,7 @@ from support.project import small_run
 from support.training import fit, make_trainer, records
 from support.whole_weights import placed_weights
 
-from data_utils.base.errors import DataError, DeviceMemoryError
+from data_utils.base.errors import DataError, DeviceMemoryError, TrainingError
 from data_utils.base.settings import merge
 from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints
@@ -22,7 +22,6 @@ from megatron_lite.checkpoint.write import rewind
 from megatron_lite.config.tree import load_config
 from megatron_lite.train.engine.engine import memory_advice
 from megatron_lite.train.loop.continuation import changed_samples, config_changes
-from megatron_lite.train.loop.trainer import TrainingError
 
 
 def warnings_of_fit(context, tree):
