@@ -24,7 +24,8 @@ import yaml
 
 from data_utils.base.errors import ArgumentParser, ConfigError, ExitStatus, expanded_path, run_command
 from data_utils.base.files import require_directory, require_writable
-from data_utils.base.settings import describe, to_tree
+from data_utils.base.settings import to_tree
+from data_utils.base.settings_listed import describe
 from data_utils.samples.extent import extent, extent_if_here, overlap
 from data_utils.samples.loader import Datasets, open_datasets
 from data_utils.text.tokenizers import Tokenizer, load_tokenizer

@@ -31,7 +31,7 @@ from benchmarks.arguments import check_at_least
 from data_utils.base.errors import ArgumentParser, DataError, run_command
 from data_utils.objectives import OBJECTIVES, SENTENCE_LEVEL
 from megatron_lite.config.tree import load_config
-from megatron_lite.train.observe.metrics import last_validation
+from megatron_lite.train.observe.records import last_validation
 from scripts.quickstart.unigram_baseline import unigram_losses
 
 ROOT = Path(__file__).resolve().parents[1]

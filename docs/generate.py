@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from support import house
 
-from data_utils.base.settings import describe
+from data_utils.base.settings_listed import describe
 from megatron_lite.config.tree import Config
 from megatron_lite.train.guard.run_state import MEANINGS
 

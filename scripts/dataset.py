@@ -21,6 +21,7 @@ import numpy as np
 
 from data_utils.base.errors import ArgumentParser, ConfigError, DataError, expanded_path, run_command
 from data_utils.base.files import require_named
+from data_utils.dataset import verification
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.tools import (
     adopt_dataset,
@@ -149,7 +150,7 @@ def find_tokenizer(dataset: IndexedDataset, path: str | None) -> Tokenizer | Non
 def verify(arguments: argparse.Namespace) -> None:
     for prefix in arguments.prefix:
         dataset = IndexedDataset(prefix, sequential=True)
-        dataset.verify()
+        verification.verify(dataset)
         print(f"{prefix}: {dataset.num_documents:,} documents, {dataset.num_tokens:,} tokens, all good")
 
 

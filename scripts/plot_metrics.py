@@ -25,7 +25,7 @@ from matplotlib.axes import Axes
 from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_command
 from data_utils.base.files import require_writable
 from megatron_lite.report.run import read_unigram
-from megatron_lite.train.observe.metrics import read_metrics
+from megatron_lite.train.observe.records import read_metrics
 
 COLORS = pyplot.rcParams["axes.prop_cycle"].by_key()["color"]
 DOTTED: dict[str, Any] = {"linestyle": ":", "linewidth": 1.5}

@@ -32,6 +32,7 @@ from data_utils.build.config import DEFAULT_SHARD_BYTES, BuildConfig
 from data_utils.build.corpus import build_corpus
 from data_utils.build.ranks import Ranks
 from data_utils.dataset.indexed_dataset import IndexedDataset
+from data_utils.dataset.verification import verify
 from data_utils.text.documents import BAD_RECORD_POLICIES, DEFAULT_MAX_BAD_RECORDS, TEXT_SPLITS
 from data_utils.text.special_tokens import ADDED_TOKENS
 from data_utils.text.tokenizer_readers import KINDS
@@ -110,7 +111,7 @@ def make_dataset(arguments: argparse.Namespace, ranks: Ranks) -> None:
     if ranks.rank == 0:
         print("\n".join(report.lines()))
         for prefix in report.documents if arguments.verify else ():
-            IndexedDataset(prefix, sequential=True).verify()
+            verify(IndexedDataset(prefix, sequential=True))
             print(f"  {prefix}: verified")
 
 

@@ -272,17 +272,6 @@ def _expanded(value: Any, path: str) -> Any:
     return None if value is None else expanded_path(value, path)
 
 
-def path_settings(cls: type, path: str = "") -> Iterator[str]:
-    """The dotted key of every setting that is a path; `[]` stands after a list of sections."""
-    for key, (hint, field) in keys_of(cls).items():
-        if field.metadata.get("is_path"):
-            yield f"{path}{key}"
-        for inner in (hint, *typing.get_args(hint)):
-            if dataclasses.is_dataclass(inner):
-                is_list = typing.get_origin(hint) is tuple
-                yield from path_settings(typing.cast(type, inner), f"{path}{key}{'[]' * is_list}.")
-
-
 def setting_names(cls: type, path: str = "") -> Iterator[str]:
     """The dotted key of every setting below `cls`."""
     for key, (hint, _) in keys_of(cls).items():
@@ -375,46 +364,12 @@ def to_tree(config: Any) -> Any:
     return config
 
 
-def describe(cls: type, path: str = "") -> Iterator[str]:
-    """One line for every setting below `cls`: dotted key, type, range, default and help."""
-    for key, (hint, field) in keys_of(cls).items():
-        nested = section_in(hint)
-        if nested is not None:
-            yield ""
-            yield from describe(nested, f"{path}{key}.")
-            continue
-        allowed = field.metadata.get("range")
-        kind = _type_name(hint).replace("str", "path") if field.metadata.get("is_path") else _type_name(hint)
-        facts = [kind, str(allowed) if allowed else "", _default_text(field)]
-        yield f"  {path}{key} ({', '.join(filter(None, facts))})"
-        yield f"      {field.metadata.get('help', '')}"
-
-
 def section_in(hint: Any) -> type | None:
     """The section class of a field that is a section or an optional section."""
     for candidate in (hint, *typing.get_args(hint)):
         if dataclasses.is_dataclass(candidate) and typing.get_origin(hint) is not tuple:
             return typing.cast(type, candidate)
     return None
-
-
-def _type_name(hint: Any) -> str:
-    if typing.get_origin(hint) is tuple:
-        inner = typing.get_args(hint)[0]
-        if dataclasses.is_dataclass(inner):
-            return "list of {" + ", ".join(field.name for field in dataclasses.fields(inner)) + "}"
-        return f"list of {_type_name(inner)}"
-    if typing.get_args(hint):
-        return str(hint).replace("typing.", "").replace("None", "null")
-    return hint.__name__
-
-
-def _default_text(field: dataclasses.Field) -> str:
-    if field.default is not dataclasses.MISSING:
-        return f"default {to_yaml_scalar(field.default)}"
-    if field.default_factory is not dataclasses.MISSING:
-        return f"default {to_yaml_scalar(field.default_factory())}"
-    return "required"
 
 
 def to_yaml_scalar(value: Any) -> str:

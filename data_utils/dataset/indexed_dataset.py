@@ -24,16 +24,14 @@ import contextlib
 import glob
 import logging
 import mmap
-import os
 import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
-from data_utils.base.checksums import FileChecksums, damage_at, damaged_block, difference
+from data_utils.base.checksums import damage_at, damaged_block
 from data_utils.base.errors import DataError
 from data_utils.dataset.manifest import (
     SUFFIXES,
@@ -94,34 +92,6 @@ def read_header(prefix: str | Path) -> tuple[np.dtype, int, int]:
     return np.dtype(DTYPE_CODES[code]), num_sequences, num_boundaries
 
 
-class FileTokens:
-    """The tokens of a file that is not mapped; slices and index arrays are read on access."""
-
-    def __init__(self, path: Path, dtype: np.dtype, count: int) -> None:
-        self.dtype = dtype
-        self.shape = (count,)
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed with the last reference to it)
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, key: slice | np.ndarray) -> np.ndarray:
-        if not isinstance(key, slice):
-            return np.array([self[i : i + 1][0] for i in np.asarray(key).tolist()], self.dtype)
-        start, stop, step = key.indices(len(self))
-        assert step == 1
-        data = b""
-        size, position = max(stop - start, 0) * self.dtype.itemsize, start * self.dtype.itemsize
-        while len(data) < size:
-            more = os.pread(self._file.fileno(), size - len(data), position + len(data))
-            if not more:
-                raise DataError(
-                    f"{self._file.name} became shorter while it was read; copy the dataset again."
-                )
-            data += more
-        return np.frombuffer(data, self.dtype)
-
-
 class IndexedDataset:
     """A memory-mapped dataset. Opening is O(1); an instance pickles as its prefix and reopens.
 
@@ -146,20 +116,22 @@ class IndexedDataset:
         self.manifest = read_manifest(prefix) if manifest is None else dict(manifest)
         for suffix, size in sizes.items():
             if size != (recorded := self.manifest["files"][suffix]["bytes"]):
-                raise self._damaged(suffix, f"has {size} bytes, the manifest says {recorded}")
+                raise self.damaged(suffix, f"has {size} bytes, the manifest says {recorded}")
         self.dtype, self.num_documents, num_boundaries = read_header(prefix)
         self.num_tokens = sizes[".bin"] // self.dtype.itemsize
         expected = HEADER.size + 12 * self.num_documents + 8 * num_boundaries
         if sizes[".idx"] != expected:
-            raise self._damaged(".idx", f"has {sizes['.idx']} bytes, its header asks for {expected}")
+            raise self.damaged(".idx", f"has {sizes['.idx']} bytes, its header asks for {expected}")
         if not self.num_documents or not self.num_tokens:
-            raise self._damaged(".idx", "holds no tokens")
+            raise self.damaged(".idx", "holds no tokens")
         self._token_map = self._map(".bin")
-        self.tokens: Any = (
-            FileTokens(dataset_path(self.prefix, ".bin"), self.dtype, self.num_tokens)
-            if self._token_map is None
-            else np.frombuffer(self._token_map, self.dtype)
-        )
+        self.tokens: Any
+        if self._token_map is None:
+            from data_utils.dataset.unmapped import FileTokens
+
+            self.tokens = FileTokens(dataset_path(self.prefix, ".bin"), self.dtype, self.num_tokens)
+        else:
+            self.tokens = np.frombuffer(self._token_map, self.dtype)
         self.lengths, self.pointers = self._open_index()
         self._check_pointers(sizes[".bin"])
         if self._index_map is not None:
@@ -212,21 +184,6 @@ class IndexedDataset:
                 f"eos {eos}); set the section tokenizer to that of {self.prefix}.json, or rebuild the dataset."
             )
 
-    def verify(self) -> None:
-        """Read everything: checksums, pointers, ids, document ends. Raises DataError at the first damage."""
-        self._verify_pointers()
-        entries = self.manifest["files"].items()
-        checksums = {suffix: FileChecksums(entry["block_bytes"]) for suffix, entry in entries}
-        self._verify_tokens(checksums[".bin"])
-        with open(dataset_path(self.prefix, ".idx"), "rb") as file:
-            while chunk := file.read(CHUNK):
-                checksums[".idx"].update(chunk)
-        for suffix, recorded in entries:
-            if problem := difference(recorded, checksums[suffix]):
-                raise self._damaged(suffix, problem)
-        if self.manifest.get("documents_end_with_eos"):
-            self._verify_document_ends(self.manifest["eos"])
-
     def verify_some(self, blocks: int) -> None:
         """Check `blocks` random blocks (1 MiB each) of every file. Raises DataError that names file and place."""
         for suffix, recorded in self.manifest["files"].items():
@@ -234,39 +191,7 @@ class IndexedDataset:
             numbers = np.random.default_rng().choice(count, min(blocks, count), replace=False)
             at = damaged_block(dataset_path(self.prefix, suffix), recorded, sorted(numbers.tolist()))
             if at is not None:
-                raise self._damaged(suffix, damage_at(at))
-
-    def _verify_pointers(self) -> None:
-        end = 0
-        for start in range(0, self.num_documents, CHUNK):
-            sizes = self.lengths[start : start + CHUNK].astype(np.int64) * self.dtype.itemsize
-            ends = end + np.cumsum(sizes)
-            if not np.array_equal(self.pointers[start : start + CHUNK], ends - sizes) or sizes.min() < 0:
-                problem = f"has pointers that do not match its lengths near document {start}"
-                raise self._damaged(".idx", problem)
-            end = int(ends[-1])
-
-    def _verify_tokens(self, checksums: FileChecksums) -> None:
-        vocab_size = self.manifest.get("vocab_size")
-        chunks = range(0, self.num_tokens, CHUNK)
-        for start in tqdm(chunks, desc=f"verify {self.prefix}", unit="Mtoken", disable=None):
-            chunk = self.tokens[start : start + CHUNK]
-            checksums.update(chunk.data)
-            if vocab_size is not None and (int(chunk.max()) >= vocab_size or int(chunk.min()) < 0):
-                raise self._damaged(
-                    ".bin", f"holds an id outside the vocabulary ({vocab_size}) after token {start}"
-                )
-
-    def _verify_document_ends(self, eos: int) -> None:
-        for start in range(0, self.num_documents, CHUNK):
-            ends = (
-                self.pointers[start : start + CHUNK] // self.dtype.itemsize
-                + self.lengths[start : start + CHUNK]
-            )
-            if np.any(self.tokens[ends - 1] != eos):
-                raise self._damaged(
-                    ".bin", f"has a document without eos ({eos}) at its end after document {start}"
-                )
+                raise self.damaged(suffix, damage_at(at))
 
     def _map(self, suffix: str) -> mmap.mmap | None:
         """The mapped file; None where mapping is refused. It stays mapped as long as an array uses it."""
@@ -301,7 +226,7 @@ class IndexedDataset:
             int(self.pointers[0])
             or int(self.pointers[last]) + int(self.lengths[last]) * self.dtype.itemsize != bin_size
         ):
-            raise self._damaged(
+            raise self.damaged(
                 ".idx", "does not belong to the .bin file: its pointers do not span the tokens"
             )
         at = (
@@ -311,13 +236,13 @@ class IndexedDataset:
         )
         gaps = self.pointers[at + 1] - self.pointers[at]
         if np.any(gaps != self.lengths[at].astype(np.int64) * self.dtype.itemsize):
-            raise self._damaged(".idx", "has pointers that do not match its lengths")
+            raise self.damaged(".idx", "has pointers that do not match its lengths")
 
     def _check_manifest_counts(self) -> None:
         ours = {"num_documents": self.num_documents, "num_tokens": self.num_tokens, "dtype": self.dtype.name}
         for key, value in ours.items():
             if self.manifest.get(key) != value:
-                raise self._damaged(".json", f"says {key} {self.manifest.get(key)}, the index says {value}")
+                raise self.damaged(".json", f"says {key} {self.manifest.get(key)}, the index says {value}")
 
-    def _damaged(self, suffix: str, problem: str) -> DataError:
+    def damaged(self, suffix: str, problem: str) -> DataError:
         return damaged(self.prefix, suffix, problem)

@@ -28,6 +28,7 @@ from data_utils.dataset.manifest import (
     require_facts,
     require_finished,
 )
+from data_utils.dataset.verification import verify
 from data_utils.dataset.writer import IndexedDatasetWriter
 
 _DOCUMENTS = 1 << 16  # at a time
@@ -78,7 +79,7 @@ def _describe_files(prefix: str) -> dict[str, Any]:
 
 
 def _verify_and_write(prefix: str, facts: Mapping[str, Any]) -> IndexedDataset:
-    IndexedDataset(prefix, sequential=True, manifest=facts).verify()
+    verify(IndexedDataset(prefix, sequential=True, manifest=facts))
     path = dataset_path(prefix, ".json")
     with disk_errors(path, "place"):
         write_atomically(path, manifest_bytes(facts))

@@ -12,7 +12,7 @@ from data_utils.tasks.scores.metrics_by_task import Metrics
 from megatron_lite.checkpoint.manifest import checkpoint_name, list_checkpoints, step_of
 from megatron_lite.finetune.evaluation import Evaluation, Model
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.train.observe.metrics import read_metrics
+from megatron_lite.train.observe.records import read_metrics
 
 BEST = "best"  # the directory of the best checkpoint, in a run's
 

@@ -40,7 +40,7 @@ from megatron_lite.train.engine.plain import PlainEngine
 from megatron_lite.train.guard.control import RunControl
 from megatron_lite.train.guard.watchdog import NoWatchdog, Section, Watchdog
 from megatron_lite.train.loop.trainer import Trainer
-from megatron_lite.train.observe.metrics import read_metrics
+from megatron_lite.train.observe.records import read_metrics
 
 log = logging.getLogger(__name__)
 

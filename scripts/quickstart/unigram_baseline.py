@@ -26,7 +26,7 @@ from data_utils.objectives import SENTENCE_LEVEL
 from data_utils.samples.loader import SampleLoader, open_datasets
 from data_utils.text.tokenizers import load_tokenizer
 from megatron_lite.config.tree import Config, load_config
-from megatron_lite.train.observe.metrics import last_validation
+from megatron_lite.train.observe.records import last_validation
 
 BATCH = 64  # samples read at a time
 NOT_BETTER_STATUS = 1

@@ -19,7 +19,7 @@ from megatron_lite.checkpoint.read import load_weights
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.finetune.run import finetune, loss_of_guess, warn_of_little_progress
 from megatron_lite.finetune.setup import check_output
-from megatron_lite.train.observe.metrics import read_metrics
+from megatron_lite.train.observe.records import read_metrics
 
 CLOZE = {
     "kind": "cloze",

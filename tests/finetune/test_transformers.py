@@ -29,7 +29,7 @@ from megatron_lite.hf.glm.modeling_glm import GLMForMultipleChoice, GLMForSequen
 from megatron_lite.hf.published.proof import encoder_decoder_inputs, in_rows
 from megatron_lite.model.trunk.glm import GLM, initialize_parameters
 from megatron_lite.train.loop.lr_schedule import learning_rate
-from megatron_lite.train.observe.metrics import read_metrics
+from megatron_lite.train.observe.records import read_metrics
 
 STEPS, BATCH, LR, DECAY, WARMUP = 50, 8, 1e-3, 0.05, 5
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", *(f"word{i}" for i in range(394))]

@@ -20,6 +20,7 @@ from support.tokenizer_files import KIND_OF, bert_vocab
 from data_utils.build.shards import BuildDirectory
 from data_utils.dataset import manifest as dataset_manifest
 from data_utils.dataset.indexed_dataset import IndexedDataset
+from data_utils.dataset.verification import verify
 from data_utils.tasks.readers.by_name import read_records
 from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
 from megatron_lite.checkpoint.existing import read_checkpoint, verify_checkpoint
@@ -50,7 +51,7 @@ def dataset(root, corpus):
     yield fuzz.Target(
         "dataset manifest",
         root / "data.json",
-        lambda: IndexedDataset(root / "data").verify(),
+        lambda: verify(IndexedDataset(root / "data")),
         if_regular(root / "data.json", seal),
     )
 

@@ -15,7 +15,7 @@ from megatron_lite.report.charts import linear_scale, logarithmic_scale
 from megatron_lite.report.html import element, escaped
 from megatron_lite.report.page import _facts, page
 from megatron_lite.report.run import read_run
-from megatron_lite.train.observe.metrics import read_metrics
+from megatron_lite.train.observe.records import read_metrics
 from scripts import checkpoints
 from scripts.report import main
 

@@ -11,7 +11,7 @@ import pytest
 
 from data_utils.base.errors import DataError
 from data_utils.base.planes import FIELDS, OBJECTIVE, TARGETS, WEIGHTS
-from megatron_lite.train.observe.metrics import last_validation, read_metrics
+from megatron_lite.train.observe.records import last_validation, read_metrics
 from scripts.quickstart.unigram_baseline import (
     log_frequencies,
     loss_sums,

@@ -15,7 +15,7 @@ from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints
 from megatron_lite.config.tree import Config
 from megatron_lite.train.guard.changed_corpora import require_same_corpora
-from megatron_lite.train.observe.metrics import read_metrics
+from megatron_lite.train.observe.records import read_metrics
 
 BOTH = {"objectives": {"blank_infilling": 1, "masked_lm": 1}, "model": {"max_position": 66}}
 PHASES = [

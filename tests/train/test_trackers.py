@@ -21,7 +21,8 @@ from support.waiting import HANG_SECONDS
 
 from data_utils.base.settings import build
 from megatron_lite.config.tree import Config
-from megatron_lite.train.observe.metrics import Metrics, read_metrics
+from megatron_lite.train.observe.metrics import Metrics
+from megatron_lite.train.observe.records import read_metrics
 from megatron_lite.train.observe.trackers import Background, TrackerError, make_trackers, require_trackers
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from data_utils.base.checksums import identity
 from data_utils.base.errors import CheckpointError, UserError
-from data_utils.base.settings import build, path_settings, to_tree
+from data_utils.base.settings import build, to_tree
+from data_utils.base.settings_listed import path_settings
 from data_utils.dataset.manifest import read_manifest
 from data_utils.objectives import OBJECTIVES
 from megatron_lite.checkpoint.existing import Block, blocks, verify_checkpoint

@@ -1,4 +1,4 @@
-"""A run's records: metrics.jsonl, TensorBoard and trackers. Needs no torch, so that scripts read records at once."""
+"""Writes a run's records: metrics.jsonl, TensorBoard and trackers. records.py reads all of them again."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from data_utils.base.errors import DataError
 from data_utils.base.foreign import open_regular
 
 if TYPE_CHECKING:
@@ -29,7 +28,6 @@ log = logging.getLogger(__name__)
 FILE = "metrics.jsonl"
 SAVED = "checkpoint"  # the kind of the record that each save makes
 MAX_LINE_BYTES = 1 << 16  # of a record
-BEGINNINGS = ("start", "rewind")  # kinds of records that make those of later steps before them void
 _MOST_BYTES = 1 << 24  # of a line that is read
 
 
@@ -168,8 +166,8 @@ def _cut_last_line(file: io.FileIO) -> None:
 def has_saved(run: Path) -> bool:
     """Whether the records say that the run saved a checkpoint, or was continued from one. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
-        for _, line in _lines(run / FILE):
-            record = _record(line)
+        for _, line in lines_of(run / FILE):
+            record = record_of(line)
             if record is not None and (
                 record["kind"] == SAVED or (record["kind"] == "start" and record.get("restarts"))
             ):
@@ -185,78 +183,11 @@ def is_recorded(run: Path, kind: str, step: int) -> bool:
             lines = file.read().splitlines()
     except OSError:
         return False
-    records = map(_record, lines)
+    records = map(record_of, lines)
     return any(record is not None and (record["kind"], record["step"]) == (kind, step) for record in records)
 
 
-def last_validation(run: Path) -> dict[str, Any]:
-    """The last validation record of a run whose loss is a number (infinity is null). Raises DataError without one."""
-    records = [record for record in read_metrics(run) if record["kind"] == "validation"]
-    records = [record for record in records if None not in record.values()]
-    if not records:
-        raise DataError(f"{run / 'metrics.jsonl'} holds no validation; set data.validation and train on.")
-    return records[-1]
-
-
-def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The records of RUN/metrics.jsonl. Of a step that was repeated after a restart or a rewind, only the last one.
-
-    Raises DataError if the file is missing or damaged. An incomplete last line is ignored.
-    """
-    path = run / FILE
-
-    def refuse(number: int) -> None:
-        raise DataError(f"{path}, line {number} is not a metrics record; remove the line.")
-
-    try:
-        records = {(record["kind"], record["step"]): record for record in valid_records(path, refuse)}
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; give the directory of a run that has begun.") from None
-    return sorted(records.values(), key=lambda record: record["step"])
-
-
-def valid_records(path: Path, damaged: Callable[[int], None]) -> Iterator[dict[str, Any]]:
-    """The records that no later start has made void by training their steps again, in the order of the file.
-
-    Reads the file twice, in memory that grows with the number of restarts only. Raises OSError.
-
-    Args: damaged: called with the number of each line that is not a record. An incomplete last line is ignored.
-    """
-    voids = _voids(path)
-    for number, line in _lines(path):
-        record = _record(line)
-        if record is None:
-            damaged(number)
-            continue
-        while voids and voids[-1][0] <= number:
-            voids.pop()
-        if not voids or record["step"] < voids[-1][1]:
-            yield record
-
-
-def _voids(path: Path) -> list[tuple[int, int]]:
-    """(line, step): before the line, records of the step or a later one are void. The last lines come first."""
-    found: list[tuple[int, int]] = []
-    last = 0
-    for number, line in _lines(path):
-        record = _record(line)
-        if record is None:
-            continue
-        kind, step = record["kind"], record["step"]
-        # Without a record of its start, as in files of earlier versions, a restart shows by a step that comes again.
-        if kind in BEGINNINGS or (kind == "train" and step <= last):
-            found.append((number, step + (kind in BEGINNINGS)))
-        if kind in (*BEGINNINGS, "train"):
-            last = step
-    least = math.inf
-    effective = []
-    for number, step in reversed(found):
-        least = min(least, step)
-        effective.append((number, int(least)))
-    return effective
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
     """Numbered complete lines, each cut at a length that no record has."""
     number, inside = 1, False
     with open_regular(path) as file:
@@ -267,7 +198,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
             number += not inside
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
+def record_of(line: bytes) -> dict[str, Any] | None:
     """None if the line is not a record."""
     try:
         record = orjson.loads(line)

@@ -11,7 +11,8 @@ import pytest
 from support.project import ROOT
 
 from data_utils.base.errors import ArgumentParser, ConfigError, expanded_path
-from data_utils.base.settings import build, describe, path_settings
+from data_utils.base.settings import build
+from data_utils.base.settings_listed import describe, path_settings
 from megatron_lite.config.tree import Config
 
 # Words of a setting's key or help that make it a path.

@@ -17,7 +17,6 @@ from data_utils.base.settings import (
     REQUIRED,
     build,
     checked,
-    describe,
     fraction,
     inline_sections,
     merge,
@@ -30,6 +29,7 @@ from data_utils.base.settings import (
     to_tree,
     to_yaml_scalar,
 )
+from data_utils.base.settings_listed import describe
 
 
 @dataclass(frozen=True, kw_only=True)

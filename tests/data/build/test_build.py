@@ -11,6 +11,7 @@ from data_utils.build.config import parse_split, split_rule
 from data_utils.build.corpus import BuildConfig, build_corpus
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.manifest import SUFFIXES
+from data_utils.dataset.verification import verify
 from data_utils.dataset.writer import IndexedDatasetWriter
 
 SPLIT = "train=0.8,validation=0.1,test=0.1"
@@ -23,7 +24,7 @@ def test_documents_in_order_each_with_eos(tmp_path):
     dataset = IndexedDataset(tmp_path / "out/corpus")
     assert texts_of(tmp_path / "out/corpus") == texts
     assert [dataset.document(i)[-1] for i in range(3)] == [256] * 3
-    dataset.verify()
+    verify(dataset)
     dataset.require_tokenizer("bytes-1", 257, 256)
     assert sum(report.documents.values()) == 3 and sum(report.tokens.values()) == dataset.num_tokens == 23
     assert report.text_bytes == 20
@@ -39,7 +40,7 @@ def test_documents_of_a_vocabulary_without_eos(tmp_path):
     dataset = IndexedDataset(tmp_path / "out/corpus")
     assert [bytes(dataset.document(i).tolist()).decode() for i in range(3)] == ["one", "two", "three"]
     assert dataset.manifest["documents_end_with_eos"] is False
-    dataset.verify()
+    verify(dataset)
     dataset.require_tokenizer("bytes-1", 257, EndlessTokenizer.special.eos)
 
 
@@ -209,7 +210,7 @@ def test_exact_duplicates_are_left_out(tmp_path):
     for name in SPLIT_NAMES:
         kept = texts_of(tmp_path / f"out/corpus_{name}")
         assert kept == list(dict.fromkeys(texts_of(tmp_path / f"out/all_{name}")))
-        IndexedDataset(tmp_path / f"out/corpus_{name}").verify()
+        verify(IndexedDataset(tmp_path / f"out/corpus_{name}"))
     assert report.duplicates == 40 and sum(report.documents.values()) == 61
     assert IndexedDataset(tmp_path / "out/corpus_test").manifest["duplicates"] == 40
     assert "duplicates" not in IndexedDataset(tmp_path / "out/all_test").manifest

@@ -13,6 +13,7 @@ from support.waiting import wait_until
 
 from data_utils.base.errors import DataError
 from data_utils.dataset.indexed_dataset import IndexedDataset
+from data_utils.dataset.verification import verify
 
 # ------------------------------------------------------------------------------------------------------------
 # A build that is continued with something else
@@ -87,4 +88,4 @@ def test_a_second_build_at_the_same_time_is_refused(tmp_path, input_path):
         build(input_path, tmp_path / "out/c", split="", shard_bytes=2000)
     _, errors = process.communicate(timeout=TIMEOUT)
     assert process.returncode == 0, errors
-    IndexedDataset(tmp_path / "out/c").verify()
+    verify(IndexedDataset(tmp_path / "out/c"))

@@ -43,6 +43,7 @@ from support.waiting import random_delay, wait_until
 from data_utils.base.errors import DataError
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.manifest import manifest_bytes
+from data_utils.dataset.verification import verify
 from data_utils.text.documents import Block, parse_block
 
 
@@ -116,7 +117,7 @@ def state_of(prefix, tmp_path, split):
     for name in ("old", "new"):
         built = IndexedDataset(tmp_path / name / f"c_{split}")
         if dataset.manifest == built.manifest and dataset.tokens.tolist() == built.tokens.tolist():
-            dataset.verify()
+            verify(dataset)
             return name
     return "mixed"
 

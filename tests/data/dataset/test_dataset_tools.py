@@ -22,6 +22,7 @@ from data_utils.dataset.tools import (
     token_counts,
     upgrade_dataset,
 )
+from data_utils.dataset.verification import verify
 
 
 def build_bytes(tmp_path, name, texts, tokenizer=ByteTokenizer):
@@ -35,7 +36,7 @@ def test_a_merge_is_what_one_build_makes(tmp_path):
     texts = [f"document {i}" for i in range(300)]
     parts = [build_bytes(tmp_path, "a", texts[:100]), build_bytes(tmp_path, "b", texts[100:])]
     merged = merge_datasets(parts, str(tmp_path / "merged"))
-    merged.verify()
+    verify(merged)
     merged.require_tokenizer("bytes-1", 257, 256)
     make(tmp_path, texts)
     for suffix in (".bin", ".idx"):

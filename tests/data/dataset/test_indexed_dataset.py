@@ -15,6 +15,7 @@ from data_utils.base.errors import DataError
 from data_utils.dataset import indexed_dataset, writer
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.tools import adopt_dataset
+from data_utils.dataset.verification import verify
 from data_utils.dataset.writer import IndexedDatasetWriter, index_pieces, remove_dataset, token_dtype
 from data_utils.samples.sampler import WindowIndex
 
@@ -60,7 +61,7 @@ def test_round_trip(tmp_path_factory, documents, chunk):
         for module in (indexed_dataset, writer):
             patch.setattr(module, "CHUNK", chunk)  # every chunked loop is entered more than once
         dataset = build(prefix, documents, eos=5)
-        dataset.verify()
+        verify(dataset)
     assert [dataset.document(i).tolist() for i in range(len(dataset))] == documents
     assert dataset.num_tokens == len(dataset.tokens) == sum(map(len, documents))
     assert pickle.loads(pickle.dumps(dataset)).document(0).tolist() == documents[0]
@@ -85,7 +86,7 @@ def test_an_abandoned_rebuild_keeps_the_old_dataset(tmp_path):
     build(tmp_path / "d", [[1, 2]])
     with pytest.raises(DataError), IndexedDatasetWriter(tmp_path / "d", 100) as writer:
         writer.add(np.array([200]), np.array([1]))
-    IndexedDataset(tmp_path / "d").verify()
+    verify(IndexedDataset(tmp_path / "d"))
     assert names(tmp_path) == ["d.bin", "d.idx", "d.json"]
 
 
@@ -125,7 +126,7 @@ def test_a_crash_at_any_point_of_a_rebuild_is_seen(tmp_path, monkeypatch):
         unfinished._files.close()  # what the end of the process would do
         try:
             dataset = IndexedDataset(tmp_path / "d")
-            dataset.verify()
+            verify(dataset)
             found = [dataset.document(i).tolist() for i in range(len(dataset))]
             assert found in (old, new) and dataset.manifest["eos"] == found[0][0]
             outcomes.add(str(found))
@@ -147,7 +148,7 @@ def test_two_writers_exclude_each_other(tmp_path):
         with pytest.raises(DataError, match="another process"):
             IndexedDatasetWriter(tmp_path / "d", 100)
         first.finish({})
-    IndexedDataset(tmp_path / "d").verify()
+    verify(IndexedDataset(tmp_path / "d"))
 
 
 def test_a_full_disk_is_one_error(tmp_path):
@@ -234,7 +235,7 @@ def test_verify_finds_a_changed_token(tmp_path):
     dataset = build(tmp_path / "d", [[1, 2], [3]])
     damage(tmp_path / "d.bin", lambda data: data.__setitem__(0, 7))
     with pytest.raises(DataError, match="block that begins at byte 0;"):
-        dataset.verify()
+        verify(dataset)
 
 
 def test_adopting_finds_wrong_contents(tmp_path):
@@ -249,12 +250,12 @@ def test_adopting_finds_wrong_contents(tmp_path):
 
 def test_verify_checks_ids_and_document_ends(tmp_path):
     with pytest.raises(DataError, match="without eos"):
-        build(tmp_path / "d", [[1, 9], [2]], eos=9, documents_end_with_eos=True).verify()
-    build(tmp_path / "e", [[1, 9], [9]], eos=9, documents_end_with_eos=True).verify()
+        verify(build(tmp_path / "d", [[1, 9], [2]], eos=9, documents_end_with_eos=True))
+    verify(build(tmp_path / "e", [[1, 9], [9]], eos=9, documents_end_with_eos=True))
     dataset = build(tmp_path / "f", [[1, 50]])
     dataset.manifest["vocab_size"] = 50
     with pytest.raises(DataError, match="outside the vocabulary"):
-        dataset.verify()
+        verify(dataset)
 
 
 def test_a_foreign_dataset_opens_when_it_is_adopted(tmp_path, caplog):
@@ -266,7 +267,7 @@ def test_a_foreign_dataset_opens_when_it_is_adopted(tmp_path, caplog):
         IndexedDataset(tmp_path / "d")
     dataset = adopt_dataset(tmp_path / "d")
     assert [dataset.document(i).tolist() for i in range(2)] == [[0, 1, 2], [3, 4]]
-    dataset.verify()
+    verify(dataset)
     dataset.require_tokenizer("any", 10, 0)
     assert "its tokenizer cannot be checked" in caplog.text
     with pytest.raises(DataError, match="has a manifest already"):
@@ -365,7 +366,7 @@ def test_where_mapping_is_refused_files_are_read(tmp_path, monkeypatch, caplog):
     dataset = IndexedDataset(tmp_path / "d")
     assert [dataset.document(i).tolist() for i in range(3)] == documents
     assert dataset.tokens[np.array([5, 0])].tolist() == [9, 1]
-    dataset.verify()
+    verify(dataset)
     dataset.prefetch(np.array([0, 2]), 3)
     assert "cannot be mapped" in caplog.text
     with open(tmp_path / "d.bin", "r+b") as file:
@@ -378,7 +379,7 @@ def test_prefetch_takes_any_place(tmp_path):
     dataset = build(tmp_path / "d", [list(range(999))] * 20)
     dataset.prefetch(np.array([0, 1, 9000, dataset.num_tokens - 1]), 5000)
     dataset.prefetch(np.empty(0, np.int64), 5000)
-    dataset.verify()
+    verify(dataset)
 
 
 def test_a_view_keeps_its_file_mapped(tmp_path):

@@ -7,13 +7,14 @@ from support.corpora import build, damage
 from data_utils.base.errors import DataError
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.local_copy import local_copy
+from data_utils.dataset.verification import verify
 
 
 def test_a_copy_is_made_once_and_again_after_a_rebuild(tmp_path):
     build(tmp_path / "d", [[1, 2], [3]])
     first = local_copy(tmp_path / "d", tmp_path / "local")
     made = first.with_name(f"{first.name}.bin").stat().st_mtime_ns
-    IndexedDataset(first).verify()
+    verify(IndexedDataset(first))
     assert local_copy(tmp_path / "d", tmp_path / "local") == first
     assert first.with_name(f"{first.name}.bin").stat().st_mtime_ns == made
     build(tmp_path / "d", [[4, 5], [6]])
@@ -46,7 +47,7 @@ def test_ranks_of_a_node_copy_at_the_same_time(tmp_path):
     with multiprocessing.get_context("fork").Pool(4) as pool:
         copies = pool.starmap(local_copy, [(tmp_path / "d", tmp_path / "local")] * 4)
     assert len(set(copies)) == 1
-    IndexedDataset(copies[0]).verify()
+    verify(IndexedDataset(copies[0]))
     assert not list((tmp_path / "local").glob("*.partial"))
 
 

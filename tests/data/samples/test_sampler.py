@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from numba import njit
 
 from data_utils.base.errors import ConfigError
-from data_utils.dataset.indexed_dataset import FileTokens, IndexedDataset
+from data_utils.dataset.indexed_dataset import IndexedDataset
+from data_utils.dataset.unmapped import FileTokens
 from data_utils.dataset.writer import IndexedDatasetWriter
 from data_utils.samples.sampler import WindowIndex, _first_document, derive_key, permute, unpermute
 

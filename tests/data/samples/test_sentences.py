@@ -15,7 +15,8 @@ from support.tokenizer_files import BYTE_SYMBOLS, bert_vocab, write_gpt2
 from data_utils.base.errors import ConfigError, DataError
 from data_utils.base.planes import Example
 from data_utils.build.corpus import BuildConfig, build_corpus
-from data_utils.dataset.indexed_dataset import FileTokens, IndexedDataset
+from data_utils.dataset.indexed_dataset import IndexedDataset
+from data_utils.dataset.unmapped import FileTokens
 from data_utils.dataset.writer import IndexedDatasetWriter
 from data_utils.objectives import ObjectiveChoice
 from data_utils.objectives.optimus import OptimusConfig

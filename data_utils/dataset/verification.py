@@ -1,0 +1,61 @@
+"""A dataset read as a whole: checksums, pointers, ids, ends of documents."""
+
+from __future__ import annotations
+
+import numpy as np
+from tqdm import tqdm
+
+from data_utils.base.checksums import FileChecksums, difference
+from data_utils.dataset.indexed_dataset import CHUNK, IndexedDataset
+from data_utils.dataset.manifest import dataset_path
+
+
+def verify(dataset: IndexedDataset) -> None:
+    """Read everything: checksums, pointers, ids, document ends. Raises DataError at the first damage."""
+    _verify_pointers(dataset)
+    entries = dataset.manifest["files"].items()
+    checksums = {suffix: FileChecksums(entry["block_bytes"]) for suffix, entry in entries}
+    _verify_tokens(dataset, checksums[".bin"])
+    with open(dataset_path(dataset.prefix, ".idx"), "rb") as file:
+        while chunk := file.read(CHUNK):
+            checksums[".idx"].update(chunk)
+    for suffix, recorded in entries:
+        if problem := difference(recorded, checksums[suffix]):
+            raise dataset.damaged(suffix, problem)
+    if dataset.manifest.get("documents_end_with_eos"):
+        _verify_document_ends(dataset, dataset.manifest["eos"])
+
+
+def _verify_pointers(dataset: IndexedDataset) -> None:
+    end = 0
+    for start in range(0, dataset.num_documents, CHUNK):
+        sizes = dataset.lengths[start : start + CHUNK].astype(np.int64) * dataset.dtype.itemsize
+        ends = end + np.cumsum(sizes)
+        if not np.array_equal(dataset.pointers[start : start + CHUNK], ends - sizes) or sizes.min() < 0:
+            problem = f"has pointers that do not match its lengths near document {start}"
+            raise dataset.damaged(".idx", problem)
+        end = int(ends[-1])
+
+
+def _verify_tokens(dataset: IndexedDataset, checksums: FileChecksums) -> None:
+    vocab_size = dataset.manifest.get("vocab_size")
+    chunks = range(0, dataset.num_tokens, CHUNK)
+    for start in tqdm(chunks, desc=f"verify {dataset.prefix}", unit="Mtoken", disable=None):
+        chunk = dataset.tokens[start : start + CHUNK]
+        checksums.update(chunk.data)
+        if vocab_size is not None and (int(chunk.max()) >= vocab_size or int(chunk.min()) < 0):
+            raise dataset.damaged(
+                ".bin", f"holds an id outside the vocabulary ({vocab_size}) after token {start}"
+            )
+
+
+def _verify_document_ends(dataset: IndexedDataset, eos: int) -> None:
+    for start in range(0, dataset.num_documents, CHUNK):
+        ends = (
+            dataset.pointers[start : start + CHUNK] // dataset.dtype.itemsize
+            + dataset.lengths[start : start + CHUNK]
+        )
+        if np.any(dataset.tokens[ends - 1] != eos):
+            raise dataset.damaged(
+                ".bin", f"has a document without eos ({eos}) at its end after document {start}"
+            )
