@@ -25,8 +25,7 @@ import yaml
 from data_utils.base.errors import ArgumentParser, ConfigError, ExitStatus, expanded_path, run_command
 from data_utils.base.files import require_directory, require_writable
 from data_utils.base.settings import to_tree
-from data_utils.base.settings_listed import describe
-from data_utils.samples.extent import extent, extent_if_here, overlap
+from data_utils.samples.extent import extent, overlap
 from data_utils.samples.loader import Datasets, open_datasets
 from data_utils.text.tokenizers import Tokenizer, load_tokenizer
 from megatron_lite.config.sections import CheckpointConfig
@@ -84,6 +83,8 @@ class _Help(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: Any, value: Any, option: Any = None
     ) -> None:
+        from data_utils.base.settings_listed import describe
+
         settings: dict[str, list[str]] = {}
         lines = [line for line in describe(Config) if line]
         for title, text in zip(lines[::2], lines[1::2], strict=True):
@@ -115,53 +116,13 @@ def main() -> ExitStatus:
         print(yaml.safe_dump(to_tree(config), sort_keys=False), end="")
         return ExitStatus.FINISHED
     if arguments.dry_run is not None:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it is asked for its stages, and would look for a GPU
+        from megatron_lite.profile.dry_run import dry_run
+
         dry_run(config, arguments.dry_run, arguments.gpu)
         return ExitStatus.FINISHED
     require_validation(arguments.overrides, config)
     return train(config, arguments.local_rank)
-
-
-def dry_run(config: Config, processes: int, gpu_name: str) -> None:
-    if processes < 1:
-        raise ConfigError(f"--dry-run is {processes}; it must be a number of processes, at least 1.")
-    os.environ.setdefault(
-        "DS_ACCELERATOR", "cpu"
-    )  # it is asked for its stages, and would say that it found no GPU
-    from megatron_lite.profile.advice import advise, dry_run_report
-    from megatron_lite.profile.estimate import estimate, require_one_transformer
-    from megatron_lite.profile.gpus import gpu_named
-    from megatron_lite.profile.rows import average_rows
-
-    require_one_transformer(config)
-    if config.model.vocab_size is None:
-        if config.tokenizer is None:
-            raise ConfigError("model.vocab_size is null; set it, or the tokenizer whose size it takes.")
-        config = config.with_vocab_size(load_tokenizer(config.tokenizer).vocab_size)
-    gpu = gpu_named(gpu_name)
-    config.deepspeed_options(config.parallel.data_parallel_size(processes))
-    plan = config.plan
-    samples = plan.consumed(config.training.steps)
-    reading = extent_if_here(config.data, config.training.seed, samples, plan.largest_batch, plan.samples)
-    estimates = []
-    for each, line in zip(plan.alone(), plan.lines() or [""], strict=True):
-        rows = average_rows(each)
-        estimates.append((estimate(each, processes, gpu, rows), each, rows))
-        print(f"{line}\n" * bool(line) + dry_run_report(each, processes, gpu, estimates[-1][0]))
-    given, config, rows = max(
-        estimates, key=lambda phase: phase[0].peak_gib
-    )  # a layout for it fits all phases
-    for line in reading:
-        print(f"text              {line}", flush=True)
-    advised = advise(config, processes, gpu, rows, given)
-    if advised is None:
-        print(f"\nadvice            no layout fits {processes} x {gpu.name}; use more GPUs.")
-        return
-    layout, found = advised
-    if layout is None:
-        print("\nadvice            keep this layout: no other one that fits is faster.")
-        return
-    print(f"\nadvice            {layout.settings()}\n")
-    print(dry_run_report(layout.applied(config), processes, gpu, found))
 
 
 def train(config: Config, local_rank: int | None) -> ExitStatus:
