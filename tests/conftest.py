@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -11,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
-import numpy as np
 import pytest
 from support import cpu_answers, gpus, package_index
-from support.project import small_run
+from support.project import small_corpus, small_run
 
 import data_utils.base.entry  # noqa: F401
 
@@ -27,33 +25,10 @@ gpus.hide()
 hypothesis.settings.register_profile("project", deadline=None)
 hypothesis.settings.load_profile("project")
 
-WORDS = [f"word{i}" for i in range(60)]
-
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with vocab.txt and the datasets corpus_train, corpus_validation: 1 to 60 random words a document."""
-    from data_utils.build.corpus import BuildConfig, build_corpus
-    from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
-
-    directory = tmp_path_factory.mktemp("corpus")
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    (directory / "vocab.txt").write_text("\n".join([*special, ".", *WORDS]) + "\n")
-    rng = np.random.default_rng(0)
-    with (directory / "text.jsonl").open("w") as file:
-        for _ in range(400):
-            words = [*rng.choice(WORDS, rng.integers(1, 60)), "."]
-            file.write(json.dumps({"text": " ".join(words)}) + "\n")
-    tokenizer = TokenizerConfig(kind="bert_wordpiece", path=str(directory / "vocab.txt"))
-    build_corpus(
-        BuildConfig(
-            inputs=[str(directory / "text.jsonl")],
-            output=str(directory / "corpus"),
-            split="train=0.8,validation=0.2",
-        ),
-        lambda: load_tokenizer(tokenizer),
-    )
-    return directory
+    return small_corpus(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,7 @@
 """The figures of the house: `python tests/support/figures.py` prints each; tests hold those that may only fall.
 
-With `--sentences` it also prints each place that the lint of English refuses (english.py).
+With `--sentences` it also prints each place that the lint of English refuses (english.py), with `--loaded` each file
+that a run loads.
 
 Those of a training step are of a GLM run in one process on a CPU, see trace_batch.py.
 """
@@ -8,15 +9,24 @@ Those of a training step are of a GLM run in one process on a CPU, see trace_bat
 from __future__ import annotations
 
 import ast
+import json
+import os
 import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from data_utils.base.settings import merge
 from support import english, house
+from support.project import small_corpus, small_run
 
 # Names of systems in code; in text and comments they may stand.
 SYSTEMS = re.compile(
@@ -115,6 +125,19 @@ def of_the_code() -> dict[str, int]:
     }
 
 
+def traced_step(corpus: Path, directory: Path) -> dict[str, Any]:
+    """Results of trace_batch.py for a small run. Args: corpus: of `small_corpus`. directory: of the run."""
+    short = {"training": {"steps": 2}, "schedule": {"warmup_steps": 1}}
+    config = directory / "config.yaml"
+    config.write_text(yaml.safe_dump(merge(small_run(corpus, directory / "run"), short)))
+    done = subprocess.run(
+        [sys.executable, "tests/support/trace_batch.py", str(directory / "trace.json"), "--config", str(config)],
+        cwd=house.ROOT, env={**os.environ, "NUMBA_DISABLE_JIT": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert not done.returncode, done.stdout + done.stderr
+    return json.loads((directory / "trace.json").read_text())
+
+
 def of_a_step(traced: dict[str, Any]) -> dict[str, int]:
     """Figures of a run that trace_batch.py has traced."""
     return {
@@ -127,10 +150,16 @@ def of_a_step(traced: dict[str, Any]) -> dict[str, int]:
 
 
 def main() -> None:
-    for name, count in of_the_code().items():
+    with tempfile.TemporaryDirectory() as directory:
+        traced = traced_step(small_corpus(Path(directory)), Path(directory))
+    for name, count in {**of_the_code(), **of_a_step(traced)}.items():
         print(f"{name:60}{count:7,}")
-    for name in files_that_name_systems():
-        print("   ", name)
+    for title, names in (
+        ("files of the trunk that name a system", files_that_name_systems()),
+        ("types that carry a batch", traced["carriers"]),
+        ("files that a run loads", traced["loaded"] if "--loaded" in sys.argv[1:] else ()),
+    ):
+        print(f"\n{title}", *names, sep="\n    ")
     if "--sentences" in sys.argv[1:]:
         print(*english.refused(), sep="\n")
 

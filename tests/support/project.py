@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
+
+import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,6 +41,31 @@ def small_run(corpus: Path, directory: Path) -> dict:
             "peak_tflops": 1.0,
         },
     }
+
+
+def small_corpus(directory: Path) -> Path:
+    """A directory with vocab.txt and the datasets corpus_train, corpus_validation: 1 to 60 random words a document."""
+    from data_utils.build.corpus import BuildConfig, build_corpus
+    from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
+
+    words = [f"word{i}" for i in range(60)]
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    (directory / "vocab.txt").write_text("\n".join([*special, ".", *words]) + "\n")
+    rng = np.random.default_rng(0)
+    with (directory / "text.jsonl").open("w") as file:
+        for _ in range(400):
+            chosen = [*rng.choice(words, rng.integers(1, 60)), "."]
+            file.write(json.dumps({"text": " ".join(chosen)}) + "\n")
+    tokenizer = TokenizerConfig(kind="bert_wordpiece", path=str(directory / "vocab.txt"))
+    build_corpus(
+        BuildConfig(
+            inputs=[str(directory / "text.jsonl")],
+            output=str(directory / "corpus"),
+            split="train=0.8,validation=0.2",
+        ),
+        lambda: load_tokenizer(tokenizer),
+    )
+    return directory
 
 
 def copied_project(directory: Path) -> Path:
