@@ -39,7 +39,7 @@ from data_utils.text.special_tokens import SpecialTokens
 from data_utils.text.vocabulary import Vocabulary
 from megatron_lite.config.tree import Config
 from megatron_lite.model.input.model_input import ModelInput, builds_kernels, few_lengths
-from megatron_lite.model.trunk.build import build_model, model_flops
+from megatron_lite.model.trunk.build import build_model, kind_of
 from megatron_lite.optimus.batch import LatentBatch
 from megatron_lite.optimus.model import Optimus
 from megatron_lite.optimus.sections import latent_of
@@ -112,7 +112,7 @@ def steps(options: argparse.Namespace) -> tuple[dict[str, Callable[[], None]], f
     )
     whole, alone = (
         sum(
-            model_flops(config, b.tokens, b.loss_rows, b.visible_keys, b.targets, b.target_keys)
+            kind_of(config).flops(config, b.tokens, b.loss_rows, b.visible_keys, b.targets, b.target_keys)
             for b in batches(of, options.sentences)
         )
         for of in (config, without)

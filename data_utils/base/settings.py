@@ -259,9 +259,8 @@ def build(cls: type, tree: Mapping[str, Any], path: str = "", root: type | None 
             raise ConfigError(
                 f"{path}{name} is required ({help}); set it in a file or as {path}{name}=VALUE."
             )
-        values[name] = _convert(
-            {}, hint, f"{path}{name}", root
-        )  # the error names the key that is missing in it
+        # The error names the key that is missing in it.
+        values[name] = _convert({}, hint, f"{path}{name}", root)
     return cls(**values)
 
 

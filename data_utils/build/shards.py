@@ -134,9 +134,8 @@ class BuildDirectory:
     def mark_built(self) -> None:
         """The datasets are in place, and this directory is needed no more."""
         with disk_errors(self.path):
-            os.replace(
-                self.path / _PLAN, self._built
-            )  # in one step: until now a build to go on with, then none
+            # In one step: until now a build to go on with, then none.
+            os.replace(self.path / _PLAN, self._built)
             sync_directory(self._built.parent)
 
     def is_built(self) -> bool:

@@ -135,9 +135,8 @@ class IndexedDataset:
         self.lengths, self.pointers = self._open_index()
         self._check_pointers(sizes[".bin"])
         if self._index_map is not None:
-            self._index_map.madvise(
-                mmap.MADV_DONTNEED
-            )  # unmap what the checks read; it stays in the page cache
+            # Unmap what the checks read; it stays in the page cache.
+            self._index_map.madvise(mmap.MADV_DONTNEED)
         self._check_manifest_counts()
 
     def __reduce__(self) -> tuple[type, tuple[Path]]:

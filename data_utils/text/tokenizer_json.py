@@ -90,9 +90,8 @@ def _hidden_backend(tree: Mapping[str, Any], hidden: set[str], path: Path) -> to
     try:
         backend = tokenizers.Tokenizer.from_str(orjson.dumps({**tree, **changed}).decode())
         backend.encode_special_tokens = True  # special tokens are not looked for in text
-        backend.encode(
-            "a \U0010fffd"
-        )  # a model that lacks its unknown token fails here, not later in a corpus
+        # A model that lacks its unknown token fails here, not later in a corpus.
+        backend.encode("a \U0010fffd")
     except Exception as error:  # the library raises plain Exception
         raise DataError(
             f"{path}: the tokenizers library cannot use this file: {one_line(error)}; fetch it again."

@@ -31,9 +31,8 @@ def dry_run(config: Config, processes: int, gpu_name: str) -> None:
         rows = average_rows(each)
         estimates.append((estimate(each, processes, gpu, rows), each, rows))
         print(f"{line}\n" * bool(line) + dry_run_report(each, processes, gpu, estimates[-1][0]))
-    given, config, rows = max(
-        estimates, key=lambda phase: phase[0].peak_gib
-    )  # a layout for it fits all phases
+    # A layout for it fits all phases.
+    given, config, rows = max(estimates, key=lambda phase: phase[0].peak_gib)
     for line in reading:
         print(f"text              {line}", flush=True)
     advised = advise(config, processes, gpu, rows, given)

@@ -108,9 +108,8 @@ class Records:
     """The contents of a metrics file: curves, starts, events and fillings."""
 
     curves: dict[str, dict[str, Curve]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
-    events: deque[dict[str, Any]] = field(
-        default_factory=lambda: deque(maxlen=MAX_EVENTS)
-    )  # and starts; the newest
+    # And starts; the newest.
+    events: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     num_events: int = 0
     starts: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     num_starts: int = 0

@@ -12,7 +12,7 @@ from data_utils.objectives import LOSS_NAMES
 from megatron_lite.hf.published import conversion
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.model_input import ModelInput, prepare
-from megatron_lite.model.trunk.build import build_model, model_count, model_shapes
+from megatron_lite.model.trunk.build import build_model, kind_of
 from megatron_lite.optimus.sections import latent_of
 
 CPU = torch.device("cpu")
@@ -50,8 +50,8 @@ def test_parameters_are_counted_and_named():
     assert shapes["latent.posterior.weight"] == (16, 32)
     assert shapes["latent.memory.weight"] == (3 * 32, 8)
     assert shapes["latent.embedding.weight"] == (32, 8)
-    assert model_shapes(config).keys() == shapes.keys()
-    assert model_count(config) == sum(p.numel() for p in model.parameters())
+    assert kind_of(config).shapes(config).keys() == shapes.keys()
+    assert kind_of(config).count(config) == sum(p.numel() for p in model.parameters())
 
 
 # The published architectures

@@ -8,11 +8,9 @@ from data_utils.tasks.scores.metrics import require_metrics
 from data_utils.tasks.scores.metrics_by_task import (
     BY_KIND,
     BY_TASK,
-    SUPERGLUE,
     metrics_of,
     perplexities,
     plain_name,
-    superglue_average,
 )
 
 
@@ -54,18 +52,3 @@ def test_perplexities_of_uniform_bytes():
         {"token_perplexity": 256.0, "word_perplexity": 256.0**4, "bits_per_byte": 8.0}
     )
     assert perplexities(1e9, 1, 1, 1)["token_perplexity"] < math.inf
-
-
-def test_the_average_of_superglue():
-    """GLM's 10B model on the development sets, as published: the mean of its eight tasks."""
-    scores = {
-        "COPA": {"accuracy": 98.0}, "WSC": {"accuracy": 95.2}, "RTE": {"accuracy": 93.1}, "WiC": {"accuracy": 75.7},
-        "CB": {"accuracy": 98.7, "macro_f1": 98.2}, "MultiRC": {"f1a": 88.1, "group_em": 63.3},
-        "BoolQ": {"accuracy": 88.7}, "ReCoRD": {"answer_f1": 94.4, "answer_em": 94.0},
-    }  # fmt: skip
-    assert len(SUPERGLUE) == 8
-    expected = (98.0 + 95.2 + 93.1 + 75.7 + 98.45 + 75.7 + 88.7 + 94.2) / 8
-    assert superglue_average(scores) == pytest.approx(expected)
-    scores.pop("WSC")
-    with pytest.raises(ConfigError, match="needs all its tasks; give wsc too"):
-        superglue_average(scores)

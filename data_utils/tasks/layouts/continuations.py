@@ -89,9 +89,8 @@ class Continuations:
         self.is_xlnet = inputs.form.objective == "xlnet"
         self.form = "xlnet" if self.is_xlnet else inputs.form.name
         has_start = self.form != "causal" or inputs.special.eos != NO_TOKEN
-        self.first_token = (
-            first_token and has_start
-        )  # nothing stands before a first token that could predict it
+        # Nothing stands before a first token that could predict it.
+        self.first_token = first_token and has_start
         self._encode = functools.lru_cache(maxsize=64)(inputs.tokenizer.encode)  # choices share their context
 
     @property
@@ -191,9 +190,8 @@ class Continuations:
         if form.name == "causal":
             start = int(self.inputs.special.eos != NO_TOKEN and not self.no_start)
             room = self.longest + 1 - start - following - end
-            return (
-                room if room or start else -1
-            )  # without eos the context has a token, or nothing predicts the first
+            # Without eos the context has a token, or nothing predicts the first.
+            return room if room or start else -1
         beside = {"glm": 4, "prefix": 1 + end, "xlnet": 0, "bert": 2}.get(self.form, 3)
         return self.longest - beside - following
 

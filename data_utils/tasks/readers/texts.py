@@ -111,9 +111,8 @@ def wikitext_detokenized(text: str) -> str:
         text = text.replace(tokens, plain)
     for first, last in _ENCLOSED:
         inside = rf"{re.escape(first)}\s*([^{re.escape(last)}]*?)\s*{re.escape(last)}"
-        end = (
-            text.rfind(last) + 1
-        )  # behind it nothing closes, and a search for that from every place is quadratic
+        # Behind it nothing closes, and a search for that from every place is quadratic.
+        end = text.rfind(last) + 1
         text = re.sub(inside, rf"{first}\1{last}", text[:end]) + text[end:]
     for tokens, plain in _WIKITEXT_LAST:
         text = text.replace(tokens, plain)

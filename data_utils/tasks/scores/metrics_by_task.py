@@ -170,16 +170,3 @@ def perplexities(nll: float, tokens: int, words: int, size: int) -> dict[str, fl
         "word_perplexity": math.exp(min(nll / words, 700.0)),
         "bits_per_byte": nll / size / math.log(2.0),
     }
-
-
-def superglue_average(scores: Mapping[str, Mapping[str, float]]) -> float:
-    """The benchmark's number: the mean over its 8 tasks, each of which counts the mean of its metrics.
-
-    Args: scores: task -> what was measured.
-    Raises: ConfigError unless all 8 tasks are there.
-    """
-    by_name = {plain_name(task): measured for task, measured in scores.items()}
-    missing: Sequence[str] = [task for task in SUPERGLUE if task not in by_name]
-    if missing:
-        raise ConfigError(f"the average of SuperGLUE needs all its tasks; give {', '.join(missing)} too.")
-    return sum(BY_TASK[task].score(by_name[task]) for task in SUPERGLUE) / len(SUPERGLUE)

@@ -31,7 +31,7 @@ from data_utils.base.planes import (
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.files.described import by_transformers
 from megatron_lite.hf.files.weights import Weights
-from megatron_lite.hf.glm.modeling_glm import GLMForBlankInfilling, GLMForSequenceClassification
+from megatron_lite.hf.glm.modeling_glm import GLMForSequenceClassification
 from megatron_lite.hf.glm.released import reference_logits
 from megatron_lite.model.attention.layout import allowed
 from megatron_lite.model.input.batch import Batch
@@ -234,13 +234,6 @@ def training_states(model: GLM, batch: np.ndarray) -> tuple[torch.Tensor, torch.
 
 
 @torch.no_grad()
-def exported_logits(directory: Path, batch: np.ndarray, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Logits of a Hugging Face directory, loaded as its users load it, computed in `dtype`."""
-    with by_transformers(directory):
-        model = GLMForBlankInfilling.from_pretrained(directory, dtype=dtype).eval()
-        return model(**inputs_of(batch), use_cache=False).logits
-
-
 @torch.no_grad()
 def training_classes(model: GLM, batch: np.ndarray) -> torch.Tensor:
     """Output of a task's head for each row's first token, fp32 [B, classes]."""

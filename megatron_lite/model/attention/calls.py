@@ -70,9 +70,8 @@ class BiasedPlan(AttentionPlan, Protocol):
 class HostPlan(Protocol):
     """A plan on the host: NumPy arrays, made ahead of the step."""
 
-    order: (
-        np.ndarray
-    )  # int64 [T], indices into the flattened batch; -1 = padding, of which the batch may have less
+    # int64 [T], indices into the flattened batch; -1 = padding, of which the batch may have less.
+    order: np.ndarray
 
     def arrays(self) -> list[np.ndarray]:
         """int32 arrays that the plan needs on the device."""

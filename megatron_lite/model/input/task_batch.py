@@ -21,9 +21,8 @@ class Parts:
 
     head: str  # of data_utils.tasks.base.HEADS, not `tokens`
     loss: str  # of CHOICE_LOSSES, for choices
-    rows: (
-        torch.Tensor
-    )  # [N or more], indices into [T]; what follows the first N are fillers, see `few_counts`
+    # [N or more], indices into [T]; what follows the first N are fillers, see `few_counts`.
+    rows: torch.Tensor
     row_part: torch.Tensor  # [N]
     targets: torch.Tensor  # choices, tags: [N]; classes: [P]; spans: [2 P], places in [N]; without labels [0]
     sample: torch.Tensor  # [P]

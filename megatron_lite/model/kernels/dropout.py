@@ -28,9 +28,8 @@ from numba import njit
 PLACES = ("embedding", "attention", "attended", "expanded", "activated", "final")
 _FIRST_PLACES = 4  # those of the first version: the numbers of their salts do not depend on the others
 
-_GOLDEN = np.uint32(
-    0x9E3779B9
-)  # 2^32 / golden ratio: neighbouring features become distant inputs of the hash
+# 2^32 / golden ratio: neighbouring features become distant inputs of the hash.
+_GOLDEN = np.uint32(0x9E3779B9)
 _HEAD = np.uint32(0x85EBCA6B)
 _FIRST, _SECOND = np.uint32(0x21F0AAAD), np.uint32(0x735A2D97)  # the hash's multipliers
 # The int32 with the same bits, for torch.

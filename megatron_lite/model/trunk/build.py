@@ -84,18 +84,3 @@ def kind_of(config: Config) -> OneTransformer:
 def build_model(config: Config, num_losses: int, parallel: TensorParallel | None = None) -> TrainedModel:
     """The initialised fp32 model of a configuration."""
     return kind_of(config).build(config, num_losses, parallel)
-
-
-def model_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """See `OneTransformer.shapes`."""
-    return kind_of(config).shapes(config)
-
-
-def model_count(config: Config) -> int:
-    """See `OneTransformer.count`."""
-    return kind_of(config).count(config)
-
-
-def model_flops(config: Config, *counts: int) -> float:
-    """See `OneTransformer.flops`."""
-    return kind_of(config).flops(config, *counts)

@@ -130,9 +130,8 @@ def memory_advice(config: Config) -> Iterator[None]:
 class StepResult:
     """One optimizer step. Its outcome may still be computed by the device: reading it waits, once."""
 
-    objective_sums: (
-        torch.Tensor
-    )  # fp64 [objectives, 2] of this rank's samples; zeros without the model's last layer
+    # fp64 [objectives, 2] of this rank's samples; zeros without the model's last layer.
+    objective_sums: torch.Tensor
     outcome: Callable[[], Outcome]
 
     @property

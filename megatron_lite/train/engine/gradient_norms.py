@@ -10,7 +10,7 @@ import torch
 
 from megatron_lite.checkpoint.fragments import Fragment
 from megatron_lite.config.tree import Config
-from megatron_lite.model.trunk.build import model_shapes
+from megatron_lite.model.trunk.build import kind_of
 from megatron_lite.model.trunk.stacks import DECODER, ENCODER
 from megatron_lite.parallel.context import ParallelContext
 
@@ -23,7 +23,7 @@ def layer_of(parameter: str) -> str:
 
 def layer_names(config: Config) -> list[str]:
     """The layers of the whole model, in the same order on every rank."""
-    return list(dict.fromkeys(map(layer_of, model_shapes(config))))
+    return list(dict.fromkeys(map(layer_of, kind_of(config).shapes(config))))
 
 
 class GradientNorms:

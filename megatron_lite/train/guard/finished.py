@@ -78,9 +78,8 @@ def different_run(checkpoint: Checkpoint, config: Config) -> list[str]:
     """Settings that would have made another run, as `key: there -> here`."""
     state = checkpoint.trainer_state()
     try:
-        recorded: Config = build(
-            Config, state.config
-        )  # with the defaults of settings that it does not know yet
+        # With the defaults of settings that it does not know yet.
+        recorded: Config = build(Config, state.config)
     except UserError as error:
         raise CheckpointError(
             f"checkpoint {checkpoint.path}: its configuration cannot be read: {error}"

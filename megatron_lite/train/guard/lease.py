@@ -165,9 +165,8 @@ def _create(path: Path) -> int | None:
 def _take_over(path: Path) -> int | None:
     """Open the file of a dead holder. None if it was released meanwhile. Raises LeaseError, OSError."""
     try:
-        descriptor = os.open(
-            path, os.O_RDWR | os.O_NOFOLLOW
-        )  # a link to nothing exists, and cannot be opened
+        # A link to nothing exists, and cannot be opened.
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:
         return None
     try:

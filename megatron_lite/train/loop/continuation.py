@@ -18,7 +18,7 @@ from megatron_lite.checkpoint.manifest import Checkpoint
 from megatron_lite.checkpoint.read import find_checkpoint, load_checkpoint, load_weights_only, newest_valid
 from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.config.tree import Config
-from megatron_lite.model.trunk.build import kind_of, model_shapes
+from megatron_lite.model.trunk.build import kind_of
 from megatron_lite.model.trunk.stacks import ENCODER
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.engine.engine import Engine
@@ -38,13 +38,13 @@ def check(config: Config, own: Checkpoint | None) -> None:
         assert config.checkpoint.initialize_from is not None
         initial = find_manifest(Path(config.checkpoint.initialize_from))
         if config.checkpoint.initialize == "weights":
-            new_parameters(_for_model(initial, config), model_shapes(config))
+            new_parameters(_for_model(initial, config), kind_of(config).shapes(config))
         else:
             checkpoint = initial
             require_same_corpora(config, initial.path, initial.trainer_state())
     if checkpoint is not None:
         require_same_optimizer(config, checkpoint)
-        check_model(checkpoint, model_shapes(config))
+        check_model(checkpoint, kind_of(config).shapes(config))
 
 
 def require_same_optimizer(config: Config, checkpoint: Checkpoint) -> None:
@@ -116,7 +116,7 @@ def _initialize(
     if config.checkpoint.initialize == "all":
         return _load(checkpoint, config, engine, context, data)
     checkpoint = _for_model(checkpoint, config)
-    new = new_parameters(checkpoint, model_shapes(config))
+    new = new_parameters(checkpoint, kind_of(config).shapes(config))
     load_weights_only(checkpoint, engine, context, new)
     if context.is_main:
         log.info("began with the weights of %s, a fresh optimizer and step 0", checkpoint.path)

@@ -27,7 +27,7 @@ from megatron_lite.config.events import EventLog
 from megatron_lite.config.tree import Config
 from megatron_lite.model.input.batch import Samples
 from megatron_lite.model.input.model_input import ModelInput
-from megatron_lite.model.trunk.build import model_count, model_flops
+from megatron_lite.model.trunk.build import kind_of
 from megatron_lite.model.trunk.glm import GLM
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.engine.engine import TYPES, Engine, StepResult
@@ -221,7 +221,7 @@ class Trainer:
             "device": self.yardstick.name,
             "compared_with": str(self.yardstick),
             "program": version.describe(self._program),
-            "parameters": model_count(self.config),
+            "parameters": kind_of(self.config).count(self.config),
         }
         self.metrics.write("start", self.step, values)
 
@@ -312,7 +312,9 @@ class Trainer:
         self.consumed_tokens += tokens
         interval.steps += 1
         interval.tokens += tokens
-        interval.flops += model_flops(self.config, tokens, loss_rows, visible_keys, targets, target_keys)
+        interval.flops += kind_of(self.config).flops(
+            self.config, tokens, loss_rows, visible_keys, targets, target_keys
+        )
         interval.objective_sums += self.context.sum_of_losses(result.objective_sums)
         self.outcomes.add(self.step, result)
         self.outcomes.read(all_but=1)

@@ -16,7 +16,7 @@ import yaml
 from data_utils.base.errors import ConfigError
 from data_utils.base.settings import to_tree
 from megatron_lite.config.tree import Config
-from megatron_lite.model.trunk.build import model_count
+from megatron_lite.model.trunk.build import kind_of
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.observe import version
 from megatron_lite.train.observe.formatting import fitted, format_count, format_duration
@@ -123,7 +123,7 @@ def save_resolved(config: Config, program: dict[str, Any]) -> None:
 def start_line(config: Config, context: ParallelContext, step: int) -> str:
     """The console line before the first step, which takes minutes if kernels must be compiled."""
     return (
-        f"{model_count(config):,} parameters | {layout(context)} | {config.training.precision} on "
+        f"{kind_of(config).count(config):,} parameters | {layout(context)} | {config.training.precision} on "
         f"{context.device.type} | step {step} to {config.training.steps}; the first step on a machine compiles"
     )
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatron_lite.config.tree import Config
-from megatron_lite.model.trunk.build import model_shapes
+from megatron_lite.model.trunk.build import kind_of
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.engine.buckets import MOMENTS, Bucket
 from megatron_lite.train.engine.optimizers.adafactor import AdaFactor
@@ -40,7 +40,7 @@ def make_optimizer(
     context: ParallelContext,
 ) -> torch.optim.Optimizer:
     """The optimizer of a configuration that is not AdamW's, of the fp32 weights of buckets."""
-    layout = Layout(model_shapes(config), context, config.training.precision)
+    layout = Layout(kind_of(config).shapes(config), context, config.training.precision)
     for bucket in buckets:
         layout.add(bucket, names, decays)
     return KINDS[config.optimizer.kind](groups, layout, config.optimizer)
