@@ -18,7 +18,7 @@ BEST = "best"  # the directory of the best checkpoint, in a run's
 
 
 class TaskJudge:
-    """A run's judge (loop/judge.py). With several validation files the mean of their scores counts.
+    """A run's judge (loop/evaluation.py). With several validation files the mean of their scores counts.
 
     Args:
         evaluations: name -> Evaluation, for each validation file.

@@ -20,7 +20,7 @@ from data_utils.objectives import LOSS_NAMES
 from data_utils.samples.loader import SampleLoader
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.loss_rows import few_count
+from megatron_lite.model.input.model_input import few_count
 from megatron_lite.optimus.noise import normals
 
 

@@ -22,8 +22,7 @@ from megatron_lite.model.attention.layout import Layout
 from megatron_lite.model.attention.plan import plan_attention
 from megatron_lite.model.attention.varlen import VarlenCall, VarlenPlan
 from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.loss_rows import find_loss_rows
-from megatron_lite.model.input.model_input import dense_reason, few_lengths
+from megatron_lite.model.input.model_input import dense_reason, few_lengths, find_loss_rows
 from megatron_lite.profile.batches import random_batches
 
 SAMPLED_ROWS = 32  # at least; enough for means within about 2 %

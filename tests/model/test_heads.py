@@ -28,8 +28,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.loss_rows import few_count, find_loss_rows
-from megatron_lite.model.input.model_input import ModelInput, prepare
+from megatron_lite.model.input.model_input import ModelInput, few_count, find_loss_rows, prepare
 from megatron_lite.model.kernels.dropout import keep_features
 from megatron_lite.model.trunk.counts import parameter_count
 from megatron_lite.model.trunk.glm import GLM, initialize_parameters

@@ -19,8 +19,7 @@ from megatron_lite.config.tree import Config
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.model_input import prepare
 from megatron_lite.train.guard import control
-from megatron_lite.train.loop.prefetch import Prefetch
-from megatron_lite.train.loop.step import Place
+from megatron_lite.train.loop.step import Place, Prefetch
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_lite.config.model import ModelConfig
-    from megatron_lite.model.input.loss_rows import LossRows
 
 
 def mean_scales(factors: Sequence[float], totals: Sequence[float]) -> np.ndarray:
@@ -48,7 +47,7 @@ class HostParts(Protocol):
         """Args: arrays: as `arrays` gave them, on the device."""
         ...
 
-    def loss_rows(self) -> tuple[LossRows, np.ndarray] | None:
+    def loss_rows(self) -> tuple[Any, np.ndarray] | None:
         """Rows with loss and their targets instead of those of the batch's weights; None = those."""
         ...
 

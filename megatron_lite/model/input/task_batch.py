@@ -12,7 +12,7 @@ from data_utils.base.parts import PartArrays
 from data_utils.base.planes import DOC, TOKENS
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.loss_rows import LossRows, few_count
+from megatron_lite.model.input.model_input import LossRows, few_count
 
 
 @dataclass(frozen=True)

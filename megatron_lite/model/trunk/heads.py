@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megatron_lite.config.model import ModelConfig, padded_vocab_size
-from megatron_lite.model.input.loss_rows import LossRows
+from megatron_lite.model.input.model_input import LossRows
 from megatron_lite.model.kernels import fused
 from megatron_lite.model.kernels.dropout import Dropout
 from megatron_lite.model.kernels.fused import Biased

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.tree import Config
@@ -14,7 +14,6 @@ from megatron_lite.model.trunk.glm import GLM
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.engine.engine import Engine
 from megatron_lite.train.engine.plain import PlainEngine
-from megatron_lite.train.loop.judge import Judge
 from megatron_lite.train.loop.lr_schedule import step_rate
 from megatron_lite.train.loop.step import LossShares, same_passes
 from megatron_lite.train.observe.metrics import Metrics, is_recorded
@@ -22,6 +21,23 @@ from megatron_lite.train.observe.reports import scores_line, validation_line
 from megatron_lite.train.observe.standstill import Standstill
 
 log = logging.getLogger(__name__)
+
+
+class Judge(Protocol):
+    """Evaluates a run by other scores than the validation loss, on every rank at the same point, with equal answers."""
+
+    @property
+    def ends_training(self) -> bool:
+        """Whether no better score is to be expected."""
+        ...
+
+    def resume(self, step: int) -> int:
+        """The run goes on after this step: what was found later is forgotten. Returns the last evaluated step, or 0."""
+        ...
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Scores of the model as it is now, which is saved as this step's checkpoint."""
+        ...
 
 
 class Evaluation:

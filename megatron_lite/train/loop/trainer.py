@@ -3,8 +3,9 @@
 A step's randomness is a pure function of (seed, step, micro-batch, rank), its samples of the number consumed so far,
 its learning rate of the step. So the state to save is small, and a resumed run repeats the unbroken one bit for bit.
 
-The loop does not wait for the device in a step: data come from prefetch.py, ranks agree beside the device's work, and a
-step's outcome is read one step later, or where it is needed: by a log line, a save, an evaluation or the end.
+The loop does not wait for the device in a step: a thread makes its data (step.py), ranks agree beside the device's
+work, and a step's outcome is read one step later, or where it is needed: by a log line, a save, an evaluation or the
+end.
 """
 
 from __future__ import annotations
@@ -33,13 +34,11 @@ from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.engine.engine import TYPES, Engine, StepResult
 from megatron_lite.train.guard.control import Phase, Requests, RunControl
 from megatron_lite.train.guard.watchdog import NoWatchdog, Section, Watchdog
-from megatron_lite.train.loop.evaluation import Evaluation
-from megatron_lite.train.loop.judge import Judge
+from megatron_lite.train.loop.evaluation import Evaluation, Judge
 from megatron_lite.train.loop.lr_schedule import step_rate
 from megatron_lite.train.loop.outcomes import Outcomes
-from megatron_lite.train.loop.prefetch import Prefetch
 from megatron_lite.train.loop.resume import checkpoint_directory, load_beginning
-from megatron_lite.train.loop.step import HostStep, LossShares, Place, StepMaker
+from megatron_lite.train.loop.step import HostStep, LossShares, Place, Prefetch, StepMaker
 from megatron_lite.train.observe import version
 from megatron_lite.train.observe.machine import Yardstick
 from megatron_lite.train.observe.metrics import SAVED, Metrics, chosen_trackers, keep_aside
