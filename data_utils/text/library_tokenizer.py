@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,8 +10,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders
 
-from data_utils.text.fast.encoders import library_or_faster
-from data_utils.text.fast.library_encoders import without_lone_surrogates
+from data_utils.text.fast.library_encoders import Encoder, without_lone_surrogates
 from data_utils.text.special_tokens import ROBERTA_NAMES, assign_special_tokens
 from data_utils.text.tokenizer_readers import TokenizerConfig
 from data_utils.text.tokenizers import Tokenizer, fingerprint
@@ -50,12 +50,18 @@ class HuggingFaceTokenizer(Tokenizer):
         glm = assign_special_tokens(known, max(ids.values()) + 1)
         self._set_vocabulary(known, glm, dict(names), set(ids.values()))
         self._backend = backend
-        self._encoder = library_or_faster(backend, [*names.values(), *map(str, hidden)])
+        self._backend_names = [*names.values(), *map(str, hidden)]
         self._is_forbidden = np.zeros(self.vocab_size, dtype=bool)
         self._is_forbidden[list(names)] = True
         # Decoded words have spaces between them.
         if backend.decoder is None or isinstance(backend.decoder, (decoders.WordPiece, decoders.BPEDecoder)):
             self._separator = " "
+
+    @functools.cached_property
+    def _encoder(self) -> Encoder:  # type: ignore[override]
+        from data_utils.text.fast.encoders import library_or_faster
+
+        return library_or_faster(self._backend, self._backend_names)
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         ids, lengths = self._encoder.encode(texts)

@@ -117,9 +117,8 @@ class Prefetch:
     """Makes the next step in a thread while this one computes: read, counted, planned, laid out in pinned memory.
 
     The trainer says which place probably follows, and takes what the place of the step demands. Anything else that was
-    made is thrown away. The thread never communicates, and an error in it is raised where its step begins.
-
-    The thread works on one step at a time, so a rank holds at most one step's inputs more than it computes.
+    made is thrown away. The thread never communicates, and an error in it is raised where its step begins. It works on
+    one step at a time, so a rank holds at most one step's inputs more than it computes.
     """
 
     def __init__(self, make: Make, device: torch.device):
