@@ -18,7 +18,7 @@ from data_utils.base.settings import check
 from megatron_lite.checkpoint.manifest import ADAPTER, TASK_HEAD
 from megatron_lite.config.tree import Config
 from megatron_lite.model.trunk.build import kind_of
-from megatron_lite.train.engine.parameter_rates import NEVER, Rate
+from megatron_lite.train.engine.buckets import NEVER, Rate
 
 _ABOVE = ("heads.", "final_layernorm.")
 

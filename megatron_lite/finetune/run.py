@@ -34,8 +34,8 @@ from megatron_lite.finetune.setup import RESULTS, Task, run_directory, settings_
 from megatron_lite.finetune.writing import writer
 from megatron_lite.model.trunk.counts import parameter_shapes
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.train.engine.buckets import Rate
 from megatron_lite.train.engine.engine import memory_advice
-from megatron_lite.train.engine.parameter_rates import Rate
 from megatron_lite.train.engine.plain import PlainEngine
 from megatron_lite.train.guard.control import RunControl
 from megatron_lite.train.guard.watchdog import NoWatchdog, Section, Watchdog

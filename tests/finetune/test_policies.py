@@ -17,7 +17,7 @@ from megatron_lite.finetune.run import finetune, task_rates
 from megatron_lite.model.input.model_input import ModelInput
 from megatron_lite.model.trunk.build import build_model
 from megatron_lite.model.trunk.counts import parameter_shapes
-from megatron_lite.train.engine.parameter_rates import NEVER, USUAL, Rate
+from megatron_lite.train.engine.buckets import NEVER, USUAL, Rate
 from megatron_lite.train.engine.plain import PlainEngine
 from megatron_lite.train.loop.lr_schedule import learning_rate
 

@@ -5,6 +5,7 @@ sharded.py says when a bucket is reduced and updated.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,13 +15,27 @@ from torch import nn
 
 from megatron_lite.model.layers.tensor_parallel import add_product
 from megatron_lite.parallel.collectives import Group
-from megatron_lite.train.engine.parameter_rates import USUAL, Rate
 
 ALIGNMENT = 64  # elements between the starts of parameters and of parts: 128 bytes in half precision
 # Elements for which a kernel of its own costs less than passing the gradient through memory twice.
 ADDED_ALONE = 1 << 18
 MOVED_AT_ONCE = 1 << 24  # elements of gradients that may wait to be added up by the same kernel
 MOMENTS = ("exp_avg", "exp_avg_sq")
+NEVER = sys.maxsize
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Learning rate factor and first trained step of a parameter."""
+
+    lr_factor: float = 1.0
+    first_step: int = 1  # before it the parameter is frozen; NEVER: it stays as it is
+
+    def is_trained(self, step: int) -> bool:
+        return step >= self.first_step
+
+
+USUAL = Rate()
 
 
 @dataclass(frozen=True)

@@ -47,9 +47,8 @@ from megatron_lite.model.trunk.build import kind_of
 from megatron_lite.model.trunk.trained_model import usual_measures
 from megatron_lite.parallel.collectives import SINGLE
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.train.engine.buckets import MOMENTS, Bucket, Treatment
+from megatron_lite.train.engine.buckets import MOMENTS, USUAL, Bucket, Rate, Treatment
 from megatron_lite.train.engine.deepspeed_engines import deepspeed_engine
-from megatron_lite.train.engine.parameter_rates import USUAL, Rate
 from megatron_lite.train.engine.sharded import Outcome, ShardedOptimizer
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from megatron_lite.model.layers.tensor_parallel import TensorParallel
 from megatron_lite.model.trunk.build import build_model
 from megatron_lite.model.trunk.glm import GLM
 from megatron_lite.parallel.context import Mpu, ParallelContext
+from megatron_lite.train.engine.buckets import Rate
 from megatron_lite.train.engine.engine import Engine, StepResult
-from megatron_lite.train.engine.parameter_rates import Rate
 
 if TYPE_CHECKING:
     from megatron_lite.model.input.task_batch import TaskBatch

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from megatron_lite.parallel.collectives import Group
-from megatron_lite.train.engine.buckets import MOMENTS, allocate_moments
-from megatron_lite.train.engine.parameter_rates import Rate
+from megatron_lite.train.engine.buckets import MOMENTS, Rate, allocate_moments
 from megatron_lite.train.engine.sharded import Outcome
 
 
