@@ -57,12 +57,12 @@ ABILITIES: dict[str, int] = {
 # Figures that may only fall. A change that lowers a figure lowers its number here; tests/support/figures.py prints all.
 CEILINGS = {
     "lines loaded by importing planes": 77,
-    "lines loaded by importing batch": 552,
-    "lines loaded by importing tensor_parallel": 2501,
-    "lines loaded by importing glm": 5744,
+    "lines loaded by importing batch": 551,
+    "lines loaded by importing tensor_parallel": 2454,
+    "lines loaded by importing glm": 5570,
     "files of the trunk that name a system": 6,
     "lines of the product": 51080 + sum(ABILITIES.values()),
-    "files over 400 lines": 16,
+    "files over 400 lines": 8,
     "sentences that the lint of English refuses": 0,
 }
 

@@ -16,7 +16,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.model.trunk.build import kind_of
 from megatron_lite.model.trunk.counts import parameter_shapes
-from megatron_lite.model.trunk.stacks import DECODER, ENCODER
+from megatron_lite.model.trunk.trained_model import DECODER, ENCODER
 from megatron_lite.optimus.sections import latent_of
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.engine.engine import Engine

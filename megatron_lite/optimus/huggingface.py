@@ -67,7 +67,7 @@ from megatron_lite.hf.published.runs import (
 )
 from megatron_lite.hf.published.tokenizers import brought_tokenizer, require_same_ids
 from megatron_lite.model.trunk.build import kind_of
-from megatron_lite.model.trunk.stacks import DECODER, ENCODER
+from megatron_lite.model.trunk.trained_model import DECODER, ENCODER
 from megatron_lite.optimus.interface import Sentence
 from megatron_lite.optimus.model import LATENT
 from megatron_lite.optimus.open_run import LatentRun, Rows, latent_run, longest_sentence

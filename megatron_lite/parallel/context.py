@@ -68,11 +68,6 @@ class ParallelContext:
         """True on one rank per group of ranks that work on the same samples."""
         return self.tp.rank == 0 and self.pp.rank == 0
 
-    @property
-    def counts_losses(self) -> bool:
-        """True on one rank per group that computes the same losses: in the last stage."""
-        return self.tp.rank == 0 and self.pp.rank == self.pp.size - 1
-
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sum of `values` over all processes, in place."""
         if self.world_size > 1:
@@ -80,8 +75,9 @@ class ParallelContext:
         return values
 
     def sum_of_losses(self, sums: torch.Tensor) -> torch.Tensor:
-        """Sums over all samples, each counted on one rank; still on the device."""
-        return self.sum(sums if self.counts_losses else torch.zeros_like(sums))
+        """Sums over all samples, each counted on one rank, in its last stage; still on the device."""
+        counts = self.tp.rank == 0 and self.pp.rank == self.pp.size - 1
+        return self.sum(sums if counts else torch.zeros_like(sums))
 
     def sum_of_hosts(self, values: Sequence[float]) -> list[float]:
         """Sum over all processes of numbers that the hosts know. Does not wait for what the device computes."""

@@ -128,8 +128,8 @@ def train(context, settings, steps, load_from=None, save_to=None):
         result = engine.train_step(
             [engine.prepared(Batch(batch), step, 1.0 / weight) for batch in mine], lr=1e-3
         )
-        sums = result.objective_sums if context.counts_losses else torch.zeros_like(result.objective_sums)
-        records.append((context.sum(sums)[:, 0].sum().item() / weight, result.outcome()))
+        sums = context.sum_of_losses(result.objective_sums)
+        records.append((sums[:, 0].sum().item() / weight, result.outcome()))
     if save_to is not None:
         save_checkpoint(save_to, len(records), engine, {}, context)
     return records, placed_weights(engine)

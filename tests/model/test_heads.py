@@ -270,9 +270,9 @@ def train(context, settings):
             result = engine.train_step(
                 [engine.prepared(Batch(batch), step, 1.0 / weight) for batch in mine], lr=1e-3
             )
-        sums = result.objective_sums if context.counts_losses else torch.zeros_like(result.objective_sums)
+        sums = context.sum_of_losses(result.objective_sums)
         norms = layers.norms(engine.clip_divisor(result.grad_norm))
-        records.append((context.sum(sums), result.grad_norm, norms))
+        records.append((sums, result.grad_norm, norms))
     return records, placed_weights(engine)
 
 

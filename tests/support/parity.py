@@ -232,9 +232,7 @@ def run_step(
         result = engine.train_step(micro_batches_of(case, engine, context, step), LR)
     assert not result.skipped and result.grad_norm > case.least_norm, "clipping should be active"
     assert result.loss_scale == (65536.0 if case.precision == "fp16" else 1.0)
-    sums = context.sum(
-        result.objective_sums if context.counts_losses else torch.zeros_like(result.objective_sums)
-    ).cpu()
+    sums = context.sum_of_losses(result.objective_sums).cpu()
     assert torch.equal(sums[:, 1], record.objective_sums[step][:, 1]), "every loss token counts once"
     for got, expected in zip(sums[:, 0], record.objective_sums[step][:, 0], strict=True):
         outcome.add("loss", f"step {step + 1}", got, expected, expected)

@@ -53,7 +53,7 @@ from megatron_lite.hf.published import proof as published_proof
 from megatron_lite.hf.published.runs import trained_layout, write_published
 from megatron_lite.hf.published.systems import OF_MODEL
 from megatron_lite.model.trunk.counts import parameter_shapes
-from megatron_lite.model.trunk.stacks import DECODER, ENCODER
+from megatron_lite.model.trunk.trained_model import DECODER, ENCODER
 from megatron_lite.optimus import huggingface as optimus
 from megatron_lite.optimus.card import optimus_card
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from megatron_lite.model.input.model_input import ModelInput
     from megatron_lite.parallel.context import ParallelContext
 
+ENCODER, DECODER = "encoder.", "decoder."  # prefixes of the parameters in a model of two stacks
 _LARGEST_EXPONENT = 700.0  # exp of it is still finite
 
 

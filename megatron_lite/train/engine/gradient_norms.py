@@ -6,12 +6,14 @@ numbers joins them. No gradient is copied or gathered.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from megatron_lite.checkpoint.fragments import Fragment
 from megatron_lite.config.tree import Config
 from megatron_lite.model.trunk.build import kind_of
-from megatron_lite.model.trunk.stacks import DECODER, ENCODER
+from megatron_lite.model.trunk.trained_model import DECODER, ENCODER
 from megatron_lite.parallel.context import ParallelContext
 
 
@@ -24,6 +26,12 @@ def layer_of(parameter: str) -> str:
 def layer_names(config: Config) -> list[str]:
     """The layers of the whole model, in the same order on every rank."""
     return list(dict.fromkeys(map(layer_of, kind_of(config).shapes(config))))
+
+
+def norms_line(step: int, norms: Mapping[str, float]) -> str:
+    """The console line of a step's norms."""
+    largest = max(norms, key=norms.__getitem__)
+    return f"gradient norms at step {step} | largest: {largest} {norms[largest]:.4g}"
 
 
 class GradientNorms:

@@ -53,6 +53,15 @@ class Requests:
     def end(self) -> bool:
         return self.stop or self.halt
 
+    def events(self) -> list[str]:
+        """Requests in words, for the records."""
+        asked = (
+            (self.save, "saved at the request of the file SAVE"),
+            (self.stop, "stopped at the request of a signal"),
+            (self.halt, "stopped at the request of the file STOP"),
+        )
+        return [event for is_asked, event in asked if is_asked]
+
 
 class Phase(Enum):
     STARTING = auto()  # a signal ends the process at once

@@ -19,7 +19,7 @@ from megatron_lite.checkpoint.read import find_checkpoint, load_checkpoint, load
 from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.config.tree import Config
 from megatron_lite.model.trunk.build import kind_of
-from megatron_lite.model.trunk.stacks import ENCODER
+from megatron_lite.model.trunk.trained_model import ENCODER
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.engine.engine import Engine
 from megatron_lite.train.guard.changed_corpora import changed_corpora, require_same_corpora

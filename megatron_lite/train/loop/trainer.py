@@ -14,11 +14,10 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import Any
 
 from data_utils.base.errors import ExitStatus
 from data_utils.base.settings import to_tree
@@ -45,15 +44,12 @@ from megatron_lite.train.observe.metrics import SAVED, Metrics, chosen_trackers,
 from megatron_lite.train.observe.progress import Advance, progress_bar
 from megatron_lite.train.observe.reports import (
     Interval,
-    layout,
     memory_gib,
     save_resolved,
     start_line,
+    start_values,
     train_line,
 )
-
-if TYPE_CHECKING:
-    from megatron_lite.train.observe.step_profiler import StepProfiler
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +80,7 @@ class Trainer:
         self.engine = engine
         self.train_data = train_data
         self.loss_names = list(loss_names)
+        self.new_interval = partial(Interval.begin, len(self.loss_names), context.device)
         self._plan = config.plan
         self._shares = LossShares(self._plan, loss_names, context.dp.size, language_weight)
         count, factors = len(self.loss_names), self._shares.factors
@@ -97,7 +94,11 @@ class Trainer:
         self.restarts = 0  # how often the run was continued from a checkpoint
         self.events = EventLog()
         self._machine_rates: dict[str, float] = {}
-        self._profiler = self._make_profiler() if config.profiler.first_step is not None else None
+        self._profiler = None
+        if config.profiler.first_step is not None:
+            from megatron_lite.train.observe.step_profiler import StepProfiler
+
+            self._profiler = StepProfiler(config.profiler, self.directory, context.rank, context.device)
         self._shrink = config.model.embedding_gradient_shrink
         self.watchdog = watchdog or NoWatchdog()
         self._program = version.program() if context.is_main else {}  # only the main rank writes it
@@ -134,7 +135,7 @@ class Trainer:
     def _train(self, advance: Advance) -> Requests:
         """The loop. Returns the last step's requests. Args: advance: called after each step."""
         training, save_interval = self.config.training, self.config.checkpoint.save_interval
-        interval, requests = self._new_interval(), Requests()
+        interval, requests = self.new_interval(), Requests()
         self.control.enter(Phase.TRAINING)
         if self.step > self.evaluation.last_step and self._is_multiple(training.eval_interval):
             with self._aside(interval, Section.EVALUATION):
@@ -147,7 +148,7 @@ class Trainer:
             advance(self.step)
             if self._is_multiple(self.config.run.log_interval) or self.step == self._last_step:
                 self._log_interval(interval, result)
-                interval = self._new_interval()
+                interval = self.new_interval()
             if self._profiler is not None and self._profiler.is_last(self.step):
                 with self._aside(interval, Section.STEP, "writing a trace"):
                     self._profiler.write(self.step)
@@ -157,7 +158,8 @@ class Trainer:
                 with self._aside(interval, Section.STEP, "replica check"):
                     named, stage = self.engine.named_parameters, self.config.parallel.zero_stage
                     require_equal_replicas(named, self.context, stage, self.step, self.directory)
-            self._record_requests(requests)
+            for event in requests.events():
+                self._record(event, self.step)
             if requests.save or requests.end or self._is_multiple(save_interval):
                 self.outcomes.read()
                 with self._aside(interval, Section.CHECKPOINT, "saving"):
@@ -202,27 +204,11 @@ class Trainer:
         trackers = chosen_trackers(self.config, self.restarts > 0) if self.context.is_main else []
         tensorboard = self.config.run.tensorboard
         self.metrics = Metrics(self.directory, self.context.is_main, tensorboard, self.step, trackers)
-        self._record_start()
+        restarts, program = self.restarts, self._program
+        values = start_values(self.config, self.context, self.yardstick, restarts, program)
+        self.metrics.write("start", self.step, values)
         for event in events:
             self._record(event, self.step)
-
-    def _make_profiler(self) -> StepProfiler:
-        from megatron_lite.train.observe.step_profiler import StepProfiler
-
-        return StepProfiler(self.config.profiler, self.directory, self.context.rank, self.context.device)
-
-    def _record_start(self) -> None:
-        """Who trains from here on."""
-        values = {
-            "restarts": self.restarts,
-            "processes": self.context.world_size,
-            "layout": layout(self.context),
-            "device": self.yardstick.name,
-            "compared_with": str(self.yardstick),
-            "program": version.describe(self._program),
-            "parameters": kind_of(self.config).count(self.config),
-        }
-        self.metrics.write("start", self.step, values)
 
     def _end(self) -> None:
         self.outcomes.read()
@@ -240,10 +226,6 @@ class Trainer:
 
     def _is_multiple(self, interval: int) -> bool:
         return interval > 0 and self.step % interval == 0
-
-    def _new_interval(self) -> Interval:
-        sums = torch.zeros(len(self.loss_names), 2, dtype=torch.float64, device=self.context.device)
-        return Interval(sums)
 
     @contextmanager
     def _aside(self, interval: Interval, section: Section, place: str = "") -> Iterator[None]:
@@ -270,15 +252,6 @@ class Trainer:
         if shrink != self._shrink:
             self.engine.set_embedding_gradient_shrink(shrink)
             self._shrink = shrink
-
-    def _record_requests(self, requests: Requests) -> None:
-        for asked, event in (
-            (requests.save, "saved at the request of the file SAVE"),
-            (requests.stop, "stopped at the request of a signal"),
-            (requests.halt, "stopped at the request of the file STOP"),
-        ):
-            if asked:
-                self._record(event, self.step)
 
     def _record(self, event: str, step: int) -> None:
         self.events.add(step, event)
@@ -326,16 +299,14 @@ class Trainer:
         self.engine.set_step(step)
         if interval == 0 or step % interval:
             return self.engine.train_step(micro_batches, lr)
-        from megatron_lite.train.engine.gradient_norms import GradientNorms
+        from megatron_lite.train.engine.gradient_norms import GradientNorms, norms_line
 
         layers = GradientNorms(self.config, self.context)
         with self.engine.observed_gradients(layers.add):
             result = self.engine.train_step(micro_batches, lr)
         if not result.skipped:
             norms = layers.norms(self.engine.clip_divisor(result.grad_norm))
-            largest = max(norms, key=norms.__getitem__)
-            line = f"gradient norms at step {step} | largest: {largest} {norms[largest]:.4g}"
-            self.metrics.write("gradient_norms", step, norms, line)
+            self.metrics.write("gradient_norms", step, norms, norms_line(step, norms))
         return result
 
     def _totals(self, made: HostStep) -> tuple[list[float], Requests]:

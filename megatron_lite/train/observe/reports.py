@@ -20,6 +20,7 @@ from megatron_lite.model.trunk.build import kind_of
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.observe import version
 from megatron_lite.train.observe.formatting import fitted, format_count, format_duration
+from megatron_lite.train.observe.machine import Yardstick
 
 _MEASURES = ("perplexity", "mutual_information", "active_units")
 _AGAIN = ("span_boundary", "kl")  # losses of what has another loss already
@@ -36,6 +37,10 @@ class Interval:
     flops: float = 0.0
     data_seconds: float = 0.0  # in which the loop waited for data
     started: float = field(default_factory=time.perf_counter)
+
+    @staticmethod
+    def begin(losses: int, device: torch.device) -> Interval:
+        return Interval(torch.zeros(losses, 2, dtype=torch.float64, device=device))
 
 
 def objective_losses(
@@ -126,6 +131,21 @@ def start_line(config: Config, context: ParallelContext, step: int) -> str:
         f"{kind_of(config).count(config):,} parameters | {layout(context)} | {config.training.precision} on "
         f"{context.device.type} | step {step} to {config.training.steps}; the first step on a machine compiles"
     )
+
+
+def start_values(
+    config: Config, context: ParallelContext, yardstick: Yardstick, restarts: int, program: dict[str, Any]
+) -> dict[str, Any]:
+    """Who trains from here on. Args: restarts: how often the run was continued from a checkpoint."""
+    return {
+        "restarts": restarts,
+        "processes": context.world_size,
+        "layout": layout(context),
+        "device": yardstick.name,
+        "compared_with": str(yardstick),
+        "program": version.describe(program),
+        "parameters": kind_of(config).count(config),
+    }
 
 
 def layout(context: ParallelContext) -> str:

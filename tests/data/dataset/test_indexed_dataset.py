@@ -1,4 +1,5 @@
 import json
+import os
 import pickle
 import struct
 from itertools import pairwise
@@ -114,7 +115,7 @@ def test_a_crash_at_any_point_of_a_rebuild_is_seen(tmp_path, monkeypatch):
         unfinished = IndexedDatasetWriter(tmp_path / "d", 1000)
         unfinished.add(np.array([4, 5, 6]), np.array([2, 1]))
         with monkeypatch.context() as patch:
-            patch.setattr(indexed_dataset.os, "replace", counted(indexed_dataset.os.replace))
+            patch.setattr(os, "replace", counted(os.replace))
             patch.setattr(indexed_dataset.Path, "unlink", counted(indexed_dataset.Path.unlink))
             patch.setattr(files, "sync_file", counted(files.sync_file))
             patch.setattr(writer, "sync_directory", counted(writer.sync_directory))
