@@ -50,7 +50,7 @@ def parse_arguments() -> argparse.Namespace:
         action="append",
         default=[],
         metavar="FILE",
-        help="YAML file; repeatable, later ones win",
+        help="YAML file, or a name of configs/ such as small; repeatable, later ones win",
     )
     add(
         "--deepspeed_config",
@@ -73,7 +73,7 @@ def parse_arguments() -> argparse.Namespace:
             f"unknown option {unknown[0]}; write settings as section.key=value, without dashes."
         )
     if not arguments.config:
-        raise ConfigError("no configuration given; pass --config FILE (see configs/).")
+        raise ConfigError("no configuration given; pass --config FILE, or a name such as small.")
     return arguments
 
 

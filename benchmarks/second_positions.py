@@ -11,10 +11,7 @@ deviation, for all tokens with loss, for those of short spans and for those of l
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -27,10 +24,10 @@ import data_utils.base.entry  # noqa: F401
 
 # isort: split
 from benchmarks.arguments import check_at_least, check_places, write_json
-from data_utils.base.errors import ArgumentParser, DataError, expanded_path, run_command
+from benchmarks.quickstart_runs import LOSSES, ROOT, settings_of, train, validations
+from data_utils.base.errors import ArgumentParser, expanded_path, run_command
 from data_utils.base.files import require_directory, require_writable
 
-ROOT = Path(__file__).resolve().parents[1]
 # Name -> settings on top of tiny.yaml.
 KINDS: dict[str, tuple[str, ...]] = {
     "learned tables": ("model.positions=learned_blocks", "model.block_positions=added"),
@@ -39,49 +36,15 @@ KINDS: dict[str, tuple[str, ...]] = {
         for name in ("added", "table", "halves")
     },
 }
-LOSSES = {"loss": "all", "loss/token": "short spans", "loss/document": "long spans"}
 EVALUATIONS = 10  # of a run
-
-
-def settings_of(options: Any, run: Path, seed: int, kind: str) -> list[str]:
-    """Settings of a run on top of its file."""
-    data = options.quickstart.resolve()
-    return [
-        f"tokenizer.path={data / 'tokenizer/tokenizer.json'}",
-        f"data.train=[{{prefix: {data / 'data/corpus_train'}}}]",
-        f"data.validation=[{{prefix: {data / 'data/corpus_validation'}}}]",
-        f"training.steps={options.steps}",
-        f"training.eval_interval={max(1, options.steps // EVALUATIONS)}",
-        f"training.eval_samples={options.samples}",
-        f"training.seed={seed}",
-        "checkpoint.save_interval=0",
-        "run.tensorboard=false",
-        "run.peak_tflops=1",
-        f"run.directory={run}",
-        *KINDS[kind],
-    ]
 
 
 def curve(options: Any, run: Path, seed: int, kind: str) -> list[dict[str, float]]:
     """Every validation of a run, which is made now or was finished before. Raises DataError if it fails."""
-    record = run / "metrics.jsonl"
-    if not record.exists() or not (found := validations(record)) or found[-1]["step"] < options.steps:
-        command = [sys.executable, "pretrain_glm.py", "--config", "configs/tiny.yaml"]
-        command += settings_of(options, run, seed, kind)
-        threads = {} if options.threads is None else {"OMP_NUM_THREADS": str(options.threads)}
-        done = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, **threads}, capture_output=True, text=True
-        )
-        if done.returncode:
-            raise DataError(f"{run.name} failed: {' '.join((done.stdout + done.stderr).split())[-800:]}")
-        found = validations(record)
+    if not (found := validations(run)) or found[-1]["step"] < options.steps:
+        settings = [*settings_of(options, run, seed, EVALUATIONS), *KINDS[kind]]
+        found = train(run, settings, options.threads)
     return found
-
-
-def validations(record: Path) -> list[dict[str, float]]:
-    lines = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
-    kept = ("step", *LOSSES)
-    return [{name: line[name] for name in kept} for line in lines if line["kind"] == "validation"]
 
 
 def table(curves: Mapping[str, Sequence[Sequence[Mapping[str, float]]]]) -> str:

@@ -57,7 +57,7 @@ def add_export_arguments(export: argparse.ArgumentParser) -> None:
 
 def add_import_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--input", required=True, type=Path, help="directory that holds the weights")
-    text = "YAML file of the new run; may be repeated"
+    text = "YAML file of the new run, or a name of configs/; may be repeated"
     command.add_argument(
         "--config", type=expanded_path, action="append", default=[], metavar="FILE", help=text
     )

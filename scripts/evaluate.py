@@ -34,7 +34,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     text = "run, checkpoint or export; repeatable"
     add("--checkpoint", type=Path, action="append", default=[], metavar="PATH", help=text)
-    text = "YAML of the task; without: the task that the run was trained on"
+    text = "YAML of the task, or a name of configs/tasks/; without: the task of the run"
     add("--task", type=expanded_path, metavar="FILE", help=text)
     add("--every-step", action="store_true", help="all checkpoints of each run, not only the newest")
     add("--tokenizer", type=Path, help="where the tokenizer is now, if it was moved")
@@ -61,7 +61,7 @@ def main() -> None:
         require_named(arguments.plot, "--plot")
     if arguments.predictions is not None:
         require_writable(arguments.predictions / "file", "--predictions")
-    tree: dict[str, Any] = {} if arguments.task is None else load_yaml(arguments.task)
+    tree: dict[str, Any] = {} if arguments.task is None else load_yaml(arguments.task, "tasks")
     if arguments.task is not None and "task" not in tree:
         raise ConfigError(
             f"--task {arguments.task} has no section task; give a file like those of configs/tasks/."

@@ -43,9 +43,9 @@ from megatron_lite.train.guard.watchdog import Section, Watchdog
 def parse_arguments() -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
-    text = "YAML of the model; repeatable, later ones win"
+    text = "YAML of the model, or a name of configs/; repeatable, later ones win"
     add("--config", type=expanded_path, action="append", default=[], metavar="FILE", help=text)
-    text = "YAML of the task, with a section task (configs/tasks/)"
+    text = "YAML of the task, with a section task, or a name of configs/tasks/"
     add("--task", type=expanded_path, metavar="FILE", help=text)
     text = "run or checkpoint to begin with; without: initial weights"
     add("--checkpoint", type=Path, metavar="RUN", help=text)

@@ -87,7 +87,7 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
-    text = "YAML file; may repeat"
+    text = "YAML file, or a name of configs/; may repeat"
     add("--config", type=expanded_path, action="append", default=[], metavar="FILE", help=text)
     add("--objective", metavar="NAME", help=f"instead of the config's: {', '.join(OBJECTIVES)}")
     add("--text", help="show this text as one document")

@@ -42,7 +42,7 @@ def require_checkout() -> None:
 def main() -> None:
     parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
-    text = "YAML file; repeatable, later ones win"
+    text = "YAML file, or a name of configs/; repeatable, later ones win"
     add("--config", type=expanded_path, action="append", default=[], metavar="FILE", help=text)
     add("--processes", type=int, required=True, metavar="N", help="GPUs of the layout, one process each")
     add("--gpu", default="h100", help="h100, h200, gh200, b200, a100 or a100-40 (default h100)")
@@ -54,7 +54,7 @@ def main() -> None:
     add("overrides", nargs="*", metavar="section.key=value", help="settings on top of the files")
     arguments = parser.parse_intermixed_args()
     if not arguments.config:
-        raise ConfigError("no configuration given; pass --config FILE (see configs/).")
+        raise ConfigError("no configuration given; pass --config FILE, or a name such as small.")
     if arguments.processes < 1:
         raise ConfigError(f"--processes is {arguments.processes}; it must be at least 1.")
     if arguments.trace:

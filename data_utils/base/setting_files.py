@@ -7,7 +7,6 @@ import json
 import os
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +84,14 @@ def read_text(path: str | Path, name: str) -> str:
         raise ConfigError(f"{name} {path} is not UTF-8 text; convert it.") from None
 
 
-def load_yaml(path: str | Path) -> dict[str, Any]:
-    """Read one YAML file as a mapping. Raises ConfigError when it is missing, malformed or not a mapping."""
-    if not os.path.lexists(path):
-        raise ConfigError(f"configuration file {path}: No such file or directory; {_other_file(Path(path))}.")
+def load_yaml(path: str | Path, folder: str = "") -> dict[str, Any]:
+    """Read one YAML file as a mapping. Raises ConfigError when it is missing, malformed or not a mapping.
+
+    Args:
+        path: a file, or the name of a configuration in this `folder` of the project's own, such as small.
+    """
+    if not os.path.lexists(path) or os.path.isdir(path):
+        path = _named(Path(path), folder)
     text = read_text(path, "configuration file")
     try:
         tree = parse_yaml(text)
@@ -103,23 +106,21 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     return tree
 
 
-def _other_file(path: Path) -> str:
-    """The remedy for a file that is not there: one of this name may come with the project."""
-    directories = [path for path in _own_configurations() if path.is_dir()]
+def _named(path: Path, folder: str) -> Path:
+    """The project's configuration of this name. Raises ConfigError where there is none and nothing is at `path`."""
+    # In a checkout, or where pip puts them (pyproject.toml).
+    schemes = (sysconfig.get_default_scheme(), sysconfig.get_preferred_scheme("user"))
+    installed = (Path(sysconfig.get_path("data", scheme)) / "share/megatron-lite-glm" for scheme in schemes)
+    roots = [root / "configs" for root in (Path(__file__).resolve().parents[2], *installed)]
+    names = {file.stem: file for root in reversed(roots) for file in (root / folder).glob("*.yaml")}
+    if str(path) in names or os.path.isdir(path):
+        return names.get(str(path), path)
     name = path.name.removesuffix(".yaml") + ".yaml"
-    for directory in directories:
-        found = sorted(directory.rglob(glob.escape(name)))
-        if found:
-            return f"there is {' and '.join(map(str, found))}"
-    own = f", or give one of {directories[0]}" if directories else ""
-    return f"check the path{own}"
-
-
-def _own_configurations() -> Iterator[Path]:
-    """Where the project's configurations may be: in a checkout, or where pip puts them (pyproject.toml)."""
-    yield Path(__file__).resolve().parents[2] / "configs"
-    for scheme in (sysconfig.get_default_scheme(), sysconfig.get_preferred_scheme("user")):
-        yield Path(sysconfig.get_path("data", scheme)) / "share/megatron-lite-glm/configs"
+    found = next((sorted(files) for root in roots if (files := [*root.rglob(glob.escape(name))])), [])
+    remedy = f"check the path, or give one of these names: {', '.join(sorted(names))}"
+    if found:
+        remedy = f"there is {' and '.join(map(str, found))}"
+    raise ConfigError(f"configuration file {path}: No such file or directory; {remedy}.")
 
 
 def load_json(path: str | Path, name: str) -> dict[str, Any]:

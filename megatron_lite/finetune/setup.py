@@ -89,7 +89,7 @@ def load_tree(
         tree["model"] = {**tree["model"], "task_head": "none", "task_classes": 0}
     for path in model_files:
         tree = merge(tree, load_yaml(path))
-    of_task: dict[str, Any] = {} if task_file is None else load_yaml(task_file)
+    of_task: dict[str, Any] = {} if task_file is None else load_yaml(task_file, "tasks")
     for override in overrides:
         of_task = merge(of_task, parse_override(override))
     for section, keys in _OF_PRETRAINING.items():
