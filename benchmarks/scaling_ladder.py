@@ -5,8 +5,8 @@
     python benchmarks/scaling_ladder.py --plot scaling_ladder.png
 
 Trains the recipe of configs/tiny.yaml on the quickstart's corpus at several widths, 2 blocks each, all on the same
-tokens. At each width the rate begins with the same value and is halved or doubled until that makes the validation worse,
-so the best rate has a worse one on both sides. Two tables show the loss beside parameters and tokens, with each width's
+tokens. At each width the rate begins with the same value, and is halved or doubled until that makes validation worse,
+so the best one has a worse one on both sides. Two tables show the loss beside parameters and tokens, with each width's
 best rate and with one rate for all, and the best rate by width.
 
 Each finished run is a file of --work, so the same command goes on after an interruption, or draws again what it has.

@@ -158,6 +158,7 @@ MISTAKES = {
     "parallel": (["--json", "file/rows.json"], "--json file/rows.json: "),
     "preprocess": (["--work", "file/work"], "file is not a writable directory"),
     "real_tasks": (["--reviews", "absent"], "--reviews absent holds no reviews; give rotten_tomatoes"),
+    "scaling_ladder": (["--widths", "32"], "--widths is 32; it must be at least 64"),
     "second_positions": (["--quickstart", "absent"], "absent/data does not exist; run scripts/quickstart.sh"),
     "train_step": (["--repeats", "many"], "argument --repeats: invalid int value: 'many'"),
 }

@@ -100,11 +100,17 @@ def test_commands_print_their_help(installation, command):
     assert done.returncode == 0 and done.stdout.startswith(f"usage: {command} "), done.stderr
 
 
-def test_shipped_configurations_are_read(installation):
-    tiny = installation / "share/megatron-lite-glm/configs/tiny.yaml"
-    done = run(installation, "pretrain-glm", "--print-config", "--config", str(tiny))
+@pytest.mark.parametrize("given", ["share/megatron-lite-glm/configs/small.yaml", "small"])
+def test_shipped_configurations_are_read(installation, given):
+    """By path, or by name from any directory."""
+    done = run(installation, "pretrain-glm", "--print-config", "--config", given)
     assert done.returncode == 0, done.stderr
-    assert yaml.safe_load(done.stdout)["model"]["hidden_size"] > 0
+    assert yaml.safe_load(done.stdout)["run"]["directory"] == "runs/small"
+
+
+def test_a_wrong_name_lists_those_of_the_installation(installation):
+    done = run(installation, "pretrain-glm", "--print-config", "--config", "smal")
+    assert done.returncode == 2 and "roberta-large, small, spanbert-large" in done.stderr
 
 
 def test_a_mistake_is_one_line(installation):

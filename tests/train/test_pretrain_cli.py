@@ -101,10 +101,10 @@ MISTAKES = {
         {},
         "absent.yaml: No such file or directory; check the path",
     ),
-    "a name that comes with the project": (
-        ["--config", "glm-base"],
+    "a file that comes with the project": (
+        ["--config", "glm-base.yaml"],
         {},
-        f"glm-base: No such file or directory; there is {ROOT}/configs/glm-base.yaml.",
+        f"glm-base.yaml: No such file or directory; there is {ROOT}/configs/glm-base.yaml.",
     ),
     "a task's": (["--config", "boolq"], {}, f"there is {ROOT}/configs/tasks/boolq.yaml."),
     "world size": ([], {"WORLD_SIZE": "3", "RANK": "0"}, "data-parallel ranks (3) = 48; start a number of"),

@@ -1,0 +1,105 @@
+"""Configurations by size, and those of the project by their names, from any directory."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from support.commands import assert_refused, forked
+from support.project import ROOT
+
+from data_utils.base.errors import ConfigError
+from data_utils.base.setting_files import load_yaml
+from megatron_lite.config.tree import load_config
+from megatron_lite.model.trunk.counts import parameter_count
+from megatron_lite.profile.estimate import RESERVED_GIB, estimate
+from megatron_lite.profile.gpus import GPUS
+from megatron_lite.profile.rows import average_rows
+
+# Layers, hidden size, heads, tokens of the vocabulary that the file's comment assumes, parameters.
+PRESETS = {
+    "tiny": (2, 128, 2, 2048, 658_944),
+    "mini": (6, 256, 4, 8192, 6_836_224),
+    "small": (8, 512, 8, 32_000, 41_604_096),
+    "medium": (12, 768, 12, 32_000, 109_632_000),
+}
+
+
+def preset(name):
+    return load_config([name], [f"model.vocab_size={PRESETS[name][3]}"])
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_its_size_and_the_recipe_of_small_models(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = preset(name)
+    model, spans = config.model, config.blank_infilling
+    sizes = model.num_layers, model.hidden_size, model.num_attention_heads
+    assert (*sizes, model.vocab_size, parameter_count(model)) == PRESETS[name]
+    assert (model.positions, model.block_positions) == ("rotary", "halves")
+    assert spans.whole_words and spans.single_span_prob > 0 and spans.token_prob + spans.sentence_prob < 1
+    assert model.max_position >= config.data.sequence_length and config.data.validation
+    # docs/learning.md: 4e-3 at width 128, in proportion to 1 / width.
+    assert config.optimizer.lr == pytest.approx(4e-3 * 128 / model.hidden_size, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["mini", "small", "medium"])
+def test_a_preset_needs_what_it_says(name):
+    """FLOPs, tokens of text, and of a GPU memory and minutes."""
+    text = (ROOT / f"configs/{name}.yaml").read_text(encoding="utf-8")
+    words = " ".join(text.replace("# ", "").split())
+    config = preset(name)
+    found, steps = estimate(config, 1, GPUS["h100"], average_rows(config)), config.training.steps
+    flops = float(re.search(r"The run is ([\d.e]+) FLOPs", words)[1])
+    assert steps * found.flops == pytest.approx(flops, rel=0.06)
+    number, scale, each = re.search(
+        r"# ([\d.]+) (million|billion) tokens of text, (\d+) for each", text
+    ).groups()
+    tokens = steps * config.batch.global_batch_size * config.data.sequence_length
+    assert float(number) * {"million": 1e6, "billion": 1e9}[scale] == pytest.approx(tokens, rel=0.06)
+    assert tokens / parameter_count(config.model) == pytest.approx(float(each), rel=0.06)
+    if name != "mini":
+        said = re.search(r"([\d.]+) GiB at the peak, of (\d+) .*?; (\d+) minutes of an H100", words)
+        gib, room, minutes = map(float, said.groups())
+        assert found.peak_gib == pytest.approx(gib, rel=0.03) and gib + RESERVED_GIB < room
+        assert steps * found.roofline_ms / 60e3 == pytest.approx(minutes, rel=0.06)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_dry_run_takes_a_name_from_any_directory(name, tmp_path):
+    vocabulary = f"model.vocab_size={PRESETS[name][3]}"
+    done = forked("pretrain_glm.py", "--config", name, vocabulary, "--dry-run", 1, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "") and f"{PRESETS[name][4]:,}" in done.stdout
+
+
+def test_what_is_at_the_path_comes_before_a_name(tmp_path, monkeypatch):
+    """A directory is no configuration, so it hides none."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small").mkdir()
+    assert load_yaml("small")["run"]["directory"] == "runs/small"
+    (tmp_path / "medium").write_text("run: {directory: mine}\n")
+    assert load_yaml("medium") == {"run": {"directory": "mine"}}
+    with pytest.raises(ConfigError, match="Is a directory; check the path"):
+        load_yaml(tmp_path)
+
+
+def test_a_task_has_a_name_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_yaml("rte", "tasks")["task"]["name"] == "rte"
+
+
+@pytest.mark.parametrize(
+    ("folder", "wrong"), [("", "smal"), ("", "configs/smal.yaml"), ("tasks", "rtee"), ("", "x" * 5000)]
+)
+def test_a_wrong_name_lists_what_exists(folder, wrong, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ConfigError, match="No such file or directory; check the path, or give one of"
+    ) as caught:
+        load_yaml(wrong, folder)
+    names = sorted(path.stem for path in (ROOT / "configs" / folder).glob("*.yaml"))
+    assert len(names) > 30 and str(caught.value).endswith(f"these names: {', '.join(names)}.")
+
+
+def test_a_wrong_name_is_one_line_of_the_command(tmp_path):
+    assert_refused(forked("pretrain_glm.py", "--config", "smal", cwd=tmp_path), "mini, optimus-base")
