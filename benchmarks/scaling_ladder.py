@@ -97,7 +97,7 @@ def lowest(rates: Sequence[float], loss: Callable[[float], float]) -> float:
 def exponent(widths: Sequence[int], rates: Sequence[float]) -> float:
     """The p of rate ~ width^p that is nearest to these, by least squares of logarithms."""
     x, y = [math.log(width) for width in widths], [math.log(rate) for rate in rates]
-    return statistics.linear_regression(x, y).slope if len(set(x)) > 1 else math.nan
+    return statistics.linear_regression(x, y).slope
 
 
 Ladder = Mapping[int, Mapping[float, Sequence[Run]]]  # width -> rate -> runs of the seeds
@@ -137,7 +137,9 @@ def tables(ladder: Ladder, common: float) -> str:
         between[width] = lowest(list(loss), loss.__getitem__)
         found = ", ".join(f"{rate:g}: {value:.3f}" for rate, value in loss.items())
         lines.append(f"| {width} | {found} | {between[width]:.1e} |")
-    return "\n".join([*lines, f"\nrate ~ width^{exponent(list(between), list(between.values())):.2f}"])
+    if len(between) > 1:
+        lines += ["", f"rate ~ width^{exponent(list(between), list(between.values())):.2f}"]
+    return "\n".join(lines)
 
 
 def draw(ladder: Ladder, common: float, path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 import sysconfig
@@ -115,11 +114,11 @@ def _named(path: Path, folder: str) -> Path:
     names = {file.stem: file for root in reversed(roots) for file in (root / folder).glob("*.yaml")}
     if str(path) in names or os.path.isdir(path):
         return names.get(str(path), path)
-    name = path.name.removesuffix(".yaml") + ".yaml"
-    found = next((sorted(files) for root in roots if (files := [*root.rglob(glob.escape(name))])), [])
+    name = path.name.removesuffix(".yaml")
+    found = [file for root in roots for file in sorted(root.rglob("*.yaml")) if file.stem == name]
     remedy = f"check the path, or give one of these names: {', '.join(sorted(names))}"
     if found:
-        remedy = f"there is {' and '.join(map(str, found))}"
+        remedy = f"there is {' and '.join(map(str, dict.fromkeys(found)))}"
     raise ConfigError(f"configuration file {path}: No such file or directory; {remedy}.")
 
 
