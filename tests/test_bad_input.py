@@ -120,6 +120,7 @@ EARLY_MISTAKES = {
     "scripts.inspect_batch": ["--config", "absent"],
     "scripts.dataset": ["inspect", "absent"],
     "scripts.latent": ["sample", "--checkpoint", "absent"],
+    "scripts.analyze": ["heads", "--checkpoint", "absent"],
 }
 RUN_ALL = """
 import importlib, sys

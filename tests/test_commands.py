@@ -83,6 +83,7 @@ TABLE = [
     ),
     Row("python scripts/profile_step.py", SLOW),
     Row("python scripts/convert_checkpoint.py import", "tests/hf: needs released weights"),
+    Row("python scripts/analyze.py", "tests/analyze/test_command.py: needs a trained run"),
     Row("python scripts/latent.py", "tests/scripts/test_latent_script.py: needs a run of OPTIMUS"),
     Row("deepspeed --num_gpus 8 benchmarks", "tests/test_benchmarks.py: needs 8 GPUs"),
     Row("deepspeed", "tests/train/test_launcher.py: a large model, here its settings are read"),

@@ -7,8 +7,9 @@ and f_(k+1) = 0. Sums are made in fp64 and rounded once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -66,20 +67,32 @@ def merge(sources: Sequence[Checkpoint], shares: Sequence[float], directory: Pat
             raise CheckpointError(
                 f"checkpoint {source.path} is of another tokenizer than {last.path}; merge checkpoints of one."
             )
-    path, name = directory / checkpoint_name(last.step), "rank_00000.safetensors"
+    described = [
+        {"path": str(source.path), "share": share} for source, share in zip(sources, shares, strict=True)
+    ]
+    return write_weights(last, _merged(sources, shares), directory, {"merged": described})
+
+
+def write_weights(
+    source: Checkpoint, weights: Iterator[torch.Tensor], directory: Path, described: Mapping[str, Any]
+) -> Path:
+    """Write a checkpoint with the step and state of another into a directory of checkpoints. Returns its path.
+
+    Args:
+        weights: fp32, of the parameters of `source.shapes` in their order; no optimizer state goes with them.
+        described: what the manifest says of them.
+    """
+    path, name = directory / checkpoint_name(source.step), "rank_00000.safetensors"
     partial = path.with_name(f"{path.name}.partial")
     partial.mkdir(parents=True)
-    boxes = {each: matrix_shape(shape) for each, shape in last.shapes.items()}
+    boxes = {each: matrix_shape(shape) for each, shape in source.shapes.items()}
     stored = {f"{each}/weight/0.0": shape for each, shape in boxes.items()}
-    described = write_tensors(partial / name, stored, _merged(sources, shares))
     manifest = {
-        **manifest_header(last.step, {"adam_step": 0.0, "loss_scaler": {}}, last.state),
-        "merged": [
-            {"path": str(source.path), "share": share} for source, share in zip(sources, shares, strict=True)
-        ],
-        "shapes": {each: list(shape) for each, shape in last.shapes.items()},
+        **manifest_header(source.step, {"adam_step": 0.0, "loss_scaler": {}}, source.state),
+        **described,
+        "shapes": {each: list(shape) for each, shape in source.shapes.items()},
         "kinds": {each: {"weight": list(shape)} for each, shape in boxes.items()},
-        "files": {name: described},
+        "files": {name: write_tensors(partial / name, stored, weights)},
         "pieces": [
             {"file": name, "key": f"{each}/weight/0.0", "name": each, "kind": "weight", "box": (0, rows, 0, columns)}
             for each, (rows, columns) in boxes.items()

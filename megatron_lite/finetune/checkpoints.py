@@ -76,7 +76,7 @@ def evaluate(
     Raises: ConfigError; DataError; CheckpointError.
     """
     with opened(path, tokenizer, tree) as run:
-        task = _task_of(run, tree, path)
+        task = task_of(run, tree, path)
         context = ParallelContext.alone()
         evaluations = {
             file: Evaluation(task.settings, task.renderer, records, context, size)
@@ -89,7 +89,7 @@ def evaluate(
         return Measured(str(path), run.checkpoint.step, task, found)
 
 
-def _task_of(run: OpenRun, tree: Mapping[str, Any], name: Path) -> Task:
+def task_of(run: OpenRun, tree: Mapping[str, Any], name: Path) -> Task:
     """The task that a run is measured on. Args: name: of the run or export in messages."""
     if run.config.decoder is not None:
         raise ConfigError(

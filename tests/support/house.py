@@ -45,6 +45,7 @@ ROOMS = (
     "megatron_lite.optimus",
     "megatron_lite.hf.doors",
     "megatron_lite.finetune",
+    "megatron_lite.analyze",
     "pretrain_glm",
     "scripts",
 )
@@ -54,6 +55,7 @@ BESIDE_THE_CORE = (
     "megatron_lite.hf",
     "megatron_lite.generate",
     "megatron_lite.optimus",
+    "megatron_lite.analyze",
     "megatron_lite.profile",
     "megatron_lite.report",
     "data_utils.text.fast",

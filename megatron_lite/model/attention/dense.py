@@ -45,7 +45,7 @@ class DensePlan:
         self._sees_nothing = ~seen.any(-1)
         # The softmax of no keys would be NaN: such a query sees itself, and its output is zeroed afterwards.
         itself = torch.eye(self.row_length, dtype=torch.bool, device=seen.device)
-        self._mask = (seen | (self._sees_nothing[..., None] & itself)).unsqueeze(1)
+        self.mask = (seen | (self._sees_nothing[..., None] & itself)).unsqueeze(1)
         self._places = torch.arange(len(self.order), device=device).view(self.shape)
         return self
 
@@ -57,10 +57,10 @@ class DensePlan:
         self, layer: int, inputs: Packed, dropout: AttentionDropout | None, bias: ScoreBias | None = None
     ) -> torch.Tensor:
         q, k, v = (x.unflatten(0, self.shape) for packed in inputs for x in packed.unbind(1))
-        seen = self._mask
+        seen = self.mask
         if bias is not None:
             added = bias(0, *self.pairs(q.device)[0]).to(q.dtype)
-            seen = added.masked_fill(~self._mask, float("-inf"))
+            seen = added.masked_fill(~self.mask, float("-inf"))
         if dropout is None:
             out = attend_all(q, k, v, seen)
         elif q.device.type != "cpu":
@@ -71,7 +71,7 @@ class DensePlan:
             rows = zip(of_queries, of_keys, strict=True)
             stays = torch.stack([dropout.keep(queries, keys, q.shape[2]) for queries, keys in rows])
             if bias is None:
-                seen = torch.zeros(self._mask.shape, dtype=q.dtype).masked_fill_(~self._mask, float("-inf"))
+                seen = torch.zeros(self.mask.shape, dtype=q.dtype).masked_fill_(~self.mask, float("-inf"))
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             out = attend_written_out(q, k, v, seen, stays, dropout.p).transpose(1, 2)
         return out.masked_fill(self._sees_nothing[:, :, None, None], 0.0).flatten(0, 1)
