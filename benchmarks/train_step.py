@@ -46,8 +46,9 @@ from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.model_input import ModelInput, builds_kernels, few_lengths
 from megatron_lite.model.layers.tensor_parallel import linear
 from megatron_lite.model.trunk.counts import step_flops
-from megatron_lite.model.trunk.glm import GLM, initialize_parameters
+from megatron_lite.model.trunk.glm import GLM
 from megatron_lite.model.trunk.heads import cross_entropy
+from megatron_lite.model.trunk.initial_weights import initialize_parameters
 from megatron_lite.train.observe.machine import known_peak_tflops
 
 SEQUENCE_LENGTH = 512

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from data_utils.base.errors import ArgumentParser, ConfigError, expanded_path, run_command
 from data_utils.base.files import require_writable
-from megatron_lite.config.tree import Config, load_config
+from megatron_lite.config.tree import load_config
 from megatron_lite.profile.gpus import gpu_named
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def main() -> None:
     require_checkout()
     from benchmarks.step_trace.report import report
     from benchmarks.step_trace.request import TRACED_LAYERS, Request, profile
+    from megatron_lite.profile.estimate import with_vocabulary
 
     config = with_vocabulary(load_config(arguments.config, arguments.overrides))
     gpu = gpu_named(arguments.gpu)
@@ -92,20 +93,6 @@ def measured_beside(request: Request, found: Profile, trace: str | None) -> str:
 
     line = run_module("benchmarks.step_trace.measure", asked)[-1]
     return beside(asdict(found.expected), Measured(**json.loads(line)))
-
-
-def with_vocabulary(config: Config) -> Config:
-    """The configuration with the size of its vocabulary, the tokenizer's if it has none."""
-    from megatron_lite.profile.estimate import require_one_transformer
-
-    require_one_transformer(config)
-    if config.model.vocab_size is not None:
-        return config
-    if config.tokenizer is None:
-        raise ConfigError("model.vocab_size is null; set it, or the tokenizer whose size it takes.")
-    from data_utils.text.tokenizers import load_tokenizer
-
-    return config.with_vocab_size(load_tokenizer(config.tokenizer).vocab_size)
 
 
 def command() -> None:

@@ -31,7 +31,8 @@ from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.model_input import ModelInput
 from megatron_lite.model.trunk import heads
 from megatron_lite.model.trunk.counts import parameter_count
-from megatron_lite.model.trunk.glm import GLM, initialize_parameters
+from megatron_lite.model.trunk.glm import GLM
+from megatron_lite.model.trunk.initial_weights import initialize_parameters
 
 CPU = torch.device("cpu")
 

@@ -82,6 +82,7 @@ TABLE = [
         "tests/train/test_phases.py: needs a run of 50,000 steps",
     ),
     Row("python scripts/profile_step.py", SLOW),
+    Row("python scripts/coordinate_check.py", "tests/train/test_mup.py: trains 24 models"),
     Row("python scripts/convert_checkpoint.py import", "tests/hf: needs released weights"),
     Row("python scripts/analyze.py", "tests/analyze/test_command.py: needs a trained run"),
     Row("python scripts/latent.py", "tests/scripts/test_latent_script.py: needs a run of OPTIMUS"),

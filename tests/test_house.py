@@ -54,13 +54,14 @@ ABILITIES: dict[str, int] = {
     "merged checkpoints": 139,
     "z-loss and a soft cap of the logits": 68,
     "a look inside a run: contextuality, heads, attention, features, probes": 1225,
+    "muP and its check": 364,
 }
 # Figures that may only fall. A change that lowers a figure lowers its number here; tests/support/figures.py prints all.
 CEILINGS = {
     "lines loaded by importing planes": 77,
     "lines loaded by importing batch": 551,
-    "lines loaded by importing tensor_parallel": 2454,
-    "lines loaded by importing glm": 5570,
+    "lines loaded by importing tensor_parallel": 2433,
+    "lines loaded by importing glm": 5472,
     "files of the trunk that name a system": 6,
     "lines of the product": 51080 + sum(ABILITIES.values()),
     "files over 400 lines": 8,

@@ -26,7 +26,7 @@ from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.tree import Config
 from megatron_lite.model.input.model_input import ModelInput
 from megatron_lite.model.kernels.fused import choose_kernels
-from megatron_lite.model.trunk import glm
+from megatron_lite.model.trunk import build as models
 from megatron_lite.parallel.context import ParallelContext, initialize
 from megatron_lite.parallel.launch import Launch
 from megatron_lite.profile.batches import random_batches
@@ -143,12 +143,12 @@ def _engine(config: Config, context: ParallelContext, recorder: Recorder) -> Eng
     coordinator.assert_ints_same_as_other_ranks = lambda *_, **__: None
     torch.nn.Module.to = lambda self, *_, **__: self  # type: ignore[method-assign, assignment]
     torch.nn.Module.bfloat16 = torch.nn.Module.half = lambda self: self  # type: ignore[method-assign]
-    glm.initialize_parameters = lambda *_, **__: None  # type: ignore[assignment]
+    models.initialize_parameters = lambda *_, **__: None  # type: ignore[assignment]
     plain.build_model = _on_device(plain.build_model, config)
     if context.pp.size > 1:
         from megatron_lite.train.engine import pipeline
 
-        pipeline.initialize_parameters = glm.initialize_parameters
+        pipeline.initialize_parameters = models.initialize_parameters
         pipeline._Stages.__init__ = _on_device(pipeline._Stages.__init__, config)  # type: ignore[method-assign]
     return plain.make_engine(config, context, len(LOSS_NAMES))
 

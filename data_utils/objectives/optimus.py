@@ -51,6 +51,7 @@ def _check_stack(key: str, stack: Any) -> None:
         "embedding_size": stack.embedding_size is not None,
         "relative": stack.relative != "none",
         "adapter_size": stack.adapter_size > 0,
+        "mup": stack.mup is not None,
     }
     for option in (name for name, is_set in refused.items() if is_set):
         raise ConfigError(

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, fields
 
 from data_utils.base.losses import MOST_LOSSES
-from data_utils.base.settings import REQUIRED, Former, check, checked, setting
+from data_utils.base.settings import REQUIRED, Former, checked, setting
 from megatron_lite.config.systems import SYSTEMS
 
 ACTIVATIONS = ("gelu_tanh", "gelu_erf", "relu", "silu")
@@ -26,6 +26,15 @@ FORMER_SETTINGS: Former = {
     "sentence_head": ("sentence_classes", {False: 0, True: 2}),
     "task_embedding": ("task_types", {False: 0, True: MOST_LOSSES}),
 }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+@checked("model.mup")
+class MupConfig:
+    base_hidden_size: int = setting(REQUIRED, "hidden_size of the narrow model", at_least=1)
+    base_head_size: int | None = setting(
+        None, "width of its attention heads; null = that of this model", at_least=1
+    )
 
 
 VOCAB_MULTIPLE = 128  # the reference pads vocabularies to a multiple of this, which suits GPU matrix units
@@ -135,6 +144,11 @@ class ModelConfig:
         one_of=INITS,
     )
     init_std: float = setting(0.02, "standard deviation of initial weights", above=0)
+    mup: MupConfig | None = setting(
+        None,
+        "initial scales, rates and logits follow the width, so that a learning rate found on a narrow model of the "
+        "same proportions serves this one (muP, arXiv:2203.03466); null = no",
+    )
     init_words_std: float | None = setting(
         None, "standard deviation of initial word embeddings; null = as init and init_std say", above=0
     )
@@ -224,62 +238,26 @@ class ModelConfig:
     )
 
     def __post_init__(self) -> None:
-        check(
-            self.head_dim is not None or self.hidden_size % self.num_attention_heads == 0,
-            f"model.num_attention_heads ({self.num_attention_heads}) must divide model.hidden_size "
-            f"({self.hidden_size}); choose a divisor of {self.hidden_size}, or set model.head_dim.",
-        )
-        check(
-            self.num_attention_heads % self.key_value_heads == 0,
-            f"model.num_key_value_heads ({self.num_key_value_heads}) must divide model.num_attention_heads "
-            f"({self.num_attention_heads}); choose a divisor of {self.num_attention_heads}.",
-        )
-        check(
-            self.positions == "rotary" or self.block_positions == "added",
-            f"model.block_positions is {self.block_positions} with model.positions {self.positions}, but it is for "
-            "rotary positions; set positions to rotary, or leave block_positions out.",
-        )
-        divisor, rule = (4, "a multiple of 4") if self.block_positions == "halves" else (2, "an even number")
-        check(
-            self.positions != "rotary" or (self.rotary_size > 0 and self.rotary_size % divisor == 0),
-            f"model.rotary_share ({self.rotary_share}) of a head's {self.head_size} features is {self.rotary_size}; "
-            f"rotary positions turn pairs of features: choose a share that gives {rule}.",
-        )
-        check(
-            not self.decoder_layers or not self.share_layers,
-            f"model.decoder_layers is {self.decoder_layers} with model.share_layers, but blocks of encoder and decoder "
-            "differ; set share_layers to false.",
-        )
-        of_one_stack = {
-            "positions": "rotary", "relative": "xlnet", "norm": "deepnorm", "sandwich_norm": True,
-            "num_key_value_heads": self.num_key_value_heads or 0,
-        }  # fmt: skip
-        for name, value in of_one_stack.items():
-            check(
-                not self.decoder_layers or getattr(self, name) != value,
-                f"model.{name} is {value} with model.decoder_layers ({self.decoder_layers}), but cross-attention does "
-                f"not have that; set decoder_layers to 0, or leave {name} out.",
-            )
-        check(
-            self.sentence_classes != 1,
-            "model.sentence_classes is 1; a head needs at least 2 classes: set it to 2, or to 0 for no head.",
-        )
+        from megatron_lite.config.model_rules import check_model
 
-        has_classes = self.task_head in ("classes", "tags")
-        check(
-            has_classes == (self.task_classes > 0),
-            f"model.task_classes is {self.task_classes} with model.task_head {self.task_head}; "
-            + ("set it to the number of classes, 2 or more." if has_classes else "set it to 0."),
-        )
-        check(
-            self.task_pool == "token" or self.task_pooler is None,
-            f"model.task_pool is {self.task_pool} with model.task_pooler {self.task_pooler}; a pool has a layer of its "
-            "own: leave task_pooler out.",
-        )
-        check(
-            self.task_head == "none" or not self.decoder_layers,
-            f"model.task_head is {self.task_head} with model.decoder_layers ({self.decoder_layers}), whose tokens are "
-            "of two stacks; solve the task by predicting tokens, and leave task_head out.",
+        check_model(self)
+
+    @property
+    def begins_by_width(self) -> bool:
+        """Whether initial values follow the widths of the matrices without muP."""
+        return self.init in ("t5", "deepnorm")
+
+    @property
+    def width_ratio(self) -> float:
+        """The width over that of muP's base model; 1 without muP."""
+        return self.hidden_size / self.mup.base_hidden_size if self.mup else 1.0
+
+    @property
+    def query_factor(self) -> float:
+        """Factor of the queries, for kernels that scale scores by 1 / sqrt(head size)."""
+        base = self.mup.base_head_size if self.mup else None
+        return math.sqrt(
+            self.head_size if self.unscaled_scores else (base or self.head_size) / self.head_size
         )
 
     @property
@@ -315,7 +293,8 @@ class ModelConfig:
     @property
     def has_plain_blocks(self) -> bool:
         """Whether blocks are those that one function of autograd computes (fused_block.py)."""
-        return self.is_plain and self.positions != "rotary" and not self.activation_dropout
+        is_fused = self.positions != "rotary" and not self.activation_dropout and self.query_factor == 1.0
+        return self.is_plain and is_fused
 
     @property
     def has_position_tables(self) -> bool:
@@ -374,5 +353,5 @@ OF_TRAINING = frozenset(
 _OF_GLM = OF_TRAINING | {
     "num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position", "layernorm_epsilon", "activation",
     "positions", "block_positions", "rotary_share", "rotary_base", "task_head", "task_classes",
-    "logit_soft_cap",
+    "logit_soft_cap", "mup",
 }  # fmt: skip

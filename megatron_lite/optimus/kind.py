@@ -19,7 +19,7 @@ from megatron_lite.config.tree import Config
 from megatron_lite.model.layers.tensor_parallel import TensorParallel
 from megatron_lite.model.trunk.build import OneTransformer
 from megatron_lite.model.trunk.counts import Shapes, parameter_count, parameter_shapes, step_flops
-from megatron_lite.model.trunk.glm import initialize_parameters
+from megatron_lite.model.trunk.initial_weights import initialize_parameters
 from megatron_lite.model.trunk.trained_model import DECODER, ENCODER
 from megatron_lite.optimus.batch import LatentSamples
 from megatron_lite.optimus.model import LATENT, LatentLayers, Optimus

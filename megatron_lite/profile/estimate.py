@@ -34,6 +34,18 @@ def require_one_transformer(config: Config) -> None:
         )
 
 
+def with_vocabulary(config: Config) -> Config:
+    """A configuration of one Transformer with the size of its vocabulary, the tokenizer's if it has none."""
+    require_one_transformer(config)
+    if config.model.vocab_size is not None:
+        return config
+    if config.tokenizer is None:
+        raise ConfigError("model.vocab_size is null; set it, or the tokenizer whose size it takes.")
+    from data_utils.text.tokenizers import load_tokenizer
+
+    return config.with_vocab_size(load_tokenizer(config.tokenizer).vocab_size)
+
+
 @dataclass(frozen=True)
 class Estimate:
     """A training step, of a pipeline on the rank that has most. Times are milliseconds of a step."""

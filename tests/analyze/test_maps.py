@@ -11,7 +11,8 @@ from data_utils.tasks.layouts.examples import document
 from megatron_lite.analyze.maps import habits, weights_of
 from megatron_lite.analyze.words import Text
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.trunk.glm import GLM, initialize_parameters
+from megatron_lite.model.trunk.glm import GLM
+from megatron_lite.model.trunk.initial_weights import initialize_parameters
 
 SIZES = {
     "num_layers": 2, "hidden_size": 24, "num_attention_heads": 3, "vocab_size": 100, "max_position": 64,

@@ -27,7 +27,8 @@ from megatron_lite.hf.doors.export import ExportOptions, export_run
 from megatron_lite.hf.doors.importing import import_directory
 from megatron_lite.hf.glm.modeling_glm import GLMForMultipleChoice, GLMForSequenceClassification
 from megatron_lite.hf.published.proof import encoder_decoder_inputs, in_rows
-from megatron_lite.model.trunk.glm import GLM, initialize_parameters
+from megatron_lite.model.trunk.glm import GLM
+from megatron_lite.model.trunk.initial_weights import initialize_parameters
 from megatron_lite.train.loop.lr_schedule import learning_rate
 from megatron_lite.train.observe.records import read_metrics
 

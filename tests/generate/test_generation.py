@@ -21,7 +21,8 @@ from megatron_lite.generate.filling import (
 from megatron_lite.generate.open_run import OpenRun
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.model_input import ModelInput
-from megatron_lite.model.trunk.glm import GLM, initialize_parameters
+from megatron_lite.model.trunk.glm import GLM
+from megatron_lite.model.trunk.initial_weights import initialize_parameters
 
 SPECIAL = SpecialTokens(cls=1, sep=2, mask=3, smask=4, gmask=5, sop=6, eop=7, eos=8, pad=0, unk=9, dblock=10)
 CONTEXT = [1, 20, 21, 3, 22, 4, 23, 8]

@@ -14,17 +14,18 @@ from support.hf_runs import tree
 from data_utils.base.errors import CheckpointError, ConfigError, DataError
 from data_utils.base.settings import build, merge, parse_override
 from megatron_lite.config.tree import Config
-from megatron_lite.hf.doors.export import ExportOptions, export_run, require_no_soft_cap
+from megatron_lite.hf.doors.export import ExportOptions, export_run, require_usual_logits
 from megatron_lite.hf.doors.importing import import_directory, import_megatron
 from megatron_lite.hf.glm.modeling_glm import GLMForBlankInfilling
 
 
-def test_a_bound_of_the_logits_is_not_exported():
-    config = build(Config, tree(Path("vocab.txt"), logit_soft_cap=30.0))
+@pytest.mark.parametrize("option", [{"logit_soft_cap": 30.0}, {"mup": {"base_hidden_size": 8}}])
+def test_what_no_class_computes_is_not_exported(option):
+    config = build(Config, tree(Path("vocab.txt"), **option))
     with pytest.raises(
-        CheckpointError, match=r"step_1 has model.logit_soft_cap 30.0, .*; use the run itself"
+        CheckpointError, match=rf"step_1 has model.{next(iter(option))}, .*; use the run itself"
     ):
-        require_no_soft_cap(config, Path("step_1"))
+        require_usual_logits(config, Path("step_1"))
 
 
 # Bad input: one message, nothing written

@@ -6,8 +6,9 @@ from support.distributed import run_ranks
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.model.trunk import heads as module
-from megatron_lite.model.trunk.glm import GLM, initialize_parameters
+from megatron_lite.model.trunk.glm import GLM
 from megatron_lite.model.trunk.heads import cross_entropy
+from megatron_lite.model.trunk.initial_weights import initialize_parameters
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 4 * 11 * 3, 1 << 24])  # one row, three rows, all rows at a time

@@ -22,7 +22,8 @@ from megatron_lite.model.kernels.dropout import (
     token_keys,
 )
 from megatron_lite.model.layers.relative import Distances
-from megatron_lite.model.trunk.glm import GLM, initialize_parameters
+from megatron_lite.model.trunk.glm import GLM
+from megatron_lite.model.trunk.initial_weights import initialize_parameters
 
 KEYS = torch.from_numpy(token_keys(7, np.arange(8), 500).reshape(-1))
 SALTS = torch.from_numpy(salts(24))

@@ -28,7 +28,8 @@ from megatron_lite.model.attention.layout import allowed
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.model_input import ModelInput
 from megatron_lite.model.trunk.counts import parameter_count
-from megatron_lite.model.trunk.glm import GLM, initialize_parameters
+from megatron_lite.model.trunk.glm import GLM
+from megatron_lite.model.trunk.initial_weights import initialize_parameters
 
 CPU = torch.device("cpu")
 GLM_LIKE = ModelConfig(

@@ -20,7 +20,8 @@ from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.model_input import ModelInput
 from megatron_lite.model.layers.tensor_parallel import ColumnParallelLinear, RowParallelLinear, take_products
 from megatron_lite.model.trunk import fused_block
-from megatron_lite.model.trunk.glm import GLM, initialize_parameters
+from megatron_lite.model.trunk.glm import GLM
+from megatron_lite.model.trunk.initial_weights import initialize_parameters
 
 CONFIG = ModelConfig(
     num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=3000, max_position=64,

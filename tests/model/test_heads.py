@@ -31,7 +31,8 @@ from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.model_input import ModelInput, few_count, find_loss_rows, prepare
 from megatron_lite.model.kernels.dropout import keep_features
 from megatron_lite.model.trunk.counts import parameter_count
-from megatron_lite.model.trunk.glm import GLM, initialize_parameters
+from megatron_lite.model.trunk.glm import GLM
+from megatron_lite.model.trunk.initial_weights import initialize_parameters
 from megatron_lite.train.engine.gradient_norms import GradientNorms
 from megatron_lite.train.engine.plain import make_engine
 

@@ -17,7 +17,8 @@ from megatron_lite.model.layers.tensor_parallel import TensorParallel
 from megatron_lite.model.trunk.block import Block, Stream
 from megatron_lite.model.trunk.counts import parameter_count, step_flops
 from megatron_lite.model.trunk.forward import Flow
-from megatron_lite.model.trunk.glm import GLM, initialize_parameters
+from megatron_lite.model.trunk.glm import GLM
+from megatron_lite.model.trunk.initial_weights import initialize_parameters
 from megatron_lite.parallel.collectives import Group
 
 CPU = torch.device("cpu")

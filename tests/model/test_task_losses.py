@@ -14,8 +14,9 @@ from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.model_input import ModelInput
-from megatron_lite.model.trunk.glm import GLM, initialize_parameters
+from megatron_lite.model.trunk.glm import GLM
 from megatron_lite.model.trunk.heads import Terms, cross_entropy, row_scores
+from megatron_lite.model.trunk.initial_weights import initialize_parameters
 from megatron_lite.train.engine.plain import make_engine
 
 CPU = torch.device("cpu")

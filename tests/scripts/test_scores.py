@@ -19,7 +19,8 @@ from data_utils.text.vocabulary import Vocabulary
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.generate.filling import BlankFiller
-from megatron_lite.model.trunk.glm import GLM, initialize_parameters
+from megatron_lite.model.trunk.glm import GLM
+from megatron_lite.model.trunk.initial_weights import initialize_parameters
 from scripts.quickstart import words
 from scripts.quickstart.ngram import BEAMS, DISCOUNT, NGram
 from scripts.quickstart.scores import (

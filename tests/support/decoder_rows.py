@@ -13,7 +13,8 @@ from data_utils.text.special_tokens import SpecialTokens
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.model_input import ModelInput
-from megatron_lite.model.trunk.glm import GLM, initialize_parameters
+from megatron_lite.model.trunk.glm import GLM
+from megatron_lite.model.trunk.initial_weights import initialize_parameters
 
 TWO_STACKS = {"decoder_layers": 2, "segments": 2}
 # Objective -> options of its model. T5 and UniLMv2 have relative positions; BART's layers are post-norm.

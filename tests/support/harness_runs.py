@@ -10,7 +10,8 @@ from data_utils.base.settings import build
 from data_utils.text.tokenizers import load_tokenizer
 from megatron_lite.config.tree import Config
 from megatron_lite.generate.open_run import Run
-from megatron_lite.model.trunk.glm import GLM, initialize_parameters
+from megatron_lite.model.trunk.glm import GLM
+from megatron_lite.model.trunk.initial_weights import initialize_parameters
 from support.decoder_rows import MODELS
 from support.tokenizer_files import bert_vocab
 

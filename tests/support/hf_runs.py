@@ -12,7 +12,8 @@ from megatron_lite.config.tree import Config
 from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.files.weights import Weights
 from megatron_lite.model.trunk.counts import parameter_shapes
-from megatron_lite.model.trunk.glm import GLM, initialize_parameters
+from megatron_lite.model.trunk.glm import GLM
+from megatron_lite.model.trunk.initial_weights import initialize_parameters
 
 WORDPIECE = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", ",", *(f"word{i}" for i in range(60))]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -53,7 +54,7 @@ def adafactor(
         s["C"] = beta * s.get("C", 0.0) + (1 - beta) * square.mean(0)
         u = g / (s["R"] / s["R"].mean()).sqrt()[:, None] / s["C"].sqrt()
     u /= max(1.0, u.square().mean().sqrt().item())
-    lr *= max(1e-3, w.square().mean().sqrt().item())
+    lr *= max(s["least scale"], w.square().mean().sqrt().item())
     w -= lr * (u + (c.weight_decay if decays else 0.0) * w)
 
 
@@ -108,19 +109,37 @@ def blocks(parameter: nn.Parameter, values: torch.Tensor) -> Iterator[torch.Tens
 class Plain:
     """An optimizer of named parameters."""
 
-    def __init__(self, named: Mapping[str, nn.Parameter], settings: OptimizerConfig):
-        self._named, self._settings = named, settings
+    def __init__(self, named: Mapping[str, nn.Parameter], settings: OptimizerConfig, m: float = 1.0):
+        """Args: m: the width over that of muP's base."""
+        self._named, self._settings, self._m = named, settings, m
         self._state: dict[tuple[str, int], State] = {}
+
+    def of_width(self, name: str) -> tuple[OptimizerConfig, float]:
+        """A parameter's settings, and the factor of its learning rate, by muP."""
+        c, m = self._settings, self._m
+        grows = name.startswith("layers.") and name.endswith("weight") and "layernorm" not in name
+        if not grows and name != "heads.projection.dense.weight":
+            return c, 1.0
+        if c.kind == "adafactor":  # steps relative to the weights; it has no eps
+            return dataclasses.replace(c, weight_decay=m * c.weight_decay), m**-0.5
+        if c.kind == "muon" and grows:
+            return dataclasses.replace(c, weight_decay=m**0.5 * c.weight_decay), m**-0.5
+        scaled = dataclasses.replace(c, weight_decay=m * c.weight_decay, eps=c.eps / m)
+        return scaled, m**-0.5 if c.kind == "lamb" else 1 / m
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
         for name, parameter in self._named.items():
+            settings, factor = self.of_width(name)
+            least = 1e-3 * (self._m**-0.5 if factor != 1.0 else 1.0)
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             pairs = zip(blocks(parameter, parameter), blocks(parameter, gradient), strict=True)
             in_a_block = name.startswith("layers.") and name.endswith(".weight") and parameter.dim() == 2
             for block, (weight, part) in enumerate(pairs):
-                state = self._state.setdefault((name, block), {"in a block": in_a_block})
-                PLAIN[self._settings.kind](weight, part, state, self._settings, lr, decays(name))
+                state = self._state.setdefault(
+                    (name, block), {"in a block": in_a_block, "least scale": least}
+                )
+                PLAIN[settings.kind](weight, part, state, settings, lr * factor, decays(name))
 
 
 class Ours:

@@ -51,6 +51,7 @@ from support.parity_cases import (
     HALF,
     KINDS,
     LR,
+    MUP,
     OBJECTIVES,
     OFFLOAD,
     OPTIONS,
@@ -119,11 +120,17 @@ def _one_process(case: Case) -> Record:
     named = dict(model.named_parameters())
     settings = config.optimizer
     groups, betas = parameter_groups(named, config), (settings.beta1, settings.beta2)
-    update = (
-        torch.optim.AdamW(groups, lr=LR, betas=betas, eps=settings.eps).step
-        if case.optimizer == "adamw"
-        else functools.partial(Plain(named, settings).step, LR)
-    )
+    plain = Plain(named, settings, config.model.width_ratio)
+    if case.optimizer == "adamw":
+        decays = {parameter: group["weight_decay"] for group in groups for parameter in group["params"]}
+        own = [plain.of_width(name) for name in named]
+        each = [
+            {"params": [p], "lr": LR * lr, "eps": c.eps, "weight_decay": decays[p] and c.weight_decay}
+            for p, (c, lr) in zip(named.values(), own, strict=True)
+        ]
+        update = torch.optim.AdamW(each, betas=betas).step
+    else:
+        update = functools.partial(plain.step, LR)
     record = Record(as_matrices(named))
     for step in range(case.steps):
         model.zero_grad()
@@ -409,7 +416,7 @@ def main(arguments: list[str] | None = None) -> int:
     for title, cases in (
         ("fp32: every combination", matrix()), ("Dropout", DROPOUT),
         ("Encoder and decoder", PARTS), ("Offloaded optimizer", OFFLOAD),
-        ("Half precision", HALF), ("Options of other systems", OPTIONS),
+        ("Half precision", HALF), ("Options of other systems", OPTIONS), ("muP", MUP),
         ("XLNet's memory", WITH_MEMORY),
     ):  # fmt: skip
         for layout, chosen in by_layout(cases).items():

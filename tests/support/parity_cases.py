@@ -52,6 +52,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "norm": "deepnorm", "init": "deepnorm", "sandwich_norm": True, "embedding_norm": True, "ffn": "gated",
         "ffn_size": 40, "positions": "rotary",
     },
+    "muP": {
+        "mup": {"base_hidden_size": 8, "base_head_size": 2}, "head_transform": True, "init_words_std": 0.5,
+        "rms_norm": True, "biases": "none",
+    },
     "rotary": {"positions": "rotary"},
     "rotary table": {"positions": "rotary", "block_positions": "table", "rotary_share": 0.5},
     "rotary halves": {"positions": "rotary", "block_positions": "halves", "init_words_std": 0.5},
@@ -249,6 +253,13 @@ POSITIONS = [  # rotary ones on GLM's blocks, with each way of the positions in 
         Case(2, 1, 1, 2, recompute="selective", attention_dropout=0.1, variant=variant),
         Case(1, 4, 1, 1, accumulation=4, variant=variant),
     )
+]
+
+MUP = [
+    Case(2, 1, 2, 2, True, accumulation=4, dropout=0.1, variant="muP"),
+    Case(1, 1, 2, 3, variant="muP"),
+    Case(2, 2, 1, 1, variant="muP"),
+    Case(1, 2, 2, 1, recompute="full", accumulation=4, variant="muP"),
 ]
 
 # Without dropout cross-attention of pre-norm models is nearly uniform: gradients of its queries are small differences,

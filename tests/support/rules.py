@@ -245,6 +245,19 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over("optimizer.kind=muon", "parallel.zero_stage=3"),
         ("optimizer.kind is muon with parallel.zero_stage 3", "set zero_stage to 1 or 2"),
     ),
+    "muP without a base": (over("model.mup={}"), ("model.mup.base_hidden_size",)),
+    "muP of no width": (
+        over("model.mup={base_hidden_size: 0}"),
+        ("model.mup.base_hidden_size is 0", "at least 1"),
+    ),
+    "muP and T5's scales": (
+        over("model.mup={base_hidden_size: 8}", "model.init=t5"),
+        ("model.init is t5 with model.mup", "leave one of them out"),
+    ),
+    "muP and ALBERT's embedding": (
+        over("model.mup={base_hidden_size: 8}", "model.embedding_size=16"),
+        ("model.embedding_size is 16 with model.mup", "leave one of them out"),
+    ),
     "lamb on the CPU": (
         over("optimizer.kind=lamb", "parallel.offload_optimizer=true"),
         ("optimizer.kind is lamb with parallel.offload_optimizer", "set that to false"),

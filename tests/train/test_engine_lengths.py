@@ -15,7 +15,8 @@ from data_utils.objectives import LOSS_NAMES
 from megatron_lite.model.input import model_input
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.kernels import compat
-from megatron_lite.model.trunk.glm import GLM, initialize_parameters
+from megatron_lite.model.trunk.glm import GLM
+from megatron_lite.model.trunk.initial_weights import initialize_parameters
 from megatron_lite.train.engine.engine import Engine
 
 CPU = torch.device("cpu")

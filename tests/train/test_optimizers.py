@@ -283,6 +283,14 @@ def test_a_layout_equals_one_process_and_goes_on_in_any(tmp_path):
     assert run(go_on, alone, tmp_path) == [[]]
 
 
+def test_with_mup_a_layout_equals_one_process(tmp_path):
+    cases = [Case(2, 1, 2, 2, True, variant="muP", optimizer=kind) for kind in ALL]
+    for failures, equal in run(train_and_go_on, cases, tmp_path):
+        assert failures == [] and equal == [True] * len(ALL)
+    alone = [replace(case, tensor=1, data=1, zero_stage=1, sequence_parallel=False) for case in cases]
+    assert run(go_on, alone, tmp_path) == [[]]
+
+
 SLOW = [case for case in parity_cases.reduced() if case.zero_stage < 3]
 
 

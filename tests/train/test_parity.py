@@ -43,7 +43,7 @@ def test_half_precision_equals_one_process():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["OFFLOAD", "DROPOUT", "OPTIONS", "POSITIONS", "PARTS", "SHARED_BY_STAGES", "WITH_MEMORY"]
+    "name", ["OFFLOAD", "DROPOUT", "OPTIONS", "POSITIONS", "PARTS", "SHARED_BY_STAGES", "WITH_MEMORY", "MUP"]
 )
 def test_further_cases_equal_one_process(name):
     assert failures(getattr(parity_cases, name)) == []
@@ -58,6 +58,7 @@ def test_further_cases_equal_one_process(name):
         parity_cases.OPTIONS[0],
         parity_cases.POSITIONS[0],
         parity_cases.POSITIONS[4],
+        parity_cases.MUP[0],
         parity_cases.PARTS[3],
         parity_cases.PARTS[6],
         parity_cases.PARTS[-3],

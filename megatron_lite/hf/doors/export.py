@@ -7,6 +7,7 @@ them in a file of the run directory, and an export to that layout takes them fro
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -108,7 +109,7 @@ def export_run(
     """
     with new_directory(output) as directory:
         run = open_run(path, tokenizer_path, decoder_tokenizer_path)
-        require_no_soft_cap(run.config, run.checkpoint.path)
+        require_usual_logits(run.config, run.checkpoint.path)
         if run.config.decoder is not None:
             return _export_optimus(directory, run, options)
         _check_exportable(run, options.layout)
@@ -160,13 +161,14 @@ def _export_optimus(directory: Path, run: OpenRun, options: ExportOptions) -> pr
     return _reported(directory, options, prove)
 
 
-def require_no_soft_cap(config: Config, path: Path) -> None:
-    """Raise CheckpointError for a checkpoint whose logits have a bound: no class written here has one."""
-    for name, model in (("model", config.model), ("decoder", config.decoder)):
-        if model is not None and model.logit_soft_cap is not None:
+def require_usual_logits(config: Config, path: Path) -> None:
+    """Raise CheckpointError for a checkpoint whose logits have a bound or muP's factors: no class written here does."""
+    stacks = (("model", config.model), ("decoder", config.decoder))
+    for (name, model), option in itertools.product(stacks, ("logit_soft_cap", "mup")):
+        if model is not None and getattr(model, option) is not None:
             raise CheckpointError(
-                f"checkpoint {path} has {name}.logit_soft_cap {model.logit_soft_cap}, which the class of transformers "
-                "has not; use the run itself, with scripts/generate.py and scripts/evaluate.py."
+                f"checkpoint {path} has {name}.{option}, which the class of transformers has not; use the run itself, "
+                "with scripts/generate.py and scripts/evaluate.py."
             )
 
 

@@ -64,7 +64,7 @@ from megatron_lite.hf.published.tokenizers import (
     write_tokenizer,
 )
 from megatron_lite.model.trunk.counts import parameter_shapes
-from megatron_lite.model.trunk.glm import initialize_parameters
+from megatron_lite.model.trunk.initial_weights import initialize_parameters
 
 log = logging.getLogger(__name__)
 

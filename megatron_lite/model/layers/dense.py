@@ -12,15 +12,16 @@ from megatron_lite.model.layers.tensor_parallel import TensorParallel, linear, m
 
 
 class Linear(nn.Module):
-    """y = x W^T + b, whole on every rank."""
+    """y = factor x W^T + b, whole on every rank."""
 
-    def __init__(self, in_features: int, out_features: int):
+    def __init__(self, in_features: int, out_features: int, factor: float = 1.0):
         super().__init__()
+        self.factor = factor
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return linear(x, self.weight, self.bias)
+        return linear(x if self.factor == 1.0 else x * self.factor, self.weight, self.bias)
 
 
 class Transform(nn.Module):

@@ -185,18 +185,13 @@ class Embedding(PositionEmbeddings):
         return super().forward(words, ids, flow, decoder)
 
 
-def query_factor(config: ModelConfig) -> float:
-    """Factor of the queries, for kernels that scale scores by 1 / sqrt(head size)."""
-    return math.sqrt(config.head_size) if config.unscaled_scores else 1.0
-
-
 class Attention(nn.Module):
     """Fused Q|K|V projection (contiguous; K and V may have fewer heads), the plan's kernel, output projection."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel, recompute: bool):
         super().__init__()
         self.head_size = config.head_size
-        self.query_factor = query_factor(config)
+        self.query_factor = config.query_factor
         self.dropout = config.attention_dropout
         self.parallel = parallel
         self.recompute = recompute

@@ -16,7 +16,8 @@ from megatron_lite.config.tree import Config
 from megatron_lite.model.input.batch import Samples
 from megatron_lite.model.layers.tensor_parallel import TensorParallel
 from megatron_lite.model.trunk.counts import parameter_count, parameter_shapes, step_flops
-from megatron_lite.model.trunk.glm import GLM, initialize_parameters
+from megatron_lite.model.trunk.glm import GLM
+from megatron_lite.model.trunk.initial_weights import initialize_parameters
 from megatron_lite.model.trunk.trained_model import TrainedModel
 
 

@@ -28,7 +28,7 @@ from megatron_lite.model.layers.tensor_parallel import (
     TensorParallel,
     make_norm,
 )
-from megatron_lite.model.trunk.block import Block, PositionEmbeddings, Stream, query_factor, recomputed
+from megatron_lite.model.trunk.block import Block, PositionEmbeddings, Stream, recomputed
 from megatron_lite.model.trunk.forward import Flow, own_lengths
 
 
@@ -80,7 +80,7 @@ class CrossAttention(nn.Module):
         super().__init__()
         hidden, size, has_bias = config.hidden_size, config.attention_size, config.has_bias("qkv")
         self.head_size = config.head_size
-        self.query_factor = query_factor(config)
+        self.query_factor = config.query_factor
         self.dropout = config.attention_dropout
         self.recompute = recompute
         self.query = ColumnParallelLinear(hidden, size, parallel, has_bias=has_bias)

@@ -75,7 +75,7 @@ class Heads(nn.Module):
         # Its weight is the output projection, where that is not the word embedding.
         self.vocabulary = None if config.tie_word_embeddings else VocabParallelEmbedding(config, parallel)
         self.dropout, self.sentence_dropout = config.final_dropout, config.sentence_dropout
-        self.scale = config.hidden_size**-0.5 if config.scale_head else 1.0
+        self.scale = config.hidden_size**-0.5 if config.scale_head else 1 / config.width_ratio
         self.soft_cap = config.logit_soft_cap
         self.bias = _token_biases(config, parallel) if config.head_bias else None
         # SpanBERT's tokens that are predicted from their span's borders have biases of their own.

@@ -32,7 +32,7 @@ class SentenceHead(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.dense = Linear(config.hidden_size, config.hidden_size)
-        self.classifier = Linear(config.hidden_size, config.sentence_classes)
+        self.classifier = Linear(config.hidden_size, config.sentence_classes, 1 / config.width_ratio)
 
     def forward(self, rows: torch.Tensor, dropout: FeatureDropout | None = None) -> torch.Tensor:
         """Args: dropout: of these rows, before the classifier."""
@@ -51,7 +51,7 @@ class TaskHead(nn.Module):
         self.pooler = Linear(config.hidden_size, config.hidden_size) if needs_pooler else None
         self.pool = Linear(3 * config.hidden_size, config.hidden_size) if config.has_task_pool else None
         self.mix = LayerMix(config) if config.task_mix else None
-        self.classifier = Linear(config.hidden_size, config.task_outputs)
+        self.classifier = Linear(config.hidden_size, config.task_outputs, 1 / config.width_ratio)
 
     def outputs(
         self,

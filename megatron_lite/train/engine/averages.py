@@ -2,7 +2,7 @@
 
     e += (1 - d) (w - e) after each update, d = min(decay, (1 + t) / (10 + t)) in the t-th
 
-Source: the warm-up of d is that of TensorFlow's ExponentialMovingAverage.
+Source: TensorFlow's tf.train.ExponentialMovingAverage with num_updates, in its documentation.
 """
 
 from __future__ import annotations

@@ -26,10 +26,12 @@ NEVER = sys.maxsize
 
 @dataclass(frozen=True)
 class Rate:
-    """Learning rate factor and first trained step of a parameter."""
+    """Factors of learning rate, weight decay and epsilon of a parameter, and its first trained step."""
 
     lr_factor: float = 1.0
     first_step: int = 1  # before it the parameter is frozen; NEVER: it stays as it is
+    decay_factor: float = 1.0
+    eps_factor: float = 1.0  # AdaFactor: of the least scale of the weights
 
     def is_trained(self, step: int) -> bool:
         return step >= self.first_step

@@ -70,7 +70,8 @@ def parameter_groups(
     """Matrices with weight decay; LayerNorm, biases and heads that have no part in the loss without. By rate."""
     groups: dict[tuple[float, Rate], list[nn.Parameter]] = {}
     for name, parameter in named.items():
-        key = _weight_decay(name, config), (rates or {}).get(name, USUAL)
+        rate = (rates or {}).get(name, USUAL)
+        key = _weight_decay(name, config) * rate.decay_factor, rate
         groups.setdefault(key, []).append(parameter)
     return [
         {"params": parameters, "weight_decay": decay, "rate": rate}
@@ -88,11 +89,9 @@ def _decays(name: str, config: Config) -> bool:
 
 def make_adamw(groups: list[dict[str, Any]], settings: OptimizerConfig) -> torch.optim.Optimizer:
     """AdamW of torch or apex."""
-    common: dict[str, Any] = {
-        "lr": 0.0,  # set at every step; DeepSpeed makes one of its own to allocate state at ZeRO 3
-        "betas": (settings.beta1, settings.beta2),
-        "eps": settings.eps,
-    }
+    groups = [{**group, "eps": settings.eps * group["rate"].eps_factor} for group in groups]
+    # The rate is set at every step; DeepSpeed makes one of its own to allocate state at ZeRO 3.
+    common: dict[str, Any] = {"lr": 0.0, "betas": (settings.beta1, settings.beta2)}
     if settings.kernel == "apex":
         from megatron_lite.train.engine import nvidia_apex
 
@@ -188,6 +187,8 @@ class Engine(ABC):
         self._config = config
         self._named = named
         self._rates = rates or {}
+        if config.model.mup is not None:
+            self._rates = {name: self._by_width(name, parameter) for name, parameter in named.items()}
         self._step = 1
         options = config.deepspeed_options(context.dp.size)
         with without_chatter():
@@ -263,6 +264,7 @@ class Engine(ABC):
         """How the optimizer treats a parameter of this global name."""
         tp, pp = self.context.tp, self.context.pp
         is_split = partition_of(parameter).dim is not None
+        rate = self._rates.get(name, USUAL)
         summed_over = None
         if is_partial(parameter):
             summed_over = tp
@@ -271,10 +273,10 @@ class Engine(ABC):
         elif pp.size > 1 and name == TIED and self._config.model.tie_word_embeddings:
             summed_over = self.context.pipeline_ends()
         return Treatment(
-            weight_decay=_weight_decay(name, self._config),
+            weight_decay=_weight_decay(name, self._config) * rate.decay_factor,
             counts=(is_split or tp.rank == 0) and not self._is_tied_copy(name),
             summed_over=summed_over,
-            rate=self._rates.get(name, USUAL),
+            rate=rate,
             moments=self._moments(name, parameter),
         )
 
@@ -286,6 +288,12 @@ class Engine(ABC):
         from megatron_lite.train.engine.optimizers.kinds import moments_of
 
         return moments_of(kind, name, parameter)
+
+    def _by_width(self, name: str, parameter: nn.Parameter) -> Rate:
+        from megatron_lite.train.engine.width_rates import by_width
+
+        is_orthogonal = self._moments(name, parameter) == MOMENTS[:1]
+        return by_width(self._rates.get(name, USUAL), name, self._config, is_orthogonal)
 
     @property
     def named_parameters(self) -> dict[str, nn.Parameter]:

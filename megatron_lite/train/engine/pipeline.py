@@ -44,8 +44,8 @@ from megatron_lite.model.trunk.forward import (
     relative_tables,
     with_bias,
 )
-from megatron_lite.model.trunk.glm import initialize_parameters
 from megatron_lite.model.trunk.heads import Heads, row_losses, sum_losses
+from megatron_lite.model.trunk.initial_weights import initialize_parameters
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.engine.engine import SHARED_BY_STAGES, Engine, StepResult, without_chatter
 

@@ -36,6 +36,9 @@ class AdaFactor(TensorOptimizer):
     def __init__(self, groups: list[dict[str, Any]], layout: Layout, settings: OptimizerConfig):
         super().__init__(groups, layout, settings)
         self._sizes = self.per_tensor(lambda tensor: float(tensor.size))
+        self._least = torch.full((layout.count,), LEAST_SCALE, device=self.device)
+        for part in self.parts:
+            self._least[part.members] *= part.group["rate"].eps_factor
         self._rows: dict[int, slice] = {}  # tensor -> where its means are
         self._columns: dict[int, slice] = {}
         length = 0
@@ -86,7 +89,7 @@ class AdaFactor(TensorOptimizer):
                 self._matrix(part.gradient, piece).mul_(factors[rows][:, None]).mul_(factors[columns])
         sums = self.square_sums(parts, lambda part: part.weights, lambda part: part.gradient)
         of_weights, of_steps = (sums.float() / self._sizes).sqrt()
-        rates, clip = self.share * of_weights.clamp(min=LEAST_SCALE), of_steps.clamp(min=1.0)
+        rates, clip = self.share * of_weights.clamp(min=self._least), of_steps.clamp(min=1.0)
         for part in parts:
             lr, decay = part.group["lr"], part.group["weight_decay"]
             if decay:

@@ -33,7 +33,7 @@ class Lamb(TensorOptimizer):
         if self.settings.bias_correction:
             first = first / (1 - beta1**part.step)
             root.div_((1 - beta2**part.step).sqrt())
-        torch.div(first, root.add_(self.settings.eps), out=part.gradient)
+        torch.div(first, root.add_(self.eps(part)), out=part.gradient)
         part.gradient.add_(part.weights, alpha=part.group["weight_decay"])
 
     @cached_property

@@ -67,8 +67,10 @@ class Muon(TensorOptimizer):
     def __init__(self, groups: list[dict[str, Any]], layout: Layout, settings: OptimizerConfig):
         super().__init__(groups, layout, settings)
         others = [group for group in self.param_groups if group["moments"] == MOMENTS]
+        for group in others:
+            group["eps"] = settings.eps * group["rate"].eps_factor
         betas = settings.beta1, settings.beta2
-        self._adamw = torch.optim.AdamW(others, lr=0.0, betas=betas, eps=settings.eps, fused=True)
+        self._adamw = torch.optim.AdamW(others, lr=0.0, betas=betas, fused=True)
         self._adamw.state = self.state
         self.parts = [part for part in self.parts if part.group["moments"] != MOMENTS]
         self._factors = self.per_tensor(lambda tensor: AS_ADAM * math.sqrt(max(tensor.shape)))

@@ -22,16 +22,16 @@ def _decay(beta: float, step: torch.Tensor) -> torch.Tensor:
 
 class StableAdamW(TensorOptimizer):
     def update(self, parts: list[Part]) -> None:
-        eps, betas = self.settings.eps, (self.settings.beta1, self.settings.beta2)
+        betas = self.settings.beta1, self.settings.beta2
         for part in parts:
             part.move_moments(*((1 - _decay(beta, part.step)) * self.share for beta in betas))
         (sums,) = self.square_sums(
-            parts, lambda part: part.gradient / part.state["exp_avg_sq"].sqrt().clamp_(min=eps)
+            parts, lambda part: part.gradient / part.state["exp_avg_sq"].sqrt().clamp_(min=self.eps(part))
         )
         rms = (sums.float() / self._sizes).sqrt()
         for part in parts:
             rate = part.spread(part.group["lr"] * self.share / rms.clamp(min=1.0))
-            step = part.state["exp_avg"] / part.state["exp_avg_sq"].sqrt().add_(eps)
+            step = part.state["exp_avg"] / part.state["exp_avg_sq"].sqrt().add_(self.eps(part))
             step.add_(part.weights, alpha=part.group["weight_decay"])
             part.weights.addcmul_(step, rate, value=-1)
 

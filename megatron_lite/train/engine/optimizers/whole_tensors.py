@@ -172,6 +172,9 @@ class TensorOptimizer(torch.optim.Optimizer):
         ]
         self.device = self.parts[0].weights.device
 
+    def eps(self, part: Part) -> float:
+        return self.settings.eps * part.group["rate"].eps_factor
+
     @staticmethod
     def moments(name: str, parameter: nn.Parameter) -> tuple[str, ...]:
         """The state of each element of a parameter."""

@@ -1,0 +1,90 @@
+"""Rules among the options of the section `model`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from data_utils.base.settings import check
+
+ModelConfig = Any  # that of model.py, which imports this file
+
+
+def check_model(model: ModelConfig) -> None:
+    """Raise ConfigError for options that contradict each other."""
+    check(
+        model.head_dim is not None or model.hidden_size % model.num_attention_heads == 0,
+        f"model.num_attention_heads ({model.num_attention_heads}) must divide model.hidden_size "
+        f"({model.hidden_size}); choose a divisor of {model.hidden_size}, or set model.head_dim.",
+    )
+    check(
+        model.num_attention_heads % model.key_value_heads == 0,
+        f"model.num_key_value_heads ({model.num_key_value_heads}) must divide model.num_attention_heads "
+        f"({model.num_attention_heads}); choose a divisor of {model.num_attention_heads}.",
+    )
+    check(
+        model.positions == "rotary" or model.block_positions == "added",
+        f"model.block_positions is {model.block_positions} with model.positions {model.positions}, but it is for "
+        "rotary positions; set positions to rotary, or leave block_positions out.",
+    )
+    divisor, rule = (4, "a multiple of 4") if model.block_positions == "halves" else (2, "an even number")
+    check(
+        model.positions != "rotary" or (model.rotary_size > 0 and model.rotary_size % divisor == 0),
+        f"model.rotary_share ({model.rotary_share}) of a head's {model.head_size} features is {model.rotary_size}; "
+        f"rotary positions turn pairs of features: choose a share that gives {rule}.",
+    )
+    check(
+        not model.decoder_layers or not model.share_layers,
+        f"model.decoder_layers is {model.decoder_layers} with model.share_layers, but blocks of encoder and decoder "
+        "differ; set share_layers to false.",
+    )
+    of_one_stack = {
+        "positions": model.positions == "rotary",
+        "relative": model.has_distance_scores,
+        "norm": model.norm == "deepnorm",
+        "sandwich_norm": model.sandwich_norm,
+        "num_key_value_heads": model.num_key_value_heads is not None,
+    }
+    for name, is_chosen in of_one_stack.items():
+        check(
+            not (model.decoder_layers and is_chosen),
+            f"model.{name} is {getattr(model, name)} with model.decoder_layers ({model.decoder_layers}), but "
+            f"cross-attention does not have that; set decoder_layers to 0, or leave {name} out.",
+        )
+    check(
+        model.sentence_classes != 1,
+        "model.sentence_classes is 1; a head needs at least 2 classes: set it to 2, or to 0 for no head.",
+    )
+    _check_mup(model)
+    has_classes = model.task_head in ("classes", "tags")
+    check(
+        has_classes == (model.task_classes > 0),
+        f"model.task_classes is {model.task_classes} with model.task_head {model.task_head}; "
+        + ("set it to the number of classes, 2 or more." if has_classes else "set it to 0."),
+    )
+    check(
+        model.task_pool == "token" or model.task_pooler is None,
+        f"model.task_pool is {model.task_pool} with model.task_pooler {model.task_pooler}; a pool has a layer of its "
+        "own: leave task_pooler out.",
+    )
+    check(
+        model.task_head == "none" or not model.decoder_layers,
+        f"model.task_head is {model.task_head} with model.decoder_layers ({model.decoder_layers}), whose tokens are "
+        "of two stacks; solve the task by predicting tokens, and leave task_head out.",
+    )
+
+
+def _check_mup(model: ModelConfig) -> None:
+    not_covered = {
+        "init": model.begins_by_width,
+        "embedding_size": model.embedding_size is not None,
+        "relative": model.has_distance_scores,
+        "unscaled_scores": model.unscaled_scores,
+        "scale_head": model.scale_head,
+        "scale_embedding": model.scale_embedding,
+    }
+    for name, is_chosen in not_covered.items():
+        check(
+            not (model.mup and is_chosen),
+            f"model.{name} is {getattr(model, name)} with model.mup, whose rules do not cover that; leave one of them "
+            "out.",
+        )
