@@ -259,6 +259,17 @@ def rebuilt_xlnet(example: Example) -> np.ndarray:
     return example.tokens[: content - 1][example.tokens[: content - 1] != SPECIAL.sep]
 
 
+def rebuilt_middle(example: Example) -> np.ndarray:
+    """A cut text has [CLS] first, [SEP] before its suffix and [MASK] before its middle, or its prefix and middle."""
+    answers = from_targets(example).tolist()
+    if answers[0] != SPECIAL.cls:
+        return np.array(answers, np.int32)
+    suffix, middle = answers.index(SPECIAL.sep), answers.index(SPECIAL.mask)
+    prefix, end = answers[1:suffix], [SPECIAL.eos] if answers[-1] == SPECIAL.eos else []
+    last = answers[middle + 1 : len(answers) - len(end)]
+    return np.array([*prefix, *last, *answers[suffix + 1 : middle], *end], np.int32)
+
+
 def is_exchanged(example: Example) -> bool:
     """Whether B is another document's, or stands before A."""
     if (example.objective == LOSS_NAMES.index("permutation")).all():
@@ -282,6 +293,8 @@ ALL_MASKED = {"mask_token_prob": 1.0, "random_token_prob": 0.0}  # a kept token 
 
 RECIPES = {
     "causal": Recipe("causal", causal, from_targets),
+    "fill_in_middle": Recipe("fill_in_middle", causal, rebuilt_middle),
+    "fill_in_middle, always": Recipe("fill_in_middle", causal, rebuilt_middle, {"rate": 1.0}),
     "prefix_lm": Recipe("prefix_lm", from_sop, rebuilt_prefix),
     "roberta": Recipe("masked_lm", everything, rebuilt_in_place, ALL_MASKED, False),
     "bert": Recipe("masked_lm", everything, rebuilt_in_place, ALL_MASKED | {"next_sentence": True}, False),

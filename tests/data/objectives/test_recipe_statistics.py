@@ -29,6 +29,7 @@ from data_utils.base.errors import ConfigError
 from data_utils.base.planes import Example
 from data_utils.objectives import LOSS_NAMES
 from data_utils.objectives.ernie import Ernie, ErnieConfig, TextSegmenter, jieba_segmenter
+from data_utils.objectives.fill_in_middle import FillInMiddleConfig
 from data_utils.text.vocabulary import Vocabulary
 
 
@@ -338,3 +339,48 @@ def test_a_lone_piece_of_xlnet_keeps_its_second_text():
     for example in many(make("xlnet", 40), text_of(30), 50):
         text = example.tokens[(example.ord >= 0) & (example.tokens != SPECIAL.sep)][:-1]
         assert (text == text_of(30)).all()
+
+
+# Fill in the middle
+
+
+def test_a_text_cut_in_three_by_hand():
+    """abcdefgh cut at 2 and 6, of all cuts that are drawn: prefix, suffix, middle, or suffix, prefix, middle."""
+    text = np.arange(1000, 1008)
+    known = {"prefix_token": 7, "suffix_token": 8, "middle_token": 9, "rate": 1.0}
+    for rate, expected in ((0.0, "7ab8gh9cdef"), (1.0, "78gh9abcdef")):
+        made = make("fill_in_middle", 40, suffix_first_rate=rate, **known)
+        found = {tuple(example.targets.tolist()) for example in many(made, text, 2000)}
+        assert tuple(int(c) if c.isdigit() else 1000 + ord(c) - ord("a") for c in expected) in found
+        assert len(found) == (45 if rate == 0.0 else 9)  # suffix first, nothing shows where the prefix ends
+
+
+def test_cuts_are_uniform_and_rates_are_those_given():
+    """Two places of 0 to 4 make 25 ordered pairs; unordered ones of two different places are twice as likely."""
+    made = make("fill_in_middle", 40, rate=0.7, suffix_first_rate=0.3)
+    pairs: Counter = Counter()
+    whole = suffix_next = 0
+    for example in many(made, text_of(4, False), 20000):
+        answers = example.targets.tolist()
+        if answers[0] != SPECIAL.cls:
+            whole += 1
+            continue
+        suffix, middle = answers.index(SPECIAL.sep), answers.index(SPECIAL.mask)
+        if suffix == 1:  # the suffix is first, or the prefix is empty
+            suffix_next += 1
+        else:
+            pairs[suffix - 1, 4 - (middle - suffix - 1)] += 1
+    for count, share in ((whole, 0.3), (suffix_next, 0.7 * (0.3 + 0.7 * 9 / 25))):
+        assert abs(count - 20000 * share) < 5 * np.sqrt(20000 * share * (1 - share))
+    places = [(a, b) for a in range(1, 5) for b in range(a, 5)]
+    drawn = np.array([pairs[place] for place in places])
+    assert drawn.sum() == sum(pairs.values())
+    expected = np.array([1 if a == b else 2 for a, b in places]) * drawn.sum() / 16
+    assert chi_square(drawn, expected) < chi_square_limit(len(drawn) - 1)
+
+
+def test_tokens_of_the_middle_are_checked():
+    with pytest.raises(ConfigError, match=r"are \[5, 5\]; give each an id of its own"):
+        make("fill_in_middle", 40, prefix_token=5, middle_token=5)
+    with pytest.raises(ConfigError, match=r"suffix_token \(50\) must be below model.vocab_size \(50\)"):
+        FillInMiddleConfig(suffix_token=50).check_vocabulary_size(50)

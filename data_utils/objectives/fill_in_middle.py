@@ -1,0 +1,152 @@
+"""Fill in the middle (arXiv:2207.14255): a causal model learns to write what stands between two texts.
+
+With probability `rate` a piece of n tokens is cut at two places, uniform over 0 .. n, into prefix, middle and suffix,
+and written in another order, each part after its own token; [p], [s] and [m] are these tokens:
+
+    [p] prefix [s] suffix [m] middle eos      the suffix after the prefix (PSM)
+    [p] [s] suffix [m] prefix middle eos      the suffix before it: the middle goes on where the prefix ends (SPM)
+
+Every token is predicted from those before it in the new order, as in `causal`, whose rows the other pieces have. The
+cuts are between tokens. The sources cut between characters and tokenise each part alone, which a dataset of tokens
+cannot: a middle never begins within a token here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from data_utils.base.losses import Loss
+from data_utils.base.planes import ORD, POSITION_IDS, TARGETS, TOKENS
+from data_utils.base.random_streams import below, chance, chance_threshold
+from data_utils.base.settings import check, checked, fraction, setting
+from data_utils.objectives.interface import Writing
+from data_utils.objectives.masking import entry_point, inlined
+from data_utils.objectives.registry import register
+from data_utils.objectives.rows import (
+    RowObjective,
+    RowSizes,
+    copy_range,
+    count_up,
+    fill_pieces,
+    mark_document,
+    maskable_length,
+    predict_range,
+)
+
+# Setting -> the role of the token that stands for it in a vocabulary without one of its own.
+_ROLES = {"prefix_token": "cls", "suffix_token": "sep", "middle_token": "mask"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+@checked("fill_in_middle")
+class FillInMiddleConfig(RowSizes):
+    """How often pieces are cut, and the ids of the three tokens."""
+
+    rate: float = fraction(0.5, "part of the pieces that are cut in three; the others are as in causal")
+    suffix_first_rate: float = fraction(
+        0.5, "part of the cut pieces whose suffix stands before the prefix (SPM)"
+    )
+    prefix_token: int | None = setting(None, "id of the token before a prefix; null = [CLS]", at_least=0)
+    suffix_token: int | None = setting(None, "id of the token before a suffix; null = [SEP]", at_least=0)
+    middle_token: int | None = setting(None, "id of the token before a middle; null = [MASK]", at_least=0)
+
+    def __post_init__(self) -> None:
+        given = [
+            token for token in (self.prefix_token, self.suffix_token, self.middle_token) if token is not None
+        ]
+        check(
+            len(set(given)) == len(given),
+            f"fill_in_middle.prefix_token, suffix_token and middle_token are {given}; give each an id of its own.",
+        )
+
+    @property
+    def needed_roles(self) -> tuple[str, ...]:  # type: ignore[override]
+        return tuple(role for name, role in _ROLES.items() if getattr(self, name) is None)
+
+    @property
+    def loss_share(self) -> float:
+        return 1.0
+
+    @property
+    def overhead(self) -> int:
+        """The three tokens."""
+        return 3
+
+    def check_vocabulary_size(self, size: int) -> None:
+        for name in _ROLES:
+            token = getattr(self, name)
+            check(
+                token is None or token < size,
+                f"fill_in_middle.{name} ({token}) must be below model.vocab_size ({size}): it is a token's id; lower "
+                "it.",
+            )
+
+
+@inlined
+def _fill_piece(row, used, limit, document, text, units, start, length, stream, w, cumulative, s):
+    size = maskable_length(text, start, length, s)  # without the eos at its end
+    end = used + length
+    if chance(stream, s.cut_below):
+        first, last = below(stream, size + 1), below(stream, size + 1)
+        if first > last:
+            first, last = last, first
+        end += 3
+        at = used
+        row[TARGETS, at] = s.prefix_id
+        at += 1
+        is_suffix_first = chance(stream, s.suffix_first_below)
+        if not is_suffix_first:
+            copy_range(row, TARGETS, at, at + first, text, start)
+            at += first
+        row[TARGETS, at] = s.suffix_id
+        copy_range(row, TARGETS, at + 1, at + 1 + size - last, text, start + last)
+        at += 1 + size - last
+        row[TARGETS, at] = s.middle_id
+        at += 1
+        if is_suffix_first:
+            copy_range(row, TARGETS, at, at + first, text, start)
+            at += first
+        copy_range(row, TARGETS, at, at + last - first, text, start + first)
+        at += last - first
+        copy_range(row, TARGETS, at, end, text, start + size)
+    else:
+        copy_range(row, TARGETS, used, end, text, start)
+    if s.eos >= 0:
+        row[TOKENS, used] = s.eos
+        copy_range(row, TOKENS, used + 1, end, row[TARGETS], used)
+        predict_range(row, used, end, row[TARGETS], used)
+    else:
+        copy_range(row, TOKENS, used, end, row[TARGETS], used)
+        predict_range(row, used, end - 1, row[TARGETS], used + 1)
+        row[TARGETS, end - 1] = 0
+    count_up(row, POSITION_IDS, used, end, 0)
+    count_up(row, ORD, used, end, 0)
+    mark_document(row, used, end, document, s.loss)
+    return end
+
+
+@entry_point
+def _fill_rows(batch, pieces, tables, settings):
+    fill_pieces(_fill_piece, batch, pieces, tables, settings)
+
+
+@register
+class FillInMiddle(RowObjective):
+    name = "fill_in_middle"
+    config_class = FillInMiddleConfig
+    losses = (Loss("fill_in_middle", 24),)
+    writing = Writing("causal", "left_to_right", before=("eos",), ends=("eos",), is_causal=True)
+    entry = staticmethod(_fill_rows)
+
+    def values(self) -> dict[str, Any]:
+        tokens = {
+            f"{name.removesuffix('_token')}_id": int(
+                getattr(self.vocabulary.special, role)
+                if getattr(self.config, name) is None
+                else getattr(self.config, name)
+            )
+            for name, role in _ROLES.items()
+        }
+        rates = {"cut_below": self.config.rate, "suffix_first_below": self.config.suffix_first_rate}
+        return super().values() | tokens | {name: chance_threshold(rate) for name, rate in rates.items()}
