@@ -9,16 +9,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, cast
 
 from benchmarks.step_trace.counts import difference, extended, scaled
 from benchmarks.step_trace.request import Details, Expected, Request
-from benchmarks.step_trace.trace import Case
+from benchmarks.step_trace.trace import Case, with_layers
 from data_utils.base.settings import build
 from megatron_lite.config.tree import Config
 from megatron_lite.model.trunk.counts import step_flops
-from megatron_lite.profile.gpus import gpu_named
+from megatron_lite.profile.gpus import HOST, gpu_named
+from megatron_lite.profile.parameters import Stage, buckets, stages
+from megatron_lite.profile.sizes import Sizes
+from megatron_lite.profile.step_costs import add_gradients
+from megatron_lite.profile.tally import Tally
 from megatron_lite.train.engine.stage_counts import stage_shares
 
 TRACED_MICRO_BATCHES = 2
@@ -27,6 +31,12 @@ _EVERY, _OTHERS, _ONCE = ("input", "forward"), ("backward", "sums"), ("last_back
 PLACES = ("waits", "pinned", "pageable", "unaligned", "attention")
 _WITHIN = (*_EVERY, *_OTHERS, "last_backward", "last_sums")
 _BACKWARD = ("backward", "last_backward")
+_COUNTED = {
+    "micros": "micros",
+    "collectives": "calls",
+    "collective_bytes": "bytes",
+    "collective_micros": "ring_micros",
+}
 Run = Callable[[Case], dict[str, Any]]
 
 
@@ -39,12 +49,18 @@ class _Rank:
     traced: int  # micro-batches
     micro_batches: int
     result: dict[str, Any]
+    buckets: dict[str, Any]  # what the true number of buckets adds to a step, beside that of extended layers
 
     def of_step(self, key: str) -> Any:
         """A number, or numbers by name, of a whole step."""
         others = (self.micro_batches - 1) / (self.traced - 1) if self.traced > 1 else 0.0
         factors = dict.fromkeys(_EVERY, self.micro_batches / self.traced) | dict.fromkeys(_ONCE, 1.0)
-        return _weighted(self.phases, key, factors | dict.fromkeys(_OTHERS, others))
+        found, more = _weighted(self.phases, key, factors | dict.fromkeys(_OTHERS, others)), self.buckets[key]
+        if not isinstance(found, dict):
+            return found + more
+        return {
+            name: found.get(name, 0.0) + more.get(name, 0.0) for name in sorted(found.keys() | more.keys())
+        }
 
     def of_micro_batch(self, key: str) -> Any:
         """A number of one micro-batch, the mean over those of the traced step."""
@@ -94,7 +110,7 @@ def expect(request: Request, launch_us: float, run: Run) -> dict[str, Any]:
             if "phases" not in result:
                 return result
         sent = sent or less["sent"]
-        ranks.append(_rank(request, config, less, more, layers - depth))
+        ranks.append(_rank(request, config, stage, less, more, depth, layers - depth))
     return _answer(config, request, launch_us, ranks)
 
 
@@ -122,7 +138,15 @@ def _cases(request: Request, config: Config, stage: int, depth: int, sent: Any) 
         yield Case(request.tree, request.processes, rank, depth + more, traced, request.gpu, sent)
 
 
-def _rank(request: Request, config: Config, less: dict[str, Any], more: dict[str, Any], layers: int) -> _Rank:
+def _rank(
+    request: Request,
+    config: Config,
+    place: int,
+    less: dict[str, Any],
+    more: dict[str, Any],
+    depth: int,
+    layers: int,
+) -> _Rank:
     first, second = less["phases"], more["phases"]
     fullest = extended(less["rank_parameters"], more["rank_parameters"], layers)
     model, unit = config.model, 1.0
@@ -133,6 +157,38 @@ def _rank(request: Request, config: Config, less: dict[str, Any], more: dict[str
         scaled(difference(second, first), 1 / unit),
         *_micro_batches(request, config),
         {**less, "rank_parameters": fullest},
+        _bucket_costs(request, config, place, depth, layers),
+    )
+
+
+def _bucket_costs(request: Request, config: Config, place: int, depth: int, layers: int) -> dict[str, Any]:
+    """What sums, exchange and update of gradients cost with all layers, beside `layers` more than `depth` extended.
+
+    Buckets fill up in steps of many layers, not layer by layer.
+    """
+    sizes = Sizes(config, request.processes, cast(Any, None))
+
+    def costs(count: int) -> dict[str, Any]:
+        tally = Tally(gpu_named(request.gpu))
+        if config.parallel.zero_stage < 3 and layers:
+            add_gradients(tally, buckets(_cut_stage(sizes, place, count), sizes), sizes)
+        found = {key: dict(getattr(tally, name)) for key, name in _COUNTED.items()}
+        return {**found, "launches": tally.launches}
+
+    return difference(costs(depth + layers), extended(costs(depth), costs(depth + 1), layers))
+
+
+def _cut_stage(sizes: Sizes, place: int, count: int) -> Stage:
+    """A pipeline stage with so many of its blocks; of a single stage, with so many units of layers."""
+    if sizes.pp == 1:
+        return stages(replace(sizes, config=with_layers(sizes.config, count)))[0]
+    whole = stages(sizes)[place]
+    kept = {f"layers.{whole.first_block + i}." for i in range(count)}
+    return replace(
+        whole,
+        parameters=tuple(
+            p for p in whole.parameters if p.name[:7] != "layers." or p.name.startswith(tuple(kept))
+        ),
     )
 
 
@@ -140,8 +196,9 @@ def _answer(config: Config, request: Request, launch_us: float, ranks: list[_Ran
     gpu, micro_batches = gpu_named(request.gpu), ranks[0].micro_batches
     parallel = config.parallel
     bubble = 1 + (parallel.pipeline_parallel_size - 1) / micro_batches
-    slowest = max(ranks, key=lambda rank: max(rank.launches * launch_us / 1e3, rank.roofline_ms))
-    host_ms = max(rank.launches for rank in ranks) * launch_us / 1e3 * bubble
+    host, rows = replace(HOST, operation_us=launch_us), config.batch.micro_batch_size * micro_batches
+    slowest = max(ranks, key=lambda rank: max(host.millis(rank.launches, 0), rank.roofline_ms))
+    host_ms = host.millis(max(rank.launches for rank in ranks), rows * config.row_length / 512) * bubble
     roofline_ms = max(rank.roofline_ms for rank in ranks) * bubble
     work = [
         ranks[0].result[key] / ranks[0].traced * micro_batches

@@ -10,8 +10,21 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 
 from megatron_lite.profile.gpus import Gpu
-from megatron_lite.profile.roofline import Members, attention_micros, kernel_micros, ring_micros
+from megatron_lite.profile.roofline import (
+    ISSUE,
+    SORT_KERNELS,
+    Members,
+    Work,
+    attention_micros,
+    kernel_micros,
+    product_micros,
+    ring_micros,
+)
 
+_DROPOUT = {  # operator -> its argument
+    "_flash_attention_forward": 7, "_flash_attention_backward": 10,
+    "_scaled_dot_product_efficient_attention": 5, "_scaled_dot_product_efficient_attention_backward": 9,
+}  # fmt: skip
 _GATHERS = {"embedding", "index_select", "gather", "index"}
 
 
@@ -27,12 +40,14 @@ def cost_of(
     func: Any, name: str, args: Any, kwargs: Any, out: Any, gpu: Gpu, phase: str
 ) -> tuple[str, float]:
     """Kind of kernel and microseconds on a device."""
-    micros = kernel_micros(_bytes(func, name, args, kwargs, out), 0.0, gpu)
+    size = _bytes(func, name, args, kwargs, out)
     if "attention" in name:
-        return "attention", max(_attention_micros(name, args, gpu), 0.0 if _pairs(name, args) else micros)
-    flops = _matmul_flops(name, args)
-    if flops:
-        return "matmul", max(micros, flops / gpu.matmul_tflops / 1e6)
+        return "attention", _attention_micros(name, args, gpu)
+    product = _product(name, args)
+    if product:
+        return "matmul", product_micros(*product[:3], size, gpu, product[3])
+    micros = kernel_micros(size, gpu, _issued(name, args, out), _rounds(name, out))
+    micros += (name == "embedding_dense_backward") * SORT_KERNELS * gpu.least_us
     if phase == "step":
         return "optimizer", micros
     return "elementwise", micros
@@ -63,44 +78,64 @@ def _on_device(tree: Any) -> Iterator[torch.Tensor]:
     return (t for t in tree_leaves(tree) if isinstance(t, torch.Tensor) and t.device.type == "cuda")
 
 
-def _matmul_flops(name: str, args: Any) -> float:
-    if name == "mm":
-        return 2.0 * args[0].shape[0] * args[0].shape[1] * args[1].shape[1]
-    if name == "addmm":
-        return 2.0 * args[1].shape[0] * args[1].shape[1] * args[2].shape[1]
+def _product(name: str, args: Any) -> tuple[int, int, int, int] | None:
+    """Rows, inner size, columns and number of the products of an operation, if it is one."""
+    if name in ("mm", "addmm"):
+        a, b = args[:2] if name == "mm" else args[1:3]
+        return a.shape[0], a.shape[1], b.shape[1], 1
     if name in ("bmm", "baddbmm"):
-        a, b = args[-2:] if name == "bmm" else args[1:3]
-        return 2.0 * a.shape[0] * a.shape[1] * a.shape[2] * b.shape[2]
-    return 0.0
+        a, b = args[:2] if name == "bmm" else args[1:3]
+        return a.shape[1], a.shape[2], b.shape[2], a.shape[0]
+    return None
+
+
+def _issued(name: str, args: Any, out: Any) -> float:
+    """Instructions of a kernel of this project."""
+    if name.startswith("bias_gelu"):
+        name += "_erf" * (not args[-1])
+    if name not in ISSUE:
+        return 0.0
+    return ISSUE[name] * max(tensor.numel() for tensor in _on_device((args, out)))
+
+
+def _rounds(name: str, out: Any) -> float:
+    """Rows that each program of a kernel takes, where they are few programs."""
+    if name not in ("add_norm_backward", "join_pair"):
+        return 0.0
+    *found, sums = out
+    return max(tensor.shape[0] for tensor in found) / sums.shape[0]
 
 
 def _attention_micros(name: str, args: Any, gpu: Gpu) -> float:
-    pairs, heads, head_dim = _pairs(name, args) or 0.0, 0, 0
-    query = args[1] if "backward" in name else args[0]
-    if query.dim() == 4:  # [B, H, S, D]
-        heads, head_dim = query.shape[1], query.shape[3]
-    else:  # variable lengths: [T, H, D]
-        heads, head_dim = query.shape[1], query.shape[2]
-    flops = 4.0 * heads * head_dim * pairs
-    return attention_micros(flops, "backward" in name, gpu)
-
-
-def _pairs(name: str, args: Any) -> float:
-    """Pairs of query and key that a call computes."""
+    backward = "backward" in name
+    query, key = args[backward], args[backward + 1]
+    heads, rows = query.shape[1], query.shape[0] * (query.shape[2] if query.dim() == 4 else 1)
     if name.startswith("flex_attention"):
-        return float(args[-1])
+        work = Work(float(args[-1]), float(rows), "flex")
+    elif query.dim() == 4:  # [B, H, S, D]
+        pairs, along = rows * key.shape[2], key.shape[2] if backward else query.shape[2]
+        work = Work(float(pairs), float(query.shape[0] * along), "dense" if "efficient" in name else "full")
+    else:  # variable lengths: [T, H, D]
+        work = _varlen(name, args)
+    p = _probability(name, args)
+    return attention_micros(work, heads, query.shape[-1], p, backward, gpu, rows)
+
+
+def _probability(name: str, args: Any) -> float:
+    """Dropout's."""
+    return float(args[_DROPOUT[name]]) if name in _DROPOUT else 0.0
+
+
+def _varlen(name: str, args: Any) -> Work:
     first = 1 if "backward" in name else 0
-    query, key = args[first], args[first + 1]
-    if query.dim() == 4:
-        return float(query.shape[0] * query.shape[2] * key.shape[2])
+    query = args[first]
     # aten::_flash_attention_forward(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, ..)
     # aten::_flash_attention_backward(grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, ..)
     place = 6 if first else 3
     starts: list[Any] = [getattr(args[place + i], "host_values", None) for i in range(2)]
     is_causal = bool(args[11] if first else args[8])
     if starts[0] is None or starts[1] is None:
-        return float(query.shape[0] * args[place + 3])
+        return Work(float(query.shape[0] * args[place + 3]), float(query.shape[0]), "full")
     with unset_fake_temporarily():
-        queries, keys = (s.diff().double() for s in starts)
-        pairs = queries * keys - (queries * (queries - 1) / 2 if is_causal else 0)
-        return float(pairs.clamp(min=0).sum())
+        queries, keys = (s.diff().double().numpy() for s in starts)
+    return Work.of(queries, keys, is_causal, query.shape[-1], _probability(name, args), bool(first))

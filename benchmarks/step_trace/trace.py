@@ -92,14 +92,17 @@ def _reduced(config: Config, case: Case) -> Config:
     """The configuration with the traced number of layers and micro-batches."""
     dp = config.parallel.data_parallel_size(case.processes)
     batch = replace(config.batch, global_batch_size=config.batch.micro_batch_size * dp * case.micro_batches)
+    config = replace(config, batch=batch)
+    return with_layers(config, case.layers) if config.parallel.pipeline_parallel_size == 1 else config
+
+
+def with_layers(config: Config, units: int) -> Config:
+    """The configuration with so many layers, or units of encoder and decoder."""
     model = config.model
-    if config.parallel.pipeline_parallel_size == 1:
-        units = model.layer_units
-        encoder, decoder = (
-            count // units * case.layers for count in (model.num_layers, model.decoder_layers)
-        )
-        model = replace(model, num_layers=encoder, decoder_layers=decoder)
-    return replace(config, batch=batch, model=model)
+    encoder, decoder = (
+        count // model.layer_units * units for count in (model.num_layers, model.decoder_layers)
+    )
+    return replace(config, model=replace(model, num_layers=encoder, decoder_layers=decoder))
 
 
 def _context(config: Config, case: Case) -> ParallelContext:

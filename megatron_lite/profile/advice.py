@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from data_utils.base.errors import ConfigError
 from megatron_lite.config.tree import Config
 from megatron_lite.model.trunk.counts import parameter_count
-from megatron_lite.profile.estimate import LAUNCH_US, RESERVED_GIB, Estimate, estimate
-from megatron_lite.profile.gpus import Gpu
+from megatron_lite.profile.estimate import RESERVED_GIB, Estimate, estimate
+from megatron_lite.profile.gpus import HOST, Gpu
 from megatron_lite.profile.rows import Rows
 
 MOST_MICRO_BATCH = 64
@@ -116,7 +116,8 @@ def dry_run_report(config: Config, processes: int, gpu: Gpu, found: Estimate) ->
             f"{parallel.tensor_parallel_size}, ZeRO {parallel.zero_stage}, recompute {config.training.recompute}, "
             f"{config.batch.accumulation_steps(dp)} micro-batches of {config.batch.micro_batch_size} x "
             f"{config.row_length} tokens a step",
-            f"device            {gpu.describe()}; the host takes {LAUNCH_US:g} us for an operation",
+            f"device            {gpu.describe()}; the host takes {HOST.operation_us:g} us for an operation and "
+            f"{HOST.row_us:g} for a row of 512 tokens",
             f"memory            {found.peak_gib:.2f} GiB on the fullest rank at the peak ({parts}); with "
             f"{RESERVED_GIB:g} GiB for CUDA, NCCL and fragmentation it {room} {gpu.memory_gib:g} GiB",
             f"a step            {found.tokens:,.0f} tokens; GPU {found.roofline_ms:,.0f} ms, host "

@@ -6,6 +6,8 @@ The list follows block.py and fused_block.py, kernel by kernel; tests compare it
 
 from __future__ import annotations
 
+from megatron_lite.profile.roofline import ISSUE
+from megatron_lite.profile.rows import Call
 from megatron_lite.profile.sizes import Sizes
 from megatron_lite.profile.tally import Tally
 
@@ -63,7 +65,8 @@ class BlockCosts:
                 self._add(tally)
             self._plain_norm(tally, self.t)
         else:
-            tally.kernel((4 if has_x else 2) * size + self.t * (8 + 4 * (self.dropout and has_x)))
+            size = (4 if has_x else 2) * size + self.t * (8 + 4 * (self.dropout and has_x))
+            tally.kernel(size, issued=self._issued("add_norm"))
 
     def _plain_norm(self, tally: Tally, tokens: float) -> None:
         numbers = tokens * self.s.width
@@ -77,7 +80,7 @@ class BlockCosts:
     def _add(self, tally: Tally) -> None:
         size = self.t * self.s.width * self.e
         if self.has_kernels:
-            tally.kernel(3 * size + 4 * self.t * self.dropout)
+            tally.kernel(3 * size + 4 * self.t * self.dropout, issued=self._issued("add_norm"))
         else:
             tally.kernel(2 * size, 2)  # the bias, and the sum
             if self.dropout:
@@ -107,18 +110,22 @@ class BlockCosts:
         tally.product(self.T, s.attended, s.width, self.e)
         self._leave(tally, self.T)
 
-    def calls(self) -> list[tuple[float, float, float, float]]:
-        """(queries, gathered keys, keys, pairs) of each call; padding is 64 tokens that see each other."""
+    def calls(self) -> list[Call]:
+        """The calls of a micro-batch; padding is 64 tokens that see each other."""
         stack, micro = self.s.stack(self.is_decoder), self.s.config.batch.micro_batch_size
-        found = [
-            (call.queries * micro, call.gathered * micro, call.keys * micro, call.pairs * micro)
-            for call in stack.calls
-        ]
+        found = [call.times(micro) for call in stack.calls]
         if stack.kernel == "varlen" and found:
-            queries, gathered, keys, pairs = found[0]
-            padding = max(0.0, self.T - sum(call[0] for call in found))
-            found[0] = queries + padding, gathered, keys + padding, pairs + padding * 64
+            padding = max(0.0, self.T - sum(call.queries for call in found))
+            found[0] = found[0].plus(self.s.rows.padding.times(padding / 64))
         return found
+
+    def _call(self, tally: Tally, call: Call, backward: bool) -> None:
+        work = call.backward if backward else call.forward
+        tally.attention(work, call.queries, self.s.heads, self.model, backward)
+
+    def _issued(self, kernel: str, numbers: float = 0.0) -> float:
+        """Instructions of a kernel over these numbers, or over the hidden state."""
+        return ISSUE[kernel] * (numbers or self.t * self.s.width)
 
     def _attend(self, tally: Tally) -> None:
         """Attention without its products: the part that selective recomputation repeats."""
@@ -129,18 +136,18 @@ class BlockCosts:
             tally.kernel(2 * whole)
             tally.kernel(6 * whole)
         calls = self.calls()
-        for _, gathered, _, pairs in calls:
-            if gathered:
-                tally.kernel(4 * gathered * s.attended * self.e)
+        for call in calls:
+            if call.gathered:
+                tally.kernel(4 * call.gathered * s.attended * self.e)
             if kernel == "dense":
-                self._distances(tally, pairs)
-                self._masked(tally, pairs)
-            tally.attention(pairs, s.heads, self.model.head_size, backward=False)
+                self._distances(tally, call.pairs)
+                self._masked(tally, call.pairs)
+            self._call(tally, call, backward=False)
         if kernel == "dense":
             tally.kernel(2 * whole)  # zeros for what sees nothing
         elif kernel == "flex":
             if self.model.attention_dropout > 0:  # once more, for the sums of the weights that stay
-                tally.attention(calls[0][3], s.heads, self.model.head_size, backward=False)
+                self._call(tally, calls[0], backward=False)
                 tally.small(6)
                 tally.kernel(3 * whole)
         elif len(calls) > 1:
@@ -203,16 +210,16 @@ class BlockCosts:
             tally.kernel(2 * whole)
         if is_dense:
             tally.small(2)
-            tally.kernel((1 + self.e) * self._cross_pairs())
-        tally.attention(self._cross_pairs(), s.heads, self.model.head_size, backward=False)
+            tally.kernel((1 + self.e) * self._cross_call().pairs)
+        self._call(tally, self._cross_call(), backward=False)
         if is_dense:
             tally.kernel(2 * whole)
         tally.product(self.T, s.attended, s.width, self.e)
         self._leave(tally, self.T)
 
-    def _cross_pairs(self) -> float:
+    def _cross_call(self) -> Call:
         assert self.s.rows.cross is not None
-        return self.s.rows.cross.pairs * self.s.config.batch.micro_batch_size
+        return self.s.rows.cross.times(self.s.config.batch.micro_batch_size)
 
     def _mlp(self, tally: Tally, ends_early: bool) -> None:
         s = self.s
@@ -225,14 +232,17 @@ class BlockCosts:
 
     def _activation(self, tally: Tally) -> None:
         size = self.T * self.s.inner * self.e
-        tally.kernel(2 * size)
         is_kernel = self.has_kernels and self.model.activation.startswith("gelu")
+        tally.kernel(2 * size, issued=self._gelu("bias_gelu") * is_kernel)
         if self.model.has_bias("mlp") and not is_kernel:
             tally.kernel(2 * size)
         if self.model.ffn == "gated":
             tally.kernel(3 * size)
         if self.model.activation_dropout > 0:
             tally.kernel(2 * size)
+
+    def _gelu(self, kernel: str) -> float:
+        return self._issued(kernel + "_erf" * (self.model.activation != "gelu_tanh"), self.T * self.s.inner)
 
     def _others(self, tally: Tally, times: float) -> None:
         """Norms of a sandwich, the residual's factor, adapters; in the backward pass twice as many kernels."""
@@ -289,12 +299,14 @@ class BlockCosts:
             if has_x and self.dropout:
                 tally.kernel(2 * size, 9)
         else:
-            tally.kernel((4 + (has_x and self.dropout)) * size + sums + 8 * self.t)
+            size = (4 + (has_x and self.dropout)) * size + sums + 8 * self.t
+            tally.kernel(size, issued=self._issued("add_norm_backward"), rounds=self.t / _NORM_PROGRAMS)
             self._finish(tally)
 
     def _add_backward(self, tally: Tally) -> None:
         if self.dropout or self.model.has_bias("mlp"):
-            tally.kernel(2 * self.t * self.s.width * self.e + _NORM_PROGRAMS * self.s.width * 4)
+            size = 2 * self.t * self.s.width * self.e + _NORM_PROGRAMS * self.s.width * 4
+            tally.kernel(size, issued=self._issued("add_norm_backward"), rounds=self.t / _NORM_PROGRAMS)
         if self.model.has_bias("mlp"):
             tally.small(1)
 
@@ -329,7 +341,9 @@ class BlockCosts:
             tally.kernel(2.2 * size, 7)  # of the activation, and its halves put together
             tally.kernel(4 * size)
         else:
-            tally.kernel(3 * size + _GELU_PROGRAMS * s.inner * 4)
+            is_kernel = self.has_kernels and self.model.activation.startswith("gelu")
+            issued = self._gelu("bias_gelu_backward") * is_kernel
+            tally.kernel(3 * size + _GELU_PROGRAMS * s.inner * 4, issued=issued)
             if has_bias:
                 self._finish(tally)
         if self.model.activation_dropout > 0:
@@ -340,22 +354,26 @@ class BlockCosts:
         s, kernel = self.s, self.s.stack(self.is_decoder).kernel
         self._products_backward(tally, self.T, s.attended, s.width, False, False)
         calls = self.calls()
-        for *_, pairs in calls:
-            tally.attention(pairs, s.heads, self.model.head_size, backward=True)
+        for call in calls:
+            self._call(tally, call, backward=True)
         whole = self.T * s.attended * self.e
         if kernel == "dense":
             tally.kernel(2 * whole)
-            self._unmasked(tally, calls[0][3])
-            self._distances(tally, calls[0][3], backward=True)
+            self._unmasked(tally, calls[0].pairs)
+            self._distances(tally, calls[0].pairs, backward=True)
             tally.kernel(6 * whole)
         elif kernel == "flex":
             if self.model.attention_dropout > 0:
-                tally.attention(calls[0][3], s.heads, self.model.head_size, backward=True)
+                self._call(tally, calls[0], backward=True)
                 tally.kernel(3 * whole, 5)
         elif len(calls) > 1:
-            keys = sum(call[2] for call in calls)
-            read = sum(call[0] for call in calls) + 2 * keys
-            tally.kernel((read + 3 * self.T) * s.attended * self.e + _NORM_PROGRAMS * 3 * s.attended * 4)
+            read = sum(call.queries + 2 * call.keys for call in calls)
+            size = (read + 3 * self.T) * s.attended * self.e + _NORM_PROGRAMS * 3 * s.attended * 4
+            tally.kernel(
+                size,
+                issued=self._issued("join_pair", 3 * self.T * s.attended),
+                rounds=self.T / _NORM_PROGRAMS,
+            )
         else:
             tally.kernel(2 * whole)
             tally.kernel(4 * whole)
@@ -375,7 +393,7 @@ class BlockCosts:
             tally.kernel(2 * whole)
         if s.stack(True).kernel == "dense":
             tally.kernel(2 * whole)
-        tally.attention(self._cross_pairs(), s.heads, self.model.head_size, backward=True)
+        self._call(tally, self._cross_call(), backward=True)
         tally.kernel(4 * encoded * s.attended * self.e)
         self._products_backward(tally, encoded, s.width, 2 * s.attended, True, has_bias)
         self._products_backward(tally, self.T, s.width, s.attended, True, has_bias)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from data_utils.base.errors import ConfigError
 from megatron_lite.config.tree import Config
 from megatron_lite.model.trunk.counts import step_flops
-from megatron_lite.profile.gpus import Gpu
+from megatron_lite.profile.gpus import HOST, Gpu
 from megatron_lite.profile.memory import Peak, peak
 from megatron_lite.profile.parameters import Stage, stages
 from megatron_lite.profile.rows import Rows
@@ -19,9 +19,6 @@ from megatron_lite.profile.sizes import Sizes
 from megatron_lite.profile.step_costs import stage_tally
 from megatron_lite.profile.tally import Tally
 
-# Microseconds of the host for each operation that starts a kernel: Python, torch, Triton and 2.5 for CUDA's launch.
-# Measured with small blocks on server CPUs: 21 where idle, 50 where crowded. scripts/profile_step.py measures its own.
-LAUNCH_US = 20.0
 RESERVED_GIB = 3.0  # for CUDA, NCCL and fragmentation, which no count shows
 
 
@@ -106,7 +103,7 @@ def estimate(config: Config, processes: int, gpu: Gpu, rows: Rows) -> Estimate:
         collectives=_most(tallies, "calls", 1.0),
         collective_mb=_most(tallies, "bytes", 1e6),
         communication_ms=_most(tallies, "ring_micros", 1e3),
-        host_ms=max(_launches(tally) for tally in tallies) * LAUNCH_US / 1e3 * bubble,
+        host_ms=HOST.millis(max(_launches(tally) for tally in tallies), samples * rows.length / 512) * bubble,
         roofline_ms=_micros(slowest) / 1e3 * bubble,
         bubble=bubble,
         rank_parameters=max(stage.numbers for stage in every),

@@ -1,15 +1,16 @@
-"""Rates of GPUs, from which the roofline of a step is computed: data sheets, and the share of them that kernels reach.
-
-`peak`, `memory` and `links` are from the vendors' data sheets. The reached rates of A100 and H100 follow published
-measurements of cuBLAS, FlashAttention 2 and copies; none was measured by this project. The other GPUs are assumed to
-reach the same share of their peak as the H100.
-"""
+"""Rates of GPUs and hosts, from which the roofline of a step is computed: gpus.yaml has each with its source."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from data_utils.base.errors import ConfigError
+from data_utils.base.setting_files import load_yaml
+
+CONSTANTS = Path(__file__).with_name("gpus.yaml")
+GPUS_OF_A_NODE = 8
 
 
 @dataclass(frozen=True)
@@ -17,49 +18,77 @@ class Gpu:
     """One device. Rates are in TFLOP/s of bf16, TB/s and GB/s; times in microseconds."""
 
     name: str
-    peak_tflops: float  # dense bf16, of the data sheet: what MFU is a part of
-    matmul_tflops: float  # reached by large matmuls
-    bandwidth_tbs: float  # of memory, reached by elementwise kernels
-    flash_forward_tflops: float  # reached by attention of heads of 64 and a few hundred tokens
-    flash_backward_tflops: float
+    peak_tflops: float  # dense bf16: what MFU is a part of
+    processors: int  # SMs
+    issue_lanes: int  # instructions of a thread that a processor issues in a cycle
+    clock_ghz: float
     memory_gib: float  # of the device; a process has 1 to 3 less
+    matmul_tflops: float  # of processors that all have a tile
+    bandwidth_tbs: float  # of memory, reached by elementwise kernels
+    flash_64: tuple[float, float]  # attention of heads of 64 in long rows, forward and backward
+    flash_128: tuple[float, float]
+    flash_start: float  # keys that a tile of queries costs before its first
+    flash_causal: float  # share of the rate where tiles see ever more keys
+    flash_dropout: float  # instructions for each pair
+    dense_share: float  # of the rate, with a bias or mask for each pair
+    flex_share: float
+    unhidden: float  # of the shorter of issue and memory, what the longer one does not hide
+    least_us: float  # of any kernel
+    round_us: float  # of a program's next row where too few programs wait at a time
     link_gbs: float  # to GPUs of the same node, per direction
-    network_gbs: float  # to other nodes, per GPU and direction
-    reached: str  # where the reached rates come from
-    least_us: float = 3.0  # of any kernel
-    least_attention_us: tuple[float, float] = (8.0, 20.0)  # of a call, forward and backward
+    network_gbs: float  # to other nodes, per GPU and direction, of a ring with few members in a node
+    node_gbs: float  # of a ring over whole nodes
+    link_us: float  # least of a collective in a node
+    network_us: float
+
+    @property
+    def issue_rate(self) -> float:
+        """Instructions of threads in a microsecond."""
+        return self.processors * self.issue_lanes * self.clock_ghz * 1e3
 
     def ring_gbs(self, members_of_a_node: int, has_other_nodes: bool) -> float:
         """GB/s of a ring of ranks. Each GPU has its own link to the network, so the ranks of a node share several."""
         if not has_other_nodes:
             return self.link_gbs
-        return min(self.link_gbs, members_of_a_node * self.network_gbs)
+        is_whole = members_of_a_node >= GPUS_OF_A_NODE
+        return min(self.link_gbs, self.node_gbs if is_whole else members_of_a_node * self.network_gbs)
 
     def describe(self) -> str:
         """The constants in a line, as every output states them."""
         return (
-            f"{self.name}: peak {self.peak_tflops:g} TFLOP/s, {self.memory_gib:g} GiB; reached ({self.reached}): "
-            f"matmul {self.matmul_tflops:g} TFLOP/s, memory {self.bandwidth_tbs:g} TB/s, flash "
-            f"{self.flash_forward_tflops:g}/{self.flash_backward_tflops:g} TFLOP/s forward/backward; a kernel "
-            f"at least {self.least_us:g} us, an attention call {self.least_attention_us[0]:g}/"
-            f"{self.least_attention_us[1]:g} us; links {self.link_gbs:g} GB/s in a node, {self.network_gbs:g} per GPU "
-            "between"
+            f"{self.name}: peak {self.peak_tflops:g} TFLOP/s, {self.memory_gib:g} GiB; expected, not measured "
+            f"(sources: megatron_lite/profile/gpus.yaml): {self.processors} processors, full waves of products "
+            f"{self.matmul_tflops:g} TFLOP/s, memory {self.bandwidth_tbs:g} TB/s, attention "
+            f"{self.flash_64[0]:g}/{self.flash_64[1]:g} TFLOP/s forward/backward; links {self.link_gbs:g} GB/s in a "
+            f"node, {self.network_gbs:g} per GPU between, {self.node_gbs:g} between whole nodes"
         )
 
 
-_PUBLISHED, _ASSUMED = "published by others", "assumed as on the H100"
-GPUS_OF_A_NODE = 8
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        Gpu("h100", 989, 650, 2.8, 300, 230, 79, 360, 40, _PUBLISHED),
-        Gpu("h200", 989, 650, 4.0, 300, 230, 140, 360, 40, _ASSUMED),
-        Gpu("gh200", 989, 650, 3.3, 300, 230, 95, 360, 40, _ASSUMED),
-        Gpu("b200", 2250, 1480, 6.7, 680, 520, 178, 720, 40, _ASSUMED),
-        Gpu("a100", 312, 250, 1.7, 170, 130, 79, 240, 20, _PUBLISHED),
-        Gpu("a100-40", 312, 250, 1.3, 170, 130, 39.5, 240, 20, _PUBLISHED),
-    )
-}
+@dataclass(frozen=True)
+class Host:
+    """Microseconds of the Python of a rank, beside the device."""
+
+    operation_us: float  # that starts a kernel: Python, torch, Triton and CUDA's launch
+    row_us: float  # of the planning of a row
+
+    def millis(self, operations: float, rows: float) -> float:
+        """Milliseconds of a step."""
+        return (operations * self.operation_us + rows * self.row_us) / 1e3
+
+
+def _table() -> dict[str, dict[str, Any]]:
+    """Name -> constant -> value."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, constants in load_yaml(CONSTANTS).items():
+        own = {key: each["value"] for key, each in constants.items() if key != "like"}
+        own = {key: tuple(value) if isinstance(value, list) else value for key, value in own.items()}
+        found[name] = {**found.get(constants.get("like"), {}), **own}
+    return found
+
+
+_TABLE = _table()
+HOST = Host(**_TABLE.pop("host"))
+GPUS = {name: Gpu(name, **constants) for name, constants in _TABLE.items()}
 
 
 def gpu_named(name: str) -> Gpu:

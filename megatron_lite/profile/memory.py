@@ -130,16 +130,18 @@ def _inside(s: Sizes, is_decoder: bool) -> float:
 def _attention_state(s: Sizes, is_decoder: bool) -> float:
     model, e = s.config.model, s.element
     calls = BlockCosts(s, is_decoder).calls()
-    total = 2 * sum(call[1] for call in calls) * s.attended * e
-    total += sum(call[0] for call in calls) * s.heads * 4
+    total = 2 * sum(call.gathered for call in calls) * s.attended * e
+    total += sum(call.queries for call in calls) * s.heads * 4
     if s.stack(is_decoder).kernel == "dense":  # the mask, the bias under it, and the output before its zeros
-        total += calls[0][3] * (1 + (s.heads * e if model.relative != "none" else e))
+        total += calls[0].pairs * (1 + (s.heads * e if model.relative != "none" else e))
         total += s.tokens(is_decoder) * s.attended * e
     if model.relative not in (
         "none",
         "buckets",
     ):  # queries with both biases, scores of all distances, and which of them a pair has
-        total += 3 * s.tokens() * s.attended * e + s.tokens() * s.heads * s.distances * e + 16 * calls[0][3]
+        total += (
+            3 * s.tokens() * s.attended * e + s.tokens() * s.heads * s.distances * e + 16 * calls[0].pairs
+        )
     return total
 
 

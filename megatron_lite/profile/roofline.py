@@ -1,16 +1,32 @@
-"""The least that a kernel or collective costs on a GPU: the time of its bytes, of its FLOPs, and of starting it.
+"""The least that a kernel or collective costs on a GPU: by its bytes, its instructions, its tiles, and its start.
 
-Bytes are those of all operands and results, as if nothing stayed in a cache. Attention of variable lengths counts the
-pairs of its calls. Collectives move the bytes of a ring, at the speed of its slowest part: a node's links to others, as
-many as the ring has ranks there.
+Bytes are those of all operands and results, as if nothing stayed in a cache. A product is computed in tiles, as many at
+a time as there are processors; attention in tiles of queries and keys, which count whole where they hold few pairs.
+Collectives move the bytes of a ring, at the speed of its slowest part: a node's links to others, as many as the ring
+has ranks there.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
+import numpy as np
+
 from megatron_lite.profile.gpus import GPUS_OF_A_NODE, Gpu
+
+TILES = ((128, 256), (256, 128), (128, 128))  # of a product's result
+_SPLITS = (1, 2, 4, 8)  # parts of the inner dimension, whose results are added up in fp32
+# FlashAttention-2's tiles (queries, keys) up to a head size: forward, with dropout, backward.
+_FLASH = {64: ((128, 128), (128, 64), (128, 128)), 128: ((128, 64), (128, 32), (64, 128))}
+_FLASH_WIDE = (64, 64), (64, 64), (64, 64)
+# Instructions of a compiled kernel (SASS of sm_90) for each number of its largest tensor; tests count them again.
+ISSUE = {
+    "add_norm": 38.2, "add_norm_backward": 37.7, "bias_gelu": 25.3, "bias_gelu_backward": 34.2, "bias_gelu_erf": 38.3,
+    "bias_gelu_backward_erf": 50.2, "join_pair": 7.8, "log_sums": 25.2, "write_gradient": 20.3,
+}  # fmt: skip
+SORT_KERNELS = 10  # that the gradient of an embedding starts beside its sum, to sort its ids: from memory
 
 
 @dataclass(frozen=True)
@@ -21,16 +37,90 @@ class Members:
     ranks: tuple[int, ...]  # global
 
 
-def kernel_micros(size: float, flops: float, gpu: Gpu) -> float:
-    """Microseconds of a kernel that passes over `size` bytes, or of a product with its FLOPs."""
-    return max(gpu.least_us, size / gpu.bandwidth_tbs / 1e6, flops / gpu.matmul_tflops / 1e6)
+def kernel_micros(size: float, gpu: Gpu, instructions: float = 0.0, rounds: float = 0.0) -> float:
+    """Microseconds of a kernel that passes over `size` bytes.
+
+    Args:
+        instructions: of all threads; memory and issue hide each other in part.
+        rounds: rows that each program takes one after another, where there are too few of them to hide the waits.
+    """
+    memory, issue = size / gpu.bandwidth_tbs / 1e6, instructions / gpu.issue_rate
+    return max(gpu.least_us, max(memory, issue) + gpu.unhidden * min(memory, issue), rounds * gpu.round_us)
 
 
-def attention_micros(forward_flops: float, backward: bool, gpu: Gpu) -> float:
-    """Microseconds of a call. Args: forward_flops: two products of its pairs."""
-    if backward:
-        return max(gpu.least_attention_us[1], 2.5 * forward_flops / gpu.flash_backward_tflops / 1e6)
-    return max(gpu.least_attention_us[0], forward_flops / gpu.flash_forward_tflops / 1e6)
+def product_micros(rows: float, inner: float, columns: float, size: float, gpu: Gpu, count: int = 1) -> float:
+    """Microseconds of `count` products [rows, inner] x [inner, columns] of `size` bytes, in the best of the tiles."""
+    found = math.inf
+    for high, wide in TILES:
+        tiles = math.ceil(rows / high) * math.ceil(columns / wide) * count
+        for split in _SPLITS:
+            waves = math.ceil(tiles * split / gpu.processors)
+            flops = waves * gpu.processors * 2.0 * high * wide * inner / split
+            added = 8.0 * split * rows * columns * count if split > 1 else 0.0
+            found = min(found, flops / gpu.matmul_tflops / 1e6 + added / gpu.bandwidth_tbs / 1e6)
+    return max(gpu.least_us, size / gpu.bandwidth_tbs / 1e6, found)
+
+
+def flash_tile(head_size: int, has_dropout: bool, backward: bool) -> tuple[int, int]:
+    """Queries and keys of a tile."""
+    tiles = next((tiles for size, tiles in _FLASH.items() if head_size <= size), _FLASH_WIDE)
+    return tiles[2] if backward else tiles[1] if has_dropout else tiles[0]
+
+
+def tile_pairs(queries: np.ndarray, keys: np.ndarray, causal: bool, tile: tuple[int, int]) -> float:
+    """Pairs that tiles compute for sequences of queries, each with its keys. Args: causal: see varlen.py."""
+    high, wide = tile
+    tiles = np.ceil(queries / high)
+    if not causal:
+        return float((tiles * np.ceil(keys / wide)).sum() * high * wide)
+    total = 0.0
+    for row in range(int(tiles.max(initial=0))):
+        seen = (np.minimum((row + 1) * high, queries) + keys - queries).clip(0)
+        total += np.ceil(np.where(row < tiles, seen, 0) / wide).sum()
+    return float(total * high * wide)
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of an attention call: what its tiles compute, forward or backward."""
+
+    pairs: float
+    starts: float  # queries of the tiles forward, keys backward: each costs something before its first pair
+    kind: str  # full, causal, flex or dense: at a share of FlashAttention's rate
+
+    @staticmethod
+    def of(
+        queries: np.ndarray, keys: np.ndarray, causal: bool, head_size: int, p: float, backward: bool
+    ) -> Work:
+        """In FlashAttention, of sequences of queries, each with its keys. Args: p: of dropout."""
+        tile = flash_tile(head_size, p > 0, backward)
+        along, step = (keys, tile[1]) if backward else (queries, tile[0])
+        pairs, starts = tile_pairs(queries, keys, causal, tile), float(np.ceil(along / step).sum() * step)
+        return Work(pairs, starts, "causal" if causal else "full")
+
+    def times(self, factor: float) -> Work:
+        return Work(factor * self.pairs, factor * self.starts, self.kind)
+
+    def plus(self, other: Work) -> Work:
+        return Work(self.pairs + other.pairs, self.starts + other.starts, self.kind)
+
+
+def attention_micros(
+    work: Work, heads: int, head_size: int, p: float, backward: bool, gpu: Gpu, queries: float
+) -> float:
+    """Microseconds of a call. Args: p: of dropout. queries: rows of the output."""
+    rates = gpu.flash_64 if head_size <= 64 else gpu.flash_128
+    share = {"full": 1.0, "causal": gpu.flash_causal, "flex": gpu.flex_share, "dense": gpu.dense_share}[
+        work.kind
+    ]
+    flops = (10.0 if backward else 4.0) * heads * head_size * (work.pairs + gpu.flash_start * work.starts)
+    dropped = gpu.flash_dropout * heads * work.pairs / gpu.issue_rate if p and work.kind != "flex" else 0.0
+    micros = flops / rates[backward] / share / 1e6 + dropped
+    if (
+        backward
+    ):  # sums of output times gradient, cleared gradients of queries, and these in training precision
+        return micros + 2 * kernel_micros(7.0 * queries * heads * head_size, gpu)
+    return max(gpu.least_us, micros)
 
 
 def ring_micros(kind: str, size: float, members: Members, gpu: Gpu) -> float:
@@ -44,4 +134,6 @@ def ring_micros(kind: str, size: float, members: Members, gpu: Gpu) -> float:
     share = {"all_reduce": 2.0, "gather": 1.0, "scatter": 1.0}.get(kind, 0.0) * (len(ranks) - 1) / len(ranks)
     moved = size if kind == "send" else share * size
     of_nodes = Counter(rank // GPUS_OF_A_NODE for rank in ranks)
-    return gpu.least_us + moved / gpu.ring_gbs(min(of_nodes.values()), len(of_nodes) > 1) / 1e3
+    has_others = len(of_nodes) > 1
+    least = gpu.network_us if has_others else gpu.link_us
+    return least + moved / gpu.ring_gbs(min(of_nodes.values()), has_others) / 1e3

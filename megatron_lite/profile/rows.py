@@ -6,6 +6,7 @@ the plans that training makes for a GPU.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 
 from data_utils.base.planes import OBJECTIVE
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.model.attention.calls import spans_of
 from megatron_lite.model.attention.cross_attention import rectangles
@@ -24,6 +26,7 @@ from megatron_lite.model.attention.varlen import VarlenCall, VarlenPlan
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.model_input import dense_reason, few_lengths, find_loss_rows
 from megatron_lite.profile.batches import random_batches
+from megatron_lite.profile.roofline import Work
 
 SAMPLED_ROWS = 32  # at least; enough for means within about 2 %
 _CUDA = torch.device("cuda")
@@ -31,12 +34,26 @@ _CUDA = torch.device("cuda")
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an attention kernel, per row."""
+    """One call of an attention kernel, per row; its tiles' work forward and backward."""
 
     queries: float
     gathered: float  # keys that are gathered for it; 0 = its keys are a slice
     keys: float
-    pairs: float  # of query and key that it computes
+    pairs: float  # of query and key that see each other
+    forward: Work
+    backward: Work
+
+    def times(self, factor: float) -> Call:
+        return Call(
+            factor * self.queries, factor * self.gathered, factor * self.keys, factor * self.pairs,
+            self.forward.times(factor), self.backward.times(factor),
+        )  # fmt: skip
+
+    def plus(self, other: Call) -> Call:
+        return Call(
+            self.queries + other.queries, self.gathered + other.gathered, self.keys + other.keys,
+            self.pairs + other.pairs, self.forward.plus(other.forward), self.backward.plus(other.backward),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -73,6 +90,7 @@ class Rows:
     visible_keys: float
     targets: float
     target_keys: float
+    padding: Call  # of 64 tokens
 
     def multiple(self, rows: int) -> int:
         """The multiple to which the tokens of a micro-batch of `rows` rows are padded."""
@@ -103,7 +121,7 @@ def average_rows(config: Config) -> Rows:
     if first.decoder is not None:
         decoder = _mean([of_batch.decoder for of_batch in found if of_batch.decoder is not None], rows)
         cross = _mean_call([of_batch.cross for of_batch in found if of_batch.cross is not None], rows)
-    return Rows(first.length, stack, decoder, cross, **means)
+    return Rows(first.length, stack, decoder, cross, padding=first.padding, **means)
 
 
 def _mean(stacks: list[Stack], rows: int) -> Stack:
@@ -116,12 +134,7 @@ def _mean(stacks: list[Stack], rows: int) -> Stack:
 
 
 def _mean_call(calls: list[Call], rows: int) -> Call:
-    return Call(
-        *(
-            float(sum(getattr(call, name) for call in calls) / rows)
-            for name in ("queries", "gathered", "keys", "pairs")
-        )
-    )
+    return functools.reduce(Call.plus, calls).times(1 / rows)
 
 
 def _one(config: Config, batch: Batch) -> Rows:
@@ -129,45 +142,62 @@ def _one(config: Config, batch: Batch) -> Rows:
     model, layout = config.model, batch.layout
     kernel = "auto" if dense_reason(model, _CUDA) is None else "dense"
     stack, *others = [
-        _stack(plan_attention(part, _CUDA, kernel), part, batch)
+        _stack(plan_attention(part, _CUDA, kernel), part, batch, model)
         for part in (layout.parts if model.decoder_layers else [layout])
     ]
-    cross = _cross(layout, kernel) if others else None
+    cross = _cross(layout, kernel, model) if others else None
     weights, objectives = batch.weights.reshape(-1), batch.planes[:, OBJECTIVE].reshape(-1)
     loss_rows, _ = find_loss_rows(weights, objectives, model)
     return Rows(
         batch.planes.shape[2], stack, others[0] if others else None, cross, batch.tokens,
         len(loss_rows.tokens), len(loss_rows.borders), len(loss_rows.sentences),
-        batch.visible_keys, batch.targets, batch.target_keys,
+        batch.visible_keys, batch.targets, batch.target_keys, _call(np.array([64.0]), np.array([64.0]), model),
     )  # fmt: skip
 
 
-def _stack(plan: Any, layout: Layout, batch: Batch) -> Stack:
+def _stack(plan: Any, layout: Layout, batch: Batch, model: ModelConfig) -> Stack:
     rows, length = len(batch.planes), batch.planes.shape[2]
     counts = np.bincount(layout.rows // length, minlength=rows).astype(float)
     if isinstance(plan, DensePlan):  # every place of a row, padding too
         whole = float(rows * length)
-        return Stack("dense", (Call(whole, 0, whole, whole * length),), np.full(rows, float(length)))
+        call = _whole(whole, whole, whole * length, "dense")
+        return Stack("dense", (call,), np.full(rows, float(length)))
     if isinstance(plan, FlexPlan):
         blocks = int(plan.lists.partial_counts.sum() + plan.lists.full_counts.sum())
-        return Stack("flex", (Call(plan.length, 0, plan.length, blocks * BLOCK**2),), counts)
+        return Stack("flex", (_whole(plan.length, plan.length, blocks * BLOCK**2, "flex"),), counts)
     assert isinstance(plan, VarlenPlan)
-    return Stack("varlen", tuple(_call(call) for call in plan.calls), counts)
+    return Stack("varlen", tuple(_varlen(call, model) for call in plan.calls), counts)
 
 
-def _call(call: VarlenCall) -> Call:
+def _varlen(call: VarlenCall, model: ModelConfig) -> Call:
     queries, keys = (np.diff(ends).astype(float) for ends in (call.query_ends, call.key_ends))
-    pairs = queries * keys - (queries * (queries - 1) / 2 if call.causal else 0)
-    return Call(queries.sum(), len(call.gathered), keys.sum(), pairs.clip(min=0).sum())
+    return _call(queries, keys, model, call.causal, len(call.gathered))
 
 
-def _cross(layout: Layout, kernel: str) -> Call:
+def _call(
+    queries: np.ndarray, keys: np.ndarray, model: ModelConfig, causal: bool = False, gathered: float = 0.0
+) -> Call:
+    """The call of sequences of queries, each with its keys."""
+    pairs = queries * keys - (queries * (queries - 1) / 2 if causal else 0)
+    works = (
+        Work.of(queries, keys, causal, model.head_size, model.attention_dropout, backward)
+        for backward in (False, True)
+    )
+    return Call(float(queries.sum()), gathered, float(keys.sum()), float(pairs.clip(min=0).sum()), *works)
+
+
+def _whole(queries: float, keys: float, pairs: float, kind: str) -> Call:
+    """The call of a kernel that computes all these pairs."""
+    return Call(queries, 0, keys, pairs, Work(pairs, queries, kind), Work(pairs, keys, kind))
+
+
+def _cross(layout: Layout, kernel: str, model: ModelConfig) -> Call:
     """The call of cross-attention, over all tokens where it is dense."""
     if kernel == "dense":
         whole = float(layout.shape[0] * layout.shape[1])
-        return Call(whole, 0, whole, whole * layout.shape[1])
+        return _whole(whole, whole, whole * layout.shape[1], "dense")
     orders = [plan_attention(part, _CUDA, kernel).order for part in layout.parts]
     found = rectangles(layout, orders[1], orders[0])
-    lengths = [[stop - start for start, stop in spans_of(unit)] for unit in found]
-    keys, pairs = sum(keys for _, keys in lengths), sum(queries * keys for queries, keys in lengths)
-    return Call(len(orders[1]), keys, keys, pairs)
+    lengths = np.array([[stop - start for start, stop in spans_of(unit)] for unit in found], float)
+    queries, keys = lengths.reshape(-1, 2).T
+    return replace(_call(queries, keys, model), queries=float(len(orders[1])), gathered=float(keys.sum()))

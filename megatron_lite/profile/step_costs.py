@@ -6,6 +6,7 @@ from megatron_lite.profile.block_costs import BlockCosts
 from megatron_lite.profile.gpus import Gpu
 from megatron_lite.profile.optimizer_costs import add_update
 from megatron_lite.profile.parameters import Bucket, Stage, buckets, is_small, moves
+from megatron_lite.profile.roofline import ISSUE, SORT_KERNELS
 from megatron_lite.profile.sizes import Sizes
 from megatron_lite.profile.tally import Tally
 
@@ -31,7 +32,7 @@ def stage_tally(stage: Stage, sizes: Sizes, gpu: Gpu) -> Tally:
     if sizes.config.parallel.zero_stage == 3:
         _stage_3(total, stage, sizes)
     else:
-        _gradients(total, buckets(stage, sizes), sizes)
+        add_gradients(total, buckets(stage, sizes), sizes)
     return total
 
 
@@ -83,6 +84,8 @@ def _embedding(tally: Tally, s: Sizes) -> None:
         tally.product(t, s.embedding, s.width, e)
         tally.product(t, s.width, s.embedding, e)
         tally.product(s.embedding, t, s.width, e)
+    sorts = tally.gpu.least_us * SORT_KERNELS
+    tally.micros["elementwise"] += (1 + tables) * sorts  # type: ignore[assignment]
     tally.kernel(own, tables)  # gradients of the tables
     tally.kernel(size + words)
     if model.tie_word_embeddings and s.pp == 1:
@@ -135,13 +138,14 @@ def _head(tally: Tally, s: Sizes) -> None:
     rows += borders
     tally.product(rows, s.embedding, s.vocabulary, e)
     logits = rows * s.vocabulary * e
-    tally.kernel(logits)
-    tally.kernel(2 * logits)
+    is_fused = s.config.training.kernels == "fused"
+    for kernel, passes in (("log_sums", 1), ("write_gradient", 2)):
+        tally.kernel(passes * logits, issued=ISSUE[kernel] * rows * s.vocabulary * is_fused)
     if model.head_bias:
         tally.kernel(logits)
     tally.product(s.vocabulary, rows, s.embedding, e)
     tally.product(rows, s.vocabulary, s.embedding, e)
-    if s.config.training.kernels != "fused":
+    if not is_fused:
         tally.kernel(2 * logits, 6)
     if s.config.training.label_smoothing:
         tally.kernel(logits)
@@ -173,7 +177,7 @@ class _Pipe:
         tally.small(1 + (not self.stage.is_first) + self.stage.is_last)
 
 
-def _gradients(tally: Tally, found: list[Bucket], s: Sizes) -> None:
+def add_gradients(tally: Tally, found: list[Bucket], s: Sizes) -> None:
     """Sums of a step's gradients, their exchange, and the update at ZeRO 1 and 2."""
     each, later = Tally(tally.gpu), Tally(tally.gpu)
     at_2 = s.config.parallel.zero_stage == 2

@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.profile.gpus import Gpu
-from megatron_lite.profile.roofline import Members, attention_micros, kernel_micros, ring_micros
+from megatron_lite.profile.roofline import (
+    Members,
+    Work,
+    attention_micros,
+    kernel_micros,
+    product_micros,
+    ring_micros,
+)
 
 
 @dataclass
@@ -20,10 +28,17 @@ class Tally:
     bytes: Counter[str] = field(default_factory=Counter)  # group -> bytes of the largest tensor of each
     ring_micros: Counter[str] = field(default_factory=Counter)  # group -> time, if nothing overlaps
 
-    def kernel(self, size: float, count: float = 1, kind: str = "elementwise") -> None:
-        """`count` kernels that each pass over `size` bytes."""
+    def kernel(
+        self,
+        size: float,
+        count: float = 1,
+        kind: str = "elementwise",
+        issued: float = 0.0,
+        rounds: float = 0.0,
+    ) -> None:
+        """`count` kernels that each pass over `size` bytes. Args: issued, rounds: as for `kernel_micros`."""
         self.launches += count
-        self.micros[kind] += count * kernel_micros(size, 0.0, self.gpu)  # type: ignore[assignment]
+        self.micros[kind] += count * kernel_micros(size, self.gpu, issued, rounds)  # type: ignore[assignment]
 
     def small(self, count: float, kind: str = "elementwise") -> None:
         """Kernels as short as kernels get."""
@@ -33,12 +48,14 @@ class Tally:
         """[rows, inner] x [inner, columns]. Args: element, result: bytes of a number; of the result's, 0 = the same."""
         size = (rows * inner + inner * columns) * element + rows * columns * (result or element)
         self.launches += 1
-        self.micros["matmul"] += kernel_micros(size, 2.0 * rows * inner * columns, self.gpu)  # type: ignore[assignment]
+        self.micros["matmul"] += product_micros(rows, inner, columns, size, self.gpu)  # type: ignore[assignment]
 
-    def attention(self, pairs: float, heads: int, head_size: int, backward: bool) -> None:
-        """One call of attention's kernel."""
+    def attention(self, work: Work, queries: float, heads: int, model: ModelConfig, backward: bool) -> None:
+        """One call of attention's kernel. Args: queries: rows of its output. heads: on this rank."""
         self.launches += 1
-        micros = attention_micros(4.0 * heads * head_size * pairs, backward, self.gpu)
+        micros = attention_micros(
+            work, heads, model.head_size, model.attention_dropout, backward, self.gpu, queries
+        )
         self.micros["attention"] += micros  # type: ignore[assignment]
 
     def collective(self, kind: str, size: float, members: Members, count: float = 1) -> None:

@@ -14,8 +14,8 @@ from megatron_lite.config.tree import load_config
 from megatron_lite.model.layers.tensor_parallel import TensorParallel
 from megatron_lite.model.trunk.glm import GLM
 from megatron_lite.profile.block_costs import BlockCosts
-from megatron_lite.profile.estimate import LAUNCH_US, estimate, require_one_transformer
-from megatron_lite.profile.gpus import GPUS
+from megatron_lite.profile.estimate import estimate, require_one_transformer
+from megatron_lite.profile.gpus import GPUS, HOST
 from megatron_lite.profile.parameters import buckets, stages
 from megatron_lite.profile.rows import average_rows
 from megatron_lite.profile.sizes import Sizes
@@ -23,9 +23,8 @@ from megatron_lite.profile.tally import Tally
 from megatron_lite.train.engine.buckets import Treatment, assign
 
 H100 = GPUS["h100"]
-# The largest deviations of the formulas that were seen; they may only fall. Where the trace extends two layers to all
-# it has a bucket of gradients for each layer, or none: launches differ by that.
-MOST = {"memory": 0.01, "time": 0.015, "launches": 0.07}
+# The largest deviations of the formulas that were seen; they may only fall.
+MOST = {"memory": 0.01, "time": 0.015, "launches": 0.03}
 MOST_OF_SOME = {
     "10B, ZeRO 2, full": {"memory": 0.03},
     "2B, ZeRO 3": {"memory": 0.04},
@@ -183,8 +182,9 @@ def test_sequence_parallelism_divides_what_tensor_parallelism_leaves_whole():
 def test_times_follow_from_the_counts():
     for name in FEW:
         if CASES[name][4] is None:
-            _, _, found = estimated(name)
-            assert found.host_ms == pytest.approx(found.launches * LAUNCH_US / 1e3 * found.bubble)
+            config, _, found = estimated(name)
+            rows = config.batch.micro_batch_size * CASES[name][2] * config.row_length / 512
+            assert found.host_ms == pytest.approx(found.bubble * HOST.millis(found.launches, rows))
             assert found.step_ms > found.busy_ms > 0 and 0 < found.mfu(H100) < 1
             assert found.roofline_ms == pytest.approx(sum(found.kinds.values()) * found.bubble)
 

@@ -43,6 +43,7 @@ def test_gradients_travel_once_in_fp32_and_weights_once_in_bf16(profiles):
         6 * found.details.rank_parameters / 1e6, rel=0.001
     )
     assert set(found.expected.collective_mb) == {"dp"}
+    assert found.details.collectives == {"dp": 15}  # seven buckets and a norm, not two for each of 24 layers
 
 
 def test_tensor_parallel_ranks_sum_two_activations_of_a_layer_in_each_direction(profiles):
@@ -65,9 +66,7 @@ def test_times_and_mfu_agree(profiles):
     for found in profiles.values():
         longer = max(found.expected.host_ms, found.expected.roofline_ms)
         assert 0 < found.expected.expected_mfu < 1 and longer > 0
-        assert found.expected.host_ms == pytest.approx(
-            found.details.launches * 10.0 / 1e3 * found.details.bubble
-        )
+        assert found.expected.host_ms > found.details.launches * 10.0 / 1e3 * found.details.bubble
 
 
 def test_trees_extend_linearly():
@@ -90,12 +89,12 @@ def test_collectives_cost_what_a_ring_moves():
     gpu, size = GPUS["h100"], 10**9
     reduce, gather = torch.ops.c10d.allreduce_.default, torch.ops.c10d._allgather_base_.default
     within, between = Members("tp", tuple(range(8))), Members("dp", (0, 8))
-    assert collective_micros(reduce, size, within, gpu) == pytest.approx(3 + 2 * 7 / 8 * size / 360e3)
-    assert collective_micros(gather, size, between, gpu) == pytest.approx(3 + size / 2 / 40e3)
+    assert collective_micros(reduce, size, within, gpu) == pytest.approx(15 + 2 * 7 / 8 * size / 360e3)
+    assert collective_micros(gather, size, between, gpu) == pytest.approx(46 + size / 2 / 40e3)
     # Each GPU of a node has a link to the others: a ring over whole nodes uses all eight, one over two of each two.
     whole, pairs = Members("dp", tuple(range(64))), Members("dp", (0, 4, 8, 12))
-    assert collective_micros(reduce, size, whole, gpu) == pytest.approx(3 + 2 * 63 / 64 * size / 320e3)
-    assert collective_micros(reduce, size, pairs, gpu) == pytest.approx(3 + 2 * 3 / 4 * size / 80e3)
+    assert collective_micros(reduce, size, whole, gpu) == pytest.approx(46 + 2 * 63 / 64 * size / 324e3)
+    assert collective_micros(reduce, size, pairs, gpu) == pytest.approx(46 + 2 * 3 / 4 * size / 80e3)
 
 
 def test_peaks_are_those_of_reports():
