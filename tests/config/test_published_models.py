@@ -17,6 +17,7 @@ from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config, load_config
 from megatron_lite.model.trunk.counts import parameter_count
 from megatron_lite.optimus.sections import latent_of
+from megatron_lite.profile.dry_run import dry_run
 
 MODELS = ROOT / "configs"
 
@@ -181,7 +182,7 @@ SYSTEMS = {
     "bert-large": (24, 1024, 16, "masked_lm", 512, 1e-4, 256, 1_000_000),
     "roberta-large": (24, 1024, 16, "masked_lm", 512, 4e-4, 8192, 500_000),
     "spanbert-large": (24, 1024, 16, "spanbert", 512, 1e-4, 256, 2_400_000),
-    "albert-base": (12, 768, 12, "albert", 512, 4e-4, 4096, 125_000),
+    "albert-base": (12, 768, 12, "albert", 512, 1.76e-3, 4096, 125_000),
     "ernie-base": (12, 768, 12, "ernie", 512, 1e-4, 256, 1_000_000),
     "gpt": (12, 768, 12, "causal", 512, 2.5e-4, 64, 1_000_000),
     "gpt2-xl": (48, 1600, 25, "causal", 1024, 1.5e-4, 512, 600_000),
@@ -189,7 +190,7 @@ SYSTEMS = {
     "unilmv2-base": (12, 768, 12, "unilmv2", 664, 6e-4, 7680, 500_000),
     "xlnet-large": (24, 1024, 16, "xlnet", 600, 4e-4, 8192, 500_000),
     "mass-base": (6, 768, 12, "mass", 768, 5e-4, 4096, 125_000),
-    "t5-base": (12, 768, 12, "t5", 632, 4e-4, 2048, 1_000_000),
+    "t5-base": (12, 768, 12, "t5", 632, 0.01, 2048, 1_000_000),
     "bart-large": (12, 1024, 16, "bart", 928, 4e-4, 8000, 500_000),
 }
 
@@ -286,14 +287,72 @@ def test_a_system_has_the_published_vocabulary(name):
     assert config.tokenizer.vocab_size in (None, config.model.vocab_size)
 
 
+@pytest.mark.parametrize("size", ["base", "large"])
+def test_bert_trains_nine_tenths_of_its_steps_on_short_rows(size):
+    plan = published(f"bert-{size}").plan
+    assert plan.first_steps == [0, 900_000, 1_000_000] and [c.row_length for c in plan.configs] == [128, 512]
+    assert {plan.batch_size(step) for step in (0, 899_999, 900_000)} == {256}
+
+
+def test_albert_trains_with_lamb_as_in_its_code():
+    optimizer = published("albert-base").optimizer
+    assert (optimizer.kind, optimizer.beta1, optimizer.beta2, optimizer.eps) == ("lamb", 0.9, 0.999, 1e-6)
+    assert (optimizer.weight_decay, optimizer.clip_grad_norm) == (0.01, 1.0) and not optimizer.bias_correction
+
+
+def test_t5_trains_with_adafactor_and_the_root_of_the_step():
+    config = published("t5-base")
+    assert (config.optimizer.kind, config.optimizer.weight_decay, config.training.z_loss) == (
+        "adafactor",
+        0.0,
+        1e-4,
+    )
+    for step in (1, 10_000, 40_000, 1_000_000):
+        rate = config.optimizer.lr * config.plan.learning_rate(step)
+        assert rate == pytest.approx(max(step, 10_000) ** -0.5)
+
+
+def test_glm_130b_ramps_its_batch_and_decays_over_nine_tenths_of_its_tokens():
+    config = published("glm-130b")
+    plan, samples = config.plan, 450_000_000_000 // 2048
+    sizes = {plan.batch_size(step) for step in range(4297)}
+    assert (
+        sizes == set(range(192, 4225, 24)) and plan.batch_size(4295) == 4200 < plan.batch_size(4296) == 4224
+    )
+    assert plan.consumed(55_013) < samples <= plan.consumed(55_014) and config.training.steps == 55_014
+    peak, floor = 2318, 2318 + 47_494
+    assert plan.consumed(peak - 1) < samples * 0.005 <= plan.consumed(peak)
+    assert plan.consumed(floor - 1) < samples * 0.9 <= plan.consumed(floor)
+    rates = [config.optimizer.lr * plan.learning_rate(step) for step in (peak // 2, peak, floor, 55_014)]
+    assert rates == pytest.approx([4e-5, 8e-5, 8e-6, 8e-6]) and config.model.embedding_gradient_shrink == 0.1
+
+
+# Each with a number of processes that fits its batches.
+DRY_RUNS = {
+    "bert-base": 16, "bert-large": 32, "roberta-large": 64, "albert-base": 64, "t5-base": 64, "glm-large": 64,
+    "ernie2-base": 16, "glm-130b": 768,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DRY_RUNS)
+def test_a_whole_recipe_can_be_estimated(name, capsys):
+    config = published(name)
+    dry_run(config, DRY_RUNS[name], "a100")
+    printed = capsys.readouterr().out
+    phases = len(config.phases) or 1
+    assert printed.count("parameters  ") >= phases and "it fits" in printed and "\nadvice " in printed
+    assert all(line in printed for line in config.plan.lines())
+
+
 def test_ernie_2_adds_a_task_every_50000_steps():
     config = published("ernie2-base")
     batch, tokens = config.batch.global_batch_size, 512
     assert config.model.task_types and batch * tokens == 393_216
     rows = {choice.section.row_length_for(config.data.sequence_length) for choice in config.objective_choices}
     assert rows == {tokens}
-    starts = {choice.name: choice.first_sample / batch for choice in config.objective_choices}
-    assert starts == {"ernie": 0, "albert": 50_000, "masked_lm": 100_000}
+    tasks = [[choice.name for choice in each.objective_choices] for each in config.plan.configs]
+    assert tasks == [["ernie"], ["ernie", "albert"], ["ernie", "albert", "masked_lm"]]
+    assert config.plan.first_steps == [0, 50_000, 100_000, 150_000]
     assert config.training.steps == 150_000
 
 
@@ -329,7 +388,7 @@ def test_optimus_has_the_recipe_of_its_pretraining():
 
 def test_every_configuration_is_in_a_table():
     named = {path.stem for path in MODELS.glob("*.yaml")}
-    own = {"tiny", "small", "optimus-tiny", "optimus-base"}
+    own = {"tiny", "mini", "small", "medium", "optimus-tiny", "optimus-base"}
     assert named == {*own, "ernie2-base", *PUBLISHED, *SUCCESSORS, *SYSTEMS}
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAPER = ("configs/glm-large.yaml", "configs/objectives/paper.yaml")
 BERT, UNILMV2, T5 = ("configs/bert-large.yaml",), ("configs/unilmv2-base.yaml",), ("configs/t5-base.yaml",)
+ADAMW = ("optimizer.kind=adamw", "optimizer.clip_grad_norm=1.0", "training.z_loss=0.0")
 TP, PP = "parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"
 SHORT = "model.num_layers=5"
 
@@ -44,7 +45,7 @@ FEW = {
 }
 MORE = {
     "unilmv2": (UNILMV2, 64, 1, ("model.relative=none",), None, 1),
-    "t5": (T5, 64, 1, (), None, 1),
+    "t5": (T5, 64, 1, ADAMW, None, 1),
     "label smoothing": (PAPER, 64, 1, ("training.label_smoothing=0.1",), None, 1),
     **{f"task, {head}": (PAPER, 64, 1, (TASK, *more), head, 1) for head, more in TASKS.items() if more},
     "bert, an attention call": (BERT, 64, 1, (), "attention", 1),
@@ -75,7 +76,7 @@ CASES = {**FEW, **MORE, **LAYOUTS}
 def config_of(files, processes, micro_batches, settings):
     from megatron_lite.config.tree import load_config
 
-    config = load_config([ROOT / file for file in files], settings)
+    config = load_config([ROOT / file for file in files], ["phases=[]", *settings])
     dp = config.parallel.data_parallel_size(processes)
     samples = config.batch.micro_batch_size * dp * micro_batches
     return load_config([ROOT / file for file in files], (f"batch.global_batch_size={samples}", *settings))
