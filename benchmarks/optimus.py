@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -129,15 +130,8 @@ def steps(options: argparse.Namespace) -> tuple[dict[str, Callable[[], None]], f
     def decoder() -> torch.Tensor:
         batch = next(plain_turns)
         count = batch.plan.lengths[0]
-        own = ModelInput(
-            batch.tokens[count:],
-            batch.ids[:, count:],
-            batch.plan.decoder,
-            batch.loss_rows,
-            batch.targets,
-            batch.weights,
-            None,
-        )
+        tokens, ids = batch.tokens[count:], batch.ids[:, count:]
+        own = replace(batch, tokens=tokens, ids=ids, plan=batch.plan.decoder, dropout=None)
         return (model.decoder.losses(own) * batch.weights).mean()
 
     def step(loss: Callable[[], torch.Tensor]) -> Callable[[], None]:

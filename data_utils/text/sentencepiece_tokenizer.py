@@ -8,7 +8,8 @@ import sentencepiece
 
 from data_utils.base.errors import DataError
 from data_utils.text.fast.library_encoders import SentencePieceEncoder, without_lone_surrogates
-from data_utils.text.special_tokens import named_roles, sentencepiece_special_tokens
+from data_utils.text.published_tokens import named_roles
+from data_utils.text.special_tokens import SpecialTokens
 from data_utils.text.tokenizer_readers import TokenizerConfig
 from data_utils.text.tokenizers import Tokenizer, fingerprint
 
@@ -59,3 +60,15 @@ class SentencePieceTokenizer(Tokenizer):
 
 def load_sentencepiece(config: TokenizerConfig, files: Mapping[str, bytes]) -> Tokenizer:
     return SentencePieceTokenizer(config, files)
+
+
+def sentencepiece_special_tokens(base_size: int, fixed_command_tokens: bool) -> tuple[SpecialTokens, int]:
+    """Ids as in the released Chinese models, whose .model has 50000 pieces, and the vocabulary size.
+
+    Without `fixed_command_tokens` gMASK has the id of eop, as in GLM-10B-Chinese. Id base_size + 5 is unused.
+    """
+    after_eop = ("smask", "gmask", "dblock") if fixed_command_tokens else ("smask", "dblock")
+    offsets = {"pad": 0, "eos": 0, "sep": 1, "cls": 2, "mask": 3, "unk": 4, "sop": 6, "eop": 7, "gmask": 7}
+    offsets |= {role: 8 + i for i, role in enumerate(after_eop)}
+    special = SpecialTokens(**{role: base_size + offset for role, offset in offsets.items()})
+    return special, special.dblock + 1

@@ -13,7 +13,7 @@ import tokenizers
 from data_utils.base.errors import DataError
 from data_utils.base.setting_files import one_line
 from data_utils.text.library_tokenizer import HIDDEN, HuggingFaceTokenizer
-from data_utils.text.special_tokens import named_roles
+from data_utils.text.published_tokens import named_roles
 from data_utils.text.tokenizer_readers import (
     TokenizerConfig,
     check_byte_alphabet,

@@ -26,12 +26,7 @@ import numpy as np
 
 from data_utils.base.errors import DataError
 from data_utils.text.fast.library_encoders import Encoder
-from data_utils.text.special_tokens import (
-    SpecialTokens,
-    added_to_published,
-    all_special_names,
-    own_special_tokens,
-)
+from data_utils.text.special_tokens import SpecialTokens, all_special_names
 from data_utils.text.tokenizer_readers import TokenizerConfig, read_files
 
 PROMPT_MARKERS = {"[MASK]": "mask", "[sMASK]": "smask", "[gMASK]": "gmask"}
@@ -151,6 +146,8 @@ class Tokenizer(abc.ABC):
         if config.added_tokens == "glm":
             (self.special, size), self.lacking = glm, frozenset()
         else:
+            from data_utils.text.published_tokens import added_to_published, own_special_tokens
+
             size = max(ids_in_files) + 1
             roles, added = added_to_published(config.added_tokens, known.keys(), size)
             self.special, self.lacking = own_special_tokens({**known, **roles})

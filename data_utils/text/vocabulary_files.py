@@ -11,7 +11,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from data_utils.base.errors import DataError
 from data_utils.base.setting_files import one_line
 from data_utils.text.library_tokenizer import HuggingFaceTokenizer
-from data_utils.text.special_tokens import ROBERTA_NAMES, SPECIAL_NAMES, roberta_roles
+from data_utils.text.special_tokens import ROBERTA_NAMES, SPECIAL_NAMES
 from data_utils.text.tokenizer_readers import (
     TokenizerConfig,
     check_byte_alphabet,
@@ -95,6 +95,8 @@ def _bpe(
 def _gpt2_roles(names: Set[str], path: Path, added_tokens: str) -> tuple[dict[str, str], Set[str]]:
     """Role -> name in a vocab.json of GPT-2 or RoBERTa, and names there that are neither text nor a role."""
     if names >= set(ROBERTA_NAMES.values()):
+        from data_utils.text.published_tokens import roberta_roles
+
         return roberta_roles(names, added_tokens)
     eos, other = SPECIAL_NAMES["eos"], sorted(names & set(ROBERTA_NAMES.values()))
     if eos in names and not other:

@@ -11,7 +11,8 @@ import yaml
 from support.project import ROOT
 
 from data_utils.base.settings import build, to_tree
-from data_utils.text.special_tokens import assign_special_tokens, sentencepiece_special_tokens
+from data_utils.text.sentencepiece_tokenizer import sentencepiece_special_tokens
+from data_utils.text.special_tokens import assign_special_tokens
 from megatron_lite.config.model import padded_vocab_size
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config, load_config

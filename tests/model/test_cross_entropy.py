@@ -9,6 +9,7 @@ from megatron_lite.model.trunk import heads as module
 from megatron_lite.model.trunk.glm import GLM
 from megatron_lite.model.trunk.heads import cross_entropy
 from megatron_lite.model.trunk.initial_weights import initialize_parameters
+from megatron_lite.model.trunk.loss_terms import Terms
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 4 * 11 * 3, 1 << 24])  # one row, three rows, all rows at a time
@@ -86,7 +87,7 @@ def test_z_loss_over_shards_of_the_vocabulary_equals_torch(smoothing):
     expected = expected + 0.01 * real.logsumexp(-1).square()
     (expected_grad,) = torch.autograd.grad((expected * weights).sum(), real)
     (losses, first), (_, last) = run_ranks(
-        losses_of_a_shard, 2, logits, targets, weights, module.Terms(smoothing, 11, 0.01),
+        losses_of_a_shard, 2, logits, targets, weights, Terms(smoothing, 11, 0.01),
         parallel=ParallelConfig(tensor_parallel_size=2),
     )  # fmt: skip
     # fp32 with another order of summation.

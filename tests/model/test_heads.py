@@ -214,7 +214,7 @@ def test_a_batch_without_loss_has_no_rows_to_fill():
     planes = mixed_batch(0)
     planes[:, WEIGHTS] = 0
     host = prepare(Batch(planes), torch.device("cpu"), make_model().config, few_counts=True)
-    assert len(host.packed.weight_losses) == 0
+    assert len(host.weight_losses) == 0
 
 
 def test_counts_are_few_and_close():

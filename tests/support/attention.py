@@ -9,8 +9,8 @@ import torch
 
 from data_utils.base.planes import DOC, GRP, ORD
 from megatron_lite.model.attention.layout import allowed
-from megatron_lite.model.kernels.compat import VarlenKernel
 from megatron_lite.model.kernels.dropout import Dropout, salts, token_keys
+from megatron_lite.model.kernels.varlen_kernels import VarlenKernel
 from support.recipes import collate, make, windows
 
 CPU = torch.device("cpu")

@@ -225,4 +225,4 @@ def test_weights_are_scaled_in_the_prepared_input_as_in_the_batch():
     expected.weights = planes[:, WEIGHTS].view(np.float32) * scales[planes[:, OBJECTIVE]]
     scaled = prepare(batch, CPU, config, dropout_seed=1)
     scaled.scale_weights(scales)
-    assert torch.equal(scaled.packed.buffer, prepare(expected, CPU, config, dropout_seed=1).packed.buffer)
+    assert torch.equal(scaled.buffer, prepare(expected, CPU, config, dropout_seed=1).buffer)

@@ -23,9 +23,10 @@ import torch
 from data_utils.base.errors import ConfigError
 from megatron_lite.model.attention.calls import Attend, Packed, ScoreBias, spans_of
 from megatron_lite.model.attention.layout import BLIND, CAUSAL, FULL, MASKED, Layout, Unit, padded_order
-from megatron_lite.model.kernels.compat import Gradients, varlen_kernel
+from megatron_lite.model.kernels.compat import Gradients
 from megatron_lite.model.kernels.dropout import AttentionDropout
 from megatron_lite.model.kernels.fused import has_kernels, join_pair_kernel
+from megatron_lite.model.kernels.varlen_kernels import varlen_kernel
 
 # Padding is computed as documents of this many tokens, because writing zeros would need another launch.
 _PADDING_DOCUMENT = 64

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -59,11 +59,12 @@ class ModelInput:
     targets: torch.Tensor  # int32 [K + P + M], see LossRows
     weights: torch.Tensor  # fp32 [K + P + M]
     dropout: Dropout | None
-    parts: Any = (
-        None  # what the model reads beside the tokens, such as the `Parts` of a task; on the host HostParts
-    )
+    buffer: torch.Tensor  # int32, on the host: the arrays of all above, of the parts and of the plan
+    shapes: Sequence[tuple[int, ...]]  # of the arrays in the buffer
+    weight_losses: np.ndarray  # [K + P + M]: the loss to whose total each weight belongs
+    # Inputs of the model beside the tokens, such as the `Parts` of a task; on the host HostParts.
+    parts: Any = None
     loss_factor: float = 1.0  # multiplies its loss sum into its share of the step's loss
-    packed: Packed | None = None
 
     @staticmethod
     def from_batch(batch: Batch, device: torch.device, config: ModelConfig, **options: Any) -> ModelInput:
@@ -72,46 +73,30 @@ class ModelInput:
 
     def scale_weights(self, scales: np.ndarray) -> None:
         """Multiply each loss's weights, on the host. Args: scales: fp32 [losses]."""
-        assert self.packed is not None
-        self.weights *= torch.from_numpy(scales[self.packed.weight_losses])
+        self.weights *= torch.from_numpy(scales[self.weight_losses])
 
     def to(self, device: torch.device) -> ModelInput:
         """The same on a device. On a GPU the copy is asynchronous: nothing waits for it."""
-        packed = self.packed
-        assert packed is not None
-        arrays = packed.split(packed.buffer.to(device, non_blocking=True))
+        arrays = _split(self.buffer.to(device, non_blocking=True), self.shapes)
+        tokens, ids, keys, place_salts, weights, targets = arrays[:6]
         first = _FIXED if self.parts is None else _FIXED + self.parts.ARRAYS  # of the plan's
-        plan = self.plan.on_device(arrays[first:], device)
-        parts = None if self.parts is None else self.parts.on_device(arrays[_FIXED:first])
-        return packed.laid_out(arrays, plan, parts, self.loss_factor)
+        return replace(
+            self,
+            tokens=tokens,
+            ids=ids,
+            plan=self.plan.on_device(arrays[first:], device),
+            loss_rows=LossRows(*arrays[6:_FIXED]),
+            targets=targets,
+            weights=weights.view(torch.float32),
+            dropout=None if self.dropout is None else replace(self.dropout, keys=keys, salts=place_salts),
+            parts=None if self.parts is None else self.parts.on_device(arrays[_FIXED:first]),
+        )
 
 
-@dataclass(frozen=True)
-class Packed:
-    """The arrays of an input in one buffer: those of ModelInput, then those of its parts and its plan."""
-
-    buffer: torch.Tensor  # int32, pinned where the device is a GPU
-    shapes: Sequence[tuple[int, ...]]
-    weight_losses: np.ndarray  # [K + P + M]: the loss to whose total each weight belongs
-    kernel_seed: int | None  # see Dropout; None = no dropout
-    first_head: int
-    step: int  # see Dropout
-
-    def split(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        flat = buffer.split([math.prod(shape) for shape in self.shapes])
-        return [part.view(shape) for part, shape in zip(flat, self.shapes, strict=True)]
-
-    def laid_out(
-        self, arrays: list[torch.Tensor], plan: Any, parts: Any, loss_factor: float = 1.0
-    ) -> ModelInput:
-        """The input, whose tensors are views of the buffer."""
-        (tokens, ids, keys, place_salts, weights, targets), loss_rows = arrays[:6], arrays[6:_FIXED]
-        dropout = None
-        if self.kernel_seed is not None:
-            dropout = Dropout(keys, place_salts, self.kernel_seed, self.first_head, self.step)
-        weights = weights.view(torch.float32)
-        rows = LossRows(*loss_rows)
-        return ModelInput(tokens, ids, plan, rows, targets, weights, dropout, parts, loss_factor, self)
+def _split(buffer: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
+    """The arrays that lie side by side in a buffer, as views of it."""
+    flat = buffer.split([math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(flat, shapes, strict=True)]
 
 
 def builds_kernels(device: torch.device, dtype: torch.dtype) -> bool:
@@ -260,12 +245,9 @@ def prepare(
     own_rows = None if parts is None else parts.loss_rows()
     if own_rows is not None:
         loss_rows, targets = own_rows
-    first_head = config.num_attention_heads // tensor_parallel_size * tensor_parallel_rank
-    kernel_seed, keys, place_salts, step = None, planes[0, :0], planes[0, :0], 0
+    keys, place_salts, dropout = planes[0, :0], planes[0, :0], None
     if dropout_seed is not None:
-        kernel_seed = derive_seed(dropout_seed, "attention", int(batch.samples[0]), tensor_parallel_rank) >> 1
         keys = token_keys(dropout_seed, batch.samples, batch.planes.shape[2]).reshape(-1)[plan.order]
-        step = derive_seed(dropout_seed, "distances") >> 33
         layers = config.total_layers + config.decoder_layers  # cross-attention has its own
         if of_decoder is not None:
             layers = max(layers, of_decoder.num_layers)
@@ -283,5 +265,21 @@ def prepare(
     if device.type == "cuda":
         buffer = buffer.pin_memory()
     shapes = [array.shape for array in arrays]
-    packed = Packed(buffer, shapes, objectives[labelled], kernel_seed, first_head, step)
-    return packed.laid_out(packed.split(buffer), plan, parts)
+    laid_out = _split(buffer, shapes)
+    if dropout_seed is not None:
+        kernel_seed = derive_seed(dropout_seed, "attention", int(batch.samples[0]), tensor_parallel_rank) >> 1
+        first_head = config.num_attention_heads // tensor_parallel_size * tensor_parallel_rank
+        step = derive_seed(dropout_seed, "distances") >> 33
+        dropout = Dropout(laid_out[2], laid_out[3], kernel_seed, first_head, step)
+    return ModelInput(
+        *laid_out[:2],
+        plan=plan,
+        loss_rows=LossRows(*laid_out[6:_FIXED]),
+        targets=laid_out[5],
+        weights=laid_out[4].view(torch.float32),
+        dropout=dropout,
+        buffer=buffer,
+        shapes=shapes,
+        weight_losses=objectives[labelled],
+        parts=parts,
+    )

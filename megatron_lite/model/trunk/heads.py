@@ -16,7 +16,6 @@ token, P of them once more from the borders of their span, M loss rows of CLS th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,6 +40,7 @@ from megatron_lite.parallel.collectives import SINGLE, Group, all_reduce, gather
 if TYPE_CHECKING:
     from megatron_lite.model.input.task_batch import Parts
     from megatron_lite.model.layers.dense import Transform
+    from megatron_lite.model.trunk.loss_terms import Terms
     from megatron_lite.model.trunk.special_heads import SentenceHead, SpanBoundaryHead, TaskHead
 
 
@@ -197,47 +197,6 @@ def _gradient_by_torch(
         logits[part, :valid] = probabilities.mul_(grad[part, None]).to(logits.dtype)
 
 
-@dataclass(frozen=True)
-class Terms:
-    """Terms of the loss beside a target's log probability.
-
-    Label smoothing: `smoothing` of a target's probability goes to all columns, `share` to each. z-loss: `z_loss` times
-    the square of the log-sum-exp (arXiv:2204.02311).
-    """
-
-    smoothing: float
-    columns: int  # of the whole vocabulary, padding left out
-    z_loss: float = 0.0
-
-    @property
-    def share(self) -> float:
-        return self.smoothing / self.columns
-
-    def growth(self, log_sums: torch.Tensor) -> torch.Tensor:
-        """By how much z-loss changes with the log-sum-exp."""
-        return 2 * self.z_loss * log_sums
-
-
-def _add_terms(
-    gradient: torch.Tensor,
-    targets: torch.Tensor,
-    grad: torch.Tensor,
-    log_sums: torch.Tensor,
-    terms: Terms,
-    first: int,
-    valid: int,
-) -> None:
-    """Args: gradient: of the cross entropy, that of each row times 1 + `growth`, which the target takes no part in."""
-    if not valid:
-        return
-    local, is_here = _local(targets, first, valid)
-    if terms.smoothing:
-        gradient[:, :valid] -= (terms.share * grad)[:, None].to(gradient.dtype)
-    back = (terms.smoothing + terms.growth(log_sums)) * grad
-    back = back.masked_fill(~is_here, 0.0).to(gradient.dtype)
-    gradient.scatter_add_(1, local[:, None], back[:, None])
-
-
 def _rows_of_a_chunk(logits: torch.Tensor) -> int:
     return max(1, _CHUNK_BYTES // (4 * logits.shape[1]))
 
@@ -278,8 +237,9 @@ class _CrossEntropy(torch.autograd.Function):
         terms = ctx.terms
         of_sums = grad if terms is None else grad * (1 + terms.growth(log_sums))
         write(logits.detach(), targets, log_sums, of_sums.contiguous(), *ctx.columns)
-        if terms is not None:
-            _add_terms(logits.detach(), targets, grad, log_sums, terms, *ctx.columns)
+        first, valid = ctx.columns
+        if terms is not None and valid:
+            terms.add_gradient(logits.detach()[:, :valid], *_local(targets, first, valid), grad, log_sums)
         return logits, None, None, None, None, None
 
 
@@ -323,14 +283,18 @@ def row_losses(
         z_loss: factor of the squared log-sum-exp of a token's logits; no part of what is evaluated.
     """
     vocabulary, sentence = targets.split([len(logits), len(classes)])
-    terms = Terms(smoothing, embedding.vocab_size, z_loss if torch.is_grad_enabled() else 0.0)
+    z_loss, terms = z_loss if torch.is_grad_enabled() else 0.0, None
+    if smoothing or z_loss:
+        from megatron_lite.model.trunk.loss_terms import Terms
+
+        terms = Terms(smoothing, embedding.vocab_size, z_loss)
     losses = cross_entropy(
         logits,
         vocabulary,
         embedding.parallel.group,
         embedding.first,
         embedding.local_vocab,
-        terms if terms.smoothing or terms.z_loss else None,
+        terms,
     )
     if not len(classes):
         return losses + classes.float().sum()  # an empty sum: an unused head gets a gradient of zero

@@ -15,7 +15,7 @@ from data_utils.base.errors import ConfigError, DataError
 from data_utils.base.planes import Example
 from data_utils.objectives import LOSS_NAMES, OBJECTIVES, ObjectiveChoice, make_objective, make_one
 from data_utils.samples.loader import collate as fill_rows
-from data_utils.text.special_tokens import own_special_tokens
+from data_utils.text.published_tokens import own_special_tokens
 from data_utils.text.vocabulary import Vocabulary
 
 CLS, SEP, BOS, EOS = SPECIAL.cls, SPECIAL.sep, SPECIAL.sop, SPECIAL.eop

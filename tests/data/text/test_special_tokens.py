@@ -19,7 +19,8 @@ from support.tokenizer_files import (
     write_gpt2,
 )
 
-from data_utils.text.special_tokens import SPECIAL_NAMES, sentencepiece_special_tokens
+from data_utils.text.sentencepiece_tokenizer import sentencepiece_special_tokens
+from data_utils.text.special_tokens import SPECIAL_NAMES
 from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
 
 # ---- special tokens ----

@@ -1,0 +1,75 @@
+"""Fused attention kernels of CUDA on sequences of different lengths, outside torch's documented interface."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from megatron_lite.model.kernels.compat import Gradients
+
+
+class VarlenKernel(Protocol):
+    """A fused attention kernel of CUDA on sequences of different lengths: q [Q, H, D], k and v [K, H, D].
+
+    `call` is a `varlen.VarlenCall`. `forward` returns the output [Q, H, D] and what `backward` needs of it besides.
+    """
+
+    @staticmethod
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Any, dropout: float) -> Any: ...
+
+    @staticmethod
+    def backward(
+        grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+        state: Any, call: Any, dropout: float,
+    ) -> Gradients:  # fmt: skip
+        ...
+
+
+class _Flash(VarlenKernel):
+    """FlashAttention 2, for bf16 and fp16. Its causal mask is aligned at the bottom right."""
+
+    @staticmethod
+    def forward(q, k, v, call, dropout):  # type: ignore[no-untyped-def]
+        out, *state = torch.ops.aten._flash_attention_forward(
+            q, k, v, call.query_ends, call.key_ends, call.longest_queries, call.longest_keys,
+            dropout, call.causal, False,
+        )  # fmt: skip
+        return out, state[:3]  # log of the sum of exponentials, state of the generator
+
+    @staticmethod
+    def backward(grad, q, k, v, out, state, call, dropout):  # type: ignore[no-untyped-def]
+        log_sums, *generator = state
+        return torch.ops.aten._flash_attention_backward(
+            grad, q, k, v, out, log_sums, call.query_ends, call.key_ends, call.longest_queries, call.longest_keys,
+            dropout, call.causal, *generator,
+        )  # fmt: skip
+
+
+class _Efficient(VarlenKernel):
+    """The memory-efficient kernel, for fp32."""
+
+    FROM_BOTTOM_RIGHT = 2  # its number for a causal mask
+
+    @classmethod
+    def forward(cls, q, k, v, call, dropout):  # type: ignore[no-untyped-def, override]
+        out, *state, _, _ = torch.ops.aten._efficient_attention_forward(
+            q[None], k[None], v[None], None, call.query_ends, call.key_ends, call.longest_queries, call.longest_keys,
+            dropout, cls.FROM_BOTTOM_RIGHT if call.causal else 0, True,
+        )  # fmt: skip
+        return out[0], state  # log of the sum of exponentials, seed and offset of the generator
+
+    @classmethod
+    def backward(cls, grad, q, k, v, out, state, call, dropout):  # type: ignore[no-untyped-def, override]
+        log_sums, *generator = state
+        *grads, _ = torch.ops.aten._efficient_attention_backward(
+            grad[None], q[None], k[None], v[None], None, out[None], call.query_ends, call.key_ends,
+            call.longest_queries, call.longest_keys, log_sums, dropout, *generator,
+            cls.FROM_BOTTOM_RIGHT if call.causal else 0, False,
+        )  # fmt: skip
+        return tuple(x[0] for x in grads)
+
+
+def varlen_kernel(dtype: torch.dtype) -> type[VarlenKernel]:
+    """The kernel for operands of a type."""
+    return _Efficient if dtype == torch.float32 else _Flash
