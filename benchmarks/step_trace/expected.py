@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from benchmarks.step_trace.counts import difference, extended, scaled
 from benchmarks.step_trace.request import Details, Expected, Request
-from benchmarks.step_trace.trace import Case, with_layers
+from benchmarks.step_trace.trace import Case, layer_units, with_layers
 from data_utils.base.settings import build
 from megatron_lite.config.tree import Config
 from megatron_lite.model.trunk.counts import step_flops
@@ -117,7 +117,7 @@ def expect(request: Request, launch_us: float, run: Run) -> dict[str, Any]:
 def _traced_stages(config: Config) -> Iterator[tuple[int, int]]:
     """Number of the stages to trace, and how many blocks, or units of them, each has."""
     if config.parallel.pipeline_parallel_size == 1:
-        return iter([(0, config.model.layer_units)])
+        return iter([(0, layer_units(config.model))])
     blocks = [share[0] for share in stage_shares(config)]
     inner = range(1, len(blocks) - 1)
     chosen = {0, len(blocks) - 1, *([max(inner, key=lambda i: (blocks[i], -i))] if inner else [])}
@@ -151,7 +151,7 @@ def _rank(
     fullest = extended(less["rank_parameters"], more["rank_parameters"], layers)
     model, unit = config.model, 1.0
     if config.parallel.pipeline_parallel_size == 1:
-        unit = model.total_layers / model.layer_units
+        unit = model.total_layers / layer_units(model)
     return _Rank(
         extended(first, second, layers),
         scaled(difference(second, first), 1 / unit),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from benchmarks.step_trace.pipes import Sent, connect_stages
 from benchmarks.step_trace.record import Recorder
 from data_utils.base.settings import build
 from data_utils.objectives import LOSS_NAMES
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.model.input.model_input import ModelInput
 from megatron_lite.model.kernels.fused import choose_kernels
@@ -38,6 +40,11 @@ from megatron_lite.train.engine.engine import Engine
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
+def layer_units(model: ModelConfig) -> int:
+    """Number of equal groups of blocks in a model; without a decoder each group is one block."""
+    return math.gcd(model.num_layers, model.decoder_layers)
+
+
 @dataclass(frozen=True)
 class Case:
     """A rank of a layout, to be traced."""
@@ -45,9 +52,7 @@ class Case:
     tree: dict[str, Any]  # of the configuration, see `to_tree`
     processes: int
     rank: int
-    layers: (
-        int  # units of the traced model (`ModelConfig.layer_units`), or blocks of the rank's pipeline stage
-    )
+    layers: int  # units of the traced model (`layer_units`), or blocks of the rank's pipeline stage
     micro_batches: int  # of the traced step
     gpu: str
     received: Sent | None = None  # by a later stage of a pipeline: what the first stage sends
@@ -100,7 +105,7 @@ def with_layers(config: Config, units: int) -> Config:
     """The configuration with so many layers, or units of encoder and decoder."""
     model = config.model
     encoder, decoder = (
-        count // model.layer_units * units for count in (model.num_layers, model.decoder_layers)
+        count // layer_units(model) * units for count in (model.num_layers, model.decoder_layers)
     )
     return replace(config, model=replace(model, num_layers=encoder, decoder_layers=decoder))
 

@@ -16,7 +16,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import yaml
@@ -380,8 +380,3 @@ def check(condition: bool, message: str) -> None:
     """Raise ConfigError(message) unless `condition` holds."""
     if not condition:
         raise ConfigError(message)
-
-
-def choice(path: str, value: Any, allowed: Sequence[Any]) -> None:
-    """Raise ConfigError unless `value` is one of `allowed`."""
-    check(value in allowed, f"{path} is {shown(value)}; it must be one of {', '.join(map(str, allowed))}.")

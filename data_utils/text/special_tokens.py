@@ -1,10 +1,8 @@
-"""Ids of the special tokens: GLM's, found in a vocabulary or appended to it, or those of a published vocabulary.
+"""Ids of the special tokens: GLM's, found in a vocabulary or appended to it.
 
-`added_tokens` of a tokenizer decides. `glm` gives every role an id of its own, as the released GLM models have them:
-`assign_special_tokens` (BERT, GPT-2, tokenizer.json) and `sentencepiece_special_tokens` (the Chinese models). `none`
-leaves the vocabulary as its files have it, so that a published BERT or GPT-2 has its published size; a role without a
-token shares another's id, and objectives that need the role are refused: `own_special_tokens`. `t5` adds T5's 100
-sentinels to that, `optimus` those of OPTIMUS's three tokens that the files lack.
+`added_tokens` of a tokenizer decides. `glm` gives every role an id of its own, as the released GLM models have them.
+`none` leaves the vocabulary as its files have it, so that a published one has its published size, `t5` and `optimus`
+add to it what those systems add: published_tokens.py.
 """
 
 from __future__ import annotations

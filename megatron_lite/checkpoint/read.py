@@ -176,12 +176,6 @@ def used_kind(checkpoint: Checkpoint) -> str:
     return "ema" if settings.get("use") and has_averages else "weight"
 
 
-def load_weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """The whole fp32 model weights as `weight_reader` reads them."""
-    read = weight_reader(checkpoint)
-    return {name: read(name) for name in checkpoint.shapes}
-
-
 def weight_reader(checkpoint: Checkpoint) -> Callable[[str], torch.Tensor]:
     """A function that reads one whole fp32 weight, or its average, without padding rows, by its parameter's name."""
     reader, kind = _Reader(checkpoint), used_kind(checkpoint)

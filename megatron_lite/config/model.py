@@ -5,7 +5,6 @@ The options are orthogonal. Their defaults are GLM's; systems.py has those of th
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields
 
 from data_utils.base.losses import MOST_LOSSES
@@ -305,11 +304,6 @@ class ModelConfig:
     def total_layers(self) -> int:
         """Blocks of encoder and decoder."""
         return self.num_layers + self.decoder_layers
-
-    @property
-    def layer_units(self) -> int:
-        """Number of equal groups of blocks in the model; without a decoder each group is one block."""
-        return math.gcd(self.num_layers, self.decoder_layers)
 
     @property
     def head_size(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from data_utils.base.errors import ConfigError
 from data_utils.base.setting_files import shown
-from data_utils.base.settings import REQUIRED, check, checked, choice, setting, setting_mapping
+from data_utils.base.settings import REQUIRED, check, checked, setting, setting_mapping
 from data_utils.objectives import LOSS_NAMES
 
 OPTIMIZERS = ("adamw", "lamb", "stable_adamw", "adafactor", "muon")
@@ -208,7 +208,10 @@ class TrainingConfig:
             "that to per_objective, or remove the weights.",
         )
         for name, weight in self.loss_weights.items():
-            choice("a name in training.loss_weights", name, LOSS_NAMES)
+            check(
+                name in LOSS_NAMES,
+                f"a name in training.loss_weights is {shown(name)}; it must be one of {', '.join(LOSS_NAMES)}.",
+            )
             number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
             check(
                 number and 0 <= weight < float("inf"),

@@ -8,13 +8,13 @@ import pytest
 import torch
 from support.distributed import run_ranks
 from support.tasks import task_of, write_task
+from support.whole_weights import load_weights
 
 from data_utils.base.errors import ConfigError
 from data_utils.objectives import LOSS_NAMES
 from data_utils.tasks.layouts.collate import collate
 from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints
-from megatron_lite.checkpoint.read import load_weights
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.finetune import policies
 from megatron_lite.finetune.data import TaskData

@@ -7,11 +7,11 @@ import torch
 from support.distributed import run_ranks
 from support.optimus_runs import write_run
 from support.tasks import votes, write_task, write_vocabulary
+from support.whole_weights import load_weights
 
 from data_utils.base.errors import ConfigError
 from data_utils.base.settings import merge
 from megatron_lite.checkpoint.existing import find_manifest
-from megatron_lite.checkpoint.read import load_weights
 from megatron_lite.finetune.checkpoints import evaluate
 from megatron_lite.finetune.run import finetune
 from megatron_lite.finetune.setup import load_tree, prepare

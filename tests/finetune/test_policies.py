@@ -5,11 +5,11 @@ import pytest
 import torch
 from support.distributed import run_ranks
 from support.tasks import task_of, write_task
+from support.whole_weights import load_weights
 
 from data_utils.base.errors import CheckpointError, ConfigError
 from megatron_lite.checkpoint.existing import new_parameters, read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints
-from megatron_lite.checkpoint.read import load_weights
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.finetune import policies
 from megatron_lite.finetune.data import TaskData

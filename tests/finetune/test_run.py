@@ -10,12 +10,12 @@ import torch
 from support.commands import assert_refused, forked
 from support.distributed import run_ranks
 from support.tasks import task_of, votes, write_lines, write_task
+from support.whole_weights import load_weights
 
 from data_utils.base.errors import ConfigError, ExitStatus
 from data_utils.base.settings import parse_override
 from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints, step_of
-from megatron_lite.checkpoint.read import load_weights
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.finetune.run import finetune, loss_of_guess, warn_of_little_progress
 from megatron_lite.finetune.setup import check_output

@@ -10,10 +10,11 @@ from support.engines import layout, placed
 from support.hf_directories import assert_same_weights, weights_of
 from support.hf_runs import make_config, settings_of, write_run
 from support.training import fit
+from support.whole_weights import load_weights
 
 from data_utils.base.settings import merge
 from megatron_lite.checkpoint.manifest import list_checkpoints
-from megatron_lite.checkpoint.read import load_checkpoint, load_weights, newest_valid
+from megatron_lite.checkpoint.read import load_checkpoint, newest_valid
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.generate.open_run import load_run
 from megatron_lite.hf.doors.export import ExportOptions, export_run

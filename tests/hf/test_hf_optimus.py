@@ -9,10 +9,10 @@ import transformers
 from safetensors.torch import load_file, save_file
 from support.optimus_runs import write_run
 from support.tokenizer_files import byte_bpe_json
+from support.whole_weights import load_weights
 
 from data_utils.base.errors import CheckpointError, ConfigError
 from megatron_lite.checkpoint.existing import find_manifest
-from megatron_lite.checkpoint.read import load_weights
 from megatron_lite.generate.open_run import open_run
 from megatron_lite.hf.doors.export import ExportOptions, export_run
 from megatron_lite.hf.doors.importing import import_directory

@@ -7,11 +7,11 @@ import pytest
 import torch
 from support.project import ROOT
 from support.stub_engine import StubEngine
+from support.whole_weights import load_weights
 
 from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints, rewinds
 from megatron_lite.checkpoint.merge import shares_of
-from megatron_lite.checkpoint.read import load_weights
 from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.guard.lease import LeaseError, held

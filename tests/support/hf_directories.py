@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints
-from megatron_lite.checkpoint.read import load_weights
+from support.whole_weights import load_weights
 
 
 def weights_of(run_directory):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_lite.checkpoint.boxes import matrix_shape
+from megatron_lite.checkpoint.read import weight_reader
 from megatron_lite.model.layers.tensor_parallel import whole_shape
 
 
@@ -48,3 +49,9 @@ def compare_steps(ranks, expected):
             assert loss == pytest.approx(expected_loss, rel=1e-6)
             assert result.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
             assert not result.skipped
+
+
+def load_weights(checkpoint):
+    """The whole fp32 model weights, by name, as `weight_reader` reads them."""
+    read = weight_reader(checkpoint)
+    return {name: read(name) for name in checkpoint.shapes}

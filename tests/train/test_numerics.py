@@ -14,7 +14,7 @@ from support.distributed import run_ranks
 from data_utils.base.settings import merge
 from megatron_lite.config.sections import TrainingConfig
 from megatron_lite.parallel.launch import prepare_environment
-from megatron_lite.train.engine.numerics import set_numerics
+from megatron_lite.train.guard.process import set_numerics
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")
 

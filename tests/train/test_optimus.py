@@ -8,12 +8,12 @@ import pytest
 import torch
 from support.distributed import run_ranks
 from support.latent import RandomSentences, latent_config
+from support.whole_weights import load_weights
 
 from data_utils.base.errors import CheckpointError
 from data_utils.base.settings import build, to_tree
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.checkpoint.existing import find_manifest
-from megatron_lite.checkpoint.read import load_weights
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint

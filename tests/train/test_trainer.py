@@ -11,13 +11,12 @@ import torch
 from support.distributed import run_ranks
 from support.project import small_run
 from support.training import fit, make_trainer, records
-from support.whole_weights import placed_weights
+from support.whole_weights import load_weights, placed_weights
 
 from data_utils.base.errors import DataError, DeviceMemoryError, TrainingError
 from data_utils.base.settings import merge
 from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints
-from megatron_lite.checkpoint.read import load_weights
 from megatron_lite.checkpoint.write import rewind
 from megatron_lite.config.tree import load_config
 from megatron_lite.train.engine.engine import memory_advice

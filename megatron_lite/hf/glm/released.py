@@ -10,7 +10,6 @@ with our model, so that its logits can prove an import.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,7 +28,6 @@ SETTINGS = {
     "attention_dropout": "attention_dropout_prob",
     "output_dropout": "output_dropout_prob",
 }
-_RANK_FILE = re.compile(r"mp_rank_(\d\d)_model_states\.pt")
 # How the reference splits a tensor: dimension, and number of parts that are split one by one (Q, K, V).
 _SPLITS = {
     "word_embeddings.weight": (0, 1),

@@ -15,8 +15,6 @@ class Stage:
     """The layers and parameters of one pipeline stage."""
 
     blocks: int
-    has_embedding: bool
-    has_head: bool
     parameters: int  # on one rank
 
 
@@ -53,7 +51,7 @@ def stages(config: Config) -> list[Stage]:
         # The first and the last stage each have a copy of a tied word embedding.
         has_words = first or (last and model.tie_word_embeddings)
         total = sum(blocks_of[begin : begin + blocks]) + words * has_words
-        stages.append(Stage(blocks, first, last, total + tables + embedding * first + readout * last))
+        stages.append(Stage(blocks, total + tables + embedding * first + readout * last))
         begin += blocks
     return stages
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from data_utils.base.errors import ExitStatus
 from data_utils.base.memory import keep_freed_memory
+from megatron_lite.config.sections import TrainingConfig
 from megatron_lite.config.tree import Config
+from megatron_lite.model.kernels.fused import choose_kernels
 from megatron_lite.parallel.context import ParallelContext, initialize
 from megatron_lite.parallel.launch import Launch, report_status
-from megatron_lite.train.engine.numerics import set_numerics
 from megatron_lite.train.guard.control import Phase, RunControl
 from megatron_lite.train.guard.watchdog import Section, Watchdog
 
@@ -38,3 +41,16 @@ def together(
     context.barrier()  # launchers kill all processes as soon as one ends with another status than 0
     context.close()
     return status
+
+
+def set_numerics(training: TrainingConfig, device: torch.device) -> None:
+    """Apply `training.tf32`, `deterministic` and `kernels`. `launch.prepare_environment` has prepared cuBLAS."""
+    choose_kernels(training.kernels)
+    if device.type == "cuda":
+        # Said either way: NVIDIA's containers switch TF32 on by an environment variable.
+        torch.set_float32_matmul_precision("high" if training.tf32 else "highest")
+    if training.deterministic:
+        # Without warn_only: the attention kernels then keep their changing order, and only warn.
+        torch.use_deterministic_algorithms(True)
+        # Nothing here reads memory before it is written, and filling it costs a pass over every new tensor.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
