@@ -272,7 +272,8 @@ def prepare(
         step = derive_seed(dropout_seed, "distances") >> 33
         dropout = Dropout(laid_out[2], laid_out[3], kernel_seed, first_head, step)
     return ModelInput(
-        *laid_out[:2],
+        tokens=laid_out[0],
+        ids=laid_out[1],
         plan=plan,
         loss_rows=LossRows(*laid_out[6:_FIXED]),
         targets=laid_out[5],
