@@ -64,7 +64,7 @@ def plot(records: Sequence[Mapping[str, Any]], unigram: Mapping[str, float], out
     try:
         figure.savefig(output, dpi=120)
     except OSError as error:
-        raise DataError(f"{output}: {error.strerror}; choose a writable place with --output.") from None
+        raise DataError(f"{output}: {error.strerror}; choose a writable directory with --output.") from None
     finally:
         pyplot.close(figure)
 

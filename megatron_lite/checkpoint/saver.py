@@ -132,7 +132,7 @@ class Saver:
         if not report:
             return
         log.warning(
-            "%s Earlier checkpoints are untouched and training goes on; it ends after %d failed saves in a row "
+            "%s Earlier checkpoints are untouched and training goes on; it ends after %d consecutive failed saves "
             "(checkpoint.max_failed_saves), this was number %d.",
             error,
             limit,

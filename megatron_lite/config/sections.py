@@ -298,7 +298,7 @@ class CheckpointConfig:
     )
     max_failed_saves: int = setting(
         3,
-        "failed saves in a row, for example on a full disk, that stop the run; below that it only warns",
+        "consecutive failed saves, for example on a full disk, that stop the run; below that it only warns",
         at_least=1,
     )
     resume: str = setting(

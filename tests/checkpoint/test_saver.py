@@ -175,7 +175,9 @@ def test_a_warning_names_the_cause_and_what_is_left(tmp_path, caplog):
     mend()
     (record,) = caplog.records
     assert "No space left on device. Earlier checkpoints are untouched" in record.message
-    assert "after 3 failed saves in a row (checkpoint.max_failed_saves), this was number 1" in record.message
+    assert (
+        "after 3 consecutive failed saves (checkpoint.max_failed_saves), this was number 1" in record.message
+    )
 
 
 def test_a_failed_last_save_is_an_error_at_once(tmp_path):

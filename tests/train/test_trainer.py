@@ -205,7 +205,7 @@ def request_stop_on_one_rank(context, tree):
 def poison(context, tree):
     trainer = make_trainer(context, tree)
     trainer._shares._factor = lambda *_: float("nan")
-    with pytest.raises(TrainingError, match="not finite in 3 steps in a row"):
+    with pytest.raises(TrainingError, match="not finite in 3 consecutive steps"):
         trainer.fit()
     return trainer.step, trainer.outcomes.skipped_steps
 

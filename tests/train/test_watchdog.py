@@ -177,7 +177,7 @@ def test_set_up_has_a_limit_too_and_the_status_is_reported(tmp_path):
     done = start(tmp_path, "dog.at('opening datasets'); time.sleep(60)")
     assert done.returncode == ExitStatus.HUNG
     assert "(setup, step 0, opening datasets) hangs" in done.stderr
-    assert "all 1 ranks are at the same place" in done.stderr
+    assert "all 1 ranks are at the same point" in done.stderr
     assert (tmp_path / "status").read_text() == f"{int(ExitStatus.HUNG)}\n"
 
 

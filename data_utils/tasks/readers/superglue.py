@@ -162,7 +162,7 @@ def _record(intake: Intake, tree: dict[str, Any]) -> None:
     for query in objects_in(tree, "qas"):
         sentence = in_ascii(text_in(query, "query"))
         if PLACEHOLDER not in sentence:
-            raise BadLine(f"the query {shown(sentence)} has no {PLACEHOLDER}; the answer's place is named so")
+            raise BadLine(f"the query {shown(sentence)} has no {PLACEHOLDER}; it stands for the answer")
         answers = None
         if query.get("answers") is not None:
             found = (text_in(answer, "text") for answer in objects_in(query, "answers"))

@@ -78,19 +78,23 @@ class ModelInput:
     def to(self, device: torch.device) -> ModelInput:
         """The same on a device. On a GPU the copy is asynchronous: nothing waits for it."""
         arrays = _split(self.buffer.to(device, non_blocking=True), self.shapes)
-        tokens, ids, keys, place_salts, weights, targets = arrays[:6]
         first = _FIXED if self.parts is None else _FIXED + self.parts.ARRAYS  # of the plan's
-        return replace(
-            self,
-            tokens=tokens,
-            ids=ids,
-            plan=self.plan.on_device(arrays[first:], device),
-            loss_rows=LossRows(*arrays[6:_FIXED]),
-            targets=targets,
-            weights=weights.view(torch.float32),
-            dropout=None if self.dropout is None else replace(self.dropout, keys=keys, salts=place_salts),
-            parts=None if self.parts is None else self.parts.on_device(arrays[_FIXED:first]),
-        )
+        plan = self.plan.on_device(arrays[first:], device)
+        parts = None if self.parts is None else self.parts.on_device(arrays[_FIXED:first])
+        return replace(self, plan=plan, parts=parts, **_fields(arrays, self.dropout))
+
+
+def _fields(arrays: list[torch.Tensor], dropout: Dropout | None) -> dict[str, Any]:
+    """Fields of a ModelInput that are arrays of its buffer."""
+    tokens, ids, keys, place_salts, weights, targets = arrays[:6]
+    return {
+        "tokens": tokens,
+        "ids": ids,
+        "loss_rows": LossRows(*arrays[6:_FIXED]),
+        "targets": targets,
+        "weights": weights.view(torch.float32),
+        "dropout": None if dropout is None else replace(dropout, keys=keys, salts=place_salts),
+    }
 
 
 def _split(buffer: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
@@ -252,6 +256,10 @@ def prepare(
         if of_decoder is not None:
             layers = max(layers, of_decoder.num_layers)
         place_salts = salts(layers)
+        kernel_seed = derive_seed(dropout_seed, "attention", int(batch.samples[0]), tensor_parallel_rank) >> 1
+        first_head = config.num_attention_heads // tensor_parallel_size * tensor_parallel_rank
+        step = derive_seed(dropout_seed, "distances") >> 33
+        dropout = Dropout(torch.empty(0), torch.empty(0), kernel_seed, first_head, step)
     arrays = [
         *(planes[0], planes[1:-1], keys, place_salts),
         np.where(labelled < 0, np.float32(0.0), weights[labelled]).view(np.int32),
@@ -264,23 +272,6 @@ def prepare(
     buffer = torch.from_numpy(joined)
     if device.type == "cuda":
         buffer = buffer.pin_memory()
-    shapes = [array.shape for array in arrays]
-    laid_out = _split(buffer, shapes)
-    if dropout_seed is not None:
-        kernel_seed = derive_seed(dropout_seed, "attention", int(batch.samples[0]), tensor_parallel_rank) >> 1
-        first_head = config.num_attention_heads // tensor_parallel_size * tensor_parallel_rank
-        step = derive_seed(dropout_seed, "distances") >> 33
-        dropout = Dropout(laid_out[2], laid_out[3], kernel_seed, first_head, step)
-    return ModelInput(
-        tokens=laid_out[0],
-        ids=laid_out[1],
-        plan=plan,
-        loss_rows=LossRows(*laid_out[6:_FIXED]),
-        targets=laid_out[5],
-        weights=laid_out[4].view(torch.float32),
-        dropout=dropout,
-        buffer=buffer,
-        shapes=shapes,
-        weight_losses=objectives[labelled],
-        parts=parts,
-    )
+    shapes, losses = [array.shape for array in arrays], objectives[labelled]
+    laid_out = _fields(_split(buffer, shapes), dropout)
+    return ModelInput(plan=plan, parts=parts, buffer=buffer, shapes=shapes, weight_losses=losses, **laid_out)

@@ -84,6 +84,6 @@ def who_is_behind(heartbeats: list[Heartbeat], world_size: int) -> str:
     least = min(beat.passed for beat in ours)
     behind = [beat for beat in ours if beat.passed == least]
     if len(behind) == world_size:
-        return f"all {world_size} ranks are at the same place"
+        return f"all {world_size} ranks are at the same point"
     named = "; ".join(str(beat) for beat in behind[:8])
     return f"furthest behind, so that the other {world_size - len(behind)} wait: {named}"

@@ -33,7 +33,7 @@ class Outcomes:
             self.skipped_steps += result.skipped
             if self.skipped_in_a_row >= self._limit:
                 raise TrainingError(
-                    f"gradients were not finite in {self._limit} steps in a row, up to step {step}; these steps did "
+                    f"gradients were not finite in {self._limit} consecutive steps, up to step {step}; these steps did "
                     "not change the weights. Lower optimizer.lr, or go back with "
                     f"`scripts/checkpoints.py rewind {quote(str(self._directory))} STEP`."
                 )

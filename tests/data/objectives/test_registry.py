@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -169,6 +170,12 @@ def documented_objective() -> tuple[str, dict]:
     return re.sub(r'Loss\("every_nth", \d+\)', number, source), yaml.safe_load(config)
 
 
+def run_command(project, *words):
+    done = subprocess.run([sys.executable, *map(str, words)], cwd=project, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def test_an_objective_is_one_file_and_one_configuration(settings, tmp_path):
     project = copied_project(tmp_path / "project")
     source, config = documented_objective()
@@ -176,15 +183,48 @@ def test_an_objective_is_one_file_and_one_configuration(settings, tmp_path):
     del settings["blank_infilling"], settings["data"]["validation"]
     tree = merge(settings, config | {"training": {"steps": 2}, "schedule": {"warmup_steps": 1}})
     (project / "toy.yaml").write_text(yaml.safe_dump(tree))
-    done = subprocess.run(
-        [sys.executable, "pretrain_glm.py", "--config", "toy.yaml"],
-        cwd=project, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    run_command(project, "pretrain_glm.py", "--config", "toy.yaml")
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     steps = [record for record in map(json.loads, lines) if "loss/every_nth" in record]
     assert [record["step"] for record in steps] == [1, 2]
     assert all(record["loss/every_nth"] == record["loss"] for record in steps)
+
+
+def test_tasks_and_generation_need_no_other_file(settings, tmp_path):
+    """A run of an objective that declares its `writing` is tuned on pairs, evaluated by its answers, and writes."""
+    project = copied_project(tmp_path / "project")
+    shutil.copytree(ROOT / "scripts", project / "scripts")
+    source = (ROOT / "data_utils/objectives/causal.py").read_text()
+    for old, new in (
+        ("CausalConfig", "ToyConfig"),
+        ("class Causal(", "class Toy("),
+        ('name = "causal"', 'name = "toy"'),
+        ('Loss("causal", 3)', f'Loss("toy", {len(LOSS_NAMES)})'),
+    ):
+        assert old in source
+        source = source.replace(old, new)
+    (project / "data_utils/objectives/toy.py").write_text(source)
+    del settings["blank_infilling"], settings["data"]["validation"]
+    short = {"objectives": {"toy": 1}, "training": {"steps": 2}, "schedule": {"warmup_steps": 1}}
+    (project / "toy.yaml").write_text(yaml.safe_dump(merge(settings, short)))
+    run_command(project, "pretrain_glm.py", "--config", "toy.yaml")
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text(json.dumps({"src": "word1 word2", "tgt": "word2 word3"}) + "\n")
+    task = {
+        "name": "own",
+        "kind": "seq2seq",
+        "reader": "jsonl",
+        "train": str(pairs),
+        "validation": [str(pairs)],
+    }
+    tree = {"task": {**task, "sequence_length": 16, "target_length": 4}, "finetune": {"epochs": 1}}
+    (project / "task.yaml").write_text(yaml.safe_dump(tree))
+    run, tuned = tmp_path / "run", tmp_path / "tuned"
+    run_command(project, "scripts/finetune.py", "--checkpoint", run, "--task", "task.yaml", "--output", tuned)
+    assert "exact_match" in json.loads((tuned / "results.json").read_text())["files"][str(pairs)]["mean"]
+    words = ("--text", "word1 word2", "--max-length", 3, "--json")
+    written = run_command(project, "scripts/generate.py", "--checkpoint", tuned, *words)
+    assert json.loads(written).keys() >= {"text", "answer"}
 
 
 CAUSAL_ROW = """
