@@ -25,32 +25,28 @@ from data_utils.base.planes import ORD, POSITION_IDS, SEGMENT_IDS, TOKENS
 from data_utils.base.random_streams import below, chance, chance_threshold, rewind, shuffle
 from data_utils.base.settings import check, checked, fraction, setting
 from data_utils.objectives.interface import Writing
-from data_utils.objectives.masking import (
+from data_utils.objectives.masking import draw_spans, masked_target
+from data_utils.objectives.registry import register
+from data_utils.objectives.row_loops import (
     FREE,
     PLACES,
     STARTS,
     TAKEN,
     TEXT,
     UNIT,
-    draw_spans,
-    entry_point,
-    inlined,
-    masked_target,
-    span_count_moments,
-)
-from data_utils.objectives.registry import register
-from data_utils.objectives.rows import (
-    RowObjective,
-    RowSizes,
     copy_range,
     count_up,
+    entry_point,
     fill_pieces,
+    inlined,
     mark_document,
     maskable_length,
     predict,
     predict_range,
     set_range,
+    span_count_moments,
 )
+from data_utils.objectives.rows import RowObjective, RowSizes
 from data_utils.text.vocabulary import Vocabulary
 
 LONGEST_SPAN = 39  # tokens; the Poisson distribution is cut there, as in blank infilling

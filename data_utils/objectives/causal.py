@@ -12,17 +12,17 @@ from dataclasses import dataclass
 from data_utils.base.losses import Loss
 from data_utils.base.planes import ORD, POSITION_IDS, TOKENS
 from data_utils.objectives.interface import Writing
-from data_utils.objectives.masking import entry_point, inlined
 from data_utils.objectives.registry import register
-from data_utils.objectives.rows import (
-    RowObjective,
-    RowSizes,
+from data_utils.objectives.row_loops import (
     copy_range,
     count_up,
+    entry_point,
     fill_pieces,
+    inlined,
     mark_document,
     predict_range,
 )
+from data_utils.objectives.rows import RowObjective, RowSizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

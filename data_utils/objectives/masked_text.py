@@ -20,19 +20,7 @@ from data_utils.base.losses import NEXT_SENTENCE_LOSS, SENTENCE_ORDER_LOSS
 from data_utils.base.planes import OBJECTIVE, ORD, POSITION_IDS, SEGMENT_IDS, TOKENS
 from data_utils.base.random_streams import chance, chance_threshold, next_word, open_stream
 from data_utils.base.settings import fraction
-from data_utils.objectives.masking import (
-    ENDS,
-    FREE,
-    STARTS,
-    UNIT,
-    compiled,
-    draw_spans,
-    draw_treatment,
-    entry_point,
-    inlined,
-    masked_target,
-    treated,
-)
+from data_utils.objectives.masking import draw_spans, draw_treatment, masked_target, treated
 from data_utils.objectives.pairs import (
     A_END,
     B_END,
@@ -44,19 +32,24 @@ from data_utils.objectives.pairs import (
     exchange_seconds,
     split_point,
 )
-from data_utils.objectives.rows import (
-    RowSizes,
+from data_utils.objectives.row_loops import (
+    ENDS,
+    FREE,
+    STARTS,
+    UNIT,
     begin_row,
-    check_treatment,
+    compiled,
     copy_range,
     count_up,
+    entry_point,
+    inlined,
     kept_length,
     mark_document,
     maskable_length,
     predict,
     set_range,
-    treatment_thresholds,
 )
+from data_utils.objectives.rows import RowSizes, check_treatment, treatment_thresholds
 
 BIDIRECTIONAL, SEQ2SEQ, LEFT_TO_RIGHT, RIGHT_TO_LEFT = range(4)
 NO_PAIR, NEXT_SENTENCE, SENTENCE_ORDER, PAIR_ONLY = range(4)

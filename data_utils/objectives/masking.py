@@ -7,65 +7,20 @@ tries; with 15 % of the text masked, one or two.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
-from numba import njit
-
 from data_utils.base.random_streams import below, next_word
-
-# Without `_nrt`, numba's memory management, functions borrow their caller's arrays and can make none: counting
-# references, atomically at every call, took a quarter of the time. The upper levels are inlined, which saves a third of
-# the time to compile: numba optimises all the code below a function again at each level of calls.
-_BORROWING: dict[str, Any] = {"nogil": True, "_nrt": False}
-compiled = njit(**_BORROWING)
-inlined = njit(**_BORROWING, inline="always")
-entry_point = njit(**_BORROWING, cache=True)
+from data_utils.objectives.row_loops import (
+    ENDS,
+    FREE,
+    PLACES,
+    STARTS,
+    TAKEN,
+    UNIT,
+    compiled,
+    draw_length,
+)
 
 PLACES_TRIED = 32  # random places tried for a span before it is halved
 MASKED, REPLACED, KEPT = range(3)  # what becomes of a chosen token
-
-# Rows of the scratch array `w`, int64 [WORK_LINES, row_length + 2]. FREE and UNIT are inputs of `draw_spans`.
-FREE, UNIT, TAKEN, PLACES, STARTS, ENDS, TEXT = range(7)
-WORK_LINES = 7
-
-
-def cumulative_table(weights: Sequence[float] | np.ndarray) -> np.ndarray:
-    """A distribution over lengths 1, 2, ... for `draw_length`: int64 `[len(weights) + 1]`, from 0 to 2**32.
-
-    Entry k is the weight of lengths 1..k, so a draw below entry k is a draw from the distribution
-    restricted to 1..k. Every length keeps a weight of at least 2**-32.
-    """
-    shares = np.asarray(weights, np.float64)
-    cumulative = np.cumsum(shares) / shares.sum() * (2**32 - len(shares))
-    return np.concatenate([[0], np.round(cumulative).astype(np.int64) + np.arange(1, len(shares) + 1)])
-
-
-def span_count_moments(weights: np.ndarray, target: int) -> tuple[float, float]:
-    """Exact mean and standard deviation of the number of spans drawn until their lengths add up to `target`.
-
-    Args: weights: probabilities of the lengths 1, 2, ...
-    """
-    first, second = np.zeros(target + 1), np.zeros(target + 1)
-    for missing in range(1, target + 1):
-        reach = min(missing - 1, len(weights))  # lengths that leave something missing
-        later_first = np.dot(weights[:reach], first[missing - reach : missing][::-1])
-        later_second = np.dot(weights[:reach], second[missing - reach : missing][::-1])
-        first[missing] = 1 + later_first
-        second[missing] = 1 + 2 * later_first + later_second
-    return float(first[target]), math.sqrt(max(0.0, second[target] - first[target] ** 2))
-
-
-@compiled
-def draw_length(stream, longest, cumulative):
-    """A length from the distribution of `cumulative_table`, restricted to 1..longest."""
-    draw = below(stream, cumulative[longest])
-    length = 1
-    while draw >= cumulative[length]:
-        length += 1
-    return length
 
 
 @compiled

@@ -17,21 +17,21 @@ from data_utils.base.planes import GRP, ORD, POSITION_IDS, SEGMENT_IDS, TOKENS
 from data_utils.base.random_streams import below, chance_threshold, next_word
 from data_utils.base.settings import check, checked, fraction
 from data_utils.objectives.interface import Writing
-from data_utils.objectives.masking import compiled, draw_treatment, entry_point, inlined, treated
+from data_utils.objectives.masking import draw_treatment, treated
 from data_utils.objectives.registry import register
-from data_utils.objectives.rows import (
-    RowObjective,
-    RowSizes,
-    check_treatment,
+from data_utils.objectives.row_loops import (
+    compiled,
     copy_range,
     count_up,
+    entry_point,
     fill_pieces,
+    inlined,
     mark_document,
     maskable_length,
     predict_range,
     set_range,
-    treatment_thresholds,
 )
+from data_utils.objectives.rows import RowObjective, RowSizes, check_treatment, treatment_thresholds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,18 +24,18 @@ from data_utils.base.losses import Loss
 from data_utils.base.planes import ONE_AS_INT32, ORD, POSITION_IDS, TARGETS, TOKENS, WEIGHTS
 from data_utils.base.setting_files import shown
 from data_utils.base.settings import check, checked, setting
-from data_utils.objectives.masking import compiled, entry_point
 from data_utils.objectives.registry import register
-from data_utils.objectives.rows import (
-    RowObjective,
-    RowSizes,
+from data_utils.objectives.row_loops import (
     begin_row,
+    compiled,
     copy_range,
     count_up,
+    entry_point,
     mark_document,
     put,
     set_range,
 )
+from data_utils.objectives.rows import RowObjective, RowSizes
 from data_utils.text.vocabulary import Vocabulary
 
 FEATURES = ("pooler", "cls")

@@ -12,7 +12,7 @@ import functools
 import numpy as np
 
 from data_utils.base.random_streams import below
-from data_utils.objectives.masking import PLACES, compiled
+from data_utils.objectives.row_loops import PLACES, compiled
 from data_utils.objectives.rows import RowObjective
 
 # Columns of a pair, int64: a number of the objective's own, whether B is to be another piece's, start and end of A and

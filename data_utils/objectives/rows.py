@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,21 +23,12 @@ from data_utils.base.losses import Loss
 from data_utils.base.planes import (
     DOC,
     FIELDS,
-    OBJECTIVE,
-    ONE_AS_INT32,
-    ORD,
-    PADDING_DOC,
-    POSITION_IDS,
-    TARGETS,
-    TOKENS,
-    WEIGHTS,
     Example,
 )
-from data_utils.base.random_streams import chance_threshold, new_stream, open_stream, source_digest
+from data_utils.base.random_streams import chance_threshold, new_stream, source_digest
 from data_utils.base.settings import check
-from data_utils.objectives import masking
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD, ObjectiveConfig, Writing
-from data_utils.objectives.masking import WORK_LINES, compiled, cumulative_table, entry_point, inlined
+from data_utils.objectives.row_loops import WORK_LINES, cumulative_table, entry_point
 from data_utils.text.vocabulary import Vocabulary
 
 
@@ -86,120 +78,6 @@ class RowSizes(ObjectiveConfig):
     def units(self) -> str | None:
         """Where units begin: "words", "sentences", or None: every token."""
         return None
-
-
-@compiled
-def put(row, at, token, position, order):
-    """Write one row token. Planes not written are 0."""
-    row[TOKENS, at] = token
-    row[POSITION_IDS, at] = position
-    row[ORD, at] = order
-
-
-@compiled
-def predict(row, at, target):
-    """Give a row token a target with weight 1."""
-    row[TARGETS, at] = target
-    row[WEIGHTS, at] = ONE_AS_INT32
-
-
-# Loops run over a slice from 0 on: only those are vectorised, because elsewhere numba allows for negative indices.
-
-
-@compiled
-def set_range(row, plane, start, end, value):
-    """row[plane, start:end] = value; numba would take ten times as long to compile it in this form."""
-    line = row[plane, start:end]
-    for i in range(len(line)):
-        line[i] = value
-
-
-@compiled
-def count_up(row, plane, start, end, first):
-    """row[plane, start:end] = first, first + 1, ..."""
-    line = row[plane, start:end]
-    for i in range(len(line)):
-        line[i] = first + i
-
-
-@compiled
-def copy_range(row, plane, start, end, source, first):
-    """row[plane, start:end] = the elements of `source` from `first` on."""
-    line = row[plane, start:end]
-    copied = source[first : first + len(line)]
-    for i in range(len(line)):
-        line[i] = copied[i]
-
-
-@compiled
-def predict_range(row, start, end, source, first):
-    """Give row[:, start:end] the elements of `source` from `first` on as targets, with weight 1."""
-    copy_range(row, TARGETS, start, end, source, first)
-    set_range(row, WEIGHTS, start, end, ONE_AS_INT32)
-
-
-@compiled
-def mark_document(row, used, end, document, objective):
-    """The doc and objective planes of an Example at row[used:end]."""
-    set_range(row, DOC, used, end, document)
-    set_range(row, OBJECTIVE, used, end, objective)
-
-
-@compiled
-def begin_row(row, pad):
-    """Fill a row with padding."""
-    for plane in range(len(FIELDS)):
-        value = pad if plane == TOKENS else PADDING_DOC if plane == DOC else 0
-        set_range(row, plane, 0, row.shape[1], value)
-
-
-@compiled
-def maskable_length(text, start, length, s):
-    """Tokens of a piece without the eos at its end."""
-    return length - 1 if text[start + length - 1] == s.eos else length
-
-
-@compiled
-def kept_length(text, start, length, s):
-    """Tokens of a piece that go into a row.
-
-    An eos that is [SEP] or [PAD] itself does not, where [SEP] follows the text: BERT's rows have one [SEP] there, and
-    no padding within the text. A piece that is nothing else keeps it: every piece has an Example.
-    """
-    return length - 1 if s.drops_eos and length > 1 and text[start + length - 1] == s.eos else length
-
-
-# Inlined also because numba cannot cache a function that takes another one as an argument.
-@inlined
-def fill_pieces(fill_piece, batch, pieces, tables, settings):
-    """Write every sample piece by piece. `fill_piece` returns the end of the Example it writes at `used`.
-
-    The Example must end at or before `limit`, since the rest of the row is reserved for later pieces. Objectives whose
-    rows hold every draw can ignore it.
-
-    Args: pieces and tables: as `RowObjective._fill` makes them.
-    """
-    text, unit_start, piece_lengths, pieces_per_sample, sample_indices, first_piece = pieces
-    cumulative, stream, w = tables
-    s = settings[0]
-    piece, start = 0, 0
-    for i in range(len(batch)):
-        row, used = batch[i], 0
-        begin_row(row, s.pad)
-        rest = 0
-        for k in range(piece, piece + pieces_per_sample[i]):
-            rest += np.int64(s.growth * piece_lengths[k] + 1e-9) + s.overhead
-        for number in range(first_piece, first_piece + pieces_per_sample[i]):
-            rest -= np.int64(s.growth * piece_lengths[piece] + 1e-9) + s.overhead
-            length = kept_length(text, start, piece_lengths[piece], s)
-            if length > 0:
-                open_stream(stream, s.key, sample_indices[i], number, 0)
-                used = fill_piece(
-                    row, used, row.shape[1] - rest, number, text, unit_start, start, length, stream, w, cumulative,
-                    s,
-                )  # fmt: skip
-            start += piece_lengths[piece]
-            piece += 1
 
 
 def numbers_of(config: Any) -> dict[str, Any]:
@@ -279,7 +157,8 @@ class RowObjective:
         if not hasattr(cls, "entry"):  # what several objectives share
             return
         own_file = getattr(cls.entry, "py_func", cls.entry).__code__.co_filename
-        files = (random_streams.__file__, planes.__file__, masking.__file__, __file__)
+        own_room = (str(Path(__file__).with_name(name)) for name in ("rows.py", "row_loops.py", "masking.py"))
+        files = (random_streams.__file__, planes.__file__, *own_room)
         cls._digest = source_digest(*files, own_file, *cls.compiled_files)
 
     @classmethod
@@ -337,7 +216,7 @@ class RowObjective:
         return bound | numbers_of(self.config)
 
     def length_table(self) -> np.ndarray:
-        """Span lengths, see `masking.cumulative_table`."""
+        """Span lengths, see `cumulative_table`."""
         return cumulative_table(self.config.length_weights)
 
     def choose_units(self) -> str | Callable[[np.ndarray], np.ndarray] | None:

@@ -17,18 +17,21 @@ from data_utils.base.planes import ONE_AS_INT32, ORD, POSITION_IDS, SEGMENT_IDS,
 from data_utils.base.random_streams import below
 from data_utils.base.settings import check, checked, fraction, setting
 from data_utils.objectives.interface import Writing
-from data_utils.objectives.masking import ENDS, STARTS, compiled, entry_point, inlined
 from data_utils.objectives.registry import register
-from data_utils.objectives.rows import (
-    RowObjective,
-    RowSizes,
+from data_utils.objectives.row_loops import (
+    ENDS,
+    STARTS,
+    compiled,
     copy_range,
     count_up,
+    entry_point,
     fill_pieces,
+    inlined,
     mark_document,
     maskable_length,
     set_range,
 )
+from data_utils.objectives.rows import RowObjective, RowSizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,26 +19,22 @@ from data_utils.base.losses import Loss
 from data_utils.base.planes import GRP, TOKENS
 from data_utils.base.settings import checked, fraction, setting
 from data_utils.objectives.interface import Writing
-from data_utils.objectives.masking import (
+from data_utils.objectives.masking import draw_spans, masked_target
+from data_utils.objectives.registry import register
+from data_utils.objectives.row_loops import (
     ENDS,
     FREE,
     STARTS,
     UNIT,
-    draw_spans,
     entry_point,
-    inlined,
-    masked_target,
-)
-from data_utils.objectives.registry import register
-from data_utils.objectives.rows import (
-    RowObjective,
-    RowSizes,
     fill_pieces,
+    inlined,
     mark_document,
     maskable_length,
     predict,
     put,
 )
+from data_utils.objectives.rows import RowObjective, RowSizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,17 +34,6 @@ from data_utils.base.planes import BLOCK_POSITION_IDS, ORD, POSITION_IDS, SEGMEN
 from data_utils.base.random_streams import below, chance, chance_threshold, open_stream, shuffle
 from data_utils.base.settings import check, checked, setting
 from data_utils.objectives.interface import Writing
-from data_utils.objectives.masking import (
-    ENDS,
-    FREE,
-    PLACES,
-    STARTS,
-    TAKEN,
-    compiled,
-    draw_length,
-    entry_point,
-    inlined,
-)
 from data_utils.objectives.pairs import (
     A_END,
     B_END,
@@ -57,17 +46,26 @@ from data_utils.objectives.pairs import (
     split_point,
 )
 from data_utils.objectives.registry import register
-from data_utils.objectives.rows import (
-    RowSizes,
+from data_utils.objectives.row_loops import (
+    ENDS,
+    FREE,
+    PLACES,
+    STARTS,
+    TAKEN,
     begin_row,
+    compiled,
     copy_range,
     count_up,
+    draw_length,
+    entry_point,
+    inlined,
     kept_length,
     mark_document,
     predict,
     put,
     set_range,
 )
+from data_utils.objectives.rows import RowSizes
 
 LENGTH = OWN  # column of a pair: tokens of the piece after its memory
 

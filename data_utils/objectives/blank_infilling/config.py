@@ -9,7 +9,7 @@ import numpy as np
 
 from data_utils.base.settings import check, checked, fraction, setting
 from data_utils.objectives.interface import ObjectiveConfig
-from data_utils.objectives.masking import cumulative_table, span_count_moments
+from data_utils.objectives.row_loops import cumulative_table, span_count_moments
 from data_utils.text.vocabulary import Vocabulary
 
 TOKEN, SENTENCE, DOCUMENT = range(3)  # the objectives, and the numbers of their losses

@@ -53,9 +53,9 @@ from data_utils.objectives.blank_infilling.spans import (
     write_example,
 )
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD, Writing
-from data_utils.objectives.masking import entry_point, inlined
 from data_utils.objectives.registry import register
-from data_utils.objectives.rows import RowObjective, numbers_of, set_range
+from data_utils.objectives.row_loops import entry_point, inlined, set_range
+from data_utils.objectives.rows import RowObjective, numbers_of
 
 _NO_WORDS = np.zeros(0, np.bool_)
 ATTEMPTS = 16  # draws of spans before the fewest are used

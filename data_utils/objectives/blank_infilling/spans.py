@@ -17,8 +17,7 @@ from data_utils.base.planes import (
 )
 from data_utils.base.random_streams import below, chance, shuffle
 from data_utils.objectives.blank_infilling.config import SENTENCE, TOKEN
-from data_utils.objectives.masking import compiled, draw_length, inlined
-from data_utils.objectives.rows import copy_range, count_up, set_range
+from data_utils.objectives.row_loops import compiled, copy_range, count_up, draw_length, inlined, set_range
 
 MOST_CUT = 32  # a piece whose spans do not fit loses at most length // MOST_CUT tokens at its end
 

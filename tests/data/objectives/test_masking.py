@@ -17,7 +17,8 @@ from support.recipes import FIRST_TEXT_TOKEN, SIZE, SPECIAL, make, many, text_of
 
 from data_utils.base.random_streams import new_stream, open_stream
 from data_utils.objectives.bart import BartConfig
-from data_utils.objectives.masking import (
+from data_utils.objectives.masking import draw_spans
+from data_utils.objectives.row_loops import (
     ENDS,
     FREE,
     STARTS,
@@ -26,7 +27,6 @@ from data_utils.objectives.masking import (
     WORK_LINES,
     cumulative_table,
     draw_length,
-    draw_spans,
 )
 from data_utils.objectives.spanbert import SpanBertConfig
 from data_utils.objectives.unilmv2 import UniLmV2Config

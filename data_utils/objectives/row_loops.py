@@ -1,0 +1,186 @@
+"""Compiled functions with which objectives fill rows: the loop over the pieces of samples, and parts of its body."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from data_utils.base.planes import (
+    DOC,
+    FIELDS,
+    OBJECTIVE,
+    ONE_AS_INT32,
+    ORD,
+    PADDING_DOC,
+    POSITION_IDS,
+    TARGETS,
+    TOKENS,
+    WEIGHTS,
+)
+from data_utils.base.random_streams import below, open_stream
+
+# Without `_nrt`, numba's memory management, functions borrow their caller's arrays and can make none: counting
+# references, atomically at every call, took a quarter of the time. The upper levels are inlined, which saves a third of
+# the time to compile: numba optimises all the code below a function again at each level of calls.
+_BORROWING: dict[str, Any] = {"nogil": True, "_nrt": False}
+compiled = njit(**_BORROWING)
+inlined = njit(**_BORROWING, inline="always")
+entry_point = njit(**_BORROWING, cache=True)
+
+# Rows of the scratch array `w`, int64 [WORK_LINES, row_length + 2]. FREE and UNIT are inputs of `draw_spans`.
+FREE, UNIT, TAKEN, PLACES, STARTS, ENDS, TEXT = range(7)
+WORK_LINES = 7
+
+
+def cumulative_table(weights: Sequence[float] | np.ndarray) -> np.ndarray:
+    """A distribution over lengths 1, 2, ... for `draw_length`: int64 `[len(weights) + 1]`, from 0 to 2**32.
+
+    Entry k is the weight of lengths 1..k, so a draw below entry k is a draw from the distribution
+    restricted to 1..k. Every length keeps a weight of at least 2**-32.
+    """
+    shares = np.asarray(weights, np.float64)
+    cumulative = np.cumsum(shares) / shares.sum() * (2**32 - len(shares))
+    return np.concatenate([[0], np.round(cumulative).astype(np.int64) + np.arange(1, len(shares) + 1)])
+
+
+def span_count_moments(weights: np.ndarray, target: int) -> tuple[float, float]:
+    """Exact mean and standard deviation of the number of spans drawn until their lengths add up to `target`.
+
+    Args: weights: probabilities of the lengths 1, 2, ...
+    """
+    first, second = np.zeros(target + 1), np.zeros(target + 1)
+    for missing in range(1, target + 1):
+        reach = min(missing - 1, len(weights))  # lengths that leave something missing
+        later_first = np.dot(weights[:reach], first[missing - reach : missing][::-1])
+        later_second = np.dot(weights[:reach], second[missing - reach : missing][::-1])
+        first[missing] = 1 + later_first
+        second[missing] = 1 + 2 * later_first + later_second
+    return float(first[target]), math.sqrt(max(0.0, second[target] - first[target] ** 2))
+
+
+@compiled
+def draw_length(stream, longest, cumulative):
+    """A length from the distribution of `cumulative_table`, restricted to 1..longest."""
+    draw = below(stream, cumulative[longest])
+    length = 1
+    while draw >= cumulative[length]:
+        length += 1
+    return length
+
+
+@compiled
+def put(row, at, token, position, order):
+    """Write one row token. Planes not written are 0."""
+    row[TOKENS, at] = token
+    row[POSITION_IDS, at] = position
+    row[ORD, at] = order
+
+
+@compiled
+def predict(row, at, target):
+    """Give a row token a target with weight 1."""
+    row[TARGETS, at] = target
+    row[WEIGHTS, at] = ONE_AS_INT32
+
+
+# Loops run over a slice from 0 on: only those are vectorised, because elsewhere numba allows for negative indices.
+
+
+@compiled
+def set_range(row, plane, start, end, value):
+    """row[plane, start:end] = value; numba would take ten times as long to compile it in this form."""
+    line = row[plane, start:end]
+    for i in range(len(line)):
+        line[i] = value
+
+
+@compiled
+def count_up(row, plane, start, end, first):
+    """row[plane, start:end] = first, first + 1, ..."""
+    line = row[plane, start:end]
+    for i in range(len(line)):
+        line[i] = first + i
+
+
+@compiled
+def copy_range(row, plane, start, end, source, first):
+    """row[plane, start:end] = the elements of `source` from `first` on."""
+    line = row[plane, start:end]
+    copied = source[first : first + len(line)]
+    for i in range(len(line)):
+        line[i] = copied[i]
+
+
+@compiled
+def predict_range(row, start, end, source, first):
+    """Give row[:, start:end] the elements of `source` from `first` on as targets, with weight 1."""
+    copy_range(row, TARGETS, start, end, source, first)
+    set_range(row, WEIGHTS, start, end, ONE_AS_INT32)
+
+
+@compiled
+def mark_document(row, used, end, document, objective):
+    """The doc and objective planes of an Example at row[used:end]."""
+    set_range(row, DOC, used, end, document)
+    set_range(row, OBJECTIVE, used, end, objective)
+
+
+@compiled
+def begin_row(row, pad):
+    """Fill a row with padding."""
+    for plane in range(len(FIELDS)):
+        value = pad if plane == TOKENS else PADDING_DOC if plane == DOC else 0
+        set_range(row, plane, 0, row.shape[1], value)
+
+
+@compiled
+def maskable_length(text, start, length, s):
+    """Tokens of a piece without the eos at its end."""
+    return length - 1 if text[start + length - 1] == s.eos else length
+
+
+@compiled
+def kept_length(text, start, length, s):
+    """Tokens of a piece that go into a row.
+
+    An eos that is [SEP] or [PAD] itself does not, where [SEP] follows the text: BERT's rows have one [SEP] there, and
+    no padding within the text. A piece that is nothing else keeps it: every piece has an Example.
+    """
+    return length - 1 if s.drops_eos and length > 1 and text[start + length - 1] == s.eos else length
+
+
+# Inlined also because numba cannot cache a function that takes another one as an argument.
+@inlined
+def fill_pieces(fill_piece, batch, pieces, tables, settings):
+    """Write every sample piece by piece. `fill_piece` returns the end of the Example it writes at `used`.
+
+    The Example must end at or before `limit`, since the rest of the row is reserved for later pieces. Objectives whose
+    rows hold every draw can ignore it.
+
+    Args: pieces and tables: as `RowObjective._fill` makes them.
+    """
+    text, unit_start, piece_lengths, pieces_per_sample, sample_indices, first_piece = pieces
+    cumulative, stream, w = tables
+    s = settings[0]
+    piece, start = 0, 0
+    for i in range(len(batch)):
+        row, used = batch[i], 0
+        begin_row(row, s.pad)
+        rest = 0
+        for k in range(piece, piece + pieces_per_sample[i]):
+            rest += np.int64(s.growth * piece_lengths[k] + 1e-9) + s.overhead
+        for number in range(first_piece, first_piece + pieces_per_sample[i]):
+            rest -= np.int64(s.growth * piece_lengths[piece] + 1e-9) + s.overhead
+            length = kept_length(text, start, piece_lengths[piece], s)
+            if length > 0:
+                open_stream(stream, s.key, sample_indices[i], number, 0)
+                used = fill_piece(
+                    row, used, row.shape[1] - rest, number, text, unit_start, start, length, stream, w, cumulative,
+                    s,
+                )  # fmt: skip
+            start += piece_lengths[piece]
+            piece += 1
