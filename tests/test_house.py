@@ -62,11 +62,11 @@ ABILITIES: dict[str, int] = {
 CEILINGS = {
     "lines loaded by importing planes": 77,
     "lines loaded by importing batch": 551,
-    "lines loaded by importing tensor_parallel": 2433,
-    "lines loaded by importing glm": 5472,
+    "lines loaded by importing tensor_parallel": 2355,
+    "lines loaded by importing glm": 5348,
     "files of the trunk that name a system": 6,
-    "lines of the product": 51080 + sum(ABILITIES.values()),
-    "files over 400 lines": 8,
+    "lines of the product": 51068 + sum(ABILITIES.values()),
+    "files over 400 lines": 7,
     "sentences that the lint of English refuses": 0,
 }
 

@@ -5,6 +5,7 @@ The options are orthogonal. Their defaults are GLM's; systems.py has those of th
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 from data_utils.base.losses import MOST_LOSSES

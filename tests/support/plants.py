@@ -226,7 +226,7 @@ DROPOUT = (
     ),
     Plant(
         "masks drawn by the place in the batch, not by the sample",
-        "data_utils/objectives/rows.py",
+        "data_utils/objectives/row_loops.py",
         "open_stream(stream, s.key, sample_indices[i], number, 0)",
         "open_stream(stream, s.key, i, number, 0)",
         (f"{RECIPES}::test_a_sample_is_the_same_in_any_batch_and_differs_by_number_and_seed[t5]",),
