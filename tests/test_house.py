@@ -62,8 +62,8 @@ ABILITIES: dict[str, int] = {
 CEILINGS = {
     "lines loaded by importing planes": 77,
     "lines loaded by importing batch": 551,
-    "lines loaded by importing tensor_parallel": 2355,
-    "lines loaded by importing glm": 5348,
+    "lines loaded by importing tensor_parallel": 2356,
+    "lines loaded by importing glm": 5349,
     "files of the trunk that name a system": 6,
     "lines of the product": 51068 + sum(ABILITIES.values()),
     "files over 400 lines": 7,

@@ -21,18 +21,18 @@ from data_utils.base.planes import ORD, POSITION_IDS, TARGETS, TOKENS
 from data_utils.base.random_streams import below, chance, chance_threshold
 from data_utils.base.settings import check, checked, fraction, setting
 from data_utils.objectives.interface import Writing
-from data_utils.objectives.masking import entry_point, inlined
 from data_utils.objectives.registry import register
-from data_utils.objectives.rows import (
-    RowObjective,
-    RowSizes,
+from data_utils.objectives.row_loops import (
     copy_range,
     count_up,
+    entry_point,
     fill_pieces,
+    inlined,
     mark_document,
     maskable_length,
     predict_range,
 )
+from data_utils.objectives.rows import RowObjective, RowSizes
 
 # Setting -> the role of the token that stands for it in a vocabulary without one of its own.
 _ROLES = {"prefix_token": "cls", "suffix_token": "sep", "middle_token": "mask"}
