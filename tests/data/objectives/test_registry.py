@@ -223,7 +223,7 @@ def test_tasks_and_generation_need_no_other_file(settings, tmp_path):
     run_command(project, "scripts/finetune.py", "--checkpoint", run, "--task", "task.yaml", "--output", tuned)
     assert "exact_match" in json.loads((tuned / "results.json").read_text())["files"][str(pairs)]["mean"]
     words = ("--text", "word1 word2", "--max-length", 3, "--json")
-    written = run_command(project, "scripts/generate.py", "--checkpoint", tuned, *words)
+    written = run_command(project, "scripts/generate.py", "--checkpoint", run, *words)
     assert json.loads(written).keys() >= {"text", "answer"}
 
 
