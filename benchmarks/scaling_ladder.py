@@ -42,21 +42,28 @@ EVALUATIONS = 4  # of a run
 Run = dict[str, Any]  # what `measured` writes
 
 
-def sizes_of(width: int) -> list[str]:
+def sizes_of(width: int, options: Any) -> list[str]:
     """Settings of the model of a width, on top of tiny.yaml."""
-    return [f"model.hidden_size={width}", f"model.num_attention_heads={width // HEAD}"]
+    sizes = [f"model.hidden_size={width}", f"model.num_attention_heads={width // HEAD}"]
+    base = f"model.mup={{base_hidden_size: {options.mup}, base_head_size: {HEAD}}}"
+    return [*sizes, base] if options.mup else sizes
 
 
 def measured(options: Any, width: int, rate: float, seed: int) -> Run:
     """A run, which is trained now or was before. `seconds` are of the CPU, on all threads. Raises DataError."""
     corpus = load_json(options.quickstart / "data/corpus_train.json", "manifest")
     of = {"steps": options.steps, "samples": options.samples, "corpus": str(corpus["checksum"])[:12]}
-    file = options.work / f"{width}_{rate:g}_{seed}_{'_'.join(map(str, of.values()))}.json"
+    form = f"mup{options.mup}_" if options.mup else ""
+    file = options.work / f"{form}{width}_{rate:g}_{seed}_{'_'.join(map(str, of.values()))}.json"
     if file.exists():
         return load_json(file, "finished run")
     with tempfile.TemporaryDirectory() as temporary:
         run = Path(temporary) / file.stem
-        settings = [*settings_of(options, run, seed, EVALUATIONS), *sizes_of(width), f"optimizer.lr={rate}"]
+        settings = [
+            *settings_of(options, run, seed, EVALUATIONS),
+            *sizes_of(width, options),
+            f"optimizer.lr={rate}",
+        ]
         settings.append(f"schedule.warmup_steps={max(1, options.steps // 10)}")
         config = load_config([ROOT / "configs/tiny.yaml"], settings).with_vocab_size(corpus["vocab_size"])
         before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
@@ -171,8 +178,14 @@ def draw(ladder: Ladder, common: float, path: Path) -> None:
     ):
         axes.set_xlabel(text)
         axes.legend(fontsize=7)
-    by_rate.set_xscale("log")
-    by_size.set_xscale("log")
+    tried = sorted({rate for of_rates in ladder.values() for rate in of_rates})
+    for axes, places, names in (
+        (by_rate, tried, [f"{rate:g}" for rate in tried]),
+        (by_size, sizes, [f"{size / 1e6:.1f} M" for size in sizes]),
+    ):
+        axes.set_xscale("log")
+        axes.set_xticks(places, names)
+        axes.set_xticks([], minor=True)
     by_rate.set_ylabel("validation loss (nats per token)")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
@@ -188,11 +201,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--steps", type=int, default=300, help="of each run, 2,048 tokens of text each (default: 300)")
     add("--samples", type=int, default=512, help="of a validation (default: 512)")
     add("--seeds", type=int, nargs="+", default=[1])
+    add("--mup", type=int, metavar="WIDTH", help="with model.mup, whose base has this width")
     add("--threads", type=int, default=None)
     add("--work", type=Path, help="directory of finished runs (default: scaling_ladder in --quickstart)")
     add("--plot", type=Path, metavar="FILE", help="draw them there")
     options = parser.parse_args(arguments)
-    check_at_least(options, HEAD, "widths")
+    check_at_least(options, HEAD, "widths", "mup")
     check_at_least(options, EVALUATIONS, "steps")
     check_at_least(options, 1, "samples", "threads")
     check_at_least(options, 1e-6, "rate")

@@ -58,7 +58,8 @@ def trained(monkeypatch):
         width, rate, seed = config.model.hidden_size, config.optimizer.lr, config.training.seed
         assert config.model.num_attention_heads * 64 == width
         assert (config.training.eval_interval, config.schedule.warmup_steps) == (10, 4)
-        runs.append((width, rate, seed))
+        mup = config.model.mup
+        runs.append((width, rate, seed) if mup is None else (mup.base_hidden_size, mup.base_head_size, width))
         last = 3 + 0.1 * math.log2(rate * width / 0.256) ** 2 + 0.01 * seed
         losses = {"loss": last, "loss/token": last - 1, "loss/document": last + 1}
         return [
@@ -111,6 +112,14 @@ def test_runs_of_another_corpus_or_length_are_not_taken(quickstart, trained):
     trained.clear()
     scaling_ladder.main([*arguments, "--samples", "8"])
     assert len(trained) == 3 * len(SEEDS)
+
+
+def test_mup_has_runs_of_its_own(quickstart, trained):
+    arguments = ["--quickstart", str(quickstart), "--widths", "128", *OPTIONS]
+    scaling_ladder.main(arguments)
+    trained.clear()
+    scaling_ladder.main([*arguments, "--mup", "64"])
+    assert trained == [(64, 64, 128)] * 3 * len(SEEDS)
 
 
 def test_a_run_is_trained_by_the_command(tmp_path, monkeypatch):
