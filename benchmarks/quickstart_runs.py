@@ -46,9 +46,12 @@ def train(run: Path, settings: Sequence[str], threads: int | None) -> list[dict[
 
 def validations(run: Path) -> list[dict[str, float]]:
     """The step and the losses of each validation of a run, none if it has not begun."""
+    return records(run, "validation", ("step", *LOSSES))
+
+
+def records(run: Path, kind: str, kept: Sequence[str]) -> list[dict[str, float]]:
+    """The fields `kept` of the records of a kind that a run has written."""
     record = run / "metrics.jsonl"
     text = record.read_text(encoding="utf-8") if record.exists() else ""
     lines = [json.loads(line) for line in text.splitlines()]
-    return [
-        {name: line[name] for name in ("step", *LOSSES)} for line in lines if line["kind"] == "validation"
-    ]
+    return [{name: line[name] for name in kept} for line in lines if line["kind"] == kind]

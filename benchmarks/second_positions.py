@@ -36,6 +36,7 @@ KINDS: dict[str, tuple[str, ...]] = {
         for name in ("added", "table", "halves")
     },
 }
+Curves = Mapping[str, Sequence[Sequence[Mapping[str, float]]]]  # by kind: of each seed the points of a run
 EVALUATIONS = 10  # of a run
 
 
@@ -47,7 +48,7 @@ def curve(options: Any, run: Path, seed: int, kind: str) -> list[dict[str, float
     return found
 
 
-def table(curves: Mapping[str, Sequence[Sequence[Mapping[str, float]]]]) -> str:
+def table(curves: Curves) -> str:
     """The last validation of each kind: mean of the seeds, and their deviation."""
     lines = [f"| positions | seeds | {' | '.join(LOSSES.values())} |", f"|---|---|{'---|' * len(LOSSES)}"]
     for kind, of_seeds in curves.items():
@@ -60,8 +61,8 @@ def table(curves: Mapping[str, Sequence[Sequence[Mapping[str, float]]]]) -> str:
     return "\n".join(lines)
 
 
-def draw(curves: Mapping[str, Sequence[Sequence[Mapping[str, float]]]], path: Path) -> None:
-    """The validation loss of every seed over the steps."""
+def draw(curves: Curves, path: Path, value: str, meaning: str) -> None:
+    """A value of every seed over the steps."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -72,9 +73,9 @@ def draw(curves: Mapping[str, Sequence[Sequence[Mapping[str, float]]]], path: Pa
         for seed, one in enumerate(of_seeds):
             steps = [point["step"] for point in one]
             label = None if seed else kind
-            axes.plot(steps, [point["loss"] for point in one], color=f"C{number}", label=label, alpha=0.8)
+            axes.plot(steps, [point[value] for point in one], color=f"C{number}", label=label, alpha=0.8)
     axes.set_xlabel("step; a line for each seed")
-    axes.set_ylabel("validation loss (nats per token)")
+    axes.set_ylabel(meaning)
     axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
@@ -113,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json is not None:
         write_json(options.json, curves)
     if options.plot is not None:
-        draw(curves, options.plot)
+        draw(curves, options.plot, "loss", "validation loss (nats per token)")
     return 0
 
 

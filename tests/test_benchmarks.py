@@ -17,12 +17,19 @@ from support.attention import attend
 from support.commands import forked
 from support.project import ROOT
 
-from benchmarks import attention, loss_curves, optimus, padding, parallel, second_positions, train_step
+from benchmarks import (
+    attention,
+    loss_curves,
+    optimus,
+    padding,
+    parallel,
+    train_step,
+)
 from data_utils.base.errors import ConfigError
 from data_utils.base.planes import DOC, GRP, ORD, WEIGHTS
 from data_utils.dataset.writer import IndexedDatasetWriter
 from data_utils.objectives import OBJECTIVES
-from megatron_lite.config.model import BLOCK_POSITIONS, ModelConfig
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import load_config, require_validation
 from megatron_lite.model.attention.calls import KERNELS
 from megatron_lite.model.attention.layout import make_layout
@@ -160,6 +167,7 @@ MISTAKES = {
     "preprocess": (["--work", "file/work"], "file is not a writable directory"),
     "real_tasks": (["--reviews", "absent"], "--reviews absent holds no reviews; give rotten_tomatoes"),
     "scaling_ladder": (["--widths", "32"], "--widths is 32; it must be at least 64"),
+    "recall": (["--steps", "4"], "--steps is 4; it must be at least 8"),
     "second_positions": (["--quickstart", "absent"], "absent/data does not exist; run scripts/quickstart.sh"),
     "train_step": (["--repeats", "many"], "argument --repeats: invalid int value: 'many'"),
 }
@@ -188,29 +196,6 @@ def test_the_runs_of_loss_curves_are_accepted(tmp_path, name):
     config = load_config([ROOT / "configs" / file], overrides)
     require_validation(overrides, config)
     assert config.training.steps == loss_curves.STEPS and not config.data.validation
-
-
-def test_kinds_of_positions_are_compared_from_finished_runs(tmp_path, capsys):
-    """Their settings are accepted, the table has mean and deviation of the seeds."""
-    (tmp_path / "data").mkdir()
-    work, result = tmp_path / "work", tmp_path / "curves.json"
-    for number, kind in enumerate(second_positions.KINDS):
-        overrides = [*second_positions.KINDS[kind], "tokenizer.path=x", "data.train=[{prefix: x}]"]
-        positions = load_config([ROOT / "configs/tiny.yaml"], overrides).model
-        assert (positions.positions, positions.block_positions) in {
-            ("learned_blocks", "added"), *(("rotary", each) for each in BLOCK_POSITIONS)
-        }  # fmt: skip
-        for seed in (1, 2):
-            run = work / f"{kind.replace(', ', '_').replace(' ', '_')}_{seed}_10"
-            run.mkdir(parents=True)
-            losses = {"loss": number + seed, "loss/token": 1.0, "loss/document": 2.0}
-            lines = [{"kind": "train", "step": 10}, {"kind": "validation", "step": 10, **losses}]
-            (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    arguments = ["--quickstart", tmp_path, "--steps", 10, "--seeds", 1, 2, "--work", work, "--json", result]
-    second_positions.main([*map(str, arguments), "--plot", str(tmp_path / "plot.png")])
-    assert "| rotary, table | 2 | 3.500 ± 0.707 | 1.000 ± 0.000 | 2.000 ± 0.000 |" in capsys.readouterr().out
-    assert json.loads(result.read_text())["learned tables"][1][0]["loss"] == 2
-    assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
 def test_optimus_is_measured_beside_its_stacks(tmp_path, capsys):

@@ -43,7 +43,7 @@ ABILITIES: dict[str, int] = {
     "blanks of whole words": 42,
     "rotary positions in GLM's class of transformers, and two more ways of positions in spans": 68,
     "initial scales of words and of positions": 7,
-    "a warning where training stands still": 48,
+    "a warning where training, scores or filled blanks stand still": 108,
     "phases, ramps, schedules in parts": 701,
     "lengths that change, regions": 442,
     "scores of whole words, a 5-gram that sees both sides, corpora of a copied run": 156,

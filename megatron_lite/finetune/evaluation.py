@@ -86,9 +86,10 @@ class Evaluation:
             for sample, given in zip(self._samples, answers, strict=True)
         ]
         beside = {} if None in scores else {"scores": scores}
-        return Evaluated(self._measured(found), self.records, found, self.cut, beside)
+        return Evaluated(self.measured(found), self.records, found, self.cut, beside)
 
-    def _measured(self, predictions: Sequence[Any]) -> dict[str, float]:
+    def measured(self, predictions: Sequence[Any]) -> dict[str, float]:
+        """The task's metrics of predictions for all records; {} where these have no labels."""
         if any(record.label is None for record in self.records):
             return {}
         return measure(
@@ -127,7 +128,7 @@ class Evaluation:
         compared = found
         if any(name.startswith("rougeLsum") for name in metrics_of(self._task).names):
             compared = [sentences_on_lines(text) for text in found]  # as references have it
-        return Evaluated({**self._measured(compared), **losses}, self.records, found, self.cut)
+        return Evaluated({**self.measured(compared), **losses}, self.records, found, self.cut)
 
     def _perplexities(self, nll: float, tokens: int) -> dict[str, float]:
         """The first word and the bytes of the first token of each text are not predicted."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+import statistics
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from data_utils.base.files import sync_directory
 from data_utils.tasks.scores.metrics_by_task import Metrics
@@ -15,6 +17,7 @@ from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.observe.records import read_metrics
 
 BEST = "best"  # the directory of the best checkpoint, in a run's
+FAR = 0.1  # relative, below the best possible score
 
 
 class TaskJudge:
@@ -54,6 +57,28 @@ class TaskJudge:
         own = list(scores.values()) if self._context.is_main else [0.0] * int(count)
         self._scores = self._context.sum_of_hosts(own)
         return int(last)
+
+    def lack(self, labels: Collection[Any], possible: Mapping[str, Mapping[str, float]]) -> str:
+        """Words on a best score that shows little learning, "" where it shows enough.
+
+        It is compared with the best possible one where that is known, else with that of one label for every sample (0
+        where answers are no labels), from which 1/sqrt(samples) can be chance: twice the error of a share at most.
+
+        Args:
+            labels: of the training samples; () where answers are no labels.
+            possible: validation file -> the best metrics that any predictor can have, of those that are known.
+        """
+        best, evaluations = max(self._scores), self._evaluations.values()
+        compared = set(self._metrics.compared or self._metrics.names)
+        if possible and all(compared <= of.keys() for of in possible.values()):
+            most = statistics.mean(map(self._metrics.score, possible.values()))
+            return f"the best score is {best:.4f} of a possible {most:.4f}" * (best < most - FAR * abs(most))
+        alike = [[e.measured([label] * len(e.records)) for e in evaluations] for label in labels]
+        guess = max((statistics.mean(map(self._metrics.score, of_files)) for of_files in alike), default=0.0)
+        count = sum(len(evaluation.records) for evaluation in evaluations)
+        if best > guess + count**-0.5 or (not labels and best < 0):  # as of perplexities
+            return ""
+        return f"the best score is {best:.4f}, one answer to all {count} validation samples has {guess:.4f}"
 
     def evaluate(self, step: int) -> dict[str, float]:
         measured = {

@@ -22,6 +22,7 @@ from data_utils.base.errors import ExitStatus
 from data_utils.base.files import write_whole
 from data_utils.objectives import LOSS_NAMES
 from data_utils.tasks.config import TaskConfig
+from data_utils.tasks.readers.synthetic import optimum
 from data_utils.tasks.scores.metrics_by_task import LOSS, Metrics, compared_by
 from data_utils.tasks.scores.predictions import file_name, write_predictions
 from megatron_lite.checkpoint.read import find_checkpoint, load_weights_only
@@ -44,6 +45,7 @@ from megatron_lite.train.observe.records import read_metrics
 
 log = logging.getLogger(__name__)
 
+FROM_NOTHING = " Words and positions may begin too small (model.init_words_std): see docs/learning.md."
 LITTLE = 0.9  # of what is known without learning, above which the last loss tells that little was learnt
 
 
@@ -129,7 +131,7 @@ def _one_seed(
     evaluated = {path: evaluation.run(model) for path, evaluation in (validation | test).items()}
     if context.is_main:
         _write_seed(task, directory, checkpoint.step, trainer.step, evaluated)
-        warn_of_little_progress(task, directory)
+        warn_of_little_progress(task, directory, judge)
     context.barrier()
     return None
 
@@ -175,8 +177,8 @@ def _write_seed(
     write_json(directory / RESULTS, results)
 
 
-def warn_of_little_progress(task: Task, directory: Path) -> None:
-    """Warn if the training loss shows that a task was hardly learnt, with likely reasons.
+def warn_of_little_progress(task: Task, directory: Path, judge: TaskJudge | None = None) -> None:
+    """Warn if the training loss, or the scores of a judge, show that a task was hardly learnt, with likely reasons.
 
     The loss of the last fifth of the run is compared with that of a guess by the frequency of the labels; where there
     are no classes, with that of the first fifth. Language modelling is left out: what a pretrained model has left to
@@ -184,19 +186,27 @@ def warn_of_little_progress(task: Task, directory: Path) -> None:
     """
     if task.settings.kind == "language_modelling":
         return
+    told, settings, config = [], task.settings, task.config
     losses = [record["loss"] for record in read_metrics(directory) if record["kind"] == "train"]
-    if len(losses) < 2:
-        return
-    count = max(1, len(losses) // 5)
-    first, last = (sum(part) / count for part in (losses[:count], losses[-count:]))
-    guess = loss_of_guess(task)
-    if last > LITTLE * (guess or first):
+    if len(losses) > 1:
+        count = max(1, len(losses) // 5)
+        first, last = (sum(part) / count for part in (losses[:count], losses[-count:]))
+        guess = loss_of_guess(task)
+        if last > LITTLE * (guess or first):
+            compared = "guessing by the labels' frequency has" if guess else "it began at"
+            told.append(f"the training loss has ended at {last:.4f}, {compared} {guess or first:.4f}")
+    if judge is not None:
+        of_labels = task.renderer.answers in ("classes", "numbers of choices")
+        labels = {record.label for record in task.train} if of_labels else ()
+        possible = {path: optimum(path) for path in task.validation if settings.reader == "synthetic"}
+        told += filter(None, [judge.lack(labels, possible)])
+    if told:
         log.warning(
-            "%s: the training loss has ended at %.4f, %s %.4f, so the task was hardly learnt. The likely cause is the "
-            "learning rate: optimizer.lr is %g; small models need 1e-4 to 3e-3. Else raise finetune.epochs (%d now), "
-            "or look at samples with scripts/inspect_batch.py.",
-            directory, last, "guessing by the labels' frequency has" if guess else "it began at", guess or first,
-            task.config.optimizer.lr, task.config.finetune.epochs,
+            "%s: %s, so the task was hardly learnt. The likely cause is the learning rate: optimizer.lr is %g; small "
+            "models need 1e-4 to 3e-3. Else raise finetune.epochs (%d now, %d steps), or look at samples with "
+            "scripts/inspect_batch.py.%s",
+            directory, "; ".join(told), config.optimizer.lr, config.finetune.epochs, config.training.steps,
+            FROM_NOTHING * (config.checkpoint.initialize_from is None),
         )  # fmt: skip
 
 

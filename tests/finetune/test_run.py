@@ -14,11 +14,16 @@ from support.whole_weights import load_weights
 
 from data_utils.base.errors import ConfigError, ExitStatus
 from data_utils.base.settings import parse_override
+from data_utils.tasks.scores.metrics_by_task import compared_by
 from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints, step_of
 from megatron_lite.config.sections import ParallelConfig
+from megatron_lite.finetune import run as run_module
+from megatron_lite.finetune.evaluation import Evaluation, Model
+from megatron_lite.finetune.judge import TaskJudge
 from megatron_lite.finetune.run import finetune, loss_of_guess, warn_of_little_progress
 from megatron_lite.finetune.setup import check_output
+from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.observe.records import read_metrics
 
 CLOZE = {
@@ -187,6 +192,73 @@ def test_training_ends_when_no_better_score_comes(tmp_path, caplog):
     learn(files, tmp_path / "learnt", "finetune.epochs=12", "run.log_interval=1")
     warn_of_little_progress(task, tmp_path / "learnt/seed_1234")
     assert not caplog.records
+
+
+def said_by_finetune(context, files, output, *overrides):
+    """The warnings of a whole run."""
+    found: list[str] = []
+    run_module.log.handle = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    run(context, files, output, *overrides)
+    return [message for message in found if "hardly learnt" in message]
+
+
+def test_scores_that_hardly_move_are_told_with_the_likely_causes(tmp_path):
+    """Of a run that stands still, once; of one that learns nothing is said."""
+    files = write_task(tmp_path / "task")
+    still = ["optimizer.lr=1e-12", "finetune.epochs=3", "run.log_interval=1"]
+    ((message,),) = run_ranks(said_by_finetune, 1, files, tmp_path / "still", *still)
+    (share,) = {sum(line["label"] == label for line in votes(1, 32)) / 32 for label in "1"}
+    assert (
+        f"one answer to all 32 validation samples has {max(share, 1 - share):.4f}, so the task was" in message
+    )
+    for cause in (
+        "the training loss has ended",
+        "optimizer.lr is 1e-12",
+        "3 now, 12 steps",
+        "init_words_std",
+    ):
+        assert cause in message
+    assert run_ranks(said_by_finetune, 1, files, tmp_path / "learnt", "finetune.epochs=12") == [[]]
+
+
+def judge_of(task, directory, scores):
+    """A judge of the task's validation files that remembers these scores, one for each step."""
+    directory.mkdir(parents=True)
+    lines = [{"kind": "scores", "step": step, "score": score} for step, score in enumerate(scores, start=1)]
+    lines += [{"kind": "train", "step": step, "loss": loss} for step, loss in enumerate((3.0, 0.2), start=1)]
+    (directory / "metrics.jsonl").write_text(
+        "".join(json.dumps({"time": 0, **line}) + "\n" for line in lines)
+    )
+    alone = ParallelContext.alone()
+    evaluations = {
+        path: Evaluation(task.settings, task.renderer, records, alone, 8)
+        for path, records in task.validation.items()
+    }
+    judge = TaskJudge(evaluations, compared_by(task.settings, None), Model(None), alone, directory, None)
+    judge.resume(len(scores))
+    return judge
+
+
+RECALL = ["task.kind=lambada", "task.reader=synthetic", "task.train=recall:pairs=2,samples=64,seed=1",
+    "task.validation=['recall:pairs=2,samples=100,seed=2']", "task.labels=[]"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options, scores, expected",
+    [
+        (RECALL, [0.50, 0.54, 0.53], "the best score is 0.5400 of a possible 1.0000"),
+        (RECALL, [0.50, 0.95], None),
+        ([], [0.5, 0.6], "the best score is 0.6000, one answer to all 32 validation samples has 0.5"),
+        ([], [0.5, 0.8], None),
+        (["task.metrics=[matthews]"], [0.0, 0.1], "samples has 0.0000"),
+        (["task.metrics=[matthews]"], [0.0, 0.4], None),
+    ],
+)
+def test_scores_are_compared_with_what_is_known_without_learning(tmp_path, caplog, options, scores, expected):
+    """The training loss has fallen here, so that it says nothing."""
+    task = task_of(write_task(tmp_path / "task"), tmp_path / "out", *options)
+    warn_of_little_progress(task, tmp_path / "run", judge_of(task, tmp_path / "run", scores))
+    assert [expected in record.message for record in caplog.records] == [True] * (expected is not None)
 
 
 def test_fine_tuning_begins_with_a_checkpoint_of_another_task(tmp_path):

@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -95,6 +96,47 @@ def test_questions_of_our_page_are_answered(server):
 def test_other_questions_are_refused_in_one_line(server, headers, body, status, words):
     found, reply = answered(server, "POST", "/answer", body, **headers)
     assert found == status and words in reply["error"] and "\n" not in reply["error"]
+
+
+LARGE = 12_000_000  # bytes: many times what the buffers of a connection hold
+
+
+@contextlib.contextmanager
+def begun(server, sent):
+    """A question of LARGE bytes, of which the first `sent` are on their way. Yields its connection."""
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as connection:
+        head = [f"POST /answer HTTP/1.1\r\nHost: 127.0.0.1:{server.server_port}", f"Content-Length: {LARGE}"]
+        connection.sendall("\r\n".join([*head, "Content-Type: application/json\r\n\r\n"]).encode())
+        connection.sendall(b"a" * sent)
+        yield connection
+
+
+def received(connection):
+    """All that comes until the server has closed the connection, which a reset would make an error."""
+    return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+
+def test_a_much_too_large_question_is_read_to_its_end_and_refused_once(server):
+    """The browser is not cut off while it sends, and others are answered meanwhile."""
+    with begun(server, LARGE // 2) as connection:
+        assert answered(server, "POST", "/answer", QUESTION)[0] == 200
+        connection.sendall(b"a" * (LARGE - LARGE // 2))
+        head, _, body = received(connection).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 413 ") and b"\r\nConnection: close" in head
+    told = "the question has 12,000,000 bytes, more than 65,536; shorten the text."
+    assert json.loads(body) == {"error": told}
+    assert answered(server, "POST", "/answer", QUESTION)[0] == 200
+
+
+def test_a_large_question_that_never_ends_holds_nobody(server, monkeypatch):
+    """Where the browser has no more to send it is told so; where it only waits, its connection is closed."""
+    with begun(server, LARGE // 2) as connection:
+        connection.shutdown(socket.SHUT_WR)
+        assert received(connection).startswith(b"HTTP/1.1 413 ")
+    monkeypatch.setattr(server.RequestHandlerClass, "timeout", 0.1)
+    with begun(server, LARGE // 2) as connection:
+        assert received(connection) == b""
+    assert answered(server, "POST", "/answer", QUESTION)[0] == 200
 
 
 def test_other_paths_and_methods_are_refused(server):

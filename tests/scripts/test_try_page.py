@@ -158,6 +158,13 @@ def test_a_mistake_is_one_line_in_the_page(browser, server):
     browser.value("at('set-max_length').value = 3")
     write(browser, "word1 " * 40 + "[MASK]" + " word1" * MOST_BYTES)
     assert "bytes, more than 65,536; shorten the text." in browser.value("at('error').textContent")
+    before = browser.value("asked")
+    browser.value("at('text').value = 'a'.repeat(12e6)")
+    press(browser, "Enter", "\r")
+    wait_until(
+        lambda: browser.value("asked") > before and browser.value("!at('send').hasAttribute('aria-busy')")
+    )
+    assert browser.value("at('error').textContent").startswith("the question has 12,000,")
     write(browser, "word1 [MASK]")
     assert browser.value("at('error').textContent") == "" and browser.value("at('result').hidden") is False
 

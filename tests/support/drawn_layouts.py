@@ -29,11 +29,11 @@ from data_utils.base.errors import ConfigError, run_command
 from data_utils.base.settings import build
 from data_utils.objectives import LOSS_NAMES, OBJECTIVES, make_objective
 from data_utils.objectives.interface import Objective
-from megatron_lite.config.model import ACTIVATIONS, BIASES, INITS, NORMS, POSITIONS, RELATIVE
+from megatron_lite.config.model import ACTIVATIONS, BIASES, BLOCK_POSITIONS, INITS, NORMS, POSITIONS, RELATIVE
 from megatron_lite.config.systems import SYSTEMS
 from megatron_lite.config.tree import Config
 from support.parity import Outcome, outcomes_of
-from support.parity_cases import CLIP, TOLERANCES, VOCAB_SIZE, Case
+from support.parity_cases import CLIP, OTHERS, TOLERANCES, VOCAB_SIZE, Case
 from support.recipes import FIRST_TEXT_TOKEN, collate, vocabulary, windows
 
 DEGREES = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2)]  # tensor, pipeline, data
@@ -154,7 +154,9 @@ def objective_of(case: Drawn) -> Objective:
     )
 
 
-def proposed(rng: random.Random, number: int, *, has_decoder: bool, has_system: bool) -> Drawn:
+def proposed(
+    rng: random.Random, number: int, *, has_decoder: bool, has_system: bool, way: str, optimizer: str
+) -> Drawn:
     """Of settings that need not go together."""
     model: dict[str, Any] = {**_SIZES, "num_layers": rng.choice((1, 2, 2, 3)), "init_std": 0.1}
     if has_decoder:
@@ -162,6 +164,10 @@ def proposed(rng: random.Random, number: int, *, has_decoder: bool, has_system: 
     if has_system:
         model["system"] = rng.choice(tuple(SYSTEMS))
     model |= {name: rng.choice(values) for name, values in OPTIONS.items() if rng.random() < 0.15}
+    if way:
+        model |= {"positions": "rotary", "block_positions": way}
+    if optimizer == "adafactor":  # at the sign of a gradient it steps, be that rounding (the key's bias)
+        model |= {"biases": "none"}
     has_dropout = rng.random() < 0.5
     model |= {f"{place}_dropout": rng.choice((0.0, 0.1)) if has_dropout else 0.0 for place in DROPOUTS}
     objectives = rng.sample(NAMES, rng.choice((1, 1, 2, 3)))
@@ -171,7 +177,10 @@ def proposed(rng: random.Random, number: int, *, has_decoder: bool, has_system: 
             "steps": Drawn.steps, "precision": "fp32", "seed": number,
             "label_smoothing": rng.choice((0.0, 0.0, 0.1)),
         },
-        "optimizer": {"clip_grad_norm": rng.choice((0.0, CLIP)), "weight_decay": 0.1, "eps": 1e-3},
+        "optimizer": {
+            "clip_grad_norm": rng.choice((0.0, CLIP)), "weight_decay": 0.1, "kind": optimizer,
+            **({} if optimizer == "adafactor" else {"eps": 1e-3}),
+        },
         "data": {"sequence_length": SEQUENCE_LENGTH},
         "objectives": {name: rng.choice((1.0, 2.0)) for name in objectives},
     }  # fmt: skip
@@ -181,7 +190,7 @@ def proposed(rng: random.Random, number: int, *, has_decoder: bool, has_system: 
         }
         if changed:
             tree[name] = changed
-    return Drawn(
+    drawn = Drawn(
         *DEGREES[number % len(DEGREES)],
         zero_stage=rng.choice((1, 2, 3)),
         sequence_parallel=rng.random() < 0.5,
@@ -190,20 +199,32 @@ def proposed(rng: random.Random, number: int, *, has_decoder: bool, has_system: 
         offload=rng.random() < 0.15,
         number=number,
         tree=tree,
+        optimizer=optimizer,
+    )
+    # The others serve neither ZeRO 3 nor offloading; a draw that is refused for them would be rare.
+    return (
+        drawn if optimizer == "adamw" else replace(drawn, zero_stage=min(2, drawn.zero_stage), offload=False)
     )
 
 
 def draw(number: int) -> tuple[Drawn, int]:
     """The draw of a number, and how many proposals were refused before it.
 
-    The degrees, a decoder and a published system stay from proposal to proposal: the rules refuse most of what has
-    them, so they would be rare.
+    The degrees, a decoder, a published system, the way of rotary positions in spans and the optimizer stay from
+    proposal to proposal: the rules refuse most of what has them, so they would be rare. Neither a system nor a decoder
+    has such ways.
     """
     rng = random.Random(f"layouts, options and objectives {number}")
     has_decoder, has_system = rng.random() < 0.2, rng.random() < 0.3
+    own = random.Random(f"positions in spans and optimizers {number}")
+    way = "" if has_system or has_decoder else own.choice(("", "", *BLOCK_POSITIONS))
+    others = tuple(kind for kind in OTHERS if not has_system or kind != "adafactor")
+    optimizer = own.choice(("adamw",) * len(others) + others)
     refused = 0
     while True:
-        case = proposed(rng, number, has_decoder=has_decoder, has_system=has_system)
+        case = proposed(
+            rng, number, has_decoder=has_decoder, has_system=has_system, way=way, optimizer=optimizer
+        )
         try:
             case.config(), objective_of(case)
         except ConfigError:

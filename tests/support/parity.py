@@ -3,6 +3,7 @@
 
     python tests/support/parity.py --output docs/parity.md      # every case
     python tests/support/parity.py --layouts 2x1x2 1x2x1        # tensor x pipeline x data parallel ranks
+    python tests/support/parity.py --output docs/parity.md --tables "Other optimizers"    # the others stay as they are
 
 The one process is plain torch, without DeepSpeed: a loop of forward, backward, clip_grad_norm_ and AdamW over all
 samples of a step at once. A case runs the same samples through an engine. Ranks are forked once per layout, run all its
@@ -54,9 +55,12 @@ from support.parity_cases import (
     MUP,
     OBJECTIVES,
     OFFLOAD,
+    OPTIMIZERS,
     OPTIONS,
     PARTS,
+    POSITIONS,
     SAMPLES,
+    SHARED_BY_STAGES,
     STEPS,
     TOLERANCES,
     VOCAB_SIZE,
@@ -318,37 +322,45 @@ def hardware() -> str:
     return f"{models[0] if models else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
 
 
-def table(titled: dict[str, list[list[Outcome]]]) -> str:
-    """Markdown: one table per title, one row per list of outcomes (all of one layout)."""
-    lines = []
-    for title, rows in titled.items():
-        lines += ["", f"## {title}", ""]
-        lines += [
-            "| tensor x pipeline x data | cases | loss | gradient norm | gradients | weights | seconds |"
-        ]
-        lines += ["|---|---|---|---|---|---|---|"]
-        for outcomes in rows:
-            largest = [max(outcome.largest[kind] for outcome in outcomes) for kind in KINDS]
-            cells = [
-                outcomes[0].case.layout.replace("x", " x "),
-                str(len(outcomes)),
-                *(f"{x:.1e}" for x in largest),
-            ]
-            lines.append("| " + " | ".join([*cells, f"{sum(o.seconds for o in outcomes):.0f}"]) + " |")
+def section(title: str, rows: list[list[Outcome]]) -> str:
+    """Markdown: where its cases ran, and one row per list of outcomes (all of one layout)."""
+    import deepspeed
+
+    outcomes = [outcome for row in rows for outcome in row]
+    failed = sum(bool(outcome.failures()) for outcome in outcomes)
+    lines = [
+        f"## {title}",
+        "",
+        f"{len(outcomes)} cases, {failed} beyond their tolerance. Commit {commit()}; {hardware()};",
+        f"torch {torch.__version__}, DeepSpeed {deepspeed.__version__}, gloo.",
+        "",
+        "| tensor x pipeline x data | cases | loss | gradient norm | gradients | weights | seconds |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for of_layout in rows:
+        largest = [max(outcome.largest[kind] for outcome in of_layout) for kind in KINDS]
+        cells = [
+            of_layout[0].case.layout.replace("x", " x "), str(len(of_layout)), *(f"{x:.1e}" for x in largest)
+        ]  # fmt: skip
+        lines.append("| " + " | ".join([*cells, f"{sum(o.seconds for o in of_layout):.0f}"]) + " |")
     return "\n".join(lines) + "\n"
+
+
+def sections_of(page: str) -> dict[str, str]:
+    """The sections of docs/parity.md, by their titles."""
+    return {part.partition("\n")[0]: f"## {part.strip()}\n" for part in page.split("\n## ")[1:]}
 
 
 INTRODUCTION = """# Every layout against one process
 
 Written by `python tests/support/parity.py --output docs/parity.md`.
 `python -m pytest -m slow tests/train/test_parity.py` runs the
-same cases. {cases} cases in {minutes:.0f} minutes, {failed} beyond their tolerance.
-Commit {commit}; {hardware}; torch {torch}, DeepSpeed {deepspeed}, gloo.
+same cases. With `--tables` the command runs some of the tables and leaves the others: each says where it ran.
 
-A case trains {steps} AdamW steps (weight decay 0.1, gradients clipped to norm {clip}, learning rate {lr}) of {samples}
-samples with unequal numbers of loss tokens, two to four documents per row and {objectives} objectives. It is compared
-with plain torch in one process, without DeepSpeed. Every case also checks that initial weights are equal bit for bit
-and that every element is owned by exactly one rank.
+A case trains {steps} steps of AdamW or of its table's optimizer (weight decay 0.1, gradients clipped to norm {clip},
+learning rate {lr}) of {samples} samples with unequal numbers of loss tokens, two to four documents per row and
+{objectives} objectives. It is compared with plain torch in one process, without DeepSpeed. Every case also checks that
+initial weights are equal bit for bit and that every element is owned by exactly one rank.
 
 Shown are the largest relative differences: of the loss of every objective and of the gradient norm in every step; of
 every parameter's gradient (before clipping, in every step) and of every parameter after the last step, the largest
@@ -364,23 +376,13 @@ Half precision is compared with fp32, not with itself.
 """
 
 
-def page(titled: dict[str, list[list[Outcome]]], seconds: float) -> str:
+def page(sections: dict[str, str]) -> str:
     """The whole of docs/parity.md."""
-    import deepspeed
-
-    outcomes = [outcome for rows in titled.values() for row in rows for outcome in row]
     tolerances = [
         f"| {precision} | " + " | ".join(f"{value:.0e}" for value in values.values()) + " |"
         for precision, values in TOLERANCES.items()
     ]
     introduction = INTRODUCTION.format(
-        cases=len(outcomes),
-        minutes=seconds / 60,
-        failed=sum(bool(outcome.failures()) for outcome in outcomes),
-        commit=commit(),
-        hardware=hardware(),
-        torch=torch.__version__,
-        deepspeed=deepspeed.__version__,
         steps=STEPS,
         clip=CLIP,
         lr=LR,
@@ -388,7 +390,22 @@ def page(titled: dict[str, list[list[Outcome]]], seconds: float) -> str:
         objectives=OBJECTIVES,
         tolerances="\n".join(tolerances),
     )
-    return introduction + table(titled)
+    return "\n".join([introduction, *sections.values()])
+
+
+TABLES: dict[str, list[Case]] = {
+    "fp32: every combination": matrix(),
+    "Dropout": DROPOUT,
+    "Rotary positions and the second position": POSITIONS,
+    "Other optimizers": OPTIMIZERS,
+    "Encoder and decoder": PARTS,
+    "Shared by pipeline stages": SHARED_BY_STAGES,
+    "Offloaded optimizer": OFFLOAD,
+    "Half precision": HALF,
+    "Options of other systems": OPTIONS,
+    "muP": MUP,
+    "XLNet's memory": WITH_MEMORY,
+}
 
 
 def grouped(outcomes_by_layout: Iterable[list[Outcome]], precision: str) -> list[list[Outcome]]:
@@ -404,6 +421,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="write the page there, not to the terminal"
     )
+    parser.add_argument(
+        "--tables", nargs="+", choices=TABLES, metavar="TITLE", help="only these; the others of --output stay"
+    )
     options = parser.parse_args(arguments)
     known = by_layout(matrix())
     for layout in options.layouts or []:
@@ -411,25 +431,21 @@ def main(arguments: list[str] | None = None) -> int:
             raise ConfigError(f"--layouts {layout} is not known; choose from {', '.join(known)}.")
     if options.output is not None and not options.output.parent.is_dir():
         raise ConfigError(f"--output {options.output}: its directory does not exist; create it.")
-    started = time.perf_counter()
     results: dict[str, list[list[Outcome]]] = {}
-    for title, cases in (
-        ("fp32: every combination", matrix()), ("Dropout", DROPOUT),
-        ("Encoder and decoder", PARTS), ("Offloaded optimizer", OFFLOAD),
-        ("Half precision", HALF), ("Options of other systems", OPTIONS), ("muP", MUP),
-        ("XLNet's memory", WITH_MEMORY),
-    ):  # fmt: skip
-        for layout, chosen in by_layout(cases).items():
+    for title in options.tables or TABLES:
+        for layout, chosen in by_layout(TABLES[title]).items():
             if not options.layouts or layout in options.layouts:
                 results.setdefault(title, []).append(outcomes_of(chosen))
                 print(f"{title}: {layout}, {len(chosen)} cases", file=sys.stderr, flush=True)
-    titled = {
-        title if precision == "fp32" else f"{title}, {precision}": rows
-        for title, outcomes in results.items()
-        for precision in TOLERANCES
-        if (rows := grouped(outcomes, precision))
-    }
-    text = page(titled, time.perf_counter() - started)
+    sections = {}
+    if options.tables and options.output is not None and options.output.exists():
+        sections = sections_of(options.output.read_text(encoding="utf-8"))
+    for title, outcomes in results.items():
+        for precision in TOLERANCES:
+            if rows := grouped(outcomes, precision):
+                name = title if precision == "fp32" else f"{title}, {precision}"
+                sections[name] = section(name, rows)
+    text = page(sections)
     if options.output is None:
         print(text)
     else:

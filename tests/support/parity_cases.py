@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
 
 from data_utils.base.planes import BLOCK_POSITION_IDS, DOC, ORD, POSITION_IDS, SEGMENT_IDS
 from data_utils.base.settings import build
+from megatron_lite.config.sections import OPTIMIZERS as KINDS_OF_OPTIMIZER
 from megatron_lite.config.tree import Config
 from support.batches import prefix_batch
 
@@ -20,6 +21,7 @@ OBJECTIVES = 3
 VOCAB_SIZE = 500
 ROW_LENGTH = 48
 LR, CLIP = 1e-2, 0.3
+OTHERS = tuple(kind for kind in KINDS_OF_OPTIMIZER if kind != "adamw")
 KINDS = ("loss", "norm", "gradients", "weights")
 
 # Largest difference of a tensor's elements over its largest element. fp32: rounding is 6e-8 and sums of about a hundred
@@ -260,6 +262,24 @@ MUP = [
     Case(1, 1, 2, 3, variant="muP"),
     Case(2, 2, 1, 1, variant="muP"),
     Case(1, 2, 2, 1, recompute="full", accumulation=4, variant="muP"),
+]
+
+
+def with_optimizer(kind: str, case: Case) -> Case:
+    """AdaFactor takes a gradient at its sign: one that is only rounding, as of the key's bias, would differ."""
+    return replace(case, optimizer=kind, variant="rms-norm" if kind == "adafactor" else case.variant)
+
+
+OPTIMIZERS = [  # beside AdamW: they read sums over whole tensors, and Muon sends matrices to one rank
+    with_optimizer(kind, case)
+    for kind in OTHERS
+    for case in (
+        Case(1, 1, 2, 2, accumulation=4, dropout=0.1),
+        Case(2, 1, 2, 1, True, "selective"),
+        Case(1, 2, 1, 1, recompute="full", accumulation=4, dropout=0.1),
+        Case(2, 2, 1, 1, True),
+        Case(2, 1, 1, 2, variant="rotary halves"),
+    )
 ]
 
 # Without dropout cross-attention of pre-norm models is nearly uniform: gradients of its queries are small differences,

@@ -11,6 +11,7 @@ from support import parity, parity_cases
 from support.distributed import run_ranks
 from support.optimizers import ALL, Ours, Plain, blocks, decays, fused, newton_schulz
 from support.parity import Case, Outcome, compare_fragment, run_step
+from support.parity_cases import with_optimizer
 from support.stub_engine import StubEngine
 from torch import nn
 
@@ -206,11 +207,6 @@ def test_owners_of_matrices_share_the_work():
 # Layouts and checkpoints
 
 
-def case_of(kind, case):
-    """AdaFactor takes a gradient at its sign: one that is only rounding, as of the key's bias, would differ."""
-    return replace(case, optimizer=kind, variant="rms-norm" if kind == "adafactor" else case.variant)
-
-
 def state_of(engine):
     """The elements of this rank that a checkpoint holds: no rows of padding."""
     return {
@@ -276,10 +272,10 @@ def run(function, cases, *args):
 
 
 def test_a_layout_equals_one_process_and_goes_on_in_any(tmp_path):
-    cases = [case_of(kind, Case(2, 1, 2, 2, True)) for kind in ALL]
+    cases = [with_optimizer(kind, Case(2, 1, 2, 2, True)) for kind in ALL]
     for failures, equal in run(train_and_go_on, cases, tmp_path):
         assert failures == [] and equal == [True] * len(ALL)
-    alone = [case_of(kind, Case()) for kind in ALL]
+    alone = [with_optimizer(kind, Case()) for kind in ALL]
     assert run(go_on, alone, tmp_path) == [[]]
 
 
@@ -297,7 +293,7 @@ SLOW = [case for case in parity_cases.reduced() if case.zero_stage < 3]
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SLOW, ids=str)
 def test_layouts_equal_one_process(case, tmp_path):
-    for failures, equal in run(train_and_go_on, [case_of(kind, case) for kind in ALL], tmp_path):
+    for failures, equal in run(train_and_go_on, [with_optimizer(kind, case) for kind in ALL], tmp_path):
         assert failures == [] and equal == [True] * len(ALL)
 
 
@@ -306,7 +302,7 @@ def test_another_optimizer_does_not_take_up_the_state(tmp_path):
     engine = StubEngine()
     engine.train(3)
     trained = read_checkpoint(save_checkpoint(tmp_path, 3, engine, {}, ParallelContext.alone()))
-    config = case_of("muon", Case()).config()
+    config = with_optimizer("muon", Case()).config()
     with pytest.raises(
         CheckpointError, match=r"optimizer.kind is muon, but .* holds the state of adamw; set"
     ):

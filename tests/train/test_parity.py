@@ -43,7 +43,18 @@ def test_half_precision_equals_one_process():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["OFFLOAD", "DROPOUT", "OPTIONS", "POSITIONS", "PARTS", "SHARED_BY_STAGES", "WITH_MEMORY", "MUP"]
+    "name",
+    [
+        "OFFLOAD",
+        "DROPOUT",
+        "OPTIONS",
+        "POSITIONS",
+        "OPTIMIZERS",
+        "PARTS",
+        "SHARED_BY_STAGES",
+        "WITH_MEMORY",
+        "MUP",
+    ],
 )
 def test_further_cases_equal_one_process(name):
     assert failures(getattr(parity_cases, name)) == []

@@ -27,7 +27,7 @@ def power_law(evaluations: int) -> list[float]:
 def test_a_loss_that_stands_is_told_once_with_where_to_look() -> None:
     (text,) = said([5.3, *[5.2 + 0.001 * math.sin(n) for n in range(20)]])
     assert "5.2" in text
-    for setting in ("optimizer.lr", "model.positions=rotary", "docs/configuration.md"):
+    for setting in ("optimizer.lr", "model.positions=rotary", "docs/learning.md"):
         assert setting in text
 
 

@@ -1,4 +1,4 @@
-"""Notices that a run has stopped learning while its rate is still high, and says where to look."""
+"""Notices that a run has stopped learning while its rate is still high, and says where to look (docs/learning.md)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ LEAST_EVALUATIONS = 6
 LEAST_GAIN = 0.005  # relative, of the second half of the steps on the first: a run that learns gains several times this
 HIGH_RATE = 0.3  # of the peak: below it a loss comes to rest by plan
 RISE = 0.02  # relative, above the best
+ADVICE = (
+    "Look at optimizer.lr first; a small model is also held back by learned positions (try model.positions=rotary) and "
+    "by words that begin small (docs/learning.md)."
+)
 
 
 class Standstill:
@@ -34,6 +38,5 @@ class Standstill:
             )
         return (
             f"the validation loss stands still: {min(before):.4f} at best up to step {step // 2}, {min(since):.4f} "
-            "since. Look at optimizer.lr first; a small model is also held back by learned positions (try "
-            "model.positions=rotary) and by words that begin small (docs/configuration.md)."
+            f"since. {ADVICE}"
         )
