@@ -17,6 +17,7 @@ BESIDE = {
     "benchmarks/README.md": "benchmarks.md",
     "benchmarks/attention.png": "attention.png",
     "benchmarks/real_tasks.png": "real_tasks.png",
+    "benchmarks/recall.png": "recall.png",
     "benchmarks/second_positions.png": "second_positions.png",
     "LICENSE": "license.txt",
 }
