@@ -40,7 +40,7 @@ from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.model_input import ModelInput
 from megatron_lite.model.layers.tensor_parallel import whole_shape
-from megatron_lite.model.trunk.build import build_model
+from megatron_lite.model.trunk.build import build_model, kind_of
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.engine.engine import TYPES, Engine, parameter_groups
 from megatron_lite.train.engine.plain import make_engine
@@ -124,7 +124,8 @@ def _one_process(case: Case) -> Record:
     named = dict(model.named_parameters())
     settings = config.optimizer
     groups, betas = parameter_groups(named, config), (settings.beta1, settings.beta2)
-    plain = Plain(named, settings, config.model.width_ratio)
+    trained = {name: p for name, p in named.items() if not kind_of(config).is_unused(name, config)}
+    plain = Plain(trained, settings, config.model.width_ratio)
     if case.optimizer == "adamw":
         decays = {parameter: group["weight_decay"] for group in groups for parameter in group["params"]}
         own = [plain.of_width(name) for name in named]
@@ -227,6 +228,13 @@ def compare_fragment(
         outcome.add(kind, f"{fragment.name}, step {step + 1}", got, part, expected)
 
 
+def compare_weights(outcome: Outcome, step: int, engine: Engine, whole: dict[str, torch.Tensor]) -> None:
+    """Fragments without weights hold an optimizer's state alone."""
+    for fragment in engine.fragments():
+        if "weight" in fragment.tensors:
+            compare_fragment(outcome, "weights", step, fragment, fragment.tensors["weight"], whole)
+
+
 def micro_batches_of(case: Case, engine: Engine, context: ParallelContext, step: int) -> list[ModelInput]:
     """This rank's share of a step."""
     size, dp = case.micro_batch_size, context.dp
@@ -265,15 +273,11 @@ def run_case(context: ParallelContext, case: Case, record: Record) -> Outcome:
     start = Outcome(case)
     # DeepSpeed takes its fp32 weights from the model after the cast to half precision.
     initial = {name: weight.to(TYPES[case.precision]).float() for name, weight in record.initial.items()}
-    for fragment in engine.fragments():
-        compare_fragment(start, "weights", -1, fragment, fragment.tensors["weight"], initial)
+    compare_weights(start, -1, engine, initial)
     assert start.largest["weights"] == 0.0, f"initial weights depend on the layout: {start.where}"
     for step in range(case.steps):
         run_step(context, engine, case, step, record, outcome)
-    for fragment in engine.fragments():
-        compare_fragment(
-            outcome, "weights", case.steps - 1, fragment, fragment.tensors["weight"], record.weights
-        )
+    compare_weights(outcome, case.steps - 1, engine, record.weights)
     outcome.seconds = time.perf_counter() - started
     return outcome
 

@@ -10,7 +10,7 @@ import torch.optim._muon
 from support import parity, parity_cases
 from support.distributed import run_ranks
 from support.optimizers import ALL, Ours, Plain, blocks, decays, fused, newton_schulz
-from support.parity import Case, Outcome, compare_fragment, run_step
+from support.parity import Case, Outcome, compare_weights, run_step
 from support.parity_cases import with_optimizer
 from support.stub_engine import StubEngine
 from torch import nn
@@ -230,10 +230,7 @@ def train_and_go_on(context, cases, records, directory):
             if step == case.steps - 1:
                 saved = save_checkpoint(path, step, engine, {}, context)
             run_step(context, engine, case, step, record, outcome)
-        for fragment in engine.fragments():
-            if "weight" in fragment.tensors:
-                weight = fragment.tensors["weight"]
-                compare_fragment(outcome, "weights", step, fragment, weight, record.weights)
+        compare_weights(outcome, step, engine, record.weights)
         failures += outcome.failures()
         again = make_engine(case.config(), context, case.num_losses)
         load_checkpoint(read_checkpoint(saved), again, context)
@@ -255,10 +252,7 @@ def go_on(context, cases, records, directory):
         (path,) = (directory / case.optimizer).iterdir()
         load_checkpoint(read_checkpoint(path), engine, context)
         run_step(context, engine, case, case.steps - 1, record, outcome)
-        for fragment in engine.fragments():
-            if "weight" in fragment.tensors:
-                weight = fragment.tensors["weight"]
-                compare_fragment(outcome, "weights", case.steps - 1, fragment, weight, record.weights)
+        compare_weights(outcome, case.steps - 1, engine, record.weights)
         failures += outcome.failures()
     return failures
 
