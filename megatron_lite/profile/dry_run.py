@@ -6,7 +6,7 @@ from data_utils.base.errors import ConfigError
 from data_utils.samples.extent import extent_if_here
 from data_utils.text.tokenizers import load_tokenizer
 from megatron_lite.config.tree import Config
-from megatron_lite.profile.advice import advise, dry_run_report
+from megatron_lite.profile.advice import advise, dry_run_report, fuller
 from megatron_lite.profile.estimate import estimate, require_one_transformer
 from megatron_lite.profile.gpus import gpu_named
 from megatron_lite.profile.rows import average_rows
@@ -35,6 +35,13 @@ def dry_run(config: Config, processes: int, gpu_name: str) -> None:
     given, config, rows = max(estimates, key=lambda phase: phase[0].peak_gib)
     for line in reading:
         print(f"text              {line}", flush=True)
+    fills = fuller(config, processes, gpu, rows, given)
+    if fills is not None:
+        settings, other = fills
+        gain = other.tokens / other.step_ms * given.step_ms / given.tokens - 1
+        print(
+            f"fills the GPU     {settings}: {gain:+.0%} tokens/s, {other.padding:.1%} padding; another recipe"
+        )
     advised = advise(config, processes, gpu, rows, given)
     if advised is None:
         print(f"\nadvice            no layout fits {processes} x {gpu.name}; use more GPUs.")

@@ -58,6 +58,7 @@ class Estimate:
     bubble: float  # factor of both times: a pipeline's fill and drain
     rank_parameters: int  # of the fullest rank
     tokens: float  # of all ranks, without padding
+    padding: float  # share of a micro-batch
     flops: float  # of the model on one rank, without recomputation
 
     @property
@@ -108,6 +109,7 @@ def estimate(config: Config, processes: int, gpu: Gpu, rows: Rows) -> Estimate:
         bubble=bubble,
         rank_parameters=max(stage.numbers for stage in every),
         tokens=rows.tokens * samples * sizes.dp,
+        padding=1 - rows.tokens * batch.micro_batch_size / sizes.all_tokens,
         flops=flops,
     )
 

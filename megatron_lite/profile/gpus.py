@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,27 @@ def _table() -> dict[str, dict[str, Any]]:
 _TABLE = _table()
 HOST = Host(**_TABLE.pop("host"))
 GPUS = {name: Gpu(name, **constants) for name, constants in _TABLE.items()}
+
+
+def named_by_device(device: str, gib: float) -> str | None:
+    """The name here of the device that CUDA calls so, of `gib` of memory; None for an unknown one."""
+    found = [name for name in GPUS if name.partition("-")[0].upper() in re.split("[ -]", device.upper())]
+    return min(found, key=lambda name: abs(GPUS[name].memory_gib - gib), default=None)
+
+
+def calibrated(text: str, name: str, constants: dict[str, Any], source: str) -> str:
+    """The text of gpus.yaml with constants of a GPU that were measured."""
+    head, start, rest = text.partition(f"\n{name}:\n")
+    own = re.match(r"(?:  .*\n)*", rest)
+    assert start and own is not None
+    lines = own[0]
+    for key, value in constants.items():
+        rounded = [float(f"{x:.3g}") for x in (value if isinstance(value, list) else [value])]
+        line = (
+            f'  {key}: {{value: {rounded if isinstance(value, list) else rounded[0]}, source: "{source}"}}\n'
+        )
+        lines = re.sub(rf"  {key}: .*\n", "", lines) + line
+    return head + start + lines + rest[own.end() :]
 
 
 def gpu_named(name: str) -> Gpu:

@@ -16,7 +16,7 @@ from support.traced import PAPER, config_of
 from data_utils.base.errors import ConfigError
 from megatron_lite.config.tree import load_config
 from megatron_lite.profile import advice
-from megatron_lite.profile.advice import Layout, advise, dry_run_report, possible_layouts
+from megatron_lite.profile.advice import Layout, advise, dry_run_report, fuller, possible_layouts
 from megatron_lite.profile.estimate import RESERVED_GIB, estimate
 from megatron_lite.profile.gpus import GPUS
 from megatron_lite.profile.rows import average_rows
@@ -74,6 +74,20 @@ def test_the_given_layout_stays_where_no_other_is_faster_both_ways(glm_large, mo
     given = replace(given, peak=large.peak)
     assert with_others(slower, large)[1] is slower
     assert with_others(large) is None
+
+
+def test_a_micro_batch_that_fills_waves_is_proposed(glm_large):
+    """Of a step of at most twice the samples; the best one has nothing better."""
+    config, rows, given = glm_large
+    gpu = GPUS["h100"]
+    settings, found = fuller(config, 64, gpu, rows, given)
+    assert found.tokens / found.step_ms > 1.03 * given.tokens / given.step_ms and found.fits(gpu)
+    proposed = load_config([ROOT / file for file in PAPER], settings.split())
+    assert proposed.batch.global_batch_size <= 2 * config.batch.global_batch_size
+    assert estimate(proposed, 64, gpu, average_rows(proposed)).step_ms == pytest.approx(
+        found.step_ms, rel=0.05
+    )
+    assert 0 <= found.padding < 0.05 and fuller(config, 64, gpu, rows, found) is None
 
 
 def drawn(random_):

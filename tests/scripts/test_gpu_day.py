@@ -9,7 +9,8 @@ import pytest
 from support.commands import assert_refused, python
 from support.waiting import wait_until
 
-from data_utils.base.errors import ExitStatus
+from data_utils.base.errors import ConfigError, ExitStatus
+from megatron_lite.profile import gpus
 from scripts import gpu_day
 from scripts.gpu_day import Step
 
@@ -138,3 +139,34 @@ def test_the_steps_take_ten_minutes_and_name_what_exists(gpus):
 def ranks_of(layout):
     first, second, third = map(int, layout.split("x"))
     return first * second * third
+
+
+def test_a_report_calibrates_the_file_of_constants(monkeypatch, tmp_path):
+    """Measured constants replace those of the GPU, with their source; others stay."""
+    copy, report = tmp_path / "gpus.yaml", tmp_path / "report.json"
+    copy.write_text(gpus.CONSTANTS.read_text())
+    monkeypatch.setattr(gpu_day, "CONSTANTS", copy)
+    constants = {"bandwidth_tbs": 2.954, "flash_64": [301.26, 277.0]}
+    steps = [{"name": gpu_day.KERNELS, "results": {"constants": constants}}]
+    report.write_text(json.dumps({"machine": MACHINE, "steps": steps}))
+    monkeypatch.setattr(sys, "argv", ["gpu_day", "--calibrate", str(report)])
+    before = gpus._table()
+    assert gpu_day.main() == ExitStatus.FINISHED
+    monkeypatch.setattr(gpus, "CONSTANTS", copy)
+    after = gpus._table()
+    assert after["h100"]["bandwidth_tbs"] == 2.95 and after["h100"]["flash_64"] == (301.0, 277.0)
+    assert after["h200"]["flash_64"] == (301.0, 277.0) and after["h200"]["bandwidth_tbs"] == 4.0
+    changed = {"bandwidth_tbs": None, "flash_64": None}
+    assert {**before["h100"], **changed} == {**after["h100"], **changed} and before["a100"].keys() == after[
+        "a100"
+    ].keys()
+    assert "measured on NVIDIA H100 80GB HBM3, torch 2.13.0, commit abc123" in copy.read_text()
+    report.write_text(json.dumps({"machine": MACHINE, "steps": []}))
+    with pytest.raises(ConfigError, match=r"which is no report\.json with measured kernels"):
+        gpu_day.main()
+
+
+def test_devices_are_known_by_their_names():
+    named = gpus.named_by_device
+    assert named("NVIDIA H100 80GB HBM3", 79.1) == "h100" and named("NVIDIA GH200 480GB", 94.5) == "gh200"
+    assert named("NVIDIA A100-SXM4-40GB", 39.4) == "a100-40" and named("Tesla T4", 15.0) is None

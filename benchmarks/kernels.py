@@ -1,0 +1,256 @@
+"""Each fused kernel beside torch's operators in fp64, in the order of a step: the first that differs is named.
+
+    python benchmarks/kernels.py                                      # on a GPU: also times, beside the expected ones
+    TRITON_INTERPRET=1 python benchmarks/kernels.py --device cpu      # in Triton's interpreter, on few tokens
+
+On a GPU it also measures constants of megatron_lite/profile/gpus.yaml, which `scripts/gpu_day.py --calibrate` takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from data_utils.base.errors import ConfigError, run_command
+from megatron_lite.model.kernels import fused
+from megatron_lite.model.kernels.dropout import FeatureDropout, drop, salts, token_keys
+from megatron_lite.profile.gpus import GPUS, Gpu
+from megatron_lite.profile.roofline import ISSUE, kernel_micros
+
+TOLERANCE = 2.0**-7  # of the largest number: results are rounded to bf16 once, and so are torch's inputs
+EPSILON, P = 1e-5, 0.1
+
+
+@dataclass
+class Beside:
+    """A kernel beside torch. Times are in microseconds, None where none was measured."""
+
+    name: str
+    difference: float  # largest, as a part of the largest number
+    expected_us: float
+    measured_us: float | None = None
+
+    @property
+    def differs(self) -> bool:
+        return not self.difference <= TOLERANCE  # a NaN differs
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel's operator, and what torch makes of the same."""
+
+    name: str
+    ours: Callable[[], Any]
+    theirs: Callable[[], Any]
+
+
+def cases(device: torch.device, tokens: int, width: int, words: int) -> Iterator[Case]:
+    """In the order of a step."""
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    x, hidden, grad, grad_total = (draw(tokens, width) for _ in range(4))
+    x_bias, weight, bias = (draw(width) for _ in range(3))
+    keys = torch.from_numpy(token_keys(3, np.arange(1), tokens)[0].copy()).to(device)
+    salt = int(salts(3)[1, 2])
+    dropout = FeatureDropout(keys, salt, P)
+
+    def summed() -> torch.Tensor:
+        return drop(x.double() + x_bias.double(), hidden.double(), dropout)
+
+    def normed(total: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(total, (width,), weight.double(), bias.double(), EPSILON)
+
+    forward = (x, x_bias, keys, salt, P, hidden, weight, bias, EPSILON)
+    yield Case(
+        "add_norm", lambda: fused.add_norm_kernel(*forward)[:2],
+        lambda: (summed(), normed(summed().bfloat16().double())),
+    )  # fmt: skip
+
+    total, _, stats = fused.add_norm_kernel(*forward)
+
+    def norm_gradients() -> tuple[torch.Tensor, ...]:
+        start = total.double().requires_grad_()
+        (d_hidden,) = torch.autograd.grad(normed(start), start, grad.double())
+        d_hidden = d_hidden + grad_total.double()
+        return d_hidden, drop(d_hidden, torch.zeros_like(d_hidden), dropout)
+
+    backward = (grad_total, grad, total, weight, stats, keys, salt, P, True)
+    yield Case("add_norm_backward", lambda: fused.add_norm_backward_kernel(*backward)[:2], norm_gradients)
+    sums = draw(min(256, tokens), 3 * width, dtype=torch.float32)
+    yield Case("finish_sums", lambda: (fused.finish_sums_kernel([sums], x),), lambda: (sums.double().sum(0),))
+
+    inner, inner_bias, inner_grad = draw(tokens, 4 * width), draw(4 * width), draw(tokens, 4 * width)
+    for tanh, tail in ((True, ""), (False, "_erf")):
+
+        def gelu(tanh: bool = tanh) -> tuple[torch.Tensor, torch.Tensor]:
+            start = (inner.double() + inner_bias.double()).requires_grad_()
+            out = F.gelu(start, approximate="tanh" if tanh else "none")
+            return out.detach(), torch.autograd.grad(out, start, inner_grad.double())[0]
+
+        yield Case(
+            f"bias_gelu{tail}", lambda tanh=tanh: (fused.gelu_kernel(inner, inner_bias, tanh),),
+            lambda gelu=gelu: gelu()[:1],
+        )  # fmt: skip
+        yield Case(
+            f"bias_gelu_backward{tail}",
+            lambda tanh=tanh: fused.gelu_backward_kernel(inner, inner_bias, inner_grad, tanh)[:1],
+            lambda gelu=gelu: gelu()[1:],
+        )
+
+    first, heads = tokens // 2, width // 64
+    parts = [draw(count, heads, 64) for count in (first, first, first, tokens - first, tokens, tokens)]
+    place = torch.arange(tokens, dtype=torch.int32, device=device)
+
+    def joined() -> tuple[torch.Tensor, ...]:
+        dq_0, dk_0, dv_0, dq_1, dk_1, dv_1 = (part.double() for part in parts)
+        pairs = ((dk_0, dk_1), (dv_0, dv_1))
+        of_keys = [torch.cat([slice_ + rest[:first], rest[first:]]) for slice_, rest in pairs]
+        return (torch.stack([torch.cat([dq_0, dq_1]), *of_keys], dim=1),)
+
+    yield Case("join_pair", lambda: fused.join_pair_kernel(*parts, 0, place)[:1], joined)
+
+    logits, row_grad = draw(tokens, words), draw(tokens, dtype=torch.float32)
+    targets = torch.arange(tokens, dtype=torch.int32, device=device) % words
+    log_sums = torch.logsumexp(logits.float(), 1)
+
+    def gradient() -> tuple[torch.Tensor, ...]:
+        chosen = F.one_hot(targets.long(), words).double()
+        return ((logits.double().softmax(1) - chosen) * row_grad.double()[:, None],)
+
+    def written() -> tuple[torch.Tensor, ...]:
+        copy = logits.clone()
+        fused.write_gradient_kernel(copy, targets, log_sums, row_grad, 0, words)
+        return (copy,)
+
+    picked = targets.long()[:, None]
+    yield Case(
+        "log_sums", lambda: fused.log_sums_kernel(logits, targets, 0, words),
+        lambda: (torch.logsumexp(logits.double(), 1), logits.double().gather(1, picked)[:, 0]),
+    )  # fmt: skip
+    yield Case("write_gradient", written, gradient)
+
+
+def difference(ours: Any, theirs: Any) -> float:
+    """The largest difference of any result, as a part of its largest number."""
+    found = 0.0
+    for mine, other in zip(ours, theirs, strict=True):
+        gap = (mine.double() - other).abs().max() / other.abs().max().clamp(min=1.0)
+        found = max(found, gap.item()) if gap == gap else float("nan")
+    return found
+
+
+def micros(run: Callable[[], Any], times: int = 20) -> float:
+    """Median microseconds of the device."""
+    found = []
+    for _ in range(times):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end) * 1e3)
+    return sorted(found)[times // 2]
+
+
+def expected(name: str, tokens: int, width: int, words: int, gpu: Gpu) -> float:
+    """By the roofline."""
+    numbers, passes, rounds = tokens * width, 4, 0.0
+    if name.startswith("bias_gelu"):
+        numbers, passes = 4 * numbers, 3 if "backward" in name else 2
+    elif name in ("log_sums", "write_gradient"):  # with the copy that is overwritten
+        numbers, passes = tokens * words, 1 if name == "log_sums" else 4
+    elif name in ("add_norm_backward", "join_pair"):
+        passes, rounds = 5 if name == "add_norm_backward" else 8, tokens / 256
+    elif name == "finish_sums":
+        numbers, passes = 256 * 3 * width, 2
+    issued = ISSUE.get(name, 0.0) * numbers * (3 if name == "join_pair" else 1)
+    return kernel_micros(2.0 * passes * numbers, gpu, issued, rounds)
+
+
+def bisect(device: torch.device, tokens: int, width: int, words: int, gpu: Gpu) -> list[Beside]:
+    """Every kernel, in the order of a step, up to the first that differs."""
+    found = []
+    for case in cases(device, tokens, width, words):
+        one = Beside(
+            case.name, difference(case.ours(), case.theirs()), expected(case.name, tokens, width, words, gpu)
+        )
+        found.append(one)
+        if one.differs:
+            break
+        if device.type == "cuda":
+            one.measured_us = micros(case.ours)
+    return found
+
+
+def constants(processors: int) -> dict[str, Any]:
+    """Of gpus.yaml, measured on this GPU: a product in full waves, a copy, attention in long rows, the least kernel."""
+
+    def bf(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+    a, b = bf(processors * 128, 4096), bf(4096, 4096)
+    copied = bf(1 << 28)
+    found: dict[str, Any] = {
+        "matmul_tflops": 2.0 * a.shape[0] * 4096 * 4096 / micros(lambda: a @ b) / 1e6,
+        "bandwidth_tbs": 2.0 * copied.nbytes / micros(copied.clone) / 1e6,
+        "least_us": micros(lambda: a[:1].add_(0)),
+    }
+    torch.backends.cuda.enable_cudnn_sdp(False)  # training calls FlashAttention
+    for size in (64, 128):
+        q = bf(1, 2048 // size, 16384, size).requires_grad_()
+        out = F.scaled_dot_product_attention(q, q, q)
+        flops = 4.0 * 2048 * 16384**2 / 1e6
+        forward = flops / micros(lambda q=q: F.scaled_dot_product_attention(q, q, q), 5)
+        backward = (
+            2.5 * flops / micros(lambda q=q, out=out: torch.autograd.grad(out, q, out, retain_graph=True), 5)
+        )
+        found[f"flash_{size}"] = [forward, backward]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--gpu", default="h100", choices=tuple(GPUS), help="whose times are expected")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device is cuda, and torch sees no GPU; set --device cpu and TRITON_INTERPRET=1.")
+    on_gpu = options.device == "cuda"
+    if not on_gpu:
+        fused.DEVICES = ("cuda", "cpu")
+    sizes = (8640, 1024, 30592) if on_gpu else (11, 128, 300)
+    found = bisect(torch.device(options.device), *sizes, GPUS[options.gpu])
+    print(f"{'kernel':26}{'difference':>12}{'expected us':>13}{'measured us':>13}")
+    for one in found:
+        measured = "-" if one.measured_us is None else f"{one.measured_us:.1f}"
+        print(f"{one.name:26}{one.difference:12.1e}{one.expected_us if on_gpu else 0:13.1f}{measured:>13}")
+    first = next((one.name for one in found if one.differs), None)
+    print(f"first that differs: {first or 'none'}")
+    answer: dict[str, Any] = {"first": first, "kernels": [asdict(one) for one in found], "constants": {}}
+    if on_gpu and first is None:
+        answer["constants"] = constants(torch.cuda.get_device_properties(0).multi_processor_count)
+    if options.json:
+        options.json.write_text(json.dumps(answer, indent=1), encoding="utf-8")
+    if first is not None:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    run_command(main)
