@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Write what follows from the code, docs/rooms.md, settings.md and a table of checkpoints.md: python docs/generate.py
+"""Write what follows from the code: python docs/generate.py
+
+These are docs/rooms.md, settings.md, and a table in each of checkpoints.md and huggingface.md.
 
 tests/test_documentation.py compares the pages with what this script would write.
 """
@@ -18,10 +20,12 @@ from support import house
 
 from data_utils.base.settings_listed import describe
 from megatron_lite.config.tree import Config
+from megatron_lite.hf.published.systems import OF_MODEL, PUBLISHED
 from megatron_lite.train.guard.run_state import MEANINGS
 
 ROOT = house.ROOT
 STATES = ("<!-- the table of states: written by docs/generate.py -->", "<!-- end of the table -->")
+SYSTEMS = ("<!-- the table of systems: written by docs/generate.py -->", STATES[1])
 NOTICE = "Written by `python docs/generate.py`; change the code, not this page."
 # What `describe` writes of a setting: its key, then type, range (if it has one) and default in parentheses.
 SETTING = re.compile(
@@ -81,17 +85,37 @@ def settings() -> str:
 
 def checkpoints() -> str:
     """The page, with its table of a run's states as the code has them."""
-    text = (ROOT / "docs/checkpoints.md").read_text(encoding="utf-8")
     lines = ["| state | what is seen | the same command | `rewind` | report |", "|---|---|---|---|---|"]
     for condition, meaning in MEANINGS.items():
         rewind = "goes back to a good one" if meaning.rewind else "is refused"
         note = "says so" if meaning.note else ""
         lines.append(f"| {condition} | {meaning.sign} | {meaning.start} | {rewind} | {note} |")
-    before, after = text.index(STATES[0]) + len(STATES[0]), text.index(STATES[1])
-    return "\n".join([text[:before], *lines, text[after:]])
+    return _with_table("checkpoints.md", STATES, lines)
 
 
-PAGES = {"rooms.md": rooms, "settings.md": settings, "checkpoints.md": checkpoints}
+def huggingface() -> str:
+    """The page, with its table of the classes that are read and written."""
+    lines = ["| class of transformers | `model_type` | `model.system` |", "|---|---|---|"]
+    for kind, system in PUBLISHED.items():
+        names = [name for name, of_name in OF_MODEL.items() if of_name is system]
+        cells = [", ".join(f"`{name}`" for name in each) for each in (system.classes, [kind], names)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return _with_table("huggingface.md", SYSTEMS, lines)
+
+
+def _with_table(name: str, marks: tuple[str, str], lines: list[str]) -> str:
+    """A page with these lines between its marks."""
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    before = text.index(marks[0]) + len(marks[0])
+    return "\n".join([text[:before], *lines, text[text.index(marks[1], before) :]])
+
+
+PAGES = {
+    "rooms.md": rooms,
+    "settings.md": settings,
+    "checkpoints.md": checkpoints,
+    "huggingface.md": huggingface,
+}
 
 
 def main() -> None:

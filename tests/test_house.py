@@ -40,6 +40,7 @@ def test_the_model_knows_nothing_of_data_but_the_base():
 
 # New abilities and the lines of the product that each needed, to be told in docs/log.md. All else is won elsewhere.
 ABILITIES: dict[str, int] = {
+    "Llama, Mistral, Qwen, EuroBERT, T5 1.1, mT5, XLM-RoBERTa, CamemBERT": 255,
     "blanks of whole words": 42,
     "rotary positions in GLM's class of transformers, and two more ways of positions in spans": 68,
     "initial scales of words and of positions": 7,
@@ -62,8 +63,8 @@ ABILITIES: dict[str, int] = {
 CEILINGS = {
     "lines loaded by importing planes": 77,
     "lines loaded by importing batch": 551,
-    "lines loaded by importing tensor_parallel": 2356,
-    "lines loaded by importing glm": 5349,
+    "lines loaded by importing tensor_parallel": 2389,
+    "lines loaded by importing glm": 5421,
     "files of the trunk that name a system": 6,
     "lines of the product": 51068 + sum(ABILITIES.values()),
     "files over 400 lines": 7,

@@ -1,16 +1,18 @@
-"""Causal language modelling: GPT and GPT-2. Every token is predicted from those before it in its document.
+"""Causal language modelling: GPT, GPT-2, Llama. Every token is predicted from those before it in its document.
 
 Position i holds token i - 1 and predicts token i. Position 0 holds eos, as in GPT-2's training, where eos separates
-documents. So every token of the text is predicted exactly once, without an additional position. GPT has no eos: there
-position i holds token i and predicts the next one, and the first token of a piece is not predicted.
+documents, or CLS. So every token of the text is predicted exactly once, without an additional position. Without such a
+token (GPT, Qwen) position i holds token i and predicts the next one, and the first token of a piece is not predicted.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from data_utils.base.losses import Loss
 from data_utils.base.planes import ORD, POSITION_IDS, TOKENS
+from data_utils.base.settings import checked, setting
 from data_utils.objectives.interface import Writing
 from data_utils.objectives.registry import register
 from data_utils.objectives.row_loops import (
@@ -23,11 +25,29 @@ from data_utils.objectives.row_loops import (
     predict_range,
 )
 from data_utils.objectives.rows import RowObjective, RowSizes
+from data_utils.text.special_tokens import NO_TOKEN
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+@checked("causal")
 class CausalConfig(RowSizes):
-    """This objective has no settings."""
+    """The token before a text."""
+
+    begin: str = setting(
+        "eos",
+        "what stands before a text and predicts its first token: eos (GPT-2), cls (the beginning of Llama's and "
+        "Mistral's texts), or none, so that nothing does (Qwen)",
+        one_of=("eos", "cls", "none"),
+    )
+
+    @property
+    def before(self) -> tuple[str, ...]:
+        """The role of that token."""
+        return () if self.begin == "none" else (self.begin,)
+
+    @property
+    def needed_roles(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("cls",) if self.begin == "cls" else ()
 
     @property
     def loss_share(self) -> float:
@@ -46,8 +66,8 @@ class CausalConfig(RowSizes):
 @inlined
 def _fill_piece(row, used, limit, document, text, units, start, length, stream, w, cumulative, s):
     end = used + length
-    if s.eos >= 0:
-        row[TOKENS, used] = s.eos
+    if s.begin >= 0:
+        row[TOKENS, used] = s.begin
         copy_range(row, TOKENS, used + 1, end, text, start)
         predict_range(row, used, end, text, start)
     else:
@@ -71,3 +91,11 @@ class Causal(RowObjective):
     losses = (Loss("causal", 3),)
     writing = Writing("causal", "left_to_right", before=("eos",), ends=("eos",), is_causal=True)
     entry = staticmethod(_fill_rows)
+
+    def values(self) -> dict[str, Any]:
+        begin = [getattr(self.vocabulary.special, role) for role in self.config.before]
+        return super().values() | {"begin": int(begin[0]) if begin else NO_TOKEN}
+
+    @classmethod
+    def writing_of(cls, config: CausalConfig) -> Writing:
+        return replace(cls.writing, before=config.before)

@@ -13,8 +13,11 @@ _OTHER_NAMES = {
     "mask": ("<mask>",), "sop": ("<sop>", "[sop]"), "eop": ("<eop>", "[eop]"),
     "eos": ("[EOS]", "</s>", "<eos>", "<|end_of_text|>"),
 }  # fmt: skip
-# XLNet's document end, and no `eop`: its <eop> ends a paragraph.
-_PUBLISHED_NAMES = {"eos": ("<eod>", *_OTHER_NAMES["eos"]), "eop": ()}
+# XLNet's document end, and no `eop`: its <eop> ends a paragraph. Llama 3's beginning, and EuroBERT's mask.
+_PUBLISHED_NAMES = {
+    "eos": ("<eod>", *_OTHER_NAMES["eos"]), "eop": (), "cls": (*_OTHER_NAMES["cls"], "<|begin_of_text|>"),
+    "mask": (*_OTHER_NAMES["mask"], "<|mask|>"),
+}  # fmt: skip
 _ROBERTA_UNUSED = ("<pad>", "<|endoftext|>")
 _T5_SENTINELS = 100
 # As OPTIMUS's code adds them to GPT-2: <PAD> 50257, <BOS> 50258, <EOS> 50259.
@@ -50,12 +53,15 @@ def roberta_roles(names: Set[str], added_tokens: str) -> tuple[dict[str, str], S
 def own_special_tokens(known_ids: Mapping[str, int]) -> tuple[SpecialTokens, frozenset[str]]:
     """The ids of all roles in a vocabulary to which nothing is added, and the roles that it lacks.
 
-    A missing eos is sep's id, since a document of BERT ends with [SEP]; without both there is none. Other missing roles
+    A missing eos is sep's id, since a document of BERT ends with [SEP]; without both there is none. A missing sep is
+    eos where texts of a masked language model begin with cls (XLM-RoBERTa, EuroBERT). Other missing roles
     share an id that exists, which nothing may rely on: `lacking` names them. Nothing needs a pad of its own, because
     padding is never computed.
     """
     ids = dict(known_ids)
     ids.setdefault("eos", ids.get("sep", NO_TOKEN))
+    if {"cls", "mask"} <= ids.keys() and ids["eos"] != NO_TOKEN:
+        ids.setdefault("sep", ids["eos"])
     roles = [field.name for field in fields(SpecialTokens)]
     lacking = frozenset(role for role in roles if role not in ids or ids[role] == NO_TOKEN) - {"pad"}
     shared = next((ids[role] for role in ("eos", "unk", "pad") if ids.get(role, NO_TOKEN) != NO_TOKEN), 0)

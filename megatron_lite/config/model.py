@@ -20,7 +20,7 @@ RELATIVE = ("none", "buckets", "xlnet")
 FFNS = ("plain", "gated")
 BIASES = ("all", "qkv", "mlp", "none")
 TASK_HEADS = ("none", "classes", "values", "tags", "spans")
-INITS = ("gpt2", "plain", "t5", "deepnorm")
+INITS = ("gpt2", "plain", "uniform", "t5", "deepnorm")
 FORMER_SETTINGS: Former = {
     "gelu": ("activation", {"tanh": "gelu_tanh", "erf": "gelu_erf"}),
     "sentence_head": ("sentence_classes", {False: 0, True: 2}),
@@ -99,6 +99,14 @@ class ModelConfig:
         1.0, "part of the features of each head that rotary positions turn (GLM-4: 0.5)", above=0, at_most=1
     )
     rotary_base: float = setting(10000.0, "base of the wavelengths of rotary positions", above=1)
+    rotary_scaling: tuple[float, ...] = setting(
+        (),
+        "Llama 3's longer wavelengths: factor, low and high frequency factor, original length, as [8, 1, 4, 8192]; "
+        "[] = none",
+    )
+    query_key_norm: bool = setting(
+        False, "divide each head's queries and keys by their root mean square, with a learned scale (Qwen3)"
+    )
     relative: str = setting(
         "none",
         "relative positions in the scores of attention: none, buckets of distances (T5, UniLMv2), or xlnet: also "
@@ -139,8 +147,9 @@ class ModelConfig:
     )
     init: str = setting(
         "gpt2",
-        "initial weights: plain = all N(0, init_std^2); gpt2 = output projections init_std/sqrt(2L); t5 = by the "
-        "widths of each matrix; deepnorm = in blocks Xavier's, of values, output projections and FFN over sqrt(2L)",
+        "initial weights: plain = all N(0, init_std^2); uniform = all between -init_std and init_std (NeoBERT); gpt2 = "
+        "output projections init_std/sqrt(2L); t5 = by the widths of each matrix; deepnorm = in blocks Xavier's, of "
+        "values, output projections and FFN over sqrt(2L)",
         one_of=INITS,
     )
     init_std: float = setting(0.02, "standard deviation of initial weights", above=0)

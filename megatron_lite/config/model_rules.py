@@ -32,6 +32,12 @@ def check_model(model: ModelConfig) -> None:
         f"model.rotary_share ({model.rotary_share}) of a head's {model.head_size} features is {model.rotary_size}; "
         f"rotary positions turn pairs of features: choose a share that gives {rule}.",
     )
+    scaling = model.rotary_scaling
+    check(
+        not scaling or (len(scaling) == 4 and min(scaling) > 0 and scaling[1] < scaling[2]),
+        f"model.rotary_scaling is {list(scaling)}; it must be [] or four numbers above 0, the second below the third: "
+        "factor, low and high frequency factor, original length.",
+    )
     check(
         not model.decoder_layers or not model.share_layers,
         f"model.decoder_layers is {model.decoder_layers} with model.share_layers, but blocks of encoder and decoder "
@@ -43,6 +49,7 @@ def check_model(model: ModelConfig) -> None:
         "norm": model.norm == "deepnorm",
         "sandwich_norm": model.sandwich_norm,
         "num_key_value_heads": model.num_key_value_heads is not None,
+        "query_key_norm": model.query_key_norm,
     }
     for name, is_chosen in of_one_stack.items():
         check(

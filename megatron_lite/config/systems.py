@@ -14,6 +14,8 @@ _BERT: dict[str, Any] = {
     "sentence_classes": 2, "init": "plain",
 }  # fmt: skip
 
+_ROBERTA = {**_BERT, "layernorm_epsilon": 1e-5, "segments": 1, "sentence_classes": 0}
+
 _GLM4: dict[str, Any] = {
     "rms_norm": True, "layernorm_epsilon": 1.5625e-7, "activation": "silu", "ffn": "gated", "positions": "rotary",
     "rotary_share": 0.5, "max_position": 131071, "num_key_value_heads": 2, "biases": "qkv",
@@ -21,10 +23,23 @@ _GLM4: dict[str, Any] = {
     "init": "plain",
 }  # fmt: skip
 
+_LLAMA: dict[str, Any] = {
+    **_GLM4, "layernorm_epsilon": 1e-5, "rotary_share": 1.0, "max_position": 4095, "num_key_value_heads": None,
+    "biases": "none",
+}  # fmt: skip
+
+_QWEN = {**_LLAMA, "layernorm_epsilon": 1e-6, "rotary_base": 1e6, "max_position": 32767}
+
 _BART: dict[str, Any] = {
     "norm": "post", "embedding_norm": True, "activation": "gelu_erf", "positions": "learned", "max_position": 1023,
     "init": "plain",
 }  # fmt: skip
+
+_T5: dict[str, Any] = {
+    "rms_norm": True, "layernorm_epsilon": 1e-6, "biases": "none", "positions": "none", "relative": "buckets",
+    "unscaled_scores": True, "init": "t5",
+}  # fmt: skip
+_T5_1_1 = {**_T5, "ffn": "gated", "tie_word_embeddings": False}
 
 SYSTEMS: dict[str, dict[str, Any]] = {
     "glm": {},
@@ -36,8 +51,16 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "glm4_0414": {
         **_GLM4, "layernorm_epsilon": 1e-5, "max_position": 32767, "biases": "none", "sandwich_norm": True,
     },
+    "llama": _LLAMA,
+    "mistral": {**_LLAMA, "rotary_base": 1e6, "max_position": 32767, "num_key_value_heads": 8},
+    "qwen2": {**_QWEN, "biases": "qkv"},
+    "qwen3": {**_QWEN, "head_dim": 128, "query_key_norm": True},
+    "eurobert": {**_LLAMA, "rotary_base": 2.5e5, "max_position": 8191},
+    "neobert": {**_LLAMA, "head_bias": True, "init": "uniform"},
     "bert": _BERT,
-    "roberta": {**_BERT, "layernorm_epsilon": 1e-5, "segments": 1, "sentence_classes": 0},
+    "roberta": _ROBERTA,
+    "xlm_roberta": _ROBERTA,
+    "camembert": _ROBERTA,
     "spanbert": {**_BERT, "sentence_classes": 0, "span_boundary_places": 20},
     "albert": {
         **_BERT, "activation": "gelu_tanh", "embedding_size": 128, "share_layers": True, "sentence_dropout": 0.1,
@@ -48,10 +71,9 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "unilmv2": {**_BERT, "relative": "buckets", "sentence_classes": 0},
     "bart": _BART,
     "mass": {**_BART, "max_position": 511, "scale_embedding": True, "activation_dropout": 0.1},
-    "t5": {
-        "rms_norm": True, "layernorm_epsilon": 1e-6, "activation": "relu", "biases": "none", "positions": "none",
-        "relative": "buckets", "unscaled_scores": True, "scale_head": True, "init": "t5",
-    },
+    "t5": {**_T5, "activation": "relu", "scale_head": True},
+    "t5_1_1": _T5_1_1,
+    "mt5": _T5_1_1,
     "xlnet": {
         "norm": "post", "layernorm_epsilon": 1e-12, "activation": "gelu_erf", "biases": "mlp", "positions": "none",
         "relative": "xlnet", "head_bias": True, "activation_dropout": 0.1, "final_dropout": 0.1, "init": "plain",
@@ -62,4 +84,6 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 
 # Options that the system's class of transformers does not have: RoBERTa's head computes the erf form, whatever the
 # configuration says of the blocks.
-FIXED: dict[str, dict[str, Any]] = {"roberta": {"activation": "gelu_erf"}}
+FIXED: dict[str, dict[str, Any]] = {
+    name: {"activation": "gelu_erf"} for name in ("roberta", "xlm_roberta", "camembert")
+}

@@ -74,7 +74,8 @@ def test_logits_and_gradients_are_those_of_the_class(both):
     total.backward()
     expected_total.backward()
     # XLNet's query vector has none where no row predicts.
-    of_theirs = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in theirs.named_parameters()}
+    named = dict(theirs.named_parameters(remove_duplicate=False))
+    of_theirs = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named.items()}
     grads = Weights(source.theirs.shapes, of_theirs.__getitem__)
     expected_grads = conversion.to_ours(grads, source.parts)
     largest = max(grad.abs().max() for grad in of_theirs.values())

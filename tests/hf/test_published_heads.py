@@ -38,9 +38,13 @@ def their_model(directory, case, kind, **changes):
     name = TASK_CLASSES[case][kind].name
     if kind != "spans":
         changes = {**LABELS, **changes}
-    if case == "roberta":  # which counts positions from its padding, here the first line of the vocabulary
+    if case in (
+        "roberta",
+        "xlm-roberta",
+        "camembert",
+    ):  # which counts positions from its padding, here the first line of the vocabulary
         changes = {"pad_token_id": 0, **changes}
-    model = random_model(case, class_name=name, vocab_size=size, **changes)
+    model = random_model(case.replace("-", "_"), class_name=name, vocab_size=size, **changes)
     model.save_pretrained(directory)
     return model
 

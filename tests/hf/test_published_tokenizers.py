@@ -6,7 +6,7 @@ import shutil
 import socket
 
 import pytest
-from support.published_tokenizers import SCRIPTS, add_json, combinations, theirs_of, write_files
+from support.published_tokenizers import BYTES, SCRIPTS, add_json, combinations, theirs_of, write_files
 
 from data_utils.base.errors import CheckpointError, ConfigError
 from data_utils.base.settings import build
@@ -19,7 +19,23 @@ from megatron_lite.hf.published.tokenizers import (
     write_tokenizer,
 )
 
-SYSTEMS = ("bert", "ernie", "roberta", "gpt2", "bart", "gpt", "albert", "xlnet", "t5", "glm4")
+SYSTEMS = (
+    *(
+        "bert",
+        "ernie",
+        "roberta",
+        "gpt2",
+        "bart",
+        "gpt",
+        "albert",
+        "xlnet",
+        "t5",
+        "glm4",
+        "mt5",
+        "xlm_roberta",
+    ),
+    *("camembert", "llama", "llama3", "qwen2", "eurobert"),
+)
 MATRIX = [(system, options) for system in SYSTEMS for options in combinations(system)]
 # Each option once in each state, and the systems without options.
 REDUCED = [
@@ -33,7 +49,7 @@ REDUCED = [
     *[(system, options) for system in ("albert", "xlnet") for options in (
         {}, {"do_lower_case": system == "xlnet", "keep_accents": True, "remove_space": False},
     )],
-    *[(system, {}) for system in ("gpt", "t5", "glm4")],
+    *[(system, {}) for system in ("gpt", "t5", "glm4", "xlm_roberta", "camembert", "llama", "qwen2", "eurobert")],
 ]  # fmt: skip
 SPECIAL = ("[", "]", "<", ">")  # texts of the random mixture spell no special token
 
@@ -83,7 +99,7 @@ def check(system, options, directory, count):
     texts = mixture(count)
     for with_json in (False, True):
         if with_json:
-            if system == "glm4":
+            if system in BYTES:
                 return
             add_json(directory)
         tokenizer = brought(directory)

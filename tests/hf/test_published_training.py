@@ -37,6 +37,7 @@ from megatron_lite.config.tree import Config
 from megatron_lite.generate.open_run import open_run
 from megatron_lite.hf.doors.importing import import_directory
 from megatron_lite.hf.published.proof import encoder_decoder_inputs, in_rows
+from megatron_lite.hf.published.systems import PUBLISHED
 from megatron_lite.model.attention.layout import allowed
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.train.engine.plain import make_engine
@@ -55,6 +56,11 @@ CASES = {
     "t5": {"objectives": {"t5": 1}, "t5": {"sentinel_first": 399}},
     "bart": {"objectives": {"bart": 1}},
     "glm4": {"objectives": {"causal": 1}},
+    "llama": {"objectives": {"causal": 1}},
+    "qwen3": {"objectives": {"causal": 1}},
+    "eurobert": {"objectives": {"masked_lm": 1}},
+    "xlm_roberta": {"objectives": {"masked_lm": 1}},
+    "t5_1_1": {"objectives": {"t5": 1}, "t5": {"sentinel_first": 399}},
     "xlnet": {"objectives": {"xlnet": 1}},
 }
 SENTENCE_LOSSES = [loss.number for loss in LOSSES if loss.sentence_level]
@@ -79,7 +85,7 @@ def write_directory(case, directory):
 
 def model_of(case, size):
     # Their embedding of padding has no gradient; GLM-4's is its end of text. Let it be a row without a token.
-    changes = {"pad_token_id": size - 1} if case == "glm4" else {}
+    changes = {"glm4": {"pad_token_id": size - 1}, "xlm_roberta": {"pad_token_id": 0}}.get(case, {})
     return random_model(case, std=0.05, vocab_size=size, **changes)
 
 
@@ -167,12 +173,16 @@ def outputs(model, planes):
     inputs = {
         "input_ids": tensors[:, TOKENS],
         "attention_mask": visible[:, None],
-        "position_ids": tensors[:, POSITION_IDS],
+        "position_ids": tensors[:, POSITION_IDS] + skipped_positions(model.config),
     }
-    if "bert" in type(model).__name__.lower():
+    if "token_type_ids" in inspect.signature(model.forward).parameters:
         inputs["token_type_ids"] = tensors[:, SEGMENT_IDS]
     out = model(**inputs)
     return (out["logits"] if "logits" in out else out["prediction_logits"]), inputs
+
+
+def skipped_positions(config):
+    return PUBLISHED[config.model_type].padded_with(config.pad_token_id).skipped_positions
 
 
 def sentence_loss(model, tensors, is_sentence, inputs):
@@ -183,7 +193,22 @@ def sentence_loss(model, tensors, is_sentence, inputs):
 
 @pytest.mark.parametrize(
     ("case", "ranks"),
-    [("bert", 1), ("bert", 2), ("gpt2", 1), ("t5", 1), ("bart", 1), ("glm4", 1), ("xlnet", 1)],
+    [
+        *(
+            ("bert", 1),
+            ("bert", 2),
+            ("gpt2", 1),
+            ("t5", 1),
+            ("bart", 1),
+            ("glm4", 1),
+            ("xlnet", 1),
+            ("qwen3", 2),
+        ),
+        *(
+            pytest.param(case, 1, marks=pytest.mark.slow)
+            for case in ("llama", "eurobert", "xlm_roberta", "t5_1_1")
+        ),
+    ],
 )
 def test_losses_are_those_of_the_class(case, ranks, tmp_path):
     write_directory(case, tmp_path / "original")

@@ -125,6 +125,32 @@ CASES = {
     "gpt": Case("gpt", gpt, "causal", "AutoModelForCausalLM"),
     "gpt2": Case("gpt2", gpt2, "causal", "AutoModelForCausalLM"),
     "gpt2, bytes": Case("gpt2", byte_bpe, "causal", "AutoModelForCausalLM"),
+    "llama": Case(
+        "llama",
+        byte_bpe,
+        "causal",
+        "AutoModelForCausalLM",
+        {"num_key_value_heads": 2},
+        section={"begin": "cls"},
+    ),
+    "llama, scaled": Case(
+        "llama", byte_bpe, "causal", "AutoModelForCausalLM", {"rotary_scaling": [8.0, 1.0, 4.0, 32.0]}
+    ),
+    "mistral": Case(
+        "mistral",
+        byte_bpe,
+        "causal",
+        "AutoModelForCausalLM",
+        {"num_key_value_heads": 4},
+        section={"begin": "cls"},
+    ),
+    "qwen2": Case("qwen2", byte_bpe, "causal", "AutoModelForCausalLM", section={"begin": "none"}),
+    "qwen3": Case(
+        "qwen3", byte_bpe, "causal", "AutoModelForCausalLM", {"head_dim": 16}, section={"begin": "none"}
+    ),
+    "eurobert": Case("eurobert", byte_bpe, "masked_lm"),
+    "xlm_roberta": Case("xlm_roberta", byte_bpe, "masked_lm"),
+    "camembert": Case("camembert", published_roberta, "masked_lm"),
     "glm4": Case("glm4", byte_bpe, "causal", "AutoModelForCausalLM"),
     "glm4_0414": Case("glm4_0414", byte_bpe, "causal", "AutoModelForCausalLM"),
     "bart": _writer(
@@ -133,6 +159,8 @@ CASES = {
     "bart, published": _writer("bart", published_roberta, "bart"),
     "mass": _writer("mass", wordpiece, "mass", rows=False),
     "t5": _writer("t5", wordpiece, "t5", options={"added_tokens": "t5"}),
+    "t5_1_1": _writer("t5_1_1", wordpiece, "t5", options={"added_tokens": "t5"}),
+    "mt5": _writer("mt5", byte_bpe, "t5", options={"added_tokens": "glm"}),
     "t5, glm": _writer("t5", byte_bpe, "t5", options={"added_tokens": "glm"}),
     "glm": Case("glm", wordpiece, "blank_infilling", WRITER, options={"added_tokens": "glm"}, rows=False),
     "glm, bytes": Case("glm", byte_bpe, "blank_infilling", WRITER, rows=False),
@@ -184,6 +212,8 @@ def _drawn(name: str, shapes: dict[str, tuple[int, ...]]) -> torch.Tensor:
         return 1 + 0.1 * drawn
     if name.endswith("bias"):
         return 0.1 * drawn
+    if "relative_bias.weight" in shapes and "attention" in name:  # T5's scores are not scaled
+        return drawn * 0.15
     return drawn * (0.5 if "cross_attention" in name else 0.25)
 
 

@@ -31,6 +31,21 @@ ODD_GLM4 = {
     "num_key_value_heads": 1, "intermediate_size": 50, "attention_bias": False,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0},
 }  # fmt: skip
+LLAMA = {name: value for name, value in GLM4.items() if name != "head_dim"} | {"bos_token_id": 2}
+WIDE_LLAMA = {**LLAMA, "head_dim": 16}
+ODD_LLAMA = {
+    **LLAMA, "vocab_size": 131, "hidden_size": 36, "num_hidden_layers": 2, "num_attention_heads": 3,
+    "num_key_value_heads": 1, "intermediate_size": 50,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+}  # fmt: skip
+NARROW_LLAMA = {**ODD_LLAMA, "head_dim": 10}
+SCALED = {  # in the lengths of a proof some wavelengths are kept, some divided, and some between
+    "rope_parameters": {
+        "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}  # fmt: skip
+FULL = {"sliding_window": None}
 
 BART = {
     "vocab_size": 97, "d_model": 48, "encoder_layers": 3, "decoder_layers": 2, "encoder_attention_heads": 4,
@@ -40,6 +55,9 @@ T5 = {
     "vocab_size": 97, "d_model": 48, "d_kv": 16, "d_ff": 80, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 4,
     "decoder_start_token_id": 0,
 }  # fmt: skip
+
+GATED_T5 = {**T5, "feed_forward_proj": "gated-gelu"}
+ODD_T5 = {"d_model": 36, "d_kv": 9, "num_layers": 2, "vocab_size": 131}
 
 XLNET = {"vocab_size": 97, "d_model": 48, "n_layer": 3, "n_head": 4, "d_inner": 192}
 
@@ -90,12 +108,53 @@ CASES: dict[str, tuple[str, dict]] = {
         "T5ForConditionalGeneration",
         {**T5, "d_model": 36, "d_kv": 9, "num_layers": 2, "vocab_size": 131},
     ),
+    "t5_1_1": ("T5ForConditionalGeneration", {**GATED_T5, "tie_word_embeddings": False}),
+    "t5_1_1, odd": ("T5ForConditionalGeneration", {**GATED_T5, **ODD_T5, "tie_word_embeddings": False}),
+    "t5_1_1, scaled": ("T5ForConditionalGeneration", {**GATED_T5, "num_layers": 1, "d_ff": 37}),
+    "mt5": ("MT5ForConditionalGeneration", GATED_T5),
+    "mt5, odd": ("MT5ForConditionalGeneration", {**GATED_T5, **ODD_T5}),
+    "mt5, tied": ("MT5ForConditionalGeneration", {**GATED_T5, "num_layers": 1, "d_ff": 37}),
+    "xlm_roberta": ("XLMRobertaForMaskedLM", {**BERT, "type_vocab_size": 1, "layer_norm_eps": 1e-5}),
+    "xlm_roberta, odd": ("XLMRobertaForMaskedLM", {**ODD_BERT, "type_vocab_size": 1}),
+    "xlm_roberta, another": ("XLMRobertaForMaskedLM", {**ODD_BERT, "type_vocab_size": 2, "vocab_size": 53}),
+    "camembert": ("CamembertForMaskedLM", {**BERT, "type_vocab_size": 1, "layer_norm_eps": 1e-5}),
+    "camembert, odd": ("CamembertForMaskedLM", {**ODD_BERT, "type_vocab_size": 1}),
+    "camembert, another": (
+        "CamembertForMaskedLM",
+        {**ODD_BERT, "type_vocab_size": 1, "num_attention_heads": 4},
+    ),
+    "llama": ("LlamaForCausalLM", WIDE_LLAMA),
+    "llama, odd": ("LlamaForCausalLM", NARROW_LLAMA),
+    "llama, tied": (
+        "LlamaForCausalLM",
+        {**LLAMA, **SCALED, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    ),
+    "mistral": ("MistralForCausalLM", {**WIDE_LLAMA, **FULL}),
+    "mistral, odd": ("MistralForCausalLM", {**NARROW_LLAMA, **FULL, "num_key_value_heads": 3}),
+    "mistral, another": ("MistralForCausalLM", {**ODD_LLAMA, **FULL, "hidden_act": "gelu"}),
+    "qwen2": ("Qwen2ForCausalLM", LLAMA),
+    "qwen2, odd": ("Qwen2ForCausalLM", ODD_LLAMA),
+    "qwen2, tied": ("Qwen2ForCausalLM", {**ODD_LLAMA, "num_key_value_heads": 3, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3ForCausalLM", {**WIDE_LLAMA, "head_dim": 24}),
+    "qwen3, odd": ("Qwen3ForCausalLM", NARROW_LLAMA),
+    "qwen3, tied": (
+        "Qwen3ForCausalLM",
+        {**NARROW_LLAMA, "num_key_value_heads": 3, "tie_word_embeddings": True},
+    ),
+    "eurobert": ("EuroBertForMaskedLM", {**WIDE_LLAMA, "mask_token_id": 3}),
+    "eurobert, odd": ("EuroBertForMaskedLM", {**NARROW_LLAMA, "mask_token_id": 3}),
+    "eurobert, tied": (
+        "EuroBertForMaskedLM",
+        {**ODD_LLAMA, **SCALED, "mask_token_id": 3, "tie_word_embeddings": True},
+    ),
     "gpt2, odd": ("GPT2LMHeadModel", {**ODD_GPT, "n_inner": 50, "activation_function": "relu"}),
 }
 
 
+# T5's classes are made tied, whatever their configuration says; the released files hold another head.
+UNTIED = ("t5_1_1", "mt5")
 # Scores of T5 are not scaled: with larger weights the softmax is so steep that rounding in fp32 shows.
-SMALLER_STD = {"t5": 0.15, "t5, odd": 0.15}
+SMALLER_STD = {case: 0.1 if case.startswith(UNTIED) else 0.15 for case in CASES if "t5" in case}
 
 
 def random_model(
@@ -115,6 +174,8 @@ def random_model(
     torch.manual_seed(0)
     std = SMALLER_STD.get(case, 0.25) if std is None else std
     model = cls(config)
+    if case.partition(",")[0] in UNTIED and not case.endswith(("tied", "scaled")):
+        model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * std)

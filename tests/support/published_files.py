@@ -31,6 +31,10 @@ OBJECTIVE: dict[str, dict[str, Any]] = {
     "gpt2": {"objectives": {"causal": 1}},
     "glm4": {"objectives": {"blank_infilling": 1}, "tokenizer": {"added_tokens": "glm"}},
     "glm4_0414": {"objectives": {"causal": 1}},
+    "llama": {"objectives": {"causal": 1}},
+    "qwen3": {"objectives": {"causal": 1}},
+    "eurobert": {"objectives": {"masked_lm": 1}},
+    "mt5": {"objectives": {"t5": 1}},
     "bart": {"objectives": {"bart": 1}},
     "t5": {"objectives": {"t5": 1}},
     "xlnet": {"objectives": {"xlnet": 1}},
@@ -39,6 +43,12 @@ TOKENIZER_FILES = (
     "vocab.txt", "vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
     "chat_template.jinja",
 )  # fmt: skip
+_NAMES = {
+    "glm4": ["<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>"],
+    "llama": ["<|begin_of_text|>", "<|end_of_text|>"],
+    "qwen3": ["<|endoftext|>"],
+    "eurobert": ["<|begin_of_text|>", "<|end_of_text|>", "<|mask|>"],
+}
 SPARE_ROWS = 9  # of GLM-4's word embedding, which has more rows than the tokenizer has tokens
 
 
@@ -51,8 +61,8 @@ def write_tokenizer(case: str, directory: Path) -> int:
     if case == "roberta":
         write_gpt2(directory, roberta_vocab(300), [])
         return 300
-    if case.startswith("glm4"):
-        described = byte_bpe_json(["<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>"])
+    if case.startswith(tuple(_NAMES)):
+        described = byte_bpe_json(_NAMES[case.removesuffix("_0414")])
         (directory / "tokenizer.json").write_text(json.dumps(described))
         (directory / "chat_template.jinja").write_text(
             "{% for message in messages %}{{ message.content }}{% endfor %}"

@@ -15,13 +15,24 @@ SCRIPTS = [
     *["``Quoted'' text, “typographic” ‘quotes’ and 'straight' \"ones\" (brackets) - dashes."] * 8,
     *["Ångström café naïve İstanbul ΟΔΥΣΣΕΥΣ straße ﬁne ½ ② ＡＢＣ 한국어 東京タワー שלום नमस्ते"] * 8,
 ]
-MODEL_TYPE = {"bert_cased": "bert", "gpt": "openai-gpt", "glm4": "glm"}
+MODEL_TYPE = {
+    "bert_cased": "bert", "gpt": "openai-gpt", "glm4": "glm", "xlm_roberta": "xlm-roberta", "llama3": "llama",
+}  # fmt: skip
+SPIECE_FILE = {
+    "xlm_roberta": "sentencepiece.bpe.model", "camembert": "sentencepiece.bpe.model", "llama": "tokenizer.model",
+}  # fmt: skip
+# The byte-level vocabularies that came as a tokenizer.json alone.
+BYTES = {
+    "glm4": ["<|endoftext|>", "[MASK]", "<sop>"],
+    "llama3": ["<|begin_of_text|>", "<|end_of_text|>"],
+    "eurobert": ["<|begin_of_text|>", "<|end_of_text|>", "<|mask|>"],
+}
 _FLAGS = {
     "bert": ("do_lower_case", "strip_accents", "tokenize_chinese_chars"),
     "albert": ("do_lower_case", "keep_accents", "remove_space"),
     "xlnet": ("do_lower_case", "keep_accents", "remove_space"),
     **dict.fromkeys(("roberta", "gpt2", "bart"), ("add_prefix_space",)),
-    **dict.fromkeys(("gpt", "t5", "glm4", "ernie"), ()),
+    **dict.fromkeys(("gpt", "t5", "mt5", "ernie", "qwen2", *SPIECE_FILE, *BYTES), ()),
 }
 
 
@@ -46,13 +57,20 @@ def spiece(system):
             "unk_id": 0, "bos_id": 1, "eos_id": 2, "user_defined_symbols": ["<eop>", ".", "(", ")", '"', "-"],
             "control_symbols": ["<cls>", "<sep>", "<pad>", "<mask>", "<eod>"],
         },
+        "xlm_roberta": {"unk_id": 0, "bos_id": 1, "eos_id": 2},
+        "camembert": {"unk_id": 0, "bos_id": 1, "eos_id": 2},
+        "llama": {"unk_id": 0, "bos_id": 1, "eos_id": 2, "model_type": "bpe", "byte_fallback": True},
+        "mt5": {
+            "pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1,
+            "user_defined_symbols": [f"<extra_id_{99 - i}>" for i in range(100)],
+        },
         "t5": {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1},
     }[system]  # fmt: skip
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=(line for text in SCRIPTS for line in text.splitlines()),
         model_writer=model,
-        vocab_size=300,
+        vocab_size=600 if system in ("llama", "mt5") else 300,
         num_threads=1,
         minloglevel=2,
         hard_vocab_limit=False,
@@ -77,10 +95,11 @@ def write_files(system, directory, **options):
         letters = [chr(i) for i in range(33, 127)]
         names = ["<unk>", *letters, *(f"{letter}</w>" for letter in letters), "th", "the</w>"]
         write_gpt2(directory, {name: i for i, name in enumerate(names)}, [("t", "h"), ("th", "e</w>")])
-    elif system == "glm4":
-        (directory / "tokenizer.json").write_text(
-            json.dumps(byte_bpe_json(["<|endoftext|>", "[MASK]", "<sop>"]))
-        )
+    elif system in BYTES:
+        (directory / "tokenizer.json").write_text(json.dumps(byte_bpe_json(BYTES[system])))
+    elif system == "qwen2":
+        model = _merges()
+        write_gpt2(directory, model["vocab"], model["merges"])  # its end of text is added by the class
     elif system in ("gpt2", "roberta", "bart"):
         model = _merges()
         pieces = [*BYTE_SYMBOLS, *(name for name in model["vocab"] if name not in BYTE_SYMBOLS)]
@@ -90,7 +109,7 @@ def write_files(system, directory, **options):
         write_gpt2(directory, {name: i for i, name in enumerate(names)}, model["merges"])
         (directory / "tokenizer_config.json").write_text(json.dumps(options))
     else:
-        (directory / "spiece.model").write_bytes(spiece(system))
+        (directory / SPIECE_FILE.get(system, "spiece.model")).write_bytes(spiece(system))
         (directory / "tokenizer_config.json").write_text(json.dumps(options))
     return len(theirs_of(directory))
 

@@ -249,7 +249,7 @@ class Cloze:
             example = blanks_filled(context, [(len(before) + 1, [0])], special, loss, ends=False)
             return without_loss(example), len(context)
         if form == "causal":
-            example = left_to_right([*before, 0], 0, special, loss)
+            example = left_to_right([*before, 0], 0, inputs.start, loss)
             return example, len(example.tokens) - 1
         if form == "prefix":
             context = [special.cls, *before]
@@ -279,5 +279,5 @@ class Cloze:
             return blanks_filled(context, [(len(before) + 1, answer)], special, loss)
         answer = inputs.ended(answer)
         if form == "causal":
-            return left_to_right([*before, *answer], len(answer), special, loss)
+            return left_to_right([*before, *answer], len(answer), inputs.start, loss)
         return after_prefix([special.cls, *before], special.sop, answer, loss)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from data_utils.base.errors import ConfigError, DataError
 from data_utils.base.planes import Example
@@ -88,7 +88,7 @@ class Continuations:
         self.longest = inputs.config.sequence_length
         self.is_xlnet = inputs.form.objective == "xlnet"
         self.form = "xlnet" if self.is_xlnet else inputs.form.name
-        has_start = self.form != "causal" or inputs.special.eos != NO_TOKEN
+        has_start = self.form != "causal" or bool(inputs.start)
         # Nothing stands before a first token that could predict it.
         self.first_token = first_token and has_start
         self._encode = functools.lru_cache(maxsize=64)(inputs.tokenizer.encode)  # choices share their context
@@ -130,12 +130,7 @@ class Continuations:
             following = list(self._encode(continuation))
         if not following:
             raise DataError(f"the continuation {shown(continuation)} has no token; correct the task.")
-        if (
-            not tokens
-            and self.form == "causal"
-            and not self.first_token
-            and self.inputs.special.eos == NO_TOKEN
-        ):
+        if not tokens and self.form == "causal" and not self.first_token and not self.inputs.start:
             raise DataError(
                 f"the continuation {shown(continuation)} has no context, and the vocabulary no token that begins a "
                 "text; give it a context."
@@ -188,9 +183,9 @@ class Continuations:
             of_decoder = self.longest - 1 - form.predict_cls - following
             return of_decoder if of_decoder < 0 else self.longest - overhead(form)
         if form.name == "causal":
-            start = int(self.inputs.special.eos != NO_TOKEN and not self.no_start)
+            start = int(bool(self.inputs.start) and not self.no_start)
             room = self.longest + 1 - start - following - end
-            # Without eos the context has a token, or nothing predicts the first.
+            # Without a start the context has a token, or nothing predicts the first.
             return room if room or start else -1
         beside = {"glm": 4, "prefix": 1 + end, "xlnet": 0, "bert": 2}.get(self.form, 3)
         return self.longest - beside - following
@@ -227,9 +222,8 @@ class Continuations:
         if self.form in ("causal", "prefix"):
             following = inputs.ended(following) if self.score_end else following
         if self.form == "causal":
-            if self.no_start and context:
-                special = replace(special, eos=NO_TOKEN)
-            return left_to_right([*context, *following], len(following), special, form.loss())
+            start = [] if self.no_start and context else inputs.start
+            return left_to_right([*context, *following], len(following), start, form.loss())
         if self.form == "prefix":
             return after_prefix([special.cls, *context], special.sop, following, form.loss())
         if self.form == "xlnet":

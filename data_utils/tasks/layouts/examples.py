@@ -17,7 +17,7 @@ from data_utils.base.errors import DataError
 from data_utils.base.planes import Example
 from data_utils.base.random_streams import derive_seed
 from data_utils.objectives.blank_infilling import DOCUMENT, SENTENCE, TOKEN
-from data_utils.text.special_tokens import NO_TOKEN, SpecialTokens
+from data_utils.text.special_tokens import SpecialTokens
 
 LOSS_OF_MASK = {"mask": TOKEN, "smask": SENTENCE, "gmask": DOCUMENT}  # blank's token -> number of its loss
 
@@ -98,12 +98,12 @@ def blanks_filled(
     )
 
 
-def left_to_right(tokens: Sequence[int], loss: int, special: SpecialTokens, objective: int) -> Example:
-    """Example that predicts each token from those before it, after eos if the vocabulary has one, as in `causal`.
+def left_to_right(tokens: Sequence[int], loss: int, start: Sequence[int], objective: int) -> Example:
+    """Example that predicts each token from those before it, as in `causal`.
 
-    Args: loss: number of tokens at the end that have a loss. Without eos the first token cannot be predicted.
+    Args: loss: number of tokens at the end that have a loss. start: `Inputs.start`; without one the first token cannot
+        be predicted.
     """
-    start = [] if special.eos == NO_TOKEN else [special.eos]
     inputs, targets = [*start, *tokens[:-1]], [*tokens[1 - len(start) :]]
     weights = np.zeros(len(inputs))
     weights[len(inputs) - min(loss, len(inputs)) :] = 1.0

@@ -7,7 +7,7 @@ objective decides, unless `task.form` says otherwise.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from data_utils.base.errors import ConfigError
 from data_utils.objectives import OBJECTIVES, ObjectiveChoice
@@ -36,12 +36,14 @@ class Form:
         objective: the objective whose layout it is; decides between T5, BART and MASS.
         masks: the blank's tokens that the run has learnt ("mask", "smask", "gmask").
         predict_cls: BART: CLS is predicted before the text.
+        before: the role of the token before a text, where the objective's section decides (causal).
     """
 
     name: str
     objective: str
     masks: tuple[str, ...] = ("mask",)
     predict_cls: bool = False
+    before: tuple[str, ...] | None = None
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -54,7 +56,7 @@ class Form:
         """The objective's declaration."""
         writing = OBJECTIVES[self.objective].writing
         assert writing is not None, "an objective without one has no form"
-        return writing
+        return writing if self.before is None else replace(writing, before=self.before)
 
     def loss(self, number: int = 0) -> int:
         """The number of the objective's loss, for the `objective` plane."""
@@ -97,4 +99,5 @@ def _natural(choice: ObjectiveChoice) -> Form:
         return Form(
             writing.form, next(name for name, form in FORM_OF_OBJECTIVE.items() if form == writing.form)
         )
-    return Form(writing.form, choice.name, writing.masks, predict_cls=bool(writing.forced))
+    form = Form(writing.form, choice.name, writing.masks, predict_cls=bool(writing.forced))
+    return form if writing.before == form.writing.before else replace(form, before=writing.before)

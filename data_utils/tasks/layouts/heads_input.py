@@ -24,7 +24,6 @@ from data_utils.tasks.layouts.inputs import Inputs, Tokens, covering
 from data_utils.tasks.layouts.patterns import field_text
 from data_utils.tasks.readers.conll import is_bio
 from data_utils.tasks.readers.files import plain_name
-from data_utils.text.special_tokens import NO_TOKEN
 
 FORMS = ("glm", "bert", "unilm", "unilmv2", "prefix", "causal")
 # The texts of tasks whose files name them otherwise than text_a and text_b.
@@ -54,7 +53,7 @@ def head_document(inputs: Inputs, texts: Sequence[Sequence[int]]) -> HeadDocumen
     between = _between(inputs)
     tokens: list[int] = []
     if is_causal:
-        tokens = [] if special.eos == NO_TOKEN else [special.eos]
+        tokens = inputs.start
     elif not is_xlnet:
         tokens = [special.cls]
     segments = [0] * len(tokens)

@@ -62,6 +62,12 @@ class Inputs:
     def special(self) -> SpecialTokens:
         return self.tokenizer.special
 
+    @property
+    def start(self) -> list[int]:
+        """The token before a text, which predicts its first one in the form causal; [] where there is none."""
+        ids = (getattr(self.special, role) for role in self.form.writing.before)
+        return [token for token in ids if token != NO_TOKEN]
+
     def mask(self) -> tuple[int, int]:
         """The blank's token, and the number of the loss that goes with it in pretraining."""
         if self.form.name != "glm":

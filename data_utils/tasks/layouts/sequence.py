@@ -226,8 +226,8 @@ class Seq2Seq:
             return blanks_filled(context, [(blank, target)], special, inputs.mask()[1])
         if form.name == "causal":
             whole = inputs.ended([*context, *target])
-            skipped = 0 if special.eos == NO_TOKEN else 1  # `left_to_right` begins with eos itself
-            return left_to_right(whole[skipped:], len(whole) - len(context), special, form.loss())
+            start = inputs.start
+            return left_to_right(whole[len(start) :], len(whole) - len(context), start, form.loss())
         if form.name == "prefix":
             return after_prefix(context, special.sop, inputs.ended(target), form.loss())
         if form.name == "unilm":

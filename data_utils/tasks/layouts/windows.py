@@ -100,7 +100,7 @@ def continued(inputs: Inputs, tokens: list[int], new: int) -> Example:
     """A text whose last `new` tokens have a loss, and no end."""
     special, form = inputs.special, inputs.form
     if form.name == "causal":
-        return left_to_right(tokens, new, special, form.loss())
+        return left_to_right(tokens, new, inputs.start, form.loss())
     known = len(tokens) - new
     if form.name == "prefix":
         return after_prefix([special.cls, *tokens[:known]], special.sop, tokens[known:], form.loss())

@@ -44,6 +44,7 @@ from megatron_lite.hf.files.weights import (
     new_directory,
     open_directory,
     open_safetensors,
+    write_json,
     write_sharded,
 )
 from megatron_lite.hf.glm import glm_proof, proof, released
@@ -255,7 +256,7 @@ def _write_released(directory: Path, weights: Weights, config: ModelConfig, opti
         "output_predict": True,
         **{theirs: getattr(config, ours) for ours, theirs in released.SETTINGS.items()},
     }
-    (directory / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    write_json(directory / "config.json", described)
 
 
 def _with_padding_rows(weights: Weights, config: ModelConfig, kept: Path) -> Weights:

@@ -5,7 +5,6 @@ An import reads none of it: it proves for itself.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 import transformers
 
+from megatron_lite.hf.files.weights import write_json
 from megatron_lite.hf.glm.proof import Proof
 from megatron_lite.train.observe import version
 
@@ -78,7 +78,7 @@ def write_report(directory: Path, report: Report | None) -> None:
         }
         described["tolerance"] = report.tolerance
         described["tokenizers"] = {name: dict(record) for name, record in report.tokenizers.items()}
-    (directory / PROOF_JSON).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    write_json(directory / PROOF_JSON, described)
     card = directory / "README.md"
     if card.exists():
         text = card.read_text(encoding="utf-8")

@@ -13,20 +13,36 @@ from megatron_lite.config.model import ModelConfig
 
 @dataclass(frozen=True)
 class Form:
-    """How a tensor of theirs looks in ours. Args of both: a tensor, and the number of attention heads H."""
+    """How a tensor of theirs looks in ours. Args of both: a tensor, and the model's configuration."""
 
-    to_ours: Callable[[torch.Tensor, int], torch.Tensor]
-    to_theirs: Callable[[torch.Tensor, int], torch.Tensor]
+    to_ours: Callable[[torch.Tensor, ModelConfig], torch.Tensor]
+    to_theirs: Callable[[torch.Tensor, ModelConfig], torch.Tensor]
+    is_of_rows: bool = False  # biases have it too
 
 
-SAME = Form(lambda x, heads: x, lambda x, heads: x)
-TRANSPOSED = Form(lambda x, heads: x.T, lambda x, heads: x.T)  # [in, out]
-INTO_HEADS = Form(
-    lambda x, heads: x.flatten(1).T, lambda x, heads: x.T.unflatten(1, (heads, -1))
-)  # [D, H, d]
-OUT_OF_HEADS = Form(lambda x, heads: x.flatten(1), lambda x, heads: x.unflatten(1, (heads, -1)))  # [D, H, d]
-HEADS_SECOND = Form(lambda x, heads: x.transpose(0, 1), lambda x, heads: x.transpose(0, 1))  # [n, H, d]
-ROW = Form(lambda x, heads: x.flatten(), lambda x, heads: x.view(1, 1, -1))  # [1, 1, D]
+def _heads_apart(x: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+    return x.unflatten(1, (config.num_attention_heads, -1))
+
+
+def _paired(x: torch.Tensor, config: ModelConfig, shape: tuple[int, int]) -> torch.Tensor:
+    """Rows of heads, [n d, ...], whose turned features are in another order. Args: shape: in which theirs are read."""
+    turned, rest = x.unflatten(0, (-1, config.head_size)).tensor_split([config.rotary_size], dim=1)
+    turned = turned.unflatten(1, shape).transpose(1, 2).flatten(1, 2)
+    return torch.cat([turned, rest], dim=1).flatten(0, 1)
+
+
+SAME = Form(lambda x, _: x, lambda x, _: x)
+TRANSPOSED = Form(lambda x, _: x.T, lambda x, _: x.T)  # [in, out]
+INTO_HEADS = Form(lambda x, _: x.flatten(1).T, lambda x, config: _heads_apart(x.T, config))  # [D, H, d]
+OUT_OF_HEADS = Form(lambda x, _: x.flatten(1), _heads_apart)  # [D, H, d]
+HEADS_SECOND = Form(lambda x, _: x.transpose(0, 1), lambda x, _: x.transpose(0, 1))  # [n, H, d]
+ROW = Form(lambda x, _: x.flatten(), lambda x, _: x.view(1, 1, -1))  # [1, 1, D]
+# Queries and keys whose rotary positions turn feature j with j + d / 2 ("rotate_half"); ours turn 2j with 2j + 1.
+TURNED = Form(
+    lambda x, config: _paired(x, config, (2, -1)),
+    lambda x, config: _paired(x, config, (-1, 2)),
+    is_of_rows=True,
+)
 
 
 @dataclass(frozen=True)
@@ -38,7 +54,8 @@ class Row:
 
     ours: str
     theirs: tuple[str, ...]  # several: joined along the output features, as Q|K|V
-    form: Form = SAME  # of weights; biases are the same
+    form: Form | tuple[Form, ...] = SAME  # of all of `theirs`, or of each
+    ffn: str | None = None  # `model.ffn` of the models that have it; None: all
     is_tensor: bool = False  # the names are of tensors, not of modules with a weight and a bias
     # Relative sizes of `theirs` in ours; None: equal.
     shares: Callable[[ModelConfig], tuple[int, ...]] | None = None
@@ -51,6 +68,8 @@ class Field:
     theirs: str  # "rope_parameters.rope_theta": a field within another
     ours: str
     names: Mapping[Any, Any] | None = None  # their value -> ours, where they differ
+    # Fields beside theirs that are the numbers of ours, a tuple, where their value has the name None in `names`.
+    numbers: tuple[str, ...] = ()
     counts_positions: bool = False  # theirs counts the rows of the table, ours is the largest position
 
 
@@ -85,7 +104,8 @@ class System:
     unused_ids: tuple[str, ...] = ()
     forces_ends: bool = False  # whether config.json names what answers begin and end with by force
     is_encoder_decoder: bool = False
-    # Options of heads that a file may lack, and the parameter that tells.
+    begin: str = "eos"  # of the section causal of an import
+    # Options of heads that a file may lack, and the parameter that tells: its rows, or for a tie that it is missing.
     optional: Mapping[str, str] = field(default_factory=dict)
 
     def padded_with(self, pad_token_id: int | None) -> System:

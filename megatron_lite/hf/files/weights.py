@@ -86,6 +86,10 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} {error}; fetch it again.") from None
 
 
+def write_json(path: Path, tree: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+
+
 def open_directory(directory: Path) -> Weights:
     """The weights of a Hugging Face directory: safetensors if there are any, else pytorch_model.bin.
 
@@ -259,9 +263,7 @@ def write_sharded(directory: Path, weights: Weights, dtype: torch.dtype, max_sha
         table = {tensor: name for name, shapes in zip(names, shards, strict=True) for tensor in shapes}
         total = sum(_size_bytes(shape, dtype) for shape in weights.shapes.values())
         index = {"metadata": {"total_size": total}, "weight_map": table}
-        (directory / "model.safetensors.index.json").write_text(
-            json.dumps(index, indent=2) + "\n", encoding="utf-8"
-        )
+        write_json(directory / "model.safetensors.index.json", index)
 
 
 def _counted(weights: Weights, names: Iterable[str], progress: tqdm) -> Iterator[torch.Tensor]:

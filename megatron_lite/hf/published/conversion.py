@@ -60,7 +60,7 @@ class Part:
     index: int  # among parts of ours
     shares: tuple[int, ...]  # their relative sizes
     form: Form
-    heads: int
+    config: ModelConfig
     skipped: int  # first rows of theirs that ours has not
 
     def rows(self, rows: int) -> tuple[int, int]:
@@ -73,6 +73,8 @@ def parts_of(system: System, shapes: Mapping[str, tuple[int, ...]], config: Mode
     """Their tensor -> its part, for our parameters of these shapes."""
     parts: dict[str, Part] = {}
     for row in rows_of(system, config):
+        if row.ffn not in (None, config.ffn):
+            continue
         shares = (1,) * len(row.theirs) if row.shares is None else row.shares(config)
         count = config.num_layers if "{i}" in row.ours else config.decoder_layers if "{d}" in row.ours else 1
         for i in range(count):
@@ -81,10 +83,11 @@ def parts_of(system: System, shapes: Mapping[str, tuple[int, ...]], config: Mode
                 ours = f"{name}{kind}"
                 if ours not in shapes:
                     continue
-                form = SAME if kind == ".bias" else row.form
                 skipped = system.skipped_positions if ours in POSITIONS else 0
-                for index, theirs in enumerate(row.theirs):
-                    part = Part(ours, index, shares, form, config.num_attention_heads, skipped)
+                forms = row.form if isinstance(row.form, tuple) else (row.form,) * len(row.theirs)
+                for index, (theirs, form) in enumerate(zip(row.theirs, forms, strict=True)):
+                    form = form if form.is_of_rows or kind != ".bias" else SAME
+                    part = Part(ours, index, shares, form, config, skipped)
                     parts[f"{theirs}{kind}".replace("{i}", str(i))] = part
     return parts
 
@@ -97,7 +100,7 @@ def to_ours(theirs: Weights, parts: Mapping[str, Part]) -> Weights:
 
     def converted(name: str, tensor: torch.Tensor) -> torch.Tensor:
         part = parts[name]
-        return part.form.to_ours(tensor[part.skipped :], part.heads)
+        return part.form.to_ours(tensor[part.skipped :], part.config)
 
     def read(ours: str) -> torch.Tensor:
         tensors = [converted(name, theirs.read(name)) for name in sources[ours]]
@@ -119,7 +122,7 @@ def to_theirs(ours: Weights, parts: Mapping[str, Part], kept: Weights | None, sy
             return torch.zeros(zeros[name])
         part = parts[name]
         whole = ours.read(part.ours)
-        tensor = part.form.to_theirs(whole.narrow(0, *part.rows(len(whole))), part.heads)
+        tensor = part.form.to_theirs(whole.narrow(0, *part.rows(len(whole))), part.config)
         if part.skipped:
             first = tensor.new_zeros(part.skipped, *tensor.shape[1:])
             if kept is not None:
@@ -130,7 +133,7 @@ def to_theirs(ours: Weights, parts: Mapping[str, Part], kept: Weights | None, sy
     def shape(part: Part) -> tuple[int, ...]:
         rows, *rest = ours.shapes[part.ours]
         empty = torch.empty(part.rows(rows)[1], *rest, device="meta")
-        first, *others = part.form.to_theirs(empty, part.heads).shape
+        first, *others = part.form.to_theirs(empty, part.config).shape
         return (first + part.skipped, *others)
 
     return Weights({name: shape(part) for name, part in parts.items()} | zeros, read)
@@ -159,6 +162,9 @@ def normalized(weights: Weights, system: System, path: Path, is_tied: bool = Tru
         if names.setdefault(first, old) != old and not torch.equal(
             weights.read(old), weights.read(names[first])
         ):
+            if second == system.optional.get("tie_word_embeddings"):
+                names[second] = old
+                continue
             raise CheckpointError(
                 f"{path}: {second} differs from {first}, to which it is tied in a {system.model_type}; an untied head "
                 "cannot be imported."
@@ -235,14 +241,15 @@ def model_settings(
                 f"{path / 'config.json'}: {entry.theirs} is {shown(value)}; it must be one of "
                 f"{', '.join(map(str, entry.names))}."
             )
-        ours = _our_value(system, entry, value)
+        ours = _our_value(system, entry, value, config)
         if settings.setdefault(entry.ours, ours) != ours:
             raise CheckpointError(
                 f"{path / 'config.json'}: {entry.theirs} gives model.{entry.ours} {shown(ours)}, another field gives "
                 f"{shown(settings[entry.ours])}; only equal ones can be imported."
             )
     for option, name in system.optional.items():
-        settings[option] = theirs.shapes[name][0] if name in theirs.shapes else 0
+        rows = theirs.shapes.get(name, (0,))[0]
+        settings[option] = not rows if option == "tie_word_embeddings" else rows
     kind = architectures(system).get(_architecture(system, config))
     return settings if kind is None else settings | head_settings(system, kind, config, path)
 
@@ -269,10 +276,11 @@ def _set_field(values: dict[str, Any], name: str, value: Any) -> None:
     values[outer] = {**(values.get(outer) or {}), inner: value} if inner else value
 
 
-def _our_value(system: System, entry: Field, value: Any) -> Any:
+def _our_value(system: System, entry: Field, value: Any, config: PretrainedConfig) -> Any:
     if entry.counts_positions:
         return value - 1 - system.skipped_positions * system.counts_skipped
-    return value if entry.names is None else entry.names[value]
+    ours = value if entry.names is None else entry.names[value]
+    return tuple(field_of(config, name) for name in entry.numbers) if entry.numbers and ours is None else ours
 
 
 def _system_name(system: System, config: PretrainedConfig, path: Path) -> str:
@@ -304,7 +312,10 @@ def hf_config(config: ModelConfig, base: Mapping[str, Any], labels: Sequence[str
             value = getattr(config, _DERIVED[entry.ours])
         if entry.ours in system.optional and not value:
             continue  # the class's default, which it does not use
+        for name, number in zip(entry.numbers, value if entry.numbers else (), strict=False):
+            _set_field(values, name, number)
         if entry.names is not None:
+            value = None if entry.numbers and value else value
             value = _their_value(entry.names, value, base.get(entry.theirs), entry.ours)
         if entry.counts_positions:
             value += 1 + system.skipped_positions * system.counts_skipped
@@ -321,7 +332,7 @@ def hf_config(config: ModelConfig, base: Mapping[str, Any], labels: Sequence[str
 
 
 def _their_value(names: Mapping[Any, Any], ours: Any, former: Any, option: str) -> Any:
-    if names.get(former) == ours:
+    if former in names and names[former] == ours:
         return former
     for theirs, value in names.items():
         if value == ours:
@@ -336,7 +347,7 @@ def _require_expressed(
     settings: dict[str, Any] = {"system": config.system}
     settings |= {"task_head": config.task_head, "task_classes": config.task_classes}
     for entry in system.fields:
-        settings[entry.ours] = _our_value(system, entry, field_of(described, entry.theirs))
+        settings[entry.ours] = _our_value(system, entry, field_of(described, entry.theirs), described)
     for option in system.optional:
         settings[option] = getattr(config, option)
     again = build(ModelConfig, settings)

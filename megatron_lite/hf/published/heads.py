@@ -49,14 +49,20 @@ def _bert_like(name: str, prefix: str, pooler: str = "pooler.dense") -> dict[str
     }
 
 
+def _roberta_like(name: str) -> dict[str, TaskClass]:
+    text = TaskClass(f"{name}ForSequenceClassification", "classifier.out_proj", "classifier.dense")
+    return {**_bert_like(name, "roberta"), "text": text}
+
+
 _KIND = {"classes": "text", "values": "text", "tags": "tags", "spans": "spans"}  # of `model.task_head`
 # By the type in config.json. GPT-2's and GLM-4's classifiers have no bias, BART's reads its decoder.
 TASK_CLASSES: dict[str, dict[str, TaskClass]] = {
     "bert": _bert_like("Bert", "bert"),
     "ernie": _bert_like("Ernie", "ernie"),
     "albert": _bert_like("Albert", "albert", "pooler"),
-    "roberta": _bert_like("Roberta", "roberta")
-    | {"text": TaskClass("RobertaForSequenceClassification", "classifier.out_proj", "classifier.dense")},
+    "roberta": _roberta_like("Roberta"),
+    "xlm-roberta": _roberta_like("XLMRoberta"),
+    "camembert": _roberta_like("Camembert"),
     "xlnet": {
         "text": TaskClass(
             "XLNetForSequenceClassification",

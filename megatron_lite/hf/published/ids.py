@@ -6,7 +6,6 @@ written, as null where the vocabulary has no such token.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from data_utils.text.special_tokens import NO_TOKEN
 from data_utils.text.tokenizers import Tokenizer
 from megatron_lite.generate.states import Layout
 from megatron_lite.hf.files.published_form import System
-from megatron_lite.hf.files.weights import read_json
+from megatron_lite.hf.files.weights import read_json, write_json
 
 GENERATION_JSON = "generation_config.json"
 
@@ -72,5 +71,4 @@ def write_generation_config(
         values = {name: getattr(described, name, None) for name in ("bos_token_id", "pad_token_id")}
         values["eos_token_id"] = sorted(set(ends)) or described.eos_token_id
     values |= written
-    text = json.dumps({name: value for name, value in values.items() if value is not None}, indent=2)
-    path.write_text(f"{text}\n", encoding="utf-8")
+    write_json(path, {name: value for name, value in values.items() if value is not None})

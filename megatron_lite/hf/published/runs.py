@@ -40,6 +40,7 @@ from megatron_lite.hf.files.weights import (
     new_directory,
     open_safetensors,
     read_json,
+    write_json,
     write_sharded,
 )
 from megatron_lite.hf.glm import proof
@@ -124,7 +125,8 @@ def _config(
     if brought:
         tokenizer = brought_tokenizer(source.path, directory / KEPT_FILES, tokenizer)
     tokenizer = {"vocab_size": rows, **tokenizer}
-    tree = {**tree, "model": {**source.settings, **given}, "tokenizer": tokenizer}
+    tree = merge({"causal": {"begin": source.system.begin}}, tree)
+    tree |= {"model": {**source.settings, **given}, "tokenizer": tokenizer}
     if head := source.settings.get("task_head"):
         tree["task"] = {
             **task_section(head, read_json(source.path / "config.json")),
@@ -284,6 +286,9 @@ def write_stack(directory: Path, stack: Stack, dtype: str, max_shard_bytes: int)
     if extra:
         write_tensors(directory / extra_file, extra, map(weights.read, extra), DTYPES[dtype], METADATA)
     described.save_pretrained(directory)
+    if "tie_word_embeddings" in system.optional:  # the class forgets what version 4 of transformers reads
+        told = {"tie_word_embeddings": base.get("tie_word_embeddings", config.tie_word_embeddings)}
+        write_json(directory / "config.json", read_json(directory / "config.json") | told)
     present = {name: i for name, i in ids.items() if i is not None}
     has_segments = config.segments > 1 or config.relative == "xlnet"
     write_tokenizer(directory, stack.tokenizer, present, kept, config.system, has_segments=has_segments)

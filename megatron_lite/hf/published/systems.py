@@ -16,6 +16,8 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.systems import FIXED
 from megatron_lite.hf.files.published_form import ACTIVATIONS, TRANSPOSED, Field, Row, System, numbered
 from megatron_lite.hf.published.glm4 import GLM4, GLM4_0414
+from megatron_lite.hf.published.llama import LLAMAS
+from megatron_lite.hf.published.stacks import BART, MT5, T5
 from megatron_lite.hf.published.xlnet import XLNET
 
 
@@ -116,6 +118,14 @@ ROBERTA = System(
     },
     skipped_positions=2,  # pad_token_id is 1 in the class
     skips_pad=True,
+)  # fmt: skip
+XLM_ROBERTA = replace(
+    ROBERTA, model_type="xlm-roberta", class_of=lambda config: "XLMRobertaForMaskedLM",
+    classes={"XLMRobertaForMaskedLM": "xlm_roberta"},
+)  # fmt: skip
+CAMEMBERT = replace(
+    ROBERTA, model_type="camembert", class_of=lambda config: "CamembertForMaskedLM",
+    classes={"CamembertForMaskedLM": "camembert"},
 )  # fmt: skip
 
 _ALBERT_BLOCK = "albert.encoder.albert_layer_groups.0.albert_layers.0."
@@ -220,139 +230,18 @@ GPT2 = System(
     roles={"pad_token_id": "pad", "eos_token_id": "eos", "bos_token_id": "eos"},
 )  # fmt: skip
 
-
-def _both_stacks(rows: list[Row], encoder: str, decoder: str) -> tuple[Row, ...]:
-    return numbered(rows, "layers.{i}.", encoder) + numbered(rows, "layers.{d}.", decoder)
-
-
-BART = System(
-    model_type="bart",
-    prefix="model.",
-    rows=(
-        Row("embedding.word_embeddings", ("model.shared",)),
-        Row("embedding.position_embeddings", ("model.encoder.embed_positions",)),
-        Row("embedding.layernorm", ("model.encoder.layernorm_embedding",)),
-        Row("decoder_embedding.position_embeddings", ("model.decoder.embed_positions",)),
-        Row("decoder_embedding.layernorm", ("model.decoder.layernorm_embedding",)),
-        *_both_stacks(
-            [
-                Row(
-                    "attention.query_key_value",
-                    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-                ),
-                Row("attention.dense", ("self_attn.out_proj",)),
-                Row("post_attention_layernorm", ("self_attn_layer_norm",)), Row("mlp.dense_h_to_4h", ("fc1",)),
-                Row("mlp.dense_4h_to_h", ("fc2",)), Row("output_layernorm", ("final_layer_norm",)),
-            ],
-            "model.encoder.layers.{i}.",
-            "model.decoder.layers.{i}.",
-        ),
-        *numbered(
-            [
-                Row("cross_attention.query", ("encoder_attn.q_proj",)),
-                Row("cross_attention.key_value", ("encoder_attn.k_proj", "encoder_attn.v_proj")),
-                Row("cross_attention.dense", ("encoder_attn.out_proj",)),
-                Row("cross_layernorm", ("encoder_attn_layer_norm",)),
-            ],
-            "layers.{d}.",
-            "model.decoder.layers.{i}.",
-        ),
-    ),
-    fields=(
-        Field("vocab_size", "vocab_size"), Field("encoder_layers", "num_layers"),
-        Field("decoder_layers", "decoder_layers"), Field("d_model", "hidden_size"),
-        Field("encoder_attention_heads", "num_attention_heads"),
-        Field("decoder_attention_heads", "num_attention_heads"), Field("encoder_ffn_dim", "ffn_size"),
-        Field("decoder_ffn_dim", "ffn_size"),
-        Field("max_position_embeddings", "max_position", counts_positions=True),
-        Field("activation_function", "activation", ACTIVATIONS), Field("scale_embedding", "scale_embedding"),
-        Field("dropout", "output_dropout"), Field("dropout", "embedding_dropout"),
-        Field("attention_dropout", "attention_dropout"), Field("activation_dropout", "activation_dropout"),
-        Field("init_std", "init_std"),
-    ),
-    class_of=lambda config: "BartForConditionalGeneration",
-    classes={"BartForConditionalGeneration": "bart"},
-    required={"tie_word_embeddings": True},
-    ties={
-        "model.encoder.embed_tokens.weight": "model.shared.weight",
-        "model.decoder.embed_tokens.weight": "model.shared.weight",
-        "lm_head.weight": "model.shared.weight",
-    },
-    skipped_positions=2, counts_skipped=False, zeros={"final_logits_bias": 1}, forces_ends=True,
-    is_encoder_decoder=True,
-)  # fmt: skip
-_T5_ATTENTION = [
-    Row(
-        "attention.query_key_value",
-        ("layer.0.SelfAttention.q", "layer.0.SelfAttention.k", "layer.0.SelfAttention.v"),
-    ),
-    Row("attention.dense", ("layer.0.SelfAttention.o",)),
-    Row("input_layernorm", ("layer.0.layer_norm",)),
-]
-
-
-def _t5_ffn(layer: int) -> list[Row]:
-    return [
-        Row("mlp.dense_h_to_4h", (f"layer.{layer}.DenseReluDense.wi",)),
-        Row("mlp.dense_4h_to_h", (f"layer.{layer}.DenseReluDense.wo",)),
-        Row("post_attention_layernorm", (f"layer.{layer}.layer_norm",)),
-    ]
-
-
-_T5_BIAS = "block.0.layer.0.SelfAttention.relative_attention_bias"  # the first layer holds the table of all
-T5 = System(
-    model_type="t5",
-    prefix="",
-    rows=(
-        Row("embedding.word_embeddings", ("shared",)), Row("relative_bias", (f"encoder.{_T5_BIAS}",)),
-        Row("decoder_relative_bias", (f"decoder.{_T5_BIAS}",)),
-        *_both_stacks(_T5_ATTENTION, "encoder.block.{i}.", "decoder.block.{i}."),
-        *numbered(_t5_ffn(1), "layers.{i}.", "encoder.block.{i}."),
-        *numbered(
-            [
-                Row("cross_attention.query", ("layer.1.EncDecAttention.q",)),
-                Row("cross_attention.key_value", ("layer.1.EncDecAttention.k", "layer.1.EncDecAttention.v")),
-                Row("cross_attention.dense", ("layer.1.EncDecAttention.o",)),
-                Row("cross_layernorm", ("layer.1.layer_norm",)), *_t5_ffn(2),
-            ],
-            "layers.{d}.",
-            "decoder.block.{i}.",
-        ),
-        Row("encoder_layernorm", ("encoder.final_layer_norm",)),
-        Row("final_layernorm", ("decoder.final_layer_norm",)),
-    ),
-    fields=(
-        Field("vocab_size", "vocab_size"), Field("num_layers", "num_layers"),
-        Field("num_decoder_layers", "decoder_layers"), Field("d_model", "hidden_size"),
-        Field("num_heads", "num_attention_heads"), Field("d_kv", "head_dim"), Field("d_ff", "ffn_size"),
-        Field("feed_forward_proj", "activation", {"relu": "relu"}),
-        Field("layer_norm_epsilon", "layernorm_epsilon"), Field("dropout_rate", "output_dropout"),
-        Field("dropout_rate", "embedding_dropout"), Field("dropout_rate", "attention_dropout"),
-        Field("dropout_rate", "activation_dropout"), Field("dropout_rate", "final_dropout"),
-    ),
-    class_of=lambda config: "T5ForConditionalGeneration",
-    classes={"T5ForConditionalGeneration": "t5"},
-    required={
-        "scale_decoder_outputs": True,
-        "relative_attention_num_buckets": 32,
-        "relative_attention_max_distance": 128,
-    },
-    ties={
-        "encoder.embed_tokens.weight": "shared.weight",
-        "decoder.embed_tokens.weight": "shared.weight",
-        "lm_head.weight": "shared.weight",
-    },
-    roles={"pad_token_id": "pad", "eos_token_id": "eos"},
-    is_encoder_decoder=True,
-)  # fmt: skip
-
 PUBLISHED: dict[str, System] = {  # by the type in config.json
     system.model_type: system
-    for system in (BERT, ROBERTA, ALBERT, ERNIE, GPT, GPT2, XLNET, BART, T5, GLM4, GLM4_0414)
+    for system in (
+        *(BERT, ROBERTA, XLM_ROBERTA, CAMEMBERT, ALBERT, ERNIE, GPT, GPT2, XLNET, BART, T5, MT5),
+        *(*LLAMAS, GLM4, GLM4_0414),
+    )
 }
 OF_MODEL: dict[str, System] = {  # by `model.system`
     "bert": BERT,
     "roberta": ROBERTA,
+    "xlm_roberta": XLM_ROBERTA,
+    "camembert": CAMEMBERT,
     "spanbert": BERT,
     "albert": ALBERT,
     "ernie": ERNIE,
@@ -364,6 +253,9 @@ OF_MODEL: dict[str, System] = {  # by `model.system`
     "bart": BART,
     "mass": BART,
     "t5": T5,
+    "t5_1_1": T5,
+    "mt5": MT5,
     "glm4": GLM4,
     "glm4_0414": GLM4_0414,
+    **{system.model_type: system for system in LLAMAS},
 }

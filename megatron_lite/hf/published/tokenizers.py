@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ from data_utils.base.settings import build
 from data_utils.text.library_tokenizer import HuggingFaceTokenizer
 from data_utils.text.tokenizers import Tokenizer, TokenizerConfig, load_tokenizer, read_files
 from megatron_lite.hf.files.tokenizer_proof import compare, encoded, load_theirs, tokenizer_proof
-from megatron_lite.hf.files.weights import read_json
+from megatron_lite.hf.files.weights import read_json, write_json
 from megatron_lite.hf.glm.tokenizer_files import visible_backend
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -26,15 +25,17 @@ _GENERATION = "generation_config.json"  # is kept with them
 _AROUND: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "bert": (("cls",), ("sep",)),
     "bart": (("cls",), ("eos",)),
-    "t5": ((), ("eos",)),
+    **dict.fromkeys(("t5", "t5_1_1", "mt5"), ((), ("eos",))),
     "xlnet": ((), ("sep", "cls")),
-    **dict.fromkeys(("gpt", "gpt2", "glm4", "glm4_0414"), ((), ())),
+    **dict.fromkeys(("gpt", "gpt2", "glm4", "glm4_0414", "qwen2", "qwen3"), ((), ())),
+    **dict.fromkeys(("llama", "mistral"), (("cls",), ())),
 }
 Around = tuple[list[int], ...]
-_VOCABULARIES = ("vocab.txt", "vocab.json", "spiece.model", "tokenizer.json")
+_PIECES = ("spiece.model", "sentencepiece.bpe.model", "tokenizer.model")
+_VOCABULARIES = ("vocab.txt", "vocab.json", *_PIECES, "tokenizer.json")
 _FILES = (
     "tokenizer.json", TOKENIZER_CONFIG, "special_tokens_map.json", "vocab.txt", "vocab.json", "merges.txt",
-    "spiece.model", "tokenizer.model", "added_tokens.json", "chat_template.jinja", _GENERATION,
+    *_PIECES, "added_tokens.json", "chat_template.jinja", _GENERATION,
 )  # fmt: skip
 CONVERTED = (
     "tokenizer"  # directory in the kept files: a tokenizer.json of what transformers makes of the others
@@ -182,7 +183,7 @@ def _write_files(
             for i, name in tokenizer.added_names.items()
         }
         options |= _named(tokenizer, ids)
-    _write_json(directory / TOKENIZER_CONFIG, options)
+    write_json(directory / TOKENIZER_CONFIG, options)
 
 
 def _write_general(
@@ -217,7 +218,7 @@ def _write_general(
     if tokenizer.config.kind == "bert_wordpiece":
         options["do_lower_case"] = tokenizer.config.lowercase
     options |= {f"{role}_token": named[i] for role, i in roles.items()}
-    _write_json(directory / TOKENIZER_CONFIG, options | _named(tokenizer, ids))
+    write_json(directory / TOKENIZER_CONFIG, options | _named(tokenizer, ids))
 
 
 def _named(tokenizer: Tokenizer, ids: Mapping[str, int]) -> dict[str, str]:
@@ -226,7 +227,3 @@ def _named(tokenizer: Tokenizer, ids: Mapping[str, int]) -> dict[str, str]:
         for role in ("pad", "eos", "bos")
         if f"{role}_token_id" in ids
     }
-
-
-def _write_json(path: Path, tree: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")

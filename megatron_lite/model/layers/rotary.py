@@ -7,13 +7,17 @@ A token has two positions: in the text, where part B of GLM has that of the mask
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from data_utils.base.planes import BLOCK_POSITION_IDS, ID_PLANES, POSITION_IDS
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.layers.tensor_parallel import RMSNorm, TensorParallel
 
 
 @dataclass(frozen=True)
@@ -30,13 +34,22 @@ class Rotary:
         turning = {"added": [text + span], "table": [text], "halves": [text, span]}[config.block_positions]
         width = config.rotary_size // len(turning)
         exponents = torch.arange(0, width, 2, dtype=torch.float32, device=ids.device) / width
-        waves = 1.0 / config.rotary_base**exponents
+        waves = _scaled(1.0 / config.rotary_base**exponents, config.rotary_scaling)
         angles = torch.cat([positions[:, None, None].float() * waves for positions in turning], dim=-1)
         return Rotary(angles.cos(), angles.sin())
 
     def turn(self, heads: torch.Tensor) -> torch.Tensor:
         """[T, H, D] -> the same with the pairs (0, 1), (2, 3), ... of the first W features turned, in fp32."""
         return _Turn.apply(heads, self.cos, self.sin)
+
+
+def _scaled(waves: torch.Tensor, scaling: tuple[float, ...]) -> torch.Tensor:
+    """Frequencies as in Llama 3.1, fp32 [W / 2]: those of few turns in the original length are divided by a factor."""
+    if not scaling:
+        return waves
+    factor, low, high, length = scaling
+    kept = ((length * waves / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * waves / factor + kept * waves
 
 
 class _Turn(torch.autograd.Function):
@@ -60,6 +73,28 @@ def _turned(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     out_even.copy_(even * cos - odd * sin)
     out_odd.copy_(odd * cos + even * sin)
     return out
+
+
+class HeadNorms(nn.Module):
+    """Queries and keys over their root mean square, each head by itself, with a scale that the heads share (Qwen3)."""
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel):
+        super().__init__()
+        size, epsilon = config.head_size, config.layernorm_epsilon
+        self.query_layernorm, self.key_layernorm = (
+            RMSNorm(size, epsilon, TensorParallel()) for _ in range(2)
+        )
+        self.parallel = parallel
+
+    def forward(self, heads: torch.Tensor, key_value_heads: int) -> torch.Tensor:
+        """[T, H + 2 K, D] -> the same. Each rank has the scales, and its heads' part of their gradients."""
+        queries = heads.shape[1] - 2 * key_value_heads
+        parts = heads.split([queries, key_value_heads, key_value_heads], dim=1)
+        normed = [
+            F.rms_norm(part, part.shape[-1:], self.parallel.copy(norm.weight), norm.epsilon)
+            for part, norm in zip(parts[:2], (self.query_layernorm, self.key_layernorm), strict=True)
+        ]
+        return torch.cat([*normed, parts[2]], dim=1)
 
 
 def spread(heads: torch.Tensor, key_value_heads: int, rotary: Rotary | None) -> torch.Tensor:

@@ -24,7 +24,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention.calls import PartsPlan
 from megatron_lite.model.kernels.dropout import AttentionDropout, FeatureDropout
 from megatron_lite.model.kernels.fused import Biased, activate, add, gate, has_kernels
-from megatron_lite.model.layers.rotary import spread
+from megatron_lite.model.layers.rotary import HeadNorms, spread
 from megatron_lite.model.layers.tensor_parallel import (
     ColumnParallelLinear,
     LayerNorm,
@@ -207,6 +207,7 @@ class Attention(nn.Module):
         self.dense = RowParallelLinear(
             config.attention_size, config.hidden_size, parallel, has_bias=config.has_bias("attention")
         )
+        self.head_norms = HeadNorms(config, parallel) if config.query_key_norm else None
         self.relative: DistanceScores | None = None
         if config.has_distance_scores:
             from megatron_lite.model.layers.relative import DistanceScores
@@ -220,7 +221,10 @@ class Attention(nn.Module):
 
     def _attend(self, qkv: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
         assert not isinstance(flow.plan, PartsPlan)
-        heads = spread(qkv.view(len(qkv), -1, self.head_size), self.key_value_heads, flow.rotary)
+        heads = qkv.view(len(qkv), -1, self.head_size)
+        if self.head_norms is not None:
+            heads = self.head_norms(heads, self.key_value_heads)
+        heads = spread(heads, self.key_value_heads, flow.rotary)
         qkv = heads.view(len(qkv), 3, -1, self.head_size)
         if flow.condition is not None:
             qkv = flow.condition.remembered(qkv, layer)

@@ -42,7 +42,8 @@ def initialize_parameters(
 ) -> None:
     """Draw every parameter whole, as a pure function of (seed, name), and keep this rank's part.
 
-    Weights are normal with mean 0 (`_deviation`), biases 0, LayerNorm 1 and 0; padding rows of the vocabulary 0.
+    Weights are normal with mean 0 (`_deviation`; `init: uniform`: within it), biases 0, LayerNorm 1 and 0; padding rows
+    of the vocabulary 0.
     """
     group = (parallel or TensorParallel()).group
     for name, parameter in named:
@@ -57,7 +58,10 @@ def initialize_parameters(
             whole = torch.empty(shape)
             parts = whole.split(partition.part_rows(shape[0]))
             first, *others = (_deviation(name, index, part, config) for index, part in enumerate(parts))
-            whole.normal_(0.0, first, generator=generator)
+            if config.init == "uniform":
+                whole.uniform_(-first, first, generator=generator)
+            else:
+                whole.normal_(0.0, first, generator=generator)
             for part, std in zip(parts[1:], others, strict=True):
                 part *= std / first
             parameter.copy_(local_shard(whole, partition, group.rank, group.size, len(parameter)))

@@ -86,6 +86,18 @@ def test_gpt_predicts_what_follows_the_first_token():
     assert GPT.eos == NO_TOKEN
 
 
+def test_a_text_begins_as_its_family_does():
+    """Llama's with CLS, Qwen's with its own first token, which nothing predicts, though the vocabulary has an eos."""
+    example = made("causal", SPECIAL, begin="cls").example(text(6, SPECIAL.eos), 0)
+    assert example.tokens.tolist() == [SPECIAL.cls, *text(5).tolist()]
+    assert example.targets.tolist() == text(6, SPECIAL.eos).tolist() and example.weights.all()
+    example = made("causal", SPECIAL, begin="none").example(text(6, SPECIAL.eos), 0)
+    assert example.tokens.tolist() == text(6, SPECIAL.eos).tolist()
+    assert example.targets[:-1].tolist() == text(6, SPECIAL.eos)[1:].tolist() and not example.weights[-1]
+    with pytest.raises(ConfigError, match="causal needs the special token cls"):
+        made("causal", GPT, GPT_LACKS, begin="cls")
+
+
 def test_t5s_decoder_begins_with_pad():
     objective = made("t5", T5, T5_LACKS, sentinel_first=999)
     example = objective.example(text(30, T5.eos), 0)

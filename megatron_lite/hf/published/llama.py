@@ -1,0 +1,53 @@
+"""Llama, Mistral, Qwen and EuroBERT as transformers has them: see systems.py.
+
+Their rotary positions turn halves of a head ("rotate_half"), so rows of queries and keys are in another order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megatron_lite.hf.files.published_form import TURNED, Field, Row, System
+from megatron_lite.hf.published.glm4 import DECODER_FIELDS, GLM4, HEAD_WIDTH, decoder_rows
+
+_SCALING = Field(
+    "rope_parameters.rope_type", "rotary_scaling", {"default": (), "llama3": None},
+    numbers=tuple(
+        f"rope_parameters.{name}"
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    ),
+)  # fmt: skip
+_FIELDS = (*DECODER_FIELDS, _SCALING)
+_HEAD_NORMS = (
+    Row("attention.head_norms.query_layernorm", ("self_attn.q_norm",), TURNED),
+    Row("attention.head_norms.key_layernorm", ("self_attn.k_norm",), TURNED),
+)
+
+
+def _system(name: str, class_name: str, required: dict[str, Any], **changes: Any) -> System:
+    """Args: name: the type in config.json, and `model.system`."""
+    return replace(
+        GLM4,
+        model_type=name,
+        rows=decoder_rows(("mlp.gate_proj", "mlp.up_proj"), TURNED, _HEAD_NORMS),
+        class_of=lambda config: class_name,
+        classes={class_name: name},
+        required=required,
+        **{"fields": (*_FIELDS, HEAD_WIDTH), **changes},
+    )
+
+
+_NO_BIASES = {"attention_bias": False, "mlp_bias": False}
+_WITH_BOS = {"pad_token_id": "pad", "eos_token_id": "eos", "bos_token_id": "cls"}
+LLAMA = _system("llama", "LlamaForCausalLM", _NO_BIASES, roles=_WITH_BOS, begin="cls")
+MISTRAL = _system("mistral", "MistralForCausalLM", {"sliding_window": None}, roles=_WITH_BOS, begin="cls")
+QWEN2 = _system("qwen2", "Qwen2ForCausalLM", {"use_sliding_window": False}, fields=_FIELDS, begin="none")
+QWEN3 = _system(
+    "qwen3", "Qwen3ForCausalLM", {"use_sliding_window": False, "attention_bias": False}, begin="none"
+)
+EUROBERT = _system(
+    "eurobert", "EuroBertForMaskedLM", _NO_BIASES, is_causal=False,
+    roles={**_WITH_BOS, "mask_token_id": "mask"},
+)  # fmt: skip
+LLAMAS = (LLAMA, MISTRAL, QWEN2, QWEN3, EUROBERT)

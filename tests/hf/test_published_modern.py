@@ -1,0 +1,169 @@
+"""Llama, Mistral, Qwen, EuroBERT, T5 1.1 and mT5: the order of turned features, packing, and what is refused."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.published import random_model, write_random
+
+from data_utils.base.errors import CheckpointError
+from data_utils.base.planes import DOC, ORD, PADDING_DOC, POSITION_IDS, TOKENS
+from data_utils.base.settings import build
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.hf.files.published_form import SAME, TURNED
+from megatron_lite.hf.published import conversion
+from megatron_lite.hf.published.conversion import open_published
+from megatron_lite.hf.published.proof import our_output, text_rows
+from megatron_lite.model.trunk.counts import parameter_shapes
+from megatron_lite.model.trunk.glm import GLM
+from megatron_lite.model.trunk.initial_weights import initialize_parameters
+
+SIZES = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 97}
+# fp32, the same sums in another order; times the largest value beyond 1.
+TOLERANCE = 1e-5
+
+
+def test_halves_become_pairs_within_each_head():
+    config = build(ModelConfig, {"system": "llama", **SIZES})
+    rows = torch.arange(16)
+    expected = [0, 4, 1, 5, 2, 6, 3, 7]
+    assert TURNED.to_ours(rows, config).tolist() == [*expected, *(8 + row for row in expected)]
+    assert torch.equal(TURNED.to_theirs(TURNED.to_ours(rows, config), config), rows)
+    partial = build(ModelConfig, {"system": "llama", "rotary_share": 0.5, **SIZES})
+    assert TURNED.to_ours(rows[:8], partial).tolist() == [0, 2, 1, 3, 4, 5, 6, 7]
+
+
+def test_biases_are_turned_as_their_rows_and_values_are_not():
+    config = build(ModelConfig, {"system": "qwen2", **SIZES})
+    parts = conversion.parts_of(conversion.system_of(config), parameter_shapes(config), config)
+    for kind in ("weight", "bias"):
+        forms = [parts[f"model.layers.0.self_attn.{name}_proj.{kind}"].form for name in "qkv"]
+        assert forms == [TURNED, TURNED, SAME]
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["llama", "llama, tied", "mistral, odd", "qwen2, odd", "qwen3, odd", "eurobert", "eurobert, tied"],
+)
+@torch.no_grad()
+def test_documents_packed_in_a_row_are_each_alone(case, tmp_path):
+    theirs = write_random(case, tmp_path)
+    source = open_published(tmp_path)
+    model = GLM(build(ModelConfig, source.settings))
+    weights = conversion.to_ours(source.theirs, source.parts)
+    for name, parameter in model.named_parameters():
+        parameter.zero_()
+        parameter[: len(weights.read(name))] = weights.read(name)
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(4, 97, length).astype(np.int32) for length in (71, 30, 9)]
+    batch = text_rows(model.config, [np.concatenate(texts)])
+    ends = np.cumsum([len(text) for text in texts])
+    for document, (text, end) in enumerate(zip(texts, ends, strict=True)):
+        places = slice(end - len(text), end)
+        batch[0, DOC, places], batch[0, POSITION_IDS, places] = document, np.arange(len(text))
+        batch[0, ORD, places] = np.arange(len(text)) * source.system.is_causal
+    assert (
+        not (batch[0, DOC] == PADDING_DOC).any()
+        and batch[0, TOKENS].tolist() == np.concatenate(texts).tolist()
+    )
+    logits = our_output(model, batch)[1][0].split([len(text) for text in texts])
+    for ours, text in zip(logits, texts, strict=True):
+        expected = theirs(torch.from_numpy(text.astype(np.int64))[None])["logits"][0]
+        assert (ours - expected).abs().max() <= TOLERANCE * max(1.0, expected.abs().max())
+
+
+def test_neobert_begins_with_uniform_weights():
+    config = build(ModelConfig, {"system": "neobert", **SIZES, "hidden_size": 128})
+    drawn = dict(GLM(config).named_parameters())
+    initialize_parameters(drawn.items(), config, 7)
+    for name in ("embedding.word_embeddings.weight", "layers.0.mlp.dense_4h_to_h.weight"):
+        weights = drawn[name][:97]
+        assert 0.0199 < weights.abs().max() <= 0.02 and abs(weights.std() - 0.02 / 3**0.5) < 2e-4
+    assert not drawn["heads.bias"].any() and (drawn["final_layernorm.weight"] == 1).all()
+
+
+def edit(directory, **changes):
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def remove(directory, name):
+    path = directory / "config.json"
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != name}))
+
+
+def rope(kind, **more):
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **more}}
+
+
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "parts"),
+    [
+        ("llama", lambda d: edit(d, **rope("linear", factor=2.0)), ("rope_type is 'linear'", "one of default, llama3")),
+        ("llama", lambda d: edit(d, **rope("yarn", factor=2.0)), ("rope_type is 'yarn'",)),
+        ("llama", lambda d: edit(d, **rope("llama3", **{**LLAMA3, "high_freq_factor": 1.0})), ("rotary_scaling",)),
+        ("llama", lambda d: edit(d, **rope("llama3", **{**LLAMA3, "factor": "eight"})), ("rotary_scaling", "'eight'")),
+        ("llama", lambda d: edit(d, **rope("llama3", factor=8.0)), ("low_freq_factor",)),
+        ("llama", lambda d: edit(d, attention_bias=True), ("attention_bias is", "only")),
+        ("llama", lambda d: edit(d, mlp_bias=True), ("mlp_bias is", "only")),
+        ("llama", lambda d: edit(d, hidden_act="tanh"), ("hidden_act is 'tanh'", "one of gelu")),
+        ("llama", lambda d: edit(d, num_key_value_heads=3), ("num_key_value_heads (3) must divide",)),
+        ("llama", lambda d: edit(d, head_dim=12), ("self_attn.q_proj", "shape")),
+        ("llama", lambda d: edit(d, tie_word_embeddings=True), ("lm_head.weight differs", "tied")),
+        ("llama", lambda d: edit(d, architectures=["LlamaForTokenClassification"]),
+         ("'LlamaForTokenClassification'", "only LlamaForCausalLM")),
+        ("mistral", lambda d: edit(d, sliding_window=16), ("sliding_window is 16", "only")),
+        ("mistral", lambda d: remove(d, "sliding_window"), ("sliding_window is 4096", "only")),
+        ("qwen2", lambda d: edit(d, use_sliding_window=True), ("use_sliding_window is", "only")),
+        ("qwen2", lambda d: edit(d, model_type="llama", architectures=["LlamaForCausalLM"]),
+         ("also has model.layers.0.self_attn.k_proj.bias",)),
+        ("qwen3", lambda d: edit(d, use_sliding_window=True), ("use_sliding_window is", "only")),
+        ("qwen3", lambda d: edit(d, attention_bias=True), ("attention_bias is", "only")),
+        ("qwen3", lambda d: edit(d, model_type="llama", architectures=["LlamaForCausalLM"]),
+         ("also has model.layers.0.self_attn.k_norm.weight",)),
+        ("eurobert", lambda d: edit(d, mlp_bias=True), ("mlp_bias is", "only")),
+        ("eurobert", lambda d: edit(d, attention_bias=True), ("attention_bias is", "only")),
+        ("t5_1_1", lambda d: edit(d, feed_forward_proj="gated-silu"), ("feed_forward_proj is 'gated-silu'", "relu")),
+        ("t5_1_1", lambda d: edit(d, feed_forward_proj="relu"), ("lacks", "DenseReluDense.wi.weight")),
+        ("mt5", lambda d: edit(d, relative_attention_num_buckets=16), ("relative_attention_num_buckets is 16",)),
+    ],
+)  # fmt: skip
+def test_what_the_model_cannot_be_is_refused_in_one_line(case, change, parts, tmp_path):
+    write_random(case, tmp_path / "their")
+    change(tmp_path / "their")
+    with pytest.raises(CheckpointError) as error:
+        open_published(tmp_path / "their")
+    message = str(error.value)
+    assert "\n" not in message and all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize("case", ["t5_1_1", "mt5"])
+def test_a_head_is_untied_by_its_tensor(case, tmp_path):
+    """Whatever config.json says; one that is equal to the words is a tie, also in a file that holds both."""
+    write_random(case, tmp_path / "untied")
+    assert not open_published(tmp_path / "untied").settings["tie_word_embeddings"]
+    shutil.copytree(tmp_path / "untied", tmp_path / "tied")
+    state = load_file(tmp_path / "tied/model.safetensors")
+    state["lm_head.weight"] = state["shared.weight"].clone()
+    save_file(state, tmp_path / "tied/model.safetensors", {"format": "pt"})
+    source = open_published(tmp_path / "tied")
+    assert source.settings["tie_word_embeddings"] and "lm_head.weight" not in source.parts
+
+
+@pytest.mark.parametrize("case", ["llama", "mistral", "qwen2", "qwen3", "eurobert", "t5_1_1", "mt5"])
+def test_an_option_that_the_class_does_not_have_is_not_exported(case, tmp_path):
+    random_model(case).save_pretrained(tmp_path)
+    config = build(ModelConfig, {**open_published(tmp_path).settings, "embedding_norm": True})
+    with pytest.raises(CheckpointError, match=r"model\.embedding_norm is True, which \w+ does not have"):
+        conversion.hf_config(config, {})
