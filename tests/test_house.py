@@ -56,6 +56,7 @@ ABILITIES: dict[str, int] = {
     "z-loss and a soft cap of the logits": 68,
     "a look inside a run: contextuality, heads, attention, features, probes": 1225,
     "muP and its check": 364,
+    "a table of phases in the report": 77,
     "fill in the middle": 152,
     "an honest roofline: tiles, waves, instructions, constants with sources": 294,
 }

@@ -15,6 +15,7 @@ import yaml
 from data_utils.base.setting_files import shorten
 from megatron_lite.report.charts import Chart, Line, draw, swatch
 from megatron_lite.report.html import Html, element, joined, table
+from megatron_lite.report.phases import phase_table
 from megatron_lite.report.run import RunReport, flat
 from megatron_lite.report.style import STYLE
 from megatron_lite.train.observe.formatting import format_count, format_duration
@@ -53,6 +54,7 @@ def page(runs: Sequence[RunReport], made_at: float) -> str:
         *_section("Speed and memory", *_charts(_speed_charts(runs))),
         *_section("Blanks filled during training", *(part for run in runs for part in _fillings(run, runs))),
         *_section("Starts and events", *(part for run in runs for part in _events(run, runs))),
+        *_section("Phases", *(part for run in runs for part in _phases(run, runs))),
         *_section("Corpora", *(part for run in runs for part in _corpora(run, runs))),
         *_section("Checkpoints", *(part for run in runs for part in _checkpoints(run, runs))),
         *_section("Configuration", *_configuration(runs)),
@@ -372,6 +374,11 @@ def _corpora(run: RunReport, runs: Sequence[RunReport]) -> Iterator[Html]:
     if rows:
         yield from _heading(run, runs)
         yield table(["split", "prefix", "weight", "documents", "tokens"], rows)
+
+
+def _phases(run: RunReport, runs: Sequence[RunReport]) -> Iterator[Html]:
+    for part in phase_table(run):
+        yield from [*_heading(run, runs), part]
 
 
 def _checkpoints(run: RunReport, runs: Sequence[RunReport]) -> Iterator[Html]:

@@ -11,6 +11,7 @@ from support.project import small_run
 from support.report_runs import HOSTILE, fit_and_fill, hostile_run, interrupted, train, write_records
 
 from data_utils.base.errors import ConfigError, DataError
+from data_utils.base.settings import merge
 from megatron_lite.report.charts import linear_scale, logarithmic_scale
 from megatron_lite.report.html import element, escaped
 from megatron_lite.report.page import _facts, page
@@ -72,6 +73,22 @@ def test_a_real_run_is_shown(real_run):
         and found.text.count("lowest") >= 4
     )
     assert found.names.count("figure") >= 8 and "script" not in found.names
+
+
+def test_phases_have_a_table(real_run, tmp_path):
+    """Two phases of 4 and 2 steps: the run has trained 5 of them, at 1000 tokens a second."""
+    tree = yaml.safe_load((real_run / "config.yaml").read_text())
+    size, length = tree["batch"]["global_batch_size"], tree["data"]["sequence_length"]
+    changed = merge(tree, {"phases": [{"steps": 4}, {"sequence_length": length // 2}]})
+    run = write_records(tmp_path / "run", [train(step) for step in range(1, 6)])
+    (run / "config.yaml").write_text(yaml.safe_dump(changed))
+    text = read(run).text.partition("Phases")[2].partition("Corpora")[0]
+    first, second = text.index("1: as the run"), text.index(f"2: sequence_length {length // 2}")
+    one, two = text[first:second], text[second:]
+    assert f"1 to 4 4 {4 * size * length:,}" in one and f"5 to 6 1 {2 * size * (length // 2):,}" in two
+    for part, tokens in ((one, 4 * size * length), (two, size * (length // 2))):
+        assert "corpus" in part and "times" in part and f"1,000 {tokens // 1000}s" in part, part
+    assert "Phases" not in read(real_run).text
 
 
 def test_fillings_are_recorded_at_each_evaluation(real_run):

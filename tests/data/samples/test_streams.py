@@ -121,6 +121,13 @@ def test_unread_windows_of_the_last_block_come_first_in_the_next_stretch(monkeyp
     assert 0.06 < first.epochs(13) < 13 * 50 / axis.epoch_cost
 
 
+def test_nothing_is_left_of_what_ended_with_a_stretch(monkeypatch):
+    """A leftover of 162 positions, which two samples of 120 read: two shorter ones would fit beyond it."""
+    small_blocks(monkeypatch, 8, 8)
+    axis = Axis(10_000, 200, 4, key, text_end)
+    check(axis, read(axis, [(13, 50), (2, 120), (500, 32)]))
+
+
 @pytest.mark.parametrize("count", [0, 1, 7, 64, 100, 199, 200, 201, 700])
 def test_a_stretch_that_ends_later_begins_with_the_same_samples(monkeypatch, count):
     small_blocks(monkeypatch, 16, 16)

@@ -1,0 +1,72 @@
+"""The table of a run's phases: how much text each reads, with which batches and rates, and the time that it took."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+
+from data_utils.base.errors import UserError
+from data_utils.base.settings import build
+from data_utils.samples.extent import extent_if_here
+from megatron_lite.config.tree import Config
+from megatron_lite.report.html import Html, table
+from megatron_lite.report.run import RunReport
+from megatron_lite.train.loop.lr_schedule import step_rate
+from megatron_lite.train.observe.formatting import format_count, format_duration
+
+HEAD = [
+    "phase",
+    "steps",
+    "trained",
+    "samples' tokens",
+    "corpora",
+    "batch",
+    "learning rate",
+    "tokens/s",
+    "time",
+]
+
+
+def phase_table(run: RunReport) -> Iterator[Html]:
+    """Nothing for a run of one phase, or one whose settings this version does not read."""
+    try:
+        config = build(Config, run.config)
+    except UserError:
+        return
+    plan = config.plan
+    if len(plan.configs) == 1:
+        return
+    samples = plan.consumed(config.training.steps)
+    try:
+        reading = list(
+            extent_if_here(config.data, config.training.seed, samples, plan.largest_batch, plan.samples)
+        )
+    except UserError as error:
+        reading = [str(error)]
+    speed = run.records.curve("train", "tokens_per_second")
+    rows: list[list[object]] = []
+    for number, of_phase in enumerate(plan.configs, start=1):
+        first, end = plan.first_steps[number - 1 : number + 1]
+        trained = min(max(0, run.records.last_step - first), end - first)
+        length = of_phase.data.sequence_length
+        tokens = [(plan.consumed(step) - plan.consumed(first)) * length for step in (first + trained, end)]
+        sizes = sorted({plan.batch_size(first), plan.batch_size(end - 1)})
+        rates = dict.fromkeys(f"{step_rate(of_phase, plan, step):.3g}" for step in (first + 1, end))
+        found = [point.value for point in speed.points() if first < point.step <= end] if speed else []
+        pace = statistics.mean(found) if found else 0.0
+        begin = f"phase {number} reads "
+        texts = [line.removeprefix(begin) for line in reading if line.startswith(begin)]
+        rows.append(
+            [
+                f"{number}: {plan.phases[number - 1]}",
+                f"{first + 1:,} to {end:,}",
+                f"{trained:,}",
+                f"{tokens[1]:,}",
+                texts[0].partition(": ")[2] if texts else "-",
+                " to ".join(f"{size:,}" for size in sizes),
+                " to ".join(rates),
+                format_count(pace) if pace else "-",
+                format_duration(tokens[0] / pace) if pace else "-",
+            ]
+        )
+    yield table(HEAD, rows)
