@@ -14,7 +14,7 @@ from megatron_lite.report.run import RunReport
 from megatron_lite.train.loop.lr_schedule import step_rate
 from megatron_lite.train.observe.formatting import format_count, format_duration
 
-HEAD = [
+HEAD: list[object] = [
     "phase",
     "steps",
     "trained",

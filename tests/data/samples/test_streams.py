@@ -128,6 +128,16 @@ def test_nothing_is_left_of_what_ended_with_a_stretch(monkeypatch):
     check(axis, read(axis, [(13, 50), (2, 120), (500, 32)]))
 
 
+def test_every_block_of_every_stretch_has_an_order_of_its_own(monkeypatch):
+    small_blocks(monkeypatch, 16, 16)
+    streams_of_run = [Stream(Axis(10_000, 200, 4, key), 50)]
+    for _ in range(2):
+        streams_of_run.append(streams_of_run[-1].following(0, 50))
+    starts = [[each._main.window(number)[1] for number in range(32)] for each in streams_of_run]
+    orders = {tuple(np.argsort(part)) for of_stream in starts for part in (of_stream[:16], of_stream[16:])}
+    assert len(orders) == 6
+
+
 @pytest.mark.parametrize("count", [0, 1, 7, 64, 100, 199, 200, 201, 700])
 def test_a_stretch_that_ends_later_begins_with_the_same_samples(monkeypatch, count):
     small_blocks(monkeypatch, 16, 16)
