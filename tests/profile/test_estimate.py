@@ -29,7 +29,6 @@ MOST_OF_SOME = {
     "10B, ZeRO 2, full": {"memory": 0.03},
     "2B, ZeRO 3": {"memory": 0.04},
     "t5": {"time": 0.03, "launches": 0.035},
-    "unilmv2": {"memory": 0.02},
 }
 
 

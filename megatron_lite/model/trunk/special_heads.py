@@ -1,7 +1,4 @@
-"""Heads that not every model has: BERT's sentence head, SpanBERT's boundary head, and the head of a task.
-
-Shapes: as in heads.py; N rows whose outputs a task asks for.
-"""
+"""Heads that not every model has: BERT's sentence head, SpanBERT's boundary head, and the head of a task."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Buckets of parameters: weights in one flat tensor, the sum of their gradients, and this rank's part of both.
-
-sharded.py says when a bucket is reduced and updated.
-"""
+"""Buckets of parameters: weights in one flat tensor, the sum of their gradients, and this rank's part of both."""
 
 from __future__ import annotations
 
