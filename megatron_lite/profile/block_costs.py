@@ -149,8 +149,7 @@ class BlockCosts:
             if self.model.attention_dropout > 0:  # once more, for the sums of the weights that stay
                 self._call(tally, calls[0], backward=False)
                 tally.small(6)
-                tally.kernel(3 * whole)
-                tally.kernel(2 * whole)  # scaled, into the order of tokens
+                tally.kernel(2.5 * whole, 2)  # scaled, then into the order of tokens
         elif len(calls) > 1:
             tally.kernel(2 * whole)
 
@@ -366,10 +365,7 @@ class BlockCosts:
         elif kernel == "flex":
             if self.model.attention_dropout > 0:
                 self._call(tally, calls[0], backward=True)
-                tally.kernel(3 * whole, 5)
-                tally.kernel(whole)  # no gradient of the second call's output
-                tally.kernel(2 * whole, 2)  # each output times its gradient, summed
-                tally.small(7)
+                tally.kernel(1.5 * whole, 15)  # sums of both calls, a gradient of zeros, outputs
         elif len(calls) > 1:
             read = sum(call.queries + 2 * call.keys for call in calls)
             size = (read + 3 * self.T) * s.attended * self.e + _NORM_PROGRAMS * 3 * s.attended * 4
