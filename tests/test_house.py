@@ -67,7 +67,7 @@ CEILINGS = {
     "lines loaded by importing tensor_parallel": 2389,
     "lines loaded by importing glm": 5421,
     "files of the trunk that name a system": 6,
-    "lines of the product": 51062 + sum(ABILITIES.values()),
+    "lines of the product": 51064 + sum(ABILITIES.values()),
     "files over 400 lines": 7,
     "sentences that the lint of English refuses": 0,
 }
