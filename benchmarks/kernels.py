@@ -8,7 +8,6 @@ On a GPU it also measures constants of megatron_lite/profile/gpus.yaml, which `s
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -18,11 +17,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import data_utils.base.entry  # noqa: F401
+
+# isort: split
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from data_utils.base.errors import ConfigError, run_command
+from data_utils.base.errors import ArgumentParser, ConfigError, run_command
 from megatron_lite.model.kernels import fused
 from megatron_lite.model.kernels.dropout import FeatureDropout, drop, salts, token_keys
 from megatron_lite.profile.gpus import GPUS, Gpu
@@ -223,9 +225,7 @@ def constants(processors: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--gpu", default="h100", choices=tuple(GPUS), help="whose times are expected")
     parser.add_argument("--json", type=Path, metavar="FILE")

@@ -155,6 +155,7 @@ MISTAKES = {
     "dataset": (["--directory", "absent"], "absent does not exist; give --directory an existing one"),
     "encoders": (["--text", "absent", "--tokenizer", "absent"], "--text absent: "),
     "finetune": (["--length", "8"], "--length is 8; it must be at least 64"),
+    "kernels": (["--json", "x.json"], "--device is cuda, and torch sees no GPU; set --device cpu"),
     "latent": (["--sentences", "8"], "--sentences is 8; it must be at least 16"),
     "loss_curves": (
         ["--output", "x.json", "--compare", "absent"],

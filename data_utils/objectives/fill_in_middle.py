@@ -44,9 +44,7 @@ class FillInMiddleConfig(RowSizes):
     """How often pieces are cut, and the ids of the three tokens."""
 
     rate: float = fraction(0.5, "part of the pieces that are cut in three; the others are as in causal")
-    suffix_first_rate: float = fraction(
-        0.5, "part of the cut pieces whose suffix stands before the prefix (SPM)"
-    )
+    suffix_first_rate: float = fraction(0.5, "part of the cut pieces that begin with their last part (SPM)")
     prefix_token: int | None = setting(None, "id of the token before a prefix; null = [CLS]", at_least=0)
     suffix_token: int | None = setting(None, "id of the token before a suffix; null = [SEP]", at_least=0)
     middle_token: int | None = setting(None, "id of the token before a middle; null = [MASK]", at_least=0)

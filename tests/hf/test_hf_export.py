@@ -24,8 +24,10 @@ from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.generate.open_run import load_run
 from megatron_lite.hf.doors.export import ExportOptions, export_run
 from megatron_lite.hf.doors.importing import import_directory
+from megatron_lite.hf.files.described import by_transformers
 from megatron_lite.hf.files.weights import new_directory, open_directory
 from megatron_lite.hf.glm import proof
+from megatron_lite.hf.glm.modeling_glm import GLMForBlankInfilling
 from megatron_lite.train.engine.plain import make_engine
 
 # Processes and layout of the run that saved the checkpoint: all with TP x PP up to 4, a few of them always.
@@ -93,9 +95,12 @@ def test_gelu_is_part_of_the_model(vocabulary, tmp_path, gelu):
         json.dumps({**config, "gelu": "erf" if gelu == "tanh" else "tanh"})
     )
     batch = proof.proof_batch(make_config(tree(vocabulary)).model)
-    swapped = proof.exported_logits(tmp_path / "export", batch)
+    with by_transformers(tmp_path / "export"):
+        swapped = GLMForBlankInfilling.from_pretrained(tmp_path / "export").eval()
+    with torch.no_grad():
+        logits = swapped(**proof.inputs_of(batch), use_cache=False).logits
     model = load_run(tmp_path / "run").model
-    assert (swapped - proof.training_logits(model, batch)).abs().max() > 1e-4  # the setting is not idle
+    assert (logits - proof.training_logits(model, batch)).abs().max() > 1e-4  # the setting is not idle
 
 
 @pytest.mark.parametrize("kind", BLOCK_POSITIONS)

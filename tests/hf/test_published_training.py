@@ -175,7 +175,7 @@ def outputs(model, planes):
         "attention_mask": visible[:, None],
         "position_ids": tensors[:, POSITION_IDS] + skipped_positions(model.config),
     }
-    if "token_type_ids" in inspect.signature(model.forward).parameters:
+    if hasattr(model.config, "type_vocab_size"):  # GPT-2's class takes types as well, and adds a word of each
         inputs["token_type_ids"] = tensors[:, SEGMENT_IDS]
     out = model(**inputs)
     return (out["logits"] if "logits" in out else out["prediction_logits"]), inputs

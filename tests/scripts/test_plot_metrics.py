@@ -61,7 +61,7 @@ def test_errors(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no training step yet"):
         main([str(tmp_path)])
     write_run(tmp_path, TRAIN)
-    with pytest.raises(DataError, match="writable place"):
+    with pytest.raises(DataError, match="choose a writable directory"):
         main([str(tmp_path), "--output", str(tmp_path / "none" / "x.png")])
     (tmp_path / "unigram.json").write_text("{")
     with pytest.raises(DataError, match=r"unigram\.json cannot be read"):

@@ -127,7 +127,9 @@ def test_record(files):
 def test_record_refuses(files):
     config = superglue("record")
     files.refused(
-        config, [record_line("who?")], "train.txt:1: the query 'who?' has no @placeholder; the answer's"
+        config,
+        [record_line("who?")],
+        "train.txt:1: the query 'who?' has no @placeholder; it stands for the answer",
     )
     files.refused(
         config,

@@ -49,7 +49,7 @@ def test_nothing_is_said_too_early_or_where_the_rate_has_fallen() -> None:
 
 def warnings_of_fit(context, tree) -> list[str]:
     found: list[str] = []
-    log = logging.getLogger("megatron_lite.train.loop.trainer")
+    log = logging.getLogger("megatron_lite.train.loop.evaluation")
     log.handle = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
     make_trainer(context, tree).fit()
     return found
