@@ -402,4 +402,59 @@ ROWS = (
     ),
 )
 
-PLANTS = (*GRADIENTS, *LOSSES, *DROPOUT, *SAMPLES, *ROWS)
+WIDTHS = (
+    Plant(
+        "rates of matrices that do not follow the width under muP",
+        "megatron_lite/train/engine/width_rates.py",
+        "lr_factor=rate.lr_factor * (m**-0.5 if is_relative or is_orthogonal else 1 / m),",
+        "lr_factor=rate.lr_factor,",
+        ("tests/train/test_mup.py",),
+    ),
+    Plant(
+        "logits that are not divided by the width under muP",
+        "megatron_lite/model/trunk/heads.py",
+        "config.hidden_size**-0.5 if config.scale_head else 1 / config.width_ratio",
+        "config.hidden_size**-0.5 if config.scale_head else 1.0",
+        ("tests/train/test_mup.py",),
+    ),
+    Plant(
+        "initial values of matrices that do not follow the width under muP",
+        "megatron_lite/model/trunk/initial_weights.py",
+        "std *= config.width_ratio**-0.5 if is_hidden(name) else 1.0",
+        "std *= 1.0",
+        ("tests/train/test_mup.py",),
+    ),
+)
+
+INSIDE = (
+    Plant(
+        "importance of a head with its sign, so that examples cancel",
+        "megatron_lite/analyze/heads.py",
+        "sums[name] += gradient.abs().sum(0).double().cpu()",
+        "sums[name] += gradient.sum(0).abs().double().cpu()",
+        ("tests/analyze/test_heads.py",),
+    ),
+    Plant(
+        "self-similarity of a word that counts each context with itself",
+        "megatron_lite/analyze/contextuality.py",
+        "return (total - count) / (count * count - count)",
+        "return total / (count * count)",
+        ("tests/analyze/test_contextuality.py",),
+    ),
+    Plant(
+        "a middle that begins where the suffix does",
+        "data_utils/objectives/fill_in_middle.py",
+        "copy_range(row, TARGETS, at, at + last - first, text, start + first)",
+        "copy_range(row, TARGETS, at, at + last - first, text, start + last)",
+        (f"{RECIPES}::test_the_text_can_be_rebuilt",),
+    ),
+    Plant(
+        "Llama's norms of heads in their own order of features",
+        "megatron_lite/hf/published/llama.py",
+        'Row("attention.head_norms.key_layernorm", ("self_attn.k_norm",), TURNED),',
+        'Row("attention.head_norms.key_layernorm", ("self_attn.k_norm",)),',
+        ("tests/hf/test_published_modern.py", "tests/hf/test_published.py"),
+    ),
+)
+
+PLANTS = (*GRADIENTS, *LOSSES, *DROPOUT, *SAMPLES, *ROWS, *WIDTHS, *INSIDE)
