@@ -30,17 +30,18 @@ def lines(
     path: Path, curves: Mapping[str, Sequence[float]], y: str, dashed: Mapping[str, Sequence[float]]
 ) -> None:
     """Curves over the layers, 0 = the embeddings. Args: dashed: their baselines, by the same names."""
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    for number, (name, values) in enumerate(curves.items()):
+    figure, axes = pyplot.subplots(figsize=(9, 4), layout="constrained")
+    for number, (key, values) in enumerate(curves.items()):
+        name = key.replace("_", "-")
         axes.plot(range(len(values)), values, marker="o", color=f"C{number}", label=name)
-        if name in dashed:
-            below = dashed[name]
+        if key in dashed:
+            below = dashed[key]
             axes.plot(range(len(below)), below, "--", color=f"C{number}", label=f"{name}, words at random")
     axes.set_xlabel("layer (0 = embeddings)")
     axes.set_ylabel(y)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     save(figure, path)
 
 
