@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What keeps a small model from learning to look back: the initial scales of words and of positions, or the rate?
+"""Causes that keep a small model from learning to look back: the initial scales of words and of positions, or the rate?
 
     python benchmarks/recall.py --plot recall.png
 

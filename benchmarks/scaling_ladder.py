@@ -115,7 +115,7 @@ def best_rate(of_rates: Mapping[float, Sequence[Run]]) -> float:
 
 
 def tables(ladder: Ladder, common: float) -> str:
-    """What was measured, as two tables and the exponent of the rates."""
+    """The measured losses as two tables and the exponent of the rates."""
     first = next(iter(ladder.values()))[common][0]
     quarters = [first["tokens"] * point["step"] // first["steps"] for point in first["curve"]]
     names = " | ".join(f"{tokens:,} tokens" for tokens in quarters)

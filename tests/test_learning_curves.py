@@ -38,7 +38,7 @@ def test_kinds_of_positions_are_compared_from_finished_runs(tmp_path, capsys):
 
 
 def test_ways_to_begin_are_compared_from_finished_runs(tmp_path, capsys):
-    """Of each its share of right words over the steps; their settings are accepted."""
+    """Each way to begin has its share of right words over the steps; their settings are accepted."""
     (tmp_path / "vocab.txt").write_text("\n".join([*recall.SPECIAL, *synthetic_vocabulary()]))
     own = [f"tokenizer.path={tmp_path / 'vocab.txt'}", "task.train=recall:pairs=2,samples=64,seed=1"]
     file = str(ROOT / recall.TASK)

@@ -162,7 +162,7 @@ def _rank(
 
 
 def _bucket_costs(request: Request, config: Config, place: int, depth: int, layers: int) -> dict[str, Any]:
-    """What sums, exchange and update of gradients cost with all layers, beside `layers` more than `depth` extended.
+    """Costs of sums, exchange and update of gradients with all layers, beside `layers` more than `depth` extended.
 
     Buckets fill up in steps of many layers, not layer by layer.
     """

@@ -20,7 +20,7 @@ from data_utils.base.losses import Loss
 from data_utils.base.planes import ORD, POSITION_IDS, TARGETS, TOKENS
 from data_utils.base.random_streams import below, chance, chance_threshold
 from data_utils.base.settings import check, checked, fraction, setting
-from data_utils.objectives.interface import Writing
+from data_utils.objectives.causal import Causal, CausalConfig
 from data_utils.objectives.registry import register
 from data_utils.objectives.row_loops import (
     copy_range,
@@ -32,7 +32,6 @@ from data_utils.objectives.row_loops import (
     maskable_length,
     predict_range,
 )
-from data_utils.objectives.rows import RowObjective, RowSizes
 
 # Setting -> the role of the token that stands for it in a vocabulary without one of its own.
 _ROLES = {"prefix_token": "cls", "suffix_token": "sep", "middle_token": "mask"}
@@ -40,8 +39,8 @@ _ROLES = {"prefix_token": "cls", "suffix_token": "sep", "middle_token": "mask"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("fill_in_middle")
-class FillInMiddleConfig(RowSizes):
-    """How often pieces are cut, and the ids of the three tokens."""
+class FillInMiddleConfig(CausalConfig):
+    """How often pieces are cut, the ids of the three tokens, and the token before a text."""
 
     rate: float = fraction(0.5, "part of the pieces that are cut in three; the others are as in causal")
     suffix_first_rate: float = fraction(0.5, "part of the cut pieces that begin with their last part (SPM)")
@@ -57,14 +56,20 @@ class FillInMiddleConfig(RowSizes):
             len(set(given)) == len(given),
             f"fill_in_middle.prefix_token, suffix_token and middle_token are {given}; give each an id of its own.",
         )
+        check(
+            self.begin != "cls" or self.prefix_token is not None,
+            "fill_in_middle.begin is cls, which then also stands before a prefix; set prefix_token to another token's "
+            "id.",
+        )
 
     @property
     def needed_roles(self) -> tuple[str, ...]:  # type: ignore[override]
-        return tuple(role for name, role in _ROLES.items() if getattr(self, name) is None)
+        own = [role for name, role in _ROLES.items() if getattr(self, name) is None]
+        return tuple(dict.fromkeys([*own, *(("cls",) if self.begin == "cls" else ())]))
 
-    @property
-    def loss_share(self) -> float:
-        return 1.0
+    def max_position_needed(self, sequence_length: int) -> int:
+        """Positions count the tokens of a document and the three."""
+        return sequence_length + self.overhead - 1
 
     @property
     def overhead(self) -> int:
@@ -110,8 +115,8 @@ def _fill_piece(row, used, limit, document, text, units, start, length, stream, 
         copy_range(row, TARGETS, at, end, text, start + size)
     else:
         copy_range(row, TARGETS, used, end, text, start)
-    if s.eos >= 0:
-        row[TOKENS, used] = s.eos
+    if s.begin >= 0:
+        row[TOKENS, used] = s.begin
         copy_range(row, TOKENS, used + 1, end, row[TARGETS], used)
         predict_range(row, used, end, row[TARGETS], used)
     else:
@@ -130,11 +135,10 @@ def _fill_rows(batch, pieces, tables, settings):
 
 
 @register
-class FillInMiddle(RowObjective):
+class FillInMiddle(Causal):
     name = "fill_in_middle"
     config_class = FillInMiddleConfig
     losses = (Loss("fill_in_middle", 24),)
-    writing = Writing("causal", "left_to_right", before=("eos",), ends=("eos",), is_causal=True)
     entry = staticmethod(_fill_rows)
 
     def values(self) -> dict[str, Any]:

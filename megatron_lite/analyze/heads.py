@@ -63,7 +63,7 @@ def importance(
     """
     groups, heads = projections(model), model.config.num_attention_heads
     device = next(model.parameters()).device
-    sums = {name: torch.zeros(heads, dtype=torch.float64) for name in groups}
+    sums = {name: torch.zeros(heads, dtype=torch.float64, device=device) for name in groups}
     counts = dict.fromkeys(groups, 0)
     for one in examples:
         host = prepare(one.batch, device, model.config)
@@ -76,8 +76,8 @@ def importance(
         with _gated(groups, gates, owners):
             loss = loss_of(model, host.to(device))
         for name, gradient in zip(gates, torch.autograd.grad(loss, list(gates.values())), strict=True):
-            sums[name] += gradient.abs().sum(0).double().cpu()
-    return {name: total / counts[name] for name, total in sums.items()}
+            sums[name] += gradient.abs().sum(0).double()
+    return {name: total.cpu() / counts[name] for name, total in sums.items()}
 
 
 def loss_of(model: GLM, given: ModelInput) -> torch.Tensor:

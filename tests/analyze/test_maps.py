@@ -1,4 +1,4 @@
-"""What heads look at: the weights of attention, and their means."""
+"""Habits of heads: the weights of attention, and their means."""
 
 from types import SimpleNamespace
 

@@ -77,7 +77,7 @@ def test_the_given_layout_stays_where_no_other_is_faster_both_ways(glm_large, mo
 
 
 def test_a_micro_batch_that_fills_waves_is_proposed(glm_large):
-    """Of a step of at most twice the samples; the best one has nothing better."""
+    """A proposal has at most twice the samples of a step; a run that is the best already gets none."""
     config, rows, given = glm_large
     gpu = GPUS["h100"]
     settings, found = fuller(config, 64, gpu, rows, given)

@@ -430,8 +430,8 @@ INSIDE = (
     Plant(
         "importance of a head with its sign, so that examples cancel",
         "megatron_lite/analyze/heads.py",
-        "sums[name] += gradient.abs().sum(0).double().cpu()",
-        "sums[name] += gradient.sum(0).abs().double().cpu()",
+        "sums[name] += gradient.abs().sum(0).double()",
+        "sums[name] += gradient.sum(0).abs().double()",
         ("tests/analyze/test_heads.py",),
     ),
     Plant(

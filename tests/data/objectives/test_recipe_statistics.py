@@ -379,7 +379,23 @@ def test_cuts_are_uniform_and_rates_are_those_given():
     assert chi_square(drawn, expected) < chi_square_limit(len(drawn) - 1)
 
 
+@pytest.mark.parametrize(("begin", "first"), [("eos", SPECIAL.eos), ("cls", SPECIAL.cls), ("none", None)])
+def test_a_cut_text_begins_as_causal_ones_do(begin, first):
+    made = make("fill_in_middle", 40, rate=0.5, begin=begin, prefix_token=7)
+    for example in many(made, text_of(9), 40):
+        answers, tokens = example.targets[example.weights > 0].tolist(), example.tokens.tolist()
+        if first is None:  # the first token is not predicted
+            assert answers == tokens[1:] and tokens[0] in (7, FIRST_TEXT_TOKEN) and example.weights[-1] == 0
+        else:
+            assert tokens == [first, *answers[:-1]]
+        assert (example.ord == np.arange(len(tokens))).all()
+
+
 def test_tokens_of_the_middle_are_checked():
+    with pytest.raises(
+        ConfigError, match="begin is cls, which then also stands before a prefix; set prefix_token"
+    ):
+        make("fill_in_middle", 40, begin="cls")
     with pytest.raises(ConfigError, match=r"are \[5, 5\]; give each an id of its own"):
         make("fill_in_middle", 40, prefix_token=5, middle_token=5)
     with pytest.raises(ConfigError, match=r"suffix_token \(50\) must be below model.vocab_size \(50\)"):
