@@ -199,7 +199,7 @@ def bisect(device: torch.device, tokens: int, width: int, words: int, gpu: Gpu) 
 
 
 def constants(processors: int) -> dict[str, Any]:
-    """Constants of gpus.yaml, measured here: a product in full waves, a copy, attention in long rows, the least kernel."""
+    """Constants of gpus.yaml, measured: a product in full waves, a copy, attention in long rows, the least kernel."""
 
     def bf(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16)

@@ -63,7 +63,7 @@ def importance(
     """
     groups, heads = projections(model), model.config.num_attention_heads
     device = next(model.parameters()).device
-    sums = {name: torch.zeros(heads, dtype=torch.float64, device=device) for name in groups}
+    sums: dict[str, Any] = dict.fromkeys(groups, 0.0)  # on the device
     counts = dict.fromkeys(groups, 0)
     for one in examples:
         host = prepare(one.batch, device, model.config)

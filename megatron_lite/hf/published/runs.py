@@ -125,7 +125,7 @@ def _config(
     if brought:
         tokenizer = brought_tokenizer(source.path, directory / KEPT_FILES, tokenizer)
     tokenizer = {"vocab_size": rows, **tokenizer}
-    tree = merge(dict.fromkeys(("causal", "fill_in_middle"), {"begin": source.system.begin}), tree)
+    tree = merge({key: {"begin": source.system.begin} for key in ("causal", "fill_in_middle")}, tree)
     tree |= {"model": {**source.settings, **given}, "tokenizer": tokenizer}
     if head := source.settings.get("task_head"):
         tree["task"] = {
