@@ -57,7 +57,7 @@ ABILITIES: dict[str, int] = {
     "a look inside a run: contextuality, heads, attention, features, probes": 1225,
     "muP and its check": 364,
     "a table of phases in the report": 77,
-    "fill in the middle": 154,
+    "fill in the middle": 153,
     "an honest roofline: tiles, waves, instructions, constants with sources": 294,
 }
 # Figures that may only fall. A change that lowers a figure lowers its number here; tests/support/figures.py prints all.
@@ -67,7 +67,7 @@ CEILINGS = {
     "lines loaded by importing tensor_parallel": 2389,
     "lines loaded by importing glm": 5421,
     "files of the trunk that name a system": 6,
-    "lines of the product": 51064 + sum(ABILITIES.values()),
+    "lines of the product": 51061 + sum(ABILITIES.values()),
     "files over 400 lines": 7,
     "sentences that the lint of English refuses": 0,
 }

@@ -58,10 +58,6 @@ class CausalConfig(RowSizes):
         """Row tokens of a piece beyond its text: none."""
         return 0
 
-    def max_position_needed(self, sequence_length: int) -> int:
-        """Positions count the tokens of a document."""
-        return sequence_length - 1
-
 
 @inlined
 def _fill_piece(row, used, limit, document, text, units, start, length, stream, w, cumulative, s):

@@ -32,6 +32,7 @@ from data_utils.objectives.row_loops import (
     maskable_length,
     predict_range,
 )
+from data_utils.text.vocabulary import Vocabulary
 
 # Setting -> the role of the token that stands for it in a vocabulary without one of its own.
 _ROLES = {"prefix_token": "cls", "suffix_token": "sep", "middle_token": "mask"}
@@ -56,20 +57,11 @@ class FillInMiddleConfig(CausalConfig):
             len(set(given)) == len(given),
             f"fill_in_middle.prefix_token, suffix_token and middle_token are {given}; give each an id of its own.",
         )
-        check(
-            self.begin != "cls" or self.prefix_token is not None,
-            "fill_in_middle.begin is cls, which then also stands before a prefix; set prefix_token to another token's "
-            "id.",
-        )
 
     @property
     def needed_roles(self) -> tuple[str, ...]:  # type: ignore[override]
         own = [role for name, role in _ROLES.items() if getattr(self, name) is None]
         return tuple(dict.fromkeys([*own, *(("cls",) if self.begin == "cls" else ())]))
-
-    def max_position_needed(self, sequence_length: int) -> int:
-        """Positions count the tokens of a document and the three."""
-        return sequence_length + self.overhead - 1
 
     @property
     def overhead(self) -> int:
@@ -84,6 +76,13 @@ class FillInMiddleConfig(CausalConfig):
                 f"fill_in_middle.{name} ({token}) must be below model.vocab_size ({size}): it is a token's id; lower "
                 "it.",
             )
+
+    def check_vocabulary(self, vocabulary: Vocabulary) -> None:
+        check(
+            self.begin != "cls" or self.prefix_token is not None,
+            "fill_in_middle.begin is cls, which then also stands before a prefix; set prefix_token to another token's "
+            "id.",
+        )
 
 
 @inlined
