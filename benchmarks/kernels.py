@@ -27,13 +27,21 @@ import torch.nn.functional as F
 
 from data_utils.base.errors import ArgumentParser, ConfigError, run_command
 from megatron_lite.config.model import ACTIVATIONS
-from megatron_lite.model.kernels import cross_entropy, fused
-from megatron_lite.model.kernels.dropout import FeatureDropout, drop, salts, token_keys
+from megatron_lite.model.attention.blocks import BlockPlan
+from megatron_lite.model.attention.layout import make_layout, may_see
+from megatron_lite.model.kernels import cross_entropy, fused, rule_attention
+from megatron_lite.model.kernels.dropout import FeatureDropout, drop, pairs_formula, salts, stays, token_keys
 from megatron_lite.profile.gpus import GPUS, Gpu
-from megatron_lite.profile.roofline import ISSUE, activation_issue, kernel_micros
+from megatron_lite.profile.roofline import ISSUE, Work, activation_issue, attention_micros, kernel_micros
 
 TOLERANCE = 2.0**-7  # of the largest number: results are rounded to bf16 once, and so are torch's inputs
 EPSILON, P = 1e-5, 0.1
+HEAD_SIZE, MASKED = 64, 512  # features; tokens of attention under the rule, whose reference holds all pairs
+SHARES = {
+    "rule_attention": 1.0,
+    "rule_attention_queries": 0.3,
+    "rule_attention_keys": 0.7,
+}  # of a pass's time
 
 
 @dataclass
@@ -129,8 +137,8 @@ def cases(device: torch.device, tokens: int, width: int, words: int) -> Iterator
             lambda activated=activated: activated()[1:],
         )
 
-    first, heads = tokens // 2, width // 64
-    parts = [draw(count, heads, 64) for count in (first, first, first, tokens - first, tokens, tokens)]
+    first, heads = tokens // 2, width // HEAD_SIZE
+    parts = [draw(count, heads, HEAD_SIZE) for count in (first, first, first, tokens - first, tokens, tokens)]
     place = torch.arange(tokens, dtype=torch.int32, device=device)
 
     def joined() -> tuple[torch.Tensor, ...]:
@@ -140,6 +148,9 @@ def cases(device: torch.device, tokens: int, width: int, words: int) -> Iterator
         return (torch.stack([torch.cat([dq_0, dq_1]), *of_keys], dim=1),)
 
     yield Case("join_pair", lambda: fused.join_pair_kernel(*parts, 0, place)[:1], joined)
+    yield from masked_attention(
+        draw, keys[:MASKED], torch.tensor(salt, dtype=torch.int32, device=device), heads
+    )
 
     logits, row_grad = draw(tokens, words), draw(tokens, dtype=torch.float32)
     targets = torch.arange(tokens, dtype=torch.int32, device=device) % words
@@ -160,6 +171,60 @@ def cases(device: torch.device, tokens: int, width: int, words: int) -> Iterator
         lambda: (torch.logsumexp(logits.double(), 1), logits.double().gather(1, picked)[:, 0]),
     )  # fmt: skip
     yield Case("write_gradient", written, gradient)
+
+
+def masked_attention(
+    draw: Callable[..., torch.Tensor], keys: torch.Tensor, salt: torch.Tensor, heads: int
+) -> Iterator[Case]:
+    """Kernels that evaluate the rule, with all that they can have, on one document: half of it is written."""
+    tokens, device = len(keys), keys.device
+    number = np.arange(tokens)[None]
+    layout = make_layout(0 * number, (number - tokens // 2).clip(0), number // 5 % 3, number)
+    plan = BlockPlan(layout, tokens, window=tokens // 2)
+    plan.on_device([torch.from_numpy(array).to(device) for array in plan.arrays()], device)
+    dtype = (
+        torch.float16 if device.type == "cpu" else torch.bfloat16
+    )  # Triton's interpreter multiplies no bf16
+    qkv, grad = draw(tokens, 3, heads, HEAD_SIZE, dtype=dtype), draw(tokens, heads, HEAD_SIZE, dtype=dtype)
+    buckets = (torch.arange(2 * tokens + 1, device=device) * 32 // (2 * tokens + 1)).int()
+    table = draw(32, heads, dtype=torch.float32)
+    line, rest = table[buckets.long()].T.contiguous(), (keys, salt, P, 1, plan.window)
+
+    def reference() -> list[torch.Tensor]:
+        """Output, log of the sums, gradients of queries, keys and values, and of the bias."""
+        start, biases = qkv.double().requires_grad_(), table.double().requires_grad_()
+        query, key, value = start.permute(1, 2, 0, 3)  # [H, T, D]
+        distance = plan.columns[4][None] - plan.columns[4][:, None]
+        scores = query @ key.mT * HEAD_SIZE**-0.5 + biases[buckets[distance + tokens].long()].movedim(2, 0)
+        seen = may_see(plan.columns[..., None], plan.columns[:, None], window=plan.window)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        numbers = torch.arange(1, heads + 1, dtype=torch.int32, device=device)[:, None, None]
+        kept = stays(pairs_formula(keys[:, None], keys[None], salt, numbers), P)
+        out = ((scores.softmax(-1) * kept / (1 - P)) @ value).transpose(0, 1)
+        return [out, scores.logsumexp(-1), *torch.autograd.grad(out, (start, biases), grad.double())]
+
+    expected = reference()
+    out, log_sums = rule_attention.rule_attention_kernel(qkv, plan.columns, plan.lists, line, *rest)
+    given = (grad, qkv, out, log_sums, plan.columns, plan.lists, line, *rest)
+    d_qkv, products = rule_attention.rule_attention_queries_kernel(*given)
+
+    def of_keys() -> tuple[torch.Tensor, torch.Tensor]:
+        sums = rule_attention.rule_attention_keys_kernel(
+            d_qkv, grad, qkv, log_sums, products, plan.columns, plan.key_lists, line, buckets, *rest
+        )
+        return d_qkv[:, 1:], sums.sum(0).T
+
+    yield Case(
+        "rule_attention",
+        lambda: rule_attention.rule_attention_kernel(qkv, plan.columns, plan.lists, line, *rest),
+        lambda: expected[:2],
+    )
+    yield Case(
+        "rule_attention_queries",
+        lambda: (rule_attention.rule_attention_queries_kernel(*given)[0][:, 0],),
+        lambda: (expected[2][:, 0],),
+    )
+    yield Case("rule_attention_keys", of_keys, lambda: (expected[2][:, 1:], expected[3]))
 
 
 def difference(ours: Any, theirs: Any) -> float:
@@ -187,6 +252,12 @@ def micros(run: Callable[[], Any], times: int = 20) -> float:
 def expected(name: str, tokens: int, width: int, words: int, gpu: Gpu) -> float:
     """By the roofline."""
     kernel, *form = name.split()
+    if kernel in SHARES:  # on all pairs
+        work = Work(float(min(tokens, MASKED)) ** 2, 0.0, "biased")
+        is_backward = kernel != "rule_attention"
+        return SHARES[kernel] * attention_micros(
+            work, width // HEAD_SIZE, HEAD_SIZE, P, is_backward, gpu, 0.0
+        )
     numbers, passes, rounds = tokens * width, 4.0, 0.0
     issue = ISSUE.get(kernel if "rms" not in form else kernel.replace("add", "add_rms"), 0.0)
     if kernel.startswith("activate"):
