@@ -98,6 +98,7 @@ def inspect(arguments: argparse.Namespace) -> None:
         "bad_records",
         "duplicates",
         "contamination",
+        "entities",
     ):
         if manifest.get(key):
             value = manifest[key]

@@ -84,6 +84,17 @@ def parse_arguments() -> argparse.Namespace:
         help="report documents that share sequences of 13 words with these evaluation texts, which are read as "
         "the input is (--text-key, --text-split)",
     )
+    add(
+        "--entities-key",
+        help="field of JSON lines with the entities that a text mentions: [[start, end, name, score]]",
+    )
+    add(
+        "--entity-ids",
+        type=expanded_path,
+        metavar="FILE",
+        help="their numbers: a count, then lines of name, tab, number",
+    )
+    add("--min-score", type=float, default=0.0, help="leave out mentions with a lower score (default: 0)")
     add("--overwrite", action="store_true", help="replace existing output")
     add("--restart", action="store_true", help="discard the partial results of a stopped build")
     add("--verify", action="store_true", help="read and check the whole finished output")

@@ -48,7 +48,7 @@ def require_prefix(output: str) -> None:
     """Raise ConfigError unless `output` can be the beginning of the names of a dataset's files."""
     if not Path(output).name or output.endswith("/"):
         raise ConfigError(f"output {output!r} is no file prefix; give a path such as data/corpus.")
-    if output.endswith((".bin", ".idx", ".json")):
+    if output.endswith((".bin", ".idx", ".ent", ".json")):
         name, _, suffix = output.rpartition(".")
         raise ConfigError(
             f"output {output!r} is to be the beginning of three names, .{suffix} among them; give {name}."

@@ -37,12 +37,20 @@ class BuildConfig:
     shard_bytes: int = setting(
         DEFAULT_SHARD_BYTES, "input, as stored, of a shard; does not change the output", at_least=1
     )
+    entities_key: str | None = None  # field of JSON lines with the entities that a text mentions
+    entity_ids: str | None = None  # file that gives each of their names a number
+    min_score: float = setting(0.0, "of a mention, where it has a score; others are left out", at_least=0)
     overwrite: bool = False
     restart: bool = False  # discard what a stopped build left
 
     def __post_init__(self) -> None:
         check_options(self.text_split, self.on_bad_record, self.max_bad_records)
         require_prefix(self.output)
+        if (self.entities_key is None) != (self.entity_ids is None):
+            given, other = (
+                ("entities-key", "entity-ids") if self.entities_key else ("entity-ids", "entities-key")
+            )
+            raise ConfigError(f"--{given} is given without --{other}; give both, or neither.")
         parse_split(self.split)
 
 

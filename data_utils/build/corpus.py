@@ -31,6 +31,7 @@ from data_utils.base.foreign import conform
 from data_utils.base.memory import return_freed_memory
 from data_utils.build.config import BuildConfig, output_prefixes, parse_split
 from data_utils.build.contamination import EvaluationTexts, read_evaluation_texts
+from data_utils.build.mentions import EntityReader, open_entities
 from data_utils.build.ranks import Ranks
 from data_utils.build.shards import BuildDirectory
 from data_utils.build.summary import BuildReport, DocumentStatistics
@@ -124,6 +125,7 @@ def _start(
     paths = expand_inputs(config.inputs)
     others = expand_inputs(config.evaluation_inputs) if config.evaluation_inputs else []
     check_text_key(config.text_key, [*paths, *others])
+    reader = open_entities(config, paths)
     prefixes = output_prefixes(config)
     directory = BuildDirectory(config.output)
     may_be_ours = (directory.is_committing() or directory.is_built()) and not config.restart
@@ -132,8 +134,10 @@ def _start(
     if config.evaluation_inputs:
         evaluation = read_evaluation_texts(config)
     for prefix in prefixes:  # opened now for their lock: only one build at a time
-        writers.append(stack.enter_context(IndexedDatasetWriter(prefix, tokenizer.vocab_size)))
-    plan = _plan(config, tokenizer, paths, evaluation)
+        writers.append(
+            stack.enter_context(IndexedDatasetWriter(prefix, tokenizer.vocab_size, reader is not None))
+        )
+    plan = _plan(config, tokenizer, paths, evaluation, reader)
     if directory.is_built():
         is_ours = directory.was_built_as(plan) and all(map(_has_manifest, prefixes))
         if is_ours and not config.restart:
@@ -154,11 +158,16 @@ def _start(
         dtype=token_dtype(tokenizer.vocab_size),
         input_bytes=sum(path.stat().st_size for path in paths),
         evaluation=evaluation,
+        reader=reader,
     )
 
 
 def _plan(
-    config: BuildConfig, tokenizer: TokenizerFacts, paths: Sequence[Path], evaluation: EvaluationTexts | None
+    config: BuildConfig,
+    tokenizer: TokenizerFacts,
+    paths: Sequence[Path],
+    evaluation: EvaluationTexts | None,
+    reader: EntityReader | None,
 ) -> dict[str, Any]:
     """Everything that the shards depend on. A build with another plan cannot use them."""
     return {
@@ -167,6 +176,7 @@ def _plan(
         "vocab_size": tokenizer.vocab_size, "eos": tokenizer.eos, "text_key": config.text_key,
         "text_split": config.text_split, "split": config.split, "split_seed": config.split_seed,
         "deduplicate": config.deduplicate, "evaluation_inputs": evaluation and evaluation.fingerprint,
+        "entities": reader and [reader.key, reader.min_score, reader.fingerprint],
         "shard_bytes": config.shard_bytes, "inputs": _identify(paths),
     }  # fmt: skip
 
@@ -223,7 +233,7 @@ def _finish(
     counts.enforce(config.on_bad_record, config.max_bad_records, config.text_split)
     paths = [Path(path) for path in dict.fromkeys(str(piece.path) for shard in job.shards for piece in shard)]
     if job.todo:  # otherwise nothing was read now, and `open` has compared the inputs
-        directory.open(_plan(config, tokenizer, paths, job.evaluation), restart=False)
+        directory.open(_plan(config, tokenizer, paths, job.evaluation, job.reader), restart=False)
     statistics = DocumentStatistics()
     duplicates = _join(job, records, writers, statistics)
     contamination = _contamination(job.evaluation, records, contaminated) if job.evaluation else None
@@ -235,6 +245,10 @@ def _finish(
     manifest = _manifest(tokenizer, config, paths, counts)
     manifest |= {} if duplicates is None else {"duplicates": duplicates}
     manifest |= {} if contamination is None else {"contamination": contamination}
+    if job.reader is not None:
+        mentions = dict(sorted(counts.mentions.items()))
+        ids = {"ids": job.reader.fingerprint, "count": job.reader.count}
+        manifest["entities"] = {**ids, "min_score": job.reader.min_score, "mentions": mentions}
     _commit(writers, list(parse_split(config.split)), manifest, directory)
     return BuildReport(
         documents={str(writer.prefix): writer.num_documents for writer in writers},
@@ -287,7 +301,8 @@ def _join(
                 documents, tokens = record.documents[split], record.tokens[split]
                 shard = job.directory.read(number, split, job.dtype, documents, tokens)
                 kept = None if keep is None else keep[first : first + documents]
-                _append(writer, statistics, *shard, kept)
+                entities = job.directory.entities(number, split, tokens) if job.reader else None
+                _append(writer, statistics, *shard, kept, entities)
                 first += documents
                 bar.update(tokens)
             duplicates += first - writer.num_documents
@@ -300,15 +315,18 @@ def _append(
     tokens: np.ndarray,
     lengths: np.ndarray,
     keep: np.ndarray | None,
+    entities: np.ndarray | None,
 ) -> None:
     start = 0
     for first in range(0, len(lengths), _MERGE_DOCUMENTS):
         some = lengths[first : first + _MERGE_DOCUMENTS]
         stop = start + int(some.sum(dtype=np.int64))
-        chunk = tokens[start:stop]
+        chunks = [tokens[start:stop], *([] if entities is None else [entities[start:stop]])]
         if keep is not None and not (kept := keep[first : first + _MERGE_DOCUMENTS]).all():
-            chunk, some = chunk[np.repeat(kept, some)], some[kept]
-        writer.add(chunk, some)
+            of_tokens = np.repeat(kept, some)
+            chunks, some = [chunk[of_tokens] for chunk in chunks], some[kept]
+        chunk = chunks[0]
+        writer.add(chunk, some, *chunks[1:])
         statistics.add(chunk, some)
         start = stop
 

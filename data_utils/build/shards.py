@@ -19,7 +19,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Any, NotRequired
@@ -104,6 +104,10 @@ class BuildDirectory:
     def hashes(self, number: int, split: int, num_documents: int) -> np.ndarray:
         """Hashes of the documents of one split of a finished shard, uint64 [num_documents, 2]."""
         return self._array(number, f"{split}.hashes", np.dtype("<u8"), 2 * num_documents).reshape(-1, 2)
+
+    def entities(self, number: int, split: int, num_tokens: int) -> np.ndarray:
+        """The entities of the tokens of one split of a finished shard, int32 [num_tokens]."""
+        return self._array(number, f"{split}.entities", np.dtype("<i4"), num_tokens)
 
     def _array(self, number: int, name: str, dtype: np.dtype, count: int) -> np.ndarray:
         path = self.shard(number) / name
@@ -205,11 +209,10 @@ def _difference(started: Any, plan: Any) -> str | None:
 class ShardWriter:
     """Write one shard: `add` documents, then `commit`. Leaving the context without it removes the files."""
 
-    def __init__(self, directory: BuildDirectory, number: int, num_splits: int, with_hashes: bool) -> None:
+    def __init__(self, directory: BuildDirectory, number: int, num_splits: int, names: Sequence[str]) -> None:
         self._directory = directory
         self._final = directory.shard(number)
         self._partial = self._final.with_name(f"{self._final.name}.{uuid.uuid4().hex}")
-        names = ("tokens", "lengths", "hashes") if with_hashes else ("tokens", "lengths")
         self._stack = contextlib.ExitStack()
         self._stack.callback(shutil.rmtree, self._partial, ignore_errors=True)
         with disk_errors(directory.path):
@@ -223,7 +226,7 @@ class ShardWriter:
             ]
 
     def add(self, split: int, **arrays: np.ndarray) -> None:
-        """Append documents to a split: `tokens` (storage dtype), `lengths` int32, `hashes` uint64 [n, 2]."""
+        """Append documents to a split: tokens (storage dtype), lengths and entities int32, hashes uint64 [n, 2]."""
         with disk_errors(self._directory.path):
             for name, array in arrays.items():
                 self._files[split][name].write(np.ascontiguousarray(array).data)

@@ -148,6 +148,11 @@ class BuildReport:
             yield f"  left out: {empty:,} empty documents, {blank:,} blank lines"
         if self.duplicates is not None:
             yield f"  left out: {self.duplicates:,} exact duplicates"
+        if mentions := self.counts.mentions:
+            yield (
+                f"  entities: {mentions['kept']:,} mentions; left out: {mentions['unknown']:,} of unknown entities, "
+                f"{mentions['low_score']:,} of low score"
+            )
         for kind, count in sorted(self.counts.bad.items()):
             yield f"  skipped: {count:,} bad records of kind {kind}"
         for example in self.counts.examples:

@@ -29,6 +29,7 @@ from data_utils.base.errors import DataError
 from data_utils.base.memory import return_freed_memory
 from data_utils.build.config import BuildConfig, SplitRule, parse_split, split_rule
 from data_utils.build.contamination import EvaluationTexts
+from data_utils.build.mentions import EntityReader, encode_with_entities
 from data_utils.build.ranks import Ranks
 from data_utils.build.shards import BuildDirectory, ShardWriter
 from data_utils.dataset.writer import to_token_dtype
@@ -66,6 +67,13 @@ class Job:
     dtype: np.dtype
     input_bytes: int
     evaluation: EvaluationTexts | None
+    reader: EntityReader | None = None
+
+    @property
+    def arrays(self) -> list[str]:
+        """The names of a shard's arrays."""
+        more = {"hashes": self.config.deduplicate, "entities": self.reader is not None}
+        return ["tokens", "lengths", *(name for name, has in more.items() if has)]
 
     @property
     def directory(self) -> BuildDirectory:
@@ -82,6 +90,7 @@ class EncodedBlock:
 
     splits: np.ndarray  # int64 [documents]: number of the split
     tokens: np.ndarray  # the storage dtype [all tokens]
+    entities: np.ndarray | None  # int32 [all tokens], see mentions.py
     lengths: np.ndarray  # int64 [documents], eos included
     hashes: np.ndarray | None  # uint64 [documents, 2], for deduplication
     texts: list[str]  # those with tokens
@@ -110,12 +119,13 @@ class ShardRecord:
         return cls(**{**tree, "counts": RecordCounts(**counts), "contaminated": contaminated})
 
 
-def encode_block(
-    block: Block, tokenizer: Any, text_key: str, rule: SplitRule, deduplicate: bool = False
-) -> EncodedBlock:
+def encode_block(block: Block, tokenizer: Any, rule: SplitRule, job: Job) -> EncodedBlock:
     """Parse and tokenize one block: a pure function, for any process."""
-    parsed = parse_block(block, text_key)
-    ids, lengths = tokenizer.encode_batch(parsed.texts)
+    parsed, entities = parse_block(block, job.config.text_key), None
+    if job.reader is None:
+        ids, lengths = tokenizer.encode_batch(parsed.texts)
+    else:
+        ids, lengths, entities = encode_with_entities(parsed, block, tokenizer, job.reader)
     texts, lines = parsed.texts, parsed.lines
     text_bytes = sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
     if len(lengths) and not lengths.all():  # a tokenizer may drop a whole text (control characters)
@@ -125,12 +135,15 @@ def encode_block(
         lengths = lengths[lengths > 0]
     eos = tokenizer.special.eos
     if eos != NO_TOKEN:
+        if entities is not None:
+            entities = np.insert(entities, np.cumsum(lengths), -1)
         ids, lengths = np.insert(ids, np.cumsum(lengths), eos), lengths + 1
     return EncodedBlock(
         splits=np.array([rule.split_of(text) for text in texts], np.int64),
         tokens=to_token_dtype(ids, tokenizer.vocab_size),
+        entities=entities,
         lengths=lengths,
-        hashes=_text_hashes(texts) if deduplicate else None,
+        hashes=_text_hashes(texts) if job.config.deduplicate else None,
         texts=texts,
         lines=lines,
         counts=parsed.counts,
@@ -186,15 +199,13 @@ class ShardBuilder:
         config, num_splits = self.job.config, self.job.num_splits
         record = ShardRecord([0] * num_splits, [0] * num_splits)
         matched = np.zeros(len(self.job.evaluation.hashes) if self.job.evaluation else 0, bool)
-        with ShardWriter(self.job.directory, number, num_splits, config.deduplicate) as writer:
+        with ShardWriter(self.job.directory, number, num_splits, self.job.arrays) as writer:
             for place, piece in enumerate(self.job.shards[number]):
                 lines = 0
                 self.progress[number, _READING] = os.getpid(), place, 1, 0
                 for block in read_blocks([piece], config.text_key, config.text_split):
                     self.progress[number, _RECORD] = largest_record(block)
-                    encoded = encode_block(
-                        block, self.tokenizer, config.text_key, self.rule, config.deduplicate
-                    )
+                    encoded = encode_block(block, self.tokenizer, self.rule, self.job)
                     record.counts.merge(encoded.counts)
                     record.counts.enforce(config.on_bad_record, config.max_bad_records, config.text_split)
                     self._write(writer, encoded, record)
@@ -215,9 +226,12 @@ class ShardBuilder:
             arrays = {"tokens": encoded.tokens, "lengths": encoded.lengths.astype("<i4")}
             if encoded.hashes is not None:
                 arrays["hashes"] = encoded.hashes
+            if encoded.entities is not None:
+                arrays["entities"] = encoded.entities
             if not here.all():
-                arrays = {name: array[here] for name, array in arrays.items() if name != "tokens"}
-                arrays["tokens"] = encoded.tokens[np.repeat(here, encoded.lengths)]
+                of = {"tokens": np.repeat(here, encoded.lengths)}
+                of["entities"] = of["tokens"]
+                arrays = {name: array[of.get(name, here)] for name, array in arrays.items()}
             writer.add(split, **arrays)
             record.documents[split] += len(arrays["lengths"])
             record.tokens[split] += len(arrays["tokens"])

@@ -3,7 +3,8 @@
     PREFIX.bin   the tokens of all documents, one after the other, little-endian
     PREFIX.idx   Megatron-LM's index: magic, version, dtype code, counts, then sequence lengths (int32),
                  byte pointers of the sequences (int64), document boundaries (int64)
-    PREFIX.json  the manifest: sizes and checksums of both files, counts, tokenizer, sources; see manifest.py
+    PREFIX.ent   where a build had them: the entity that begins at each token (int32, -1 = none)
+    PREFIX.json  the manifest: sizes and checksums of the files, counts, tokenizer, sources; see manifest.py
 
 One sequence is one document. A dataset without a manifest does not open. So the writer works under `.partial` names.
 `finish` removes the old manifest, then the old index and tokens; it renames the new tokens and index, and the new
@@ -25,7 +26,7 @@ import glob
 import logging
 import mmap
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ import numpy as np
 from data_utils.base.checksums import damage_at, damaged_block
 from data_utils.base.errors import DataError
 from data_utils.dataset.manifest import (
+    ENTITIES,
     SUFFIXES,
     damaged,
     dataset_path,
@@ -54,10 +56,10 @@ CHUNK = 1 << 20
 _OPEN_CHECKS = 64  # neighbouring pointers compared at every open
 
 
-def file_sizes(prefix: str | Path) -> dict[str, int]:
-    """Bytes of the .bin and the .idx file. Raises DataError if one is missing."""
+def file_sizes(prefix: str | Path, suffixes: Sequence[str] = (".bin", ".idx")) -> dict[str, int]:
+    """Bytes of the .bin and the .idx file, or others. Raises DataError if one is missing."""
     sizes = {}
-    for suffix in (".bin", ".idx"):
+    for suffix in suffixes:
         path = dataset_path(prefix, suffix)
         if not path.is_file():
             require_finished(prefix)
@@ -103,6 +105,7 @@ class IndexedDataset:
         tokens: [num_tokens], memory-mapped, the stored dtype; a `FileTokens` where mapping is refused.
         pointers: int64 [num_documents], memory-mapped: byte position of each document in the .bin file.
         lengths: int32 [num_documents], memory-mapped: tokens of each document.
+        entities: as `tokens`, int32: the entity that begins at each, -1 = none; None: the dataset has none.
         manifest: the manifest's tree (see data_utils/dataset/manifest.py).
     Raises: DataError when files are missing, damaged, or do not belong together.
     """
@@ -114,6 +117,8 @@ class IndexedDataset:
         self._advice = mmap.MADV_SEQUENTIAL if sequential else mmap.MADV_RANDOM
         sizes = file_sizes(self.prefix)
         self.manifest = read_manifest(prefix) if manifest is None else dict(manifest)
+        if ENTITIES in self.manifest["files"]:
+            sizes |= file_sizes(prefix, [ENTITIES])
         for suffix, size in sizes.items():
             if size != (recorded := self.manifest["files"][suffix]["bytes"]):
                 raise self.damaged(suffix, f"has {size} bytes, the manifest says {recorded}")
@@ -124,14 +129,13 @@ class IndexedDataset:
             raise self.damaged(".idx", f"has {sizes['.idx']} bytes, its header asks for {expected}")
         if not self.num_documents or not self.num_tokens:
             raise self.damaged(".idx", "holds no tokens")
-        self._token_map = self._map(".bin")
-        self.tokens: Any
-        if self._token_map is None:
-            from data_utils.dataset.unmapped import FileTokens
-
-            self.tokens = FileTokens(dataset_path(self.prefix, ".bin"), self.dtype, self.num_tokens)
-        else:
-            self.tokens = np.frombuffer(self._token_map, self.dtype)
+        self._maps: list[tuple[mmap.mmap, int]] = []  # of what is read at random, and bytes of an element
+        self.tokens: Any = self._open_tokens(".bin", self.dtype)
+        self.entities: Any = None
+        if ENTITIES in sizes:
+            if sizes[ENTITIES] != 4 * self.num_tokens:
+                raise self.damaged(ENTITIES, f"does not have 4 bytes for each of {self.num_tokens} tokens")
+            self.entities = self._open_tokens(ENTITIES, np.dtype("<i4"))
         self.lengths, self.pointers = self._open_index()
         self._check_pointers(sizes[".bin"])
         if self._index_map is not None:
@@ -161,13 +165,12 @@ class IndexedDataset:
 
     def prefetch(self, starts: np.ndarray, num_tokens: int) -> None:
         """Ask the kernel to read `num_tokens` tokens from each of `starts`, int64 [n], without waiting."""
-        if self._token_map is None:
-            return
-        first = starts * self.dtype.itemsize // mmap.PAGESIZE * mmap.PAGESIZE
-        stop = np.minimum(starts + num_tokens, self.num_tokens) * self.dtype.itemsize
-        advise, advice = self._token_map.madvise, mmap.MADV_WILLNEED
-        for begin, size in zip(first.tolist(), (stop - first).tolist(), strict=True):
-            advise(advice, begin, size)
+        for mapped, itemsize in self._maps:
+            first = starts * itemsize // mmap.PAGESIZE * mmap.PAGESIZE
+            stop = np.minimum(starts + num_tokens, self.num_tokens) * itemsize
+            advise, advice = mapped.madvise, mmap.MADV_WILLNEED
+            for begin, size in zip(first.tolist(), (stop - first).tolist(), strict=True):
+                advise(advice, begin, size)
 
     def require_tokenizer(self, fingerprint: str, vocab_size: int, eos: int) -> None:
         """Raise DataError unless the dataset was built with the tokenizer of this fingerprint and size."""
@@ -204,6 +207,15 @@ class IndexedDataset:
                 )
                 return None
         return mapped
+
+    def _open_tokens(self, suffix: str, dtype: np.dtype) -> Any:
+        """A file with an element for each token, mapped where it can be."""
+        if (mapped := self._map(suffix)) is not None:
+            self._maps.append((mapped, dtype.itemsize))
+            return np.frombuffer(mapped, dtype)
+        from data_utils.dataset.unmapped import FileTokens
+
+        return FileTokens(dataset_path(self.prefix, suffix), dtype, self.num_tokens)
 
     def _open_index(self) -> tuple[np.ndarray, np.ndarray]:
         """Map the index. Returns: lengths and byte pointers of the documents."""

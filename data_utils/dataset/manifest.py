@@ -22,6 +22,8 @@ from data_utils.base.foreign import conform, parse_json, read_bounded
 from data_utils.base.setting_files import shorten, shown
 
 SUFFIXES = (".bin", ".idx", ".json")
+ENTITIES = ".ent"
+POSSIBLE_SUFFIXES = (".bin", ".idx", ENTITIES, ".json")  # the manifest last
 
 _FORMAT = "megatron_lite indexed dataset"
 _VERSION = 3
@@ -41,6 +43,11 @@ class _Tokenizer(TypedDict):
     config: NotRequired[dict[str, Any] | None]
 
 
+class _Entities(TypedDict):
+    ids: str
+    count: _Count
+
+
 class _Source(TypedDict):
     path: str
     bytes: int
@@ -49,7 +56,7 @@ class _Source(TypedDict):
 class _Facts(TypedDict):
     """The fields of a manifest that readers use. The others are for people."""
 
-    files: TypedDict("_Files", {".bin": _File, ".idx": _File})  # type: ignore[valid-type]
+    files: TypedDict("_Files", {".bin": _File, ".idx": _File, ".ent": NotRequired[_File]})  # type: ignore[valid-type]
     num_documents: _Count
     num_tokens: _Count
     dtype: str
@@ -59,6 +66,7 @@ class _Facts(TypedDict):
     tokenizer: NotRequired[_Tokenizer | None]
     bad_records: NotRequired[dict[str, int]]
     sources: NotRequired[list[_Source]]
+    entities: NotRequired[_Entities]
 
 
 _MAX_BYTES = 256 << 20
@@ -71,7 +79,7 @@ def dataset_path(prefix: str | Path, suffix: str) -> Path:
 
 def existing_files(prefix: str | Path) -> list[Path]:
     """The files of a dataset that exist under `prefix`."""
-    return [path for path in (dataset_path(prefix, suffix) for suffix in SUFFIXES) if path.exists()]
+    return [path for path in (dataset_path(prefix, suffix) for suffix in POSSIBLE_SUFFIXES) if path.exists()]
 
 
 def damaged(prefix: str | Path, suffix: str, problem: str) -> DataError:
@@ -127,10 +135,12 @@ def require_facts(prefix: str | Path, tree: Mapping[str, Any]) -> None:
     except ValueError as error:
         raise damaged(prefix, ".json", str(error)) from None
     try:
-        for suffix in (".bin", ".idx"):
-            check_entry(facts["files"][suffix])
+        for entry in facts["files"].values():
+            check_entry(entry)  # type: ignore[arg-type]
     except ValueError:
-        raise damaged(prefix, ".json", "does not hold the checksums of all blocks of both files") from None
+        raise damaged(prefix, ".json", "does not hold the checksums of all blocks of its files") from None
+    if ("entities" in facts) != (ENTITIES in facts["files"]):
+        raise damaged(prefix, ".json", "names entities without their file, or the file alone")
     if facts.get("documents_end_with_eos") and facts.get("eos") is None:
         raise damaged(prefix, ".json", "says that documents end with eos, but not which id that is")
 

@@ -100,6 +100,13 @@ def merge_datasets(prefixes: Sequence[str], output: str, overwrite: bool = False
                 f"datasets {datasets[0].prefix} and {dataset.prefix} were built with different tokenizers; "
                 f"rebuild one of them."
             )
+    of_entities = [dataset.manifest.get("entities", {}).get("ids") for dataset in datasets]
+    for dataset, ids in zip(datasets, of_entities, strict=True):
+        if ids != of_entities[0]:
+            raise DataError(
+                f"datasets {datasets[0].prefix} and {dataset.prefix} have not the same entities; rebuild one of them "
+                "with the --entity-ids of the other."
+            )
     require_prefix(str(output))
     existing = existing_files(output)
     if any(dataset_path(p, ".bin").samefile(path) for path in existing for p in prefixes):
@@ -114,15 +121,16 @@ def merge_datasets(prefixes: Sequence[str], output: str, overwrite: bool = False
         )
     total = sum(dataset.num_tokens for dataset in datasets)
     with (
-        IndexedDatasetWriter(output, first["vocab_size"]) as writer,
+        IndexedDatasetWriter(output, first["vocab_size"], of_entities[0] is not None) as writer,
         tqdm(total=total, unit="token", unit_scale=True, desc="merge", disable=None) as bar,
     ):
         for dataset in datasets:
             for start in range(0, dataset.num_documents, _DOCUMENTS):
                 lengths = dataset.lengths[start : start + _DOCUMENTS]
                 begin = int(dataset.pointers[start]) // dataset.dtype.itemsize
-                tokens = dataset.tokens[begin : begin + int(lengths.sum(dtype=np.int64))]
-                writer.add(tokens, lengths)
+                part = slice(begin, begin + int(lengths.sum(dtype=np.int64)))
+                tokens = dataset.tokens[part]
+                writer.add(tokens, lengths, None if dataset.entities is None else dataset.entities[part])
                 bar.update(len(tokens))
         writer.finish(_merged_manifest(datasets))
     return IndexedDataset(output)
@@ -143,6 +151,7 @@ def _merged_manifest(datasets: Sequence[IndexedDataset]) -> dict[str, Any]:
             bad[kind] = bad.get(kind, 0) + count
     return {
         **{key: manifests[0].get(key) for key in ("eos", "documents_end_with_eos", "tokenizer")},
+        **joined_entities([manifest["entities"] for manifest in manifests if "entities" in manifest]),
         "merged": [
             {
                 "prefix": str(dataset.prefix),
@@ -154,6 +163,14 @@ def _merged_manifest(datasets: Sequence[IndexedDataset]) -> dict[str, Any]:
         "sources": [source for manifest in manifests for source in manifest.get("sources", [])],
         "bad_records": dict(sorted(bad.items())),
     }
+
+
+def joined_entities(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The entry `entities` of a manifest from those of its parts, whose ids are the same; {} without parts."""
+    if not parts:
+        return {}
+    mentions = {name: sum(part["mentions"].get(name, 0) for part in parts) for name in parts[0]["mentions"]}
+    return {"entities": {**parts[0], "mentions": mentions}}
 
 
 @dataclass(frozen=True, slots=True)

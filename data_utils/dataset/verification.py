@@ -7,7 +7,7 @@ from tqdm import tqdm
 
 from data_utils.base.checksums import FileChecksums, difference
 from data_utils.dataset.indexed_dataset import CHUNK, IndexedDataset
-from data_utils.dataset.manifest import dataset_path
+from data_utils.dataset.manifest import ENTITIES, dataset_path
 
 
 def verify(dataset: IndexedDataset) -> None:
@@ -16,12 +16,14 @@ def verify(dataset: IndexedDataset) -> None:
     entries = dataset.manifest["files"].items()
     checksums = {suffix: FileChecksums(entry["block_bytes"]) for suffix, entry in entries}
     _verify_tokens(dataset, checksums[".bin"])
-    with open(dataset_path(dataset.prefix, ".idx"), "rb") as file:
-        while chunk := file.read(CHUNK):
-            checksums[".idx"].update(chunk)
+    for suffix in checksums.keys() - {".bin"}:
+        with open(dataset_path(dataset.prefix, suffix), "rb") as file:
+            while chunk := file.read(CHUNK):
+                checksums[suffix].update(chunk)
     for suffix, recorded in entries:
         if problem := difference(recorded, checksums[suffix]):
             raise dataset.damaged(suffix, problem)
+    _verify_entities(dataset)
     if dataset.manifest.get("documents_end_with_eos"):
         _verify_document_ends(dataset, dataset.manifest["eos"])
 
@@ -47,6 +49,13 @@ def _verify_tokens(dataset: IndexedDataset, checksums: FileChecksums) -> None:
             raise dataset.damaged(
                 ".bin", f"holds an id outside the vocabulary ({vocab_size}) after token {start}"
             )
+
+
+def _verify_entities(dataset: IndexedDataset) -> None:
+    for start in range(0, dataset.num_tokens if dataset.entities is not None else 0, CHUNK):
+        chunk, count = dataset.entities[start : start + CHUNK], dataset.manifest["entities"]["count"]
+        if int(chunk.max()) >= count or int(chunk.min()) < -1:
+            raise dataset.damaged(ENTITIES, f"holds an entity outside the {count} after token {start}")
 
 
 def _verify_document_ends(dataset: IndexedDataset, eos: int) -> None:

@@ -16,7 +16,7 @@ from data_utils.base.checksums import FileChecksums
 from data_utils.base.errors import DataError
 from data_utils.base.files import disk_errors, sync_directory, sync_file, write_synced
 from data_utils.dataset.indexed_dataset import CHUNK, DTYPE_CODES, HEADER, INDEX_VERSION, MAGIC
-from data_utils.dataset.manifest import SUFFIXES, dataset_path, manifest_bytes
+from data_utils.dataset.manifest import ENTITIES, POSSIBLE_SUFFIXES, dataset_path, manifest_bytes
 
 _UINT16_VOCAB_LIMIT = 65500  # Megatron-LM's own limit, so that both choose the same dtype
 
@@ -57,7 +57,7 @@ def index_pieces(lengths: np.ndarray, dtype: np.dtype) -> Iterator[bytes]:
 
 def remove_dataset(prefix: str | Path) -> None:
     """Remove a dataset, the manifest first: if interrupted, the rest does not open."""
-    for suffix in reversed(SUFFIXES):
+    for suffix in reversed(POSSIBLE_SUFFIXES):
         dataset_path(prefix, suffix).unlink(missing_ok=True)
         sync_directory(dataset_path(prefix, suffix).parent)
 
@@ -69,7 +69,7 @@ class IndexedDatasetWriter:
     Raises: DataError for a path that cannot be written, an id out of range, or another active writer.
     """
 
-    def __init__(self, prefix: str | Path, vocab_size: int) -> None:
+    def __init__(self, prefix: str | Path, vocab_size: int, has_entities: bool = False) -> None:
         self.prefix = Path(prefix)
         self.vocab_size = vocab_size
         self.dtype = token_dtype(vocab_size)
@@ -77,15 +77,17 @@ class IndexedDatasetWriter:
         self.num_tokens = 0
         self._sealed = False
         self._finished = False
-        self._checksums = {".bin": FileChecksums(), ".idx": FileChecksums()}
+        suffixes = (".bin", ".idx", *[ENTITIES] * has_entities)
+        self._checksums = {suffix: FileChecksums() for suffix in suffixes}
         with disk_errors(self.prefix), contextlib.ExitStack() as opened:
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
             self._bin = opened.enter_context(_create_exclusively(self._partial(".bin")))
             self._lengths = opened.enter_context(open(self._partial(".lengths"), "wb"))
+            self._entities: Any = has_entities and opened.enter_context(open(self._partial(ENTITIES), "wb"))
             self._files = opened.pop_all()
 
-    def add(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        """Append documents: their tokens one after the other [sum(lengths)], and lengths [documents]."""
+    def add(self, tokens: np.ndarray, lengths: np.ndarray, entities: np.ndarray | None = None) -> None:
+        """Append documents: their tokens, and entities if it has them, [sum(lengths)], and lengths [documents]."""
         assert not self._sealed and int(lengths.sum()) == len(tokens)
         if lengths.size and int(lengths.max()) > np.iinfo(np.int32).max:
             raise DataError(f"a document has {int(lengths.max())} tokens, more than 2^31 - 1; split it.")
@@ -94,6 +96,12 @@ class IndexedDatasetWriter:
             self._bin.write(data)
             self._lengths.write(np.ascontiguousarray(lengths, dtype="<i4").data)
         self._checksums[".bin"].update(data)
+        if self._entities:
+            assert entities is not None and len(entities) == len(tokens)
+            data = np.ascontiguousarray(entities, "<i4").data
+            with disk_errors(self.prefix):
+                self._entities.write(data)
+            self._checksums[ENTITIES].update(data)
         self.num_documents += len(lengths)
         self.num_tokens += len(tokens)
 
@@ -104,6 +112,8 @@ class IndexedDatasetWriter:
         with disk_errors(self.prefix):
             self._lengths.close()
             sync_file(self._bin)
+            if self._entities:
+                sync_file(self._entities)
             with open(self._partial(".idx"), "wb") as index:
                 lengths = (
                     np.memmap(self._partial(".lengths"), "<i4", "r") if self.num_documents else np.empty(0)
@@ -123,7 +133,10 @@ class IndexedDatasetWriter:
         with disk_errors(self.prefix):
             self._write_manifest(manifest)
             remove_dataset(self.prefix)
-            for suffix in SUFFIXES:  # the manifest last, when the names of the others are on disk
+            for suffix in (
+                *self._checksums,
+                ".json",
+            ):  # the manifest last, when the names of the others are on disk
                 if suffix == ".json":
                     sync_directory(self.prefix.parent)
                 os.replace(self._partial(suffix), dataset_path(self.prefix, suffix))
@@ -135,7 +148,7 @@ class IndexedDatasetWriter:
         """Remove the unfinished files; an old dataset under the prefix stays. After `finish`: does nothing."""
         if self._finished:
             return
-        for suffix in (".bin", ".lengths", ".idx", ".json"):
+        for suffix in (*self._checksums, ".lengths", ".json"):
             self._partial(suffix).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # closing flushes, and a full disk fails a second time
             self._files.close()  # last: it releases the lock

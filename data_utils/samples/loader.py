@@ -55,6 +55,7 @@ class SampleLoader:
                 "documents": len(index.dataset),
                 "tokens": index.dataset.num_tokens,
                 "sha256": identity(index.dataset.manifest["files"][".bin"]),
+                **_entities_identity(index),
                 "weight": weight,
                 **_decoders_identity(index),
             }
@@ -93,6 +94,12 @@ def _decoders_identity(index: Index) -> dict[str, object]:
     return {} if decoder is None else {"decoder_sha256": identity(decoder.manifest["files"][".bin"])}
 
 
+def _entities_identity(index: Index) -> dict[str, object]:
+    """Checksum of the file of entities, where there is one."""
+    entry = index.dataset.manifest["files"].get(".ent")
+    return {} if entry is None else {"entities_sha256": identity(entry)}
+
+
 def collate(
     objective: Objective,
     tokens: np.ndarray,
@@ -104,7 +111,7 @@ def collate(
     """The batch of the given samples; the objective's compiled code writes every row.
 
     Args:
-        tokens: int32, the pieces of all samples one after the other, without CLS.
+        tokens: int32, the pieces of all samples one after the other, without CLS; with entities as from `gather`.
         piece_lengths: int64, tokens per piece.
         pieces_per_sample: int64 [B].
         sample_indices: int64 [B], >= 0, the address of each sample's random numbers.
@@ -131,9 +138,9 @@ def _check_lengths(
 ) -> None:
     """The compiled code reads without bounds checks, so the counts must add up."""
     total = piece_lengths.sum()
-    if piece_lengths.min(initial=0) < 0 or total != len(tokens):
+    if piece_lengths.min(initial=0) < 0 or total != tokens.shape[-1]:
         raise DataError(
-            f"piece lengths sum to {total} for {len(tokens)} tokens; they must be >= 0 and equal their "
+            f"piece lengths sum to {total} for {tokens.shape[-1]} tokens; they must be >= 0 and equal their "
             "number: the dataset's index and its data disagree, verify the dataset."
         )
     total = pieces_per_sample.sum()
@@ -210,7 +217,11 @@ def mixtures_of(indexes: Sequence[Index], seed: int, phases: Sequence[PhaseSampl
     lengths = [phase.data.sequence_length for phase in phases]
     region = phases[0].data.region
     if isinstance(indexes[0], WindowIndex) and indexes[0].window_length != lengths[0]:
-        indexes = [WindowIndex(index.dataset, lengths[0], DOCUMENT_OVERHEAD) for index in indexes]
+        indexes = [
+            WindowIndex(index.dataset, lengths[0], DOCUMENT_OVERHEAD, index.has_entities)
+            for index in indexes
+            if isinstance(index, WindowIndex)
+        ]
     mixtures = [Mixture(list(zip(indexes, weights[0], strict=True)), seed)]
     if region or len(set(lengths)) > 1:
         mixtures = [mixtures[0].as_streams(region)]
@@ -239,7 +250,12 @@ class _Corpora:
         length = self.data.sequence_length
         dataset = self._open(corpus.prefix, self.tokenizer)
         if not self.section.whole_documents:
-            return WindowIndex(dataset, length, DOCUMENT_OVERHEAD)
+            if self.section.reads_entities and dataset.entities is None:
+                raise DataError(
+                    f"dataset {corpus.prefix} has no entities, which the objective reads; build it with "
+                    "--entities-key and --entity-ids, or choose another objective."
+                )
+            return WindowIndex(dataset, length, DOCUMENT_OVERHEAD, self.section.reads_entities)
         from data_utils.samples.sentences import SentenceIndex
 
         paired = None

@@ -156,7 +156,7 @@ class Mixture:
         if streams and length not in (None, streams[0].length):
             streams = [stream.following(count, length) for stream, count in zip(streams, used, strict=True)]
             indexes = [
-                WindowIndex(index.dataset, stream.length, stream.axis.overhead)
+                WindowIndex(index.dataset, stream.length, stream.axis.overhead, index.has_entities)  # type: ignore[union-attr]
                 for index, stream in zip(indexes, streams, strict=True)
             ]
             used = ()

@@ -294,13 +294,19 @@ class WindowIndex:
     Raises: ConfigError for lengths that are out of range.
     """
 
-    def __init__(self, dataset: IndexedDataset, window_length: int, document_overhead: int = 0) -> None:
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        window_length: int,
+        document_overhead: int = 0,
+        has_entities: bool = False,
+    ) -> None:
         if document_overhead < 0 or window_length <= document_overhead:
             raise ConfigError(
                 f"window_length ({window_length}) must exceed document_overhead ({document_overhead}), which "
                 f"must not be negative; choose a longer sequence."
             )
-        self.dataset = dataset
+        self.dataset, self.has_entities = dataset, has_entities
         self.window_length = window_length
         self.document_overhead = document_overhead
         self.cost = dataset.num_tokens + document_overhead * dataset.num_documents
@@ -308,9 +314,9 @@ class WindowIndex:
         self.max_pieces = min(dataset.num_documents, window_length // (document_overhead + 1) + 2)
         self._shift = np.int64(dataset.dtype.itemsize.bit_length() - 1)
 
-    def __reduce__(self) -> tuple[type, tuple[IndexedDataset, int, int]]:
+    def __reduce__(self) -> tuple[type, tuple[IndexedDataset, int, int, bool]]:
         # Reopen the arrays instead of copying them.
-        return type(self), (self.dataset, self.window_length, self.document_overhead)
+        return type(self), (self.dataset, self.window_length, self.document_overhead, self.has_entities)
 
     @property
     def _geometry(self) -> tuple[np.ndarray, np.int64, int, int]:
@@ -369,7 +375,8 @@ def gather(
 
     Args: parts: an index, starts and stops int64 [k] of costs at most a window apart, and the rows int64 [k] to which
         they go; together all rows once.
-    Returns: tokens int32 [all pieces], piece lengths int64 [pieces], pieces of each row int64.
+    Returns: tokens int32 [all pieces], piece lengths int64 [pieces], pieces of each row int64. Where the indexes have
+        entities, [2, all pieces]: the tokens, and the entity that begins at each.
     """
     num_rows = sum(len(part[-1]) for part in parts)
     first_tokens = np.empty(num_rows, np.int64)
@@ -378,13 +385,13 @@ def gather(
     for index, starts, stops, rows in parts:
         _plan_rows(*index._geometry, starts, stops, rows, first_tokens, piece_lengths, counts)
     packed, positions = _pack_rows(piece_lengths, counts)
-    out = np.empty(positions[-1], np.int32)
+    out = np.empty((1 + any(part[0].has_entities for part in parts), positions[-1]), np.int32)
     for index, _, _, rows in parts:
-        tokens = index.dataset.tokens
-        if isinstance(tokens, np.ndarray):
-            _copy_rows(tokens, first_tokens, positions, rows, out)
-            continue
-        for row in rows.tolist():  # not mapped: one read for each window
-            start, stop, first = int(positions[row]), int(positions[row + 1]), int(first_tokens[row])
-            out[start:stop] = tokens[first : first + stop - start]
-    return out, packed, counts
+        for source, plane in zip((index.dataset.tokens, index.dataset.entities), out, strict=False):
+            if isinstance(source, np.ndarray):
+                _copy_rows(source, first_tokens, positions, rows, plane)
+                continue
+            for row in rows.tolist():  # not mapped: one read for each window
+                start, stop, first = int(positions[row]), int(positions[row + 1]), int(first_tokens[row])
+                plane[start:stop] = source[first : first + stop - start]
+    return out if len(out) > 1 else out[0], packed, counts

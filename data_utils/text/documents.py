@@ -104,6 +104,7 @@ class RecordCounts:
     examples: list[Place] = field(default_factory=list)  # the first MAX_EXAMPLES
     empty_documents: int = 0
     blank_lines: int = 0
+    mentions: dict[str, int] = field(default_factory=dict)  # of entities: how many were kept, or why not
 
     def add_bad(self, kind: str, place: Place) -> None:
         self.bad[kind] = self.bad.get(kind, 0) + 1
@@ -111,8 +112,9 @@ class RecordCounts:
             self.examples.append(place)
 
     def merge(self, other: RecordCounts) -> None:
-        for kind, count in other.bad.items():
-            self.bad[kind] = self.bad.get(kind, 0) + count
+        for own, more in ((self.bad, other.bad), (self.mentions, other.mentions)):
+            for kind, count in more.items():
+                own[kind] = own.get(kind, 0) + count
         self.examples.extend(other.examples[: MAX_EXAMPLES - len(self.examples)])
         self.empty_documents += other.empty_documents
         self.blank_lines += other.blank_lines
@@ -163,7 +165,7 @@ def expand_inputs(patterns: Iterable[str | Path]) -> list[Path]:
         if not matches:
             raise DataError(f"input pattern {pattern} matches no file; check it (and quote it in the shell).")
         for match in matches:
-            _layout(Path(match), TEXT_SPLITS[0])
+            layout_of(Path(match), TEXT_SPLITS[0])
             files[Path(match)] = None
     if not files:
         raise DataError("no input was given; name at least one file or pattern.")
@@ -224,7 +226,7 @@ def check_options(text_split: str, on_bad_record: str, max_bad_records: int) -> 
 
 def check_text_key(text_key: str, paths: Iterable[Path]) -> None:
     """Raise ConfigError for a named key where no input has fields or columns."""
-    if text_key != TEXT_KEY and all(_layout(path, "") == "" for path in paths):
+    if text_key != TEXT_KEY and all(layout_of(path, "") == "" for path in paths):
         raise ConfigError(
             f"text_key is {text_key!r}, but all inputs are .txt, which have no fields; leave --text-key out."
         )
@@ -261,19 +263,19 @@ def plan_pieces(paths: Iterable[Path], text_split: str, piece_bytes: int) -> lis
 
 
 def _can_be_cut(path: Path, text_split: str) -> bool:
-    return path.suffix not in COMPRESSIONS and _layout(path, text_split) in _RECORD_ENDS
+    return path.suffix not in COMPRESSIONS and layout_of(path, text_split) in _RECORD_ENDS
 
 
 def is_whole(path: Path, text_split: str) -> bool:
     """Whether all of a text file is one document."""
-    return _layout(path, text_split) == "file"
+    return layout_of(path, text_split) == "file"
 
 
 def lines_before(piece: Piece, text_split: str) -> int:
     """The number of lines of the file before this part; reads the file up to there."""
     count = 0
     with open(piece.path, "rb") as file:
-        left = _record_start(file, piece.start, _layout(piece.path, text_split)) if piece.start else 0
+        left = _record_start(file, piece.start, layout_of(piece.path, text_split)) if piece.start else 0
         file.seek(0)
         while left > 0 and (data := file.read(min(left, BLOCK_BYTES))):
             count += data.count(b"\n")
@@ -295,14 +297,14 @@ def read_blocks(
     Raises: DataError for files that cannot be read or decompressed and for records beyond MAX_RECORD_BYTES.
     """
     for piece in pieces:
-        layout = _layout(piece.path, text_split)
+        layout = layout_of(piece.path, text_split)
         if layout == "rows":
             yield from _row_blocks(piece.path, text_key)
         else:
             yield from _byte_blocks(piece, layout, block_bytes)
 
 
-def _layout(path: Path, text_split: str) -> str:
+def layout_of(path: Path, text_split: str) -> str:
     suffixes = path.suffixes[-2:]
     if suffixes and suffixes[-1] in COMPRESSIONS:
         suffixes.pop()

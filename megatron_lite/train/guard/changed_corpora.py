@@ -11,7 +11,7 @@ be what the new phases would have made.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ def changed_corpora(config: Config, state: TrainerState) -> str | None:
     if config.task is not None or not before or any("weight" not in entry for entry in before):
         return None  # not trained here, or on a task
     after = config.data.train
-    old, new = [_identity_there(entry) for entry in before], [_identity_here(corpus) for corpus in after]
+    old, new = [identity_there(entry) for entry in before], [identity_here(corpus) for corpus in after]
     regions = state.config.get("data", {}).get("region", 0), config.data.region
     if config.phases or state.config.get("phases") or any(regions):
         return _changed_phases(config, state, old, new)
@@ -131,11 +131,13 @@ def _missing(state: TrainerState, old: Sequence[Any], new: Sequence[Any]) -> lis
     return [str(name) for name, its in zip(names, old, strict=True) if its not in new]
 
 
-def _identity_there(entry: dict[str, Any]) -> tuple[Any, Any]:
-    return entry.get("sha256"), entry.get("decoder_sha256")
+def identity_there(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The contents of a corpus as a checkpoint has them: tokens, those of the decoder, entities."""
+    return entry.get("sha256"), entry.get("decoder_sha256"), entry.get("entities_sha256")
 
 
-def _identity_here(corpus: CorpusConfig) -> tuple[Any, Any]:
-    prefixes = (corpus.prefix, corpus.decoder_prefix)
-    tokens, decoders = (name and identity(read_manifest(name)["files"][".bin"]) for name in prefixes)
-    return tokens, decoders
+def identity_here(corpus: CorpusConfig) -> tuple[Any, ...]:
+    """The same as they are now. Raises DataError."""
+    wanted = ((corpus.prefix, ".bin"), (corpus.decoder_prefix, ".bin"), (corpus.prefix, ".ent"))
+    entries = [name and read_manifest(name)["files"].get(suffix) for name, suffix in wanted]
+    return tuple(entry and identity(entry) for entry in entries)

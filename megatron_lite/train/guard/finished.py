@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from data_utils.base.checksums import identity
 from data_utils.base.errors import CheckpointError, UserError
 from data_utils.base.settings import build, to_tree
 from data_utils.base.settings_listed import path_settings
-from data_utils.dataset.manifest import read_manifest
 from data_utils.objectives import OBJECTIVES
 from megatron_lite.checkpoint.existing import Block, blocks, verify_checkpoint
 from megatron_lite.checkpoint.manifest import Checkpoint
 from megatron_lite.config.tree import Config
+from megatron_lite.train.guard.changed_corpora import identity_here, identity_there
 from megatron_lite.train.guard.run_state import RunState
 from megatron_lite.train.observe.metrics import is_recorded
 
@@ -87,7 +85,7 @@ def different_run(checkpoint: Checkpoint, config: Config) -> list[str]:
     same: tuple[str, ...] = SAME_RUN
     paths = set(path_settings(Config))
     weights = [[corpus.weight for corpus in of.data.train] for of in (recorded, config)]
-    contents = [(entry.get("sha256"), entry.get("decoder_sha256")) for entry in state.data or ()]
+    contents = [identity_there(entry) for entry in state.data or ()]
     if weights[0] == weights[1] and _contents(config) == contents:
         same += ("data.train",)  # elsewhere now, but the same texts
     return [
@@ -101,19 +99,12 @@ def _absolute(path: Any) -> Any:
     return os.path.abspath(path) if isinstance(path, str) else path
 
 
-def _contents(config: Config) -> list[tuple[Any, Any]] | None:
+def _contents(config: Config) -> list[tuple[Any, ...]] | None:
     """Identities of the corpora's contents; None if one cannot be read."""
     try:
-        return [
-            (_identity(corpus.prefix), corpus.decoder_prefix and _identity(corpus.decoder_prefix))
-            for corpus in config.data.train
-        ]
+        return [identity_here(corpus) for corpus in config.data.train]
     except UserError:
         return None
-
-
-def _identity(prefix: str) -> str:
-    return identity(read_manifest(Path(prefix))["files"][".bin"])
 
 
 def changed(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
