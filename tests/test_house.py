@@ -60,6 +60,7 @@ ABILITIES: dict[str, int] = {
     "advice for each phase and for all of them": 47,
     "fill in the middle": 153,
     "ELECTRA: generator and discriminator, and both as directories": 912,
+    "heads of tasks of ELECTRA, ModernBERT and EuroBERT, a discriminator alone": 39,
     "NeoBERT, and estimates of norms of heads": 93,
     "UL2's mixture of denoisers, with tokens of modes": 232,
     "masked diffusion, divided by tokens, and its generation": 262,

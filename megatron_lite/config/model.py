@@ -132,14 +132,9 @@ class ModelConfig:
         "LayerNorm(sqrt(2L) x + f(x)) (GLM-130B)",
         one_of=NORMS,
     )
-    sandwich_norm: bool = setting(
-        False, "LayerNorm on the outputs of attention and FFN too (GLM-4-0414, CogView)"
-    )
+    sandwich_norm: bool = setting(False, "LayerNorm on the outputs of attention and FFN too (GLM-4-0414)")
     embedding_norm: bool = setting(False, "LayerNorm on the sum of the embeddings (BERT, ALBERT, BART)")
-    first_norm: bool = setting(
-        True,
-        "with norm pre a LayerNorm before the first attention too; false where the embedding has one (ModernBERT)",
-    )
+    first_norm: bool = setting(True, "with norm pre also before the first attention (ModernBERT: false)")
     norm_bias: bool = setting(True, "a bias in every LayerNorm; false: a weight alone (ModernBERT)")
     rms_norm: bool = setting(False, "divide by the root mean square instead of LayerNorm (T5)")
     layernorm_epsilon: float = setting(1e-5, "epsilon of every LayerNorm", above=0)
@@ -176,9 +171,7 @@ class ModelConfig:
         "same proportions serves this one (muP, arXiv:2203.03466); null = no",
     )
     init_cutoff: float | None = setting(
-        None,
-        "initial weights are drawn again beyond this many standard deviations (ModernBERT: 2); null = kept",
-        above=0,
+        None, "standard deviations beyond which initial weights are drawn again (ModernBERT: 2)", above=0
     )
     init_words_std: float | None = setting(
         None, "standard deviation of initial word embeddings; null = as init and init_std say", above=0
@@ -211,9 +204,7 @@ class ModelConfig:
     logit_soft_cap: float | None = setting(
         None, "bound k of the logits of tokens, k tanh(logit / k) (Gemma 2); null = none", above=0
     )
-    head_transform: bool = setting(
-        False, "a layer with activation and norm before the output projection (BERT)"
-    )
+    head_transform: bool = setting(False, "a layer with activation and norm before the output matrix (BERT)")
     head_transform_bias: bool = setting(True, "a bias in that layer's product")
     head_bias: bool = setting(False, "a bias for each token of the output projection (BERT, XLNet)")
     sentence_classes: int = setting(
@@ -231,8 +222,14 @@ class ModelConfig:
     task_classes: int = setting(0, "classes or tags of the task's head", at_least=0)
     task_pooler: bool | None = setting(
         None,
-        "a layer with tanh before the head of classes or values: that of the head on CLS where the model has one, else "
-        "a new one; null = where the model has one",
+        "a layer (task_pooler_kind) before the head of classes or values: that of the head on CLS where the model has "
+        "one, else a new one; null = where the model has one",
+    )
+    task_pooler_kind: str = setting(
+        "tanh",
+        "that layer's activation: tanh, or gelu (ELECTRA); transform: it is head_transform, also for tags and spans "
+        "(ModernBERT)",
+        one_of=("tanh", "gelu", "transform"),
     )
     task_mix: bool = setting(
         False,
@@ -290,9 +287,10 @@ class ModelConfig:
 
     @property
     def has_task_pooler(self) -> bool:
-        """Whether a layer with tanh comes before the task's head."""
+        """Whether the layer of task_pooler comes before the task's head."""
         chosen = self.sentence_classes > 0 if self.task_pooler is None else self.task_pooler
-        return chosen and self.task_head in ("classes", "values") and not self.has_task_pool
+        heads = ("classes", "values") if self.task_pooler_kind != "transform" else TASK_HEADS[1:]
+        return chosen and self.task_head in heads and not self.has_task_pool
 
     @property
     def has_task_pool(self) -> bool:

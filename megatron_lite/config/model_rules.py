@@ -78,6 +78,11 @@ def check_model(model: ModelConfig) -> None:
         "own: leave task_pooler out.",
     )
     check(
+        model.task_pooler_kind != "transform" or (model.head_transform and model.embedding_size is None),
+        "model.task_pooler_kind is transform, but the model has no layer before its output projection that is as wide "
+        "as its blocks (head_transform without embedding_size); set it to tanh or gelu.",
+    )
+    check(
         model.task_head == "none" or not model.decoder_layers,
         f"model.task_head is {model.task_head} with model.decoder_layers ({model.decoder_layers}), whose tokens are "
         "of two stacks; solve the task by predicting tokens, and leave task_head out.",

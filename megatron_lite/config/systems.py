@@ -14,6 +14,7 @@ _BERT: dict[str, Any] = {
     "sentence_classes": 2, "init": "plain",
 }  # fmt: skip
 
+_ELECTRA = {**_BERT, "sentence_classes": 0, "task_pooler_kind": "gelu"}
 _ROBERTA = {**_BERT, "layernorm_epsilon": 1e-5, "segments": 1, "sentence_classes": 0}
 
 _GLM4: dict[str, Any] = {
@@ -34,7 +35,8 @@ _MODERNBERT: dict[str, Any] = {
     "embedding_norm": True, "first_norm": False, "norm_bias": False, "biases": "none", "activation": "gelu_erf",
     "ffn": "gated", "positions": "rotary", "rotary_base": 1.6e5, "rotary_base_local": 1e4, "attention_window": 64,
     "global_every": 3, "max_position": 8191, "head_transform": True, "head_transform_bias": False, "head_bias": True,
-    "init_cutoff": 2.0, "embedding_dropout": 0.0, "attention_dropout": 0.0, "output_dropout": 0.0,
+    "task_pooler_kind": "transform", "init_cutoff": 2.0, "embedding_dropout": 0.0, "attention_dropout": 0.0,
+    "output_dropout": 0.0,
 }  # fmt: skip
 
 _BART: dict[str, Any] = {
@@ -69,8 +71,8 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "bert": _BERT,
     **dict.fromkeys(("roberta", "xlm_roberta", "camembert"), _ROBERTA),
     "spanbert": {**_BERT, "sentence_classes": 0, "span_boundary_places": 20},
-    "electra_generator": {**_BERT, "sentence_classes": 0},
-    "electra": {**_BERT, "sentence_classes": 0, "head_transform": False, "head_bias": False},
+    "electra_generator": _ELECTRA,
+    "electra": {**_ELECTRA, "head_transform": False, "head_bias": False},
     "albert": {
         **_BERT, "activation": "gelu_tanh", "embedding_size": 128, "share_layers": "all", "sentence_dropout": 0.1,
     },

@@ -33,7 +33,7 @@ from megatron_lite.generate.open_run import OpenRun
 from megatron_lite.hf.files.described import CONFIG_JSON
 from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.files.model_card import ORIGINS, sizes, write_card
-from megatron_lite.hf.files.weights import DTYPES, Weights, check_shapes, new_directory, read_json
+from megatron_lite.hf.files.weights import DTYPES, Weights, check_shapes, new_directory
 from megatron_lite.hf.glm import proof
 from megatron_lite.hf.published.conversion import PublishedSource, load_class, open_published, to_ours
 from megatron_lite.hf.published.proof import ask as ask_published
@@ -62,13 +62,7 @@ discriminator = ElectraForPreTraining.from_pretrained("PATH/discriminator")"""
 
 
 def is_pair(path: Path) -> bool:
-    """Whether a directory holds both. Raises: CheckpointError for a discriminator alone."""
-    described = read_json(path / CONFIG_JSON) if (path / CONFIG_JSON).exists() else {}
-    if _CLASSES[DISCRIMINATOR_OF] in (described.get("architectures") or ()):
-        raise CheckpointError(
-            f"{path} is a discriminator alone; give a directory that holds it as {DISCRIMINATOR_OF}/, and its "
-            f"generator as {GENERATOR_OF}/."
-        )
+    """Whether a directory holds both."""
     return all((path / name / CONFIG_JSON).exists() for name in _CLASSES)
 
 

@@ -178,11 +178,23 @@ def test_what_is_no_pair_is_refused_in_one_line(change, tree, parts, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_discriminator_alone_is_refused_and_a_generator_alone_is_a_masked_model(tmp_path):
+MASKED = TREE | {"objectives": {"masked_lm": 1}}
+
+
+def test_a_generator_alone_is_a_masked_model(tmp_path):
     write_pair(tmp_path / "pair")
-    masked = TREE | {"objectives": {"masked_lm": 1}}
-    with pytest.raises(
-        CheckpointError, match=r"is a discriminator alone; give a directory that holds it as discriminator/"
-    ):
-        import_directory(tmp_path / "pair/discriminator", tmp_path / "run", masked)
-    assert import_directory(tmp_path / "pair/generator", tmp_path / "other", masked) is not None
+    assert import_directory(tmp_path / "pair/generator", tmp_path / "other", MASKED) is not None
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_discriminator_alone_is_an_encoder(tmp_path, name, caplog):
+    """Its body is proved on hidden states, with its head and without; a wrong body fails the proof."""
+    _, theirs = write_pair(tmp_path / "pair", name)
+    path = tmp_path / "pair/discriminator"
+    assert import_directory(path, tmp_path / "run", MASKED).agreement == 1.0
+    assert ("heads.projection" in caplog.text) == (theirs.config.embedding_size != theirs.config.hidden_size)
+    theirs.electra.save_pretrained(path)
+    assert import_directory(path, tmp_path / "again", MASKED).agreement == 1.0
+    for run in ("run", "again"):
+        with pytest.raises(CheckpointError, match="ElectraForPreTraining"):
+            export_run(tmp_path / run, tmp_path / "export", ExportOptions())

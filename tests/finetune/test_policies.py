@@ -15,7 +15,7 @@ from megatron_lite.finetune import policies
 from megatron_lite.finetune.data import TaskData
 from megatron_lite.finetune.run import finetune, task_rates
 from megatron_lite.model.input.model_input import ModelInput
-from megatron_lite.model.trunk.build import build_model
+from megatron_lite.model.trunk.build import build_model, kind_of
 from megatron_lite.model.trunk.counts import parameter_shapes
 from megatron_lite.train.engine.buckets import NEVER, USUAL, Rate
 from megatron_lite.train.engine.plain import PlainEngine
@@ -303,3 +303,20 @@ def test_siatls_order(tmp_path):
     found = task_rates(task_of(files, tmp_path / "out", "finetune.unfreeze=siatl"))
     starts = {name.split(".")[0]: rate.first_step for name, rate in found.items()}
     assert starts == {"heads": 1, "final_layernorm": 5, "layers": 5, "embedding": 17}  # 4 steps an epoch
+
+
+def test_the_layer_before_the_output_matrix_is_trained_where_something_reads_it(tmp_path):
+    """As the layer before the head of a task, by tasks that predict tokens, and by the model's own loss."""
+    classes = write_task(tmp_path / "classes")
+    cloze = {"kind": "cloze", "template": "{text} [MASK]", "verbalizers": {"0": "bad", "1": "good"}}
+    tokens = write_task(tmp_path / "cloze", **cloze)
+    pooled = ("model.task_pooler=true", "model.task_pooler_kind=transform")
+    cases = [
+        (classes, (), True),
+        (classes, pooled, False),
+        (classes, pooled[1:], True),
+        (tokens, pooled, False),
+    ]
+    for files, overrides, is_unused in [*cases, (classes, (*pooled[1:], "finetune.lm_weight=0.2"), False)]:
+        config = task_of(files, tmp_path / "out", "model.head_transform=true", *overrides).config
+        assert kind_of(config).is_unused("heads.projection.dense.weight", config) == is_unused, overrides

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.published import random_model
-from support.tokenizer_files import bert_vocab, write_bert
+from support.published_files import write_tokenizer
 
 from data_utils.base.errors import CheckpointError
 from data_utils.base.settings import build, merge
@@ -20,6 +20,8 @@ from megatron_lite.hf.published.heads import OTHER_HEADS, TASK_CLASSES
 from megatron_lite.hf.published.proof import ask
 
 KINDS = ("text", "tags", "spans")
+CLASSES = [(case, kind) for case, kinds in TASK_CLASSES.items() for kind in kinds]
+OF_BYTES = ("eurobert", "modernbert")  # their tokenizers; the others have words
 LABELS = {"num_labels": 3, "id2label": {0: "bad", 1: "fair", 2: "good"}}
 TREE = {
     "training": {"steps": 6, "precision": "fp32", "seed": 7},
@@ -28,13 +30,10 @@ TREE = {
 }
 
 
-def vocabulary(directory):
-    return write_bert(directory, bert_vocab())
-
-
 def their_model(directory, case, kind, **changes):
     """A directory of the class, as its users publish it."""
-    size = len(vocabulary(directory).read_text(encoding="utf-8").split("\n")) - 1
+    directory.mkdir()
+    size = write_tokenizer(case if case in OF_BYTES else "bert", directory)
     name = TASK_CLASSES[case][kind].name
     if kind != "spans":
         changes = {**LABELS, **changes}
@@ -44,7 +43,8 @@ def their_model(directory, case, kind, **changes):
         "camembert",
     ):  # which counts positions from its padding, here the first line of the vocabulary
         changes = {"pad_token_id": 0, **changes}
-    model = random_model(case.replace("-", "_"), class_name=name, vocab_size=size, **changes)
+    sizes = {"electra": "electra_generator"}.get(case, case.replace("-", "_"))
+    model = random_model(sizes, class_name=name, vocab_size=size, **changes)
     model.save_pretrained(directory)
     return model
 
@@ -54,13 +54,13 @@ def brought(directory, case, output, **options):
     objective = {"albert": "albert", "xlnet": "xlnet"}.get(case, "masked_lm")
     labels = {"masked_lm": "next_sentence", "albert": "sentence_order"}
     section = {labels[objective]: False} if objective in labels else {}
-    tree = merge(TREE, {"tokenizer": {"kind": "bert_wordpiece"}, objective: section})
+    kind = "hf_json" if case in OF_BYTES else "bert_wordpiece"
+    tree = merge(TREE, {"tokenizer": {"kind": kind}, objective: section})
     tree["objectives"] = {objective: 1}
     return import_directory(directory, output, tree, **options)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("case", TASK_CLASSES)
+@pytest.mark.parametrize(("case", "kind"), CLASSES)
 def test_a_published_head_comes_back(tmp_path, case, kind, caplog):
     """Both ways are proved on the logits; every tensor is bit-equal, the labels are the same."""
     their_model(tmp_path / "theirs", case, kind)
@@ -119,6 +119,7 @@ def test_heads_that_differ_are_refused_by_name(tmp_path):
     cases = [
         ("bert", "text", {"problem_type": "multi_label_classification"}, "problem_type is multi_label"),
         ("xlnet", "text", {"summary_type": "mean"}, "summary_type is 'mean'; only 'last' can be imported"),
+        ("modernbert", "text", {"classifier_pooling": "mean"}, "classifier_pooling is 'mean'; only 'cls'"),
     ]
     for number, (case, kind, changes, message) in enumerate(cases):
         their_model(tmp_path / f"{number}", case, kind, **changes)
@@ -146,6 +147,10 @@ def test_heads_of_no_class_are_not_exported():
         "whose head no class of transformers for gpt2 has; export the checkpoint before": {"system": "gpt2"},
         "whose head no class of transformers for glm has": {"system": "glm4"},
         "RobertaForSequenceClassification has one; tune with model.task_pooler=true": {"system": "roberta"},
+        "ModernBertForSequenceClassification has one; tune with": {"system": "modernbert"},
+        "model.task_pooler_kind is 'tanh', which ModernBertForSequenceClassification": {
+            "system": "modernbert", "task_pooler": True, "task_pooler_kind": "tanh",
+        },
         "model.task_mix is True, which BertForSequenceClassification does not have": {
             "system": "bert", "sentence_classes": 2, "task_mix": True,
         },

@@ -74,8 +74,11 @@ def expected_loss(model: GLM, head: str, loss: str, number: int) -> torch.Tensor
         }[loss]
     (part,) = made.parts
     rows = hidden[0][part.rows]
-    if model.heads.task.has_pooler:
-        rows = model.heads.task.pooler(rows).tanh()
+    kind = model.config.task_pooler_kind
+    if model.heads.task.has_pooler and kind == "transform":
+        rows = model.heads.projection(rows)
+    elif model.heads.task.has_pooler:
+        rows = {"tanh": torch.tanh, "gelu": F.gelu}[kind](model.heads.task.pooler(rows))
     if model.heads.task.pool is not None:
         whole = torch.cat([rows[0], hidden[0].max(0).values, hidden[0].mean(0)])
         rows = model.heads.task.pool(whole[None]).relu()
@@ -96,8 +99,14 @@ CASES = [
     *(("choices", loss, False) for loss in LOSSES),
     *((head, "cross_entropy", pooled) for head in HEADS[1:] for pooled in (False, True)),
     *((head, "cross_entropy", "concat") for head in ("classes", "values")),
+    *((head, "cross_entropy", "transform") for head in ("classes", "spans")),
+    ("values", "cross_entropy", "gelu"),
 ]
-POOLS = {False: {}, True: {"task_pooler": True}, "concat": {"task_pool": "concat"}}
+POOLED = {"task_pooler": True}
+POOLS = {
+    False: {}, True: POOLED, "concat": {"task_pool": "concat"}, "gelu": {**POOLED, "task_pooler_kind": "gelu"},
+    "transform": {**POOLED, "task_pooler_kind": "transform", "head_transform": True},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("head, loss, pooled", CASES)

@@ -472,6 +472,7 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "head alone": (over("finetune.lm_weight=0.2", "finetune.trained=head"), ("lm_weight is 0.2", "to 0")),
     "pool without head": (over("model.task_pool=concat"), ("is concat with model.task_head", "to token")),
     "pooler": (over("model.task_pool=concat", "model.task_pooler=true"), ("concat with", "leave task_p")),
+    "transform": (over("model.task_pooler_kind=transform"), ("no layer before", "to tanh or gelu")),
     "mix without head": (over("model.task_mix=true"), ("is true with model.task_head none", "false")),
     "adapters of no width": (over(TASK, "finetune.trained=adapters"), ("adapter_size is 0", "such as 64")),
     "averages in fine-tuning": (

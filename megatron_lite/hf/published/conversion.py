@@ -48,8 +48,8 @@ NOT_IN_FILES = OF_TRAINING | {"span_boundary_places", "task_rows"}
 # Options that may be null, and what they then stand for.
 _DERIVED = {"ffn_size": "inner_size", "head_dim": "head_size", "num_key_value_heads": "key_value_heads"}
 _FORMER_NAMES = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
-# Parts of the base models that belong to no head of ours.
-_IDLE = re.compile(r"\.pooler\.(dense\.)?(weight|bias)$")
+# Parts that belong to no head of ours: of the base models, and of a discriminator without its generator.
+_IDLE = re.compile(r"\.pooler\.(dense\.)?(weight|bias)$|^discriminator_predictions\.")
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def _require_heads(
 
 
 def without_idle(theirs: Weights, parts: Mapping[str, Part]) -> Weights:
-    """Their tensors but for a pooler without a head."""
+    """Their tensors but for those of `_IDLE` that have no part."""
     names = {name: name for name in theirs.shapes if name in parts or not _IDLE.search(name)}
     return theirs.renamed(names)
 
@@ -398,6 +398,11 @@ def system_of(config: ModelConfig) -> System:
     return OF_MODEL[config.system]
 
 
+def is_headless(config: ModelConfig) -> bool:
+    """Whether the class of a model predicts neither tokens nor a task: ELECTRA's discriminator."""
+    return config.system == "electra" and config.task_head == "none"
+
+
 def load_class(directory: Path, class_name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     """A model as its users load it. Raises: CheckpointError for missing or unexpected tensors, or without a class."""
     if not hasattr(transformers, class_name):
@@ -461,6 +466,8 @@ def open_published(
     except ConfigError as error:
         raise CheckpointError(f"{path / 'config.json'}: {error}") from None
     shapes = shapes_of(model)
+    if is_headless(model):
+        shapes = {name: shape for name, shape in shapes.items() if not name.startswith("heads.")}
     parts = parts_of(system, shapes, model)
     theirs = without_idle(theirs, parts)
     expected = to_theirs(Weights(shapes, theirs.read), parts, None, system).shapes

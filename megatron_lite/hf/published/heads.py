@@ -1,8 +1,10 @@
 """Heads of tasks on published systems: the classes of transformers that compute what ours do.
 
-    classes, values   a layer with tanh on the row of the text, and a classifier: ...ForSequenceClassification
+    classes, values   a layer (model.task_pooler) on the row of the text, and a classifier: ...ForSequenceClassification
     tags              a classifier on each row: ...ForTokenClassification
     spans             two numbers for each row: ...ForQuestionAnswering
+
+ModernBERT's layer is that before its output projection, on all rows.
 
 A class has the head of its task and no other. What else the model has (the head that predicts tokens, ...) is written
 beside an export, in OTHER_HEADS, from which an import takes it.
@@ -31,7 +33,7 @@ class TaskClass:
 
     Args:
         classifier: its module with the last layer.
-        pooler: its module with the layer before that, whose outputs pass tanh.
+        pooler: its module with the layer before that.
         dropout: its field of config.json for `model.task_dropout`.
     """
 
@@ -63,6 +65,12 @@ TASK_CLASSES: dict[str, dict[str, TaskClass]] = {
     "roberta": _roberta_like("Roberta"),
     "xlm-roberta": _roberta_like("XLMRoberta"),
     "camembert": _roberta_like("Camembert"),
+    "electra": _roberta_like("Electra"),
+    "eurobert": {"tags": TaskClass("EuroBertForTokenClassification", "classifier", dropout=None)},
+    "modernbert": {
+        kind: TaskClass(found.name, "classifier", "head")
+        for kind, found in _bert_like("ModernBert", "").items()
+    },
     "xlnet": {
         "text": TaskClass(
             "XLNetForSequenceClassification",
@@ -87,7 +95,7 @@ def task_class(system: System, config: ModelConfig) -> TaskClass:
         )
     if config.has_task_pooler != (found.pooler is not None):
         raise CheckpointError(
-            f"the head has no layer with tanh before its classifier, but {found.name} has one; tune with "
+            f"the head has no layer before its classifier, but {found.name} has one; tune with "
             "model.task_pooler=true to export it."
         )
     return found
@@ -103,9 +111,13 @@ def rows_of(system: System, config: ModelConfig) -> tuple[Row, ...]:
     if config.task_head == "none":
         return system.rows
     found = task_class(system, config)
-    body = tuple(row for row in system.rows if row.ours.partition(".")[0] != "heads")
+    is_transform = config.task_pooler_kind == "transform"
+    of_body = ("heads.projection.",) if is_transform else ()
+    body = tuple(
+        row for row in system.rows if not row.ours.startswith("heads") or row.ours.startswith(of_body)
+    )
     head = [Row("heads.task.classifier", (found.classifier,))]
-    if found.pooler is not None:
+    if found.pooler is not None and not is_transform:
         ours = "heads.sentence.dense" if config.sentence_classes else "heads.task.pooler"
         head.append(Row(ours, (found.pooler,)))
     return (*body, *head)
@@ -135,13 +147,12 @@ def head_settings(system: System, kind: str, described: Any, path: Path) -> dict
         )
     dropout = None if found.dropout is None else getattr(described, found.dropout, None)
     settings = {} if dropout is None else {"task_dropout": dropout}
+    settings |= {"task_pooler": True} if found.pooler else {}
     if kind == "spans":
         return {**settings, "task_head": "spans"}
-    if kind == "tags":
-        return {**settings, "task_head": "tags", "task_classes": labels}
-    if labels == 1:
-        return {**settings, "task_head": "values", "task_pooler": True}
-    return {**settings, "task_head": "classes", "task_classes": labels, "task_pooler": True}
+    if kind == "text" and labels == 1:
+        return {**settings, "task_head": "values"}
+    return {**settings, "task_head": "tags" if kind == "tags" else "classes", "task_classes": labels}
 
 
 _KINDS_OF_TASK = {"classes": "classification", "values": "regression", "tags": "tagging", "spans": "spans"}
@@ -158,6 +169,8 @@ def task_section(head: str, described: Mapping[str, Any]) -> dict[str, Any]:
 
 def _pooling(system: System, found: TaskClass) -> dict[str, Any]:
     """Fields of config.json that change what the layer before the classifier computes, with the only value here."""
+    if found.name == "ModernBertForSequenceClassification":
+        return {"classifier_pooling": "cls"}
     if system.model_type != "xlnet" or found.pooler is None:
         return {}
     return {"summary_type": "last", "summary_use_proj": True, "summary_activation": "tanh"}

@@ -7,6 +7,7 @@
     generation       the logits of each step of the class's own `generate`, with its cache, after prompts that are
                      padded on the left where there is no encoder (of classes that write)
     head             the head on CLS, or that of a task
+    hidden states    the last layer's, of an ELECTRA discriminator without its generator
     memory           XLNet's: a text in two segments
 
 `ask` puts the questions to the class, and proof.py to our model, so that only one of them is in memory.
@@ -41,7 +42,7 @@ from data_utils.base.planes import (
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.files.described import by_transformers
 from megatron_lite.hf.glm.proof import Question
-from megatron_lite.hf.published.conversion import load_class, system_of
+from megatron_lite.hf.published.conversion import is_headless, load_class, system_of
 from megatron_lite.hf.published.segment_memory import read_segment
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.model_input import prepare
@@ -78,6 +79,8 @@ def ask(
 def _questions(theirs: Any, config: ModelConfig, start: int | None) -> list[Question]:
     if config.task_head != "none":
         return [_of_task(theirs, config, proof_batch(config))]
+    if is_headless(config):
+        return [_of_states(theirs, config, proof_batch(config))]
     found = _of_all_inputs(theirs, config, proof_batch(config))
     if config.decoder_layers:
         start = getattr(theirs.config, "decoder_start_token_id", None) if start is None else start
@@ -236,6 +239,14 @@ def _of_task(theirs: torch.nn.Module, config: ModelConfig, batch: np.ndarray) ->
         return model.heads.task_rows([hidden.flatten(0, 1)], rows, model.final_layernorm, None).float()
 
     return Question("head", expected, answer)
+
+
+def _of_states(theirs: Any, config: ModelConfig, batch: np.ndarray) -> Question:
+    """The last layer's output, of a class without a head that is ours."""
+    theirs.config.output_hidden_states = True
+    real = torch.from_numpy(batch[:, DOC] != PADDING_DOC)
+    expected = their_output(theirs, config, batch)["hidden_states"][-1][real]
+    return Question("hidden states", expected, lambda model: our_output(model, batch)[0][real])
 
 
 def _of_memory(theirs: Any, row: np.ndarray) -> Question:

@@ -48,6 +48,7 @@ from megatron_lite.hf.published.conversion import (
     NOT_IN_FILES,
     PublishedSource,
     hf_config,
+    is_headless,
     kept_rows,
     open_published,
     parts_of,
@@ -104,6 +105,8 @@ def import_published(
         if not verify:
             return None
         class_name, saved = class_of_model(source.system, config.model), read_checkpoint(checkpoint)
+        if is_headless(config.model):  # with the discriminator's head or without
+            (class_name,) = read_json(path / "config.json").get("architectures") or ["ElectraModel"]
         found = proof.prove(
             lambda dtype: ask(path, class_name, config.model, dtype=dtype),
             lambda: load_model(saved, config.model),
@@ -195,7 +198,7 @@ def _with_new_heads(source: PublishedSource, config: Config) -> Weights:
         source.others,
     )
     missing = shapes.keys() - weights.shapes.keys() - others.shapes.keys()
-    if "task_head" in source.settings and missing:
+    if ("task_head" in source.settings or is_headless(config.model)) and missing:
         log.warning("%s does not have %s; they are initialized", source.path, ", ".join(sorted(missing)))
     new = {name: torch.nn.Parameter(torch.empty(shapes[name])) for name in missing}
     initialize_parameters(new.items(), config.model, config.training.seed)

@@ -55,8 +55,13 @@ class OneTransformer:
         """Whether a parameter has no part in the loss. It has no gradient, and stays as it is."""
         if config.task is None:
             return name.startswith("heads.sentence.") and not config.has_sentence_labels
+        pooler = {"transform": "heads.projection."}.get(
+            config.model.task_pooler_kind, "heads.sentence.dense."
+        )
+        if config.model.has_task_pooler and name.startswith(pooler):
+            return False
         if name.startswith("heads.sentence."):
-            return not (config.model.has_task_pooler and name.startswith("heads.sentence.dense."))
+            return True
         is_of_tokens = name.startswith("heads.") and not name.startswith("heads.task.")
         if config.finetune.lm_weight:
             return False  # the tokens of the samples' texts are predicted as well

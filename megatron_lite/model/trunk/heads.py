@@ -15,7 +15,7 @@ token, P of them once more from the borders of their span, M loss rows of CLS th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -128,7 +128,7 @@ class Heads(nn.Module):
         Args: layers: [T, D] of the last block; for a mix those of the embeddings and of all. dropout: of all rows.
         """
         assert self.task is not None
-        pooler = None if self.sentence is None else self.sentence.dense
+        pooler: Any = self.projection if self.task.pooled is None else getattr(self.sentence, "dense", None)
         return self.task.outputs(layers, rows, final_layernorm, dropout, parts, pooler)
 
     def vocabulary_logits(

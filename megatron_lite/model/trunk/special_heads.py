@@ -44,7 +44,8 @@ class TaskHead(nn.Module):
         super().__init__()
         self.parallel = parallel
         self.has_pooler, self.dropout = config.has_task_pooler, config.task_dropout
-        needs_pooler = config.has_task_pooler and not config.sentence_classes
+        self.pooled = {"tanh": torch.tanh, "gelu": F.gelu}.get(config.task_pooler_kind)
+        needs_pooler = config.has_task_pooler and not config.sentence_classes and self.pooled is not None
         self.pooler = Linear(config.hidden_size, config.hidden_size) if needs_pooler else None
         self.pool = Linear(3 * config.hidden_size, config.hidden_size) if config.has_task_pool else None
         self.mix = LayerMix(config) if config.task_mix else None
@@ -57,9 +58,9 @@ class TaskHead(nn.Module):
         final_layernorm: nn.Module,
         dropout: Dropout | None,
         parts: Parts | None,
-        pooler: Linear | None,
+        pooler: Linear | Transform | None,
     ) -> torch.Tensor:
-        """See `Heads.task_rows`. Args: pooler: the sentence head's, which is used where this head has none."""
+        """See `Heads.task_rows`. Args: pooler: another head's, which is used where this one has none."""
         if self.parallel.sequence_parallel:
             layers = [gather_tokens(hidden, self.parallel.group) for hidden in layers]
         of_rows = [hidden.index_select(0, rows) for hidden in layers]
@@ -68,7 +69,7 @@ class TaskHead(nn.Module):
         if self.has_pooler:
             pooler = self.pooler or pooler
             assert pooler is not None
-            chosen = torch.tanh(pooler(chosen))
+            chosen = pooler(chosen) if self.pooled is None else self.pooled(pooler(chosen))
         if self.pool is not None:
             from megatron_lite.model.trunk.task_losses import first_places, part_pools
 
