@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +44,7 @@ class TaskHead(nn.Module):
         super().__init__()
         self.parallel = parallel
         self.has_pooler, self.dropout = config.has_task_pooler, config.task_dropout
-        self.pooled = {"tanh": torch.tanh, "gelu": F.gelu}.get(config.task_pooler_kind)
+        self.pooled: Any = {"tanh": torch.tanh, "gelu": F.gelu}.get(config.task_pooler_kind)
         needs_pooler = config.has_task_pooler and not config.sentence_classes and self.pooled is not None
         self.pooler = Linear(config.hidden_size, config.hidden_size) if needs_pooler else None
         self.pool = Linear(3 * config.hidden_size, config.hidden_size) if config.has_task_pool else None
