@@ -2,6 +2,7 @@
 """Train a checkpoint on a task, and measure it: OUTPUT/results.json.
 
     python scripts/finetune.py --checkpoint RUN --task configs/tasks/rte.yaml --output DIR [section.key=value]
+    python scripts/finetune.py --checkpoint RUN --tasks configs/tasks/mnli.yaml configs/tasks/qnli.yaml --output DIR
 
 The configuration is that of the run, then the files of --config, the task's file, and the settings of the command line.
 Without a checkpoint training begins with initial weights. An exported directory is imported first. `deepspeed`, `srun`
@@ -47,6 +48,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--config", type=expanded_path, action="append", default=[], metavar="FILE", help=text)
     text = "YAML of the task, with a section task, or a name of configs/tasks/"
     add("--task", type=expanded_path, metavar="FILE", help=text)
+    text = (
+        "files of several tasks to train side by side; the first one says how; task.key=value holds for all"
+    )
+    add("--tasks", nargs="+", default=[], metavar="FILE", help=text)
     text = "run or checkpoint to begin with; without: initial weights"
     add("--checkpoint", type=Path, metavar="RUN", help=text)
     text = "where runs, predictions and results.json go"
@@ -57,6 +62,12 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_intermixed_args()
     if not arguments.config and arguments.checkpoint is None:
         raise ConfigError("no model given; pass --checkpoint RUN, or --config FILE (see configs/).")
+    arguments.overrides += [
+        given for given in arguments.tasks if "=" in given
+    ]  # argparse takes all that follows
+    arguments.tasks = [str(expanded_path(given)) for given in arguments.tasks if "=" not in given]
+    if arguments.tasks and arguments.task is not None:
+        raise ConfigError("--task and --tasks are given; name all tasks with --tasks.")
     return arguments
 
 
@@ -74,14 +85,14 @@ def main() -> ExitStatus:
         if is_export(start):
             start = imported(start, output / "imported", arguments, launch)
         pretrained = find_manifest(start).trainer_state().config
-    tree = load_tree(arguments.config, arguments.task, arguments.overrides, pretrained)
+    tree = load_tree(arguments.config, arguments.task, arguments.overrides, pretrained, arguments.tasks)
     tree = merge(tree, {"run": {"directory": str(output)}})
     if start is not None:
         tree = merge(tree, {"checkpoint": {"initialize_from": str(start)}})
     control = RunControl(output, is_main=launch.rank == 0)
     control.refuse_if_halted()
     task = prepare(tree)
-    if not task.train:
+    if not all(one.train for one in task.each):
         raise DataError("task.train is null; name a file to train on, or evaluate with scripts/evaluate.py.")
     config = task.config
     check_output(output, config)
@@ -108,7 +119,7 @@ def imported(source: Path, run: Path, arguments: argparse.Namespace, launch: Lau
         )
     from megatron_lite.hf.doors.importing import import_directory
 
-    tree = load_tree(arguments.config, arguments.task, arguments.overrides)
+    tree = load_tree(arguments.config, arguments.task, arguments.overrides, tasks=arguments.tasks)
     import_directory(source, run, for_import(tree))
     return run
 

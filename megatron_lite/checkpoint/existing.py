@@ -298,9 +298,9 @@ def new_parameters(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]
     theirs = {name: shape for name, shape in checkpoint.shapes.items() if not name.startswith(TASK_HEAD)}
     without_head = dataclasses.replace(checkpoint, shapes=theirs)
     check_model(without_head, {name: shapes[name] for name in shapes if name not in head | adapters})
-    if all(checkpoint.shapes.get(name) == shapes[name] for name in head):
-        head = set()
-    return frozenset(head | adapters)
+    # Each of several heads is new or known alone.
+    lacking = {name.rsplit(".", 2)[0] for name in head if checkpoint.shapes.get(name) != shapes[name]}
+    return frozenset({name for name in head if name.rsplit(".", 2)[0] in lacking} | adapters)
 
 
 def check_same_number(checkpoint: Checkpoint, count: int) -> None:

@@ -74,6 +74,17 @@ class Checkpoint:
         """The parameters of one stack of several: those whose names begin with `prefix`, without the prefix."""
         return self._renamed(lambda name: name.removeprefix(prefix) if name.startswith(prefix) else None)
 
+    def of_task(self, task: str) -> Checkpoint:
+        """A checkpoint with heads of several tasks, with that of one as its only head; without any if it lacks it."""
+        own = f"{TASK_HEAD}{task}."
+        return self._renamed(
+            lambda name: (
+                None
+                if name.startswith(TASK_HEAD) and not name.startswith(own)
+                else name.replace(own, TASK_HEAD)
+            )
+        )
+
     def as_part(self, prefix: str) -> Checkpoint:
         """The checkpoint with `prefix` before every parameter name, to load it as one stack of a model of several."""
         return self._renamed(lambda name: prefix + name)

@@ -24,6 +24,9 @@ class FinetuneConfig:
     patience: int | None = setting(
         None, "evaluations without a better one after which the training ends; null = never", at_least=1
     )
+    tasks_alpha: float = fraction(
+        1.0, "several tasks: their batches in an epoch ~ batches of their samples ^ tasks_alpha; 0 = equal"
+    )
     trained: str = setting(
         "all",
         "which parameters are trained beside the head that the task adds: all, biases (BitFit), adapters (of "

@@ -33,9 +33,7 @@ FORMER_SETTINGS: Former = {
 @checked("model.mup")
 class MupConfig:
     base_hidden_size: int = setting(REQUIRED, "hidden_size of the narrow model", at_least=1)
-    base_head_size: int | None = setting(
-        None, "width of its attention heads; null = that of this model", at_least=1
-    )
+    base_head_size: int | None = setting(None, "width of its heads; null = that of this model", at_least=1)
 
 
 VOCAB_MULTIPLE = 128  # the reference pads vocabularies to a multiple of this, which suits GPU matrix units
@@ -115,9 +113,7 @@ class ModelConfig:
         at_least=0,
     )
     global_every: int = setting(
-        1,
-        "with attention_window layers 0, n, 2n, ... are global, the others local (ModernBERT: 3)",
-        at_least=1,
+        1, "layers 0, n, 2n, ... are global, with attention_window others local (ModernBERT: 3)", at_least=1
     )
     relative: str = setting(
         "none",
@@ -220,6 +216,9 @@ class ModelConfig:
         one_of=TASK_HEADS,
     )
     task_classes: int = setting(0, "classes or tags of the task's head", at_least=0)
+    task_heads: tuple[str, ...] = setting(
+        (), "heads of several tasks, each NAME:KIND:CLASSES, as fine-tuning on several tasks fills them in"
+    )
     task_pooler: bool | None = setting(
         None,
         "a layer (task_pooler_kind) before the head of classes or values: that of the head on CLS where the model has "
@@ -290,7 +289,8 @@ class ModelConfig:
         """Whether the layer of task_pooler comes before the task's head."""
         chosen = self.sentence_classes > 0 if self.task_pooler is None else self.task_pooler
         heads = ("classes", "values") if self.task_pooler_kind != "transform" else TASK_HEADS[1:]
-        return chosen and self.task_head in heads and not self.has_task_pool
+        kinds = {self.task_head, *(head.split(":")[1] for head in self.task_heads)}
+        return chosen and not kinds.isdisjoint(heads) and not self.has_task_pool
 
     @property
     def has_task_pool(self) -> bool:
@@ -377,6 +377,6 @@ OF_TRAINING = frozenset(
 # These, and those that GLM's exported code knows.
 _OF_GLM = OF_TRAINING | {
     "num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position", "layernorm_epsilon", "activation",
-    "positions", "block_positions", "rotary_share", "rotary_base", "task_head", "task_classes",
+    "positions", "block_positions", "rotary_share", "rotary_base", "task_head", "task_classes", "task_heads",
     "logit_soft_cap", "mup",
 }  # fmt: skip

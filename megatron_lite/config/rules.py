@@ -205,6 +205,10 @@ def _check_task(config: Config) -> None:
         task is not None or head == "none",
         f"model.task_head is {head} without a task; give one to scripts/finetune.py, or set task_head to none.",
     )
+    check(
+        bool(config.tasks) or not config.model.task_heads,
+        f"model.task_heads is {shown(list(config.model.task_heads))} without tasks, which fill it in; leave it out.",
+    )
     if task is None:
         check(
             not config.model.task_mix,

@@ -86,6 +86,9 @@ class Config:
     task: TaskConfig | None = setting(
         None, "what scripts/finetune.py trains instead of objectives; null = pretraining"
     )
+    tasks: tuple[TaskConfig, ...] = setting(
+        (), "several tasks to train side by side: files of configs/tasks/ or sections `task`; () = one"
+    )
     finetune: FinetuneConfig = section(FinetuneConfig)
     generation: GenerationConfig = section(GenerationConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)

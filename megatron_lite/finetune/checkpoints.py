@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,12 @@ from data_utils.base.settings import merge, to_tree
 from megatron_lite.checkpoint.manifest import checkpoints_in, is_checkpoint, list_checkpoints
 from megatron_lite.finetune.evaluation import Answer, Evaluated, Evaluation, Model
 from megatron_lite.finetune.judge import BEST
-from megatron_lite.finetune.setup import HEADED, Task, for_import, is_export, prepare
+from megatron_lite.finetune.setup import HEADED, HEADLESS, Task, for_import, is_export, prepare
 from megatron_lite.finetune.writing import writer
 from megatron_lite.generate.open_run import OpenRun, Run, open_run
 from megatron_lite.model.input.model_input import ModelInput
 from megatron_lite.model.input.task_batch import TaskBatch
+from megatron_lite.model.trunk.special_heads import configs_of_tasks
 from megatron_lite.parallel.context import ParallelContext
 
 
@@ -75,7 +76,8 @@ def evaluate(
         size: samples of a forward pass.
     Raises: ConfigError; DataError; CheckpointError.
     """
-    with opened(path, tokenizer, tree) as run:
+    with opened(path, tokenizer, tree) as given:
+        run = with_one_head(given, tree, path)
         task = task_of(run, tree, path)
         context = ParallelContext.alone()
         evaluations = {
@@ -87,6 +89,21 @@ def evaluate(
         model = Model(answer_of(loaded), write)
         found = {file: evaluation.run(model) for file, evaluation in evaluations.items()}
         return Measured(str(path), run.checkpoint.step, task, found)
+
+
+def with_one_head(run: OpenRun, tree: Mapping[str, Any], name: Path) -> OpenRun:
+    """A run with the head of the task of `tree` alone, if it has those of several. Raises: ConfigError without it."""
+    if not run.config.tasks:
+        return run
+    chosen = (tree.get("task") or {}).get("name")
+    names = [task.name for task in run.config.tasks]
+    if chosen not in names:
+        raise ConfigError(
+            f"{name} was trained on the tasks {', '.join(names)}; give one of them with --task FILE."
+        )
+    of_task = configs_of_tasks(run.config.model).get(chosen, replace(run.config.model, task_heads=()))
+    config = replace(run.config, task=run.config.tasks[names.index(chosen)], tasks=(), model=of_task)
+    return replace(run, config=config, checkpoint=run.checkpoint.of_task(chosen))
 
 
 def task_of(run: OpenRun, tree: Mapping[str, Any], name: Path) -> Task:
@@ -105,7 +122,7 @@ def task_of(run: OpenRun, tree: Mapping[str, Any], name: Path) -> Task:
     together = merge(merge(own, tree), {"task": {"train": None}})
     if "name" not in together["task"]:
         raise ConfigError(f"{name} was not trained on a task; give one with --task FILE.")
-    together["model"] = {**together["model"], "task_head": "none", "task_classes": 0}
+    together["model"] = {**together["model"], **HEADLESS}
     task = prepare(together)
     needed, has = task.config.model, run.config.model
     if task.renderer.head in HEADED and (needed.task_head, needed.task_classes) != (

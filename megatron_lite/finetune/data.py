@@ -13,6 +13,7 @@ from data_utils.base.random_streams import derive_seed
 from data_utils.tasks.base import Record, TaskSample
 from data_utils.tasks.layouts.collate import collate
 from data_utils.tasks.layouts.render import Renderer
+from megatron_lite.finetune.several import Turns
 from megatron_lite.model.input.task_batch import TaskBatch
 
 MOST_DOCUMENTS = 1 << 12  # of a sample, so that each of them drops other elements
@@ -25,6 +26,7 @@ def as_batch(
     head: str | None = None,
     *,
     has_language: bool = False,
+    place: int = -1,
 ) -> TaskBatch:
     """A micro-batch.
 
@@ -32,6 +34,7 @@ def as_batch(
         numbers: of the samples, from which dropout follows.
         head: how the parts are scored; None = as the task has it.
         has_language: the documents' own tokens have a loss beside.
+        place: of the task's loss among all.
     """
     planes, parts = collate(samples)
     documents = [
@@ -39,8 +42,9 @@ def as_batch(
         for number, sample in zip(numbers, samples, strict=True)
         for document in range(len(sample.documents))
     ]
-    loss = renderer.inputs.config.loss
-    return TaskBatch(planes, np.array(documents, np.int64), parts, head or renderer.head, loss, has_language)
+    task, head = renderer.inputs.config, head or renderer.head
+    samples_of = np.array(documents, np.int64)
+    return TaskBatch(planes, samples_of, parts, head, task.loss, has_language, task.name, place)
 
 
 class TaskData:
@@ -74,11 +78,12 @@ class TaskData:
         made = self._renderer.sample(self.records[record], record, epoch)
         return made if self._with_language is None else self._with_language(made, number)
 
-    def batch(self, indices: np.ndarray) -> TaskBatch:
-        """Samples int64 [B] as one micro-batch."""
-        numbers = indices.tolist()
-        samples = [self.sample(number) for number in numbers]
-        return as_batch(samples, numbers, self._renderer, has_language=self._with_language is not None)
+    def batch(self, indices: np.ndarray, names: np.ndarray | None = None, place: int = -1) -> TaskBatch:
+        """Samples int64 [B] as one micro-batch. Args: names: their numbers in the run; place: of the loss."""
+        samples = [self.sample(number) for number in indices.tolist()]
+        has_language = self._with_language is not None
+        names = indices if names is None else names
+        return as_batch(samples, names.tolist(), self._renderer, has_language=has_language, place=place)
 
     def prefetch(self, indices: np.ndarray) -> None:
         """Does nothing: all records are in memory."""
@@ -89,3 +94,27 @@ class TaskData:
         for record in self.records:
             hasher.update(json.dumps([record.fields, record.label], default=str, sort_keys=True).encode())
         return [{"samples": len(self.records), "sha256": hasher.hexdigest()}]
+
+
+class SeveralTasks:
+    """The samples of a run of several tasks by their number. Each batch of the run is of one task.
+
+    Args: size: samples of a batch, on all ranks.
+    """
+
+    def __init__(self, tasks: Sequence[TaskData], turns: Turns, size: int):
+        self._tasks, self._turns, self._size = tasks, turns, size
+
+    def batch(self, indices: np.ndarray) -> TaskBatch:
+        """Samples int64 [B] of one batch as one micro-batch."""
+        batch = int(indices[0]) // self._size
+        task, number = self._turns.of(batch)
+        own = indices + (number - batch) * self._size
+        return self._tasks[task].batch(own, indices, task - len(self._tasks))
+
+    def prefetch(self, indices: np.ndarray) -> None:
+        """Does nothing: all records are in memory."""
+
+    def fingerprint(self) -> list[dict[str, object]]:
+        """Those of all tasks."""
+        return [one for task in self._tasks for one in task.fingerprint()]

@@ -81,13 +81,19 @@ class TaskJudge:
         return f"the best score is {best:.4f}, one answer to all {count} validation samples has {guess:.4f}"
 
     def evaluate(self, step: int) -> dict[str, float]:
+        measured = self.measured()
+        score = measured["score"]
+        if self._context.is_main and score > max(self._scores, default=float("-inf")):
+            keep_best(self._directory, step)
+        self._scores.append(score)
+        return measured
+
+    def measured(self) -> dict[str, float]:
+        """The metrics of all files, and the score."""
         measured = {
             name: evaluation.run(self._model).measured for name, evaluation in self._evaluations.items()
         }
         score = sum(map(self._metrics.score, measured.values())) / len(measured)
-        if self._context.is_main and score > max(self._scores, default=float("-inf")):
-            keep_best(self._directory, step)
-        self._scores.append(score)
         one = len(measured) == 1
         named = {
             key if one else f"{name}/{key}": value
@@ -95,6 +101,19 @@ class TaskJudge:
             for key, value in own.items()
         }
         return {**named, "score": score}
+
+
+class TasksJudge(TaskJudge):
+    """The judge of a run of several tasks: the mean of their scores counts. Args: judges: name of a task -> its own."""
+
+    def __init__(self, judges: Mapping[str, TaskJudge], *arguments: Any):
+        super().__init__({}, Metrics(()), *arguments)
+        self._judges = judges
+
+    def measured(self) -> dict[str, float]:
+        by_task = {name: judge.measured() for name, judge in self._judges.items()}
+        named = {f"{name}/{key}": value for name, own in by_task.items() for key, value in own.items()}
+        return {**named, "score": statistics.mean(own["score"] for own in by_task.values())}
 
 
 def keep_best(directory: Path, step: int) -> None:

@@ -4,6 +4,8 @@ OUTPUT/seed_N/           a run, as pretraining has it, with metrics of the task 
 OUTPUT/seed_N/best/      its best checkpoint
 OUTPUT/seed_N/results.json, predictions/    of the best checkpoint
 OUTPUT/results.json      all seeds, mean and deviation; written last
+
+Of several tasks each has its results and predictions in tasks/NAME/, below OUTPUT and each seed's directory.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +28,19 @@ from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.readers.synthetic import optimum
 from data_utils.tasks.scores.metrics_by_task import LOSS, Metrics, compared_by
 from data_utils.tasks.scores.predictions import file_name, write_predictions
+from megatron_lite.checkpoint.manifest import TASK_HEAD
 from megatron_lite.checkpoint.read import find_checkpoint, load_weights_only
 from megatron_lite.finetune import policies
-from megatron_lite.finetune.data import TaskData
+from megatron_lite.finetune.data import SeveralTasks, TaskData
 from megatron_lite.finetune.evaluation import Evaluated, Evaluation, Model
-from megatron_lite.finetune.judge import BEST, TaskJudge
+from megatron_lite.finetune.judge import BEST, TaskJudge, TasksJudge
 from megatron_lite.finetune.language import LanguageDocuments
 from megatron_lite.finetune.setup import RESULTS, Task, run_directory, settings_of
+from megatron_lite.finetune.several import Turns
 from megatron_lite.finetune.writing import writer
 from megatron_lite.model.trunk.counts import parameter_shapes
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.train.engine.buckets import Rate
+from megatron_lite.train.engine.buckets import USUAL, Rate
 from megatron_lite.train.engine.engine import memory_advice
 from megatron_lite.train.engine.plain import PlainEngine
 from megatron_lite.train.guard.control import RunControl
@@ -64,25 +69,37 @@ def finetune(
         log.info("%s", policies.described(of_parameters, elements, task.config.training.steps))
     for seed in seeds:
         directory = run_directory(output, seed)
-        if _is_done(directory, context):
+        if _is_done(task, directory, context):
             continue
         config = replace(task.config, run=replace(task.config.run, directory=str(directory)))
         status = _one_seed(replace(task, config=config).seeded(seed), context, control, watchdog)
         if status is not None:
             return status
-    if context.is_main:
-        _sum_up(task, output, seeds)
+    for one in task.each if context.is_main else ():
+        _sum_up(one, output, seeds)
     return ExitStatus.FINISHED
 
 
 def task_rates(task: Task) -> dict[str, Rate]:
     """How the policies of a task's run train each parameter. Raises ConfigError if they train none."""
-    return policies.rates(task.config, parameter_shapes(task.config.model), len(task.train))
+    return policies.rates(task.config, parameter_shapes(task.config.model), task.epoch_samples)
 
 
-def _is_done(directory: Path, context: ParallelContext) -> bool:
+def _in_turn(task: Task, rates: dict[str, Rate], turns: Turns) -> dict[str, Rate]:
+    """The rates of a run of several tasks: the head of a task is trained by the task's own batches alone."""
+    found = dict(rates)
+    for number, one in enumerate(task.each):
+        own, has_turn = f"{TASK_HEAD}{one.settings.name}.", partial(turns.has, number)
+        for name in parameter_shapes(task.config.model):
+            if name.startswith(own):
+                found[name] = replace(rates.get(name, USUAL), has_turn=has_turn)
+    return found
+
+
+def _is_done(task: Task, directory: Path, context: ParallelContext) -> bool:
     """Whether a seed has its results: what the main rank sees counts, since other nodes may see it later."""
-    (done,) = context.sum_of_hosts([float(context.is_main and (directory / RESULTS).exists())])
+    there = all((directory / one.place / RESULTS).exists() for one in task.each)
+    (done,) = context.sum_of_hosts([float(context.is_main and there)])
     return done > 0
 
 
@@ -91,49 +108,81 @@ def _one_seed(
 ) -> ExitStatus | None:
     """Train and measure. Returns why it ended before its last step, None if it is done."""
     config, directory = task.config, Path(task.config.run.directory)
-    size = config.batch.micro_batch_size
-    validation, test = (
-        {
-            path: Evaluation(task.settings, task.renderer, records, context, size)
-            for path, records in files.items()
-        }
-        for files in (task.validation, task.test)
-    )
+    measured = [_Measured(one, context) for one in task.each]
+    turns = Turns(task.batches, config.training.seed)
+    rates = _in_turn(task, task_rates(task), turns) if task.others else task_rates(task)
     with memory_advice(config):
-        engine = PlainEngine(config, context, len(LOSS_NAMES) + 1, task_rates(task))
-        model, judge = asked(task, engine, context), None
-        if validation:
-            metrics = compared_by(task.settings, config.finetune.best)
-            if task.settings.writes_text and model.write is None:
-                metrics = Metrics((LOSS,))
-            # The words of LAMBADA are for people: training is judged without them.
-            judging = model if task.settings.writes_text else Model(model.answer)
-            judge = TaskJudge(validation, metrics, judging, context, directory, config.finetune.patience)
+        engine = PlainEngine(config, context, len(LOSS_NAMES) + len(measured), rates)
+        judging = (context, directory, config.finetune.patience)
+        judges = {
+            one.task.settings.name: one.judge(engine, *judging) for one in measured if one.task.validation
+        }
+        judge: TaskJudge | None = next(iter(judges.values()), None)
+        if judge is not None and task.others:
+            judge = TasksJudge(judges, Model(engine.answers), *judging)
         trainer = Trainer(
             config=config,
             context=context,
             engine=engine,
-            train_data=training_data(task),
+            train_data=several_data(task, turns) if task.others else training_data(task),
             validation_data=None,
-            loss_names=[*LOSS_NAMES, task.settings.name],
+            loss_names=[*LOSS_NAMES, *(one.settings.name for one in task.each)],
             control=control,
             watchdog=watchdog,
             judge=judge,
-            language_weight=policies.language_weight(config, len(task.train)),
+            language_weight=policies.language_weight(config, task.epoch_samples),
         )
         status = trainer.fit()
     if not trainer.is_over:
         return status
     (watchdog or NoWatchdog()).enter(Section.EVALUATION, "evaluating the best checkpoint")
-    chosen = directory / (BEST if validation else "checkpoints")
+    chosen = directory / (BEST if judge is not None else "checkpoints")
     checkpoint = find_checkpoint(chosen, context)
     load_weights_only(checkpoint, engine, context)
-    evaluated = {path: evaluation.run(model) for path, evaluation in (validation | test).items()}
-    if context.is_main:
-        _write_seed(task, directory, checkpoint.step, trainer.step, evaluated)
+    for one in measured:
+        evaluated = one.evaluated(engine)
+        if context.is_main:
+            _write_seed(one.task, directory / one.task.place, checkpoint.step, trainer.step, evaluated)
+    if context.is_main and not task.others:
         warn_of_little_progress(task, directory, judge)
     context.barrier()
     return None
+
+
+class _Measured:
+    """A task with the samples of its files."""
+
+    def __init__(self, task: Task, context: ParallelContext):
+        self.task, self._context = task, context
+        size = task.config.batch.micro_batch_size
+        self._validation, self._test = (
+            {
+                path: Evaluation(task.settings, task.renderer, records, context, size)
+                for path, records in files.items()
+            }
+            for files in (task.validation, task.test)
+        )
+
+    def judge(self, engine: PlainEngine, *arguments: Any) -> TaskJudge:
+        """The judge of the validation files. Args: arguments: the last of a TaskJudge."""
+        settings, model = self.task.settings, asked(self.task, engine, self._context)
+        metrics = compared_by(settings, self.task.config.finetune.best)
+        if settings.writes_text and model.write is None:
+            metrics = Metrics((LOSS,))
+        # The words of LAMBADA are for people: training is judged without them.
+        judging = model if settings.writes_text else Model(model.answer)
+        return TaskJudge(self._validation, metrics, judging, *arguments)
+
+    def evaluated(self, engine: PlainEngine) -> dict[str, Evaluated]:
+        """The results of each file with the weights of now."""
+        model = asked(self.task, engine, self._context)
+        return {path: evaluation.run(model) for path, evaluation in (self._validation | self._test).items()}
+
+
+def several_data(task: Task, turns: Turns) -> SeveralTasks:
+    """The samples that a run of several tasks trains on."""
+    size = task.config.batch.global_batch_size
+    return SeveralTasks([training_data(one) for one in task.each], turns, size)
 
 
 def training_data(task: Task) -> TaskData:
@@ -247,7 +296,8 @@ def described(found: Evaluated) -> dict[str, Any]:
 
 
 def _sum_up(task: Task, output: Path, seeds: Sequence[int]) -> None:
-    of_seeds = [json.loads((run_directory(output, seed) / RESULTS).read_text("utf-8")) for seed in seeds]
+    places = [run_directory(output, seed) / task.place / RESULTS for seed in seeds]
+    of_seeds = [json.loads(path.read_text("utf-8")) for path in places]
     files = {}
     for path, first in of_seeds[0]["files"].items():
         values = {key: [of["files"][path]["metrics"][key] for of in of_seeds] for key in first["metrics"]}
@@ -262,8 +312,9 @@ def _sum_up(task: Task, output: Path, seeds: Sequence[int]) -> None:
             log.info("%s | %s %.4f%s", path, key, sum(each) / len(each), shown)
     initial = task.config.checkpoint.initialize_from
     results = {"task": task.settings.name, "began_with": initial, "files": files, "seeds": of_seeds}
-    write_json(output / RESULTS, results)
-    log.info("results in %s", output / RESULTS)
+    written = output / task.place / RESULTS
+    write_json(written, results)
+    log.info("results in %s", written)
 
 
 def deviation(values: Sequence[float]) -> float | None:

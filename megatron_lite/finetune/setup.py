@@ -25,13 +25,26 @@ from data_utils.tasks.scores.metrics_by_task import check_metrics, compared_by, 
 from data_utils.text.tokenizers import Tokenizer, load_tokenizer
 from megatron_lite.config.tree import Config
 from megatron_lite.electra.sections import discriminator_alone
+from megatron_lite.finetune.several import batches_of, joined, with_sections
 from megatron_lite.optimus.sections import encoder_alone
 
-# How the heads of tasks are called in the section `model`.
+# How the heads of tasks are called in the section `model`, and that section without any.
 HEADED = ("classes", "values", "tags", "spans")
+HEADLESS = {"task_head": "none", "task_classes": 0, "task_heads": []}
 # Sections of the run to begin with that are not those of the run that tunes it.
 _OF_ANOTHER_RUN = (
-    *("task", "finetune", "generation", "checkpoint", "events", "parallel", "timeouts", "run", "trackers"),
+    *(
+        "task",
+        "tasks",
+        "finetune",
+        "generation",
+        "checkpoint",
+        "events",
+        "parallel",
+        "timeouts",
+        "run",
+        "trackers",
+    ),
     *("profiler", "deepspeed", "schedule", "phases"),
 )
 RESULTS = "results.json"  # of a seed, and of all
@@ -54,6 +67,29 @@ class Task:
     train: Sequence[Record]  # as `Renderer.prepare` made them for training
     validation: Mapping[str, Sequence[Record]]  # by file
     test: Mapping[str, Sequence[Record]]
+    others: tuple[Task, ...] = ()  # of a run of several tasks all but this one, the first
+
+    @property
+    def each(self) -> tuple[Task, ...]:
+        """All tasks of the run."""
+        return (self, *self.others)
+
+    @property
+    def place(self) -> Path:
+        """Directory of the task's results below those of the run."""
+        return Path("tasks") / self.settings.name if self.config.tasks else Path()
+
+    @property
+    def epoch_samples(self) -> int:
+        """Samples of an epoch; of several tasks those of all its batches."""
+        if not self.others:
+            return len(self.train)
+        return sum(self.batches) * self.config.batch.global_batch_size
+
+    @property
+    def batches(self) -> list[int]:
+        """Batches of each of several tasks in an epoch."""
+        return batches_of([len(task.train) for task in self.each], self.config)
 
     @property
     def settings(self) -> TaskConfig:
@@ -68,7 +104,8 @@ class Task:
         renderer, train = make_renderer(config, self.tokenizer), self.train
         if self.settings.train_samples is not None:
             train = training_records(config, renderer)
-        return replace(self, config=config, renderer=renderer, train=train)
+        others = tuple(other.seeded(seed) for other in self.others)
+        return replace(self, config=config, renderer=renderer, train=train, others=others)
 
 
 def load_tree(
@@ -76,10 +113,13 @@ def load_tree(
     task_file: str | None,
     overrides: Iterable[str],
     pretrained: Mapping[str, Any] | None = None,
+    tasks: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Model files, the task's file on top of them, then overrides.
 
-    Args: pretrained: the configuration of the run to begin with, below the model files.
+    Args:
+        pretrained: the configuration of the run to begin with, below the model files.
+        tasks: files of several tasks, instead of `task_file`. The first one says how the run trains.
 
     A model file's steps, warm-up and intervals are those of pretraining: they count only where the task says so.
     """
@@ -89,12 +129,19 @@ def load_tree(
     if "electra" in (tree.get("objectives") or {}):
         tree = discriminator_alone(tree)
     if pretrained is not None:
-        tree["model"] = {**tree["model"], "task_head": "none", "task_classes": 0}
+        tree["model"] = {**tree["model"], **HEADLESS}
     for path in model_files:
         tree = merge(tree, load_yaml(path))
+    task_file = next(iter(tasks), task_file)
     of_task: dict[str, Any] = {} if task_file is None else load_yaml(task_file, "tasks")
+    if tasks:
+        of_task["tasks"] = list(tasks)
+    changes: dict[str, Any] = {}
     for override in overrides:
-        of_task = merge(of_task, parse_override(override))
+        changes = merge(changes, parse_override(override))
+    of_task = merge(of_task, changes)
+    if of_task.get("tasks"):
+        of_task = with_sections(of_task, changes.get("task", {}))
     for section, keys in _OF_PRETRAINING.items():
         if isinstance(tree.get(section), Mapping):
             tree[section] = {key: value for key, value in tree[section].items() if key not in keys}
@@ -126,6 +173,20 @@ def prepare(tree: Mapping[str, Any]) -> Task:
     assert config.tokenizer is not None
     tokenizer = load_tokenizer(config.tokenizer)
     config = replace(config.with_vocab_size(tokenizer.vocab_size), tokenizer=config.tokenizer.absolute())
+    parts = [
+        _with_files(replace(config, task=task, tasks=()), tokenizer)
+        for task in config.tasks or (config.task,)
+    ]
+    joint = joined(config, [part.config for part in parts]) if config.tasks else parts[0].config
+    first = replace(parts[0], config=joint, others=tuple(parts[1:]))
+    if first.train:
+        joint = with_steps(joint, first.epoch_samples, tree)
+    each = [replace(part, config=replace(joint, task=part.settings)) for part in parts]
+    return replace(each[0], others=tuple(each[1:]))
+
+
+def _with_files(config: Config, tokenizer: Tokenizer) -> Task:
+    """One task with its files. Its configuration has the task's head, and no steps yet."""
     renderer = make_renderer(config, tokenizer)
     task = config.task
     assert task is not None
@@ -144,8 +205,6 @@ def prepare(tree: Mapping[str, Any]) -> Task:
     compared_by(task, config.finetune.best)
     config = with_head(config, renderer)
     check_lengths(config, renderer)
-    if train:
-        config = with_steps(config, len(train), tree)
     return Task(config, tokenizer, renderer, train, validation, test)
 
 
@@ -260,7 +319,7 @@ def _given(tree: Mapping[str, Any], section: str) -> Mapping[str, Any]:
 
 def check_output(output: Path, config: Config) -> None:
     """Raise ConfigError if the directory has results of other settings: they would be taken for these."""
-    for path in sorted(output.glob(f"seed_*/{RESULTS}")):
+    for path in sorted(output.glob(f"seed_*/**/{RESULTS}")):
         recorded = load_json(path, "results").get("settings")
         differing = next(_differences(recorded, settings_of(config)), None)
         if differing is not None:
@@ -273,7 +332,7 @@ def settings_of(config: Config) -> dict[str, Any]:
     """The settings that a result depends on, as results.json has them."""
     return {
         name: to_tree(getattr(config, name))
-        for name in ("model", "task", "finetune", "optimizer", "generation")
+        for name in ("model", "task", *["tasks"][: len(config.tasks)], "finetune", "optimizer", "generation")
     }
 
 

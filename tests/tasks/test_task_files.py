@@ -13,7 +13,9 @@ from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.finetune.setup import load_tree
 
-FILES = {path.stem: load_yaml(path) for path in sorted((ROOT / "configs/tasks").glob("*.yaml"))}
+_ALL = {path.stem: load_yaml(path) for path in sorted((ROOT / "configs/tasks").glob("*.yaml"))}
+SEVERAL = {name: tree for name, tree in _ALL.items() if "tasks" in tree}
+FILES = {name: tree for name, tree in _ALL.items() if name not in SEVERAL}
 TASKS = {name: build(TaskConfig, tree["task"]) for name, tree in FILES.items()}
 TRAINED = [name for name, task in TASKS.items() if task.train is not None]
 NOT_TRAINED = {"ax", "axb", "axg", "lambada", "wikitext103"}
@@ -59,6 +61,16 @@ def test_on_top_of_a_model(name):
     config = build(Config, merge({"training": {"steps": 1}, "schedule": {"warmup_steps": 0}}, tree))
     assert config.task == TASKS[name]
     assert config.training.label_smoothing == (0.1 if TASKS[name].kind in ("seq2seq", "blanks") else 0.0)
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_several_tasks_are_those_of_the_files_of_one(name):
+    tree = load_tree([str(ROOT / "configs/roberta-large.yaml")], name, [])
+    config = build(Config, merge({"training": {"steps": 1}, "schedule": {"warmup_steps": 0}}, tree))
+    assert config.task == config.tasks[0] and len(config.tasks) == len(SEVERAL[name]["tasks"])
+    for task in config.tasks:
+        (own,) = [one for one in TASKS.values() if one.train == task.train]
+        assert (task.name, task.validation, task.test) == (own.name, own.validation, own.test)
 
 
 def test_tasks_without_training():

@@ -113,6 +113,9 @@ def export_run(
     with new_directory(output) as directory:
         run = open_run(path, tokenizer_path, decoder_tokenizer_path)
         require_usual_logits(run.config, run.checkpoint.path)
+        if run.config.model.task_heads:
+            message = "has heads of several tasks; tune it on one (scripts/finetune.py --task FILE), and export that"
+            raise CheckpointError(f"checkpoint {run.checkpoint.path} {message}.")
         if run.config.decoder is not None:
             return _export_optimus(directory, run, options)
         if is_electra(run.config):

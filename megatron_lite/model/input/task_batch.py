@@ -31,6 +31,8 @@ class Parts:
     divisor: torch.Tensor  # fp32 [P]
     weight: torch.Tensor  # fp32 [1]: samples, parts or rows with a label, see `TaskBatch.loss_weight`
     has_language: bool = False  # tokens have a loss beside, that of pretraining
+    task: str = ""  # the name of its head among several
+    place: int = -1  # of its loss among all losses
 
 
 class TaskBatch(Batch):
@@ -40,6 +42,7 @@ class TaskBatch(Batch):
     head: of data_utils.tasks.base.HEADS. With `tokens` the documents' own weights are the loss.
     loss: of CHOICE_LOSSES, for choices.
     has_language: the documents' own weights are losses beside the one of a head.
+    task, place: as in `Parts`.
     """
 
     def __init__(
@@ -50,9 +53,12 @@ class TaskBatch(Batch):
         head: str,
         loss: str = "cross_entropy",
         has_language: bool = False,
+        task: str = "",
+        place: int = -1,
     ):
         super().__init__(planes, samples)
         self.parts, self.head, self.loss, self.has_language = parts, head, loss, has_language
+        self.task, self.place = task, place
 
     @property
     def divisors(self) -> np.ndarray:  # type: ignore[override]
@@ -82,7 +88,7 @@ class TaskBatch(Batch):
         if self.head == "tokens":
             return super().loss_weights(num_losses)
         weights = super().loss_weights(num_losses) if self.has_language else np.zeros(num_losses)
-        weights[-1] = self.loss_weight
+        weights[self.place] = self.loss_weight
         return weights
 
     def host_parts(
@@ -128,7 +134,7 @@ class HostTaskParts:
         parts = with_documents(batch) if pools else batch.parts
         places = np.full(batch.planes[:, TOKENS].size, -1)
         places[order[order >= 0]] = np.flatnonzero(order >= 0) - first
-        self._head, self._loss, self._has_language = batch.head, batch.loss, batch.has_language
+        self._head, self._batch = batch.head, batch
         targets = parts.targets
         if batch.head == "spans":  # places among the rows of the part -> places among all rows
             targets = targets + np.searchsorted(parts.row_part, parts.target_part)
@@ -164,11 +170,13 @@ class HostTaskParts:
         named: dict[str, Any] = {"row_part": row_part, "targets": targets, "sample": sample, "right": right}
         return Parts(
             head=self._head,
-            loss=self._loss,
+            loss=self._batch.loss,
             rows=rows,
             value=value.view(torch.float32),
             divisor=divisor.view(torch.float32),
             weight=weight.view(torch.float32),
-            has_language=self._has_language,
+            has_language=self._batch.has_language,
+            task=self._batch.task,
+            place=self._batch.place,
             **named,
         )

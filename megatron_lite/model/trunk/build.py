@@ -63,9 +63,10 @@ class OneTransformer:
         if name.startswith("heads.sentence."):
             return True
         is_of_tokens = name.startswith("heads.") and not name.startswith("heads.task.")
+        all_headed = config.model.task_head != "none" or 0 < len(config.tasks) == len(config.model.task_heads)
         if config.finetune.lm_weight:
             return False  # the tokens of the samples' texts are predicted as well
-        return is_of_tokens and (config.model.task_head != "none" or "bound" in name)
+        return is_of_tokens and (all_headed or "bound" in name)
 
     def samples(self, config: Config, loader: Any, purpose: str) -> Samples:
         """The samples of a `SampleLoader` as the model reads them. Args: purpose: "train" or "validation"."""

@@ -220,7 +220,7 @@ class GLM(TrainedModel):
         from megatron_lite.model.trunk.task_losses import sums_of_task, task_loss
 
         loss = task_loss(outputs, parts)
-        return loss, sums_of_task(loss, parts.weight, self.num_losses)
+        return loss, sums_of_task(loss, parts, self.num_losses)
 
     def _answers(self, batch: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
         """Choices: log probability of each part's targets, fp32 [P], and whether each is the likeliest token, bool [P].

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from megatron_lite.model.input.task_batch import Parts
     from megatron_lite.model.layers.dense import Transform
     from megatron_lite.model.trunk.loss_terms import Terms
-    from megatron_lite.model.trunk.special_heads import SentenceHead, SpanBoundaryHead, TaskHead
+    from megatron_lite.model.trunk.special_heads import SentenceHead, SpanBoundaryHead, TaskHead, TaskHeads
 
 
 def _token_biases(config: ModelConfig, parallel: TensorParallel) -> nn.Parameter:
@@ -58,13 +58,13 @@ class Heads(nn.Module):
         self.parallel = parallel
         self.sentence: SentenceHead | None = None
         self.span_boundary: SpanBoundaryHead | None = None
-        self.task: TaskHead | None = None
-        if config.sentence_classes or config.span_boundary_places or config.task_outputs:
-            from megatron_lite.model.trunk.special_heads import SentenceHead, SpanBoundaryHead, TaskHead
+        self.task: TaskHead | TaskHeads | None = None
+        if config.sentence_classes or config.span_boundary_places or config.task_outputs or config.task_heads:
+            from megatron_lite.model.trunk.special_heads import SentenceHead, SpanBoundaryHead, task_head
 
             self.sentence = SentenceHead(config) if config.sentence_classes else None
             self.span_boundary = SpanBoundaryHead(config) if config.span_boundary_places else None
-            self.task = TaskHead(config, parallel) if config.task_outputs else None
+            self.task = task_head(config, parallel)
         size = config.embedding_size or config.hidden_size
         self.projection: Transform | None = None
         if config.head_transform or config.embedding_size is not None:

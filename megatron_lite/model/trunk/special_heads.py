@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -80,6 +81,39 @@ class TaskHead(nn.Module):
         if dropped is not None:
             chosen = fused.add(None, Biased(chosen), dropped.of_rows(rows))
         return self.classifier(chosen)
+
+
+def configs_of_tasks(config: ModelConfig) -> dict[str, ModelConfig]:
+    """The names of `model.task_heads`, and the configuration with the head of each alone."""
+    heads = [head.split(":") for head in config.task_heads]
+    return {
+        name: replace(config, task_heads=(), task_head=kind, task_classes=int(classes))
+        for name, kind, classes in heads
+    }
+
+
+class TaskHeads(nn.Module):
+    """A head for each of several tasks, under the task's name: a batch passes one of them.
+
+    Source: MT-DNN, arXiv:1901.11504, section 3.
+    """
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel):
+        super().__init__()
+        for name, of_task in configs_of_tasks(config).items():
+            self._modules[name] = TaskHead(of_task, parallel)  # any name, those of torch's methods too
+
+    def outputs(self, *arguments: Any) -> torch.Tensor:
+        """As `TaskHead.outputs`."""
+        *_, parts, _ = arguments
+        return cast(TaskHead, self._modules[parts.task]).outputs(*arguments)
+
+
+def task_head(config: ModelConfig, parallel: TensorParallel) -> TaskHead | TaskHeads | None:
+    """The head or heads that fine-tuning adds to a model."""
+    if config.task_heads:
+        return TaskHeads(config, parallel)
+    return TaskHead(config, parallel) if config.task_outputs else None
 
 
 class LayerMix(nn.Module):

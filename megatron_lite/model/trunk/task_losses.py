@@ -91,7 +91,8 @@ def _choice_loss(scores: torch.Tensor, parts: Parts) -> torch.Tensor:
     return entropy - chosen.masked_fill(choices > 1, 0.0).sum()
 
 
-def sums_of_task(loss: torch.Tensor, weight: torch.Tensor, num_losses: int) -> torch.Tensor:
-    """fp32 [objectives, 2] without gradient: the last row holds the task's loss and weight."""
-    others = torch.zeros(num_losses - 1, 2, device=loss.device)
-    return torch.cat([others, torch.stack([loss.detach(), weight[0]])[None]])
+def sums_of_task(loss: torch.Tensor, parts: Parts, num_losses: int) -> torch.Tensor:
+    """fp32 [objectives, 2] without gradient: the task's row holds its loss and weight, the others are 0."""
+    sums = torch.zeros(num_losses, 2, device=loss.device)
+    sums[parts.place] = torch.stack([loss.detach(), parts.weight[0]])
+    return sums

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,9 +29,10 @@ class Rate:
     first_step: int = 1  # before it the parameter is frozen; NEVER: it stays as it is
     decay_factor: float = 1.0
     eps_factor: float = 1.0  # AdaFactor: of the least scale of the weights
+    has_turn: Callable[[int], bool] | None = None  # step -> whether it is trained there; None: in all
 
     def is_trained(self, step: int) -> bool:
-        return step >= self.first_step
+        return step >= self.first_step and (self.has_turn is None or self.has_turn(step))
 
 
 USUAL = Rate()

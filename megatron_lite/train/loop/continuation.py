@@ -127,7 +127,9 @@ def _initialize(
 
 
 def _for_model(checkpoint: Checkpoint, config: Config) -> Checkpoint:
-    """The part of a checkpoint that a configuration begins with: of two stacks the encoder, where it has one."""
+    """The part of a checkpoint that a configuration begins with: of two stacks the encoder, of several heads one."""
+    if config.task is not None and not config.tasks and checkpoint.state.get("config", {}).get("tasks"):
+        checkpoint = checkpoint.of_task(config.task.name)
     has_stacks, wants_stacks = (
         any(name.startswith(ENCODER) for name in names)
         for names in (checkpoint.shapes, kind_of(config).shapes(config))
