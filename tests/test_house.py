@@ -71,7 +71,7 @@ ABILITIES: dict[str, int] = {
     "one kernel on GPUs for each norm, activation, gate and its dropout": 120,
     "entities in corpora: read, aligned with tokens, stored, joined": 326,
     "attention under the rule and with a bias by distance, in kernels on GPUs": 439,
-    "fine-tuning on several tasks at once": 373,
+    "fine-tuning on several tasks at once": 374,
 }
 # Figures that may only fall. A change that lowers a figure lowers its number here; tests/support/figures.py prints all.
 CEILINGS = {

@@ -101,7 +101,8 @@ class TaskHeads(nn.Module):
     def __init__(self, config: ModelConfig, parallel: TensorParallel):
         super().__init__()
         for name, of_task in configs_of_tasks(config).items():
-            self._modules[name] = TaskHead(of_task, parallel)  # any name, those of torch's methods too
+            head = self._modules[name] = TaskHead(of_task, parallel)  # any name, those of torch's methods too
+        self.pooled: Any = head.pooled
 
     def outputs(self, *arguments: Any) -> torch.Tensor:
         """As `TaskHead.outputs`."""
