@@ -31,7 +31,7 @@ from megatron_lite.profile.gpus import GPUS, gpu_named
 from megatron_lite.profile.rows import average_rows
 
 TEN_B = ROOT / "configs/glm-10b.yaml"
-DRAWS = 80
+DRAWS = 50
 
 
 def test_possible_layouts_divide_processes_heads_and_batch():

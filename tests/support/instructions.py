@@ -1,4 +1,4 @@
-"""Instructions of the kernels for each number, compiled for sm_90: `python tests/support/instructions.py`.
+"""Instructions of the kernels for each number, compiled for sm_90: `python tests/support/instructions.py [NAME ...]`.
 
 Those of a loop count for the numbers that a turn takes, those outside of loops once a program; programs have as many
 turns as for 335M's 8,640 tokens.
@@ -90,6 +90,8 @@ def main() -> None:
 
     kernels = {**vars(triton_kernels), **vars(triton_cross_entropy)}
     for name, function, arguments, numbers, turns in cases():
+        if sys.argv[1:] and name not in sys.argv[1:]:
+            continue
         found.clear()
         kernels[function](*arguments)
         outside, loop = instructions(found[-1][1])

@@ -380,3 +380,22 @@ def reduced() -> list[Case]:
         chosen.append(best)
         missing -= _pairs(best)
     return chosen
+
+
+FEW = [  # of each list above, in the default run
+    DROPOUT[2],
+    HALF[1],
+    OFFLOAD[3],
+    OPTIONS[0],
+    POSITIONS[0],
+    POSITIONS[4],
+    HEAD_NORMS[0],
+    LOCAL[0],
+    *MODERN_GLM,
+    MUP[0],
+    PARTS[3],
+    PARTS[6],
+    PARTS[-3],
+    SHARED_BY_STAGES[1],
+    SHARED_BY_STAGES[3],
+]

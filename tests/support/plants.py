@@ -117,21 +117,21 @@ GRADIENTS = (
         "        return float(self.loss_scaler.cur_scale)",
         '        """Factor of each micro-batch\'s loss before its backward pass: the loss scale of fp16, else 1."""\n'
         "        return 1.0",
-        (f"{FURTHER}[1x1x2-zero1-none-accumulation4-fp16]",),
+        (f"{FURTHER}[1x1x2]",),
     ),
     Plant(
         "gradients of fp16 clipped before they are scaled down",
         SHARDED,
         "norm = self._context.sum(total).sqrt().float() / scale",
         "norm = self._context.sum(total).sqrt().float()",
-        (f"{FURTHER}[1x1x2-zero1-none-accumulation4-fp16]",),
+        (f"{FURTHER}[1x1x2]",),
     ),
     Plant(
         "gradients of pipeline stages divided by the micro-batches once too often",
         "megatron_lite/train/engine/pipeline.py",
         "scale = len(micro_batches) * self._zero.loss_factor",
         "scale = self._zero.loss_factor",
-        (f"{FURTHER}[1x2x1-zero1-full-accumulation4-dropout]",),
+        (f"{FURTHER}[1x2x1]",),
     ),
 )
 
@@ -196,7 +196,7 @@ DROPOUT = (
         "megatron_lite/model/input/model_input.py",
         "first_head = config.num_attention_heads // tensor_parallel_size * tensor_parallel_rank",
         "first_head = 0",
-        (f"{FURTHER}[2x1x1-zero1-none-accumulation4-dropout-t5]",),
+        (f"{FURTHER}[2x1x1]",),
         "InternLM/InternLM#405",
     ),
     Plant(
@@ -204,7 +204,7 @@ DROPOUT = (
         "megatron_lite/model/input/model_input.py",
         "keys = token_keys(dropout_seed, batch.samples,",
         "keys = token_keys(dropout_seed + tensor_parallel_rank, batch.samples,",
-        (f"{FURTHER}[2x1x1-zero2-none-accumulation4-dropout-post-norm]",),
+        (f"{FURTHER}[2x1x1]",),
         "NVIDIA/Megatron-LM#206",
     ),
     Plant(
@@ -451,7 +451,7 @@ INSIDE = (
         "megatron_lite/model/layers/rotary.py",
         "F.rms_norm(part, part.shape[-1:], self.parallel.copy(norm.weight), norm.epsilon)",
         "F.rms_norm(part, part.shape[-1:], norm.weight, norm.epsilon)",
-        (f"{FURTHER}[2x2x1-zero1-none-accumulation4-sp-dropout-norms of heads]",),
+        (f"{FURTHER}[2x2x1]",),
     ),
 )
 

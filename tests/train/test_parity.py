@@ -62,29 +62,9 @@ def test_further_cases_equal_one_process(name):
     assert failures(getattr(parity_cases, name)) == []
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        parity_cases.DROPOUT[2],
-        parity_cases.HALF[1],
-        parity_cases.OFFLOAD[3],
-        parity_cases.OPTIONS[0],
-        parity_cases.POSITIONS[0],
-        parity_cases.POSITIONS[4],
-        parity_cases.HEAD_NORMS[0],
-        parity_cases.LOCAL[0],
-        *parity_cases.MODERN_GLM,
-        parity_cases.MUP[0],
-        parity_cases.PARTS[3],
-        parity_cases.PARTS[6],
-        parity_cases.PARTS[-3],
-        parity_cases.SHARED_BY_STAGES[1],
-        parity_cases.SHARED_BY_STAGES[3],
-    ],
-    ids=str,
-)
-def test_some_further_cases_equal_one_process(case):
-    assert failures([case]) == []
+@pytest.mark.parametrize("layout", by_layout(parity_cases.FEW))
+def test_some_further_cases_equal_one_process(layout):
+    assert failures(by_layout(parity_cases.FEW)[layout]) == []
 
 
 def test_the_matrix_is_complete():
