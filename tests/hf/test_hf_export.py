@@ -103,13 +103,14 @@ def test_gelu_is_part_of_the_model(vocabulary, tmp_path, gelu):
     assert (logits - proof.training_logits(model, batch)).abs().max() > 1e-4  # the setting is not idle
 
 
-MODERN = {"rms_norm": True, "ffn": "gated", "ffn_size": 40, "biases": "none"}
+LOCAL = {"attention_window": 6, "global_every": 2, "rotary_base_local": 50.0}
+MODERN = {"rms_norm": True, "ffn": "gated", "ffn_size": 40, "biases": "none", **LOCAL}
 
 
-@pytest.mark.parametrize("left", [None, *MODERN])
+@pytest.mark.parametrize("left", [(), *((name,) for name in MODERN if name not in LOCAL), tuple(LOCAL)])
 def test_models_of_modern_blocks_there_and_back(vocabulary, tmp_path, left):
-    """All of the options, and all but one; config.json alone says them."""
-    options = {name: value for name, value in MODERN.items() if name != left}
+    """All of the options, all but one, and none of local layers; config.json alone says them."""
+    options = {name: value for name, value in MODERN.items() if name not in left}
     model = write_run(
         tmp_path / "run", tree(vocabulary, positions="rotary", block_positions="halves", **options)
     )
@@ -122,7 +123,7 @@ def test_models_of_modern_blocks_there_and_back(vocabulary, tmp_path, left):
     assert {name: getattr(again.config, name) for name in options} == options
     for name, weight in without_padding(model).items():
         assert torch.equal(without_padding(again)[name], weight)
-    if left is None:
+    if not left:
         with pytest.raises(
             CheckpointError, match="has rotary positions, which the released layout does not have"
         ):
@@ -132,7 +133,8 @@ def test_models_of_modern_blocks_there_and_back(vocabulary, tmp_path, left):
 def test_the_released_layout_has_no_modern_blocks(vocabulary, tmp_path):
     write_run(tmp_path / "run", tree(vocabulary, rms_norm=True))
     with pytest.raises(
-        CheckpointError, match="has another norm or FFN, or no biases, which the released layout"
+        CheckpointError,
+        match="has local layers, another norm or FFN, or no biases, which the released layout",
     ):
         export_run(tmp_path / "run", tmp_path / "old", ExportOptions(layout="released"))
 

@@ -45,11 +45,14 @@ def made(tmp_path_factory):
     return make(tmp_path_factory.mktemp("hf"))
 
 
-@pytest.fixture(scope="module", params=[None, *BLOCK_POSITIONS, "modern"])
+LOCAL = {**MODERN, "attention_window": 5, "global_every": 2, "rotary_base_local": 50.0, "num_layers": 3}
+
+
+@pytest.fixture(scope="module", params=[None, *BLOCK_POSITIONS, "modern", "local"])
 def made_with(request, made, tmp_path_factory):
-    """The same with each kind of positions, and with modern blocks."""
-    if request.param == "modern":
-        return make(tmp_path_factory.mktemp("hf"), **MODERN)
+    """The same with each kind of positions, with modern blocks, and with local layers among them."""
+    if request.param in ("modern", "local"):
+        return make(tmp_path_factory.mktemp("hf"), **(LOCAL if request.param == "local" else MODERN))
     rotary = {
         "positions": "rotary",
         "block_positions": request.param,
@@ -208,10 +211,29 @@ def test_cached_steps_give_the_logits_of_one_pass(made_with):
     cache, steps = None, []
     for first, last in [(0, start), *((i, i + 1) for i in range(start, labels.shape[1]))]:
         part = {k: v[:, first:last] for k, v in inputs.items() if k != "attention_mask"}
-        out = theirs(**part, past_key_values=cache, use_cache=True)
+        keys = inputs["position_ids"][:, :last]
+        out = theirs(**part, past_key_values=cache, use_cache=True, key_position_ids=keys)
         cache = out.past_key_values
         steps.append(out.logits)
     torch.testing.assert_close(torch.cat(steps, dim=1), whole, **TOLERANCE)
+    if theirs.config.attention_window:
+        with pytest.raises(ValueError, match="local layers need key_position_ids"):
+            theirs(**part, past_key_values=cache, use_cache=True)
+
+
+@torch.no_grad()
+def test_what_an_encoder_keeps_has_its_positions(tmp_path):
+    """Local layers of the encoder alone, with a cache: positions follow from the mask, padding before a text too."""
+    _, theirs, *_ = make(tmp_path, **LOCAL)
+    tokens, mask = torch.arange(7, 67).view(2, 30), torch.ones(2, 30, dtype=torch.long)
+    mask[1, :8] = 0
+    first = theirs(tokens[:, :29], attention_mask=mask[:, :29], use_cache=True)
+    last = theirs(tokens[:, 29:], attention_mask=mask, past_key_values=first.past_key_values)
+    every = torch.ones(2, 1, 30, 30, dtype=torch.bool).tril() & mask.bool()[:, None, None]
+    every[:, :, :29, :29] = mask[:, :29].bool()[:, None, :, None] & mask[:, :29].bool()[:, None, None]
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    whole = theirs(tokens, attention_mask=every, position_ids=positions).logits
+    torch.testing.assert_close(last.logits[:, 0], whole[:, 29], **TOLERANCE)
 
 
 class NoRepeat:

@@ -200,7 +200,10 @@ def require_usual_logits(config: Config, path: Path) -> None:
 
 
 # Options of blocks that GLM's classes have beside its own, and their values in GLM.
-_AS_GLM: dict[str, Any] = {"rms_norm": False, "ffn": "plain", "ffn_size": None, "biases": "all"}
+_AS_GLM: dict[str, Any] = {
+    "rms_norm": False, "ffn": "plain", "ffn_size": None, "biases": "all", "attention_window": 0, "global_every": 1,
+    "rotary_base_local": None,
+}  # fmt: skip
 
 
 def _check_exportable(run: OpenRun, layout: str) -> None:
@@ -226,7 +229,7 @@ def _check_exportable(run: OpenRun, layout: str) -> None:
     for name, is_there in (
         ("the head of a task", model.task_head != "none"),
         ("rotary positions", model.positions == "rotary"),
-        ("another norm or FFN, or no biases", plain != model),
+        ("local layers, another norm or FFN, or no biases", plain != model),
     ):
         if layout == "released" and is_there:
             raise CheckpointError(

@@ -14,6 +14,8 @@ class GLMConfig(PretrainedConfig):
         positions: "learned_blocks" (both position ids have a table) or "rotary".
         block_positions: what rotary positions do with that in a span: "added", "table", "halves"; see positions_glm.py.
         rotary_share, rotary_base: part of the features of a head that is turned, and base of the wavelengths.
+        attention_window: layers but 0, n, 2n, ... (n: global_every) see keys whose position id differs by this at most;
+            0 = all see all. rotary_base_local: rotary_base of these layers; None = the same.
         rms_norm, biases: RMSNorm instead of LayerNorm; "all" or "none", of the layers' products.
         ffn, ffn_size: "plain", or "gated": gelu of the first half, times the second; inner width, None = 4 hidden_size.
         gelu: "tanh" (how GLM is trained) or "erf" (what the released models' published code computes).
@@ -36,6 +38,9 @@ class GLMConfig(PretrainedConfig):
     block_positions: str = "added"
     rotary_share: float = 1.0
     rotary_base: float = 10000.0
+    attention_window: int = 0
+    global_every: int = 1
+    rotary_base_local: float | None = None
     rms_norm: bool = False
     biases: str = "all"
     ffn: str = "plain"

@@ -4,7 +4,7 @@ One stack reads part A, the text with its blanks, in both directions, and part B
 right. `block_position_ids` is 0 in part A and 1, 2, ... within a span of part B, so the attention mask needs no
 argument: all tokens see part A, and a token of part B also sees part B up to itself. `position_ids` is the position in
 the text; all tokens of a span have that of their blank. Without `block_position_ids` the whole input is part A and the
-model is a bidirectional encoder.
+model is a bidirectional encoder. Local layers also see near positions alone (`attention_window`).
 
 `attention_mask` marks padding (0) as usual. A boolean one of shape [B, 1, S, S] replaces the rule, for
 example for packed documents. Padding rows see nothing.
@@ -38,7 +38,7 @@ from transformers.modeling_outputs import (
 from transformers.utils.generic import can_return_tuple
 
 from .configuration_glm import GLMConfig
-from .positions_glm import GLMEmbedding, Turns, turned, turns_of
+from .positions_glm import GLMEmbedding, Turns, near_keys, turned, turns_of
 
 if TYPE_CHECKING:  # never imported, but transformers saves the files named in imports along with the model
     from .pipeline_glm import BlankInfillingPipeline  # noqa: F401
@@ -111,9 +111,8 @@ class GLMAttention(nn.Module):
         cache: Cache | None,
     ) -> torch.Tensor:
         rows, length, _ = hidden.shape
-        q, k, v = (
-            self.query_key_value(hidden).view(rows, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
-        )
+        heads = self.query_key_value(hidden).view(rows, length, 3, self.num_heads, -1)
+        q, k, v = heads.permute(2, 0, 3, 1, 4)
         q, k = turned(q, turns), turned(k, turns)
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
@@ -209,6 +208,7 @@ class GLMModel(GLMPreTrainedModel):
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
+        key_position_ids: torch.Tensor | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
         """
@@ -217,6 +217,7 @@ class GLMModel(GLMPreTrainedModel):
             attention_mask: see the module's docstring.
             position_ids, block_position_ids: int [B, S]; None = the whole input is part A.
             past_key_values: keys and values of what came before; attention_mask then covers both.
+            key_position_ids: int [B, K], for local layers beside a cache.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds.")
@@ -237,15 +238,21 @@ class GLMModel(GLMPreTrainedModel):
                 raise ValueError(
                     "block_position_ids need position_ids: a span has the position of its blank."
                 )
-            position_ids = self._positions_of_part_a(attention_mask, words, past_length)
+            key_position_ids = self._positions_of_part_a(attention_mask, words, past_length)
+            position_ids = key_position_ids[:, -words.shape[1] :]
         if block_position_ids is None:
             block_position_ids = torch.zeros_like(position_ids)
+        of_keys = key_position_ids if past_length else position_ids
+        near = near_keys(self.config, visible, position_ids, of_keys)
 
         hidden = self.embedding(words, position_ids, block_position_ids)
-        turns = turns_of(self.config, position_ids, block_position_ids)
+        bases = self.config.rotary_base, self.config.rotary_base_local or self.config.rotary_base
+        turns = [turns_of(self.config, position_ids, block_position_ids, base) for base in bases]
         states = [hidden] if output_hidden_states else None
-        for layer in self.layers:
-            hidden = layer(hidden, visible, blind, turns, past_key_values=past_key_values)
+        for number, layer in enumerate(self.layers):
+            is_local = number % self.config.global_every > 0
+            seen = near if is_local else visible
+            hidden = layer(hidden, seen, blind, turns[is_local], past_key_values=past_key_values)
             if states is not None:
                 states.append(hidden)
         return BaseModelOutputWithPast(
@@ -257,7 +264,7 @@ class GLMModel(GLMPreTrainedModel):
     def _positions_of_part_a(
         self, attention_mask: torch.Tensor | None, words: torch.Tensor, past_length: int
     ) -> torch.Tensor:
-        """Positions 0, 1, 2, ... of the tokens that are not padding: int [B, S]."""
+        """Positions 0, 1, 2, ... of the tokens that are not padding, cached ones too: int [B, K]."""
         rows, length, _ = words.shape
         if attention_mask is None or attention_mask.dim() != 2:
             attention_mask = torch.ones(1, past_length + length, device=words.device).expand(rows, -1)
@@ -267,7 +274,7 @@ class GLMModel(GLMPreTrainedModel):
             raise ValueError(
                 f"a text has {tokens} tokens, but the model has positions for {limit}; shorten it."
             )
-        return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -length:]
+        return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
 class GLMWithVocabulary(GLMPreTrainedModel):
@@ -304,6 +311,7 @@ class GLMForBlankInfilling(GLMWithVocabulary, GenerationMixin):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         logits_to_keep: int = 0,
+        key_position_ids: torch.Tensor | None = None,
         **kwargs,
     ) -> CausalLMOutputWithPast:
         """As GLMModel; in addition:
@@ -321,6 +329,7 @@ class GLMForBlankInfilling(GLMWithVocabulary, GenerationMixin):
             past_key_values=past_key_values,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
+            key_position_ids=key_position_ids,
         )
         logits = self.lm_head(outputs.last_hidden_state[:, -logits_to_keep:])
         loss = None
@@ -346,6 +355,7 @@ class GLMForBlankInfilling(GLMWithVocabulary, GenerationMixin):
             input_ids, next_sequence_length=next_sequence_length, **kwargs
         )
         inputs["block_position_ids"] = block_position_ids[:, -inputs["input_ids"].shape[1] :]
+        inputs["key_position_ids"] = kwargs["position_ids"]
         return inputs
 
     def _prepare_position_ids_for_generation(

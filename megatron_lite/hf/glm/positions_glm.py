@@ -37,18 +37,33 @@ class GLMEmbedding(nn.Module):
         return self.dropout(words)
 
 
-def turns_of(config: GLMConfig, text: torch.Tensor, span: torch.Tensor) -> Turns | None:
+def near_keys(
+    config: GLMConfig, visible: torch.Tensor | None, positions: torch.Tensor, of_keys: torch.Tensor | None
+) -> torch.Tensor | None:
+    """The `visible` keys that local layers see: bool [B, 1, S, K].
+
+    Args: visible: bool [B, 1, S, K]; None = all. positions, of_keys: position ids, int [B, S] and [B, K].
+    """
+    if not config.attention_window:
+        return visible
+    if of_keys is None:
+        raise ValueError("local layers need key_position_ids: the position ids of cached and new tokens.")
+    near = (positions[:, None, :, None] - of_keys[:, None, None]).abs() <= config.attention_window
+    return near if visible is None else near & visible
+
+
+def turns_of(config: GLMConfig, text: torch.Tensor, span: torch.Tensor, base: float) -> Turns | None:
     """How rotary positions turn queries and keys; None where positions have tables.
 
     By the sum of both positions (block_positions: added), by the position alone (table), or half of the features by
-    each (halves). Args: text, span: both position ids, int [B, S].
+    each (halves). Args: text, span: both position ids, int [B, S]. base: of the wavelengths.
     """
     if config.positions != "rotary":
         return None
     turning = {"added": [text + span], "table": [text], "halves": [text, span]}[config.block_positions]
     width = int(config.rotary_share * (config.hidden_size // config.num_attention_heads)) // len(turning)
     exponents = torch.arange(0, width, 2, dtype=torch.float32, device=text.device) / width
-    waves = 1.0 / config.rotary_base**exponents
+    waves = 1.0 / base**exponents
     angles = torch.cat([positions[:, None, :, None].float() * waves for positions in turning], dim=-1)
     return angles.cos(), angles.sin()
 

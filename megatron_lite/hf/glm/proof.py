@@ -190,7 +190,7 @@ def proof_batch(config: ModelConfig, seed: int = 0) -> np.ndarray:
     """int32 [3, fields, S], as Batch: part A and two spans, padded; with one span, unpadded; part A, padded."""
     assert config.vocab_size is not None
     rng = np.random.default_rng(seed)
-    length = min(96, config.max_position)
+    length = min(96 + 3 * config.attention_window, config.max_position)
     batch = np.zeros((3, len(FIELDS), length), np.int32)
     batch[:, DOC] = PADDING_DOC
     for row, (context, spans) in enumerate(_proof_rows(length)):
