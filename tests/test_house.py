@@ -67,7 +67,7 @@ ABILITIES: dict[str, int] = {
     "local layers": 304,
     "ModernBERT and Ettin's decoder, with the options of their body": 191,
     "GLM's class of transformers on a modern body": 29,
-    "local layers in GLM's class of transformers": 36,
+    "local layers in GLM's class of transformers": 33,
     "an honest roofline: tiles, waves, instructions, constants with sources": 294,
     "one kernel on GPUs for each norm, activation, gate and its dropout": 120,
     "entities in corpora: read, aligned with tokens, stored, joined": 326,

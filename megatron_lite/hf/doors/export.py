@@ -62,9 +62,7 @@ from megatron_lite.optimus import huggingface as optimus
 from megatron_lite.optimus.card import optimus_card
 
 _PREFIX = "glm."
-
 _CODE = [f"{part}_glm.py" for part in ("configuration", "positions", "modeling", "tokenization", "pipeline")]
-
 _AUTO_MAP = {
     "AutoConfig": "configuration_glm.GLMConfig",
     "AutoModel": "modeling_glm.GLMModel",
@@ -72,7 +70,6 @@ _AUTO_MAP = {
     "AutoModelForSequenceClassification": "modeling_glm.GLMForSequenceClassification",
     "AutoModelForMultipleChoice": "modeling_glm.GLMForMultipleChoice",
 }
-
 _PIPELINES = {
     "blank-infilling": {
         "impl": "pipeline_glm.BlankInfillingPipeline",
