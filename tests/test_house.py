@@ -73,6 +73,7 @@ ABILITIES: dict[str, int] = {
     "entities in corpora: read, aligned with tokens, stored, joined": 326,
     "attention under the rule and with a bias by distance, in kernels on GPUs": 439,
     "fine-tuning on several tasks at once": 374,
+    "disentangled attention, and DeBERTa-v3": 340,
 }
 # Figures that may only fall. A change that lowers a figure lowers its number here; tests/support/figures.py prints all.
 CEILINGS = {

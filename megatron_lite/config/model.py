@@ -6,7 +6,7 @@ The options are orthogonal. Their defaults are GLM's; systems.py has those of th
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from data_utils.base.losses import MOST_LOSSES
 from data_utils.base.settings import REQUIRED, Former, checked, setting
@@ -16,7 +16,7 @@ ACTIVATIONS = ("gelu_tanh", "gelu_erf", "relu", "silu")
 NORMS = ("pre", "post", "deepnorm")
 POSITIONS = ("learned_blocks", "learned", "rotary", "none")
 BLOCK_POSITIONS = ("added", "table", "halves")
-RELATIVE = ("none", "buckets", "xlnet")
+RELATIVE = ("none", "buckets", "xlnet", "disentangled")
 FFNS = ("plain", "gated")
 BIASES = ("all", "qkv", "mlp", "none")
 TASK_HEADS = ("none", "classes", "values", "tags", "spans")
@@ -61,9 +61,7 @@ class ModelConfig:
     num_attention_heads: int = setting(
         REQUIRED, "attention heads; must divide hidden_size where head_dim is null", at_least=1
     )
-    head_dim: int | None = setting(
-        None, "width of an attention head; null = hidden_size / num_attention_heads", at_least=1
-    )
+    head_dim: int | None = setting(None, "width of a head; null = hidden_size / number of heads", at_least=1)
     num_key_value_heads: int | None = setting(
         None,
         "heads of keys and values, each shared by a group of attention heads (GLM-4: 2); null = num_attention_heads",
@@ -117,10 +115,15 @@ class ModelConfig:
     )
     relative: str = setting(
         "none",
-        "relative positions in the scores of attention: none, buckets of distances (T5, UniLMv2), or xlnet: also "
-        "segments, and one learned vector for what is predicted",
+        "relative positions in the scores of attention: none; buckets of distances (T5, UniLMv2); xlnet: also "
+        "segments, and one vector for what is predicted; disentangled: buckets with queries and keys (DeBERTa)",
         one_of=RELATIVE,
     )
+    position_buckets: int = setting(
+        0, "buckets of each direction, half of them logarithmic (DeBERTa-v3: 256); 0 = all apart", at_least=0
+    )
+    position_projections: bool = setting(False, "buckets have matrices of queries and keys of their own")
+    position_norm: bool = setting(False, "a norm of the buckets' embeddings, of relative disentangled")
     unscaled_scores: bool = setting(False, "scores without the factor 1/sqrt(width of a head) (T5)")
     norm: str = setting(
         "pre",
@@ -185,9 +188,7 @@ class ModelConfig:
         "every token), 0 = none",
         at_least=0,
     )
-    task_types: int = setting(
-        0, "rows of an embedding of a token's objective (ERNIE 2.0: 16), 0 = none", at_least=0
-    )
+    task_types: int = setting(0, "rows of an embedding of objectives (ERNIE 2.0: 16), 0 = none", at_least=0)
     task_rows: tuple[int, ...] = setting(
         (),
         "row of that embedding for each loss, by its number; a start fills it in: objectives take rows 0, 1, ... in "
@@ -275,9 +276,8 @@ class ModelConfig:
     def query_factor(self) -> float:
         """Factor of the queries, for kernels that scale scores by 1 / sqrt(head size)."""
         base = self.mup.base_head_size if self.mup else None
-        return math.sqrt(
-            self.head_size if self.unscaled_scores else (base or self.head_size) / self.head_size
-        )
+        scale = self.head_size if self.unscaled_scores else (base or self.head_size) / self.head_size
+        return math.sqrt(scale / 3 if self.relative == "disentangled" else scale)
 
     @property
     def task_outputs(self) -> int:
@@ -312,13 +312,21 @@ class ModelConfig:
         return self.relative == "xlnet"
 
     @property
+    def has_query_terms(self) -> bool:
+        """Whether relative positions add terms to the scores that depend on queries."""
+        return self.relative in ("xlnet", "disentangled")
+
+    @property
+    def position_rows(self) -> int:
+        """Buckets of both directions, of relative positions that are disentangled."""
+        return 2 * (self.position_buckets or self.max_position + 1)
+
+    @property
     def is_plain(self) -> bool:
         """True for GLM's own layers and heads and no others: only such models can be exported in GLM's format."""
-        others = (field for field in fields(self) if field.name not in _OF_GLM)
-        is_default = all(getattr(self, field.name) == field.default for field in others)
-        has_its_head = self.task_head in ("none", "classes", "values") and not self.has_task_pooler
-        is_known = self.activation.startswith("gelu") and self.positions in ("learned_blocks", "rotary")
-        return is_default and is_known and has_its_head
+        from megatron_lite.config.model_rules import is_plain
+
+        return is_plain(self)
 
     @property
     def has_plain_blocks(self) -> bool:
@@ -364,19 +372,3 @@ class ModelConfig:
     def has_bias(self, product: str) -> bool:
         """Whether a product of a block has a bias. Args: product: "qkv", "attention" (its output) or "mlp"."""
         return self.biases == "all" or self.biases == product
-
-
-# Options that leave a trained model as it is.
-OF_TRAINING = frozenset(
-    (
-        "system", "embedding_dropout", "attention_dropout", "activation_dropout", "output_dropout", "final_dropout",
-        "sentence_dropout", "task_dropout", "task_pooler", "init", "init_std", "init_cutoff", "init_words_std",
-        "init_positions_std", "embedding_gradient_shrink",
-    )
-)  # fmt: skip
-# These, and those that GLM's exported code knows.
-_OF_GLM = OF_TRAINING | {
-    "num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position", "layernorm_epsilon", "activation",
-    "positions", "block_positions", "rotary_share", "rotary_base", "task_head", "task_classes", "task_heads",
-    "logit_soft_cap", "mup",
-}  # fmt: skip

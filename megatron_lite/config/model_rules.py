@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from data_utils.base.settings import check
 
 ModelConfig = Any  # that of model.py, which imports this file
+# Options that leave a trained model as it is.
+OF_TRAINING = frozenset(
+    (
+        "system", "embedding_dropout", "attention_dropout", "activation_dropout", "output_dropout", "final_dropout",
+        "sentence_dropout", "task_dropout", "task_pooler", "init", "init_std", "init_cutoff", "init_words_std",
+        "init_positions_std", "embedding_gradient_shrink",
+    )
+)  # fmt: skip
+# These, and those that GLM's exported code knows.
+_OF_GLM = OF_TRAINING | {
+    "num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position", "layernorm_epsilon", "activation",
+    "positions", "block_positions", "rotary_share", "rotary_base", "task_head", "task_classes", "task_heads",
+    "logit_soft_cap", "mup",
+}  # fmt: skip
 
 
 def check_model(model: ModelConfig) -> None:
@@ -45,7 +60,7 @@ def check_model(model: ModelConfig) -> None:
     )
     of_one_stack = {
         "positions": model.positions == "rotary",
-        "relative": model.has_distance_scores,
+        "relative": model.has_query_terms,
         "norm": model.norm == "deepnorm",
         "sandwich_norm": model.sandwich_norm,
         "attention_window": model.attention_window > 0,
@@ -65,6 +80,7 @@ def check_model(model: ModelConfig) -> None:
     )
     _check_norms(model)
     _check_windows(model)
+    _check_disentangled(model)
     _check_mup(model)
     has_classes = model.task_head in ("classes", "tags")
     check(
@@ -119,11 +135,43 @@ def _check_windows(model: ModelConfig) -> None:
     )
 
 
+def _check_disentangled(model: ModelConfig) -> None:
+    """Rules of relative positions with queries and keys of their own."""
+    is_chosen, half = model.relative == "disentangled", model.position_buckets // 2
+    for name, usual in (
+        ("position_buckets", 0),
+        ("position_projections", False),
+        ("position_norm", False),
+    ):
+        value = getattr(model, name)
+        check(
+            is_chosen or value == usual,
+            f"model.{name} is {value} with model.relative {model.relative}; set relative to disentangled, or leave "
+            f"{name} out.",
+        )
+    check(
+        not model.position_buckets or (model.position_buckets == 2 * half and 2 <= half < model.max_position),
+        f"model.position_buckets is {model.position_buckets} with model.max_position ({model.max_position}); it must "
+        "be even, and half of it 2 or more and below max_position: choose another, or 0 for one of each distance.",
+    )
+    others = {
+        "positions": model.positions == "rotary",
+        "num_key_value_heads": model.key_value_heads != model.num_attention_heads,
+        "query_key_norm": model.query_key_norm,
+    }
+    for name, is_other in others.items():
+        check(
+            not (is_chosen and is_other),
+            f"model.{name} is {getattr(model, name)} with model.relative disentangled, whose buckets have no such "
+            "queries and keys; leave one of them out.",
+        )
+
+
 def _check_mup(model: ModelConfig) -> None:
     not_covered = {
         "init": model.begins_by_width,
         "embedding_size": model.embedding_size is not None,
-        "relative": model.has_distance_scores,
+        "relative": model.has_query_terms,
         "unscaled_scores": model.unscaled_scores,
         "scale_head": model.scale_head,
         "scale_embedding": model.scale_embedding,
@@ -134,3 +182,12 @@ def _check_mup(model: ModelConfig) -> None:
             f"model.{name} is {getattr(model, name)} with model.mup, whose rules do not cover that; leave one of them "
             "out.",
         )
+
+
+def is_plain(model: ModelConfig) -> bool:
+    """See `ModelConfig.is_plain`."""
+    others = (field for field in fields(model) if field.name not in _OF_GLM)
+    is_default = all(getattr(model, field.name) == field.default for field in others)
+    has_its_head = model.task_head in ("none", "classes", "values") and not model.has_task_pooler
+    is_known = model.activation.startswith("gelu") and model.positions in ("learned_blocks", "rotary")
+    return is_default and is_known and has_its_head

@@ -79,6 +79,10 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "ernie": {**_BERT, "layernorm_epsilon": 1e-5, "activation": "relu", "max_position": 512},
     "ernie2": {**_BERT, "layernorm_epsilon": 1e-5, "segments": 4, "task_types": 16},
     "unilm": {**_BERT, "layernorm_epsilon": 1e-5, "segments": 6},
+    "deberta_v3": {
+        **_BERT, "layernorm_epsilon": 1e-7, "positions": "none", "segments": 0, "sentence_classes": 0,
+        "relative": "disentangled", "position_buckets": 256, "position_norm": True,
+    },
     "unilmv2": {**_BERT, "relative": "buckets", "sentence_classes": 0},
     "bart": _BART,
     "mass": {**_BART, "max_position": 511, "scale_embedding": True, "activation_dropout": 0.1},

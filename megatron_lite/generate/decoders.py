@@ -168,7 +168,7 @@ class TextDecoder:
         stops: Callable[[list[int]], bool] | None = None,
     ):
         self.model, self.config, self.layout = model, config, layout
-        if model.config.has_distance_scores:
+        if model.config.has_query_terms:
             raise ConfigError(
                 f"model.relative is {model.config.relative}, whose positions are not cached; give another run."
             )

@@ -6,6 +6,7 @@ The list follows block.py and fused_block.py, kernel by kernel; tests compare it
 
 from __future__ import annotations
 
+from megatron_lite.profile.relative_costs import relative_terms
 from megatron_lite.profile.roofline import ISSUE, activation_issue
 from megatron_lite.profile.rows import Call
 from megatron_lite.profile.sizes import Sizes
@@ -144,37 +145,13 @@ class BlockCosts:
             if call.gathered:
                 tally.kernel(4 * call.gathered * s.attended * self.e)
             if kernel == "dense":
-                self._distances(tally, call.pairs)
+                relative_terms(self, tally, call.pairs)
                 self._masked(tally, call.pairs)
             self._call(tally, call, backward=False)
         if kernel == "dense":
             tally.kernel(2 * whole)  # zeros for what sees nothing
         elif kernel != "blocks" and len(calls) > 1:
             tally.kernel(2 * whole)
-
-    def _distances(self, tally: Tally, pairs: float, backward: bool = False) -> None:
-        """Learned terms of the scores by distance and segment, where relative positions are no buckets."""
-        if self.model.relative in ("none", "buckets"):
-            return
-        s, numbers = self.s, pairs * self.s.heads
-        whole, scores = self.T * s.attended * self.e, self.T * s.heads * s.distances * self.e
-        tally.product(s.distances, s.width, s.attended, self.e)
-        tally.kernel(2 * whole, 4)
-        tally.kernel(6 * whole)
-        tally.kernel(scores + whole, 2 if backward else 1, "matmul")
-        tally.small(2)
-        if backward:
-            tally.kernel(6.5 * numbers, 2)
-            tally.kernel((8 + 2 * self.e) * numbers)
-            tally.kernel(2 * self.e * numbers)
-            tally.kernel(2 * scores)
-            tally.small(8)
-        else:
-            tally.kernel((8 + 2 * self.e) * numbers, 2)
-            tally.kernel(3 * self.e * numbers)
-            tally.kernel(2 * self.e * numbers)
-            tally.kernel(8 * pairs, 4)
-            tally.small(9)
 
     def _masked(self, tally: Tally, pairs: float) -> None:
         """The bias of all pairs under the mask."""
@@ -199,7 +176,7 @@ class BlockCosts:
         if self.model.positions == "rotary":
             tally.kernel(1.06 * whole, 10)
             tally.kernel(6 * whole)
-        if self.model.unscaled_scores:  # queries times a factor, and put together with keys and values
+        if self.model.query_factor != 1.0:  # queries times it, and put together with keys and values
             tally.kernel(2 * whole)
             tally.kernel(6 * whole)
 
@@ -314,7 +291,7 @@ class BlockCosts:
             tally.kernel(size, issued=self._issued("add_norm_backward"), rounds=self.t / _NORM_PROGRAMS)
         tally.small(self.model.has_bias("mlp"))
 
-    def _products_backward(
+    def products_backward(
         self, tally: Tally, rows: float, inner: int, columns: int, is_column: bool, has_bias: bool
     ) -> None:
         """Gradients of the input and the weight of a product [rows, inner] x [inner, columns]."""
@@ -338,7 +315,7 @@ class BlockCosts:
 
     def _mlp_backward(self, tally: Tally) -> None:
         s, size = self.s, self.T * self.s.inner * self.e
-        self._products_backward(tally, self.T, s.inner, s.width, False, False)
+        self.products_backward(tally, self.T, s.inner, s.width, False, False)
         if self.has_kernels or self.model.ffn != "gated":
             self._activate(tally, "activate_backward", 2, _ACTIVATION_PROGRAMS * s.expanded * 4)
             if self.model.has_bias("mlp"):
@@ -348,11 +325,11 @@ class BlockCosts:
             tally.kernel(2.2 * size, 7)  # of the activation, and its halves put together
             tally.kernel(4 * size)
         tally.kernel(2 * size, self.model.activation_dropout > 0 and not self.has_kernels)
-        self._products_backward(tally, self.T, s.width, s.expanded, True, False)
+        self.products_backward(tally, self.T, s.width, s.expanded, True, False)
 
     def _attention_backward(self, tally: Tally) -> None:
         s, kernel = self.s, self.s.stack(self.is_decoder).kernel
-        self._products_backward(tally, self.T, s.attended, s.width, False, False)
+        self.products_backward(tally, self.T, s.attended, s.width, False, False)
         calls = self.calls()
         for call in calls:
             self._call(tally, call, backward=True)
@@ -360,7 +337,7 @@ class BlockCosts:
         if kernel == "dense":
             tally.kernel(2 * whole)
             self._unmasked(tally, calls[0].pairs)
-            self._distances(tally, calls[0].pairs, backward=True)
+            relative_terms(self, tally, calls[0].pairs, backward=True)
             tally.kernel(6 * whole)
         elif kernel == "blocks":
             tally.launches += 1  # of queries, of keys
@@ -377,11 +354,11 @@ class BlockCosts:
             tally.kernel(2 * whole)
             tally.kernel(4 * whole)
         self._turn(tally, _HEADS_BACKWARD)
-        self._products_backward(tally, self.T, s.width, s.qkv, True, self.model.has_bias("qkv"))
+        self.products_backward(tally, self.T, s.width, s.qkv, True, self.model.has_bias("qkv"))
 
     def _cross_backward(self, tally: Tally) -> None:
         s, encoded = self.s, self.s.tokens()
-        self._products_backward(tally, self.T, s.attended, s.width, False, False)
+        self.products_backward(tally, self.T, s.attended, s.width, False, False)
         whole = self.T * s.attended * self.e
         if self.model.unscaled_scores:
             tally.kernel(2 * whole)
@@ -390,5 +367,5 @@ class BlockCosts:
         self._call(tally, self._cross_call(), backward=True)
         tally.kernel(4 * encoded * s.attended * self.e)
         for rows, columns in ((encoded, 2 * s.attended), (self.T, s.attended)):
-            self._products_backward(tally, rows, s.width, columns, True, self.model.has_bias("qkv"))
+            self.products_backward(tally, rows, s.width, columns, True, self.model.has_bias("qkv"))
         tally.kernel(3 * encoded * s.width * self.e)  # sums of the encoder's gradients

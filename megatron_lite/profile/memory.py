@@ -137,7 +137,9 @@ def _attention_state(s: Sizes, is_decoder: bool) -> float:
     if s.stack(is_decoder).kernel == "dense":  # the mask, the bias under it, and the output before its zeros
         total += calls[0].pairs * (1 + (s.heads * e if model.relative != "none" else e))
         total += s.tokens(is_decoder) * s.attended * e
-    if model.relative not in ("none", "buckets"):
+    if model.relative == "disentangled":  # queries with their factor, and queries and keys by rows
+        total += 5 * s.tokens() * s.attended * e
+    elif model.has_query_terms:
         # Queries with both biases, scores of all distances, and which of them a pair has.
         scores = s.tokens() * s.heads * s.distances * e
         total += 3 * s.tokens() * s.attended * e + scores + 16 * calls[0].pairs

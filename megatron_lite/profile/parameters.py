@@ -81,7 +81,8 @@ def _counted(
         module = GLM(model, parallel=TensorParallel(group, is_split, sums_at_once))
     return tuple(
         Counted(
-            name, p.numel(), is_partial(p), p.dim() == 2 and name.startswith("layers.") and "adapter" not in name,
+            name, p.numel(), is_partial(p),
+            p.dim() == 2 and name.startswith("layers.") and "adapter" not in name and not hasattr(p, "is_used_twice"),
             whole_blocks(tuple(p.shape), partition_of(p), tp), moments_of(kind, name, p),
         )
         for name, p in module.named_parameters()

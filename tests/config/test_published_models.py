@@ -267,12 +267,7 @@ def test_a_system_has_the_published_number_of_parameters(name, overrides, parame
 
 
 LARGE_EUROBERT = ["model.num_key_value_heads=6", "model.ffn_size=4096", "model.num_layers=26"]
-T5_SMALL = [
-    "model.num_layers=8",
-    "model.decoder_layers=8",
-    "model.hidden_size=512",
-    "model.num_attention_heads=6",
-]
+T5_SMALL = [*size(8, 512, 6), "model.decoder_layers=8"]
 T5_SMALL += ["model.head_dim=64", "model.ffn_size=1024"]
 T5_LARGE = [*size(24, 1024, 16), "model.decoder_layers=24", "model.ffn_size=2816"]
 LLAMA_2 = [
@@ -311,6 +306,11 @@ CONTINUED = [
     ("xlm-roberta-base", [], 278_295_186 - 2 * 768),  # as RoBERTa's
     ("xlm-roberta-base", size(24, 1024, 16), 560_142_482 - 2 * 1024),
     ("camembert-base", [], 110_655_493 - 2 * 768),
+    # DebertaV2Model, and the head: a product, its bias, a norm and a bias of each token.
+    ("deberta-v3-base", [], 183_831_552 + 768 * 771 + 128_100),
+    ("deberta-v3-base", size(12, 384, 6), 70_682_112 + 384 * 387 + 128_100),
+    ("deberta-v3-base", size(6, 768, 12), 141_304_320 + 768 * 771 + 128_100),
+    ("deberta-v3-base", size(24, 1024, 16), 434_012_160 + 1024 * 1027 + 128_100),
 ]
 
 
@@ -326,7 +326,7 @@ def test_the_head_of_a_file_says_how_many_parameters_there_are():
         head = (MODELS / f"{name}.yaml").read_text().partition("\n\n")[0]
         if not overrides and (found := re.search(r"([\d,.]+) M parameters", head)):
             said[name] = float(found[1].replace(",", "")), round(parameters / 1e6, 1)
-    assert len(said) == 28 and all(words == counted for words, counted in said.values())
+    assert len(said) == 29 and all(words == counted for words, counted in said.values())
 
 
 def test_every_system_has_its_published_number_of_parameters():
@@ -339,7 +339,7 @@ VOCABULARIES = {
     "ernie-base": 18000, "ernie2-base": 30522, "gpt": 40478, "gpt2-xl": 50257, "unilm-large": 28996,
     "unilmv2-base": 30522, "xlnet-large": 32000, "mass-base": 30522, "t5-base": 32128, "bart-large": 50265,
     "ul2-20b": 32128, "llada-8b": 126464,
-    "modernbert-base": 50368,
+    "modernbert-base": 50368, "deberta-v3-base": 128100,
 }  # fmt: skip
 
 
@@ -415,7 +415,7 @@ def test_glm_130b_ramps_its_batch_and_decays_over_nine_tenths_of_its_tokens():
 DRY_RUNS = {
     "bert-base": 16, "bert-large": 32, "roberta-large": 64, "albert-base": 64, "t5-base": 64, "glm-large": 64,
     "ernie2-base": 16, "glm-130b": 768,
-    "llada-8b": 64, "modernbert-base": 8,
+    "llada-8b": 64, "modernbert-base": 8, "deberta-v3-base": 64,
 }  # fmt: skip
 
 

@@ -105,7 +105,7 @@ def test_a_refusal_names_the_field_the_value_and_the_rule(directory, changes, me
 @pytest.mark.parametrize(
     ("class_name", "sizes"),
     [
-        ("DebertaV2ForMaskedLM", CASES["roberta"][1]),
+        ("DebertaForMaskedLM", CASES["roberta"][1]),
         ("GemmaForCausalLM", {**CASES["glm4"][1], "rope_parameters": None}),
         (
             "GPTNeoXForCausalLM",

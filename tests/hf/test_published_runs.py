@@ -120,11 +120,12 @@ def saved_again(context, run, output):
     ("case", "parallel"),
     [("bert", layout(2, 2)), ("gpt2", layout(2, zero=3)), ("t5", layout(2, zero=3)), ("bart", layout(pp=2)),
      ("xlnet", layout(2, 2)), ("glm4", layout(2, zero=3)), ("qwen3", layout(2, 2)), ("neobert", layout(2, zero=3)),
-     ("modernbert", layout(pp=2)),
+     ("modernbert", layout(pp=2)), ("deberta_v3", layout(2, 2)),
      *(pytest.param(*case, marks=pytest.mark.slow) for case in (
          ("llama", layout(pp=2)), ("mistral", layout(2, zero=3)), ("qwen2", layout(2, 2)), ("eurobert", layout(2)),
          ("xlm_roberta", layout(2, zero=3)), ("camembert", layout(pp=2)), ("t5_1_1", layout(2)), ("mt5", layout(pp=2)),
          ("modernbert", layout(2, zero=3)), ("modernbert_decoder", layout(2, 2)),
+         ("deberta_v3, odd", layout(pp=2)), ("deberta_v3", layout(2, zero=3)),
      ))],
 )  # fmt: skip
 def test_every_layout_gives_the_directory_back(case, parallel, tmp_path):

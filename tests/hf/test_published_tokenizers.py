@@ -34,7 +34,7 @@ SYSTEMS = (
         "mt5",
         "xlm_roberta",
     ),
-    *("camembert", "llama", "llama3", "qwen2", "eurobert"),
+    *("camembert", "llama", "llama3", "qwen2", "eurobert", "deberta_v3"),
 )
 MATRIX = [(system, options) for system in SYSTEMS for options in combinations(system)]
 # Each option once in each state, and the systems without options.
@@ -50,6 +50,7 @@ REDUCED = [
         {}, {"do_lower_case": system == "xlnet", "keep_accents": True, "remove_space": False},
     )],
     *[(system, {}) for system in ("gpt", "t5", "glm4", "xlm_roberta", "camembert", "llama", "qwen2", "eurobert")],
+    ("deberta_v3", {}), ("deberta_v3", {"do_lower_case": True, "split_by_punct": True}),
 ]  # fmt: skip
 SPECIAL = ("[", "]", "<", ">")  # texts of the random mixture spell no special token
 

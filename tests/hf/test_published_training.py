@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from support import recipes
 from support.distributed import run_ranks
 from support.published import random_model, xlnet_logits
+from support.published_tokenizers import write_files
 from support.tokenizer_files import BYTE_SYMBOLS, byte_bpe_json, write_bert, write_gpt2
 
 from data_utils.base.planes import (
@@ -36,7 +37,7 @@ from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.generate.open_run import open_run
 from megatron_lite.hf.doors.importing import import_directory
-from megatron_lite.hf.published.proof import encoder_decoder_inputs, in_rows
+from megatron_lite.hf.published.proof import encoder_decoder_inputs, in_rows, padded
 from megatron_lite.hf.published.systems import PUBLISHED
 from megatron_lite.model.attention.layout import allowed
 from megatron_lite.model.input.batch import Batch
@@ -60,6 +61,7 @@ CASES = {
     "qwen3": {"objectives": {"causal": 1}},
     "eurobert": {"objectives": {"masked_lm": 1}},
     "modernbert": {"objectives": {"masked_lm": 1}},
+    "deberta_v3": {"objectives": {"masked_lm": 1}},
     "modernbert_decoder": {"objectives": {"causal": 1}},
     **{name: {"objectives": {"masked_lm": 1}} for name in ("xlm_roberta", "camembert", "neobert")},
     **{name: {"objectives": {"causal": 1}} for name in ("mistral", "qwen2")},
@@ -69,7 +71,10 @@ CASES = {
 OF_BYTES = {  # their tokenizers, of bytes: transformers reads no other files for these types -> special tokens
     **{name: ["<|endoftext|>"] for name in ("glm4", "qwen2")},
     "mistral": ["<|begin_of_text|>", "<|end_of_text|>"],
-    **{key: ["[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]"] for key in ("modernbert", "modernbert_decoder")},
+    **{
+        key: ["[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]"]
+        for key in ("modernbert", "modernbert_decoder", "deberta_v3")
+    },
 }
 SENTENCE_LOSSES = [loss.number for loss in LOSSES if loss.sentence_level]
 # fp32: 50 steps add up the rounding of sums in another order.
@@ -81,6 +86,9 @@ def write_directory(case, directory):
     if case == "gpt2":
         names = [*BYTE_SYMBOLS, *(f"a{i}" for i in range(143)), "<|endoftext|>"]
         write_gpt2(directory, {name: i for i, name in enumerate(names)}, [])
+    elif case == "deberta_v3":
+        write_files(case, directory)
+        names = range(430)
     elif case in OF_BYTES:
         described = byte_bpe_json(OF_BYTES[case])
         (directory / "tokenizer.json").write_text(json.dumps(described))
@@ -175,6 +183,8 @@ def outputs(model, planes):
         return in_rows(model(**inputs).logits, planes), inputs
     if "perm_mask" in inspect.signature(model.forward).parameters:
         return xlnet_logits(model, planes)[0], {}
+    if hasattr(model.config, "position_buckets"):
+        return documents_alone(model, planes), {}
     tensors = torch.from_numpy(planes.astype(np.int64))
     visible = torch.from_numpy(allowed(planes[:, DOC], planes[:, ORD], planes[:, GRP]))
     sees_nothing = ~visible.any(-1, keepdim=True)  # padding, which may see itself
@@ -188,6 +198,21 @@ def outputs(model, planes):
         inputs["token_type_ids"] = tensors[:, SEGMENT_IDS]
     out = model(**inputs)
     return (out["logits"] if "logits" in out else out["prediction_logits"]), inputs
+
+
+def documents_alone(model, planes):
+    """Logits of a class that takes no mask of pairs, whose texts are rows of their own: [B, S, V]."""
+    texts = [
+        (row, np.flatnonzero(documents == number))
+        for row, documents in enumerate(planes[:, DOC])
+        for number in set(documents[documents >= 0])
+    ]
+    ids, mask = padded([planes[row, TOKENS, places] for row, places in texts], 0, "right")
+    logits = model(input_ids=ids, attention_mask=mask).logits
+    whole = logits.new_zeros(*planes[:, DOC].shape, logits.shape[-1])
+    for (row, places), found in zip(texts, logits, strict=True):
+        whole[row, places] = found[: len(places)]
+    return whole
 
 
 def by_layers(visible, planes, config):
@@ -227,12 +252,13 @@ def sentence_loss(model, tensors, is_sentence, inputs):
             ("qwen3", 2),
             ("neobert", 1),
             ("modernbert", 2),
+            ("deberta_v3", 2),
         ),
         *(
             pytest.param(case, 1, marks=pytest.mark.slow)
             for case in (
                 *("llama", "mistral", "qwen2", "eurobert", "xlm_roberta", "camembert", "t5_1_1", "mt5"),
-                *("modernbert", "modernbert_decoder"),
+                *("modernbert", "modernbert_decoder", "deberta_v3"),
             )
         ),
     ],

@@ -48,6 +48,7 @@ from support.distributed import run_ranks
 from support.optimizers import Plain
 from support.parity_cases import (
     CLIP,
+    DISENTANGLED,
     DROPOUT,
     HALF,
     HEAD_NORMS,
@@ -406,6 +407,7 @@ TABLES: dict[str, list[Case]] = {
     "Rotary positions and the second position": POSITIONS,
     "Norms of heads and scaled wavelengths": HEAD_NORMS,
     "Local layers, norms without a bias": LOCAL,
+    "Queries and keys of positions": DISENTANGLED,
     "Other optimizers": OPTIMIZERS,
     "Encoder and decoder": PARTS,
     "Shared by pipeline stages": SHARED_BY_STAGES,

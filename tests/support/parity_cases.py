@@ -89,6 +89,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "norm": "post", "biases": "mlp", "relative": "xlnet", "head_bias": True, "positions": "none",
     },
     "buckets": {"norm": "post", "embedding_norm": True, "relative": "buckets"},
+    "disentangled": {
+        "norm": "post", "embedding_norm": True, "relative": "disentangled",
+        "position_buckets": 8, "position_norm": True,
+    },
+    "disentangled, own": {"relative": "disentangled", "position_projections": True},
 }  # fmt: skip
 MEMORY = "xlnet with memory"
 ENCODER_DECODER = ("encoder-decoder", "bart", "t5", "t5 with buckets")
@@ -360,6 +365,16 @@ WITH_MEMORY = [
     Case(2, 1, 1, 1, True, recompute="selective", dropout=0.1, attention_dropout=0.1, variant=MEMORY),
 ]
 
+DISENTANGLED = [  # queries and keys of buckets by the tokens' products, used twice, and by own ones
+    Case(2, 2, 1, 1, True, accumulation=4, dropout=0.1, attention_dropout=0.1, variant="disentangled"),
+    Case(1, 1, 2, 3, recompute="full", dropout=0.1, variant="disentangled"),
+    Case(2, 1, 2, 2, recompute="selective", accumulation=4, dropout=0.1, variant="disentangled"),
+    Case(2, 1, 1, 3, True, variant="disentangled"),
+    Case(1, 4, 1, 1, accumulation=4, variant="disentangled"),
+    Case(2, 1, 1, 1, True, recompute="full", dropout=0.1, variant="disentangled, own"),
+    Case(1, 1, 2, 3, accumulation=4, variant="disentangled, own"),
+]
+
 
 def _pairs(case: Case) -> set[tuple]:
     values = (
@@ -391,6 +406,7 @@ FEW = [  # of each list above, in the default run
     POSITIONS[4],
     HEAD_NORMS[0],
     LOCAL[0],
+    *DISENTANGLED[:2],
     *MODERN_GLM,
     MUP[0],
     PARTS[3],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from support.plant import RECIPES, Plant
 from support.plants_of_kernels import KERNELS
 from support.plants_of_objectives import OBJECTIVES
+from support.plants_of_positions import POSITIONS
 from support.plants_of_streams import STREAMS
 from support.plants_of_windows import WINDOWS
 
@@ -495,5 +496,5 @@ ELECTRA = (
 
 PLANTS = (
     *GRADIENTS, *LOSSES, *DROPOUT, *SAMPLES, *ROWS, *WINDOWS, *WIDTHS, *INSIDE, *OBJECTIVES, *STREAMS, *ELECTRA,
-    *KERNELS,
+    *KERNELS, *POSITIONS,
 )  # fmt: skip

@@ -84,6 +84,11 @@ ODD_NEOBERT = {
     "intermediate_size": 50, "max_length": 141,
 }  # fmt: skip
 
+DEBERTA = {  # distances beyond all buckets
+    **BERT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False,
+    "share_att_key": True, "norm_rel_ebd": "layer_norm", "position_buckets": 16, "type_vocab_size": 0, "legacy": False,
+}  # fmt: skip
+
 XLNET = {"vocab_size": 97, "d_model": 48, "n_layer": 3, "n_head": 4, "d_inner": 192}
 
 # Name of the case -> class of transformers, its configuration.
@@ -100,6 +105,28 @@ CASES: dict[str, tuple[str, dict]] = {
     "albert, odd": ("AlbertForMaskedLM", {**ODD_BERT, "embedding_size": 17, "hidden_act": "gelu"}),
     "electra_generator": ("ElectraForMaskedLM", {**BERT, "embedding_size": 20}),
     "electra_generator, odd": ("ElectraForMaskedLM", {**ODD_BERT, "embedding_size": 36}),
+    "deberta_v3": ("DebertaV2ForMaskedLM", DEBERTA),
+    "deberta_v3, odd": (
+        "DebertaV2ForMaskedLM",
+        {
+            **DEBERTA,
+            **ODD_BERT,
+            "type_vocab_size": 2,
+            "share_att_key": False,
+            "norm_rel_ebd": "none",
+            "legacy": True,
+        },
+    ),
+    "deberta_v3, another": (
+        "DebertaV2ForMaskedLM",
+        {
+            **DEBERTA,
+            **ODD_BERT,
+            "position_buckets": -1,
+            "position_biased_input": True,
+            "hidden_act": "gelu_new",
+        },
+    ),
     "ernie": ("ErnieForPreTraining", {**BERT, "hidden_act": "relu", "layer_norm_eps": 1e-5}),
     "ernie2": (
         "ErnieForPreTraining",

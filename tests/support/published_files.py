@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from support.published import random_model
+from support.published_tokenizers import write_files
 from support.tokenizer_files import (
     BYTE_SYMBOLS,
     bert_vocab,
@@ -36,6 +37,7 @@ OBJECTIVE: dict[str, dict[str, Any]] = {
     "eurobert": {"objectives": {"masked_lm": 1}},
     "modernbert": {"objectives": {"masked_lm": 1}},
     "modernbert_decoder": {"objectives": {"causal": 1}},
+    "deberta_v3": {"objectives": {"masked_lm": 1}},
     "t5_1_1": {"objectives": {"t5": 1}},
     "mt5": {"objectives": {"t5": 1}},
     "bart": {"objectives": {"bart": 1}},
@@ -44,7 +46,7 @@ OBJECTIVE: dict[str, dict[str, Any]] = {
 }
 TOKENIZER_FILES = (
     "vocab.txt", "vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
-    "chat_template.jinja",
+    "chat_template.jinja", "spm.model",
 )  # fmt: skip
 _NAMES = {
     "glm4": ["<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>"],
@@ -65,6 +67,8 @@ def write_tokenizer(case: str, directory: Path) -> int:
     if case in ("roberta", "xlm_roberta", "camembert"):
         write_gpt2(directory, roberta_vocab(300), [])
         return 300
+    if case.startswith("deberta_v3"):
+        return write_files("deberta_v3", directory) + SPARE_ROWS
     if case.startswith(tuple(_NAMES)):
         described = byte_bpe_json(_NAMES[case.removesuffix("_0414")])
         (directory / "tokenizer.json").write_text(json.dumps(described))

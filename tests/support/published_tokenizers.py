@@ -17,9 +17,11 @@ SCRIPTS = [
 ]
 MODEL_TYPE = {
     "bert_cased": "bert", "gpt": "openai-gpt", "glm4": "glm", "xlm_roberta": "xlm-roberta", "llama3": "llama",
+    "deberta_v3": "deberta-v2",
 }  # fmt: skip
 SPIECE_FILE = {
     "xlm_roberta": "sentencepiece.bpe.model", "camembert": "sentencepiece.bpe.model", "llama": "tokenizer.model",
+    "deberta_v3": "spm.model",
 }  # fmt: skip
 # The byte-level vocabularies that came as a tokenizer.json alone.
 BYTES = {
@@ -33,6 +35,7 @@ _FLAGS = {
     "xlnet": ("do_lower_case", "keep_accents", "remove_space"),
     **dict.fromkeys(("roberta", "gpt2", "bart"), ("add_prefix_space",)),
     **dict.fromkeys(("gpt", "t5", "mt5", "ernie", "qwen2", *SPIECE_FILE, *BYTES), ()),
+    "deberta_v3": ("do_lower_case", "split_by_punct"),
 }
 
 
@@ -65,6 +68,10 @@ def spiece(system):
             "user_defined_symbols": [f"<extra_id_{99 - i}>" for i in range(100)],
         },
         "t5": {"pad_id": 0, "eos_id": 1, "unk_id": 2, "bos_id": -1},
+        "deberta_v3": {
+            "pad_id": 0, "bos_id": 1, "eos_id": 2, "unk_id": 3, "pad_piece": "[PAD]", "bos_piece": "[CLS]",
+            "eos_piece": "[SEP]", "unk_piece": "[UNK]",
+        },
     }[system]  # fmt: skip
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(

@@ -26,7 +26,7 @@ from data_utils.text.tokenizers import Tokenizer, TokenizerConfig, load_tokenize
 from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import checkpoint_name
 from megatron_lite.checkpoint.tensor_files import write_tensors
-from megatron_lite.config.model import OF_TRAINING
+from megatron_lite.config.model_rules import OF_TRAINING
 from megatron_lite.config.tree import Config
 from megatron_lite.electra.huggingface import import_electra, is_pair
 from megatron_lite.generate.open_run import load_model

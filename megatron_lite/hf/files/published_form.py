@@ -126,6 +126,9 @@ class System:
     )  # names of older versions' fields -> options, written too
     # Options of heads that a file may lack, and the parameter that tells: its rows, or for a tie that it is missing.
     optional: Mapping[str, str] = field(default_factory=dict)
+    legacy: System | None = (
+        None  # of files whose config.json has the field `legacy`, or a head of those names
+    )
 
     def padded_with(self, pad_token_id: int | None) -> System:
         """The table of a model whose config.json has this pad_token_id."""

@@ -19,7 +19,8 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from data_utils.base.errors import CheckpointError, ConfigError
 from data_utils.base.setting_files import shown
 from data_utils.base.settings import build
-from megatron_lite.config.model import OF_TRAINING, ModelConfig
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.model_rules import OF_TRAINING
 from megatron_lite.hf.files.described import (
     CONFIG_JSON,
     by_transformers,
@@ -48,8 +49,11 @@ NOT_IN_FILES = OF_TRAINING | {"span_boundary_places", "task_rows"}
 # Options that may be null, and what they then stand for.
 _DERIVED = {"ffn_size": "inner_size", "head_dim": "head_size", "num_key_value_heads": "key_value_heads"}
 _FORMER_NAMES = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
-# Parts that belong to no head of ours: of the base models, and of a discriminator without its generator.
-_IDLE = re.compile(r"\.pooler\.(dense\.)?(weight|bias)$|^discriminator_predictions\.")
+# Parts that belong to no head of ours: of base models, of a discriminator without its generator, positions of no input.
+_IDLE = re.compile(
+    r"\.pooler\.(dense\.)?(weight|bias)$|"
+    r"^(discriminator_predictions|mask_predictions|deberta\.embeddings\.position_embeddings)\."
+)
 
 
 @dataclass(frozen=True)
@@ -339,9 +343,12 @@ def hf_config(config: ModelConfig, base: Mapping[str, Any], labels: Sequence[str
             value += 1 + system.skipped_positions * system.counts_skipped
         _set_field(values, entry.theirs, value)
     for name, value in system.required.items():
-        _set_field(values, name, value)
+        if hasattr(default, name.partition(".")[0]):
+            _set_field(values, name, value)
     if config.task_types:
         values["use_task_id"] = True
+    if system.legacy is not None:
+        values.setdefault("legacy", False)
     name, head = class_of_model(system, config), head_fields(system, config, labels)
     values |= {**head, "architectures": [name]}
     described = CONFIG_MAPPING[system.model_type].from_dict(values)
@@ -454,7 +461,10 @@ def open_published(
     if isinstance(config.pad_token_id, int):  # if not, model_settings reports it
         system = system.padded_with(config.pad_token_id)
     is_tied = not system.may_untie or config.tie_word_embeddings
-    theirs = normalized(open_directory(path), system, path, is_tied)
+    weights = open_directory(path)
+    if system.legacy is not None and any(name.startswith("cls.") for name in weights.shapes):
+        system = system.legacy
+    theirs = normalized(weights, system, path, is_tied)
     settings = model_settings(system, described, theirs, path)
     check_sizes(path, settings, theirs)
     others = Weights({}, theirs.read)

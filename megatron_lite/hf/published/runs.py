@@ -270,6 +270,8 @@ def write_stack(directory: Path, stack: Stack, dtype: str, max_shard_bytes: int)
     base |= writing_ids(system, stack.layout)
     described = hf_config(config, {**base, "dtype": str(DTYPES[dtype]).removeprefix("torch.")}, stack.labels)
     system = system.padded_with(described.pad_token_id)
+    if system.legacy is not None and described.legacy:
+        system = system.legacy
     parts, class_name = parts_of(system, weights.shapes, config), class_of_model(system, config)
     is_headed = config.task_head != "none"
     of_heads, extra_file = ("heads.", OTHER_HEADS) if is_headed else (_SPAN_BOUNDARY, EXTRA_WEIGHTS)

@@ -148,6 +148,55 @@ ELECTRA = System(  # `replaced` is no part of one Transformer: see megatron_lite
     ties={"generator_lm_head.weight": "electra.embeddings.word_embeddings.weight"},
 )  # fmt: skip
 
+_SELF, _TERMS = "deberta.encoder.layer.{i}.attention.self.", ["p2c", "c2p"]
+
+
+def _deberta_rows(head: tuple[str, str, str]) -> tuple[Row, ...]:
+    of_bert = _bert_rows("deberta.", head, None)
+    return (
+        *(
+            replace(row, theirs=tuple(f"{x}_proj" for x in row.theirs))
+            for row in of_bert
+            if len(row.theirs) > 1
+        ),
+        *(row for row in of_bert if len(row.theirs) == 1),
+        Row("layers.{i}.attention.position_query_key", (f"{_SELF}pos_query_proj", f"{_SELF}pos_key_proj")),
+        Row("relative_bias", ("deberta.encoder.rel_embeddings",)),
+        Row("relative_bias.layernorm", ("deberta.encoder.LayerNorm",)),
+    )
+
+
+DEBERTA = System(  # without the convolution of v2's sizes; the released files have the names of `legacy` false
+    model_type="deberta-v2", prefix="deberta.",
+    rows=_deberta_rows(("lm_predictions.lm_head.dense", "lm_predictions.lm_head.LayerNorm", "lm_predictions.lm_head")),
+    fields=(
+        *_BERT_FIELDS,
+        Field(
+            "pos_att_type", "relative", writes=lambda *_: _TERMS,
+            reads=lambda kinds, _: "disentangled" if sorted(kinds or ()) == sorted(_TERMS) else None,
+        ),
+        Field(
+            "position_buckets", "position_buckets", writes=lambda count, _: count or -1,
+            reads=lambda count, _: max(count or 0, 0),
+        ),
+        Field(
+            "norm_rel_ebd", "position_norm", writes=lambda has_norm, _: "layer_norm" if has_norm else "none",
+            reads=lambda kind, _: {"layer_norm": True, "none": False}.get(kind or "none"),
+        ),
+        Field(
+            "share_att_key", "position_projections", writes=lambda is_own, _: not is_own,
+            reads=lambda is_shared, _: not is_shared,
+        ),
+        Field("position_biased_input", "positions", {False: "none", True: "learned"}),
+    ),
+    class_of=lambda config: "DebertaV2ForMaskedLM", classes={"DebertaV2ForMaskedLM": "deberta_v3"},
+    required={
+        "relative_attention": True, "max_relative_positions": -1, "conv_kernel_size": 0, "tie_word_embeddings": True,
+    },
+    roles={"pad_token_id": "pad"},
+)  # fmt: skip
+DEBERTA = replace(DEBERTA, legacy=replace(DEBERTA, rows=_deberta_rows(_CLS), ties=_cls_ties("deberta.")))
+
 _ALBERT_BLOCK = "albert.encoder.albert_layer_groups.0.albert_layers.0."
 ALBERT = System(
     model_type="albert",
@@ -253,7 +302,22 @@ GPT2 = System(
 PUBLISHED: dict[str, System] = {  # by the type in config.json
     system.model_type: system
     for system in (
-        *(BERT, ROBERTA, XLM_ROBERTA, CAMEMBERT, ELECTRA, ALBERT, ERNIE, GPT, GPT2, XLNET, BART, T5, MT5),
+        *(
+            BERT,
+            ROBERTA,
+            XLM_ROBERTA,
+            CAMEMBERT,
+            ELECTRA,
+            DEBERTA,
+            ALBERT,
+            ERNIE,
+            GPT,
+            GPT2,
+            XLNET,
+            BART,
+            T5,
+            MT5,
+        ),
         *(*LLAMAS, NEOBERT, MODERNBERT, MODERNBERT_DECODER, GLM4, GLM4_0414),
     )
 }
@@ -265,6 +329,7 @@ OF_MODEL: dict[str, System] = {  # by `model.system`
     "spanbert": BERT,
     "electra": ELECTRA,
     "electra_generator": ELECTRA,
+    "deberta_v3": DEBERTA,
     "albert": ALBERT,
     "ernie": ERNIE,
     "ernie2": ERNIE,

@@ -31,7 +31,7 @@ _AROUND: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     **dict.fromkeys(("llama", "mistral"), (("cls",), ())),
 }
 Around = tuple[list[int], ...]
-_PIECES = ("spiece.model", "sentencepiece.bpe.model", "tokenizer.model")
+_PIECES = ("spiece.model", "sentencepiece.bpe.model", "tokenizer.model", "spm.model")
 _VOCABULARIES = ("vocab.txt", "vocab.json", *_PIECES, "tokenizer.json")
 _FILES = (
     "tokenizer.json", TOKENIZER_CONFIG, "special_tokens_map.json", "vocab.txt", "vocab.json", "merges.txt",

@@ -76,15 +76,15 @@ class Dropout:
     first_head: int = 0  # number of this rank's first head
     step: int = 0  # an int32 of the step alone
 
-    def distances(self, p: float, distances: torch.Tensor) -> FeatureDropout | None:
-        """Dropout of the features of distances [n], int32; None if nothing is dropped.
+    def distances(self, p: float, distances: torch.Tensor, layer: int = -1) -> FeatureDropout | None:
+        """Dropout of the features of distances [n], int32; None if nothing is dropped. Args: layer: -1 for all layers.
 
         It is the same for all samples of a step: otherwise each would need its own table and product in each layer.
         """
         if not p:
             return None
-        # The embedding has no attention: the salt of that place is free.
-        salt = int(salts(len(self.salts) - 1)[-1, PLACES.index("attention")])
+        # The keys of distances are no token's: the salt is free.
+        salt = int(salts(len(self.salts) - 1)[layer, PLACES.index("attention")])
         return FeatureDropout(hashed(distances * _SIGNED_GOLDEN ^ self.step), salt, p)
 
     def attention(self, p: float, layer: int) -> AttentionDropout:

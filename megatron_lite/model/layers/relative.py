@@ -9,6 +9,8 @@ XLNet: with learned vectors u, v, w of each head, and g of whether two tokens ar
 
 all over sqrt(d); s are sinusoids. The first term is that of a kernel with other queries, the rest is the bias.
 
+DeBERTa's terms are in disentangled.py.
+
 Distances are those of position ids and never of places in a row: documents are packed, and UniLMv2 repeats positions.
 
 Shapes: T tokens of a plan, H heads of this rank, Q queries and K keys of a call.
@@ -19,8 +21,8 @@ Transformer-XL, arXiv:1901.02860, section 3.3.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +32,11 @@ from data_utils.base.planes import ID_PLANES, POSITION_IDS, SEGMENT_IDS
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.kernels.dropout import Dropout
 from megatron_lite.model.kernels.fused import Biased, add
+from megatron_lite.model.layers.disentangled import BucketEmbeddings, Disentangled
 from megatron_lite.model.layers.tensor_parallel import Partition, TensorParallel, linear, sharded
+
+if TYPE_CHECKING:
+    from megatron_lite.model.trunk.forward import Flow
 
 BUCKETS = 32
 LONGEST = 128  # distances from here on share a bucket
@@ -149,3 +155,33 @@ class DistanceScores(nn.Module):
         line = linear(distances.sinusoids.to(q.dtype), self.weight).unflatten(-1, (-1, self.size))
         segments = torch.einsum("thd,hsd->ths", q + self.segment_query, self.segment_keys)
         return DistanceTerms(q + self.content_query, q + self.position_query, line, segments)
+
+
+Table = RelativeBuckets | BucketEmbeddings
+
+
+def relative_tables(config: ModelConfig, parallel: TensorParallel) -> dict[str, Table]:
+    """The tables of relative positions, which all layers of a stack share, under their names in the model."""
+    if config.relative == "disentangled":
+        return {"relative_bias": BucketEmbeddings(config, parallel)}
+    if config.relative != "buckets":
+        return {}
+    # The one of a single stack, or the encoder's.
+    tables: dict[str, Table] = {"relative_bias": RelativeBuckets(config, parallel, is_causal=False)}
+    if config.decoder_layers:
+        tables["decoder_relative_bias"] = RelativeBuckets(config, parallel, is_causal=True)
+    return tables
+
+
+def with_bias(flow: Flow, table: Table | None, positions: torch.Tensor) -> Flow:
+    """A flow with the relative positions that all layers share. Args: positions: int [T]."""
+    if table is None:
+        return flow
+    made = table(flow.plan, positions)
+    if isinstance(table, BucketEmbeddings):
+        return replace(flow, distances=Disentangled(made, flow.dropout, table.dropout, table.factor))
+    if isinstance(made, tuple):
+        from megatron_lite.model.attention.blocks import DistanceBias
+
+        return replace(flow, bias=DistanceBias.of(*made))
+    return replace(flow, bias=lambda call, queries, keys: made[call])

@@ -48,7 +48,8 @@ def take_products(weight: nn.Parameter, take: TakeProduct) -> None:
 
     So it is summed in fp32 without being rounded, or passing through memory, in the weight's own type.
     """
-    weight.take_product = take  # type: ignore[attr-defined]
+    if not getattr(weight, "is_used_twice", False):
+        weight.take_product = take  # type: ignore[attr-defined]
 
 
 def _take_of(weight: torch.Tensor) -> TakeProduct | None:
@@ -259,10 +260,11 @@ class ColumnParallelLinear(nn.Module):
         self.weight = sharded(nn.Parameter(torch.empty(out_features // size, in_features)), partition)
         self.bias = sharded(nn.Parameter(torch.empty(out_features // size)), partition) if has_bias else None
 
-    def forward(self, x: torch.Tensor) -> Biased:
+    def forward(self, x: torch.Tensor, *, whole_rows: bool = False) -> Biased:
+        """Args: whole_rows: x is no token's but the same on all ranks, which sum its gradient elsewhere."""
         later = self.bias if self.leaves_bias and has_kernels(x) else None
         bias = self.bias if later is None else None
-        if self.parallel.group.size == 1:
+        if self.parallel.group.size == 1 or whole_rows:
             return Biased(linear(x, self.weight, bias), later)
         return Biased(_ColumnParallel.apply(x, self.weight, bias, self.parallel), later)
 

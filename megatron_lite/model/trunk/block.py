@@ -213,9 +213,17 @@ class Attention(nn.Module):
             from megatron_lite.model.layers.relative import DistanceScores
 
             self.relative = DistanceScores(config, parallel)
+        self.is_disentangled = config.relative == "disentangled"
+        if self.is_disentangled:
+            from megatron_lite.model.layers.disentangled import own_projection
+
+            self.position_query_key = own_projection(config, parallel, self.query_key_value)
 
     def forward(self, hidden: torch.Tensor, flow: Flow, layer: int) -> Biased:
         qkv = self.query_key_value(hidden).x
+        if self.is_disentangled:
+            product = self.position_query_key or self.query_key_value
+            flow = flow.distances.projected(flow, product, layer)
         out = recomputed(self.recompute, self._attend, qkv, flow, layer)
         return self.dense(out.reshape(math.prod(flow.shape), -1))
 
@@ -234,13 +242,13 @@ class Attention(nn.Module):
             q, key_value = qkv.split([1, 2], dim=-3)
             qkv = torch.cat([q * self.query_factor, key_value], dim=-3)
         dropout, bias = self.dropout_of(flow, layer), flow.bias
-        if self.relative is not None:
-            distances = flow.distances
-            assert distances is not None
+        if self.is_disentangled:
+            bias = flow.distances.bias_of(qkv)
+        elif self.relative is not None:
             q, key_value = qkv.split([1, 2], dim=-3)
-            terms = self.relative(q.squeeze(-3), distances)
+            terms = self.relative(q.squeeze(-3), flow.distances)
             qkv = torch.cat([terms.content.unsqueeze(-3), key_value], dim=-3)
-            bias = lambda call, queries, keys: terms.bias(distances, queries, keys)  # noqa: E731
+            bias = lambda call, queries, keys: terms.bias(flow.distances, queries, keys)  # noqa: E731
         return flow.plan.attend(layer, [qkv], dropout, bias)
 
     def dropout_of(self, flow: Flow, layer: int) -> AttentionDropout | None:

@@ -18,6 +18,10 @@ from megatron_lite.model.layers.tensor_parallel import partition_of, whole_shape
 from megatron_lite.model.trunk.glm import GLM
 
 WORDS = "embedding.word_embeddings.weight"
+_NO_PRODUCTS = (
+    "_embeddings.weight",
+    "position_query_key.weight",
+)  # of tokens: tables, and the product of positions
 POSITIONS_COST = 0.05  # of the look-ups and sums of the embeddings, in blocks
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -48,7 +52,7 @@ def _products(model: ModelConfig, prefix: str) -> int:
     return sum(
         math.prod(shape)
         for name, shape in _shapes(model)[1].items()
-        if name.startswith(prefix) and len(shape) == 2 and not name.endswith("_embeddings.weight")
+        if name.startswith(prefix) and len(shape) == 2 and not name.endswith(_NO_PRODUCTS)
     )
 
 
@@ -98,6 +102,10 @@ def step_flops(
     if model.decoder_layers:
         pairs += (model.decoder_layers - model.num_layers) * target_keys
     per_pair = 2 * model.attention_size  # scores, and the sum of values
+    if (
+        model.relative == "disentangled"
+    ):  # with the buckets' queries and keys, of which a token needs those of its pairs
+        pairs += model.num_layers * min(visible_keys, model.position_rows * tokens)
     forward = per_token * tokens + per_pair * pairs + _head_products(model) * loss_rows
     return 3.0 * 2.0 * forward
 

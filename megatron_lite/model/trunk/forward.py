@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -15,9 +15,6 @@ from megatron_lite.model.kernels.dropout import Dropout, FeatureDropout
 from megatron_lite.model.kernels.fused import Biased, add
 from megatron_lite.model.layers.rotary import Rotary
 from megatron_lite.model.layers.tensor_parallel import TensorParallel
-
-if TYPE_CHECKING:
-    from megatron_lite.model.layers.relative import Distances, RelativeBuckets
 
 # Number of a block and its input [T, D] -> the input that it takes instead.
 BeforeBlock = Callable[[int, torch.Tensor], torch.Tensor]
@@ -68,7 +65,7 @@ class Flow:
     bias: Any = None  # of all layers' scores: a ScoreBias, or what a BlockPlan takes
     # For all tokens, in global layers and in local ones.
     rotary: tuple[Rotary, Rotary] | None = field(default=None, kw_only=True)
-    distances: Distances | None = field(default=None, kw_only=True)  # of all tokens
+    distances: Any = field(default=None, kw_only=True)  # of all tokens: Distances, or Disentangled positions
     condition: Condition | None = field(default=None, kw_only=True)
 
     @staticmethod
@@ -78,7 +75,7 @@ class Flow:
         dropout: Dropout | None,
         parallel: TensorParallel,
         rotary: tuple[Rotary, Rotary] | None = None,
-        distances: Distances | None = None,
+        distances: Any = None,
         condition: Condition | None = None,
     ) -> Flow:
         own = dropout
@@ -117,32 +114,6 @@ def flow_of(
 
         distances = Distances.of(config, ids, plan, dropout)
     return Flow.of(shape, plan, dropout, parallel, rotary, distances, condition)
-
-
-def relative_tables(config: ModelConfig, parallel: TensorParallel) -> dict[str, RelativeBuckets]:
-    """The tables of relative positions, which all layers of a stack share, under their names in the model."""
-    if config.relative != "buckets":
-        return {}
-    from megatron_lite.model.layers.relative import RelativeBuckets
-
-    tables = {
-        "relative_bias": RelativeBuckets(config, parallel, is_causal=False)
-    }  # of the one stack, or the encoder
-    if config.decoder_layers:
-        tables["decoder_relative_bias"] = RelativeBuckets(config, parallel, is_causal=True)
-    return tables
-
-
-def with_bias(flow: Flow, table: RelativeBuckets | None, positions: torch.Tensor) -> Flow:
-    """The flow with the bias that all layers of a stack share. Args: positions: int [T]."""
-    if table is None:
-        return flow
-    made = table(flow.plan, positions)
-    if isinstance(made, tuple):
-        from megatron_lite.model.attention.blocks import DistanceBias
-
-        return replace(flow, bias=DistanceBias.of(*made))
-    return replace(flow, bias=lambda call, queries, keys: made[call])
 
 
 def detached_memory(

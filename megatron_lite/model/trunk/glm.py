@@ -29,8 +29,6 @@ from megatron_lite.model.trunk.forward import (
     detached_memory,
     flow_of,
     own_lengths,
-    relative_tables,
-    with_bias,
 )
 from megatron_lite.model.trunk.heads import Heads, row_losses, row_scores, sum_losses
 from megatron_lite.model.trunk.trained_model import TrainedModel
@@ -38,7 +36,7 @@ from megatron_lite.parallel.collectives import SINGLE
 
 if TYPE_CHECKING:
     from megatron_lite.model.input.task_batch import Parts
-    from megatron_lite.model.layers.relative import RelativeBuckets
+    from megatron_lite.model.layers.relative import Table
     from megatron_lite.model.trunk.encoder_decoder import DecoderEmbedding, DecoderFlow
 
 
@@ -85,10 +83,13 @@ class GLM(TrainedModel):
             )
             self.decoder_embedding = DecoderEmbedding(config, self.parallel)
             self.encoder_layernorm = encoder_layernorm(config, self.parallel)
-        self.relative_bias: RelativeBuckets | None = None
-        self.decoder_relative_bias: RelativeBuckets | None = None
-        for name, table in relative_tables(config, self.parallel).items():
-            setattr(self, name, table)
+        self.relative_bias: Table | None = None
+        self.decoder_relative_bias: Table | None = None
+        if config.relative != "none":
+            from megatron_lite.model.layers.relative import relative_tables
+
+            for name, table in relative_tables(config, self.parallel).items():
+                setattr(self, name, table)
         self.final_layernorm = final_layernorm(config)
         self.heads = Heads(config, self.parallel)
         self.before_use: Callable[[nn.Module], None] = lambda part: None
@@ -123,10 +124,13 @@ class GLM(TrainedModel):
         self.before_use(block)
         return block
 
-    def _biased(self, flow: Flow, table: RelativeBuckets | None, positions: torch.Tensor) -> Flow:
+    def _biased(self, flow: Flow, table: Table | None, positions: torch.Tensor) -> Flow:
         """See `with_bias`."""
-        if table is not None:
-            self.before_use(table)
+        if table is None:
+            return flow
+        from megatron_lite.model.layers.relative import with_bias
+
+        self.before_use(table)
         return with_bias(flow, table, positions)
 
     def run_blocks(

@@ -47,6 +47,8 @@ class Treatment:
     summed_over: Group | None = None  # ranks that each hold a part of the gradient, data-parallel ones aside
     rate: Rate = USUAL
     moments: tuple[str, ...] = MOMENTS  # the optimizer's state of each element
+    # A part of all stages, apart from the tied words: where a rank does not count one of the two, buckets would differ.
+    is_of_stages: bool = False
 
 
 def assign(

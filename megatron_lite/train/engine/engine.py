@@ -278,6 +278,7 @@ class Engine(ABC):
             summed_over=summed_over,
             rate=rate,
             moments=self._moments(name, parameter),
+            is_of_stages=name.startswith(SHARED_BY_STAGES),
         )
 
     def _moments(self, name: str, parameter: nn.Parameter) -> tuple[str, ...]:

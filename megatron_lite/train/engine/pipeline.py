@@ -23,7 +23,7 @@ from megatron_lite.config.tree import Config
 from megatron_lite.model.attention.calls import PartsPlan
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.model_input import ModelInput
-from megatron_lite.model.layers.relative import RelativeBuckets
+from megatron_lite.model.layers.relative import Table, relative_tables, with_bias
 from megatron_lite.model.layers.tensor_parallel import TensorParallel, VocabParallelEmbedding
 from megatron_lite.model.trunk.block import Block, PositionEmbeddings, Stream, final_layernorm
 from megatron_lite.model.trunk.counts import layer_costs
@@ -41,8 +41,6 @@ from megatron_lite.model.trunk.forward import (
     detached_memory,
     flow_of,
     own_lengths,
-    relative_tables,
-    with_bias,
 )
 from megatron_lite.model.trunk.heads import Heads, sum_losses
 from megatron_lite.model.trunk.initial_weights import initialize_parameters
@@ -69,7 +67,7 @@ class _Feed:
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel, device: torch.device, has_memory: bool):
         self.config, self.parallel, self.device, self.has_memory = config, parallel, device, has_memory
-        self.tables: dict[str, RelativeBuckets] = {}  # those that the stage's blocks read
+        self.tables: dict[str, Table] = {}  # those that the stage's blocks read
         self._waiting: Iterator[tuple[ModelInput, float]] = iter(())
 
     def fill(self, micro_batches: Iterable[ModelInput], scale: float = 1.0) -> None:

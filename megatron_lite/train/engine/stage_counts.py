@@ -23,10 +23,10 @@ def stages(config: Config) -> list[Stage]:
     import torch
     from torch import nn
 
+    from megatron_lite.model.layers.relative import relative_tables
     from megatron_lite.model.layers.tensor_parallel import TensorParallel, VocabParallelEmbedding
     from megatron_lite.model.trunk.block import PositionEmbeddings, final_layernorm, stack
     from megatron_lite.model.trunk.encoder_decoder import DecoderBlock, DecoderEmbedding, encoder_layernorm
-    from megatron_lite.model.trunk.forward import relative_tables
     from megatron_lite.model.trunk.heads import Heads
     from megatron_lite.parallel.collectives import Group
 

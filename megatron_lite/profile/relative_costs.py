@@ -1,0 +1,61 @@
+"""The kernels of scores whose relative positions depend on queries, beside those of dense attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_lite.profile.tally import Tally
+
+BlockCosts = Any  # that of block_costs.py, which imports this file
+
+
+def relative_terms(costs: BlockCosts, tally: Tally, pairs: float, backward: bool = False) -> None:
+    """Learned terms of the scores of one layer; none where relative positions are buckets, or not there."""
+    if costs.model.relative == "disentangled":
+        _positions(costs, tally, pairs, backward)
+    elif costs.model.has_query_terms:
+        _distances(costs, tally, pairs, backward)
+
+
+def _distances(costs: BlockCosts, tally: Tally, pairs: float, backward: bool) -> None:
+    """Terms by distance and segment."""
+    s, e, numbers = costs.s, costs.e, pairs * costs.s.heads
+    whole, scores = costs.T * s.attended * e, costs.T * s.heads * s.distances * e
+    tally.product(s.distances, s.width, s.attended, e)
+    tally.kernel(2 * whole, 4)
+    tally.kernel(6 * whole)
+    tally.kernel(scores + whole, 2 if backward else 1, "matmul")
+    tally.small(2)
+    if backward:
+        tally.kernel(6.5 * numbers, 2)
+        tally.kernel((8 + 2 * e) * numbers)
+        tally.kernel(2 * e * numbers)
+        tally.kernel(2 * scores)
+        tally.small(8)
+    else:
+        tally.kernel((8 + 2 * e) * numbers, 2)
+        tally.kernel(3 * e * numbers)
+        tally.kernel(2 * e * numbers)
+        tally.kernel(8 * pairs, 4)
+        tally.small(9)
+
+
+def _positions(costs: BlockCosts, tally: Tally, pairs: float, backward: bool) -> None:
+    """Terms by queries and keys of buckets."""
+    s, e, model = costs.s, costs.e, costs.model
+    numbers, rows = pairs * s.heads, model.position_rows
+    whole, scores = costs.T * s.attended * e, costs.T * s.heads * rows * e
+    width = 2 * s.attended if model.position_projections else s.qkv
+    if backward:
+        costs.products_backward(tally, rows, s.width, width, False, False)
+        tally.kernel((8 + 2 * e) * numbers, 2)
+        tally.kernel(scores, 2)
+        tally.kernel(scores + whole, 4, "matmul")
+        tally.kernel(3 * whole, 4)
+    else:
+        tally.product(rows, s.width, width, e)
+        tally.kernel(2 * whole, 2)
+        tally.kernel(scores + whole, 2, "matmul")
+        tally.kernel((8 + 2 * e) * numbers, 2)
+        tally.kernel(3 * e * numbers)
+    tally.small(4)

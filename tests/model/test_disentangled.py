@@ -1,0 +1,137 @@
+"""Disentangled attention: buckets, packed documents, dropout of the embeddings, FLOPs, and options that do not fit."""
+
+import numpy as np
+import pytest
+import torch
+from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
+
+from data_utils.base.errors import ConfigError
+from data_utils.base.planes import DOC, FIELDS, PADDING_DOC, POSITION_IDS, TOKENS, WEIGHTS
+from data_utils.base.settings import build
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.input.batch import Batch
+from megatron_lite.model.input.model_input import ModelInput, dense_reason, kernel_of
+from megatron_lite.model.layers.disentangled import bucket_line
+from megatron_lite.model.trunk.counts import step_flops
+from megatron_lite.model.trunk.glm import GLM
+from megatron_lite.model.trunk.initial_weights import initialize_parameters
+
+CPU = torch.device("cpu")
+SIZES = {
+    "system": "deberta_v3", "num_layers": 2, "hidden_size": 24, "num_attention_heads": 3, "vocab_size": 97,
+    "max_position": 19, "position_buckets": 8, "init_std": 0.3,
+}  # fmt: skip
+
+
+def small_model(**options):
+    config = build(ModelConfig, {**SIZES, "embedding_dropout": 0, "attention_dropout": 0, **options})
+    model = GLM(config)
+    initialize_parameters(model.named_parameters(), config, 3)
+    return model
+
+
+@pytest.mark.parametrize(("buckets", "positions"), [(256, 512), (32, 64), (0, 30), (8, 160), (4, 4)])
+def test_buckets_are_those_of_the_class_of_transformers(buckets, positions):
+    """Also of distances beyond all that the line has."""
+    distance = torch.arange(-5 * positions, 5 * positions + 1)
+    theirs = make_log_bucket_position(distance, buckets, positions).long() if buckets else distance
+    most = buckets or positions
+    line = bucket_line(buckets, positions, CPU)
+    found = line[distance.clamp(-2 * positions, 2 * positions) + 2 * positions]
+    assert torch.equal(found, (theirs + most).clamp(0, 2 * most - 1))
+    assert found.min() == 0 and found.max() == 2 * most - 1
+
+
+def packed(lengths, row_length):
+    """int32 [1, fields, row_length]: documents of these lengths, one after another, whose every token has a loss."""
+    planes = np.zeros((1, len(FIELDS), row_length), np.int32)
+    planes[:, DOC] = PADDING_DOC
+    ends = np.cumsum(lengths)
+    for number, (length, end) in enumerate(zip(lengths, ends, strict=True)):
+        places = slice(end - length, end)
+        planes[0, TOKENS, places] = np.random.default_rng(number).integers(1, 97, length)
+        planes[0, DOC, places], planes[0, POSITION_IDS, places] = number, np.arange(length)
+    planes[0, WEIGHTS, : ends[-1]] = np.float32(1).view(np.int32)
+    return planes
+
+
+@pytest.mark.parametrize("kernel", ["dense", "calls"])
+@pytest.mark.parametrize("own", [False, True])
+def test_packed_documents_are_those_that_are_alone(own, kernel):
+    """Loss and every gradient; the second document is twice as long as the longest distance of its own bucket."""
+    lengths = [7, 41, 12]
+    model = small_model(position_projections=own, output_dropout=0)
+    together = model(ModelInput.from_batch(Batch(packed(lengths, 64)), CPU, model.config, kernel=kernel))[0]
+    together.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    whole, alone = packed(lengths, 64), 0.0
+    for number, length in enumerate(lengths):
+        planes = packed([length], length)
+        planes[:, TOKENS] = whole[:, TOKENS][whole[:, DOC] == number]
+        one = model(ModelInput.from_batch(Batch(planes), CPU, model.config, kernel="dense"))[0]
+        one.backward()
+        alone += one.detach()
+    assert torch.allclose(together, alone, rtol=1e-5)
+    for name, parameter in model.named_parameters():
+        difference = (parameter.grad - found[name]).abs().max()
+        assert difference <= 1e-5 * max(1.0, parameter.grad.abs().max()), name
+
+
+def test_embeddings_are_dropped_out_in_each_layer_and_step_alike_for_all_samples():
+    """The other places have no dropout here, so that rows with one text show no other difference."""
+    model, planes = small_model(output_dropout=0.5), np.repeat(packed([12], 12), 2, axis=0)
+    rows = []
+    model.layers[0].attention.query_key_value.register_forward_hook(
+        lambda module, given, out: rows.append(given[0]) if len(given[0]) == 16 else None
+    )
+    model.layers[1].attention.query_key_value.register_forward_hook(
+        lambda module, given, out: rows.append(given[0]) if len(given[0]) == 16 else None
+    )
+    for seed in (1, 1, 2):
+        model(ModelInput.from_batch(Batch(planes), CPU, model.config, dropout_seed=seed))
+    first, second, again, _, other, _ = ((x == 0).float() for x in rows)
+    assert all(0.3 < x.mean() < 0.7 for x in (first, second, other))
+    assert torch.equal(first, again) and not torch.equal(first, second) and not torch.equal(first, other)
+
+
+def test_flops_count_the_buckets_that_a_token_needs():
+    """Two products more for each visible pair, but no more than there are buckets."""
+    few, none = (build(ModelConfig, {**SIZES, **o}) for o in ({}, {"relative": "none", **NO_BUCKETS}))
+    for keys, counted in ((10, 10), (40, 16)):
+        more = step_flops(few, 100, 0, 100 * keys) - step_flops(none, 100, 0, 100 * keys)
+        assert more == pytest.approx(6 * 2 * 24 * 2 * 100 * counted)
+    own = build(ModelConfig, {**SIZES, "position_projections": True})
+    assert step_flops(own, 100, 0, 1000) == step_flops(few, 100, 0, 1000)
+
+
+def test_cuda_computes_all_pairs_and_says_why():
+    config, device = small_model().config, torch.device("cuda")
+    assert kernel_of(config, device) == "dense" and "model.relative is disentangled" in dense_reason(
+        config, device
+    )
+
+
+NO_BUCKETS = {"position_buckets": 0, "position_norm": False}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"relative": "none"}, "model.position_buckets is 8 with model.relative none; set relative to dis"),
+        ({"relative": "none", "position_buckets": 0}, "model.position_norm is True with model.relative none"),
+        (
+            {"position_buckets": 7},
+            "model.position_buckets is 7 with model.max_position (19); it must be even",
+        ),
+        ({"position_buckets": 40}, "model.position_buckets is 40 with model.max_position (19)"),
+        ({"positions": "rotary"}, "model.positions is rotary with model.relative disentangled"),
+        ({"num_key_value_heads": 1}, "model.num_key_value_heads is 1 with model.relative disentangled"),
+        ({"query_key_norm": True}, "model.query_key_norm is True with model.relative disentangled"),
+        ({"decoder_layers": 1}, "model.relative is disentangled with model.decoder_layers"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused_in_one_line(options, words):
+    with pytest.raises(ConfigError) as error:
+        build(ModelConfig, {**SIZES, **options}, "model.")
+    assert words in str(error.value) and "\n" not in str(error.value)

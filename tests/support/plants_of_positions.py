@@ -1,0 +1,54 @@
+"""Planted bugs of disentangled attention."""
+
+from __future__ import annotations
+
+from support.plant import Plant
+
+TERMS = "tests/model/test_disentangled.py"
+CLASS = "tests/hf/test_published.py::test_logits_and_gradients_are_those_of_the_class[deberta_v3]"
+LAYOUTS = "tests/train/test_parity.py::test_some_further_cases_equal_one_process"
+
+POSITIONS = (
+    Plant(
+        "distances from the key to the query",
+        "megatron_lite/model/layers/disentangled.py",
+        "positions[queries][..., :, None] - positions[keys][..., None, :]",
+        "positions[keys][..., None, :] - positions[queries][..., :, None]",
+        (CLASS,),
+    ),
+    Plant(
+        "queries of buckets without the factor of queries",
+        "megatron_lite/model/layers/disentangled.py",
+        "of_queries * (self.factor * scale)",
+        "of_queries * scale",
+        (CLASS,),
+    ),
+    Plant(
+        "buckets of places in a row, where documents are packed",
+        "megatron_lite/model/layers/disentangled.py",
+        "apart = positions[queries][..., :, None] - positions[keys][..., None, :]",
+        "apart = (queries[..., :, None] - keys[..., None, :]).int()",
+        (f"{TERMS}::test_packed_documents_are_those_that_are_alone",),
+    ),
+    Plant(
+        "the gradient of buckets is that of a rank's own heads",
+        "megatron_lite/model/layers/disentangled.py",
+        "PositionRows(self.parallel.copy(rows), tuple(places))",
+        "PositionRows(rows, tuple(places))",
+        (LAYOUTS,),
+    ),
+    Plant(
+        "the gradient of a product that tokens and buckets share is taken in where the first of them has it",
+        "megatron_lite/model/layers/tensor_parallel.py",
+        'if not getattr(weight, "is_used_twice", False):',
+        "if True:",
+        (LAYOUTS,),
+    ),
+    Plant(
+        "tied words share a bucket of gradients with what all stages hold",
+        "megatron_lite/train/engine/engine.py",
+        "is_of_stages=name.startswith(SHARED_BY_STAGES),",
+        "",
+        (LAYOUTS,),
+    ),
+)
