@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,8 +31,7 @@ from megatron_lite.model.layers.tensor_parallel import (
     make_norm,
 )
 
-if TYPE_CHECKING:
-    from megatron_lite.model.trunk.forward import Flow
+Flow = Any  # that of forward.py, which is above
 
 
 @functools.lru_cache(maxsize=8)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,8 +35,7 @@ from megatron_lite.model.kernels.fused import Biased, add
 from megatron_lite.model.layers.disentangled import BucketEmbeddings, Disentangled
 from megatron_lite.model.layers.tensor_parallel import Partition, TensorParallel, linear, sharded
 
-if TYPE_CHECKING:
-    from megatron_lite.model.trunk.forward import Flow
+Flow = Any  # that of forward.py, which is above
 
 BUCKETS = 32
 LONGEST = 128  # distances from here on share a bucket
