@@ -11,10 +11,11 @@ from support.optimus_runs import write_run as write_optimus
 
 from data_utils.base.errors import CheckpointError
 from data_utils.base.settings import build, keys_of, section_in, setting_names, to_tree
+from data_utils.objectives.ul2 import DenoiserConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.doors.export import ExportOptions, export_run
 from megatron_lite.hf.doors.importing import import_directory
-from megatron_lite.hf.files.recipe import read_recipe
+from megatron_lite.hf.files.recipe import read_recipe, recipe_of
 
 CANARY = "/a/path/of/a/stranger"
 # What a stranger may decide, as a user would expect it. Sections of which he decides all, by name:
@@ -30,8 +31,7 @@ SETTINGS = {
 }
 PATHS = {"optimus.encoder_from", "optimus.decoder_from"}
 # A plan of steps is the run's own, as phases are.
-# Lists of sections are left out by name: a run that goes on with an import sets them.
-PLANS = {"schedule.parts", "ul2.denoisers", *(f"batch.ramp.{key}" for key in ("start", "by", "samples"))}
+PLANS = {"schedule.parts", *(f"batch.ramp.{key}" for key in ("start", "by", "samples"))}
 # A model with muP is not exported.
 PLANS |= {f"{stack}.mup.base_{size}_size" for stack in ("model", "decoder") for size in ("hidden", "head")}
 # Nor is one with the heads of several tasks.
@@ -188,6 +188,29 @@ def test_an_export_writes_what_an_import_takes(exports, caplog):
     assert recorded.config == {name: section for name, section in written.items() if section is not None}
     assert not caplog.records
     assert to_tree(build(Config, {**recorded.config}))["training"]["steps"] == 6
+
+
+def test_a_list_of_sections_is_a_recipes_where_it_has_no_text(directory, tmp_path):
+    """UL2's denoisers: written, taken as they were, and each checked as a section is; parts of a schedule stay."""
+    denoisers = [to_tree(DenoiserConfig(mode="extreme", noise_ratio=0.5)), to_tree(DenoiserConfig(share=2.0))]
+    ul2 = {"ul2": {"denoisers": denoisers}, "objectives": {"ul2": 1}}
+    config = build(Config, {**read_recipe(directory).config, **ul2})
+    recipe = recipe_of(config)
+    copy = shutil.copytree(directory, tmp_path / "copy")
+    edited(copy, lambda described: described["config"].update({name: recipe[name] for name in ul2}))
+    taken = read_recipe(copy).config
+    assert (
+        to_tree(build(Config, taken))["ul2"]["denoisers"] == denoisers and "parts" not in recipe["schedule"]
+    )
+    for change, message in (
+        ({"path": CANARY}, "path"),
+        ({"noise_ratio": 2}, "noise_ratio"),
+        ({"mode": CANARY}, "mode"),
+    ):
+        strange = {**recipe["ul2"], "denoisers": [{**recipe["ul2"]["denoisers"][0], **change}]}
+        edited(copy, lambda described, strange=strange: described["config"].update(ul2=strange))
+        with pytest.raises(CheckpointError, match=rf"training\.json: .*ul2\.denoisers.*{message}"):
+            read_recipe(copy)
 
 
 def test_stacks_of_a_stranger_are_held_to_the_same(tmp_path):

@@ -143,9 +143,7 @@ def check_sizes(path: Path, settings: Mapping[str, Any], weights: Weights) -> No
     Args: settings: of the section `model`, from config.json.
     """
     largest = max((size for shape in weights.shapes.values() for size in shape), default=0)
-    most = {
-        "max_position": MAX_POSITION
-    }  # rotary positions have no table; the rows of tables are compared later
+    most = {"max_position": MAX_POSITION}  # rotary positions have no table; rows of tables are compared later
     blocks = (
         0 if settings.get("system") == "albert" else settings.get("num_layers", 0)
     )  # whose blocks are one

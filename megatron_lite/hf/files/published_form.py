@@ -102,13 +102,10 @@ class System:
     required: Mapping[str, Any]  # fields of config.json with the only value that we can express
     ties: Mapping[str, str] = field(default_factory=dict)  # their second name of a tensor -> the first
     skipped_positions: int = 0  # rows of their position tables that no token uses, before the others
-    skips_pad: bool = (
-        False  # whether those are the rows up to the id of the padding token, that of `padded_with`
-    )
+    skips_pad: bool = False  # whether those are the rows up to the id of padding, that of `padded_with`
     counts_skipped: bool = True  # whether config.json counts those rows
-    zeros: Mapping[str, int] = field(
-        default_factory=dict
-    )  # tensors [n, vocabulary] that are always zero: name -> n
+    # Tensors [n, vocabulary] that are always zero: name -> n.
+    zeros: Mapping[str, int] = field(default_factory=dict)
     is_causal: bool = False
     may_untie: bool = False  # whether `ties` only hold where config.json has tie_word_embeddings
     padding_side: str = "right"  # where texts are padded for the class; before a prompt it is always the left
@@ -121,9 +118,7 @@ class System:
     forces_ends: bool = False  # whether config.json names what answers begin and end with by force
     is_encoder_decoder: bool = False
     begin: str = "eos"  # of the section causal of an import
-    former: Mapping[str, str] = field(
-        default_factory=dict
-    )  # names of older versions' fields -> options, written too
+    former: Mapping[str, str] = field(default_factory=dict)  # older names of fields -> options, written too
     # Options of heads that a file may lack, and the parameter that tells: its rows, or for a tie that it is missing.
     optional: Mapping[str, str] = field(default_factory=dict)
     legacy: System | None = (

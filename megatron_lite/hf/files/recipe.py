@@ -7,10 +7,10 @@ directions: a setting that is not in it is never written and never taken.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NotRequired
 
@@ -60,7 +60,7 @@ class _Training(TypedDict):
     decoder_tokenizer: NotRequired[dict[str, Any]]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Recorded:
     """The record of the exported run in a directory."""
 
@@ -121,15 +121,21 @@ def _sections() -> dict[str, type]:
 
 def _portable(name: str, cls: type) -> tuple[str, ...]:
     named = RECIPE[name]
-    return tuple(_numbers_and_choices(cls)) if named is None else named
+    return tuple(_numbers_and_choices(cls, has_lists=name in OBJECTIVES)) if named is None else named
 
 
-def _numbers_and_choices(cls: type) -> Iterator[str]:
+def _numbers_and_choices(cls: type, *, has_lists: bool = False) -> Iterator[str]:
+    """Args: has_lists: whether lists of sections that hold nothing else count as well."""
     for key, (hint, field) in keys_of(cls).items():
         allowed = field.metadata.get("range")
         kinds = set(typing.get_args(hint) or (hint,)) - {type(None), ...}
-        if kinds <= {int, float, bool} or (allowed is not None and allowed.one_of):
+        is_list = has_lists and all(map(_has_no_text, kinds))
+        if is_list or kinds <= {int, float, bool} or (allowed is not None and allowed.one_of):
             yield key
+
+
+def _has_no_text(cls: type) -> bool:
+    return dataclasses.is_dataclass(cls) and {*_numbers_and_choices(cls)} == keys_of(cls).keys()
 
 
 def _taken(path: Path, name: str, section: Any) -> tuple[Any, list[str]]:
