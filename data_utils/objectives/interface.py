@@ -86,6 +86,11 @@ class ObjectiveConfig(ABC):
         return False
 
     @property
+    def class_heads(self) -> Mapping[str, int]:
+        """The losses whose labels are classes, and their number: `model.class_heads` needs a head for each."""
+        return {}
+
+    @property
     @abstractmethod
     def loss_share(self) -> float:
         """Part of the row tokens that is predicted, on average, in long documents and without padding."""

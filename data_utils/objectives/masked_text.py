@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from data_utils.base.losses import NEXT_SENTENCE_LOSS, SENTENCE_ORDER_LOSS
+from data_utils.base.losses import NEXT_SENTENCE_LOSS, SENTENCE_DISTANCE, SENTENCE_ORDER_LOSS
 from data_utils.base.planes import OBJECTIVE, ORD, POSITION_IDS, SEGMENT_IDS, TOKENS
 from data_utils.base.random_streams import chance, chance_threshold, next_word, open_stream
 from data_utils.base.settings import fraction
@@ -52,8 +52,13 @@ from data_utils.objectives.row_loops import (
 from data_utils.objectives.rows import RowSizes, check_treatment, treatment_thresholds
 
 BIDIRECTIONAL, SEQ2SEQ, LEFT_TO_RIGHT, RIGHT_TO_LEFT = range(4)
-NO_PAIR, NEXT_SENTENCE, SENTENCE_ORDER, PAIR_ONLY = range(4)
-_LABELS = {NEXT_SENTENCE: NEXT_SENTENCE_LOSS, SENTENCE_ORDER: SENTENCE_ORDER_LOSS}
+NO_PAIR, NEXT_SENTENCE, SENTENCE_ORDER, PAIR_ONLY, DISTANCE = range(5)
+_LABELS = {
+    NEXT_SENTENCE: NEXT_SENTENCE_LOSS,
+    SENTENCE_ORDER: SENTENCE_ORDER_LOSS,
+    DISTANCE: SENTENCE_DISTANCE,
+}
+_TRIES = 16  # of a second place to cut at, other than the first
 
 KIND = OWN  # column of a pair: the kind of language model
 
@@ -89,16 +94,24 @@ def _plan_pairs(pairs, text, lengths, start, sample, first_piece, stream, w, sen
         pair[KIND] = kind
         pair[A], pair[A_END] = start, start + split
         pair[B], pair[B_END] = start + split, start + length
-        labelled = s.pairing == NEXT_SENTENCE or s.pairing == SENTENCE_ORDER
+        labelled = s.pairing == NEXT_SENTENCE or s.pairing == SENTENCE_ORDER or s.pairing == DISTANCE
         wrong = labelled and kind == BIDIRECTIONAL and split < length and chance(stream, s.wrong_below)
         pair[WRONG] = wrong
         if wrong and s.pairing == SENTENCE_ORDER:
             _swap_halves(pair)
+        if s.pairing == DISTANCE and not wrong and split < length and chance(stream, s.far_below):
+            for _ in range(_TRIES):
+                other = split_point(stream, w, text, start, length, sentence_end)
+                if other != split:
+                    pair[A_END], pair[B] = start + min(split, other), start + max(split, other)
+                    break
         start += lengths[number]
-    if s.pairing == NEXT_SENTENCE:
+    if s.pairing == NEXT_SENTENCE or s.pairing == DISTANCE:
         only = exchange_seconds(pairs, len(lengths))
-        if only >= 0:
+        if only >= 0 and s.pairing == NEXT_SENTENCE:
             _swap_halves(pairs[only])
+        elif only >= 0:
+            pairs[only, WRONG] = 0
 
 
 @compiled
@@ -173,7 +186,10 @@ def _fill_pair(row, used, document, text, unit_start, pair, stream, w, cumulativ
     mark_document(row, used, end, document, s.loss + kind)
     _mask_spans(row, used, end - used, stream, w, cumulative, s)
     if s.label_objective > 0 and kind == BIDIRECTIONAL and end > middle:
-        predict(row, used, pair[WRONG])
+        label = pair[WRONG]
+        if s.pairing == DISTANCE:
+            label = 2 if label else 1 if pair[B] > pair[A_END] else 0
+        predict(row, used, label)
         row[OBJECTIVE, used] = s.label_objective
     return end
 
@@ -218,6 +234,7 @@ class MaskedTextConfig(RowSizes):
     gap = False  # keep a token between masked spans
     treat_spans_alike = False  # draw mask, random token or kept token once per span, not per token
     whole_words = False  # units are words
+    wrong_prob, far_prob = 0.5, 0.0  # of a wrong second text, and of one with text left out before it
     static_copies = 0  # number of fixed maskings of each text; 0: each sample has its own
 
     def __post_init__(self) -> None:
@@ -267,7 +284,8 @@ class MaskedText(PairedRows):
             "masked_ratio": float(config.masked_ratio),
             "label_objective": 0 if label is None else label.number,
             "pairing": config.pairing,
-            "wrong_below": chance_threshold(0.5),
+            "wrong_below": chance_threshold(config.wrong_prob),
+            "far_below": chance_threshold(min(1.0, config.far_prob / max(1e-9, 1.0 - config.wrong_prob))),
             "bidirectional_below": chance_threshold(upto[0]),
             "seq2seq_below": chance_threshold(upto[1]),
             "left_to_right_below": chance_threshold(upto[2]),

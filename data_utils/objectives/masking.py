@@ -105,7 +105,8 @@ def draw_treatment(stream, s):
 
 
 @compiled
-def _is_special(token, s):
+def is_special(token, s):
+    """Whether a token is no ordinary one."""
     return (
         token == s.cls
         or token == s.sep
@@ -130,5 +131,5 @@ def treated(stream, token, treatment, s):
         return token
     while True:
         other = below(stream, s.vocabulary_size)
-        if not _is_special(other, s):
+        if not is_special(other, s):
             return other

@@ -8,6 +8,7 @@ needed.
 from __future__ import annotations
 
 import functools
+from typing import ClassVar
 
 import numpy as np
 
@@ -55,7 +56,7 @@ def exchange_seconds(pairs, count):
 class PairedRows(RowObjective):
     """An objective whose entry point also takes scratch for the pairs of a sample, and which tokens end a sentence."""
 
-    compiled_files = (__file__,)
+    compiled_files: ClassVar[tuple[str, ...]] = (__file__,)
 
     def _fill(self, batch, tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece) -> None:
         if not len(batch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from data_utils.base.losses import CLASS_HEADS
 from data_utils.base.settings import check
 
 ModelConfig = Any  # that of model.py, which imports this file
@@ -77,6 +78,17 @@ def check_model(model: ModelConfig) -> None:
     check(
         model.sentence_classes != 1,
         "model.sentence_classes is 1; a head needs at least 2 classes: set it to 2, or to 0 for no head.",
+    )
+    known = {head.partition(":")[0] for head in model.class_heads}
+    check(
+        known <= CLASS_HEADS.keys() and all(h.partition(":")[2].isdigit() for h in model.class_heads),
+        f"model.class_heads is {list(model.class_heads)}; each must be NAME:CLASSES, with a name of "
+        f"{', '.join(CLASS_HEADS)}.",
+    )
+    check(
+        model.sentence_classes > 0 or not model.class_heads,
+        f"model.class_heads is {list(model.class_heads)} without sentence_classes, whose layer these heads read; set "
+        "sentence_classes to 2.",
     )
     _check_norms(model)
     _check_windows(model)

@@ -107,6 +107,12 @@ def _check_heads(config: Config) -> None:
         f"model.sentence_classes is 0, but {', '.join(labelled)} makes next-sentence or sentence-order "
         "labels; set it to 2, or switch the labels off in that section.",
     )
+    needed = [f"{name}:{count}" for choice in chosen for name, count in choice.section.class_heads.items()]
+    check(
+        set(needed) <= set(model.class_heads),
+        f"model.class_heads is {shown(list(model.class_heads))}, but the objectives make labels for {shown(needed)}; "
+        "set it to these.",
+    )
     if model.span_boundary_places and not any(choice.section.has_span_boundaries for choice in chosen):
         raise ConfigError(
             f"model.span_boundary_places is {model.span_boundary_places} without the objective "

@@ -236,8 +236,8 @@ PARAMETERS = [
     ("albert-base", size(24, 2048, 16), 59_021_490),
     ("albert-base", ALBERT_XXLARGE, 223_158_450),
     ("ernie-base", [], 100_477_778),
-    ("ernie2-base", [], 110_120_252),
-    ("ernie2-base", size(24, 1024, 16), 336_244_540),
+    ("ernie2-base", [], 110_131_018),
+    ("ernie2-base", size(24, 1024, 16), 336_258_890),
     ("gpt", [], 116_534_784),
     ("gpt2-xl", size(*GPT2[0]), 124_439_808),
     ("gpt2-xl", size(*GPT2[1]), 354_823_168),
@@ -443,16 +443,28 @@ def test_modernbert_trains_on_long_rows_after_short_ones():
     assert 0 <= with_tokens - 1_719_000_000_000 < 4608 * 1021
 
 
-def test_ernie_2_adds_a_task_every_50000_steps():
+def test_ernie_2_adds_a_task_in_each_stage_and_trains_all_for_50000_steps():
     config = published("ernie2-base")
     batch, tokens = config.batch.global_batch_size, 512
     assert config.model.task_types and batch * tokens == 393_216
     rows = {choice.section.row_length_for(config.data.sequence_length) for choice in config.objective_choices}
     assert rows == {tokens}
     tasks = [[choice.name for choice in each.objective_choices] for each in config.plan.configs]
-    assert tasks == [["ernie"], ["ernie", "albert"], ["ernie", "albert", "masked_lm"]]
-    assert config.plan.first_steps == [0, 50_000, 100_000, 150_000]
-    assert config.training.steps == 150_000
+    names = ["ernie", "token_document", "sentence_reordering", "sentence_distance"]
+    assert tasks == [names[:1], names[:2], names[:3], names]
+    first = config.plan.first_steps
+    assert first == [0, 20_000, 60_000, 120_000, 200_000] and config.training.steps == 200_000
+    trained, drawn = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
+    for each, steps in zip(config.plan.configs, np.diff(first), strict=True):
+        choices = each.objective_choices
+        weights = [choice.weight for choice in choices]
+        made = [SimpleNamespace(row_length=512, sequence_length=508)] * len(weights)
+        chosen = Mixed(made, weights, [0] * len(weights), 7).choose(np.arange(steps))
+        for place, (choice, weight) in enumerate(zip(choices, weights, strict=True)):
+            trained[choice.name] += steps * weight / sum(weights)
+            drawn[choice.name] += (chosen == place).sum()
+    assert trained == pytest.approx(dict.fromkeys(names, 50_000))
+    assert all(abs(count - 50_000) < 3 * math.sqrt(50_000) for count in drawn.values())
 
 
 def test_optimus_is_bert_gpt2_and_three_matrices():

@@ -216,6 +216,13 @@ def rebuilt_in_place(example: Example) -> np.ndarray:
     return np.concatenate([second, first] if swapped else [first, second])
 
 
+def rebuilt_reordered(example: Example) -> np.ndarray:
+    """The tokens of these tests count up, so that sorted they are the text; eos is last."""
+    text = rebuilt_in_place(example)
+    words = np.sort(text[text != SPECIAL.eos])
+    return np.concatenate([words, text[text == SPECIAL.eos]])
+
+
 def rebuilt_t5(example: Example, first: int = 0) -> np.ndarray:
     """Args: first: tokens before the text."""
     spans, current = [], []
@@ -292,7 +299,8 @@ def is_exchanged(example: Example) -> bool:
     if (example.objective == LOSS_NAMES.index("permutation")).all():
         text = rebuilt_xlnet(example)
         return bool((np.diff(text[text != SPECIAL.eos]) != 1).any())
-    return bool(example.weights[0] > 0 and example.objective[0] == LOSS_NAMES.index("next_sentence"))
+    exchanged = [LOSS_NAMES.index(name) for name in ("next_sentence", "sentence_distance")]
+    return bool(example.weights[0] > 0 and example.objective[0] in exchanged)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,6 +328,10 @@ RECIPES = {
     "masked_diffusion": Recipe("masked_diffusion", everything, rebuilt_diffusion, {}, False),
     "spanbert": Recipe("spanbert", everything, rebuilt_in_place, ALL_MASKED, False),
     "albert": Recipe("albert", everything, rebuilt_in_place, ALL_MASKED, False),
+    "sentence_reordering": Recipe("sentence_reordering", everything, rebuilt_reordered, ALL_MASKED, False),
+    "sentence_distance": Recipe(
+        "sentence_distance", everything, rebuilt_in_place, ALL_MASKED | {"far_prob": 0.0}, False
+    ),
     "ernie": Recipe("ernie", everything, rebuilt_in_place, ALL_MASKED, False),
     "unilm": Recipe("unilm", unilm, rebuilt_in_place, ALL_MASKED, False),
     "t5": Recipe("t5", from_sop, rebuilt_t5),

@@ -25,10 +25,13 @@ def test_a_mixture_of_all_objectives_trains(settings, tmp_path):
     mixed = {
         "objectives": {name: 1.0 for name in MIXED},
         "masked_lm": {"next_sentence": True},
-        "model": {"max_position": 80, "sentence_classes": 2, "span_boundary_places": 10, "segments": 6},
+        "model": {
+            "max_position": 80, "sentence_classes": 2, "span_boundary_places": 10, "segments": 6,
+            "class_heads": ["sentence_reordering:9", "sentence_distance:3", "token_document:2"],
+        },
         "training": {"steps": 8},
         "batch": {"micro_batch_size": 26, "global_batch_size": 52},
-    }
+    }  # fmt: skip
     run_ranks(fit, 1, merge(settings, mixed))
     losses = records(tmp_path / "run")
     seen = {name for step in losses.values() for name in step}

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from data_utils.base.losses import MASKED_SPANS, SENTENCE_LEVEL, SPAN_BOUNDARY
+from data_utils.base.losses import CLASS_LEVEL, MASKED_SPANS, SPAN_BOUNDARY
 from data_utils.base.planes import ID_PLANES, OBJECTIVE, SEGMENT_IDS, TARGETS, TOKENS
 from data_utils.base.random_streams import derive_seed
 from megatron_lite.config.model import ModelConfig
@@ -179,7 +179,7 @@ def find_loss_rows(
     empty = rows[:0]
     sentences, borders, spans = empty, np.stack([empty] * 3, axis=1), empty
     if config.sentence_classes:
-        is_sentence = np.isin(objectives[rows], SENTENCE_LEVEL)
+        is_sentence = np.isin(objectives[rows], CLASS_LEVEL)
         sentences, rows = rows[is_sentence], rows[~is_sentence]
     if config.span_boundary_places:
         predicted = (weights != 0) & (objectives == MASKED_SPANS.number)

@@ -112,7 +112,7 @@ class Heads(nn.Module):
             dropped = None if dropout is None else dropout.features(self.sentence_dropout, -1, "expanded")
             if dropped is not None:
                 dropped = dropped.of_rows(loss_rows.sentences)
-            classes = self.sentence(labelled, dropped)
+            classes = self.sentence(labelled, dropped, loss_rows.objectives)
         return rows, classes
 
     def task_rows(

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from data_utils.base.losses import CLASS_HEADS, MOST_LOSSES
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.kernels import fused
 from megatron_lite.model.kernels.dropout import Dropout, FeatureDropout
@@ -31,11 +33,51 @@ class SentenceHead(nn.Module):
         super().__init__()
         self.dense = Linear(config.hidden_size, config.hidden_size)
         self.classifier = Linear(config.hidden_size, config.sentence_classes, 1 / config.width_ratio)
+        # Of other losses than those of two sentences. Those of tokens read no pooler.
+        counts = {name: int(count) for name, count in (head.split(":") for head in config.class_heads)}
+        self.classifiers = nn.ModuleDict(
+            {
+                name: Linear(config.hidden_size, count, 1 / config.width_ratio)
+                for name, count in counts.items()
+            }
+        )
+        self._columns = _columns_of([config.sentence_classes, *counts.values()], list(counts))
 
-    def forward(self, rows: torch.Tensor, dropout: FeatureDropout | None = None) -> torch.Tensor:
-        """Args: dropout: of these rows, before the classifier."""
+    def forward(
+        self,
+        rows: torch.Tensor,
+        dropout: FeatureDropout | None = None,
+        objectives: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Args: dropout: of these rows, before the classifiers. objectives: int, the losses of them, as last."""
         pooled = torch.tanh(self.dense(rows))
-        return self.classifier(pooled if dropout is None else fused.add(None, Biased(pooled), dropout))
+        pooled = pooled if dropout is None else fused.add(None, Biased(pooled), dropout)
+        classes = self.classifier(pooled)
+        if not self.classifiers or objectives is None:
+            return classes
+        others = [
+            head(pooled if CLASS_HEADS[name].sentence_level else rows)
+            for name, head in self.classifiers.items()
+        ]
+        none = classes.new_full((len(rows), 1), float("-inf"))
+        self._columns = self._columns.to(rows.device)
+        columns = self._columns[objectives[len(objectives) - len(rows) :].long()]
+        return torch.cat([classes, *others, none], dim=1).gather(1, columns)
+
+
+def _columns_of(counts: Sequence[int], names: Sequence[str]) -> torch.Tensor:
+    """The columns of each loss's classes among those of all heads, int64 [losses, most classes].
+
+    The last column, which says that there is no such class, fills up. Losses without a head have the first one's.
+    """
+    first = np.cumsum([0, *counts])
+    columns = np.full((MOST_LOSSES, max(counts)), first[-1])
+    columns[:, : counts[0]] = np.arange(counts[0])
+    for number, name in enumerate(names, start=1):
+        own = columns[CLASS_HEADS[name].number]
+        own[:] = first[-1]
+        own[: counts[number]] = np.arange(first[number], first[number + 1])
+    return torch.tensor(columns, device="cpu")
 
 
 class TaskHead(nn.Module):

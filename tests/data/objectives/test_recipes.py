@@ -25,8 +25,9 @@ from support.recipes import (
 )
 
 from data_utils.base.errors import ConfigError, DataError
+from data_utils.base.losses import CLASS_LEVEL
 from data_utils.base.planes import FIELDS, Example
-from data_utils.objectives import LOSS_NAMES, OBJECTIVES, SENTENCE_LEVEL
+from data_utils.objectives import LOSS_NAMES, OBJECTIVES
 from data_utils.objectives.ul2 import DenoiserConfig
 from data_utils.samples.loader import collate as fill_rows
 
@@ -47,7 +48,7 @@ def paper_mask(row: Example, recipe: Recipe) -> np.ndarray:
 
 def token_level(example: Example) -> np.ndarray:
     """Weights of the rows that predict text: not a class at CLS, not eos or another special token."""
-    labels = [LOSS_NAMES.index(name) for name in SENTENCE_LEVEL]
+    labels = CLASS_LEVEL
     special = np.isin(example.objective, labels) | (example.targets < FIRST_TEXT_TOKEN)
     shown = np.zeros_like(special)
     if (example.objective == LOSS_NAMES.index("denoising")).any():  # what BART's context shows is copied

@@ -39,7 +39,11 @@ def test_the_numbers_of_losses_never_change():
         *("span_corruption", "denoising", "fragment", "autoencoding", "partially_autoregressive"),
         *("permutation", "span_boundary"),
     )
-    assert SENTENCE_LEVEL == ("next_sentence", "sentence_order")
+    assert LOSS_NAMES[30:36] == (
+        *("masked_reordered", "sentence_reordering", "masked_distant", "sentence_distance"),
+        *("masked_parts", "token_document"),
+    )
+    assert SENTENCE_LEVEL == ("next_sentence", "sentence_order", "sentence_reordering", "sentence_distance")
 
 
 def objective(*losses: Loss, name: str = "some", module: str = "here") -> Declared:

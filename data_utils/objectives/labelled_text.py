@@ -1,0 +1,41 @@
+"""Masked text with a class label beside: what objectives share whose labels follow from plain text.
+
+The text is masked as masked_text.py does it, whole words by default; then each document's CLS, or its tokens, get
+labels, which heads of their own predict (`model.class_heads`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from data_utils.base.planes import DOC, OBJECTIVE, POSITION_IDS
+from data_utils.base.settings import setting
+from data_utils.objectives.interface import Writing
+from data_utils.objectives.masked_text import MaskedText, MaskedTextConfig
+from data_utils.objectives.row_loops import entry_point, predict
+
+
+@entry_point
+def label_documents(batch, counts, labels, first_piece, objective):
+    """Make the labels of pieces, int64, the targets of their first tokens, CLS."""
+    piece = 0
+    for i in range(len(batch)):
+        row = batch[i]
+        for at in range(row.shape[1]):
+            if row[DOC, at] >= 0 and row[POSITION_IDS, at] == 0:
+                predict(row, at, labels[piece + row[DOC, at] - first_piece])
+                row[OBJECTIVE, at] = objective
+        piece += counts[i]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LabelledTextConfig(MaskedTextConfig):
+    whole_words: bool = setting(True, "mask the tokens of a word together")
+
+    @property
+    def has_sentence_label(self) -> bool:
+        return True
+
+
+class LabelledText(MaskedText):
+    writing = Writing("bert")

@@ -1,0 +1,116 @@
+"""Sentence reordering beside masked words: in which order did the segments of this text stand?
+
+A piece is cut at ends of sentences into n of 1 to `parts` segments, and these are put into one of the n! orders, all
+equally likely; n is uniform, and at most the number of sentences. CLS predicts the order: the class is the sum of i!
+for i < n, plus the rank of the order among all orders of n in lexicographic sequence.
+
+Source: ERNIE 2.0, arXiv:1907.12412, section 4.2.2, whose text counts k = sum of n! classes for n from 1 to m.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from data_utils.base.losses import SENTENCE_REORDERING, Loss
+from data_utils.base.random_streams import below, new_stream, open_stream
+from data_utils.base.settings import checked, setting
+from data_utils.objectives import pairs
+from data_utils.objectives.labelled_text import LabelledText, LabelledTextConfig, label_documents
+from data_utils.objectives.registry import register
+from data_utils.objectives.row_loops import compiled, entry_point, maskable_length
+
+
+@compiled
+def _cut(text, start, body, sentence_end, stream, cuts, most):
+    """Draw the number of segments, and where all but the first begin, into `cuts`. Returns the number."""
+    count = 0
+    for i in range(body - 1):
+        if sentence_end[text[start + i]]:
+            cuts[count] = i + 1
+            count += 1
+    segments = 1 + below(stream, min(most, count + 1))
+    taken = 0
+    for place in range(count):
+        if below(stream, count - place) < segments - 1 - taken:
+            cuts[taken] = cuts[place]
+            taken += 1
+    cuts[taken] = body
+    return segments
+
+
+@compiled
+def _reorder(text, moved, start, length, sentence_end, stream, cuts, s):
+    """Write a piece with its segments in a drawn order; eos stays last. Returns the class."""
+    body = maskable_length(text, start, length, s)
+    for i in range(start + body, start + length):
+        moved[i] = text[i]
+    segments = _cut(text, start, body, sentence_end, stream, cuts, s.parts)
+    first, orders = 0, 1
+    for n in range(1, segments):
+        first += orders
+        orders *= n + 1
+    rank = below(stream, orders)
+    label, used, at = first + rank, 0, start
+    for left in range(segments, 0, -1):
+        orders //= left
+        skipped = rank // orders
+        rank -= skipped * orders
+        segment = 0
+        while skipped > 0 or used >> segment & 1:
+            skipped -= 1 - (used >> segment & 1)
+            segment += 1
+        used |= 1 << segment
+        for i in range(cuts[segment - 1] if segment > 0 else 0, cuts[segment]):
+            moved[at] = text[start + i]
+            at += 1
+    return label
+
+
+@entry_point
+def _reorder_all(
+    text, moved, lengths, counts, samples, first_piece, sentence_end, stream, cuts, labels, settings
+):
+    s = settings[0]
+    piece, start = 0, 0
+    for i in range(len(samples)):
+        for number in range(first_piece, first_piece + counts[i]):
+            if lengths[piece] > 0:
+                open_stream(stream, s.key, samples[i], number, 2)
+                labels[piece] = _reorder(text, moved, start, lengths[piece], sentence_end, stream, cuts, s)
+            start += lengths[piece]
+            piece += 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+@checked("sentence_reordering")
+class SentenceReorderingConfig(LabelledTextConfig):
+    parts: int = setting(3, "most segments of a text: 3 have 9 orders, 4 have 33", at_least=2, at_most=4)
+
+    @property
+    def class_heads(self) -> dict[str, int]:
+        return {"sentence_reordering": sum(math.factorial(n) for n in range(1, self.parts + 1))}
+
+
+@register
+class SentenceReordering(LabelledText):
+    name = "sentence_reordering"
+    config_class = SentenceReorderingConfig
+    losses = (Loss("masked_reordered", 30), SENTENCE_REORDERING)
+    compiled_files = (__file__, pairs.__file__)
+
+    def values(self):  # type: ignore[no-untyped-def]
+        return {**super().values(), "parts": self.config.parts}
+
+    def _fill(self, batch, tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece) -> None:
+        if not len(batch):
+            return
+        self._unit_starts(tokens, piece_lengths)  # refuses tokens of another vocabulary
+        moved, labels = np.empty_like(tokens), np.zeros(len(piece_lengths), np.int64)
+        cuts = np.empty(piece_lengths.max(initial=0) + 1, np.int64)
+        pieces = (piece_lengths, pieces_per_sample, sample_indices, first_piece)
+        _reorder_all(tokens, moved, *pieces, self._sentence_end, new_stream(), cuts, labels, self._settings)
+        super()._fill(batch, moved, *pieces)
+        label_documents(batch, pieces_per_sample, labels, first_piece, SENTENCE_REORDERING.number)

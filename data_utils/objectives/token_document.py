@@ -1,0 +1,102 @@
+"""Token-document relation beside masked words: does a token also occur in the other part of its document?
+
+A piece is cut at an end of a sentence into two documents that do not see each other. Each ordinary token that is not
+masked predicts whether it is also in the other part, 1, or not, 0: frequent and topical words are.
+
+Source: ERNIE 2.0, arXiv:1907.12412, section 4.2.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from data_utils.base.losses import TOKEN_DOCUMENT, Loss
+from data_utils.base.planes import DOC, OBJECTIVE, TOKENS, WEIGHTS
+from data_utils.base.random_streams import new_stream, open_stream
+from data_utils.base.settings import checked
+from data_utils.objectives import masking, pairs
+from data_utils.objectives.labelled_text import LabelledText, LabelledTextConfig
+from data_utils.objectives.masking import is_special
+from data_utils.objectives.pairs import split_point
+from data_utils.objectives.registry import register
+from data_utils.objectives.row_loops import WORK_LINES, entry_point, predict
+
+
+@entry_point
+def _halve(text, lengths, counts, samples, first_piece, sentence_end, stream, w, halves, settings):
+    """Lengths of both parts of each piece, int64 [2 pieces]; a piece of one token has one part."""
+    s = settings[0]
+    piece, start = 0, 0
+    for i in range(len(samples)):
+        for number in range(first_piece, first_piece + counts[i]):
+            split = lengths[piece]
+            if split > 1:
+                open_stream(stream, s.key, samples[i], number, 2)
+                split = split_point(stream, w, text, start, lengths[piece], sentence_end)
+            halves[2 * piece] = split
+            halves[2 * piece + 1] = lengths[piece] - split
+            start += lengths[piece]
+            piece += 1
+
+
+@entry_point
+def _label(batch, text, halves, counts, first_piece, seen, objective, settings):
+    """Label the tokens of each part. Args: seen: int64 zeros, one for each id of the vocabulary."""
+    s = settings[0]
+    half, start = 0, 0
+    for i in range(len(batch)):
+        row, at = batch[i], 0
+        for number in range(first_piece, first_piece + counts[i]):
+            is_second = (number - first_piece) % 2
+            begin = start - halves[half - 1] if is_second else start + halves[half]
+            length = halves[half - 1] if is_second else halves[half + 1]
+            for place in range(begin, begin + length):
+                seen[text[place]] = half + 1
+            while at < row.shape[1] and row[DOC, at] == number:
+                token = row[TOKENS, at]
+                if row[WEIGHTS, at] == 0 and not is_special(token, s):
+                    predict(row, at, 1 if seen[token] == half + 1 else 0)
+                    row[OBJECTIVE, at] = objective
+                at += 1
+            start += halves[half]
+            half += 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+@checked("token_document")
+class TokenDocumentConfig(LabelledTextConfig):
+    @property
+    def overhead(self) -> int:
+        """Two CLS and two SEP."""
+        return 4
+
+    @property
+    def loss_share(self) -> float:
+        return 1.0
+
+    @property
+    def class_heads(self) -> dict[str, int]:
+        return {"token_document": 2}
+
+
+@register
+class TokenDocument(LabelledText):
+    name = "token_document"
+    config_class = TokenDocumentConfig
+    losses = (Loss("masked_parts", 34), TOKEN_DOCUMENT)
+    compiled_files = (__file__, pairs.__file__, masking.__file__)
+
+    def _fill(self, batch, tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece) -> None:
+        if not len(batch):
+            return
+        self._unit_starts(tokens, piece_lengths)  # refuses tokens of another vocabulary
+        halves = np.zeros(2 * len(piece_lengths), np.int64)
+        work = np.empty((WORK_LINES, piece_lengths.max(initial=0) + 2), np.int64)
+        pieces = (piece_lengths, pieces_per_sample, sample_indices, first_piece)
+        _halve(tokens, *pieces, self._sentence_end, new_stream(), work, halves, self._settings)
+        counts = 2 * pieces_per_sample
+        super()._fill(batch, tokens, halves, counts, sample_indices, first_piece)
+        seen = np.zeros(self.vocabulary.size, np.int64)
+        _label(batch, tokens, halves, counts, first_piece, seen, TOKEN_DOCUMENT.number, self._settings)

@@ -1,0 +1,112 @@
+"""Classes of sentences and tokens beside masked text: labels by brute force, and how often each is drawn."""
+
+import itertools
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from support.recipes import FIRST_TEXT_TOKEN, SPECIAL, collate, make, many, text_of, vocabulary
+
+from data_utils.base.errors import ConfigError
+from data_utils.base.losses import SENTENCE_DISTANCE, SENTENCE_REORDERING, TOKEN_DOCUMENT
+from data_utils.base.planes import Example
+from data_utils.objectives import OBJECTIVES
+
+SHOWN = {"mask_token_prob": 0.0, "random_token_prob": 0.0}  # predicted tokens stay as they are
+ENDS = vocabulary().sentence_end
+
+
+def near(count, trials, share):
+    return abs(count - trials * share) <= 3 * math.sqrt(trials * share * (1 - share)) + 1e-9
+
+
+def orders(text, parts):
+    """Class -> every text that it may have, by brute force over cuts and permutations."""
+    body = text[:-1] if text[-1] == SPECIAL.eos else text
+    ends = [i + 1 for i, token in enumerate(body[:-1]) if ENDS[token]]
+    found, label = {}, 0
+    for n in range(1, parts + 1):
+        for order in itertools.permutations(range(n)):
+            found[label] = set()
+            for cuts in itertools.combinations(ends, n - 1):
+                segments = [body[a:b] for a, b in itertools.pairwise([0, *cuts, len(body)])]
+                moved = [token for k in order for token in segments[k]]
+                found[label].add((*moved, *text[len(body) :]))
+            label += 1
+    return found
+
+
+@pytest.mark.parametrize("parts", [3, 4])
+@pytest.mark.parametrize("with_eos", [True, False])
+def test_the_class_of_an_order_is_that_of_brute_force(parts, with_eos):
+    made, text = make("sentence_reordering", 60, parts=parts, **SHOWN), text_of(40, with_eos)
+    expected, count = orders(text.tolist(), parts), 6000
+    assert len(expected) == made.config.class_heads["sentence_reordering"] == {3: 9, 4: 33}[parts]
+    found = Counter()
+    for example in many(made, text, count):
+        label = int(example.targets[0])
+        assert example.objective[0] == SENTENCE_REORDERING.number and example.weights[0] == 1
+        assert tuple(example.tokens[1:-1].tolist()) in expected[label]
+        found[label] += 1
+    first = 0
+    for n in range(1, parts + 1):
+        for label in range(first, first + math.factorial(n)):
+            assert near(found[label], count, 1 / parts / math.factorial(n)), label
+        first += math.factorial(n)
+
+
+def test_a_text_of_few_sentences_has_few_segments():
+    text = np.array([1002, 1008, 1009], np.int32)  # 1008 ends a sentence
+    labels = {int(example.targets[0]) for example in many(make("sentence_reordering", 20), text, 200)}
+    assert labels == {0, 1, 2}
+    assert {int(e.targets[0]) for e in many(make("sentence_reordering", 20), text[:1], 20)} == {0}
+
+
+@pytest.mark.parametrize("far, wrong", [(0.25, 0.0), (1 / 3, 1 / 3), (0.0, 0.4)])
+def test_distances_are_those_of_the_text(far, wrong):
+    made = make("sentence_distance", 400, far_prob=far, wrong_prob=wrong, **SHOWN)
+    pieces = [text_of(40, False, FIRST_TEXT_TOKEN + 40 * number) for number in range(8)]
+    samples, found = 500, Counter()
+    for planes in collate(made, [pieces] * samples):
+        for number, example in enumerate(Example.from_planes(planes).documents()):
+            assert example.objective[0] == SENTENCE_DISTANCE.number
+            label, middle = int(example.targets[0]), int(np.argmax(example.tokens == SPECIAL.sep))
+            first, second = example.tokens[1:middle], example.tokens[middle + 1 : -1]
+            own = pieces[number]
+            assert first[0] == own[0] and ENDS[first[-1]]
+            if label == 2:
+                assert second[0] not in own
+            else:
+                assert second[-1] == own[-1] and (second[0] > first[-1] + 1) == (label == 1)
+                assert ENDS[second[0] - 1]
+            found[label] += 1
+    trials = 8 * samples
+    alone = trials * wrong * (1 - wrong) ** 7 / trials  # without another document to exchange with
+    shares = (1 - far - wrong + alone, far, wrong - alone)
+    assert all(near(found[label], trials, share) for label, share in enumerate(shares)), (found, shares)
+
+
+def test_tokens_know_whether_the_other_part_has_them():
+    rng = np.random.default_rng(1)
+    made, seen = make("token_document", 40), Counter()
+    for sample in range(200):
+        text = rng.integers(FIRST_TEXT_TOKEN, FIRST_TEXT_TOKEN + 30, 34).astype(np.int32)
+        example = made.example(text, sample)
+        masked = (example.weights > 0) & (example.objective != TOKEN_DOCUMENT.number)
+        whole = np.where(masked, example.targets, example.tokens)
+        parts = [whole[(example.doc == number)][1:-1] for number in (0, 1)]
+        assert (np.concatenate(parts) == text).all()
+        for number in (0, 1):
+            here = np.flatnonzero(example.doc == number)
+            labelled = here[example.objective[here] == TOKEN_DOCUMENT.number]
+            assert set(labelled) == set(here[1:-1]) - set(np.flatnonzero(masked))
+            expected = np.isin(example.tokens[labelled], parts[1 - number])
+            assert (example.targets[labelled] == expected).all()
+            seen.update(expected.tolist())
+    assert min(seen.values()) > 500
+
+
+def test_shares_of_distances_are_one_at_most():
+    with pytest.raises(ConfigError, match=r"far_prob 0\.7 and wrong_prob 0\.5; their sum must be 1 at most"):
+        OBJECTIVES["sentence_distance"].config_class(far_prob=0.7, wrong_prob=0.5)
