@@ -27,16 +27,12 @@ SENTENCE_ORDER_LOSS = Loss("sentence_order", 10)
 SPAN_BOUNDARY = Loss("span_boundary", 21)  # the tokens of MASKED_SPANS again; no token has it in its plane
 REPLACED = Loss("replaced", 28)  # of every token, by a discriminator
 MASKED_DIFFUSION = Loss("masked_diffusion", 29)
-SENTENCE_REORDERING = Loss("sentence_reordering", 31)
-SENTENCE_DISTANCE = Loss("sentence_distance", 33)
-TOKEN_DOCUMENT = Loss("token_document", 35)
-CLASS_HEADS = {loss.name: loss for loss in (SENTENCE_REORDERING, SENTENCE_DISTANCE, TOKEN_DOCUMENT)}
-SENTENCE_LEVEL = tuple(
-    loss.number for loss in (NEXT_SENTENCE_LOSS, SENTENCE_ORDER_LOSS, SENTENCE_REORDERING, SENTENCE_DISTANCE)
-)
-CLASS_LEVEL = (
-    *SENTENCE_LEVEL,
-    TOKEN_DOCUMENT.number,
-)  # predicted by a head of classes, not by the vocabulary
+CLASS_HEADS = {
+    "sentence_reordering": 31,
+    "sentence_distance": 33,
+    "token_document": 35,
+}  # losses with own heads
+SENTENCE_LEVEL = (NEXT_SENTENCE_LOSS.number, SENTENCE_ORDER_LOSS.number, 31, 33)
+CLASS_LEVEL = (*SENTENCE_LEVEL, 35)  # predicted by a head of classes, not by the vocabulary
 # Losses whose sum is divided by all tokens of their texts, not by the weight of those that are predicted.
 BY_TOKENS = (MASKED_DIFFUSION.number,)

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from data_utils.base.losses import NEXT_SENTENCE_LOSS, SENTENCE_DISTANCE, SENTENCE_ORDER_LOSS
+from data_utils.base.losses import NEXT_SENTENCE_LOSS, SENTENCE_ORDER_LOSS, Loss
 from data_utils.base.planes import OBJECTIVE, ORD, POSITION_IDS, SEGMENT_IDS, TOKENS
 from data_utils.base.random_streams import chance, chance_threshold, next_word, open_stream
 from data_utils.base.settings import fraction
@@ -56,7 +56,7 @@ NO_PAIR, NEXT_SENTENCE, SENTENCE_ORDER, PAIR_ONLY, DISTANCE = range(5)
 _LABELS = {
     NEXT_SENTENCE: NEXT_SENTENCE_LOSS,
     SENTENCE_ORDER: SENTENCE_ORDER_LOSS,
-    DISTANCE: SENTENCE_DISTANCE,
+    DISTANCE: Loss("sentence_distance", 33),
 }
 _TRIES = 16  # of a second place to cut at, other than the first
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from data_utils.base.losses import SENTENCE_DISTANCE, Loss
+from data_utils.base.losses import Loss
 from data_utils.base.settings import check, checked, fraction
 from data_utils.objectives.labelled_text import LabelledText, LabelledTextConfig
 from data_utils.objectives.masked_text import DISTANCE
@@ -45,4 +45,4 @@ class SentenceDistanceConfig(LabelledTextConfig):
 class SentenceDistance(LabelledText):
     name = "sentence_distance"
     config_class = SentenceDistanceConfig
-    losses = (Loss("masked_distant", 32), SENTENCE_DISTANCE)
+    losses = (Loss("masked_distant", 32), Loss("sentence_distance", 33))

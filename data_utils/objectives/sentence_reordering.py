@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data_utils.base.losses import SENTENCE_REORDERING, Loss
+from data_utils.base.losses import CLASS_HEADS, Loss
 from data_utils.base.random_streams import below, new_stream, open_stream
 from data_utils.base.settings import checked, setting
 from data_utils.objectives import pairs
@@ -98,7 +98,7 @@ class SentenceReorderingConfig(LabelledTextConfig):
 class SentenceReordering(LabelledText):
     name = "sentence_reordering"
     config_class = SentenceReorderingConfig
-    losses = (Loss("masked_reordered", 30), SENTENCE_REORDERING)
+    losses = (Loss("masked_reordered", 30), Loss("sentence_reordering", 31))
     compiled_files = (__file__, pairs.__file__)
 
     def values(self):  # type: ignore[no-untyped-def]
@@ -113,4 +113,4 @@ class SentenceReordering(LabelledText):
         pieces = (piece_lengths, pieces_per_sample, sample_indices, first_piece)
         _reorder_all(tokens, moved, *pieces, self._sentence_end, new_stream(), cuts, labels, self._settings)
         super()._fill(batch, moved, *pieces)
-        label_documents(batch, pieces_per_sample, labels, first_piece, SENTENCE_REORDERING.number)
+        label_documents(batch, pieces_per_sample, labels, first_piece, CLASS_HEADS["sentence_reordering"])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data_utils.base.losses import TOKEN_DOCUMENT, Loss
+from data_utils.base.losses import CLASS_HEADS, Loss
 from data_utils.base.planes import DOC, OBJECTIVE, TOKENS, WEIGHTS
 from data_utils.base.random_streams import new_stream, open_stream
 from data_utils.base.settings import checked
@@ -85,7 +85,7 @@ class TokenDocumentConfig(LabelledTextConfig):
 class TokenDocument(LabelledText):
     name = "token_document"
     config_class = TokenDocumentConfig
-    losses = (Loss("masked_parts", 34), TOKEN_DOCUMENT)
+    losses = (Loss("masked_parts", 34), Loss("token_document", 35))
     compiled_files = (__file__, pairs.__file__, masking.__file__)
 
     def _fill(self, batch, tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece) -> None:
@@ -99,4 +99,6 @@ class TokenDocument(LabelledText):
         counts = 2 * pieces_per_sample
         super()._fill(batch, tokens, halves, counts, sample_indices, first_piece)
         seen = np.zeros(self.vocabulary.size, np.int64)
-        _label(batch, tokens, halves, counts, first_piece, seen, TOKEN_DOCUMENT.number, self._settings)
+        _label(
+            batch, tokens, halves, counts, first_piece, seen, CLASS_HEADS["token_document"], self._settings
+        )

@@ -207,9 +207,7 @@ class ModelConfig:
     sentence_classes: int = setting(
         0, "classes of a head on CLS for two sentences: 2 (BERT, ALBERT, UniLM), 0 = none", at_least=0
     )
-    class_heads: tuple[str, ...] = setting(
-        (), "heads of further classes, each NAME:CLASSES, with the name of its loss: sentence_reordering:9"
-    )
+    class_heads: tuple[str, ...] = setting((), "further heads of classes: sentence_reordering:9, ...")
     sentence_dropout: float = setting(
         0.0, "dropout probability before the classes of the head on CLS (ALBERT: 0.1)", at_least=0, below=1
     )

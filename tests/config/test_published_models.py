@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import yaml
 from support.project import ROOT
 
 from data_utils.base.settings import build, to_tree
+from data_utils.objectives.mixed import Mixed
 from data_utils.text.sentencepiece_tokenizer import sentencepiece_special_tokens
 from data_utils.text.special_tokens import assign_special_tokens
 from megatron_lite.config.model import padded_vocab_size

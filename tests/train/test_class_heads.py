@@ -49,7 +49,7 @@ def test_each_row_has_the_classes_of_its_own_head():
     head, rows = SentenceHead(config), torch.randn(8, 16)
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter)
-    numbers = [NEXT_SENTENCE_LOSS.number, *(CLASS_HEADS[name].number for name in NAMES)]
+    numbers = [NEXT_SENTENCE_LOSS.number, *(CLASS_HEADS[name] for name in NAMES)]
     found = head(rows, None, torch.tensor([5, 6, *numbers, *numbers], dtype=torch.int32))
     pooled = torch.tanh(head.dense(rows))
     for place, number in enumerate([*numbers, *numbers]):
@@ -119,9 +119,13 @@ def numbered(rng, sentences=6):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sentence_reordering", "sentence_distance"])
-def test_a_small_model_reads_order_and_distance(name):
-    """Right for 95 % of new texts, where a guess has a third. Texts are cut and mixed by the objective itself."""
+@pytest.mark.parametrize("name, best", [("sentence_reordering", 12 / 18), ("sentence_distance", 1.0)])
+def test_a_small_model_reads_order_and_distance(name, best):
+    """Near the best possible part of new texts. Texts are cut and mixed by the objective itself.
+
+    Of orders that is 12/18: a text in order (10/18) may have 1, 2 or 3 segments, 1 with 6/18; two blocks exchanged
+    (5/18) 2 or 3, 2 with 3/18; the other three orders of 3 are sure. A guess has 6/18 in both tasks.
+    """
     torch.manual_seed(1)
     ends = np.arange(SIZE) == DOT
     vocabulary = Vocabulary(SPECIAL, SIZE, ends, np.ones(SIZE, bool))
@@ -136,7 +140,7 @@ def test_a_small_model_reads_order_and_distance(name):
         fill = torch.nn.init.ones_ if "layernorm.weight" in key else torch.nn.init.zeros_
         torch.nn.init.normal_(parameter, std=0.1) if parameter.dim() > 1 else fill(parameter)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
-    number, steps, size, right = CLASS_HEADS[name].number, 1200, 32, []
+    number, steps, size, right = CLASS_HEADS[name], 1200, 32, []
     for step in range(steps + 8):
         pieces = [numbered(rng) for _ in range(4 * size)]
         lengths, counts = np.array([len(p) for p in pieces]), np.full(size, 4)
@@ -154,4 +158,4 @@ def test_a_small_model_reads_order_and_distance(name):
         labels = batch.targets[-len(classes) :]
         right.append((classes.argmax(1) == labels).float().mean().item())
         assert (batch.loss_rows.objectives[-len(classes) :] == number).all()
-    assert np.mean(right) > 0.95, np.mean(right)
+    assert abs(np.mean(right) - best) < 0.05, np.mean(right)  # 3 standard errors of 1024 texts

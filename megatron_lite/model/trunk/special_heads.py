@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from data_utils.base.losses import CLASS_HEADS, MOST_LOSSES
+from data_utils.base.losses import CLASS_HEADS, MOST_LOSSES, SENTENCE_LEVEL
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.kernels import fused
 from megatron_lite.model.kernels.dropout import Dropout, FeatureDropout
@@ -33,7 +33,7 @@ class SentenceHead(nn.Module):
         super().__init__()
         self.dense = Linear(config.hidden_size, config.hidden_size)
         self.classifier = Linear(config.hidden_size, config.sentence_classes, 1 / config.width_ratio)
-        # Of other losses than those of two sentences. Those of tokens read no pooler.
+        # Other losses than those of two sentences have their own; those of tokens read no pooler.
         counts = {name: int(count) for name, count in (head.split(":") for head in config.class_heads)}
         self.classifiers = nn.ModuleDict(
             {
@@ -56,7 +56,7 @@ class SentenceHead(nn.Module):
         if not self.classifiers or objectives is None:
             return classes
         others = [
-            head(pooled if CLASS_HEADS[name].sentence_level else rows)
+            head(pooled if CLASS_HEADS[name] in SENTENCE_LEVEL else rows)
             for name, head in self.classifiers.items()
         ]
         none = classes.new_full((len(rows), 1), float("-inf"))
@@ -74,7 +74,7 @@ def _columns_of(counts: Sequence[int], names: Sequence[str]) -> torch.Tensor:
     columns = np.full((MOST_LOSSES, max(counts)), first[-1])
     columns[:, : counts[0]] = np.arange(counts[0])
     for number, name in enumerate(names, start=1):
-        own = columns[CLASS_HEADS[name].number]
+        own = columns[CLASS_HEADS[name]]
         own[:] = first[-1]
         own[: counts[number]] = np.arange(first[number], first[number + 1])
     return torch.tensor(columns, device="cpu")

@@ -9,7 +9,7 @@ import pytest
 from support.recipes import FIRST_TEXT_TOKEN, SPECIAL, collate, make, many, text_of, vocabulary
 
 from data_utils.base.errors import ConfigError
-from data_utils.base.losses import SENTENCE_DISTANCE, SENTENCE_REORDERING, TOKEN_DOCUMENT
+from data_utils.base.losses import CLASS_HEADS
 from data_utils.base.planes import Example
 from data_utils.objectives import OBJECTIVES
 
@@ -46,7 +46,7 @@ def test_the_class_of_an_order_is_that_of_brute_force(parts, with_eos):
     found = Counter()
     for example in many(made, text, count):
         label = int(example.targets[0])
-        assert example.objective[0] == SENTENCE_REORDERING.number and example.weights[0] == 1
+        assert example.objective[0] == CLASS_HEADS["sentence_reordering"] and example.weights[0] == 1
         assert tuple(example.tokens[1:-1].tolist()) in expected[label]
         found[label] += 1
     first = 0
@@ -70,7 +70,7 @@ def test_distances_are_those_of_the_text(far, wrong):
     samples, found = 500, Counter()
     for planes in collate(made, [pieces] * samples):
         for number, example in enumerate(Example.from_planes(planes).documents()):
-            assert example.objective[0] == SENTENCE_DISTANCE.number
+            assert example.objective[0] == CLASS_HEADS["sentence_distance"]
             label, middle = int(example.targets[0]), int(np.argmax(example.tokens == SPECIAL.sep))
             first, second = example.tokens[1:middle], example.tokens[middle + 1 : -1]
             own = pieces[number]
@@ -93,13 +93,13 @@ def test_tokens_know_whether_the_other_part_has_them():
     for sample in range(200):
         text = rng.integers(FIRST_TEXT_TOKEN, FIRST_TEXT_TOKEN + 30, 34).astype(np.int32)
         example = made.example(text, sample)
-        masked = (example.weights > 0) & (example.objective != TOKEN_DOCUMENT.number)
+        masked = (example.weights > 0) & (example.objective != CLASS_HEADS["token_document"])
         whole = np.where(masked, example.targets, example.tokens)
         parts = [whole[(example.doc == number)][1:-1] for number in (0, 1)]
         assert (np.concatenate(parts) == text).all()
         for number in (0, 1):
             here = np.flatnonzero(example.doc == number)
-            labelled = here[example.objective[here] == TOKEN_DOCUMENT.number]
+            labelled = here[example.objective[here] == CLASS_HEADS["token_document"]]
             assert set(labelled) == set(here[1:-1]) - set(np.flatnonzero(masked))
             expected = np.isin(example.tokens[labelled], parts[1 - number])
             assert (example.targets[labelled] == expected).all()
