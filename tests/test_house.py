@@ -72,7 +72,7 @@ ABILITIES: dict[str, int] = {
     "one kernel on GPUs for each norm, activation, gate and its dropout": 120,
     "entities in corpora: read, aligned with tokens, stored, joined": 326,
     "attention under the rule and with a bias by distance, in kernels on GPUs": 439,
-    "token-document relation, sentence reordering and distance, with their heads": 399,
+    "token-document relation, sentence reordering and distance, with their heads": 396,
     "fine-tuning on several tasks at once": 374,
     "disentangled attention, and DeBERTa-v3": 340,
 }

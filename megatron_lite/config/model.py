@@ -102,9 +102,7 @@ class ModelConfig:
         "Llama 3's longer wavelengths: factor, low and high frequency factor, original length, as [8, 1, 4, 8192]; "
         "[] = none",
     )
-    query_key_norm: bool = setting(
-        False, "divide each head's queries and keys by their root mean square, with a learned scale (Qwen3)"
-    )
+    query_key_norm: bool = setting(False, "RMSNorm of each head's queries and keys (Qwen3)")
     attention_window: int = setting(
         0,
         "local layers see tokens whose position ids differ by this many at most (ModernBERT: 64); 0 = all are global",
@@ -246,17 +244,13 @@ class ModelConfig:
     span_boundary_places: int = setting(
         0, "places of SpanBERT's head, which predicts a span from the tokens around it; 0 = none", at_least=0
     )
-    embedding_size: int | None = setting(
-        None, "width of embeddings, projected to hidden_size (ALBERT: 128); null = hidden_size", at_least=1
-    )
+    embedding_size: int | None = setting(None, "width of embeddings (ALBERT: 128); null = same", at_least=1)
     share_layers: str = setting(
         "none",
         "weights that all blocks share: none, those of attention, of ffn (both without norms), or all (ALBERT)",
         one_of=("none", "attention", "ffn", "all"),
     )
-    adapter_size: int = setting(
-        0, "inner width of adapters that fine-tuning adds after attention and FFN: 64; 0 = none", at_least=0
-    )
+    adapter_size: int = setting(0, "inner width of fine-tuning's adapters: 64; 0 = none", at_least=0)
 
     def __post_init__(self) -> None:
         from megatron_lite.config.model_rules import check_model

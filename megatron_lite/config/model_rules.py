@@ -79,17 +79,7 @@ def check_model(model: ModelConfig) -> None:
         model.sentence_classes != 1,
         "model.sentence_classes is 1; a head needs at least 2 classes: set it to 2, or to 0 for no head.",
     )
-    known = {head.partition(":")[0] for head in model.class_heads}
-    check(
-        known <= CLASS_HEADS.keys() and all(h.partition(":")[2].isdigit() for h in model.class_heads),
-        f"model.class_heads is {list(model.class_heads)}; each must be NAME:CLASSES, with a name of "
-        f"{', '.join(CLASS_HEADS)}.",
-    )
-    check(
-        model.sentence_classes > 0 or not model.class_heads,
-        f"model.class_heads is {list(model.class_heads)} without sentence_classes, whose layer these heads read; set "
-        "sentence_classes to 2.",
-    )
+    _check_class_heads(model)
     _check_norms(model)
     _check_windows(model)
     _check_disentangled(model)
@@ -114,6 +104,20 @@ def check_model(model: ModelConfig) -> None:
         model.task_head == "none" or not model.decoder_layers,
         f"model.task_head is {model.task_head} with model.decoder_layers ({model.decoder_layers}), whose tokens are "
         "of two stacks; solve the task by predicting tokens, and leave task_head out.",
+    )
+
+
+def _check_class_heads(model: ModelConfig) -> None:
+    known = {head.partition(":")[0] for head in model.class_heads}
+    check(
+        known <= CLASS_HEADS.keys() and all(h.partition(":")[2].isdigit() for h in model.class_heads),
+        f"model.class_heads is {list(model.class_heads)}; each must be NAME:CLASSES, with a name of "
+        f"{', '.join(CLASS_HEADS)}.",
+    )
+    check(
+        model.sentence_classes > 0 or not model.class_heads,
+        f"model.class_heads is {list(model.class_heads)} without sentence_classes, whose layer these heads read; set "
+        "sentence_classes to 2.",
     )
 
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import yaml
 from support.project import ROOT
 
 from data_utils.base.settings import build, to_tree
-from data_utils.objectives.mixed import Mixed
 from data_utils.text.sentencepiece_tokenizer import sentencepiece_special_tokens
 from data_utils.text.special_tokens import assign_special_tokens
 from megatron_lite.config.model import padded_vocab_size
@@ -445,30 +441,6 @@ def test_modernbert_trains_on_long_rows_after_short_ones():
     assert abs(lr * config.optimizer.weight_decay - 1e-5) < 1e-12 and config.model.rotary_base == 16 * 1e4
     with_tokens = plan.consumed(plan.first_steps[1]) * 1021
     assert 0 <= with_tokens - 1_719_000_000_000 < 4608 * 1021
-
-
-def test_ernie_2_adds_a_task_in_each_stage_and_trains_all_for_50000_steps():
-    config = published("ernie2-base")
-    batch, tokens = config.batch.global_batch_size, 512
-    assert config.model.task_types and batch * tokens == 393_216
-    rows = {choice.section.row_length_for(config.data.sequence_length) for choice in config.objective_choices}
-    assert rows == {tokens}
-    tasks = [[choice.name for choice in each.objective_choices] for each in config.plan.configs]
-    names = ["ernie", "token_document", "sentence_reordering", "sentence_distance"]
-    assert tasks == [names[:1], names[:2], names[:3], names]
-    first = config.plan.first_steps
-    assert first == [0, 20_000, 60_000, 120_000, 200_000] and config.training.steps == 200_000
-    trained, drawn = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
-    for each, steps in zip(config.plan.configs, np.diff(first), strict=True):
-        choices = each.objective_choices
-        weights = [choice.weight for choice in choices]
-        made = [SimpleNamespace(row_length=512, sequence_length=508)] * len(weights)
-        chosen = Mixed(made, weights, [0] * len(weights), 7).choose(np.arange(steps))
-        for place, (choice, weight) in enumerate(zip(choices, weights, strict=True)):
-            trained[choice.name] += steps * weight / sum(weights)
-            drawn[choice.name] += (chosen == place).sum()
-    assert trained == pytest.approx(dict.fromkeys(names, 50_000))
-    assert all(abs(count - 50_000) < 3 * math.sqrt(50_000) for count in drawn.values())
 
 
 def test_optimus_is_bert_gpt2_and_three_matrices():

@@ -1,11 +1,13 @@
 """Heads of classes beside the vocabulary: against separate heads, in layouts, after a restart, and what they learn."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from support.distributed import run_ranks
+from support.project import ROOT
 from support.recipes import SPECIAL
 from support.training import fit, records
 from support.whole_weights import load_weights
@@ -14,12 +16,13 @@ from data_utils.base.errors import ConfigError
 from data_utils.base.losses import CLASS_HEADS, NEXT_SENTENCE_LOSS
 from data_utils.base.settings import build, merge
 from data_utils.objectives import LOSS_NAMES, OBJECTIVES, make_one
+from data_utils.objectives.mixed import Mixed
 from data_utils.samples.loader import collate
 from data_utils.text.vocabulary import Vocabulary
 from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.tree import Config
+from megatron_lite.config.tree import Config, load_config
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.model_input import ModelInput
 from megatron_lite.model.trunk.glm import GLM
@@ -100,6 +103,30 @@ def test_heads_that_lack_are_told(settings, changes, message):
     with pytest.raises(ConfigError, match=message) as error:
         build(Config, merge(merge(settings, TASKS), changes))
     assert "\n" not in str(error.value)
+
+
+def test_ernie_2_adds_a_task_in_each_stage_and_trains_all_for_50000_steps():
+    config = load_config([ROOT / "configs/ernie2-base.yaml"])
+    batch, tokens = config.batch.global_batch_size, 512
+    assert config.model.task_types and batch * tokens == 393_216
+    rows = {choice.section.row_length_for(config.data.sequence_length) for choice in config.objective_choices}
+    assert rows == {tokens}
+    tasks = [[choice.name for choice in each.objective_choices] for each in config.plan.configs]
+    names = ["ernie", "token_document", "sentence_reordering", "sentence_distance"]
+    assert tasks == [names[:1], names[:2], names[:3], names]
+    first = config.plan.first_steps
+    assert first == [0, 20_000, 60_000, 120_000, 200_000] and config.training.steps == 200_000
+    trained, drawn = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
+    for each, steps in zip(config.plan.configs, np.diff(first), strict=True):
+        choices = each.objective_choices
+        weights = [choice.weight for choice in choices]
+        made = [SimpleNamespace(row_length=512, sequence_length=508)] * len(weights)
+        chosen = Mixed(made, weights, [0] * len(weights), 7).choose(np.arange(steps))
+        for place, (choice, weight) in enumerate(zip(choices, weights, strict=True)):
+            trained[choice.name] += steps * weight / sum(weights)
+            drawn[choice.name] += (chosen == place).sum()
+    assert trained == pytest.approx(dict.fromkeys(names, 50_000))
+    assert all(abs(count - 50_000) < 3 * math.sqrt(50_000) for count in drawn.values())
 
 
 # Sentences that say their number: `N word .`
