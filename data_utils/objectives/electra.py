@@ -10,6 +10,7 @@ chosen once. Source: google-research/electra, run_pretraining and pretrain_helpe
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from data_utils.objectives.registry import register
 
 # Options of the discriminator that it cannot have, and the value that it must.
 _FIXED = {
-    "decoder_layers": 0, "relative": "none", "adapter_size": 0, "mup": None, "sentence_classes": 0,
+    "decoder_layers": 0, "adapter_size": 0, "mup": None, "sentence_classes": 0,
     "head_transform": False, "head_bias": False, "tie_word_embeddings": True, "scale_head": False,
     "logit_soft_cap": None, "span_boundary_places": 0, "task_types": 0,
 }  # fmt: skip
@@ -42,6 +43,15 @@ class ElectraConfig(MaskedTextConfig):
     )
     generator_heads: int | None = setting(
         None, "attention heads of the generator; null = its hidden_size / 64, at least 1", at_least=1
+    )
+    generator_layers: int | None = setting(
+        None, "blocks of the generator (DeBERTa-v3: half); null = the discriminator's", at_least=1
+    )
+    embeddings: str = setting(
+        "shared",
+        "shared: both stacks learn one table of words; detached: the discriminator reads the generator's without "
+        "giving it a gradient, plus a table of its own that begins as 0 (DeBERTa-v3)",
+        one_of=("shared", "detached"),
     )
 
     model_module = "megatron_lite.electra.kind"
@@ -73,6 +83,21 @@ class ElectraConfig(MaskedTextConfig):
                     f"model.{option} is {shown(actual)}, which the discriminator of electra cannot have; set it to "
                     f"{shown(value)}."
                 )
+        model, layers = config.model, self.generator_layers or 1
+        check(
+            model.relative in ("none", "disentangled"),
+            f"model.relative is {model.relative}, which the discriminator of electra cannot have; set it to none or to "
+            "disentangled.",
+        )
+        check(
+            layers <= model.num_layers,
+            f"electra.generator_layers ({layers}) is above model.num_layers ({model.num_layers}); choose fewer.",
+        )
+        check(
+            self.embeddings == "shared" or (model.positions in ("none", "rotary") and not model.segments),
+            f"electra.embeddings is detached with model.positions {model.positions} and model.segments "
+            f"{model.segments}, but only words are shared so; set positions to none and segments to 0.",
+        )
         width = self.generator_width(config.model.hidden_size)
         heads = self.heads_of(width)
         check(
@@ -111,6 +136,15 @@ class ElectraConfig(MaskedTextConfig):
             check(
                 value == usual, f"training.{name} is {value} with the objective electra; set it to {usual}."
             )
+
+
+def require_own_words(tree: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless a discriminator can stand alone. Args: tree: a run's configuration."""
+    if (tree.get("electra") or {}).get("embeddings", "shared") != "shared":
+        raise ConfigError(
+            "electra.embeddings is detached: the discriminator's words are the sum of two tables, which it cannot do "
+            "without its generator; pretrain with electra.embeddings=shared to tune or export it."
+        )
 
 
 @register

@@ -21,6 +21,7 @@ import yaml
 from data_utils.base.errors import CheckpointError
 from data_utils.base.planes import DOC
 from data_utils.base.settings import merge, to_tree
+from data_utils.objectives.electra import require_own_words
 from megatron_lite.checkpoint.existing import Checkpoint, read_checkpoint
 from megatron_lite.checkpoint.manifest import checkpoint_name
 from megatron_lite.checkpoint.read import weight_reader
@@ -72,6 +73,7 @@ def is_pair(path: Path) -> bool:
 def write_electra(directory: Path, run: OpenRun, dtype: str, max_shard_bytes: int) -> None:
     """Write both stacks. Raises: CheckpointError for options that the classes have not."""
     checkpoint, config = run.checkpoint, run.config
+    require_own_words(to_tree(config))
     read, kept = weight_reader(checkpoint), checkpoint.path.parent.parent / KEPT_FILES
     check_shapes(Weights(checkpoint.shapes, read), kind_of(config).shapes(config), checkpoint.path)
     generator = generator_of(config)

@@ -6,13 +6,14 @@ import functools
 from typing import Any
 
 import torch
+from torch import nn
 
 from data_utils.base.random_streams import derive_seed
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.electra.batch import ElectraSamples
 from megatron_lite.electra.model import SHARED, Electra, ReplacedHead
-from megatron_lite.electra.sections import generator_of
+from megatron_lite.electra.sections import generator_of, is_detached
 from megatron_lite.model.layers.tensor_parallel import TensorParallel
 from megatron_lite.model.trunk.build import OneTransformer
 from megatron_lite.model.trunk.counts import parameter_shapes, step_flops
@@ -29,18 +30,22 @@ class Kind(OneTransformer):
     def build(self, config: Config, num_losses: int, parallel: TensorParallel | None) -> Electra:
         generator, training = generator_of(config), config.training
         model = Electra(
-            config.model, generator, recompute=training.recompute, num_losses=num_losses, parallel=parallel
-        )
+            config.model, generator, recompute=training.recompute, num_losses=num_losses, parallel=parallel,
+            is_detached=is_detached(config),
+        )  # fmt: skip
         for prefix, stack in ((GENERATOR, generator), ("", config.model)):
             named = [
                 pair for pair in model.named_parameters() if pair[0].startswith(GENERATOR) == bool(prefix)
             ]
             initialize_parameters(named, stack, training.seed, parallel)
+        if is_detached(config):
+            nn.init.zeros_(model.encoder.embedding.word_embeddings.weight)
         return model
 
     def shapes(self, config: Config) -> dict[str, tuple[int, ...]]:
         of_generator = parameter_shapes(generator_of(config))
-        own = {name: shape for name, shape in of_generator.items() if not name.startswith(TABLES)}
+        shared = () if is_detached(config) else TABLES
+        own = {name: shape for name, shape in of_generator.items() if not name.startswith(shared)}
         found = discriminator_shapes(config.model)
         return {
             **{
@@ -50,7 +55,7 @@ class Kind(OneTransformer):
         }
 
     def count(self, config: Config) -> int:
-        return _count(config.model, generator_of(config))
+        return _count(config.model, generator_of(config), is_detached(config))
 
     def flops(self, config: Config, *counts: int) -> float:
         """FLOPs of both stacks; the discriminator's head, one matrix for all tokens, is left out."""
@@ -70,9 +75,10 @@ KIND = Kind()
 
 
 @functools.lru_cache(maxsize=16)
-def _count(model: ModelConfig, generator: ModelConfig) -> int:
+def _count(model: ModelConfig, generator: ModelConfig, has_two: bool) -> int:
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in Electra(model, generator).parameters())
+        made = Electra(model, generator, is_detached=has_two)
+        return sum(parameter.numel() for parameter in made.parameters())
 
 
 def discriminator_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -1,8 +1,10 @@
 """ELECTRA: a generator and a discriminator with common embeddings, trained together (arXiv:2003.10555).
 
 The discriminator (prefix `encoder.`) has the tables of words, positions and segments and their norm; the generator
-reads the same, and projects them to its own width. Loss: the mean cross entropy of the generator over the chosen
-tokens, and `training.loss_weights` times the mean binary cross entropy of the discriminator over all tokens.
+reads the same, and projects them to its own width. With `electra.embeddings: detached` the generator has them, and the
+discriminator adds a table of words of its own to them without giving them a gradient (DeBERTa-v3, arXiv:2111.09543).
+Loss: the mean cross entropy of the generator over the chosen tokens, and `training.loss_weights` times the mean binary
+cross entropy of the discriminator over all tokens.
 
 Shapes: T tokens, D hidden size, K rows with loss, V vocabulary.
 """
@@ -27,7 +29,7 @@ from megatron_lite.model.kernels import fused
 from megatron_lite.model.kernels.dropout import Dropout
 from megatron_lite.model.kernels.fused import Biased
 from megatron_lite.model.layers.dense import Linear
-from megatron_lite.model.layers.tensor_parallel import TensorParallel
+from megatron_lite.model.layers.tensor_parallel import TensorParallel, VocabParallelEmbedding
 from megatron_lite.model.trunk.glm import GLM
 from megatron_lite.model.trunk.heads import row_losses
 from megatron_lite.model.trunk.trained_model import TrainedModel
@@ -36,6 +38,21 @@ from megatron_lite.parallel.context import ParallelContext
 
 SHARED = ("word_embeddings", "position_embeddings", "segment_embeddings", "layernorm")  # of both embeddings
 _SALT = 0x5BD1E995  # of the generator's dropout: an int32
+
+
+class DetachedSum(VocabParallelEmbedding):
+    """Words of another embedding, whose gradient stops here, plus the own weight, which begins as 0."""
+
+    other: VocabParallelEmbedding
+
+    def __init__(self, config: ModelConfig, other: VocabParallelEmbedding):
+        super().__init__(config, other.parallel)
+        self.__dict__["other"] = other  # no module of this one: its parameters have one name
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            given = self.other(tokens)
+        return given + super().forward(tokens)
 
 
 class ReplacedHead(nn.Module):
@@ -54,7 +71,7 @@ class ReplacedHead(nn.Module):
 
 
 class Electra(TrainedModel):
-    """Both stacks. Args: config: of the discriminator."""
+    """Both stacks. Args: config: of the discriminator. is_detached: see `electra.embeddings`."""
 
     def __init__(
         self,
@@ -64,13 +81,17 @@ class Electra(TrainedModel):
         recompute: str = "none",
         num_losses: int = 1,
         parallel: TensorParallel | None = None,
+        is_detached: bool = False,
     ):
         super().__init__()
         self.num_losses = num_losses
         self.encoder = GLM(config, recompute=recompute, parallel=parallel)
         self.generator = GLM(generator, recompute=recompute, parallel=parallel)
         self.encoder.heads.projection = None  # it predicts no tokens
-        for name in SHARED:
+        if is_detached:
+            words = self.generator.embedding.word_embeddings
+            self.encoder.embedding.word_embeddings = DetachedSum(config, words)
+        for name in SHARED if not is_detached else ():
             setattr(self.generator.embedding, name, getattr(self.encoder.embedding, name))
         self.replaced = ReplacedHead(config)
         self._found: Found | None = None
@@ -142,6 +163,7 @@ class Electra(TrainedModel):
         return replace(
             dropout,
             keys=dropout.keys ^ _SALT,
+            step=dropout.step ^ _SALT,
             seed=derive_seed(dropout.seed, "generator") >> 1,
             first_head=config.num_attention_heads // group.size * group.rank,
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from data_utils.objectives.electra import ElectraConfig
+from data_utils.objectives.electra import ElectraConfig, require_own_words
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 
@@ -19,17 +19,23 @@ def section_of(config: Config) -> ElectraConfig:
     return section
 
 
+def is_detached(config: Config) -> bool:
+    """Whether the discriminator has words of its own beside the generator's."""
+    return section_of(config).embeddings == "detached"
+
+
 def is_electra(config: Config) -> bool:
     return any(choice.name == "electra" for choice in config.objective_choices)
 
 
 def generator_of(config: Config) -> ModelConfig:
-    """The generator's Transformer: as deep as the discriminator, with its embeddings; its FFN has 4 times its width."""
+    """The generator's Transformer, with embeddings of the discriminator's width; its FFN has 4 times its own."""
     model, section = config.model, section_of(config)
     embedding, width = model.embedding_size or model.hidden_size, section.generator_width(model.hidden_size)
     return replace(
         model,
-        system=None if model.system is None else f"{model.system}_generator",
+        system="electra_generator" if model.system == "electra" else model.system,
+        num_layers=section.generator_layers or model.num_layers,
         hidden_size=width,
         num_attention_heads=section.heads_of(width),
         num_key_value_heads=None,
@@ -42,7 +48,11 @@ def generator_of(config: Config) -> ModelConfig:
 
 
 def discriminator_alone(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration tree of the discriminator alone, whose rows are BERT's without a mask."""
+    """The configuration tree of the discriminator alone, whose rows are BERT's without a mask.
+
+    Raises: ConfigError for one whose words are a sum of two tables.
+    """
+    require_own_words(tree)
     kept = {name: value for name, value in tree.items() if name not in _OF_BOTH}
     training = {name: x for name, x in tree["training"].items() if not name.startswith("loss_")}
     return {**kept, "training": training, "objectives": {"masked_lm": 1}}

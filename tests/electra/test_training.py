@@ -25,12 +25,17 @@ MOST = {"loss": 1e-5, "norm": 1e-5, "gradients": 3e-5, "weights": 1e-5}
 CASES = [
     ElectraCase(2, 1, 1, 2, accumulation=4, dropout=0.1, attention_dropout=0.1),
     ElectraCase(1, 1, 2, 3, recompute="full", dropout=0.1),
+    ElectraCase(2, 1, 2, 2, accumulation=4, dropout=0.1, variant="detached"),
     *(
         pytest.param(case, marks=pytest.mark.slow)
         for case in (
             ElectraCase(1, 1, 2, 2, accumulation=4, dropout=0.1, attention_dropout=0.1),
             ElectraCase(2, 1, 2, 1, True, recompute="selective", dropout=0.1),
             ElectraCase(4, 1, 1, 3, attention_dropout=0.1),
+            ElectraCase(1, 1, 2, 3, recompute="full", dropout=0.1, variant="detached"),
+            ElectraCase(
+                2, 1, 1, 1, True, "selective", dropout=0.1, attention_dropout=0.1, variant="detached"
+            ),
         )
     ),
 ]

@@ -38,6 +38,14 @@ TREE: dict[str, Any] = {
         "loss_weights": {"replaced": 50.0},
     },
 }  # fmt: skip
+# DeBERTa-v3's: disentangled attention in both stacks, and words whose gradients are apart.
+DETACHED: dict[str, dict[str, Any]] = {
+    "model": {
+        "system": "deberta_v3", "embedding_size": None, "position_buckets": 8, "head_transform": False,
+        "head_bias": False,
+    },
+    "electra": {"embeddings": "detached", "generator_layers": 1},
+}  # fmt: skip
 NO_DROPOUT = {"embedding_dropout": 0.0, "attention_dropout": 0.0, "output_dropout": 0.0}
 
 
@@ -77,6 +85,9 @@ class ElectraCase(Case):
             "optimizer": {"clip_grad_norm": 0.3, "weight_decay": 0.1, "eps": 1e-3},
             "parallel": self.parallel,
         }  # fmt: skip
+        if self.variant == "detached":
+            tree["electra"] |= DETACHED["electra"]
+            tree["model"] |= DETACHED["model"]
         if self.zero_stage == 3:
             tree["deepspeed"] = {"zero_optimization": {"stage3_param_persistence_threshold": 500}}
         return electra_config(**tree)

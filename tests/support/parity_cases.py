@@ -406,7 +406,7 @@ FEW = [  # of each list above, in the default run
     POSITIONS[4],
     HEAD_NORMS[0],
     LOCAL[0],
-    *DISENTANGLED[:2],
+    *DISENTANGLED[:3],
     *MODERN_GLM,
     MUP[0],
     PARTS[3],

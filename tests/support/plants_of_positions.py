@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from support.plant import Plant
 
-TERMS = "tests/model/test_disentangled.py"
+DETACHED = "tests/electra/test_detached.py"
 CLASS = "tests/hf/test_published.py::test_logits_and_gradients_are_those_of_the_class[deberta_v3]"
 LAYOUTS = "tests/train/test_parity.py::test_some_further_cases_equal_one_process"
 
@@ -24,13 +24,6 @@ POSITIONS = (
         (CLASS,),
     ),
     Plant(
-        "buckets of places in a row, where documents are packed",
-        "megatron_lite/model/layers/disentangled.py",
-        "apart = positions[queries][..., :, None] - positions[keys][..., None, :]",
-        "apart = (queries[..., :, None] - keys[..., None, :]).int()",
-        (f"{TERMS}::test_packed_documents_are_those_that_are_alone",),
-    ),
-    Plant(
         "the gradient of buckets is that of a rank's own heads",
         "megatron_lite/model/layers/disentangled.py",
         "PositionRows(self.parallel.copy(rows), tuple(places))",
@@ -43,6 +36,20 @@ POSITIONS = (
         'if not getattr(weight, "is_used_twice", False):',
         "if True:",
         (LAYOUTS,),
+    ),
+    Plant(
+        "the discriminator's loss teaches the generator's words",
+        "megatron_lite/electra/model.py",
+        "with torch.no_grad():",
+        "if True:",
+        (f"{DETACHED}::test_losses_and_gradients_are_those_of_a_plain_model",),
+    ),
+    Plant(
+        "a discriminator's own words begin as others do",
+        "megatron_lite/electra/kind.py",
+        "nn.init.zeros_(model.encoder.embedding.word_embeddings.weight)",
+        "pass",
+        (f"{DETACHED}::test_losses_and_gradients_are_those_of_a_plain_model",),
     ),
     Plant(
         "tied words share a bucket of gradients with what all stages hold",

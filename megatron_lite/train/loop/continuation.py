@@ -13,6 +13,7 @@ from typing import Any
 from data_utils.base.errors import CheckpointError
 from data_utils.base.settings import to_tree, with_todays_names
 from data_utils.objectives import OBJECTIVES
+from data_utils.objectives.electra import require_own_words
 from megatron_lite.checkpoint.existing import check_model, find_manifest, new_parameters
 from megatron_lite.checkpoint.manifest import Checkpoint
 from megatron_lite.checkpoint.read import find_checkpoint, load_checkpoint, load_weights_only, newest_valid
@@ -134,7 +135,10 @@ def _for_model(checkpoint: Checkpoint, config: Config) -> Checkpoint:
         any(name.startswith(ENCODER) for name in names)
         for names in (checkpoint.shapes, kind_of(config).shapes(config))
     )
-    return checkpoint.part(ENCODER) if has_stacks and not wants_stacks else checkpoint
+    if not has_stacks or wants_stacks:
+        return checkpoint
+    require_own_words(checkpoint.state.get("config", {}))
+    return checkpoint.part(ENCODER)
 
 
 def _load(
