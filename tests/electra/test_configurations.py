@@ -71,3 +71,16 @@ def test_electra_has_the_recipe_of_its_code():
         "electra-base": (768, 256, 4, 2e-4, 256, 512, 0.15),
         "electra-large": (1024, 256, 4, 2e-4, 2048, 512, 0.25),
     }
+
+
+def test_deberta_is_two_stacks_of_its_sizes_with_words_each():
+    """DebertaV2Model of base and of small, a head for tokens, and one that finds replaced tokens."""
+    config = published("deberta-v3-base-rtd")
+    sizes = {key: math.prod(shape) for key, shape in kind_of(config).shapes(config).items()}
+    by_stack = [
+        sum(size for key, size in sizes.items() if key.startswith(p)) for p in ("generator.", "encoder.")
+    ]
+    assert by_stack == [141_304_320 + 768 * 771 + 128_100, 183_831_552]
+    found = re.findall(r"([\d.]+) M", (MODELS / "deberta-v3-base-rtd.yaml").read_text().partition("\n\n")[0])
+    counted = [sum(sizes.values()), 183_831_552 + 768 * 769 + 769, 128_100 * 768]
+    assert found == [f"{count / 1e6:.1f}" for count in counted]

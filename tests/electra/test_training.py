@@ -20,8 +20,8 @@ from megatron_lite.train.loop.resume import check_beginning, load_beginning
 from megatron_lite.train.loop.trainer import Trainer
 
 # As in parity_cases.py, but for gradients: those of the tokens nearly cancel where the discriminator answers a half.
-# Measured: a third of it.
-MOST = {"loss": 1e-5, "norm": 1e-5, "gradients": 3e-5, "weights": 1e-5}
+# Measured: a third of it, on the bias of the last layer, one number that is a sum over all tokens.
+MOST = {"loss": 1e-5, "norm": 1e-5, "gradients": 1e-4, "weights": 1e-5}
 CASES = [
     ElectraCase(2, 1, 1, 2, accumulation=4, dropout=0.1, attention_dropout=0.1),
     ElectraCase(1, 1, 2, 3, recompute="full", dropout=0.1),
@@ -146,7 +146,7 @@ def test_a_run_begins_with_another_or_with_its_discriminator_alone(one, tmp_path
         ({"training": {"z_loss": 0.1}}, ("z_loss is 0.1", "set it to 0")),
         ({"model": {"head_bias": True}}, ("model.head_bias is True", "set it to False")),
         ({"model": {"sentence_classes": 2}}, ("model.sentence_classes is 2", "set it to 0")),
-        ({"model": {"relative": "buckets"}}, ("model.relative is 'buckets'", "'none'")),
+        ({"model": {"relative": "buckets"}}, ("model.relative is buckets", "set it to none or to disentangled")),
         ({"electra": {"generator_size": 0.5, "generator_heads": 5}}, ("a width of 24", "5 heads", "divisor")),
         ({"objectives": {"masked_lm": 1}}, ("electra, masked_lm", "stands alone")),
     ],
