@@ -75,7 +75,7 @@ ABILITIES: dict[str, int] = {
     "token-document relation, sentence reordering and distance, with their heads": 396,
     "fine-tuning on several tasks at once": 374,
     "disentangled attention, and DeBERTa-v3": 340,
-    "words of generator and discriminator with gradients apart": 76,
+    "words of generator and discriminator with gradients apart": 78,
 }
 # Figures that may only fall. A change that lowers a figure lowers its number here; tests/support/figures.py prints all.
 CEILINGS = {
