@@ -147,7 +147,7 @@ def cases(device: torch.device, tokens: int, width: int, words: int) -> Iterator
         of_keys = [torch.cat([slice_ + rest[:first], rest[first:]]) for slice_, rest in pairs]
         return (torch.stack([torch.cat([dq_0, dq_1]), *of_keys], dim=1),)
 
-    yield Case("join_pair", lambda: fused.join_pair_kernel(*parts, 0, place)[:1], joined)
+    yield Case("join_pair", lambda: fused.join_pair_kernel(*parts, 0, place, None)[:1], joined)
     yield from masked_attention(
         draw, keys[:MASKED], torch.tensor(salt, dtype=torch.int32, device=device), heads
     )

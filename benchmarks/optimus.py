@@ -39,7 +39,8 @@ from data_utils.samples.loader import collate
 from data_utils.text.special_tokens import SpecialTokens
 from data_utils.text.vocabulary import Vocabulary
 from megatron_lite.config.tree import Config
-from megatron_lite.model.input.model_input import ModelInput, builds_kernels, few_lengths
+from megatron_lite.model.input.lengths import builds_kernels, few_lengths
+from megatron_lite.model.input.model_input import ModelInput
 from megatron_lite.model.trunk.build import build_model, kind_of
 from megatron_lite.optimus.batch import LatentBatch
 from megatron_lite.optimus.model import Optimus

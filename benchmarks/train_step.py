@@ -43,7 +43,8 @@ from data_utils.text.special_tokens import SpecialTokens
 from data_utils.text.vocabulary import Vocabulary
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import ModelInput, builds_kernels, few_lengths
+from megatron_lite.model.input.lengths import builds_kernels, few_lengths
+from megatron_lite.model.input.model_input import ModelInput
 from megatron_lite.model.layers.tensor_parallel import linear
 from megatron_lite.model.trunk.counts import step_flops
 from megatron_lite.model.trunk.glm import GLM

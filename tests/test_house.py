@@ -71,6 +71,7 @@ ABILITIES: dict[str, int] = {
     "an honest roofline: tiles, waves, instructions, constants with sources": 294,
     "one kernel on GPUs for each norm, activation, gate and its dropout": 120,
     "entities in corpora: read, aligned with tokens, stored, joined": 326,
+    "CUDA graphs of blocks": 361,
     "attention under the rule and with a bias by distance, in kernels on GPUs": 439,
     "token-document relation, sentence reordering and distance, with their heads": 396,
     "fine-tuning on several tasks at once": 374,

@@ -16,6 +16,7 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from benchmarks.step_trace.record import Recorder
+from megatron_lite.model.trunk import graphs
 from megatron_lite.profile.gpus import Gpu
 
 
@@ -61,6 +62,17 @@ class Event(_Stub):
     pass
 
 
+class _Generator:
+    """The generator of a device, whose seed is a number of the host."""
+
+    def __init__(self, recorder: Recorder):
+        self._recorder = recorder
+
+    def manual_seed(self, seed: int) -> None:
+        if self._recorder.watch is not None:
+            self._recorder.watch("manual_seed", (seed,))
+
+
 class _Within(contextlib.nullcontext[None]):
     """The context of a stream or a device: a class, for which libraries ask."""
 
@@ -84,7 +96,7 @@ def patch(recorder: Recorder, gpu: Gpu) -> None:
         "default_stream": stream, "memory_reserved": 0, "max_memory_reserved": 0, "is_current_stream_capturing": False,
         "manual_seed": None, "manual_seed_all": None, "_lazy_call": None, "set_stream": None,
         "mem_get_info": (properties.total_memory, properties.total_memory), "get_arch_list": ["sm_90"],
-        "set_rng_state": None,
+        "set_rng_state": None, "graph_pool_handle": None,
     }  # fmt: skip
     cuda: Any = torch.cuda
     for name, value in values.items():
@@ -93,13 +105,14 @@ def patch(recorder: Recorder, gpu: Gpu) -> None:
     cuda.synchronize = lambda *_: recorder.wait("torch.cuda.synchronize()")
     cuda.stream, cuda.device = _Within, _Within
     cuda.Stream, cuda.Event = Stream, Event
-    cuda.default_generators = (torch.Generator(),)
+    cuda.default_generators = (_Generator(recorder),)
     cuda.get_rng_state = lambda *_: torch.zeros(16, dtype=torch.uint8)
     cuda.nvtx.range_push = cuda.nvtx.range_pop = _answer(0)
     torch.Tensor.record_stream = _answer(None)  # type: ignore[method-assign, assignment]
     # The fake mode believes in the GPU as well: it must not touch it, and torch.tensor must copy through the modes.
     fake_tensor.init_gpu_context = _answer(None)
     torch._C._set_only_lift_cpu_tensors(True)
+    graphs.capture, graphs.address = recorder.capture, recorder.address
     _patch_pinned_memory(recorder)
     _patch_kernels()
 

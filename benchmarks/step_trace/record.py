@@ -7,6 +7,7 @@ knows (a norm, a loss) reads as 1.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -106,6 +107,9 @@ class Recorder(TorchDispatchMode):
         self.phase = "input"
         self.counts: dict[str, Counts] = {}
         self.pinned: weakref.WeakSet[Any] = weakref.WeakSet()  # storages of page-locked memory
+        self._addresses: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._next_address = itertools.count()
+        self.watch: Callable[[str, Any], None] | None = None  # told of each launch: its name and arguments
         self.reset()
 
     def reset(self) -> None:
@@ -118,6 +122,27 @@ class Recorder(TorchDispatchMode):
     def wait(self, what: str) -> None:
         """The host waits until the device has done all work so far."""
         self.now.waits[f"{place()} {what}"] += 1
+
+    def address(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """Number of a tensor's memory, and where it begins there."""
+        storage = tensor.untyped_storage()
+        return self._addresses.setdefault(storage, next(self._next_address)), tensor.storage_offset()
+
+    def capture(self, run: Callable[[], Any], pool: Any) -> tuple[Callable[[], None], Any]:
+        """As graphs.capture: what is captured costs the device its time at each replay, and the host one launch."""
+        before, self.counts = self.counts, {phase: Counts() for phase in PHASES}
+        results = run()
+        found, self.counts = self.now, before
+        if found.waits or found.pinned or found.pageable or found.collectives:
+            raise NotImplementedError(f"a graph cannot wait or communicate: {found}")
+
+        def replay() -> None:
+            self.now.launches += 1
+            for name in ("micros", "attention", "unaligned"):
+                getattr(self.now, name).update(getattr(found, name))
+            self._peak()
+
+        return replay, results
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -257,6 +282,8 @@ class Recorder(TorchDispatchMode):
             return
         if func.is_view or name in _WITHOUT_KERNEL or func.namespace == "prim":
             return
+        if self.watch is not None:
+            self.watch(name, (args, kwargs, out))
         now = self.now
         now.launches += 1
         now.sums += self.phase.endswith("backward") and place().startswith("megatron_lite/train/")

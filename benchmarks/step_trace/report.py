@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from benchmarks.step_trace.request import CUDA_LAUNCH_US, Profile
+from data_utils.base.errors import ConfigError
 from megatron_lite.config.tree import Config
 from megatron_lite.profile.gpus import Gpu
 
@@ -41,6 +42,10 @@ def report(config: Config, processes: int, gpu: Gpu, profile: Profile) -> str:
         f"communication, ms            {_shown(details.communication_ms)} (not part of the times above)",
         f"parameters of a rank         {details.rank_parameters:,.0f}",
     ]
+    if (host_ms := _host_with_graphs(config, dp, profile)) is not None:
+        lines.append(
+            f"host with CUDA graphs, ms     {host_ms:.4g} (training.cuda_graphs: two launches a block)"
+        )
     if details.bubble > 1:
         stages = ", ".join(f"{gib:.4g}" for gib in details.stage_gib)
         lines.append(f"pipeline                     times are x {details.bubble:.3g} for its fill and drain")
@@ -49,6 +54,18 @@ def report(config: Config, processes: int, gpu: Gpu, profile: Profile) -> str:
         lines += _listed(title, details.places[kind])
     lines += _listed("waits for the device beside micro-batches, a step", details.step_places)
     return "\n".join(lines)
+
+
+def _host_with_graphs(config: Config, dp: int, profile: Profile) -> float | None:
+    """Milliseconds of a step: replays, and what is outside of the blocks; None where there are no graphs."""
+    try:
+        replace(config, training=replace(config.training, cuda_graphs=True))
+    except ConfigError:
+        return None
+    expected = profile.expected
+    saved = max(0.0, expected.launches_per_layer_forward + expected.launches_per_layer_backward - 2)
+    passes = config.model.num_layers * config.batch.accumulation_steps(dp)
+    return expected.host_ms - passes * saved * profile.details.launch_us / 1e3
 
 
 def _listed(title: str, places: dict[str, float]) -> list[str]:

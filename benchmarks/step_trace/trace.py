@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -58,8 +59,18 @@ class Case:
     received: Sent | None = None  # by a later stage of a pipeline: what the first stage sends
 
 
-def run_case(case: Case) -> dict[str, Any]:
-    """Trace one step in this process: numbers by phase (counts.py), and what describes the rank and its work."""
+class Rank(NamedTuple):
+    """A rank on fake devices, and what the first stage of a pipeline sends."""
+
+    config: Config
+    engine: Engine
+    recorder: Recorder
+    sent: Sent
+
+
+@contextlib.contextmanager
+def fake_rank(case: Case) -> Iterator[Rank]:
+    """A rank on fake devices. It changes its process for good."""
     guards.install()
     warnings.filterwarnings("ignore")
     config = _reduced(build(Config, case.tree), case)
@@ -68,15 +79,21 @@ def run_case(case: Case) -> dict[str, Any]:
     groups = _Groups()
     recorder = Recorder(gpu, groups.of)
     patch(recorder, gpu)
-    batches = random_batches(config, case.micro_batches)
     with FakeTensorMode(allow_non_fake_inputs=True), recorder:
         context = _context(config, case)
         groups.context = context
         sent = connect_stages(context, case.layers, case.received) if context.pp.size > 1 else []
-        engine = _engine(config, context, recorder)
+        yield Rank(config, _engine(config, context, recorder), recorder, sent)
+
+
+def run_case(case: Case) -> dict[str, Any]:
+    """Trace one step in this process: numbers by phase (counts.py), and what describes the rank and its work."""
+    with fake_rank(case) as rank:
+        config, engine, recorder, sent = rank
+        batches = random_batches(config, case.micro_batches)
         static = recorder.memory.now
         micro_batches = [engine.prepared(batch, 1 + i, 1e-3) for i, batch in enumerate(batches)]
-        steps = _Steps(engine, recorder, micro_batches)
+        steps = Steps(engine, recorder, micro_batches)
         _warm_up(engine, steps)
         _begin_timers(engine)
         steps.run()
@@ -175,7 +192,7 @@ def _on_device(build: Callable[..., Any], config: Config) -> Callable[..., Any]:
     return built
 
 
-def _warm_up(engine: Engine, steps: _Steps) -> None:
+def _warm_up(engine: Engine, steps: Steps) -> None:
     """Run a first step, which alone allocates gradient sums, exchanges shapes of stages and records ZeRO 3's order."""
     deepspeed = engine._engine
     if engine.context.pp.size > 1:  # one micro-batch says it all
@@ -193,7 +210,7 @@ def _begin_timers(engine: Engine) -> None:
         timer.global_step_count = max(timer.global_step_count, timer.start_step)
 
 
-class _Steps:
+class Steps:
     """Training steps that tell the recorder where they are."""
 
     def __init__(self, engine: Engine, recorder: Recorder, micro_batches: list[ModelInput]):

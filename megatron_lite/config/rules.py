@@ -20,6 +20,8 @@ def check_together(config: Config) -> None:
     _check_heads(config)
     _check_fillings(config)
     _check_layout(config)
+    if config.training.cuda_graphs:
+        _check_graphs(config)
     _check_decoder(config)
     _check_task(config)
     config.data.check_decoder(config.decoder_tokenizer is not None)
@@ -154,6 +156,40 @@ def _check_fillings(config: Config) -> None:
     check(
         not count or any(choice.name == "blank_infilling" for choice in config.objective_choices),
         f"training.eval_fillings is {count} without the objective blank_infilling; set it to 0.",
+    )
+
+
+def _check_graphs(config: Config) -> None:
+    """Under these settings blocks are not one function each, or what a graph reads lies elsewhere in each step."""
+    parallel, training, model, given = (
+        config.parallel,
+        config.training,
+        config.model,
+        "training.cuda_graphs is true, but ",
+    )
+    summed_as = config.deepspeed.get("communication_data_type", "fp32")
+    for name, value, needed, why in (
+        ("parallel.pipeline_parallel_size", parallel.pipeline_parallel_size, 1, "stages wait for each other"),
+        ("parallel.tensor_parallel_size", parallel.tensor_parallel_size, 1, "blocks communicate"),
+        ("parallel.zero_stage", parallel.zero_stage, 1, "sums of gradients, or weights, move"),
+        ("deepspeed.communication_data_type", summed_as, "fp32", "sums of gradients move"),
+        ("training.recompute", training.recompute, "none", "blocks run twice"),
+        ("training.kernels", training.kernels, "fused", "blocks are many functions"),
+        ("training.layernorm", training.layernorm, "torch", "blocks are many functions"),
+        ("model.share_layers", model.share_layers, "none", "gradients of a block are several"),
+        ("model.decoder_layers", model.decoder_layers, 0, "a decoder's blocks have no graph"),
+    ):
+        check(
+            value == needed,
+            f"{given}{name} is {value}: {why}; set it to {needed}, or cuda_graphs to false.",
+        )
+    rest = "set cuda_graphs to false."
+    check(
+        training.precision != "fp32", f"{given}training.precision is fp32; set it to bf16 or fp16, or {rest}"
+    )
+    check(config.task is None, f"{given}a task is learnt, whose parameters may be frozen; {rest}")
+    check(
+        model.has_plain_blocks, f"{given}the model has options under which its blocks have no graph; {rest}"
     )
 
 

@@ -146,6 +146,11 @@ class TrainingConfig:
         " (torch's operators: slower, to find out whether a kernel is at fault)",
         one_of=("fused", "torch"),
     )
+    cuda_graphs: bool = setting(
+        False,
+        "on GPUs, launch each block as one CUDA graph in each direction, by the third batch of a shape: less work for "
+        "the host, more memory",
+    )
     layernorm: str = setting(
         "torch",
         "whose LayerNorm kernel: torch's or that of NVIDIA apex, which must be installed",

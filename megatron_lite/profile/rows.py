@@ -24,7 +24,8 @@ from megatron_lite.model.attention.layout import Layout
 from megatron_lite.model.attention.varlen import VarlenCall, VarlenPlan
 from megatron_lite.model.attention.window import LayeredPlan
 from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import few_lengths, find_loss_rows, kernel_of, plan_stack
+from megatron_lite.model.input.lengths import few_lengths
+from megatron_lite.model.input.model_input import find_loss_rows, kernel_of, plan_stack
 from megatron_lite.profile.batches import random_batches
 from megatron_lite.profile.roofline import Work, tile_pairs
 

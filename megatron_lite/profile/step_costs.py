@@ -44,6 +44,8 @@ def _blocks(tally: Tally, stage: Stage, s: Sizes) -> None:
             one, costs = Tally(tally.gpu), BlockCosts(s, is_decoder)
             costs.forward(one)
             costs.backward(one)
+            if s.config.training.cuda_graphs:
+                one.launches = 2.0
             tally.add(one, count)
     ends_with_sum = s.config.training.recompute != "full" and s.config.parallel.zero_stage < 3
     if model.norm == "pre" and not model.decoder_layers and ends_with_sum:

@@ -136,7 +136,7 @@ def test_gradients_of_a_pair_of_calls_join_in_one_kernel_as_step_by_step(name):
     (expected,) = _joined([qkv], plan, grads)
     place = plan.calls[1].place
     with interpreted_kernels():
-        ours, sums = join_pair_kernel(*grads[0], *grads[1], plan.calls[0].keys.start, place)
+        ours, sums = join_pair_kernel(*grads[0], *grads[1], plan.calls[0].keys.start, place, None)
     torch.testing.assert_close(ours, expected, rtol=0, atol=0)
     torch.testing.assert_close(sums.sum(0), expected.sum(0).flatten(), rtol=0, atol=1e-5)
 

@@ -8,7 +8,7 @@ from support.house import product_files
 from support.project import ROOT
 
 from data_utils.base.errors import ConfigError
-from megatron_lite.model.input.model_input import builds_kernels
+from megatron_lite.model.input.lengths import builds_kernels
 from megatron_lite.model.kernels import compat
 from megatron_lite.model.kernels.compat import widens
 

@@ -238,7 +238,7 @@ def test_gradients_of_a_pair_of_calls(monkeypatch, first, second, keys, tokens, 
     for part, (of_slice, of_gathered) in enumerate([(dk_0, dk_1), (dv_0, dv_1)], start=1):
         expected[first_key : first_key + first, part] = of_slice
         expected[gathered, part] += of_gathered
-    joined, sums = fused.join_pair_kernel(*grads, first_key, place)
+    joined, sums = fused.join_pair_kernel(*grads, first_key, place, None)
     assert torch.equal(joined, expected)
     assert sums.shape == (fused._JOIN_PROGRAMS, 3 * 3 * 8)
     assert_close([sums.sum(0)], [expected.double().sum(0).flatten()])

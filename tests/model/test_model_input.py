@@ -6,9 +6,9 @@ import pytest
 import torch
 from support.recipes import RECIPES, collate, make, windows
 
-from megatron_lite.model.input import model_input
+from megatron_lite.model.input import lengths, model_input
 from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import LENGTHS, few_lengths
+from megatron_lite.model.input.lengths import LENGTHS, few_lengths
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -24,7 +24,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
     ],
 )
 def test_lengths_are_few_where_each_costs_a_kernel(monkeypatch, device, dtype, native, is_padded):
-    monkeypatch.setattr(model_input, "cpu_has_half_matmul", lambda dtype: native)
+    monkeypatch.setattr(lengths, "cpu_has_half_matmul", lambda dtype: native)
     places = 32 * 136
     multiple = few_lengths(places, device, dtype)
     assert (multiple > 1) == is_padded

@@ -78,20 +78,22 @@ def dropout_of(arrays, p, seed=0, plan=None, heads_first=0, device=CPU):
 
 
 class EmulatedKernel(VarlenKernel):
-    """What CUDA's kernels compute, written out, sequence by sequence; no dropout."""
+    """What CUDA's kernels compute, written out, sequence by sequence; no dropout. What is in none is not a number."""
 
     calls = 0
 
     @classmethod
     def forward(cls, q, k, v, call, dropout):
-        assert not dropout and len(q) == call.query_ends[-1] and len(k) == call.key_ends[-1]
+        assert not dropout and len(q) >= call.query_ends[-1] and len(k) >= call.key_ends[-1]
         cls.calls += 1
-        outs = []
+        outs = [torch.full_like(q[: call.query_ends[0]], torch.nan)]
         for (first, stop), (first_key, stop_key) in zip(
             itertools.pairwise(call.query_ends.tolist()),
             itertools.pairwise(call.key_ends.tolist()),
             strict=True,
         ):
+            if stop == first == call.query_ends[-1]:  # fills up the number of sequences
+                continue
             assert 0 < stop - first <= call.longest_queries and 0 < stop_key - first_key <= call.longest_keys
             queries, keys, values = q[first:stop], k[first_key:stop_key], v[first_key:stop_key]
             scores = torch.einsum("qhd,khd->hqk", queries, keys) / q.shape[-1] ** 0.5
@@ -103,12 +105,17 @@ class EmulatedKernel(VarlenKernel):
                 hidden |= torch.ones_like(hidden).tril(shift - call.window - 1)
             scores = scores.masked_fill(hidden, float("-inf"))
             outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values))
-        return torch.cat(outs), [torch.zeros(1)]
+        return torch.cat([*outs, torch.full_like(q[call.query_ends[-1] :], torch.nan)]), [torch.zeros(1)]
 
     @classmethod
     def backward(cls, grad, q, k, v, out, state, call, dropout):
+        queries, keys = (slice(int(ends[0]), int(ends[-1])) for ends in (call.query_ends, call.key_ends))
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_() for x in (q, k, v)]
-            again, _ = cls.forward(*inputs, call, dropout)
-        torch.testing.assert_close(again, out)
-        return torch.autograd.grad(again, inputs, grad)
+            again = cls.forward(*inputs, call, dropout)[0][queries]
+        torch.testing.assert_close(again, out[queries])
+        found = torch.autograd.grad(again, inputs, grad[queries])
+        whole = [torch.full_like(gradient, torch.nan) for gradient in found]
+        for to, gradient, rows in zip(whole, found, (queries, keys, keys), strict=True):
+            to[rows] = gradient[rows]
+        return whole

@@ -76,7 +76,13 @@ def cases() -> Iterator[tuple[str, str, tuple[Any, ...], int, int]]:
             32,
             9 * (1 + gated),
         )
-    yield "join_pair", "join_pair", (*[heads] * 6, 0, keys, bf(ROWS, 3, 16, 64), fp(16, 3 * WIDTH)), 48, 34
+    yield (
+        "join_pair",
+        "join_pair",
+        (*[heads] * 6, 0, keys, None, bf(ROWS, 3, 16, 64), fp(16, 3 * WIDTH)),
+        48,
+        34,
+    )
     yield "log_sums", "log_sums", (logits, keys, 0, WORDS - 1, stats[0], stats[1]), 16, 8
     yield "write_gradient", "write_gradient", (logits, keys, stats[0], stats[1], 0, WORDS - 1), 16, 1
 

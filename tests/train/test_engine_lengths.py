@@ -12,7 +12,7 @@ from support.recipes import RECIPES, collate, make, windows
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from data_utils.objectives import LOSS_NAMES
-from megatron_lite.model.input import model_input
+from megatron_lite.model.input import lengths as lengths_of
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.kernels import compat
 from megatron_lite.model.trunk.glm import GLM
@@ -25,7 +25,9 @@ PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
 def engine(*settings: str) -> Any:
     one = SimpleNamespace(size=1, rank=0)
-    return SimpleNamespace(context=SimpleNamespace(pp=one, tp=one, device=CPU), _config=tiny(*settings))
+    return SimpleNamespace(
+        context=SimpleNamespace(pp=one, tp=one, device=CPU), _config=tiny(*settings), _has_graphs=False
+    )
 
 
 def batches(name: str, count: int) -> list[Batch]:
@@ -35,7 +37,7 @@ def batches(name: str, count: int) -> list[Batch]:
 
 @pytest.mark.parametrize("precision, has_few", [("bf16", True), ("fp32", False)])
 def test_lengths_of_varying_batches(monkeypatch, precision, has_few):
-    monkeypatch.setattr(model_input, "cpu_has_half_matmul", lambda dtype: True)
+    monkeypatch.setattr(lengths_of, "cpu_has_half_matmul", lambda dtype: True)
     varying = batches("t5", 30)
     hosts = [Engine.prepared(engine(f"training.precision={precision}"), batch, None) for batch in varying]
     lengths, tokens = {len(host.plan.order) for host in hosts}, {batch.tokens for batch in varying}
@@ -61,7 +63,7 @@ class Shapes(TorchDispatchMode):
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_products_have_few_shapes(monkeypatch, dropout):
     """12 products of the block for each length of the tokens, 3 of the head for each count of rows with loss."""
-    for module in (model_input, compat):
+    for module in (lengths_of, compat):
         monkeypatch.setattr(module, "cpu_has_half_matmul", lambda dtype: True)
     made = engine(
         "training.precision=bf16",

@@ -12,6 +12,7 @@ attention weights happens within the kernel, from torch's generator of the devic
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -70,6 +71,55 @@ class VarlenPlan:
         self.hidden: Any = hidden
         # GLM's case: two calls, the first on a slice of keys, the second on keys each gathered once.
         self.is_pair = len(calls) == 2 and calls[0].keys is not None and len(calls[1].place) > 0
+        self.is_first: Any = None  # of a fixed pair: int32 [T], 1 for queries of the first call
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the number of tokens and those of sequences say all shapes, see `fixed`."""
+        return all(call.queries == slice(0, self.length) for call in self.calls)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The arrays of all calls, on the host or the device."""
+        return [getattr(call, name) for call in self.calls for name in _ARRAYS]
+
+    @functools.cached_property
+    def shape(self) -> tuple[Any, ...]:
+        """Numbers that must be equal in two fixed plans so that their launches are equal."""
+        return self.length, *((call.causal, call.longest_keys, len(call.query_ends)) for call in self.calls)
+
+    def fixed(self, longest: int) -> VarlenPlan:
+        """The same calls with all tokens as queries and as keys, or as many gathered ones; CUDA graphs need that.
+
+        Where sequences begin and end says which rows a call computes; others hold what was there. Counts of sequences
+        are powers of 2, most often the same: at least three for each row; the last ones are empty. The plan itself
+        where calls are not GLM's, or one on its own queries.
+
+        Args: longest: the most tokens of a row.
+        """
+        first, rest = self.calls[0], self.calls[1:]
+        if (
+            self.blind
+            or self.hidden is not None
+            or first.keys != first.queries
+            or (rest and not self.is_pair)
+        ):
+            return self
+        whole, most = slice(0, self.length), max(longest, _PADDING_DOCUMENT)
+        count = max(3 * self.length // most, *(len(call.key_ends) - 1 for call in self.calls))
+        calls = [
+            replace(
+                call, queries=whole, keys=None if call.keys is None else whole,
+                gathered=np.resize(call.gathered, self.length if call.keys is None else 0),
+                query_ends=_filled(call.query_ends + call.queries.start, count), key_ends=_filled(call.key_ends, count),
+                longest_queries=most, longest_keys=most,
+            )
+            for call in self.calls
+        ]  # fmt: skip
+        made = VarlenPlan(calls, self.order)
+        if rest:
+            made.is_first = (np.arange(self.length) < first.queries.stop).astype(np.int32)
+        return made
 
     def within(self, window: int) -> VarlenPlan:
         """The same calls for local layers; the place of each token among the keys must be its position."""
@@ -77,14 +127,15 @@ class VarlenPlan:
         return VarlenPlan(calls, self.order, self.blind)
 
     def arrays(self) -> list[np.ndarray]:
-        arrays = [getattr(call, name) for call in self.calls for name in _ARRAYS]
-        return arrays if self.hidden is None else [*arrays, self.hidden]
+        return [*self.tensors, *(array for array in (self.hidden, self.is_first) if array is not None)]
 
     def on_device(self, arrays: list[torch.Tensor], device: torch.device) -> VarlenPlan:
         rest: Any = iter(arrays)
         self.calls = [replace(call, **{name: next(rest) for name in _ARRAYS}) for call in self.calls]
         if self.hidden is not None:
             self.hidden = next(rest).long()
+        if self.is_first is not None:
+            self.is_first = next(rest).view(torch.bool)[::4]  # the first bytes of numbers that are 0 or 1
         return self
 
     def attend(
@@ -115,6 +166,8 @@ class VarlenPlan:
             kept.append([*gathered, *state])
         if self.blind:
             outs.append(q.new_zeros(self.blind, *q.shape[1:]))
+        if self.is_first is not None:
+            return torch.where(self.is_first[:, None, None], outs[0], outs[1]), kept
         return outs[0] if len(outs) == 1 else torch.cat(outs), kept
 
     def backward(
@@ -143,7 +196,8 @@ class VarlenPlan:
         if self.is_pair and has_kernels(grad):
             first, second = self.calls
             assert first.keys is not None
-            total, sums = join_pair_kernel(*grads[0], *grads[1], first.keys.start, second.place)
+            border = None if self.is_first is None else second.query_ends[:1]
+            total, sums = join_pair_kernel(*grads[0], *grads[1], first.keys.start, second.place, border)
             return [total], sums
         return _joined(inputs, self, grads), None
 
@@ -221,6 +275,11 @@ def _call(
         int(query_lengths.max()),
         int(key_lengths.max()),
     )
+
+
+def _filled(ends: np.ndarray, count: int) -> np.ndarray:
+    """With empty sequences at the end, up to a power of 2, at least `count`."""
+    return np.pad(ends, (0, (1 << (count - 1).bit_length()) + 1 - len(ends)), mode="edge")
 
 
 def _places(gathered: np.ndarray, tokens: int) -> np.ndarray:

@@ -23,14 +23,13 @@ from data_utils.base.planes import ID_PLANES, OBJECTIVE, SEGMENT_IDS, TARGETS, T
 from data_utils.base.random_streams import derive_seed
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention.calls import HostPlan, PartsPlan
-from megatron_lite.model.attention.layout import LENGTHS, Layout
+from megatron_lite.model.attention.layout import Layout
 from megatron_lite.model.attention.plan import plan_attention
 from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.kernels.compat import cpu_has_half_matmul
 from megatron_lite.model.kernels.dropout import Dropout, salts, token_keys
 from megatron_lite.model.kernels.fused import kernels_are_wanted
 
-_FIXED = 10  # arrays of a ModelInput; those of its parts and of its plan follow
+_FIXED = 10  # arrays of a ModelInput, after those of its plan, whose place CUDA graphs know; those of its parts follow
 
 
 @dataclass(frozen=True)
@@ -76,13 +75,17 @@ class ModelInput:
         """Multiply each loss's weights, on the host. Args: scales: fp32 [losses]."""
         self.weights *= torch.from_numpy(scales[self.weight_losses])
 
-    def to(self, device: torch.device) -> ModelInput:
-        """The same on a device. On a GPU the copy is asynchronous: nothing waits for it."""
-        arrays = _split(self.buffer.to(device, non_blocking=True), self.shapes)
-        first = _FIXED if self.parts is None else _FIXED + self.parts.ARRAYS  # of the plan's
-        plan = self.plan.on_device(arrays[first:], device)
-        parts = None if self.parts is None else self.parts.on_device(arrays[_FIXED:first])
-        return replace(self, plan=plan, parts=parts, **_fields(arrays, self.dropout))
+    def to(self, device: torch.device, into: torch.Tensor | None = None) -> ModelInput:
+        """The same on a device, `into` a buffer there. On a GPU the copy is asynchronous: nothing waits for it."""
+        if into is None:
+            sent = self.buffer.to(device, non_blocking=True)
+        else:
+            sent = into[: len(self.buffer)].copy_(self.buffer, non_blocking=True)
+        arrays = _split(sent, self.shapes)
+        first = len(arrays) - _FIXED - (0 if self.parts is None else self.parts.ARRAYS)  # after the plan's
+        plan = self.plan.on_device(arrays[:first], device)
+        parts = None if self.parts is None else self.parts.on_device(arrays[first + _FIXED :])
+        return replace(self, plan=plan, parts=parts, **_fields(arrays[first:], self.dropout))
 
 
 def _fields(arrays: list[torch.Tensor], dropout: Dropout | None) -> dict[str, Any]:
@@ -104,28 +107,6 @@ def _split(buffer: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torc
     return [part.view(shape) for part, shape in zip(flat, shapes, strict=True)]
 
 
-def builds_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether each new shape of a product costs a kernel that is built and kept.
-
-    So it is in half precision on CPU, where oneDNN does it. Products of ever new shapes took 10 times as long, and
-    memory grew with each.
-
-    Args: dtype: of the products.
-    """
-    return device.type == "cpu" and dtype.itemsize < 4 and cpu_has_half_matmul(dtype)
-
-
-def few_lengths(places: int, device: torch.device, dtype: torch.dtype) -> int:
-    """The multiple to which tokens are padded, so that batches of a shape have about LENGTHS lengths; 1 = any length.
-
-    On a GPU memory is used again, and rows of all products begin at 128 bytes. On CPU see `builds_kernels`.
-
-    Args: places: tokens of a batch, padding included. dtype: of the products.
-    """
-    is_few = device.type == "cuda" or builds_kernels(device, dtype)
-    return -(-places // (LENGTHS * 64)) * 64 if is_few else 1
-
-
 def dense_reason(config: ModelConfig, device: torch.device) -> str | None:
     """Why a model's attention is one call over all pairs of tokens of a row; None where it is not."""
     has_kernel = config.relative == "none" or (config.relative == "buckets" and kernels_are_wanted())
@@ -145,11 +126,17 @@ def kernel_of(config: ModelConfig, device: torch.device) -> str:
 
 
 def plan_stack(
-    layout: Layout, device: torch.device, config: ModelConfig, kernel: str = "auto", multiple: int = 1
+    layout: Layout,
+    device: torch.device,
+    config: ModelConfig,
+    kernel: str = "auto",
+    multiple: int = 1,
+    has_graphs: bool = False,
 ) -> HostPlan:
-    """`plan_attention` for the layers of a model."""
+    """`plan_attention` for the layers of a model. Args: has_graphs: see `prepare`."""
     if not config.attention_window:
-        return plan_attention(layout, device, kernel, multiple)
+        plan = plan_attention(layout, device, kernel, multiple)
+        return plan.fixed(layout.shape[1]) if has_graphs and hasattr(plan, "fixed") else plan
     from megatron_lite.model.attention.window import plan_layers
 
     return plan_layers(layout, device, kernel, multiple, config.attention_window, config.global_every)
@@ -226,6 +213,7 @@ def prepare(
     multiple: int = 1,
     few_counts: bool = False,
     has_one_length: bool = False,
+    has_graphs: bool = False,
     tensor_parallel_rank: int = 0,
     tensor_parallel_size: int = 1,
 ) -> ModelInput:
@@ -237,7 +225,7 @@ def prepare(
         dropout_seed: of the step; None = no dropout.
         multiple: of the number of tokens T, see `plan_attention`; of both parts where there is a decoder.
         few_counts: of rows with loss, see `find_loss_rows`.
-        has_one_length: T is the same for all batches of a shape.
+        has_one_length: T is the same for all batches of a shape. has_graphs: the plan has fixed shapes, if it can.
     """
     places, first = batch.planes[:, TOKENS].size, 0
     if kernel == "auto":
@@ -250,7 +238,8 @@ def prepare(
         plan = plan_parts(batch.layout, device, kernel, multiple, length, has_cross=of_decoder is None)
         first = plan.lengths[0]  # configuration checks that no loss is the encoder's
     else:
-        plan = plan_stack(batch.layout, device, config, kernel, places if has_one_length else multiple)
+        multiple = places if has_one_length else multiple
+        plan = plan_stack(batch.layout, device, config, kernel, multiple, has_graphs)
     is_padding = plan.order < 0
     planes = batch.planes.swapaxes(0, 1)[[TOKENS, *ID_PLANES, TARGETS]]
     planes = planes.reshape(len(planes), -1)[:, plan.order]
@@ -281,17 +270,15 @@ def prepare(
         step = derive_seed(dropout_seed, "distances") >> 33
         dropout = Dropout(torch.empty(0), torch.empty(0), kernel_seed, first_head, step)
     arrays = [
-        *(planes[0], planes[1:-1], keys, place_salts),
+        *(*plan.arrays(), planes[0], planes[1:-1], keys, place_salts),
         np.r_[np.where(labelled < 0, np.float32(0.0), weights[labelled]), more].view(np.int32),
-        targets,
-        *(getattr(loss_rows, field.name) for field in fields(loss_rows)),
+        *(targets, *(getattr(loss_rows, field.name) for field in fields(loss_rows))),
         *([] if parts is None else parts.arrays()),
-        *plan.arrays(),
     ]
     joined = np.concatenate([array.reshape(-1).astype(np.int32, copy=False) for array in arrays])
     buffer = torch.from_numpy(joined)
     if device.type == "cuda":
         buffer = buffer.pin_memory()
     shapes, losses = [array.shape for array in arrays], np.r_[objectives[labelled], of_more]
-    laid_out = _fields(_split(buffer, shapes), dropout)
+    laid_out = _fields(_split(buffer, shapes)[len(plan.arrays()) :], dropout)
     return ModelInput(plan=plan, parts=parts, buffer=buffer, shapes=shapes, weight_losses=losses, **laid_out)

@@ -146,11 +146,11 @@ def finish_sums(sums: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
 def join_pair(
     dq_0: torch.Tensor, dk_0: torch.Tensor, dv_0: torch.Tensor,
     dq_1: torch.Tensor, dk_1: torch.Tensor, dv_1: torch.Tensor,
-    first_key: int, place: torch.Tensor,
+    first_key: int, place: torch.Tensor, border: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The gradient of Q, K and V [T, 3, H, D'] from those of a pair of calls, see varlen.py, and its sums [P, 3 H D'].
 
-    Args: first_key: of the first call, whose keys are a slice. place: int32 [T], of the second call.
+    Args: first_key: of the first call. place: int32 [T], of the second. border: int32 [1], its first query, if fixed.
     """
     tokens, (_, heads, size) = place.shape[0], dq_0.shape
     sums = dq_0.new_empty(min(_JOIN_PROGRAMS, tokens), 3 * heads * size, dtype=torch.float32)

@@ -277,18 +277,20 @@ def _activate_backward(
 @triton.jit
 def _row(matrix, row, rows, column, WIDTH: tl.constexpr):
     """A row in fp32, zeros if there is no such row."""
-    last = tl.where(row < rows, WIDTH, 0)
-    last = tl.where(row >= 0, last, 0)
+    last = tl.where((row >= 0) & (row < rows), WIDTH, 0)
     return tl.load(matrix + row * WIDTH + column, mask=column < last, other=0.0).to(tl.float32)
 
 
 @kernel("tokens", "tokens_of_a_program", "queries_0", "queries_1", "first_key", "keys_0", "keys_1")
 def _join_pair(
-    dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, place, out, sums,
+    dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, place, border, out, sums,
     tokens, tokens_of_a_program, queries_0, queries_1, first_key, keys_0, keys_1,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_BORDER: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
+    if HAS_BORDER:
+        queries_0 = tl.load(border)
+        keys_0 = queries_0
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     sum_q = tl.zeros([BLOCK], tl.float32)
@@ -297,7 +299,7 @@ def _join_pair(
     first = program * tokens_of_a_program
     for token in range(first, tl.minimum(first + tokens_of_a_program, tokens)):
         to = out + token * 3 * WIDTH + column
-        second = token - queries_0
+        second = tl.where(token < queries_0, -1, token - (0 if HAS_BORDER else queries_0))
         dq = _row(dq_0, token, queries_0, column, WIDTH) + _row(dq_1, second, queries_1, column, WIDTH)
         tl.store(to, dq.to(out.dtype.element_ty), mask=inside)
         sum_q += dq
@@ -358,8 +360,7 @@ def add_norm_backward(  # type: ignore[no-untyped-def]
 
 
 def finish_sums(sums, like, out):  # type: ignore[no-untyped-def]
-    missing = 4 - len(sums)
-    widths = [part.shape[1] for part in sums]
+    missing, widths = 4 - len(sums), [part.shape[1] for part in sums]
     _finish_sums(
         (sum(-(-width // 64) for width in widths), 1), (*sums, *[None] * missing, out),
         (*(part.shape[0] for part in sums), *[0] * missing), (*widths, *[0] * missing, 32, 64),
@@ -386,13 +387,14 @@ def activate_backward(x, bias, grad, kind, gated, keys, salt, p, d_x, sums):  # 
         )  # fmt: skip
 
 
-def join_pair(dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, first_key, place, out, sums):  # type: ignore[no-untyped-def]
-    queries, heads, size = dq_0.shape
-    tokens = place.shape[0]
+def join_pair(  # type: ignore[no-untyped-def]
+    dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, first_key, place, border, out, sums
+):  # fmt: skip
+    (queries, heads, size), tokens = dq_0.shape, place.shape[0]
     if programs := sums.shape[0]:
         block, warps = _block(heads * size)
         counts = queries, dq_1.shape[0], first_key, dk_0.shape[0], dk_1.shape[0]
         _join_pair(
-            (programs, 1), (dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, place, out, sums),
-            (tokens, -(-tokens // programs), *counts), (heads * size, block), warps,
+            (programs, 1), (dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, place, border, out, sums),
+            (tokens, -(-tokens // programs), *counts), (border is not None, heads * size, block), warps,
         )  # fmt: skip

@@ -54,6 +54,7 @@ class Parts(NamedTuple):
     head_size: int
     activation: str
     take: Callable[[nn.Parameter, torch.Tensor], None]
+    run: Callable[..., Any] | None = None  # instead of `_FusedBlock.apply`: with CUDA graphs (graphs.py)
 
     @staticmethod
     def of(block: Any, take: Callable[[nn.Parameter, torch.Tensor], None]) -> Parts | None:
@@ -90,7 +91,8 @@ class Parts(NamedTuple):
         added, added_bias = x or (None, None)
         dropouts = dropout or NO_DROPOUT, attended_dropout or NO_DROPOUT
         # Parameters are no arguments of their own: autograd would call the hooks of those that have been taken.
-        total, out = _FusedBlock.apply(hidden, added, (added_bias, self), dropouts, p, plan)
+        run = self.run or _FusedBlock.apply
+        total, out = run(hidden, added, (added_bias, self), dropouts, p, plan)
         return total, Biased(out, self.shrink.bias)
 
 
@@ -102,7 +104,7 @@ class _FusedBlock(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden, x, parameters, dropouts, attention_p, plan):  # type: ignore[no-untyped-def]
         x_bias, parts = parameters
-        first, qkv_layer, dense, second, expand, shrink, head_size, activation, _ = parts
+        first, qkv_layer, dense, second, expand, shrink, head_size, activation, *_ = parts
         before, after = dropouts
         tokens = hidden.shape[0]
         summed, normed, stats = add_norm_kernel(x, x_bias, *before, hidden, *first, True)

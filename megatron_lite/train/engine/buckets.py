@@ -162,7 +162,16 @@ class Bucket:
 
     def add_product(self, parameter: nn.Parameter, grad: torch.Tensor, rows: torch.Tensor) -> None:
         """Take in grad^T rows, which no kernel has computed yet."""
-        add_product(self._sum_of(parameter), grad, rows, parameter in self.begun)
+        self.write_product(parameter, grad, rows, parameter in self.begun)
+        self.count_product(parameter)
+
+    def write_product(
+        self, parameter: nn.Parameter, grad: torch.Tensor, rows: torch.Tensor, begun: bool
+    ) -> None:
+        """The launches of `add_product`. Args: begun: whether there is a sum already."""
+        add_product(self._sum_of(parameter), grad, rows, begun)
+
+    def count_product(self, parameter: nn.Parameter) -> None:
         self.begun.add(parameter)
         self._count(parameter)
 

@@ -27,13 +27,8 @@ from megatron_lite.config.deepspeed_options import default_bucket_size
 from megatron_lite.config.sections import OptimizerConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import (
-    ModelInput,
-    builds_kernels,
-    dense_reason,
-    few_lengths,
-    prepare,
-)
+from megatron_lite.model.input.lengths import builds_kernels, few_lengths
+from megatron_lite.model.input.model_input import ModelInput, dense_reason, prepare
 from megatron_lite.model.layers.tensor_parallel import (
     ColumnParallelLinear,
     Partition,
@@ -185,6 +180,7 @@ class Engine(ABC):
         say_slow_attention(config, context)
         self.context = context
         self._config = config
+        self._has_graphs = config.training.cuda_graphs and context.device.type == "cuda"
         self._named = named
         self._rates = rates or {}
         if config.model.mup is not None:
@@ -253,12 +249,19 @@ class Engine(ABC):
         """Have the blocks' parameters, which are used once in a pass, taken in where their gradients are computed."""
         if self._config.model.share_layers != "none":
             return
+        graphs = None
+        if self._has_graphs:
+            from megatron_lite.model.trunk.graphs import BlockGraphs
+
+            graphs = BlockGraphs(optimizer)
         for layer in module.modules():
             if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
                 take_products(layer.weight, functools.partial(optimizer.take_product, layer.weight))
         for layer in module.modules():
             if isinstance(layer, Block):
                 layer.take_gradients(optimizer.take)
+                if graphs is not None:
+                    layer.parts = graphs.put(layer.parts)
 
     def _treatment(self, name: str, parameter: nn.Parameter) -> Treatment:
         """How the optimizer treats a parameter of this global name."""
@@ -327,6 +330,7 @@ class Engine(ABC):
             multiple=multiple,
             few_counts=builds_kernels(device, dtype),
             has_one_length=has_stages,  # what stages send
+            has_graphs=self._has_graphs,
             tensor_parallel_rank=self.context.tp.rank,
             tensor_parallel_size=self.context.tp.size,
         )

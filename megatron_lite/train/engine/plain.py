@@ -40,6 +40,7 @@ class PlainEngine(Engine):
             self._model, dict(self._model.named_parameters()), config, context, Mpu(context), rates
         )
         self._model.before_use = self._zero.await_weights
+        self._buffer = torch.empty(0, dtype=torch.int32, device=context.device)
 
     @property
     def model(self) -> GLM:
@@ -53,7 +54,7 @@ class PlainEngine(Engine):
         sums = self._no_sums()
         for number, micro in enumerate(micro_batches, start=1):
             self._engine.set_gradient_accumulation_boundary(number == len(micro_batches))
-            batch = micro.to(self.context.device)
+            batch = micro.to(self.context.device, self._buffer_for(micro))
             loss_sum, per_objective = self._engine(batch)
             self._engine.backward(loss_sum * micro.loss_factor * self._zero.loss_factor, scale_wrt_gas=False)
             self._engine.step()
@@ -89,6 +90,14 @@ class PlainEngine(Engine):
 
     def _input(self, batch: Batch, dropout_seed: int | None) -> ModelInput:
         return self.prepared(batch, dropout_seed).to(self.context.device)
+
+    def _buffer_for(self, micro: ModelInput) -> torch.Tensor | None:
+        """Where CUDA graphs read their batches; None = anywhere."""
+        if not self._has_graphs:
+            return None
+        if len(self._buffer) < len(micro.buffer):  # graphs of the smaller one are not used again
+            self._buffer = torch.empty(2 * len(micro.buffer), dtype=torch.int32, device=self.context.device)
+        return self._buffer
 
     def _no_sums(self) -> torch.Tensor:
         return torch.zeros(self._model.num_losses, 3, dtype=torch.float64, device=self.context.device)

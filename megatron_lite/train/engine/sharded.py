@@ -147,6 +147,20 @@ class ShardedOptimizer:
             self.bucket_of[parameter].add_product(parameter, grad, rows)
             self._reduce_complete()
 
+    # Both parts of `take_product`, for CUDA graphs, which repeat the first
+
+    def has_begun(self, parameter: nn.Parameter) -> bool:
+        return parameter in self.bucket_of[parameter].begun
+
+    @torch.no_grad()
+    def write_product(self, parameter: nn.Parameter, *arguments: Any) -> None:
+        self.bucket_of[parameter].write_product(parameter, *arguments)
+
+    @torch.no_grad()
+    def count_product(self, parameter: nn.Parameter) -> None:
+        self.bucket_of[parameter].count_product(parameter)
+        self._reduce_complete()
+
     def _reduce_complete(self) -> None:
         while self._next < len(self._trained) and not self._trained[self._next].incomplete:
             self._reduce_next()
