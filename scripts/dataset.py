@@ -6,6 +6,7 @@ python scripts/dataset.py verify data/corpus_train data/corpus_validation
 python scripts/dataset.py merge data/books data/news --output data/all
 python scripts/dataset.py stats data/all --histogram lengths.png
 python scripts/dataset.py adopt megatron/books_text_document
+python scripts/dataset.py vectors entity2vec.vec --output entities.npy
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from data_utils.dataset.tools import (
     token_counts,
     upgrade_dataset,
 )
+from data_utils.dataset.vectors import convert_vectors
 from data_utils.text.tokenizers import Tokenizer, TokenizerConfig, load_tokenizer
 
 TEXT_CHARACTERS = 600  # of a sample document
@@ -69,6 +71,12 @@ def parse_arguments() -> argparse.Namespace:
     )
     for command in (adopt, upgrade):
         command.add_argument("prefix", type=expanded_path, nargs="+")
+
+    vectors = commands.add_parser("vectors", help="convert vectors of entities from text to a .npy file")
+    vectors.add_argument(
+        "text", type=expanded_path, help="a line of numbers for each entity, in the order of its number"
+    )
+    vectors.add_argument("--output", type=expanded_path, required=True, help="the file to write, *.npy")
 
     for command in (inspect, stats):
         text = "where its files are now (default: as in the manifest)"
@@ -169,6 +177,11 @@ def merge(arguments: argparse.Namespace) -> None:
     print_size(merge_datasets(arguments.prefix, arguments.output, arguments.overwrite))
 
 
+def vectors(arguments: argparse.Namespace) -> None:
+    rows, size = convert_vectors(arguments.text, arguments.output)
+    print(f"{arguments.output}: {rows:,} vectors of {size}")
+
+
 def stats(arguments: argparse.Namespace) -> None:
     dataset = IndexedDataset(arguments.prefix, sequential=True)
     print_size(dataset)
@@ -194,7 +207,7 @@ def print_token_counts(dataset: IndexedDataset, tokenizer: Tokenizer | None) -> 
         print(f"unknown tokens: {counts[tokenizer.special.unk]:,} ({share:.4%})")
 
 
-COMMANDS = {f.__name__: f for f in (inspect, verify, merge, stats, adopt, upgrade)}
+COMMANDS = {f.__name__: f for f in (inspect, verify, merge, stats, adopt, upgrade, vectors)}
 
 
 def command() -> None:

@@ -27,6 +27,7 @@ SENTENCE_ORDER_LOSS = Loss("sentence_order", 10)
 SPAN_BOUNDARY = Loss("span_boundary", 21)  # the tokens of MASKED_SPANS again; no token has it in its plane
 REPLACED = Loss("replaced", 28)  # of every token, by a discriminator
 MASKED_DIFFUSION = Loss("masked_diffusion", 29)
+ENTITIES = Loss("entities", 36)  # of every token at which one begins, among those of its Example
 CLASS_HEADS = {
     "sentence_reordering": 31,
     "sentence_distance": 33,

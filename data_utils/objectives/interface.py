@@ -72,7 +72,9 @@ class ObjectiveConfig(ABC):
     # The module whose KIND is the kind of model that the objective trains (megatron_lite/model/trunk/build.py); None =
     # one Transformer.
     model_module: str | None = None
-    two_stacks: str | None = None  # of a model of two Transformers: what a user is told who asks for one
+    two_stacks: str | None = (
+        None  # of a model that is not one Transformer: what a user is told who asks for one
+    )
     has_second_stack = False  # whether that model has a second Transformer, the section `decoder`
 
     @property

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from data_utils.base.losses import NEXT_SENTENCE_LOSS, SENTENCE_ORDER_LOSS, Loss
-from data_utils.base.planes import OBJECTIVE, ORD, POSITION_IDS, SEGMENT_IDS, TOKENS
+from data_utils.base.planes import BLOCK_POSITION_IDS, OBJECTIVE, ORD, POSITION_IDS, SEGMENT_IDS, TOKENS
 from data_utils.base.random_streams import chance, chance_threshold, next_word, open_stream
 from data_utils.base.settings import fraction
 from data_utils.objectives.masking import draw_spans, draw_treatment, masked_target, treated
@@ -126,6 +126,8 @@ def _copy_text(row, w, used, at, text, unit_start, begin, end, s):
     maskable = maskable_length(text, begin, length, s)
     place = at - used
     copy_range(row, TOKENS, at, at + length, text, begin)
+    if s.keeps_places:  # in the text, from 1
+        count_up(row, BLOCK_POSITION_IDS, at, at + length, begin + 1)
     copy_range(w, UNIT, place, place + length, unit_start, begin)
     set_range(w, FREE, place, place + maskable, 1)
     w[UNIT, place] = 1
@@ -273,6 +275,9 @@ class MaskedText(PairedRows):
 
     entry = staticmethod(_fill_rows)
     ends_with_sep = True
+    keeps_places: ClassVar[bool] = (
+        False  # whether the plane block_position_ids has the place of each token in the text
+    )
 
     def values(self) -> dict[str, Any]:
         """The same names for the whole family, so that all share one compiled function."""
@@ -292,4 +297,5 @@ class MaskedText(PairedRows):
             "gap": bool(config.gap),
             "treat_spans_alike": bool(config.treat_spans_alike),
             "static_copies": int(config.static_copies),
+            "keeps_places": self.keeps_places,
         }

@@ -29,11 +29,12 @@ def require_one_transformer(config: Config) -> None:
             "decoder is set, but a profile is of one Transformer; profile the encoder (decoder=null "
             "objectives={masked_lm: 1}) and the decoder (its options as model, objectives={causal: 1}) by themselves."
         )
-    if any(choice.section.two_stacks is not None for choice in config.objective_choices):
-        raise ConfigError(
-            "objectives has electra, but a profile is of one Transformer; profile the discriminator by itself: "
-            "objectives={masked_lm: 1} training.loss_normalization=global_tokens training.loss_weights={}."
-        )
+    for choice in config.objective_choices:
+        if choice.section.two_stacks is not None:
+            raise ConfigError(
+                f"objectives has {choice.name}, but a profile is of one Transformer; profile `model` by itself: "
+                "objectives={masked_lm: 1} training.loss_normalization=global_tokens training.loss_weights={}."
+            )
 
 
 def with_vocabulary(config: Config) -> Config:

@@ -17,7 +17,8 @@ from megatron_lite.config.tree import Config
 ALONE = (
     "optimus",
     "electra",
-)  # their models have two stacks; the samples of optimus are rows of whole documents
+    "entities",
+)  # their models are not one Transformer; the samples of optimus are rows of whole documents
 MIXED = {name: made for name, made in OBJECTIVES.items() if name not in ALONE}
 
 

@@ -1,0 +1,92 @@
+"""Fixed vectors of entities: a .npy file, mapped, whose row is an entity's number; and its conversion from text."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from data_utils.base.checksums import describe_file, identity
+from data_utils.base.errors import DataError
+from data_utils.base.files import disk_errors, require_named, sync_file
+
+_REMEDY = "make it with: python scripts/dataset.py vectors TEXT --output FILE.npy"
+
+
+class Vectors:
+    """The vectors of a file, fp32 [entities, size], mapped. Raises DataError."""
+
+    def __init__(self, path: str, size: int) -> None:
+        try:
+            self.rows = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is no array of NumPy"
+            raise DataError(f"entities.vectors {path}: {why or error}; {_REMEDY}.") from None
+        if self.rows.dtype != np.float32 or self.rows.ndim != 2 or self.rows.shape[1] != size:
+            raise DataError(
+                f"entities.vectors {path} holds {self.rows.dtype} {list(self.rows.shape)}; it must be float32 with "
+                f"{size} columns (entities.size)."
+            )
+        self.path, self.identity = path, identity(describe_file(Path(path)))
+
+    def require(self, count: int, prefix: object) -> None:
+        """Raise DataError unless a dataset's entities have vectors. Args: count: of the dataset's entities."""
+        if count != len(self.rows):
+            raise DataError(
+                f"dataset {prefix} has {count} entities, and entities.vectors {self.path} has {len(self.rows)} rows; "
+                "give the vectors of its --entity-ids."
+            )
+
+    def of(self, numbers: np.ndarray) -> np.ndarray:
+        """The vectors of entities, which count from 1, fp32 [..., size]; 0 has zeros."""
+        found = np.zeros((*numbers.shape, self.rows.shape[1]), np.float32)
+        found[numbers > 0] = self.rows[numbers[numbers > 0] - 1]
+        return found
+
+
+def convert_vectors(text: str, output: str) -> tuple[int, int]:
+    """Write lines of numbers, between tabs or spaces, as a .npy file. Returns: rows and columns. Raises DataError."""
+    require_named(Path(output), "--output", (".npy",))
+    partial = Path(f"{output}.partial")
+    with disk_errors(Path(output)):
+        size = rows = 0
+        try:
+            with open(text, "rb") as lines, open(partial, "wb") as file:
+                for number, line in enumerate(lines, 1):
+                    try:
+                        row = np.array(line.split(), np.float32)
+                    except ValueError:
+                        row = np.array([np.nan], np.float32)
+                    size = size or len(row)
+                    if len(row) != size or not size or not np.isfinite(row).all():
+                        raise DataError(
+                            f"{text}:{number}: the line is not {size or 'one or more'} finite numbers; correct it."
+                        )
+                    if not rows:
+                        file.write(bytes(_HEADER_BYTES))
+                    file.write(row.tobytes())
+                    rows = number
+                if not rows:
+                    raise DataError(f"{text}: the file is empty; give one line of numbers for each entity.")
+                file.seek(0)
+                file.write(_header(rows, size))
+                sync_file(file)
+            os.replace(partial, output)
+        finally:
+            partial.unlink(missing_ok=True)
+    return rows, size
+
+
+_HEADER_BYTES = 128
+
+
+def _header(rows: int, size: int) -> bytes:
+    """The beginning of a .npy file, version 1.0."""
+    text = f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({rows}, {size}), }}"
+    return (
+        b"\x93NUMPY\x01\x00"
+        + (_HEADER_BYTES - 10).to_bytes(2, "little")
+        + text.ljust(_HEADER_BYTES - 11).encode()
+        + b"\n"
+    )

@@ -1,0 +1,138 @@
+"""Entities beside tokens, ERNIE of Tsinghua (arXiv:1905.07129): masked tokens, next sentences, and denoised entities.
+
+Rows are BERT's (masked_text.py). The first token of a mention has its entity, in the plane block_position_ids, from 1
+on. What the model reads of them is drawn in the same way for each sample (megatron_lite/knowledge/batch.py): another
+entity of the Example, none, or the entity itself; what it predicts at all of them is the entity, among those of the
+Example and none.
+
+The published code's candidates are the entities of the micro-batch; those of the Example do not depend on ranks. It
+drops samples with fewer than five entities; windows of a corpus are all read here. Source: thunlp/ERNIE.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from data_utils.base.errors import ConfigError
+from data_utils.base.losses import ENTITIES, MASKED, NEXT_SENTENCE_LOSS
+from data_utils.base.planes import BLOCK_POSITION_IDS
+from data_utils.base.setting_files import shown
+from data_utils.base.settings import check, checked, fraction, setting
+from data_utils.objectives.masked_text import NEXT_SENTENCE, NO_PAIR, MaskedText, MaskedTextConfig
+from data_utils.objectives.registry import register
+
+LAYERS = ("sim", "mix", "norm")
+# Options of the model that it cannot have otherwise.
+_FIXED = {
+    "norm": "post", "positions": "learned", "relative": "none", "ffn": "plain", "biases": "all", "decoder_layers": 0,
+    "adapter_size": 0, "mup": None, "share_layers": "none", "sandwich_norm": False, "attention_window": 0,
+    "span_boundary_places": 0, "task_types": 0, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+@checked("entities")
+class EntitiesConfig(MaskedTextConfig):
+    """The stream of entities beside that of tokens."""
+
+    vectors: str | None = setting(
+        None,
+        ".npy file of float32 with a row for each entity, made by scripts/dataset.py vectors",
+        is_path=True,
+    )
+    size: int = setting(100, "width of the entities' vectors and of their stream", at_least=1)
+    heads: int = setting(4, "attention heads of that stream, which divide size", at_least=1)
+    layer_types: tuple[str, ...] = setting(
+        (),
+        "kind of each block: sim (tokens alone), mix (entities join them), norm (entities also attend to each other); "
+        "empty = half of them sim, one mix, the rest norm, as published",
+    )
+    replaced_ratio: float = fraction(0.05, "probability that an entity is replaced by one of the Example")
+    removed_ratio: float = fraction(0.15, "probability that it is left out")
+    next_sentence: bool = setting(True, "two texts per Example and a next-sentence label on CLS")
+
+    model_module = "megatron_lite.knowledge.kind"
+    two_stacks = (
+        "reads entities beside its tokens; it is trained and evaluated, and its weights are converted."
+    )
+    reads_entities = True
+
+    @property
+    def pairing(self) -> int:
+        return NEXT_SENTENCE if self.next_sentence else NO_PAIR
+
+    def kinds_of(self, layers: int) -> tuple[str, ...]:
+        """The kind of each of a model's blocks."""
+        first = (layers - 1) // 2
+        return self.layer_types or (*["sim"] * first, "mix", *["norm"] * (layers - 1 - first))
+
+    def check_run(self, config: Any) -> None:
+        """Raise ConfigError unless the rest is as a model with two streams needs it."""
+        names = [choice.name for choice in config.objective_choices]
+        check(
+            len(names) == 1 and config.task is None,
+            f"objectives has {', '.join(names)}{' and a task' * (config.task is not None)}; entities have a stream of "
+            "their own in the model, and the objective stands alone.",
+        )
+        layers = config.model.num_layers
+        check(
+            len(self.kinds_of(layers)) == layers and set(self.layer_types) <= set(LAYERS),
+            f"entities.layer_types is {shown(list(self.layer_types))}; give {layers} (model.num_layers), each one of "
+            f"{', '.join(LAYERS)}.",
+        )
+        check(
+            self.size % self.heads == 0,
+            f"entities.heads ({self.heads}) does not divide entities.size ({self.size}); choose a divisor.",
+        )
+        total = self.replaced_ratio + self.removed_ratio
+        check(
+            total <= 1,
+            f"entities.replaced_ratio and entities.removed_ratio are {total:g} together; they must be 1 at most.",
+        )
+        for option, value in {**_FIXED, "sentence_classes": 2 * self.next_sentence}.items():
+            actual = getattr(config.model, option)
+            if actual != value:
+                raise ConfigError(
+                    f"model.{option} is {shown(actual)}, which a model with entities cannot have; set it to "
+                    f"{shown(value)}."
+                )
+        self._check_training(config)
+
+    def _check_training(self, config: Any) -> None:
+        training, parallel = config.training, config.parallel
+        for where, name, usual, why in (
+            (parallel, "pipeline_parallel_size", 1, "the entities' stream does not travel between stages"),
+            (parallel, "sequence_parallel", False, "the entities' stream is not split over ranks"),
+            (training, "label_smoothing", 0.0, "it is not defined for entities"),
+            (training, "z_loss", 0.0, "it is not defined for entities"),
+            (training, "eval_fillings", 0, "it fills no blanks"),
+        ):
+            section, value = "parallel" if where is parallel else "training", getattr(where, name)
+            check(
+                value == usual,
+                f"{section}.{name} is {value} with the objective entities: {why}; set it to {usual}.",
+            )
+        check(
+            training.loss_normalization == "per_objective",
+            f"training.loss_normalization is {training.loss_normalization}, but entities sums the means of its losses; "
+            "set it to per_objective.",
+        )
+
+
+@register
+class Entities(MaskedText):
+    """See the top of this file. The loss `entities` is of every token at which an entity begins."""
+
+    name = "entities"
+    config_class = EntitiesConfig
+    losses = (MASKED, NEXT_SENTENCE_LOSS, ENTITIES)
+    keeps_places: ClassVar[bool] = True
+
+    def _fill(self, batch, tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece) -> None:
+        text, entities = tokens if tokens.ndim == 2 else (tokens, np.full_like(tokens, -1))
+        super()._fill(batch, text, piece_lengths, pieces_per_sample, sample_indices, first_piece)
+        places = batch[:, BLOCK_POSITION_IDS]
+        places[:] = np.r_[np.int32(0), entities + 1][places]

@@ -1,0 +1,248 @@
+"""Both streams against a reference of dense matrices, written from the specification: losses, scores, gradients."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from support.knowledge import NO_DROPOUT, RandomVectors, batch_of, entity_config
+from torch import nn
+
+from data_utils.base.losses import ENTITIES, MASKED, NEXT_SENTENCE_LOSS
+from data_utils.base.planes import (
+    BLOCK_POSITION_IDS,
+    DOC,
+    OBJECTIVE,
+    POSITION_IDS,
+    SEGMENT_IDS,
+    TARGETS,
+    TOKENS,
+)
+from data_utils.objectives import LOSSES
+from megatron_lite.config.tree import Config
+from megatron_lite.model.input.batch import mean_scales
+from megatron_lite.model.input.model_input import prepare
+from megatron_lite.model.trunk.build import build_model, kind_of
+from megatron_lite.model.trunk.counts import parameter_count
+
+CPU = torch.device("cpu")
+EPSILON = 1e-12
+CASES = {
+    "as published": {},
+    "odd": {
+        "model": {"hidden_size": 36, "num_attention_heads": 3, "num_layers": 3, "ffn_size": 50},
+        "entities": {"size": 15, "heads": 3, "layer_types": ["norm", "sim", "mix"]},
+    },
+    "one text": {"model": {"sentence_classes": 0}, "entities": {"next_sentence": False, "layer_types": ["norm"] * 4}},
+}  # fmt: skip
+
+
+def case_config(name: str, **changes) -> Config:
+    case = CASES[name]
+    return entity_config(**{**case, "model": {**NO_DROPOUT, **case.get("model", {})}, **changes})
+
+
+class Reference(nn.Module):
+    """One Example, all its tokens: x [T, D], z [T, E], m [T]. Weights by our names, whole."""
+
+    def __init__(self, config: Config, weights: dict[str, torch.Tensor]):
+        super().__init__()
+        self.w = weights
+        self.heads, self.entity_heads = (
+            config.model.num_attention_heads,
+            config.objective_choices[0].section.heads,
+        )
+        self.kinds = config.objective_choices[0].section.kinds_of(config.model.num_layers)
+
+    def linear(self, x, name):
+        return x @ self.w[f"{name}.weight"].T + self.w[f"{name}.bias"]
+
+    def norm(self, x, name):
+        x = x - x.mean(-1, keepdim=True)
+        return (
+            x / (x.square().mean(-1, keepdim=True) + EPSILON).sqrt() * self.w[f"{name}.weight"]
+            + self.w[f"{name}.bias"]
+        )
+
+    @staticmethod
+    def gelu(x):
+        return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+
+    def attend(self, x, name, heads, bias):
+        q, k, v = (
+            y.view(len(x), heads, -1).transpose(0, 1)
+            for y in self.linear(x, f"{name}.query_key_value").chunk(3, -1)
+        )
+        scores = q @ k.transpose(1, 2) / math.sqrt(q.shape[-1]) + bias
+        return self.linear((scores.softmax(-1) @ v).transpose(0, 1).reshape(len(x), -1), f"{name}.dense")
+
+    def block(self, layer, x, z, m):
+        at, kind = f"layers.{layer}", self.kinds[layer]
+        a = self.norm(
+            x + self.attend(x, f"{at}.attention", self.heads, 0.0), f"{at}.post_attention_layernorm"
+        )
+        inner = self.linear(a, f"{at}.mlp.dense_h_to_4h")
+        if kind != "sim":
+            e = z
+            if kind == "norm":
+                e = self.attend(z, f"{at}.entity_attention", self.entity_heads, -10000.0 * (1 - m))
+                e = self.norm(z + e, f"{at}.attended_entity_layernorm")
+            e = e * m[:, None]
+            inner = inner + e @ self.w[f"{at}.entity_h_to_4h.weight"].T + self.w[f"{at}.entity_bias"]
+        h = self.gelu(inner)
+        x = self.norm(a + self.linear(h, f"{at}.mlp.dense_4h_to_h"), f"{at}.output_layernorm")
+        if kind != "sim":
+            z = self.norm(e + self.linear(h, f"{at}.entity_4h_to_h"), f"{at}.entity_layernorm")
+        return x, z
+
+    def forward(self, tokens, positions, segments, z, m):
+        tables = (("word", tokens), ("position", positions), ("segment", segments))
+        x = sum(self.w[f"embedding.{name}_embeddings.weight"][ids] for name, ids in tables)
+        x = self.norm(x, "embedding.layernorm")
+        for layer in range(len(self.kinds)):
+            x, z = self.block(layer, x, z, m)
+        return x
+
+    def words(self, x):
+        t = self.norm(self.gelu(self.linear(x, "heads.projection.dense")), "heads.projection.layernorm")
+        return t @ self.w["embedding.word_embeddings.weight"].T + self.w["heads.bias"]
+
+    def entities(self, x, candidates):
+        return (
+            self.norm(self.gelu(self.linear(x, "entity_head.dense")), "entity_head.layernorm") @ candidates.T
+        )
+
+    def sentence(self, cls):
+        return self.linear(torch.tanh(self.linear(cls, "heads.sentence.dense")), "heads.sentence.classifier")
+
+
+def reference_losses(reference, batch, vectors):
+    """Losses of all Examples by name, and scores of the entities, all in the order of rows and documents."""
+    found = {MASKED: [], NEXT_SENTENCE_LOSS: [], ENTITIES: []}
+    scores = []
+    given, (of_all, _, begins), mentioned = batch.given, batch.candidates, batch.mentioned.tolist()
+    example = -1
+    for row, planes in enumerate(batch.planes):
+        for doc in range(planes[DOC].max() + 1):
+            example += 1
+            at = np.flatnonzero(planes[DOC] == doc)
+            own = planes[:, at]
+            true = own[BLOCK_POSITION_IDS]
+            candidates = sorted(set(true[true > 0].tolist()))
+            assert candidates == of_all[begins[example] : begins[example + 1]].tolist()
+            read = np.zeros(len(at), int)
+            for place, token in enumerate(at.tolist()):
+                if true[place]:
+                    which = given[mentioned.index(row * planes.shape[1] + token)]
+                    read[place] = of_all[which] if which >= 0 else 0
+            m = torch.tensor(read > 0).float()
+            m[0] = 1.0
+            ids = (
+                torch.from_numpy(own[plane].astype(np.int64)) for plane in (TOKENS, POSITION_IDS, SEGMENT_IDS)
+            )
+            x = reference(*ids, torch.from_numpy(vectors.of(read)), m)
+            table = torch.from_numpy(vectors.of(np.array([0, *candidates])))
+            for place in np.flatnonzero(batch.weights[row, at]):
+                target = torch.tensor(int(own[TARGETS, place]))
+                if own[OBJECTIVE, place] == NEXT_SENTENCE_LOSS.number:
+                    found[NEXT_SENTENCE_LOSS].append(F.cross_entropy(reference.sentence(x[place]), target))
+                else:
+                    found[MASKED].append(F.cross_entropy(reference.words(x[place]), target))
+            for place in np.flatnonzero(true):
+                scores.append(reference.entities(x[place], table))
+                target = torch.tensor(1 + candidates.index(true[place]))
+                found[ENTITIES].append(F.cross_entropy(scores[-1], target))
+    return found, scores
+
+
+def made(config, batch, **options):
+    inputs = prepare(batch, CPU, config.model, **options)
+    factors = np.ones(len(LOSSES))
+    inputs.scale_weights(mean_scales(factors, batch.loss_weights(len(LOSSES))))
+    return inputs.to(CPU)
+
+
+def spread(model):
+    """Larger weights than the initial ones, and biases and norms that are not 0 and 1, so that all matters."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.add_(
+                torch.randn_like(parameter) * (0.3 if "layernorm" in name or "bias" in name else 0.15)
+            )
+    return model
+
+
+@pytest.mark.parametrize("few_counts", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_losses_and_gradients_are_those_of_the_reference(name, few_counts):
+    config = case_config(name)
+    section = config.objective_choices[0].section
+    vectors = RandomVectors(section.size)
+    batch = batch_of(5, share=0.3, next_sentence=section.next_sentence, vectors=vectors)
+    model = spread(build_model(config, len(LOSSES)))
+    loss, sums = model(made(config, batch, few_counts=few_counts))
+    loss.backward()
+    weights = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+    whole = {n: w[: kind_of(config).shapes(config)[n][0]] for n, w in weights.items()}
+    found, _ = reference_losses(Reference(config, whole), batch, vectors)
+    assert len(found[ENTITIES]) > 20 and bool(found[NEXT_SENTENCE_LOSS]) == section.next_sentence
+    means = {loss: torch.stack(losses).mean() for loss, losses in found.items() if losses}
+    for its, mean in means.items():
+        assert sums[its.number, 0].item() == pytest.approx(mean.item(), rel=1e-5)
+        assert sums[its.number, 1].item() == pytest.approx(1.0, rel=1e-5)
+    expected = sum(means.values())
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    expected.backward()
+    for n, parameter in model.named_parameters():
+        other = weights[n].grad if weights[n].grad is not None else torch.zeros_like(parameter)
+        assert parameter.grad is not None, n
+        scale = max(other.abs().max().item(), 1e-3)
+        assert (parameter.grad - other).abs().max().item() <= 1e-5 * scale + 1e-7, n
+        if kind_of(config).is_unused(n, config):
+            assert not parameter.grad.any() and not other.any(), n
+
+
+def test_scores_of_candidates_are_those_of_the_reference():
+    config = case_config("as published")
+    vectors = RandomVectors()
+    batch = batch_of(3, share=0.3)
+    model = spread(build_model(config, len(LOSSES)))
+    inputs = made(config, batch)
+    hidden = model.run(inputs.tokens, inputs.ids, inputs.plan, None, condition=inputs.parts)
+    logits = model.entity_logits(hidden, inputs.parts)
+    ours = logits[(inputs.parts.predicted >= 0).flatten()]
+    _, expected = reference_losses(Reference(config, dict(model.named_parameters())), batch, vectors)
+    assert len(ours) == len(expected)
+    for own, other in zip(ours, expected, strict=True):
+        assert own[: len(other)].tolist() == pytest.approx(other.tolist(), abs=1e-4)
+        assert own[0] == 0 and torch.isinf(own[len(other) :]).all()
+
+
+def test_shapes_and_counts():
+    config = case_config("odd")
+    model = build_model(config, len(LOSSES))
+    assert {n for n, _ in model.named_parameters()} == set(kind_of(config).shapes(config))
+    assert kind_of(config).count(config) == sum(p.numel() for p in model.parameters())
+
+
+def test_the_published_base_has_its_parameters():
+    config = entity_config(
+        model={
+            "num_layers": 12,
+            "hidden_size": 768,
+            "num_attention_heads": 12,
+            "vocab_size": 30522,
+            "max_position": 511,
+        },
+        entities={"size": 100, "heads": 4},
+    )
+    shapes = kind_of(config).shapes(config)
+    head = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("entity_head."))
+    more = sum(map(math.prod, shapes.values())) - parameter_count(config.model, padded=False)
+    assert more - head == 4_568_004
+    assert (
+        kind_of(config).count(config) == 114_751_532 + (30592 - 30522) * 769
+    )  # with rows that pad the vocabulary
+    assert sum(map(math.prod, shapes.values())) == 114_751_532
