@@ -70,6 +70,7 @@ ABILITIES: dict[str, int] = {
     "local layers in GLM's class of transformers": 33,
     "an honest roofline: tiles, waves, instructions, constants with sources": 294,
     "one kernel on GPUs for each norm, activation, gate and its dropout": 120,
+    "ERNIE of Tsinghua: entities beside tokens, with fixed vectors": 748,
     "entities in corpora: read, aligned with tokens, stored, joined": 326,
     "CUDA graphs of blocks": 361,
     "attention under the rule and with a bias by distance, in kernels on GPUs": 439,

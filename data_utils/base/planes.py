@@ -5,8 +5,7 @@ Transformer and its attention see only these arrays, not the objective:
 
     tokens              input ids
     position_ids        pos0, the position in the (corrupted) text
-    block_position_ids  pos1, 0 in the context, 1, 2, ... within a predicted span; 1 in XLNet's memory;
-                        the entity that begins at the token, from 1, else 0 (entities)
+    block_position_ids  pos1, 0 in the context, 1, 2, ... within a predicted span; 1 in XLNet's memory; an entity
     targets             the label of each token, 0 where the weight is 0
     weights             loss weight, 0.0 = no loss (float32 bits in the int32 plane)
     doc                 number of the packed document in the row, 0, 1, ...; padding has -1

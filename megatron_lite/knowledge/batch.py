@@ -58,7 +58,7 @@ class Mentions:
         return qkv
 
     def first(self) -> torch.Tensor:
-        """What each place reads, fp32 [N, M, E]."""
+        """The vector that each place reads, fp32 [N, M, E]."""
         given = self.given.long().clamp(min=0)[..., None].expand(-1, -1, self.vectors.shape[2])
         return self.vectors.gather(1, given)
 

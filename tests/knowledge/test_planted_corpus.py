@@ -62,7 +62,8 @@ def run(tmp_path_factory):
     tree = {
         "model": {
             "system": "bert", "num_layers": 2, "init_std": 0.1, "hidden_size": 32, "num_attention_heads": 4,
-            "max_position": 40, "sentence_classes": 0, "embedding_dropout": 0.0, "attention_dropout": 0.0, "output_dropout": 0.0,
+            "max_position": 40, "sentence_classes": 0,
+            "embedding_dropout": 0.0, "attention_dropout": 0.0, "output_dropout": 0.0,
         },
         "tokenizer": {"kind": "bert_wordpiece", "path": str(directory / "vocab.txt"), "added_tokens": "none"},
         "data": {"train": [{"prefix": str(directory / "corpus")}], "sequence_length": 36},
