@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.knowledge import NO_DROPOUT, RandomVectors, batch_of, entity_config
+from support.project import ROOT
 from torch import nn
 
 from data_utils.base.losses import ENTITIES, MASKED, NEXT_SENTENCE_LOSS
@@ -20,7 +21,7 @@ from data_utils.base.planes import (
     TOKENS,
 )
 from data_utils.objectives import LOSSES
-from megatron_lite.config.tree import Config
+from megatron_lite.config.tree import Config, load_config
 from megatron_lite.model.input.batch import mean_scales
 from megatron_lite.model.input.model_input import prepare
 from megatron_lite.model.trunk.build import build_model, kind_of
@@ -228,21 +229,17 @@ def test_shapes_and_counts():
 
 
 def test_the_published_base_has_its_parameters():
-    config = entity_config(
-        model={
-            "num_layers": 12,
-            "hidden_size": 768,
-            "num_attention_heads": 12,
-            "vocab_size": 30522,
-            "max_position": 511,
-        },
-        entities={"size": 100, "heads": 4},
-    )
-    shapes = kind_of(config).shapes(config)
-    head = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("entity_head."))
-    more = sum(map(math.prod, shapes.values())) - parameter_count(config.model, padded=False)
-    assert more - head == 4_568_004
+    path = ROOT / "configs/ernie-thu-base.yaml"
+    config = load_config([path])
+    section = config.objective_choices[0].section
+    assert section.kinds_of(12) == ("sim",) * 5 + ("mix",) + ("norm",) * 6 and (
+        section.size,
+        section.heads,
+    ) == (100, 4)
+    sizes = {name: math.prod(shape) for name, shape in kind_of(config).shapes(config).items()}
+    head = sum(size for name, size in sizes.items() if name.startswith("entity_head."))
+    assert sum(sizes.values()) == 114_751_532 and "114.8 M" in path.read_text()
+    assert sum(sizes.values()) - head - parameter_count(config.model, padded=False) == 4_568_004
     assert (
         kind_of(config).count(config) == 114_751_532 + (30592 - 30522) * 769
     )  # with rows that pad the vocabulary
-    assert sum(map(math.prod, shapes.values())) == 114_751_532

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from support.plant import RECIPES, Plant
 
+MENTIONS = "tests/data/build/test_mentions.py"
+
 OBJECTIVES = (
     Plant(
         "UL2's continuations of half the length",
@@ -69,5 +71,26 @@ OBJECTIVES = (
         "copy_range(row, TARGETS, at, at + last - first, text, start + first)",
         "copy_range(row, TARGETS, at, at + last - first, text, start + last)",
         (f"{RECIPES}::test_the_text_can_be_rebuilt",),
+    ),
+    Plant(
+        "an entity on the last token of its mention",
+        "data_utils/build/mentions.py",
+        "entities[token] = entity",
+        "entities[last - 1] = entity",
+        (f"{MENTIONS}::test_an_entity_stands_on_the_first_token_of_its_mention",),
+    ),
+    Plant(
+        "entities that are drawn from another Example",
+        "megatron_lite/knowledge/batch.py",
+        "drawn = begins[example] + (choice * counts)",
+        "drawn = (choice * counts)",
+        ("tests/knowledge/test_draws.py::test_shares_of_replaced_removed_and_kept_entities",),
+    ),
+    Plant(
+        "only tokens with an entity have the bias of the joined streams",
+        "megatron_lite/knowledge/model.py",
+        "attended).added() + self.entity_bias",
+        "attended).added() + self.entity_bias * (flow.plan is None)",
+        ("tests/knowledge/test_model.py::test_losses_and_gradients_are_those_of_the_reference",),
     ),
 )
