@@ -12,7 +12,7 @@ drops samples with fewer than five entities; windows of a corpus are all read he
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -129,7 +129,7 @@ class Entities(MaskedText):
     name = "entities"
     config_class = EntitiesConfig
     losses = (MASKED, NEXT_SENTENCE_LOSS, ENTITIES)
-    keeps_places: ClassVar[bool] = True
+    keeps_places = True
 
     def _fill(self, batch, tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece) -> None:
         text, entities = tokens if tokens.ndim == 2 else (tokens, np.full_like(tokens, -1))

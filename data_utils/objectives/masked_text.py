@@ -275,9 +275,7 @@ class MaskedText(PairedRows):
 
     entry = staticmethod(_fill_rows)
     ends_with_sep = True
-    keeps_places: ClassVar[bool] = (
-        False  # whether the plane block_position_ids has the place of each token in the text
-    )
+    keeps_places = False  # whether block_position_ids is the place of each token in the text
 
     def values(self) -> dict[str, Any]:
         """The same names for the whole family, so that all share one compiled function."""
