@@ -74,7 +74,7 @@ ABILITIES: dict[str, int] = {
     "entities in corpora: read, aligned with tokens, stored, joined": 326,
     "CUDA graphs of blocks": 361,
     "attention under the rule and with a bias by distance, in kernels on GPUs": 439,
-    "token-document relation, sentence reordering and distance, with their heads": 396,
+    "token-document relation, sentence reordering and distance, with their heads": 397,
     "fine-tuning on several tasks at once": 374,
     "disentangled attention, and DeBERTa-v3": 340,
     "words of generator and discriminator with gradients apart": 78,

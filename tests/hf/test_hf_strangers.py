@@ -34,8 +34,8 @@ PATHS = {"optimus.encoder_from", "optimus.decoder_from"}
 PLANS = {"schedule.parts", *(f"batch.ramp.{key}" for key in ("start", "by", "samples"))}
 # A model with muP is not exported.
 PLANS |= {f"{stack}.mup.base_{size}_size" for stack in ("model", "decoder") for size in ("hidden", "head")}
-# Nor is one with the heads of several tasks.
-PLANS |= {"model.task_heads", "decoder.task_heads"}
+# Nor one with heads of several tasks; heads of classes are left out of exports.
+PLANS |= {f"{stack}.{heads}_heads" for stack in ("model", "decoder") for heads in ("task", "class")}
 FREE_TEXT = {f"task.{key}" for key in ["name", "labels", "text_fields", "label_field", "template", "metrics"]}
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from support.distributed import run_ranks
+from support.hf_runs import tree, write_run, write_vocabulary
 from support.project import ROOT
 from support.recipes import SPECIAL
 from support.training import fit, records
@@ -23,6 +24,8 @@ from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config, load_config
+from megatron_lite.hf.doors.export import ExportOptions, export_run
+from megatron_lite.hf.files.weights import open_directory
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.model_input import ModelInput
 from megatron_lite.model.trunk.glm import GLM
@@ -127,6 +130,21 @@ def test_ernie_2_adds_a_task_in_each_stage_and_trains_all_for_50000_steps():
             drawn[choice.name] += (chosen == place).sum()
     assert trained == pytest.approx(dict.fromkeys(names, 50_000))
     assert all(abs(count - 50_000) < 3 * math.sqrt(50_000) for count in drawn.values())
+
+
+def test_an_export_leaves_these_heads_out(tmp_path):
+    """The class of transformers has the rest, and its logits are ours."""
+    settings = tree(write_vocabulary(tmp_path), system="ernie2", segments=4, class_heads=list(HEADS[:1]))
+    rows = [-1] * 8 + [0] + [-1] * 21 + [1, 1]
+    changes = {
+        "model": {"task_rows": rows},
+        "objectives": {"ernie": 1, "sentence_reordering": 1},
+        "tokenizer": {"added_tokens": "none"},
+    }
+    write_run(tmp_path / "run", merge(settings, changes))
+    proof = export_run(tmp_path / "run", tmp_path / "out", ExportOptions())
+    assert proof is not None and proof.largest_difference < 1e-4
+    assert not any("classifiers" in name for name in open_directory(tmp_path / "out").shapes)
 
 
 # Sentences that say their number: `N word .`

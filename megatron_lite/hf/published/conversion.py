@@ -375,7 +375,7 @@ def _require_expressed(
     settings |= {"task_head": config.task_head, "task_classes": config.task_classes}
     for entry in system.fields:
         settings[entry.ours] = _our_value(system, entry, field_of(described, entry.theirs), described)
-    for option in system.optional:
+    for option in (*system.optional, "class_heads"):  # these heads stay out of an export
         settings[option] = getattr(config, option)
     again = build(ModelConfig, settings)
     # Without a table of positions max_position is a limit of training alone.

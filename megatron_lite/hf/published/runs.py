@@ -76,6 +76,7 @@ EXTRA_WEIGHTS = (
     "span_boundary.safetensors"  # beside an export: SpanBERT's head, which no class of transformers has
 )
 _SPAN_BOUNDARY = ("heads.span_boundary.", "heads.boundary_bias")
+_LEFT_OUT = "heads.sentence.classifiers."  # of class_heads, which no class of transformers has
 
 
 def import_published(
@@ -282,7 +283,7 @@ def write_stack(directory: Path, stack: Stack, dtype: str, max_shard_bytes: int)
         if ours.startswith(of_heads) and ours not in held
     }
     rows = open_safetensors(kept / KEPT_ROWS) if (kept / KEPT_ROWS).exists() else None
-    left = weights.shapes.keys() - held - extra.keys()
+    left = {name for name in weights.shapes.keys() - held - extra.keys() if not name.startswith(_LEFT_OUT)}
     if left:
         raise CheckpointError(
             f"{stack.name} has {', '.join(sorted(left)[:3])}, which the class {class_name} has not; only "
