@@ -31,13 +31,6 @@ POSITIONS = (
         (LAYOUTS,),
     ),
     Plant(
-        "the gradient of a product that tokens and buckets share is taken in where the first of them has it",
-        "megatron_lite/model/layers/tensor_parallel.py",
-        'if not getattr(weight, "is_used_twice", False):',
-        "if True:",
-        (LAYOUTS,),
-    ),
-    Plant(
         "the discriminator's loss teaches the generator's words",
         "megatron_lite/electra/model.py",
         "with torch.no_grad():",
