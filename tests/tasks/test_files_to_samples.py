@@ -23,7 +23,7 @@ from data_utils.tasks.readers import files as module
 from data_utils.tasks.readers.by_name import labels_of, read_records
 from data_utils.tasks.readers.files import plain_name
 
-FILES = sorted(path.stem for path in (ROOT / "configs/tasks").glob("*.yaml"))
+FILES = sorted(path.stem for path in (ROOT / "configs/tasks").glob("*.yaml") if "task" in load_yaml(path))
 OBJECTIVE = {"unilm": "unilm", "unilmv2": "unilmv2"}  # by the end of the file's name
 ENTAILED = {"premise": "rain falls in the city .", "hypothesis": "the street is wet"}
 QUESTION = {"id": "q", "question": "where is rain ?", "answers": [{"text": "city", "answer_start": 10}]}
