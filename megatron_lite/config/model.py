@@ -326,8 +326,8 @@ class ModelConfig:
     @property
     def has_plain_blocks(self) -> bool:
         """Whether blocks are those that one function of autograd computes (fused_block.py)."""
-        is_fused = self.positions != "rotary" and not self.activation_dropout and self.query_factor == 1.0
-        return self.is_plain and is_fused
+        others = self.decoder_layers, self.sandwich_norm, self.adapter_size, self.activation_dropout
+        return self.norm == "pre" and self.share_layers == self.relative == "none" and not any(others)
 
     @property
     def has_position_tables(self) -> bool:

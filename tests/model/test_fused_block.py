@@ -6,6 +6,7 @@ fp32 sums in another order: 1e-4 of an element, or 2e-6 of the largest one.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 
 import numpy as np
@@ -27,6 +28,29 @@ CONFIG = ModelConfig(
     num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=3000, max_position=64,
     embedding_dropout=0.0, attention_dropout=0.0, output_dropout=0.3,
 )  # fmt: skip
+
+
+_MODERN = {
+    "positions": "rotary", "block_positions": "halves", "rms_norm": True, "ffn": "gated", "ffn_size": 20,
+    "biases": "none",
+}  # fmt: skip
+_LOCAL = {"attention_window": 2, "global_every": 2, "rotary_base_local": 100.0}
+# name -> (options, objective, seed of dropout, blocks that are fused)
+BODIES = {
+    "GLM": ({}, "blank_infilling", 7, 2),
+    "one call": ({}, "masked_lm", None, 2),
+    "modern, two calls": (_MODERN, "blank_infilling", 7, 2),
+    "modern, one call": ({**_MODERN, "block_positions": "added", "rotary_share": 0.5}, "masked_lm", 7, 2),
+    "local, first without norm": (
+        {**_MODERN, **_LOCAL, "block_positions": "added", "rms_norm": False, "norm_bias": False, "first_norm": False},
+        "masked_lm", None, 1,
+    ),
+    "shared keys": ({**_MODERN, "num_key_value_heads": 2, "biases": "qkv"}, "blank_infilling", None, 2),
+    "norms of heads": ({**_MODERN, "num_key_value_heads": 2, "query_key_norm": True}, "causal", 7, 2),
+    "norms of heads, two calls": ({"query_key_norm": True, "biases": "qkv"}, "blank_infilling", None, 2),
+    "norms of heads and all biases": ({"query_key_norm": True}, "masked_lm", None, 0),
+    "unscaled scores": ({"unscaled_scores": True, "activation": "silu"}, "blank_infilling", 7, 2),
+}  # fmt: skip
 
 
 def model_of(config=CONFIG, **options):
@@ -94,20 +118,24 @@ def counted(monkeypatch):
     return blocks
 
 
-@pytest.mark.parametrize(("objective", "dropout_seed"), [("blank_infilling", 7), ("masked_lm", None)])
-def test_a_model_of_fused_blocks(emulated_kernel, counted, objective, dropout_seed):
-    model, batch = model_of(), batch_of(objective)
+@pytest.mark.parametrize("body", BODIES)
+def test_a_model_of_fused_blocks(emulated_kernel, counted, body):
+    options, objective, dropout_seed, count = BODIES[body]
+    model, batch = model_of(dataclasses.replace(CONFIG, **options)), batch_of(objective)
     wide = copy.deepcopy(model).double()
     expected = run(wide, batch, dropout_seed)
     assert not counted
     with interpreted_kernels():
         taken, autograds = take_gradients(model)
         loss = run(model, batch, dropout_seed)
-    assert counted == [block.parts for block in model.layers]
+    fused = list(model.layers)[2 - count :]
+    assert counted == [block.parts for block in fused]
     torch.testing.assert_close(loss.double(), expected.double(), rtol=1e-6, atol=0)
-    of_blocks = [name for name, _ in model.named_parameters() if name.startswith("layers.")]
-    assert autograds == ["layers.1.mlp.dense_4h_to_h.bias"], "the last sum's"
-    assert set(taken) == set(of_blocks) - set(autograds)
+    if count == 2:
+        of_blocks = {name for name, _ in model.named_parameters() if name.startswith("layers.")}
+        last = {"layers.1.mlp.dense_4h_to_h.bias"} & of_blocks
+        assert set(autograds) == last, "the last sum's"
+        assert set(taken) == of_blocks - last
     for name, parameter in model.named_parameters():
         found, theirs = taken.get(name, parameter.grad), wide.get_parameter(name).grad
         assert found.dtype == parameter.dtype and (parameter.grad is None) == (name in taken)

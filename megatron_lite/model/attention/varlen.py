@@ -27,6 +27,7 @@ from megatron_lite.model.attention.layout import BLIND, CAUSAL, FULL, MASKED, La
 from megatron_lite.model.kernels.compat import Gradients
 from megatron_lite.model.kernels.dropout import AttentionDropout
 from megatron_lite.model.kernels.fused import has_kernels, join_pair_kernel
+from megatron_lite.model.kernels.heads import HeadForm, gather_heads_kernel, of_heads, plain_form
 from megatron_lite.model.kernels.varlen_kernels import varlen_kernel
 
 # Padding is computed as documents of this many tokens, because writing zeros would need another launch.
@@ -176,11 +177,14 @@ class VarlenPlan:
         return self.gradients(grad, out, kept, p)[0]
 
     def gradients(
-        self, grad: torch.Tensor, out: torch.Tensor, kept: Sequence[list[torch.Tensor]], p: float
-    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """The gradient of each input, and its partial sums over tokens, fp32 [P, 3 H D], where they cost nothing.
+        self, grad: torch.Tensor, out: torch.Tensor, kept: Sequence[list[torch.Tensor]], p: float,
+        form: HeadForm | None = None, heads: torch.Tensor | None = None,
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+        """The gradient of each input or, with a form, of the heads that became the one input.
 
-        Args: grad: of `out`, the output.
+        And its partial sums over tokens, fp32 [P, 3 H D], where they cost nothing, and those of the form's scales.
+
+        Args: grad: of `out`, the output. form: on a GPU. heads: as for `gather_heads`.
         """
         inputs, *tensors = kept
         kernel = varlen_kernel(out.dtype)
@@ -193,13 +197,24 @@ class VarlenPlan:
             keys, values = gathered.unbind(1)
             rows = call.queries
             grads.append(kernel.backward(grad[rows], q[rows], keys, values, out[rows], state, call, p))
-        if self.is_pair and has_kernels(grad):
-            first, second = self.calls
-            assert first.keys is not None
+        if len(inputs) == 2 or not has_kernels(grad):
+            return _joined(inputs, self, grads), None, None
+        first = self.calls[0].keys
+        if len(grads) == 1 and first is not None:
+            given = form or plain_form(q.shape[1])
+            total, of_scales = gather_heads_kernel(*grads[0], first.start, heads, *given, self.length)
+            return [total if form else total.view_as(inputs[0])], None, of_scales
+        if self.is_pair:
+            assert first is not None
+            second = self.calls[1]
             border = None if self.is_first is None else second.query_ends[:1]
-            total, sums = join_pair_kernel(*grads[0], *grads[1], first.keys.start, second.place, border)
-            return [total], sums
-        return _joined(inputs, self, grads), None
+            total, sums = join_pair_kernel(*grads[0], *grads[1], first.start, second.place, border)
+        else:
+            (total,), sums = _joined(inputs, self, grads), None
+        if form is None:
+            return [total], sums, None
+        total, of_scales = of_heads(total, heads, form)
+        return [total], None, of_scales
 
 
 def varlen_plan(layout: Layout, units: Sequence[Unit], length: int) -> VarlenPlan:

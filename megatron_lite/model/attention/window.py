@@ -50,11 +50,14 @@ class LayeredPlan:
         whole = self.whole.on_device(arrays[:first], device)
         return LayeredPlan(whole, self.near.on_device(arrays[first:], device), self.global_every)
 
+    def of(self, layer: int) -> Any:
+        """The plan of a layer."""
+        return self.near if layer % self.global_every else self.whole
+
     def attend(
         self, layer: int, inputs: Packed, dropout: AttentionDropout | None, bias: ScoreBias | None = None
     ) -> torch.Tensor:
-        chosen = self.near if layer % self.global_every else self.whole
-        return chosen.attend(layer, inputs, dropout, bias)
+        return self.of(layer).attend(layer, inputs, dropout, bias)
 
 
 def plan_layers(

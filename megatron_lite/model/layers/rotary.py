@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,11 @@ from torch import nn
 
 from data_utils.base.planes import BLOCK_POSITION_IDS, ID_PLANES, POSITION_IDS
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.kernels.fused import has_kernels
 from megatron_lite.model.layers.tensor_parallel import RMSNorm, TensorParallel
+
+if TYPE_CHECKING:
+    from megatron_lite.model.kernels.heads import HeadForm
 
 
 @dataclass(frozen=True)
@@ -87,31 +91,61 @@ class HeadNorms(nn.Module):
         self.query_layernorm, self.key_layernorm = (
             RMSNorm(size, epsilon, TensorParallel()) for _ in range(2)
         )
-        self.parallel = parallel
+        self.parallel, self.epsilon = parallel, epsilon
+
+    def scales(self) -> list[torch.Tensor]:
+        """Those of queries and of keys, [D] each. A rank has both, and its heads' part of their gradients."""
+        return [self.parallel.copy(norm.weight) for norm in (self.query_layernorm, self.key_layernorm)]
 
     def forward(self, heads: torch.Tensor, key_value_heads: int) -> torch.Tensor:
-        """[T, H + 2 K, D] -> the same. Each rank has the scales, and its heads' part of their gradients."""
+        """[T, H + 2 K, D] -> the same."""
         queries = heads.shape[1] - 2 * key_value_heads
-        parts = heads.split([queries, key_value_heads, key_value_heads], dim=1)
+        *parts, values = heads.split([queries, key_value_heads, key_value_heads], dim=1)
         normed = [
-            F.rms_norm(part, part.shape[-1:], self.parallel.copy(norm.weight), norm.epsilon)
-            for part, norm in zip(parts[:2], (self.query_layernorm, self.key_layernorm), strict=True)
+            F.rms_norm(part, part.shape[-1:], scale, self.epsilon)
+            for part, scale in zip(parts, self.scales(), strict=True)
         ]
-        return torch.cat([*normed, parts[2]], dim=1)
+        return torch.cat([*normed, values], dim=1)
 
 
-def spread(heads: torch.Tensor, key_value_heads: int, rotary: Rotary | None) -> torch.Tensor:
+def head_form(
+    rotary: Rotary | None, norms: HeadNorms | None, key_value_heads: int, factor: float
+) -> HeadForm:
+    """`spread` as one kernel takes it."""
+    from megatron_lite.model.kernels.heads import HeadForm
+
+    cos, sin = (None, None) if rotary is None else (rotary.cos, rotary.sin)
+    query, key = (None, None) if norms is None else norms.scales()
+    return HeadForm(cos, sin, query, key, 0.0 if norms is None else norms.epsilon, key_value_heads, factor)
+
+
+def spread(
+    heads: torch.Tensor,
+    key_value_heads: int,
+    rotary: Rotary | None,
+    norms: HeadNorms | None = None,
+    factor: float = 1.0,
+) -> torch.Tensor:
     """Queries, keys and values as attention takes them: [T, H + 2 K, D] -> [T, 3 H, D].
 
-    Queries and keys are turned. Each of the K keys and values is repeated for the H / K queries of its group.
+    Queries and keys are normed and turned, then queries multiplied. Each of the K keys and values is repeated for the
+    H / K queries of its group.
     """
     groups, rest = divmod(heads.shape[1] - 2 * key_value_heads, key_value_heads)
     assert rest == 0, "configuration checks that heads divide"
-    if rotary is None and groups == 1:
+    if rotary is None and norms is None and groups == 1 and factor == 1.0:
         return heads
+    if has_kernels(heads):
+        from megatron_lite.model.kernels.heads import Spread
+
+        form = head_form(rotary, norms, key_value_heads, factor)
+        return Spread.apply(heads.contiguous(), form.query_scale, form.key_scale, form).flatten(1, 2)
+    if norms is not None:
+        heads = norms(heads, key_value_heads)
     sizes = [groups * key_value_heads, key_value_heads]
     turned, values = heads.split([sum(sizes), key_value_heads], dim=1)
     queries, keys = (turned if rotary is None else rotary.turn(turned)).split(sizes, dim=1)
+    queries = queries if factor == 1.0 else queries * factor
     return torch.cat([queries, _repeated(keys, groups), _repeated(values, groups)], dim=1)
 
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from megatron_lite.model.layers.adapter import Adapter
     from megatron_lite.model.layers.dense import Linear
     from megatron_lite.model.layers.relative import DistanceScores
+    from megatron_lite.model.layers.rotary import Rotary
     from megatron_lite.model.trunk.fused_block import Parts
 
 
@@ -230,17 +231,13 @@ class Attention(nn.Module):
     def _attend(self, qkv: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
         assert not isinstance(flow.plan, PartsPlan)
         heads = qkv.view(len(qkv), -1, self.head_size)
-        if self.head_norms is not None:
-            heads = self.head_norms(heads, self.key_value_heads)
-        rotary = None if flow.rotary is None else flow.rotary[self.is_local(layer)]
-        heads = spread(heads, self.key_value_heads, rotary)
+        heads = spread(
+            heads, self.key_value_heads, self.rotary_of(flow, layer), self.head_norms, self.query_factor
+        )
         qkv = heads.view(len(qkv), 3, -1, self.head_size)
         if flow.condition is not None:
             qkv = flow.condition.remembered(qkv, layer)
         qkv = qkv.view(*flow.shape, *qkv.shape[1:])
-        if self.query_factor != 1.0:
-            q, key_value = qkv.split([1, 2], dim=-3)
-            qkv = torch.cat([q * self.query_factor, key_value], dim=-3)
         dropout, bias = self.dropout_of(flow, layer), flow.bias
         if self.is_disentangled:
             bias = flow.distances.bias_of(qkv)
@@ -250,6 +247,9 @@ class Attention(nn.Module):
             qkv = torch.cat([terms.content.unsqueeze(-3), key_value], dim=-3)
             bias = lambda call, queries, keys: terms.bias(flow.distances, queries, keys)  # noqa: E731
         return flow.plan.attend(layer, [qkv], dropout, bias)
+
+    def rotary_of(self, flow: Flow, layer: int) -> Rotary | None:
+        return None if flow.rotary is None else flow.rotary[self.is_local(layer)]
 
     def dropout_of(self, flow: Flow, layer: int) -> AttentionDropout | None:
         if not self.dropout or flow.dropout is None:
@@ -329,17 +329,19 @@ class Block(nn.Module):
             return Stream(recomputed(True, self._summed, stream.summed(), flow, layer))
         hidden = stream.hidden
         is_trained = hidden.requires_grad and torch.is_grad_enabled() and flow.condition is None
-        if self.parts is not None and is_trained and has_kernels(hidden) and self.parts.suits(flow.plan):
-            return self._fused(stream, flow, layer, self.parts)
+        if self.parts is not None and is_trained and has_kernels(hidden):
+            plan = self.parts.plan_of(flow.plan, layer)
+            if plan is not None:
+                return self._fused(stream, flow, layer, self.parts, plan)
         if self.parallel.sums_at_once:  # at ZeRO 3 this block's bias is gone when the next block runs
             return Stream(self._summed(stream.hidden, flow, layer))
         return self._forward(stream, flow, layer)
 
-    def _fused(self, stream: Stream, flow: Flow, layer: int, parts: Parts) -> Stream:
-        """`_forward` as one function of autograd."""
+    def _fused(self, stream: Stream, flow: Flow, layer: int, parts: Parts, plan: Any) -> Stream:
+        """`_forward` as one function of autograd. Args: plan: of this layer."""
         dropout = self.attention.dropout_of(flow, layer)
         after = flow.features(self.dropout, layer, "attended")
-        hidden, x = parts.block(*stream, after, dropout, flow.plan)
+        hidden, x = parts.block(*stream, after, dropout, plan, self.attention.rotary_of(flow, layer))
         return Stream(hidden, x, flow.features(self.dropout, layer, "expanded"))
 
     def _summed(self, hidden: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
