@@ -1,8 +1,9 @@
 """The numbers of a whole step from those of traced ranks: extended to all layers and micro-batches, and put together.
 
-Equal layers cost the same, so two traces with different numbers of layers give the numbers of all; so with the
-micro-batches of a step. Memory is extended phase by phase, because its peak may move from one phase to another. Of a
-pipeline the first, the fullest inner and the last stage are traced.
+Equal layers cost the same, so two traces with different numbers of layers give the numbers of all; where some layers
+are local they differ by one global layer and the local ones that follow it. So with the micro-batches of a step.
+Memory is extended phase by phase, because its peak may move from one phase to another. Of a pipeline the first, the
+fullest inner and the last stage are traced.
 """
 
 from __future__ import annotations
@@ -104,14 +105,22 @@ def expect(request: Request, launch_us: float, run: Run) -> dict[str, Any]:
     for stage, layers in _traced_stages(config):
         # A stage with blocks of encoder and decoder is traced whole; a whole model in units of both.
         has_both = config.parallel.pipeline_parallel_size > 1 and config.model.decoder_layers > 0
-        depth = layers if request.layers == 0 or has_both else min(layers, request.layers)
-        less, more = (run(case) for case in _cases(request, config, stage, depth, sent))
+        step = _period(config)
+        some = request.layers if step == 1 else layers % step or step
+        depth = layers if request.layers == 0 or has_both else min(layers, some)
+        less, more = (run(case) for case in _cases(request, config, stage, depth, step, sent))
         for result in (less, more):
             if "phases" not in result:
                 return result
         sent = sent or less["sent"]
-        ranks.append(_rank(request, config, stage, less, more, depth, layers - depth))
+        ranks.append(_rank(request, config, stage, less, more, depth, layers - depth, step))
     return _answer(config, request, launch_us, ranks)
+
+
+def _period(config: Config) -> int:
+    """Layers after which a model's kinds of layers begin again. Those of a pipeline's stage count as equal."""
+    is_layered = config.model.attention_window and config.parallel.pipeline_parallel_size == 1
+    return config.model.global_every if is_layered else 1
 
 
 def _traced_stages(config: Config) -> Iterator[tuple[int, int]]:
@@ -130,11 +139,11 @@ def _micro_batches(request: Request, config: Config) -> tuple[int, int]:
     return min(count, max(TRACED_MICRO_BATCHES, config.parallel.pipeline_parallel_size)), count
 
 
-def _cases(request: Request, config: Config, stage: int, depth: int, sent: Any) -> Iterator[Case]:
-    """The first rank of a stage with `depth` layers, and with one more."""
+def _cases(request: Request, config: Config, stage: int, depth: int, step: int, sent: Any) -> Iterator[Case]:
+    """The first rank of a stage with `depth` layers, and with `step` more."""
     rank = stage * request.processes // config.parallel.pipeline_parallel_size
     traced, _ = _micro_batches(request, config)
-    for more in (0, 1):
+    for more in (0, step):
         yield Case(request.tree, request.processes, rank, depth + more, traced, request.gpu, sent)
 
 
@@ -146,22 +155,25 @@ def _rank(
     more: dict[str, Any],
     depth: int,
     layers: int,
+    step: int,
 ) -> _Rank:
     first, second = less["phases"], more["phases"]
-    fullest = extended(less["rank_parameters"], more["rank_parameters"], layers)
+    fullest = extended(less["rank_parameters"], more["rank_parameters"], layers / step)
     model, unit = config.model, 1.0
     if config.parallel.pipeline_parallel_size == 1:
         unit = model.total_layers / layer_units(model)
     return _Rank(
-        extended(first, second, layers),
-        scaled(difference(second, first), 1 / unit),
+        extended(first, second, layers / step),
+        scaled(difference(second, first), 1 / unit / step),
         *_micro_batches(request, config),
         {**less, "rank_parameters": fullest},
-        _bucket_costs(request, config, place, depth, layers),
+        _bucket_costs(request, config, place, depth, layers, step),
     )
 
 
-def _bucket_costs(request: Request, config: Config, place: int, depth: int, layers: int) -> dict[str, Any]:
+def _bucket_costs(
+    request: Request, config: Config, place: int, depth: int, layers: int, step: int
+) -> dict[str, Any]:
     """Costs of sums, exchange and update of gradients with all layers, beside `layers` more than `depth` extended.
 
     Buckets fill up in steps of many layers, not layer by layer.
@@ -175,7 +187,7 @@ def _bucket_costs(request: Request, config: Config, place: int, depth: int, laye
         found = {key: dict(getattr(tally, name)) for key, name in _COUNTED.items()}
         return {**found, "launches": tally.launches}
 
-    return difference(costs(depth + layers), extended(costs(depth), costs(depth + 1), layers))
+    return difference(costs(depth + layers), extended(costs(depth), costs(depth + step), layers / step))
 
 
 def _cut_stage(sizes: Sizes, place: int, count: int) -> Stage:

@@ -44,7 +44,7 @@ def cost_of(
     """Kind of kernel and microseconds on a device."""
     size = _bytes(func, name, args, kwargs, out)
     if "attention" in name:
-        return "attention", _attention_micros(name, args, gpu)
+        return "attention", _attention_micros(name, args, kwargs, gpu)
     product = _product(name, args)
     if product:
         return "matmul", product_micros(*product[:3], size, gpu, product[3])
@@ -58,6 +58,8 @@ def cost_of(
 def _bytes(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:
     if name in _GATHERS:
         return sum(2 * t.nbytes for t in _on_device(out)) + sum(t.nbytes for t in _on_device(args[1:]))
+    if name == "turn_heads":  # values stay
+        return sum(map(_size, _on_device(args[1:]))) + 4 / 3 * _size(args[0])
     read = sum(map(_size, _on_device((args, kwargs))))
     written = sum(map(_size, _on_device(out)))
     if name in ("zero_", "fill_"):
@@ -94,9 +96,13 @@ def _product(name: str, args: Any) -> tuple[int, int, int, int] | None:
 def _issued(name: str, args: Any, out: Any) -> float:
     """Instructions of a kernel of this project."""
     each = ISSUE.get(name, 0.0)
-    if name.startswith("activate"):
+    if name == "turn_heads":  # the kernel of `spread_heads`, without values
+        each = ISSUE["spread_heads"] * 2 / 3
+    elif name.startswith("activate"):
         kind, gated, _, _, p = args[-5:]
         each = activation_issue(name, kind, gated, p)
+    elif name in ("spread_heads", "gather_heads") and args[3 if name == "spread_heads" else 7] is not None:
+        each = ISSUE[f"{name}_normed"]
     elif name.startswith("add_norm"):
         weight, centered = (args[3], args[6]) if "backward" in name else (args[6], args[9])
         each = each if weight is None or centered else ISSUE[name.replace("add", "add_rms")]
@@ -126,7 +132,7 @@ def _rule_micros(name: str, args: Any, gpu: Gpu) -> float:
     return share * attention_micros(work, qkv.shape[2], qkv.shape[3], p, share < 1, gpu, 0.0)
 
 
-def _attention_micros(name: str, args: Any, gpu: Gpu) -> float:
+def _attention_micros(name: str, args: Any, kwargs: Any, gpu: Gpu) -> float:
     if name.startswith("rule_attention"):
         return _rule_micros(name, args, gpu)
     backward = "backward" in name
@@ -136,7 +142,7 @@ def _attention_micros(name: str, args: Any, gpu: Gpu) -> float:
         pairs, along = rows * key.shape[2], key.shape[2] if backward else query.shape[2]
         work = Work(float(pairs), float(query.shape[0] * along), "dense" if "efficient" in name else "full")
     else:  # variable lengths: [T, H, D]
-        work = _varlen(name, args)
+        work = _varlen(name, args, kwargs)
     p = _probability(name, args)
     return attention_micros(work, heads, query.shape[-1], p, backward, gpu, rows)
 
@@ -146,7 +152,7 @@ def _probability(name: str, args: Any) -> float:
     return float(args[_DROPOUT[name]]) if name in _DROPOUT else 0.0
 
 
-def _varlen(name: str, args: Any) -> Work:
+def _varlen(name: str, args: Any, kwargs: Any) -> Work:
     first = 1 if "backward" in name else 0
     query = args[first]
     # aten::_flash_attention_forward(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, ..)
@@ -158,4 +164,5 @@ def _varlen(name: str, args: Any) -> Work:
         return Work(float(query.shape[0] * args[place + 3]), float(query.shape[0]), "full")
     with unset_fake_temporarily():
         queries, keys = (s.diff().double().numpy() for s in starts)
-    return Work.of(queries, keys, is_causal, query.shape[-1], _probability(name, args), bool(first))
+    window = kwargs.get("window_size_left") or 0
+    return Work.of(queries, keys, is_causal, query.shape[-1], _probability(name, args), bool(first), window)

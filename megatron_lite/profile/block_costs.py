@@ -6,6 +6,7 @@ The list follows block.py and fused_block.py, kernel by kernel; tests compare it
 
 from __future__ import annotations
 
+from megatron_lite.profile.head_costs import RMS_BACKWARD, RMS_FORWARD, HeadCosts, rms
 from megatron_lite.profile.relative_costs import relative_terms
 from megatron_lite.profile.roofline import ISSUE, activation_issue
 from megatron_lite.profile.rows import Call
@@ -13,10 +14,6 @@ from megatron_lite.profile.sizes import Sizes
 from megatron_lite.profile.tally import Tally
 
 _NORM_PROGRAMS, _ACTIVATION_PROGRAMS = 256, 64  # that sum over tokens, fused.py; 4 bytes a sum
-# torch's RMSNorm in fp32, kernel by kernel: launches that pass over all numbers, those over one number a token, and
-# bytes of each number of bf16.
-_RMS_FORWARD, _RMS_BACKWARD = (6, 2, 40), (16, 2, 116)
-_HEADS_BACKWARD = (13, 4, 104)  # of heads, whose scales are in bf16
 
 
 class BlockCosts:
@@ -26,6 +23,7 @@ class BlockCosts:
         self.s, self.is_decoder = sizes, is_decoder
         self.model = sizes.config.model
         self.T = sizes.tokens(is_decoder)
+        self.heads = HeadCosts(sizes, self.T)
         self.t = self.T / sizes.share
         self.e = sizes.element
         self.has_kernels = sizes.config.training.kernels == "fused"
@@ -77,13 +75,7 @@ class BlockCosts:
         if not self.model.rms_norm or self.has_kernels:
             tally.kernel(2 * numbers * self.e)
             return
-        self._rms(tally, numbers, _RMS_FORWARD)
-
-    def _rms(self, tally: Tally, numbers: float, costs: tuple[int, int, int], parts: int = 1) -> None:
-        """Args: parts: norms that share the numbers."""
-        passes, short, size = costs
-        tally.kernel(size / passes * numbers / parts * self.e / 2, parts * passes)
-        tally.small(parts * short)
+        rms(tally, numbers * self.e, RMS_FORWARD)
 
     def _add(self, tally: Tally) -> None:
         size = self.t * self.s.width * self.e
@@ -139,7 +131,7 @@ class BlockCosts:
         """Attention without its products: the part that selective recomputation repeats."""
         s, kernel = self.s, self.s.stack(self.is_decoder).kernel
         whole = self.T * s.attended * self.e
-        self._turn(tally, _RMS_FORWARD)
+        self.heads.spread(tally)
         calls = self.calls()
         for call in calls:
             if call.gathered:
@@ -166,19 +158,6 @@ class BlockCosts:
         size = pairs * self.s.heads * self.e
         tally.kernel(2 * size, self.model.relative != "none")
         tally.kernel(3 * size, self.model.relative == "buckets")
-
-    def _turn(self, tally: Tally, norms: tuple[int, int, int]) -> None:
-        """Between the product and the scores: norms of heads, rotary positions and keys that several heads share."""
-        whole = self.T * self.s.attended * self.e
-        if self.model.query_key_norm:  # queries and keys, which are put together with the values
-            self._rms(tally, self.T * self.s.normed, norms, 2)
-            tally.kernel(2 * self.T * self.s.qkv * self.e)
-        if self.model.positions == "rotary":
-            tally.kernel(1.06 * whole, 10)
-            tally.kernel(6 * whole)
-        if self.model.query_factor != 1.0:  # queries times it, and put together with keys and values
-            tally.kernel(2 * whole)
-            tally.kernel(6 * whole)
 
     def _cross_layer(self, tally: Tally) -> None:
         s, encoded = self.s, self.s.tokens()
@@ -271,7 +250,7 @@ class BlockCosts:
         parts = (1 if self.model.rms_norm else 2) + (has_x and self.model.has_bias("attention"))
         size, sums = self.t * s.width * self.e, _NORM_PROGRAMS * s.width * 4 * parts
         if self.model.rms_norm and not self.has_kernels:
-            self._rms(tally, self.t * s.width, _RMS_BACKWARD)
+            rms(tally, self.t * s.width * self.e, RMS_BACKWARD)
             if has_x and self.dropout:
                 tally.kernel(2 * size)
         elif not self.has_kernels:
@@ -305,7 +284,7 @@ class BlockCosts:
         if is_column and s.tp > 1:
             tally.collective("scatter" if s.share > 1 else "all_reduce", size, s.tp_group)
         tally.product(columns, rows, inner, self.e, self._sum_bytes)
-        if has_bias and not s.is_fused:
+        if has_bias:
             tally.kernel(rows * columns * self.e)
 
     @property
@@ -350,11 +329,14 @@ class BlockCosts:
                 issued=self._issued("join_pair", 3 * self.T * s.attended),
                 rounds=self.T / _NORM_PROGRAMS,
             )
-        else:
-            tally.kernel(2 * whole)
-            tally.kernel(4 * whole)
-        self._turn(tally, _HEADS_BACKWARD)
-        self.products_backward(tally, self.T, s.width, s.qkv, True, self.model.has_bias("qkv"))
+        elif not s.is_fused:
+            self.heads.join(tally)
+        is_one = kernel == "varlen" and len(calls) == 1
+        self.heads.gather(tally, is_one and s.is_fused)
+        is_summed = s.is_fused and len(calls) > 1 and not self.heads.changes
+        self.products_backward(
+            tally, self.T, s.width, s.qkv, True, self.model.has_bias("qkv") and not is_summed
+        )
 
     def _cross_backward(self, tally: Tally) -> None:
         s, encoded = self.s, self.s.tokens()

@@ -111,11 +111,13 @@ def _inside(s: Sizes, is_decoder: bool) -> float:
         total += (3 if is_decoder else 2) * 8 * t * s.width
     elif not is_kernel:
         total += 2 * hidden
-    total += T * s.qkv * e + attended
+    costs = BlockCosts(s, is_decoder).heads
+    is_spread = is_kernel and costs.changes and not costs.is_in_place
+    if not is_spread or model.query_key_norm:  # else the product is gone after it
+        total += T * s.qkv * e
+    total += attended + 3 * attended * (is_spread or (model.positions == "rotary" and not is_kernel))
     if s.config.training.recompute != "selective":
         total += _attention_state(s, is_decoder)
-    if model.positions == "rotary":
-        total += 3 * attended
     if model.norm != "pre":
         total += hidden
     if is_decoder:
@@ -132,7 +134,9 @@ def _attention_state(s: Sizes, is_decoder: bool) -> float:
     calls = BlockCosts(s, is_decoder).calls()
     total = 2 * sum(call.gathered for call in calls) * s.attended * e
     total += sum(call.queries for call in calls) * s.heads * 4
-    if model.query_key_norm:  # queries and keys in fp32, before and after
+    if (
+        model.query_key_norm and s.config.training.kernels != "fused"
+    ):  # queries and keys in fp32, before and after
         total += 8 * s.tokens(is_decoder) * s.normed
     if s.stack(is_decoder).kernel == "dense":  # the mask, the bias under it, and the output before its zeros
         total += calls[0].pairs * (1 + (s.heads * e if model.relative != "none" else e))

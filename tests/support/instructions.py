@@ -76,6 +76,13 @@ def cases() -> Iterator[tuple[str, str, tuple[Any, ...], int, int]]:
             32,
             9 * (1 + gated),
         )
+    angles, scale = fp(ROWS, 1, 32), bf(64)
+    packed = bf(ROWS, 3, 16, 64)
+    for name, scales in (("", (None, None)), ("_normed", (scale, scale))):
+        form, given = (angles, angles, *scales, 1e-5, 16, 1.0), packed.view(ROWS, 48, 64)
+        yield f"spread_heads{name}", "spread_heads", (given, *form, packed), 32, 1
+        back = heads, heads, heads, 0, given, *form, ROWS, given, fp(4 if name else 0, 128)
+        yield f"gather_heads{name}", "gather_heads", back, 16, 34 if name else 1
     yield (
         "join_pair",
         "join_pair",
@@ -92,9 +99,9 @@ def main() -> None:
 
     found: list[tuple[str, Any]] = []
     without_gpu.compile_only(found)
-    from megatron_lite.model.kernels import triton_cross_entropy, triton_kernels
+    from megatron_lite.model.kernels import triton_cross_entropy, triton_heads, triton_kernels
 
-    kernels = {**vars(triton_kernels), **vars(triton_cross_entropy)}
+    kernels = {**vars(triton_kernels), **vars(triton_cross_entropy), **vars(triton_heads)}
     for name, function, arguments, numbers, turns in cases():
         if sys.argv[1:] and name not in sys.argv[1:]:
             continue

@@ -16,6 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAPER = ("configs/glm-large.yaml", "configs/objectives/paper.yaml")
 BERT, UNILMV2, T5 = ("configs/bert-large.yaml",), ("configs/unilmv2-base.yaml",), ("configs/t5-base.yaml",)
 QWEN3 = ("configs/qwen3-0.6b.yaml",)
+WINDOWED, MODERN = ("configs/modernbert-base.yaml",), ("configs/glm-modern-base.yaml",)
+LLAMA, SHORT_ROWS = ("configs/llama-3.2-1b.yaml",), ("data.sequence_length=1021", "phases=[]", "schedule.parts=[]")
 ADAMW = ("optimizer.kind=adamw", "optimizer.clip_grad_norm=1.0", "training.z_loss=0.0")
 TP, PP = "parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"
 SHORT = "model.num_layers=5"
@@ -47,6 +49,9 @@ FEW = {
 MORE = {
     "unilmv2": (UNILMV2, 64, 1, ("model.relative=none",), None, 1),
     "t5": (T5, 64, 1, ADAMW, None, 1),
+    "local layers": (WINDOWED, 1, 1, SHORT_ROWS, None, 1),
+    "modern": (MODERN, 8, 1, (), None, 1),
+    "llama": (LLAMA, 8, 1, (), None, 1),
     "qwen3": (QWEN3, 8, 1, (), None, 1),
     "qwen3 without norms of heads": (QWEN3, 8, 1, ("model.query_key_norm=false",), None, 1),
     "label smoothing": (PAPER, 64, 1, ("training.label_smoothing=0.1",), None, 1),
