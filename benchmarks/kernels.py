@@ -29,7 +29,7 @@ from data_utils.base.errors import ArgumentParser, ConfigError, run_command
 from megatron_lite.config.model import ACTIVATIONS
 from megatron_lite.model.attention.blocks import BlockPlan
 from megatron_lite.model.attention.layout import make_layout, may_see
-from megatron_lite.model.kernels import cross_entropy, fused, rule_attention
+from megatron_lite.model.kernels import cross_entropy, fused, heads, rule_attention
 from megatron_lite.model.kernels.dropout import FeatureDropout, drop, pairs_formula, salts, stays, token_keys
 from megatron_lite.profile.gpus import GPUS, Gpu
 from megatron_lite.profile.roofline import ISSUE, Work, activation_issue, attention_micros, kernel_micros
@@ -137,8 +137,8 @@ def cases(device: torch.device, tokens: int, width: int, words: int) -> Iterator
             lambda activated=activated: activated()[1:],
         )
 
-    first, heads = tokens // 2, width // HEAD_SIZE
-    parts = [draw(count, heads, HEAD_SIZE) for count in (first, first, first, tokens - first, tokens, tokens)]
+    first, each = tokens // 2, width // HEAD_SIZE
+    parts = [draw(count, each, HEAD_SIZE) for count in (first, first, first, tokens - first, tokens, tokens)]
     place = torch.arange(tokens, dtype=torch.int32, device=device)
 
     def joined() -> tuple[torch.Tensor, ...]:
@@ -148,8 +148,9 @@ def cases(device: torch.device, tokens: int, width: int, words: int) -> Iterator
         return (torch.stack([torch.cat([dq_0, dq_1]), *of_keys], dim=1),)
 
     yield Case("join_pair", lambda: fused.join_pair_kernel(*parts, 0, place, None)[:1], joined)
+    yield from of_heads(draw, tokens, width // HEAD_SIZE)
     yield from masked_attention(
-        draw, keys[:MASKED], torch.tensor(salt, dtype=torch.int32, device=device), heads
+        draw, keys[:MASKED], torch.tensor(salt, dtype=torch.int32, device=device), each
     )
 
     logits, row_grad = draw(tokens, words), draw(tokens, dtype=torch.float32)
@@ -171,6 +172,46 @@ def cases(device: torch.device, tokens: int, width: int, words: int) -> Iterator
         lambda: (torch.logsumexp(logits.double(), 1), logits.double().gather(1, picked)[:, 0]),
     )  # fmt: skip
     yield Case("write_gradient", written, gradient)
+
+
+def of_heads(draw: Callable[..., torch.Tensor], tokens: int, count: int) -> Iterator[Case]:
+    """Kernels between the product of queries, keys and values and their scores: of all features of each head."""
+    joined, grads = draw(tokens, 3 * count, HEAD_SIZE), [draw(tokens, count, HEAD_SIZE) for _ in range(3)]
+    angles = draw(tokens, 1, HEAD_SIZE // 2, dtype=torch.float32)
+    cos, sin = angles.cos(), angles.sin()
+    turn = torch.complex(cos.double(), sin.double())
+    for form, scales in (("", [None, None]), (" normed", [draw(HEAD_SIZE) for _ in range(2)])):
+
+        def defined(start: torch.Tensor, scales: Any = scales) -> torch.Tensor:
+            *parts, values = start.split(count, 1)
+            for i, scale in enumerate(scales):
+                if scale is not None:
+                    parts[i] = F.rms_norm(parts[i], (HEAD_SIZE,), scale.double(), EPSILON)
+            pairs = torch.view_as_complex(torch.stack(parts, 1).unflatten(-1, (-1, 2)).contiguous())
+            turned = torch.view_as_real(pairs * turn[:, None]).flatten(-2)
+            return torch.cat([turned, values[:, None]], 1)
+
+        def gradient(defined: Callable[..., torch.Tensor] = defined) -> tuple[torch.Tensor, ...]:
+            start = joined.double().requires_grad_()
+            return torch.autograd.grad(defined(start), start, torch.stack(grads, 1).double())
+
+        given = cos, sin, *scales, EPSILON, count, 1.0
+        yield Case(
+            f"spread_heads{form}", lambda given=given: (heads.spread_heads_kernel(joined, *given),),
+            lambda defined=defined: (defined(joined.double()),),
+        )  # fmt: skip
+        yield Case(
+            f"gather_heads{form}",
+            lambda given=given: heads.gather_heads_kernel(*grads, 0, joined, *given, tokens)[:1], gradient,
+        )  # fmt: skip
+        if not form:
+
+            def turned() -> tuple[torch.Tensor, ...]:
+                copy = joined.view(tokens, 3, count, HEAD_SIZE).clone()
+                heads.turn_heads_kernel(copy, cos, sin, False)
+                return (copy,)
+
+            yield Case("turn_heads", turned, lambda defined=defined: (defined(joined.double()),))
 
 
 def masked_attention(
@@ -268,6 +309,10 @@ def expected(name: str, tokens: int, width: int, words: int, gpu: Gpu) -> float:
         numbers, passes = tokens * words, 1 if kernel == "log_sums" else 4
     elif kernel in ("add_norm_backward", "join_pair"):
         passes, rounds = 5 if kernel == "add_norm_backward" else 8, tokens / 256
+    elif kernel.endswith("_heads"):  # with angles, and the copy that is turned
+        numbers, issue = 3 * numbers, ISSUE[f"{kernel.replace('turn', 'spread')}{'_normed' * bool(form)}"]
+        moved = 10 if kernel == "turn_heads" else 8 if kernel == "gather_heads" and form else 6
+        passes = moved / 3 + 128 / 3 / width
     elif kernel == "finish_sums":
         numbers, passes = 256 * 3 * width, 2
     issued = issue * numbers * (3 if kernel == "join_pair" else 1)

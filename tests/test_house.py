@@ -73,6 +73,7 @@ ABILITIES: dict[str, int] = {
     "ERNIE of Tsinghua: entities beside tokens, with fixed vectors": 748,
     "entities in corpora: read, aligned with tokens, stored, joined": 326,
     "CUDA graphs of blocks": 361,
+    "rotary positions, norms of heads and shared keys in one kernel; modern blocks as one function": 515,
     "attention under the rule and with a bias by distance, in kernels on GPUs": 439,
     "token-document relation, sentence reordering and distance, with their heads": 397,
     "fine-tuning on several tasks at once": 374,

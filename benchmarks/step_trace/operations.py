@@ -62,6 +62,8 @@ def _bytes(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> float:
         return sum(map(_size, _on_device(args[1:]))) + 4 / 3 * _size(args[0])
     read = sum(map(_size, _on_device((args, kwargs))))
     written = sum(map(_size, _on_device(out)))
+    if name == "gather_heads" and args[4] is not None:  # of the product values are not read
+        read -= _size(args[4]) * args[10] / args[4].shape[1]
     if name in ("zero_", "fill_"):
         return written
     if not written:  # for example the fused optimizer, which returns nothing

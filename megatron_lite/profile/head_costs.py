@@ -20,7 +20,7 @@ def rms(tally: Tally, size: float, costs: tuple[int, int, int], parts: int = 1) 
 
 
 class HeadCosts:
-    """Of T tokens."""
+    """Costs for T tokens of a stack."""
 
     def __init__(self, sizes: Sizes, tokens: float):
         self.s, self.T, self.model = sizes, tokens, sizes.config.model
@@ -50,7 +50,7 @@ class HeadCosts:
         elif self.is_in_place and not is_joined:
             self._in_place(tally)
         elif self.changes or is_joined:
-            self._kernel(tally, "gather_heads", self.T * self.s.normed if self._normed else 0.0)
+            self._kernel(tally, "gather_heads", self.T * self.s.normed if self._normed else 0.0, is_joined)
             tally.small(bool(self._normed) and not self.s.is_fused)  # the end of sums of scales
 
     @property
@@ -63,10 +63,11 @@ class HeadCosts:
             4 * self.whole * self.s.element + self._angles, issued=2 * self.whole * ISSUE["spread_heads"]
         )
 
-    def _kernel(self, tally: Tally, kernel: str, more: float = 0.0) -> None:
-        """Args: more: numbers that are read besides."""
+    def _kernel(self, tally: Tally, kernel: str, more: float = 0.0, is_joined: bool = False) -> None:
+        """Args: more: numbers that are read besides. is_joined: as in `gather`."""
         size = (3 * self.whole + self.T * self.s.qkv + more) * self.s.element + self._angles
-        tally.kernel(size, issued=3 * self.whole * ISSUE[kernel + self._normed])
+        of_kernel = self.T * self.s.qkv if is_joined else 3 * self.whole
+        tally.kernel(size, issued=of_kernel * ISSUE[kernel + self._normed])
 
     def join(self, tally: Tally) -> None:
         """Gradients of one call put together, as they are."""

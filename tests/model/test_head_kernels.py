@@ -16,7 +16,8 @@ from data_utils.base.planes import ID_PLANES
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.kernels import fused, heads
 from megatron_lite.model.kernels.heads import HeadForm
-from megatron_lite.model.layers.rotary import HeadNorms, Rotary, spread
+from megatron_lite.model.layers.head_norms import HeadNorms
+from megatron_lite.model.layers.rotary import Rotary, spread
 from megatron_lite.model.layers.tensor_parallel import TensorParallel
 
 # Tokens, heads of queries, of keys, size of a head, features that are turned, whether heads are normed, factor

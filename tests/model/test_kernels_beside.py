@@ -7,7 +7,7 @@ import torch
 from support.kernels import interpreted_kernels
 
 from benchmarks import kernels
-from megatron_lite.model.kernels import cross_entropy, fused, rule_attention
+from megatron_lite.model.kernels import cross_entropy, fused, heads, rule_attention
 from megatron_lite.profile.gpus import GPUS
 
 H100, SIZES = GPUS["h100"], (11, 128, 300)
@@ -26,7 +26,7 @@ def found():
 def test_every_kernel_equals_torch():
     every = found()
     assert not [one for one in every if one.differs]
-    names = (*vars(fused), *vars(cross_entropy), *vars(rule_attention))
+    names = (*vars(fused), *vars(cross_entropy), *vars(rule_attention), *vars(heads))
     operators = {name.removesuffix("_kernel") for name in names if name.endswith("_kernel")}
     assert {one.name.split()[0] for one in every} == operators
 

@@ -102,12 +102,23 @@ def test_the_model_tells_places_in_a_span(block_positions):
     assert (outs[0] - outs[1]).abs().max() > 1e-3
 
 
-def test_no_function_of_a_whole_block_leaves_the_turns_out():
-    """GLM's own blocks may be one function of autograd, which turns nothing."""
-    tables = dataclasses.replace(CONFIG, positions="learned_blocks", rotary_share=1.0, rotary_base=10000.0)
-    turned = dataclasses.replace(tables, positions="rotary")
-    assert tables.is_plain and turned.is_plain
-    fusible = [Block(config, TensorParallel(), "none").may_fuse for config in (tables, turned)]
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"relative": "xlnet"},
+        {"norm": "post"},
+        {"sandwich_norm": True},
+        {"adapter_size": 4},
+        {"activation_dropout": 0.1},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_no_function_of_a_whole_block_leaves_something_out(options):
+    """Blocks with rotary positions may be one function of autograd, those with what it does not compute may not."""
+    fusible = [
+        Block(config, TensorParallel(), "none").may_fuse
+        for config in (CONFIG, dataclasses.replace(CONFIG, **options))
+    ]
     assert fusible == [True, False]
 
 

@@ -26,19 +26,13 @@ CEILINGS = {
     "tensor parallel": (2, 13, 18, 0, 0, 1, 0, 0, 1),
     "sequence parallel": (2, 11, 18, 0, 0, 1, 0, 0, 1),
     "pipeline": (2, 11, 15, 0, 0, 1, 0, 0, 2),
-    "unilmv2": (2, 17, 34, 0, 0, 1, 0, 0, 1),
-    "t5": (
-        1.5,
-        39,
-        70,
-        0.25,
-        0,
-        1,
-        0,
-        0,
-        1,
-    ),  # an encoder's and a decoder's layer on average, all pairs of a row
-    "bert": (1, 8, 20, 0, 0, 1, 0, 3, 1),  # the sentence head has two classes
+    "modern": (2, 12, 16, 0, 0, 1, 0, 0, 1),  # rotary positions, RMSNorm, gates, no biases
+    "local layers": (1, 9, 14, 0, 0, 1, 0, 0, 4),  # its optimizer reads numbers of tensors back
+    "llama": (1, 9, 14, 0, 0, 1, 0, 0, 1),
+    "qwen3": (1, 9, 14, 0, 0, 1, 0, 0, 1),
+    "unilmv2": (1, 8, 19, 0, 0, 1, 0, 0, 1),
+    "t5": (1.5, 12.5, 26, 0.25, 0, 1, 0, 0, 1),  # an encoder's and a decoder's layer on average
+    "bert": (1, 8, 19, 0, 0, 1, 0, 3, 1),  # the sentence head has two classes
 }
 
 

@@ -65,7 +65,7 @@ def test_formulas_are_near_the_trace(profile_of, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*LAYOUTS, "t5", "unilmv2"])
+@pytest.mark.parametrize("name", [*LAYOUTS, "t5", "unilmv2", "modern"])
 def test_formulas_are_near_the_trace_in_every_layout(profile_of, name):
     assert_near(name, profile_of(name))
 
@@ -91,14 +91,16 @@ def test_kernels_of_a_block_are_counted_exactly(profile_of, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in LAYOUTS if "ZeRO 3" not in name])
+@pytest.mark.parametrize(
+    "name", [*(name for name in LAYOUTS if "ZeRO 3" not in name), "modern", "local layers", "llama", "qwen3"]
+)
 def test_kernels_of_a_block_are_counted_exactly_in_every_layout(profile_of, name):
     assert_counts_of_a_block(name, profile_of(name))
 
 
 @pytest.mark.slow
 def test_norms_of_heads_add_what_a_trace_adds(more_profiles):
-    """Their kernels exactly, their memory and time within a hundredth."""
+    """No kernel, and their memory and time within a hundredth."""
 
     def figures(name):
         found, traced = estimated(name)[2], more_profiles[name]
@@ -111,7 +113,7 @@ def test_norms_of_heads_add_what_a_trace_adds(more_profiles):
         )
 
     ours, theirs = (figures("qwen3") - figures("qwen3 without norms of heads")).tolist()
-    assert ours[0] == theirs[0] == 28 * (17 + 35)
+    assert ours[0] == theirs[0] == 0
     assert ours[1:] == pytest.approx(theirs[1:], rel=0.01)
 
 

@@ -40,6 +40,24 @@ def launches(width, dtype):
     cross_entropy.write_gradient_kernel(rows, keys, log_sums, log_sums, 0, width)
 
 
+def heads(size, dtype):
+    """Those of heads, with all that they can have: normed, turned, and two queries for each key."""
+    import torch
+
+    from megatron_lite.model.kernels import heads
+
+    given, angles, scale = (
+        torch.zeros(64, 8, size, dtype=dtype),
+        torch.zeros(64, 1, size // 2),
+        torch.zeros(size, dtype=dtype),
+    )
+    form = angles, angles, scale, scale, 1e-5, 2, 0.5
+    packed = heads.spread_heads_kernel(given, *form)
+    for grads in ((packed, None, None), [packed[:, 0].contiguous()] * 3):
+        heads.gather_heads_kernel(*grads, 0, given, *form, 64)
+    heads.turn_heads_kernel(packed, angles, angles, True)
+
+
 def attention(size=64, tokens=128, longest=64):
     """Each kernel of attention under the rule, with all that it can have."""
     import torch
@@ -89,6 +107,8 @@ def main():
             print(json.dumps([name, width, *resources(compiled)]), flush=True)
         found.clear()
     attention()
+    for size, dtype in ((128, torch.bfloat16), (256, torch.float32)):
+        heads(size, dtype)
     for name, compiled in found:
         print(json.dumps([name, 64, *resources(compiled)]), flush=True)
 

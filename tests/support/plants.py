@@ -449,9 +449,9 @@ INSIDE = (
     ),
     Plant(
         "norms of heads whose scales each rank trains for itself",
-        "megatron_lite/model/layers/rotary.py",
-        "F.rms_norm(part, part.shape[-1:], self.parallel.copy(norm.weight), norm.epsilon)",
-        "F.rms_norm(part, part.shape[-1:], norm.weight, norm.epsilon)",
+        "megatron_lite/model/layers/head_norms.py",
+        "[self.parallel.copy(norm.weight) for",
+        "[norm.weight for",
         (f"{FURTHER}[2x2x1]",),
     ),
 )

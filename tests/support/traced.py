@@ -17,7 +17,10 @@ PAPER = ("configs/glm-large.yaml", "configs/objectives/paper.yaml")
 BERT, UNILMV2, T5 = ("configs/bert-large.yaml",), ("configs/unilmv2-base.yaml",), ("configs/t5-base.yaml",)
 QWEN3 = ("configs/qwen3-0.6b.yaml",)
 WINDOWED, MODERN = ("configs/modernbert-base.yaml",), ("configs/glm-modern-base.yaml",)
-LLAMA, SHORT_ROWS = ("configs/llama-3.2-1b.yaml",), ("data.sequence_length=1021", "phases=[]", "schedule.parts=[]")
+LLAMA, SHORT_ROWS = (
+    ("configs/llama-3.2-1b.yaml",),
+    ("data.sequence_length=1021", "phases=[]", "schedule.parts=[]"),
+)
 ADAMW = ("optimizer.kind=adamw", "optimizer.clip_grad_norm=1.0", "training.z_loss=0.0")
 TP, PP = "parallel.tensor_parallel_size=2", "parallel.pipeline_parallel_size=2"
 SHORT = "model.num_layers=5"

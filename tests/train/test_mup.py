@@ -116,9 +116,7 @@ def test_logits_and_scores_are_scaled():
     assert (
         model.layers[0].attention.query_factor == 0.5
     )  # sqrt(4) / 16, for a kernel that divides by sqrt(16)
-    assert (
-        not scaled.has_plain_blocks and dataclasses.replace(config, **dict.fromkeys(())).query_factor == 1.0
-    )
+    assert config.query_factor == 1.0
 
 
 def config_of(**optimizer):

@@ -30,13 +30,13 @@ class HeadForm(NamedTuple):
     factor: float  # of the queries
 
     def turns_only(self, queries: int) -> bool:
-        """Whether `turn_heads_kernel` does all there is to do for so many heads of queries."""
+        """Whether `turn_heads_kernel` is all that is needed. Args: queries: their number of heads."""
         others = self.query_scale is None and self.factor == 1.0 and self.key_heads == queries
         return others and self.cos is not None
 
 
 def plain_form(heads: int) -> HeadForm:
-    """With which `gather_heads_kernel` puts gradients together as they are."""
+    """The form of heads that change nothing: `gather_heads_kernel` then puts gradients together as they are."""
     return HeadForm(None, None, None, None, 0.0, heads, 1.0)
 
 

@@ -9,19 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from data_utils.base.planes import BLOCK_POSITION_IDS, ID_PLANES, POSITION_IDS
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.kernels.fused import has_kernels
-from megatron_lite.model.layers.tensor_parallel import RMSNorm, TensorParallel
-
-if TYPE_CHECKING:
-    from megatron_lite.model.kernels.heads import HeadForm
 
 
 @dataclass(frozen=True)
@@ -82,54 +76,17 @@ def _turned(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     return out
 
 
-class HeadNorms(nn.Module):
-    """Queries and keys over their root mean square, each head by itself, with a scale that the heads share (Qwen3)."""
-
-    def __init__(self, config: ModelConfig, parallel: TensorParallel):
-        super().__init__()
-        size, epsilon = config.head_size, config.layernorm_epsilon
-        self.query_layernorm, self.key_layernorm = (
-            RMSNorm(size, epsilon, TensorParallel()) for _ in range(2)
-        )
-        self.parallel, self.epsilon = parallel, epsilon
-
-    def scales(self) -> list[torch.Tensor]:
-        """Those of queries and of keys, [D] each. A rank has both, and its heads' part of their gradients."""
-        return [self.parallel.copy(norm.weight) for norm in (self.query_layernorm, self.key_layernorm)]
-
-    def forward(self, heads: torch.Tensor, key_value_heads: int) -> torch.Tensor:
-        """[T, H + 2 K, D] -> the same."""
-        queries = heads.shape[1] - 2 * key_value_heads
-        *parts, values = heads.split([queries, key_value_heads, key_value_heads], dim=1)
-        normed = [
-            F.rms_norm(part, part.shape[-1:], scale, self.epsilon)
-            for part, scale in zip(parts, self.scales(), strict=True)
-        ]
-        return torch.cat([*normed, values], dim=1)
-
-
-def head_form(
-    rotary: Rotary | None, norms: HeadNorms | None, key_value_heads: int, factor: float
-) -> HeadForm:
-    """`spread` as one kernel takes it."""
-    from megatron_lite.model.kernels.heads import HeadForm
-
-    cos, sin = (None, None) if rotary is None else (rotary.cos, rotary.sin)
-    query, key = (None, None) if norms is None else norms.scales()
-    return HeadForm(cos, sin, query, key, 0.0 if norms is None else norms.epsilon, key_value_heads, factor)
-
-
 def spread(
     heads: torch.Tensor,
     key_value_heads: int,
     rotary: Rotary | None,
-    norms: HeadNorms | None = None,
+    norms: Any = None,
     factor: float = 1.0,
 ) -> torch.Tensor:
     """Queries, keys and values as attention takes them: [T, H + 2 K, D] -> [T, 3 H, D].
 
     Queries and keys are normed and turned, then queries multiplied. Each of the K keys and values is repeated for the
-    H / K queries of its group.
+    H / K queries of its group. Args: norms: HeadNorms.
     """
     groups, rest = divmod(heads.shape[1] - 2 * key_value_heads, key_value_heads)
     assert rest == 0, "configuration checks that heads divide"
@@ -137,6 +94,7 @@ def spread(
         return heads
     if has_kernels(heads):
         from megatron_lite.model.kernels.heads import Spread
+        from megatron_lite.model.layers.head_norms import head_form
 
         form = head_form(rotary, norms, key_value_heads, factor)
         return Spread.apply(heads.contiguous(), form.query_scale, form.key_scale, form).flatten(1, 2)

@@ -24,7 +24,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention.calls import PartsPlan
 from megatron_lite.model.kernels.dropout import AttentionDropout, FeatureDropout
 from megatron_lite.model.kernels.fused import Biased, activated, add, has_kernels
-from megatron_lite.model.layers.rotary import HeadNorms, spread
+from megatron_lite.model.layers.rotary import spread
 from megatron_lite.model.layers.tensor_parallel import (
     ColumnParallelLinear,
     LayerNorm,
@@ -40,6 +40,7 @@ from megatron_lite.model.trunk.forward import Flow, by_ranks, own_lengths, own_t
 if TYPE_CHECKING:
     from megatron_lite.model.layers.adapter import Adapter
     from megatron_lite.model.layers.dense import Linear
+    from megatron_lite.model.layers.head_norms import HeadNorms
     from megatron_lite.model.layers.relative import DistanceScores
     from megatron_lite.model.layers.rotary import Rotary
     from megatron_lite.model.trunk.fused_block import Parts
@@ -208,7 +209,11 @@ class Attention(nn.Module):
         self.dense = RowParallelLinear(
             config.attention_size, config.hidden_size, parallel, has_bias=config.has_bias("attention")
         )
-        self.head_norms = HeadNorms(config, parallel) if config.query_key_norm else None
+        self.head_norms: HeadNorms | None = None
+        if config.query_key_norm:
+            from megatron_lite.model.layers.head_norms import HeadNorms
+
+            self.head_norms = HeadNorms(config, parallel)
         self.relative: DistanceScores | None = None
         if config.has_distance_scores:
             from megatron_lite.model.layers.relative import DistanceScores

@@ -30,7 +30,8 @@ from megatron_lite.model.kernels.fused import (
     finish_sums_kernel,
 )
 from megatron_lite.model.kernels.heads import HeadForm, spread_heads_kernel, turn_heads_kernel
-from megatron_lite.model.layers.rotary import Rotary, head_form
+from megatron_lite.model.layers.head_norms import head_form
+from megatron_lite.model.layers.rotary import Rotary
 from megatron_lite.model.layers.tensor_parallel import LayerNorm, RMSNorm
 
 _MOST_SUMS = 4  # that one kernel finishes
