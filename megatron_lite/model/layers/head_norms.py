@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.kernels.heads import HeadForm
-from megatron_lite.model.layers.rotary import Rotary
 from megatron_lite.model.layers.tensor_parallel import RMSNorm, TensorParallel
 
 
@@ -39,9 +40,9 @@ class HeadNorms(nn.Module):
 
 
 def head_form(
-    rotary: Rotary | None, norms: HeadNorms | None, key_value_heads: int, factor: float
+    rotary: Any, norms: HeadNorms | None, key_value_heads: int, factor: float
 ) -> HeadForm:
-    """`spread` as one kernel takes it."""
+    """`spread` of rotary.py as one kernel takes it. Args: rotary: Rotary, or None."""
     cos, sin = (None, None) if rotary is None else (rotary.cos, rotary.sin)
     query, key = (None, None) if norms is None else norms.scales()
     return HeadForm(cos, sin, query, key, 0.0 if norms is None else norms.epsilon, key_value_heads, factor)
