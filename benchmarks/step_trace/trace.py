@@ -73,8 +73,7 @@ def fake_rank(case: Case) -> Iterator[Rank]:
     """A rank on fake devices. It changes its process for good."""
     guards.install()
     warnings.filterwarnings("ignore")
-    whole = build(Config, case.tree)
-    config = _reduced(whole, case)
+    config = _reduced(build(Config, case.tree), case)
     choose_kernels(config.training.kernels)
     gpu = gpu_named(case.gpu)
     groups = _Groups()
@@ -105,7 +104,7 @@ def run_case(case: Case) -> dict[str, Any]:
         "rank_parameters": sum(p.numel() for p in engine.named_parameters.values()),
         "tokens": sum(batch.tokens for batch in batches),
         "loss_rows": sum(batch.loss_rows for batch in batches),
-        "visible_keys": sum(batch.layer_keys(whole.model) for batch in batches),
+        "visible_keys": sum(batch.layer_keys(build(Config, case.tree).model) for batch in batches),
         "targets": sum(batch.targets for batch in batches),
         "target_keys": sum(batch.target_keys for batch in batches),
     }

@@ -189,7 +189,11 @@ def _check_graphs(config: Config) -> None:
     )
     check(config.task is None, f"{given}a task is learnt, whose parameters may be frozen; {rest}")
     check(
-        model.has_plain_blocks, f"{given}the model has options under which its blocks have no graph; {rest}"
+        model.is_plain
+        and model.has_plain_blocks
+        and model.positions != "rotary"
+        and model.query_factor == 1.0,
+        f"{given}the model has options under which its blocks have no graph; {rest}",
     )
 
 

@@ -39,9 +39,7 @@ class HeadNorms(nn.Module):
         return torch.cat([*normed, values], dim=1)
 
 
-def head_form(
-    rotary: Any, norms: HeadNorms | None, key_value_heads: int, factor: float
-) -> HeadForm:
+def head_form(rotary: Any, norms: HeadNorms | None, key_value_heads: int, factor: float) -> HeadForm:
     """`spread` of rotary.py as one kernel takes it. Args: rotary: Rotary, or None."""
     cos, sin = (None, None) if rotary is None else (rotary.cos, rotary.sin)
     query, key = (None, None) if norms is None else norms.scales()

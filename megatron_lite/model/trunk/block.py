@@ -334,10 +334,9 @@ class Block(nn.Module):
             return Stream(recomputed(True, self._summed, stream.summed(), flow, layer))
         hidden = stream.hidden
         is_trained = hidden.requires_grad and torch.is_grad_enabled() and flow.condition is None
-        if self.parts is not None and is_trained and has_kernels(hidden):
-            plan = self.parts.plan_of(flow.plan, layer)
-            if plan is not None:
-                return self._fused(stream, flow, layer, self.parts, plan)
+        is_chosen = self.parts is not None and is_trained and has_kernels(hidden)
+        if is_chosen and (plan := self.parts.plan_of(flow.plan, layer)):  # type: ignore[union-attr]
+            return self._fused(stream, flow, layer, self.parts, plan)  # type: ignore[arg-type]
         if self.parallel.sums_at_once:  # at ZeRO 3 this block's bias is gone when the next block runs
             return Stream(self._summed(stream.hidden, flow, layer))
         return self._forward(stream, flow, layer)
