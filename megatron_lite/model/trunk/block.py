@@ -4,8 +4,7 @@ Between layers the hidden state is a token matrix [T, D]; under sequence paralle
 T / size of its tokens. Dropout is a pure function of each token and the place in the model (dropout.py), so every
 layout gives the same, and so does a block that is computed again.
 
-Shapes: T tokens, D hidden size, E embedding size (D unless factorised), H heads of this rank,
-V vocabulary (unpadded); K, P, M as in heads.py.
+Shapes: T tokens, D hidden size, E embedding size (D unless factorised).
 """
 
 from __future__ import annotations
@@ -195,8 +194,7 @@ class Attention(nn.Module):
         self.head_size = config.head_size
         self.query_factor, self.is_local = config.query_factor, config.is_local
         self.dropout = config.attention_dropout
-        self.parallel = parallel
-        self.recompute = recompute
+        self.parallel, self.recompute = parallel, recompute
         heads, key_value_heads = config.num_attention_heads, config.key_value_heads
         self.key_value_heads = key_value_heads // parallel.group.size
         self.query_key_value = ColumnParallelLinear(
@@ -228,17 +226,14 @@ class Attention(nn.Module):
     def forward(self, hidden: torch.Tensor, flow: Flow, layer: int) -> Biased:
         qkv = self.query_key_value(hidden).x
         if self.is_disentangled:
-            product = self.position_query_key or self.query_key_value
-            flow = flow.distances.projected(flow, product, layer)
+            flow = flow.distances.projected(flow, self.position_query_key or self.query_key_value, layer)
         out = recomputed(self.recompute, self._attend, qkv, flow, layer)
         return self.dense(out.reshape(math.prod(flow.shape), -1))
 
     def _attend(self, qkv: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
         assert not isinstance(flow.plan, PartsPlan)
-        heads = qkv.view(len(qkv), -1, self.head_size)
-        heads = spread(
-            heads, self.key_value_heads, self.rotary_of(flow, layer), self.head_norms, self.query_factor
-        )
+        heads, rotary = qkv.view(len(qkv), -1, self.head_size), self.rotary_of(flow, layer)
+        heads = spread(heads, self.key_value_heads, rotary, self.head_norms, self.query_factor)
         qkv = heads.view(len(qkv), 3, -1, self.head_size)
         if flow.condition is not None:
             qkv = flow.condition.remembered(qkv, layer)
@@ -352,9 +347,8 @@ class Block(nn.Module):
         return self._forward(Stream(hidden), flow, layer).summed()
 
     def _forward(self, stream: Stream, flow: Flow, layer: int) -> Stream:
-        return self._expanded(
-            *self._attended(stream, flow, layer, self.post_attention_layernorm), flow, layer
-        )
+        hidden, normed = self._attended(stream, flow, layer, self.post_attention_layernorm)
+        return self._expanded(hidden, normed, flow, layer)
 
     def _attended(
         self, stream: Stream, flow: Flow, layer: int, norm: LayerNorm | RMSNorm
