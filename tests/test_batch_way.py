@@ -11,7 +11,7 @@ CEILINGS = {
     "types that carry it": 10,
     "changes of file from step to loss": 438,
     "returns to a file that was left": 413,
-    "lines loaded by a run": 18058,
+    "lines loaded by a run": 18307,
 }
 
 
