@@ -76,7 +76,7 @@ ABILITIES: dict[str, int] = {
     "rotary positions, norms of heads and shared keys in one kernel; modern blocks as one function": 515,
     "attention under the rule and with a bias by distance, in kernels on GPUs": 439,
     "token-document relation, sentence reordering and distance, with their heads": 397,
-    "fine-tuning on several tasks at once": 374,
+    "fine-tuning on several tasks at once": 379,
     "disentangled attention, and DeBERTa-v3": 340,
     "words of generator and discriminator with gradients apart": 78,
 }

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.base.errors import ConfigError
+from data_utils.base.errors import ConfigError, expanded_path
 from data_utils.base.random_streams import derive_seed
 from data_utils.base.setting_files import load_yaml, shown
 from data_utils.base.settings import check, merge
@@ -31,7 +31,9 @@ def with_sections(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict
     """
     sections = []
     for given in tree["tasks"]:
-        found = load_yaml(given, "tasks").get("task") if isinstance(given, str) else given
+        found = (
+            load_yaml(expanded_path(given, "tasks"), "tasks").get("task") if isinstance(given, str) else given
+        )
         if not isinstance(found, Mapping):
             raise ConfigError(
                 f"tasks has {shown(given)}; each must be a file with a section task, or such a section."

@@ -29,7 +29,7 @@ SETTINGS = {
     "loss mask sequence_length target_length question_length answer_length stride bidirectional masked_ratio "
     "target_mask_prob blank_ratio metrics",
 }
-PATHS = {"optimus.encoder_from", "optimus.decoder_from"}
+PATHS = {"optimus.encoder_from", "optimus.decoder_from", "entities.vectors"}
 # A plan of steps is the run's own, as phases are.
 PLANS = {"schedule.parts", *(f"batch.ramp.{key}" for key in ("start", "by", "samples"))}
 # A model with muP is not exported.
@@ -46,6 +46,8 @@ def may_decide(name):
     if section in SETTINGS:
         return key in SETTINGS[section].split()
     objectives = keys_of(Config).keys() - {f.name for f in dataclasses.fields(Config)}
+    if name == "entities.layer_types":  # no class of transformers has them
+        return False
     return section in RECIPES or (section in objectives and name not in PATHS)
 
 

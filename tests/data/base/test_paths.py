@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import re
 from pathlib import Path
@@ -30,6 +31,7 @@ NO_PATHS = {  # what else has such a word: a number, a switch, a name
         "objectives",
         "data.train",
         "data.validation",
+        "tasks",
     ),
     *("prefix_lm.min_prefix_ratio", "prefix_lm.max_prefix_ratio", "finetune.evaluations_per_epoch"),
 }
@@ -57,7 +59,7 @@ def test_each_of_them_expands_the_home(monkeypatch):
         is_list = "tuple" in str(field.type)
         required = {
             own.name: (own.metadata["range"].one_of or ("x",))[0] if own.metadata["range"] else "x"
-            for own in section.__dataclass_fields__.values()
+            for own in dataclasses.fields(section)
             if own.default is own.default_factory  # both MISSING
         }
         given = ["~/a b", "c"] if is_list else "~/a b"
@@ -74,7 +76,6 @@ def test_each_of_them_expands_the_home(monkeypatch):
 
 
 def _section(section, name):
-    import dataclasses
     import typing
 
     from data_utils.base.settings import keys_of
