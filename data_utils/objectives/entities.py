@@ -56,7 +56,7 @@ class EntitiesConfig(MaskedTextConfig):
 
     model_module = "megatron_lite.knowledge.kind"
     two_stacks = (
-        "reads entities beside its tokens; it is trained and evaluated, and its weights are converted."
+        "reads entities beside its tokens; it is trained and evaluated; it writes no text."
     )
     reads_entities = True
 
