@@ -55,9 +55,7 @@ class EntitiesConfig(MaskedTextConfig):
     next_sentence: bool = setting(True, "two texts per Example and a next-sentence label on CLS")
 
     model_module = "megatron_lite.knowledge.kind"
-    two_stacks = (
-        "reads entities beside its tokens; it is trained and evaluated; it writes no text."
-    )
+    two_stacks = "reads entities beside its tokens; it is trained and evaluated; it writes no text."
     reads_entities = True
 
     @property
