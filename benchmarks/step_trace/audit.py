@@ -1,4 +1,4 @@
-"""What a CUDA graph could not replay: launches of the blocks that differ between two batches of one length.
+"""Launches that a CUDA graph could not replay: those of the blocks that differ between two batches of one length.
 
 Each launch of a pass is noted with the numbers that the host passes it, the shapes of its tensors and where they lie:
 in which allocation of the pass, in the order of first use, and where in it. A graph repeats all of these. Parameters,
@@ -78,7 +78,7 @@ class Notes:
 
 
 def differences(case: Case) -> list[str]:
-    """What differs between the passes of two batches of one length, each once: `operation at place: one -> other`.
+    """Differences between the passes of two batches of one length, each once: `operation at place: one -> other`.
 
     No graph is captured: with `training.cuda_graphs` these are the launches that one would repeat.
     """

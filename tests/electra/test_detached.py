@@ -71,7 +71,7 @@ def texts_of(planes):
 
 
 def by_texts(texts, tokens, call):
-    """What `call` gives for texts as rows of their own [texts, longest, n], at their places in [B, S, n]."""
+    """Results of `call` for texts as rows of their own [texts, longest, n], at their places in [B, S, n]."""
     longest = max(len(places) for _, places in texts)
     ids, mask = torch.zeros(2, len(texts), longest, dtype=torch.int64)
     for number, (row, places) in enumerate(texts):

@@ -68,7 +68,7 @@ def files(tmp_path):
 
 
 def task_of(files, output, *overrides):
-    """Of one file of a task, or of several."""
+    """The configuration of one file of a task, or of several."""
     chosen = {"tasks": files[1:]} if len(files) > 2 else {}
     tree = load_tree(files[:1], files[1], overrides, **chosen)
     return prepare(merge(tree, {"run": {"directory": str(output)}}))

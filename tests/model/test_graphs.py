@@ -1,4 +1,4 @@
-"""What a CUDA graph needs: shapes, memory and numbers of the host that are those of every batch of a length."""
+"""A CUDA graph's needs: shapes, memory and numbers of the host that are those of every batch of a length."""
 
 from __future__ import annotations
 

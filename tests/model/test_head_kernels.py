@@ -50,7 +50,7 @@ def case(name, dtype=torch.float32):
 
 
 def defined(x, form):
-    """What the operators compute, by their definition: [T, H + 2 K, D] -> [T, 3, H, D]."""
+    """Results of the operators by their definition: [T, H + 2 K, D] -> [T, 3, H, D]."""
     keys, queries = form.key_heads, x.shape[1] - 2 * form.key_heads
     parts = list(x.split([queries, keys, keys], dim=1))
     for i, scale in enumerate((form.query_scale, form.key_scale)):
@@ -105,7 +105,7 @@ def test_operands_and_their_gradients(monkeypatch, name, dtype):
 @pytest.mark.parametrize(("queries", "first_key", "keys"), [(9, 0, 11), (11, 2, 7), (0, 0, 3)])
 @pytest.mark.parametrize("name", ["all features", "a factor alone"])
 def test_gradients_as_attention_leaves_them(name, queries, first_key, keys):
-    """Of some queries and of a slice of the keys; the others have none."""
+    """Gradients of some queries and of a slice of the keys; the others have none."""
     x, form, count = case(name)
     tokens, _, size = x.shape
     queries, keys = min(queries, tokens), min(keys, tokens - first_key)

@@ -1,4 +1,4 @@
-"""What differs between the launches of two batches of one length: what a CUDA graph could not repeat."""
+"""Differences between the launches of two batches of one length, which a CUDA graph could not repeat."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def dropout_of(arrays, p, seed=0, plan=None, heads_first=0, device=CPU):
 
 
 class EmulatedKernel(VarlenKernel):
-    """What CUDA's kernels compute, written out, sequence by sequence; no dropout. What is in none is not a number."""
+    """Results of CUDA's kernels, written out, sequence by sequence; no dropout. What is in none is not a number."""
 
     calls = 0
 
