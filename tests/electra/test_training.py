@@ -21,7 +21,8 @@ from megatron_lite.train.loop.trainer import Trainer
 
 # As in parity_cases.py, but for gradients: those of the tokens nearly cancel where the discriminator answers a half.
 # Measured: a third of it, on the bias of the last layer, one number that is a sum over all tokens.
-MOST = {"loss": 1e-5, "norm": 1e-5, "gradients": 1e-4, "weights": 1e-5}
+MOST = {"loss": 1e-5, "norm": 1e-5, "gradients": 3e-5, "weights": 1e-5}
+DETACHED = MOST | {"gradients": 1e-4}
 CASES = [
     ElectraCase(2, 1, 1, 2, accumulation=4, dropout=0.1, attention_dropout=0.1),
     ElectraCase(1, 1, 2, 3, recompute="full", dropout=0.1),
@@ -44,7 +45,8 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_layout_equals_one_process(case):
     (outcome,) = outcomes_of([case])
-    assert {kind: value for kind, value in outcome.largest.items() if value > MOST[kind]} == {}, outcome.where
+    most = DETACHED if case.variant == "detached" else MOST
+    assert {kind: value for kind, value in outcome.largest.items() if value > most[kind]} == {}, outcome.where
 
 
 def run_config(directory, **changes):
