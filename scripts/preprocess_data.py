@@ -95,6 +95,7 @@ def parse_arguments() -> argparse.Namespace:
         help="their numbers: a count, then lines of name, tab, number",
     )
     add("--min-score", type=float, default=0.0, help="leave out mentions with a lower score (default: 0)")
+    add("--capitals", action="store_true", help="store which words begin with one (objective capitalization)")
     add("--overwrite", action="store_true", help="replace existing output")
     add("--restart", action="store_true", help="discard the partial results of a stopped build")
     add("--verify", action="store_true", help="read and check the whole finished output")

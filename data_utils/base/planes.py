@@ -24,18 +24,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-(
-    TOKENS,
-    POSITION_IDS,
-    BLOCK_POSITION_IDS,
-    TARGETS,
-    WEIGHTS,
-    DOC,
-    ORD,
-    GRP,
-    OBJECTIVE,
-    SEGMENT_IDS,
-) = range(10)  # as in FIELDS
+(TOKENS, POSITION_IDS, BLOCK_POSITION_IDS, TARGETS, WEIGHTS, DOC, ORD, GRP, OBJECTIVE, SEGMENT_IDS) = range(
+    10
+)  # as in FIELDS
 
 # The planes that layers read beside the token ids, in the order of `ids`.
 ID_PLANES = (POSITION_IDS, BLOCK_POSITION_IDS, SEGMENT_IDS, OBJECTIVE, ORD)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import re
 import sys
@@ -37,6 +38,7 @@ class Range:
     at_most: float | None = None
     below: float | None = None
     one_of: tuple[Any, ...] = ()
+    left_out: Mapping[str, str] = dataclasses.field(default_factory=dict)  # a value -> why it is none
 
     def __contains__(self, value: Any) -> bool:
         if self.one_of:
@@ -69,8 +71,6 @@ def setting(default: Any, help: str, is_path: bool = False, **limits: Any) -> An
         limits: fields of `Range`; None is always allowed where the type allows it.
     """
     metadata = {"help": help, "range": Range(**limits) if limits else None, "is_path": is_path}
-    if default is REQUIRED:
-        return dataclasses.field(metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -136,9 +136,7 @@ def with_todays_names(cls: type, tree: Mapping[str, Any], path: str) -> Mapping[
 
 
 def _with_preset(cls: type, tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    presets: Presets | None = getattr(cls, "presets", None)
-    if presets is None:
-        return tree
+    presets: Presets = getattr(cls, "presets", None) or ("", {})
     key, values = presets
     chosen = tree.get(key)
     # Another value is refused later, with the place in the file.
@@ -150,9 +148,10 @@ def _check_range(field: dataclasses.Field, value: Any, path: str) -> None:
     if allowed is None or value is None or value in allowed:
         return
     null = ", or null" if field.default is None else ""
-    has_example = field.default is not None and field.default is not dataclasses.MISSING
-    example = f"; the default is {to_yaml_scalar(field.default)}" if has_example else ""
-    raise ConfigError(f"{path} is {shown(value)}; it must be {allowed}{null}{example}.")
+    without = field.default is None or field.default is REQUIRED
+    example = "" if without else f"; the default is {to_yaml_scalar(field.default)}"
+    why = f" ({reason})" if (reason := allowed.left_out.get(str(value))) else ""
+    raise ConfigError(f"{path} is {shown(value)}{why}; it must be {allowed}{null}{example}.")
 
 
 def section(cls: type) -> Any:
@@ -175,13 +174,15 @@ def inline_sections(names: Collection[str], class_of: Callable[[str], Any], help
     )
 
 
+_hints = functools.cache(typing.get_type_hints)
+
+
 def _fields_by_key(cls: type) -> dict[str, dataclasses.Field]:
     fields: dict[str, dataclasses.Field] = {}
     for field in dataclasses.fields(cls):
         own = dict.fromkeys(field.metadata.get("inline", (field.name,)), field)
-        assert not fields.keys() & own.keys(), (
-            f"{cls.__name__} has the keys {fields.keys() & own.keys()} twice"
-        )
+        twice = fields.keys() & own.keys()
+        assert not twice, f"{cls.__name__} has the keys {twice} twice"
         fields |= own
     return fields
 
@@ -192,7 +193,7 @@ def _type_of(key: str, field: dataclasses.Field, hints: Mapping[str, Any]) -> An
 
 def keys_of(cls: type) -> dict[str, tuple[Any, dataclasses.Field]]:
     """Keys of a section in a file, in order -> type and field."""
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     return {key: (_type_of(key, field, hints), field) for key, field in _fields_by_key(cls).items()}
 
 
@@ -237,7 +238,7 @@ def build(cls: type, tree: Mapping[str, Any], path: str = "", root: type | None 
     Raises: ConfigError for an unknown, missing or ill-typed key, and what the section's own checks find.
     """
     root = root or cls
-    known, hints = _fields_by_key(cls), typing.get_type_hints(cls)
+    known, hints = _fields_by_key(cls), _hints(cls)
     tree = _with_preset(cls, with_todays_names(cls, tree, path))
     values: dict[str, Any] = {}
     for key, value in tree.items():
@@ -257,10 +258,8 @@ def build(cls: type, tree: Mapping[str, Any], path: str = "", root: type | None 
         if not required or name in values:
             continue
         if not dataclasses.is_dataclass(hint := hints[name]):
-            help = field.metadata.get("help", "")
-            raise ConfigError(
-                f"{path}{name} is required ({help}); set it in a file or as {path}{name}=VALUE."
-            )
+            place, help = path + name, field.metadata.get("help", "")
+            raise ConfigError(f"{place} is required ({help}); set it in a file or as {place}=VALUE.")
         # The error names the key that is missing in it.
         values[name] = _convert({}, hint, f"{path}{name}", root)
     return cls(**values)

@@ -40,6 +40,7 @@ class BuildConfig:
     entities_key: str | None = None  # field of JSON lines with the entities that a text mentions
     entity_ids: str | None = None  # file that gives each of their names a number
     min_score: float = setting(0.0, "of a mention, where it has a score; others are left out", at_least=0)
+    capitals: bool = False  # store which words begin with one, instead of entities
     overwrite: bool = False
     restart: bool = False  # discard what a stopped build left
 
@@ -51,6 +52,10 @@ class BuildConfig:
                 ("entities-key", "entity-ids") if self.entities_key else ("entity-ids", "entities-key")
             )
             raise ConfigError(f"--{given} is given without --{other}; give both, or neither.")
+        if self.capitals and self.entities_key is not None:
+            raise ConfigError(
+                "--capitals is given with --entities-key, but a dataset has one of both; give one."
+            )
         parse_split(self.split)
 
 

@@ -29,9 +29,10 @@ from typing_extensions import TypedDict
 from data_utils.base.errors import DataError
 from data_utils.base.foreign import conform
 from data_utils.base.memory import return_freed_memory
+from data_utils.build.capitals import CapitalReader, open_reader
 from data_utils.build.config import BuildConfig, output_prefixes, parse_split
 from data_utils.build.contamination import EvaluationTexts, read_evaluation_texts
-from data_utils.build.mentions import EntityReader, open_entities
+from data_utils.build.mentions import KEPT, EntityReader
 from data_utils.build.ranks import Ranks
 from data_utils.build.shards import BuildDirectory
 from data_utils.build.summary import BuildReport, DocumentStatistics
@@ -125,7 +126,7 @@ def _start(
     paths = expand_inputs(config.inputs)
     others = expand_inputs(config.evaluation_inputs) if config.evaluation_inputs else []
     check_text_key(config.text_key, [*paths, *others])
-    reader = open_entities(config, paths)
+    reader = open_reader(config, paths)
     prefixes = output_prefixes(config)
     directory = BuildDirectory(config.output)
     may_be_ours = (directory.is_committing() or directory.is_built()) and not config.restart
@@ -167,7 +168,7 @@ def _plan(
     tokenizer: TokenizerFacts,
     paths: Sequence[Path],
     evaluation: EvaluationTexts | None,
-    reader: EntityReader | None,
+    reader: EntityReader | CapitalReader | None,
 ) -> dict[str, Any]:
     """Everything that the shards depend on. A build with another plan cannot use them."""
     return {
@@ -246,9 +247,9 @@ def _finish(
     manifest |= {} if duplicates is None else {"duplicates": duplicates}
     manifest |= {} if contamination is None else {"contamination": contamination}
     if job.reader is not None:
-        mentions = dict(sorted(counts.mentions.items()))
-        ids = {"ids": job.reader.fingerprint, "count": job.reader.count}
-        manifest["entities"] = {**ids, "min_score": job.reader.min_score, "mentions": mentions}
+        counts.mentions[KEPT] = statistics.entities  # without those of documents that were left out
+        ids = {"ids": job.reader.fingerprint, "count": job.reader.count, "min_score": job.reader.min_score}
+        manifest["entities"] = {**ids, "mentions": dict(sorted(counts.mentions.items()))}
     _commit(writers, list(parse_split(config.split)), manifest, directory)
     return BuildReport(
         documents={str(writer.prefix): writer.num_documents for writer in writers},
@@ -325,9 +326,9 @@ def _append(
         if keep is not None and not (kept := keep[first : first + _MERGE_DOCUMENTS]).all():
             of_tokens = np.repeat(kept, some)
             chunks, some = [chunk[of_tokens] for chunk in chunks], some[kept]
-        chunk = chunks[0]
-        writer.add(chunk, some, *chunks[1:])
-        statistics.add(chunk, some)
+        writer.add(chunks[0], some, *chunks[1:])
+        statistics.add(chunks[0], some)
+        statistics.entities += sum(int((chunk >= 0).sum()) for chunk in chunks[1:])
         start = stop
 
 

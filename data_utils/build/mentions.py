@@ -52,6 +52,13 @@ class EntityReader:
         at = int(np.searchsorted(self.names, wanted))
         return int(self.numbers[at]) if at < self.count and self.names[at] == wanted else -1
 
+    def of_tokens(
+        self, record: bytes, text: str, places: list[tuple[int, int]]
+    ) -> tuple[np.ndarray, dict[str, int]]:
+        """The entity that begins at each token, int32 [tokens], -1 = none, and counts. Raises UnusableRecord."""
+        mentions, counts = self.mentions(record, text)
+        return entities_of_tokens(mentions, places, text), counts
+
     def mentions(self, record: bytes, text: str) -> tuple[list[Mention], dict[str, int]]:
         """The mentions of a JSON line in order, and how many were kept or left out. Raises UnusableRecord."""
         tree = parse_json_object(record)
@@ -112,18 +119,18 @@ def entities_of_tokens(mentions: list[Mention], places: list[tuple[int, int]], t
 
 
 def encode_with_entities(
-    parsed: ParsedBlock, block: Block, tokenizer: Any, reader: EntityReader
+    parsed: ParsedBlock, block: Block, tokenizer: Any, reader: Any
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Ids, lengths and entities of the texts; those with bad mentions are counted and leave `parsed`."""
-    assert isinstance(block.data, bytes)
     ids, entities = [np.zeros(0, np.int32)], [np.zeros(0, np.int32)]
     texts, lines = [], []
-    records = block.data.split(b"\n")
+    records = block.data.split(b"\n") if isinstance(block.data, bytes) and reader.key is not None else None
     for text, line in zip(parsed.texts, parsed.lines, strict=True):
         try:
-            mentions, counts = reader.mentions(records[line - block.first_line], text)
             own, places = tokenizer.encode_with_places(text)
-            entities.append(entities_of_tokens(mentions, places, text))
+            record = b"" if records is None else records[line - block.first_line]
+            found, counts = reader.of_tokens(record, text, places)
+            entities.append(found)
         except UnusableRecord as error:
             parsed.counts.add_bad(error.kind, Place(block.source, line, str(error), block.start))
             continue
@@ -169,12 +176,9 @@ def open_entities(config: BuildConfig, inputs: Sequence[Path]) -> EntityReader |
         numbers[place] = int(number)
     sorted_names, order = np.array(names), np.argsort(np.array(names), kind="stable")
     sorted_names = sorted_names[order]
-    for what, again in (
-        ("name", sorted_names[1:][sorted_names[1:] == sorted_names[:-1]]),
-        ("number", _twice(numbers)),
-    ):
-        if len(again):
-            value = again[0].decode(errors="replace") if what == "name" else int(again[0])
+    for what, values in (("name", sorted_names), ("number", numbers)):
+        for again in _twice(values).tolist():
+            value = again.decode(errors="replace") if what == "name" else again
             raise DataError(
                 f"{path}: the {what} {shown(value)} stands there twice; give each entity its own."
             )

@@ -52,6 +52,8 @@ class DocumentStatistics:
     zero bit stay, then with two, ...: a sample that holds every copy of the documents in it.
     """
 
+    entities = 0  # that stand in the documents
+
     def __init__(self, max_hashes: int = _MAX_HASHES) -> None:
         self._max_hashes = max_hashes
         self._lengths = np.zeros(_MAX_LENGTH + 1, np.int64)
@@ -148,7 +150,10 @@ class BuildReport:
             yield f"  left out: {empty:,} empty documents, {blank:,} blank lines"
         if self.duplicates is not None:
             yield f"  left out: {self.duplicates:,} exact duplicates"
-        if mentions := self.counts.mentions:
+        mentions = self.counts.mentions
+        if len(mentions) == 1:
+            yield f"  words whose capitals are stored: {mentions['kept']:,}"
+        elif mentions:
             yield (
                 f"  entities: {mentions['kept']:,} mentions; left out: {mentions['unknown']:,} of unknown entities, "
                 f"{mentions['low_score']:,} of low score"

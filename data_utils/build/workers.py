@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from data_utils.base.errors import DataError
 from data_utils.base.memory import return_freed_memory
+from data_utils.build.capitals import CapitalReader
 from data_utils.build.config import BuildConfig, SplitRule, parse_split, split_rule
 from data_utils.build.contamination import EvaluationTexts
 from data_utils.build.mentions import EntityReader, encode_with_entities
@@ -67,7 +68,7 @@ class Job:
     dtype: np.dtype
     input_bytes: int
     evaluation: EvaluationTexts | None
-    reader: EntityReader | None = None
+    reader: EntityReader | CapitalReader | None = None
 
     @property
     def arrays(self) -> list[str]:

@@ -16,9 +16,9 @@ from typing import Any
 
 from data_utils.base.errors import ConfigError
 from data_utils.base.losses import MASKED, REPLACED
-from data_utils.base.setting_files import shown
 from data_utils.base.settings import check, checked, fraction, setting
 from data_utils.objectives.masked_text import MaskedText, MaskedTextConfig
+from data_utils.objectives.own_model import NO_OPTIONS, require, require_alone
 from data_utils.objectives.registry import register
 
 # Options of the discriminator that it cannot have, and the value that it must.
@@ -70,19 +70,8 @@ class ElectraConfig(MaskedTextConfig):
 
     def check_run(self, config: Any) -> None:
         """Raise ConfigError unless the rest is as two stacks with common embeddings need it."""
-        names = [choice.name for choice in config.objective_choices]
-        check(
-            len(names) == 1 and config.task is None,
-            f"objectives has {', '.join(names)}{' and a task' * (config.task is not None)}; electra trains two "
-            "Transformers and stands alone.",
-        )
-        for option, value in _FIXED.items():
-            actual = getattr(config.model, option)
-            if actual != value:
-                raise ConfigError(
-                    f"model.{option} is {shown(actual)}, which the discriminator of electra cannot have; set it to "
-                    f"{shown(value)}."
-                )
+        require_alone(config, "electra trains two Transformers and stands")
+        require(config.model, "model", _FIXED, "which the discriminator of electra cannot have")
         model, layers = config.model, self.generator_layers or 1
         check(
             model.relative in ("none", "disentangled"),
@@ -109,12 +98,9 @@ class ElectraConfig(MaskedTextConfig):
 
     def _check_training(self, config: Any, heads: int) -> None:
         training, parallel = config.training, config.parallel
-        stages, ranks = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
-        check(
-            stages == 1,
-            f"parallel.pipeline_parallel_size is {stages}, but what the generator draws leads to the discriminator's "
-            "first layer; set it to 1.",
-        )
+        why = "but what the generator draws leads to the discriminator's first layer"
+        require(parallel, "parallel", {"pipeline_parallel_size": 1}, why)
+        ranks = parallel.tensor_parallel_size
         check(
             heads % ranks == 0,
             f"parallel.tensor_parallel_size ({ranks}) must divide the {heads} heads of the generator; set "
@@ -131,11 +117,7 @@ class ElectraConfig(MaskedTextConfig):
                 weight > 0,
                 f"training.loss_weights.{loss.name} is {weight:g}; electra learns both losses: set it above 0.",
             )
-        for name, usual in (("label_smoothing", 0.0), ("z_loss", 0.0), ("eval_fillings", 0)):
-            value = getattr(training, name)
-            check(
-                value == usual, f"training.{name} is {value} with the objective electra; set it to {usual}."
-            )
+        require(training, "training", NO_OPTIONS, "which is not defined for electra")
 
 
 def require_own_words(tree: Mapping[str, Any]) -> None:

@@ -14,14 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from data_utils.base.errors import ConfigError
 from data_utils.base.losses import ENTITIES, MASKED, NEXT_SENTENCE_LOSS
-from data_utils.base.planes import BLOCK_POSITION_IDS
 from data_utils.base.setting_files import shown
 from data_utils.base.settings import check, checked, fraction, setting
-from data_utils.objectives.masked_text import NEXT_SENTENCE, NO_PAIR, MaskedText, MaskedTextConfig
+from data_utils.objectives.masked_text import NEXT_SENTENCE, NO_PAIR, MaskedTextConfig, NumberedText
+from data_utils.objectives.own_model import NO_OPTIONS, require, require_alone
 from data_utils.objectives.registry import register
 
 LAYERS = ("sim", "mix", "norm")
@@ -31,6 +28,7 @@ _FIXED = {
     "adapter_size": 0, "mup": None, "share_layers": "none", "sandwich_norm": False, "attention_window": 0,
     "span_boundary_places": 0, "task_types": 0, "tie_word_embeddings": True,
 }  # fmt: skip
+_LAYOUT = {"pipeline_parallel_size": 1, "sequence_parallel": False}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +54,7 @@ class EntitiesConfig(MaskedTextConfig):
 
     model_module = "megatron_lite.knowledge.kind"
     two_stacks = "reads entities beside its tokens; it is trained and evaluated; it writes no text."
-    reads_entities = True
+    reads_beside = "entities"
 
     @property
     def pairing(self) -> int:
@@ -69,12 +67,7 @@ class EntitiesConfig(MaskedTextConfig):
 
     def check_run(self, config: Any) -> None:
         """Raise ConfigError unless the rest is as a model with two streams needs it."""
-        names = [choice.name for choice in config.objective_choices]
-        check(
-            len(names) == 1 and config.task is None,
-            f"objectives has {', '.join(names)}{' and a task' * (config.task is not None)}; entities have a stream of "
-            "their own in the model, and the objective stands alone.",
-        )
+        require_alone(config, "entities have a stream of their own in the model, and the objective stands")
         layers = config.model.num_layers
         check(
             len(self.kinds_of(layers)) == layers and set(self.layer_types) <= set(LAYERS),
@@ -90,47 +83,23 @@ class EntitiesConfig(MaskedTextConfig):
             total <= 1,
             f"entities.replaced_ratio and entities.removed_ratio are {total:g} together; they must be 1 at most.",
         )
-        for option, value in {**_FIXED, "sentence_classes": 2 * self.next_sentence}.items():
-            actual = getattr(config.model, option)
-            if actual != value:
-                raise ConfigError(
-                    f"model.{option} is {shown(actual)}, which a model with entities cannot have; set it to "
-                    f"{shown(value)}."
-                )
-        self._check_training(config)
-
-    def _check_training(self, config: Any) -> None:
-        training, parallel = config.training, config.parallel
-        for where, name, usual, why in (
-            (parallel, "pipeline_parallel_size", 1, "the entities' stream does not travel between stages"),
-            (parallel, "sequence_parallel", False, "the entities' stream is not split over ranks"),
-            (training, "label_smoothing", 0.0, "it is not defined for entities"),
-            (training, "z_loss", 0.0, "it is not defined for entities"),
-            (training, "eval_fillings", 0, "it fills no blanks"),
-        ):
-            section, value = "parallel" if where is parallel else "training", getattr(where, name)
-            check(
-                value == usual,
-                f"{section}.{name} is {value} with the objective entities: {why}; set it to {usual}.",
-            )
-        check(
-            training.loss_normalization == "per_objective",
-            f"training.loss_normalization is {training.loss_normalization}, but entities sums the means of its losses; "
-            "set it to per_objective.",
+        fixed = {**_FIXED, "sentence_classes": 2 * self.next_sentence}
+        require(config.model, "model", fixed, "which a model with entities cannot have")
+        require(
+            config.parallel,
+            "parallel",
+            _LAYOUT,
+            "but the entities' stream is not split, also not between stages",
         )
+        require(config.training, "training", NO_OPTIONS, "which is not defined for entities")
+        wanted = {"loss_normalization": "per_objective"}
+        require(config.training, "training", wanted, "but entities sums the means of its losses")
 
 
 @register
-class Entities(MaskedText):
+class Entities(NumberedText):
     """See the top of this file. The loss `entities` is of every token at which an entity begins."""
 
     name = "entities"
     config_class = EntitiesConfig
     losses = (MASKED, NEXT_SENTENCE_LOSS, ENTITIES)
-    keeps_places = True
-
-    def _fill(self, batch, tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece) -> None:
-        text, entities = tokens if tokens.ndim == 2 else (tokens, np.full_like(tokens, -1))
-        super()._fill(batch, text, piece_lengths, pieces_per_sample, sample_indices, first_piece)
-        places = batch[:, BLOCK_POSITION_IDS]
-        places[:] = np.r_[np.int32(0), entities + 1][places]

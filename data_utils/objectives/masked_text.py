@@ -297,3 +297,15 @@ class MaskedText(PairedRows):
             "static_copies": int(config.static_copies),
             "keeps_places": self.keeps_places,
         }
+
+
+class NumberedText(MaskedText):
+    """Text whose tokens have numbers beside them: block_position_ids is that of a text's token plus 1, else 0."""
+
+    keeps_places = True
+
+    def _fill(self, batch, tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece) -> None:
+        text, numbers = tokens if tokens.ndim == 2 else (tokens, np.full_like(tokens, -1))
+        super()._fill(batch, text, piece_lengths, pieces_per_sample, sample_indices, first_piece)
+        places = batch[:, BLOCK_POSITION_IDS]
+        places[:] = np.r_[np.int32(0), numbers + 1][places]

@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.base.errors import ConfigError, DataError
+from data_utils.base.errors import DataError
 from data_utils.base.losses import Loss
 from data_utils.base.planes import ONE_AS_INT32, ORD, POSITION_IDS, TARGETS, TOKENS, WEIGHTS
-from data_utils.base.setting_files import shown
 from data_utils.base.settings import check, checked, setting
+from data_utils.objectives.own_model import NO_OPTIONS, require, require_alone
 from data_utils.objectives.registry import register
 from data_utils.objectives.row_loops import (
     begin_row,
@@ -41,23 +41,11 @@ from data_utils.text.vocabulary import Vocabulary
 FEATURES = ("pooler", "cls")
 LONGEST_PER_ROW = 4  # sentences of the greatest length in a row of the usual length
 _BOUNDARIES = 2  # CLS and SEP
-
-
-def _check_stack(key: str, stack: Any) -> None:
-    """Raise ConfigError for an option of a stack, a `ModelConfig`, that the model cannot have."""
-    refused = {
-        "decoder_layers": stack.decoder_layers > 0,
-        "share_layers": stack.share_layers != "none",
-        "embedding_size": stack.embedding_size is not None,
-        "relative": stack.relative != "none",
-        "adapter_size": stack.adapter_size > 0,
-        "mup": stack.mup is not None,
-    }
-    for option in (name for name, is_set in refused.items() if is_set):
-        raise ConfigError(
-            f"{key}.{option} is {shown(getattr(stack, option))}, which the stacks of optimus cannot have; leave it "
-            "out."
-        )
+# Options that neither stack can have otherwise.
+_FIXED = {
+    "decoder_layers": 0, "share_layers": "none", "embedding_size": None, "relative": "none", "adapter_size": 0,
+    "mup": None,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,15 +121,11 @@ class OptimusConfig(RowSizes):
             "objectives has optimus, but decoder is null; describe there the Transformer that decodes, as model "
             "describes the one that encodes.",
         )
-        names = [choice.name for choice in config.objective_choices]
-        check(
-            len(names) == 1,
-            f"objectives has {', '.join(names)}; optimus has samples of its own kind and stands alone.",
-        )
+        require_alone(config, "optimus has samples of its own kind and stands")
         self._check_rest(config)
         needed = self.max_position_needed(config.data.sequence_length)
         for key, stack in (("model", config.model), ("decoder", decoder)):
-            _check_stack(key, stack)
+            require(stack, key, _FIXED, "which the stacks of optimus cannot have")
             check(
                 needed <= stack.max_position or stack.positions == "none",
                 f"data.sequence_length ({config.data.sequence_length}) needs position ids up to {needed}, but "
@@ -154,13 +138,9 @@ class OptimusConfig(RowSizes):
         )
 
     def _check_rest(self, config: Any) -> None:
-        parallel, training = config.parallel, config.training
-        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
-            size = getattr(parallel, name)
-            check(
-                size == 1,
-                f"parallel.{name} is {size}, but optimus runs with data parallelism and ZeRO only; set it to 1.",
-            )
+        training = config.training
+        sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
+        require(config.parallel, "parallel", sizes, "but optimus runs with data parallelism and ZeRO only")
         check(
             self.cycles <= training.steps,
             f"optimus.cycles is {self.cycles}, more than training.steps ({training.steps}); lower it.",
@@ -171,21 +151,9 @@ class OptimusConfig(RowSizes):
             f"checkpoint.initialize_from is {whole} and a stack is to begin with {stack}; set "
             "checkpoint.initialize_from, or optimus.encoder_from and decoder_from, to null.",
         )
-        for name, value, usual in (
-            ("label_smoothing", training.label_smoothing, 0.0),
-            ("z_loss", training.z_loss, 0.0),
-            ("eval_fillings", training.eval_fillings, 0),
-            ("loss_normalization", training.loss_normalization, "global_tokens"),
-        ):
-            check(
-                value == usual,
-                f"training.{name} is {value} with the objective optimus, whose loss is a bound of each sentence's "
-                f"likelihood; set it to {usual}.",
-            )
-        check(
-            config.task is None,
-            "decoder is set with a task, which trains one Transformer; set decoder and objectives to null.",
-        )
+        usual = NO_OPTIONS | {"loss_normalization": "global_tokens"}
+        why = "but the loss of optimus is a bound of each sentence's likelihood"
+        require(config.training, "training", usual, why)
 
     @property
     def has_target(self) -> bool:

@@ -20,11 +20,7 @@ import numpy as np
 from data_utils.base import planes, random_streams
 from data_utils.base.errors import DataError
 from data_utils.base.losses import Loss
-from data_utils.base.planes import (
-    DOC,
-    FIELDS,
-    Example,
-)
+from data_utils.base.planes import DOC, FIELDS, Example
 from data_utils.base.random_streams import chance_threshold, new_stream, source_digest
 from data_utils.base.settings import check
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD, ObjectiveConfig, Writing
@@ -252,6 +248,8 @@ class RowObjective:
                 f"sequence_length {self.sequence_length} and rows of {batch.shape[2]}; a window must "
                 f"keep its tokens and {DOCUMENT_OVERHEAD} more for each document within sequence_length."
             )
+        if tokens.ndim == 2 and self.config.reads_beside is None:
+            tokens = tokens[0]
         self._fill(batch, tokens, piece_lengths, pieces_per_sample, sample_indices, 0)
 
     def tokens_needed(self, piece_lengths: np.ndarray) -> np.ndarray:

@@ -17,6 +17,7 @@ from data_utils.base.errors import DataError
 from data_utils.base.planes import FIELDS
 from data_utils.base.random_streams import derive_seed
 from data_utils.dataset.indexed_dataset import IndexedDataset
+from data_utils.dataset.manifest import CAPITALS
 from data_utils.objectives import LOSS_NAMES, ObjectiveChoice, make_objective
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD, Objective, ObjectiveConfig
 from data_utils.samples.config import CorpusConfig, DataConfig, PhaseSamples
@@ -185,7 +186,8 @@ def open_datasets(
     data.check_decoder(decoder_tokenizer is not None)
     vocabulary = vocabulary_of(tokenizer, decoder_tokenizer)
     objective = make_objective(objectives, vocabulary, seed, data.sequence_length, data.row_length)
-    corpora = _Corpora(data, objectives[0].section, objective.row_length, tokenizer, decoder_tokenizer)
+    sections = [choice.section for choice in objectives]
+    corpora = _Corpora(data, sections, objective.row_length, tokenizer, decoder_tokenizer)
     train = SampleLoader(corpora.mixture(data.train, derive_seed(seed, "train")), objective)
     if phases:
         train = _phased(train, phases, vocabulary, seed)
@@ -234,11 +236,11 @@ def mixtures_of(indexes: Sequence[Index], seed: int, phases: Sequence[PhaseSampl
 class _Corpora:
     """Opens corpora as samples of one objective.
 
-    Args: section: the section of the objective, or of one in a mixture (those all read windows).
+    Args: sections: those of the objectives; in a mixture all read windows.
     """
 
     data: DataConfig
-    section: ObjectiveConfig
+    sections: Sequence[ObjectiveConfig]
     row_length: int
     tokenizer: Tokenizer
     decoder_tokenizer: Tokenizer | None
@@ -249,20 +251,23 @@ class _Corpora:
     def _index(self, corpus: CorpusConfig) -> Index:
         length = self.data.sequence_length
         dataset = self._open(corpus.prefix, self.tokenizer)
-        if not self.section.whole_documents:
-            if self.section.reads_entities and dataset.entities is None:
+        if not self.sections[0].whole_documents:
+            kind = next((each.reads_beside for each in self.sections if each.reads_beside), None)
+            ids = dataset.manifest.get("entities", {}).get("ids")
+            if kind is not None and (ids is None or (ids == CAPITALS) != (kind == CAPITALS)):
+                option = "--capitals" if kind == CAPITALS else "--entities-key and --entity-ids"
                 raise DataError(
-                    f"dataset {corpus.prefix} has no entities, which the objective reads; build it with "
-                    "--entities-key and --entity-ids, or choose another objective."
+                    f"dataset {corpus.prefix} has no {kind}, which the objective reads; build it with {option}, or "
+                    "choose another objective."
                 )
-            return WindowIndex(dataset, length, DOCUMENT_OVERHEAD, self.section.reads_entities)
+            return WindowIndex(dataset, length, DOCUMENT_OVERHEAD, kind is not None)
         from data_utils.samples.sentences import SentenceIndex
 
         paired = None
         if corpus.decoder_prefix is not None:
             assert self.decoder_tokenizer is not None
             paired = self._open(corpus.decoder_prefix, self.decoder_tokenizer)
-        overhead = self.section.least_row_length(0)  # of a sentence without text
+        overhead = self.sections[0].least_row_length(0)  # of a sentence without text
         return SentenceIndex(dataset, length, overhead, self.row_length, paired)
 
     def _open(self, prefix: str, tokenizer: Tokenizer) -> IndexedDataset:

@@ -27,11 +27,7 @@ from typing import IO
 from data_utils.base.errors import ConfigError, DataError
 from data_utils.text import column_files
 from data_utils.text.json_records import UTF8_BOM, UnusableRecord, not_utf8, parse_json_line
-from data_utils.text.stored_files import (
-    COMPRESSIONS,
-    decompressed,
-    read_errors,
-)
+from data_utils.text.stored_files import COMPRESSIONS, decompressed, read_errors
 
 TEXT_KEY = "text"  # field or column that holds the text where nobody says otherwise
 BLOCK_BYTES = 256 << 10

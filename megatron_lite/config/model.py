@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from data_utils.base.losses import MOST_LOSSES
 from data_utils.base.settings import REQUIRED, Former, checked, setting
-from megatron_lite.config.systems import SYSTEMS
+from megatron_lite.config.systems import LEFT_OUT, SYSTEMS
 
 ACTIVATIONS = ("gelu_tanh", "gelu_erf", "relu", "silu")
 NORMS = ("pre", "post", "deepnorm")
@@ -52,6 +52,7 @@ class ModelConfig:
         None,
         "a published system, which sets the options of its architecture where the file does not; null = glm",
         one_of=tuple(SYSTEMS),
+        left_out=LEFT_OUT,
     )
     num_layers: int = setting(REQUIRED, "Transformer blocks; with decoder_layers the encoder's", at_least=1)
     decoder_layers: int = setting(

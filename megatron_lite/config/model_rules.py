@@ -154,11 +154,7 @@ def _check_windows(model: ModelConfig) -> None:
 def _check_disentangled(model: ModelConfig) -> None:
     """Rules of relative positions with queries and keys of their own."""
     is_chosen, half = model.relative == "disentangled", model.position_buckets // 2
-    for name, usual in (
-        ("position_buckets", 0),
-        ("position_projections", False),
-        ("position_norm", False),
-    ):
+    for name, usual in (("position_buckets", 0), ("position_projections", False), ("position_norm", False)):
         value = getattr(model, name)
         check(
             is_chosen or value == usual,

@@ -7,7 +7,7 @@ function of the configuration, so that no state is kept of it.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -127,29 +127,30 @@ class PhasedPlan(Plan):
     def _parts(self, schedule: ScheduleConfig) -> list[RatePart]:
         """The parts of the schedule in steps. Raises: ConfigError for parts that are longer than the run."""
         parts: list[RatePart] = []
-        begin, rate = 0, 0.0
+        begin, rate, used = 0, 0.0, 0
         for part in schedule.parts:
-            end = (
-                begin + part.steps if part.steps is not None else self._after_tokens(begin, part.tokens or 0)
-            )
+            end = begin + (part.steps or 1)  # of a part in tokens: one at least
+            used = self._tokens(end) if part.tokens is None else used + part.tokens
+            if part.tokens is not None:
+                end = bisect_left(range(self.first_steps[-1] + 1), used, end, key=self._tokens)
             start = rate if part.start is None else part.start
             parts.append(RatePart(begin, end, part.kind, start, start if part.end is None else part.end))
             begin, rate = end, parts[-1].factor(end)
         check(
             begin <= self.first_steps[-1],
-            f"schedule.parts have {begin:,} steps, and training.steps is {self.first_steps[-1]:,}; shorten them.",
+            f"schedule.parts have {begin:,} steps or more, training.steps is {self.first_steps[-1]:,}; shorten them.",
         )
         return parts
 
-    def _after_tokens(self, step: int, tokens: int) -> int:
-        """The first step before which `tokens` tokens were used since `step`."""
-        begin = per_step = 0
+    def _tokens(self, step: int) -> int:
+        """Tokens of `step` steps. A phase whose length is in tokens has that many, though its last batch is whole."""
+        used, begin = [0] * len(self.configs), 0
         for stage in self.stages:
-            per_step = stage.batch_size * self.config(begin).data.sequence_length
+            number, steps = self.number(begin), min(max(0, step - begin), int(stage.steps))
+            used[number] += steps * stage.batch_size * self.configs[number].data.sequence_length
             begin += int(stage.steps)
-            steps = min(max(0, begin - step), -(-tokens // per_step))
-            step, tokens = step + steps, max(0, tokens - steps * per_step)
-        return step - -tokens // per_step  # beyond the run as at its end
+        most = [phase.tokens or sum(used) for phase in self.phases] or used
+        return sum(min(pair) for pair in zip(used, most, strict=True))
 
     def learning_rate(self, step: int) -> float | None:
         if not self.parts:

@@ -49,7 +49,8 @@ class PhaseConfig:
 
     def settings(self, tree: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
         """A configuration's tree with this phase's settings. Args: names: of its training corpora."""
-        merged = merge(tree, {"phases": [], "batch": self.batch, **self.objective_settings})
+        own = {"batch": self.batch, **self.objective_settings}
+        merged = merge(tree, {"phases": [], "schedule": {"parts": []}, **own})
         if self.weights:
             train = zip(tree["data"]["train"], names, strict=True)
             with_weights = [{**corpus, "weight": self.weights.get(name, 0)} for corpus, name in train]
@@ -62,10 +63,8 @@ class PhaseConfig:
         if self.loss_weights:
             merged["training"] = {**merged["training"], "loss_weights": self.loss_weights}
         if self.embedding_gradient_shrink is not None:
-            merged["model"] = {
-                **merged["model"],
-                "embedding_gradient_shrink": self.embedding_gradient_shrink,
-            }
+            shrink = {"embedding_gradient_shrink": self.embedding_gradient_shrink}
+            merged["model"] = {**merged["model"], **shrink}
         return merged
 
     def __str__(self) -> str:

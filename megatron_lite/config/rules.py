@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from data_utils.base.errors import ConfigError
@@ -159,6 +160,9 @@ def _check_fillings(config: Config) -> None:
     )
 
 
+_MODERN = {"rms_norm": False, "ffn": "plain", "ffn_size": None, "biases": "all", "num_key_value_heads": None}
+
+
 def _check_graphs(config: Config) -> None:
     """Under these settings blocks are not one function each, or what a graph reads lies elsewhere in each step."""
     parallel, training, model, given = (
@@ -180,8 +184,7 @@ def _check_graphs(config: Config) -> None:
         ("model.decoder_layers", model.decoder_layers, 0, "a decoder's blocks have no graph"),
     ):
         check(
-            value == needed,
-            f"{given}{name} is {value}: {why}; set it to {needed}, or cuda_graphs to false.",
+            value == needed, f"{given}{name} is {value}: {why}; set it to {needed}, or cuda_graphs to false."
         )
     rest = "set cuda_graphs to false."
     check(
@@ -189,10 +192,7 @@ def _check_graphs(config: Config) -> None:
     )
     check(config.task is None, f"{given}a task is learnt, whose parameters may be frozen; {rest}")
     check(
-        model.is_plain
-        and model.has_plain_blocks
-        and model.positions != "rotary"
-        and model.query_factor == 1.0,
+        replace(model, **_MODERN).is_plain and model.has_plain_blocks and model.query_factor == 1.0,
         f"{given}the model has options under which its blocks have no graph; {rest}",
     )
 

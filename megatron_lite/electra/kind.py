@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from megatron_lite.model.layers.tensor_parallel import TensorParallel
 from megatron_lite.model.trunk.build import OneTransformer
 from megatron_lite.model.trunk.counts import parameter_shapes, step_flops
 from megatron_lite.model.trunk.initial_weights import initialize_parameters
-from megatron_lite.model.trunk.trained_model import ENCODER
 
 GENERATOR, REPLACED_HEAD = "generator.", "replaced."
 TABLES = tuple(f"embedding.{name}." for name in SHARED)
@@ -30,9 +28,8 @@ class Kind(OneTransformer):
     def build(self, config: Config, num_losses: int, parallel: TensorParallel | None) -> Electra:
         generator, training = generator_of(config), config.training
         model = Electra(
-            config.model, generator, recompute=training.recompute, num_losses=num_losses, parallel=parallel,
-            is_detached=is_detached(config),
-        )  # fmt: skip
+            *self.made_of(config)[1:], recompute=training.recompute, num_losses=num_losses, parallel=parallel
+        )
         for prefix, stack in ((GENERATOR, generator), ("", config.model)):
             named = [
                 pair for pair in model.named_parameters() if pair[0].startswith(GENERATOR) == bool(prefix)
@@ -42,20 +39,8 @@ class Kind(OneTransformer):
             nn.init.zeros_(model.encoder.embedding.word_embeddings.weight)
         return model
 
-    def shapes(self, config: Config) -> dict[str, tuple[int, ...]]:
-        of_generator = parameter_shapes(generator_of(config))
-        shared = () if is_detached(config) else TABLES
-        own = {name: shape for name, shape in of_generator.items() if not name.startswith(shared)}
-        found = discriminator_shapes(config.model)
-        return {
-            **{
-                name if name.startswith(REPLACED_HEAD) else f"{ENCODER}{name}": x for name, x in found.items()
-            },
-            **{f"{GENERATOR}{name}": shape for name, shape in own.items()},
-        }
-
-    def count(self, config: Config) -> int:
-        return _count(config.model, generator_of(config), is_detached(config))
+    def made_of(self, config: Config) -> tuple[Any, ...]:
+        return Electra, config.model, generator_of(config), is_detached(config)
 
     def flops(self, config: Config, *counts: int) -> float:
         """FLOPs of both stacks; the discriminator's head, one matrix for all tokens, is left out."""
@@ -72,13 +57,6 @@ class Kind(OneTransformer):
 
 
 KIND = Kind()
-
-
-@functools.lru_cache(maxsize=16)
-def _count(model: ModelConfig, generator: ModelConfig, has_two: bool) -> int:
-    with torch.device("meta"):
-        made = Electra(model, generator, is_detached=has_two)
-        return sum(parameter.numel() for parameter in made.parameters())
 
 
 def discriminator_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:

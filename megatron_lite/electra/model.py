@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +30,7 @@ from megatron_lite.model.kernels import fused
 from megatron_lite.model.kernels.dropout import Dropout
 from megatron_lite.model.kernels.fused import Biased
 from megatron_lite.model.layers.dense import Linear
-from megatron_lite.model.layers.tensor_parallel import TensorParallel, VocabParallelEmbedding
+from megatron_lite.model.layers.tensor_parallel import VocabParallelEmbedding
 from megatron_lite.model.trunk.glm import GLM
 from megatron_lite.model.trunk.heads import row_losses
 from megatron_lite.model.trunk.trained_model import TrainedModel
@@ -71,22 +72,21 @@ class ReplacedHead(nn.Module):
 
 
 class Electra(TrainedModel):
-    """Both stacks. Args: config: of the discriminator. is_detached: see `electra.embeddings`."""
+    """Both stacks. Args: config: of the discriminator. is_detached: see `electra.embeddings`. options: of both."""
 
     def __init__(
         self,
         config: ModelConfig,
         generator: ModelConfig,
-        *,
-        recompute: str = "none",
-        num_losses: int = 1,
-        parallel: TensorParallel | None = None,
         is_detached: bool = False,
+        *,
+        num_losses: int = 1,
+        **options: Any,
     ):
         super().__init__()
         self.num_losses = num_losses
-        self.encoder = GLM(config, recompute=recompute, parallel=parallel)
-        self.generator = GLM(generator, recompute=recompute, parallel=parallel)
+        self.encoder = GLM(config, **options)
+        self.generator = GLM(generator, **options)
         self.encoder.heads.projection = None  # it predicts no tokens
         if is_detached:
             words = self.generator.embedding.word_embeddings

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from data_utils.base.errors import CheckpointError, ConfigError
 from data_utils.base.random_streams import derive_seed
 from data_utils.dataset.vectors import Vectors
 from data_utils.objectives.entities import EntitiesConfig
 from megatron_lite.checkpoint.existing import read_checkpoint
-from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.knowledge.batch import EntitySamples
 from megatron_lite.knowledge.model import EntityTransformer
-from megatron_lite.model.layers.tensor_parallel import TensorParallel, partition_of, whole_shape
+from megatron_lite.model.layers.tensor_parallel import TensorParallel
 from megatron_lite.model.trunk.build import OneTransformer
 from megatron_lite.model.trunk.initial_weights import initialize_parameters
-
-Shape = tuple[int, ...]
 
 
 def section_of(config: Config) -> EntitiesConfig:
@@ -35,18 +29,15 @@ class Kind(OneTransformer):
     """Tokens and entities. FLOPs are those of the tokens: the entities' stream is narrow and short."""
 
     def build(self, config: Config, num_losses: int, parallel: TensorParallel | None) -> EntityTransformer:
-        training, section = config.training, section_of(config)
+        training = config.training
         model = EntityTransformer(
-            config.model, section, recompute=training.recompute, num_losses=num_losses, parallel=parallel
+            *self.made_of(config)[1:], recompute=training.recompute, num_losses=num_losses, parallel=parallel
         )
         initialize_parameters(model.named_parameters(), config.model, training.seed, model.parallel)
         return model
 
-    def shapes(self, config: Config) -> dict[str, Shape]:
-        return dict(_counted(config.model, section_of(config))[0])
-
-    def count(self, config: Config) -> int:
-        return _counted(config.model, section_of(config))[1]
+    def made_of(self, config: Config) -> tuple[Any, ...]:
+        return EntityTransformer, config.model, section_of(config)
 
     def is_unused(self, name: str, config: Config) -> bool:
         """Besides those of one Transformer: what makes the states of entities that no later block reads."""
@@ -77,12 +68,3 @@ class Kind(OneTransformer):
 
 
 KIND = Kind()
-
-
-@functools.lru_cache(maxsize=16)
-def _counted(model: ModelConfig, section: EntitiesConfig) -> tuple[Mapping[str, Shape], int]:
-    """Shapes of the parameters without rows that pad, and the number of elements with them."""
-    with torch.device("meta"):
-        named = dict(EntityTransformer(model, section).named_parameters())
-    shapes = {name: whole_shape(tuple(p.shape), partition_of(p), 1) for name, p in named.items()}
-    return shapes, sum(p.numel() for p in named.values())

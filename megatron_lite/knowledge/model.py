@@ -35,7 +35,7 @@ from megatron_lite.model.layers.tensor_parallel import (
     sharded,
 )
 from megatron_lite.model.trunk.block import Block, Stream, recomputed
-from megatron_lite.model.trunk.forward import BeforeBlock, Flow
+from megatron_lite.model.trunk.forward import Flow
 from megatron_lite.model.trunk.glm import GLM
 
 _SALT = 0x3C6EF372  # of the entities' dropout: an int32
@@ -133,30 +133,16 @@ def entity_dropout(dropout: Dropout | None, rows: torch.Tensor) -> Dropout | Non
 class EntityTransformer(GLM):
     """BERT with both streams and three losses: masked tokens, next sentences, entities."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        of_entities: EntitiesConfig,
-        *,
-        recompute: str = "none",
-        num_losses: int = 1,
-        parallel: TensorParallel | None = None,
-    ):
-        super().__init__(config, recompute=recompute, num_losses=num_losses, parallel=parallel)
+    def __init__(self, config: ModelConfig, of_entities: EntitiesConfig, **options: Any):
+        super().__init__(config, **options)
         for layer, kind in enumerate(of_entities.kinds_of(config.num_layers)):
             if kind != "sim":
-                self.layers[layer] = EntityBlock(
-                    config, of_entities, self.parallel, recompute, kind == "norm"
-                )
+                recompute = options.get("recompute", "none")
+                block = EntityBlock(config, of_entities, self.parallel, recompute, kind == "norm")
+                self.layers[layer] = block
         self.entity_head = Transform(config.hidden_size, of_entities.size, config)
 
-    def run_blocks(
-        self,
-        hidden: torch.Tensor,
-        flow: Flow,
-        positions: torch.Tensor,
-        before_block: BeforeBlock | None = None,
-    ) -> Stream:
+    def run_blocks(self, hidden: torch.Tensor, flow: Flow, *args: Any, **options: Any) -> Stream:
         mentions: Any = flow.condition
         flow = replace(flow, condition=None)
         states = mentions.first().flatten(0, 1).to(hidden.dtype)

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from data_utils.base.errors import CheckpointError
 from data_utils.base.random_streams import derive_seed
-from data_utils.objectives.optimus import OptimusConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.model.layers.tensor_parallel import TensorParallel
 from megatron_lite.model.trunk.build import OneTransformer
-from megatron_lite.model.trunk.counts import Shapes, parameter_count, parameter_shapes, step_flops
+from megatron_lite.model.trunk.counts import step_flops
 from megatron_lite.model.trunk.initial_weights import initialize_parameters
 from megatron_lite.model.trunk.trained_model import DECODER, ENCODER
 from megatron_lite.optimus.batch import LatentSamples
-from megatron_lite.optimus.model import LATENT, LatentLayers, Optimus
+from megatron_lite.optimus.model import LATENT, Optimus
 from megatron_lite.optimus.sections import decoder_of, latent_of
 
 
@@ -32,12 +27,7 @@ class Kind(OneTransformer):
     def build(self, config: Config, num_losses: int, parallel: TensorParallel | None) -> Optimus:
         training, latent, decoder = config.training, latent_of(config), decoder_of(config)
         model = Optimus(
-            config.model,
-            decoder,
-            latent,
-            recompute=training.recompute,
-            num_losses=num_losses,
-            parallel=parallel,
+            *self.made_of(config)[1:], recompute=training.recompute, num_losses=num_losses, parallel=parallel
         )
         carried = _of_latent(decoder, latent.init_std, latent.decoder_from)
         stacks = {
@@ -52,19 +42,8 @@ class Kind(OneTransformer):
             initialize_parameters(named, stack, training.seed)
         return model
 
-    def shapes(self, config: Config) -> dict[str, tuple[int, ...]]:
-        stacks = {ENCODER: config.model, DECODER: decoder_of(config)}
-        named = {
-            f"{prefix}{name}": shape
-            for prefix, stack in stacks.items()
-            for name, shape in parameter_shapes(stack).items()
-        }
-        return {**named, **_latent_shapes(config.model, decoder_of(config), latent_of(config))}
-
-    def count(self, config: Config) -> int:
-        shapes = _latent_shapes(config.model, decoder_of(config), latent_of(config))
-        latent = sum(map(math.prod, shapes.values()))
-        return parameter_count(config.model) + parameter_count(decoder_of(config)) + latent
+    def made_of(self, config: Config) -> tuple[Any, ...]:
+        return Optimus, config.model, decoder_of(config), latent_of(config)
 
     def flops(self, config: Config, *counts: int) -> float:
         """FLOPs of both stacks. The latent matrices, used once for each sentence, are left out."""
@@ -115,10 +94,3 @@ def _of_latent(stack: ModelConfig, given: float | None, begins_with: str | None)
     if given is None:
         given = stack.hidden_size**-0.5 if begins_with is None else stack.init_std
     return replace(stack, init_std=given)
-
-
-@functools.lru_cache(maxsize=16)
-def _latent_shapes(encoder: ModelConfig, decoder: ModelConfig, config: OptimusConfig) -> Shapes:
-    with torch.device("meta"):
-        layers = LatentLayers(encoder, decoder, config)
-    return {f"{LATENT}{name}": tuple(parameter.shape) for name, parameter in layers.named_parameters()}

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +28,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention.calls import PartsPlan
 from megatron_lite.model.input.model_input import ModelInput
 from megatron_lite.model.kernels.dropout import Dropout
-from megatron_lite.model.layers.tensor_parallel import TensorParallel, linear
+from megatron_lite.model.layers.tensor_parallel import linear
 from megatron_lite.model.trunk.glm import GLM
 from megatron_lite.model.trunk.trained_model import TrainedModel
 from megatron_lite.optimus.annealing import beta
@@ -92,7 +93,10 @@ class LatentLayers(nn.Module):
 
 
 class Optimus(TrainedModel):
-    """Two stacks and what lies between them. `beta` is the weight of the divergence in the next step."""
+    """Two stacks and what lies between them. `beta` is the weight of the divergence in the next step.
+
+    Args: options: of both stacks.
+    """
 
     def __init__(
         self,
@@ -100,15 +104,14 @@ class Optimus(TrainedModel):
         decoder: ModelConfig,
         config: OptimusConfig,
         *,
-        recompute: str = "none",
         num_losses: int = 1,
-        parallel: TensorParallel | None = None,
+        **options: Any,
     ):
         super().__init__()
         self.config = config
         self.num_losses = num_losses
-        self.encoder = GLM(encoder, recompute=recompute, parallel=parallel)
-        self.decoder = GLM(decoder, recompute=recompute, parallel=parallel)
+        self.encoder = GLM(encoder, **options)
+        self.decoder = GLM(decoder, **options)
         self.latent = LatentLayers(encoder, decoder, config)
         self.beta = config.beta
         # Optional callback, called in each forward pass with mu, logvar and z, fp32 [N, P].

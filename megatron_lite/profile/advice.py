@@ -152,15 +152,16 @@ def fuller(
         shorter = replace(config, data=replace(config.data, sequence_length=length))
         lengths[length] = shorter, average_rows(shorter)
     found: list[tuple[str, Estimate]] = []
-    for (length, (one, its_rows)), micro in itertools.product(
-        lengths.items(), range(1, MOST_MICRO_BATCH + 1)
-    ):
-        samples = max(1, round(batch.global_batch_size / dp / micro)) * dp * micro
-        sized = replace(one, batch=replace(batch, micro_batch_size=micro, global_batch_size=samples))
-        other = estimate(sized, processes, gpu, its_rows)
-        if other.fits(gpu) and abs(samples / batch.global_batch_size - 1) <= MOST_CHANGE:
-            settings = f"batch.micro_batch_size={micro} batch.global_batch_size={samples} data.sequence_length={length}"
-            found.append((settings, other))
+    for length, (one, its_rows) in lengths.items():
+        for micro in range(1, MOST_MICRO_BATCH + 1):
+            samples = max(1, round(batch.global_batch_size / dp / micro)) * dp * micro
+            sized = replace(one, batch=replace(batch, micro_batch_size=micro, global_batch_size=samples))
+            other = estimate(sized, processes, gpu, its_rows)
+            if not other.fits(gpu):
+                break  # more rows need more memory
+            if abs(samples / batch.global_batch_size - 1) <= MOST_CHANGE:
+                sized_as = f"batch.micro_batch_size={micro} batch.global_batch_size={samples}"
+                found.append((f"{sized_as} data.sequence_length={length}", other))
     best = max(found, key=lambda pair: _rate(pair[1]), default=None)
     return best if best is not None and _rate(best[1]) > 1.03 * _rate(given) else None
 
@@ -179,7 +180,7 @@ def dry_run_report(config: Config, processes: int, gpu: Gpu, found: Estimate) ->
     parallel, peak = config.parallel, found.peak
     dp = parallel.data_parallel_size(processes)
     room = "fits" if found.fits(gpu) else "DOES NOT FIT"
-    parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in vars(peak).items())
+    parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in vars(peak).items() if size)
     return "\n".join(
         [
             f"parameters        {parameter_count(config.model):,}; on the fullest rank {found.rank_parameters:,}",
@@ -191,7 +192,7 @@ def dry_run_report(config: Config, processes: int, gpu: Gpu, found: Estimate) ->
             f"{HOST.row_us:g} for a row of 512 tokens",
             f"memory            {found.peak_gib:.2f} GiB on the fullest rank at the peak ({parts}); with "
             f"{RESERVED_GIB:g} GiB for CUDA, NCCL and fragmentation it {room} {gpu.memory_gib:g} GiB",
-            f"a step            {found.tokens:,.0f} tokens, padding {found.padding:.1%}; "
+            f"a step            {found.tokens:,.0f} tokens, padding {found.padding:.1%} to {found.lengths}; "
             f"GPU {found.roofline_ms:,.0f} ms, host {found.host_ms:,.0f} ms for {found.launches:,.0f} operations, "
             f"communication {sum(found.communication_ms.values()):,.0f} ms",
             _speed(config, gpu, found),

@@ -17,12 +17,12 @@ _NORM_PROGRAMS, _ACTIVATION_PROGRAMS = 256, 64  # that sum over tokens, fused.py
 
 
 class BlockCosts:
-    """One block of a stack. Args: is_decoder: with cross-attention."""
+    """One block of a stack. Args: is_decoder: with cross-attention. length: of a micro-batch; 0 = the mean."""
 
-    def __init__(self, sizes: Sizes, is_decoder: bool = False):
+    def __init__(self, sizes: Sizes, is_decoder: bool = False, length: float = 0.0):
         self.s, self.is_decoder = sizes, is_decoder
         self.model = sizes.config.model
-        self.T = sizes.tokens(is_decoder)
+        self.T = length or sizes.tokens(is_decoder)
         self.heads = HeadCosts(sizes, self.T)
         self.t = self.T / sizes.share
         self.e = sizes.element

@@ -50,7 +50,8 @@ def _advice(
         settings, other = fills
         gain = other.tokens / other.step_ms * given.step_ms / given.tokens - 1
         print(
-            f"fills the GPU{name:5}{settings}: {gain:+.0%} tokens/s, {other.padding:.1%} padding; another recipe"
+            f"fills the GPU{name:5}{settings}: {gain:+.0%} tokens/s, MFU {given.mfu(gpu):.1%} -> {other.mfu(gpu):.1%}, "
+            f"padding {given.padding:.1%} -> {other.padding:.1%} to {other.lengths}; another recipe"
         )
     advised = advise(config, processes, gpu, rows, given)
     title = f"{start}{f'advice, phase{name}' if number else 'advice':18}"

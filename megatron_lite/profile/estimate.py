@@ -65,6 +65,7 @@ class Estimate:
     rank_parameters: int  # of the fullest rank
     tokens: float  # of all ranks, without padding
     padding: float  # share of a micro-batch
+    lengths: str  # to which micro-batches are padded
     flops: float  # of the model on one rank, without recomputation
 
     @property
@@ -93,7 +94,8 @@ class Estimate:
 
 def estimate(config: Config, processes: int, gpu: Gpu, rows: Rows) -> Estimate:
     """Args: rows: as of `average_rows`. Raises ConfigError if the processes do not fit the layout or the batch."""
-    sizes = Sizes(config, processes, rows)
+    sizes = Sizes(config, processes, rows, gpu.processors)
+    config.plan.require_ranks(sizes.dp)
     every = stages(sizes)
     chosen = _counted_stages(every)
     tallies = [stage_tally(every[place], sizes, gpu) for place in chosen]
@@ -116,6 +118,7 @@ def estimate(config: Config, processes: int, gpu: Gpu, rows: Rows) -> Estimate:
         rank_parameters=max(stage.numbers for stage in every),
         tokens=rows.tokens * samples * sizes.dp,
         padding=1 - rows.tokens * batch.micro_batch_size / sizes.all_tokens,
+        lengths=", ".join(f"{length:,.0f}" for length in sorted(sizes.lengths[0])),
         flops=flops,
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_lite.model.trunk.graphs import MOST_SHAPES, RESULTS
 from megatron_lite.profile.block_costs import BlockCosts
 from megatron_lite.profile.parameters import Stage, buckets
 from megatron_lite.profile.sizes import Sizes
@@ -25,10 +26,11 @@ class Peak:
     optimizer: float
     activations: float  # of all micro-batches under way, at the peak
     rest: float  # logits, gradients of activations and of the vocabulary, buckets under way
+    graphs: float = 0.0  # that CUDA graphs hold beside them
 
     @property
     def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.rest
+        return sum(vars(self).values())
 
 
 def peak(stage: Stage, place: int, sizes: Sizes) -> Peak:
@@ -52,7 +54,20 @@ def peak(stage: Stage, place: int, sizes: Sizes) -> Peak:
     end = max(both, vocabulary + of_words) + of_blocks / 2 + 2 * s.all_tokens * s.embedding * s.element
     if stage.is_first and kept + rest < end:
         kept, rest = 0.0, end
-    return Peak(weights, gradients, optimizer, kept, rest)
+    return Peak(
+        weights, gradients, optimizer, kept, rest, _graphs(stage, s) if s.config.training.cuda_graphs else 0.0
+    )
+
+
+def _graphs(stage: Stage, s: Sizes) -> float:
+    """Results of each block for each captured length, and the pool in which all captured passes keep their tensors.
+
+    Passes of other lengths run beside the pool, so that it is counted besides wherever there are several.
+    """
+    lengths = sorted(s.lengths[0], reverse=True)
+    hidden = sum(lengths[:MOST_SHAPES]) * s.width * s.element
+    pool = _kept(s, False) * stage.blocks + _backward(s, False) if len(lengths) > 1 else 0.0
+    return RESULTS * hidden * stage.blocks + pool
 
 
 def _blocks(stage: Stage, s: Sizes) -> list[tuple[bool, int]]:

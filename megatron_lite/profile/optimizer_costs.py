@@ -9,20 +9,34 @@ from megatron_lite.profile.tally import Tally
 from megatron_lite.train.engine.buckets import MOMENTS
 from megatron_lite.train.engine.optimizers.muon import ITERATIONS
 
-# Kernels over all numbers of a bucket, and the bytes that they pass over for each: reads and writes of fp32.
-_PASSES = {"lamb": (12, 108), "stable_adamw": (14, 132), "adafactor": (11, 88), "muon": (8, 76)}
+# Kernels over all numbers of a bucket, their bytes for each number, short kernels of a bucket, and of a step.
+_COSTS = {
+    "lamb": (13, 128, 13, 11), "stable_adamw": (15, 152, 26, 5), "adafactor": (7, 64, 16, 24), "muon": (7, 80, 9, 8),
+}  # fmt: skip
 _SUMS = {"lamb": 2, "stable_adamw": 1, "adafactor": 2, "muon": 0}  # numbers of a tensor that all ranks add up
 
 
 def add_update(tally: Tally, found: list[Bucket], s: Sizes) -> None:
     """The update of all buckets of a stage."""
     kind = s.config.optimizer.kind
-    kernels, size = _PASSES[kind]
+    kernels, size, short, of_step = _COSTS[kind]
+    tally.small(of_step, "optimizer")
     for bucket in found:
+        numbers = bucket.numbers / s.dp
         if kind == "muon" and bucket.moments == MOMENTS:
-            tally.kernel(32 * bucket.numbers / s.dp, 1, "optimizer")
-        else:
-            tally.kernel(size / kernels * bucket.numbers / s.dp, kernels, "optimizer")
+            tally.kernel(32 * numbers, 1, "optimizer")
+            continue
+        tally.kernel(size / kernels * numbers, kernels, "optimizer")
+        tally.small(short, "optimizer")
+        if kind == "adafactor" and bucket.decays and s.config.optimizer.weight_decay:
+            tally.kernel(40 / 3 * numbers, 3, "optimizer")
+            tally.small(3, "optimizer")
+        if (
+            kind == "adafactor" and not bucket.moments
+        ):  # each piece of a matrix: factors, sums of rows and columns
+            pieces = max(1.0, sum(len(parameter.tensors) for parameter in bucket.parameters) / s.dp)
+            tally.kernel(6 * numbers / pieces, 4 * pieces, "optimizer")
+            tally.small(4 * pieces, "optimizer")
     tensors = [shape for bucket in found for parameter in bucket.parameters for shape in parameter.tensors]
     if _SUMS[kind]:
         tally.collective("all_reduce", 8 * _SUMS[kind] * len(tensors), s.world)
@@ -44,5 +58,6 @@ def _add_orthogonal(tally: Tally, found: list[Bucket], s: Sizes) -> None:
                 every.product(short, long, short, element)
                 every.product(short, short, short, element)
                 every.product(short, short, long, element)
+                every.kernel(30 / 7 * short * long, 7 / ITERATIONS, "optimizer")  # its norm, and copies
                 count += 1
     tally.add(every, ITERATIONS * max(1 / ranks, 1 / max(1, count)))

@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
+from megatron_lite.model.input.length_table import TILES
 from megatron_lite.profile.gpus import GPUS_OF_A_NODE, Gpu
 
-TILES = ((128, 256), (256, 128), (128, 128))  # of a product's result
 _SPLITS = (1, 2, 4, 8)  # parts of the inner dimension, whose results are added up in fp32
 # FlashAttention-2's tiles (queries, keys) up to a head size: forward, with dropout, backward.
 _FLASH = {64: ((128, 128), (128, 64), (128, 128)), 128: ((128, 64), (128, 32), (64, 128))}
@@ -55,6 +56,11 @@ class Members:
 
     name: str  # tp, dp, pp or world
     ranks: tuple[int, ...]  # global
+
+    @cached_property
+    def least_of_a_node(self) -> int:
+        """How many are in the node that has the fewest of them."""
+        return min(Counter(rank // GPUS_OF_A_NODE for rank in self.ranks).values())
 
 
 def kernel_micros(size: float, gpu: Gpu, instructions: float = 0.0, rounds: float = 0.0) -> float:
@@ -174,7 +180,6 @@ def ring_micros(kind: str, size: float, members: Members, gpu: Gpu) -> float:
     ranks = members.ranks
     share = {"all_reduce": 2.0, "gather": 1.0, "scatter": 1.0}.get(kind, 0.0) * (len(ranks) - 1) / len(ranks)
     moved = size if kind == "send" else share * size
-    of_nodes = Counter(rank // GPUS_OF_A_NODE for rank in ranks)
-    has_others = len(of_nodes) > 1
+    has_others = ranks[0] // GPUS_OF_A_NODE != ranks[-1] // GPUS_OF_A_NODE
     least = gpu.network_us if has_others else gpu.link_us
-    return least + moved / gpu.ring_gbs(min(of_nodes.values()), has_others) / 1e3
+    return least + moved / gpu.ring_gbs(members.least_of_a_node, has_others) / 1e3

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from megatron_lite.profile.roofline import Work, tile_pairs
 
 SAMPLED_ROWS = 32  # at least; enough for means within about 2 %
 _CUDA = torch.device("cuda")
+_NORMAL = np.array([NormalDist().inv_cdf((i + 0.5) / 16) for i in range(16)])  # sums of rows are about normal
 
 
 @dataclass(frozen=True)
@@ -65,15 +67,14 @@ class Stack:
     calls: tuple[Call, ...]
     counts: np.ndarray  # tokens of each sampled row
 
-    def tokens(self, rows: int, multiple: int) -> float:
-        """Tokens of a micro-batch of `rows` rows on average, padded to a multiple where attention is not dense."""
-        if self.kernel == "dense":
-            return float(self.counts.mean() * rows)
-        used = len(self.counts) // rows * rows
-        if not used:
-            return _padded(self.counts.mean() * rows, multiple)
-        sums = self.counts[:used].reshape(-1, rows).sum(1)
-        return float(np.mean([_padded(count, multiple) for count in sums]))
+    def lengths(self, rows: int, table: np.ndarray) -> dict[float, float]:
+        """Tokens of a micro-batch of `rows` rows, padded to the table's lengths -> the share of such micro-batches."""
+        mean, deviation = self.counts.mean() * rows, self.counts.std() * rows**0.5
+        if self.kernel == "dense":  # padded to whole rows
+            return {float(mean): 1.0}
+        places = np.searchsorted(table, mean + deviation * _NORMAL).clip(0, len(table) - 1)
+        lengths, numbers = np.unique(table[places], return_counts=True)
+        return dict(zip(lengths.tolist(), (numbers / len(places)).tolist(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -96,10 +97,6 @@ class Rows:
     def multiple(self, rows: int) -> int:
         """The multiple to which the tokens of a micro-batch of `rows` rows are padded."""
         return few_lengths(rows * self.length, _CUDA, torch.bfloat16)
-
-
-def _padded(count: float, multiple: int) -> float:
-    return max(1.0, -(-count // multiple)) * multiple
 
 
 def average_rows(config: Config) -> Rows:

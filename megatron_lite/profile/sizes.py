@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
+
+import numpy as np
 
 from megatron_lite.config.deepspeed_options import default_bucket_size
 from megatron_lite.config.model import padded_vocab_size
 from megatron_lite.config.tree import Config
 from megatron_lite.model.attention.cross_attention import constant_length
+from megatron_lite.model.input.length_table import length_table
 from megatron_lite.profile.roofline import Members
 from megatron_lite.profile.rows import Rows, Stack
 
@@ -22,6 +26,7 @@ class Sizes:
     config: Config
     processes: int
     rows: Rows
+    processors: int = 132  # of a GPU
 
     @cached_property
     def dp(self) -> int:
@@ -34,9 +39,9 @@ class Sizes:
 
     @cached_property
     def bucket_size(self) -> int:
-        """Numbers of a bucket of gradients at ZeRO 1 and 2. Raises ConfigError as `deepspeed_options`."""
-        options = self.config.deepspeed_options(self.dp)["zero_optimization"]
-        return int(options.get("reduce_bucket_size", default_bucket_size(self.dp)))
+        """Numbers of a bucket of gradients at ZeRO 1 and 2."""
+        given = (self.config.deepspeed.get("zero_optimization") or {}).get("reduce_bucket_size")
+        return default_bucket_size(self.dp) if given is None else int(float(given))
 
     @cached_property
     def element(self) -> int:
@@ -73,19 +78,30 @@ class Sizes:
         return self.rows.stack
 
     def tokens(self, is_decoder: bool = False) -> float:
-        """T of a stack: with pipeline stages always the same number."""
-        micro = self.config.batch.micro_batch_size
-        places = micro * self.rows.length
-        multiple = self.rows.multiple(micro)
+        """T of a stack on average."""
+        return sum(length * share for length, share in self.lengths[is_decoder].items())
+
+    @cached_property
+    def lengths(self) -> tuple[dict[float, float], dict[float, float]]:
+        """T of the only stack or the encoder, and of the decoder -> share of micro-batches; one T in pipelines."""
+        rows, micro = self.rows, self.config.batch.micro_batch_size
+        places = micro * rows.length
+        multiple = rows.multiple(micro)
+        if rows.decoder is None:
+            if self.pp > 1:
+                return {places: 1.0}, {}
+            table = length_table(
+                places, self.config.model, self.processors, self.tp, self.config.training.cuda_graphs
+            )
+            return rows.stack.lengths(micro, table), {}
+        if self.pp == 1 and self.share > 1:
+            multiple = math.lcm(multiple, self.share)
+        table = np.arange(multiple, places + multiple, multiple)
+        encoder, decoder = (stack.lengths(micro, table) for stack in (rows.stack, rows.decoder))
         if self.pp > 1:
-            if self.rows.decoder is None:
-                return places
-            both = constant_length(places, multiple)
-            encoder = self.rows.stack.tokens(micro, multiple)
-            return both - encoder if is_decoder else encoder
-        if self.share > 1 and multiple % self.share:
-            multiple *= self.share
-        return self.stack(is_decoder).tokens(micro, multiple)
+            mean = sum(length * share for length, share in encoder.items())
+            decoder = {constant_length(places, multiple) - mean: 1.0}
+        return encoder, decoder
 
     @cached_property
     def all_tokens(self) -> float:

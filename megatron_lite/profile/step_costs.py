@@ -13,8 +13,9 @@ from megatron_lite.profile.tally import Tally
 # Kernels on single numbers, or one for each row with loss.
 _LOSS_FORWARD, _LOSS_BACKWARD, _PARALLEL_LOSS = 10, 4, 5
 _STEP, _CLIPPING, _PER_GROUP = 17, 4, 3
-# Numbers that ZeRO 3 keeps gathered for their next use, unless zero_optimization.stage3_max_live_parameters says else.
-LIVE_PARAMETERS = 1_000_000_000
+# DeepSpeed's defaults at ZeRO 3: numbers kept for their next use, gathered ahead at once, of a parameter kept whole.
+LIVE_PARAMETERS, GATHERED_AHEAD, STAYS_WHOLE = 1_000_000_000, 50_000_000, 100_000
+_ALONE = 0.6  # gathers of a parameter beyond that number, where few are gathered ahead, as in traces
 STAGE_3_BUCKET = 500_000_000  # numbers of its buffer for gradients, unless reduce_bucket_size says else
 
 
@@ -40,13 +41,13 @@ def _blocks(tally: Tally, stage: Stage, s: Sizes) -> None:
     model = s.config.model
     encoders = max(0, min(stage.first_block + stage.blocks, model.num_layers) - stage.first_block)
     for count, is_decoder in ((encoders, False), (stage.blocks - encoders, True)):
-        if count:
-            one, costs = Tally(tally.gpu), BlockCosts(s, is_decoder)
+        for length, share in s.lengths[is_decoder].items() if count else ():
+            one, costs = Tally(tally.gpu), BlockCosts(s, is_decoder, length)
             costs.forward(one)
             costs.backward(one)
             if s.config.training.cuda_graphs:
                 one.launches = 2.0
-            tally.add(one, count)
+            tally.add(one, count * share)
     ends_with_sum = s.config.training.recompute != "full" and s.config.parallel.zero_stage < 3
     if model.norm == "pre" and not model.decoder_layers and ends_with_sum:
         # The first block's input is no sum; the last one's output is: kernels that a block between does not have.
@@ -228,20 +229,28 @@ def add_gradients(tally: Tally, found: list[Bucket], s: Sizes) -> None:
 
 
 def _stage_3(tally: Tally, stage: Stage, s: Sizes) -> None:
-    """DeepSpeed's own ZeRO 3: weights are gathered before their use, gradients exchanged in every micro-batch."""
+    """DeepSpeed's own ZeRO 3: weights are gathered before their use, gradients exchanged in every micro-batch.
+
+    Small parameters are gathered one by one after the update, weights with a distant next use in the backward pass too.
+    """
     numbers, count, e = stage.numbers, len(stage.parameters), s.element
-    gathers = 1 if numbers <= LIVE_PARAMETERS else 2
+    large = sum(parameter.numbers > STAYS_WHOLE for parameter in stage.parameters)
+    beyond, again = (max(0.0, 1 - live / numbers) for live in (LIVE_PARAMETERS, LIVE_PARAMETERS / 2))
+    gathers = -(-min(numbers, LIVE_PARAMETERS) // GATHERED_AHEAD) + _ALONE * large * (
+        beyond and beyond + again
+    )
     one = Tally(tally.gpu)
-    one.kernel(2 * numbers * e / max(1, count // 3) * gathers, count // 3)
+    one.kernel(2 * numbers * e / max(1, large), large * (1 + again))
     one.kernel(numbers / count * (4 + 2 * e), count)  # gradients to fp32
     one.kernel(8 * numbers, 2)
     one.kernel(12 * numbers / s.dp / count, count)
     exchanges = -(-numbers // STAGE_3_BUCKET)
     one.collective("scatter", 4 * numbers / exchanges, s.dp_group, exchanges)
-    one.collective("gather", e * numbers / max(1, stage.blocks), s.dp_group, gathers * max(1, stage.blocks))
+    one.collective("gather", e * numbers * (1 + again) / gathers, s.dp_group, gathers)
     tally.add(one, s.micro_batches)
     own = numbers / s.dp
     tally.kernel(8 * own / count, 2 * count, "optimizer")
     tally.kernel((8 + 8 + 32 + 8) * own / 8, 8, "optimizer")
     tally.small(60, "optimizer")
+    tally.collective("gather", e * numbers / count, s.dp_group, count - large)
     tally.collective("all_reduce", 8, s.world, 2)

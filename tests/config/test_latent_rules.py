@@ -15,8 +15,8 @@ from megatron_lite.config.tree import Config
     ("changes", "message"),
     [
         ({"objectives": {"causal": 1}}, "objectives has optimus, causal; optimus has samples of its own"),
-        ({"decoder": {"share_layers": "all"}}, "decoder.share_layers is 'all', which the stacks of optimus"),
-        ({"model": {"relative": "buckets"}}, "model.relative is 'buckets', which the stacks of optimus"),
+        ({"decoder": {"share_layers": "all"}}, "decoder.share_layers is all, which the stacks of optimus"),
+        ({"model": {"relative": "buckets"}}, "model.relative is buckets, which the stacks of optimus"),
         ({"model": {"embedding_size": 16}}, "model.embedding_size is 16, which the stacks of optimus"),
         ({"decoder": {"max_position": 24}}, "decoder.max_position is 24; set it to 25"),
         ({"model": {"sentence_classes": 0}}, "optimus.feature is pooler, but model.sentence_classes is 0"),
@@ -29,7 +29,7 @@ from megatron_lite.config.tree import Config
         ({"optimus": {"cycles": 21}}, "optimus.cycles is 21, more than training.steps"),
         (
             {"training": {"label_smoothing": 0.1}},
-            "training.label_smoothing is 0.1 with the objective optimus",
+            "training.label_smoothing is 0.1, but the loss of optimus is a bound",
         ),
         (
             {"training": {"loss_normalization": "per_objective"}},

@@ -204,3 +204,25 @@ def test_parts_in_tokens_follow_the_batches_of_the_phases():
     phases = [{"steps": 4}, {"batch": {"global_batch_size": 16}}]
     parts = [{**LINEAR, "tokens": 64 * 8 * 5, "steps": None}, {"kind": "1-sqrt", "tokens": 64 * 16, "end": 0}]
     assert rates(config_of(phases, **in_parts(*parts)), 7) == [0.2, 0.4, 0.6, 0.8, 1.0, 0.0, 0.0]
+
+
+def test_parts_in_tokens_end_where_phases_in_tokens_do():
+    """Within a ramp too, and though each phase is rounded up to whole batches: here they have 792 tokens more."""
+    ramp = {"start": 2, "by": 2, "samples": 12}
+    phases = [
+        {"tokens": 3000, "batch": {"ramp": ramp}},
+        {"tokens": 2100, "sequence_length": 33},
+        {"tokens": 700, "batch": {"global_batch_size": 16}},
+    ]
+    parts = [
+        {**LINEAR, "tokens": 900, "steps": None},
+        {"kind": "constant", "tokens": 2100},
+        {"kind": "1-sqrt", "tokens": 2100, "end": 0.5},
+        {"kind": "linear", "tokens": 700, "end": 0},
+    ]
+    plan = config_of(phases, steps=18, **in_parts(*parts)).plan
+    assert [plan.batch_size(step) for step in (0, 1, 2, 3, 4, 9, 17)] == [2, 2, 4, 6, 8, 8, 16]
+    assert plan.first_steps == [0, 9, 17, 18]
+    assert [part.end for part in plan.parts] == [5, 9, 17, 18]
+    with pytest.raises(ConfigError, match="have 19 steps or more"):
+        config_of(phases, steps=18, **in_parts(*parts, {"kind": "constant", "tokens": 1}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -56,8 +57,11 @@ BERT = {"pad": 0, "unk": 100, "cls": 101, "sep": 102, "mask": 103}
 ROBERTA = {"cls": 0, "pad": 2, "sep": 2, "eos": 2, "unk": 3, "mask": 50264}
 
 
-def published(name: str) -> Config:
-    return load_config([MODELS / f"{name}.yaml"])
+def published(name: str, overrides: Sequence[str] = ()) -> Config:
+    """Args: name: of a file of configs/; one of configs/sizes/ is laid over the file that its head names."""
+    path = MODELS / f"{name}.yaml"
+    over = re.match(r".*: to be laid over configs/(\S+\.yaml), ", path.read_text())
+    return load_config([*([MODELS / over[1]] if over else []), path], overrides)
 
 
 # The published models
@@ -268,57 +272,48 @@ def test_a_system_has_the_published_number_of_parameters(name, overrides, parame
     assert parameter_count(config.model, padded=False) == parameters
 
 
-LARGE_EUROBERT = ["model.num_key_value_heads=6", "model.ffn_size=4096", "model.num_layers=26"]
-T5_SMALL = [*size(8, 512, 6), "model.decoder_layers=8"]
-T5_SMALL += ["model.head_dim=64", "model.ffn_size=1024"]
-T5_LARGE = [*size(24, 1024, 16), "model.decoder_layers=24", "model.ffn_size=2816"]
-LLAMA_2 = [
-    *size(32, 4096, 32),
-    "model.num_key_value_heads=32",
-    "model.ffn_size=11008",
-    "model.vocab_size=32000",
-]
-LLAMA_2 += ["model.tie_word_embeddings=false", "tokenizer.vocab_size=32000"]
 ETTIN_DECODER = ["model.system=modernbert_decoder", "objectives={causal: 1}"]
 # Parameters of systems whose configurations continue the published weights. EuroBERT's with its untied head, which
 # published numbers leave out.
 CONTINUED = [
     ("llama-3.2-1b", [], 1_235_814_400),
-    ("llama-3.2-1b", LLAMA_2, 6_738_415_616),
+    ("sizes/llama-2-7b", [], 6_738_415_616),
     ("mistral-7b", [], 7_241_732_096),
     ("qwen2.5-0.5b", [], 494_032_768),
     ("qwen3-0.6b", [], 596_049_920),
     ("eurobert-210m", [], 211_766_016 + 128_256 * 768),
-    ("eurobert-210m", [*size(26, 1152, 18), *LARGE_EUROBERT], 607_874_688 + 128_256 * 1152),
+    ("sizes/eurobert-610m", [], 607_874_688 + 128_256 * 1152),
+    ("sizes/eurobert-2.1b", [], 2_107_590_912 + 128_256 * 2304),
     ("neobert", [], 245_136_954),
     ("modernbert-base", [], 149_655_232),
-    ("modernbert-base", [*size(28, 1024, 16), "model.ffn_size=2624"], 395_881_664),
-    # Ettin's other sizes; its decoders have as many.
-    ("modernbert-base", [*size(7, 256, 4), "model.ffn_size=384", *ETTIN_DECODER], 16_913_600),
-    ("modernbert-base", [*size(10, 384, 6), "model.ffn_size=576"], 32_081_344),
-    ("modernbert-base", [*size(19, 512, 8), "model.ffn_size=768"], 68_457_664),
-    ("modernbert-base", [*size(28, 1792, 28), "model.ffn_size=3840", *ETTIN_DECODER], 1_031_314_112),
+    ("sizes/modernbert-large", [], 395_881_664),
+    ("sizes/ettin-17m", ETTIN_DECODER, 16_913_600),  # decoders have as many
+    ("sizes/ettin-17m", [], 16_913_600),
+    ("sizes/ettin-32m", [], 32_081_344),
+    ("sizes/ettin-68m", [], 68_457_664),
+    ("sizes/ettin-400m", [], 395_881_664),
+    ("sizes/ettin-1b", [], 1_031_314_112),
     ("t5-1.1-base", [], 247_577_856),
-    ("t5-1.1-base", T5_SMALL, 76_961_152),
-    ("t5-1.1-base", T5_LARGE, 783_150_080),
+    ("sizes/t5-1.1-small", [], 76_961_152),
+    ("sizes/t5-1.1-large", [], 783_150_080),
     ("ul2r-base", [], 247_577_856),
     ("mt5-base", [], 582_401_280),
-    ("mt5-base", T5_SMALL, 300_176_768),
-    ("mt5-base", T5_LARGE, 1_229_581_312),
+    ("sizes/mt5-small", [], 300_176_768),
+    ("sizes/mt5-large", [], 1_229_581_312),
     ("xlm-roberta-base", [], 278_295_186 - 2 * 768),  # as RoBERTa's
-    ("xlm-roberta-base", size(24, 1024, 16), 560_142_482 - 2 * 1024),
+    ("sizes/xlm-roberta-large", [], 560_142_482 - 2 * 1024),
     ("camembert-base", [], 110_655_493 - 2 * 768),
     # DebertaV2Model, and the head: a product, its bias, a norm and a bias of each token.
     ("deberta-v3-base", [], 183_831_552 + 768 * 771 + 128_100),
-    ("deberta-v3-base", size(12, 384, 6), 70_682_112 + 384 * 387 + 128_100),
-    ("deberta-v3-base", size(6, 768, 12), 141_304_320 + 768 * 771 + 128_100),
-    ("deberta-v3-base", size(24, 1024, 16), 434_012_160 + 1024 * 1027 + 128_100),
+    ("sizes/deberta-v3-xsmall", [], 70_682_112 + 384 * 387 + 128_100),
+    ("sizes/deberta-v3-small", [], 141_304_320 + 768 * 771 + 128_100),
+    ("sizes/deberta-v3-large", [], 434_012_160 + 1024 * 1027 + 128_100),
 ]
 
 
 @pytest.mark.parametrize(("name", "overrides", "parameters"), CONTINUED)
 def test_a_continued_system_has_the_published_number_of_parameters(name, overrides, parameters):
-    config = load_config([MODELS / f"{name}.yaml"], overrides)
+    config = published(name, overrides)
     assert parameter_count(config.model, padded=False) == parameters
 
 
@@ -328,7 +323,7 @@ def test_the_head_of_a_file_says_how_many_parameters_there_are():
         head = (MODELS / f"{name}.yaml").read_text().partition("\n\n")[0]
         if not overrides and (found := re.search(r"([\d,.]+) M parameters", head)):
             said[name] = float(found[1].replace(",", "")), round(parameters / 1e6, 1)
-    assert len(said) == 29 and all(words == counted for words, counted in said.values())
+    assert len(said) == 46 and all(words == counted for words, counted in said.values())
 
 
 def test_every_system_has_its_published_number_of_parameters():
@@ -445,6 +440,17 @@ def test_modernbert_trains_on_long_rows_after_short_ones():
     assert 0 <= with_tokens - 1_719_000_000_000 < 4608 * 1021
 
 
+def test_modernbert_large_has_rates_and_batches_of_its_own():
+    config = published("sizes/modernbert-large")
+    plan, lr = config.plan, config.optimizer.lr
+    assert (plan.batch_size(0), plan.batch_size(340_000), plan.batch_size(400_000)) == (896, 4928, 616)
+    assert 0 <= plan.consumed(1706) * 1021 - 2e9 < 4928 * 1021
+    steps = [1706, plan.first_steps[1], plan.first_steps[1] + 1, plan.first_steps[2], plan.first_steps[3]]
+    assert [lr * plan.learning_rate(step) for step in steps] == pytest.approx(
+        [5e-4, 5e-4, 5e-5, 5e-5, 5e-7], rel=1e-3
+    )
+
+
 def test_optimus_is_bert_gpt2_and_three_matrices():
     """BertForPreTraining, GPT-2 with three more tokens, and W_E [64, 768], W_M [12 x 768, 32], W_D [768, 32]."""
     import torch
@@ -477,6 +483,7 @@ def test_optimus_has_the_recipe_of_its_pretraining():
 
 def test_every_configuration_is_in_a_table():
     named = {path.stem for path in MODELS.glob("*.yaml")}
+    named |= {f"sizes/{path.stem}" for path in MODELS.glob("sizes/*.yaml")}
     own = {"tiny", "mini", "small", "medium", "optimus-tiny", "optimus-base", "llada-small"}
     continued = {name for name, *_ in CONTINUED}
     named -= {

@@ -5,7 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from support.electra import DETACHED, NO_DROPOUT, batch_of, electra_config
+from support.electra import DETACHED, batch_of, electra_config
+from support.plugs import NO_DROPOUT
 from torch.func import functional_call
 
 from data_utils.base.errors import ConfigError

@@ -4,14 +4,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.electra import (
-    NO_DROPOUT,
-    batch_of,
-    electra_config,
-    ours_like,
-    their_names,
-    their_pair,
-)
+from support.electra import batch_of, electra_config, ours_like, their_names, their_pair
+from support.plugs import NO_DROPOUT
 
 from data_utils.base.losses import MASKED, REPLACED
 from data_utils.base.planes import DOC, FIELDS, GRP, ORD, POSITION_IDS, SEGMENT_IDS, TARGETS, TOKENS, WEIGHTS

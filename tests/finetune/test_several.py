@@ -15,7 +15,7 @@ from support.synthetic_tasks import MORE
 from support.tasks import votes, write_lines, write_task
 from support.whole_weights import load_weights
 
-from data_utils.base.errors import ConfigError
+from data_utils.base.errors import CheckpointError, ConfigError
 from data_utils.base.settings import merge
 from data_utils.tasks.readers.synthetic import optimum, synthetic_vocabulary
 from megatron_lite.checkpoint.existing import read_checkpoint
@@ -26,6 +26,7 @@ from megatron_lite.finetune.data import SeveralTasks
 from megatron_lite.finetune.run import finetune, training_data
 from megatron_lite.finetune.setup import load_tree, prepare
 from megatron_lite.finetune.several import Turns, batches_of
+from megatron_lite.hf.doors.export import ExportOptions, export_run
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.observe.records import read_metrics
 
@@ -195,6 +196,12 @@ def test_a_run_on_one_task_and_an_evaluation_take_the_head_of_that_name(files, t
         measured = evaluate(saved.path, {"task": section["task"]}, 8, device=torch.device("cpu"))
         alone = evaluate(tuned.path, {}, 8, device=torch.device("cpu"))
         assert [f.measured for f in measured.files.values()] == [f.measured for f in alone.files.values()]
+    with pytest.raises(
+        CheckpointError,
+        match=r"has heads of several tasks; tune it on one \(scripts/finetune\.py --task FILE",
+    ):
+        export_run(saved.path, tmp_path / "export", ExportOptions())
+    assert not (tmp_path / "export").exists()
     section["task"]["name"] = "other"
     with pytest.raises(ConfigError, match="was trained on the tasks votes, share; give one of them"):
         evaluate(saved.path, {"task": section["task"]}, 8)

@@ -44,13 +44,13 @@ BASE = {
     "model": NO_DROPOUT,
 }
 OBJECTIVES = {
-    **{name: {"objectives": {"masked_lm": 1}} for name in ("bert", "modernbert", "electra")},
+    **{name: {"objectives": {"masked_lm": 1}} for name in ("bert", "modernbert", "electra", "deberta-v2")},
     "t5": {"objectives": {"t5": 1}, "t5": {"sentinel_first": 399}},
 }
 # The case of support/published.py with its sizes, and the class that was pretrained.
 CLASSES = {
     "bert": ("bert", None), "modernbert": ("modernbert", None),
-    "electra": ("electra_generator", "ElectraForPreTraining"),
+    "electra": ("electra_generator", "ElectraForPreTraining"), "deberta-v2": ("deberta_v3", None),
 }  # fmt: skip
 TASKS = {
     "classification": {"kind": "classification", "labels": ["0", "1", "2"]},
@@ -219,9 +219,9 @@ def first_run(context, config, directory, overrides):
     return finetune(prepare(load_tree([str(config)], str(path), overrides)), directory / "out", context)
 
 
-@pytest.mark.parametrize("case", ["bert", "modernbert", "electra", "t5"])
+@pytest.mark.parametrize("case", ["bert", "modernbert", "electra", "deberta-v2", "t5"])
 def test_published_systems_are_tuned_as_their_own_classes(tmp_path, case):
-    """Texts, with the pretrained layer before the classifier, ELECTRA's with a new one; T5 with label smoothing."""
+    """Texts, with the pretrained layer before the classifier or a new one; T5 with label smoothing."""
     original, kind = tmp_path / "original", "seq2seq" if case == "t5" else "classification"
     write_bert(original, WORDS)
     sizes, of_case = CLASSES.get(case, (case, None))
@@ -233,11 +233,13 @@ def test_published_systems_are_tuned_as_their_own_classes(tmp_path, case):
     task = prepared(tmp_path / "run/config.yaml", tmp_path, kind, smoothing, tmp_path / "run")
     if case in CLASSES:
         name = TASK_CLASSES[case]["text"].name
-        model = getattr(transformers, name).from_pretrained(original, num_labels=3, classifier_dropout=0.0)
+        model = getattr(transformers, name).from_pretrained(original, num_labels=3)
         classifier = model.classifier
         if case == "electra":
             classifier.dense.load_state_dict(initial_head(task).pooler.state_dict())
             classifier = classifier.out_proj
+        if case == "deberta-v2":
+            model.pooler.dense.load_state_dict(initial_head(task).pooler.state_dict())
         classifier.load_state_dict(initial_head(task).classifier.state_dict())
         loss_of = of_classes
     else:
@@ -249,7 +251,7 @@ def test_published_systems_are_tuned_as_their_own_classes(tmp_path, case):
     learnt = 0.005 if case == "electra" else 0.02  # its new layer has a small output at first
     assert np.mean(expected[-10:]) < np.mean(expected[:10]) - learnt
     export_run(tmp_path / "out/seed_7", tmp_path / "export", ExportOptions())  # with its proof
-    if case == "bert":
+    if case in ("bert", "deberta-v2"):
         comes_back(tmp_path, task)
 
 

@@ -198,8 +198,8 @@ def test_spanbert_begins_with_a_bert(tmp_path):
     tree = TREE | {"objectives": {"spanbert": 1}, "model": {"system": "spanbert"}}
     import_directory(tmp_path / "bert", tmp_path / "run", tree)
     export_run(tmp_path / "run", tmp_path / "export", ExportOptions())
-    assert "`span_boundary.safetensors` holds" in (tmp_path / "export/README.md").read_text()
-    extra = load_file(tmp_path / "export/span_boundary.safetensors")
+    assert "`other_heads.safetensors` holds" in (tmp_path / "export/README.md").read_text()
+    extra = load_file(tmp_path / "export/other_heads.safetensors")
     assert extra["heads.span_boundary.place_embeddings.weight"].shape == (20, 200)
     assert {name.split(".")[1] for name in extra} == {"span_boundary", "boundary_bias"}
 

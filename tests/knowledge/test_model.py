@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.knowledge import NO_DROPOUT, RandomVectors, batch_of, entity_config
+from support.knowledge import RandomVectors, batch_of, entity_config
+from support.plugs import NO_DROPOUT
 from support.project import ROOT
 from torch import nn
 

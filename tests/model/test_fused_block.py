@@ -68,14 +68,14 @@ def batch_of(objective, **config):
     return collate(make_objective(objective, 16, **config), windows(1, 16, seed=0))
 
 
-def input_of(batch, model, dropout_seed):
+def input_of(batch, model, dropout_seed, multiple=8):
     return ModelInput.from_batch(
         Batch(batch),
         torch.device("cpu"),
         model.config,
         dropout_seed=dropout_seed,
         kernel="varlen",
-        multiple=8,
+        multiple=multiple,
     )
 
 
@@ -141,6 +141,26 @@ def test_a_model_of_fused_blocks(emulated_kernel, counted, body):
         assert found.dtype == parameter.dtype and (parameter.grad is None) == (name in taken)
         scale = theirs.abs().max().item()
         torch.testing.assert_close(found.double(), theirs, rtol=1e-4, atol=2e-6 * max(1.0, scale), msg=name)
+
+
+def test_padding_to_a_length_changes_nothing_of_fused_blocks(emulated_kernel, counted):
+    """Loss and gradients, but for the rounding of sums over more tokens, which are zeros."""
+    model, batch = model_of(dataclasses.replace(CONFIG, num_layers=1)), batch_of("blank_infilling")
+    found = []
+    for multiple in (1, 64):
+        other = copy.deepcopy(model)
+        with interpreted_kernels():
+            taken, _ = take_gradients(other)
+            given = input_of(batch, other, 5, multiple)
+            loss, _ = other(given)
+            loss.backward()
+        gradients = {name: taken.get(name, parameter.grad) for name, parameter in other.named_parameters()}
+        found.append((len(given.tokens), loss.detach(), gradients))
+    (tokens, loss, gradients), (padded, same_loss, same) = found
+    assert counted and padded == 64 > tokens
+    torch.testing.assert_close(same_loss, loss, rtol=1e-6, atol=0)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(same[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("why", ["not trained", "recompute", "no taker", "another norm"])

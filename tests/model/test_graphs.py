@@ -111,12 +111,12 @@ class Trained:
         return [*losses, self.bucket.complete().clone(), *rest]
 
 
-def batches(objective, count, has_graphs=True):
+def batches(objective, count, config):
     made = make(objective, 40)
     return [
         prepare(
-            Batch(collate(made, windows(2, 40, seed=seed))), CPU, CONFIG, dropout_seed=seed, kernel="varlen",
-            multiple=LENGTH, has_graphs=has_graphs,
+            Batch(collate(made, windows(2, 40, seed=seed))), CPU, config, dropout_seed=seed, kernel="varlen",
+            multiple=LENGTH, has_graphs=True,
         )
         for seed in range(count)
     ]  # fmt: skip
@@ -128,11 +128,12 @@ def steps(monkeypatch):
     by_torch(monkeypatch)
     monkeypatch.setattr(graphs, "capture", capture)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    model = GLM(CONFIG, num_losses=6)
-    initialize_parameters(model.named_parameters(), CONFIG, seed=1)
 
-    def run(objective, count=3):
-        found, inputs = [], batches(objective, 2 * count)
+    def run(objective, count=3, **options):
+        config = replace(CONFIG, **options)
+        model = GLM(config, num_losses=6)
+        initialize_parameters(model.named_parameters(), config, seed=1)
+        found, inputs = [], batches(objective, 2 * count, config)
         for has_graphs in (True, False):
             trained = Trained(copy.deepcopy(model), has_graphs)
             found.append([trained.step(inputs[i : i + 2]) for i in range(0, len(inputs), 2)])
@@ -143,19 +144,34 @@ def steps(monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("objective", ["blank_infilling", "masked_lm"])
-def test_blocks_as_graphs_equal_blocks_without(steps, objective):
+@pytest.mark.parametrize(
+    ("objective", "positions"),
+    [("blank_infilling", "learned_blocks"), ("masked_lm", "learned_blocks"), ("blank_infilling", "rotary")],
+)
+def test_blocks_as_graphs_equal_blocks_without(steps, objective, positions):
     """To the last bit, though a graph repeats the numbers and the memory of the batch that it was captured with."""
-    ours, theirs, blocks = steps(objective)
+    ours, theirs, blocks = steps(objective, positions=positions)
     assert all(len(block.passes) >= 1 for block in blocks)
+    # The memory that they keep, as it is estimated: the first block returns no gradient of x.
+    kept = {id(result): result for pair in blocks[0].graphs.kept.values() for result in pair}
+    hidden = LENGTH * CONFIG.hidden_size * len(blocks[0].passes)
+    assert sum(result.numel() for result in kept.values()) == (graphs.RESULTS * len(blocks) - 2) * hidden
     for mine, other in zip(ours, theirs, strict=True):
         for found, expected in zip(mine, other, strict=True):
             assert expected.isfinite().all() and torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("what", ["inputs are not copied", "sums begin twice"])
+@pytest.mark.parametrize("what", ["inputs are not copied", "sums begin twice", "angles stay"])
 def test_what_is_stale_is_found(steps, monkeypatch, what):
-    if what == "sums begin twice":
+    if what == "angles stay":
+        settled = graphs.BlockGraphs.settled
+
+        def stale(self, form):
+            self.turning = form.cos if self.angles else None
+            return settled(self, form)
+
+        monkeypatch.setattr(graphs.BlockGraphs, "settled", stale)
+    elif what == "sums begin twice":
         monkeypatch.setattr(Trained, "has_begun", lambda self, parameter: False)
     else:
 
@@ -164,7 +180,7 @@ def test_what_is_stale_is_found(steps, monkeypatch, what):
             return tuple(None if result is None else result.detach() for result in graph.results)
 
         monkeypatch.setattr(graphs._Graph, "run", run)
-    ours, theirs, _ = steps("blank_infilling")
+    ours, theirs, _ = steps("blank_infilling", positions="rotary")
     assert not all(map(torch.equal, ours[-1], theirs[-1]))
 
 
@@ -185,7 +201,7 @@ def test_batches_elsewhere_or_of_more_shapes_run_without_graphs(steps, monkeypat
         (["parallel.zero_stage=2"], "parallel.zero_stage is 2: sums of gradients, or weights, move"),
         (["training.recompute=full"], "training.recompute is full: blocks run twice; set it to none"),
         (["training.precision=fp32"], "training.precision is fp32; set it to bf16 or fp16"),
-        (["model.positions=rotary"], "the model has options under which its blocks have no graph"),
+        (["model.embedding_norm=true"], "the model has options under which its blocks have no graph"),
     ],
 )
 def test_graphs_are_refused_where_they_are_not_safe(settings, message):

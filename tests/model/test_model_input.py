@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
 import pytest
 import torch
 from support.recipes import RECIPES, collate, make, windows
 
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.input import lengths, model_input
 from megatron_lite.model.input.batch import Batch
+from megatron_lite.model.input.length_table import length_table
 from megatron_lite.model.input.lengths import LENGTHS, few_lengths
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -44,3 +49,25 @@ def test_varying_batches_have_few_lengths():
         tokens.add(batch.tokens)
         assert 0 <= len(plan.order) - batch.tokens < multiple
     assert len(tokens) > 20 and len(shapes) <= 8
+
+
+WIDE = ModelConfig(num_layers=1, hidden_size=1024, num_attention_heads=16, vocab_size=512)
+
+
+@pytest.mark.parametrize("processors", [132, 108])
+def test_lengths_of_a_gpu_end_with_full_waves(processors):
+    """Between them are about as many tokens as a hundredth of the work takes, with CUDA graphs three."""
+    places, full = 16 * 568, 2 * processors // 4 * 128  # two waves, where 1024 columns are four tiles
+    table = length_table(places, WIDE, processors)
+    assert full in table and table[-1] == places and len(table) <= 3 * LENGTHS
+    assert (table % 64 == 0).all() and np.diff(table).max() <= places / 40
+    few = length_table(places, WIDE, processors, has_graphs=True)
+    assert full in few and LENGTHS / 2 < len(few) <= LENGTHS
+
+
+def test_lengths_of_a_gpu_are_divided_by_the_ranks_that_share_them():
+    half = dataclasses.replace(WIDE, hidden_size=768, num_attention_heads=12)
+    for ranks in (1, 3, 4):
+        for places in (1, 64, 999, 9088):
+            table = length_table(places, half, 132, ranks)
+            assert (table % ranks == 0).all() and places <= table[-1] < places + 64 * ranks

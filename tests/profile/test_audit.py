@@ -27,14 +27,19 @@ def found(*settings):
 
 # Tensors that enter the first block, forward and backward, and the bias of the last one, which is outside of blocks.
 ENTER = {"add_norm", "mm", "add_norm_backward", "_foreach_copy_"}
+MODERN = ("model.block_positions=halves", "model.rms_norm=true", "model.ffn=gated", "model.biases=none")
 
 
-def test_launches_of_blocks_are_those_of_every_batch_of_a_shape():
-    """Numbers of the host, shapes, and memory by its place; but the seed, which is set before each replay."""
-    lines = found("training.cuda_graphs=true")
+@pytest.mark.parametrize("settings", [(), ("model.positions=rotary", *MODERN)], ids=["glm", "modern"])
+def test_launches_of_blocks_are_those_of_every_batch_of_a_shape(settings):
+    """Numbers of the host, shapes, and memory by its place; but the seed, which is set before each replay.
+
+    Angles of rotary positions are copied, before the first block, to where all blocks read them.
+    """
+    lines = found("training.cuda_graphs=true", *settings)
     enter = {line.split()[0] for line in lines if "reads what lies elsewhere" in line}
     others = [line for line in lines if "reads what lies elsewhere" not in line]
-    assert enter <= ENTER
+    assert enter <= ENTER | ({"copy_"} if settings else set())
     assert [line.split()[0] for line in others] == ["manual_seed"], others
 
 

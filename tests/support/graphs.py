@@ -10,8 +10,10 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_lite.model.attention import varlen
 from megatron_lite.model.kernels import fused
+from megatron_lite.model.kernels import heads as kernels_of_heads
 from megatron_lite.model.kernels.dropout import drop, features_formula, stays
 from megatron_lite.model.kernels.varlen_kernels import VarlenKernel
+from megatron_lite.model.layers.rotary import Rotary
 from megatron_lite.model.trunk import block, fused_block, heads
 
 
@@ -172,10 +174,17 @@ def join_pair_kernel(dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, first_key, place, borde
     return total, total.flatten(1).sum(0, keepdim=True)
 
 
+def turn_heads_kernel(heads, cos, sin, back):
+    turning = heads[:, :2].flatten(1, 2)
+    heads[:, :2].copy_(Rotary(cos, -sin if back else sin).turn(turning).view_as(heads[:, :2]))
+
+
 def by_torch(monkeypatch):
     """Let fused blocks run on a CPU without Triton's interpreter."""
     for name in ("add_norm", "add_norm_backward", "activate", "activate_backward", "finish_sums"):
         monkeypatch.setattr(fused_block, f"{name}_kernel", globals()[f"{name}_kernel"])
+    for module in (fused_block, kernels_of_heads):
+        monkeypatch.setattr(module, "turn_heads_kernel", turn_heads_kernel)
     monkeypatch.setattr(varlen, "join_pair_kernel", join_pair_kernel)
     monkeypatch.setattr(heads, "_functions", lambda logits: (heads._sums_by_torch, heads._gradient_by_torch))
     monkeypatch.setattr(block, "add", lambda hidden, x, dropout: drop(x.added(), hidden, dropout))

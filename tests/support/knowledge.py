@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from data_utils.base.planes import TARGETS, TOKENS
 from data_utils.base.settings import build, merge
-from data_utils.objectives import LOSSES
 from data_utils.samples.loader import collate
 from megatron_lite.config.tree import Config
 from megatron_lite.knowledge.batch import EntityBatch, Noise
-from support.parity_cases import ROW_LENGTH, VOCAB_SIZE, Case
+from support.parity_cases import ROW_LENGTH, VOCAB_SIZE
+from support.plugs import PlugCase
 from support.recipes import make, windows
 
 VOCAB, COUNT, SIZE = 131, 50, 12
@@ -25,7 +25,6 @@ TREE: dict[str, Any] = {
     "entities": {"size": SIZE, "heads": 2},
     "training": {"steps": 6, "precision": "fp32", "seed": 7, "loss_normalization": "per_objective"},
 }
-NO_DROPOUT = {"embedding_dropout": 0.0, "attention_dropout": 0.0, "output_dropout": 0.0}
 NOISE = Noise(5, 0.05, 0.15)
 
 
@@ -66,6 +65,10 @@ def rows_of(
     return rows
 
 
+def as_batch(planes: np.ndarray, samples: np.ndarray) -> EntityBatch:
+    return EntityBatch(planes, samples, NOISE, RandomVectors())
+
+
 def batch_of(
     count: int, first: int = 0, noise: Noise = NOISE, vectors: Any = None, **options: Any
 ) -> EntityBatch:
@@ -74,30 +77,25 @@ def batch_of(
 
 
 @dataclass(frozen=True)
-class EntityCase(Case):
-    """Both streams in a layout. The losses are sums here, which the factor of a step makes means."""
-
-    num_losses: ClassVar[int] = len(LOSSES)
+class EntityCase(PlugCase):
+    @property
+    def tolerances(self) -> dict[str, float]:
+        """Gradients of the head of sentences nearly cancel: it has few labels. Measured: half of it."""
+        return super().tolerances | {"gradients": 5e-5, "weights": 5e-5}
 
     def config(self) -> Config:
-        tree = {
-            "model": {
-                **SIZES, "system": "bert", "vocab_size": VOCAB_SIZE, "hidden_size": 64, "init_std": 0.05,
-                "num_attention_heads": 8, "embedding_dropout": self.dropout, "output_dropout": self.dropout,
-                "attention_dropout": self.attention_dropout, "max_position": 64,
-            },
-            "training": {"recompute": self.recompute},
-            "batch": {"micro_batch_size": self.micro_batch_size, "global_batch_size": self.num_samples},
-            "data": {"sequence_length": 32, "row_length": ROW_LENGTH},
-            "optimizer": {"clip_grad_norm": 0.3, "weight_decay": 0.1, "eps": 1e-3},
-            "parallel": self.parallel,
-        }  # fmt: skip
-        if self.zero_stage == 3:
-            tree["deepspeed"] = {"zero_optimization": {"stage3_param_persistence_threshold": 500}}
-        return entity_config(**tree)
+        return entity_config(**self.changes)
 
     def samples(self, step: int) -> np.ndarray:
         return rows_of(self.num_samples, 100 * step, length=ROW_LENGTH - 4, vocab=VOCAB_SIZE)
 
-    def batch(self, planes: np.ndarray, samples: np.ndarray) -> EntityBatch:
-        return EntityBatch(planes, samples, NOISE, RandomVectors())
+    batch = staticmethod(as_batch)
+
+
+CASES = [  # the first two in the default run
+    EntityCase(2, 1, 1, 2, accumulation=4, dropout=0.1, attention_dropout=0.1),
+    EntityCase(1, 1, 2, 3, recompute="full", dropout=0.1),
+    EntityCase(1, 1, 2, 2, accumulation=4, dropout=0.1, attention_dropout=0.1),
+    EntityCase(2, 1, 2, 1, recompute="selective", attention_dropout=0.1),
+    EntityCase(4, 1, 1, 3),
+]

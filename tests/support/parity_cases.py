@@ -63,6 +63,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "positions": "rotary", "block_positions": "halves", "rms_norm": True, "ffn": "gated", "ffn_size": 40,
         "biases": "none",
     },
+    "modern GLM, local layers": {
+        "positions": "rotary", "block_positions": "halves", "rms_norm": True, "ffn": "gated", "ffn_size": 40,
+        "biases": "none", "attention_window": 3, "global_every": 3,
+    },
     "rotary": {"positions": "rotary"},
     "rotary table": {"positions": "rotary", "block_positions": "table", "rotary_share": 0.5},
     "rotary halves": {"positions": "rotary", "block_positions": "halves", "init_words_std": 0.5},
@@ -151,6 +155,11 @@ class Case:
     @property
     def micro_batch_size(self) -> int:
         return self.num_samples // (self.data * self.accumulation)
+
+    @property
+    def tolerances(self) -> dict[str, float]:
+        """The largest difference of each kind from one process."""
+        return TOLERANCES[self.precision]
 
     @property
     def alone(self) -> Case:
@@ -300,6 +309,10 @@ MODERN_GLM = [
     Case(1, 1, 2, 3, recompute="full", variant="modern GLM"),
     Case(2, 1, 1, 2, recompute="selective", variant="modern GLM"),
     Case(1, 4, 1, 1, accumulation=4, variant="modern GLM"),
+    Case(4, 1, 2, 1, True, accumulation=4, dropout=0.1, variant="modern GLM"),
+    Case(2, 2, 1, 1, True, recompute="full", variant="modern GLM, local layers"),
+    Case(1, 1, 2, 3, accumulation=4, variant="modern GLM, local layers"),
+    Case(2, 1, 1, 2, recompute="selective", dropout=0.1, variant="modern GLM, local layers"),
 ]
 
 MUP = [
@@ -407,7 +420,7 @@ FEW = [  # of each list above, in the default run
     HEAD_NORMS[0],
     LOCAL[0],
     *DISENTANGLED[:3],
-    *MODERN_GLM,
+    *MODERN_GLM[:4],
     MUP[0],
     PARTS[3],
     PARTS[6],

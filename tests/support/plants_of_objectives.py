@@ -80,6 +80,13 @@ OBJECTIVES = (
         (f"{MENTIONS}::test_an_entity_stands_on_the_first_token_of_its_mention",),
     ),
     Plant(
+        "duplicates that leave without their entities",
+        "data_utils/build/corpus.py",
+        "chunks, some = [chunk[of_tokens] for chunk in chunks], some[kept]",
+        "chunks, some = [chunks[0][of_tokens], *(c[: of_tokens.sum()] for c in chunks[1:])], some[kept]",
+        (f"{MENTIONS}::test_duplicates_leave_with_their_entities",),
+    ),
+    Plant(
         "entities that are drawn from another Example",
         "megatron_lite/knowledge/batch.py",
         "drawn = begins[example] + (choice * counts)",

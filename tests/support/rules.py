@@ -222,7 +222,9 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over("objectives={albert: 1}", "model.max_position=600"),
         ("model.sentence_classes is 0", "albert makes", "set it to 2, or switch the labels off"),
     ),
-    "system": (over("model.system=elmo"), ("model.system is 'elmo'", "one of glm, ")),
+    "system": (over("model.system=glmm"), ("model.system is 'glmm'; it must be one of glm, ",)),
+    "system of LSTMs": (over("model.system=elmo"), ("'elmo' (left out: a body of LSTMs", "docs/objectives")),
+    "system by name": (over("model.system=pkd"), ("'pkd' (left out: the sources name it", "one of glm, ")),
     "boundary head without spans": (
         over("model.span_boundary_places=20"),
         ("span_boundary_places is 20 without the objective spanbert", "set it to 0, or add"),
@@ -484,10 +486,7 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over(TASK, "training.loss_normalization=mean_of_means"),
         ("loss_normalization is mean_of_means with a task", "set it to global_tokens"),
     ),
-    "seed of fine-tuning": (
-        over("finetune.seeds=[1, -2]"),
-        ("finetune.seeds has -2", "from 0 to 2^63"),
-    ),
+    "seed of fine-tuning": (over("finetune.seeds=[1, -2]"), ("finetune.seeds has -2", "from 0 to 2^63")),
     "seed twice": (over("finetune.seeds=[3, 3]"), ("finetune.seeds (3, 3) names a seed twice",)),
     "deepspeed option of stage 3": (
         over("deepspeed.prescale_gradients=true"),

@@ -64,7 +64,8 @@ MORE = {
     "bert of 5 layers, all traced": (BERT, 64, 2, (SHORT,), None, 0),
 }
 # What formulas are compared with, beside the cases above. Where a bucket holds one matrix the peak moves from one to
-# the next, which two layers extended to all do not show: such a model has two layers, both traced.
+# the next, which two layers extended to all do not show: such a model has two layers, both traced. So it is where only
+# a deep model's weights are gathered again, at ZeRO 3.
 LAYOUTS = {
     "335M, ZeRO 1": (PAPER, 64, 2, (), None, 1),
     "335M, ZeRO 2": (PAPER, 8, 2, ("parallel.zero_stage=2",), None, 1),
@@ -73,7 +74,11 @@ LAYOUTS = {
     "335M, selective": (PAPER, 8, 2, ("training.recompute=selective",), None, 1),
     "335M, TP 2 and SP": (PAPER, 4, 2, SP, None, 1),
     "335M, PP 4": (PAPER, 4, 4, ("parallel.pipeline_parallel_size=4",), None, 1),
-    "2B, ZeRO 3": (GLM_2B, 16, 2, ("parallel.zero_stage=3",), None, 1),
+    "335M, LAMB": (PAPER, 8, 1, ("optimizer.kind=lamb",), None, 1),
+    "335M, StableAdamW": (PAPER, 8, 1, ("optimizer.kind=stable_adamw",), None, 1),
+    "335M, AdaFactor": (PAPER, 8, 1, ("optimizer.kind=adafactor", "model.num_layers=6"), None, 0),
+    "335M, Muon": (PAPER, 1, 1, ("optimizer.kind=muon",), None, 1),
+    "2B, ZeRO 3": (GLM_2B, 16, 2, ("parallel.zero_stage=3", "model.num_layers=24"), None, 0),
     "2B, offload": (GLM_2B, 16, 2, ("parallel.offload_optimizer=true",), None, 1),
     "2B, TP 4 and SP, ZeRO 2, selective": (
         GLM_2B, 16, 2, (*TP4, "parallel.zero_stage=2", "training.recompute=selective"), None, 1,

@@ -1,38 +1,47 @@
 """Heads of classes beside the vocabulary: against separate heads, in layouts, after a restart, and what they learn."""
 
+import json
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.distributed import run_ranks
 from support.hf_runs import tree, write_run, write_vocabulary
 from support.project import ROOT
 from support.recipes import SPECIAL
-from support.training import fit, records
+from support.training import fit, make_trainer, records
 from support.whole_weights import load_weights
 
-from data_utils.base.errors import ConfigError
+from data_utils.base.errors import ConfigError, DataError
 from data_utils.base.losses import CLASS_HEADS, NEXT_SENTENCE_LOSS
 from data_utils.base.settings import build, merge
+from data_utils.build.config import BuildConfig
+from data_utils.build.corpus import build_corpus
 from data_utils.objectives import LOSS_NAMES, OBJECTIVES, make_one
 from data_utils.objectives.mixed import Mixed
 from data_utils.samples.loader import collate
+from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
 from data_utils.text.vocabulary import Vocabulary
 from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config, load_config
+from megatron_lite.generate.open_run import load_run
 from megatron_lite.hf.doors.export import ExportOptions, export_run
-from megatron_lite.hf.files.weights import open_directory
+from megatron_lite.hf.doors.importing import import_directory
+from megatron_lite.hf.published.heads import OTHER_HEADS
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.model_input import ModelInput
 from megatron_lite.model.trunk.glm import GLM
 from megatron_lite.model.trunk.special_heads import SentenceHead
 
-HEADS = ("sentence_reordering:9", "sentence_distance:3", "token_document:2")
+HEADS = ("sentence_reordering:9", "sentence_distance:3", "token_document:2", "capitalization:2")
 NAMES = tuple(CLASS_HEADS)
+ERNIE_ROWS = [-1] * 8 + [0] + [-1] * 21 + [1, 1, 2, 2]
 TASKS = {
     "objectives": {"masked_lm": 1.0, **dict.fromkeys(NAMES, 1.0)},
     "masked_lm": {"next_sentence": True},
@@ -52,7 +61,7 @@ def test_each_row_has_the_classes_of_its_own_head():
         sentence_classes=2,
         class_heads=HEADS,
     )
-    head, rows = SentenceHead(config), torch.randn(8, 16)
+    head, rows = SentenceHead(config), torch.randn(10, 16)
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter)
     numbers = [NEXT_SENTENCE_LOSS.number, *(CLASS_HEADS[name] for name in NAMES)]
@@ -61,14 +70,34 @@ def test_each_row_has_the_classes_of_its_own_head():
     for place, number in enumerate([*numbers, *numbers]):
         name = LOSS_NAMES[number]
         one = head.classifier if number == numbers[0] else head.classifiers[name]
-        expected = one((rows if name == "token_document" else pooled)[place])
+        expected = one((rows if name in ("token_document", "capitalization") else pooled)[place])
         torch.testing.assert_close(found[place, : len(expected)], expected)
-        assert found.shape == (8, 9) and (found[place, len(expected) :] == -math.inf).all()
+        assert found.shape == (10, 9) and (found[place, len(expected) :] == -math.inf).all()
     assert {"dense.weight", "classifier.weight"} < dict(head.named_parameters()).keys()
 
 
 LAYOUTS = [(2, {"tensor_parallel_size": 2}), (2, {"pipeline_parallel_size": 2}), (2, {"zero_stage": 2}),
     (2, {"zero_stage": 3})]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def capitals(corpus, tmp_path_factory):
+    """The corpus with some of its words capitalized, built again with them."""
+    directory, rng = tmp_path_factory.mktemp("capitals"), np.random.default_rng(4)
+    with (directory / "text.jsonl").open("w") as file:
+        for line in (corpus / "text.jsonl").read_text().splitlines():
+            words = json.loads(line)["text"].split()
+            text = " ".join(word.title() if rng.random() < 0.3 else word for word in words)
+            file.write(json.dumps({"text": text}) + "\n")
+    tokenizer = TokenizerConfig(kind="bert_wordpiece", path=str(corpus / "vocab.txt"))
+    config = BuildConfig(inputs=[str(directory / "text.jsonl")], output=str(directory / "out"), capitals=True)
+    build_corpus(config, partial(load_tokenizer, tokenizer))
+    return str(directory / "out")
+
+
+@pytest.fixture
+def settings(settings, capitals):
+    return merge(settings, {"data": {"train": [{"prefix": capitals}], "validation": []}})
 
 
 def trained(settings, directory, world=1, **parallel):
@@ -88,6 +117,22 @@ def test_layouts_and_a_restart_equal_one_process(settings, tmp_path):
     trained(merge(settings, {"training": {"stop_after_step": 2}}), tmp_path / "cut")
     again = trained(settings, tmp_path / "cut")
     assert all(torch.equal(weight, again[name]) for name, weight in whole.items())
+
+
+def test_capitals_join_in_a_later_phase_and_are_asked_of_the_corpus(settings, corpus, tmp_path):
+    """Samples of a phase without the task are read as ever."""
+    chosen = {"objectives": {"masked_lm": 1.0, "capitalization": 1.0}, "training": {"steps": 3}}
+    phases = [{"steps": 1, "objectives": {"masked_lm": 1}}, {"steps": 2}]
+    tree = merge(settings, merge(TASKS, {**chosen, "phases": phases}))
+    tree["objectives"] = chosen["objectives"]
+    run_ranks(fit, 1, tree)
+    names = [{name for name in step if "cap" in name} for step in records(tmp_path / "run").values()]
+    assert names == [set(), {"loss/capitalization"}, {"loss/capitalization"}]
+    prefix = str(corpus / "corpus_train")
+    with pytest.raises(
+        DataError, match=r"corpus_train has no capitals, which the objective reads; build it with --cap"
+    ):
+        make_trainer(None, merge(tree, {"data": {"train": [{"prefix": prefix}]}}))
 
 
 @pytest.mark.parametrize(
@@ -132,19 +177,33 @@ def test_ernie_2_adds_a_task_in_each_stage_and_trains_all_for_50000_steps():
     assert all(abs(count - 50_000) < 3 * math.sqrt(50_000) for count in drawn.values())
 
 
-def test_an_export_leaves_these_heads_out(tmp_path):
-    """The class of transformers has the rest, and its logits are ours."""
-    settings = tree(write_vocabulary(tmp_path), system="ernie2", segments=4, class_heads=list(HEADS[:1]))
-    rows = [-1] * 8 + [0] + [-1] * 21 + [1, 1]
-    changes = {
-        "model": {"task_rows": rows},
-        "objectives": {"ernie": 1, "sentence_reordering": 1},
-        "tokenizer": {"added_tokens": "none"},
-    }
-    write_run(tmp_path / "run", merge(settings, changes))
+def test_an_export_has_these_heads_beside_it_and_an_import_goes_on_with_them(tmp_path, caplog):
+    """The class of transformers has the rest, and its logits are ours. A head of another size is initialized."""
+    model = {"system": "ernie2", "segments": 4, "max_position": 80, "class_heads": list(HEADS[:2])}
+    tasks = {"objectives": dict.fromkeys(["ernie", *NAMES[:2]], 1), "tokenizer": {"added_tokens": "none"}}
+    settings = merge(tree(write_vocabulary(tmp_path), **model), tasks)
+    write_run(tmp_path / "run", merge(settings, {"model": {"task_rows": ERNIE_ROWS}}))
     proof = export_run(tmp_path / "run", tmp_path / "out", ExportOptions())
     assert proof is not None and proof.largest_difference < 1e-4
-    assert not any("classifiers" in name for name in open_directory(tmp_path / "out").shapes)
+    assert not any("classifiers" in name for name in load_file(tmp_path / "out/model.safetensors"))
+    shapes = load_file(tmp_path / "out" / OTHER_HEADS)
+    assert {name.split(".")[-2] for name in shapes} == set(NAMES[:2])
+    import_directory(tmp_path / "out", tmp_path / "again", settings)
+    before, after = (load_run(tmp_path / name).model.state_dict() for name in ("run", "again"))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert "initialized" not in caplog.text
+    larger = {
+        "model": {"class_heads": ["sentence_reordering:33", HEADS[1]]},
+        "sentence_reordering": {"parts": 4},
+    }
+    import_directory(tmp_path / "out", tmp_path / "larger", merge(settings, larger))
+    new = "heads.sentence.classifiers.sentence_reordering"
+    assert f"does not have {new}.bias, {new}.weight; they are initialized" in caplog.text
+    after = load_run(tmp_path / "larger").model.state_dict()
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {
+        f"{new}.bias",
+        f"{new}.weight",
+    }
 
 
 # Sentences that say their number: `N word .`

@@ -144,7 +144,7 @@ def test_tensorboard_hides_what_was_logged_after_the_checkpoint(tmp_path):
 VALUES = {
     "consumed_samples": 1600, "consumed_tokens": 819200, "loss": 2.5, "loss/token": 3.0, "lr": 1e-4, "grad_norm": 0.5,
     "loss_scale": 1.0, "skipped_steps": 0, "tokens_per_second": 12345.6, "tflops_per_device": 0.123, "mfu": 0.4567,
-    "memory_gib": 1.25, "data_share": 0.01, "eta_seconds": 3723.0,
+    "memory_gib": 1.25, "padding": 0.01, "data_share": 0.01, "eta_seconds": 3723.0,
 }  # fmt: skip
 
 
@@ -156,6 +156,7 @@ def test_the_line_shows_what_a_person_watches():
     assert " | machine 25.0% | " in train_line(100, 1000, measured)
     unusual = train_line(9, 10, {**VALUES, "skipped_steps": 2, "data_share": 0.2})
     assert unusual.endswith(" | MFU 45.7% | skipped 2 | data wait 20%")  # rather than the time that is left
+    assert " | MFU 45.7% | padding 12% | 1h02m left" in train_line(9, 10, {**VALUES, "padding": 0.12})
 
 
 def test_lines_fit_a_terminal_of_120_columns():

@@ -51,6 +51,7 @@ def test_half_precision_equals_one_process():
         "POSITIONS",
         "HEAD_NORMS",
         "LOCAL",
+        "MODERN_GLM",
         "DISENTANGLED",
         "OPTIMIZERS",
         "PARTS",

@@ -114,7 +114,7 @@ def test_the_sum_of_both_is_what_training_minimises(factors, last_divides, loss,
 def test_the_line_of_a_run_names_both():
     values = {
         "loss": 2.5, "lr": 0.1, "grad_norm": 1.0, "tokens_per_second": 10.0, "mfu": 0.1, "skipped_steps": 0,
-        "data_share": 0.0, "eta_seconds": 1.0,
+        "data_share": 0.0, "padding": 0.0, "eta_seconds": 1.0,
     }  # fmt: skip
     assert "loss 2.5000 | z loss 0.0034 | lr" in train_line(1, 2, {**values, "z_loss": 0.0034})
     assert "z loss" not in train_line(1, 2, values)

@@ -281,10 +281,7 @@ PATTERNS: dict[str, tuple[Pattern, ...]] = {
         Pattern(_PASSAGE + " {answer:fixed}? [MASK].", _MULTIRC_WORDS),
     ),
     "wic": (
-        Pattern(
-            '"{sentence1}" / "{sentence2}" Similar sense of "{word:fixed}"? [MASK].',
-            _BOOLEAN[0],
-        ),
+        Pattern('"{sentence1}" / "{sentence2}" Similar sense of "{word:fixed}"? [MASK].', _BOOLEAN[0]),
         Pattern(
             "{sentence1} {sentence2} Does {word:fixed} have the same meaning in both sentences? [MASK]",
             _BOOLEAN[0],

@@ -158,11 +158,7 @@ class ByteLevelEncoder(CompiledEncoder):
 
 # The classes in GPT-2's expression, as the library's regular expressions see them. Each mark belongs to its own class.
 _CHARACTER_CLASSES = {"a": r"\p{L}", "1": r"\p{N}", " ": r"\s"}
-_CLASS_OF_MARK = {
-    "a": byte_level.LETTER,
-    "1": byte_level.NUMBER,
-    " ": byte_level.SPACE,
-}
+_CLASS_OF_MARK = {"a": byte_level.LETTER, "1": byte_level.NUMBER, " ": byte_level.SPACE}
 
 
 class WordPieceEncoder(CompiledEncoder):

@@ -27,6 +27,7 @@ INPUTS = {
     "generation": "the logits of each step of the class's generate, with its cache",
     "pipeline": "the tokens that the pipeline writes into texts with blanks",
     "head": "the head on the first token, or that of a task",
+    "hidden states": "the last layer, of a class without a head",
     "memory": "a text in two segments",
     "replaced": "random tokens: whether each was replaced (ELECTRA's discriminator)",
     "posteriors": "random sentences: mean and log variance of their latent vectors (OPTIMUS, whose logits take such)",

@@ -42,10 +42,13 @@ from megatron_lite.hf.published.heads import (
 from megatron_lite.hf.published.systems import GLM4, OF_MODEL, PUBLISHED
 from megatron_lite.model.trunk.counts import parameter_shapes
 
-_SENTENCE = "heads.sentence.classifier.weight"
+_OF_HEADS = {  # options of `System.optional` and a parameter of ours that tells
+    "sentence_classes": "heads.sentence.classifier.weight", "head_transform": "heads.projection.dense.weight",
+    "head_bias": "heads.bias",
+}  # fmt: skip
 POSITIONS = ("embedding.position_embeddings.weight", "decoder_embedding.position_embeddings.weight")
 # Options that are of the training, or that a file of weights does not tell.
-NOT_IN_FILES = OF_TRAINING | {"span_boundary_places", "task_rows"}
+NOT_IN_FILES = OF_TRAINING | {"span_boundary_places", "class_heads", "task_rows"}
 # Options that may be null, and what they then stand for.
 _DERIVED = {"ffn_size": "inner_size", "head_dim": "head_size", "num_key_value_heads": "key_value_heads"}
 _FORMER_NAMES = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
@@ -256,10 +259,17 @@ def model_settings(
                 f"{shown(settings[entry.ours])}; only equal ones can be imported."
             )
     for option, name in system.optional.items():
-        rows = theirs.shapes.get(name, (0,))[0]
-        settings[option] = not rows if option == "tie_word_embeddings" else rows
+        settings[option] = _told(option, theirs, name)
     kind = architectures(system).get(_architecture(system, config))
     return settings if kind is None else settings | head_settings(system, kind, config, path)
+
+
+def _told(option: str, weights: Weights, name: str) -> int | bool:
+    """The value of an option by the rows of a parameter, 0 if there is none."""
+    rows = weights.shapes.get(name, (0,))[0]
+    return {"tie_word_embeddings": not rows, "sentence_classes": rows, "task_types": rows}.get(
+        option, rows > 0
+    )
 
 
 def _architecture(system: System, config: PretrainedConfig) -> str:
@@ -375,7 +385,7 @@ def _require_expressed(
     settings |= {"task_head": config.task_head, "task_classes": config.task_classes}
     for entry in system.fields:
         settings[entry.ours] = _our_value(system, entry, field_of(described, entry.theirs), described)
-    for option in (*system.optional, "class_heads"):  # these heads stay out of an export
+    for option in system.optional:
         settings[option] = getattr(config, option)
     again = build(ModelConfig, settings)
     # Without a table of positions max_position is a limit of training alone.
@@ -406,8 +416,9 @@ def system_of(config: ModelConfig) -> System:
 
 
 def is_headless(config: ModelConfig) -> bool:
-    """Whether the class of a model predicts neither tokens nor a task: ELECTRA's discriminator."""
-    return config.system == "electra" and config.task_head == "none"
+    """Whether the class of a model predicts neither tokens nor a task: ELECTRA's discriminator, DeBERTa's body."""
+    is_body = config.system in ("electra", "deberta_v3") and not (config.head_transform or config.head_bias)
+    return is_body and config.task_head == "none"
 
 
 def load_class(directory: Path, class_name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
@@ -468,9 +479,11 @@ def open_published(
     settings = model_settings(system, described, theirs, path)
     check_sizes(path, settings, theirs)
     others = Weights({}, theirs.read)
-    if "task_head" in settings and (path / OTHER_HEADS).exists():
+    if (path / OTHER_HEADS).exists():
         others = open_safetensors(path / OTHER_HEADS)
-        settings["sentence_classes"] = others.shapes.get(_SENTENCE, (0,))[0]
+        told = {option: name for option, name in _OF_HEADS.items() if option in system.optional}
+        if "task_head" in settings:
+            settings |= {option: _told(option, others, name) for option, name in told.items()}
     try:
         model = build(ModelConfig, settings, "model.")
     except ConfigError as error:

@@ -66,6 +66,11 @@ TASK_CLASSES: dict[str, dict[str, TaskClass]] = {
     "xlm-roberta": _roberta_like("XLMRoberta"),
     "camembert": _roberta_like("Camembert"),
     "electra": _roberta_like("Electra"),
+    "deberta-v2": {
+        "text": TaskClass("DebertaV2ForSequenceClassification", "classifier", "pooler.dense", "cls_dropout"),
+        "tags": TaskClass("DebertaV2ForTokenClassification", "classifier", dropout=None),
+        "spans": TaskClass("DebertaV2ForQuestionAnswering", "qa_outputs", dropout=None),
+    },
     "eurobert": {"tags": TaskClass("EuroBertForTokenClassification", "classifier", dropout=None)},
     "modernbert": {
         kind: TaskClass(found.name, "classifier", "head")
@@ -171,6 +176,8 @@ def _pooling(system: System, found: TaskClass) -> dict[str, Any]:
     """Fields of config.json that change what the layer before the classifier computes, with the only value here."""
     if found.name == "ModernBertForSequenceClassification":
         return {"classifier_pooling": "cls"}
+    if found.name == "DebertaV2ForSequenceClassification":
+        return {"pooler_hidden_act": "gelu"}
     if system.model_type != "xlnet" or found.pooler is None:
         return {}
     return {"summary_type": "last", "summary_use_proj": True, "summary_activation": "tanh"}

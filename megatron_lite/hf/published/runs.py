@@ -72,11 +72,8 @@ log = logging.getLogger(__name__)
 
 KEPT_FILES = "published"  # directory in a run's: files of the import that an export brings back
 KEPT_ROWS = "rows.safetensors"  # in it
-EXTRA_WEIGHTS = (
-    "span_boundary.safetensors"  # beside an export: SpanBERT's head, which no class of transformers has
-)
-_SPAN_BOUNDARY = ("heads.span_boundary.", "heads.boundary_bias")
-_LEFT_OUT = "heads.sentence.classifiers."  # of class_heads, which no class of transformers has
+# Parameters that no class of transformers has: of SpanBERT's head and of class_heads.
+_WITHOUT_CLASS = ("heads.span_boundary.", "heads.boundary_bias", "heads.sentence.classifiers.")
 
 
 def import_published(
@@ -107,7 +104,8 @@ def import_published(
             return None
         class_name, saved = class_of_model(source.system, config.model), read_checkpoint(checkpoint)
         if is_headless(config.model):  # with the discriminator's head or without
-            (class_name,) = read_json(path / "config.json").get("architectures") or ["ElectraModel"]
+            body = class_name.partition("For")[0].removesuffix("Model") + "Model"
+            (class_name,) = read_json(path / "config.json").get("architectures") or [body]
         found = proof.prove(
             lambda dtype: ask(path, class_name, config.model, dtype=dtype),
             lambda: load_model(saved, config.model),
@@ -190,16 +188,16 @@ def keep_files(source: PublishedSource, directory: Path) -> None:
 
 
 def _with_new_heads(source: PublishedSource, config: Config) -> Weights:
-    """The imported tensors, and initial values of heads that the files do not have: SpanBERT's, and all that a class
-    with the head of a task leaves out.
-    """
+    """The imported tensors, and initial values of heads that the files do not have, or not in this size."""
     shapes, weights, others = (
         parameter_shapes(config.model),
         to_ours(source.theirs, source.parts),
         source.others,
     )
-    missing = shapes.keys() - weights.shapes.keys() - others.shapes.keys()
-    if ("task_head" in source.settings or is_headless(config.model)) and missing:
+    missing = [
+        name for name in shapes if name not in weights.shapes and others.shapes.get(name) != shapes[name]
+    ]
+    if missing:
         log.warning("%s does not have %s; they are initialized", source.path, ", ".join(sorted(missing)))
     new = {name: torch.nn.Parameter(torch.empty(shapes[name])) for name in missing}
     initialize_parameters(new.items(), config.model, config.training.seed)
@@ -275,7 +273,7 @@ def write_stack(directory: Path, stack: Stack, dtype: str, max_shard_bytes: int)
         system = system.legacy
     parts, class_name = parts_of(system, weights.shapes, config), class_of_model(system, config)
     is_headed = config.task_head != "none"
-    of_heads, extra_file = ("heads.", OTHER_HEADS) if is_headed else (_SPAN_BOUNDARY, EXTRA_WEIGHTS)
+    of_heads = "heads." if is_headed else _WITHOUT_CLASS
     held = {part.ours for part in parts.values()}
     extra = {
         ours: shape
@@ -283,15 +281,17 @@ def write_stack(directory: Path, stack: Stack, dtype: str, max_shard_bytes: int)
         if ours.startswith(of_heads) and ours not in held
     }
     rows = open_safetensors(kept / KEPT_ROWS) if (kept / KEPT_ROWS).exists() else None
-    left = {name for name in weights.shapes.keys() - held - extra.keys() if not name.startswith(_LEFT_OUT)}
-    if left:
+    if left := weights.shapes.keys() - held - extra.keys():
         raise CheckpointError(
             f"{stack.name} has {', '.join(sorted(left)[:3])}, which the class {class_name} has not; only "
             "models of the published architecture can be exported."
         )
-    write_sharded(directory, to_theirs(weights, parts, rows, system), DTYPES[dtype], max_shard_bytes)
+    theirs = to_theirs(weights, parts, rows, system)
+    if class_name.endswith("Model") and is_headless(config):  # its names are those within the others
+        theirs = theirs.renamed({name.removeprefix(system.prefix): name for name in theirs.shapes})
+    write_sharded(directory, theirs, DTYPES[dtype], max_shard_bytes)
     if extra:
-        write_tensors(directory / extra_file, extra, map(weights.read, extra), DTYPES[dtype], METADATA)
+        write_tensors(directory / OTHER_HEADS, extra, map(weights.read, extra), DTYPES[dtype], METADATA)
     described.save_pretrained(directory)
     if "tie_word_embeddings" in system.optional:  # the class forgets what version 4 of transformers reads
         told = {"tie_word_embeddings": base.get("tie_word_embeddings", config.tie_word_embeddings)}
@@ -300,4 +300,4 @@ def write_stack(directory: Path, stack: Stack, dtype: str, max_shard_bytes: int)
     has_segments = config.segments > 1 or config.relative == "xlnet"
     write_tokenizer(directory, stack.tokenizer, present, kept, config.system, has_segments=has_segments)
     write_generation_config(directory, described, system, stack.layout, is_kept=kept.exists())
-    return class_name, extra_file if extra else None
+    return class_name, OTHER_HEADS if extra else None

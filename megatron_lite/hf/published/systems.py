@@ -189,13 +189,20 @@ DEBERTA = System(  # without the convolution of v2's sizes; the released files h
         ),
         Field("position_biased_input", "positions", {False: "none", True: "learned"}),
     ),
-    class_of=lambda config: "DebertaV2ForMaskedLM", classes={"DebertaV2ForMaskedLM": "deberta_v3"},
+    class_of=lambda config: "DebertaV2ForMaskedLM" if config.head_transform else "DebertaV2Model",
+    classes={"DebertaV2ForMaskedLM": "deberta_v3"},
     required={
         "relative_attention": True, "max_relative_positions": -1, "conv_kernel_size": 0, "tie_word_embeddings": True,
     },
     roles={"pad_token_id": "pad"},
+    optional={"head_transform": "lm_predictions.lm_head.dense.weight", "head_bias": "lm_predictions.lm_head.bias"},
 )  # fmt: skip
-DEBERTA = replace(DEBERTA, legacy=replace(DEBERTA, rows=_deberta_rows(_CLS), ties=_cls_ties("deberta.")))
+DEBERTA = replace(
+    DEBERTA, legacy=replace(
+        DEBERTA, rows=_deberta_rows(_CLS), ties=_cls_ties("deberta."),
+        optional={"head_transform": f"{_CLS[0]}.weight", "head_bias": "cls.predictions.bias"},
+    ),
+)  # fmt: skip
 
 _ALBERT_BLOCK = "albert.encoder.albert_layer_groups.0.albert_layers.0."
 ALBERT = System(

@@ -8,13 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from megatron_lite.model.attention.calls import (
-    Packed,
-    ScoreBias,
-    attend_all,
-    attend_written_out,
-    token_keys,
-)
+from megatron_lite.model.attention.calls import Packed, ScoreBias, attend_all, attend_written_out, token_keys
 from megatron_lite.model.attention.layout import Layout, may_see
 from megatron_lite.model.kernels.dropout import AttentionDropout
 

@@ -25,11 +25,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention.calls import ScoreBias
 from megatron_lite.model.kernels.dropout import Dropout
 from megatron_lite.model.kernels.fused import Biased, add
-from megatron_lite.model.layers.tensor_parallel import (
-    ColumnParallelLinear,
-    TensorParallel,
-    make_norm,
-)
+from megatron_lite.model.layers.tensor_parallel import ColumnParallelLinear, TensorParallel, make_norm
 
 Flow = Any  # that of forward.py, which is above
 

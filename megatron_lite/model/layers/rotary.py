@@ -77,11 +77,7 @@ def _turned(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 
 
 def spread(
-    heads: torch.Tensor,
-    key_value_heads: int,
-    rotary: Rotary | None,
-    norms: Any = None,
-    factor: float = 1.0,
+    heads: torch.Tensor, key_value_heads: int, rotary: Rotary | None, norms: Any = None, factor: float = 1.0
 ) -> torch.Tensor:
     """Queries, keys and values as attention takes them: [T, H + 2 K, D] -> [T, 3 H, D].
 

@@ -8,6 +8,7 @@ questions, so that no caller needs to know which model it is.
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from megatron_lite.config.tree import Config
 from megatron_lite.model.input.batch import Samples
 from megatron_lite.model.layers.tensor_parallel import TensorParallel
-from megatron_lite.model.trunk.counts import parameter_count, parameter_shapes, step_flops
+from megatron_lite.model.trunk.counts import shapes_of, step_flops
 from megatron_lite.model.trunk.glm import GLM
 from megatron_lite.model.trunk.initial_weights import initialize_parameters
 from megatron_lite.model.trunk.trained_model import TrainedModel
@@ -28,24 +29,23 @@ class OneTransformer:
         """The initialised fp32 model; DeepSpeed casts it to the training precision."""
         training = config.training
         model = GLM(
-            config.model,
-            recompute=training.recompute,
-            num_losses=num_losses,
-            parallel=parallel,
-            label_smoothing=training.label_smoothing,
-            z_loss=training.z_loss,
-            has_memory=config.has_memory,
-        )
+            config.model, recompute=training.recompute, num_losses=num_losses, parallel=parallel,
+            label_smoothing=training.label_smoothing, z_loss=training.z_loss, has_memory=config.has_memory,
+        )  # fmt: skip
         initialize_parameters(model.named_parameters(), config.model, training.seed, model.parallel)
         return model
 
+    def made_of(self, config: Config) -> tuple[Any, ...]:
+        """The class of the model, and what tells its shapes: the first arguments."""
+        return GLM, config.model
+
     def shapes(self, config: Config) -> dict[str, tuple[int, ...]]:
         """Name and shape of every parameter, without padding rows, as checkpoints hold them."""
-        return parameter_shapes(config.model)
+        return dict(shapes_of(*self.made_of(config))[1])
 
     def count(self, config: Config) -> int:
         """Trainable parameters, with the rows that pad vocabularies."""
-        return parameter_count(config.model)
+        return sum(map(math.prod, shapes_of(*self.made_of(config))[0].values()))
 
     def flops(self, config: Config, *counts: int) -> float:
         """FLOPs of a training step. Args: counts: tokens, loss rows, ... of `step_flops`, in its order."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -27,23 +28,22 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 @functools.lru_cache(maxsize=16)
-def _shapes(model: ModelConfig) -> tuple[Shapes, Shapes]:
-    """Name -> shape of every parameter with the rows that pad the vocabulary, and without them."""
+def shapes_of(made: Callable[..., torch.nn.Module], *args: Any) -> tuple[Shapes, Shapes]:
+    """Name -> shape of every parameter with the rows that pad the vocabulary, and without. Args: made: of args."""
     with torch.device("meta"):
-        named = dict(GLM(model).named_parameters())
+        named = dict(made(*args).named_parameters())
     padded = {name: tuple(p.shape) for name, p in named.items()}
     return padded, {name: whole_shape(padded[name], partition_of(p), 1) for name, p in named.items()}
 
 
 def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every parameter of the training model, without padding rows, as checkpoints hold them."""
-    return dict(_shapes(model)[1])
+    return dict(shapes_of(GLM, model)[1])
 
 
 def parameter_count(model: ModelConfig, padded: bool = True) -> int:
     """Trainable parameters, with or without the rows that pad the vocabulary. Needs model.vocab_size."""
-    with_padding, without = _shapes(model)
-    return sum(map(math.prod, (with_padding if padded else without).values()))
+    return sum(map(math.prod, shapes_of(GLM, model)[0 if padded else 1].values()))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -51,7 +51,7 @@ def _products(model: ModelConfig, prefix: str) -> int:
     """Multiply-adds per token of the matrices whose names begin with `prefix`. Tables are looked up: no product."""
     return sum(
         math.prod(shape)
-        for name, shape in _shapes(model)[1].items()
+        for name, shape in shapes_of(GLM, model)[1].items()
         if name.startswith(prefix) and len(shape) == 2 and not name.endswith(_NO_PRODUCTS)
     )
 
@@ -76,7 +76,7 @@ def _head_products(model: ModelConfig) -> int:
     """Multiply-adds per token with loss. SpanBERT predicts it twice. The class of a sentence costs next to nothing."""
     # An untied matrix is among the heads' products already, once.
     times = (2 if model.span_boundary_places else 1) - (not model.tie_word_embeddings)
-    vocabulary = math.prod(_shapes(model)[1][WORDS]) * times
+    vocabulary = math.prod(shapes_of(GLM, model)[1][WORDS]) * times
     others = _products(model, "heads.sentence.") + _products(model, "heads.task.")
     return vocabulary + _products(model, "heads.") - others
 

@@ -113,9 +113,7 @@ class Parts(NamedTuple):
         dropouts = dropout or NO_DROPOUT, attended_dropout or NO_DROPOUT
         form = self.heads if rotary is None else self.heads._replace(cos=rotary.cos, sin=rotary.sin)
         # Parameters are no arguments of their own: autograd would call the hooks of those that have been taken.
-        run = (
-            rotary is None and self.run
-        ) or _FusedBlock.apply  # a graph would turn by the angles of its first batch
+        run = self.run or _FusedBlock.apply
         total, out = run(hidden, added, (added_bias, self), dropouts, p, form, plan)
         return total, Biased(out, self.shrink.bias)
 

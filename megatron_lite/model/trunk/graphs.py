@@ -6,7 +6,7 @@ outside of the blocks is copied to where graphs read it. Gradients are exchanged
 without a graph, so that its kernels are compiled, before it is captured.
 
 Memory of a block is free for the next capture as soon as its backward pass is captured: passes follow each other, so
-nothing of one is needed in another. What blocks return stays: up to six hidden states for each block and shape.
+nothing of one is needed in another. What blocks return stays, see RESULTS.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from megatron_lite.model.kernels.heads import HeadForm
 from megatron_lite.model.trunk.fused_block import Parts, _FusedBlock, _Product
 
 MOST_SHAPES = 4  # with a graph; batches of others run without
+RESULTS = 6  # hidden states that stay of a block and shape: two of its forward pass, two of each of two backward ones
 
 Taken = list[tuple[nn.Parameter, torch.Tensor]]
 
@@ -66,6 +68,8 @@ class BlockGraphs:
         # Address of what a graph returns, which stays there -> that and its counterpart: by whether sums have begun.
         self.kept: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
         self.shapes: set[Any] = set()
+        self.angles: dict[Any, tuple[torch.Tensor, ...]] = {}  # where graphs find cosines and sines
+        self.turning: torch.Tensor | None = None  # the cosines that lie there
 
     def put(self, parts: Parts | None) -> Parts | None:
         """The parts of a block, which then runs as graphs where it can."""
@@ -75,6 +79,18 @@ class BlockGraphs:
         if len(self.shapes) < MOST_SHAPES:
             self.shapes.add(shape)
         return shape in self.shapes
+
+    def settled(self, form: HeadForm) -> HeadForm:
+        """The form with its angles where those of every pass lie: copied at the first block of a pass."""
+        if form.cos is None or form.sin is None:
+            return form
+        found = form.cos, form.sin
+        places = self.angles.setdefault(form.cos.shape, tuple(map(torch.empty_like, found)))
+        if self.turning is not form.cos:
+            self.turning = form.cos
+            for place, given in zip(places, found, strict=True):
+                place.copy_(given)
+        return form._replace(cos=places[0], sin=places[1])
 
     def own(self, tensor: torch.Tensor | None, begun: bool) -> torch.Tensor | None:
         """Where a graph finds what it is given: where another graph left it, or in memory for it."""
@@ -100,8 +116,11 @@ class _Block:
 
     def run(self, hidden: torch.Tensor, x: torch.Tensor | None, parameters: Any, *rest: Any) -> Any:
         """As `_FusedBlock.apply`."""
-        *others, plan = rest
+        *others, form, plan = rest
         shape = plan.shape if plan.is_fixed else None
+        if shape is not None:
+            form = self.graphs.settled(form)
+            others, rest = [*others, form], (*others, form, plan)
         if shape is None or not self.graphs.admits(shape):
             return _FusedBlock.apply(hidden, x, parameters, *rest)
         inputs = [address(leaf) for leaf in tree_leaves(others) if isinstance(leaf, torch.Tensor)]

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -319,7 +320,10 @@ class Engine(ABC):
         has_stages, has_parts = self.context.pp.size > 1, self._config.model.decoder_layers > 0
         device, dtype = self.context.device, TYPES[self._config.training.precision]
         multiple = few_lengths(rows * length, device, dtype) if not has_stages or has_parts else 1
-        if self._config.parallel.sequence_parallel:
+        if device.type == "cuda" and not (has_stages or has_parts or self._config.decoder):
+            table = self._length_table(rows * length)
+            multiple = int(table[np.searchsorted(table, batch.tokens)])
+        elif self._config.parallel.sequence_parallel:
             multiple = math.lcm(multiple, self.context.tp.size)  # the tokens are split evenly
         made = prepare(
             batch,
@@ -335,6 +339,12 @@ class Engine(ABC):
             tensor_parallel_size=self.context.tp.size,
         )
         return replace(made, loss_factor=loss_factor)
+
+    def _length_table(self, places: int) -> np.ndarray:
+        from megatron_lite.model.input.length_table import length_table
+
+        processors = torch.cuda.get_device_properties(self.context.device).multi_processor_count
+        return length_table(places, self._config.model, processors, self.context.tp.size, self._has_graphs)
 
     def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
         """Within the context the model computes with the averages of its weights, if `ema.use` says so."""

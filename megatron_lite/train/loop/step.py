@@ -41,7 +41,9 @@ class HostStep:
 
     inputs: list[ModelInput]  # of its micro-batches
     own_weights: list[float]  # sum of each one's loss weights
-    counts: np.ndarray  # float64 [5]: tokens, visible keys, loss rows, targets, keys of targets
+    counts: (
+        np.ndarray
+    )  # float64 [6]: tokens, visible keys, loss rows, targets, keys of targets, tokens with padding
     loss_weights: np.ndarray  # float64 [losses]: weight of each loss
 
 
@@ -80,14 +82,14 @@ class StepMaker:
     def make(self, place: Place, is_wanted: Callable[[], bool] = lambda: True) -> HostStep:
         """Raises: UserError, marked `only_here`, if this rank's samples cannot be read."""
         seed = derive_seed(self._config.training.seed, "dropout", place.step)
-        made = HostStep([], [], np.zeros(5), np.zeros(self._num_losses))
+        made = HostStep([], [], np.zeros(6), np.zeros(self._num_losses))
         factors = self._factors(place.step)
         counted = None if factors is None or all(factors) else [float(f != 0) for f in factors]
         for samples in self._samples(place):
             if not is_wanted():
                 raise Abandoned
             batch = read(self._data, samples)
-            made.counts[:] += (
+            made.counts[:5] += (
                 batch.tokens,
                 batch.layer_keys(self._config.model),
                 batch.loss_rows,
@@ -99,6 +101,7 @@ class StepMaker:
             if counted is not None:  # the head leaves out rows without weight
                 batch = batch.as_means(counted, [1.0] * self._num_losses)
             made.inputs.append(self._prepare(batch, seed))
+            made.counts[5] += len(made.inputs[-1].tokens)
         # The disk reads the text of the step after it meanwhile.
         self._data.prefetch(self._samples(self.following(place)).ravel())
         return made

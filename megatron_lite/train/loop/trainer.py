@@ -273,8 +273,8 @@ class Trainer:
         totals, requests = self._totals(made)
         if self.step + 1 < self._last_step and not requests.end:
             self._prefetch.begin(self._maker.following(place))
-        tokens, visible_keys, loss_rows, targets, target_keys = map(int, totals[:5])
-        loss_weights = totals[5:]
+        tokens, visible_keys, loss_rows, targets, target_keys, computed = map(int, totals[:6])
+        loss_weights = totals[6:]
         self.watchdog.at("forward, backward and optimizer")
         result = self._engine_step(self._shares.micro_batches(made, loss_weights, self.step))
         self.watchdog.at("summing losses of all ranks")
@@ -284,6 +284,7 @@ class Trainer:
         self.consumed_tokens += tokens
         interval.steps += 1
         interval.tokens += tokens
+        interval.computed += computed
         interval.flops += kind_of(self.config).flops(
             self.config, tokens, loss_rows, visible_keys, targets, target_keys
         )
@@ -338,6 +339,7 @@ class Trainer:
             "tokens_per_second": interval.tokens / elapsed,
             "tflops_per_device": tflops,
             **self.yardstick.share(tflops),
+            "padding": 1 - interval.tokens / interval.computed,
             "memory_gib": memory_gib(self.context.device),
             "data_share": interval.data_seconds / elapsed,
             "seconds_per_step": elapsed / interval.steps,

@@ -24,7 +24,7 @@ from megatron_lite.train.observe.machine import Yardstick
 
 _MEASURES = ("perplexity", "mutual_information", "active_units")
 _AGAIN = ("span_boundary", "kl")  # losses of what has another loss already
-WAIT_SHOWN = 0.05  # share of the time waited for data from which it is said
+SHOWN = 0.05  # share of padding, or of the time waited for data, from which it is said
 
 
 @dataclass
@@ -34,6 +34,7 @@ class Interval:
     objective_sums: torch.Tensor  # fp64 [objectives, 3], on the device: loss sum, loss weight, z-loss
     steps: int = 0
     tokens: int = 0
+    computed: int = 0  # tokens and their padding
     flops: float = 0.0
     data_seconds: float = 0.0  # in which the loop waited for data
     started: float = field(default_factory=time.perf_counter)
@@ -89,8 +90,10 @@ def train_line(step: int, steps: int, values: dict[str, Any]) -> str:
     ]
     if values["skipped_steps"]:
         parts.append(f"skipped {values['skipped_steps']}")
-    if values["data_share"] >= WAIT_SHOWN:
+    if values["data_share"] >= SHOWN:
         parts.append(f"data wait {values['data_share']:.0%}")
+    if values["padding"] >= SHOWN:
+        parts.append(f"padding {values['padding']:.0%}")
     return fitted([*parts, f"{format_duration(values['eta_seconds'])} left"])
 
 

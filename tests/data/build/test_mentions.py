@@ -1,6 +1,7 @@
 """Entities of texts: read from JSON lines, aligned with tokens, stored beside them, and checked wherever they go."""
 
 import json
+import re
 from functools import partial
 
 import numpy as np
@@ -9,6 +10,7 @@ from support.byte_tokenizer import ByteTokenizer
 from support.project import small_corpus
 
 from data_utils.base.errors import ConfigError, DataError
+from data_utils.build.capitals import CapitalReader
 from data_utils.build.config import BuildConfig
 from data_utils.build.corpus import build_corpus
 from data_utils.dataset.indexed_dataset import IndexedDataset
@@ -92,6 +94,17 @@ def test_shards_workers_and_splits_move_no_entity(made):
             )
 
 
+def test_duplicates_leave_with_their_entities(made):
+    """The first of equal texts stays with its own mentions, and only mentions that stay are counted as kept."""
+    other, mention = f"word3 {TEXT}", (0, 5, "Q1")
+    again = record((0, 5, "Q2"), (6, 11, "Q1"))
+    records = [record((6, 11, "Q1")), again, record(mention, text=other), again, record(text=other)]
+    prefix = made(records, deduplicate=True)
+    assert entities_of(prefix) == [-1, 2, -1, -1, -1, 2, *[-1] * 5]
+    assert IndexedDataset(prefix).manifest["entities"]["mentions"]["kept"] == 2
+    assert "2 mentions; left out: 0 of" in "".join(made.report.lines()) and made.report.duplicates == 3
+
+
 def test_joined_and_copied_datasets_keep_entities(made, tmp_path):
     first, second = (made([record((0, 5, name))], name) for name in ("Q1", "Q2"))
     joined = merge_datasets([first, second], str(tmp_path / "joined"))
@@ -100,7 +113,7 @@ def test_joined_and_copied_datasets_keep_entities(made, tmp_path):
     assert entities_of(local_copy(str(tmp_path / "joined"), tmp_path / "near")) == joined.entities.tolist()
     plain = made([{"text": TEXT}], "plain", entities_key=None, entity_ids=None)
     assert IndexedDataset(plain).entities is None
-    with pytest.raises(DataError, match="have not the same entities; rebuild one of them"):
+    with pytest.raises(DataError, match="have not the same entities; rebuild one of"):
         merge_datasets([first, plain], str(tmp_path / "mixed"))
 
 
@@ -185,3 +198,36 @@ def test_options_that_do_not_go_together(made, tmp_path):
     given = {"entities_key": "entities", "entity_ids": str(tmp_path / "ids.txt")}
     with pytest.raises(ConfigError, match="has no JSON lines; convert it"):
         build_corpus(BuildConfig(inputs=[str(path)], output=str(tmp_path / "o"), **given), ByteTokenizer)
+
+
+def test_capitals_are_those_of_the_text_on_the_first_token_of_each_word(corpus, tmp_path):
+    """The vocabulary has lost them; unknown words have them too, numbers and punctuation none."""
+    path, text = tmp_path / "text.txt", "Word1 word2, (WORD3) Étoile 7up xWord4 ."
+    path.write_text(f"{text}\n", encoding="utf-8")
+    tokenizer = TokenizerConfig(kind="bert_wordpiece", path=str(corpus / "vocab.txt"))
+    config = BuildConfig(inputs=[str(path)], output=str(tmp_path / "out"), capitals=True)
+    report = build_corpus(config, partial(load_tokenizer, tokenizer))
+    _, places = load_tokenizer(tokenizer).encode_with_places(text)
+    begins = {match.start(): int(match[0][0].isupper()) for match in re.finditer(r"[^\W\d_]\w*", text)}
+    del begins[text.index("up")]
+    expected = [begins.get(start, -1) for start, _ in places]
+    assert (
+        entities_of(tmp_path / "out") == [*expected, -1] and expected.count(1) == 3 and expected.count(0) == 2
+    )
+    pieces, _ = CapitalReader().of_tokens(
+        b"", "McDon no 7Up B", [(0, 2), (2, 5), (5, 8), (9, 10), (10, 12), (12, 14)]
+    )
+    assert pieces.tolist() == [1, -1, 0, -1, -1, 1]  # a token may begin with a space
+    assert IndexedDataset(tmp_path / "out").manifest["entities"]["ids"] == "capitals"
+    assert "words whose capitals are stored: 5" in "".join(report.lines())
+
+
+def test_capitals_and_entities_do_not_stand_in_one_file(made):
+    with pytest.raises(
+        ConfigError, match="--capitals is given with --entities-key, but a dataset has one of both"
+    ):
+        BuildConfig(inputs=["a"], output="b", capitals=True, entities_key="entities", entity_ids="ids.txt")
+    datasets = [IndexedDataset(made([record()], "a"))]
+    datasets.append(IndexedDataset(made([record()], "b", entities_key=None, entity_ids=None, capitals=True)))
+    with pytest.raises(DataError, match="have not the same entities"):
+        merge_datasets([dataset.prefix for dataset in datasets], str(datasets[0].prefix) + "-both")

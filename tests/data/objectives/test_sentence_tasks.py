@@ -10,8 +10,10 @@ from support.recipes import FIRST_TEXT_TOKEN, SPECIAL, collate, make, many, text
 
 from data_utils.base.errors import ConfigError
 from data_utils.base.losses import CLASS_HEADS
-from data_utils.base.planes import Example
+from data_utils.base.planes import BLOCK_POSITION_IDS, Example
 from data_utils.objectives import OBJECTIVES
+from data_utils.objectives.mixed import Mixed
+from data_utils.samples.loader import collate as collate_all
 
 SHOWN = {"mask_token_prob": 0.0, "random_token_prob": 0.0}  # predicted tokens stay as they are
 ENDS = vocabulary().sentence_end
@@ -105,6 +107,38 @@ def test_tokens_know_whether_the_other_part_has_them():
             assert (example.targets[labelled] == expected).all()
             seen.update(expected.tolist())
     assert min(seen.values()) > 500
+
+
+def test_words_know_their_capitals_and_other_objectives_do_not():
+    """Those that are not masked, alone and in a mixture, whose other rows are as they are without capitals."""
+    rng, pieces = np.random.default_rng(1), [40, 30, 1] * 100
+    text = rng.integers(FIRST_TEXT_TOKEN, FIRST_TEXT_TOKEN + 30, sum(pieces)).astype(np.int32)
+    capitals = rng.integers(-1, 2, len(text)).astype(np.int32)
+    made, other = make("capitalization", 80), make("sentence_distance", 80)
+    given = (np.array(pieces), np.full(100, 3), np.arange(100))
+    seen, masked_words = Counter(), 0
+    alone, plain = (collate_all(one, np.stack([text, capitals]), *given) for one in (made, other))
+    assert np.array_equal(plain, collate_all(other, text, *given))
+    without = collate_all(made, text, *given)
+    for planes, unlabelled, first in zip(alone, without, range(0, len(text), 71), strict=True):
+        example, before = Example.from_planes(planes), Example.from_planes(unlabelled)
+        of_text = np.isin(example.position_ids, 0, invert=True) & (example.tokens != SPECIAL.sep)
+        labels = np.full(len(of_text), -1)
+        labels[of_text] = capitals[first : first + 71]
+        masked = before.weights > 0
+        labelled = (labels >= 0) & ~masked
+        assert np.array_equal(example.weights > 0, masked | labelled)
+        assert (example.targets[labelled] == labels[labelled]).all()
+        assert (example.objective[labelled] == CLASS_HEADS["capitalization"]).all()
+        assert (example.targets[masked] == before.targets[masked]).all()
+        assert not planes[BLOCK_POSITION_IDS].any()
+        seen.update(labels[labelled].tolist())
+        masked_words += int(masked.sum())
+    assert near(seen[1], seen[0] + seen[1], 0.5) and near(masked_words, 100 * 78, 0.15)
+    mixed = Mixed([made, other], [1, 1], [0, 0], 7)
+    rows, chosen = collate_all(mixed, np.stack([text, capitals]), *given), mixed.choose(np.arange(100))
+    for row, kind, *both in zip(rows, chosen, alone, plain, strict=True):
+        assert np.array_equal(row, both[kind])
 
 
 def test_shares_of_distances_are_one_at_most():

@@ -1,0 +1,52 @@
+"""Capitalization beside masked words: did the text write this word with a capital?
+
+The first token of each word that is not masked predicts it, 0 or 1. A vocabulary without capitals has lost them, so a
+build with `--capitals` stores them beside the tokens.
+
+Source: ERNIE 2.0, arXiv:1907.12412, section 4.2.1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from data_utils.base.losses import CLASS_HEADS, Loss
+from data_utils.base.planes import BLOCK_POSITION_IDS, OBJECTIVE, TARGETS, WEIGHTS
+from data_utils.base.settings import checked
+from data_utils.objectives.interface import Writing
+from data_utils.objectives.labelled_text import LabelledTextConfig
+from data_utils.objectives.masked_text import NumberedText
+from data_utils.objectives.registry import register
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+@checked("capitalization")
+class CapitalizationConfig(LabelledTextConfig):
+    reads_beside = "capitals"
+
+    @property
+    def loss_share(self) -> float:
+        return 1.0
+
+    @property
+    def class_heads(self) -> dict[str, int]:
+        return {"capitalization": 2}
+
+
+@register
+class Capitalization(NumberedText):
+    name = "capitalization"
+    config_class = CapitalizationConfig
+    writing = Writing("bert")
+    losses = (Loss("masked_cased", 37), Loss("capitalization", 38))
+
+    def _fill(self, batch, tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece) -> None:
+        super()._fill(batch, tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece)
+        marks = batch[:, BLOCK_POSITION_IDS] - 1
+        batch[:, BLOCK_POSITION_IDS] = 0
+        labelled = (marks >= 0) & (batch[:, WEIGHTS] == 0)
+        batch[:, TARGETS][labelled] = marks[labelled]
+        batch[:, WEIGHTS][labelled] = np.float32(1).view(np.int32)
+        batch[:, OBJECTIVE][labelled] = CLASS_HEADS["capitalization"]

@@ -1,0 +1,33 @@
+"""The rest of a run with an objective that has a model of its own: one-line refusals of what does not go with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from data_utils.base.settings import check, to_yaml_scalar
+
+NO_OPTIONS = {
+    "label_smoothing": 0.0,
+    "z_loss": 0.0,
+    "eval_fillings": 0,
+}  # of training: defined for tokens alone
+
+
+def require_alone(config: Any, why: str) -> None:
+    """Raise ConfigError if another objective or a task stands beside it. Args: why: subject and verb before "alone"."""
+    names = ", ".join(choice.name for choice in config.objective_choices)
+    check(
+        len(config.objective_choices) == 1 and config.task is None,
+        f"objectives has {names}{' and a task' * (config.task is not None)}; {why} alone; leave out the rest.",
+    )
+
+
+def require(section: Any, path: str, wanted: Mapping[str, Any], why: str) -> None:
+    """Raise ConfigError for a setting that is not as wanted. Args: path: of the section. why: follows the value."""
+    for name, value in wanted.items():
+        actual = getattr(section, name)
+        check(
+            actual == value,
+            f"{path}.{name} is {to_yaml_scalar(actual)}, {why}; set it to {to_yaml_scalar(value)}.",
+        )
