@@ -10,6 +10,7 @@ from data_utils.base.settings import check, to_yaml_scalar
 NO_OPTIONS = {
     "label_smoothing": 0.0,
     "z_loss": 0.0,
+    "loss_rows": 0,
     "eval_fillings": 0,
 }  # of training: defined for tokens alone
 

@@ -177,6 +177,12 @@ class TrainingConfig:
         "factor of the squared log-sum-exp of a predicted token's logits in the loss of training (T5: 0.0001)",
         at_least=0,
     )
+    loss_rows: int = setting(
+        0,
+        "rows of logits that the loss computes at a time, and once more in the backward pass, where those of a whole "
+        "micro-batch need too much memory; 0 = all",
+        at_least=0,
+    )
     max_nonfinite_steps: int = setting(
         20, "consecutive skipped non-finite steps (beyond fp16 scale search) that stop the run", at_least=1
     )

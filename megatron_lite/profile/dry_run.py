@@ -6,7 +6,7 @@ from data_utils.base.errors import ConfigError
 from data_utils.samples.extent import extent_if_here
 from data_utils.text.tokenizers import load_tokenizer
 from megatron_lite.config.tree import Config
-from megatron_lite.profile.advice import Layout, Phase, advise, dry_run_report, for_all, fuller
+from megatron_lite.profile.advice import Layout, Phase, advise, dry_run_report, for_all, fuller, in_parts
 from megatron_lite.profile.estimate import Estimate, estimate, require_one_transformer
 from megatron_lite.profile.gpus import Gpu, gpu_named
 from megatron_lite.profile.rows import Rows, average_rows
@@ -52,6 +52,13 @@ def _advice(
         print(
             f"fills the GPU{name:5}{settings}: {gain:+.0%} tokens/s, MFU {given.mfu(gpu):.1%} -> {other.mfu(gpu):.1%}, "
             f"padding {given.padding:.1%} -> {other.padding:.1%} to {other.lengths}; another recipe"
+        )
+    smaller = in_parts(config, processes, gpu, rows, given)
+    if smaller is not None:
+        setting, other = smaller
+        print(
+            f"smaller loss{name:6}{setting}: {given.peak_gib:.2f} -> {other.peak_gib:.2f} GiB at the peak, a step "
+            f"{other.step_ms / given.step_ms - 1:+.1%}"
         )
     advised = advise(config, processes, gpu, rows, given)
     title = f"{start}{f'advice, phase{name}' if number else 'advice':18}"

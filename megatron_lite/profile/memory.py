@@ -12,7 +12,7 @@ from megatron_lite.model.trunk.graphs import MOST_SHAPES, RESULTS
 from megatron_lite.profile.block_costs import BlockCosts
 from megatron_lite.profile.parameters import Stage, buckets
 from megatron_lite.profile.sizes import Sizes
-from megatron_lite.profile.step_costs import LIVE_PARAMETERS, STAGE_3_BUCKET
+from megatron_lite.profile.step_costs import LIVE_PARAMETERS, STAGE_3_BUCKET, loss_parts
 
 _SUMS = 64 * 4  # bytes of GELU's sums for each feature
 
@@ -183,8 +183,9 @@ def _head(s: Sizes) -> float:
     """At the gradient of the logits."""
     e, micro = s.element, s.config.batch.micro_batch_size
     rows = s.predicted + s.rows.borders * micro
-    logits = rows * s.vocabulary * e
-    weights = s.vocabulary * s.embedding * e
+    parts = loss_parts(s)
+    logits = max(parts) * s.vocabulary * e
+    weights = s.vocabulary * s.embedding * (e + 4 * (len(parts) > 1))  # in parts their sum is in fp32
     more = (
         logits if s.config.training.kernels != "fused" or s.config.model.logit_soft_cap is not None else 0.0
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from megatron_lite.profile.block_costs import BlockCosts
 from megatron_lite.profile.gpus import Gpu
 from megatron_lite.profile.optimizer_costs import add_update
@@ -142,22 +144,12 @@ def _head(tally: Tally, s: Sizes) -> None:
         tally.kernel(T * s.width * e, 3)
         tally.small(28)
     rows += borders
-    tally.product(rows, s.embedding, s.vocabulary, e)
-    logits = rows * s.vocabulary * e
-    is_fused = s.config.training.kernels == "fused"
-    for kernel, passes in (("log_sums", 1), ("write_gradient", 2)):
-        tally.kernel(passes * logits, issued=ISSUE[kernel] * rows * s.vocabulary * is_fused)
-    if model.head_bias:
-        tally.kernel(logits)
-    tally.product(s.vocabulary, rows, s.embedding, e)
-    tally.product(rows, s.vocabulary, s.embedding, e)
-    if not is_fused:
-        tally.kernel(2 * logits, 6)
-    if s.config.training.label_smoothing:
-        tally.kernel(logits)
-        tally.kernel(2 * logits, 2)
-    if model.logit_soft_cap is not None:  # three kernels forward and backward
-        tally.kernel(2 * logits, 6)
+    parts = loss_parts(s)
+    for some in parts:
+        _logits(tally, s, some, len(parts) > 1)
+    if len(parts) > 1:
+        tally.kernel((4 + e) * s.vocabulary * s.embedding)  # their sum to the weight's type
+        tally.small(2)
     if s.tp > 1:
         tally.small(_PARALLEL_LOSS)
         tally.collective("all_reduce", 4 * rows, s.tp_group, 3)
@@ -165,6 +157,41 @@ def _head(tally: Tally, s: Sizes) -> None:
         tally.collective("all_reduce", rows * s.embedding * e, s.tp_group)
     tally.kernel(size)
     tally.small(_LOSS_FORWARD + _LOSS_BACKWARD + 3)
+
+
+def loss_parts(s: Sizes) -> list[float]:
+    """Rows of logits that are there at a time, see `training.loss_rows`."""
+    most, rows = s.config.training.loss_rows, s.predicted
+    borders = s.rows.borders * s.config.batch.micro_batch_size
+    if not 0 < most < rows + borders:
+        return [rows + borders]
+    parts = [[most] * int(of // most) + [of % most] for of in (rows, borders)]
+    return [some for some in itertools.chain(*parts) if some]
+
+
+def _logits(tally: Tally, s: Sizes, rows: float, in_parts: bool) -> None:
+    """Logits of some rows, their losses, and back; in parts they are computed again."""
+    model, e, is_fused = s.config.model, s.element, s.config.training.kernels == "fused"
+    logits = rows * s.vocabulary * e
+    for _ in range(1 + in_parts):
+        tally.product(rows, s.embedding, s.vocabulary, e)
+        if model.logit_soft_cap is not None:
+            tally.kernel(2 * logits, 3)
+    for kernel, passes in (("log_sums", 1), ("write_gradient", 2)):
+        tally.kernel(passes * logits, issued=ISSUE[kernel] * rows * s.vocabulary * is_fused)
+    if model.head_bias:
+        tally.kernel(logits)
+    tally.product(s.vocabulary, rows, s.embedding, e, 8 * in_parts)  # adds to what is there
+    tally.product(rows, s.vocabulary, s.embedding, e)
+    if not is_fused:
+        tally.kernel(2 * logits, 6)
+    if s.config.training.label_smoothing:
+        tally.kernel(logits)
+        tally.kernel(2 * logits, 2)
+    if model.logit_soft_cap is not None:
+        tally.kernel(2 * logits, 3)
+    if in_parts:
+        tally.kernel(2 * rows * s.embedding * e)  # into the gradient of all rows
 
 
 class _Pipe:

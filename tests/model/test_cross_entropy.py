@@ -2,26 +2,28 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.distributed import run_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.sections import ParallelConfig
-from megatron_lite.model.trunk import heads as module
+from megatron_lite.model.kernels import torch_cross_entropy
+from megatron_lite.model.trunk import cross_entropy as module
 from megatron_lite.model.trunk.glm import GLM
-from megatron_lite.model.trunk.heads import cross_entropy
+from megatron_lite.model.trunk.heads import row_losses
 from megatron_lite.model.trunk.initial_weights import initialize_parameters
 from megatron_lite.model.trunk.loss_terms import Terms
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 4 * 11 * 3, 1 << 24])  # one row, three rows, all rows at a time
 def test_equals_torch_for_every_chunking(monkeypatch, chunk_bytes):
-    monkeypatch.setattr(module, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(torch_cross_entropy, "_CHUNK_BYTES", chunk_bytes)
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(7, 11, generator=generator, requires_grad=True)
     targets = torch.randint(0, 11, (7,), generator=generator)
     weights = torch.rand(7, generator=generator)
     expected = F.cross_entropy(logits, targets, reduction="none")
     (expected_grad,) = torch.autograd.grad((expected * weights).sum(), logits)
-    ours = cross_entropy(logits * 1.0, targets)
+    ours = module.cross_entropy(logits * 1.0, targets)
     (grad,) = torch.autograd.grad((ours * weights).sum(), logits)
     # fp32 with another order of summation.
     torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
@@ -30,7 +32,7 @@ def test_equals_torch_for_every_chunking(monkeypatch, chunk_bytes):
 
 def test_bf16_logits_are_summed_in_fp32():
     logits = torch.zeros(1, 50_000, dtype=torch.bfloat16)
-    loss = cross_entropy(logits, torch.tensor([3]))
+    loss = module.cross_entropy(logits, torch.tensor([3]))
     assert loss.dtype == torch.float32
     # ln 50000; a bf16 sum of 50000 ones would stop at 256.
     torch.testing.assert_close(loss, torch.tensor([10.819778]), rtol=1e-6, atol=0)
@@ -38,7 +40,7 @@ def test_bf16_logits_are_summed_in_fp32():
 
 def test_no_rows_give_no_loss_and_a_zero_gradient():
     weight = torch.randn(5, 4, requires_grad=True)
-    loss = cross_entropy(torch.empty(0, 4) @ weight.T, torch.empty(0, dtype=torch.int64)).sum()
+    loss = module.cross_entropy(torch.empty(0, 4) @ weight.T, torch.empty(0, dtype=torch.int64)).sum()
     loss.backward()
     assert loss == 0 and not weight.grad.any()
 
@@ -51,10 +53,12 @@ def test_shards_of_the_vocabulary_equal_fp64(dtype, first, valid):
     logits = (5 * torch.randn(30, 11, generator=generator)).to(dtype)
     targets = torch.randint(0, 22, (30,), generator=generator).int()
     grad = torch.rand(30, generator=generator)
-    log_sums, _ = module._sums_by_torch(logits, targets, first, valid)
+    log_sums, _ = torch_cross_entropy.log_sums(logits, targets, first, valid)
     assert (log_sums == -torch.inf).all() == (valid == 0)
     copy = logits.clone()
-    module._gradient_by_torch(copy, targets, log_sums if valid else torch.zeros(30), grad, first, valid)
+    torch_cross_entropy.write_gradient(
+        copy, targets, log_sums if valid else torch.zeros(30), grad, first, valid
+    )
     assert not copy[:, valid:].any()
     if valid:
         exact = logits[:, :valid].double().requires_grad_()
@@ -71,7 +75,7 @@ def losses_of_a_shard(context, logits, targets, weights, terms):
     """Losses, and the gradient of this rank's 8 columns of a vocabulary of 11."""
     first, valid = 8 * context.tp.rank, 8 - 5 * context.tp.rank
     part = logits[:, first : first + 8].clone().requires_grad_()
-    losses = cross_entropy(part * 1.0, targets, context.tp, first, valid, terms)
+    losses = module.cross_entropy(part * 1.0, targets, context.tp, first, valid, terms)
     (grad,) = torch.autograd.grad((losses * weights).sum(), part)
     return losses.detach(), grad
 
@@ -117,3 +121,54 @@ def test_the_logits_of_training_and_of_generation_have_the_bound():
         heads.vocabulary_logits(rows, words)[:, :40],
         2.0 * torch.tanh(models[0].heads.vocabulary_logits(rows, words) / 2.0)[:, :40],
     )
+
+
+class Largest(TorchDispatchMode):
+    """Most elements of a tensor that operators made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, (tuple, list)) else [made]:
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return made
+
+
+@pytest.mark.parametrize("smoothing, z_loss", [(0.0, 0.0), (0.1, 0.01)])
+@pytest.mark.parametrize(
+    "options", [{}, {"logit_soft_cap": 2.0}, {"head_bias": True, "span_boundary_places": 4}]
+)
+def test_the_loss_of_some_rows_of_logits_at_a_time_equals_torch(options, smoothing, z_loss):
+    """In rows of five, 18 of tokens and 6 of borders; never are there more than a part's logits."""
+    config = ModelConfig(
+        num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=40, max_position=8, init_std=1.0, **options
+    )  # fmt: skip
+    model = GLM(config, loss_rows=5)
+    initialize_parameters(model.named_parameters(), config, 3)
+    heads, words = model.heads, model.embedding.word_embeddings
+    used = [p for p in (words.weight, heads.bias, heads.boundary_bias) if p is not None]
+    for bias in used[1:]:
+        torch.nn.init.normal_(bias)
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(24, 8, generator=generator, requires_grad=True)
+    targets, weights = torch.randint(0, 40, (24,), generator=generator), torch.rand(24, generator=generator)
+    borders = 6 if len(used) == 3 else 0
+    exact = [p.detach().double()[: 40 if p.dim() < 3 else None].requires_grad_() for p in (vectors, *used)]
+    logits = exact[0] @ exact[1].T
+    if borders:
+        logits = torch.cat([logits[:18] + exact[2], logits[18:] + exact[3]])
+    if config.logit_soft_cap is not None:
+        logits = 2.0 * torch.tanh(logits / 2.0)
+    expected = F.cross_entropy(logits, targets, reduction="none", label_smoothing=smoothing)
+    expected = expected + z_loss * logits.logsumexp(-1).square()
+    with Largest() as largest:
+        given = heads.loss_logits(vectors, words, borders), vectors.new_zeros(0, 2), targets, words
+        losses = row_losses(*given, Terms(smoothing, 40, z_loss) if smoothing else None)
+        found = torch.autograd.grad((losses * weights).sum(), (vectors, *used))
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)  # fp32 beside fp64
+    for ours, reference in zip(found, torch.autograd.grad((expected * weights).sum(), exact), strict=True):
+        torch.testing.assert_close(ours[: len(reference)].double(), reference, rtol=1e-5, atol=1e-5)
+    assert largest.elements == words.weight.numel()  # its gradient; that of 24 rows would be more
+    assert 5 * len(words.weight) < largest.elements < 24 * len(words.weight)

@@ -19,7 +19,8 @@ from support.kernels import interpreted_kernels
 from support.project import ROOT
 
 from megatron_lite.config.model import ACTIVATIONS
-from megatron_lite.model.kernels import cross_entropy, fused
+from megatron_lite.model.kernels import cross_entropy as cross_entropy_kernels
+from megatron_lite.model.kernels import fused, torch_cross_entropy
 from megatron_lite.model.kernels.dropout import (
     FeatureDropout,
     drop,
@@ -30,7 +31,7 @@ from megatron_lite.model.kernels.dropout import (
     token_keys,
 )
 from megatron_lite.model.kernels.fused import Biased
-from megatron_lite.model.trunk import heads
+from megatron_lite.model.trunk import cross_entropy
 
 # An odd number of tokens, and a width that is no power of two.
 TOKENS, WIDTH = 11, 72
@@ -212,12 +213,12 @@ def test_cross_entropy_of_a_shard(dtype, first, valid):
     logits = (5 * draw(rows, columns).detach()).to(dtype)
     targets = torch.tensor([0, 4199, 4200, 8299, 8300, 9000, 17], dtype=torch.int32)
     grad = torch.rand(rows, generator=torch.Generator().manual_seed(1))
-    ours = cross_entropy.log_sums_kernel(logits, targets, first, valid)
-    theirs = heads._sums_by_torch(logits, targets, first, valid)
+    ours = cross_entropy_kernels.log_sums_kernel(logits, targets, first, valid)
+    theirs = torch_cross_entropy.log_sums(logits, targets, first, valid)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
     written = logits.clone(), logits.clone()
-    cross_entropy.write_gradient_kernel(written[0], targets, theirs[0], grad, first, valid)
-    heads._gradient_by_torch(written[1], targets, theirs[0], grad, first, valid)
+    cross_entropy_kernels.write_gradient_kernel(written[0], targets, theirs[0], grad, first, valid)
+    torch_cross_entropy.write_gradient(written[1], targets, theirs[0], grad, first, valid)
     assert_close(written[:1], written[1:], dtype)
 
 
@@ -283,7 +284,7 @@ def test_no_rows(what, p):
         out, sums = fused.activated(Biased(x, bias), "silu", gated=True, dropout=dropout), [bias]
     else:
         weight = draw(WIDTH, 40)
-        out, sums = heads.cross_entropy(x @ weight, torch.empty(0, dtype=torch.int32)), [weight]
+        out, sums = cross_entropy.cross_entropy(x @ weight, torch.empty(0, dtype=torch.int32)), [weight]
     assert len(out) == 0
     found = torch.autograd.grad(out.sum(), [x, *sums])
     assert [gradient.shape for gradient in found] == [tensor.shape for tensor in (x, *sums)]
@@ -311,13 +312,13 @@ def test_torch_computes_instead(monkeypatch):
     def planted(*arguments):
         raise AssertionError("a kernel ran")
 
-    for module in (fused, cross_entropy):
+    for module in (fused, cross_entropy_kernels):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, planted)
     test_sums(torch.float32, 0.3, True, True)
     test_activations(torch.float32, "gelu_tanh", True, True, 0.3)
     logits = draw(5, 40)
-    heads.cross_entropy(logits * 1, torch.arange(5)).sum().backward()
+    cross_entropy.cross_entropy(logits * 1, torch.arange(5)).sum().backward()
     expected = torch.softmax(logits.detach(), -1) - F.one_hot(torch.arange(5), 40)
     torch.testing.assert_close(logits.grad, expected, atol=1e-6, rtol=0)
     fused.choose_kernels("fused")

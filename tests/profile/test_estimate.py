@@ -71,7 +71,7 @@ def test_formulas_are_near_the_trace(profile_of, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*LAYOUTS, "t5", "unilmv2", "modern", "local layers"])
+@pytest.mark.parametrize("name", [*LAYOUTS, "t5", "unilmv2", "modern", "local layers", "loss rows"])
 def test_formulas_are_near_the_trace_in_every_layout(profile_of, name):
     assert_near(name, profile_of(name))
 

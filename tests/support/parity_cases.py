@@ -143,6 +143,7 @@ class Case:
     attention_dropout: float = 0.0
     variant: str = ""  # of VARIANTS
     optimizer: str = "adamw"
+    loss_rows: int = 0
 
     @property
     def ranks(self) -> int:
@@ -201,7 +202,7 @@ class Case:
         words += ["dropout"] * bool(self.dropout or self.attention_dropout) + [self.variant] * bool(
             self.variant
         )
-        words += [self.optimizer] * (self.optimizer != "adamw")
+        words += [self.optimizer] * (self.optimizer != "adamw") + ["loss rows"] * bool(self.loss_rows)
         return "-".join(words)
 
     def config(self) -> Config:
@@ -219,7 +220,8 @@ class Case:
                 "final_dropout": self.dropout if self.variant else 0.0,
                 **VARIANTS[self.variant],
             },
-            "training": {"steps": STEPS, "precision": self.precision, "recompute": self.recompute},
+            "training": {"steps": STEPS, "precision": self.precision, "recompute": self.recompute}
+            | ({"loss_rows": self.loss_rows} if self.loss_rows else {}),
             "batch": {"micro_batch_size": self.micro_batch_size, "global_batch_size": SAMPLES},
             "data": {"sequence_length": 32, "row_length": ROW_LENGTH},
             "optimizer": {"clip_grad_norm": CLIP, "weight_decay": 0.1, "kind": self.optimizer}
@@ -410,8 +412,18 @@ def reduced() -> list[Case]:
     return chosen
 
 
+LOSS_ROWS = [  # logits in parts; with dropout and biases, tied and untied words
+    Case(2, 1, 1, 2, accumulation=4, dropout=0.1, variant="post-norm", loss_rows=7),
+    Case(1, 2, 1, 1, accumulation=4, variant="post-norm", loss_rows=16),
+    Case(2, 2, 1, 1, True, accumulation=4, variant="glm4", loss_rows=5),
+    Case(1, 1, 2, 3, recompute="full", loss_rows=16),
+    Case(1, 1, 2, 3, precision="bf16", loss_rows=32),
+    Case(2, 1, 2, 1, precision="fp16", accumulation=4, loss_rows=16),
+]
+
 FEW = [  # of each list above, in the default run
     DROPOUT[2],
+    *LOSS_ROWS[1:5],
     HALF[1],
     OFFLOAD[3],
     OPTIONS[0],

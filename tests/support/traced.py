@@ -57,6 +57,7 @@ MORE = {
     "llama": (LLAMA, 8, 1, (), None, 1),
     "qwen3": (QWEN3, 8, 1, (), None, 1),
     "qwen3 without norms of heads": (QWEN3, 8, 1, ("model.query_key_norm=false",), None, 1),
+    "loss rows": (PAPER, 64, 1, ("training.loss_rows=512",), None, 1),
     "label smoothing": (PAPER, 64, 1, ("training.label_smoothing=0.1",), None, 1),
     **{f"task, {head}": (PAPER, 64, 1, (TASK, *more), head, 1) for head, more in TASKS.items() if more},
     "bert, an attention call": (BERT, 64, 1, (), "attention", 1),

@@ -53,6 +53,7 @@ def test_half_precision_equals_one_process():
         "LOCAL",
         "MODERN_GLM",
         "DISENTANGLED",
+        "LOSS_ROWS",
         "OPTIMIZERS",
         "PARTS",
         "SHARED_BY_STAGES",

@@ -30,7 +30,8 @@ class OneTransformer:
         training = config.training
         model = GLM(
             config.model, recompute=training.recompute, num_losses=num_losses, parallel=parallel,
-            label_smoothing=training.label_smoothing, z_loss=training.z_loss, has_memory=config.has_memory,
+            label_smoothing=training.label_smoothing, z_loss=training.z_loss, loss_rows=training.loss_rows,
+            has_memory=config.has_memory,
         )  # fmt: skip
         initialize_parameters(model.named_parameters(), config.model, training.seed, model.parallel)
         return model

@@ -30,7 +30,7 @@ from megatron_lite.model.trunk.forward import (
     flow_of,
     own_lengths,
 )
-from megatron_lite.model.trunk.heads import Heads, row_losses, row_scores, sum_losses
+from megatron_lite.model.trunk.heads import Heads, row_losses, sum_losses
 from megatron_lite.model.trunk.trained_model import TrainedModel
 from megatron_lite.parallel.collectives import SINGLE
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from megatron_lite.model.input.task_batch import Parts
     from megatron_lite.model.layers.relative import Table
     from megatron_lite.model.trunk.encoder_decoder import DecoderEmbedding, DecoderFlow
+    from megatron_lite.model.trunk.loss_in_parts import LogitsInParts
 
 
 class GLM(TrainedModel):
@@ -47,6 +48,7 @@ class GLM(TrainedModel):
         parallel: None = one process holds every layer whole.
         label_smoothing: part of the targets' probability that training spreads over the vocabulary.
         z_loss: see `sum_losses`.
+        loss_rows: rows of logits at a time in the loss, 0 for all.
         has_memory: whether batches hold tokens that are a memory, see `detached_memory`.
     """
 
@@ -59,6 +61,7 @@ class GLM(TrainedModel):
         parallel: TensorParallel | None = None,
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
+        loss_rows: int = 0,
         has_memory: bool = False,
     ):
         super().__init__()
@@ -91,7 +94,7 @@ class GLM(TrainedModel):
             for name, table in relative_tables(config, self.parallel).items():
                 setattr(self, name, table)
         self.final_layernorm = final_layernorm(config)
-        self.heads = Heads(config, self.parallel)
+        self.heads = Heads(config, self.parallel, loss_rows)
         self.before_use: Callable[[nn.Module], None] = lambda part: None
 
     def run(
@@ -236,9 +239,10 @@ class GLM(TrainedModel):
         if parts.head != "choices":
             outputs = self._head_outputs(self._layers(batch), batch, parts).float()
             return outputs, outputs.new_empty(0)
-        from megatron_lite.model.trunk.task_losses import part_sums
+        from megatron_lite.model.trunk.task_losses import part_sums, row_scores
 
-        logits, _ = self._row_logits(self._hidden(batch), batch)
+        logits, _ = self._row_logits(self._hidden(batch), batch, whole=True)
+        assert isinstance(logits, torch.Tensor)
         rows = len(parts.row_part)
         log_p, is_likeliest = row_scores(logits[:rows], batch.targets[:rows], self.embedding.word_embeddings)
         return part_sums(log_p, parts), part_sums(~is_likeliest, parts) == 0
@@ -271,11 +275,14 @@ class GLM(TrainedModel):
         """fp32 [K + P + M], see LossRows."""
         return row_losses(*self._row_logits(hidden, batch), batch.targets, self.embedding.word_embeddings)
 
-    def _row_logits(self, hidden: torch.Tensor, batch: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
+    def _row_logits(
+        self, hidden: torch.Tensor, batch: ModelInput, whole: bool = False
+    ) -> tuple[torch.Tensor | LogitsInParts, torch.Tensor]:
         """Logits of tokens [K + P, local V with padding] and of classes [M, classes]."""
         words = self.embedding.word_embeddings
         dropout = batch.dropout
         if dropout is not None and isinstance(batch.plan, PartsPlan):
             dropout = replace(dropout, keys=dropout.keys.split(batch.plan.lengths)[1])
         vectors, classes = self.heads(hidden, batch.loss_rows, self.final_layernorm, dropout)
-        return self.heads.vocabulary_logits(vectors, words, len(batch.loss_rows.borders)), classes
+        logits = self.heads.vocabulary_logits if whole else self.heads.loss_logits
+        return logits(vectors, words, len(batch.loss_rows.borders)), classes

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -34,11 +33,13 @@ from megatron_lite.model.layers.tensor_parallel import (
     linear,
     sharded,
 )
-from megatron_lite.parallel.collectives import SINGLE, Group, all_reduce, gather_tokens
+from megatron_lite.model.trunk.cross_entropy import cross_entropy
+from megatron_lite.parallel.collectives import gather_tokens
 
 if TYPE_CHECKING:
     from megatron_lite.model.input.task_batch import Parts
     from megatron_lite.model.layers.dense import Transform
+    from megatron_lite.model.trunk.loss_in_parts import LogitsInParts
     from megatron_lite.model.trunk.loss_terms import Terms
     from megatron_lite.model.trunk.special_heads import SentenceHead, SpanBoundaryHead, TaskHead, TaskHeads
 
@@ -53,9 +54,10 @@ def _token_biases(config: ModelConfig, parallel: TensorParallel) -> nn.Parameter
 class Heads(nn.Module):
     """Everything after the final LayerNorm except the word embedding, which belongs to the input side."""
 
-    def __init__(self, config: ModelConfig, parallel: TensorParallel):
+    def __init__(self, config: ModelConfig, parallel: TensorParallel, loss_rows: int = 0):
         super().__init__()
         self.parallel = parallel
+        self.loss_rows = loss_rows  # see `loss_logits`
         self.sentence: SentenceHead | None = None
         self.span_boundary: SpanBoundaryHead | None = None
         self.task: TaskHead | TaskHeads | None = None
@@ -138,13 +140,32 @@ class Heads(nn.Module):
 
         Args: boundaries: P, the last rows, which are predicted from the borders of their span.
         """
-        vectors = self.parallel.copy(vectors if self.scale == 1.0 else vectors * self.scale)
-        weight = embedding.weight if self.vocabulary is None else self.vocabulary.weight
+        vectors, weight = self._operands(vectors, embedding)
         if self.boundary_bias is None:
             return self._capped(linear(vectors, weight, self.bias))
         tokens, borders = vectors.split([len(vectors) - boundaries, boundaries])
         parts = (tokens, self.bias), (borders, self.boundary_bias)
         return self._capped(torch.cat([linear(rows, weight, bias) for rows, bias in parts]))
+
+    def loss_logits(
+        self, vectors: torch.Tensor, embedding: VocabParallelEmbedding, boundaries: int
+    ) -> torch.Tensor | LogitsInParts:
+        """`vocabulary_logits` for `row_losses`: where `loss_rows` says so, computed there, some rows at a time."""
+        if not 0 < self.loss_rows < len(vectors):
+            return self.vocabulary_logits(vectors, embedding, boundaries)
+        from megatron_lite.model.trunk.loss_in_parts import LogitsInParts
+
+        biases = self.bias, self.boundary_bias
+        return LogitsInParts(
+            *self._operands(vectors, embedding), biases, boundaries, self.soft_cap, self.loss_rows
+        )
+
+    def _operands(
+        self, vectors: torch.Tensor, embedding: VocabParallelEmbedding
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Vectors and weight of the product that makes logits."""
+        weight = embedding.weight if self.vocabulary is None else self.vocabulary.weight
+        return self.parallel.copy(vectors if self.scale == 1.0 else vectors * self.scale), weight
 
     def _capped(self, logits: torch.Tensor) -> torch.Tensor:
         return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
@@ -155,127 +176,8 @@ class Heads(nn.Module):
         return self.vocabulary_logits(rows, embedding)[..., : embedding.local_vocab]
 
 
-# Cross entropy in fp32, from half-precision logits, with the gradient written over the logits. The logits are the
-# largest tensor of a step ([loss rows, vocabulary]). torch's cross entropy would make an fp32 copy, a log-softmax of it
-# and a gradient: 12 bytes per logit beside the logits. Here only the log-sum-exp is kept, and the backward pass turns
-# the saved logits into their gradient in place. On a GPU a kernel does each (fused.py); torch's operators convert
-# chunks of rows to fp32.
-
-_CHUNK_BYTES = 1 << 20  # fp32 bytes per chunk: what a core's L2 cache holds
-
-
-def _sums_by_torch(
-    logits: torch.Tensor, targets: torch.Tensor, first: int, valid: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    real = logits[:, :valid]
-    log_sums = torch.cat([chunk.float().logsumexp(-1) for chunk in real.split(_rows_of_a_chunk(logits))])
-    picked = torch.zeros_like(log_sums)
-    if valid:  # the last ranks of a small vocabulary may hold nothing but padding
-        local, is_here = _local(targets, first, valid)
-        picked = real.gather(1, local[:, None]).squeeze(1).float().masked_fill(~is_here, 0.0)
-    return log_sums, picked
-
-
-def _gradient_by_torch(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    log_sums: torch.Tensor,
-    grad: torch.Tensor,
-    first: int,
-    valid: int,
-) -> None:
-    logits[:, valid:] = 0.0
-    if not valid:
-        return
-    local, is_here = _local(targets, first, valid)
-    rows = _rows_of_a_chunk(logits)
-    for start in range(0, len(logits), rows):
-        part = slice(start, start + rows)
-        probabilities = (logits[part, :valid].float() - log_sums[part, None]).exp_()
-        probabilities.scatter_add_(1, local[part, None], -is_here[part, None].float())
-        logits[part, :valid] = probabilities.mul_(grad[part, None]).to(logits.dtype)
-
-
-def _rows_of_a_chunk(logits: torch.Tensor) -> int:
-    return max(1, _CHUNK_BYTES // (4 * logits.shape[1]))
-
-
-def _local(targets: torch.Tensor, first: int, valid: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The targets' columns, and whether they are here; column 0 stands for those that are not."""
-    local = targets.long() - first
-    is_here = (local >= 0) & (local < valid)
-    return local.masked_fill(~is_here, 0), is_here
-
-
-def _functions(logits):  # type: ignore[no-untyped-def]
-    """Those that sum, and that write the gradient."""
-    if not fused.has_kernels(logits):
-        return _sums_by_torch, _gradient_by_torch
-    from megatron_lite.model.kernels import cross_entropy
-
-    return cross_entropy.log_sums_kernel, cross_entropy.write_gradient_kernel
-
-
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, logits, targets, group, first, valid, terms):  # type: ignore[no-untyped-def]
-        log_sums, picked = _functions(logits)[0](logits, targets, first, valid)
-        if group.size > 1:
-            most = all_reduce(log_sums.clone(), group, dist.ReduceOp.MAX)
-            log_sums = all_reduce((log_sums - most).exp(), group).log() + most
-            all_reduce(picked, group)
-        ctx.save_for_backward(logits, targets, log_sums)
-        ctx.columns, ctx.terms = (first, valid), terms
-        losses = log_sums - picked
-        if terms is not None and terms.smoothing:
-            sums = logits[:, :valid].sum(-1, dtype=torch.float32)
-            if group.size > 1:
-                all_reduce(sums, group)
-            losses += terms.smoothing * picked - terms.share * sums
-        if terms is not None:
-            terms.of_z = terms.z_loss * log_sums.square()
-            losses += terms.of_z
-        return losses
-
-    @staticmethod
-    def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        logits, targets, log_sums = ctx.saved_tensors
-        # Detached: autograd would watch a saved tensor for changes, and this one is used up.
-        terms = ctx.terms
-        of_sums = grad if terms is None else grad * (1 + terms.growth(log_sums))
-        _functions(logits)[1](logits.detach(), targets, log_sums, of_sums.contiguous(), *ctx.columns)
-        first, valid = ctx.columns
-        if terms is not None and valid:
-            terms.add_gradient(logits.detach()[:, :valid], *_local(targets, first, valid), grad, log_sums)
-        return logits, None, None, None, None, None
-
-
-def cross_entropy(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    group: Group = SINGLE,
-    first: int = 0,
-    valid: int | None = None,
-    terms: Terms | None = None,
-) -> torch.Tensor:
-    """Per-row cross entropy in nats, without gathering the vocabulary.
-
-    Args:
-        logits: [K rows, columns of this rank's vocabulary], any float dtype. Overwritten by the backward pass: use it
-            nowhere else.
-        targets: int labels [K], global ids, equal on all ranks of the group.
-        group: the ranks whose shards make up the vocabulary.
-        first: global id of this rank's first column.
-        valid: columns that are no padding; None = all.
-    Returns: fp32 [K], equal on all ranks of the group.
-    Source: Megatron-LM, arXiv:1909.08053, section 3.
-    """
-    valid = logits.shape[1] if valid is None else valid
-    return _CrossEntropy.apply(logits, targets, group, first, valid, terms)
-
-
 def row_losses(
-    logits: torch.Tensor,
+    logits: torch.Tensor | LogitsInParts,
     classes: torch.Tensor,
     targets: torch.Tensor,
     embedding: VocabParallelEmbedding,
@@ -283,38 +185,21 @@ def row_losses(
 ) -> torch.Tensor:
     """Cross entropy in nats, fp32 [K + P + M], equal on all tensor-parallel ranks.
 
-    Args: logits: [K + P, local V with padding]. classes: [M, 2]. targets: int [K + P + M].
+    Args: logits: [K + P, local V with padding], or see `loss_logits`. classes: [M, 2]. targets: int [K + P + M].
     """
     vocabulary, sentence = targets.split([len(logits), len(classes)])
     of_rank = embedding.parallel.group, embedding.first, embedding.local_vocab
-    losses = cross_entropy(logits, vocabulary, *of_rank, terms)
+    if isinstance(logits, torch.Tensor):
+        losses = cross_entropy(logits, vocabulary, *of_rank, terms)
+    else:
+        losses = logits.losses(vocabulary, *of_rank, terms)
     if not len(classes):
         return losses + classes.float().sum()  # an empty sum: an unused head gets a gradient of zero
     return torch.cat([losses, F.cross_entropy(classes.float(), sentence.long(), reduction="none")])
 
 
-def row_scores(
-    logits: torch.Tensor, targets: torch.Tensor, embedding: VocabParallelEmbedding
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log probability of each target, fp32 [K], and whether no token is likelier, bool [K]; on all ranks.
-
-    Args: logits: [K, local V with padding]. targets: int [K].
-    """
-    group, first, valid = embedding.parallel.group, embedding.first, embedding.local_vocab
-    log_p = -cross_entropy(logits, targets, group, first, valid)
-    largest, picked = torch.full_like(log_p, float("-inf")), torch.zeros_like(log_p)
-    if valid:
-        local, is_here = _local(targets, first, valid)
-        largest = logits[:, :valid].amax(-1).float()
-        picked = logits.gather(1, local[:, None]).squeeze(1).float().masked_fill(~is_here, 0.0)
-    if group.size > 1:
-        all_reduce(largest, group, dist.ReduceOp.MAX)
-        all_reduce(picked, group)
-    return log_p, picked >= largest
-
-
 def sum_losses(
-    rows: tuple[torch.Tensor, torch.Tensor],
+    rows: tuple[torch.Tensor | LogitsInParts, torch.Tensor],
     batch: ModelInput,
     embedding: VocabParallelEmbedding,
     num_losses: int,

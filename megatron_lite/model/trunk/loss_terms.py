@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_lite.model.kernels.torch_cross_entropy import local_columns
+
 
 @dataclass
 class Terms:
@@ -37,17 +39,18 @@ class Terms:
     def add_gradient(
         self,
         gradient: torch.Tensor,
-        local: torch.Tensor,
-        is_here: torch.Tensor,
+        targets: torch.Tensor,
+        first: int,
         grad: torch.Tensor,
         log_sums: torch.Tensor,
     ) -> None:
         """Args:
         gradient: of the cross entropy, [K, valid columns], each row times 1 + `growth` but for the target's part.
-        local, is_here: the targets' columns, and whether they are here.
+        targets: int [K], global ids. first: that of the first column.
         """
         if self.smoothing:
             gradient -= (self.share * grad)[:, None].to(gradient.dtype)
+        local, is_here = local_columns(targets, first, gradient.shape[1])
         back = (self.smoothing + self.growth(log_sums)) * grad
         back = back.masked_fill(~is_here, 0.0).to(gradient.dtype)
         gradient.scatter_add_(1, local[:, None], back[:, None])

@@ -48,6 +48,7 @@ from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.engine.engine import SHARED_BY_STAGES, Engine, StepResult, without_chatter
 
 _Rows = tuple[torch.Tensor, torch.Tensor]  # the vectors that predict tokens, class logits
+_Logits = tuple[Any, torch.Tensor]  # those of tokens, or what makes them; those of classes
 _Parts = tuple[torch.Tensor, torch.Tensor]  # the encoder's rows [Te, D], the decoder's [Td, D]
 
 
@@ -109,11 +110,11 @@ class _Words(VocabParallelEmbedding):
         return super().forward(by_ranks(current.input.tokens, current.flow.plan, self.parallel))
 
     @staticmethod
-    def project(module: _Words, inputs: tuple[Heads, *_Rows]) -> _Rows:
+    def project(module: _Words, inputs: tuple[Heads, *_Rows]) -> _Logits:
         """Last layer, on the tied weight."""
         heads, vectors, classes = inputs
         boundaries = len(module.feed.current.input.loss_rows.borders)
-        return heads.vocabulary_logits(vectors, module, boundaries), classes
+        return heads.loss_logits(vectors, module, boundaries), classes
 
 
 class _Positions(PositionEmbeddings):
@@ -177,10 +178,10 @@ class _DecoderBlock(DecoderBlock):
 class _Readout(nn.Module):
     """Final LayerNorm and heads; `_Words.project` applies the tied weight, `_Project` an untied one."""
 
-    def __init__(self, config: ModelConfig, parallel: TensorParallel, feed: _Feed):
+    def __init__(self, config: ModelConfig, parallel: TensorParallel, feed: _Feed, loss_rows: int):
         super().__init__()
         self.final_layernorm = final_layernorm(config)
-        self.heads = Heads(config, parallel)
+        self.heads = Heads(config, parallel, loss_rows)
         self.feed = feed
 
     def forward(self, given: torch.Tensor | Stream | _Parts) -> tuple[Heads, *_Rows]:
@@ -198,11 +199,11 @@ class _Project(nn.Module):
         super().__init__()
         self.feed = feed
 
-    def forward(self, inputs: tuple[Heads, *_Rows]) -> _Rows:
+    def forward(self, inputs: tuple[Heads, *_Rows]) -> _Logits:
         heads, vectors, classes = inputs
         assert heads.vocabulary is not None
         boundaries = len(self.feed.current.input.loss_rows.borders)
-        return heads.vocabulary_logits(vectors, heads.vocabulary, boundaries), classes
+        return heads.loss_logits(vectors, heads.vocabulary, boundaries), classes
 
 
 def stage_bounds(costs: list[float], stages: int) -> list[int]:
@@ -237,7 +238,8 @@ class _Stages(PipelineModule):
                 TiedLayerSpec("words", _Words, model, parallel, feed, forward_fn=function)
                 for function in (None, _Words.project)
             )
-        positions, readout = (LayerSpec(layer, model, parallel, feed) for layer in (_Positions, _Readout))
+        positions = LayerSpec(_Positions, model, parallel, feed)
+        readout = LayerSpec(_Readout, model, parallel, feed, config.training.loss_rows)
         layers = [words, positions, *blocks, readout, project]
         self.costs = layer_costs(model, config.loss_share)
         topology = PipeModelDataParallelTopology(
@@ -320,7 +322,7 @@ class PipelineEngine(Engine):
     def _no_sums(self, device: torch.device) -> torch.Tensor:
         return torch.zeros(self.num_losses, 3, dtype=torch.float64, device=device)
 
-    def _loss(self, outputs: _Rows, nothing: torch.Tensor) -> torch.Tensor:
+    def _loss(self, outputs: _Logits, nothing: torch.Tensor) -> torch.Tensor:
         """On the last stage: this micro-batch's share of the step's loss; adds to the objectives' sums."""
         current = self._feed.current
         data, words = current.input, self._stages.output_words()
