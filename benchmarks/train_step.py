@@ -47,8 +47,8 @@ from megatron_lite.model.input.lengths import builds_kernels, few_lengths
 from megatron_lite.model.input.model_input import ModelInput
 from megatron_lite.model.layers.tensor_parallel import linear
 from megatron_lite.model.trunk.counts import step_flops
-from megatron_lite.model.trunk.cross_entropy import cross_entropy
 from megatron_lite.model.trunk.glm import GLM
+from megatron_lite.model.trunk.heads import cross_entropy
 from megatron_lite.model.trunk.initial_weights import initialize_parameters
 from megatron_lite.train.observe.machine import known_peak_tflops
 

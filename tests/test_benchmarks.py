@@ -36,8 +36,7 @@ from megatron_lite.model.attention.layout import make_layout
 from megatron_lite.model.attention.plan import plan_attention
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.model_input import ModelInput
-from megatron_lite.model.kernels import torch_cross_entropy
-from megatron_lite.model.trunk import cross_entropy
+from megatron_lite.model.trunk import heads
 from megatron_lite.model.trunk.counts import parameter_count
 from megatron_lite.model.trunk.glm import GLM
 from megatron_lite.model.trunk.initial_weights import initialize_parameters
@@ -437,7 +436,7 @@ def test_dropping_padding_changes_nothing(dtype):
 
 @pytest.mark.parametrize("chunk_bytes", [1, 4 * 11 * 3, 1 << 20])
 def test_cross_entropy_and_its_gradient_match_float64(monkeypatch, chunk_bytes):
-    monkeypatch.setattr(torch_cross_entropy, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(heads, "_CHUNK_BYTES", chunk_bytes)
     generator = torch.Generator().manual_seed(0)
     logits = 5 * torch.randn(7, 11, generator=generator)
     targets = torch.randint(0, 11, (7,), generator=generator)
@@ -446,7 +445,7 @@ def test_cross_entropy_and_its_gradient_match_float64(monkeypatch, chunk_bytes):
     expected = F.cross_entropy(exact, targets, reduction="none")
     (expected * weights).sum().backward()
     leaf = logits.clone().requires_grad_()
-    loss = cross_entropy.cross_entropy(leaf * 1.0, targets)
+    loss = heads.cross_entropy(leaf * 1.0, targets)
     (loss * weights).sum().backward()
     # fp32 arithmetic on values up to 20: absolute error of a few 1e-6.
     torch.testing.assert_close(loss.double(), expected, rtol=0, atol=1e-5)

@@ -178,10 +178,7 @@ class TrainingConfig:
         at_least=0,
     )
     loss_rows: int = setting(
-        0,
-        "rows of logits that the loss computes at a time, and once more in the backward pass, where those of a whole "
-        "micro-batch need too much memory; 0 = all",
-        at_least=0,
+        0, "rows of logits in memory at a time, which are computed twice for that; 0 = all, once", at_least=0
     )
     max_nonfinite_steps: int = setting(
         20, "consecutive skipped non-finite steps (beyond fp16 scale search) that stop the run", at_least=1

@@ -112,10 +112,23 @@ MIXTURE = {
         "sentence_classes": 2,
         "span_boundary_places": 10,
         "segments": 6,
+        "class_heads": [
+            "capitalization:2",
+            "sentence_distance:3",
+            "sentence_reordering:9",
+            "token_document:2",
+        ],
     },
     "training": {"steps": 4},
     "batch": {"micro_batch_size": 26, "global_batch_size": 52},
 }
+
+
+def test_the_mixture_of_every_objective_is_one_that_trains(settings):
+    file = Path(settings["run"]["directory"]).parent / "mixture.yaml"
+    file.write_text(yaml.safe_dump(merge(settings, MIXTURE)))
+    done = pretrain("--config", str(file), "--dry-run", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.gpu
@@ -140,6 +153,20 @@ DETERMINISTIC = {
     "model": {"hidden_size": 128, "embedding_dropout": 0.1, "attention_dropout": 0.1, "output_dropout": 0.1},
     "training": {"deterministic": True, "precision": "bf16"},
 }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "optional", [{}, {"position_encoding": "rotary", "norm": "rmsnorm"}], ids=["classic", "modern"]
+)
+def test_blocks_as_graphs_train_as_blocks_without(visible_gpus, settings, optional):
+    """Losses of six steps, of which the later replay graphs."""
+    plain = {"model": {"hidden_size": 256, **optional}, "training": {"precision": "bf16"}}
+    without = losses_of(settings, "without", plain)
+    found = losses_of(settings, "graphs", plain, {"training": {"cuda_graphs": True}})
+    assert without.keys() == found.keys() == set(range(1, 7))
+    for step, expected in without.items():
+        assert found[step] == pytest.approx(expected, rel=0.01), step
 
 
 def assert_resume_is_exact(settings):

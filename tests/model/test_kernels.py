@@ -20,7 +20,7 @@ from support.project import ROOT
 
 from megatron_lite.config.model import ACTIVATIONS
 from megatron_lite.model.kernels import cross_entropy as cross_entropy_kernels
-from megatron_lite.model.kernels import fused, torch_cross_entropy
+from megatron_lite.model.kernels import fused
 from megatron_lite.model.kernels.dropout import (
     FeatureDropout,
     drop,
@@ -31,7 +31,7 @@ from megatron_lite.model.kernels.dropout import (
     token_keys,
 )
 from megatron_lite.model.kernels.fused import Biased
-from megatron_lite.model.trunk import cross_entropy
+from megatron_lite.model.trunk import heads as heads_module
 
 # An odd number of tokens, and a width that is no power of two.
 TOKENS, WIDTH = 11, 72
@@ -214,11 +214,11 @@ def test_cross_entropy_of_a_shard(dtype, first, valid):
     targets = torch.tensor([0, 4199, 4200, 8299, 8300, 9000, 17], dtype=torch.int32)
     grad = torch.rand(rows, generator=torch.Generator().manual_seed(1))
     ours = cross_entropy_kernels.log_sums_kernel(logits, targets, first, valid)
-    theirs = torch_cross_entropy.log_sums(logits, targets, first, valid)
+    theirs = heads_module._sums_by_torch(logits, targets, first, valid)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
     written = logits.clone(), logits.clone()
     cross_entropy_kernels.write_gradient_kernel(written[0], targets, theirs[0], grad, first, valid)
-    torch_cross_entropy.write_gradient(written[1], targets, theirs[0], grad, first, valid)
+    heads_module._gradient_by_torch(written[1], targets, theirs[0], grad, first, valid)
     assert_close(written[:1], written[1:], dtype)
 
 
@@ -284,7 +284,7 @@ def test_no_rows(what, p):
         out, sums = fused.activated(Biased(x, bias), "silu", gated=True, dropout=dropout), [bias]
     else:
         weight = draw(WIDTH, 40)
-        out, sums = cross_entropy.cross_entropy(x @ weight, torch.empty(0, dtype=torch.int32)), [weight]
+        out, sums = heads_module.cross_entropy(x @ weight, torch.empty(0, dtype=torch.int32)), [weight]
     assert len(out) == 0
     found = torch.autograd.grad(out.sum(), [x, *sums])
     assert [gradient.shape for gradient in found] == [tensor.shape for tensor in (x, *sums)]
@@ -318,7 +318,7 @@ def test_torch_computes_instead(monkeypatch):
     test_sums(torch.float32, 0.3, True, True)
     test_activations(torch.float32, "gelu_tanh", True, True, 0.3)
     logits = draw(5, 40)
-    cross_entropy.cross_entropy(logits * 1, torch.arange(5)).sum().backward()
+    heads_module.cross_entropy(logits * 1, torch.arange(5)).sum().backward()
     expected = torch.softmax(logits.detach(), -1) - F.one_hot(torch.arange(5), 40)
     torch.testing.assert_close(logits.grad, expected, atol=1e-6, rtol=0)
     fused.choose_kernels("fused")

@@ -14,11 +14,11 @@ from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.model_input import ModelInput
-from megatron_lite.model.trunk.cross_entropy import cross_entropy
+from megatron_lite.model.trunk.answers import row_scores
 from megatron_lite.model.trunk.glm import GLM
+from megatron_lite.model.trunk.heads import cross_entropy
 from megatron_lite.model.trunk.initial_weights import initialize_parameters
 from megatron_lite.model.trunk.loss_terms import Terms
-from megatron_lite.model.trunk.task_losses import row_scores
 from megatron_lite.train.engine.plain import make_engine
 
 CPU = torch.device("cpu")

@@ -62,7 +62,7 @@ def attend(plan, qkv, dropout=None, device=CPU, layer=0):
     packed = torch.stack([x.flatten(0, 1) for x in qkv], dim=1)
     # Padding takes values that would be seen in the output.
     ordered = torch.where(real[:, None, None, None], packed[order.clamp(min=0)], 3.0)
-    arrays = [torch.from_numpy(np.ascontiguousarray(x)).to(device) for x in plan.arrays()]
+    arrays = [torch.as_tensor(x).to(device) for x in plan.arrays()]  # tensors, if it was on the device before
     out = plan.on_device(arrays, device).attend(layer, [ordered.to(device)], dropout).cpu()
     whole = torch.zeros_like(packed[:, 0])
     return whole.index_copy(0, order[real], out[real]).view_as(qkv[0])

@@ -35,6 +35,7 @@ from megatron_lite.hf.glm.modeling_glm import GLMForSequenceClassification
 from megatron_lite.hf.glm.released import reference_logits
 from megatron_lite.model.attention.layout import allowed
 from megatron_lite.model.input.batch import Batch
+from megatron_lite.model.trunk.answers import task_rows
 from megatron_lite.model.trunk.glm import GLM, ModelInput
 
 TOLERANCE = 1e-5  # fp32: the same sums in another order
@@ -234,12 +235,11 @@ def training_states(model: GLM, batch: np.ndarray) -> tuple[torch.Tensor, torch.
 
 
 @torch.no_grad()
-@torch.no_grad()
 def training_classes(model: GLM, batch: np.ndarray) -> torch.Tensor:
     """Output of a task's head for each row's first token, fp32 [B, classes]."""
     states, _ = training_states(model, batch)
     first = torch.arange(len(batch))
-    return model.heads.task_rows([states[:, 0]], first, model.final_layernorm, None).float()
+    return task_rows(model.heads, [states[:, 0]], first, model.final_layernorm, None).float()
 
 
 @torch.no_grad()

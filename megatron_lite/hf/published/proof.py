@@ -46,6 +46,7 @@ from megatron_lite.hf.published.conversion import is_headless, load_class, syste
 from megatron_lite.hf.published.segment_memory import read_segment
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.model_input import prepare
+from megatron_lite.model.trunk.answers import task_rows
 from megatron_lite.model.trunk.glm import GLM
 
 _XLNET_INPUTS = {"input_ids": TOKENS, "token_type_ids": SEGMENT_IDS}
@@ -236,7 +237,7 @@ def _of_task(theirs: torch.nn.Module, config: ModelConfig, batch: np.ndarray) ->
 
     def answer(model: GLM) -> torch.Tensor:
         hidden, _ = our_output(model, batch, has_task_rows=True)
-        return model.heads.task_rows([hidden.flatten(0, 1)], rows, model.final_layernorm, None).float()
+        return task_rows(model.heads, [hidden.flatten(0, 1)], rows, model.final_layernorm, None).float()
 
     return Question("head", expected, answer)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from megatron_lite.model.input.task_batch import Parts
     from megatron_lite.model.layers.relative import Table
     from megatron_lite.model.trunk.encoder_decoder import DecoderEmbedding, DecoderFlow
-    from megatron_lite.model.trunk.loss_in_parts import LogitsInParts
 
 
 class GLM(TrainedModel):
@@ -239,10 +238,10 @@ class GLM(TrainedModel):
         if parts.head != "choices":
             outputs = self._head_outputs(self._layers(batch), batch, parts).float()
             return outputs, outputs.new_empty(0)
-        from megatron_lite.model.trunk.task_losses import part_sums, row_scores
+        from megatron_lite.model.trunk.answers import row_scores
+        from megatron_lite.model.trunk.task_losses import part_sums
 
         logits, _ = self._row_logits(self._hidden(batch), batch, whole=True)
-        assert isinstance(logits, torch.Tensor)
         rows = len(parts.row_part)
         log_p, is_likeliest = row_scores(logits[:rows], batch.targets[:rows], self.embedding.word_embeddings)
         return part_sums(log_p, parts), part_sums(~is_likeliest, parts) == 0
@@ -263,7 +262,9 @@ class GLM(TrainedModel):
         return layers
 
     def _head_outputs(self, layers: list[torch.Tensor], batch: ModelInput, parts: Parts) -> torch.Tensor:
-        outputs = self.heads.task_rows(layers, parts.rows, self.final_layernorm, batch.dropout, parts)
+        from megatron_lite.model.trunk.answers import task_rows
+
+        outputs = task_rows(self.heads, layers, parts.rows, self.final_layernorm, batch.dropout, parts)
         return outputs[: len(parts.row_part)]
 
     def losses(self, batch: ModelInput, condition: Condition | None = None) -> torch.Tensor:
@@ -277,12 +278,16 @@ class GLM(TrainedModel):
 
     def _row_logits(
         self, hidden: torch.Tensor, batch: ModelInput, whole: bool = False
-    ) -> tuple[torch.Tensor | LogitsInParts, torch.Tensor]:
+    ) -> tuple[Any, torch.Tensor]:
         """Logits of tokens [K + P, local V with padding] and of classes [M, classes]."""
         words = self.embedding.word_embeddings
         dropout = batch.dropout
         if dropout is not None and isinstance(batch.plan, PartsPlan):
             dropout = replace(dropout, keys=dropout.keys.split(batch.plan.lengths)[1])
         vectors, classes = self.heads(hidden, batch.loss_rows, self.final_layernorm, dropout)
-        logits = self.heads.vocabulary_logits if whole else self.heads.loss_logits
-        return logits(vectors, words, len(batch.loss_rows.borders)), classes
+        borders = len(batch.loss_rows.borders)
+        if whole or not self.heads.loss_rows:
+            return self.heads.vocabulary_logits(vectors, words, borders), classes
+        from megatron_lite.model.trunk.loss_in_parts import loss_logits
+
+        return loss_logits(self.heads, vectors, words, borders), classes

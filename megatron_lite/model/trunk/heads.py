@@ -10,14 +10,16 @@ what is not split over the vocabulary is computed by each rank, with equal resul
 
 Shapes: T tokens, D hidden size, E embedding size (D unless factorised), V vocabulary; K loss rows that predict their
 token, P of them once more from the borders of their span, M loss rows of CLS that predict a class.
+
+`cross_entropy` saves the logits, the largest tensor of a step, and turns them into their gradient in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -33,15 +35,14 @@ from megatron_lite.model.layers.tensor_parallel import (
     linear,
     sharded,
 )
-from megatron_lite.model.trunk.cross_entropy import cross_entropy
-from megatron_lite.parallel.collectives import gather_tokens
+from megatron_lite.parallel.collectives import SINGLE, Group, all_reduce, gather_tokens
 
 if TYPE_CHECKING:
-    from megatron_lite.model.input.task_batch import Parts
     from megatron_lite.model.layers.dense import Transform
-    from megatron_lite.model.trunk.loss_in_parts import LogitsInParts
     from megatron_lite.model.trunk.loss_terms import Terms
     from megatron_lite.model.trunk.special_heads import SentenceHead, SpanBoundaryHead, TaskHead, TaskHeads
+
+_CHUNK_BYTES = 1 << 20  # fp32 bytes per chunk of rows: what a core's L2 cache holds
 
 
 def _token_biases(config: ModelConfig, parallel: TensorParallel) -> nn.Parameter:
@@ -57,7 +58,7 @@ class Heads(nn.Module):
     def __init__(self, config: ModelConfig, parallel: TensorParallel, loss_rows: int = 0):
         super().__init__()
         self.parallel = parallel
-        self.loss_rows = loss_rows  # see `loss_logits`
+        self.loss_rows = loss_rows  # see loss_in_parts.py
         self.sentence: SentenceHead | None = None
         self.span_boundary: SpanBoundaryHead | None = None
         self.task: TaskHead | TaskHeads | None = None
@@ -80,9 +81,8 @@ class Heads(nn.Module):
         self.soft_cap = config.logit_soft_cap
         self.bias = _token_biases(config, parallel) if config.head_bias else None
         # SpanBERT's tokens that are predicted from their span's borders have biases of their own.
-        self.boundary_bias = (
-            _token_biases(config, parallel) if config.head_bias and config.span_boundary_places else None
-        )
+        has_borders = config.head_bias and config.span_boundary_places
+        self.boundary_bias = _token_biases(config, parallel) if has_borders else None
 
     def forward(
         self,
@@ -117,22 +117,6 @@ class Heads(nn.Module):
             classes = self.sentence(labelled, dropped, loss_rows.objectives)
         return rows, classes
 
-    def task_rows(
-        self,
-        layers: Sequence[torch.Tensor],
-        rows: torch.Tensor,
-        final_layernorm: nn.Module,
-        dropout: Dropout | None,
-        parts: Parts | None = None,
-    ) -> torch.Tensor:
-        """Outputs of the task's head for rows int [N]: [N, outputs]; with a pool of the parts, [P, outputs].
-
-        Args: layers: [T, D] of the last block; for a mix those of the embeddings and of all. dropout: of all rows.
-        """
-        assert self.task is not None
-        pooler: Any = self.projection if self.task.pooled is None else getattr(self.sentence, "dense", None)
-        return self.task.outputs(layers, rows, final_layernorm, dropout, parts, pooler)
-
     def vocabulary_logits(
         self, vectors: torch.Tensor, embedding: VocabParallelEmbedding, boundaries: int = 0
     ) -> torch.Tensor:
@@ -140,27 +124,14 @@ class Heads(nn.Module):
 
         Args: boundaries: P, the last rows, which are predicted from the borders of their span.
         """
-        vectors, weight = self._operands(vectors, embedding)
+        vectors, weight = self.operands(vectors, embedding)
         if self.boundary_bias is None:
             return self._capped(linear(vectors, weight, self.bias))
         tokens, borders = vectors.split([len(vectors) - boundaries, boundaries])
         parts = (tokens, self.bias), (borders, self.boundary_bias)
         return self._capped(torch.cat([linear(rows, weight, bias) for rows, bias in parts]))
 
-    def loss_logits(
-        self, vectors: torch.Tensor, embedding: VocabParallelEmbedding, boundaries: int
-    ) -> torch.Tensor | LogitsInParts:
-        """`vocabulary_logits` for `row_losses`: where `loss_rows` says so, computed there, some rows at a time."""
-        if not 0 < self.loss_rows < len(vectors):
-            return self.vocabulary_logits(vectors, embedding, boundaries)
-        from megatron_lite.model.trunk.loss_in_parts import LogitsInParts
-
-        biases = self.bias, self.boundary_bias
-        return LogitsInParts(
-            *self._operands(vectors, embedding), biases, boundaries, self.soft_cap, self.loss_rows
-        )
-
-    def _operands(
+    def operands(
         self, vectors: torch.Tensor, embedding: VocabParallelEmbedding
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Vectors and weight of the product that makes logits."""
@@ -177,7 +148,7 @@ class Heads(nn.Module):
 
 
 def row_losses(
-    logits: torch.Tensor | LogitsInParts,
+    logits: Any,
     classes: torch.Tensor,
     targets: torch.Tensor,
     embedding: VocabParallelEmbedding,
@@ -185,7 +156,7 @@ def row_losses(
 ) -> torch.Tensor:
     """Cross entropy in nats, fp32 [K + P + M], equal on all tensor-parallel ranks.
 
-    Args: logits: [K + P, local V with padding], or see `loss_logits`. classes: [M, 2]. targets: int [K + P + M].
+    Args: logits: [K + P, local V with padding], or see loss_in_parts.py. classes: [M, 2]. targets: int [K + P + M].
     """
     vocabulary, sentence = targets.split([len(logits), len(classes)])
     of_rank = embedding.parallel.group, embedding.first, embedding.local_vocab
@@ -199,7 +170,7 @@ def row_losses(
 
 
 def sum_losses(
-    rows: tuple[torch.Tensor | LogitsInParts, torch.Tensor],
+    rows: tuple[Any, torch.Tensor],
     batch: ModelInput,
     embedding: VocabParallelEmbedding,
     num_losses: int,
@@ -227,3 +198,133 @@ def sum_losses(
     sums = torch.zeros(num_losses, len(columns), device=weights.device)
     sums.index_add_(0, batch.loss_rows.objectives, torch.stack(columns, dim=1))
     return weighted.sum(), sums
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, targets, group, first, valid, terms):  # type: ignore[no-untyped-def]
+        found = sums_of_rows(logits, targets, first, valid, terms)
+        losses, log_sums = finish_losses(*found, group, terms)
+        ctx.save_for_backward(logits, targets, log_sums)
+        ctx.columns, ctx.terms = (first, valid), terms
+        return losses
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        (logits, targets, log_sums), (first, valid) = ctx.saved_tensors, ctx.columns
+        # Detached: autograd would watch a saved tensor for changes, and this one is used up.
+        turn_into_gradient(logits.detach(), targets, log_sums, grad, first, valid, ctx.terms)
+        return logits, None, None, None, None, None
+
+
+def sums_of_rows(
+    logits: torch.Tensor, targets: torch.Tensor, first: int, valid: int, terms: Terms | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """fp32 [K] of this rank's columns: log-sum-exps, targets' logits or 0, and sums for smoothing."""
+    sums = logits[:, :valid].sum(-1, dtype=torch.float32) if terms is not None and terms.smoothing else None
+    return *_functions(logits)[0](logits, targets, first, valid), sums
+
+
+def finish_losses(
+    log_sums: torch.Tensor, picked: torch.Tensor, sums: torch.Tensor | None, group: Group, terms: Terms | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses, and log-sum-exps of the whole vocabulary, fp32 [K], from `sums_of_rows` of each rank."""
+    if group.size > 1:
+        most = all_reduce(log_sums.clone(), group, dist.ReduceOp.MAX)
+        log_sums = all_reduce((log_sums - most).exp(), group).log() + most
+        for summed in (picked, sums):
+            if summed is not None:
+                all_reduce(summed, group)
+    losses = log_sums - picked
+    if terms is not None:
+        losses += terms.of_rows(log_sums, picked, sums)
+    return losses, log_sums
+
+
+def turn_into_gradient(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    log_sums: torch.Tensor,
+    grad: torch.Tensor,
+    first: int,
+    valid: int,
+    terms: Terms | None,
+) -> None:
+    """Overwrites logits [K, columns of this rank] by the gradient of sum(grad * losses)."""
+    of_sums = grad if terms is None else grad * (1 + terms.growth(log_sums))
+    _functions(logits)[1](logits, targets, log_sums, of_sums.contiguous(), first, valid)
+    if terms is not None and valid:
+        terms.add_gradient(logits[:, :valid], *local_columns(targets, first, valid), grad, log_sums)
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    group: Group = SINGLE,
+    first: int = 0,
+    valid: int | None = None,
+    terms: Terms | None = None,
+) -> torch.Tensor:
+    """Per-row cross entropy in nats, without gathering the vocabulary.
+
+    Args:
+        logits: [K rows, columns of this rank's vocabulary], any float dtype. Overwritten by the backward pass: use it
+            nowhere else.
+        targets: int labels [K], global ids, equal on all ranks of the group.
+        group: the ranks whose shards make up the vocabulary.
+        first: global id of this rank's first column.
+        valid: columns that are no padding; None = all.
+    Returns: fp32 [K], equal on all ranks of the group.
+    Source: Megatron-LM, arXiv:1909.08053, section 3.
+    """
+    valid = logits.shape[1] if valid is None else valid
+    return _CrossEntropy.apply(logits, targets, group, first, valid, terms)
+
+
+def _functions(logits):  # type: ignore[no-untyped-def]
+    """Those that sum, and that write the gradient."""
+    if not fused.has_kernels(logits):
+        return _sums_by_torch, _gradient_by_torch
+    from megatron_lite.model.kernels.cross_entropy import log_sums_kernel, write_gradient_kernel
+
+    return log_sums_kernel, write_gradient_kernel
+
+
+def _sums_by_torch(
+    logits: torch.Tensor, targets: torch.Tensor, first: int, valid: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    real = logits[:, :valid]
+    chunks = real.split(max(1, _CHUNK_BYTES // (4 * logits.shape[1])))
+    sums = torch.cat([chunk.float().logsumexp(-1) for chunk in chunks])
+    picked = torch.zeros_like(sums)
+    if valid:  # the last ranks of a small vocabulary may hold nothing but padding
+        local, is_here = local_columns(targets, first, valid)
+        picked = real.gather(1, local[:, None]).squeeze(1).float().masked_fill(~is_here, 0.0)
+    return sums, picked
+
+
+def _gradient_by_torch(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    log_sums: torch.Tensor,
+    grad: torch.Tensor,
+    first: int,
+    valid: int,
+) -> None:
+    logits[:, valid:] = 0.0
+    if not valid:
+        return
+    local, is_here = local_columns(targets, first, valid)
+    rows = max(1, _CHUNK_BYTES // (4 * logits.shape[1]))
+    for start in range(0, len(logits), rows):
+        part = slice(start, start + rows)
+        probabilities = (logits[part, :valid].float() - log_sums[part, None]).exp_()
+        probabilities.scatter_add_(1, local[part, None], -is_here[part, None].float())
+        logits[part, :valid] = probabilities.mul_(grad[part, None]).to(logits.dtype)
+
+
+def local_columns(targets: torch.Tensor, first: int, valid: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The targets' columns, and whether they are here; column 0 stands for those that are not."""
+    local = targets.long() - first
+    is_here = (local >= 0) & (local < valid)
+    return local.masked_fill(~is_here, 0), is_here

@@ -15,10 +15,21 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_lite.model.layers.tensor_parallel import add_product, linear
-from megatron_lite.model.trunk.cross_entropy import finish_losses, sums_of_rows, turn_into_gradient
+from megatron_lite.model.layers.tensor_parallel import VocabParallelEmbedding, add_product, linear
+from megatron_lite.model.trunk.heads import Heads, finish_losses, sums_of_rows, turn_into_gradient
 from megatron_lite.model.trunk.loss_terms import Terms
 from megatron_lite.parallel.collectives import Group
+
+
+def loss_logits(
+    heads: Heads, vectors: torch.Tensor, embedding: VocabParallelEmbedding, boundaries: int
+) -> torch.Tensor | LogitsInParts:
+    """`Heads.vocabulary_logits` for `row_losses`: where `loss_rows` says so, computed there, some rows at a time."""
+    if not 0 < heads.loss_rows < len(vectors):
+        return heads.vocabulary_logits(vectors, embedding, boundaries)
+    biases = heads.bias, heads.boundary_bias
+    operands = heads.operands(vectors, embedding)
+    return LogitsInParts(*operands, biases, boundaries, heads.soft_cap, heads.loss_rows)
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_lite.model.kernels.torch_cross_entropy import local_columns
-
 
 @dataclass
 class Terms:
@@ -25,6 +23,13 @@ class Terms:
     def share(self) -> float:
         return self.smoothing / self.columns
 
+    def of_rows(
+        self, log_sums: torch.Tensor, picked: torch.Tensor, sums: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The addition to each row's loss, all fp32 [K]. Args: as `finish_losses` has them."""
+        self.of_z = self.z_loss * log_sums.square()
+        return self.of_z if sums is None else self.of_z + self.smoothing * picked - self.share * sums
+
     def growth(self, log_sums: torch.Tensor) -> torch.Tensor:
         """By how much z-loss changes with the log-sum-exp."""
         return 2 * self.z_loss * log_sums
@@ -39,18 +44,17 @@ class Terms:
     def add_gradient(
         self,
         gradient: torch.Tensor,
-        targets: torch.Tensor,
-        first: int,
+        local: torch.Tensor,
+        is_here: torch.Tensor,
         grad: torch.Tensor,
         log_sums: torch.Tensor,
     ) -> None:
         """Args:
         gradient: of the cross entropy, [K, valid columns], each row times 1 + `growth` but for the target's part.
-        targets: int [K], global ids. first: that of the first column.
+        local, is_here: the targets' columns, and whether they are here.
         """
         if self.smoothing:
             gradient -= (self.share * grad)[:, None].to(gradient.dtype)
-        local, is_here = local_columns(targets, first, gradient.shape[1])
         back = (self.smoothing + self.growth(log_sums)) * grad
         back = back.masked_fill(~is_here, 0.0).to(gradient.dtype)
         gradient.scatter_add_(1, local[:, None], back[:, None])

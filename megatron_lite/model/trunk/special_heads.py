@@ -103,7 +103,7 @@ class TaskHead(nn.Module):
         parts: Parts | None,
         pooler: Linear | Transform | None,
     ) -> torch.Tensor:
-        """See `Heads.task_rows`. Args: pooler: another head's, which is used where this one has none."""
+        """See `task_rows`. Args: pooler: another head's, which is used where this one has none."""
         if self.parallel.sequence_parallel:
             layers = [gather_tokens(hidden, self.parallel.group) for hidden in layers]
         of_rows = [hidden.index_select(0, rows) for hidden in layers]

@@ -9,14 +9,9 @@ Shapes: N rows, P parts, S samples, K classes, D features of a row.
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron_lite.model.input.task_batch import Parts
-from megatron_lite.model.kernels.torch_cross_entropy import local_columns
-from megatron_lite.model.layers.tensor_parallel import VocabParallelEmbedding
-from megatron_lite.model.trunk.cross_entropy import cross_entropy
-from megatron_lite.parallel.collectives import all_reduce
 
 CHOICE_LOSSES = ("cross_entropy", "hinge", "generative", "mix")
 
@@ -101,23 +96,3 @@ def sums_of_task(loss: torch.Tensor, parts: Parts, num_losses: int) -> torch.Ten
     sums = torch.zeros(num_losses, 2, device=loss.device)
     sums[parts.place] = torch.stack([loss.detach(), parts.weight[0]])
     return sums
-
-
-def row_scores(
-    logits: torch.Tensor, targets: torch.Tensor, embedding: VocabParallelEmbedding
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log probability of each target, fp32 [K], and whether no token is likelier, bool [K]; on all ranks.
-
-    Args: logits: [K, local V with padding]. targets: int [K].
-    """
-    group, first, valid = embedding.parallel.group, embedding.first, embedding.local_vocab
-    log_p = -cross_entropy(logits, targets, group, first, valid)
-    largest, picked = torch.full_like(log_p, float("-inf")), torch.zeros_like(log_p)
-    if valid:
-        local, is_here = local_columns(targets, first, valid)
-        largest = logits[:, :valid].amax(-1).float()
-        picked = logits.gather(1, local[:, None]).squeeze(1).float().masked_fill(~is_here, 0.0)
-    if group.size > 1:
-        all_reduce(largest, group, dist.ReduceOp.MAX)
-        all_reduce(picked, group)
-    return log_p, picked >= largest

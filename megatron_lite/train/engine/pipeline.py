@@ -44,6 +44,7 @@ from megatron_lite.model.trunk.forward import (
 )
 from megatron_lite.model.trunk.heads import Heads, sum_losses
 from megatron_lite.model.trunk.initial_weights import initialize_parameters
+from megatron_lite.model.trunk.loss_in_parts import loss_logits
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.engine.engine import SHARED_BY_STAGES, Engine, StepResult, without_chatter
 
@@ -114,7 +115,7 @@ class _Words(VocabParallelEmbedding):
         """Last layer, on the tied weight."""
         heads, vectors, classes = inputs
         boundaries = len(module.feed.current.input.loss_rows.borders)
-        return heads.loss_logits(vectors, module, boundaries), classes
+        return loss_logits(heads, vectors, module, boundaries), classes
 
 
 class _Positions(PositionEmbeddings):
@@ -203,7 +204,7 @@ class _Project(nn.Module):
         heads, vectors, classes = inputs
         assert heads.vocabulary is not None
         boundaries = len(self.feed.current.input.loss_rows.borders)
-        return heads.loss_logits(vectors, heads.vocabulary, boundaries), classes
+        return loss_logits(heads, vectors, heads.vocabulary, boundaries), classes
 
 
 def stage_bounds(costs: list[float], stages: int) -> list[int]:
