@@ -23,6 +23,7 @@ from benchmarks import (
     optimus,
     padding,
     parallel,
+    planning,
     train_step,
 )
 from data_utils.base.errors import ConfigError
@@ -471,3 +472,20 @@ def test_keep_freed_memory(keep):
     # 4 x 64 MiB are 65,536 pages of 4 KiB. (Huge pages would need 128 faults: then there is nothing to win.)
     faults = int(result.stdout)
     assert faults < 100 if keep else faults > 100
+
+
+def test_what_holds_the_interpreter_is_told_from_what_releases_it(tmp_path):
+    numbers = np.random.default_rng(0).random(1_000_000)
+    shares = [
+        found["held_us"] / found["cpu_us"]
+        for found in (
+            planning.measure(lambda number: sum(range(2_000_000)), 1, 8),
+            planning.measure(lambda number: np.sort(numbers), 1, 8),
+        )
+    ]
+    assert shares[0] > 0.8 and shares[1] < 0.2
+    result = forked(
+        "benchmarks/planning.py", "--batches", "2", "--json", tmp_path / "rows.json", cwd=tmp_path
+    )
+    assert result.returncode == 0, result.stderr
+    assert json.loads((tmp_path / "rows.json").read_text())["cpu_us"] > 0

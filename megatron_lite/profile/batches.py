@@ -27,7 +27,7 @@ def _document_lengths(rng: np.random.Generator) -> Iterator[int]:
         yield max(4, int(rng.lognormal(math.log(MEDIAN_DOCUMENT), sigma)))
 
 
-def _vocabulary(size: int, rng: np.random.Generator) -> Vocabulary:
+def vocabulary(size: int, rng: np.random.Generator) -> Vocabulary:
     """Random word starts and sentence ends; the first ids are the special tokens."""
     ends = rng.random(size) < 1 / SENTENCE_LENGTH
     starts = rng.random(size) < 1 / TOKENS_PER_WORD
@@ -40,7 +40,7 @@ def random_batches(config: Config, count: int) -> list[Batch]:
     assert config.model.vocab_size is not None
     objective = make_objective(
         config.objective_choices,
-        _vocabulary(config.model.vocab_size, rng),
+        vocabulary(config.model.vocab_size, rng),
         config.training.seed,
         config.data.sequence_length,
         config.data.row_length,

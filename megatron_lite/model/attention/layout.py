@@ -35,7 +35,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -119,8 +119,7 @@ class Layout:
         return Layout(self.shape, self.rows[chosen], *self.columns[:, chosen])
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One kernel call. Queries are [start, stop) in the unit, as is each stretch of keys; the stretches are joined."""
 
     kind: int
@@ -129,8 +128,7 @@ class Call:
     keys: tuple[tuple[int, int], ...] = ()
 
 
-@dataclass(frozen=True)
-class Unit:
+class Unit(NamedTuple):
     """Neighbouring tokens of the layout that see nothing outside: a document, or several short ones."""
 
     start: int
@@ -185,7 +183,7 @@ class Views:
     content_stop: np.ndarray
     seen: np.ndarray  # number of keys that the token may see; no mask is needed if the ranges hold as many
 
-    @property
+    @cached_property
     def exact(self) -> np.ndarray:
         stretches = self.stream_stop - self.stream_start + self.content_stop - self.content_start
         return self.seen == stretches
@@ -198,8 +196,7 @@ def _views(layout: Layout) -> Views:
     times = (document[content] << 32) + layout.key_time[content]  # ascending
     before = np.searchsorted(times, document << 32)
     seen = np.searchsorted(times, (document << 32) + bound, side="right") - before
-    stream = np.flatnonzero(~is_content)
-    content_start = before + np.searchsorted(document[stream], document, side="right")
+    content_start = before + np.searchsorted(document[~is_content], document, side="right")
     content_stop = content_start + seen
     stream_start = stream_stop = content_start
     if layout.grp.any():
@@ -246,6 +243,24 @@ def _stretches(layout: Layout, views: Views, least_full_rows: int, split_steps: 
     return np.flatnonzero(np.r_[True, begins, True])
 
 
+def _look(views: Views, edges: np.ndarray, begin: np.ndarray | int) -> list[list[int]]:
+    """The stretches between ascending edges, by passes over all, which leave Python to other threads.
+
+    Returns: of each: start and stop of itself, of content, and of query stream, if that has a stop after its start;
+        fewest keys of a query, whether all are exact, whether each sees one key more, most keys.
+    Args: begin: of their units, from which tokens are counted.
+    """
+    here, starts = slice(edges[0], edges[-1]), edges[:-1] - edges[0]
+    first, last, stop = views.stream_start[here], views.stream_stop[here], views.content_stop[here]
+    grows, seen, exact = np.diff(stop, prepend=0) == 1, views.seen[here], views.exact[here]
+    grows[starts] = True
+    low = [seen, exact, exact & grows & (first == last), np.where(first < last, first, edges[-1])]
+    *lowest, stream_start = np.minimum.reduceat(low, starts, axis=1)
+    most, *stops = np.maximum.reduceat([seen, stop, np.where(first < last, last, 0)], starts, axis=1)
+    spans = edges[:-1], edges[1:], views.content_start[here][starts], stops[0], stream_start, stops[1]
+    return np.stack([*(np.stack(spans) - begin), *lowest, most], axis=1).tolist()
+
+
 def make_units(layout: Layout, *, square_causal_only: bool) -> list[Unit]:
     """The calls of a batch.
 
@@ -255,86 +270,71 @@ def make_units(layout: Layout, *, square_causal_only: bool) -> list[Unit]:
     if not len(layout.rows):
         return []
     views = layout.views
-    least = LEAST_FULL_ROWS if square_causal_only else 2
-    stretches = _stretches(layout, views, least, not square_causal_only)
-    units: list[Unit] = []
-    begins = np.flatnonzero(np.r_[True, np.diff(layout.document) != 0])
-    ends = np.r_[begins[1:], len(layout.rows)]
-    first = 0
-    while first < len(begins):
-        begin, last = begins[first], first + 1
+    edges = _stretches(layout, views, LEAST_FULL_ROWS if square_causal_only else 2, not square_causal_only)
+    begins = np.flatnonzero(np.r_[True, np.diff(layout.document) != 0, True])
+    cuts = np.searchsorted(edges, begins)
+    stretches = _look(views, edges, np.repeat(begins[:-1], np.diff(cuts)))
+    units, places, cuts, first = list[Unit](), begins.tolist(), cuts.tolist(), 0
+    while first < len(cuts) - 1:
+        begin, last = places[first], first + 1
         if square_causal_only:
-            last = max(last, int(np.searchsorted(ends, begin + JOINED_ROWS, side="right")))
-        end = ends[last - 1]
-        cuts = stretches[np.searchsorted(stretches, begin) : np.searchsorted(stretches, end) + 1].tolist()
-        calls: list[Call] = []
+            last = max(last, int(np.searchsorted(begins, begin + JOINED_ROWS, side="right")) - 1)
+        end = places[last]
         if square_causal_only and end - begin <= JOINED_ROWS:
-            calls = _joined_calls(cuts, views)
+            calls = _joined_calls(begin, end, views)
         else:
-            for start, stop in itertools.pairwise(cuts):
-                calls += _calls(start, stop, views, square_causal_only)
-        units.append(Unit(int(begin), int(end), tuple(_moved(call, -int(begin)) for call in calls)))
+            chosen = stretches[cuts[first] : cuts[last]]
+            calls = [call for one in chosen for call in _calls(one, views, square_causal_only, begin)]
+        units.append(Unit(begin, end, tuple(calls)))
         first = last
     return units
 
 
-def _moved(call: Call, by: int) -> Call:
-    keys = tuple((start + by, stop + by) for start, stop in call.keys)
-    return Call(call.kind, call.start + by, call.stop + by, keys)
-
-
-def _joined_calls(cuts: list[int], views: Views) -> list[Call]:
+def _joined_calls(begin: int, end: int, views: Views) -> list[Call]:
     """Calls on short documents: all keys for all queries that see any."""
-    begin, end = cuts[0], cuts[-1]
-    blind = views.seen[begin:end] == 0
-    edges = [0, *(np.flatnonzero(np.diff(blind)) + 1).tolist(), end - begin]
-    kind = FULL if (views.seen[begin:end] == end - begin).all() else MASKED
+    blind, rows = views.seen[begin:end] == 0, end - begin
+    edges = [0, *(np.flatnonzero(np.diff(blind)) + 1).tolist(), rows]
+    kind = FULL if (views.seen[begin:end] == rows).all() else MASKED
     return [
-        Call(BLIND, begin + start, begin + stop)
-        if blind[start]
-        else Call(kind, begin + start, begin + stop, ((begin, end),))
+        Call(BLIND, start, stop) if blind[start] else Call(kind, start, stop, ((0, rows),))
         for start, stop in itertools.pairwise(edges)
     ]
 
 
-def _calls(start: int, stop: int, views: Views, square_causal_only: bool) -> list[Call]:
-    """Calls for a stretch of queries of one document (see `_stretches`)."""
-    seen, exact = views.seen[start:stop], bool(views.exact[start:stop].all())
-    if seen[0] == 0:
+def _calls(one: list[int], views: Views, square_causal_only: bool, begin: int) -> list[Call]:
+    """Calls for a stretch of queries of one document (see `_look`). Args: begin: of the unit."""
+    start, stop, *spans, least, exact, steps, most = one
+    if not most:
         return [Call(BLIND, start, stop)]
-    keys = _keys(start, stop, views, exact)
-    if exact and (seen == seen[0]).all():
+    keys, rows = _keys(exact, *spans), stop - start
+    if exact and least == most:
         return [Call(FULL, start, stop, keys)]
-    steps = exact and len(keys) == 1 and (np.diff(views.content_stop[start:stop]) == 1).all()
-    steps = steps and (views.stream_start[start:stop] == views.stream_stop[start:stop]).all()
-    rows = stop - start
     if steps and (not square_causal_only or keys == ((start, stop),)):
         if not square_causal_only or not BLOCK_ROWS < rows <= KERNEL_KEYS:
             return [Call(CAUSAL, start, stop, keys)]
         # One call would skip nothing; a square of half the size and a masked call need 3/4 of the pairs.
         middle = start + rows // 2
-        second = Call(MASKED, middle, stop, _keys(middle, stop, views, False))
-        return [Call(CAUSAL, start, middle, ((start, middle),)), second]
+        return [Call(CAUSAL, start, middle, ((start, middle),)), *_masked(views, [middle, stop], begin)]
     if not square_causal_only:
         return [Call(MASKED, start, stop, keys)]
     blocks = -(-rows // BLOCK_ROWS)
-    edges = [start + rows * i // blocks for i in range(blocks + 1)]
-    return [
-        Call(MASKED, begin, end, _keys(begin, end, views, False)) for begin, end in itertools.pairwise(edges)
-    ]
+    return _masked(views, [start + rows * i // blocks for i in range(blocks + 1)], begin)
 
 
-def _keys(start: int, stop: int, views: Views, exact: bool) -> tuple[tuple[int, int], ...]:
+def _masked(views: Views, edges: list[int], begin: int) -> list[Call]:
+    found = _look(views, np.array(edges) + begin, begin)
+    return [Call(MASKED, start, stop, _keys(False, *rest[:4])) for start, stop, *rest in found]
+
+
+def _keys(
+    exact: int | bool, start: int, stop: int, stream_start: int, stream_stop: int
+) -> tuple[tuple[int, int], ...]:
     """Stretches of keys that hold all that the queries see; if `exact`, no other keys for the last query."""
-    content = (int(views.content_start[start]), int(views.content_stop[start:stop].max()))
-    first, last = views.stream_start[start:stop], views.stream_stop[start:stop]
-    grouped = first < last
-    if not grouped.any():
-        return (content,)
-    stream = (int(first[grouped].min()), int(last[grouped].max()))
-    hole = content[0] - stream[1]
-    if content[0] == content[1]:
-        return (stream,)
-    if hole == 0 or (not exact and 8 * hole <= content[1] - stream[0]):  # cheaper to mask than to join
-        return ((stream[0], content[1]),)
-    return (stream, content)
+    if stream_start >= stream_stop:
+        return ((start, stop),)
+    if start == stop:
+        return ((stream_start, stream_stop),)
+    hole = start - stream_stop
+    if hole == 0 or (not exact and 8 * hole <= stop - stream_start):  # cheaper to mask than to join
+        return ((stream_start, stop),)
+    return (stream_start, stream_stop), (start, stop)

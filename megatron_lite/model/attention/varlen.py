@@ -23,7 +23,7 @@ import torch
 
 from data_utils.base.errors import ConfigError
 from megatron_lite.model.attention.calls import Attend, Packed, ScoreBias, spans_of
-from megatron_lite.model.attention.layout import BLIND, CAUSAL, FULL, MASKED, Layout, Unit, padded_order
+from megatron_lite.model.attention.layout import BLIND, CAUSAL, FULL, Layout, Unit, padded_order
 from megatron_lite.model.kernels.compat import Gradients
 from megatron_lite.model.kernels.dropout import AttentionDropout
 from megatron_lite.model.kernels.fused import has_kernels, join_pair_kernel
@@ -33,6 +33,10 @@ from megatron_lite.model.kernels.varlen_kernels import varlen_kernel
 # Padding is computed as documents of this many tokens, because writing zeros would need another launch.
 _PADDING_DOCUMENT = 64
 _HEAD_DIM_MULTIPLE, _LARGEST_HEAD_DIM = 8, 256  # of FlashAttention
+
+
+# A sequence of queries, and the stretches of its keys.
+_Piece = tuple[tuple[int, int], Sequence[tuple[int, int]]]
 
 
 @dataclass(frozen=True)
@@ -222,29 +226,33 @@ def varlen_plan(layout: Layout, units: Sequence[Unit], length: int) -> VarlenPla
 
     Args: units: with calls of any kind but masked ones. length: T, the tokens of the batch and padding after them.
     """
-    pieces: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {FULL: [], CAUSAL: []}
-    blind = [np.empty(0, np.int64)]
+    pieces: dict[int, list[_Piece]] = {FULL: [], CAUSAL: [], BLIND: []}
     for unit in units:
-        for call in unit.calls:
-            assert call.kind != MASKED
-            queries = np.arange(unit.start + call.start, unit.start + call.stop)
-            if call.kind == BLIND:
-                blind.append(queries)
-                continue
-            keys = [np.arange(unit.start + start, unit.start + stop) for start, stop in call.keys]
-            pieces[call.kind].append((queries, np.concatenate(keys)))
+        for kind, start, stop, keys in unit.calls:
+            spans = [(unit.start + first, unit.start + last) for first, last in keys]
+            pieces[kind].append(((unit.start + start, unit.start + stop), spans))
+    blind = pieces.pop(BLIND)
     kind_of_padding = FULL if pieces[FULL] or not pieces[CAUSAL] else CAUSAL
     for start in range(len(layout.rows), length, _PADDING_DOCUMENT):
-        padding = np.arange(start, min(start + _PADDING_DOCUMENT, length))
-        pieces[kind_of_padding].append((padding, padding))
-    place = np.concatenate([*(queries for kind in pieces.values() for queries, _ in kind), *blind])
+        padding = start, min(start + _PADDING_DOCUMENT, length)
+        pieces[kind_of_padding].append((padding, [padding]))
+    place, _ = _tokens([queries for queries, _ in itertools.chain(*pieces.values(), blind)])
     moved = np.empty(length, np.int64)
     moved[place] = np.arange(length)
     calls: list[VarlenCall] = []
-    for kind, kind_pieces in pieces.items():
-        if kind_pieces:
-            calls.append(_call(kind == CAUSAL, kind_pieces, moved, calls[-1].queries.stop if calls else 0))
-    return VarlenPlan(calls, padded_order(layout, length)[place], sum(map(len, blind)))
+    for kind, its_pieces in pieces.items():
+        if its_pieces:
+            calls.append(_call(kind == CAUSAL, its_pieces, moved, calls[-1].queries.stop if calls else 0))
+    hidden = sum(stop - start for (start, stop), _ in blind)
+    return VarlenPlan(calls, padded_order(layout, length)[place], hidden)
+
+
+def _tokens(spans: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers of all spans, one after another, int64, and how many each has."""
+    starts, stops = np.array(spans, np.int64).reshape(-1, 2).T
+    lengths = stops - starts
+    ends = np.cumsum(lengths)
+    return np.repeat(stops - ends, lengths) + np.arange(lengths.sum()), lengths
 
 
 def cross_varlen_plan(units: Sequence[Unit], order: np.ndarray, keys: int) -> VarlenPlan:
@@ -260,24 +268,21 @@ def cross_varlen_plan(units: Sequence[Unit], order: np.ndarray, keys: int) -> Va
         is_blind[unit.start : unit.stop] = False
     spans = [spans_of(unit)[1] for unit in units] or [(0, keys)]
     ends = [0, *(unit.start for unit in units[1:]), len(order)]
-    pieces = [
-        (np.arange(*queries), np.arange(*span))
-        for queries, span in zip(itertools.pairwise(ends), spans, strict=True)
-    ]
+    pieces = [(queries, [span]) for queries, span in zip(itertools.pairwise(ends), spans, strict=True)]
     call = _call(False, pieces, np.arange(keys), 0)
     return VarlenPlan(
         [replace(call, place=call.place[:0])], order, hidden=np.flatnonzero(is_blind).astype(np.int32)
     )
 
 
-def _call(
-    causal: bool, pieces: list[tuple[np.ndarray, np.ndarray]], moved: np.ndarray, first: int
-) -> VarlenCall:
-    """Args: pieces: (queries, keys) of each sequence, in the layout. moved: the place of each token. first: query."""
-    query_lengths = np.array([len(queries) for queries, _ in pieces])
-    key_lengths = np.array([len(keys) for _, keys in pieces])
+def _call(causal: bool, pieces: Sequence[_Piece], moved: np.ndarray, first: int) -> VarlenCall:
+    """Args: pieces: in the layout. moved: the place of each token. first: query."""
+    query_lengths = np.array([stop - start for (start, stop), _ in pieces])
+    keys, lengths = _tokens([span for _, spans in pieces for span in spans])
+    begins = np.cumsum([0, *(len(spans) for _, spans in pieces[:-1])])
+    key_lengths = np.add.reduceat(lengths, begins)
     queries = slice(first, first + int(query_lengths.sum()))
-    gathered = moved[np.concatenate([keys for _, keys in pieces])].astype(np.int32)
+    gathered = moved[keys].astype(np.int32)
     is_slice = (np.diff(gathered) == 1).all()
     return VarlenCall(
         causal,
@@ -298,11 +303,9 @@ def _filled(ends: np.ndarray, count: int) -> np.ndarray:
 
 
 def _places(gathered: np.ndarray, tokens: int) -> np.ndarray:
-    if len(np.unique(gathered)) < len(gathered):
-        return gathered[:0]
     place = np.full(tokens, -1, np.int32)
     place[gathered] = np.arange(len(gathered), dtype=np.int32)
-    return place
+    return place if np.count_nonzero(place >= 0) == len(gathered) else gathered[:0]
 
 
 def _require_head_dim(size: int) -> None:
