@@ -32,7 +32,14 @@ from megatron_lite.model.attention.layout import make_layout, may_see
 from megatron_lite.model.kernels import cross_entropy, fused, heads, rule_attention
 from megatron_lite.model.kernels.dropout import FeatureDropout, drop, pairs_formula, salts, stays, token_keys
 from megatron_lite.profile.gpus import GPUS, Gpu
-from megatron_lite.profile.roofline import ISSUE, Work, activation_issue, attention_micros, kernel_micros
+from megatron_lite.profile.roofline import (
+    FINISH_ROWS,
+    ISSUE,
+    Work,
+    activation_issue,
+    attention_micros,
+    kernel_micros,
+)
 
 TOLERANCE = 2.0**-7  # of the largest number: results are rounded to bf16 once, and so are torch's inputs
 EPSILON, P = 1e-5, 0.1
@@ -108,7 +115,7 @@ def cases(device: torch.device, tokens: int, width: int, words: int) -> Iterator
             f"add_norm_backward{form}",
             lambda backward=backward: fused.add_norm_backward_kernel(*backward)[:2], norm_gradients,
         )  # fmt: skip
-    sums = draw(min(256, tokens), 3 * width, dtype=torch.float32)
+    sums = draw(min(512, tokens), 3 * width, dtype=torch.float32)
     yield Case("finish_sums", lambda: (fused.finish_sums_kernel([sums], x),), lambda: (sums.double().sum(0),))
 
     inner_grad, dropped = draw(tokens, 4 * width), (keys, salt, P)
@@ -313,13 +320,15 @@ def expected(name: str, tokens: int, width: int, words: int, gpu: Gpu) -> float:
     elif kernel in ("log_sums", "write_gradient"):  # with the copy that is overwritten
         numbers, passes = tokens * words, 1 if kernel == "log_sums" else 4
     elif kernel in ("add_norm_backward", "join_pair"):
-        passes, rounds = 5 if kernel == "add_norm_backward" else 8, tokens / 256
+        passes = 5 if kernel == "add_norm_backward" else 8
+        rounds = tokens / fused.sum_programs(width, gpu.processors)
     elif kernel.endswith("_heads"):  # with angles, and the copy that is turned
         numbers, issue = 3 * numbers, ISSUE[f"{kernel.replace('turn', 'spread')}{'_normed' * bool(form)}"]
         moved = 10 if kernel == "turn_heads" else 8 if kernel == "gather_heads" and form else 6
         passes = moved / 3 + 128 / 3 / width
     elif kernel == "finish_sums":
-        numbers, passes = 256 * 3 * width, 2
+        numbers, passes = fused.sum_programs(width, gpu.processors) * 3 * width, 2
+        rounds = -(-fused.sum_programs(width, gpu.processors) // FINISH_ROWS)
     issued = issue * numbers * (3 if kernel == "join_pair" else 1)
     return kernel_micros(2.0 * passes * numbers, gpu, issued, rounds)
 

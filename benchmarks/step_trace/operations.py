@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_lite.model.kernels.rule_attention import BLOCK
 from megatron_lite.profile.gpus import Gpu
 from megatron_lite.profile.roofline import (
+    FINISH_ROWS,
     ISSUE,
     SORT_KERNELS,
     Members,
@@ -48,7 +50,7 @@ def cost_of(
     product = _product(name, args)
     if product:
         return "matmul", product_micros(*product[:3], size, gpu, product[3])
-    micros = kernel_micros(size, gpu, _issued(name, args, out), _rounds(name, out))
+    micros = kernel_micros(size, gpu, _issued(name, args, out), _rounds(name, args, out))
     micros += (name == "embedding_dense_backward") * SORT_KERNELS * gpu.least_us
     if phase == "step":
         return "optimizer", micros
@@ -111,8 +113,10 @@ def _issued(name: str, args: Any, out: Any) -> float:
     return each and each * max(tensor.numel() for tensor in _on_device((args, out)))
 
 
-def _rounds(name: str, out: Any) -> float:
+def _rounds(name: str, args: Any, out: Any) -> float:
     """Rows that each program of a kernel takes, where they are few programs."""
+    if name == "finish_sums":
+        return math.ceil(max(sums.shape[0] for sums in args[0]) / FINISH_ROWS)
     if name not in ("add_norm_backward", "join_pair"):
         return 0.0
     *found, sums = out

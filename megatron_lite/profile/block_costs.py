@@ -6,6 +6,7 @@ The list follows block.py and fused_block.py, kernel by kernel; tests compare it
 
 from __future__ import annotations
 
+from megatron_lite.model.kernels.fused import sum_programs
 from megatron_lite.profile.head_costs import RMS_BACKWARD, RMS_FORWARD, HeadCosts, rms
 from megatron_lite.profile.relative_costs import relative_terms
 from megatron_lite.profile.roofline import ISSUE, activation_issue
@@ -13,7 +14,7 @@ from megatron_lite.profile.rows import Call
 from megatron_lite.profile.sizes import Sizes
 from megatron_lite.profile.tally import Tally
 
-_NORM_PROGRAMS, _ACTIVATION_PROGRAMS = 256, 64  # that sum over tokens, fused.py; 4 bytes a sum
+_ACTIVATION_PROGRAMS = 64  # that sum over tokens, fused.py; 4 bytes a sum
 
 
 class BlockCosts:
@@ -29,6 +30,7 @@ class BlockCosts:
         self.has_kernels = sizes.config.training.kernels == "fused"
         self.dropout = self.model.output_dropout > 0
         # The norm's kernel, and its bytes of a token's deviation and mean.
+        self._sums = 0.0  # bytes of sums over tokens that a fused block ends at once
         self._add_norm, self._stats = ("add_rms_norm", 4) if self.model.rms_norm else ("add_norm", 8)
 
     # The parts of a forward pass
@@ -238,17 +240,24 @@ class BlockCosts:
         else:  # two paths lead to the sums that norms begin with
             tally.kernel(3 * self.t * self.s.width * self.e, 2)
         if self.s.is_fused:
-            tally.small(1)  # the ends of all sums over tokens
+            tally.finish(self._sums, self._programs(tally))
         self._others(tally, 2.0)
 
-    def _finish(self, tally: Tally) -> None:
-        """The end of a kernel's sums over tokens, where the block has none for all."""
-        tally.small(not self.s.is_fused)
+    def _programs(self, tally: Tally) -> float:
+        """Programs that sum over the tokens' hidden states."""
+        return min(self.t, sum_programs(self.s.width, tally.gpu.processors))
+
+    def _finish(self, tally: Tally, sums: float, programs: float) -> None:
+        """The end of a kernel's sums over tokens, of so many bytes, where the block has none for all."""
+        self._sums += sums
+        if not self.s.is_fused:
+            tally.finish(sums, programs)
 
     def _norm_backward(self, tally: Tally, has_x: bool = True) -> None:
         s = self.s
         parts = (1 if self.model.rms_norm else 2) + (has_x and self.model.has_bias("attention"))
-        size, sums = self.t * s.width * self.e, _NORM_PROGRAMS * s.width * 4 * parts
+        programs = self._programs(tally)
+        size, sums = self.t * s.width * self.e, programs * s.width * 4 * parts
         if self.model.rms_norm and not self.has_kernels:
             rms(tally, self.t * s.width * self.e, RMS_BACKWARD)
             if has_x and self.dropout:
@@ -259,16 +268,17 @@ class BlockCosts:
                 tally.kernel(2 * size, 9)
         else:
             size = (4 + (has_x and self.dropout)) * size + sums + self._stats * self.t
-            tally.kernel(
-                size, issued=self._issued(f"{self._add_norm}_backward"), rounds=self.t / _NORM_PROGRAMS
-            )
-            self._finish(tally)
+            tally.kernel(size, issued=self._issued(f"{self._add_norm}_backward"), rounds=self.t / programs)
+            self._finish(tally, sums, programs)
 
     def _add_backward(self, tally: Tally) -> None:
         if self.dropout or self.model.has_bias("mlp"):
-            size = 2 * self.t * self.s.width * self.e + _NORM_PROGRAMS * self.s.width * 4
-            tally.kernel(size, issued=self._issued("add_norm_backward"), rounds=self.t / _NORM_PROGRAMS)
-        tally.small(self.model.has_bias("mlp"))
+            programs = self._programs(tally)
+            sums = programs * self.s.width * 4
+            size = 2 * self.t * self.s.width * self.e + sums
+            tally.kernel(size, issued=self._issued("add_norm_backward"), rounds=self.t / programs)
+            if self.model.has_bias("mlp"):
+                tally.finish(sums, programs)
 
     def products_backward(
         self, tally: Tally, rows: float, inner: int, columns: int, is_column: bool, has_bias: bool
@@ -296,9 +306,10 @@ class BlockCosts:
         s, size = self.s, self.T * self.s.inner * self.e
         self.products_backward(tally, self.T, s.inner, s.width, False, False)
         if self.has_kernels or self.model.ffn != "gated":
-            self._activate(tally, "activate_backward", 2, _ACTIVATION_PROGRAMS * s.expanded * 4)
+            sums = _ACTIVATION_PROGRAMS * s.expanded * 4
+            self._activate(tally, "activate_backward", 2, sums)
             if self.model.has_bias("mlp"):
-                self._finish(tally)
+                self._finish(tally, sums, _ACTIVATION_PROGRAMS)
         else:
             tally.kernel(3 * size, 2)  # of the product
             tally.kernel(2.2 * size, 7)  # of the activation, and its halves put together
@@ -323,12 +334,13 @@ class BlockCosts:
             tally.small(3 * (self.model.relative == "buckets"))  # the bias's sums
         elif len(calls) > 1:
             read = sum(call.queries + 2 * call.keys for call in calls)
-            size = (read + 3 * self.T) * s.attended * self.e + _NORM_PROGRAMS * 3 * s.attended * 4
+            programs = min(self.T, sum_programs(s.attended, tally.gpu.processors))
+            sums = programs * 3 * s.attended * 4
+            issued = self._issued("join_pair", 3 * self.T * s.attended)
             tally.kernel(
-                size,
-                issued=self._issued("join_pair", 3 * self.T * s.attended),
-                rounds=self.T / _NORM_PROGRAMS,
+                (read + 3 * self.T) * s.attended * self.e + sums, issued=issued, rounds=self.T / programs
             )
+            self._sums += sums
         elif not s.is_fused:
             self.heads.join(tally)
         is_one = kernel == "varlen" and len(calls) == 1

@@ -37,6 +37,7 @@ ISSUE = {
     "spread_heads": 11.4, "spread_heads_normed": 17.6, "gather_heads": 14.8, "gather_heads_normed": 31.1,
     "join_pair": 7.8, "log_sums": 25.2, "write_gradient": 20.3,
 }  # fmt: skip
+FINISH_ROWS = 128  # sums of programs that a turn of `finish_sums` adds up, see triton_kernels.py
 RULE_KINDS = ("rule", "biased")
 # SASS (sm_90) of triton_attention.py for a pair and head, forward and backward: masked; of dropout; of a bias, whose
 # gradient takes 10 for each bucket of a tile: eight on average in documents of 512 tokens.

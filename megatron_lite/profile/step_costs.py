@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+from megatron_lite.model.kernels.fused import sum_programs
 from megatron_lite.profile.block_costs import BlockCosts
 from megatron_lite.profile.gpus import Gpu
 from megatron_lite.profile.optimizer_costs import add_update
@@ -57,7 +58,8 @@ def _blocks(tally: Tally, stage: Stage, s: Sizes) -> None:
         tally.kernel(3 * size)
         tally.micros["elementwise"] -= 2 * size / tally.gpu.bandwidth_tbs / 1e6  # type: ignore[assignment]
         tally.kernel(2 * size)
-        tally.small(1)
+        programs = sum_programs(s.width, tally.gpu.processors)
+        tally.finish(8 * programs * s.width, programs)
         tally.micros["elementwise"] -= size / tally.gpu.bandwidth_tbs / 1e6  # type: ignore[assignment]
 
 
@@ -84,7 +86,8 @@ def _embedding(tally: Tally, s: Sizes) -> None:
     tally.kernel(2 * own, sum(kernels))
     tally.kernel(3 * own if model.embedding_norm else 2 * own, sum(kernels))
     if model.embedding_norm:
-        tally.small(1)
+        programs = sum_programs(s.embedding, tally.gpu.processors)
+        tally.finish(8 * programs * s.embedding, programs)
     if model.embedding_size is not None:
         tally.product(t, s.embedding, s.width, e)
         tally.product(t, s.width, s.embedding, e)

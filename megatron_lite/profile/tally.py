@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.profile.gpus import Gpu
 from megatron_lite.profile.roofline import (
+    FINISH_ROWS,
     Members,
     Work,
     attention_micros,
@@ -43,6 +45,10 @@ class Tally:
     def small(self, count: float, kind: str = "elementwise") -> None:
         """Kernels as short as kernels get."""
         self.kernel(0.0, count, kind)
+
+    def finish(self, sums: float, programs: float) -> None:
+        """The end of sums over tokens, of so many bytes in all. Args: programs: that left them."""
+        self.kernel(sums, rounds=math.ceil(programs / FINISH_ROWS))
 
     def product(self, rows: float, inner: float, columns: float, element: int, result: int = 0) -> None:
         """[rows, inner] x [inner, columns]. Args: element, result: bytes of a number; of the result's, 0 = the same."""

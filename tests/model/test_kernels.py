@@ -149,8 +149,9 @@ def test_a_norm_whose_sum_nobody_uses():
     assert_equal_gradients([ours], [F.layer_norm(hidden, (WIDTH,), gain, shift, 1e-5)], inputs, others)
 
 
-def test_more_tokens_than_programs_and_a_wide_row(monkeypatch):
-    monkeypatch.setattr(fused, "_NORM_PROGRAMS", 4)
+@pytest.mark.parametrize("programs", [1, 4, 7, 11])
+def test_more_tokens_than_programs_and_a_wide_row(monkeypatch, programs):
+    monkeypatch.setattr(fused, "_programs", lambda width, device: programs)
     tokens, width = 11, 1100
     inputs = hidden, gain, shift = draw(tokens, width), draw(width, seed=3), draw(width, seed=4)
     ours = fused.add_and_normalize(hidden, None, None, gain, shift, 1e-5)
@@ -225,8 +226,9 @@ def test_cross_entropy_of_a_shard(dtype, first, valid):
 @pytest.mark.parametrize(
     ("first", "second", "keys", "tokens", "first_key"), [(20, 30, 45, 60, 0), (25, 31, 50, 64, 3)]
 )
-def test_gradients_of_a_pair_of_calls(monkeypatch, first, second, keys, tokens, first_key):
-    monkeypatch.setattr(fused, "_JOIN_PROGRAMS", 7)
+@pytest.mark.parametrize("programs", [7, 1000])
+def test_gradients_of_a_pair_of_calls(monkeypatch, first, second, keys, tokens, first_key, programs):
+    monkeypatch.setattr(fused, "_programs", lambda width, device: programs)
     generator = torch.Generator().manual_seed(0)
     gathered = torch.randperm(tokens, generator=generator)[:keys]
     place = torch.full((tokens,), -1, dtype=torch.int32)
@@ -241,15 +243,25 @@ def test_gradients_of_a_pair_of_calls(monkeypatch, first, second, keys, tokens, 
         expected[gathered, part] += of_gathered
     joined, sums = fused.join_pair_kernel(*grads, first_key, place, None)
     assert torch.equal(joined, expected)
-    assert sums.shape == (fused._JOIN_PROGRAMS, 3 * 3 * 8)
+    assert sums.shape == (min(programs, tokens), 3 * 3 * 8)
     assert_close([sums.sum(0)], [expected.double().sum(0).flatten()])
 
 
 def test_sums_of_several_kernels_are_finished_at_once():
     for widths in ((100,), (64, 3), (300, 64, 1), (40, 128, 65, 200)):
-        sums = [draw(programs + 1, width).detach() for programs, width in enumerate(widths, start=30)]
+        sums = [
+            draw(programs, width).detach() for programs, width in zip((128, 1, 300, 33), widths, strict=False)
+        ]
         expected = torch.cat([part.double().sum(0) for part in sums])
-        assert_close([fused.finish_sums_kernel(sums, torch.empty(0))], [expected])
+        found = fused.finish_sums_kernel(sums, torch.empty(0))
+        assert_close([found], [expected])
+        assert torch.equal(found, fused.finish_sums_kernel(sums, torch.empty(0)))
+
+
+def test_programs_follow_the_width_and_the_processors():
+    assert [fused.sum_programs(width, 132) for width in (256, 768, 1024, 2048, 8192)] == [
+        8 * 132, 5 * 132, 4 * 132, 2 * 132, 2 * 132
+    ]  # fmt: skip
 
 
 def test_kernels_compile_for_gpus_and_fit_into_registers():

@@ -22,8 +22,7 @@ from megatron_lite.model.kernels.dropout import FeatureDropout, drop
 
 DEVICES: tuple[str, ...] = ("cuda",)  # where kernels run
 _is_wanted = True  # False: torch's operators everywhere
-# Most programs that sum over tokens: enough for a GPU, few enough to add up soon.
-_NORM_PROGRAMS, _ACTIVATION_PROGRAMS, _JOIN_PROGRAMS = 256, 64, 256
+_ACTIVATION_PROGRAMS = 64  # most that sum over tokens, for each part of the columns
 
 
 def has_kernels(x: torch.Tensor) -> bool:
@@ -40,6 +39,19 @@ def choose_kernels(kernels: str) -> None:
     """Apply `training.kernels`, once per process: "fused" are those of this file, "torch" torch's operators."""
     global _is_wanted
     _is_wanted = kernels == "fused"
+
+
+def sum_programs(width: int, processors: int) -> int:
+    """Most programs that sum rows over tokens: enough for their loads to hide each other, few to add up soon."""
+    return processors * min(8, max(2, 4096 // width))
+
+
+@functools.cache
+def _programs(width: int, device: torch.device) -> int:
+    is_gpu = device.type == "cuda"
+    return sum_programs(
+        width, torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 4
+    )
 
 
 def operator(
@@ -118,7 +130,11 @@ def add_norm_backward(
     d_x = torch.empty_like(like) if p else like.new_empty(0)
     rows, width = like.shape
     sums = (d_normed is not None) + has_bias + has_x_bias
-    return d_hidden, d_x, like.new_empty(min(_NORM_PROGRAMS, rows), sums * width, dtype=torch.float32)
+    return (
+        d_hidden,
+        d_x,
+        like.new_empty(min(_programs(width, like.device), rows), sums * width, dtype=torch.float32),
+    )
 
 
 def activate(
@@ -153,7 +169,8 @@ def join_pair(
     Args: first_key: of the first call. place: int32 [T], of the second. border: int32 [1], its first query, if fixed.
     """
     tokens, (_, heads, size) = place.shape[0], dq_0.shape
-    sums = dq_0.new_empty(min(_JOIN_PROGRAMS, tokens), 3 * heads * size, dtype=torch.float32)
+    programs = min(_programs(heads * size, dq_0.device), tokens)
+    sums = dq_0.new_empty(programs, 3 * heads * size, dtype=torch.float32)
     return dq_0.new_empty(tokens, 3, heads, size), sums
 
 

@@ -20,6 +20,7 @@ from megatron_lite.model.kernels.launch import kernel
 
 COLUMNS = 256  # of a tile, where a row is not needed as a whole
 TILE_ROWS = 16
+FINISH_ROWS, FINISH_COLUMNS = 128, 32  # of a tile of sums: few turns, and 128 bytes of each row
 
 
 @functools.cache
@@ -362,8 +363,8 @@ def add_norm_backward(  # type: ignore[no-untyped-def]
 def finish_sums(sums, like, out):  # type: ignore[no-untyped-def]
     missing, widths = 4 - len(sums), [part.shape[1] for part in sums]
     _finish_sums(
-        (sum(-(-width // 64) for width in widths), 1), (*sums, *[None] * missing, out),
-        (*(part.shape[0] for part in sums), *[0] * missing), (*widths, *[0] * missing, 32, 64),
+        (sum(-(-width // FINISH_COLUMNS) for width in widths), 1), (*sums, *[None] * missing, out),
+        (*(part.shape[0] for part in sums), *[0] * missing), (*widths, *[0] * missing, FINISH_ROWS, FINISH_COLUMNS),
     )  # fmt: skip
 
 
