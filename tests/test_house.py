@@ -80,6 +80,7 @@ ABILITIES: dict[str, int] = {
     "fine-tuning on several tasks at once": 379,
     "disentangled attention, and DeBERTa-v3": 340,
     "words of generator and discriminator with gradients apart": 78,
+    "a discriminator whose words are a sum, tuned and as one of two directories": 23,
     "DeBERTa's heads of tasks, and its body without a head": 30,
     "lengths of micro-batches that follow from waves of tiles, and padding in records and proposals": 60,
     "logits of some rows at a time, and their time, memory and proposal": 252,
