@@ -24,8 +24,8 @@ import numpy as np
 
 from data_utils.base.errors import ConfigError, DataError
 from data_utils.base.planes import Example
-from data_utils.objectives import OBJECTIVES
 from data_utils.objectives.interface import first_known, token_of
+from data_utils.objectives.masked_diffusion import MaskedDiffusionConfig
 from data_utils.tasks.base import Record, TaskSample
 from data_utils.tasks.layouts.examples import (
     Draws,
@@ -44,9 +44,7 @@ from data_utils.text.special_tokens import NO_TOKEN, SpecialTokens
 from data_utils.text.vocabulary import vocabulary_of
 
 FORMS = ("glm", "causal", "prefix", "encoder_decoder", "unilm", "unilmv2")
-_LEAST_SHARE = (
-    OBJECTIVES["masked_diffusion"].config_class().least_share
-)  # of an answer's tokens that are masked
+_LEAST_SHARE = MaskedDiffusionConfig().least_share  # of the tokens of an answer
 _SUMMARY = "[MASK] Content: {source}"
 TEMPLATES = {
     **dict.fromkeys(("gigaword", "cnndm", "cnndmoriginal", "xsum"), _SUMMARY),
@@ -137,7 +135,7 @@ class Seq2Seq:
             return config.target_length + 1  # a block's positions count from 1, that of sop
         if form.name == "encoder_decoder":
             return config.target_length + form.predict_cls
-        return config.sequence_length + config.target_length
+        return config.sequence_length + config.target_length - form.takes_masks_away
 
     def prepare(self, records: Sequence[Record], *, training: bool) -> list[Record]:
         if not training:
