@@ -10,11 +10,9 @@ chosen once. Source: google-research/electra, run_pretraining and pretrain_helpe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from data_utils.base.errors import ConfigError
 from data_utils.base.losses import MASKED, REPLACED
 from data_utils.base.settings import check, checked, fraction, setting
 from data_utils.objectives.masked_text import MaskedText, MaskedTextConfig
@@ -118,15 +116,6 @@ class ElectraConfig(MaskedTextConfig):
                 f"training.loss_weights.{loss.name} is {weight:g}; electra learns both losses: set it above 0.",
             )
         require(training, "training", NO_OPTIONS, "which is not defined for electra")
-
-
-def require_own_words(tree: Mapping[str, Any]) -> None:
-    """Raise ConfigError unless a discriminator can stand alone. Args: tree: a run's configuration."""
-    if (tree.get("electra") or {}).get("embeddings", "shared") != "shared":
-        raise ConfigError(
-            "electra.embeddings is detached: the discriminator's words are the sum of two tables, which it cannot do "
-            "without its generator; pretrain with electra.embeddings=shared to tune or export it."
-        )
 
 
 @register

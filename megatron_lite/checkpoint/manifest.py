@@ -47,6 +47,7 @@ class Piece:
     name: str
     kind: str
     box: Box
+    is_added: bool = False  # to what the pieces before it hold
 
 
 @dataclass(frozen=True)
@@ -92,12 +93,10 @@ class Checkpoint:
     def _renamed(self, rename: Callable[[str], str | None]) -> Checkpoint:
         """Args: rename: old name -> new name; None leaves the parameter out."""
         names = {name: rename(name) for name in self.shapes}
+        shapes = {new: self.shapes[old] for old, new in names.items() if new is not None}
         pieces = [(names[piece.name], piece) for piece in self.pieces]
-        return dataclasses.replace(
-            self,
-            shapes={new: self.shapes[old] for old, new in names.items() if new is not None},
-            pieces=tuple(dataclasses.replace(piece, name=new) for new, piece in pieces if new is not None),
-        )
+        kept = tuple(dataclasses.replace(piece, name=new) for new, piece in pieces if new is not None)
+        return dataclasses.replace(self, shapes=shapes, pieces=kept)
 
 
 def checkpoint_name(step: int) -> str:

@@ -104,7 +104,8 @@ class _Reader:
             if piece.file not in self._files:
                 self._files[piece.file] = TensorFile(self._path / piece.file)
             for part, values in self._files[piece.file].read(piece.key, piece.box, common):
-                target[part.within(box)] = values.to(target.device)
+                place = target[part.within(box)]
+                place.copy_(place + values.to(place.device) if piece.is_added else values)
 
     def _of(self, name: str, kind: str) -> list[Piece]:
         if not self.has(name, kind):

@@ -1,10 +1,11 @@
-"""ELECTRA as two directories of transformers, and back to a run.
+"""ELECTRA and DeBERTa-v3 as two directories of transformers, and back to a run.
 
-    DIRECTORY/generator/       ElectraForMaskedLM, with the tokenizer
-    DIRECTORY/discriminator/   ElectraForPreTraining, with the tokenizer
+    DIRECTORY/generator/       ElectraForMaskedLM or DebertaV2ForMaskedLM, with the tokenizer
+    DIRECTORY/discriminator/   ElectraForPreTraining or DebertaV2Model, with the tokenizer
 
-Each has the tables that both share. Both ways are proved: the generator as any published system, the discriminator by
-its answer for every token.
+Each has the tables that both share. Words whose gradients are apart are whole in the discriminator's. Both ways are
+proved: the generator as any published system, the discriminator by its answer for every token. DeBERTa has no class
+with a head for that answer: it is proved on hidden states, and our head is beside it, in OTHER_HEADS.
 """
 
 from __future__ import annotations
@@ -21,22 +22,29 @@ import yaml
 from data_utils.base.errors import CheckpointError
 from data_utils.base.planes import DOC
 from data_utils.base.settings import merge, to_tree
-from data_utils.objectives.electra import require_own_words
 from megatron_lite.checkpoint.existing import Checkpoint, read_checkpoint
 from megatron_lite.checkpoint.manifest import checkpoint_name
 from megatron_lite.checkpoint.read import weight_reader
+from megatron_lite.checkpoint.whole_words import with_whole_words
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.electra.kind import GENERATOR, REPLACED_HEAD, TABLES, discriminator_shapes
 from megatron_lite.electra.model import Electra
-from megatron_lite.electra.sections import generator_of
+from megatron_lite.electra.sections import generator_of, is_detached
 from megatron_lite.generate.open_run import OpenRun
 from megatron_lite.hf.files.described import CONFIG_JSON
 from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.files.model_card import ORIGINS, sizes, write_card
-from megatron_lite.hf.files.weights import DTYPES, Weights, check_shapes, new_directory
+from megatron_lite.hf.files.weights import DTYPES, WORDS, Weights, check_shapes, new_directory
 from megatron_lite.hf.glm import proof
-from megatron_lite.hf.published.conversion import PublishedSource, load_class, open_published, to_ours
+from megatron_lite.hf.published.conversion import (
+    PublishedSource,
+    load_class,
+    open_published,
+    system_of,
+    to_ours,
+)
+from megatron_lite.hf.published.heads import class_of_model
 from megatron_lite.hf.published.proof import ask as ask_published
 from megatron_lite.hf.published.proof import proof_batch, their_output
 from megatron_lite.hf.published.runs import (
@@ -45,26 +53,27 @@ from megatron_lite.hf.published.runs import (
     config_of_import,
     keep_files,
     require_same_model,
+    with_new_heads,
     write_stack,
 )
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.model_input import prepare
+from megatron_lite.model.layers.tensor_parallel import VocabParallelEmbedding
 from megatron_lite.model.trunk.build import kind_of
 from megatron_lite.model.trunk.counts import parameter_shapes
 from megatron_lite.model.trunk.trained_model import ENCODER
 
 DISCRIMINATOR_OF, GENERATOR_OF = "discriminator", "generator"  # names of directories
-_CLASSES = {GENERATOR_OF: "ElectraForMaskedLM", DISCRIMINATOR_OF: "ElectraForPreTraining"}
 _CARD = """A generator and a discriminator that were trained together (ELECTRA, arXiv:2003.10555). {origin}"""
-_EXAMPLE = """from transformers import ElectraForMaskedLM, ElectraForPreTraining
+_EXAMPLE = """from transformers import {generator}, {discriminator}
 
-generator = ElectraForMaskedLM.from_pretrained("PATH/generator")
-discriminator = ElectraForPreTraining.from_pretrained("PATH/discriminator")"""
+generator = {generator}.from_pretrained("PATH/generator")
+discriminator = {discriminator}.from_pretrained("PATH/discriminator")"""
 
 
 def is_pair(path: Path) -> bool:
     """Whether a directory holds both."""
-    return all((path / name / CONFIG_JSON).exists() for name in _CLASSES)
+    return all((path / name / CONFIG_JSON).exists() for name in (GENERATOR_OF, DISCRIMINATOR_OF))
 
 
 # Export
@@ -72,31 +81,27 @@ def is_pair(path: Path) -> bool:
 
 def write_electra(directory: Path, run: OpenRun, dtype: str, max_shard_bytes: int) -> None:
     """Write both stacks. Raises: CheckpointError for options that the classes have not."""
-    checkpoint, config = run.checkpoint, run.config
-    require_own_words(to_tree(config))
-    read, kept = weight_reader(checkpoint), checkpoint.path.parent.parent / KEPT_FILES
-    check_shapes(Weights(checkpoint.shapes, read), kind_of(config).shapes(config), checkpoint.path)
+    checkpoint, config = with_whole_words(run.checkpoint), run.config
+    weights, kept = (
+        Weights(checkpoint.shapes, weight_reader(checkpoint)),
+        checkpoint.path.parent.parent / KEPT_FILES,
+    )
+    check_shapes(weights, kind_of(config).shapes(config), checkpoint.path)
     generator = generator_of(config)
     shapes = {GENERATOR_OF: parameter_shapes(generator), DISCRIMINATOR_OF: discriminator_shapes(config.model)}
     for name, stack in ((GENERATOR_OF, generator), (DISCRIMINATOR_OF, config.model)):
-        weights = Weights(shapes[name], functools.partial(_read_held, read, name))
+        own = weights.renamed({part: _held(name, part, is_detached(config)) for part in shapes[name]})
         (directory / name).mkdir()
         files = kept / GENERATOR_OF if name == GENERATOR_OF else kept
         origin = f"the {name} of {checkpoint.path}"
-        write_stack(
-            directory / name, Stack(stack, weights, run.tokenizer, files, origin), dtype, max_shard_bytes
-        )
+        write_stack(directory / name, Stack(stack, own, run.tokenizer, files, origin), dtype, max_shard_bytes)
 
 
-def _read_held(read: Callable[[str], torch.Tensor], stack: str, name: str) -> torch.Tensor:
-    return read(_held(stack, name))
-
-
-def _held(stack: str, name: str) -> str:
-    """The name in a run of a stack's parameter."""
+def _held(stack: str, name: str, has_own_tables: bool) -> str:
+    """The name in a run of a stack's parameter. Args: has_own_tables: whether the generator has tables of its own."""
     if name.startswith(REPLACED_HEAD):
         return name
-    is_own = stack == GENERATOR_OF and not name.startswith(TABLES)
+    is_own = stack == GENERATOR_OF and (has_own_tables or not name.startswith(TABLES))
     return f"{GENERATOR if is_own else ENCODER}{name}"
 
 
@@ -104,12 +109,17 @@ def electra_card(run: OpenRun) -> str:
     """The card of an export, in Markdown."""
     is_imported = (run.checkpoint.path.parent.parent / KEPT_FILES).exists()
     origin = ORIGINS[is_imported, run.checkpoint.step > 0].format(names="electra")
+    generator = generator_of(run.config)
+    classes = {
+        name: class_of_model(system_of(stack), stack)
+        for name, stack in ((GENERATOR_OF, generator), (DISCRIMINATOR_OF, run.config.model))
+    }
     words = {
         "tags": "- electra",
         "title": "ELECTRA",
         "introduction": _CARD.format(origin=origin),
-        "sizes": f"a generator of {sizes(generator_of(run.config))}, and a discriminator of {sizes(run.config.model)}",
-        "example": _EXAMPLE,
+        "sizes": f"a generator of {sizes(generator)}, and a discriminator of {sizes(run.config.model)}",
+        "example": _EXAMPLE.format(**classes),
     }
     return write_card(run, words, "and of the imported weights " if is_imported else "")
 
@@ -140,6 +150,8 @@ def import_electra(
         section = {
             "generator_size": generator.settings["hidden_size"] / found.settings["hidden_size"],
             "generator_heads": generator.settings["num_attention_heads"],
+            "generator_layers": generator.settings["num_layers"],
+            "embeddings": "detached" if found.settings["system"] == "deberta_v3" else "shared",
         }
         usual = {
             "objectives": {"electra": 1},
@@ -148,7 +160,7 @@ def import_electra(
         }
         config = config_of_import(found, output, directory, merge(usual, tree), verify)
         require_same_model("the generator", generator_of(config), generator)
-        weights = _joined(found, generator, path)
+        weights = _joined(found, generator, path, config)
         check_shapes(weights, kind_of(config).shapes(config), path)
         checkpoint = directory / "checkpoints" / checkpoint_name(0)
         write_training_checkpoint(checkpoint, weights, config)
@@ -160,13 +172,17 @@ def import_electra(
         return proof.joined(prove(saved, config, path, "fp32", tolerance, f"the import of {path}"))
 
 
-def _joined(found: PublishedSource, generator: PublishedSource, path: Path) -> Weights:
+def _joined(found: PublishedSource, generator: PublishedSource, path: Path, config: Config) -> Weights:
     """All tensors under our names. Raises: CheckpointError for tables that are not the same."""
     parts = {
-        name: to_ours(s.theirs, s.parts) for name, s in ((GENERATOR_OF, generator), (DISCRIMINATOR_OF, found))
+        GENERATOR_OF: to_ours(generator.theirs, generator.parts),
+        DISCRIMINATOR_OF: with_new_heads(found, config, discriminator_shapes(config.model)),
     }
-    held = {_held(stack, name): (stack, name) for stack, part in parts.items() for name in part.shapes}
-    for name in parts[GENERATOR_OF].shapes:
+    is_sum = is_detached(config)
+    held = {
+        _held(stack, name, is_sum): (stack, name) for stack, part in parts.items() for name in part.shapes
+    }
+    for name in () if is_sum else parts[GENERATOR_OF].shapes:
         if name.startswith(TABLES) and not torch.equal(*(part.read(name) for part in parts.values())):
             raise CheckpointError(
                 f"{path}: {name} of the generator is not that of the discriminator, which share it; fetch a pair that "
@@ -176,7 +192,9 @@ def _joined(found: PublishedSource, generator: PublishedSource, path: Path) -> W
 
     def read(ours: str) -> torch.Tensor:
         stack, name = held[ours]
-        return parts[stack].read(name).float()
+        weight = parts[stack].read(name).float()
+        is_own = is_sum and ours == f"{ENCODER}{WORDS}"  # beside the generator's
+        return weight - parts[GENERATOR_OF].read(WORDS).float() if is_own else weight
 
     return Weights(shapes, read)
 
@@ -201,7 +219,11 @@ def prove(
 def _loaded(
     checkpoint: Checkpoint, config: Config, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> Electra:
-    model, read = Electra(config.model, generator_of(config)), weight_reader(checkpoint)
+    """The model as its directories have it: with whole words."""
+    model, read = Electra(*kind_of(config).made_of(config)[1:]), weight_reader(with_whole_words(checkpoint))
+    if is_detached(config):
+        words = VocabParallelEmbedding(config.model, model.encoder.parallel)
+        model.encoder.embedding.word_embeddings = words
     for name, parameter in model.named_parameters():
         weight = change(read(name))
         parameter.zero_()  # rows that pad the vocabulary
@@ -211,23 +233,27 @@ def _loaded(
 
 @torch.no_grad()
 def _ask(directory: Path, config: Config, dtype: torch.dtype) -> list[proof.Question]:
-    class_name = _CLASSES[GENERATOR_OF]
-    found = ask_published(directory / GENERATOR_OF, class_name, generator_of(config), dtype=dtype)
-    found = [replace(question, answer=functools.partial(_of_generator, question)) for question in found]
-    theirs = load_class(directory / DISCRIMINATOR_OF, _CLASSES[DISCRIMINATOR_OF], dtype)
-    batch = proof_batch(config.model)
+    generator, model = generator_of(config), config.model
+    of_generator, of_discriminator = (class_of_model(system_of(stack), stack) for stack in (generator, model))
+    found = ask_published(directory / GENERATOR_OF, of_generator, generator, dtype=dtype)
+    found = [replace(question, answer=functools.partial(_of, "generator", question)) for question in found]
+    path = directory / DISCRIMINATOR_OF
+    if model.system == "deberta_v3":
+        states = ask_published(path, of_discriminator, model, dtype=dtype)
+        return found + [replace(each, answer=functools.partial(_of, "encoder", each)) for each in states]
+    theirs, batch = load_class(path, of_discriminator, dtype), proof_batch(model)
     real = torch.from_numpy(batch[:, DOC] >= 0)
-    expected = their_output(theirs, config.model, batch)["logits"][real]
+    expected = their_output(theirs, model, batch)["logits"][real]
     return [
         *found,
         proof.Question(
-            "replaced", expected[:, None], lambda model: _scores(model, config.model, batch)[real][:, None]
+            "replaced", expected[:, None], lambda ours: _scores(ours, model, batch)[real][:, None]
         ),
     ]
 
 
-def _of_generator(question: proof.Question, model: Electra) -> torch.Tensor:
-    return question.answer(model.generator)
+def _of(stack: str, question: proof.Question, model: Electra) -> torch.Tensor:
+    return question.answer(getattr(model, stack))
 
 
 def _scores(model: Electra, config: ModelConfig, batch: Any) -> torch.Tensor:

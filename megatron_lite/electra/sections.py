@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from data_utils.objectives.electra import ElectraConfig, require_own_words
+from data_utils.objectives.electra import ElectraConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 
@@ -48,11 +48,7 @@ def generator_of(config: Config) -> ModelConfig:
 
 
 def discriminator_alone(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration tree of the discriminator alone, whose rows are BERT's without a mask.
-
-    Raises: ConfigError for one whose words are a sum of two tables.
-    """
-    require_own_words(tree)
+    """The configuration tree of the discriminator alone, whose rows are BERT's without a mask."""
     kept = {name: value for name, value in tree.items() if name not in _OF_BOTH}
     training = {name: x for name, x in tree["training"].items() if not name.startswith("loss_")}
     return {**kept, "training": training, "objectives": {"masked_lm": 1}}

@@ -13,7 +13,7 @@ from data_utils.base.errors import ConfigError
 from data_utils.base.losses import REPLACED
 from data_utils.base.planes import DOC, TARGETS, TOKENS
 from data_utils.objectives import LOSSES
-from megatron_lite.electra.sections import discriminator_alone, generator_of
+from megatron_lite.electra.sections import generator_of
 from megatron_lite.hf.published.conversion import parts_of
 from megatron_lite.hf.published.systems import DEBERTA
 from megatron_lite.model.input.batch import mean_scales
@@ -155,8 +155,3 @@ def test_what_does_not_fit_is_refused_in_one_line(changes, words):
     with pytest.raises(ConfigError) as error:
         config_of(**changes)
     assert words in str(error.value) and "\n" not in str(error.value)
-
-
-def test_a_discriminator_whose_words_are_a_sum_does_not_stand_alone():
-    with pytest.raises(ConfigError, match="the sum of two tables"):
-        discriminator_alone({"electra": {"embeddings": "detached"}, "training": {}})

@@ -81,6 +81,12 @@ CASES = {
 LONG = {
     "votes as cloze": ("noisy_votes", {"n": 5, "p": 0.7}, {"kind": "cloze", **PATTERN}, "accuracy"),
     "copy": ("copy", {"noise": 0.0}, {"kind": "seq2seq"}, "exact_match"),
+    "copy by diffusion": (
+        "copy",
+        {"noise": 0.0},
+        {"kind": "seq2seq", "objective": "masked_diffusion", "epochs": 8},
+        "exact_match",
+    ),
     "periodic": ("periodic", {}, {"kind": "blanks", "epochs": 10}, "bleu"),
     "two words together": ("xor", {}, {"kind": "classification", "train": 1600}, "accuracy"),
     "span": ("span", {}, {**SPANS, "train": 1600, "epochs": 8}, "answer_em"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from support.plant import Plant
 
 DETACHED = "tests/electra/test_detached.py"
+PAIR = "tests/electra/test_detached_pair.py"
 CLASS = "tests/hf/test_published.py::test_logits_and_gradients_are_those_of_the_class[deberta_v3]"
 LAYOUTS = "tests/train/test_parity.py::test_some_further_cases_equal_one_process"
 
@@ -43,6 +44,13 @@ POSITIONS = (
         "nn.init.zeros_(model.encoder.embedding.word_embeddings.weight)",
         "pass",
         (f"{DETACHED}::test_losses_and_gradients_are_those_of_a_plain_model",),
+    ),
+    Plant(
+        "a discriminator alone without the generator's words",
+        "megatron_lite/checkpoint/whole_words.py",
+        "pieces=(*checkpoint.pieces, *added)",
+        "pieces=checkpoint.pieces",
+        (f"{PAIR}::test_the_pair_comes_back_with_the_words_of_the_sum",),
     ),
     Plant(
         "tied words share a bucket of gradients with what all stages hold",

@@ -12,10 +12,12 @@ from support.recipes import encoder_decoder
 from support.task_inputs import ALL_MASKS, form, record, renderer, settings, shown, tokenizer
 
 from data_utils.base.errors import ConfigError, DataError
-from data_utils.base.planes import Example
+from data_utils.base.planes import FIELDS, Example
+from data_utils.objectives import LOSSES
 from data_utils.tasks.layouts.forms import Form
 from data_utils.tasks.layouts.render import Renderer
 from megatron_lite.generate.filling import blank_context
+from megatron_lite.model.input.batch import Batch
 
 SOURCE, TARGET = "rain falls in wet city", "he runs north"
 PAIR = record(TARGET, source=SOURCE, target=TARGET)
@@ -69,6 +71,42 @@ def test_the_layout_of_every_form(objective, tokens, predicted):
     assert not leaks(example.tokens, example.targets, words, mask_of(example))
     prompt = made.prompt(PAIR, 0)
     assert example.tokens[: len(prompt)].tolist() == prompt
+
+
+def test_masks_in_an_answer():
+    """The source is never masked; the answer's ends are, and count; weights and divisor are those of the paper."""
+    made = made_of("masked_diffusion", target_length=6)
+    special, size = made.inputs.special, len(made.prompt(PAIR, 0))
+    words = made.inputs.tokenizer.encode(TARGET)
+    answer = [*words, *[special.eos] * (6 - len(words))]
+    assert made.prompt(PAIR, 0) == made.inputs.tokenizer.encode(SOURCE) and len(words) == 3
+    sums, counts = [], np.zeros(6)
+    for number in range(400):
+        example = one(made, number=number)
+        assert example.tokens[:size].tolist() == made.prompt(PAIR, 0) and not example.weights[:size].any()
+        masked = example.tokens[size:] == special.mask
+        assert (example.weights[size:] > 0).tolist() == masked.tolist()
+        assert np.where(masked, example.targets[size:], example.tokens[size:]).tolist() == answer
+        assert len(set(example.weights[size:][masked])) <= 1 and not example.targets[:size].any()
+        assert mask_of(example).all() and example.position_ids.tolist() == [*range(size + 6)]
+        batch = Batch(batch_of(example))
+        number_of_loss = made.inputs.form.loss()
+        assert batch.loss_weight == 6 == batch.loss_weights(len(LOSSES))[number_of_loss]
+        sums.append(example.weights.sum() / 6)
+        counts += masked
+    assert abs(np.mean(sums) - 1) < 4 * np.std(sums) / 20  # 1 / share makes it an estimate for all tokens
+    assert (abs(counts / 400 - 0.5) < 0.11).all()
+    assert one(made, epoch=1).tokens.tolist() != one(made, epoch=2).tokens.tolist()
+    long = record(None, source=SOURCE, target="he runs north and south north and south")
+    kept = one(made, long)
+    words = made.inputs.tokenizer.encode("he runs north and south north")
+    assert np.where(kept.weights[size:] > 0, kept.targets[size:], kept.tokens[size:]).tolist() == words
+
+
+def batch_of(example):
+    """int32 [1, fields, length]: the planes of one document."""
+    planes = [np.asarray(getattr(example, name)) for name in FIELDS]
+    return np.stack([p.view(np.int32) if p.dtype == np.float32 else p for p in planes])[None]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ blanks_filled     GLM: a context with blanks, and part B that fills them
 left_to_right     GPT: all from left to right
 after_prefix      prefix LM, T5, BART: a context that is read both ways, and what follows it
 beside_masks      UniLM, UniLMv2: the same, where a mask in the place of each token predicts it
+masked_answer     masked diffusion: a text, and an answer of which a random part is masks
 document          any other: planes given one by one
 """
 
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from data_utils.base.errors import DataError
+from data_utils.base.losses import MASKED
 from data_utils.base.planes import Example
 from data_utils.base.random_streams import derive_seed
 from data_utils.objectives.blank_infilling import DOCUMENT, SENTENCE, TOKEN
@@ -146,6 +148,28 @@ def after_prefix(
         segment_ids=[*[0] * size, *[segment] * length],
         objective=objective,
     )
+
+
+def masked_answer(
+    context: Sequence[int], answer: Sequence[int], mask: int, share: float, draws: Draws, objective: int
+) -> Example:
+    """`context`, none of it masked, and an answer whose tokens are masks with probability `share` (LLaDA).
+
+    A mask has the weight 1 / `share`. The loss is divided by the tokens of answers: those of the context have the
+    number of a loss that is divided by weights, which are 0.
+    """
+    size = len(context)
+    tokens = np.array([*context, *answer], np.int32)
+    is_mask = np.arange(len(tokens)) >= size
+    is_mask[size:] &= draws.uniform(len(answer)) < share
+    example = document(
+        tokens=np.where(is_mask, mask, tokens),
+        targets=np.where(is_mask, tokens, 0),
+        weights=is_mask / share,
+        objective=objective,
+    )
+    example.objective[:size] = MASKED.number
+    return example
 
 
 def beside_masks(

@@ -49,7 +49,14 @@ class Form:
     def roles(self) -> tuple[str | int, ...]:
         """The special tokens that the layout writes, and that a vocabulary must therefore have."""
         own = (*self.writing.before, *self.writing.after)
+        if self.takes_masks_away:
+            return ("mask", "eos")
         return ROLES_OF_FORM.get(self.name, own)
+
+    @property
+    def takes_masks_away(self) -> bool:
+        """Whether an answer is written in the place of masks, in any order (masked diffusion)."""
+        return self.writing.way == "unmasking"
 
     @property
     def writing(self) -> Writing:

@@ -8,8 +8,10 @@
     mass       [CLS] source [SEP]           [CLS] target
     unilm      [CLS] source [SEP] target [SEP]                        random tokens of the target predicted in place
     unilmv2    [CLS] source [SEP] target [SEP]   pseudo masks         every token of the target predicted once
+    diffusion  source target <eos> <eos> ...      a random part of the target masked, its ends too
 
-A target is predicted with its end: eop (glm), [SEP] (mass, unilm, unilmv2), else eos.
+A target is predicted with its end: eop (glm), [SEP] (mass, unilm, unilmv2), else eos. That of masked diffusion, whose
+form is "bert", is filled up to `task.target_length` with eos: so all have as many tokens as are written in use.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import numpy as np
 from data_utils.base.errors import ConfigError, DataError
 from data_utils.base.planes import Example
 from data_utils.objectives.interface import first_known, token_of
+from data_utils.objectives.masked_diffusion import MaskedDiffusionConfig
 from data_utils.tasks.base import Record, TaskSample
 from data_utils.tasks.layouts.examples import (
     Draws,
@@ -31,6 +34,7 @@ from data_utils.tasks.layouts.examples import (
     blanks_filled,
     document,
     left_to_right,
+    masked_answer,
 )
 from data_utils.tasks.layouts.forms import Form
 from data_utils.tasks.layouts.inputs import Inputs, Tokens, covering, flat
@@ -40,6 +44,7 @@ from data_utils.text.special_tokens import NO_TOKEN, SpecialTokens
 from data_utils.text.vocabulary import vocabulary_of
 
 FORMS = ("glm", "causal", "prefix", "encoder_decoder", "unilm", "unilmv2")
+_LEAST_SHARE = MaskedDiffusionConfig().least_share  # of the tokens of an answer
 _SUMMARY = "[MASK] Content: {source}"
 TEMPLATES = {
     **dict.fromkeys(("gigaword", "cnndm", "cnndmoriginal", "xsum"), _SUMMARY),
@@ -95,15 +100,16 @@ class Seq2Seq:
             if config.template is None:
                 slots = tuple(slot for slot in slots if slot.field)
         self.slots: tuple[Slot, ...] = slots
-        self.cuts_start = self.template == OWN and form.name in ("glm", "causal", "prefix")
         # The target goes on after the source; elsewhere it is a text of its own.
-        self.goes_on = form.name in ("glm", "causal", "prefix")
+        self.goes_on = form.name in ("glm", "causal", "prefix") or form.takes_masks_away
+        self.cuts_start = self.template == OWN and self.goes_on
         special = set(inputs.tokenizer.special_names)
         count = inputs.tokenizer.num_tokens
         self.ordinary = np.array([i for i in range(count) if i not in special], np.int32)
 
     def check(self) -> None:
-        self.inputs.refuse_forms(FORMS, {"bert": "predicts single tokens and writes no text"})
+        forms = (*FORMS, "bert") if self.inputs.form.takes_masks_away else FORMS
+        self.inputs.refuse_forms(forms, {"bert": "predicts single tokens and writes no text"})
         if not any(slot.field for slot in self.slots):
             raise ConfigError(
                 f"task.template {self.template!r} names no field; write the source's, like {{source}} {MARK}."
@@ -129,7 +135,7 @@ class Seq2Seq:
             return config.target_length + 1  # a block's positions count from 1, that of sop
         if form.name == "encoder_decoder":
             return config.target_length + form.predict_cls
-        return config.sequence_length + config.target_length
+        return config.sequence_length + config.target_length - form.takes_masks_away
 
     def prepare(self, records: Sequence[Record], *, training: bool) -> list[Record]:
         if not training:
@@ -230,6 +236,11 @@ class Seq2Seq:
             return left_to_right(whole[len(start) :], len(whole) - len(context), start, form.loss())
         if form.name == "prefix":
             return after_prefix(context, special.sop, inputs.ended(target), form.loss())
+        if form.takes_masks_away:
+            length = inputs.config.target_length
+            answer = [*target, *[special.eos] * (length - len(target))]
+            share = _LEAST_SHARE + (1.0 - _LEAST_SHARE) * draws.uniform(1)[0]
+            return masked_answer(context, answer, special.mask, share, draws, form.loss())
         if form.name == "unilm":
             return self._masked_in_place(context, [*target, special.sep], draws)
         if form.name == "unilmv2":

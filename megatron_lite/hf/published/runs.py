@@ -72,8 +72,8 @@ log = logging.getLogger(__name__)
 
 KEPT_FILES = "published"  # directory in a run's: files of the import that an export brings back
 KEPT_ROWS = "rows.safetensors"  # in it
-# Parameters that no class of transformers has: of SpanBERT's head and of class_heads.
-_WITHOUT_CLASS = ("heads.span_boundary.", "heads.boundary_bias", "heads.sentence.classifiers.")
+# Parameters that no class of transformers has: of SpanBERT's head, of class_heads, and of DeBERTa's discriminator.
+_WITHOUT_CLASS = ("heads.span_boundary.", "heads.boundary_bias", "heads.sentence.classifiers.", "replaced.")
 
 
 def import_published(
@@ -95,7 +95,7 @@ def import_published(
         keep_files(source, directory / KEPT_FILES)
         config = config_of_import(source, output, directory, tree, verify)
         checkpoint = directory / "checkpoints" / checkpoint_name(0)
-        weights = _with_new_heads(source, config)
+        weights = with_new_heads(source, config, parameter_shapes(config.model))
         write_training_checkpoint(checkpoint, weights, config)
         (directory / "config.yaml").write_text(
             yaml.safe_dump(to_tree(config), sort_keys=False), encoding="utf-8"
@@ -187,13 +187,12 @@ def keep_files(source: PublishedSource, directory: Path) -> None:
         write_tensors(directory / KEPT_ROWS, shapes, rows.values(), metadata=METADATA)
 
 
-def _with_new_heads(source: PublishedSource, config: Config) -> Weights:
-    """The imported tensors, and initial values of heads that the files do not have, or not in this size."""
-    shapes, weights, others = (
-        parameter_shapes(config.model),
-        to_ours(source.theirs, source.parts),
-        source.others,
-    )
+def with_new_heads(source: PublishedSource, config: Config, shapes: dict[str, tuple[int, ...]]) -> Weights:
+    """The imported tensors, and initial values of heads that the files do not have, or not in this size.
+
+    Args: shapes: name -> shape of what the run has of the source.
+    """
+    weights, others = to_ours(source.theirs, source.parts), source.others
     missing = [
         name for name in shapes if name not in weights.shapes and others.shapes.get(name) != shapes[name]
     ]

@@ -13,11 +13,11 @@ from typing import Any
 from data_utils.base.errors import CheckpointError
 from data_utils.base.settings import to_tree, with_todays_names
 from data_utils.objectives import OBJECTIVES
-from data_utils.objectives.electra import require_own_words
 from megatron_lite.checkpoint.existing import check_model, find_manifest, new_parameters
 from megatron_lite.checkpoint.manifest import Checkpoint
 from megatron_lite.checkpoint.read import find_checkpoint, load_checkpoint, load_weights_only, newest_valid
 from megatron_lite.checkpoint.state import TrainerState
+from megatron_lite.checkpoint.whole_words import with_whole_words
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.model.trunk.build import kind_of
@@ -137,8 +137,7 @@ def _for_model(checkpoint: Checkpoint, config: Config) -> Checkpoint:
     )
     if not has_stacks or wants_stacks:
         return checkpoint
-    require_own_words(checkpoint.state.get("config", {}))
-    return checkpoint.part(ENCODER)
+    return with_whole_words(checkpoint).part(ENCODER)
 
 
 def _load(
