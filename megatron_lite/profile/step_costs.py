@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from megatron_lite.model.kernels.fused import sum_programs
+from megatron_lite.model.kernels.sums import sum_programs
 from megatron_lite.profile.block_costs import BlockCosts
 from megatron_lite.profile.gpus import Gpu
 from megatron_lite.profile.optimizer_costs import add_update

@@ -165,9 +165,7 @@ def row_losses(
     else:
         losses = logits.losses(vocabulary, *of_rank, terms)
     if not len(classes):
-        return (
-            losses if not classes.requires_grad else losses + classes.float().sum()
-        )  # an empty sum: an unused head gets a gradient of zero
+        return losses + classes.float().sum() if classes.requires_grad else losses  # zeros for an unused head
     return torch.cat([losses, F.cross_entropy(classes.float(), sentence.long(), reduction="none")])
 
 

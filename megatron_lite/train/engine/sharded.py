@@ -263,8 +263,8 @@ class ShardedOptimizer:
     def _start_to_publish(self, changed: Sequence[Bucket]) -> None:
         """In the order of the forward pass, which computes with the first weights while others are on their way."""
         self.await_weights()
-        parts = [bucket.weights[bucket.own] for bucket in changed]
-        torch._foreach_copy_(parts, [bucket.master for bucket in changed], non_blocking=True)
+        masters = [bucket.master for bucket in changed]
+        torch._foreach_copy_([bucket.weights[bucket.own] for bucket in changed], masters, non_blocking=True)
         for bucket in reversed(changed):
             bucket.gathering = all_gather_parts(bucket.weights, self._context.dp)
 
