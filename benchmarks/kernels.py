@@ -31,6 +31,7 @@ from megatron_lite.model.attention.blocks import BlockPlan
 from megatron_lite.model.attention.layout import make_layout, may_see
 from megatron_lite.model.kernels import cross_entropy, fused, heads, rule_attention
 from megatron_lite.model.kernels.dropout import FeatureDropout, drop, pairs_formula, salts, stays, token_keys
+from megatron_lite.model.kernels.sums import sum_programs
 from megatron_lite.profile.gpus import GPUS, Gpu
 from megatron_lite.profile.roofline import (
     FINISH_ROWS,
@@ -321,14 +322,14 @@ def expected(name: str, tokens: int, width: int, words: int, gpu: Gpu) -> float:
         numbers, passes = tokens * words, 1 if kernel == "log_sums" else 4
     elif kernel in ("add_norm_backward", "join_pair"):
         passes = 5 if kernel == "add_norm_backward" else 8
-        rounds = tokens / fused.sum_programs(width, gpu.processors)
+        rounds = tokens / sum_programs(width, gpu.processors)
     elif kernel.endswith("_heads"):  # with angles, and the copy that is turned
         numbers, issue = 3 * numbers, ISSUE[f"{kernel.replace('turn', 'spread')}{'_normed' * bool(form)}"]
         moved = 10 if kernel == "turn_heads" else 8 if kernel == "gather_heads" and form else 6
         passes = moved / 3 + 128 / 3 / width
     elif kernel == "finish_sums":
-        numbers, passes = fused.sum_programs(width, gpu.processors) * 3 * width, 2
-        rounds = -(-fused.sum_programs(width, gpu.processors) // FINISH_ROWS)
+        numbers, passes = sum_programs(width, gpu.processors) * 3 * width, 2
+        rounds = -(-sum_programs(width, gpu.processors) // FINISH_ROWS)
     issued = issue * numbers * (3 if kernel == "join_pair" else 1)
     return kernel_micros(2.0 * passes * numbers, gpu, issued, rounds)
 

@@ -6,7 +6,7 @@ The list follows block.py and fused_block.py, kernel by kernel; tests compare it
 
 from __future__ import annotations
 
-from megatron_lite.model.kernels.fused import sum_programs
+from megatron_lite.model.kernels.sums import sum_programs
 from megatron_lite.profile.head_costs import RMS_BACKWARD, RMS_FORWARD, HeadCosts, rms
 from megatron_lite.profile.relative_costs import relative_terms
 from megatron_lite.profile.roofline import ISSUE, activation_issue

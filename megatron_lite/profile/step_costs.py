@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from megatron_lite.model.kernels.fused import sum_programs
+from megatron_lite.model.kernels.sums import sum_programs
 from megatron_lite.profile.block_costs import BlockCosts
 from megatron_lite.profile.gpus import Gpu
 from megatron_lite.profile.optimizer_costs import add_update
@@ -14,8 +14,8 @@ from megatron_lite.profile.sizes import Sizes
 from megatron_lite.profile.tally import Tally
 
 # Kernels on single numbers, or one for each row with loss.
-_LOSS_FORWARD, _LOSS_BACKWARD, _PARALLEL_LOSS = 10, 4, 5
-_STEP, _CLIPPING, _PER_GROUP = 17, 4, 3
+_LOSS_FORWARD, _LOSS_BACKWARD, _PARALLEL_LOSS = 5, 3, 5
+_STEP, _CLIPPING, _PER_GROUP = 15, 4, 3
 # DeepSpeed's defaults at ZeRO 3: numbers kept for their next use, gathered ahead at once, of a parameter kept whole.
 LIVE_PARAMETERS, GATHERED_AHEAD, STAYS_WHOLE = 1_000_000_000, 50_000_000, 100_000
 _ALONE = 0.6  # gathers of a parameter beyond that number, where few are gathered ahead, as in traces
@@ -242,9 +242,9 @@ def add_gradients(tally: Tally, found: list[Bucket], s: Sizes) -> None:
         if bucket.is_summed:
             group = s.tp_group if bucket.parameters[0].is_partial else s.ends
             tally.collective("all_reduce", 4 * bucket.numbers / s.dp, group)
-        if not s.config.parallel.offload_optimizer:
-            tally.kernel((4 + 2 * s.element) * bucket.numbers / s.dp, 1, "optimizer")
-    tally.small(2 * len(found) + _STEP + _CLIPPING * (s.config.optimizer.clip_grad_norm > 0), "optimizer")
+    if not s.config.parallel.offload_optimizer:
+        tally.kernel((4 + 2 * s.element) * own, 1, "optimizer")
+    tally.small(_STEP + _CLIPPING * (s.config.optimizer.clip_grad_norm > 0), "optimizer")
     tally.kernel(4 * own, 1, "optimizer")
     tally.kernel(8 * own, 1, "optimizer")
     if s.config.optimizer.kind != "adamw":

@@ -21,6 +21,7 @@ from support.project import ROOT
 from megatron_lite.config.model import ACTIVATIONS
 from megatron_lite.model.kernels import cross_entropy as cross_entropy_kernels
 from megatron_lite.model.kernels import fused
+from megatron_lite.model.kernels import sums as sums_module
 from megatron_lite.model.kernels.dropout import (
     FeatureDropout,
     drop,
@@ -151,7 +152,7 @@ def test_a_norm_whose_sum_nobody_uses():
 
 @pytest.mark.parametrize("programs", [1, 4, 7, 11])
 def test_more_tokens_than_programs_and_a_wide_row(monkeypatch, programs):
-    monkeypatch.setattr(fused, "_programs", lambda width, device: programs)
+    monkeypatch.setattr(sums_module, "programs_of", lambda width, device: programs)
     tokens, width = 11, 1100
     inputs = hidden, gain, shift = draw(tokens, width), draw(width, seed=3), draw(width, seed=4)
     ours = fused.add_and_normalize(hidden, None, None, gain, shift, 1e-5)
@@ -228,7 +229,7 @@ def test_cross_entropy_of_a_shard(dtype, first, valid):
 )
 @pytest.mark.parametrize("programs", [7, 1000])
 def test_gradients_of_a_pair_of_calls(monkeypatch, first, second, keys, tokens, first_key, programs):
-    monkeypatch.setattr(fused, "_programs", lambda width, device: programs)
+    monkeypatch.setattr(sums_module, "programs_of", lambda width, device: programs)
     generator = torch.Generator().manual_seed(0)
     gathered = torch.randperm(tokens, generator=generator)[:keys]
     place = torch.full((tokens,), -1, dtype=torch.int32)
@@ -259,7 +260,7 @@ def test_sums_of_several_kernels_are_finished_at_once():
 
 
 def test_programs_follow_the_width_and_the_processors():
-    assert [fused.sum_programs(width, 132) for width in (256, 768, 1024, 2048, 8192)] == [
+    assert [sums_module.sum_programs(width, 132) for width in (256, 768, 1024, 2048, 8192)] == [
         8 * 132, 5 * 132, 4 * 132, 2 * 132, 2 * 132
     ]  # fmt: skip
 

@@ -326,15 +326,15 @@ def _masked(views: Views, edges: list[int], begin: int) -> list[Call]:
     return [Call(MASKED, start, stop, _keys(False, *rest[:4])) for start, stop, *rest in found]
 
 
-def _keys(
-    exact: int | bool, start: int, stop: int, stream_start: int, stream_stop: int
-) -> tuple[tuple[int, int], ...]:
-    """Stretches of keys that hold all that the queries see; if `exact`, no other keys for the last query."""
-    if stream_start >= stream_stop:
+def _keys(exact: int, start: int, stop: int, first: int, last: int) -> tuple[tuple[int, int], ...]:
+    """Stretches of keys that hold all that the queries see; if `exact`, no other keys for the last query.
+
+    Args: start, stop: of the content. first, last: of the query stream.
+    """
+    if first >= last:
         return ((start, stop),)
     if start == stop:
-        return ((stream_start, stream_stop),)
-    hole = start - stream_stop
-    if hole == 0 or (not exact and 8 * hole <= stop - stream_start):  # cheaper to mask than to join
-        return ((stream_start, stop),)
-    return (stream_start, stream_stop), (start, stop)
+        return ((first, last),)
+    if start == last or (not exact and 8 * (start - last) <= stop - first):  # cheaper to mask than to join
+        return ((first, stop),)
+    return (first, last), (start, stop)

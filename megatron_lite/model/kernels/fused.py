@@ -41,19 +41,6 @@ def choose_kernels(kernels: str) -> None:
     _is_wanted = kernels == "fused"
 
 
-def sum_programs(width: int, processors: int) -> int:
-    """Most programs that sum rows over tokens: enough for their loads to hide each other, few to add up soon."""
-    return processors * min(8, max(2, 4096 // width))
-
-
-@functools.cache
-def _programs(width: int, device: torch.device) -> int:
-    is_gpu = device.type == "cuda"
-    return sum_programs(
-        width, torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 4
-    )
-
-
 def operator(
     allocate: Callable[..., Any], overwrites: tuple[str, ...] = (), module: str = "triton_kernels"
 ) -> Callable[..., Any]:
@@ -128,13 +115,9 @@ def add_norm_backward(
     assert like is not None
     d_hidden = like.new_empty(0) if d_normed is None else torch.empty_like(like)
     d_x = torch.empty_like(like) if p else like.new_empty(0)
-    rows, width = like.shape
-    sums = (d_normed is not None) + has_bias + has_x_bias
-    return (
-        d_hidden,
-        d_x,
-        like.new_empty(min(_programs(width, like.device), rows), sums * width, dtype=torch.float32),
-    )
+    from megatron_lite.model.kernels.sums import sums_of
+
+    return d_hidden, d_x, sums_of(like, like.shape[1], (d_normed is not None) + has_bias + has_x_bias)
 
 
 def activate(
@@ -168,10 +151,10 @@ def join_pair(
 
     Args: first_key: of the first call. place: int32 [T], of the second. border: int32 [1], its first query, if fixed.
     """
-    tokens, (_, heads, size) = place.shape[0], dq_0.shape
-    programs = min(_programs(heads * size, dq_0.device), tokens)
-    sums = dq_0.new_empty(programs, 3 * heads * size, dtype=torch.float32)
-    return dq_0.new_empty(tokens, 3, heads, size), sums
+    from megatron_lite.model.kernels.sums import sums_of
+
+    joined = dq_0.new_empty(place.shape[0], 3, *dq_0.shape[1:])
+    return joined, sums_of(joined, dq_0.shape[1] * dq_0.shape[2], 3)
 
 
 add_norm_kernel, add_norm_backward_kernel = operator(add_norm), operator(add_norm_backward)

@@ -23,6 +23,19 @@ def _is_observed() -> bool:
     return bool(getattr(hook, "calls", hook))
 
 
+def require(*shapes: tuple[Sequence[int], *tuple[torch.Tensor | None, ...]]) -> None:
+    """Before a launch, whose addresses follow from sizes. Raises: ValueError for a tensor of another shape.
+
+    Args: shapes: each a shape, and the tensors that must have it.
+    """
+    for shape, *tensors in shapes:
+        for tensor in tensors:
+            if tensor is not None and tensor.shape != shape:
+                raise ValueError(
+                    f"a kernel takes {tuple(shape)} numbers there, and got {tuple(tensor.shape)}."
+                )
+
+
 class Kernel:
     """A compiled function for tensors, numbers and constants, in this order.
 

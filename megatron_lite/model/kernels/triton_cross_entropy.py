@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from megatron_lite.model.kernels.launch import kernel
+from megatron_lite.model.kernels.launch import kernel, require
 
 WIDE = 4096  # columns that a program reads at once
 
@@ -47,12 +47,14 @@ def _write_gradient(logits, targets, log_sums, grad, first, valid, WIDTH: tl.con
 
 def log_sums(logits, targets, first, valid, sums, picked):  # type: ignore[no-untyped-def]
     rows, width = logits.shape
+    require(((rows,), targets))
     if rows:
         _log_sums((rows, 1), (logits, targets, sums, picked), (first, valid), (width, WIDE), 8)
 
 
 def write_gradient(logits, targets, sums, grad, first, valid):  # type: ignore[no-untyped-def]
     rows, width = logits.shape
+    require(((rows,), targets, sums, grad))
     if rows:
         grid = rows, -(-width // WIDE)
         _write_gradient(grid, (logits, targets, sums, grad), (first, valid), (width, WIDE), 8)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_lite.model.kernels.launch import kernel
+from megatron_lite.model.kernels.launch import kernel, require
 
 _TILE, _TILE_BACK = 4096, 2048  # numbers of a program's rows
 
@@ -178,8 +178,13 @@ def _width(cos):  # type: ignore[no-untyped-def]
     return 0 if cos is None else cos.shape[-1]
 
 
+def _require(cos, sin, query_scale, key_scale, tokens, size):  # type: ignore[no-untyped-def]
+    require(((tokens, 1, _width(cos)), cos, sin), ((size,), query_scale, key_scale))
+
+
 def spread_heads(heads, cos, sin, query_scale, key_scale, epsilon, key_heads, factor, out):  # type: ignore[no-untyped-def]
     tokens, _, count, size = out.shape
+    _require(cos, sin, query_scale, key_scale, tokens, size)
     pairs, rows = _tile(size, _TILE)
     if tokens:
         _spread(
@@ -191,6 +196,7 @@ def spread_heads(heads, cos, sin, query_scale, key_scale, epsilon, key_heads, fa
 
 def turn_heads(heads, cos, sin, back):  # type: ignore[no-untyped-def]
     tokens, _, count, size = heads.shape
+    _require(cos, sin, None, None, tokens, size)
     pairs, rows = _tile(size, _TILE)
     if tokens:
         _spread(
@@ -220,6 +226,9 @@ def gather_heads(  # type: ignore[no-untyped-def]
     packed, has_norms = d_k is None, query_scale is not None
     pairs, rows = _tile(size, _TILE_BACK)
     keys = tokens if packed else d_k.shape[0]
+    _require(cos, sin, query_scale, key_scale, tokens, size)
+    of_queries = (tokens, 3, count, size) if packed else (len(d_q), count, size)
+    require((of_queries, d_q), ((keys, count, size), d_k, d_v), (out.shape, heads))
     if tokens:
         tiles = -(-tokens * count // rows)
         of_program = -(-tiles // sums.shape[0]) if has_norms else 1

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from megatron_lite.model.kernels.dropout import threshold_of
-from megatron_lite.model.kernels.launch import kernel
+from megatron_lite.model.kernels.launch import kernel, require
 
 COLUMNS = 256  # of a tile, where a row is not needed as a whole
 TILE_ROWS = 16
@@ -325,6 +325,7 @@ def add_norm(  # type: ignore[no-untyped-def]
     x, x_bias, keys, salt, p, hidden, weight, bias, epsilon, centered, total, normed, stats
 ):
     rows, width = (hidden if x is None else x).shape
+    require(((rows, width), x, hidden), ((width,), x_bias, weight, bias), ((rows,), keys))
     if rows:
         block, warps = _block(width)
         is_there = [tensor is not None for tensor in (x, x_bias, hidden, weight, bias)]
@@ -335,22 +336,12 @@ def add_norm(  # type: ignore[no-untyped-def]
 
 
 def add_norm_backward(  # type: ignore[no-untyped-def]
-    d_total,
-    d_normed,
-    total,
-    weight,
-    stats,
-    has_bias,
-    centered,
-    keys,
-    salt,
-    p,
-    has_x_bias,
-    d_hidden,
-    d_x,
-    sums,
-):
+    d_total, d_normed, total, weight, stats, has_bias, centered, keys, salt, p, has_x_bias, d_hidden, d_x, sums
+):  # fmt: skip
     rows, width = (d_total if d_normed is None else d_normed).shape
+    require(((rows, width), d_total, d_normed), ((rows,), keys))
+    if d_normed is not None:
+        require(((rows, width), total), ((width,), weight), ((1 + centered, rows), stats))
     if programs := sums.shape[0]:  # no rows, no programs; `finish_sums` then adds up nothing
         block, warps = _block(width)
         is_there = d_total is not None, d_normed is not None, has_bias, centered, has_x_bias
@@ -362,6 +353,7 @@ def add_norm_backward(  # type: ignore[no-untyped-def]
 
 def finish_sums(sums, like, out):  # type: ignore[no-untyped-def]
     missing, widths = 4 - len(sums), [part.shape[1] for part in sums]
+    require(((sum(widths),), out))
     _finish_sums(
         (sum(-(-width // FINISH_COLUMNS) for width in widths), 1), (*sums, *[None] * missing, out),
         (*(part.shape[0] for part in sums), *[0] * missing), (*widths, *[0] * missing, FINISH_ROWS, FINISH_COLUMNS),
@@ -370,6 +362,7 @@ def finish_sums(sums, like, out):  # type: ignore[no-untyped-def]
 
 def activate(x, bias, kind, gated, keys, salt, p, out):  # type: ignore[no-untyped-def]
     rows, width = out.shape
+    require(((rows, (1 + gated) * width), x), (((1 + gated) * width,), bias), ((rows,), keys))
     if rows:
         high = TILE_ROWS // (1 + gated)  # two numbers for each of a tile: more would not fit into registers
         _activate(
@@ -380,6 +373,7 @@ def activate(x, bias, kind, gated, keys, salt, p, out):  # type: ignore[no-untyp
 
 def activate_backward(x, bias, grad, kind, gated, keys, salt, p, d_x, sums):  # type: ignore[no-untyped-def]
     rows, width = grad.shape
+    require(((rows, (1 + gated) * width), x), (((1 + gated) * width,), bias), ((rows,), keys))
     if programs := sums.shape[0]:
         _activate_backward(
             (programs, -(-width // COLUMNS)), (x, bias, grad, keys, d_x, sums),
@@ -392,6 +386,8 @@ def join_pair(  # type: ignore[no-untyped-def]
     dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, first_key, place, border, out, sums
 ):  # fmt: skip
     (queries, heads, size), tokens = dq_0.shape, place.shape[0]
+    of_keys = [((len(dk), heads, size), dk, dv) for dk, dv in ((dk_0, dv_0), (dk_1, dv_1))]
+    require(*of_keys, ((len(dq_1), heads, size), dq_1), ((1,), border))
     if programs := sums.shape[0]:
         block, warps = _block(heads * size)
         counts = queries, dq_1.shape[0], first_key, dk_0.shape[0], dk_1.shape[0]

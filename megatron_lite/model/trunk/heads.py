@@ -107,7 +107,7 @@ class Heads(nn.Module):
             *borders, places = loss_rows.borders.unbind(1)
             before, after = (final_layernorm(hidden.index_select(0, border)) for border in borders)
             rows = torch.cat([rows, self.span_boundary(before, after, places)])
-        classes = rows.new_zeros(0, 2)
+        classes = rows.new_empty(0, 2)
         if self.sentence is not None:
             labelled = final_layernorm(hidden.index_select(0, loss_rows.sentences))
             # The embedding has no MLP: the salt of that place is free.
@@ -165,7 +165,7 @@ def row_losses(
     else:
         losses = logits.losses(vocabulary, *of_rank, terms)
     if not len(classes):
-        return losses + classes.float().sum()  # an empty sum: an unused head gets a gradient of zero
+        return losses + classes.float().sum() if classes.requires_grad else losses  # zeros for an unused head
     return torch.cat([losses, F.cross_entropy(classes.float(), sentence.long(), reduction="none")])
 
 

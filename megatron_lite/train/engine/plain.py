@@ -56,7 +56,9 @@ class PlainEngine(Engine):
             self._engine.set_gradient_accumulation_boundary(number == len(micro_batches))
             batch = micro.to(self.context.device, self._buffer_for(micro))
             loss_sum, per_objective = self._engine(batch)
-            self._engine.backward(loss_sum * micro.loss_factor * self._zero.loss_factor, scale_wrt_gas=False)
+            self._engine.backward(
+                loss_sum * (micro.loss_factor * self._zero.loss_factor), scale_wrt_gas=False
+            )
             self._engine.step()
             sums[:, : per_objective.shape[1]] += per_objective
         return self._result(sums)

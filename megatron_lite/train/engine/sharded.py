@@ -216,20 +216,18 @@ class ShardedOptimizer:
     def step(self) -> None:
         """Clip and update, unless a gradient is not finite; then give all ranks the weights. Waits for no device."""
         parts = [self._final_part(bucket) for bucket in self._trained]
-        squares = [
-            norm.double().square()
-            for norm, bucket in zip(torch._foreach_norm(parts), self._trained, strict=True)
-            if bucket.treatment.counts
-        ]
-        total = torch.stack(squares).sum() if squares else parts[0].new_zeros((), dtype=torch.float64)
+        norms = torch._foreach_norm(parts)
+        counted = [norms[i] for i, bucket in enumerate(self._trained) if bucket.treatment.counts]
+        total = torch.stack(counted or [torch.zeros_like(norms[0])]).double().square().sum()
         scale = float(self.loss_scaler.cur_scale)
         norm = self._context.sum(total).sqrt().float() / scale
-        self.skipped = (~norm.isfinite()).float()
+        is_skipped = (norm - norm).isnan()  # infinity or NaN: `isfinite` would be four kernels more
+        self.skipped = is_skipped.float()
         self.outcome = self._on_the_host(ToHost(torch.stack([norm, self.skipped])))
         factor = torch.full_like(norm, 1 / scale)
         if self._clip_grad_norm > 0:
             factor /= ((norm + 1e-6) / self._clip_grad_norm).clamp(min=1.0)
-        factor.masked_fill_(self.skipped.bool(), 0.0)  # what lies between the parameters stays 0
+        factor.masked_fill_(is_skipped, 0.0)  # what lies between the parameters stays 0
         torch._foreach_mul_(parts, factor)
         self._update(parts)
         for bucket in self._trained:
@@ -265,8 +263,9 @@ class ShardedOptimizer:
     def _start_to_publish(self, changed: Sequence[Bucket]) -> None:
         """In the order of the forward pass, which computes with the first weights while others are on their way."""
         self.await_weights()
+        masters = [bucket.master for bucket in changed]
+        torch._foreach_copy_([bucket.weights[bucket.own] for bucket in changed], masters, non_blocking=True)
         for bucket in reversed(changed):
-            bucket.weights[bucket.own].copy_(bucket.master, non_blocking=True)
             bucket.gathering = all_gather_parts(bucket.weights, self._context.dp)
 
     def await_weights(self, part: nn.Module | None = None) -> None:
