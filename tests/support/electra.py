@@ -68,9 +68,9 @@ def as_batch(planes: np.ndarray, samples: np.ndarray) -> ElectraBatch:
 
 @dataclass(frozen=True)
 class ElectraCase(PlugCase):
-    # Gradients of the tokens nearly cancel where the discriminator answers a half, so they follow the weights closely: in
-    # fp64, weights moved by 5e-7 of their largest element move gradients by 1e-5. After two steps of Adam weights have
-    # moved by more: a third step would compare that. With equal weights gradients differ by 1.2e-6.
+    # Gradients of the tokens nearly cancel where the discriminator answers a half, so they follow the weights closely:
+    # in fp64, weights moved by 5e-7 of their largest element move gradients by 1e-5. After two steps of Adam weights
+    # have moved by more: a third step would compare that. With equal weights gradients differ by 1.2e-6.
     steps: ClassVar[int] = 2
 
     def config(self) -> Config:

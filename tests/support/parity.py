@@ -384,7 +384,7 @@ is above the rounding: it is 1e-3 here, the size of a typical gradient of this m
 {tolerances}
 
 Half precision is compared with fp32, not with itself. Generator and discriminator train 2 steps: their gradients nearly
-cancel where the discriminator answers a half, and in the third step show the rounding of weights 20 times. With entities
+cancel where the discriminator answers a half, and show the rounding of weights 20 times in the third. With entities
 gradients and weights may differ by 5e-5: so do those of the head of sentences, which has few labels.
 """
 
