@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """GLM on its own and on a modern body, and masked words on that body, at equal parameters, tokens and seconds.
 
+With `--kinds` some of them, or also GLM on a modern body whose second block sees 8 tokens to each side.
+
     bash scripts/quickstart.sh
     python benchmarks/bodies.py
 
@@ -53,13 +55,14 @@ KINDS: dict[str, tuple[str, ...]] = {
     "GLM, modern body": MODERN,
     "masked words, modern body": (*MODERN, *MASKS),
 }
+MORE = {"GLM, modern body, a local block": (*MODERN, "model.attention_window=8", "model.global_every=2")}
 MEASURES = {"loss/token": "short spans", "loss/document": "long spans", "loss/masked": "masked words"}
 EVALUATIONS = 10  # of a run
 
 
 def measured(options: Any, run: Path, seed: int, kind: str) -> dict[str, Any]:
     """A run that is made now: its parameters, CPU seconds, curve and unigram losses. Raises DataError if it fails."""
-    settings = [*settings_of(options, run, seed, EVALUATIONS), *KINDS[kind]]
+    settings = [*settings_of(options, run, seed, EVALUATIONS), *(KINDS | MORE)[kind]]
     vocabulary = load_json(options.quickstart / "data/corpus_train.json", "manifest")["vocab_size"]
     config = load_config([ROOT / "configs/tiny.yaml"], settings).with_vocab_size(vocabulary)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -115,6 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--steps", type=int, default=1000, help="of each run (default: 1000)")
     add("--samples", type=int, default=512, help="of a validation (default: 512)")
     add("--seeds", type=int, nargs="+", default=[1, 2])
+    add("--kinds", nargs="+", default=[*KINDS], choices=[*KINDS, *MORE])
     add("--threads", type=int, default=None)
     add("--json", type=expanded_path, metavar="FILE", help="write the curves there")
     options = parser.parse_args(arguments)
@@ -124,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     require_directory(
         options.quickstart / "data", "run scripts/quickstart.sh, or give --quickstart its directory"
     )
-    runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
+    runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in options.kinds}
     with tempfile.TemporaryDirectory() as work:
         for seed in options.seeds:
             for number, (kind, of) in enumerate(runs.items()):

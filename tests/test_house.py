@@ -65,6 +65,7 @@ ABILITIES: dict[str, int] = {
     "UL2's mixture of denoisers, with tokens of modes": 232,
     "masked diffusion, divided by tokens, and its generation": 262,
     "masked diffusion tuned on answers": 43,
+    "a dry run of generator and discriminator": 65,
     "local layers": 304,
     "ModernBERT and Ettin's decoder, with the options of their body": 191,
     "GLM's class of transformers on a modern body": 29,

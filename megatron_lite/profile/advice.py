@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from data_utils.base.errors import ConfigError
 from megatron_lite.config.tree import Config
-from megatron_lite.model.trunk.counts import parameter_count
+from megatron_lite.model.trunk.build import kind_of
 from megatron_lite.profile.estimate import RESERVED_GIB, Estimate, estimate
 from megatron_lite.profile.gpus import HOST, Gpu
 from megatron_lite.profile.rows import Rows, average_rows
@@ -173,7 +173,10 @@ def in_parts(
     """`training.loss_rows` where it saves a tenth of the memory: the setting, and the estimate. None elsewhere."""
     if config.training.loss_rows:
         return None
-    parts = replace(config, training=replace(config.training, loss_rows=LOSS_ROWS))
+    try:
+        parts = replace(config, training=replace(config.training, loss_rows=LOSS_ROWS))
+    except ConfigError:  # an objective with a model of its own
+        return None
     other = estimate(parts, processes, gpu, rows)
     return (f"training.loss_rows={LOSS_ROWS}", other) if other.peak_gib < 0.9 * given.peak_gib else None
 
@@ -195,7 +198,7 @@ def dry_run_report(config: Config, processes: int, gpu: Gpu, found: Estimate) ->
     parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in vars(peak).items() if size)
     return "\n".join(
         [
-            f"parameters        {parameter_count(config.model):,}; on the fullest rank {found.rank_parameters:,}",
+            f"parameters        {kind_of(config).count(config):,}; on the fullest rank {found.rank_parameters:,}",
             f"layout            {processes} processes: pipeline {parallel.pipeline_parallel_size} x data {dp} x tensor "
             f"{parallel.tensor_parallel_size}, ZeRO {parallel.zero_stage}, recompute {config.training.recompute}, "
             f"{config.batch.accumulation_steps(dp)} micro-batches of {config.batch.micro_batch_size} x "

@@ -7,7 +7,7 @@ from data_utils.samples.extent import extent_if_here
 from data_utils.text.tokenizers import load_tokenizer
 from megatron_lite.config.tree import Config
 from megatron_lite.profile.advice import Layout, Phase, advise, dry_run_report, for_all, fuller, in_parts
-from megatron_lite.profile.estimate import Estimate, estimate, require_one_transformer
+from megatron_lite.profile.estimate import Estimate, estimate, require_rows_of_one
 from megatron_lite.profile.gpus import Gpu, gpu_named
 from megatron_lite.profile.rows import Rows, average_rows
 
@@ -16,7 +16,7 @@ def dry_run(config: Config, processes: int, gpu_name: str) -> None:
     """Print the report and the advice for a number of processes. Raises: ConfigError."""
     if processes < 1:
         raise ConfigError(f"--dry-run is {processes}; it must be a number of processes, at least 1.")
-    require_one_transformer(config)
+    require_rows_of_one(config)
     if config.model.vocab_size is None:
         if config.tokenizer is None:
             raise ConfigError("model.vocab_size is null; set it, or the tokenizer whose size it takes.")

@@ -6,11 +6,13 @@ and collective of a step costs what the roofline gives it. Tests compare the fig
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from data_utils.base.errors import ConfigError
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.model.trunk.counts import step_flops
+from megatron_lite.model.trunk.build import kind_of
+from megatron_lite.model.trunk.counts import parameter_count, step_flops
 from megatron_lite.profile.gpus import HOST, Gpu
 from megatron_lite.profile.memory import Peak, peak
 from megatron_lite.profile.parameters import Stage, stages
@@ -22,18 +24,23 @@ from megatron_lite.profile.tally import Tally
 RESERVED_GIB = 3.0  # for CUDA, NCCL and fragmentation, which no count shows
 
 
-def require_one_transformer(config: Config) -> None:
-    """Raise ConfigError for a configuration of two."""
+def require_rows_of_one(config: Config) -> None:
+    """Raise ConfigError for a configuration of two Transformers that read texts of their own."""
     if config.decoder is not None:
         raise ConfigError(
             "decoder is set, but a profile is of one Transformer; profile the encoder (decoder=null "
             "objectives={masked_lm: 1}) and the decoder (its options as model, objectives={causal: 1}) by themselves."
         )
+
+
+def require_one_transformer(config: Config) -> None:
+    """Raise ConfigError for a configuration of two."""
+    require_rows_of_one(config)
     for choice in config.objective_choices:
         if choice.section.two_stacks is not None:
             raise ConfigError(
-                f"objectives has {choice.name}, but a profile is of one Transformer; profile `model` by itself: "
-                "objectives={masked_lm: 1} training.loss_normalization=global_tokens training.loss_weights={}."
+                f"objectives has {choice.name}, but a trace is of one Transformer; use --dry-run of pretrain_glm.py, "
+                "which counts both."
             )
 
 
@@ -93,7 +100,62 @@ class Estimate:
 
 
 def estimate(config: Config, processes: int, gpu: Gpu, rows: Rows) -> Estimate:
-    """Args: rows: as of `average_rows`. Raises ConfigError if the processes do not fit the layout or the batch."""
+    """Args: rows: as of `average_rows`. Raises ConfigError if the processes do not fit the layout or the batch.
+
+    Of a generator and a discriminator, which read the same rows one after another, the sum of both.
+    """
+    stacks = [part for part in kind_of(config).made_of(config) if isinstance(part, ModelConfig)]
+    if len(stacks) == 1 or config.decoder is not None:
+        return _of_stack(config, processes, gpu, rows)
+    of_each = replace(rows, loss_rows=0.0), rows  # the discriminator has no head for the vocabulary
+    found = [
+        _of_stack(_alone(config, stack), processes, gpu, own)
+        for stack, own in zip(stacks, of_each, strict=True)
+    ]
+    shared = kind_of(config).count(config) / sum(parameter_count(stack) for stack in stacks)
+    return _joined(found, shared)
+
+
+def _alone(config: Config, model: ModelConfig) -> Config:
+    """A configuration with the layout of another and a model that predicts masked tokens."""
+    training = replace(config.training, loss_normalization="global_tokens", loss_weights={})
+    masked = {"masked_lm": 1}
+    return replace(config, model=model, training=training, objectives=masked, objective_sections={})
+
+
+def _joined(found: list[Estimate], shared: float) -> Estimate:
+    """Stacks one after another. Args: shared: their numbers, tables that both read counted once, by the sum of them."""
+
+    def total(name: str) -> float:
+        return sum(getattr(each, name) for each in found)
+
+    def sums(name: str) -> dict[str, float]:
+        names = dict.fromkeys(key for each in found for key in getattr(each, name))
+        return {key: sum(getattr(each, name).get(key, 0.0) for each in found) for key in names}
+
+    peaks = [vars(each.peak) for each in found]
+    together = {key: sum(each[key] for each in peaks) for key in peaks[0]} | {
+        "rest": max(x["rest"] for x in peaks)
+    }
+    for key in ("weights", "gradients", "optimizer"):
+        together[key] *= shared
+    first = found[0]
+    return replace(
+        first,
+        peak=Peak(**together),
+        launches=total("launches"),
+        kinds=sums("kinds"),
+        collectives=sums("collectives"),
+        collective_mb={**found[1].collective_mb, **first.collective_mb},
+        communication_ms=sums("communication_ms"),
+        host_ms=total("host_ms"),
+        roofline_ms=total("roofline_ms"),
+        rank_parameters=round(total("rank_parameters") * shared),
+        flops=total("flops"),
+    )
+
+
+def _of_stack(config: Config, processes: int, gpu: Gpu, rows: Rows) -> Estimate:
     sizes = Sizes(config, processes, rows, gpu.processors)
     config.plan.require_ranks(sizes.dp)
     every = stages(sizes)

@@ -7,11 +7,16 @@ import pytest
 import torch
 from support.project import ROOT
 
-from megatron_lite.config.tree import load_config
+from data_utils.base.settings import build, merge, to_tree
+from megatron_lite.config.tree import Config, load_config
 from megatron_lite.electra.model import Electra
 from megatron_lite.electra.sections import generator_of
 from megatron_lite.model.trunk.build import kind_of
 from megatron_lite.model.trunk.counts import parameter_count
+from megatron_lite.profile.dry_run import dry_run
+from megatron_lite.profile.estimate import estimate
+from megatron_lite.profile.gpus import gpu_named
+from megatron_lite.profile.rows import average_rows
 
 MODELS = ROOT / "configs"
 ELECTRAS = {  # discriminator and generator of the released classes, each with the tables that both share
@@ -84,3 +89,23 @@ def test_deberta_is_two_stacks_of_its_sizes_with_words_each():
     found = re.findall(r"([\d.]+) M", (MODELS / "deberta-v3-base-rtd.yaml").read_text().partition("\n\n")[0])
     counted = [sum(sizes.values()), 183_831_552 + 768 * 769 + 769, 128_100 * 768]
     assert found == [f"{count / 1e6:.1f}" for count in counted]
+
+
+@pytest.mark.parametrize("name", ["electra-base", "deberta-v3-base-rtd"])
+def test_the_dry_run_counts_both_stacks(name, capsys):
+    """Its FLOPs are those of the kind of model, the memory holds a common table once, times and launches are sums."""
+    config, gpu = published(name), gpu_named("h100")
+    dry_run(config, 8, "h100")
+    printed, count = capsys.readouterr().out, kind_of(config).count(config)
+    assert f"parameters        {count:,}; on the fullest rank {count:,}" in printed and "it fits" in printed
+    rows = average_rows(config)
+    found, samples = estimate(config, 8, gpu, rows), config.batch.global_batch_size // 8
+    work = [int(each * samples) for each in (rows.tokens, rows.loss_rows, rows.visible_keys, 0, 0)]
+    assert found.flops == pytest.approx(kind_of(config).flops(config, *work), rel=1e-3)
+    assert found.peak.weights == pytest.approx(2 * count, rel=0.01)
+    tree = {"objectives": {"masked_lm": 1}, "training": {"loss_normalization": "global_tokens"}}
+    alone = {name: x for name, x in to_tree(config).items() if name not in ("electra", "objectives")}
+    alone["training"] = {name: x for name, x in alone["training"].items() if name != "loss_weights"}
+    one = estimate(build(Config, merge(alone, tree)), 8, gpu, rows)
+    assert one.roofline_ms < found.roofline_ms < 2.5 * one.roofline_ms and one.launches < found.launches
+    assert found.peak.activations > 1.2 * one.peak.activations

@@ -30,10 +30,11 @@ from support.project import small_corpus, small_run
 
 # Names of systems in code; in text and comments they may stand.
 SYSTEMS = re.compile(
-    r"(^|[^a-z])(bert|gpt2?|xlnet|unilm|unilmv2|optimus|t5|bart|mass|ernie|albert|roberta|spanbert|elmo|siatl)([^a-z]|$)"
+    r"(^|[^a-z])(bert|gpt2?|xlnet|unilm|unilmv2|optimus|t5|bart|mass|ernie|albert|roberta|spanbert|elmo|siatl|electra"
+    r"|deberta|llama|qwen|mistral|eurobert|neobert|modernbert|camembert|xlm|mt5|ettin|llada)([^a-z]|$)"
 )
 # Where a system may be named: its own room, its objective, conversions, and what belongs to one system by its purpose.
-OWN_ROOMS = ("megatron_lite.hf", "megatron_lite.optimus")
+OWN_ROOMS = ("megatron_lite.hf", "megatron_lite.optimus", "megatron_lite.electra", "megatron_lite.knowledge")
 ENTRIES = (
     "data_utils.base.planes",
     "megatron_lite.model.input.batch",

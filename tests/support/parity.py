@@ -383,8 +383,8 @@ is above the rounding: it is 1e-3 here, the size of a typical gradient of this m
 |---|---|---|---|---|
 {tolerances}
 
-Half precision is compared with fp32, not with itself. Gradients of generator and discriminator may differ by 3e-5, and
-by 1e-4 where those of their words are apart: they nearly cancel where the discriminator answers a half. With entities
+Half precision is compared with fp32, not with itself. Generator and discriminator train 2 steps: their gradients nearly
+cancel where the discriminator answers a half, and show the rounding of weights 20 times in the third. With entities
 gradients and weights may differ by 5e-5: so do those of the head of sentences, which has few labels.
 """
 
