@@ -122,7 +122,9 @@ class DistanceBias:
 
 
 class BlockPlan:
-    """One call over the tokens of the batch in the order of the layout, padding at the end. Its bias: a DistanceBias, or a TableBias.
+    """One call over the tokens of the batch in the order of the layout, padding at the end.
+
+    Its bias: a DistanceBias, or a TableBias.
 
     Args: window: of a local layer; 0 = none.
     """
@@ -164,17 +166,17 @@ class BlockPlan:
         return bias.attend(qkv.contiguous(), self, drawn)
 
 
-def block_plan(layout: Layout, length: int, window: int = 0, tables: int = 0) -> HostPlan:
+def block_plan(layout: Layout, length: int, window: int = 0, *, has_tables: bool = False) -> HostPlan:
     """A BlockPlan, or the dense one where no kernels are wanted, or cannot be.
 
-    Args: length, window: as for BlockPlan. tables: of relative positions, see tables.py.
+    Args: length, window: as for BlockPlan. has_tables: scores have a TableBias.
     """
     if not kernels_are_wanted():
         return DensePlan(layout, window=window)
-    if tables:
-        from megatron_lite.model.attention.tables import has_places_apart
+    if has_tables:
+        from megatron_lite.model.attention.tables import has_positions_apart
 
-        if not has_places_apart(layout, tables):
+        if not has_positions_apart(layout):
             return DensePlan(layout)
     return BlockPlan(layout, length, window=window)
 

@@ -371,7 +371,7 @@ def plan_attention(layout: Layout, device: torch.device, kernel: str = "auto", m
     """Choose the kernel for a batch, and lay out its tokens.
 
     Args:
-        kernel: "auto", or one of "calls", "varlen", "blocks", "tables" (blocks, for scores with two tables) and "dense".
+        kernel: "auto", or one of "calls", "varlen", "blocks", "tables" (blocks, with a TableBias) and "dense".
         multiple: of the number of tokens, padding included.
     """
     assert kernel in ("auto", "calls", "varlen", "blocks", "tables", "dense"), kernel
@@ -390,7 +390,7 @@ def plan_attention(layout: Layout, device: torch.device, kernel: str = "auto", m
         return varlen_plan(layout, units, length)
     from megatron_lite.model.attention.blocks import block_plan
 
-    return block_plan(layout, length, tables=2 * (kernel == "tables"))
+    return block_plan(layout, length, has_tables=kernel == "tables")
 
 
 def _suits_varlen(units: list[Unit], tokens: int) -> bool:

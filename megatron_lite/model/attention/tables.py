@@ -1,7 +1,7 @@
-"""A bias of scores that depends on the distance of two tokens and on one of them, for the kernels that evaluate the rule.
+"""A bias of scores by the distance of two tokens that depends on the query and on the key, on CUDA.
 
-A token's queries meet vectors of distances, and its keys too: their products are tables, of which the kernels read a
-number for each pair, and whose gradients they write. Tables are made again in the backward pass, so that no layer keeps
+Both meet vectors of distances: their products are tables, of which the kernels that evaluate the rule read two numbers
+for each pair, and whose gradients they write. Tables are made again in the backward pass, so that no layer keeps
 one. Shapes: T tokens, H heads of this rank, D head size, N vectors, S the longest distance of two tokens.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_lite.model.attention.layout import NEVER, Layout
+from megatron_lite.model.attention.layout import Layout
 from megatron_lite.model.kernels.rule_attention import (
     rule_attention_kernel,
     rule_attention_keys_kernel,
@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TableBias:
-    """A query's product with a vector of the distance, and, where there are two, a key's with another."""
+    """A query's product with a vector of the distance, and a key's with another."""
 
-    vectors: torch.Tensor  # [1 or 2, N, H, D]: of queries, of keys
+    vectors: torch.Tensor  # [2, N, H, D]: those that queries meet, and those that keys meet
     places: torch.Tensor  # int32 [2 S + 1]: `table_places` of each distance, key less query
 
     def attend(self, qkv: torch.Tensor, plan: Any, drawn: tuple[Any, ...]) -> torch.Tensor:
@@ -37,15 +37,13 @@ class TableBias:
         return _Attend.apply(qkv, self.vectors, self.places, plan, drawn)
 
 
-def has_places_apart(layout: Layout, tables: int) -> bool:
-    """Whether tokens that a query sees, and with two tables those that see a key, have positions that all differ.
+def has_positions_apart(layout: Layout) -> bool:
+    """Whether no two tokens of a document have one position; if some have, it is said once.
 
-    The kernels need it, which write a number of a table's gradient for each of them. If not, it is said once.
+    The kernels need it: each token that a query sees gives its own part of a table's gradient.
     """
-    seen = slice(None) if tables == 2 else layout.key_time < NEVER
-    document, position = layout.document[seen], layout.position[seen]
-    order = np.lexsort((position, document))
-    is_same = (np.diff(document[order]) == 0) & (np.diff(position[order]) == 0)
+    order = np.lexsort((layout.position, layout.document))
+    is_same = (np.diff(layout.document[order]) == 0) & (np.diff(layout.position[order]) == 0)
     if is_same.any():
         _say_slow()
     return not is_same.any()
@@ -79,7 +77,7 @@ class _Attend(torch.autograd.Function):
         qkv, vectors, places, out, log_sums = ctx.saved_tensors
         plan, grad, tables = ctx.plan, grad.contiguous(), _tables(qkv, vectors)
         rest = None, places, tables, *ctx.drawn, 0
-        d_tables = [torch.zeros_like(table) for table in tables]
+        d_tables = [torch.zeros(table.shape, dtype=table.dtype, device=table.device) for table in tables]
         d_qkv, products = rule_attention_queries_kernel(
             d_tables, grad, qkv, out, log_sums, plan.columns, plan.lists, *rest
         )
@@ -89,6 +87,6 @@ class _Attend(torch.autograd.Function):
         del tables, rest
         d_vectors = torch.empty_like(vectors)
         for i, d_table in enumerate(d_tables):
-            d_qkv[:, i] += (d_table @ vectors[i].transpose(0, 1)).transpose(0, 1)
+            d_qkv[:, i].add_((d_table @ vectors[i].transpose(0, 1)).transpose(0, 1))
             d_vectors[i] = (d_table.mT @ qkv[:, i].transpose(0, 1)).transpose(0, 1)
         return d_qkv, d_vectors, None, None, None

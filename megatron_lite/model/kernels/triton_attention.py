@@ -1,8 +1,8 @@
 """Attention under the rule of layout.py, within blocks that hold a visible pair: GPU kernels, written in Triton.
 
 BIAS says what scores have by the distance of two positions: nothing (0); a number for each (1), whose gradient is
-summed by bucket: within a program in the order of its blocks, over programs by torch; the query's number of a table
-(2), and the key's too (3), whose gradients are scattered, see triton_tables.py. No atomic additions. Only
+summed by bucket: within a program in the order of its blocks, over programs by torch; a number of the query and one of
+the key, from tables (2), whose gradients are scattered, see triton_tables.py. No atomic additions. Only
 rule_attention.py's operators import this module.
 
 A program computes a tile of ROWS queries, or of KEYS keys, of one head. Its lists say which blocks of the others hold
@@ -20,7 +20,7 @@ from megatron_lite.model.kernels.dropout import threshold_of
 from megatron_lite.model.kernels.launch import kernel
 from megatron_lite.model.kernels.rule_attention import BLOCK, key_tile
 from megatron_lite.model.kernels.triton_kernels import hash_stays
-from megatron_lite.model.kernels.triton_tables import MOST_ROWS, of_head, scatter
+from megatron_lite.model.kernels.triton_tables import number, scatter
 
 
 @triton.jit
@@ -76,30 +76,30 @@ def _scores(
     a, b, columns, bias, query, key, head, tokens, longest, width, scale,
     MASKED: tl.constexpr, BIAS: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scores of a tile, a b^T. Args: query, key: places that broadcast to it. bias: line, buckets, both tables."""
+    """Scores of a tile, a b^T, and their distances or, where there are tables, places in these.
+
+    Args: query, key: places that broadcast to the tile. bias: line, buckets, both tables.
+    """
     scores = tl.dot(a, tl.trans(b), input_precision=PRECISION)
-    distance = _distance(columns, query, key, tokens, longest)
-    if BIAS > 1:
-        found = tl.load(bias[1] + distance) % MOST_ROWS
-        scores += tl.load(
-            of_head(bias[2], head, tokens, width) + tl.minimum(query, tokens - 1) * width + found
-        )
-    if BIAS == 3:
-        scores += tl.load(of_head(bias[3], head, tokens, width) + tl.minimum(key, tokens - 1) * width + found)
+    found = _distance(columns, query, key, tokens, longest)
+    if BIAS == 2:
+        found = tl.load(bias[1] + found)
+        scores += number(bias[2], head, query, found, tokens, width)
+        scores += number(bias[3], head, key, found, tokens, width)
     scores *= scale
     if BIAS == 1:
-        scores += tl.load(bias[0] + head * (2 * longest + 1) + distance)
+        scores += tl.load(bias[0] + head * (2 * longest + 1) + found)
     if MASKED:
         scores = tl.where(_seen(columns, query, key, tokens, WINDOW), scores, float("-inf"))
-    return scores
+    return scores, found
 
 
 @triton.jit
 def _forward_blocks(
     total, most, mixed, q, qkv, columns, counts, entries, bias, keys, salt, row, head, program, tokens, blocks,
-    first_head, longest, width, scale, MASKED: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, WIDE:
-    tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BIAS: tl.constexpr, THRESHOLD:
-    tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    first_head, longest, width, scale, MASKED: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
+    WIDE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BIAS: tl.constexpr,
+    THRESHOLD: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """With the blocks of a list: sums of exponentials and their largest exponents, and of values by weight."""
     block = program // (BLOCK // ROWS)
@@ -110,23 +110,10 @@ def _forward_blocks(
         k = _tile(qkv + (HEADS + head) * SIZE, key, stride, tokens, SIZE, WIDE)
         v = _tile(qkv + (2 * HEADS + head) * SIZE, key, stride, tokens, SIZE, WIDE)
         query, keyed = row[:, None], key[None, :]
-        scores = _scores(
-            q,
-            k,
-            columns,
-            bias,
-            query,
-            keyed,
-            head,
-            tokens,
-            longest,
-            width,
-            scale,
-            MASKED,
-            BIAS,
-            WINDOW,
-            PRECISION,
-        )
+        scores, _ = _scores(
+            q, k, columns, bias, query, keyed, head, tokens, longest, width, scale,
+            MASKED, BIAS, WINDOW, PRECISION,
+        )  # fmt: skip
         larger = tl.maximum(most, tl.max(scores, 1))
         shift = tl.where(larger == float("-inf"), 0.0, larger)  # -inf - -inf is no number
         weights = tl.exp(scores - shift[:, None])
@@ -177,8 +164,8 @@ def _attend(
 def _query_blocks(
     d_q, q, grad, log_sum, product, qkv, columns, counts, entries, bias, d_of_queries, keys, salt, row, head,
     program, tokens, blocks, first_head, longest, width, scale, kept, MASKED: tl.constexpr, HEADS: tl.constexpr,
-    SIZE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, BIAS:
-    tl.constexpr, THRESHOLD: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    SIZE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    BIAS: tl.constexpr, THRESHOLD: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds the gradient of queries by the blocks of a list."""
     block = program // (BLOCK // ROWS)
@@ -189,23 +176,10 @@ def _query_blocks(
         k = _tile(qkv + (HEADS + head) * SIZE, key, stride, tokens, SIZE, WIDE)
         v = _tile(qkv + (2 * HEADS + head) * SIZE, key, stride, tokens, SIZE, WIDE)
         query, keyed = row[:, None], key[None, :]
-        scores = _scores(
-            q,
-            k,
-            columns,
-            bias,
-            query,
-            keyed,
-            head,
-            tokens,
-            longest,
-            width,
-            scale,
-            MASKED,
-            BIAS,
-            WINDOW,
-            PRECISION,
-        )
+        scores, found = _scores(
+            q, k, columns, bias, query, keyed, head, tokens, longest, width, scale,
+            MASKED, BIAS, WINDOW, PRECISION,
+        )  # fmt: skip
         weights = tl.exp(scores - log_sum[:, None])
         d_weights = tl.dot(grad, tl.trans(v), input_precision=PRECISION)
         if THRESHOLD > 0:
@@ -213,10 +187,8 @@ def _query_blocks(
             d_weights = tl.where(stays, d_weights * kept, 0.0)
         d_scores = weights * (d_weights - product[:, None])
         d_q += tl.dot(d_scores.to(k.dtype), k, input_precision=PRECISION)
-        if BIAS > 1:
-            found = tl.load(bias[1] + _distance(columns, query, keyed, tokens, longest))
-            of_query = of_head(d_of_queries, head, tokens, width)
-            scatter(of_query, d_scores * scale, scores > float("-inf"), found, row, tokens, width)
+        if BIAS == 2:
+            scatter(d_of_queries, head, d_scores * scale, scores > float("-inf"), found, row, tokens, width)
     return d_q
 
 
@@ -224,8 +196,9 @@ def _query_blocks(
 def _of_queries(
     grad, qkv, out, log_sums, columns, partial_counts, partial, full_counts, full, line, buckets, of_queries,
     of_keys, keys, salt, d_qkv, products, d_of_queries, tokens, blocks, first_head, longest, width, scale, kept,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, KEYS:
-    tl.constexpr, BIAS: tl.constexpr, THRESHOLD: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, BIAS: tl.constexpr, THRESHOLD: tl.constexpr, WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     program, head = tl.program_id(0), tl.program_id(1)
     row = program * ROWS + tl.arange(0, ROWS)
@@ -253,9 +226,10 @@ def _of_queries(
 @triton.jit
 def _key_blocks(
     d_k, d_v, d_table, k, v, grad, qkv, log_sums, products, columns, counts, entries, bias, d_of_keys, keys, salt,
-    key, head, program, tokens, blocks, first_head, longest, width, scale, kept, MASKED: tl.constexpr, HEADS:
-    tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, KEYS:
-    tl.constexpr, BIAS: tl.constexpr, THRESHOLD: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    key, head, program, tokens, blocks, first_head, longest, width, scale, kept, MASKED: tl.constexpr,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, BIAS: tl.constexpr, THRESHOLD: tl.constexpr, WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds the gradients of keys, values and biases by the blocks of queries of a list."""
     block = program // (BLOCK // KEYS)
@@ -267,23 +241,10 @@ def _key_blocks(
         log_sum = tl.load(log_sums + head * tokens + row, mask=row < tokens, other=float("inf"))
         product = tl.load(products + head * tokens + row, mask=row < tokens, other=0.0)
         query, keyed = row[None, :], key[:, None]
-        scores = _scores(
-            k,
-            q,
-            columns,
-            bias,
-            query,
-            keyed,
-            head,
-            tokens,
-            longest,
-            width,
-            scale,
-            MASKED,
-            BIAS,
-            WINDOW,
-            PRECISION,
-        )
+        scores, found = _scores(
+            k, q, columns, bias, query, keyed, head, tokens, longest, width, scale,
+            MASKED, BIAS, WINDOW, PRECISION,
+        )  # fmt: skip
         weights = tl.exp(scores - log_sum[None, :])
         d_weights = tl.dot(v, tl.trans(given), input_precision=PRECISION)
         dropped = weights
@@ -294,12 +255,10 @@ def _key_blocks(
         d_v += tl.dot(dropped.to(given.dtype), given, input_precision=PRECISION)
         d_scores = weights * (d_weights - product[None, :])
         d_k += tl.dot(d_scores.to(q.dtype), q, input_precision=PRECISION)
-        if BIAS == 3:
-            found = tl.load(bias[1] + _distance(columns, query, keyed, tokens, longest))
-            of_key = of_head(d_of_keys, head, tokens, width)
-            scatter(of_key, d_scores * scale, scores > float("-inf"), found, key, tokens, width)
+        if BIAS == 2:
+            scatter(d_of_keys, head, d_scores * scale, scores > float("-inf"), found, key, tokens, width)
         if BIAS == 1:
-            found = tl.load(bias[1] + _distance(columns, query, keyed, tokens, longest))
+            found = tl.load(bias[1] + found)
             for bucket in range(tl.min(found), tl.max(found) + 1):
                 part = tl.sum(tl.where(found == bucket, d_scores, 0.0))
                 d_table += tl.where(tl.arange(0, 32) == bucket, part, 0.0)
@@ -309,9 +268,10 @@ def _key_blocks(
 @kernel("tokens", "blocks", "first_head", "longest", "width", "scale", "kept")
 def _of_keys(
     grad, qkv, log_sums, products, columns, partial_counts, partial, full_counts, full, line, buckets, of_queries,
-    of_keys, keys, salt, d_qkv, sums, d_of_keys, tokens, blocks, first_head, longest, width, scale, kept, HEADS:
-    tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, KEYS:
-    tl.constexpr, BIAS: tl.constexpr, THRESHOLD: tl.constexpr, WINDOW: tl.constexpr, PRECISION: tl.constexpr,
+    of_keys, keys, salt, d_qkv, sums, d_of_keys, tokens, blocks, first_head, longest, width, scale, kept,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, BIAS: tl.constexpr, THRESHOLD: tl.constexpr, WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     program, head = tl.program_id(0), tl.program_id(1)
     key = program * KEYS + tl.arange(0, KEYS)
@@ -338,29 +298,24 @@ def _of_keys(
 
 
 def _launch(kernel, qkv, tensors, bias, p, first_head, window, tile, along):  # type: ignore[no-untyped-def]
-    """Launch a kernel. Args: bias: line, buckets and tables. tile: queries and keys. along: which of them a program has."""
+    """Launch a kernel. Args: bias: line, buckets and tables. tile: queries and keys. along: of which a program is."""
     tokens, _, heads, size = qkv.shape
     line, buckets, tables = bias
     wide, width = max(16, triton.next_power_of_2(size)), tables[0].shape[2] if tables else 0
     longest = 0 if buckets is None else len(buckets) // 2
     numbers = tokens, -(-tokens // BLOCK), first_head, longest, width, size**-0.5, 1.0 / (1.0 - p)
     precision = "tf32x3" if qkv.dtype == torch.float32 else "tf32"
-    kind = 1 + len(tables) if tables else int(line is not None)
+    kind = 2 if tables else int(line is not None)
     kernel(
         (-(-tokens // tile[along]), heads), tensors, numbers,
         (heads, size, wide, BLOCK, *tile, kind, threshold_of(p), window, precision), 4 if wide <= 64 else 8,
     )  # fmt: skip
 
 
-def _two(tables):  # type: ignore[no-untyped-def]
-    """Both tables, None where there is none."""
-    return (*tables, None, None)[:2]
-
-
 def rule_attention(  # type: ignore[no-untyped-def]
     qkv, columns, lists, line, buckets, tables, keys, salt, p, first_head, window, out, log_sums
 ):
-    tensors = qkv, columns, *lists, line, buckets, *_two(tables), keys, salt, out, log_sums
+    tensors = qkv, columns, *lists, line, buckets, *(tables or (None, None)), keys, salt, out, log_sums
     tile = key_tile(qkv.dtype, tables), key_tile(qkv.dtype)
     _launch(_attend, qkv, tensors, (line, buckets, tables), p, first_head, window, tile, 0)
 
@@ -369,8 +324,8 @@ def rule_attention_queries(  # type: ignore[no-untyped-def]
     d_tables, grad, qkv, out, log_sums, columns, lists, line, buckets, tables, keys, salt, p, first_head, window,
     d_qkv, products,
 ):  # fmt: skip
-    given = grad, qkv, out, log_sums, columns, *lists, line, buckets, *_two(tables), keys, salt
-    tensors, tile = (*given, d_qkv, products, _two(d_tables)[0]), (key_tile(qkv.dtype, tables),) * 2
+    given = grad, qkv, out, log_sums, columns, *lists, line, buckets, *(tables or (None, None)), keys, salt
+    tensors, tile = (*given, d_qkv, products, (d_tables or [None])[0]), (key_tile(qkv.dtype, tables),) * 2
     _launch(_of_queries, qkv, tensors, (line, buckets, tables), p, first_head, window, tile, 0)
 
 
@@ -378,6 +333,18 @@ def rule_attention_keys(  # type: ignore[no-untyped-def]
     d_qkv, d_tables, grad, qkv, log_sums, products, columns, lists, line, buckets, tables, keys, salt, p, first_head,
     window, sums,
 ):  # fmt: skip
-    given = grad, qkv, log_sums, products, columns, *lists, line, buckets, *_two(tables), keys, salt
-    tensors, tile = (*given, d_qkv, sums, _two(d_tables)[1]), (BLOCK // 4, key_tile(qkv.dtype, tables))
+    given = (
+        grad,
+        qkv,
+        log_sums,
+        products,
+        columns,
+        *lists,
+        line,
+        buckets,
+        *(tables or (None, None)),
+        keys,
+        salt,
+    )
+    tensors, tile = (*given, d_qkv, sums, (d_tables or [None])[-1]), (BLOCK // 4, key_tile(qkv.dtype, tables))
     _launch(_of_keys, qkv, tensors, (line, buckets, tables), p, first_head, window, tile, 1)

@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.attention.calls import ScoreBias
 from megatron_lite.model.kernels.dropout import Dropout
 from megatron_lite.model.kernels.fused import Biased, add
 from megatron_lite.model.layers.tensor_parallel import ColumnParallelLinear, TensorParallel, make_norm
@@ -51,11 +50,13 @@ def bucket_line(buckets: int, positions: int, device: torch.device) -> torch.Ten
 
 @functools.lru_cache(maxsize=8)
 def place_line(buckets: int, positions: int, longest: int, device: torch.device) -> torch.Tensor:
-    """`table_places` of the bucket of each distance from -longest to longest, key less query: int32, as `bucket_line`."""
+    """`table_places` of the bucket of each distance from -longest to longest, key less query: int32."""
     from megatron_lite.model.kernels.rule_attention import table_places
 
     apart = torch.arange(longest, -longest - 1, -1).clamp(-2 * positions, 2 * positions)
-    return table_places(bucket_line(buckets, positions, torch.device("cpu"))[apart + 2 * positions]).to(device)
+    return table_places(bucket_line(buckets, positions, torch.device("cpu"))[apart + 2 * positions]).to(
+        device
+    )
 
 
 class PositionRows(NamedTuple):
