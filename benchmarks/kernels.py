@@ -235,45 +235,69 @@ def masked_attention(
         torch.float16 if device.type == "cpu" else torch.bfloat16
     )  # Triton's interpreter multiplies no bf16
     qkv, grad = draw(tokens, 3, heads, HEAD_SIZE, dtype=dtype), draw(tokens, heads, HEAD_SIZE, dtype=dtype)
-    buckets = (torch.arange(2 * tokens + 1, device=device) * 32 // (2 * tokens + 1)).int()
-    table = draw(32, heads, dtype=torch.float32)
-    line, rest = table[buckets.long()].T.contiguous(), (keys, salt, P, 1, plan.window)
+    distance = plan.columns[4][None] - plan.columns[4][:, None] + tokens
+    line = torch.arange(2 * tokens + 1, device=device)
+    numbers, rest = draw(32, heads, dtype=torch.float32), (keys, salt, P, 1, plan.window)
+    tables = [draw(heads, tokens, tokens, dtype=dtype) for _ in range(2)]
+    buckets, rows = (line * 32 // (2 * tokens + 1)).int(), (line - tokens // 2).clamp(0, tokens - 1)
 
-    def reference() -> list[torch.Tensor]:
+    def added(
+        form: str, numbers: torch.Tensor, of_queries: torch.Tensor, of_keys: torch.Tensor
+    ) -> torch.Tensor:
+        if not form:
+            return numbers[buckets[distance].long()].movedim(2, 0)
+        place = rows[distance].expand_as(of_queries)
+        return (of_queries.gather(2, place) + of_keys.mT.gather(1, place)) * HEAD_SIZE**-0.5
+
+    def reference(form: str) -> list[torch.Tensor]:
         """Output, log of the sums, gradients of queries, keys and values, and of the bias."""
-        start, biases = qkv.double().requires_grad_(), table.double().requires_grad_()
+        start, *biases = (x.double().requires_grad_() for x in (qkv, numbers, *tables))
         query, key, value = start.permute(1, 2, 0, 3)  # [H, T, D]
-        distance = plan.columns[4][None] - plan.columns[4][:, None]
-        scores = query @ key.mT * HEAD_SIZE**-0.5 + biases[buckets[distance + tokens].long()].movedim(2, 0)
+        scores = query @ key.mT * HEAD_SIZE**-0.5 + added(form, *biases)
         seen = may_see(plan.columns[..., None], plan.columns[:, None], window=plan.window)
         scores = scores.masked_fill(~seen, float("-inf"))
-        numbers = torch.arange(1, heads + 1, dtype=torch.int32, device=device)[:, None, None]
-        kept = stays(pairs_formula(keys[:, None], keys[None], salt, numbers), P)
+        of_heads = torch.arange(1, heads + 1, dtype=torch.int32, device=device)[:, None, None]
+        kept = stays(pairs_formula(keys[:, None], keys[None], salt, of_heads), P)
         out = ((scores.softmax(-1) * kept / (1 - P)) @ value).transpose(0, 1)
-        return [out, scores.logsumexp(-1), *torch.autograd.grad(out, (start, biases), grad.double())]
+        given = start, *(biases[1:] if form else biases[:1])
+        return [out, scores.logsumexp(-1), *torch.autograd.grad(out, given, grad.double())]
 
-    expected = reference()
-    out, log_sums = rule_attention.rule_attention_kernel(qkv, plan.columns, plan.lists, line, *rest)
-    given = (grad, qkv, out, log_sums, plan.columns, plan.lists, line, *rest)
-    d_qkv, products = rule_attention.rule_attention_queries_kernel(*given)
+    by_distance = numbers[buckets.long()].T.contiguous(), buckets, []
+    by_tables = None, rule_attention.table_places(rows), tables
+    for form, bias in (("", by_distance), (" tables", by_tables)):
+        yield from _attention_passes(form, reference(form), qkv, grad, plan, (*bias, *rest))
+
+
+def _attention_passes(
+    form: str, expected: list[torch.Tensor], qkv: torch.Tensor, grad: torch.Tensor, plan: BlockPlan, rest: Any
+) -> Iterator[Case]:
+    """Args: form: of the bias. expected: what the reference gives. rest: bias, dropout and window."""
+    d_tables = [torch.zeros_like(table) for table in rest[2]]
+
+    def forward() -> tuple[torch.Tensor, torch.Tensor]:
+        return rule_attention.rule_attention_kernel(qkv, plan.columns, plan.lists, *rest)
+
+    out, log_sums = forward()
+
+    def of_queries() -> tuple[torch.Tensor, torch.Tensor]:
+        d_tables[:1] = [torch.zeros_like(table) for table in d_tables[:1]]
+        given = d_tables, grad, qkv, out, log_sums, plan.columns, plan.lists, *rest
+        return rule_attention.rule_attention_queries_kernel(*given)
+
+    d_qkv, products = of_queries()
 
     def of_keys() -> tuple[torch.Tensor, torch.Tensor]:
-        sums = rule_attention.rule_attention_keys_kernel(
-            d_qkv, grad, qkv, log_sums, products, plan.columns, plan.key_lists, line, buckets, *rest
-        )
-        return d_qkv[:, 1:], sums.sum(0).T
+        d_tables[1:] = [torch.zeros_like(table) for table in d_tables[1:]]
+        given = d_qkv, d_tables, grad, qkv, log_sums, products, plan.columns, plan.key_lists, *rest
+        sums = rule_attention.rule_attention_keys_kernel(*given)
+        return d_qkv[:, 1:], d_tables[1] if d_tables else sums.sum(0).T
 
+    yield Case(f"rule_attention{form}", forward, lambda: expected[:2])
     yield Case(
-        "rule_attention",
-        lambda: rule_attention.rule_attention_kernel(qkv, plan.columns, plan.lists, line, *rest),
-        lambda: expected[:2],
-    )
-    yield Case(
-        "rule_attention_queries",
-        lambda: (rule_attention.rule_attention_queries_kernel(*given)[0][:, 0],),
-        lambda: (expected[2][:, 0],),
-    )
-    yield Case("rule_attention_keys", of_keys, lambda: (expected[2][:, 1:], expected[3]))
+        f"rule_attention_queries{form}", lambda: (of_queries()[0][:, 0], *d_tables[:1]),
+        lambda: (expected[2][:, 0], *expected[3:3 + bool(form)]),
+    )  # fmt: skip
+    yield Case(f"rule_attention_keys{form}", of_keys, lambda: (expected[2][:, 1:], expected[-1]))
 
 
 def difference(ours: Any, theirs: Any) -> float:
@@ -307,7 +331,7 @@ def expected(name: str, tokens: int, width: int, words: int, gpu: Gpu) -> float:
     """By the roofline."""
     kernel, *form = name.split()
     if kernel in SHARES:  # on all pairs
-        work = Work(float(min(tokens, MASKED)) ** 2, 0.0, "biased")
+        work = Work(float(min(tokens, MASKED)) ** 2, 0.0, "tables" if form else "biased")
         is_backward = kernel != "rule_attention"
         return SHARES[kernel] * attention_micros(
             work, width // HEAD_SIZE, HEAD_SIZE, P, is_backward, gpu, 0.0

@@ -127,15 +127,19 @@ def _rule_micros(name: str, args: Any, gpu: Gpu) -> float:
     """Microseconds of a kernel that evaluates the rule; both of the backward pass share its time."""
     tensors = [part for part in args if isinstance(part, torch.Tensor)]
     qkv = next(tensor for tensor in tensors if tensor.dim() == 4 and tensor.shape[1] == 3)
-    lists = next(part for part in args if isinstance(part, list))
+    lists = next(part for part in args if isinstance(part, list) and len(part) == 4)
     counts = [getattr(part, "host_values", None) for part in lists[::2]]
     with unset_fake_temporarily():
         blocks = sum(int(part.sum()) for part in counts if part is not None)
     p, keys = next((part for part in args if isinstance(part, float)), 0.0), name.endswith("keys")
-    line = args[[part is lists for part in args].index(True) + 1]
-    work = Work(float(blocks * BLOCK**2), 0.0, "rule" if line is None else "biased")
+    line, _, tables = args[[part is lists for part in args].index(True) + 1 :][:3]
+    kind = "tables" if tables else "rule" if line is None else "biased"
+    work = Work(float(blocks * BLOCK**2), 0.0, kind)
     share = 0.7 if keys else 0.3 if name.endswith("queries") else 1.0
-    return share * attention_micros(work, qkv.shape[2], qkv.shape[3], p, share < 1, gpu, 0.0)
+    if kind == "tables" and share < 1:
+        share = 0.5  # as much in both
+    moved = (2 if share == 1 else 6) * tables[0].nbytes if tables else 0.0
+    return share * attention_micros(work, qkv.shape[2], qkv.shape[3], p, share < 1, gpu, 0.0, moved)
 
 
 def _attention_micros(name: str, args: Any, kwargs: Any, gpu: Gpu) -> float:

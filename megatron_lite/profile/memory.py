@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from megatron_lite.model.trunk.graphs import MOST_SHAPES, RESULTS
 from megatron_lite.profile.block_costs import BlockCosts
 from megatron_lite.profile.parameters import Stage, buckets
+from megatron_lite.profile.relative_costs import table_bytes
 from megatron_lite.profile.sizes import Sizes
 from megatron_lite.profile.step_costs import LIVE_PARAMETERS, STAGE_3_BUCKET, loss_parts
 
@@ -156,6 +157,10 @@ def _attention_state(s: Sizes, is_decoder: bool) -> float:
     if s.stack(is_decoder).kernel == "dense":  # the mask, the bias under it, and the output before its zeros
         total += calls[0].pairs * (1 + (s.heads * e if model.relative != "none" else e))
         total += s.tokens(is_decoder) * s.attended * e
+    elif model.relative == "disentangled":  # vectors of buckets, with their factor, and what they are made of
+        total += model.position_rows * (2 * s.attended + s.width + s.qkv) * e
+    if s.stack(is_decoder).kernel != "dense":
+        return total
     if model.relative == "disentangled":  # queries with their factor, and queries and keys by rows
         total += 5 * s.tokens() * s.attended * e
     elif model.has_query_terms:
@@ -167,13 +172,17 @@ def _attention_state(s: Sizes, is_decoder: bool) -> float:
 
 def _backward(s: Sizes, is_decoder: bool) -> float:
     """Most bytes within a block's backward pass, beside what was kept: at the gradients of the FFN's products."""
-    e, T = s.element, s.tokens(is_decoder)
+    e, T, model = s.element, s.tokens(is_decoder), s.config.model
     hidden, inner = T / s.share * s.width * e, T * s.inner * e
     if s.is_fused:
         moment = 2 * hidden + 2 * inner + s.inner * _SUMS
     else:
         whole = T * s.width * e if s.share > 1 else 0.0
         moment = 2 * hidden + whole + T * s.expanded * e
+    if model.relative == "disentangled" and s.stack(is_decoder).kernel == "blocks":
+        # At the tables of attention and their gradients, where what the FFN had kept is gone.
+        of_tables = 4 * table_bytes(BlockCosts(s, is_decoder)) + T * s.qkv * e
+        moment = max(moment, of_tables + 4 * hidden - T * s.expanded * e - inner)
     if s.config.training.recompute == "full":
         moment += _inside(s, is_decoder)
     return moment

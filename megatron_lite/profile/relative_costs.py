@@ -40,11 +40,36 @@ def _distances(costs: BlockCosts, tally: Tally, pairs: float, backward: bool) ->
         tally.small(9)
 
 
+def table_bytes(costs: BlockCosts) -> float:
+    """Of a layer's products of tokens with the vectors of buckets: of queries, or of keys."""
+    return costs.T * costs.s.heads * costs.model.position_rows * costs.e
+
+
+def tables(costs: BlockCosts, tally: Tally, backward: bool = False) -> None:
+    """What lies beside the kernels that read two tables of scores within their tiles."""
+    s, e, model = costs.s, costs.e, costs.model
+    rows, whole, scores = model.position_rows, costs.T * s.attended * e, table_bytes(costs)
+    width = 2 * s.attended if model.position_projections else s.qkv
+    tally.kernel(scores + whole, 2, "matmul")
+    if backward:
+        tally.kernel(scores, 2)  # zeros
+        tally.kernel(scores + whole, 4, "matmul")
+        tally.kernel(3 * whole, 2)
+        costs.products_backward(tally, rows, s.width, width, True, model.has_bias("qkv"))
+        tally.small(5 + costs.dropout)
+        if not model.position_projections:  # gradients of weights that tokens use too
+            tally.kernel(3 * width * s.width * e)
+            tally.small(1 + model.has_bias("qkv"))
+    else:
+        tally.product(rows, s.width, width, e)
+        tally.small(2 + 15 * costs.dropout)  # a hash of each row's number
+
+
 def _positions(costs: BlockCosts, tally: Tally, pairs: float, backward: bool) -> None:
     """Terms by queries and keys of buckets."""
     s, e, model = costs.s, costs.e, costs.model
     numbers, rows = pairs * s.heads, model.position_rows
-    whole, scores = costs.T * s.attended * e, costs.T * s.heads * rows * e
+    whole, scores = costs.T * s.attended * e, table_bytes(costs)
     width = 2 * s.attended if model.position_projections else s.qkv
     if backward:
         costs.products_backward(tally, rows, s.width, width, False, False)

@@ -38,10 +38,12 @@ ISSUE = {
     "join_pair": 7.8, "log_sums": 25.2, "write_gradient": 20.3,
 }  # fmt: skip
 FINISH_ROWS = 128  # sums of programs that a turn of `finish_sums` adds up, see triton_kernels.py
-RULE_KINDS = ("rule", "biased")
-# SASS (sm_90) of triton_attention.py for a pair and head, forward and backward: masked; of dropout; of a bias, whose
-# gradient takes 10 for each bucket of a tile: eight on average in documents of 512 tokens.
-_RULE_ISSUE = ((25.0, 13.0, 5.0), (53.0, 28.0, 97.0))
+# SASS (sm_90) of triton_attention.py for a pair and head, forward and backward: of masks and softmax; of dropout; of a
+# kind of bias. The gradient of one by distance takes 10 for each bucket of a tile: eight on average in documents of 512
+# tokens; that of tables, whose tiles are smaller, 16 in each kernel for each further turn: 1.2 on average there.
+_RULE_ISSUE = ((25.0, 13.0), (53.0, 28.0))
+_BIAS_ISSUE = {"rule": (0.0, 0.0), "biased": (5.0, 97.0), "tables": (34.0, 221.0)}
+RULE_KINDS = tuple(_BIAS_ISSUE)
 SORT_KERNELS = 10  # that the gradient of an embedding starts beside its sum, to sort its ids: from memory
 
 
@@ -117,7 +119,7 @@ class Work:
 
     pairs: float
     starts: float  # queries of the tiles forward, keys backward: each costs something before its first pair
-    kind: str  # full, causal, rule, biased or dense: at a share of FlashAttention's rate
+    kind: str  # full, causal, rule, biased, tables or dense: at a share of FlashAttention's rate
 
     @staticmethod
     def of(
@@ -144,12 +146,19 @@ class Work:
 
 
 def attention_micros(
-    work: Work, heads: int, head_size: int, p: float, backward: bool, gpu: Gpu, queries: float
+    work: Work,
+    heads: int,
+    head_size: int,
+    p: float,
+    backward: bool,
+    gpu: Gpu,
+    queries: float,
+    moved: float = 0.0,
 ) -> float:
-    """Microseconds of a call. Args: p: of dropout. queries: rows of the output."""
+    """Microseconds of a call. Args: p: of dropout. queries: rows of the output. moved: bytes of tables."""
     rates = gpu.flash_64 if head_size <= 64 else gpu.flash_128
     if work.kind in RULE_KINDS:
-        return _rule_micros(work, heads, head_size, p, backward, gpu)
+        return _rule_micros(work, heads, head_size, p, backward, gpu, moved)
     share = {"full": 1.0, "causal": gpu.flash_causal, "dense": gpu.dense_share}[work.kind]
     flops = (10.0 if backward else 4.0) * heads * head_size * (work.pairs + gpu.flash_start * work.starts)
     dropped = gpu.flash_dropout * heads * work.pairs / gpu.issue_rate if p else 0.0
@@ -161,14 +170,17 @@ def attention_micros(
     return max(gpu.least_us, micros)
 
 
-def _rule_micros(work: Work, heads: int, head_size: int, p: float, backward: bool, gpu: Gpu) -> float:
+def _rule_micros(
+    work: Work, heads: int, head_size: int, p: float, backward: bool, gpu: Gpu, moved: float
+) -> float:
     """Microseconds of the kernels that evaluate the rule: one forward, two backward, which compute weights again."""
     rates = gpu.flash_64 if head_size <= 64 else gpu.flash_128
     products = (14.0 if backward else 4.0) * heads * head_size * work.pairs / rates[0] / gpu.rule_share / 1e6
-    each, dropped, biased = _RULE_ISSUE[backward]
-    each += dropped * (p > 0) + biased * (work.kind == "biased")
-    issue = each * heads * work.pairs / gpu.issue_rate
-    return max(gpu.least_us, max(products, issue) + gpu.unhidden * min(products, issue))
+    each, dropped = _RULE_ISSUE[backward]
+    each += dropped * (p > 0) + _BIAS_ISSUE[work.kind][backward]
+    issue, memory = each * heads * work.pairs / gpu.issue_rate, moved / gpu.bandwidth_tbs / 1e6
+    longest, total = max(products, issue, memory), products + issue + memory
+    return max(gpu.least_us, longest + gpu.unhidden * (total - longest))
 
 
 def ring_micros(kind: str, size: float, members: Members, gpu: Gpu) -> float:

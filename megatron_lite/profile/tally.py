@@ -56,12 +56,13 @@ class Tally:
         self.launches += 1
         self.micros["matmul"] += product_micros(rows, inner, columns, size, self.gpu)  # type: ignore[assignment]
 
-    def attention(self, work: Work, queries: float, heads: int, model: ModelConfig, backward: bool) -> None:
-        """One call of attention's kernel. Args: queries: rows of its output. heads: on this rank."""
+    def attention(
+        self, work: Work, queries: float, heads: int, model: ModelConfig, backward: bool, moved: float = 0.0
+    ) -> None:
+        """One call of attention's kernel. Args: queries: rows of its output. heads: on this rank. moved: of tables."""
         self.launches += 1
-        micros = attention_micros(
-            work, heads, model.head_size, model.attention_dropout, backward, self.gpu, queries
-        )
+        p = model.attention_dropout
+        micros = attention_micros(work, heads, model.head_size, p, backward, self.gpu, queries, moved)
         self.micros["attention"] += micros  # type: ignore[assignment]
 
     def collective(self, kind: str, size: float, members: Members, count: float = 1) -> None:

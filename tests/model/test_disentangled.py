@@ -3,31 +3,20 @@
 import numpy as np
 import pytest
 import torch
+from support.small_deberta import SIZES, packed, small_model
 from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 
 from data_utils.base.errors import ConfigError
-from data_utils.base.planes import DOC, FIELDS, PADDING_DOC, POSITION_IDS, TOKENS, WEIGHTS
+from data_utils.base.planes import DOC, TOKENS
 from data_utils.base.settings import build
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.model_input import ModelInput, dense_reason, kernel_of
+from megatron_lite.model.kernels import fused
 from megatron_lite.model.layers.disentangled import bucket_line
 from megatron_lite.model.trunk.counts import step_flops
-from megatron_lite.model.trunk.glm import GLM
-from megatron_lite.model.trunk.initial_weights import initialize_parameters
 
 CPU = torch.device("cpu")
-SIZES = {
-    "system": "deberta_v3", "num_layers": 2, "hidden_size": 24, "num_attention_heads": 3, "vocab_size": 97,
-    "max_position": 19, "position_buckets": 8, "init_std": 0.3,
-}  # fmt: skip
-
-
-def small_model(**options):
-    config = build(ModelConfig, {**SIZES, "embedding_dropout": 0, "attention_dropout": 0, **options})
-    model = GLM(config)
-    initialize_parameters(model.named_parameters(), config, 3)
-    return model
 
 
 @pytest.mark.parametrize(("buckets", "positions"), [(256, 512), (32, 64), (0, 30), (8, 160), (4, 4)])
@@ -40,19 +29,6 @@ def test_buckets_are_those_of_the_class_of_transformers(buckets, positions):
     found = line[distance.clamp(-2 * positions, 2 * positions) + 2 * positions]
     assert torch.equal(found, (theirs + most).clamp(0, 2 * most - 1))
     assert found.min() == 0 and found.max() == 2 * most - 1
-
-
-def packed(lengths, row_length):
-    """int32 [1, fields, row_length]: documents of these lengths, one after another, whose every token has a loss."""
-    planes = np.zeros((1, len(FIELDS), row_length), np.int32)
-    planes[:, DOC] = PADDING_DOC
-    ends = np.cumsum(lengths)
-    for number, (length, end) in enumerate(zip(lengths, ends, strict=True)):
-        places = slice(end - length, end)
-        planes[0, TOKENS, places] = np.random.default_rng(number).integers(1, 97, length)
-        planes[0, DOC, places], planes[0, POSITION_IDS, places] = number, np.arange(length)
-    planes[0, WEIGHTS, : ends[-1]] = np.float32(1).view(np.int32)
-    return planes
 
 
 @pytest.mark.parametrize("kernel", ["dense", "calls"])
@@ -105,11 +81,15 @@ def test_flops_count_the_buckets_that_a_token_needs():
     assert step_flops(own, 100, 0, 1000) == step_flops(few, 100, 0, 1000)
 
 
-def test_cuda_computes_all_pairs_and_says_why():
+def test_cuda_reads_tables_and_says_where_it_computes_all_pairs():
     config, device = small_model().config, torch.device("cuda")
-    assert kernel_of(config, device) == "dense" and "model.relative is disentangled" in dense_reason(
-        config, device
-    )
+    assert kernel_of(config, device) == "tables" and dense_reason(config, device) is None
+    fused.choose_kernels("torch")
+    try:
+        assert kernel_of(config, device) == "dense"
+        assert "model.relative is disentangled" in dense_reason(config, device)
+    finally:
+        fused.choose_kernels("fused")
 
 
 NO_BUCKETS = {"position_buckets": 0, "position_norm": False}

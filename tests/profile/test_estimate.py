@@ -71,7 +71,9 @@ def test_formulas_are_near_the_trace(profile_of, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*LAYOUTS, "t5", "unilmv2", "modern", "local layers", "loss rows"])
+@pytest.mark.parametrize(
+    "name", [*LAYOUTS, "t5", "unilmv2", "deberta", "modern", "local layers", "loss rows"]
+)
 def test_formulas_are_near_the_trace_in_every_layout(profile_of, name):
     assert_near(name, profile_of(name))
 
@@ -111,7 +113,15 @@ def test_kernels_of_a_block_are_counted_exactly(profile_of, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [*(name for name in LAYOUTS if "ZeRO 3" not in name), "modern", "local layers", "llama", "qwen3"]
+    "name",
+    [
+        *(name for name in LAYOUTS if "ZeRO 3" not in name),
+        "modern",
+        "local layers",
+        "llama",
+        "qwen3",
+        "deberta",
+    ],
 )
 def test_kernels_of_a_block_are_counted_exactly_in_every_layout(profile_of, name):
     assert_counts_of_a_block(name, profile_of(name))

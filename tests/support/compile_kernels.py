@@ -70,12 +70,14 @@ def attention(size=64, tokens=128, longest=64):
     )
     lists = [torch.zeros(*shape, dtype=torch.int32) for shape in ((1,), (1, 1), (1,), (1, 1))]
     line, buckets = torch.zeros(2, 2 * longest + 1), torch.zeros(2 * longest + 1, dtype=torch.int32)
-    rest = columns[0], columns[0, 0], 0.1, 0, 16
-    out, log_sums = rule_attention.rule_attention_kernel(qkv, columns, lists, line, *rest)
-    given = out, qkv, out, log_sums, columns, lists, line, *rest
-    d_qkv, products = rule_attention.rule_attention_queries_kernel(*given)
-    given = d_qkv, out, qkv, log_sums, products, columns, lists, line, buckets, *rest
-    rule_attention.rule_attention_keys_kernel(*given)
+    tables = [torch.zeros(2, tokens, 32, dtype=torch.bfloat16)] * 2
+    for of_bias in ((line, buckets, []), (None, buckets, tables)):
+        rest = lists, *of_bias, columns[0], columns[0, 0], 0.1, 0, 16
+        out, log_sums = rule_attention.rule_attention_kernel(qkv, columns, *rest)
+        given = of_bias[-1], out, qkv, out, log_sums, columns, *rest
+        d_qkv, products = rule_attention.rule_attention_queries_kernel(*given)
+        given = d_qkv, of_bias[-1], out, qkv, log_sums, products, columns, *rest
+        rule_attention.rule_attention_keys_kernel(*given)
 
 
 def resources(compiled):

@@ -20,6 +20,20 @@ KERNELS = (
         ("tests/model/test_attention_blocks.py::test_kernels_drop_the_weights_that_the_dense_plan_drops",),
     ),
     Plant(
+        "gradients of two distances of one bucket written at once",
+        "megatron_lite/model/kernels/rule_attention.py",
+        "turn = torch.where(after - first == 1, 0, place - first + 1)",
+        "turn = torch.where(after - first == 1, 0, place - place + 1)",
+        ("tests/model/test_tables.py::test_gradients_of_every_table",),
+    ),
+    Plant(
+        "a key meets the vector of the distance seen from the other side",
+        "megatron_lite/model/layers/disentangled.py",
+        "apart = torch.arange(longest, -longest - 1, -1)",
+        "apart = torch.arange(-longest, longest + 1)",
+        ("tests/model/test_tables.py::test_a_model_equals_its_dense_reference",),
+    ),
+    Plant(
         "a gate that multiplies before the activation",
         "megatron_lite/model/kernels/triton_kernels.py",
         "            d_up = dy * value\n",

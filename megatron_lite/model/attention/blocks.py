@@ -122,7 +122,9 @@ class DistanceBias:
 
 
 class BlockPlan:
-    """One call over the tokens of the batch in the order of the layout, padding at the end. Its bias: a DistanceBias.
+    """One call over the tokens of the batch in the order of the layout, padding at the end.
+
+    Its bias: a DistanceBias, or a TableBias.
 
     Args: window: of a local layer; 0 = none.
     """
@@ -156,40 +158,48 @@ class BlockPlan:
                 f"heads have {qkv.shape[-1]} features; the kernels of attention with a mask or a bias take up to "
                 f"{_LARGEST_HEAD_SIZE}: set training.kernels=torch, or more heads."
             )
-        table = None if bias is None else bias.table
-        return _Attend.apply(qkv.contiguous(), table, self, bias, dropout)
+        drawn: tuple[Any, ...] = (None, None, 0.0, 0)
+        if dropout is not None:
+            drawn = dropout.keys, dropout.salt, dropout.p, dropout.first_head
+        if bias is None or isinstance(bias, DistanceBias):
+            return _Attend.apply(qkv.contiguous(), None if bias is None else bias.table, self, bias, drawn)
+        return bias.attend(qkv.contiguous(), self, drawn)
 
 
-def block_plan(layout: Layout, length: int, window: int = 0) -> HostPlan:
-    """A BlockPlan, or the dense one where no kernels are wanted. Args: length, window: as for BlockPlan."""
+def block_plan(layout: Layout, length: int, window: int = 0, *, has_tables: bool = False) -> HostPlan:
+    """A BlockPlan, or the dense one where no kernels are wanted, or cannot be.
+
+    Args: length, window: as for BlockPlan. has_tables: scores have a TableBias.
+    """
     if not kernels_are_wanted():
         return DensePlan(layout, window=window)
+    if has_tables:
+        from megatron_lite.model.attention.tables import has_positions_apart
+
+        if not has_positions_apart(layout):
+            return DensePlan(layout)
     return BlockPlan(layout, length, window=window)
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv, table, plan, bias, dropout):  # type: ignore[no-untyped-def]
-        line, buckets = (None, None) if bias is None else (bias.line, bias.buckets)
-        drawn = (None, None, 0.0, 0)
-        if dropout is not None:
-            drawn = dropout.keys, dropout.salt, dropout.p, dropout.first_head
-        out, log_sums = rule_attention_kernel(qkv, plan.columns, plan.lists, line, *drawn, plan.window)
+    def forward(ctx: Any, qkv, table, plan, bias, drawn):  # type: ignore[no-untyped-def]
+        of_bias: Any = (None, None, []) if bias is None else (bias.line, bias.buckets, [])
+        out, log_sums = rule_attention_kernel(qkv, plan.columns, plan.lists, *of_bias, *drawn, plan.window)
         ctx.save_for_backward(qkv, out, log_sums)
-        ctx.plan, ctx.of_bias, ctx.drawn = plan, (line, buckets), drawn
+        ctx.plan, ctx.rest = plan, (*of_bias, *drawn, plan.window)
         ctx.type = None if table is None else table.dtype
         return out
 
     @staticmethod
     def backward(ctx: Any, grad):  # type: ignore[no-untyped-def]
         qkv, out, log_sums = ctx.saved_tensors
-        plan, (line, buckets), rest = ctx.plan, ctx.of_bias, (*ctx.drawn, ctx.plan.window)
-        grad = grad.contiguous()
+        plan, rest, grad = ctx.plan, ctx.rest, grad.contiguous()
         d_qkv, products = rule_attention_queries_kernel(
-            grad, qkv, out, log_sums, plan.columns, plan.lists, line, *rest
+            [], grad, qkv, out, log_sums, plan.columns, plan.lists, *rest
         )
         sums = rule_attention_keys_kernel(
-            d_qkv, grad, qkv, log_sums, products, plan.columns, plan.key_lists, line, buckets, *rest
+            d_qkv, [], grad, qkv, log_sums, products, plan.columns, plan.key_lists, *rest
         )
-        d_table = None if line is None else sums.sum(0).T.to(ctx.type)
+        d_table = None if ctx.type is None else sums.sum(0).T.to(ctx.type)
         return d_qkv, d_table, None, None, None

@@ -109,8 +109,8 @@ def _split(buffer: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torc
 
 def dense_reason(config: ModelConfig, device: torch.device) -> str | None:
     """Why a model's attention is one call over all pairs of tokens of a row; None where it is not."""
-    has_kernel = config.relative == "none" or (config.relative == "buckets" and kernels_are_wanted())
-    if has_kernel or device.type != "cuda":
+    has_kernel = config.relative != "xlnet" and kernels_are_wanted()
+    if config.relative == "none" or has_kernel or device.type != "cuda":
         return None
     return (
         f"model.relative is {config.relative}: on GPUs attention computes all pairs of tokens of a row, and keeps a "
@@ -122,7 +122,9 @@ def kernel_of(config: ModelConfig, device: torch.device) -> str:
     """The kind of plan that a model needs; "auto" = that of each batch."""
     if dense_reason(config, device) is not None:
         return "dense"
-    return "blocks" if config.relative != "none" and device.type == "cuda" else "auto"
+    if config.relative == "none" or device.type != "cuda":
+        return "auto"
+    return "blocks" if config.relative == "buckets" else "tables"
 
 
 def plan_stack(

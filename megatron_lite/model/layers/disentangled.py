@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.attention.calls import ScoreBias
 from megatron_lite.model.kernels.dropout import Dropout
 from megatron_lite.model.kernels.fused import Biased, add
 from megatron_lite.model.layers.tensor_parallel import ColumnParallelLinear, TensorParallel, make_norm
@@ -49,11 +48,23 @@ def bucket_line(buckets: int, positions: int, device: torch.device) -> torch.Ten
     return (distance + most).clamp(0, 2 * most - 1).to(device)
 
 
+@functools.lru_cache(maxsize=8)
+def place_line(buckets: int, positions: int, longest: int, device: torch.device) -> torch.Tensor:
+    """`table_places` of the bucket of each distance from -longest to longest, key less query: int32."""
+    from megatron_lite.model.kernels.rule_attention import table_places
+
+    apart = torch.arange(longest, -longest - 1, -1).clamp(-2 * positions, 2 * positions)
+    return table_places(bucket_line(buckets, positions, torch.device("cpu"))[apart + 2 * positions]).to(
+        device
+    )
+
+
 class PositionRows(NamedTuple):
     """Embeddings and buckets, which the layers of a stack share."""
 
     rows: torch.Tensor  # [N, D], normed
-    places: tuple[torch.Tensor, ...]  # int64 [..., 1, Q, K], of each call: the bucket of each pair
+    # Of each call int64 [..., 1, Q, K]: the bucket of each pair. Of a BlockPlan one, int32 [2 S + 1], see TableBias.
+    places: tuple[torch.Tensor, ...]
 
 
 class BucketEmbeddings(nn.Module):
@@ -75,6 +86,9 @@ class BucketEmbeddings(nn.Module):
     def forward(self, plan: Any, positions: torch.Tensor) -> PositionRows:
         """Args: plan: a BiasedPlan. positions: int [T], in the order of the plan."""
         rows = self.weight * 1.0 if self.layernorm is None else self.layernorm(self.weight)
+        if not hasattr(plan, "pairs"):
+            line = place_line(self.buckets, self.positions, plan.row_length, positions.device)
+            return PositionRows(self.parallel.copy(rows), (line,))
         line = bucket_line(self.buckets, self.positions, positions.device)
         most = 2 * self.positions
         places = []
@@ -104,15 +118,25 @@ class Disentangled:
             rows = add(None, Biased(rows), dropped)
         return replace(flow, distances=replace(self, of_layer=product(rows, whole_rows=True).x))
 
-    def bias_of(self, qkv: torch.Tensor) -> ScoreBias:
-        """Args: qkv: [T, 3, H, d], queries times the factor."""
-        return functools.partial(self._bias, qkv)
+    def bias_of(self, qkv: torch.Tensor) -> Any:
+        """A ScoreBias, or the TableBias of a BlockPlan. Args: qkv: [T, 3, H, d], queries times the factor."""
+        if self.shared.places[0].dim() > 1:
+            return functools.partial(self._bias, qkv)
+        from megatron_lite.model.attention.tables import TableBias
+
+        of_queries, of_keys = self._projections(qkv)
+        return TableBias(torch.stack([of_keys, of_queries * self.factor]), self.shared.places[0])
+
+    def _projections(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """P and R, [N, H, d] each."""
+        assert self.of_layer is not None
+        heads, size = qkv.shape[-2:]
+        return self.of_layer[:, : 2 * heads * size].unflatten(-1, (2, heads, size)).unbind(-3)
 
     def _bias(self, qkv: torch.Tensor, call: int, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Score bias of one call: [..., H, Q, K]."""
-        assert self.of_layer is not None
-        heads, size = qkv.shape[-2:]
-        of_queries, of_keys = self.of_layer[:, : 2 * heads * size].unflatten(-1, (2, heads, size)).unbind(-3)
+        of_queries, of_keys = self._projections(qkv)
+        size = qkv.shape[-1]
         scale = size**-0.5
         to_keys = torch.einsum("...qhd,nhd->...hqn", qkv[:, 0][queries], of_keys * scale)
         to_queries = torch.einsum("...khd,nhd->...hnk", qkv[:, 1][keys], of_queries * (self.factor * scale))

@@ -1,0 +1,36 @@
+"""A small DeBERTa, and rows for it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from data_utils.base.planes import DOC, FIELDS, PADDING_DOC, POSITION_IDS, TOKENS, WEIGHTS
+from data_utils.base.settings import build
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.trunk.glm import GLM
+from megatron_lite.model.trunk.initial_weights import initialize_parameters
+
+SIZES = {
+    "system": "deberta_v3", "num_layers": 2, "hidden_size": 24, "num_attention_heads": 3, "vocab_size": 97,
+    "max_position": 19, "position_buckets": 8, "init_std": 0.3,
+}  # fmt: skip
+
+
+def small_model(**options):
+    config = build(ModelConfig, {**SIZES, "embedding_dropout": 0, "attention_dropout": 0, **options})
+    model = GLM(config)
+    initialize_parameters(model.named_parameters(), config, 3)
+    return model
+
+
+def packed(lengths, row_length):
+    """int32 [1, fields, row_length]: documents of these lengths, one after another, whose every token has a loss."""
+    planes = np.zeros((1, len(FIELDS), row_length), np.int32)
+    planes[:, DOC] = PADDING_DOC
+    ends = np.cumsum(lengths)
+    for number, (length, end) in enumerate(zip(lengths, ends, strict=True)):
+        places = slice(end - length, end)
+        planes[0, TOKENS, places] = np.random.default_rng(number).integers(1, 97, length)
+        planes[0, DOC, places], planes[0, POSITION_IDS, places] = number, np.arange(length)
+    planes[0, WEIGHTS, : ends[-1]] = np.float32(1).view(np.int32)
+    return planes
