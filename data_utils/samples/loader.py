@@ -17,7 +17,6 @@ from data_utils.base.errors import DataError
 from data_utils.base.planes import FIELDS
 from data_utils.base.random_streams import derive_seed
 from data_utils.dataset.indexed_dataset import IndexedDataset
-from data_utils.dataset.manifest import CAPITALS
 from data_utils.objectives import LOSS_NAMES, ObjectiveChoice, make_objective
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD, Objective, ObjectiveConfig
 from data_utils.samples.config import CorpusConfig, DataConfig, PhaseSamples
@@ -186,7 +185,8 @@ def open_datasets(
     data.check_decoder(decoder_tokenizer is not None)
     vocabulary = vocabulary_of(tokenizer, decoder_tokenizer)
     objective = make_objective(objectives, vocabulary, seed, data.sequence_length, data.row_length)
-    sections = [choice.section for choice in objectives]
+    of_phases = [choice for phase in phases for choice in phase.objectives]
+    sections = [choice.section for choice in (*objectives, *of_phases)]
     corpora = _Corpora(data, sections, objective.row_length, tokenizer, decoder_tokenizer)
     train = SampleLoader(corpora.mixture(data.train, derive_seed(seed, "train")), objective)
     if phases:
@@ -252,15 +252,12 @@ class _Corpora:
         length = self.data.sequence_length
         dataset = self._open(corpus.prefix, self.tokenizer)
         if not self.sections[0].whole_documents:
-            kind = next((each.reads_beside for each in self.sections if each.reads_beside), None)
-            ids = dataset.manifest.get("entities", {}).get("ids")
-            if kind is not None and (ids is None or (ids == CAPITALS) != (kind == CAPITALS)):
-                option = "--capitals" if kind == CAPITALS else "--entities-key and --entity-ids"
-                raise DataError(
-                    f"dataset {corpus.prefix} has no {kind}, which the objective reads; build it with {option}, or "
-                    "choose another objective."
-                )
-            return WindowIndex(dataset, length, DOCUMENT_OVERHEAD, kind is not None)
+            kinds = {each.reads_beside for each in self.sections if each.reads_beside}
+            if kinds:
+                from data_utils.samples.beside import require_beside  # few objectives read more than tokens
+
+                require_beside(dataset, corpus.prefix, kinds)
+            return WindowIndex(dataset, length, DOCUMENT_OVERHEAD, bool(kinds))
         from data_utils.samples.sentences import SentenceIndex
 
         paired = None

@@ -38,7 +38,9 @@ def check_model(model: ModelConfig) -> None:
         f"({model.num_attention_heads}); choose a divisor of {model.num_attention_heads}.",
     )
     check(
-        model.positions == "rotary" or model.block_positions == "added",
+        model.positions == "rotary"
+        or model.block_positions == "added"
+        or (model.positions, model.block_positions) == ("learned", "none"),
         f"model.block_positions is {model.block_positions} with model.positions {model.positions}, but it is for "
         "rotary positions; set positions to rotary, or leave block_positions out.",
     )

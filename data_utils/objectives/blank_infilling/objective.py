@@ -235,6 +235,7 @@ class BlankInfilling(RowObjective):
         sample_indices: np.ndarray,
     ) -> None:
         """See `Objective.fill`. The `doc` plane numbers the pieces of a sample from 0."""
+        tokens = tokens if tokens.ndim == 1 else tokens[0]
         failed = self._fill(batch, tokens, piece_lengths, pieces_per_sample, sample_indices, 0)
         if failed >= 0:
             first = int(pieces_per_sample[:failed].sum())
