@@ -101,7 +101,6 @@ class MaskedLm(MaskedText):
         if self.config.input != "segments" and len(batch):
             from data_utils.objectives.input_formats import recut
 
-            self._unit_starts(tokens, piece_lengths)  # refuses tokens of another vocabulary
             special, drops_eos = self.vocabulary.special, bool(self._settings[0].drops_eos)
             pieces = recut(
                 self.config.input,
