@@ -96,6 +96,8 @@ def parse_arguments() -> argparse.Namespace:
     )
     add("--min-score", type=float, default=0.0, help="leave out mentions with a lower score (default: 0)")
     add("--capitals", action="store_true", help="store which words begin with one (objective capitalization)")
+    text = "field of JSON lines with spans to be masked as one: [[start, end, kind]] (spanbert, ernie)"
+    add("--spans-key", help=text)
     add("--overwrite", action="store_true", help="replace existing output")
     add("--restart", action="store_true", help="discard the partial results of a stopped build")
     add("--verify", action="store_true", help="read and check the whole finished output")

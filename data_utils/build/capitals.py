@@ -12,6 +12,7 @@ import numpy as np
 
 from data_utils.build.config import BuildConfig
 from data_utils.build.mentions import KEPT, EntityReader, open_entities
+from data_utils.build.spans import open_spans
 from data_utils.dataset.manifest import CAPITALS
 
 
@@ -36,4 +37,4 @@ def _capital(text: str, start: int, end: int) -> int:
 
 def open_reader(config: BuildConfig, inputs: Sequence[Path]) -> EntityReader | CapitalReader | None:
     """The reader of the numbers beside tokens, if a build has them. Raises: as `open_entities`."""
-    return CapitalReader() if config.capitals else open_entities(config, inputs)
+    return CapitalReader() if config.capitals else open_spans(config, inputs) or open_entities(config, inputs)

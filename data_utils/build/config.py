@@ -41,6 +41,7 @@ class BuildConfig:
     entity_ids: str | None = None  # file that gives each of their names a number
     min_score: float = setting(0.0, "of a mention, where it has a score; others are left out", at_least=0)
     capitals: bool = False  # store which words begin with one, instead of entities
+    spans_key: str | None = None  # field of JSON lines with spans without numbers, instead of both
     overwrite: bool = False
     restart: bool = False  # discard what a stopped build left
 
@@ -52,9 +53,12 @@ class BuildConfig:
                 ("entities-key", "entity-ids") if self.entities_key else ("entity-ids", "entities-key")
             )
             raise ConfigError(f"--{given} is given without --{other}; give both, or neither.")
-        if self.capitals and self.entities_key is not None:
+        beside = {
+            "--capitals": self.capitals, "--spans-key": self.spans_key, "--entities-key": self.entities_key
+        }  # fmt: skip
+        if len(options := [option for option, value in beside.items() if value]) > 1:
             raise ConfigError(
-                "--capitals is given with --entities-key, but a dataset has one of both; give one."
+                f"{options[0]} is given with {options[1]}, but a dataset has one of both; give one."
             )
         parse_split(self.split)
 

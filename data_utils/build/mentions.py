@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +36,8 @@ class Mention(NamedTuple):
 class EntityReader:
     """Reads the mentions of records. Each process has one, so names are sorted bytes, which need little memory."""
 
+    option = "--entities-key"
+
     key: str
     min_score: float
     fingerprint: str  # of the file of numbers
@@ -57,14 +59,21 @@ class EntityReader:
     ) -> tuple[np.ndarray, dict[str, int]]:
         """The entity that begins at each token, int32 [tokens], -1 = none, and counts. Raises UnusableRecord."""
         mentions, counts = self.mentions(record, text)
-        return entities_of_tokens(mentions, places, text), counts
+        entities = np.full(len(places), -1, np.int32)
+        for first, last, entity in tokens_of(mentions, places, text):
+            entities[first] = self.value(first, last, entity)
+        return entities, counts
+
+    def value(self, first: int, last: int, entity: int) -> int:
+        """The number on the first token of a mention, whose last one is before `last`."""
+        return entity
 
     def mentions(self, record: bytes, text: str) -> tuple[list[Mention], dict[str, int]]:
         """The mentions of a JSON line in order, and how many were kept or left out. Raises UnusableRecord."""
         tree = parse_json_object(record)
         found = tree.get(self.key)
         if not isinstance(found, list):
-            problem = f"there is no list {self.key!r} of {_SCHEMA} (--entities-key names it)"
+            problem = f"there is no list {self.key!r} of {_SCHEMA} ({self.option} names it)"
             raise UnusableRecord("no_entities", problem)
         mentions, counts = [], {KEPT: 0, UNKNOWN: 0, LOW_SCORE: 0}
         for entry in found:
@@ -94,12 +103,14 @@ def _parsed(entry: object) -> tuple[int, int, str, float]:
     raise UnusableRecord("bad_mention", f"the mention {shown(entry)} is not {_SCHEMA}")
 
 
-def entities_of_tokens(mentions: list[Mention], places: list[tuple[int, int]], text: str) -> np.ndarray:
-    """The entity that begins at each token, int32 [tokens], -1 = none. Raises UnusableRecord for half a token.
+def tokens_of(
+    mentions: list[Mention], places: list[tuple[int, int]], text: str
+) -> Iterator[tuple[int, int, int]]:
+    """First token, end and entity of each mention. Raises UnusableRecord for half a token.
 
     Args: places: first character and end of each token.
     """
-    entities, token = np.full(len(places), -1, np.int32), 0
+    token = 0
     for start, end, entity in mentions:
         while token < len(places) and places[token][1] <= start:
             token += 1
@@ -113,9 +124,8 @@ def entities_of_tokens(mentions: list[Mention], places: list[tuple[int, int]], t
         if before.strip() or after.strip():  # a token may begin with the space before a word
             problem = f"the mention {words} at {start} begins or ends within a token"
             raise UnusableRecord("bad_mention", problem)
-        entities[token] = entity
+        yield token, last, entity
         token = last
-    return entities
 
 
 def encode_with_entities(
@@ -148,11 +158,7 @@ def open_entities(config: BuildConfig, inputs: Sequence[Path]) -> EntityReader |
     key, path = config.entities_key, config.entity_ids
     if key is None or path is None:
         return None
-    for source in inputs:
-        if layout_of(source, "") != "jsonl":
-            raise ConfigError(
-                f"--entities-key is given, but {source} has no JSON lines; convert it, or leave the option out."
-            )
+    require_json_lines("--entities-key", inputs)
     try:
         data = Path(path).read_bytes()
     except OSError as error:
@@ -183,6 +189,15 @@ def open_entities(config: BuildConfig, inputs: Sequence[Path]) -> EntityReader |
                 f"{path}: the {what} {shown(value)} stands there twice; give each entity its own."
             )
     return EntityReader(key, config.min_score, hashlib.sha256(data).hexdigest(), sorted_names, numbers[order])
+
+
+def require_json_lines(option: str, inputs: Sequence[Path]) -> None:
+    """Raise ConfigError for inputs without fields, which an option reads."""
+    for source in inputs:
+        if layout_of(source, "") != "jsonl":
+            raise ConfigError(
+                f"{option} is given, but {source} has no JSON lines; convert it, or leave the option out."
+            )
 
 
 def _twice(numbers: np.ndarray) -> np.ndarray:

@@ -153,6 +153,8 @@ class BuildReport:
         mentions = self.counts.mentions
         if len(mentions) == 1:
             yield f"  words whose capitals are stored: {mentions['kept']:,}"
+        elif mentions and "unknown" not in mentions:
+            yield f"  spans: {mentions['kept']:,}; left out: {mentions['low_score']:,} of low score"
         elif mentions:
             yield (
                 f"  entities: {mentions['kept']:,} mentions; left out: {mentions['unknown']:,} of unknown entities, "

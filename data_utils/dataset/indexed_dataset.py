@@ -3,7 +3,7 @@
     PREFIX.bin   the tokens of all documents, one after the other, little-endian
     PREFIX.idx   Megatron-LM's index: magic, version, dtype code, counts, then sequence lengths (int32),
                  byte pointers of the sequences (int64), document boundaries (int64)
-    PREFIX.ent   where a build had them: the entity that begins at each token, or capitals (int32, -1 = none)
+    PREFIX.ent   where a build had them: the entity that begins at each token, capitals, or spans (int32, -1 = none)
     PREFIX.json  the manifest: sizes and checksums of the files, counts, tokenizer, sources; see manifest.py
 
 One sequence is one document. A dataset without a manifest does not open. So the writer works under `.partial` names.

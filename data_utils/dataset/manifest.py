@@ -23,7 +23,10 @@ from data_utils.base.setting_files import shorten, shown
 
 SUFFIXES = (".bin", ".idx", ".json")
 ENTITIES = ".ent"
-CAPITALS = "capitals"  # `ids` where these stand there instead of entities, which have a checksum
+CAPITALS, SPANS = (
+    "capitals",
+    "spans",
+)  # `ids` where these stand there instead of entities, which have a checksum
 POSSIBLE_SUFFIXES = (".bin", ".idx", ENTITIES, ".json")  # the manifest last
 
 _FORMAT = "megatron_lite indexed dataset"

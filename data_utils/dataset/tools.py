@@ -105,7 +105,7 @@ def merge_datasets(prefixes: Sequence[str], output: str, overwrite: bool = False
         if ids != of_entities[0]:
             raise DataError(
                 f"datasets {datasets[0].prefix} and {dataset.prefix} have not the same entities; rebuild one of "
-                "them with the --entity-ids or --capitals of the other."
+                "them with the --entity-ids, --capitals or --spans-key of the other."
             )
     require_prefix(str(output))
     existing = existing_files(output)

@@ -163,7 +163,7 @@ def _draw_masks(maskable, stream, w, cumulative, s):
     set_range(w, FREE, 0, maskable, 1)
     set_range(w, UNIT, 0, maskable, 1)
     target = masked_target(s.masked_ratio, maskable)
-    count = draw_spans(stream, w, maskable, target, True, cumulative)
+    count = draw_spans(stream, w, maskable, target, True, cumulative, 0)
     removed, inserted = 0, 0
     for i in range(maskable):
         removed += w[TAKEN, i]

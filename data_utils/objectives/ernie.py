@@ -1,8 +1,9 @@
 """ERNIE 1.0 (arXiv:1904.09223): whole words, phrases and entities are masked as one unit.
 
-A segmenter decides where units begin: "words" takes whole words from the vocabulary, "jieba" cuts the text of a piece
-with the package of that name (Chinese), and any function of a piece can be set as `units` of an `Ernie`. A segmenter in
-Python costs far more time than the rest of a sample; "words" costs nothing.
+A segmenter decides where units begin: "words" takes whole words from the vocabulary, "listed" also the phrases and
+entities that the corpus lists, "jieba" cuts the text of a piece with the package of that name (Chinese), and any
+function of a piece can be set as `units` of an `Ernie`. A segmenter in Python costs far more time than the rest of a
+sample; the others cost next to nothing.
 
 ERNIE 2.0's task embedding reads the `objective` plane, which names the task of every token; its cumulative
 schedule of tasks is `objective_starts` in the configuration (see mixed.py).
@@ -19,11 +20,18 @@ from data_utils.base.errors import ConfigError
 from data_utils.base.losses import NEXT_SENTENCE_LOSS, Loss
 from data_utils.base.settings import checked, setting
 from data_utils.objectives.interface import Writing
-from data_utils.objectives.masked_text import NEXT_SENTENCE, NO_PAIR, MaskedText, MaskedTextConfig
+from data_utils.objectives.masked_text import (
+    ANYWHERE,
+    AT_UNITS,
+    NEXT_SENTENCE,
+    NO_PAIR,
+    MaskedText,
+    MaskedTextConfig,
+)
 from data_utils.objectives.registry import register
 from data_utils.text.vocabulary import Vocabulary
 
-SEGMENTERS = ("tokens", "words", "jieba")
+SEGMENTERS = ("tokens", "words", "jieba", "listed")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,10 +41,19 @@ class ErnieConfig(MaskedTextConfig):
 
     segmenter: str = setting(
         "words",
-        "units masked as one: tokens, words, or jieba (words of Chinese text; needs the package jieba)",
+        "units masked as one: tokens, words, jieba (words of Chinese text; needs the package jieba), or listed (the "
+        "spans of a corpus built with --spans-key, else words)",
         one_of=SEGMENTERS,
     )
     next_sentence: bool = setting(False, "two texts per Example and a next-sentence label on CLS (ERNIE 1.0)")
+
+    @property
+    def reads_beside(self) -> str | None:  # type: ignore[override]
+        return "spans" if self.segmenter == "listed" else None
+
+    @property
+    def splits(self) -> int:  # type: ignore[override]
+        return AT_UNITS if self.segmenter == "listed" else ANYWHERE
 
     @property
     def pairing(self) -> int:
@@ -53,7 +70,15 @@ class Ernie(MaskedText):
     def choose_units(self) -> str | Callable[[np.ndarray], np.ndarray] | None:
         if self.config.segmenter == "jieba":
             return jieba_segmenter(self.vocabulary)
-        return "words" if self.config.segmenter == "words" else None
+        return None if self.config.segmenter == "tokens" else "words"
+
+    def _unit_starts(self, tokens, piece_lengths):  # type: ignore[no-untyped-def]
+        if tokens.ndim == 1:
+            return super()._unit_starts(tokens, piece_lengths)
+        from data_utils.objectives.listed_spans import with_listed
+
+        words = super()._unit_starts(tokens[0], piece_lengths)
+        return with_listed(words, tokens[1], piece_lengths, as_units=True)
 
 
 class TextSegmenter:

@@ -53,6 +53,7 @@ from data_utils.objectives.rows import RowSizes, check_treatment, treatment_thre
 
 BIDIRECTIONAL, SEQ2SEQ, LEFT_TO_RIGHT, RIGHT_TO_LEFT = range(4)
 NO_PAIR, NEXT_SENTENCE, SENTENCE_ORDER, PAIR_ONLY, DISTANCE = range(5)
+ANYWHERE, AT_UNITS, AT_MARKS = range(3)  # where texts are cut in two; a mark is 2 in `unit_start`
 _LABELS = {
     NEXT_SENTENCE: NEXT_SENTENCE_LOSS,
     SENTENCE_ORDER: SENTENCE_ORDER_LOSS,
@@ -74,8 +75,30 @@ def _address(text, start, length, sample, s):
     return np.int64(digest) + ((sample % s.static_copies) << 32)
 
 
+@compiled
+def _at_units(split, unit_start, start, length):
+    """The next place at which a unit begins, else the last one, else the end of the text: then it is not cut."""
+    end = split
+    while end < length and not unit_start[start + end]:
+        end += 1
+    if end < length:
+        return end
+    while split > 0 and not unit_start[start + split]:
+        split -= 1
+    return split if split > 0 else length
+
+
+@compiled
+def _at_mark(unit_start, start, length):
+    """The place of the mark, else the end of the text."""
+    for i in range(1, length):
+        if unit_start[start + i] > 1:
+            return i
+    return length
+
+
 @inlined
-def _plan_pairs(pairs, text, lengths, start, sample, first_piece, stream, w, sentence_end, s):
+def _plan_pairs(pairs, text, unit_start, lengths, start, sample, first_piece, stream, w, sentence_end, s):
     """Kind and halves of every piece of a sample, wrong second halves exchanged."""
     for number in range(len(lengths)):
         length = kept_length(text, start, lengths[number], s)
@@ -89,8 +112,12 @@ def _plan_pairs(pairs, text, lengths, start, sample, first_piece, stream, w, sen
             if draw >= s.seq2seq_below:
                 kind = LEFT_TO_RIGHT if draw < s.left_to_right_below else RIGHT_TO_LEFT
         split = length
-        if s.pairing != NO_PAIR and length > 1:
+        if s.splits == AT_MARKS:
+            split = _at_mark(unit_start, start, length)
+        elif s.pairing != NO_PAIR and length > 1:
             split = split_point(stream, w, text, start, length, sentence_end)
+            if s.splits == AT_UNITS:
+                split = _at_units(split, unit_start, start, length)
         pair[KIND] = kind
         pair[A], pair[A_END] = start, start + split
         pair[B], pair[B_END] = start + split, start + length
@@ -130,7 +157,11 @@ def _copy_text(row, w, used, at, text, unit_start, begin, end, s):
         count_up(row, BLOCK_POSITION_IDS, at, at + length, begin + 1)
     copy_range(w, UNIT, place, place + length, unit_start, begin)
     set_range(w, FREE, place, place + maskable, 1)
-    w[UNIT, place] = 1
+    w[UNIT, place] |= 1
+    for i in range(maskable if s.joins_documents else 0):
+        if text[begin + i] == s.sep or text[begin + i] == s.eos:
+            w[FREE, place + i] = 0
+            w[UNIT, place + i] = w[UNIT, place + i + 1] = 1
     for i in range(maskable, length + 1):  # eos and [SEP]
         w[FREE, place + i] = 0
         w[UNIT, place + i] = 1
@@ -160,7 +191,8 @@ def _write_structure(row, used, middle, end, kind, s):
 @inlined
 def _mask_spans(row, used, size, stream, w, cumulative, s):
     """Choose spans and treat their tokens, each by itself or all of a span alike."""
-    count = draw_spans(stream, w, size, masked_target(s.masked_ratio, size), s.gap, cumulative)
+    target = masked_target(s.masked_ratio, size)
+    count = draw_spans(stream, w, size, target, s.gap, cumulative, s.listed_below)
     for span in range(count):
         treatment = draw_treatment(stream, s)
         for i in range(used + w[STARTS, span], used + w[ENDS, span]):
@@ -207,7 +239,7 @@ def _fill_rows(batch, pieces, tables, pairs, sentence_end, settings):
         begin_row(row, s.pad)
         lengths = piece_lengths[piece : piece + pieces_per_sample[i]]
         sample = sample_indices[i]
-        _plan_pairs(pairs, text, lengths, start, sample, first_piece, stream, w, sentence_end, s)
+        _plan_pairs(pairs, text, unit_start, lengths, start, sample, first_piece, stream, w, sentence_end, s)
         for number in range(len(lengths)):
             length = kept_length(text, start, lengths[number], s)
             if length > 0:
@@ -238,6 +270,9 @@ class MaskedTextConfig(RowSizes):
     whole_words = False  # units are words
     wrong_prob, far_prob = 0.5, 0.0  # of a wrong second text, and of one with text left out before it
     static_copies = 0  # number of fixed maskings of each text; 0: each sample has its own
+    listed_prob = 0.0  # of a listed span, where one fits, instead of one drawn in units
+    splits = ANYWHERE
+    joins_documents = False  # whether an Example may have several, with [SEP] between them
 
     def __post_init__(self) -> None:
         check_treatment(self.section_key, self.mask_token_prob, self.random_token_prob)
@@ -295,6 +330,9 @@ class MaskedText(PairedRows):
             "gap": bool(config.gap),
             "treat_spans_alike": bool(config.treat_spans_alike),
             "static_copies": int(config.static_copies),
+            "listed_below": chance_threshold(config.listed_prob),
+            "splits": config.splits,
+            "joins_documents": bool(config.joins_documents),
             "keeps_places": self.keeps_places,
         }
 

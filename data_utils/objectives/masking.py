@@ -7,7 +7,7 @@ tries; with 15 % of the text masked, one or two.
 
 from __future__ import annotations
 
-from data_utils.base.random_streams import below, next_word
+from data_utils.base.random_streams import below, chance, next_word
 from data_utils.objectives.row_loops import ENDS, FREE, PLACES, STARTS, TAKEN, UNIT, compiled, draw_length
 
 PLACES_TRIED = 32  # random places tried for a span before it is halved
@@ -47,7 +47,37 @@ def _end_of_span(w, first, units, size, gap, budget):
 
 
 @compiled
-def draw_spans(stream, w, size, target, gap, cumulative):
+def _end_of_listed(w, first, size, gap, budget):
+    """Where the listed span at `first` ends, or -1: there is none, or its tokens or neighbours are not free."""
+    length = w[UNIT, first] >> 1
+    end = first + length
+    if length == 0 or length > budget or (gap and first > 0 and w[TAKEN, first - 1]):
+        return -1
+    for i in range(first, end):
+        if not w[FREE, i]:
+            return -1
+    return -1 if gap and end < size and w[TAKEN, end] else end
+
+
+@compiled
+def _listed_span(stream, w, size, gap, budget):
+    """The first token of one of the listed spans that fit, all equally likely, or -1."""
+    count = 0
+    for i in range(size):
+        count += _end_of_listed(w, i, size, gap, budget) >= 0
+    if count == 0:
+        return -1
+    skipped = below(stream, count)
+    for i in range(size):
+        if _end_of_listed(w, i, size, gap, budget) >= 0:
+            if skipped == 0:
+                return i
+            skipped -= 1
+    return -1
+
+
+@compiled
+def draw_spans(stream, w, size, target, gap, cumulative, listed_below):
     """Choose disjoint spans of units until `target` of `size` tokens are chosen. Returns their number.
 
     Args:
@@ -55,6 +85,7 @@ def draw_spans(stream, w, size, target, gap, cumulative):
             token that is not free must be a unit of its own). Chosen tokens leave FREE.
         gap: whether a token must stay between two spans.
         cumulative: table of span lengths, units.
+        listed_below: threshold of the probability that a listed span is drawn, where one fits; 0 = never.
     Spans are in w[STARTS] and w[ENDS] in the order they were drawn, the tokens of all in w[TAKEN]. A span that
     exceeds the rest of the target loses its last units. Fewer than `target` tokens are chosen only where
     no unit fits; where every unit is longer than the target, one is chosen.
@@ -66,8 +97,12 @@ def draw_spans(stream, w, size, target, gap, cumulative):
         places += w[FREE, i] & w[UNIT, i]
     count, chosen = 0, 0
     while chosen < target and places > 0:
-        units = draw_length(stream, cumulative.shape[0] - 1, cumulative)
         first, end = 0, -1
+        if listed_below > 0 and chance(stream, listed_below):
+            first = _listed_span(stream, w, size, gap, target - chosen)
+            if first >= 0:
+                end = first + (w[UNIT, first] >> 1)
+        units = draw_length(stream, cumulative.shape[0] - 1, cumulative) if end < 0 else 0
         while end < 0 and units > 0:
             for _ in range(PLACES_TRIED):
                 first = w[PLACES, below(stream, places)]

@@ -107,7 +107,7 @@ class Mixed:
             part = np.empty((len(rows), len(FIELDS), batch.shape[2]), np.int32)
             objective.fill(
                 part,
-                tokens[..., chosen[token_sample] == k],
+                np.ascontiguousarray(tokens[..., chosen[token_sample] == k]),
                 piece_lengths[chosen[piece_sample] == k],
                 pieces_per_sample[rows],
                 sample_indices[rows],

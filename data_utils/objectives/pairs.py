@@ -62,7 +62,14 @@ class PairedRows(RowObjective):
         if not len(batch):
             return
         units = self._unit_starts(tokens, piece_lengths)
-        pieces = (tokens, units, piece_lengths, pieces_per_sample, sample_indices, first_piece)
+        pieces = (
+            tokens if tokens.ndim == 1 else tokens[0],
+            units,
+            piece_lengths,
+            pieces_per_sample,
+            sample_indices,
+            first_piece,
+        )
         pairs = np.empty((max(1, pieces_per_sample.max()), 6), np.int64)
         self.entry(batch, pieces, self._tables(batch), pairs, self._sentence_end, self._settings)
 

@@ -32,6 +32,7 @@ inlined = njit(**_BORROWING, inline="always")
 entry_point = njit(**_BORROWING, cache=True)
 
 # Rows of the scratch array `w`, int64 [WORK_LINES, row_length + 2]. FREE and UNIT are inputs of `draw_spans`.
+# UNIT is 1 where a unit begins, plus twice the length of a listed span that begins there.
 FREE, UNIT, TAKEN, PLACES, STARTS, ENDS, TEXT = range(7)
 WORK_LINES = 7
 

@@ -4,6 +4,10 @@ Span lengths are geometric in words (p = 0.2, at most 10: mean 3.8), and 80/10/1
 span-boundary objective predicts every token of a span from the hidden states just outside it and from its place in the
 span. A token always stays between two spans, so the heads read the spans off the weights, and the Example
 needs no further arrays.
+
+With `spans: listed`, the paper's named entities or noun phrases, a draw is a span that the corpus lists with
+probability `span_prob`, one of those that fit into the rest of the 15 % alike, and a geometric one else. The authors'
+code draws among all, masked or not, and cuts the last; here none is cut.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from data_utils.base.losses import MASKED_SPANS, SPAN_BOUNDARY
-from data_utils.base.settings import checked, setting
+from data_utils.base.settings import checked, fraction, setting
 from data_utils.objectives.interface import Writing
 from data_utils.objectives.masked_text import MaskedText, MaskedTextConfig
 from data_utils.objectives.registry import register
@@ -33,6 +37,22 @@ class SpanBertConfig(MaskedTextConfig):
     )
     max_span_length: int = setting(10, "longest span, words", at_least=1)
     whole_words: bool = setting(True, "count and mask words; false: tokens")
+    spans: str = setting(
+        "words",
+        "words: spans of words; listed: also those that a corpus built with --spans-key lists",
+        one_of=("words", "listed"),
+    )
+    span_prob: float = fraction(
+        0.5, "spans listed: probability that a listed span is drawn, where one still fits, not one of words"
+    )
+
+    @property
+    def reads_beside(self) -> str | None:  # type: ignore[override]
+        return "spans" if self.spans == "listed" else None
+
+    @property
+    def listed_prob(self) -> float:  # type: ignore[override]
+        return self.span_prob if self.spans == "listed" else 0.0
 
     @property
     def length_weights(self) -> np.ndarray:
@@ -46,3 +66,11 @@ class SpanBert(MaskedText):
     config_class = SpanBertConfig
     losses = (MASKED_SPANS, SPAN_BOUNDARY)
     writing = Writing("bert")
+
+    def _unit_starts(self, tokens, piece_lengths):  # type: ignore[no-untyped-def]
+        if tokens.ndim == 1:
+            return super()._unit_starts(tokens, piece_lengths)
+        from data_utils.objectives.listed_spans import with_listed
+
+        words = super()._unit_starts(tokens[0], piece_lengths)
+        return with_listed(words, tokens[1], piece_lengths, as_units=False)

@@ -83,7 +83,7 @@ def _fill_piece(row, used, limit, document, text, units, start, length, stream, 
         w[FREE, i] = 1 <= i <= maskable
         w[UNIT, i] = 1
     target = min(masked_target(s.masked_ratio, size), length)
-    blocks = draw_spans(stream, w, size, target, False, cumulative)
+    blocks = draw_spans(stream, w, size, target, False, cumulative, 0)
     chosen = 0
     for block in range(blocks):
         chosen += w[ENDS, block] - w[STARTS, block]

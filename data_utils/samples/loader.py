@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +18,6 @@ from data_utils.base.errors import DataError
 from data_utils.base.planes import FIELDS
 from data_utils.base.random_streams import derive_seed
 from data_utils.dataset.indexed_dataset import IndexedDataset
-from data_utils.dataset.manifest import CAPITALS
 from data_utils.objectives import LOSS_NAMES, ObjectiveChoice, make_objective
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD, Objective, ObjectiveConfig
 from data_utils.samples.config import CorpusConfig, DataConfig, PhaseSamples
@@ -32,9 +32,9 @@ _BLOCKS_CHECKED = 4  # MiB of each file of a corpus, by each rank at its start
 class SampleLoader:
     """Sample numbers -> batch. Stateless: the caller's count of consumed samples is the only state."""
 
-    def __init__(self, mixture: Mixture, objective: Objective):
-        self.mixture = mixture
-        self.objective = objective
+    def __init__(self, mixture: Mixture, objective: Objective, shorten: Any = None):
+        """Args: shorten: a `Shortener` of short.py."""
+        self.mixture, self.objective, self.shorten = mixture, objective, shorten
 
     @property
     def mixtures(self) -> list[Mixture]:
@@ -43,7 +43,10 @@ class SampleLoader:
 
     def batch(self, indices: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """Samples int64 [B] as int32 [B, len(FIELDS), row_length], in `out` if given: a new array costs more."""
-        return collate(self.objective, *self.mixture.fetch(indices), indices, out)
+        tokens, lengths, counts = self.mixture.fetch(indices)
+        if self.shorten is not None:
+            tokens, lengths, counts = self.shorten(tokens, lengths, counts, indices)
+        return collate(self.objective, tokens, lengths, counts, indices, out)
 
     def prefetch(self, indices: np.ndarray) -> None:
         """Let the kernel start to read samples int64 [B] of a later batch; see `Mixture.prefetch`."""
@@ -186,15 +189,21 @@ def open_datasets(
     data.check_decoder(decoder_tokenizer is not None)
     vocabulary = vocabulary_of(tokenizer, decoder_tokenizer)
     objective = make_objective(objectives, vocabulary, seed, data.sequence_length, data.row_length)
-    sections = [choice.section for choice in objectives]
+    choices = [*objectives, *(choice for phase in phases for choice in phase.objectives)]
+    sections = [choice.section for choice in choices]
     corpora = _Corpora(data, sections, objective.row_length, tokenizer, decoder_tokenizer)
-    train = SampleLoader(corpora.mixture(data.train, derive_seed(seed, "train")), objective)
+    shorten = None
+    if data.short_prob:
+        from data_utils.samples.short import Shortener
+
+        shorten = Shortener(data.short_prob, seed)
+    train = SampleLoader(corpora.mixture(data.train, derive_seed(seed, "train")), objective, shorten)
     if phases:
         train = _phased(train, phases, vocabulary, seed)
     validation = None
     if data.validation:
         mixture = corpora.mixture(data.validation, derive_seed(seed, "validation"))
-        validation = SampleLoader(mixture, objective)
+        validation = SampleLoader(mixture, objective, shorten)
     loaders = [train] if validation is None else [train, validation]
     indexes = [index for loader in loaders for index in loader.mixture.indexes]
     notes = [*map(str, indexes)] if objectives[0].section.whole_documents else []
@@ -210,7 +219,8 @@ def _phased(
         make_objective(choices, vocabulary, seed, data.sequence_length, data.row_length)
         for _, data, choices in phases
     ]
-    return PhasedLoader(list(map(SampleLoader, mixtures, objectives)))
+    shorten = run.shorten  # `data.short_prob` is that of all phases
+    return PhasedLoader([SampleLoader(*each, shorten) for each in zip(mixtures, objectives, strict=True)])
 
 
 def mixtures_of(indexes: Sequence[Index], seed: int, phases: Sequence[PhaseSamples]) -> list[Mixture]:
@@ -252,15 +262,12 @@ class _Corpora:
         length = self.data.sequence_length
         dataset = self._open(corpus.prefix, self.tokenizer)
         if not self.sections[0].whole_documents:
-            kind = next((each.reads_beside for each in self.sections if each.reads_beside), None)
-            ids = dataset.manifest.get("entities", {}).get("ids")
-            if kind is not None and (ids is None or (ids == CAPITALS) != (kind == CAPITALS)):
-                option = "--capitals" if kind == CAPITALS else "--entities-key and --entity-ids"
-                raise DataError(
-                    f"dataset {corpus.prefix} has no {kind}, which the objective reads; build it with {option}, or "
-                    "choose another objective."
-                )
-            return WindowIndex(dataset, length, DOCUMENT_OVERHEAD, kind is not None)
+            kinds = {each.reads_beside for each in self.sections if each.reads_beside}
+            if kinds:
+                from data_utils.samples.beside import require_beside  # few objectives read more than tokens
+
+                require_beside(dataset, corpus.prefix, kinds)
+            return WindowIndex(dataset, length, DOCUMENT_OVERHEAD, bool(kinds))
         from data_utils.samples.sentences import SentenceIndex
 
         paired = None

@@ -15,7 +15,7 @@ from megatron_lite.config.systems import LEFT_OUT, SYSTEMS
 ACTIVATIONS = ("gelu_tanh", "gelu_erf", "relu", "silu")
 NORMS = ("pre", "post", "deepnorm")
 POSITIONS = ("learned_blocks", "learned", "rotary", "none")
-BLOCK_POSITIONS = ("added", "table", "halves")
+BLOCK_POSITIONS = ("added", "table", "halves", "none")
 RELATIVE = ("none", "buckets", "xlnet", "disentangled")
 FFNS = ("plain", "gated")
 BIASES = ("all", "qkv", "mlp", "none")
@@ -87,8 +87,8 @@ class ModelConfig:
     block_positions: str = setting(
         "added",
         "what rotary positions do with the position in a span: added (to that in the text: spans continue from their "
-        "mask), table (a learned one, as in learned_blocks), or halves (it turns the second half of the features that "
-        "are turned, and the position in the text the first; ChatGLM-6B)",
+        "mask), table (a learned one, as in learned_blocks), halves (it turns the second half of the features that "
+        "are turned, that in the text the first; ChatGLM-6B), none (nothing: GLM's ablation, for learned ones too)",
         one_of=BLOCK_POSITIONS,
     )
     rotary_share: float = setting(

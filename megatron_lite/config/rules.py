@@ -139,9 +139,9 @@ def _check_heads(config: Config) -> None:
     )
     in_blocks = [choice.name for choice in chosen if choice.section.has_block_positions]
     check(
-        model.positions in ("learned_blocks", "rotary") or not in_blocks,
+        model.positions in ("learned_blocks", "rotary") or model.block_positions == "none" or not in_blocks,
         f"model.positions is {model.positions}, but {', '.join(in_blocks)} tells the positions in a span by a table "
-        "of their own; set it to learned_blocks or rotary, or choose another objective.",
+        "of their own; set it to learned_blocks or rotary, or to do without model.block_positions to none.",
     )
 
 

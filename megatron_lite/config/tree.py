@@ -106,6 +106,11 @@ class Config:
         """Raises: ConfigError for what cannot be trained: a value, the rule that it breaks, and a remedy."""
         given, names = self.objective_sections, self.objectives or ("blank_infilling",)
         chosen = {name: given.get(name) or objective_class(name).config_class() for name in names}
+        glm: Any = chosen.get("blank_infilling")
+        if glm is not None and glm.short_seq_prob:  # as in files of former versions
+            data = replace(self.data, short_prob=self.data.short_prob or glm.short_seq_prob)
+            object.__setattr__(self, "data", data)
+            chosen["blank_infilling"] = replace(glm, short_seq_prob=0.0)
         object.__setattr__(self, "objective_sections", chosen)  # those of the run's objectives, no others
         check_together(self)
         self.deepspeed_options()

@@ -14,12 +14,17 @@ from megatron_lite.train.engine.plain import make_engine
 from megatron_lite.train.loop.trainer import Trainer
 
 
-def make_trainer(context, tree):
+def open_data(tree):
+    """The configuration of a tree, and its samples."""
     config = build(Config, tree)
     tokenizer = load_tokenizer(config.tokenizer)
     config = config.with_vocab_size(tokenizer.vocab_size)
     seed, phases = config.training.seed, config.plan.samples
-    data = open_datasets(config.data, config.objective_choices, tokenizer, seed, phases=phases)
+    return config, open_datasets(config.data, config.objective_choices, tokenizer, seed, phases=phases)
+
+
+def make_trainer(context, tree):
+    config, data = open_data(tree)
     engine = make_engine(config, context, len(data.loss_names))
     train = kind_of(config).samples(config, data.train, "train")
     validation = data.validation and kind_of(config).samples(config, data.validation, "validation")

@@ -12,7 +12,8 @@ class GLMConfig(PretrainedConfig):
         vocab_size: rows of the word embedding; rows that only pad a training vocabulary are left out.
         max_position: largest value of both position ids; each table has one row more.
         positions: "learned_blocks" (both position ids have a table) or "rotary".
-        block_positions: what rotary positions do with that in a span: "added", "table", "halves"; see positions_glm.py.
+        block_positions: what rotary positions do with that in a span: "added", "table", "halves" or "none"; see
+            positions_glm.py.
         rotary_share, rotary_base: part of the features of a head that is turned, and base of the wavelengths.
         attention_window: layers but 0, n, 2n, ... (n: global_every) see keys whose position id differs by this at most;
             0 = all see all. rotary_base_local: rotary_base of these layers; None = the same.

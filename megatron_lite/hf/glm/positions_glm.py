@@ -55,12 +55,12 @@ def near_keys(
 def turns_of(config: GLMConfig, text: torch.Tensor, span: torch.Tensor, base: float) -> Turns | None:
     """How rotary positions turn queries and keys; None where positions have tables.
 
-    By the sum of both positions (block_positions: added), by the position alone (table), or half of the features by
-    each (halves). Args: text, span: both position ids, int [B, S]. base: of the wavelengths.
+    By the sum of both positions (block_positions: added), by the position alone (table, none), or half of the
+    features by each (halves). Args: text, span: both position ids, int [B, S]. base: of the wavelengths.
     """
     if config.positions != "rotary":
         return None
-    turning = {"added": [text + span], "table": [text], "halves": [text, span]}[config.block_positions]
+    turning = {"added": [text + span], "halves": [text, span]}.get(config.block_positions, [text])
     width = int(config.rotary_share * (config.hidden_size // config.num_attention_heads)) // len(turning)
     exponents = torch.arange(0, width, 2, dtype=torch.float32, device=text.device) / width
     waves = 1.0 / base**exponents

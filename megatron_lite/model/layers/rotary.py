@@ -2,7 +2,8 @@
 
 A token has two positions: in the text, where part B of GLM has that of the mask, and in the span, 0 in part A.
 `block_positions` says what turns: their sum (added), by which spans continue from their mask, as in GLM-130B from
-[gMASK]; the first alone, beside a table of the second (table); or each a half of the features (halves; ChatGLM-6B).
+[gMASK]; the first alone, beside a table of the second (table) or without it (none); or each a half of the features
+(halves; ChatGLM-6B).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Rotary:
         Args: ids: int [len(ID_PLANES), T]. base: null = the configuration's.
         """
         text, span = ids[ID_PLANES.index(POSITION_IDS)], ids[ID_PLANES.index(BLOCK_POSITION_IDS)]
-        turning = {"added": [text + span], "table": [text], "halves": [text, span]}[config.block_positions]
+        turning = {"added": [text + span], "halves": [text, span]}.get(config.block_positions, [text])
         width = config.rotary_size // len(turning)
         exponents = torch.arange(0, width, 2, dtype=torch.float32, device=ids.device) / width
         waves = _scaled(1.0 / (base or config.rotary_base) ** exponents, config.rotary_scaling)

@@ -222,11 +222,58 @@ def test_capitals_are_those_of_the_text_on_the_first_token_of_each_word(corpus, 
     assert "words whose capitals are stored: 5" in "".join(report.lines())
 
 
-def test_capitals_and_entities_do_not_stand_in_one_file(made):
-    with pytest.raises(
-        ConfigError, match="--capitals is given with --entities-key, but a dataset has one of both"
+WITHOUT_NUMBERS = {"entities_key": None, "entity_ids": None, "spans_key": "entities"}
+
+
+def test_spans_have_their_length_in_tokens_on_the_first(made):
+    """Both ends of a span are known, whatever its kind; shards do not matter, and scores do."""
+    records = [
+        record((6, 17, "phrase"), (0, 5, "Q1", 0.2)),
+        record(),
+        record((0, 19, "entity", 0.5)),
+        *[record((0, 5, "x"))] * 50,
+    ]
+    prefix = made(records, min_score=0.3, **WITHOUT_NUMBERS)
+    expected = [-1, 2, -1, -1, -1, *[-1] * 5, 4, *[-1] * 4, *[1, -1, -1, -1, -1] * 50]
+    assert entities_of(prefix) == expected
+    facts = IndexedDataset(prefix).manifest["entities"]
+    assert (facts["ids"], facts["mentions"]) == ("spans", {"kept": 52, "low_score": 1})
+    assert "spans: 52; left out: 1 of low score" in "".join(made.report.lines())
+    again = made(records, "again", min_score=0.3, shard_bytes=900, workers=2, **WITHOUT_NUMBERS)
+    assert entities_of(again) == expected
+    joined = merge_datasets([prefix, again], f"{prefix}-joined")
+    assert joined.entities.tolist() == expected * 2
+
+
+BAD_SPANS = {
+    "no list": ({"text": TEXT}, r"there is no list 'entities' .*--spans-key names it"),
+    "half a token": (record((0, 3, "noun")), "'wor' at 0 begins or ends within a token"),
+    "overlap": (record((0, 11, "noun"), (6, 17, "verb")), r"two mentions overlap"),
+    "no kind": (record((0, 5)), r"the mention \[0, 5\] is not"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_SPANS)
+def test_bad_spans_are_bad_records(made, name):
+    bad, message = BAD_SPANS[name]
+    with pytest.raises(DataError, match=rf"out\.jsonl:2: .*{message}.*; correct or remove it"):
+        made([record(), bad], **WITHOUT_NUMBERS)
+
+
+def test_capitals_entities_and_spans_do_not_stand_in_one_file(made, tmp_path):
+    numbers = {"entities_key": "entities", "entity_ids": "ids.txt"}
+    for given, first, second in (
+        ({"capitals": True, **numbers}, "capitals", "entities-key"),
+        ({"capitals": True, "spans_key": "spans"}, "capitals", "spans-key"),
+        ({"spans_key": "spans", **numbers}, "spans-key", "entities-key"),
     ):
-        BuildConfig(inputs=["a"], output="b", capitals=True, entities_key="entities", entity_ids="ids.txt")
+        message = f"--{first} is given with --{second}, but a dataset has one of both"
+        with pytest.raises(ConfigError, match=message):
+            BuildConfig(inputs=["a"], output="b", **given)
+    (tmp_path / "text.txt").write_text("word1")
+    config = BuildConfig(inputs=[str(tmp_path / "text.txt")], output=str(tmp_path / "o"), spans_key="spans")
+    with pytest.raises(ConfigError, match=r"--spans-key is given, but .* has no JSON lines; convert it"):
+        build_corpus(config, ByteTokenizer)
     datasets = [IndexedDataset(made([record()], "a"))]
     datasets.append(IndexedDataset(made([record()], "b", entities_key=None, entity_ids=None, capitals=True)))
     with pytest.raises(DataError, match="have not the same entities"):

@@ -51,7 +51,7 @@ def runs_of_samples(stream, free, unit, target, gap, table, samples):
         for i in range(len(free)):
             w[FREE, i] = free[i]
             w[UNIT, i] = unit[i]
-        count = draw_spans(stream, w, len(free), target, gap, table)
+        count = draw_spans(stream, w, len(free), target, gap, table, np.uint64(0))
         chosen = 0
         for k in range(count):
             found[sample, 0, k] = w[STARTS, k]
