@@ -25,7 +25,8 @@ def dry_run(config: Config, processes: int, gpu_name: str) -> None:
     config.deepspeed_options(config.parallel.data_parallel_size(processes))
     plan = config.plan
     samples = plan.consumed(config.training.steps)
-    reading = extent_if_here(config.data, config.training.seed, samples, plan.largest_batch, plan.samples)
+    drawn = plan.largest_batch, plan.samples, config.objective_choices
+    reading = extent_if_here(config.data, config.training.seed, samples, *drawn)
     phases: list[Phase] = []
     for each, line in zip(plan.alone(), plan.lines() or [""], strict=True):
         rows = average_rows(each)

@@ -38,9 +38,8 @@ def phase_table(run: RunReport) -> Iterator[Html]:
         return
     samples = plan.consumed(config.training.steps)
     try:
-        reading = list(
-            extent_if_here(config.data, config.training.seed, samples, plan.largest_batch, plan.samples)
-        )
+        drawn = plan.largest_batch, plan.samples, config.objective_choices
+        reading = list(extent_if_here(config.data, config.training.seed, samples, *drawn))
     except UserError as error:
         reading = [str(error)]
     speed = run.records.curve("train", "tokens_per_second")
