@@ -37,12 +37,8 @@ class CorpusConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("data")
 class DataConfig:
-    train: tuple[CorpusConfig, ...] = setting(
-        (), "list of {prefix, weight, name, objective, decoder_prefix}: the training corpora"
-    )
-    validation: tuple[CorpusConfig, ...] = setting(
-        (), "as train: the validation corpora; empty = no evaluation"
-    )
+    train: tuple[CorpusConfig, ...] = setting((), "list of {prefix, weight, name, objective, decoder_prefix}")
+    validation: tuple[CorpusConfig, ...] = setting((), "as train; empty = no evaluation")
     sequence_length: int = setting(512, "tokens of source text per sample (before corruption)", at_least=16)
     region: int = setting(
         0,

@@ -200,15 +200,13 @@ def open_datasets(
 
 
 def _loader(
-    mixture: Mixture,
-    objective: Objective,
-    corpora: Sequence[CorpusConfig],
-    choices: Sequence[ObjectiveChoice],
+    mixture: Mixture, objective: Objective, corpora: Sequence[CorpusConfig], its: Sequence[ObjectiveChoice]
 ) -> SampleLoader:
+    """A loader of samples, in which those of corpora of pairs are their objectives'."""
     if any(corpus.objective for corpus in corpora):
         from data_utils.samples.pair_corpora import linked
 
-        objective = linked(objective, mixture, corpora, choices)
+        objective = linked(objective, mixture, corpora, its)
     return SampleLoader(mixture, objective)
 
 
@@ -278,8 +276,7 @@ class _Corpora:
         from data_utils.samples.sentences import SentenceIndex
 
         paired = None
-        if corpus.decoder_prefix is not None:
-            assert self.decoder_tokenizer is not None
+        if corpus.decoder_prefix is not None and self.decoder_tokenizer is not None:
             paired = self._open(corpus.decoder_prefix, self.decoder_tokenizer)
         overhead = sections[0].least_row_length(0)  # of a sentence without text
         return SentenceIndex(dataset, length, overhead, self.row_length, paired)

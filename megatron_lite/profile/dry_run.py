@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from data_utils.base.errors import ConfigError
-from data_utils.samples.extent import extent_if_here
+from data_utils.samples.extent_ahead import extent_if_here
 from data_utils.text.tokenizers import load_tokenizer
 from megatron_lite.config.tree import Config
 from megatron_lite.profile.advice import Layout, Phase, advise, dry_run_report, for_all, fuller, in_parts

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from data_utils.base.errors import UserError
 from data_utils.base.settings import build
-from data_utils.samples.extent import extent_if_here
+from data_utils.samples.extent_ahead import extent_if_here
 from megatron_lite.config.tree import Config
 from megatron_lite.report.html import Html, table
 from megatron_lite.report.run import RunReport

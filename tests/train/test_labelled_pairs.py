@@ -164,11 +164,12 @@ def noisy_pairs(rng, count, told):
     return np.stack([words.reshape(-1), marks.reshape(-1)]).astype(np.int32)
 
 
-def loss_after(steps, told, size=16):
+def loss_after(steps, told, size):
     """Validation loss of the label, nats, of a model of two layers."""
     torch.manual_seed(1)
     vocabulary = Vocabulary(SPECIAL, SIZE, np.zeros(SIZE, bool), np.ones(SIZE, bool))
-    made = make_one("relevance", OBJECTIVES["relevance"].config_class(masked_ratio=0.01), vocabulary, 3, 96)
+    shown = {"mask_token_prob": 0.0, "random_token_prob": 0.0}  # what is predicted stays readable
+    made = make_one("relevance", OBJECTIVES["relevance"].config_class(**shown), vocabulary, 3, 96)
     config = ModelConfig(
         num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=SIZE, max_position=100, segments=2,
         positions="learned", sentence_classes=2, class_heads=("relevance:3",), norm="post",
@@ -205,11 +206,11 @@ def loss_after(steps, told, size=16):
 
 
 @pytest.mark.parametrize(
-    "steps, near, cases",
-    [(200, 0.1, ("both", "none")), pytest.param(1000, 0.03, BEST, marks=pytest.mark.slow)],
+    "steps, size, near, cases",
+    [(100, 8, 0.2, ("both", "none")), pytest.param(600, 16, 0.03, BEST, marks=pytest.mark.slow)],
 )
-def test_a_small_model_reaches_what_the_labels_leave_open_and_no_less(steps, near, cases):
-    """Both texts, the first alone, or neither are those of the label. 3 standard errors of 5760 labels are 0.03."""
+def test_a_small_model_reaches_what_the_labels_leave_open_and_no_less(steps, size, near, cases):
+    """Both texts, the first alone, or neither are those of the label. 3 standard errors of 2880 labels are 0.04."""
     assert [round(best, 3) for best in BEST.values()] == [0.639, 0.885, 1.023]
     for told in cases:
-        assert BEST[told] - 0.03 < loss_after(steps, told) < BEST[told] + near, told
+        assert BEST[told] - 0.04 < loss_after(steps, told, size) < BEST[told] + near, told
