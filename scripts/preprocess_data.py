@@ -98,6 +98,13 @@ def parse_arguments() -> argparse.Namespace:
     add("--capitals", action="store_true", help="store which words begin with one (objective capitalization)")
     text = "field of JSON lines with spans to be masked as one: [[start, end, kind]] (spanbert, ernie)"
     add("--spans-key", help=text)
+    text = "make labelled pairs: field of the second text beside --text-key; `label` is the third (objective relevance)"
+    add("--second-key", help=text)
+    add("--labels", type=expanded_path, metavar="FILE", help="names of their labels, one on each line")
+    text = (
+        "make labelled pairs of sentences joined by a marker of this file, such as configs/labels/markers.txt"
+    )
+    add("--markers", type=expanded_path, metavar="FILE", help=text)
     add("--overwrite", action="store_true", help="replace existing output")
     add("--restart", action="store_true", help="discard the partial results of a stopped build")
     add("--verify", action="store_true", help="read and check the whole finished output")

@@ -12,6 +12,7 @@ import numpy as np
 
 from data_utils.build.config import BuildConfig
 from data_utils.build.mentions import KEPT, EntityReader, open_entities
+from data_utils.build.pairs import PairReader, open_pairs
 from data_utils.build.spans import open_spans
 from data_utils.dataset.manifest import CAPITALS
 
@@ -28,6 +29,9 @@ class CapitalReader:
         return np.array([_capital(text, *place) for place in places], np.int32), {KEPT: 0}
 
 
+Reader = EntityReader | CapitalReader | PairReader
+
+
 def _capital(text: str, start: int, end: int) -> int:
     """The number of a token, which may begin with the space before a word."""
     start += len(text[start:end]) - len(text[start:end].lstrip())
@@ -35,6 +39,8 @@ def _capital(text: str, start: int, end: int) -> int:
     return int(text[start].isupper()) if begins else -1
 
 
-def open_reader(config: BuildConfig, inputs: Sequence[Path]) -> EntityReader | CapitalReader | None:
-    """The reader of the numbers beside tokens, if a build has them. Raises: as `open_entities`."""
-    return CapitalReader() if config.capitals else open_spans(config, inputs) or open_entities(config, inputs)
+def open_reader(config: BuildConfig, inputs: Sequence[Path]) -> Reader | None:
+    """The reader of the numbers beside tokens, if a build has them. Raises: as `open_entities` and `open_pairs`."""
+    if config.capitals:
+        return CapitalReader()
+    return open_spans(config, inputs) or open_entities(config, inputs) or open_pairs(config, inputs)

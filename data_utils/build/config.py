@@ -42,23 +42,25 @@ class BuildConfig:
     min_score: float = setting(0.0, "of a mention, where it has a score; others are left out", at_least=0)
     capitals: bool = False  # store which words begin with one, instead of entities
     spans_key: str | None = None  # field of JSON lines with spans without numbers, instead of both
+    second_key: str | None = None  # field of JSON lines with the second text of a labelled pair
+    labels: str | None = None  # file with the names of their labels
+    markers: str | None = None  # file with the markers by which pairs are found in texts
     overwrite: bool = False
     restart: bool = False  # discard what a stopped build left
 
     def __post_init__(self) -> None:
         check_options(self.text_split, self.on_bad_record, self.max_bad_records)
         require_prefix(self.output)
-        if (self.entities_key is None) != (self.entity_ids is None):
-            given, other = (
-                ("entities-key", "entity-ids") if self.entities_key else ("entity-ids", "entities-key")
-            )
-            raise ConfigError(f"--{given} is given without --{other}; give both, or neither.")
-        beside = {
-            "--capitals": self.capitals, "--spans-key": self.spans_key, "--entities-key": self.entities_key
-        }  # fmt: skip
-        if len(options := [option for option, value in beside.items() if value]) > 1:
+        for pair in (("entities_key", "entity_ids"), ("second_key", "labels")):
+            given, other = pair if getattr(self, pair[0]) else pair[::-1]
+            if getattr(self, given) is not None and getattr(self, other) is None:
+                options = f"--{given} is given without --{other}".replace("_", "-")
+                raise ConfigError(f"{options}; give both, or neither.")
+        kinds = ("capitals", "spans_key", "entities_key", "second_key", "markers")
+        beside = [f"--{kind.replace('_', '-')}" for kind in kinds if getattr(self, kind)]
+        if len(beside) > 1:
             raise ConfigError(
-                f"{options[0]} is given with {options[1]}, but a dataset has one of both; give one."
+                f"{beside[0]} is given with {beside[1]}, but a dataset has one of both; give one."
             )
         parse_split(self.split)
 

@@ -29,10 +29,11 @@ from typing_extensions import TypedDict
 from data_utils.base.errors import DataError
 from data_utils.base.foreign import conform
 from data_utils.base.memory import return_freed_memory
-from data_utils.build.capitals import CapitalReader, open_reader
+from data_utils.build.capitals import Reader, open_reader
 from data_utils.build.config import BuildConfig, output_prefixes, parse_split
 from data_utils.build.contamination import EvaluationTexts, read_evaluation_texts
-from data_utils.build.mentions import KEPT, EntityReader
+from data_utils.build.mentions import KEPT
+from data_utils.build.pairs import PairReader
 from data_utils.build.ranks import Ranks
 from data_utils.build.shards import BuildDirectory
 from data_utils.build.summary import BuildReport, DocumentStatistics
@@ -168,7 +169,7 @@ def _plan(
     tokenizer: TokenizerFacts,
     paths: Sequence[Path],
     evaluation: EvaluationTexts | None,
-    reader: EntityReader | CapitalReader | None,
+    reader: Reader | None,
 ) -> dict[str, Any]:
     """Everything that the shards depend on. A build with another plan cannot use them."""
     return {
@@ -249,6 +250,7 @@ def _finish(
     if job.reader is not None:
         counts.mentions[KEPT] = statistics.entities  # without those of documents that were left out
         ids = {"ids": job.reader.fingerprint, "count": job.reader.count, "min_score": job.reader.min_score}
+        ids |= {"names": job.reader.names} if isinstance(job.reader, PairReader) else {}
         manifest["entities"] = {**ids, "mentions": dict(sorted(counts.mentions.items()))}
     _commit(writers, list(parse_split(config.split)), manifest, directory)
     return BuildReport(

@@ -153,6 +153,8 @@ class BuildReport:
         mentions = self.counts.mentions
         if len(mentions) == 1:
             yield f"  words whose capitals are stored: {mentions['kept']:,}"
+        elif "without" in mentions:
+            yield f"  labelled pairs: {mentions['kept']:,}; {mentions['without']:,} texts have none"
         elif mentions and "unknown" not in mentions:
             yield f"  spans: {mentions['kept']:,}; left out: {mentions['low_score']:,} of low score"
         elif mentions:
@@ -181,7 +183,7 @@ class BuildReport:
     def warnings(self) -> Iterator[str]:
         if self.shape is None:
             return
-        if self.shape.median_tokens < SHORT_DOCUMENT:
+        if self.shape.median_tokens < SHORT_DOCUMENT and "without" not in self.counts.mentions:
             yield (
                 f"warning: half of the documents have {self.shape.median_tokens} tokens or fewer, so that a sample is "
                 "many texts without connection. Is each record a whole document? --text-split blank_lines and lines "

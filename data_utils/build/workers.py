@@ -27,10 +27,11 @@ from tqdm import tqdm
 
 from data_utils.base.errors import DataError
 from data_utils.base.memory import return_freed_memory
-from data_utils.build.capitals import CapitalReader
+from data_utils.build.capitals import Reader
 from data_utils.build.config import BuildConfig, SplitRule, parse_split, split_rule
 from data_utils.build.contamination import EvaluationTexts
-from data_utils.build.mentions import EntityReader, encode_with_entities
+from data_utils.build.mentions import encode_with_entities
+from data_utils.build.pairs import PairReader, encode_pairs
 from data_utils.build.ranks import Ranks
 from data_utils.build.shards import BuildDirectory, ShardWriter
 from data_utils.dataset.writer import to_token_dtype
@@ -68,7 +69,7 @@ class Job:
     dtype: np.dtype
     input_bytes: int
     evaluation: EvaluationTexts | None
-    reader: EntityReader | CapitalReader | None = None
+    reader: Reader | None = None
 
     @property
     def arrays(self) -> list[str]:
@@ -126,7 +127,8 @@ def encode_block(block: Block, tokenizer: Any, rule: SplitRule, job: Job) -> Enc
     if job.reader is None:
         ids, lengths = tokenizer.encode_batch(parsed.texts)
     else:
-        ids, lengths, entities = encode_with_entities(parsed, block, tokenizer, job.reader)
+        encode: Any = encode_pairs if isinstance(job.reader, PairReader) else encode_with_entities
+        ids, lengths, entities = encode(parsed, block, tokenizer, job.reader)
     texts, lines = parsed.texts, parsed.lines
     text_bytes = sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
     if len(lengths) and not lengths.all():  # a tokenizer may drop a whole text (control characters)
@@ -140,7 +142,7 @@ def encode_block(block: Block, tokenizer: Any, rule: SplitRule, job: Job) -> Enc
             entities = np.insert(entities, np.cumsum(lengths), -1)
         ids, lengths = np.insert(ids, np.cumsum(lengths), eos), lengths + 1
     return EncodedBlock(
-        splits=np.array([rule.split_of(text) for text in texts], np.int64),
+        splits=np.array([rule.split_of(text) for text in parsed.origins or texts], np.int64),
         tokens=to_token_dtype(ids, tokenizer.vocab_size),
         entities=entities,
         lengths=lengths,

@@ -23,10 +23,8 @@ from data_utils.base.setting_files import shorten, shown
 
 SUFFIXES = (".bin", ".idx", ".json")
 ENTITIES = ".ent"
-CAPITALS, SPANS = (
-    "capitals",
-    "spans",
-)  # `ids` where these stand there instead of entities, which have a checksum
+# The beginning of `ids` where these stand there instead of entities, of which `ids` is a checksum.
+CAPITALS, LABELS, SPANS = "capitals", "labels", "spans"
 POSSIBLE_SUFFIXES = (".bin", ".idx", ENTITIES, ".json")  # the manifest last
 
 _FORMAT = "megatron_lite indexed dataset"

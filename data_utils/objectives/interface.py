@@ -67,7 +67,7 @@ class ObjectiveConfig(ABC):
     has_block_positions = False  # whether block_position_ids tell places that position_ids do not
     memory_length: int = 0  # first tokens of long texts: block_position_ids 1, no loss, no gradient (XLNet)
     whole_documents = False  # whether a sample is a row of whole documents, not a window over their stream
-    # "entities", "capitals" or "spans": what `fill` is given of each token too, see `gather`; None = nothing
+    # "entities", "capitals", "spans", "labels": what `fill` is given of each token too, see `gather`; None = nothing
     reads_beside: str | None = None
     sample_settings: tuple[str, ...] | None = None  # keys on which samples depend; None = the whole section
     # The module whose KIND is the kind of model that the objective trains (megatron_lite/model/trunk/build.py); None =

@@ -17,14 +17,16 @@ from data_utils.objectives.row_loops import entry_point, predict
 
 @entry_point
 def label_documents(batch, counts, labels, first_piece, objective):
-    """Make the labels of pieces, int64, the targets of their first tokens, CLS."""
+    """Make the labels of pieces, int64 and -1 for none, the targets of their first tokens, CLS."""
     piece = 0
     for i in range(len(batch)):
         row = batch[i]
         for at in range(row.shape[1]):
             if row[DOC, at] >= 0 and row[POSITION_IDS, at] == 0:
-                predict(row, at, labels[piece + row[DOC, at] - first_piece])
-                row[OBJECTIVE, at] = objective
+                label = labels[piece + row[DOC, at] - first_piece]
+                if label >= 0:
+                    predict(row, at, label)
+                    row[OBJECTIVE, at] = objective
         piece += counts[i]
 
 

@@ -52,7 +52,7 @@ from data_utils.objectives.row_loops import (
 from data_utils.objectives.rows import RowSizes, check_treatment, treatment_thresholds
 
 BIDIRECTIONAL, SEQ2SEQ, LEFT_TO_RIGHT, RIGHT_TO_LEFT = range(4)
-NO_PAIR, NEXT_SENTENCE, SENTENCE_ORDER, PAIR_ONLY, DISTANCE = range(5)
+NO_PAIR, NEXT_SENTENCE, SENTENCE_ORDER, PAIR_ONLY, DISTANCE, GIVEN = range(6)
 ANYWHERE, AT_UNITS, AT_MARKS = range(3)  # where texts are cut in two; a mark is 2 in `unit_start`
 _LABELS = {
     NEXT_SENTENCE: NEXT_SENTENCE_LOSS,
@@ -114,6 +114,8 @@ def _plan_pairs(pairs, text, unit_start, lengths, start, sample, first_piece, st
         split = length
         if s.splits == AT_MARKS:
             split = _at_mark(unit_start, start, length)
+        elif s.pairing == GIVEN:
+            split = min(pair[OWN], length)
         elif s.pairing != NO_PAIR and length > 1:
             split = split_point(stream, w, text, start, length, sentence_end)
             if s.splits == AT_UNITS:
@@ -239,13 +241,14 @@ def _fill_rows(batch, pieces, tables, pairs, sentence_end, settings):
         begin_row(row, s.pad)
         lengths = piece_lengths[piece : piece + pieces_per_sample[i]]
         sample = sample_indices[i]
-        _plan_pairs(pairs, text, unit_start, lengths, start, sample, first_piece, stream, w, sentence_end, s)
+        own = pairs[piece if s.pairing == GIVEN else 0 :]
+        _plan_pairs(own, text, unit_start, lengths, start, sample, first_piece, stream, w, sentence_end, s)
         for number in range(len(lengths)):
             length = kept_length(text, start, lengths[number], s)
             if length > 0:
                 address = _address(text, start, length, sample, s)
                 open_stream(stream, s.key, address, first_piece + number, 1)
-                pair = pairs[number]
+                pair = own[number]
                 used = _fill_pair(
                     row, used, first_piece + number, text, unit_start, pair, stream, w, cumulative, s
                 )
@@ -292,7 +295,7 @@ class MaskedTextConfig(RowSizes):
 
     @property
     def pairing(self) -> int:
-        """NO_PAIR, NEXT_SENTENCE, SENTENCE_ORDER, or PAIR_ONLY (two texts without a label)."""
+        """NO_PAIR, NEXT_SENTENCE, SENTENCE_ORDER, PAIR_ONLY (two texts without a label), or GIVEN (by the corpus)."""
         return NO_PAIR
 
     @property

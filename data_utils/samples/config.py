@@ -21,6 +21,9 @@ class CorpusConfig:
         at_least=0,
     )
     name: str | None = setting(None, "by which the weights of a phase name it; null = the end of its prefix")
+    objective: str | None = setting(
+        None, "of a corpus of pairs, the only one that reads it; null = those of text"
+    )
     decoder_prefix: str | None = setting(
         None, "the same texts built with decoder_tokenizer; null where the run has none", is_path=True
     )
@@ -34,12 +37,8 @@ class CorpusConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("data")
 class DataConfig:
-    train: tuple[CorpusConfig, ...] = setting(
-        (), "list of {prefix, weight, name, decoder_prefix}: the training corpora"
-    )
-    validation: tuple[CorpusConfig, ...] = setting(
-        (), "list of {prefix, weight, name, decoder_prefix}: the validation corpora; empty = no evaluation"
-    )
+    train: tuple[CorpusConfig, ...] = setting((), "list of {prefix, weight, name, objective, decoder_prefix}")
+    validation: tuple[CorpusConfig, ...] = setting((), "as train; empty = no evaluation")
     sequence_length: int = setting(512, "tokens of source text per sample (before corruption)", at_least=16)
     short_prob: float = fraction(0.0, "part of texts cropped to a uniform length from 2 tokens (BERT: 0.1)")
     region: int = setting(
@@ -82,6 +81,15 @@ class DataConfig:
                     f"data.{name}[{number}] ({corpus.prefix}) has no decoder_prefix, but the run has a "
                     "decoder_tokenizer; build the same texts with it and name them there.",
                 )
+
+
+def weights_of(corpora: Sequence[CorpusConfig], objectives: Sequence[ObjectiveChoice]) -> list[float]:
+    """Shares of the samples. Raises ConfigError where corpora of pairs and the objectives do not go together."""
+    if not any(corpus.objective for corpus in corpora):
+        return [corpus.weight for corpus in corpora]
+    from data_utils.samples.pair_corpora import shares
+
+    return shares(corpora, objectives)
 
 
 class PhaseSamples(NamedTuple):

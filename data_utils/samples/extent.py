@@ -5,14 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
-from data_utils.base.random_streams import derive_seed
-from data_utils.dataset.indexed_dataset import IndexedDataset
-from data_utils.dataset.manifest import dataset_path
-from data_utils.objectives.interface import DOCUMENT_OVERHEAD
-from data_utils.samples.config import DataConfig, PhaseSamples
-from data_utils.samples.loader import Datasets, SampleLoader, mixtures_of
+from data_utils.samples.loader import Datasets, SampleLoader
 from data_utils.samples.mixture import Mixture
-from data_utils.samples.sampler import WindowIndex
 
 # BERT read its corpus 40 times. Muennighoff et al. (arXiv:2305.16264): up to 4 times is nearly as good as new text.
 MANY_EPOCHS, USEFUL_EPOCHS = 40, 4
@@ -59,22 +53,6 @@ def extent(mixtures: Sequence[Mixture], samples: int, batch_size: int) -> Iterat
                 f"warning: {name} has {tokens:,} tokens, {windows:,} samples, less than a batch "
                 f"({batch_size:,}): a step reads text more than once."
             )
-
-
-def extent_if_here(
-    data: DataConfig, seed: int, samples: int, batch_size: int, phases: Sequence[PhaseSamples] = ()
-) -> Iterator[str]:
-    """`extent` of a run with windows; a line that says so where its corpora are elsewhere. Args: seed: the run's."""
-    absent = [corpus.prefix for corpus in data.train if not dataset_path(corpus.prefix, ".json").exists()]
-    if absent or not data.train:
-        yield f"{absent[0] if absent else 'data.train'} is not here, so that epochs are not known"
-        return
-    indexes = [
-        WindowIndex(IndexedDataset(corpus.prefix), data.sequence_length, DOCUMENT_OVERHEAD)
-        for corpus in data.train
-    ]
-    mixtures = mixtures_of(indexes, derive_seed(seed, "train"), phases or [PhaseSamples(0, data, ())])
-    yield from extent(mixtures, samples, batch_size)
 
 
 def overlap(data: Datasets) -> Iterator[str]:

@@ -18,9 +18,10 @@ from data_utils.base.errors import DataError
 from data_utils.base.planes import FIELDS
 from data_utils.base.random_streams import derive_seed
 from data_utils.dataset.indexed_dataset import IndexedDataset
+from data_utils.dataset.manifest import LABELS
 from data_utils.objectives import LOSS_NAMES, ObjectiveChoice, make_objective
-from data_utils.objectives.interface import DOCUMENT_OVERHEAD, Objective, ObjectiveConfig
-from data_utils.samples.config import CorpusConfig, DataConfig, PhaseSamples
+from data_utils.objectives.interface import DOCUMENT_OVERHEAD, Objective
+from data_utils.samples.config import CorpusConfig, DataConfig, PhaseSamples, weights_of
 from data_utils.samples.mixture import Index, Mixture
 from data_utils.samples.sampler import WindowIndex
 from data_utils.text.tokenizers import Tokenizer
@@ -190,24 +191,37 @@ def open_datasets(
     vocabulary = vocabulary_of(tokenizer, decoder_tokenizer)
     objective = make_objective(objectives, vocabulary, seed, data.sequence_length, data.row_length)
     choices = [*objectives, *(choice for phase in phases for choice in phase.objectives)]
-    sections = [choice.section for choice in choices]
-    corpora = _Corpora(data, sections, objective.row_length, tokenizer, decoder_tokenizer)
+    opened = _Corpora(data, objectives, choices, objective.row_length, tokenizer, decoder_tokenizer)
     shorten = None
     if data.short_prob:
         from data_utils.samples.short import Shortener
 
         shorten = Shortener(data.short_prob, seed)
-    train = SampleLoader(corpora.mixture(data.train, derive_seed(seed, "train")), objective, shorten)
+    loaders = [
+        _loader(opened.mixture(corpora, derive_seed(seed, name)), objective, corpora, objectives, shorten)
+        for name, corpora in (("train", data.train), ("validation", data.validation))
+        if corpora
+    ]
     if phases:
-        train = _phased(train, phases, vocabulary, seed)
-    validation = None
-    if data.validation:
-        mixture = corpora.mixture(data.validation, derive_seed(seed, "validation"))
-        validation = SampleLoader(mixture, objective, shorten)
-    loaders = [train] if validation is None else [train, validation]
+        loaders[0] = _phased(loaders[0], phases, vocabulary, seed)
     indexes = [index for loader in loaders for index in loader.mixture.indexes]
-    notes = [*map(str, indexes)] if objectives[0].section.whole_documents else []
-    return Datasets(train, validation, LOSS_NAMES, notes)
+    notes = [str(index) for index in indexes if type(index) is not WindowIndex]
+    return Datasets(loaders[0], loaders[1] if data.validation else None, LOSS_NAMES, notes)
+
+
+def _loader(
+    mixture: Mixture,
+    objective: Objective,
+    corpora: Sequence[CorpusConfig],
+    its: Sequence[ObjectiveChoice],
+    shorten: Any,
+) -> SampleLoader:
+    """A loader of samples, in which those of corpora of pairs are their objectives'."""
+    if any(corpus.objective for corpus in corpora):
+        from data_utils.samples.pair_corpora import linked
+
+        objective = linked(objective, mixture, corpora, its)
+    return SampleLoader(mixture, objective, shorten)
 
 
 def _phased(
@@ -215,22 +229,23 @@ def _phased(
 ) -> SampleLoader:
     """The loader of all phases. Args: run: that of the run, whose corpora they share. seed: of the run."""
     mixtures = mixtures_of(run.mixture.indexes, run.mixture.seed, phases)
-    objectives = [
-        make_objective(choices, vocabulary, seed, data.sequence_length, data.row_length)
-        for _, data, choices in phases
-    ]
-    shorten = run.shorten  # `data.short_prob` is that of all phases
-    return PhasedLoader([SampleLoader(*each, shorten) for each in zip(mixtures, objectives, strict=True)])
+    loaders = []
+    for mixture, (_, data, choices) in zip(mixtures, phases, strict=True):
+        objective = make_objective(choices, vocabulary, seed, data.sequence_length, data.row_length)
+        loaders.append(
+            _loader(mixture, objective, data.train, choices, run.shorten)
+        )  # `short_prob` is the run's
+    return PhasedLoader(loaders)
 
 
 def mixtures_of(indexes: Sequence[Index], seed: int, phases: Sequence[PhaseSamples]) -> list[Mixture]:
     """The mixture of each phase. Args: seed: of the mixtures."""
-    weights = [[corpus.weight for corpus in phase.data.train] for phase in phases]
+    weights = [weights_of(phase.data.train, phase.objectives) for phase in phases]
     lengths = [phase.data.sequence_length for phase in phases]
     region = phases[0].data.region
     if isinstance(indexes[0], WindowIndex) and indexes[0].window_length != lengths[0]:
         indexes = [
-            WindowIndex(index.dataset, lengths[0], DOCUMENT_OVERHEAD, index.has_entities)
+            type(index)(index.dataset, lengths[0], DOCUMENT_OVERHEAD, index.has_entities)
             for index in indexes
             if isinstance(index, WindowIndex)
         ]
@@ -246,35 +261,41 @@ def mixtures_of(indexes: Sequence[Index], seed: int, phases: Sequence[PhaseSampl
 class _Corpora:
     """Opens corpora as samples of one objective.
 
-    Args: sections: those of the objectives; in a mixture all read windows.
+    Args: choices: the objectives; in a mixture all read windows. all_choices: with those of phases.
     """
 
     data: DataConfig
-    sections: Sequence[ObjectiveConfig]
+    choices: Sequence[ObjectiveChoice]
+    all_choices: Sequence[ObjectiveChoice]
     row_length: int
     tokenizer: Tokenizer
     decoder_tokenizer: Tokenizer | None
 
     def mixture(self, corpora: Sequence[CorpusConfig], seed: int) -> Mixture:
-        return Mixture([(self._index(corpus), corpus.weight) for corpus in corpora], seed)
+        weights = weights_of(corpora, self.choices)
+        return Mixture(list(zip(map(self._index, corpora), weights, strict=True)), seed)
 
     def _index(self, corpus: CorpusConfig) -> Index:
         length = self.data.sequence_length
         dataset = self._open(corpus.prefix, self.tokenizer)
-        if not self.sections[0].whole_documents:
-            kinds = {each.reads_beside for each in self.sections if each.reads_beside}
-            if kinds:
-                from data_utils.samples.beside import require_beside  # few objectives read more than tokens
+        if corpus.objective is not None:
+            from data_utils.samples.pair_corpora import open_pairs
 
-                require_beside(dataset, corpus.prefix, kinds)
+            return open_pairs(corpus, dataset, length, self.choices)
+        sections = [choice.section for choice in self.all_choices]
+        if not sections[0].whole_documents:
+            kinds = {each.reads_beside for each in sections if each.reads_beside not in (None, LABELS)}
+            if kinds:
+                from data_utils.samples.beside import require_beside  # most read tokens alone
+
+                require_beside(dataset, kinds)
             return WindowIndex(dataset, length, DOCUMENT_OVERHEAD, bool(kinds))
         from data_utils.samples.sentences import SentenceIndex
 
         paired = None
-        if corpus.decoder_prefix is not None:
-            assert self.decoder_tokenizer is not None
+        if corpus.decoder_prefix is not None and self.decoder_tokenizer is not None:
             paired = self._open(corpus.decoder_prefix, self.decoder_tokenizer)
-        overhead = self.sections[0].least_row_length(0)  # of a sentence without text
+        overhead = sections[0].least_row_length(0)  # of a sentence without text
         return SentenceIndex(dataset, length, overhead, self.row_length, paired)
 
     def _open(self, prefix: str, tokenizer: Tokenizer) -> IndexedDataset:

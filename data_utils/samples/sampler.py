@@ -324,12 +324,15 @@ class WindowIndex:
         dataset = self.dataset
         return dataset.pointers, self._shift, dataset.num_tokens, self.document_overhead
 
+    def costs(self, windows: Any) -> tuple[Any, Any]:
+        """Where windows begin and end."""
+        return windows * self.window_length, (windows + 1) * self.window_length
+
     def pieces(self, window: int) -> np.ndarray:
         """The token ranges of one window, int64 [pieces, 2], each [start, stop) within one document."""
         assert 0 <= window < self.num_windows
         pieces = np.empty((self.max_pieces, 2), np.int64)
-        start = window * self.window_length
-        return pieces[: _window_pieces(*self._geometry, start, start + self.window_length, pieces)]
+        return pieces[: _window_pieces(*self._geometry, *self.costs(window), pieces)]
 
     def gather(self, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The tokens of windows, int64 [B]; see `gather`."""
@@ -343,15 +346,11 @@ class WindowIndex:
         """The tokens of windows int64 [k] of several datasets, each in its row; see `gather`."""
         for index, windows, _ in parts:
             assert not len(windows) or (windows.min() >= 0 and windows.max() < index.num_windows)
-        ranges = [
-            (index, windows * index.window_length, (windows + 1) * index.window_length, rows)
-            for index, windows, rows in parts
-        ]
-        return gather(ranges)
+        return gather([(index, *index.costs(windows), rows) for index, windows, rows in parts])
 
     def prefetch(self, windows: np.ndarray) -> None:
         """Let the kernel start to read windows, int64 [k], that will be gathered soon."""
-        self.prefetch_from(windows * self.window_length)
+        self.prefetch_from(self.costs(windows)[0])
 
     def prefetch_from(self, starts: np.ndarray) -> None:
         """As `prefetch`, of as much as a window has from each of some costs, int64 [k], on."""
@@ -376,7 +375,7 @@ def gather(
     Args: parts: an index, starts and stops int64 [k] of costs at most a window apart, and the rows int64 [k] to which
         they go; together all rows once.
     Returns: tokens int32 [all pieces], piece lengths int64 [pieces], pieces of each row int64. Where the indexes have
-        entities, [2, all pieces]: the tokens, and the entity that begins at each.
+        entities, [2, all pieces]: the tokens, and the entity that begins at each, -1 = none.
     """
     num_rows = sum(len(part[-1]) for part in parts)
     first_tokens = np.empty(num_rows, np.int64)
@@ -385,13 +384,13 @@ def gather(
     for index, starts, stops, rows in parts:
         _plan_rows(*index._geometry, starts, stops, rows, first_tokens, piece_lengths, counts)
     packed, positions = _pack_rows(piece_lengths, counts)
-    out = np.empty((1 + any(part[0].has_entities for part in parts), positions[-1]), np.int32)
+    out = np.full((1 + any(part[0].has_entities for part in parts), positions[-1]), -1, np.int32)
     for index, _, _, rows in parts:
         for source, plane in zip((index.dataset.tokens, index.dataset.entities), out, strict=False):
             if isinstance(source, np.ndarray):
                 _copy_rows(source, first_tokens, positions, rows, plane)
                 continue
-            for row in rows.tolist():  # not mapped: one read for each window
+            for row in rows.tolist() if source is not None else ():  # not mapped: one read for each window
                 start, stop, first = int(positions[row]), int(positions[row + 1]), int(first_tokens[row])
                 plane[start:stop] = source[first : first + stop - start]
     return out if len(out) > 1 else out[0], packed, counts

@@ -139,6 +139,7 @@ class ParsedBlock:
     texts: list[str]
     lines: list[int]
     counts: RecordCounts
+    origins: list[str] | None = None  # the text from which each comes, where it was made of another
 
 
 def expand_inputs(patterns: Iterable[str | Path]) -> list[Path]:

@@ -111,11 +111,12 @@ def check_model(model: ModelConfig) -> None:
 
 
 def _check_class_heads(model: ModelConfig) -> None:
-    known = {head.partition(":")[0] for head in model.class_heads}
+    heads = [head.partition(":")[::2] for head in model.class_heads]
     check(
-        known <= CLASS_HEADS.keys() and all(h.partition(":")[2].isdigit() for h in model.class_heads),
-        f"model.class_heads is {list(model.class_heads)}; each must be NAME:CLASSES, with a name of "
-        f"{', '.join(CLASS_HEADS)}.",
+        all(name in CLASS_HEADS and count.isdecimal() and 1 < int(count) < 10_000 for name, count in heads)
+        and len(dict(heads)) == len(heads),
+        f"model.class_heads is {list(model.class_heads)}; each must be NAME:CLASSES, once, with 2 classes or more and "
+        f"a name of {', '.join(CLASS_HEADS)}.",
     )
     check(
         model.sentence_classes > 0 or not model.class_heads,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from data_utils.base.errors import ConfigError
-from data_utils.samples.extent import extent_if_here
+from data_utils.samples.extent_ahead import extent_if_here
 from data_utils.text.tokenizers import load_tokenizer
 from megatron_lite.config.tree import Config
 from megatron_lite.profile.advice import Layout, Phase, advise, dry_run_report, for_all, fuller, in_parts
@@ -25,7 +25,8 @@ def dry_run(config: Config, processes: int, gpu_name: str) -> None:
     config.deepspeed_options(config.parallel.data_parallel_size(processes))
     plan = config.plan
     samples = plan.consumed(config.training.steps)
-    reading = extent_if_here(config.data, config.training.seed, samples, plan.largest_batch, plan.samples)
+    drawn = plan.largest_batch, plan.samples, config.objective_choices
+    reading = extent_if_here(config.data, config.training.seed, samples, *drawn)
     phases: list[Phase] = []
     for each, line in zip(plan.alone(), plan.lines() or [""], strict=True):
         rows = average_rows(each)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from data_utils.base.errors import UserError
 from data_utils.base.settings import build
-from data_utils.samples.extent import extent_if_here
+from data_utils.samples.extent_ahead import extent_if_here
 from megatron_lite.config.tree import Config
 from megatron_lite.report.html import Html, table
 from megatron_lite.report.run import RunReport
@@ -38,9 +38,8 @@ def phase_table(run: RunReport) -> Iterator[Html]:
         return
     samples = plan.consumed(config.training.steps)
     try:
-        reading = list(
-            extent_if_here(config.data, config.training.seed, samples, plan.largest_batch, plan.samples)
-        )
+        drawn = plan.largest_batch, plan.samples, config.objective_choices
+        reading = list(extent_if_here(config.data, config.training.seed, samples, *drawn))
     except UserError as error:
         reading = [str(error)]
     speed = run.records.curve("train", "tokens_per_second")

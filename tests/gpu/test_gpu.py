@@ -101,8 +101,12 @@ def losses_of(settings: dict, name: str, *changes: dict, starts: tuple[str, ...]
     }
 
 
-MIXTURE = {
-    "objectives": {name: 1.0 for name, made in OBJECTIVES.items() if made.config_class.two_stacks is None},
+MIXTURE = {  # of what reads plain text
+    "objectives": {
+        name: 1.0
+        for name, made in OBJECTIVES.items()
+        if made.config_class.two_stacks is None and made.config_class.reads_beside is None
+    },
     "masked_lm": {"next_sentence": True},
     "model": {
         "hidden_size": 128,
@@ -113,7 +117,6 @@ MIXTURE = {
         "span_boundary_places": 10,
         "segments": 6,
         "class_heads": [
-            "capitalization:2",
             "sentence_distance:3",
             "sentence_reordering:9",
             "token_document:2",

@@ -5,15 +5,17 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.hf_runs import tree, write_run, write_vocabulary
 from support.published import random_model
 from support.published_files import write_tokenizer
 
-from data_utils.base.errors import CheckpointError
+from data_utils.base.errors import CheckpointError, ConfigError
 from data_utils.base.settings import build, merge
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.generate.open_run import load_run
 from megatron_lite.hf.doors.export import ExportOptions, export_run
 from megatron_lite.hf.doors.importing import import_directory
+from megatron_lite.hf.files.weights import TRAINING_JSON
 from megatron_lite.hf.glm import proof
 from megatron_lite.hf.published.conversion import hf_config
 from megatron_lite.hf.published.heads import OTHER_HEADS, TASK_CLASSES
@@ -191,3 +193,32 @@ def test_heads_of_no_class_are_not_exported():
     for message, options in cases.items():
         with pytest.raises(CheckpointError, match=message):
             hf_config(build(ModelConfig, {"vocab_size": 97, **head, **options}), {})
+
+
+def test_an_export_of_ernie_2_records_no_objectives_and_its_heads_come_with_those_that_are_given(tmp_path):
+    """No recipe names the tasks, since GLM's own classes have no such heads: an import names objectives and heads."""
+    heads = ["token_document:2", "relevance:3"]
+    model = {"system": "ernie2", "segments": 4, "max_position": 80, "class_heads": heads}
+    tasks = {"objectives": {"token_document": 1}, "tokenizer": {"added_tokens": "none"}}
+    given = merge(tree(write_vocabulary(tmp_path), **model), tasks)
+    write_run(tmp_path / "run", given)
+    export_run(tmp_path / "run", tmp_path / "out", ExportOptions())
+    assert not (tmp_path / "out" / TRAINING_JSON).exists()
+    least = {"training": {"steps": 4}, "data": {"sequence_length": 60}}
+    import_directory(tmp_path / "out", tmp_path / "plain", merge(least, {"objectives": {"ernie": 1}}))
+    assert not load_run(tmp_path / "plain").config.model.class_heads
+    with_task = merge(least, {"objectives": {"token_document": 1}})
+    with pytest.raises(ConfigError, match=r"class_heads is \[\], but the objectives make labels for"):
+        import_directory(tmp_path / "out", tmp_path / "refused", with_task)
+    assert not (tmp_path / "refused").exists()
+    import_directory(
+        tmp_path / "out", tmp_path / "again", merge(with_task, {"model": {"class_heads": heads}})
+    )
+    before, after = (load_run(tmp_path / name).model.state_dict() for name in ("run", "again"))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    ours = merge(given, {"model": {"system": None, "segments": 2, "sentence_classes": 2}})
+    write_run(tmp_path / "ours", ours)
+    with pytest.raises(
+        CheckpointError, match="of a model with options that GLM's Hugging Face classes do not have"
+    ):
+        export_run(tmp_path / "ours", tmp_path / "glm", ExportOptions())

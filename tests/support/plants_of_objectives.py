@@ -1,4 +1,4 @@
-"""Bugs of UL2, masked diffusion and fill in the middle, and of how they write, as those of plants.py."""
+"""Bugs of UL2, masked diffusion, fill in the middle, and of what stands beside tokens, as those of plants.py."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from support.plant import RECIPES, Plant
 from support.plants_of_variants import VARIANTS
 
 MENTIONS = "tests/data/build/test_mentions.py"
+PAIRS = "tests/data/build/test_pairs.py"
+PAIR_CORPORA = "tests/data/samples/test_pair_corpora.py"
 
 OBJECTIVES = (
     Plant(
@@ -102,4 +104,25 @@ OBJECTIVES = (
         ("tests/knowledge/test_model.py::test_losses_and_gradients_are_those_of_the_reference",),
     ),
     *VARIANTS,
+    Plant(
+        "the label of a pair on the one before it",
+        "data_utils/build/pairs.py",
+        "beside[ends - halves[:, 1]] = [pair.label for pair in pairs]",
+        "beside[ends - halves[:, 1]] = np.roll([pair.label for pair in pairs], -1)",
+        (f"{PAIRS}::test_texts_become_pairs_in_the_split_of_their_text",),
+    ),
+    Plant(
+        "samples of corpora of pairs whose objective is drawn",
+        "data_utils/samples/pair_corpora.py",
+        "return np.where(own >= 0, own, super().choose(sample_indices))",
+        "return super().choose(sample_indices)",
+        (f"{PAIR_CORPORA}::test_each_pair_comes_once_in_an_epoch_of_its_corpus_and_for_its_objective",),
+    ),
+    Plant(
+        "pairs cut where a window ends",
+        "data_utils/samples/pair_corpora.py",
+        "return self._starts[windows], self._stops[windows]",
+        "return super().costs(windows)",
+        (f"{PAIR_CORPORA}::test_windows_hold_whole_documents_as_many_as_fit",),
+    ),
 )

@@ -332,6 +332,7 @@ RECIPES = {
     "sentence_distance": Recipe(
         "sentence_distance", everything, rebuilt_in_place, ALL_MASKED | {"far_prob": 0.0}, False
     ),
+    "relevance": Recipe("relevance", everything, rebuilt_in_place, ALL_MASKED, False),
     "ernie": Recipe("ernie", everything, rebuilt_in_place, ALL_MASKED, False),
     "unilm": Recipe("unilm", unilm, rebuilt_in_place, ALL_MASKED, False),
     "t5": Recipe("t5", from_sop, rebuilt_t5),

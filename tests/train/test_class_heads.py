@@ -12,12 +12,14 @@ from safetensors.torch import load_file
 from support.distributed import run_ranks
 from support.hf_runs import tree, write_run, write_vocabulary
 from support.project import ROOT
-from support.recipes import SPECIAL
+from support.recipes import SPECIAL, make, windows
+from support.recipes import collate as collate_windows
 from support.training import fit, make_trainer, records
 from support.whole_weights import load_weights
 
 from data_utils.base.errors import ConfigError, DataError
 from data_utils.base.losses import CLASS_HEADS, NEXT_SENTENCE_LOSS
+from data_utils.base.planes import OBJECTIVE
 from data_utils.base.settings import build, merge
 from data_utils.build.config import BuildConfig
 from data_utils.build.corpus import build_corpus
@@ -40,7 +42,8 @@ from megatron_lite.model.trunk.glm import GLM
 from megatron_lite.model.trunk.special_heads import SentenceHead
 
 HEADS = ("sentence_reordering:9", "sentence_distance:3", "token_document:2", "capitalization:2")
-NAMES = tuple(CLASS_HEADS)
+NAMES = tuple(head.partition(":")[0] for head in HEADS)  # those of pairs: tests/train/test_labelled_pairs.py
+assert set(NAMES) == CLASS_HEADS.keys() - {"discourse_relation", "relevance"}
 ERNIE_ROWS = [-1] * 8 + [0] + [-1] * 21 + [1, 1, 2, 2]
 TASKS = {
     "objectives": {"masked_lm": 1.0, **dict.fromkeys(NAMES, 1.0)},
@@ -141,16 +144,59 @@ def test_capitals_join_in_a_later_phase_and_are_asked_of_the_corpus(settings, co
         ({"model": {"class_heads": []}}, r"model.class_heads is \[\], but the objectives make labels for"),
         (
             {"model": {"class_heads": ["other:3"]}},
-            "each must be NAME:CLASSES, with a name of sentence_reordering",
+            "each must be NAME:CLASSES, once, .* a name of sentence_reordering",
         ),
         ({"model": {"sentence_classes": 0}}, "without sentence_classes, whose layer these heads read"),
         ({"sentence_reordering": {"parts": 4}}, "'sentence_reordering:33'"),
+        ({"model": {"class_heads": [*HEADS, HEADS[0]]}}, "each must be NAME:CLASSES, once"),
+        ({"model": {"class_heads": [*HEADS[:3], "capitalization:1"]}}, "with 2 classes or more"),
+        ({"model": {"class_heads": [*HEADS[:3], "capitalization:two"]}}, "each must be NAME:CLASSES"),
+        ({"model": {"class_heads": HEADS[:3]}}, "make labels for .*'capitalization:2'"),
+        (
+            {"model": {"class_heads": ["token_document:3", *HEADS[:2], HEADS[3]]}},
+            "make labels for .*'token_document:2'",
+        ),
+        (
+            {"model": {"segments": 0}, "sentence_reordering": {"parts": 5}},
+            r"parts is 5; it must be in \[2, 4\]",
+        ),
+        ({"sentence_reordering": {"parts": 1}}, r"parts is 1; it must be in \[2, 4\]"),
+        (
+            {"sentence_distance": {"far_prob": 0.9}},
+            r"far_prob 0\.9 and wrong_prob 0\.333333; their sum must be 1",
+        ),
+        (
+            {"token_document": {"masked_ratio": 2}},
+            r"token_document\.masked_ratio is 2\.0; it must be in \[0, 1\]",
+        ),
+        (
+            {"capitalization": {"mask_token_prob": 0.9, "random_token_prob": 0.2}},
+            r"capitalization\.mask_token_prob",
+        ),
+        ({"token_document": {"whole_word": True}}, "the nearest valid key is token_document.whole_words"),
     ],
 )
 def test_heads_that_lack_are_told(settings, changes, message):
     with pytest.raises(ConfigError, match=message) as error:
         build(Config, merge(merge(settings, TASKS), changes))
     assert "\n" not in str(error.value)
+
+
+def test_words_that_are_not_known_are_told():
+    for name in OBJECTIVES:
+        if OBJECTIVES[name].config_class().class_heads:
+            with pytest.raises(
+                ConfigError, match=f"{name} masks whole words, but which tokens begin a word is not"
+            ):
+                make_one(name, OBJECTIVES[name].config_class(), Vocabulary(SPECIAL, 200), 3, 96)
+
+
+def test_the_vocabulary_has_no_part_in_the_flops_of_classes():
+    """Every ordinary token has one in token_document, whose rows would count as much as those of masked words."""
+    batch = Batch(collate_windows(make("token_document", 60), windows(40, 60, 1)))
+    predicted, of_words = batch.weights != 0, LOSS_NAMES.index("masked_parts")
+    words = predicted & (batch.planes[:, OBJECTIVE] == of_words)
+    assert batch.loss_rows == words.sum() < predicted.sum() / 4
 
 
 def test_ernie_2_adds_a_task_in_each_stage_and_trains_all_for_50000_steps():

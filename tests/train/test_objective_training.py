@@ -18,7 +18,9 @@ ALONE = (
     "optimus",
     "electra",
     "entities",
-    "capitalization",  # its corpus is another (tests/train/test_class_heads.py)
+    "capitalization",  # its corpus is another (tests/train/test_class_heads.py), as those of pairs
+    "discourse_relation",
+    "relevance",
 )  # their models are not one Transformer; the samples of optimus are rows of whole documents
 MIXED = {name: made for name, made in OBJECTIVES.items() if name not in ALONE}
 

@@ -87,7 +87,9 @@ class Batch:
 
     @property
     def loss_rows(self) -> int:
-        return int(np.count_nonzero(self.weights))
+        from data_utils.base.losses import CLASS_LEVEL  # no rows of the vocabulary's head
+
+        return int(np.count_nonzero(self.weights[~np.isin(self.planes[:, OBJECTIVE], CLASS_LEVEL)]))
 
     @cached_property
     def divisors(self) -> np.ndarray:
@@ -117,11 +119,9 @@ class Batch:
     ) -> HostParts | None:
         """The model's inputs beside the tokens, in the order of the attention plan; None = there are none.
 
-        Args:
-            order: int64 [T], index of each token of the plan into the flattened batch, -1 for padding.
-            first: token of [T] from which rows are counted: with a decoder its first.
-            predicted: int64, the tokens with loss, counted from `first`, -1 for those that fill up.
-            few_counts: of rows, see `few_count`.
+        Args: order: int64 [T], index of each token of the plan into the flattened batch, -1 for padding. first: token
+            of [T] from which rows are counted: with a decoder its first. predicted: int64, the tokens with loss,
+            counted from `first`, -1 for those that fill up. few_counts: of rows, see `few_count`.
         """
         return None
 

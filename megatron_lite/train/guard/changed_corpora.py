@@ -22,7 +22,7 @@ from data_utils.base.errors import CheckpointError
 from data_utils.base.random_streams import derive_seed
 from data_utils.base.settings import build
 from data_utils.dataset.manifest import read_manifest
-from data_utils.samples.config import CorpusConfig
+from data_utils.samples.config import CorpusConfig, weights_of
 from data_utils.samples.mixture import quotas, samples_of_corpora
 from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.config.plan import Plan
@@ -57,7 +57,7 @@ def changed_corpora(config: Config, state: TrainerState) -> str | None:
     regions = state.config.get("data", {}).get("region", 0), config.data.region
     if config.phases or state.config.get("phases") or any(regions):
         return _changed_phases(config, state, old, new)
-    weights = [entry["weight"] for entry in before], [corpus.weight for corpus in after]
+    weights = [entry["weight"] for entry in before], weights_of(after, config.objective_choices)
     if old == new and np.array_equal(quotas(weights[0]), quotas(weights[1])):
         return None
     seed = derive_seed(config.training.seed, "train")
@@ -118,7 +118,7 @@ def _made(plan: Plan, step: int) -> Iterator[tuple[int, int, list[int]]]:
     """First step, first sample, length and places of corpora in a block, of the phases that begin before a step."""
     for first, sample, config in zip(plan.first_steps, plan.first_samples, plan.configs, strict=False):
         if first < max(step, 1):
-            places = quotas([corpus.weight for corpus in config.data.train]).tolist()
+            places = quotas(weights_of(config.data.train, config.objective_choices)).tolist()
             while not places[-1]:
                 places.pop()  # of a corpus added later
             yield first, sample, [config.data.sequence_length, *places]

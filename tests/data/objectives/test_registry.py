@@ -44,7 +44,10 @@ def test_the_numbers_of_losses_never_change():
         *("masked_parts", "token_document"),
     )
     assert LOSS_NAMES[36:39] == ("entities", "masked_cased", "capitalization")
-    assert SENTENCE_LEVEL == ("next_sentence", "sentence_order", "sentence_reordering", "sentence_distance")
+    pairs = ("masked_discourse", "discourse_relation", "masked_relevance", "relevance")
+    assert LOSS_NAMES[39:43] == pairs
+    before = ("next_sentence", "sentence_order", "sentence_reordering", "sentence_distance")
+    assert (*before, *pairs[1::2]) == SENTENCE_LEVEL
 
 
 def objective(*losses: Loss, name: str = "some", module: str = "here") -> Declared:

@@ -144,3 +144,40 @@ def test_words_know_their_capitals_and_other_objectives_do_not():
 def test_shares_of_distances_are_one_at_most():
     with pytest.raises(ConfigError, match=r"far_prob 0\.7 and wrong_prob 0\.5; their sum must be 1 at most"):
         OBJECTIVES["sentence_distance"].config_class(far_prob=0.7, wrong_prob=0.5)
+
+
+@pytest.mark.parametrize("name", ["discourse_relation", "relevance"])
+@pytest.mark.parametrize("with_eos", [True, False])
+def test_a_pair_is_two_texts_and_its_label_and_a_text_without_one_has_none(name, with_eos):
+    """By brute force from A, B and label of each piece; alone or in a window, a piece is the same Example."""
+    rng, made = np.random.default_rng(5), make(name, 120)
+    shown, number = make(name, 120, **SHOWN), CLASS_HEADS[name]
+    for sample in range(200):
+        pairs, first = [], FIRST_TEXT_TOKEN
+        for _ in range(rng.integers(1, 5)):
+            lengths, label = rng.integers(1, 12, 2), int(rng.integers(-1, 3))
+            text = text_of(int(lengths.sum()) + with_eos, with_eos, first)
+            marks = np.full(len(text), -1, np.int32)
+            marks[lengths[0]] = label
+            pairs.append((np.stack([text, marks]), int(lengths[0]), label))
+            first += len(text)
+        given = np.array([piece.shape[1] for piece, *_ in pairs]), np.array([len(pairs)]), np.array([sample])
+        (planes,), (plain,) = (
+            collate_all(each, np.concatenate([piece for piece, *_ in pairs], 1), *given)
+            for each in (made, shown)
+        )
+        documents = zip(
+            Example.from_planes(planes).documents(), Example.from_planes(plain).documents(), strict=True
+        )
+        for (piece, cut, label), (example, before) in zip(pairs, documents, strict=True):
+            body = piece[0].tolist()
+            halves = [body[:cut], body[cut:]] if label >= 0 else [body]
+            expected = [SPECIAL.cls, *(token for half in halves for token in (*half, SPECIAL.sep))]
+            assert before.tokens.tolist() == expected
+            segments = [0] * (len(halves[0]) + 2) + [1] * (len(expected) - len(halves[0]) - 2)
+            assert example.segment_ids.tolist() == segments
+            assert (example.weights[0], example.objective[0] == number) == (label >= 0, label >= 0)
+            assert label < 0 or example.targets[0] == label
+            masked = example.weights[1:] > 0
+            assert (example.targets[1:][masked] == before.tokens[1:][masked]).all()
+            assert (example.objective[1:] == number - 1).all()

@@ -10,7 +10,8 @@ from support.project import small_run
 from data_utils.base.settings import merge
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.samples.config import CorpusConfig, DataConfig
-from data_utils.samples.extent import extent, extent_if_here
+from data_utils.samples.extent import extent
+from data_utils.samples.extent_ahead import extent_if_here
 from data_utils.samples.mixture import Mixture
 from data_utils.samples.sampler import WindowIndex
 

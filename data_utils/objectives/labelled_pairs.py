@@ -1,0 +1,86 @@
+"""Labelled pairs of texts beside masked words: discourse relation and relevance of search results.
+
+A piece is a pair of a corpus of pairs (data_utils/build/pairs.py): A, then B, whose first token has the label beside
+it. The Example is `[CLS] A [SEP] B [SEP]` with whole words masked, and CLS predicts the label. The samples of such an
+objective come from corpora that name it, and from no others (data_utils/samples/pair_corpora.py).
+
+Source: ERNIE 2.0, arXiv:1907.12412, sections 4.2.2 and 4.2.3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from data_utils.base.losses import CLASS_HEADS, Loss
+from data_utils.base.settings import checked, setting
+from data_utils.objectives.labelled_text import LabelledText, LabelledTextConfig, label_documents
+from data_utils.objectives.masked_text import GIVEN
+from data_utils.objectives.pairs import OWN
+from data_utils.objectives.registry import register
+
+MARKERS = 78  # lines of configs/labels/markers.txt
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LabelledPairsConfig(LabelledTextConfig):
+    classes: int = setting(2, "labels of its corpora", at_least=2)
+
+    reads_beside = "labels"
+
+    @property
+    def pairing(self) -> int:
+        return GIVEN
+
+    @property
+    def class_heads(self) -> dict[str, int]:
+        return {self.section_key: self.classes}
+
+    def check_run(self, config: Any) -> None:
+        from data_utils.samples.pair_corpora import check_corpora
+
+        check_corpora(config)
+
+
+class LabelledPairs(LabelledText):
+    def _fill(self, batch, tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece) -> None:
+        if not len(batch):
+            return
+        text, marks = tokens if tokens.ndim == 2 else (tokens, np.full_like(tokens, -1))
+        labels, pairs = np.full(len(piece_lengths), -1), np.empty((len(piece_lengths), 6), np.int64)
+        pairs[:, OWN] = piece_lengths  # all of a piece without a label is one text
+        ends, begins = np.cumsum(piece_lengths), np.flatnonzero(marks >= 0)
+        piece = np.searchsorted(ends, begins, side="right")
+        labels[piece], pairs[piece, OWN] = marks[begins], begins - (ends - piece_lengths)[piece]
+        pieces = (text, self._unit_starts(text, piece_lengths), piece_lengths, pieces_per_sample)
+        given = (*pieces, sample_indices, first_piece)
+        self.entry(batch, given, self._tables(batch), pairs, self._sentence_end, self._settings)
+        label_documents(batch, pieces_per_sample, labels, first_piece, CLASS_HEADS[self.name])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+@checked("discourse_relation")
+class DiscourseRelationConfig(LabelledPairsConfig):
+    classes: int = setting(MARKERS, "markers among the labels of its corpora", at_least=2)
+
+
+@register
+class DiscourseRelation(LabelledPairs):
+    name = "discourse_relation"
+    config_class = DiscourseRelationConfig
+    losses = (Loss("masked_discourse", 39), Loss("discourse_relation", 40))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+@checked("relevance")
+class RelevanceConfig(LabelledPairsConfig):
+    classes: int = setting(3, "labels of its corpora: clicked, shown and not clicked, neither", at_least=2)
+
+
+@register
+class Relevance(LabelledPairs):
+    name = "relevance"
+    config_class = RelevanceConfig
+    losses = (Loss("masked_relevance", 41), Loss("relevance", 42))

@@ -1,0 +1,186 @@
+"""Corpora of labelled pairs: whole pairs packed into samples, and the objective that reads them and nothing else.
+
+A corpus of `data.train` names its `objective`. The shares of the objectives then become shares of the corpora: each
+objective with corpora of its own divides its share among them by their weights, the other objectives theirs among the
+rest. So a sample's corpus says its objective, and the mixture counts pairs as it counts text: exact quotas, each pair
+once in an epoch, phases that go on where the one before ended.
+
+A window is as many whole pairs, one after another, as fit. Those that do not fit alone are left out and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from data_utils.base.errors import ConfigError, DataError
+from data_utils.base.setting_files import shown
+from data_utils.base.settings import check
+from data_utils.dataset.indexed_dataset import IndexedDataset
+from data_utils.dataset.manifest import LABELS
+from data_utils.objectives import ObjectiveChoice
+from data_utils.objectives.interface import DOCUMENT_OVERHEAD, Objective
+from data_utils.objectives.mixed import Mixed
+from data_utils.samples.beside import require_beside
+from data_utils.samples.config import CorpusConfig
+from data_utils.samples.mixture import Mixture
+from data_utils.samples.sampler import WindowIndex
+
+
+def owner_of(choice: ObjectiveChoice) -> str | None:
+    """The name of an objective that reads corpora of its own; None for one that reads text."""
+    return choice.name if choice.section.reads_beside == LABELS else None
+
+
+def shares(corpora: Sequence[CorpusConfig], objectives: Sequence[ObjectiveChoice]) -> list[float]:
+    """The part of the samples that each corpus has. Raises ConfigError for an objective without a corpus."""
+    total = sum(choice.weight for choice in objectives)
+    parts: dict[str | None, float] = {}
+    pools: dict[str | None, float] = {}
+    for choice in objectives:
+        parts[owner_of(choice)] = parts.get(owner_of(choice), 0.0) + choice.weight / total
+    for corpus in corpora:
+        pools[corpus.objective] = pools.get(corpus.objective, 0.0) + corpus.weight
+    for owner in parts:
+        if not pools.get(owner):
+            names = ", ".join(choice.name for choice in objectives if owner_of(choice) == owner)
+            which = "without an objective of its own" if owner is None else f"with objective: {owner}"
+            raise ConfigError(
+                f"{names} has a share of the samples, but no corpus {which} has a weight; add one to data.train, and "
+                "to data.validation if that is given, or take the objective out."
+            )
+    return [
+        corpus.weight * parts.get(corpus.objective, 0.0) / (pools[corpus.objective] or 1.0)
+        for corpus in corpora
+    ]
+
+
+def check_corpora(config: Any) -> None:
+    """Raise ConfigError unless a run's corpora suit its objectives that read pairs. Args: config: a Config."""
+    for corpora in (config.data.train, config.data.validation):
+        if corpora:
+            shares(corpora, config.objective_choices)
+    late = [choice.name for choice in config.objective_choices if choice.first_sample]
+    check(
+        not late,
+        f"objective_starts names {', '.join(late)} in a run with corpora of pairs, whose shares change with phases "
+        "only; give the objectives of each phase in phases.",
+    )
+    for name in ("region", "short_prob"):
+        value = getattr(config.data, name)
+        check(value == 0, f"data.{name} is {value}, but pairs are never cut; set it to 0.")
+
+
+def open_pairs(
+    corpus: CorpusConfig, dataset: IndexedDataset, length: int, choices: Sequence[ObjectiveChoice]
+) -> PairIndex:
+    """The windows of a corpus of pairs.
+
+    Raises: ConfigError for an objective that the run has not or that reads text; DataError for a dataset without pairs,
+        or with another number of labels than the objective.
+    """
+    section: Any = next((choice.section for choice in choices if owner_of(choice) == corpus.objective), None)
+    check(
+        section is not None,
+        f"corpus {corpus.prefix} has objective {shown(corpus.objective)}, which is not among the run's objectives that "
+        f"read pairs ({', '.join(filter(None, map(owner_of, choices))) or 'none'}); add it to objectives, or leave the "
+        "corpus out.",
+    )
+    require_beside(dataset, LABELS)
+    count = dataset.manifest["entities"]["count"]
+    if count != section.classes:
+        raise DataError(
+            f"dataset {corpus.prefix} has {count} labels, but {corpus.objective}.classes is {section.classes}; set it "
+            f"and the head in model.class_heads to {count}, or build the dataset with other labels."
+        )
+    return PairIndex(dataset, length, DOCUMENT_OVERHEAD)
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _pack(costs, longest, starts, stops):
+    """Write the first cost and the end of each window of whole documents; return how many there are."""
+    windows, at, is_open = 0, np.int64(0), False
+    for document in range(costs.shape[0]):
+        end = at + costs[document]
+        if costs[document] > longest:
+            is_open = False
+        else:
+            if not is_open or end - starts[windows - 1] > longest:
+                starts[windows] = at
+                windows += 1
+                is_open = True
+            stops[windows - 1] = end
+        at = end
+    return windows
+
+
+class PairIndex(WindowIndex):
+    """Windows of whole documents with their labels: as many, one after another, as fit `window_length`.
+
+    Attributes: too_long: documents that do not fit alone and are in no window.
+    Raises: DataError if none fits.
+    """
+
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        window_length: int,
+        document_overhead: int = 0,
+        has_entities: bool = True,
+    ) -> None:
+        super().__init__(dataset, window_length, document_overhead, has_entities)
+        costs = dataset.read_lengths(0, len(dataset)).astype(np.int64) + document_overhead
+        starts, stops = np.empty_like(costs), np.empty_like(costs)
+        self.num_windows = int(_pack(costs, window_length, starts, stops))
+        self._starts, self._stops = (each[: self.num_windows].copy() for each in (starts, stops))
+        self.too_long = int((costs > window_length).sum())
+        if not self.num_windows:
+            raise DataError(
+                f"dataset {dataset.prefix} has no pair of at most {window_length - document_overhead} tokens; raise "
+                "data.sequence_length."
+            )
+
+    def __str__(self) -> str:
+        """Number of pairs and samples, and of the pairs left out, for the log."""
+        pairs = len(self.dataset) - self.too_long
+        return (
+            f"{self.dataset.prefix}: {pairs:,} labelled pairs in {self.num_windows:,} samples; left out: "
+            f"{self.too_long:,} of more than {self.window_length - self.document_overhead} tokens"
+        )
+
+    def costs(self, windows: Any) -> tuple[Any, Any]:
+        return self._starts[windows], self._stops[windows]
+
+
+class Linked(Mixed):
+    """Objectives of a run of which some read corpora of their own.
+
+    Args:
+        mixture: the run's. owners: of its corpora, the number of the objective that reads each, -1 = those of text.
+    """
+
+    def __init__(self, mixed: Mixed, mixture: Mixture, owners: Sequence[int]) -> None:
+        super().__init__(
+            mixed.objectives, mixed.weights.tolist(), mixed.first_samples.tolist(), int(mixed._key)
+        )
+        self._mixture, self._owners = mixture, np.array(owners)
+        self.weights[[number for number in owners if number >= 0]] = 0.0
+
+    def choose(self, sample_indices: np.ndarray) -> np.ndarray:
+        own = self._owners[self._mixture.deal(sample_indices)[0]]
+        return np.where(own >= 0, own, super().choose(sample_indices))
+
+
+def linked(
+    objective: Objective,
+    mixture: Mixture,
+    corpora: Sequence[CorpusConfig],
+    choices: Sequence[ObjectiveChoice],
+) -> Objective:
+    """The objectives of a run or phase, in which samples of a corpus of pairs are its objective's."""
+    names = [owner_of(choice) for choice in choices]
+    owners = [names.index(c.objective) if c.objective in names and c.objective else -1 for c in corpora]
+    return Linked(objective, mixture, owners) if isinstance(objective, Mixed) else objective
