@@ -11,8 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from data_utils.build.config import BuildConfig
-from data_utils.build.mentions import KEPT, EntityReader, open_entities
+from data_utils.build.mentions import EntityReader, open_entities
 from data_utils.dataset.manifest import CAPITALS
+from data_utils.text.mentions import KEPT
 
 
 class CapitalReader:

@@ -32,7 +32,7 @@ from data_utils.base.memory import return_freed_memory
 from data_utils.build.capitals import CapitalReader, open_reader
 from data_utils.build.config import BuildConfig, output_prefixes, parse_split
 from data_utils.build.contamination import EvaluationTexts, read_evaluation_texts
-from data_utils.build.mentions import KEPT, EntityReader
+from data_utils.build.mentions import EntityReader
 from data_utils.build.ranks import Ranks
 from data_utils.build.shards import BuildDirectory
 from data_utils.build.summary import BuildReport, DocumentStatistics
@@ -48,6 +48,7 @@ from data_utils.text.documents import (
     is_whole,
     plan_pieces,
 )
+from data_utils.text.mentions import KEPT
 from data_utils.text.special_tokens import NO_TOKEN
 
 _PLAN_VERSION = 1
