@@ -221,6 +221,9 @@ def scored(
         rows = f"row {places[0]}" if len(places) == 1 else f"rows {places[0]} to {places[-1]}"
         if head == "values":
             says = f"{part.value:g}"
+        elif head == "sets":
+            names = (labels[i] for i in np.flatnonzero(part.targets).tolist())
+            says = " ".join(names) or ("none" if len(part.targets) else "no label")
         elif head == "spans":
             says = " to ".join(f"row {places[i]}" for i in part.targets) or "no label"
         else:

@@ -74,6 +74,7 @@ ABILITIES: dict[str, int] = {
     "one kernel on GPUs for each norm, activation, gate and its dropout": 120,
     "ERNIE of Tsinghua: entities beside tokens, with fixed vectors": 748,
     "entities in corpora: read, aligned with tokens, stored, joined": 326,
+    "typing with several labels, marks around mentions, entities in tasks": 487,
     "CUDA graphs of blocks": 391,
     "rotary positions, norms of heads and shared keys in one kernel; modern blocks as one function": 515,
     "attention under the rule and with a bias by distance, in kernels on GPUs": 439,

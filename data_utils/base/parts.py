@@ -14,7 +14,7 @@ class PartArrays:
     """The parts of all samples: P parts with N rows and M targets together, in the order of the samples.
 
     A part's rows and targets follow each other. `choices` and `tags` have a row for each target, `spans` two targets
-    for each part, which are places among the part's rows; `classes` one of each.
+    for each part, which are places among the part's rows; `classes` one of each; `sets` 0 or 1 for each class.
     """
 
     rows: np.ndarray  # int64 [N], index into the flattened [documents, longest]

@@ -32,7 +32,6 @@ from data_utils.base.memory import return_freed_memory
 from data_utils.build.capitals import Reader, open_reader
 from data_utils.build.config import BuildConfig, output_prefixes, parse_split
 from data_utils.build.contamination import EvaluationTexts, read_evaluation_texts
-from data_utils.build.mentions import KEPT
 from data_utils.build.pairs import PairReader
 from data_utils.build.ranks import Ranks
 from data_utils.build.shards import BuildDirectory
@@ -49,6 +48,7 @@ from data_utils.text.documents import (
     is_whole,
     plan_pieces,
 )
+from data_utils.text.mentions import KEPT
 from data_utils.text.special_tokens import NO_TOKEN
 
 _PLAN_VERSION = 1

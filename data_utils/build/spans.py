@@ -6,14 +6,16 @@ of a span has its length in tokens, so that both ends are known; all other token
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from data_utils.build.config import BuildConfig
-from data_utils.build.mentions import UNKNOWN, EntityReader, Mention, require_json_lines
+from data_utils.build.mentions import EntityReader, require_json_lines
 from data_utils.dataset.manifest import SPANS
+from data_utils.text.mentions import UNKNOWN, Mention, tokens_of
 
 
 class SpanReader(EntityReader):
@@ -30,15 +32,20 @@ class SpanReader(EntityReader):
         """As `EntityReader.number`: all kinds are one."""
         return 0
 
-    def mentions(self, record: bytes, text: str) -> tuple[list[Mention], dict[str, int]]:
-        """As `EntityReader.mentions`."""
-        mentions, counts = super().mentions(record, text)
+    def mentions(
+        self, tree: Mapping[str, Any], key: str, text: str, min_score: float, hint: str = ""
+    ) -> tuple[list[Mention], dict[str, int]]:
+        """As `EntityReader.mentions`, without a count of unknown names."""
+        mentions, counts = super().mentions(tree, key, text, min_score, hint)
         del counts[UNKNOWN]
         return mentions, counts
 
-    def value(self, first: int, last: int, entity: int) -> int:
-        """The length of the span, tokens."""
-        return last - first
+    def values(self, mentions: list[Mention], places: list[tuple[int, int]], text: str) -> np.ndarray:
+        """The length of a span in tokens on its first one."""
+        lengths = np.full(len(places), -1, np.int32)
+        for first, last, _ in tokens_of(mentions, places, text):
+            lengths[first] = last - first
+        return lengths
 
 
 def open_spans(config: BuildConfig, inputs: Sequence[Path]) -> SpanReader | None:
@@ -47,4 +54,4 @@ def open_spans(config: BuildConfig, inputs: Sequence[Path]) -> SpanReader | None
         return None
     require_json_lines(SpanReader.option, inputs)
     none = np.zeros(0, np.int32)
-    return SpanReader(config.spans_key, config.min_score, SPANS, none.astype("S1"), none)
+    return SpanReader(SPANS, none.astype("S1"), none, config.spans_key, config.min_score)

@@ -30,12 +30,12 @@ class Vectors:
             )
         self.path, self.identity = path, identity(describe_file(Path(path)))
 
-    def require(self, count: int, prefix: object) -> None:
-        """Raise DataError unless a dataset's entities have vectors. Args: count: of the dataset's entities."""
+    def require(self, count: int, what: str) -> None:
+        """Raise DataError unless entities have vectors. Args: count: of the entities. what: has them, for messages."""
         if count != len(self.rows):
             raise DataError(
-                f"dataset {prefix} has {count} entities, and entities.vectors {self.path} has {len(self.rows)} rows; "
-                "give the vectors of its --entity-ids."
+                f"{what} has {count} entities, and entities.vectors {self.path} has {len(self.rows)} rows; give the "
+                "vectors of its entity ids."
             )
 
     def of(self, numbers: np.ndarray) -> np.ndarray:

@@ -17,6 +17,7 @@ from typing import Any
 from data_utils.base.losses import ENTITIES, MASKED, NEXT_SENTENCE_LOSS
 from data_utils.base.setting_files import shown
 from data_utils.base.settings import check, checked, fraction, setting
+from data_utils.objectives.interface import Writing
 from data_utils.objectives.masked_text import NEXT_SENTENCE, NO_PAIR, MaskedTextConfig, NumberedText
 from data_utils.objectives.own_model import NO_OPTIONS, require, require_alone
 from data_utils.objectives.registry import register
@@ -53,7 +54,10 @@ class EntitiesConfig(MaskedTextConfig):
     next_sentence: bool = setting(True, "two texts per Example and a next-sentence label on CLS")
 
     model_module = "megatron_lite.knowledge.kind"
-    two_stacks = "reads entities beside its tokens; it is trained and evaluated; it writes no text."
+    two_stacks = (
+        "reads entities beside its tokens; it is trained, tuned on tasks and measured; it writes no text."
+    )
+    solves_tasks = True
     reads_beside = "entities"
 
     @property
@@ -67,7 +71,8 @@ class EntitiesConfig(MaskedTextConfig):
 
     def check_run(self, config: Any) -> None:
         """Raise ConfigError unless the rest is as a model with two streams needs it."""
-        require_alone(config, "entities have a stream of their own in the model, and the objective stands")
+        stands = "entities have a stream of their own in the model, and the objective stands"
+        require_alone(config, stands, solves_tasks=True)
         layers = config.model.num_layers
         check(
             len(self.kinds_of(layers)) == layers and set(self.layer_types) <= set(LAYERS),
@@ -92,6 +97,9 @@ class EntitiesConfig(MaskedTextConfig):
             "but the entities' stream is not split, also not between stages",
         )
         require(config.training, "training", NO_OPTIONS, "which is not defined for entities")
+        if config.task is not None:
+            require(config.finetune, "finetune", {"lm_weight": 0.0}, "which is not defined for entities")
+            return
         wanted = {"loss_normalization": "per_objective"}
         require(config.training, "training", wanted, "but entities sums the means of its losses")
 
@@ -103,3 +111,4 @@ class Entities(NumberedText):
     name = "entities"
     config_class = EntitiesConfig
     losses = (MASKED, NEXT_SENTENCE_LOSS, ENTITIES)
+    writing = Writing("bert")

@@ -74,8 +74,9 @@ class ObjectiveConfig(ABC):
     # one Transformer.
     model_module: str | None = None
     two_stacks: str | None = (
-        None  # of a model that is not one Transformer: what a user is told who asks for one
+        None  # of another kind of model: what a user is told who asks for one Transformer
     )
+    solves_tasks = False  # whether that kind is tuned on tasks as it is
     has_second_stack = False  # whether that model has a second Transformer, the section `decoder`
 
     @property

@@ -15,11 +15,11 @@ NO_OPTIONS = {
 }  # of training: defined for tokens alone
 
 
-def require_alone(config: Any, why: str) -> None:
-    """Raise ConfigError if another objective or a task stands beside it. Args: why: subject and verb before "alone"."""
+def require_alone(config: Any, why: str, solves_tasks: bool = False) -> None:
+    """Raise ConfigError if another objective or a task is beside it. Args: why: subject and verb before "alone"."""
     names = ", ".join(choice.name for choice in config.objective_choices)
     check(
-        len(config.objective_choices) == 1 and config.task is None,
+        len(config.objective_choices) == 1 and (solves_tasks or config.task is None),
         f"objectives has {names}{' and a task' * (config.task is not None)}; {why} alone; leave out the rest.",
     )
 

@@ -22,10 +22,11 @@ from data_utils.base.planes import Example
 #   tokens    tokens, by the documents' own targets and weights; there are no parts
 #   choices   which part is right: a part's score is the log probability of its targets, over its divisor
 #   classes   the class of each part, by a head on its one row
+#   sets      which classes hold of each part, by a head on its one row
 #   values    a number for each part, by a head on its one row
 #   tags      a tag for each row of a part, by a head
 #   spans     the first and the last row of an answer among the rows of each part, by a head
-HEADS = ("tokens", "choices", "classes", "values", "tags", "spans")
+HEADS = ("tokens", "choices", "classes", "sets", "values", "tags", "spans")
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,8 @@ class Record:
     Args:
         index: the sample's name in predictions: what the file gives it (`idx`, `id`), else its number from 0.
         fields: its texts by the names of the format ("premise", "hypothesis"); lists where a sample has several.
-        label: a class's name, the number of a choice, a number, a text, a list of tags or of answers, as the format has
-            it; None where the file has no labels.
+        label: a class's name, the number of a choice, a number, a text, a list of classes, tags or answers, as the
+            format has it; None where the file has no labels.
         group: what samples are counted together by a metric (MultiRC's question, ReCoRD's query); None: itself alone.
         place: "file:line" for messages.
     """
@@ -68,7 +69,8 @@ class Part:
     Args:
         document: index among the sample's documents.
         rows: int32 [n], places in the document.
-        targets: int32 [n] tokens (choices) or tags; [1] a class; [2] first and last row of the answer as places among
+        targets: int32 [n] tokens (choices) or tags; [1] a class; [classes] 1
+            for each that holds (sets), else 0; [2] first and last row of the answer as places among
             `rows` (spans); empty where there is no label, except for choices.
         value: the label of `values`.
         divisor: of the sum of the targets' log probabilities (choices).

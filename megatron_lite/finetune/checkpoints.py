@@ -15,6 +15,7 @@ from data_utils.base.errors import ConfigError
 from data_utils.base.setting_files import shown
 from data_utils.base.settings import merge, to_tree
 from megatron_lite.checkpoint.manifest import checkpoints_in, is_checkpoint, list_checkpoints
+from megatron_lite.config.tree import Config
 from megatron_lite.finetune.evaluation import Answer, Evaluated, Evaluation, Model
 from megatron_lite.finetune.judge import BEST
 from megatron_lite.finetune.setup import HEADED, HEADLESS, Task, for_import, is_export, prepare
@@ -22,6 +23,7 @@ from megatron_lite.finetune.writing import writer
 from megatron_lite.generate.open_run import OpenRun, Run, open_run
 from megatron_lite.model.input.model_input import ModelInput
 from megatron_lite.model.input.task_batch import TaskBatch
+from megatron_lite.model.trunk.build import kind_of
 from megatron_lite.model.trunk.special_heads import configs_of_tasks
 from megatron_lite.parallel.context import ParallelContext
 
@@ -84,9 +86,9 @@ def evaluate(
             file: Evaluation(task.settings, task.renderer, records, context, size)
             for file, records in {**task.validation, **task.test}.items()
         }
-        loaded = run.with_model(device)
+        loaded = run.with_model(device, for_task=True)
         write = writer(loaded.model, task.config, task.tokenizer, loaded.objectives, str(run.checkpoint.path))
-        model = Model(answer_of(loaded), write)
+        model = Model(answer_of(loaded, task.config), write)
         found = {file: evaluation.run(model) for file, evaluation in evaluations.items()}
         return Measured(str(path), run.checkpoint.step, task, found)
 
@@ -113,7 +115,7 @@ def task_of(run: OpenRun, tree: Mapping[str, Any], name: Path) -> Task:
             f"{name} joins two Transformers by a latent vector, which has no answers to a task; tune "
             "its encoder with scripts/finetune.py first, or measure its latent space with scripts/latent.py."
         )
-    run.require_one_transformer()
+    run.require_one_transformer(for_task=True)
     own = to_tree(run.config)
     if not isinstance(tree.get("task", {}), Mapping):
         raise ConfigError(f"task is {shown(tree['task'])}; it must be a section (see configs/tasks/).")
@@ -138,12 +140,16 @@ def task_of(run: OpenRun, tree: Mapping[str, Any], name: Path) -> Task:
     return task
 
 
-def answer_of(run: Run) -> Answer:
-    """The function that computes a run's answers to a batch, for a model on one device."""
+def answer_of(run: Run, config: Config | None = None) -> Answer:
+    """The function that computes a run's answers to a batch, for a model on one device.
+
+    Args: config: with the task that is asked, if it is not the run's own.
+    """
     device = next(run.model.parameters()).device
+    read = kind_of(run.config).task_batches(config or run.config)
 
     @torch.no_grad()
     def answer(batch: TaskBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        return run.model(ModelInput.from_batch(batch, device, run.config.model), answers=True)
+        return run.model(ModelInput.from_batch(read(batch), device, run.config.model), answers=True)
 
     return answer

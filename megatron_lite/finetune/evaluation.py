@@ -98,6 +98,7 @@ class Evaluation:
             references(self.records),
             groups=[record.group for record in self.records],
             positive=positive_label(self._renderer),
+            negative=self._task.negative,
         )
 
     def _of_last_words(self, answers: np.ndarray, write: Write | None) -> Evaluated:

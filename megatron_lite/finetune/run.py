@@ -21,6 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from data_utils.base.errors import ExitStatus
 from data_utils.base.files import write_whole
 from data_utils.objectives import LOSS_NAMES
@@ -38,7 +40,8 @@ from megatron_lite.finetune.language import LanguageDocuments
 from megatron_lite.finetune.setup import RESULTS, Task, run_directory, settings_of
 from megatron_lite.finetune.several import Turns
 from megatron_lite.finetune.writing import writer
-from megatron_lite.model.trunk.counts import parameter_shapes
+from megatron_lite.model.input.task_batch import TaskBatch
+from megatron_lite.model.trunk.build import kind_of
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.engine.buckets import USUAL, Rate
 from megatron_lite.train.engine.engine import memory_advice
@@ -65,7 +68,9 @@ def finetune(
     seeds = task.config.finetune.seeds or (task.config.training.seed,)
     of_parameters = task_rates(task)
     if context.is_main and of_parameters:
-        elements = {name: math.prod(shape) for name, shape in parameter_shapes(task.config.model).items()}
+        elements = {
+            name: math.prod(shape) for name, shape in kind_of(task.config).shapes(task.config).items()
+        }
         log.info("%s", policies.described(of_parameters, elements, task.config.training.steps))
     for seed in seeds:
         directory = run_directory(output, seed)
@@ -82,7 +87,7 @@ def finetune(
 
 def task_rates(task: Task) -> dict[str, Rate]:
     """How the policies of a task's run train each parameter. Raises ConfigError if they train none."""
-    return policies.rates(task.config, parameter_shapes(task.config.model), task.epoch_samples)
+    return policies.rates(task.config, kind_of(task.config).shapes(task.config), task.epoch_samples)
 
 
 def _in_turn(task: Task, rates: dict[str, Rate], turns: Turns) -> dict[str, Rate]:
@@ -90,7 +95,7 @@ def _in_turn(task: Task, rates: dict[str, Rate], turns: Turns) -> dict[str, Rate
     found = dict(rates)
     for number, one in enumerate(task.each):
         own, has_turn = f"{TASK_HEAD}{one.settings.name}.", partial(turns.has, number)
-        for name in parameter_shapes(task.config.model):
+        for name in kind_of(task.config).shapes(task.config):
             if name.startswith(own):
                 found[name] = replace(rates.get(name, USUAL), has_turn=has_turn)
     return found
@@ -124,7 +129,9 @@ def _one_seed(
             config=config,
             context=context,
             engine=engine,
-            train_data=several_data(task, turns) if task.others else training_data(task),
+            train_data=kind_of(config).samples(
+                config, several_data(task, turns) if task.others else training_data(task), "train"
+            ),
             validation_data=None,
             loss_names=[*LOSS_NAMES, *(one.settings.name for one in task.each)],
             control=control,
@@ -195,20 +202,24 @@ def training_data(task: Task) -> TaskData:
 
 def asked(task: Task, engine: PlainEngine, context: ParallelContext) -> Model:
     """The model of an engine. It writes where every rank holds it whole."""
-    config = task.config
+    config, read = task.config, kind_of(task.config).task_batches(task.config)
+
+    def answer(batch: TaskBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        return engine.answers(read(batch))
+
     if context.tp.size > 1 or config.parallel.zero_stage == 3:
         if (task.settings.writes_text or task.settings.kind == "lambada") and context.is_main:
             log.info("no rank holds the whole model: it is measured only; scripts/evaluate.py has it write")
-        return Model(engine.answers)
+        return Model(answer)
     write = writer(engine.model, config, task.tokenizer, config.objective_choices, config.run.directory)
     if write is None:
-        return Model(engine.answers)
+        return Model(answer)
 
     def written(contexts: Sequence[Sequence[int]]) -> list[list[list[int]]]:
         engine.named_parameters  # noqa: B018  (waits for the weights of the last step)
         return write(contexts)
 
-    return Model(engine.answers, written)
+    return Model(answer, written)
 
 
 def _write_seed(

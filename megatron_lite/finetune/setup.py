@@ -28,8 +28,8 @@ from megatron_lite.electra.sections import discriminator_alone
 from megatron_lite.finetune.several import batches_of, joined, with_sections
 from megatron_lite.optimus.sections import encoder_alone
 
-# How the heads of tasks are called in the section `model`, and that section without any.
-HEADED = ("classes", "values", "tags", "spans")
+# How what a task predicts is called as a head in the section `model`, and that section without any.
+HEADED = {"classes": "classes", "sets": "classes", "values": "values", "tags": "tags", "spans": "spans"}
 HEADLESS = {"task_head": "none", "task_classes": 0, "task_heads": []}
 # Sections of the run to begin with that are not those of the run that tunes it.
 _OF_ANOTHER_RUN = (
@@ -126,6 +126,8 @@ def load_tree(
     tree = {name: value for name, value in (pretrained or {}).items() if name not in _OF_ANOTHER_RUN}
     if tree.get("decoder"):
         tree = encoder_alone(tree)
+    if "entities" in (tree.get("objectives") or {}):
+        tree["training"] = {k: x for k, x in tree["training"].items() if not k.startswith("loss_")}
     if "electra" in (tree.get("objectives") or {}):
         tree = discriminator_alone(tree)
     if pretrained is not None:
@@ -196,7 +198,7 @@ def _with_files(config: Config, tokenizer: Tokenizer) -> Task:
         {path: read_records(task, path, labelled=labelled) for path in paths}
         for paths, labelled in ((task.validation, True), (task.test, False))
     )
-    if any(
+    if renderer.head != "sets" and any(
         record.label == () for records in (train, *validation.values(), *test.values()) for record in records
     ):
         task = with_no_answers(task)
@@ -242,7 +244,7 @@ def training_records(config: Config, renderer: Renderer) -> list[Record]:
 
 def with_head(config: Config, renderer: Renderer) -> Config:
     """The configuration with the head that the task needs."""
-    head = renderer.head if renderer.head in HEADED else "none"
+    head = HEADED.get(renderer.head, "none")
     classes = len(renderer.labels) if head in ("classes", "tags") else 0
     check(
         head not in ("classes", "tags") or classes > 1,

@@ -22,6 +22,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.model.kernels.fused import choose_kernels
 from megatron_lite.model.layers.tensor_parallel import local_shard, partition_of
+from megatron_lite.model.trunk.build import kind_of
 from megatron_lite.model.trunk.glm import GLM
 from megatron_lite.parallel.context import ParallelContext
 
@@ -64,17 +65,20 @@ class OpenRun:
                 *(self.checkpoint.path, ", ".join(sorted(trained)), ", ".join(missing)),
             )
 
-    def require_one_transformer(self) -> None:
-        """Raise ConfigError for a run whose model has two Transformers."""
+    def require_one_transformer(self, for_task: bool = False) -> None:
+        """Raise ConfigError for a run of another kind of model. Args: for_task: but those that solve tasks."""
         for choice in self.config.objective_choices:
-            if choice.section.two_stacks is not None:
+            if choice.section.two_stacks is not None and not (for_task and choice.section.solves_tasks):
                 raise ConfigError(f"{self.checkpoint.path} {choice.section.two_stacks}")
 
-    def with_model(self, device: torch.device | None = None) -> Run:
-        """Load the weights, onto a GPU if there is one."""
-        self.require_one_transformer()
+    def with_model(self, device: torch.device | None = None, for_task: bool = False) -> Run:
+        """Load the weights, onto a GPU if there is one. Args: for_task: as for `require_one_transformer`."""
+        self.require_one_transformer(for_task)
         choose_kernels(self.config.training.kernels)
-        model = load_model(self.checkpoint, self.config.model).to(device or usual_device())
+        made_of = kind_of(self.config).made_of(self.config)
+        with torch.device("meta"):
+            model = made_of[0](*made_of[1:])
+        model = with_weights(model, self.checkpoint).to(device or usual_device())
         return Run(self.config, self.tokenizer, self.checkpoint, model=model)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,7 +67,7 @@ class Mentions:
 class EntityBatch(Batch):
     """Args: planes, samples: as for Batch. vectors: of the entities."""
 
-    def __init__(self, planes: np.ndarray, samples: np.ndarray, noise: Noise, vectors: Vectors):
+    def __init__(self, planes: np.ndarray, samples: np.ndarray, noise: Noise, vectors: Any):
         super().__init__(planes, samples)
         self._noise, self._vectors = noise, vectors
         self._parts: HostMentions | None = None
@@ -198,7 +199,8 @@ class EntitySamples:
     def __init__(self, loader: SampleLoader, config: EntitiesConfig, vectors: Vectors, seed: int):
         for mixture in loader.mixtures:
             for index in mixture.indexes:
-                vectors.require(index.dataset.manifest["entities"]["count"], index.dataset.prefix)
+                count = index.dataset.manifest["entities"]["count"]
+                vectors.require(count, f"dataset {index.dataset.prefix}")
         self._loader, self.prefetch = loader, loader.prefetch
         self._vectors = vectors
         self._noise = Noise(seed, config.replaced_ratio, config.removed_ratio)

@@ -22,6 +22,7 @@ from data_utils.base.losses import ENTITIES
 from data_utils.objectives.entities import EntitiesConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.knowledge.batch import Mentions
+from megatron_lite.knowledge.task_batch import EntityParts
 from megatron_lite.model.input.model_input import ModelInput
 from megatron_lite.model.kernels.dropout import Dropout, FeatureDropout, pairs_formula, stays
 from megatron_lite.model.kernels.fused import Biased, activated
@@ -36,7 +37,7 @@ from megatron_lite.model.layers.tensor_parallel import (
 )
 from megatron_lite.model.trunk.block import Block, Stream, recomputed
 from megatron_lite.model.trunk.forward import Flow
-from megatron_lite.model.trunk.glm import GLM
+from megatron_lite.model.trunk.glm import GLM, BeforeBlock
 
 _SALT = 0x3C6EF372  # of the entities' dropout: an int32
 
@@ -142,12 +143,25 @@ class EntityTransformer(GLM):
                 self.layers[layer] = block
         self.entity_head = Transform(config.hidden_size, of_entities.size, config)
 
-    def run_blocks(self, hidden: torch.Tensor, flow: Flow, *args: Any, **options: Any) -> Stream:
+    def _hidden(self, batch: ModelInput, before_block: BeforeBlock | None = None) -> torch.Tensor:
+        assert isinstance(batch.parts, EntityParts)
+        mentions: Any = batch.parts.mentions
+        return self.run(batch.tokens, batch.ids, batch.plan, batch.dropout, before_block, mentions)
+
+    def run_blocks(
+        self,
+        hidden: torch.Tensor,
+        flow: Flow,
+        positions: torch.Tensor,
+        before_block: BeforeBlock | None = None,
+    ) -> Stream:
         mentions: Any = flow.condition
         flow = replace(flow, condition=None)
         states = mentions.first().flatten(0, 1).to(hidden.dtype)
         stream = Stream(hidden)
         for layer in range(self.config.num_layers):
+            if before_block is not None:
+                stream = Stream(before_block(layer, stream.summed()))
             block = self._block(layer)
             if isinstance(block, EntityBlock):
                 summed, states = block(stream.summed(), states, flow, layer, mentions)
@@ -160,7 +174,8 @@ class EntityTransformer(GLM):
     def forward(self, batch: ModelInput, *, answers: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum of the losses (fp32 scalar, nats); without gradient, fp32 [losses, 2]: sum and weight of each."""
         mentions = batch.parts
-        assert isinstance(mentions, Mentions)
+        if not isinstance(mentions, Mentions):
+            return super().forward(batch, answers=answers)
         hidden = self.run(batch.tokens, batch.ids, batch.plan, batch.dropout, condition=mentions)
         of_rows, of_entities = batch.weights.tensor_split([len(batch.targets)])
         loss, sums = self._token_loss(hidden, replace(batch, weights=of_rows))

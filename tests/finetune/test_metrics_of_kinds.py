@@ -34,6 +34,7 @@ OF_LABELS = {
     "matthews": 2 / math.sqrt(1 * 2 * 2 * 3),
     "group_em": 3 / 4,
 }
+OF_CLASSES = OF_LABELS | {"micro_f1": 2 / 3}  # without "no": 1 right, 1 predicted, 2 there
 ANSWERED = ["cold rain falls", "wet street"], ["cold rain falls", "cold street"]
 CONTEXT = "cold rain falls in the cold street of the wet street"
 
@@ -100,20 +101,29 @@ def references_of_texts(right, found):
 def classes():
     made = renderer(name="own", kind="classification", labels=("no", "yes"))
     given = records(RIGHT, text_a=["rain"] * 4)
-    return made, given, one_hot([0, 1, 0, 0], 2), OF_LABELS
+    return made, given, one_hot([0, 1, 0, 0], 2), OF_CLASSES
 
 
 def three_classes():
     made = renderer(name="own", kind="classification", labels=("maybe", "no", "yes"), positive="yes")
     given = records(RIGHT, text_a=["rain"] * 4)
-    return made, given, one_hot([1, 2, 1, 1], 3), OF_LABELS
+    return made, given, one_hot([1, 2, 1, 1], 3), OF_CLASSES
 
 
 def cloze():
     words = {"no": "no", "yes": "yes"}
     made = renderer(template="{text_a} [MASK]", verbalizers=words, labels=("no", "yes"))
     given = records(RIGHT, text_a=["rain"] * 4)
-    return made, given, of_parts([0, 1, 0, 0], 2), OF_LABELS
+    return made, given, of_parts([0, 1, 0, 0], 2), OF_CLASSES
+
+
+def label_sets():
+    """Precisions of the samples 1, 1/2, 0, 0, recalls 1/2, 1, 0, 0; 2 of 3 predicted labels are right, 4 are there."""
+    made = renderer(kind="typing", labels=("a", "b", "c"), marks={"mention": "and"})
+    given = records([("a", "c"), ("b",), ("c",), ()], text=["rain"] * 4, mention=[(0, 4)] * 4)
+    answers = [np.array([row]) for row in ([1.0, -1, -1], [-1, 0.1, 3], [-1, -1, 0.0], [-1, -1, -1])]
+    expected = {"strict_accuracy": 1 / 4, "loose_micro_f1": 2 * 2 / (3 + 4), "loose_macro_f1": 3 / 8}
+    return made, given, answers, expected
 
 
 def choices():
@@ -209,7 +219,7 @@ def lambada():
 
 KINDS = (
     *(classes, three_classes, cloze, choices, record_task, regression, seq2seq, blanks, spans),
-    *(entities, parts_of_speech, language_modelling, lambada),
+    *(label_sets, entities, parts_of_speech, language_modelling, lambada),
 )
 
 
@@ -222,7 +232,8 @@ def test_a_metric_of_a_kind_is_that_of_a_reference_or_refused_at_the_start(kind,
     monkeypatch.setattr(Evaluation, "_written", lambda self, write: answers)
     for metric in METRICS:
         positive = task.positive if metric in WITH_POSITIVE else None
-        config = dataclasses.replace(task, metrics=(metric,), positive=positive)
+        negative = "no" if metric == "micro_f1" and metric in expected else None
+        config = dataclasses.replace(task, metrics=(metric,), positive=positive, negative=negative)
         if metric not in expected:
             with pytest.raises(
                 ConfigError, match=rf"names {metric}, but this task of kind {task.kind} .* set"
@@ -236,7 +247,9 @@ def test_a_metric_of_a_kind_is_that_of_a_reference_or_refused_at_the_start(kind,
         assert measured[metric] == pytest.approx(expected[metric]), metric
 
 
-@pytest.mark.parametrize("kind", [classes, three_classes, cloze, choices, record_task, regression])
+@pytest.mark.parametrize(
+    "kind", [classes, three_classes, label_sets, cloze, choices, record_task, regression]
+)
 def test_predictions_come_with_the_share_of_each_class(kind, monkeypatch, tmp_path):
     made, given, answers, _ = kind()
     monkeypatch.setattr(Evaluation, "_answers", lambda *_: answers)
@@ -250,6 +263,12 @@ def test_predictions_come_with_the_share_of_each_class(kind, monkeypatch, tmp_pa
         assert not any("scores" in line for line in lines)
         return
     for line, scores in zip(lines, answers, strict=True):
+        if kind is label_sets:
+            assert list(line["scores"].values()) == pytest.approx(
+                torch.tensor(scores[0]).sigmoid().tolist(), abs=1e-4
+            )
+            assert [name for name, share in line["scores"].items() if share > 0.5] == line["label"]
+            continue
         raw = scores[:, 0] if kind in (cloze, choices) else scores[0]
         expected = torch.tensor(raw).softmax(0).tolist()
         shares = line["scores"] if kind is choices else list(line["scores"].values())

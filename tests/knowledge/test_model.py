@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.knowledge import RandomVectors, batch_of, entity_config
+from support.knowledge_reference import Reference
 from support.plugs import NO_DROPOUT
 from support.project import ROOT
-from torch import nn
 
 from data_utils.base.losses import ENTITIES, MASKED, NEXT_SENTENCE_LOSS
 from data_utils.base.planes import (
@@ -29,7 +29,6 @@ from megatron_lite.model.trunk.build import build_model, kind_of
 from megatron_lite.model.trunk.counts import parameter_count
 
 CPU = torch.device("cpu")
-EPSILON = 1e-12
 CASES = {
     "as published": {},
     "odd": {
@@ -43,80 +42,6 @@ CASES = {
 def case_config(name: str, **changes) -> Config:
     case = CASES[name]
     return entity_config(**{**case, "model": {**NO_DROPOUT, **case.get("model", {})}, **changes})
-
-
-class Reference(nn.Module):
-    """One Example, all its tokens: x [T, D], z [T, E], m [T]. Weights by our names, whole."""
-
-    def __init__(self, config: Config, weights: dict[str, torch.Tensor]):
-        super().__init__()
-        self.w = weights
-        self.heads, self.entity_heads = (
-            config.model.num_attention_heads,
-            config.objective_choices[0].section.heads,
-        )
-        self.kinds = config.objective_choices[0].section.kinds_of(config.model.num_layers)
-
-    def linear(self, x, name):
-        return x @ self.w[f"{name}.weight"].T + self.w[f"{name}.bias"]
-
-    def norm(self, x, name):
-        x = x - x.mean(-1, keepdim=True)
-        return (
-            x / (x.square().mean(-1, keepdim=True) + EPSILON).sqrt() * self.w[f"{name}.weight"]
-            + self.w[f"{name}.bias"]
-        )
-
-    @staticmethod
-    def gelu(x):
-        return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
-
-    def attend(self, x, name, heads, bias):
-        q, k, v = (
-            y.view(len(x), heads, -1).transpose(0, 1)
-            for y in self.linear(x, f"{name}.query_key_value").chunk(3, -1)
-        )
-        scores = q @ k.transpose(1, 2) / math.sqrt(q.shape[-1]) + bias
-        return self.linear((scores.softmax(-1) @ v).transpose(0, 1).reshape(len(x), -1), f"{name}.dense")
-
-    def block(self, layer, x, z, m):
-        at, kind = f"layers.{layer}", self.kinds[layer]
-        a = self.norm(
-            x + self.attend(x, f"{at}.attention", self.heads, 0.0), f"{at}.post_attention_layernorm"
-        )
-        inner = self.linear(a, f"{at}.mlp.dense_h_to_4h")
-        if kind != "sim":
-            e = z
-            if kind == "norm":
-                e = self.attend(z, f"{at}.entity_attention", self.entity_heads, -10000.0 * (1 - m))
-                e = self.norm(z + e, f"{at}.attended_entity_layernorm")
-            e = e * m[:, None]
-            inner = inner + e @ self.w[f"{at}.entity_h_to_4h.weight"].T + self.w[f"{at}.entity_bias"]
-        h = self.gelu(inner)
-        x = self.norm(a + self.linear(h, f"{at}.mlp.dense_4h_to_h"), f"{at}.output_layernorm")
-        if kind != "sim":
-            z = self.norm(e + self.linear(h, f"{at}.entity_4h_to_h"), f"{at}.entity_layernorm")
-        return x, z
-
-    def forward(self, tokens, positions, segments, z, m):
-        tables = (("word", tokens), ("position", positions), ("segment", segments))
-        x = sum(self.w[f"embedding.{name}_embeddings.weight"][ids] for name, ids in tables)
-        x = self.norm(x, "embedding.layernorm")
-        for layer in range(len(self.kinds)):
-            x, z = self.block(layer, x, z, m)
-        return x
-
-    def words(self, x):
-        t = self.norm(self.gelu(self.linear(x, "heads.projection.dense")), "heads.projection.layernorm")
-        return t @ self.w["embedding.word_embeddings.weight"].T + self.w["heads.bias"]
-
-    def entities(self, x, candidates):
-        return (
-            self.norm(self.gelu(self.linear(x, "entity_head.dense")), "entity_head.layernorm") @ candidates.T
-        )
-
-    def sentence(self, cls):
-        return self.linear(torch.tanh(self.linear(cls, "heads.sentence.dense")), "heads.sentence.classifier")
 
 
 def reference_losses(reference, batch, vectors):

@@ -6,11 +6,15 @@ the other, and both come equally often.
 
 import json
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
+from support.commands import forked
 from support.distributed import run_ranks
+from support.plugs import weights_of
 from support.training import fit, make_trainer
 
 from data_utils.base.errors import CheckpointError, ConfigError, DataError
@@ -131,7 +135,7 @@ def test_vectors_and_corpora_that_do_not_belong_together_are_refused(run, tmp_pa
     np.save(tmp_path / "double.npy", np.zeros((8, SIZE)))
     (tmp_path / "text.npy").write_text("1 2 3")
     for name, message in (
-        ("more", "has 8 entities, and entities.vectors .* has 9 rows; give the vectors of its --entity-ids"),
+        ("more", "has 8 entities, and entities.vectors .* has 9 rows; give the vectors of its entity ids"),
         ("double", r"holds float64 \[8, 8\]; it must be float32 with 8 columns"),
         ("text", "it is no array of NumPy; make it with: python scripts/dataset.py vectors"),
         ("none", "No such file or directory; make it with"),
@@ -172,3 +176,36 @@ def test_other_vectors_do_not_continue_a_run(run, tmp_path):
     kind_of(config).check_continuation(build(Config, merge(run, short)), run, checkpoint)
     with pytest.raises(CheckpointError, match=r"other\.npy are not those of .*; give those, or choose"):
         kind_of(config).check_continuation(config, run, checkpoint)
+
+
+def test_a_pretrained_run_is_tuned_and_measured_from_a_shell(run, tmp_path):
+    """Its settings that are not a task's, such as the means of its losses, are left out."""
+    short = {"training": {"stop_after_step": 1}, "run": {"directory": str(tmp_path / "run")}}
+    run_ranks(fit, 1, merge(run, short))
+    ids = Path(run["entities"]["vectors"]).with_name("ids.txt")
+    lines = [
+        {
+            "text": f"then1 word{i % 4} is",
+            "mention": [6, 11],
+            "label": [LABELS[i % 2]],
+            "entities": [[6, 11, f"Q{i}"]],
+        }
+        for i in range(8)
+    ]
+    (tmp_path / "lines.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    task = {
+        "name": "types", "kind": "typing", "reader": "jsonl", "labels": list(LABELS), "marks": {"mention": "."},
+        "train": str(tmp_path / "lines.jsonl"), "validation": [str(tmp_path / "lines.jsonl")],
+        "sequence_length": 16, "entity_ids": str(ids),
+    }  # fmt: skip
+    (tmp_path / "task.yaml").write_text(yaml.safe_dump({"task": task, "finetune": {"epochs": 1}}))
+    given = ("--checkpoint", tmp_path / "run", "--task", tmp_path / "task.yaml", "--output", tmp_path / "out")
+    tuned = forked("scripts/finetune.py", *given, "batch.global_batch_size=4", "batch.micro_batch_size=4")
+    assert tuned.returncode == 0, tuned.stdout + tuned.stderr
+    found = forked("scripts/evaluate.py", "--checkpoint", tmp_path / "out")
+    assert found.returncode == 0 and "loose_micro_f1" in found.stdout, found.stderr
+    weights = (weights_of(tmp_path / path) for path in ("run", "out/seed_1"))
+    before, after = (
+        {name: x for name, x in each.items() if name.startswith("entity_head.")} for each in weights
+    )
+    assert before and all(torch.equal(weight, after[name]) for name, weight in before.items())

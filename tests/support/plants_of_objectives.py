@@ -77,9 +77,9 @@ OBJECTIVES = (
     ),
     Plant(
         "an entity on the last token of its mention",
-        "data_utils/build/mentions.py",
-        "entities[first] = self.value(first, last, entity)",
-        "entities[last - 1] = self.value(first, last, entity)",
+        "data_utils/text/mentions.py",
+        "for first, _, entity in tokens_of(mentions, places, text):\n        entities[first] = entity",
+        "for _, last, entity in tokens_of(mentions, places, text):\n        entities[last - 1] = entity",
         (f"{MENTIONS}::test_an_entity_stands_on_the_first_token_of_its_mention",),
     ),
     Plant(
@@ -95,6 +95,20 @@ OBJECTIVES = (
         "drawn = begins[example] + (choice * counts)",
         "drawn = (choice * counts)",
         ("tests/knowledge/test_draws.py::test_shares_of_replaced_removed_and_kept_entities",),
+    ),
+    Plant(
+        "entities of a task that the marks before them do not move",
+        "data_utils/tasks/layouts/marked.py",
+        "mention = Mention(marked.start(start), marked.end(end), entity)",
+        "mention = Mention(start, end, entity)",
+        ("tests/tasks/test_marked.py::test_entities_stand_on_the_first_tokens_of_their_mentions",),
+    ),
+    Plant(
+        "a task whose model reads its tokens alone",
+        "megatron_lite/knowledge/model.py",
+        "mentions: Any = batch.parts.mentions",
+        "mentions: Any = replace(batch.parts.mentions, vectors=batch.parts.mentions.vectors * 0)",
+        ("tests/knowledge/test_tasks.py::test_the_answers_are_those_of_the_reference",),
     ),
     Plant(
         "only tokens with an entity have the bias of the joined streams",

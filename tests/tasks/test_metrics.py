@@ -47,6 +47,33 @@ def test_scores_of_labels_are_those_of_sklearn(cases):
         )
 
 
+@pytest.mark.filterwarnings("ignore")  # sklearn warns of labels that do not occur
+@FEW
+def test_scores_without_a_class_and_of_label_sets_are_those_of_sklearn(cases):
+    """Macro F1 is that of the published code: of the means of precision and recall over samples."""
+    metrics = pytest.importorskip("sklearn.metrics")
+    rng = np.random.default_rng(4)
+    for _ in range(cases):
+        p, r = random_labels(rng, classes=4)
+        others = [1, 2, 3]
+        expected = metrics.f1_score(r, p, labels=others, average="micro", zero_division=0.0)
+        assert one("micro_f1", p, r, negative=0) == pytest.approx(expected, abs=1e-12)
+        size, share = int(rng.integers(1, 12)), rng.random()
+        there = rng.random((size, 4)) < share
+        found = np.where(rng.random((size, 4)) < 0.7, there, rng.random((size, 4)) < share)
+        names = np.array(list("abcd"))
+        sides = [[names[row].tolist() for row in side] for side in (found, there)]
+        precision, recall, _, _ = metrics.precision_recall_fscore_support(
+            there, found, average="samples", zero_division=0.0
+        )
+        expected = {
+            "strict_accuracy": metrics.accuracy_score(there, found),
+            "loose_micro_f1": metrics.f1_score(there, found, average="micro", zero_division=0.0),
+            "loose_macro_f1": 2 * precision * recall / (precision + recall) if recall else 0.0,
+        }
+        assert measure(expected, *sides) == pytest.approx(expected, abs=1e-12)
+
+
 @pytest.mark.filterwarnings("ignore")  # scipy warns of constant values
 @FEW
 def test_correlations_are_those_of_scipy(cases):

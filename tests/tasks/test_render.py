@@ -24,6 +24,10 @@ CASES = {
     "blanks": ({}, record(TEXT, text=TEXT)),
     "language_modelling": ({"sequence_length": 12, "stride": 4}, record(None, text=TEXT)),
     "lambada": ({}, record("south", text=TEXT)),
+    "typing": (
+        {"labels": ("a", "b", "c"), "marks": {"mention": "and"}},
+        record(("a", "c"), text=TEXT, mention=(14, 22)),
+    ),
     "spans": (
         {"sequence_length": 16, "stride": 4, "question_length": 4, "answer_length": 4},
         record(("city",), question="who", context=TEXT, answers=(("city", TEXT.index("city")),)),

@@ -50,8 +50,13 @@ def test_the_message(files, monkeypatch):
 
 def test_lines_of_every_kind(files):
     rows = re.findall(r"^\| ([^|]*`\w+`[^|]*) \| ([^|]*\{\"[^|]*) \|$", PAGE, re.M)
-    assert len(rows) == 7
-    labels = {"tagging": ("O", "B-PER"), "classification": ("positive", "1"), "cloze": ("positive", "1")}
+    assert len(rows) == 8
+    labels = {
+        "typing": ("person",),
+        "tagging": ("O", "B-PER"),
+        "classification": ("positive", "1"),
+        "cloze": ("positive", "1"),
+    }
     for kinds, cell in rows:
         for kind in re.findall(r"`(\w+)`", kinds):
             for line in re.findall(r"`(\{.*?\})`", cell):

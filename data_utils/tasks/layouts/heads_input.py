@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,9 +21,11 @@ from data_utils.base.setting_files import shown
 from data_utils.tasks.base import Part, Record, TaskSample
 from data_utils.tasks.layouts.examples import document
 from data_utils.tasks.layouts.inputs import Inputs, Tokens, covering
+from data_utils.tasks.layouts.marked import check_marks, marked_tokens
 from data_utils.tasks.layouts.patterns import field_text
 from data_utils.tasks.readers.conll import is_bio
 from data_utils.tasks.readers.files import plain_name
+from data_utils.tasks.readers.marked import is_marked
 
 FORMS = ("glm", "bert", "unilm", "unilmv2", "prefix", "causal")
 # The texts of tasks whose files name them otherwise than text_a and text_b.
@@ -100,6 +102,7 @@ class TextHead:
 
     def check(self) -> None:
         self.inputs.refuse_forms(FORMS)
+        check_marks(self.inputs)
         if self.is_class and len(set(self.labels)) < 2:
             raise ConfigError(
                 f"the task has the classes ({', '.join(self.labels)}); it needs two or more: set task.labels."
@@ -111,6 +114,8 @@ class TextHead:
     def sample(self, record: Record, number: int, epoch: int) -> TaskSample:
         inputs = self.inputs
         names = self._names(record)
+        if is_marked(inputs.config):
+            return self._marked(record, field_text(names[0], record, inputs.config))
         texts = [field_text(name, record, inputs.config).strip() for name in names]
         is_joined = inputs.form.name == "causal"
         encoded = [
@@ -120,6 +125,16 @@ class TextHead:
         room = inputs.config.sequence_length - overhead(inputs, len(texts))
         kept, cut = inputs.cut(encoded, room, record)
         made = head_document(inputs, [piece.ids for piece in kept])
+        return TaskSample([made.example], [self._part(made.row, record)], cut=cut)
+
+    def _marked(self, record: Record, text: str) -> TaskSample:
+        room = self.inputs.config.sequence_length - overhead(self.inputs, 1)
+        ids, entities, cut = marked_tokens(self.inputs, text, record, room)
+        made = head_document(self.inputs, [ids])
+        if entities is not None:
+            first = made.starts[0]
+            beside = np.pad(entities, (first, len(made.example.tokens) - first - len(ids)))
+            made = replace(made, example=replace(made.example, block_position_ids=beside))
         return TaskSample([made.example], [self._part(made.row, record)], cut=cut)
 
     def _names(self, record: Record) -> Sequence[str]:
@@ -137,6 +152,20 @@ class TextHead:
         if self.is_class:
             return Part(0, rows, np.array([label_number(record.label, self.labels, record)], np.int32))
         return Part(0, rows, value=float(record.label))
+
+
+class Typing(TextHead):
+    """The kind `typing`: which of the labels hold of the mention between two marks."""
+
+    def __init__(self, inputs: Inputs, labels: Sequence[str] = ()) -> None:
+        super().__init__(inputs, labels)
+        self.head, self.answers = "sets", "label sets"
+
+    def _part(self, row: int, record: Record) -> Part:
+        rows = np.array([row], np.int32)
+        if record.label is None:
+            return Part(0, rows)
+        return Part(0, rows, np.array([label in record.label for label in self.labels], np.int32))
 
 
 def label_number(label: object, labels: Sequence[str], record: Record) -> int:

@@ -4,6 +4,7 @@ What a record gives, by kind; `prepare` may make several records of one, and few
 
     cloze                       choices    right: the class or the choice; parts in the order of `kind.choices(record)`
     classification, regression  classes, values    one part
+    typing                      sets       one part
     tagging                     tags       parts of one sentence, which follow each other
     spans                       spans      a part for each window; `kind.answer_text` cuts the answer's characters
     seq2seq, blanks             tokens     `prompt` is what stands before the answer in use, `written` the text it gives
@@ -19,8 +20,9 @@ from data_utils.tasks.base import Record, TaskSample
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.layouts.cloze import Cloze
 from data_utils.tasks.layouts.forms import Form
-from data_utils.tasks.layouts.heads_input import Spans, Tagging, TextHead
+from data_utils.tasks.layouts.heads_input import Spans, Tagging, TextHead, Typing
 from data_utils.tasks.layouts.inputs import Inputs, Kind
+from data_utils.tasks.layouts.marked import refuse_marks
 from data_utils.tasks.layouts.sequence import Blanks, Seq2Seq
 from data_utils.tasks.layouts.windows import Lambada, LanguageModelling
 from data_utils.text.tokenizers import Tokenizer
@@ -30,6 +32,7 @@ KINDS_OF_TASK: dict[str, Callable[[Inputs, Sequence[str]], Kind]] = {
     "classification": TextHead,
     "regression": TextHead,
     "tagging": Tagging,
+    "typing": Typing,
     "spans": Spans,
     "seq2seq": Seq2Seq,
     "blanks": Blanks,
@@ -78,6 +81,8 @@ class Renderer:
     def check(self) -> None:
         """Raise ConfigError for what can be known before any record is read: form, tokens, lengths."""
         self.kind.check()
+        if not isinstance(self.kind, TextHead):
+            refuse_marks(self.inputs.config)
 
     def prepare(self, records: Sequence[Record], *, training: bool) -> list[Record]:
         """The records that `sample` takes: more or fewer than the file's where the kind says so."""

@@ -24,6 +24,8 @@ Fields of a Record, and its label. Names of the format stay where patterns use t
       race                 context, question, choices                      the number of the right one
     squad, jsonl spans     question, context, answers ((text, start), ...) the answers' texts; () if the text has none;
                                                                            squad_questions: the question
+    jsonl with marks       text, spans (start, end) by the names of task.marks,    a class; typing: classes
+                           entities ((start, end, number), ...)
     conll, jsonl tagging   words                                           tags, entities as BIO
     pairs, jsonl seq2seq   source, target (missing without a label)        the target; of summaries a sentence in each
                                                                            line
@@ -87,6 +89,11 @@ def read_records(config: TaskConfig, path: Path | str, *, labelled: bool) -> Rec
         raise ConfigError(
             f"task.label_field is {config.label_field!r}, and task.reader {config.reader} has a label of its own; "
             f"leave it out, or take one of the readers {', '.join(_NAMING)}."
+        )
+    if config.reader != "jsonl" and (config.kind == "typing" or config.marks or config.entity_ids):
+        raise ConfigError(
+            f"task.reader is {config.reader}, but mentions and entities are read of lines of JSON; set it to jsonl, or "
+            "leave out task.marks and task.entity_ids."
         )
     return _READERS[config.reader](Intake(config, path, labelled, labels_of(config)))
 

@@ -3,6 +3,9 @@
     cloze, classification   {"text"} or {"text_a", "text_b"}, "label": a class; or what task.template names
     cloze, several choices  {"inputs_pretokenized", "choices_pretokenized", "label": number of the right one}
     race                    {"article", "questions", "options", "answers"}: RACE's files, one after another
+    typing                  {"text", "mention": [start, end], "label": [a class, ...]}
+    with task.marks         {"text"} and a span of it for each mark, "label": a class; characters, end not included
+    with task.entity_ids    "entities": [[start, end, "name", score], ...] beside these; the score may be left out
     regression              as classification, "label": a number
     seq2seq                 {"src", "tgt"}: text, or a list of tokens; or what task.template names, and "tgt"
     spans                   {"question", "context", "answers": [{"text", "answer_start"}], "is_impossible"}
@@ -34,6 +37,7 @@ from data_utils.tasks.readers.files import (
     texts_in,
     value_in,
 )
+from data_utils.tasks.readers.marked import class_names, is_marked, mentions_in
 from data_utils.tasks.readers.questions import add_question
 from data_utils.tasks.readers.texts import add_text
 from data_utils.text.json_records import parse_json_object
@@ -69,9 +73,12 @@ def _add_classified(intake: Intake, tree: dict[str, Any]) -> None:
     fields = {name: text_in(tree, name) for name in _text_fields(config, tree)}
     if not any(text.strip() for text in fields.values()):
         raise BadLine(f"the text is empty ({', '.join(fields)})")
+    if is_marked(config):
+        fields |= mentions_in(config, tree, fields)
     value = tree.get(_label_field(config))
     if value is not None:
-        value = finite(value) if config.kind == "regression" else intake.class_name(value)
+        of_kind = {"regression": finite, "typing": lambda value: class_names(intake, value)}
+        value = of_kind.get(config.kind, intake.class_name)(value)
     return intake.add(fields, value, index_in(tree))
 
 

@@ -20,12 +20,14 @@ from data_utils.tasks.scores.metrics_by_task import metrics_of
 
 
 def prediction(renderer: Renderer, record: Record, sample: TaskSample, answers: np.ndarray) -> Any:
-    """In the types of `Record.label`: the name of a class, the number of a choice, a number, a list of tags, a text."""
+    """In the types of `Record.label`: a class, the number of a choice, a number, a list of tags or classes, a text."""
     kind = renderer.kind
     if isinstance(kind, Cloze):
         return _of_choices(kind, record, sample, answers)
     if renderer.head == "classes":
         return renderer.labels[int(answers[0].argmax())]
+    if renderer.head == "sets":
+        return [label for label, score in zip(renderer.labels, answers[0], strict=True) if score > 0]
     if renderer.head == "values":
         return float(answers[0, 0])
     if renderer.head == "tags":
@@ -42,8 +44,14 @@ def choice_scores(sample: TaskSample, answers: np.ndarray) -> np.ndarray:
 def shares(
     renderer: Renderer, sample: TaskSample, answers: np.ndarray
 ) -> dict[str, float] | list[float] | None:
-    """The softmax over the scores of the classes, by their names, or of the choices; None of other kinds."""
+    """The softmax over the scores of the classes, by their names, or of the choices; None of other kinds.
+
+    Of sets the probability of each class by itself.
+    """
     kind = renderer.kind
+    if renderer.head == "sets":
+        found = (1 / (1 + np.exp(-answers[0]))).round(4)
+        return dict(zip(renderer.labels, found.tolist(), strict=True))
     if isinstance(kind, Cloze):
         if kind.task in ("wsc", "record"):
             return None

@@ -4,7 +4,10 @@
     accuracy                          a label           a label: a name or a number, both of one kind
     f1                                a label           a label; of the class `positive`
     macro_f1                          a label           a label; mean of the classes that occur in either
+    micro_f1                          a label           a label; of all that are not `negative` (TACRED)
     matthews                          a label           a label; two classes or more
+    strict_accuracy, loose_macro_f1,  a list of labels  a list of labels; which are all right, F1 of the means of their
+    loose_micro_f1                                      precision and recall, F1 of all labels together
     f1a, group_em                     a label           a label; MultiRC: F1 of all answers, and the share of groups in
                                                         which every label is right
     pearson, spearman                 a number          a number
@@ -21,8 +24,8 @@
 BLEU goes up to 100, as published figures do; all others up to 1. Correlations and `matthews` are 0 where one side is
 constant. Where there are several references the best one counts. rougeLsum wants a sentence in each line.
 
-Source: the evaluation scripts of SQuAD 1.1 and 2.0, ReCoRD and CoNLL-2000 (conlleval); Gorodkin 2004 for `matthews` of
-several classes.
+Source: the evaluation scripts of SQuAD 1.1 and 2.0, ReCoRD and CoNLL-2000 (conlleval); thunlp/ERNIE, its evaluation of
+typing and TACRED, for label sets and `micro_f1`; Gorodkin 2004 for `matthews` of several classes.
 """
 
 from __future__ import annotations
@@ -56,6 +59,7 @@ def measure(
     *,
     groups: Sequence[Any] | None = None,
     positive: Any = "1",
+    negative: Any = None,
 ) -> dict[str, float]:
     """The metrics of these names, in their order.
 
@@ -64,6 +68,7 @@ def measure(
         groups: f1a and group_em: what counts together, any values that can be hashed; None = each sample itself alone.
             A sample whose group is None is alone.
         positive: f1 and f1a: the label whose F1 is measured.
+        negative: micro_f1: the label that does not count.
     Raises:
         ConfigError for an unknown metric, or if its package is not installed.
         DataError without samples, for unequal counts, and if `positive` is no label of this kind.
@@ -88,6 +93,8 @@ def measure(
             measured[name] = group_exact(predictions, references, groups)
         elif name in ("f1", "f1a"):
             measured[name] = f1(predictions, references, positive)
+        elif name == "micro_f1":
+            measured[name] = micro_f1(predictions, references, negative)
         else:
             measured[name] = PLAIN[name](predictions, references)
     return measured
@@ -141,6 +148,34 @@ def _f1_of(label: Any, predictions: Sequence[Any], references: Sequence[Any]) ->
 def macro_f1(predictions: Sequence[Any], references: Sequence[Any]) -> float:
     """Mean F1 of the classes that are predicted or there. A class that is neither does not count."""
     return _mean(_f1_of(label, predictions, references) for label in {*predictions, *references})
+
+
+def micro_f1(predictions: Sequence[Any], references: Sequence[Any], negative: Any) -> float:
+    """2 right / (predicted + there) of all labels but one; 0 where there are no others."""
+    right = sum(p == r != negative for p, r in zip(predictions, references, strict=True))
+    both = sum(label != negative for side in (predictions, references) for label in side)
+    return 2 * right / both if both else 0.0
+
+
+def strict_accuracy(predictions: Sequence[Any], references: Sequence[Any]) -> float:
+    """The share of samples whose labels are all right."""
+    return _mean(set(p) == set(r) for p, r in zip(predictions, references, strict=True))
+
+
+def loose_macro_f1(predictions: Sequence[Any], references: Sequence[Any]) -> float:
+    """F1 of precision and recall, each the mean over samples; a sample without labels on a side has 0 there."""
+    pairs = [(set(p), set(r)) for p, r in zip(predictions, references, strict=True)]
+    precision, recall = (
+        _mean(len(p & r) / max(1, len(pair[i])) for pair in pairs for p, r in [pair]) for i in (0, 1)
+    )
+    return 2 * precision * recall / (precision + recall) if recall else 0.0
+
+
+def loose_micro_f1(predictions: Sequence[Any], references: Sequence[Any]) -> float:
+    """2 right / (predicted + there) of the labels of all samples."""
+    right = sum(len({*p} & {*r}) for p, r in zip(predictions, references, strict=True))
+    both = sum(len({*labels}) for side in (predictions, references) for labels in side)
+    return 2 * right / both if both else 0.0
 
 
 def matthews(predictions: Sequence[Any], references: Sequence[Any]) -> float:
@@ -329,6 +364,9 @@ PLAIN: dict[str, Callable[[Sequence[Any], Sequence[Any]], float]] = {
     "accuracy": accuracy,
     "macro_f1": macro_f1,
     "matthews": matthews,
+    "strict_accuracy": strict_accuracy,
+    "loose_macro_f1": loose_macro_f1,
+    "loose_micro_f1": loose_micro_f1,
     "pearson": pearson,
     "spearman": spearman,
     "exact_match": exact_match,
@@ -340,5 +378,5 @@ PLAIN: dict[str, Callable[[Sequence[Any], Sequence[Any]], float]] = {
     "tag_accuracy": tag_accuracy,
 }
 KNOWN: Collection[str] = frozenset(
-    [*PLAIN, *BLEU, *ROUGE, *(f"{name}_char" for name in ROUGE), "f1", "f1a", "group_em"]
+    [*PLAIN, *BLEU, *ROUGE, *(f"{name}_char" for name in ROUGE), "f1", "f1a", "micro_f1", "group_em"]
 )

@@ -27,8 +27,9 @@ _OF_TEXTS = (
 WITH_POSITIVE = ("f1", "f1a")  # of one class, `task.positive`
 # Type of predictions (answers.py) -> the metrics that compare them with labels. Every other pair is refused.
 ANSWERS: dict[str, tuple[str, ...]] = {
-    "classes": _OF_LABELS,
+    "classes": (*_OF_LABELS, "micro_f1"),
     "numbers of choices": _OF_LABELS,
+    "label sets": ("strict_accuracy", "loose_macro_f1", "loose_micro_f1"),
     "numbers": ("pearson", "spearman"),
     "texts": _OF_TEXTS,
     "entities": ("entity_f1", "tag_accuracy"),
@@ -62,7 +63,10 @@ class Metrics:
 _WEIGHTS = {**dict.fromkeys((*PERPLEXITIES, LOSS), -1.0), **dict.fromkeys(BLEU, 0.01)}
 
 
-_COMPARED = {"language_modelling": ("token_perplexity",), "lambada": ("accuracy",), "spans": ("answer_f1",)}
+_COMPARED = {
+    "language_modelling": ("token_perplexity",), "lambada": ("accuracy",), "spans": ("answer_f1",),
+    "typing": ("loose_micro_f1",),
+}  # fmt: skip
 BY_KIND = {kind: Metrics(names, _COMPARED.get(kind, ())) for kind, names in KINDS.items()}
 
 _ACCURACY_F1 = Metrics(("accuracy", "f1"))
@@ -81,6 +85,7 @@ BY_TASK = {
     **dict.fromkeys(("squad", "squadv1", "squad11"), BY_KIND["spans"]),
     **dict.fromkeys(("squad2", "squadv2", "squad20"), _ANSWERS_OR_NONE),
     **dict.fromkeys(("gigaword", "cnndm", "cnndailymail", "xsum"), _SUMMARIES),
+    "fewrel": Metrics(("accuracy", "macro_f1"), ("accuracy",)), "tacred": Metrics(("micro_f1",)),
     "squadquestions": Metrics(("bleu", "rougeL")),
 }  # fmt: skip
 
@@ -113,6 +118,12 @@ def check_metrics(task: TaskConfig, answers: str, labels: Sequence[str]) -> None
                 f"{whose} {name}, but this task of kind {task.kind} predicts {answers}, which {name} does not measure; "
                 f"set task.metrics to some of {', '.join(ANSWERS[answers])}."
             )
+    if ("micro_f1" in names) != (task.negative is not None) or task.negative not in (None, *labels):
+        given = shown(task.negative)
+        raise ConfigError(
+            f"task.negative is {given}, and the metrics are {', '.join(names)}; micro_f1 needs one of the classes "
+            f"{', '.join(labels)}, which says nothing; without it leave negative out."
+        )
     of_one_class = [name for name in names if name in WITH_POSITIVE]
     if not of_one_class:
         if task.positive is not None:

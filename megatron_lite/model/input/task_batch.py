@@ -24,7 +24,9 @@ class Parts:
     # [N or more], indices into [T]; what follows the first N are fillers, see `few_counts`.
     rows: torch.Tensor
     row_part: torch.Tensor  # [N]
-    targets: torch.Tensor  # choices, tags: [N]; classes: [P]; spans: [2 P], places in [N]; without labels [0]
+    targets: (
+        torch.Tensor
+    )  # choices, tags: [N]; classes: [P]; sets: [P K]; spans: [2 P], places in [N]; without labels [0]
     sample: torch.Tensor  # [P]
     right: torch.Tensor  # [S]: number of the right part, in [P]; choices with labels, else [0]
     value: torch.Tensor  # fp32 [P]
@@ -66,13 +68,13 @@ class TaskBatch(Batch):
 
     @property
     def loss_weight(self) -> float:
-        """Samples (choices), parts (classes, values, spans), rows (tags) or tokens with a label."""
+        """Samples (choices), parts (classes, sets, values, spans), rows (tags) or tokens with a label."""
         parts = self.parts
         if self.head == "tokens":
             return super().loss_weight
         counts = {
             "choices": int((parts.right >= 0).sum()),
-            "values": len(parts.sample),
+            **dict.fromkeys(("values", "sets"), len(parts.sample)),
             "spans": len(parts.targets) // 2,
         }
         return float(counts.get(self.head, len(parts.targets)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +70,12 @@ class OneTransformer:
         return is_of_tokens and (all_headed or "bound" in name)
 
     def samples(self, config: Config, loader: Any, purpose: str) -> Samples:
-        """The samples of a `SampleLoader` as the model reads them. Args: purpose: "train" or "validation"."""
+        """The samples of a loader, or of a task, as the model reads them. Args: purpose: "train" or "validation"."""
         return loader
+
+    def task_batches(self, config: Config) -> Callable[[Any], Any]:
+        """The function that makes a TaskBatch one that the model reads."""
+        return lambda batch: batch
 
     def check_beginning(self, config: Config) -> None:
         """Raise CheckpointError unless a new run can begin as its objective's section says."""

@@ -246,8 +246,8 @@ class GLM(TrainedModel):
         log_p, is_likeliest = row_scores(logits[:rows], batch.targets[:rows], self.embedding.word_embeddings)
         return part_sums(log_p, parts), part_sums(~is_likeliest, parts) == 0
 
-    def _hidden(self, batch: ModelInput) -> torch.Tensor:
-        return self.run(batch.tokens, batch.ids, batch.plan, batch.dropout)
+    def _hidden(self, batch: ModelInput, before_block: BeforeBlock | None = None) -> torch.Tensor:
+        return self.run(batch.tokens, batch.ids, batch.plan, batch.dropout, before_block)
 
     def _layers(self, batch: ModelInput) -> list[torch.Tensor]:
         """[T, D] of the last block; for a mix those of the embeddings and of all blocks."""
@@ -257,8 +257,7 @@ class GLM(TrainedModel):
             layers.append(hidden)
             return hidden
 
-        keep_all = keep if self.config.task_mix else None
-        layers.append(self.run(batch.tokens, batch.ids, batch.plan, batch.dropout, keep_all))
+        layers.append(self._hidden(batch, keep if self.config.task_mix else None))
         return layers
 
     def _head_outputs(self, layers: list[torch.Tensor], batch: ModelInput, parts: Parts) -> torch.Tensor:

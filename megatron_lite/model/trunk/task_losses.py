@@ -50,13 +50,16 @@ def part_pools(of_rows: torch.Tensor, parts: Parts) -> torch.Tensor:
 def task_loss(outputs: torch.Tensor, parts: Parts) -> torch.Tensor:
     """Sum of the losses, fp32 scalar.
 
-    Args: outputs: choices: scores [P]; classes: [P, K]; values: [P, 1]; tags: [N, K]; spans: [N, 2].
+    Args: outputs: choices: scores [P]; classes, sets: [P, K]; values: [P, 1]; tags: [N, K]; spans: [N, 2].
     """
     outputs = outputs.float()
     if parts.head == "choices":
         return _choice_loss(outputs, parts)
     if parts.head == "values":
         return F.mse_loss(outputs[:, 0], parts.value, reduction="sum")
+    if parts.head == "sets":  # the mean over the classes
+        targets = parts.targets.view_as(outputs).float()
+        return F.binary_cross_entropy_with_logits(outputs, targets, reduction="sum") / outputs.shape[1]
     if parts.head == "spans":
         first, last = parts.targets.view(-1, 2).long().unbind(1)
         ends = zip(outputs.unbind(1), (first, last), strict=True)

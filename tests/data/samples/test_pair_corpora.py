@@ -206,6 +206,7 @@ def test_objectives_of_pairs_alone_and_a_validation_of_pairs(corpus, pairs):
         ({"data": {"validation": [{"prefix": "a"}]}}, "relevance has a share"),
         ({"objective_starts": {"relevance": 100}}, "objective_starts names relevance in a run with corpora of pairs"),
         ({"data": {"region": 4096}}, "data.region is 4096, but pairs are never cut; set it to 0"),
+        ({"data": {"short_prob": 0.1}}, "data.short_prob is 0.1, but pairs are never cut; set it to 0"),
         (
             {"phases": [{"steps": 3, "sequence_length": 32}, {}]},
             "relevance has rows of whole documents, which are packed for one sequence_length",

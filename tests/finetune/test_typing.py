@@ -1,0 +1,138 @@
+"""Typing and relations of marked mentions, with BERT: the best score is reached, and what cannot be is one line."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from support.commands import assert_refused, forked
+from support.distributed import run_ranks
+from support.mention_tasks import RELATIONS, TYPES, write_task
+from support.tasks import task_of
+
+from data_utils.base.errors import ConfigError
+from megatron_lite.finetune.data import TaskData
+from megatron_lite.finetune.run import finetune
+from megatron_lite.model.input.model_input import ModelInput
+from megatron_lite.model.trunk.build import build_model
+
+CPU = torch.device("cpu")
+
+
+def learn(context, files, output, *overrides):
+    finetune(task_of(files, output, *overrides), output, context)
+    (of_file,) = json.loads((output / "results.json").read_text())["files"].values()
+    return of_file["mean"]
+
+
+@pytest.mark.parametrize(("name", "epochs"), [("typing", 4), ("relation", 7)])
+def test_marked_mentions_reach_the_best_score(tmp_path, name, epochs, capfd):
+    files = write_task(tmp_path / "task", name)
+    (measured,) = run_ranks(learn, 1, files, tmp_path / "out", f"finetune.epochs={epochs}")
+    names = (
+        ("micro_f1", "accuracy")
+        if name == "relation"
+        else ("loose_micro_f1", "loose_macro_f1", "strict_accuracy")
+    )
+    assert measured == dict.fromkeys(names, 1.0)
+    lines = (tmp_path / f"out/seed_1234/predictions/{name}.jsonl").read_text().splitlines()
+    for line in map(json.loads, lines):
+        if name == "typing":
+            assert line["label"] == [each for each in TYPES if line["scores"][each] > 0.5]
+        else:
+            assert line["label"] == max(RELATIONS, key=line["scores"].__getitem__)
+    found = forked("scripts/evaluate.py", "--checkpoint", tmp_path / "out")
+    assert found.returncode == 0 and f"{names[0]} 1.0000" in found.stdout
+
+
+def test_the_loss_of_typing_is_the_mean_of_cross_entropies_of_yes_and_no(tmp_path):
+    """Sum over the samples of torch's BCEWithLogitsLoss of each."""
+    task = task_of(write_task(tmp_path, "typing", train=16), tmp_path / "out")
+    model = build_model(task.config, 60)
+    data = TaskData(task.train, task.renderer, 0)
+    batch = data.batch(np.arange(7))
+    assert batch.loss_weight == 7 and batch.loss_weights(60)[-1] == 7
+    made = ModelInput.from_batch(batch, CPU, task.config.model)
+    loss, sums = model(made)
+    outputs, _ = model(made, answers=True)
+    samples = [data.sample(number) for number in range(7)]
+    targets = torch.tensor(np.stack([sample.parts[0].targets for sample in samples])).float()
+    mean = torch.nn.BCEWithLogitsLoss()(outputs, targets)
+    assert loss.item() == pytest.approx(7 * mean.item(), rel=1e-5)
+    assert sums[-1].tolist() == pytest.approx([loss.item(), 7.0])
+
+
+BAD = {
+    "a mark": (
+        ["task.marks={mention: '@'}"],
+        "task.marks.mention is '@', which is no token of the vocabulary",
+    ),
+    "a number": (["task.marks={mention: 3}"], "task.marks.mention is 3, which is no token"),
+    "a kind": (
+        ["task.kind=regression", "task.labels=[]", "task.metrics=[pearson]", "task.marks={where: '#'}"],
+        "there is no field 'where'",
+    ),
+    "another kind": (
+        [
+            "task.kind=cloze",
+            "task.template='{text} [MASK]'",
+            "task.marks={head: '#'}",
+            "task.metrics=[accuracy]",
+        ],
+        "task.kind cloze does not read them",
+    ),
+    "a reader": (
+        ["task.reader=glue"],
+        "task.reader is glue, but mentions and entities are read of lines of JSON",
+    ),
+    "metrics of labels": (
+        ["task.metrics=[accuracy]"],
+        "names accuracy, but this task .* predicts label sets",
+    ),
+    "entity ids": (
+        ["task.entity_ids=none.txt"],
+        "task.entity_ids .*none.txt: No such file or directory; give",
+    ),
+    "a class": (["task.negative=person"], "task.negative is 'person', and the metrics are loose_micro_f1"),
+    "one label": (["task.labels=[person]"], "label|labels"),
+    "texts": (["task.text_fields=[text, label]"], "field 'label' holds|samples of one text"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_settings_are_refused_in_one_line(tmp_path, name):
+    overrides, message = BAD[name]
+    files = write_task(tmp_path / "task", "typing", train=8)
+    with pytest.raises(Exception, match=message) as error:
+        task_of(files, tmp_path / "out", *overrides)
+    assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+
+
+def test_micro_f1_needs_the_class_that_says_nothing(tmp_path):
+    files = write_task(tmp_path / "task", "relation", train=8)
+    for value, told in (("null", "None"), ("other", "'other'")):
+        with pytest.raises(
+            ConfigError, match=rf"task.negative is {told}, .*; micro_f1 needs one of the classes wrote"
+        ):
+            task_of(files, tmp_path / "out", f"task.negative={value}")
+
+
+def test_a_command_refuses_a_bad_line_with_its_place(tmp_path):
+    model, task = write_task(tmp_path / "task", "typing", train=4)
+    path = tmp_path / "task/train.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text(
+        "\n".join([*lines[:2], lines[2].replace('"mention": [', '"mention": [-'), lines[3]]) + "\n"
+    )
+    result = forked("scripts/finetune.py", "--config", model, "--task", task, "--output", tmp_path / "out")
+    assert_refused(result, "train.jsonl:3: field 'mention' is [-")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_picture_of_a_sample_names_its_classes(tmp_path):
+    model, task = write_task(tmp_path, "typing", train=4)
+    shown = forked(
+        "scripts/inspect_batch.py", "--config", model, "--task", task, "training.steps=1", "--samples", "0"
+    )
+    first = json.loads((tmp_path / "train.jsonl").read_text().splitlines()[0])
+    assert f"scored: part 0, row 0: {' '.join(first['label'])}" in shown.stdout, shown.stdout + shown.stderr
