@@ -89,7 +89,7 @@ def open_pairs(
         f"read pairs ({', '.join(filter(None, map(owner_of, choices))) or 'none'}); add it to objectives, or leave the "
         "corpus out.",
     )
-    require_beside(dataset, LABELS)
+    require_beside(dataset, {LABELS})
     count = dataset.manifest["entities"]["count"]
     if count != section.classes:
         raise DataError(
