@@ -56,9 +56,9 @@ class BuildConfig:
         beside = {
             "--capitals": self.capitals, "--spans-key": self.spans_key, "--entities-key": self.entities_key
         }  # fmt: skip
-        if len(given := [option for option, value in beside.items() if value]) > 1:
+        if len(options := [option for option, value in beside.items() if value]) > 1:
             raise ConfigError(
-                f"{given[0]} is given with {given[1]}, but a dataset has one of both; give one."
+                f"{options[0]} is given with {options[1]}, but a dataset has one of both; give one."
             )
         parse_split(self.split)
 

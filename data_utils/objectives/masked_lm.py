@@ -2,7 +2,8 @@
 
 15 % of the tokens of `[CLS] text [SEP]` are chosen; 80 % of them become [MASK], 10 % a random token, and 10 % stay. All
 of them are predicted at their own positions. BERT: pairs with next-sentence labels, and a fixed number of masks per
-text (`static_copies`). RoBERTa: no pairs, and masks drawn for each sample.
+text (`static_copies`). RoBERTa: no pairs, and masks drawn for each sample; `input` names its four formats of inputs, of
+which the paper keeps `full` and finds `document` slightly better (input_formats.py).
 """
 
 from __future__ import annotations
@@ -10,10 +11,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from data_utils.base.losses import MASKED, NEXT_SENTENCE_LOSS
-from data_utils.base.settings import checked, setting
+from data_utils.base.settings import check, checked, setting
 from data_utils.objectives.interface import Writing
-from data_utils.objectives.masked_text import NEXT_SENTENCE, NO_PAIR, MaskedText, MaskedTextConfig
+from data_utils.objectives.masked_text import (
+    ANYWHERE,
+    AT_MARKS,
+    NEXT_SENTENCE,
+    NO_PAIR,
+    PAIR_ONLY,
+    MaskedText,
+    MaskedTextConfig,
+)
 from data_utils.objectives.registry import register
+from data_utils.text.vocabulary import Vocabulary
+
+_SHORTEST = 8  # that of input_formats.py, which is imported where a run has such inputs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,9 +41,52 @@ class MaskedLmConfig(MaskedTextConfig):
         at_least=0,
     )
 
+    input: str = setting(
+        "segments",
+        "what an Example is, RoBERTa's four: segments (a part of a document; with next_sentence it is cut in two), "
+        "sentences (two sentences), full (whole sentences, across documents), document (whole sentences of one)",
+        one_of=("segments", "sentences", "full", "document"),
+    )
+
+    def __post_init__(self) -> None:
+        super(MaskedLmConfig, self).__post_init__()
+        check(
+            not self.next_sentence or self.input in ("segments", "sentences"),
+            f"masked_lm.next_sentence is true with input {self.input}, whose Examples have one text; set it to false, "
+            "or input to segments or sentences.",
+        )
+
     @property
     def pairing(self) -> int:
-        return NEXT_SENTENCE if self.next_sentence else NO_PAIR
+        alone = PAIR_ONLY if self.input == "sentences" else NO_PAIR
+        return NEXT_SENTENCE if self.next_sentence else alone
+
+    @property
+    def splits(self) -> int:  # type: ignore[override]
+        return AT_MARKS if self.input == "sentences" else ANYWHERE
+
+    @property
+    def joins_documents(self) -> bool:  # type: ignore[override]
+        return self.input == "full"
+
+    @property
+    def growth(self) -> float:
+        """Three special tokens for two sentences."""
+        return 1.0 + 1.5 / _SHORTEST if self.input == "sentences" else 1.0
+
+    @property
+    def overhead(self) -> int:
+        """CLS and SEP, and the SEP of a pair; those of the sentence that the window cuts."""
+        return {"segments": 3, "sentences": 2}.get(self.input, 4)
+
+    def max_position_needed(self, sequence_length: int) -> int:
+        return sequence_length + 2
+
+    def check_vocabulary(self, vocabulary: Vocabulary) -> None:
+        check(
+            self.input == "segments" or vocabulary.sentence_end is not None,
+            f"masked_lm.input is {self.input}, but no sentence ends are known for this vocabulary; set it to segments.",
+        )
 
 
 @register
@@ -40,3 +95,24 @@ class MaskedLm(MaskedText):
     config_class = MaskedLmConfig
     losses = (MASKED, NEXT_SENTENCE_LOSS)
     writing = Writing("bert")
+
+    def _fill(self, batch, tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece) -> None:
+        pieces = tokens, piece_lengths, pieces_per_sample
+        if self.config.input != "segments" and len(batch):
+            from data_utils.objectives.input_formats import recut
+
+            special, drops_eos = self.vocabulary.special, bool(self._settings[0].drops_eos)
+            pieces = recut(
+                self.config.input,
+                tokens,
+                pieces[1:],
+                (special.eos, special.sep),
+                drops_eos,
+                self._sentence_end,
+            )
+        super()._fill(batch, *pieces, sample_indices, first_piece)
+
+    def _unit_starts(self, tokens, piece_lengths):  # type: ignore[no-untyped-def]
+        if tokens.ndim == 1:
+            return super()._unit_starts(tokens, piece_lengths)
+        return super()._unit_starts(tokens[0], piece_lengths) + 2 * tokens[1]

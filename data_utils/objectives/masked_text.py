@@ -158,6 +158,10 @@ def _copy_text(row, w, used, at, text, unit_start, begin, end, s):
     copy_range(w, UNIT, place, place + length, unit_start, begin)
     set_range(w, FREE, place, place + maskable, 1)
     w[UNIT, place] |= 1
+    for i in range(maskable if s.joins_documents else 0):
+        if text[begin + i] == s.sep or text[begin + i] == s.eos:
+            w[FREE, place + i] = 0
+            w[UNIT, place + i] = w[UNIT, place + i + 1] = 1
     for i in range(maskable, length + 1):  # eos and [SEP]
         w[FREE, place + i] = 0
         w[UNIT, place + i] = 1
@@ -268,6 +272,7 @@ class MaskedTextConfig(RowSizes):
     static_copies = 0  # number of fixed maskings of each text; 0: each sample has its own
     listed_prob = 0.0  # of a listed span, where one fits, instead of one drawn in units
     splits = ANYWHERE
+    joins_documents = False  # whether an Example may have several, with [SEP] between them
 
     def __post_init__(self) -> None:
         check_treatment(self.section_key, self.mask_token_prob, self.random_token_prob)
@@ -327,6 +332,7 @@ class MaskedText(PairedRows):
             "static_copies": int(config.static_copies),
             "listed_below": chance_threshold(config.listed_prob),
             "splits": config.splits,
+            "joins_documents": bool(config.joins_documents),
             "keeps_places": self.keeps_places,
         }
 

@@ -122,6 +122,9 @@ class OptimusConfig(RowSizes):
             "describes the one that encodes.",
         )
         require_alone(config, "optimus has samples of its own kind and stands")
+        require(
+            config.data, "data", {"short_prob": 0.0}, "but samples of optimus are rows of whole sentences"
+        )
         self._check_rest(config)
         needed = self.max_position_needed(config.data.sequence_length)
         for key, stack in (("model", config.model), ("decoder", decoder)):

@@ -15,8 +15,8 @@ def require_beside(dataset: IndexedDataset, prefix: str, kinds: Collection[str])
     """Raise ConfigError for several kinds, DataError for a dataset that has not the one. Args: kinds: keys above."""
     if len(kinds) > 1:
         raise ConfigError(
-            f"the objectives read {' and '.join(sorted(kinds))}, but a corpus has one of them beside its tokens; choose "
-            "objectives that read one."
+            f"the objectives read {' and '.join(sorted(kinds))}, but a corpus has one of them beside its tokens; "
+            "choose objectives that read one."
         )
     (kind,) = kinds
     ids = dataset.manifest.get("entities", {}).get("ids", "nothing")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import NamedTuple
 
-from data_utils.base.settings import REQUIRED, check, checked, setting
+from data_utils.base.settings import REQUIRED, check, checked, fraction, setting
 from data_utils.objectives import ObjectiveChoice
 
 
@@ -41,6 +41,9 @@ class DataConfig:
         (), "list of {prefix, weight, name, decoder_prefix}: the validation corpora; empty = no evaluation"
     )
     sequence_length: int = setting(512, "tokens of source text per sample (before corruption)", at_least=16)
+    short_prob: float = fraction(
+        0.0, "probability of cropping a document's part to a uniform length from 2 tokens (BERT: 0.1)"
+    )
     region: int = setting(
         0,
         "where the length of samples changes in phases: tokens that stay together in the shuffled order, such as "

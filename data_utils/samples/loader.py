@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,15 +26,19 @@ from data_utils.samples.sampler import WindowIndex
 from data_utils.text.tokenizers import Tokenizer
 from data_utils.text.vocabulary import Vocabulary, vocabulary_of
 
+if TYPE_CHECKING:
+    from data_utils.samples.short import Shortener
+
 _BLOCKS_CHECKED = 4  # MiB of each file of a corpus, by each rank at its start
 
 
 class SampleLoader:
     """Sample numbers -> batch. Stateless: the caller's count of consumed samples is the only state."""
 
-    def __init__(self, mixture: Mixture, objective: Objective):
+    def __init__(self, mixture: Mixture, objective: Objective, shorten: Shortener | None = None):
         self.mixture = mixture
         self.objective = objective
+        self.shorten = shorten
 
     @property
     def mixtures(self) -> list[Mixture]:
@@ -42,7 +47,10 @@ class SampleLoader:
 
     def batch(self, indices: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """Samples int64 [B] as int32 [B, len(FIELDS), row_length], in `out` if given: a new array costs more."""
-        return collate(self.objective, *self.mixture.fetch(indices), indices, out)
+        pieces = self.mixture.fetch(indices)
+        if self.shorten is not None:
+            pieces = self.shorten(*pieces, indices)
+        return collate(self.objective, *pieces, indices, out)
 
     def prefetch(self, indices: np.ndarray) -> None:
         """Let the kernel start to read samples int64 [B] of a later batch; see `Mixture.prefetch`."""
@@ -188,13 +196,14 @@ def open_datasets(
     of_phases = [choice for phase in phases for choice in phase.objectives]
     sections = [choice.section for choice in (*objectives, *of_phases)]
     corpora = _Corpora(data, sections, objective.row_length, tokenizer, decoder_tokenizer)
-    train = SampleLoader(corpora.mixture(data.train, derive_seed(seed, "train")), objective)
+    shorten = _shortener(data, seed)
+    train = SampleLoader(corpora.mixture(data.train, derive_seed(seed, "train")), objective, shorten)
     if phases:
         train = _phased(train, phases, vocabulary, seed)
     validation = None
     if data.validation:
         mixture = corpora.mixture(data.validation, derive_seed(seed, "validation"))
-        validation = SampleLoader(mixture, objective)
+        validation = SampleLoader(mixture, objective, shorten)
     loaders = [train] if validation is None else [train, validation]
     indexes = [index for loader in loaders for index in loader.mixture.indexes]
     notes = [*map(str, indexes)] if objectives[0].section.whole_documents else []
@@ -210,7 +219,16 @@ def _phased(
         make_objective(choices, vocabulary, seed, data.sequence_length, data.row_length)
         for _, data, choices in phases
     ]
-    return PhasedLoader(list(map(SampleLoader, mixtures, objectives)))
+    shorteners = [_shortener(phase.data, seed) for phase in phases]
+    return PhasedLoader(list(map(SampleLoader, mixtures, objectives, shorteners)))
+
+
+def _shortener(data: DataConfig, seed: int) -> Shortener | None:
+    if not data.short_prob:
+        return None
+    from data_utils.samples.short import Shortener
+
+    return Shortener(data.short_prob, seed)
 
 
 def mixtures_of(indexes: Sequence[Index], seed: int, phases: Sequence[PhaseSamples]) -> list[Mixture]:

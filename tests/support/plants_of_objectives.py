@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from support.plant import RECIPES, Plant
+from support.plants_of_variants import VARIANTS
 
 MENTIONS = "tests/data/build/test_mentions.py"
 
@@ -75,8 +76,8 @@ OBJECTIVES = (
     Plant(
         "an entity on the last token of its mention",
         "data_utils/build/mentions.py",
-        "entities[token] = entity",
-        "entities[last - 1] = entity",
+        "entities[first] = self.value(first, last, entity)",
+        "entities[last - 1] = self.value(first, last, entity)",
         (f"{MENTIONS}::test_an_entity_stands_on_the_first_token_of_its_mention",),
     ),
     Plant(
@@ -100,4 +101,5 @@ OBJECTIVES = (
         "attended).added() + self.entity_bias * (flow.plan is None)",
         ("tests/knowledge/test_model.py::test_losses_and_gradients_are_those_of_the_reference",),
     ),
+    *VARIANTS,
 )

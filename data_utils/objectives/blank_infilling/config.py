@@ -15,7 +15,6 @@ from data_utils.text.vocabulary import Vocabulary
 TOKEN, SENTENCE, DOCUMENT = range(3)  # the objectives, and the numbers of their losses
 ROOM_DEVIATIONS = 1.0  # a row has room for the mean number of spans and this many standard deviations
 EXPECTED_SENTENCE_LENGTH = 8  # tokens; shorter than in real text; only used to size rows
-SHORTEST_CROP = 32  # tokens
 PLACEMENTS = ("uniform", "reference")
 
 
@@ -69,10 +68,7 @@ class BlankInfillingConfig(ObjectiveConfig):
     single_span_prob: float = fraction(
         0.0, "probability of one short span only, drawn before the objective is; counts as token objective"
     )
-    short_seq_prob: float = fraction(
-        0.0,
-        f"probability of cropping the text to a uniform length from {SHORTEST_CROP} tokens, anywhere in it",
-    )
+    short_seq_prob: float = fraction(0.0, "the former name of data.short_prob, which is set instead")
     block_mask_prob: float = fraction(
         0.0, "token objective: probability of replacing each part-B input after sop by dBLOCK"
     )

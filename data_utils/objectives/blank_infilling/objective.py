@@ -22,13 +22,12 @@ import numpy as np
 from data_utils.base.errors import DataError
 from data_utils.base.losses import Loss
 from data_utils.base.planes import DOC, FIELDS, PADDING_DOC, POSITION_IDS, TOKENS, Example
-from data_utils.base.random_streams import below, chance, chance_threshold, next_word, open_stream, shuffle
+from data_utils.base.random_streams import chance, chance_threshold, next_word, open_stream, shuffle
 from data_utils.base.settings import check
 from data_utils.objectives.blank_infilling import config, spans
 from data_utils.objectives.blank_infilling.config import (
     DOCUMENT,
     SENTENCE,
-    SHORTEST_CROP,
     TOKEN,
     BlankInfillingConfig,
     length_table,
@@ -64,7 +63,7 @@ def _fill_example(
     objectives.
     """
     open_stream(stream, s.key, sample, piece, 0)
-    short = chance(stream, s.short_below)
+    next_word(stream)  # unused: so masks are those of the runs that drew a length here
     single = chance(stream, s.single_below)
     mode = next_word(stream)
     tail = chance(stream, s.tail_below)
@@ -72,10 +71,6 @@ def _fill_example(
     if not single and mode >= s.token_below:
         objective = SENTENCE if mode < s.token_or_sentence_below else DOCUMENT
     tail = tail and objective == DOCUMENT
-    if short and length > SHORTEST_CROP:
-        crop = SHORTEST_CROP + below(stream, length - SHORTEST_CROP + 1)
-        start += below(stream, length - crop + 1)
-        length = crop
     n = length + 1
     maskable = length - 1 if length > 0 and text[start + length - 1] == s.eos else length
     available = 3 * n if s.masked_lm else limit - used
@@ -194,7 +189,6 @@ class BlankInfilling(RowObjective):
             "token_or_sentence_below": chance_threshold(1.0 - config.document_prob),
             "tail_below": chance_threshold(config.document_tail_prob),
             "single_below": chance_threshold(config.single_span_prob),
-            "short_below": chance_threshold(config.short_seq_prob),
             "block_mask_below": chance_threshold(config.block_mask_prob),
             "longest_span": self.sequence_length - 1,
             "longest_token_span": self._longest_token_span,

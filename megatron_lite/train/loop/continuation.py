@@ -178,11 +178,12 @@ def corpora_changes(config: Config, state: TrainerState) -> list[str]:
 def changed_samples(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Settings that differ between two configuration trees and make other samples of the same corpora."""
     chosen = {name for tree in (before, after) for name in tree.get("objectives") or ("blank_infilling",)}
-    decisive = ["data.sequence_length", "objective"]
+    decisive = ["data.sequence_length", "data.short_prob", "objective"]
     for name in chosen & OBJECTIVES.keys():
         keys = OBJECTIVES[name].config_class.sample_settings
         decisive += (f"{name}.",) if keys is None else keys
-    return [change for change in config_changes(before, after) if change.startswith(tuple(decisive))]
+    changes = [change for change in config_changes(before, after) if change.startswith(tuple(decisive))]
+    return [change for change in changes if change != "data.short_prob: None -> 0.0"]  # of former versions
 
 
 def changed_plan(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

@@ -272,7 +272,7 @@ def test_capitals_entities_and_spans_do_not_stand_in_one_file(made, tmp_path):
             BuildConfig(inputs=["a"], output="b", **given)
     (tmp_path / "text.txt").write_text("word1")
     config = BuildConfig(inputs=[str(tmp_path / "text.txt")], output=str(tmp_path / "o"), spans_key="spans")
-    with pytest.raises(ConfigError, match="--spans-key is given, but .* has no JSON lines; convert it"):
+    with pytest.raises(ConfigError, match=r"--spans-key is given, but .* has no JSON lines; convert it"):
         build_corpus(config, ByteTokenizer)
     datasets = [IndexedDataset(made([record()], "a"))]
     datasets.append(IndexedDataset(made([record()], "b", entities_key=None, entity_ids=None, capitals=True)))

@@ -274,7 +274,7 @@ def test_example_is_what_the_batch_holds():
 def mixed_batch() -> np.ndarray:
     """A few samples through every option that has its own code."""
     options = [
-        {**MIXED, "short_seq_prob": 0.3, "single_span_prob": 0.2, "block_mask_prob": 0.2},
+        {**MIXED, "single_span_prob": 0.2, "block_mask_prob": 0.2},
         {"context_mask_ratio": 0.1, "random_position": True, "placement": "reference"},
         {"sentinel_first": 2000, "sentinel_count": 3},
         {"masked_lm": True},

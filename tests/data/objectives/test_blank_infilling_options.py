@@ -18,7 +18,7 @@ from support.blank_infilling import (
     spans_of,
 )
 from support.chi_square import chi_square, chi_square_limit
-from support.recipes import FIRST_TEXT_TOKEN, many, text_of
+from support.recipes import many, text_of
 
 from data_utils.base.errors import ConfigError
 from data_utils.base.planes import Example
@@ -37,21 +37,6 @@ def test_single_span_prob_precedes_the_mode():
     p = poisson(39)
     expected = len(single) * np.array([*p[:7], p[7:].sum()])
     assert chi_square(observed, expected) < chi_square_limit(7)
-
-
-def test_short_seq_prob_crops_to_a_uniform_length_anywhere():
-    text = text_of(100)
-    sizes, starts = [], set()
-    for example in many(objective(short_seq_prob=1.0), text, 4000):
-        crop = rebuilt(example)
-        sizes.append(len(crop))
-        start = int(crop[0]) - FIRST_TEXT_TOKEN
-        starts.add(start)
-        assert (crop == text[start : start + len(crop)]).all()
-    expected = np.full(69, 4000 / 69)
-    assert chi_square(np.bincount(np.array(sizes) - 32, minlength=69), expected) < chi_square_limit(68)
-    assert min(starts) == 0 and max(starts) > 60
-    assert all(len(rebuilt(e)) == 32 for e in many(objective(short_seq_prob=1.0), text_of(32), 20))
 
 
 def test_block_mask_prob_hides_inputs_only_and_only_of_the_token_objective():

@@ -93,7 +93,7 @@ def random_spans(rng, length):
 
 
 def places(example, text):
-    """Bool for each token of a text whose tokens are distinct: is it predicted?; and which text of the pair it is in."""
+    """For each token of a text whose tokens are distinct: is it predicted, and in which text of the pair is it?"""
     of = {}
     for token, target, weight, segment in zip(
         example.tokens, example.targets, example.weights, example.segment_ids, strict=True
