@@ -41,9 +41,7 @@ class DataConfig:
         (), "list of {prefix, weight, name, decoder_prefix}: the validation corpora; empty = no evaluation"
     )
     sequence_length: int = setting(512, "tokens of source text per sample (before corruption)", at_least=16)
-    short_prob: float = fraction(
-        0.0, "probability of cropping a document's part to a uniform length from 2 tokens (BERT: 0.1)"
-    )
+    short_prob: float = fraction(0.0, "part of texts cropped to a uniform length from 2 tokens (BERT: 0.1)")
     region: int = setting(
         0,
         "where the length of samples changes in phases: tokens that stay together in the shuffled order, such as "

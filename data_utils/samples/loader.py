@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
@@ -26,19 +26,15 @@ from data_utils.samples.sampler import WindowIndex
 from data_utils.text.tokenizers import Tokenizer
 from data_utils.text.vocabulary import Vocabulary, vocabulary_of
 
-if TYPE_CHECKING:
-    from data_utils.samples.short import Shortener
-
 _BLOCKS_CHECKED = 4  # MiB of each file of a corpus, by each rank at its start
 
 
 class SampleLoader:
     """Sample numbers -> batch. Stateless: the caller's count of consumed samples is the only state."""
 
-    def __init__(self, mixture: Mixture, objective: Objective, shorten: Shortener | None = None):
-        self.mixture = mixture
-        self.objective = objective
-        self.shorten = shorten
+    def __init__(self, mixture: Mixture, objective: Objective, shorten: Any = None):
+        """Args: shorten: a `Shortener` of short.py."""
+        self.mixture, self.objective, self.shorten = mixture, objective, shorten
 
     @property
     def mixtures(self) -> list[Mixture]:
@@ -47,10 +43,10 @@ class SampleLoader:
 
     def batch(self, indices: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """Samples int64 [B] as int32 [B, len(FIELDS), row_length], in `out` if given: a new array costs more."""
-        pieces = self.mixture.fetch(indices)
+        tokens, lengths, counts = self.mixture.fetch(indices)
         if self.shorten is not None:
-            pieces = self.shorten(*pieces, indices)
-        return collate(self.objective, *pieces, indices, out)
+            tokens, lengths, counts = self.shorten(tokens, lengths, counts, indices)
+        return collate(self.objective, tokens, lengths, counts, indices, out)
 
     def prefetch(self, indices: np.ndarray) -> None:
         """Let the kernel start to read samples int64 [B] of a later batch; see `Mixture.prefetch`."""
@@ -193,10 +189,14 @@ def open_datasets(
     data.check_decoder(decoder_tokenizer is not None)
     vocabulary = vocabulary_of(tokenizer, decoder_tokenizer)
     objective = make_objective(objectives, vocabulary, seed, data.sequence_length, data.row_length)
-    of_phases = [choice for phase in phases for choice in phase.objectives]
-    sections = [choice.section for choice in (*objectives, *of_phases)]
+    choices = [*objectives, *(choice for phase in phases for choice in phase.objectives)]
+    sections = [choice.section for choice in choices]
     corpora = _Corpora(data, sections, objective.row_length, tokenizer, decoder_tokenizer)
-    shorten = _shortener(data, seed)
+    shorten = None
+    if data.short_prob:
+        from data_utils.samples.short import Shortener
+
+        shorten = Shortener(data.short_prob, seed)
     train = SampleLoader(corpora.mixture(data.train, derive_seed(seed, "train")), objective, shorten)
     if phases:
         train = _phased(train, phases, vocabulary, seed)
@@ -219,16 +219,8 @@ def _phased(
         make_objective(choices, vocabulary, seed, data.sequence_length, data.row_length)
         for _, data, choices in phases
     ]
-    shorteners = [_shortener(phase.data, seed) for phase in phases]
-    return PhasedLoader(list(map(SampleLoader, mixtures, objectives, shorteners)))
-
-
-def _shortener(data: DataConfig, seed: int) -> Shortener | None:
-    if not data.short_prob:
-        return None
-    from data_utils.samples.short import Shortener
-
-    return Shortener(data.short_prob, seed)
+    shorten = run.shorten  # `data.short_prob` is that of all phases
+    return PhasedLoader([SampleLoader(*each, shorten) for each in zip(mixtures, objectives, strict=True)])
 
 
 def mixtures_of(indexes: Sequence[Index], seed: int, phases: Sequence[PhaseSamples]) -> list[Mixture]:

@@ -25,6 +25,9 @@ _OF_GLM = OF_TRAINING | {
 }  # fmt: skip
 
 
+_WITHOUT_ROTARY = (("learned_blocks", "added"), ("learned", "added"), ("none", "added"), ("learned", "none"))
+
+
 def check_model(model: ModelConfig) -> None:
     """Raise ConfigError for options that contradict each other."""
     check(
@@ -38,9 +41,7 @@ def check_model(model: ModelConfig) -> None:
         f"({model.num_attention_heads}); choose a divisor of {model.num_attention_heads}.",
     )
     check(
-        model.positions == "rotary"
-        or model.block_positions == "added"
-        or (model.positions, model.block_positions) == ("learned", "none"),
+        model.positions == "rotary" or (model.positions, model.block_positions) in _WITHOUT_ROTARY,
         f"model.block_positions is {model.block_positions} with model.positions {model.positions}, but it is for "
         "rotary positions; set positions to rotary, or leave block_positions out.",
     )

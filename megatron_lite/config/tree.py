@@ -17,7 +17,6 @@ from data_utils.base.setting_files import load_json, load_yaml, shown
 from data_utils.base.settings import (
     REQUIRED,
     build,
-    check,
     inline_sections,
     merge,
     parse_override,
@@ -109,11 +108,8 @@ class Config:
         chosen = {name: given.get(name) or objective_class(name).config_class() for name in names}
         glm: Any = chosen.get("blank_infilling")
         if glm is not None and glm.short_seq_prob:  # as in files of former versions
-            check(
-                not self.data.short_prob,
-                "blank_infilling.short_seq_prob is the former name of data.short_prob, which is set too; remove it.",
-            )
-            object.__setattr__(self, "data", replace(self.data, short_prob=glm.short_seq_prob))
+            data = replace(self.data, short_prob=self.data.short_prob or glm.short_seq_prob)
+            object.__setattr__(self, "data", data)
             chosen["blank_infilling"] = replace(glm, short_seq_prob=0.0)
         object.__setattr__(self, "objective_sections", chosen)  # those of the run's objectives, no others
         check_together(self)

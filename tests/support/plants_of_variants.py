@@ -33,8 +33,8 @@ VARIANTS = (
     Plant(
         "a corpus without spans taken for one whose texts have none, in later phases",
         "data_utils/samples/loader.py",
-        "for choice in (*objectives, *of_phases)]",
-        "for choice in objectives]",
+        "[choice.section for choice in choices]",
+        "[choice.section for choice in objectives]",
         ("tests/train/test_listed_spans.py::test_a_phase_may_begin_to_read_spans",),
     ),
     Plant(

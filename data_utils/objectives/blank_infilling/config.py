@@ -68,7 +68,7 @@ class BlankInfillingConfig(ObjectiveConfig):
     single_span_prob: float = fraction(
         0.0, "probability of one short span only, drawn before the objective is; counts as token objective"
     )
-    short_seq_prob: float = fraction(0.0, "the former name of data.short_prob, which is set instead")
+    short_seq_prob: float = fraction(0.0, "the former name of data.short_prob, read where that is 0")
     block_mask_prob: float = fraction(
         0.0, "token objective: probability of replacing each part-B input after sop by dBLOCK"
     )

@@ -117,21 +117,8 @@ def _fill_row(row, text, words, start, lengths, sample, first_piece, stream, w, 
         needed -= least_tokens(length, s)  # what the pieces after this one need
         limit = row_length - needed
         used = _fill_example(
-            row,
-            used,
-            limit,
-            text,
-            words,
-            start,
-            length,
-            sample,
-            piece,
-            stream,
-            w,
-            sentence_end,
-            cumulative,
-            s,
-        )
+            row, used, limit, text, words, start, length, sample, piece, stream, w, sentence_end, cumulative, s
+        )  # fmt: skip
         piece += 1
         start += length
     set_range(row, TOKENS, used, row_length, s.pad)

@@ -96,10 +96,9 @@ def test_the_former_name_is_read():
     files = [ROOT / "configs/tiny.yaml"]
     former = load_config(files, ["blank_infilling.short_seq_prob=0.2"])
     assert former == load_config(files, ["data.short_prob=0.2"]) and former.data.short_prob == 0.2
-    with pytest.raises(
-        ConfigError, match=r"short_seq_prob is the former name of data.short_prob, which is set too"
-    ):
-        load_config(files, ["blank_infilling.short_seq_prob=0.2", "data.short_prob=0.1"])
+    assert former.objective_sections["blank_infilling"].short_seq_prob == 0
+    both = load_config(files, ["blank_infilling.short_seq_prob=0.2", "data.short_prob=0.1"])
+    assert both.data.short_prob == 0.1
     tree = to_tree(former)
     before = copy.deepcopy(merge(tree, {"blank_infilling": {"short_seq_prob": 0.2}}))
     del before["data"]["short_prob"]
