@@ -53,6 +53,20 @@ def test_builds_a_corpus(corpus):
     assert dataset.manifest["tokenizer"]["config"]["kind"] == "bert_wordpiece"
 
 
+def test_spans_are_stored_beside_the_tokens(corpus):
+    """Merged and verified from a shell as well; a record without them is one line."""
+    lines = ['{"text": "hello world again", "spans": [[0, 11, "noun"]]}', '{"text": "hello", "spans": []}']
+    (corpus / "spans.jsonl").write_text("\n".join(lines) + "\n")
+    options = ["--input", "spans.jsonl", "--spans-key", "spans", "--workers", "1", "--verify"]
+    done = run(corpus, *options, "--output", "out")
+    assert done.returncode == 0, done.stderr
+    assert "spans: 1; left out: 0 of low score" in done.stdout and "out: verified" in done.stdout
+    assert IndexedDataset(corpus / "out").entities.tolist() == [2, *[-1] * 5]
+    done = run(corpus, "--input", "good.jsonl", "--spans-key", "spans", "--workers", "1", "--output", "b")
+    assert done.returncode == 2 and "Traceback" not in done.stderr and not list(corpus.glob("b.*"))
+    assert "good.jsonl:1: there is no list 'spans' of [start, end, " in done.stderr
+
+
 def test_a_corpus_of_the_published_vocabulary(corpus):
     options = ["--added-tokens", "none", "--vocab-size", "9", "--workers", "1"]
     done = run(corpus, "--input", "good.jsonl", "--output", "out", *options)

@@ -186,4 +186,4 @@ def test_a_vocabulary_whose_eos_is_sep_has_one_between_documents():
 def test_robertas_configuration_takes_each_format(name):
     """The rows are those of 512 positions, but for pairs of sentences, which have more special tokens."""
     config = load_config([ROOT / "configs/roberta-large.yaml"], [f"masked_lm.input={name}"])
-    assert config.row_length == (608 if name == "sentences" else 520)
+    assert config.row_length == (608 if name == "sentences" else 512)
