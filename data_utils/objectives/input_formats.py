@@ -5,8 +5,8 @@
     document   DOC-SENTENCES: each document of a window an Example
 
 In the last two an Example ends where a sentence does. A window ends anywhere, so the sentence that it cuts is an
-Example of its own: no text is lost. A sentence of fewer than SHORTEST tokens joins a neighbour in `sentences`, such as
-the "e.g." that only looks like one; this also bounds the special tokens of a row.
+Example of its own: no text is lost. In `sentences` one with few tokens joins a neighbour, such as the "e.g." that only
+looks like one; this also bounds the special tokens of a row.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import numpy as np
 
 from data_utils.objectives.row_loops import entry_point
 
-SHORTEST = 8  # tokens of a sentence
 _SENTENCES, _FULL, _DOCUMENT = range(3)
 FORMATS = {"sentences": _SENTENCES, "full": _FULL, "document": _DOCUMENT}
 
@@ -40,11 +39,11 @@ def _copy(out, used, text, start, end):
 
 
 @entry_point
-def _pair_sentences(text, start, end, sentence_end, marks, lengths, count):
+def _pair_sentences(text, start, end, shortest, sentence_end, marks, lengths, count):
     """The lengths of pairs of sentences of text[start:end], and marks at their second ones. Returns their number."""
     begin, sentence, is_second = start, start, False
     for i in range(start, end):
-        if sentence_end[text[i]] and i + 1 - sentence >= SHORTEST and end - i - 1 >= SHORTEST:
+        if sentence_end[text[i]] and i + 1 - sentence >= shortest and end - i - 1 >= shortest:
             sentence = i + 1
             is_second = not is_second
             if is_second:
@@ -59,7 +58,19 @@ def _pair_sentences(text, start, end, sentence_end, marks, lengths, count):
 
 @entry_point
 def _recut(
-    text, piece_lengths, counts, kind, eos, sep, drops_eos, sentence_end, out, marks, lengths, numbers
+    text,
+    piece_lengths,
+    counts,
+    kind,
+    shortest,
+    eos,
+    sep,
+    drops_eos,
+    sentence_end,
+    out,
+    marks,
+    lengths,
+    numbers,
 ):
     piece, start, used, count = 0, 0, 0, 0
     for i in range(len(counts)):
@@ -70,7 +81,8 @@ def _recut(
             is_last = number == counts[i] - 1
             if end > start and kind == _SENTENCES:
                 used = _copy(out, used, text, start, end)
-                count = _pair_sentences(out, used - (end - start), used, sentence_end, marks, lengths, count)
+                first_token = used - (end - start)
+                count = _pair_sentences(out, first_token, used, shortest, sentence_end, marks, lengths, count)
             elif end > start:
                 stop = _last_end(text, start, end, eos, sentence_end)
                 if kind == _FULL and not is_last:
@@ -104,32 +116,23 @@ def _recut(
 
 def recut(
     name: str,
+    shortest: int,
     tokens: np.ndarray,
-    pieces: tuple[np.ndarray, np.ndarray],
+    piece_lengths: np.ndarray,
+    counts: np.ndarray,
     special: tuple[int, int],
     drops_eos: bool,
     sentence_end: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The pieces of samples in a format.
 
-    Args: pieces: their lengths, and their number of each sample. special: the ids of eos and SEP. drops_eos: where SEP
-        follows. sentence_end: bool, of each token of the vocabulary.
+    Args: shortest: tokens of a sentence that stands alone. counts: pieces of each sample. special: the ids of eos and
+        SEP. drops_eos: where SEP follows. sentence_end: bool, of each token of the vocabulary.
     Returns: int32 [2, tokens], the text and 1 where the second sentence of a pair begins; lengths and number of pieces.
-    """  # fmt: skip
-    piece_lengths, counts = pieces
+    """
     most = len(tokens) + len(piece_lengths)
     text = np.zeros((2, most), np.int32)
     lengths, numbers = np.empty(most + len(counts), np.int64), np.empty(len(counts), np.int64)
-    used, count = _recut(
-        tokens,
-        piece_lengths,
-        counts,
-        FORMATS[name],
-        *special,
-        drops_eos,
-        sentence_end,
-        *text,
-        lengths,
-        numbers,
-    )
+    rule = (FORMATS[name], shortest, *special, drops_eos, sentence_end)
+    used, count = _recut(tokens, piece_lengths, counts, *rule, *text, lengths, numbers)
     return np.ascontiguousarray(text[:, :used]), lengths[:count], numbers

@@ -25,7 +25,7 @@ from data_utils.objectives.masked_text import (
 from data_utils.objectives.registry import register
 from data_utils.text.vocabulary import Vocabulary
 
-_SHORTEST = 8  # that of input_formats.py, which is imported where a run has such inputs
+SHORTEST = 8  # tokens of a sentence, where inputs are pairs of them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,6 @@ class MaskedLmConfig(MaskedTextConfig):
         "masks drawn beforehand for each text and used in turn (BERT: 10); 0 = drawn for each sample",
         at_least=0,
     )
-
     input: str = setting(
         "segments",
         "what an Example is, RoBERTa's four: segments (a part of a document; with next_sentence it is cut in two), "
@@ -72,7 +71,7 @@ class MaskedLmConfig(MaskedTextConfig):
     @property
     def growth(self) -> float:
         """Three special tokens for two sentences."""
-        return 1.0 + 1.5 / _SHORTEST if self.input == "sentences" else 1.0
+        return 1.0 + 1.5 / SHORTEST if self.input == "sentences" else 1.0
 
     @property
     def overhead(self) -> int:
@@ -104,8 +103,8 @@ class MaskedLm(MaskedText):
             special, drops_eos = self.vocabulary.special, bool(self._settings[0].drops_eos)
             pieces = recut(
                 self.config.input,
-                tokens,
-                pieces[1:],
+                SHORTEST,
+                *pieces,
                 (special.eos, special.sep),
                 drops_eos,
                 self._sentence_end,
