@@ -84,7 +84,7 @@ ABILITIES: dict[str, int] = {
     "lengths of micro-batches that follow from waves of tiles, and padding in records and proposals": 60,
     "logits of some rows at a time, and their time, memory and proposal": 252,
     "spans that a corpus lists, masked as one": 262,
-    "RoBERTa's formats of inputs": 222,
+    "RoBERTa's formats of inputs": 224,
     "short samples of every objective": 56,
     "GLM without its second position": 6,
 }
