@@ -91,7 +91,7 @@ ABILITIES: dict[str, int] = {
     "RoBERTa's formats of inputs": 224,
     "short samples of every objective": 56,
     "GLM without its second position": 6,
-    "corpora of labelled pairs; discourse relation and relevance": 520,
+    "corpora of labelled pairs; discourse relation and relevance": 530,
 }
 # Figures that may only fall. A change that lowers a figure lowers its number here; tests/support/figures.py prints all.
 CEILINGS = {

@@ -32,5 +32,4 @@ CLASS_HEADS = {"sentence_reordering": 31, "sentence_distance": 33, "token_docume
     "discourse_relation": 40, "relevance": 42}  # fmt: skip
 SENTENCE_LEVEL = (NEXT_SENTENCE_LOSS.number, SENTENCE_ORDER_LOSS.number, 31, 33, 40, 42)
 CLASS_LEVEL = (*SENTENCE_LEVEL, 35, 38)  # predicted by a head of classes, not by the vocabulary
-# Losses whose sum is divided by all tokens of their texts, not by the weight of those that are predicted.
-BY_TOKENS = (MASKED_DIFFUSION.number,)
+BY_TOKENS = (MASKED_DIFFUSION.number,)  # divided by all tokens of the texts, not by predicted weights

@@ -18,6 +18,7 @@ from data_utils.base.losses import CLASS_HEADS, Loss
 from data_utils.base.settings import checked, setting
 from data_utils.objectives.labelled_text import LabelledText, LabelledTextConfig, label_documents
 from data_utils.objectives.masked_text import GIVEN
+from data_utils.objectives.own_corpora import check_corpora
 from data_utils.objectives.pairs import OWN
 from data_utils.objectives.registry import register
 
@@ -39,8 +40,6 @@ class LabelledPairsConfig(LabelledTextConfig):
         return {self.section_key: self.classes}
 
     def check_run(self, config: Any) -> None:
-        from data_utils.samples.pair_corpora import check_corpora
-
         check_corpora(config)
 
 

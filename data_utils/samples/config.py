@@ -83,15 +83,6 @@ class DataConfig:
                 )
 
 
-def weights_of(corpora: Sequence[CorpusConfig], objectives: Sequence[ObjectiveChoice]) -> list[float]:
-    """Shares of the samples. Raises ConfigError where corpora of pairs and the objectives do not go together."""
-    if not any(corpus.objective for corpus in corpora):
-        return [corpus.weight for corpus in corpora]
-    from data_utils.samples.pair_corpora import shares
-
-    return shares(corpora, objectives)
-
-
 class PhaseSamples(NamedTuple):
     """All that makes the samples of a phase of the run."""
 

@@ -21,7 +21,7 @@ from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.manifest import LABELS
 from data_utils.objectives import LOSS_NAMES, ObjectiveChoice, make_objective
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD, Objective
-from data_utils.samples.config import CorpusConfig, DataConfig, PhaseSamples, weights_of
+from data_utils.samples.config import CorpusConfig, DataConfig, PhaseSamples
 from data_utils.samples.mixture import Index, Mixture
 from data_utils.samples.sampler import WindowIndex
 from data_utils.text.tokenizers import Tokenizer
@@ -236,6 +236,15 @@ def _phased(
             _loader(mixture, objective, data.train, choices, run.shorten)
         )  # `short_prob` is the run's
     return PhasedLoader(loaders)
+
+
+def weights_of(corpora: Sequence[CorpusConfig], objectives: Sequence[ObjectiveChoice]) -> list[float]:
+    """Shares of the samples. Raises ConfigError where corpora of pairs and the objectives do not go together."""
+    if not any(corpus.objective for corpus in corpora):
+        return [corpus.weight for corpus in corpora]
+    from data_utils.objectives.own_corpora import shares
+
+    return shares(corpora, objectives)
 
 
 def mixtures_of(indexes: Sequence[Index], seed: int, phases: Sequence[PhaseSamples]) -> list[Mixture]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from data_utils.base.errors import ConfigError, DataError
+from data_utils.base.errors import DataError
 from data_utils.base.setting_files import shown
 from data_utils.base.settings import check
 from data_utils.dataset.indexed_dataset import IndexedDataset
@@ -24,54 +24,11 @@ from data_utils.dataset.manifest import LABELS
 from data_utils.objectives import ObjectiveChoice
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD, Objective
 from data_utils.objectives.mixed import Mixed
+from data_utils.objectives.own_corpora import owner_of
 from data_utils.samples.beside import require_beside
 from data_utils.samples.config import CorpusConfig
 from data_utils.samples.mixture import Mixture
 from data_utils.samples.sampler import WindowIndex
-
-
-def owner_of(choice: ObjectiveChoice) -> str | None:
-    """The name of an objective that reads corpora of its own; None for one that reads text."""
-    return choice.name if choice.section.reads_beside == LABELS else None
-
-
-def shares(corpora: Sequence[CorpusConfig], objectives: Sequence[ObjectiveChoice]) -> list[float]:
-    """The part of the samples that each corpus has. Raises ConfigError for an objective without a corpus."""
-    total = sum(choice.weight for choice in objectives)
-    parts: dict[str | None, float] = {}
-    pools: dict[str | None, float] = {}
-    for choice in objectives:
-        parts[owner_of(choice)] = parts.get(owner_of(choice), 0.0) + choice.weight / total
-    for corpus in corpora:
-        pools[corpus.objective] = pools.get(corpus.objective, 0.0) + corpus.weight
-    for owner in parts:
-        if not pools.get(owner):
-            names = ", ".join(choice.name for choice in objectives if owner_of(choice) == owner)
-            which = "without an objective of its own" if owner is None else f"with objective: {owner}"
-            raise ConfigError(
-                f"{names} has a share of the samples, but no corpus {which} has a weight; add one to data.train, and "
-                "to data.validation if that is given, or take the objective out."
-            )
-    return [
-        corpus.weight * parts.get(corpus.objective, 0.0) / (pools[corpus.objective] or 1.0)
-        for corpus in corpora
-    ]
-
-
-def check_corpora(config: Any) -> None:
-    """Raise ConfigError unless a run's corpora suit its objectives that read pairs. Args: config: a Config."""
-    for corpora in (config.data.train, config.data.validation):
-        if corpora:
-            shares(corpora, config.objective_choices)
-    late = [choice.name for choice in config.objective_choices if choice.first_sample]
-    check(
-        not late,
-        f"objective_starts names {', '.join(late)} in a run with corpora of pairs, whose shares change with phases "
-        "only; give the objectives of each phase in phases.",
-    )
-    for name in ("region", "short_prob"):
-        value = getattr(config.data, name)
-        check(value == 0, f"data.{name} is {value}, but pairs are never cut; set it to 0.")
 
 
 def open_pairs(

@@ -111,10 +111,10 @@ def check_model(model: ModelConfig) -> None:
 
 
 def _check_class_heads(model: ModelConfig) -> None:
-    heads = [head.partition(":")[::2] for head in model.class_heads]
+    heads = dict(head.partition(":")[::2] for head in model.class_heads)
+    fit = all(name in CLASS_HEADS and n.isdecimal() and 1 < int(n) < 10_000 for name, n in heads.items())
     check(
-        all(name in CLASS_HEADS and count.isdecimal() and 1 < int(count) < 10_000 for name, count in heads)
-        and len(dict(heads)) == len(heads),
+        fit and len(heads) == len(model.class_heads),
         f"model.class_heads is {list(model.class_heads)}; each must be NAME:CLASSES, once, with 2 classes or more and "
         f"a name of {', '.join(CLASS_HEADS)}.",
     )

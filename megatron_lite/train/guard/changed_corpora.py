@@ -22,7 +22,8 @@ from data_utils.base.errors import CheckpointError
 from data_utils.base.random_streams import derive_seed
 from data_utils.base.settings import build
 from data_utils.dataset.manifest import read_manifest
-from data_utils.samples.config import CorpusConfig, weights_of
+from data_utils.samples.config import CorpusConfig
+from data_utils.samples.loader import weights_of
 from data_utils.samples.mixture import quotas, samples_of_corpora
 from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.config.plan import Plan

@@ -1,0 +1,54 @@
+"""Shares of the samples of each corpus, where some objectives read corpora of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from data_utils.base.errors import ConfigError
+from data_utils.base.settings import check
+from data_utils.objectives import ObjectiveChoice
+
+
+def owner_of(choice: ObjectiveChoice) -> str | None:
+    """The name of an objective that reads corpora of its own; None for one that reads text."""
+    return choice.name if choice.section.reads_beside == "labels" else None
+
+
+def shares(corpora: Sequence[Any], objectives: Sequence[ObjectiveChoice]) -> list[float]:
+    """The part of the samples that each corpus has. Raises ConfigError for an objective without a corpus."""
+    total = sum(choice.weight for choice in objectives)
+    parts: dict[str | None, float] = {}
+    pools: dict[str | None, float] = {}
+    for choice in objectives:
+        parts[owner_of(choice)] = parts.get(owner_of(choice), 0.0) + choice.weight / total
+    for corpus in corpora:
+        pools[corpus.objective] = pools.get(corpus.objective, 0.0) + corpus.weight
+    for owner in parts:
+        if not pools.get(owner):
+            names = ", ".join(choice.name for choice in objectives if owner_of(choice) == owner)
+            which = "without an objective of its own" if owner is None else f"with objective: {owner}"
+            raise ConfigError(
+                f"{names} has a share of the samples, but no corpus {which} has a weight; add one to data.train, and "
+                "to data.validation if that is given, or take the objective out."
+            )
+    return [
+        corpus.weight * parts.get(corpus.objective, 0.0) / (pools[corpus.objective] or 1.0)
+        for corpus in corpora
+    ]
+
+
+def check_corpora(config: Any) -> None:
+    """Raise ConfigError unless a run's corpora suit its objectives that read pairs. Args: config: a Config."""
+    for corpora in (config.data.train, config.data.validation):
+        if corpora:
+            shares(corpora, config.objective_choices)
+    late = [choice.name for choice in config.objective_choices if choice.first_sample]
+    check(
+        not late,
+        f"objective_starts names {', '.join(late)} in a run with corpora of pairs, whose shares change with phases "
+        "only; give the objectives of each phase in phases.",
+    )
+    for name in ("region", "short_prob"):
+        value = getattr(config.data, name)
+        check(value == 0, f"data.{name} is {value}, but pairs are never cut; set it to 0.")
