@@ -33,7 +33,7 @@ SYSTEMS = re.compile(
     r"(^|[^a-z])(bert|gpt2?|xlnet|unilm|unilmv2|optimus|t5|bart|mass|ernie|albert|roberta|spanbert|elmo|siatl)([^a-z]|$)"
 )
 # Where a system may be named: its own room, its objective, conversions, and what belongs to one system by its purpose.
-OWN_ROOMS = ("megatron_lite.hf", "megatron_lite.optimus")
+OWN_ROOMS = ("megatron_lite.hf", "megatron_lite.optimus", "megatron_lite.knowledge.huggingface")
 ENTRIES = (
     "data_utils.base.planes",
     "megatron_lite.model.input.batch",
