@@ -75,6 +75,7 @@ ABILITIES: dict[str, int] = {
     "ERNIE of Tsinghua: entities beside tokens, with fixed vectors": 748,
     "entities in corpora: read, aligned with tokens, stored, joined": 326,
     "typing with several labels, marks around mentions, entities in tasks": 487,
+    "ERNIE of Tsinghua in its published layout, several labels in exports": 280,
     "CUDA graphs of blocks": 391,
     "rotary positions, norms of heads and shared keys in one kernel; modern blocks as one function": 515,
     "attention under the rule and with a bias by distance, in kernels on GPUs": 439,

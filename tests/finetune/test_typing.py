@@ -8,11 +8,15 @@ import torch
 from support.commands import assert_refused, forked
 from support.distributed import run_ranks
 from support.mention_tasks import RELATIONS, TYPES, write_task
+from support.plugs import weights_of
 from support.tasks import task_of
 
 from data_utils.base.errors import ConfigError
 from megatron_lite.finetune.data import TaskData
 from megatron_lite.finetune.run import finetune
+from megatron_lite.generate.open_run import open_run
+from megatron_lite.hf.doors.export import ExportOptions, export_run
+from megatron_lite.hf.doors.importing import import_directory
 from megatron_lite.model.input.model_input import ModelInput
 from megatron_lite.model.trunk.build import build_model
 
@@ -43,6 +47,25 @@ def test_marked_mentions_reach_the_best_score(tmp_path, name, epochs, capfd):
             assert line["label"] == max(RELATIONS, key=line["scores"].__getitem__)
     found = forked("scripts/evaluate.py", "--checkpoint", tmp_path / "out")
     assert found.returncode == 0 and f"{names[0]} 1.0000" in found.stdout
+
+
+def test_an_export_says_that_labels_are_several_and_its_import_too(tmp_path):
+    files = write_task(tmp_path / "task", "typing", train=32)
+    run_ranks(learn, 1, files, tmp_path / "out", "finetune.epochs=1")
+    assert export_run(tmp_path / "out/seed_1234", tmp_path / "export", ExportOptions()) is not None
+    described = json.loads((tmp_path / "export/config.json").read_text())
+    assert described["problem_type"] == "multi_label_classification"
+    assert [*described["id2label"].values()] == list(TYPES)
+    tree = {
+        "training": {"steps": 1, "precision": "fp32"},
+        "objectives": {"masked_lm": 1},
+        "data": {"sequence_length": 28},
+    }
+    import_directory(tmp_path / "export", tmp_path / "again", tree)
+    task = open_run(tmp_path / "again").config.task
+    assert task is not None and task.kind == "typing" and task.labels == TYPES
+    weights, again = weights_of(tmp_path / "out/seed_1234"), weights_of(tmp_path / "again")
+    assert weights.keys() == again.keys() and all(torch.equal(x, again[name]) for name, x in weights.items())
 
 
 def test_the_loss_of_typing_is_the_mean_of_cross_entropies_of_yes_and_no(tmp_path):

@@ -215,7 +215,7 @@ def test_a_stack_without_a_class_is_refused_by_name(tmp_path, changes, message):
 
 
 def test_the_released_layout_is_refused(exported, tmp_path):
-    with pytest.raises(CheckpointError, match="joins two Transformers by a latent vector"):
+    with pytest.raises(CheckpointError, match="two Transformers joined by a latent vector"):
         export_run(exported[0], tmp_path / "export", ExportOptions(layout="released"))
     assert not (tmp_path / "export").exists()
 

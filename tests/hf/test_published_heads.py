@@ -146,7 +146,6 @@ def test_a_wrong_head_fails_the_proof(tmp_path):
 
 def test_heads_that_differ_are_refused_by_name(tmp_path):
     cases = [
-        ("bert", "text", {"problem_type": "multi_label_classification"}, "problem_type is multi_label"),
         ("xlnet", "text", {"summary_type": "mean"}, "summary_type is 'mean'; only 'last' can be imported"),
         ("modernbert", "text", {"classifier_pooling": "mean"}, "classifier_pooling is 'mean'; only 'cls'"),
         (

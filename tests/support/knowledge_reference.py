@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from data_utils.base.losses import ENTITIES, MASKED, NEXT_SENTENCE_LOSS
+from data_utils.base.planes import (
+    BLOCK_POSITION_IDS,
+    DOC,
+    OBJECTIVE,
+    POSITION_IDS,
+    SEGMENT_IDS,
+    TARGETS,
+    TOKENS,
+)
 from megatron_lite.config.tree import Config
 
 EPSILON = 1e-12
@@ -84,3 +96,42 @@ class Reference(nn.Module):
 
     def sentence(self, cls):
         return self.linear(torch.tanh(self.linear(cls, "heads.sentence.dense")), "heads.sentence.classifier")
+
+
+def reference_losses(reference, batch, vectors):
+    """Losses of all Examples by name, and scores of the entities, all in the order of rows and documents."""
+    found = {MASKED: [], NEXT_SENTENCE_LOSS: [], ENTITIES: []}
+    scores = []
+    given, (of_all, _, begins), mentioned = batch.given, batch.candidates, batch.mentioned.tolist()
+    example = -1
+    for row, planes in enumerate(batch.planes):
+        for doc in range(planes[DOC].max() + 1):
+            example += 1
+            at = np.flatnonzero(planes[DOC] == doc)
+            own = planes[:, at]
+            true = own[BLOCK_POSITION_IDS]
+            candidates = sorted(set(true[true > 0].tolist()))
+            assert candidates == of_all[begins[example] : begins[example + 1]].tolist()
+            read = np.zeros(len(at), int)
+            for place, token in enumerate(at.tolist()):
+                if true[place]:
+                    which = given[mentioned.index(row * planes.shape[1] + token)]
+                    read[place] = of_all[which] if which >= 0 else 0
+            m = torch.tensor(read > 0).float()
+            m[0] = 1.0
+            ids = (
+                torch.from_numpy(own[plane].astype(np.int64)) for plane in (TOKENS, POSITION_IDS, SEGMENT_IDS)
+            )
+            x = reference(*ids, torch.from_numpy(vectors.of(read)), m)
+            table = torch.from_numpy(vectors.of(np.array([0, *candidates])))
+            for place in np.flatnonzero(batch.weights[row, at]):
+                target = torch.tensor(int(own[TARGETS, place]))
+                if own[OBJECTIVE, place] == NEXT_SENTENCE_LOSS.number:
+                    found[NEXT_SENTENCE_LOSS].append(F.cross_entropy(reference.sentence(x[place]), target))
+                else:
+                    found[MASKED].append(F.cross_entropy(reference.words(x[place]), target))
+            for place in np.flatnonzero(true):
+                scores.append(reference.entities(x[place], table))
+                target = torch.tensor(1 + candidates.index(true[place]))
+                found[ENTITIES].append(F.cross_entropy(scores[-1], target))
+    return found, scores

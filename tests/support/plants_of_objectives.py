@@ -104,6 +104,13 @@ OBJECTIVES = (
         ("tests/tasks/test_marked.py::test_entities_stand_on_the_first_tokens_of_their_mentions",),
     ),
     Plant(
+        "keys and values of entities exchanged in the published layout",
+        "megatron_lite/knowledge/huggingface.py",
+        '("query", "key", "value")',
+        '("query", "value", "key")',
+        ("tests/knowledge/test_huggingface.py::test_the_run_computes_what_the_source_does",),
+    ),
+    Plant(
         "a task whose model reads its tokens alone",
         "megatron_lite/knowledge/model.py",
         "mentions: Any = batch.parts.mentions",

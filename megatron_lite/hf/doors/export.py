@@ -54,8 +54,10 @@ from megatron_lite.hf.glm.configuration_glm import GLMConfig
 from megatron_lite.hf.glm.proof import Question
 from megatron_lite.hf.glm.tokenizer_files import prove_tokenizer, write_tokenizer
 from megatron_lite.hf.published import proof as published_proof
+from megatron_lite.hf.published.heads import SEVERAL_LABELS
 from megatron_lite.hf.published.runs import trained_layout, write_published
 from megatron_lite.hf.published.systems import OF_MODEL
+from megatron_lite.knowledge.huggingface import has_knowledge, write_knowledge
 from megatron_lite.model.trunk.counts import parameter_shapes
 from megatron_lite.model.trunk.trained_model import DECODER, ENCODER
 from megatron_lite.optimus import huggingface as optimus
@@ -88,9 +90,7 @@ class ExportOptions:
         one_of=("huggingface", "released"),
     )
     dtype: str = setting("fp32", "type of the written weights", one_of=tuple(DTYPES))
-    max_shard_bytes: int = setting(
-        5 * 10**9, "largest weight file; a single tensor may exceed it", at_least=1
-    )
+    max_shard_bytes: int = setting(5 * 10**9, "largest weight file; one tensor may exceed it", at_least=1)
     verify: bool = setting(True, "run both models and compare logits")
     tolerance: float = setting(proof.TOLERANCE, "largest logit difference that passes")
 
@@ -117,6 +117,11 @@ def export_run(
             return _export_optimus(directory, run, options)
         if is_electra(run.config):
             return _export_electra(directory, run, options)
+        if has_knowledge(run.config):
+            _refuse_released(run, options, "a stream of entities")
+            write_knowledge(directory, run, options.dtype, options.max_shard_bytes, options.verify)
+            write_report(directory, None)
+            return None
         _check_exportable(run, options.layout)
         checkpoint, model = run.checkpoint, run.config.model
         weights = Weights(checkpoint.shapes, weight_reader(checkpoint))
@@ -142,36 +147,30 @@ def _reported(directory: Path, options: ExportOptions, prove: Callable[[], Repor
     return None if report is None else proof.joined(report.comparisons)
 
 
-def _export_optimus(directory: Path, run: OpenRun, options: ExportOptions) -> proof.Proof | None:
+def _refuse_released(run: OpenRun, options: ExportOptions, what: str) -> None:
     if options.layout == "released":
-        raise CheckpointError(
-            f"checkpoint {run.checkpoint.path} joins two Transformers by a latent vector, which the released layout "
-            "does not have; use --layout huggingface."
-        )
+        message = f"has {what}, which the released layout does not have; use --layout huggingface"
+        raise CheckpointError(f"checkpoint {run.checkpoint.path} {message}.")
+
+
+def _export_optimus(directory: Path, run: OpenRun, options: ExportOptions) -> proof.Proof | None:
+    _refuse_released(run, options, "two Transformers joined by a latent vector")
     optimus.write_optimus(directory, run, options.dtype, options.max_shard_bytes)
     _write_provenance(directory, run, optimus_card(run))
     what = f"the export of {run.checkpoint.path}"
 
     def prove() -> Report:
         found = optimus.prove(run, directory, options.dtype, options.tolerance, what)
-        parts = {
-            optimus.directory_of(ENCODER): run.tokenizer,
-            optimus.directory_of(DECODER): run.decoder_tokenizer,
-        }
-        tokenizers = {
-            name: _compared(tokenizer or run.tokenizer, directory / name) for name, tokenizer in parts.items()
-        }
+        parts = {ENCODER: run.tokenizer, DECODER: run.decoder_tokenizer or run.tokenizer}
+        names = {optimus.directory_of(part): tokenizer for part, tokenizer in parts.items()}
+        tokenizers = {name: _compared(tokenizer, directory / name) for name, tokenizer in names.items()}
         return Report(found, options.tolerance, tokenizers)
 
     return _reported(directory, options, prove)
 
 
 def _export_electra(directory: Path, run: OpenRun, options: ExportOptions) -> proof.Proof | None:
-    if options.layout == "released":
-        raise CheckpointError(
-            f"checkpoint {run.checkpoint.path} has a generator and a discriminator, which the released layout does not "
-            "have; use --layout huggingface."
-        )
+    _refuse_released(run, options, "a generator and a discriminator")
     electra.write_electra(directory, run, options.dtype, options.max_shard_bytes)
     (directory / "README.md").write_text(electra.electra_card(run), encoding="utf-8")
     what = f"the export of {run.checkpoint.path}"
@@ -268,6 +267,7 @@ def _describe_head(described: GLMConfig, run: OpenRun) -> None:
         described.num_labels = 1
         return
     names = () if task is None else labels_of(task)
+    described.problem_type = SEVERAL_LABELS if task is not None and task.kind == "typing" else None
     described.id2label = dict(enumerate(names or map(str, range(run.config.model.task_classes))))
     described.label2id = {name: number for number, name in described.id2label.items()}
 

@@ -57,6 +57,7 @@ from megatron_lite.hf.glm.configuration_glm import GLMConfig
 from megatron_lite.hf.glm.tokenizer_files import TRAINING_TOKENIZER, prove_tokenizer, training_tokenizer
 from megatron_lite.hf.published.conversion import is_published, unsupported
 from megatron_lite.hf.published.runs import import_published
+from megatron_lite.knowledge.huggingface import import_knowledge, is_knowledge
 from megatron_lite.model.trunk.counts import parameter_shapes
 from megatron_lite.optimus.huggingface import import_optimus, is_optimus
 
@@ -87,6 +88,10 @@ def import_directory(
     if is_optimus(source):
         check(not options.pop("copy_eop_to_gmask", False), "--copy-eop-to-gmask is for GLM only.")
         return import_optimus(source, output, read_recipe(source), tree, **options)
+    if is_knowledge(source):
+        check(not options.pop("copy_eop_to_gmask", False), "--copy-eop-to-gmask is for GLM only.")
+        import_knowledge(source, output, tree, **options)
+        return None
     if is_pair(source) or is_published(source):
         check(not options.pop("copy_eop_to_gmask", False), "--copy-eop-to-gmask is for GLM only.")
         import_it = import_electra if is_pair(source) else import_published

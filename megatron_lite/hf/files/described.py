@@ -137,10 +137,10 @@ def check_fields(path: Path, described: Mapping[str, Any], system: System) -> No
     _conformed(path / CONFIG_JSON, described, TypedDict(f"_{system.model_type}", shape, total=False))  # type: ignore[operator]
 
 
-def check_sizes(path: Path, settings: Mapping[str, Any], weights: Weights) -> None:
+def check_sizes(path: Path, settings: Mapping[str, Any], weights: Weights, file: str = CONFIG_JSON) -> None:
     """Raise CheckpointError for sizes beyond all tensors, before a model of such sizes is described.
 
-    Args: settings: of the section `model`, from config.json.
+    Args: settings: of the section `model`, from the file of this name.
     """
     largest = max((size for shape in weights.shapes.values() for size in shape), default=0)
     most = {"max_position": MAX_POSITION}  # rotary positions have no table; rows of tables are compared later
@@ -149,14 +149,14 @@ def check_sizes(path: Path, settings: Mapping[str, Any], weights: Weights) -> No
     )  # whose blocks are one
     if blocks + settings.get("decoder_layers", 0) > len(weights.shapes):
         raise CheckpointError(
-            f"{path / CONFIG_JSON} says {blocks + settings.get('decoder_layers', 0)} layers, but the weights have "
+            f"{path / file} says {blocks + settings.get('decoder_layers', 0)} layers, but the weights have "
             f"{len(weights.shapes)} tensors in all; fetch both again."
         )
     for name, value in settings.items():
         limit = most.get(name, max(largest, len(weights.shapes)))
         if isinstance(value, int) and value > limit:
             raise CheckpointError(
-                f"{path / CONFIG_JSON} gives model.{name} {shown(value)}; with these weights it can be {limit} at "
+                f"{path / file} gives model.{name} {shown(value)}; with these weights it can be {limit} at "
                 "most. Fetch both again."
             )
 

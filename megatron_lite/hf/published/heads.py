@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from data_utils.base.errors import CheckpointError
 from data_utils.base.setting_files import shown
@@ -25,6 +25,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.files.published_form import Row, System
 
 OTHER_HEADS = "other_heads.safetensors"
+SEVERAL_LABELS: Final = "multi_label_classification"  # of each text: `problem_type` of the kind typing
 
 
 @dataclass(frozen=True)
@@ -145,11 +146,6 @@ def head_settings(system: System, kind: str, described: Any, path: Path) -> dict
                 f"{path / 'config.json'}: {name} is {shown(getattr(described, name))}; only {shown(value)} can be "
                 f"imported with {found.name}."
             )
-    if described.problem_type == "multi_label_classification":
-        raise CheckpointError(
-            f"{path / 'config.json'}: problem_type is multi_label_classification; only one label of each text can be "
-            "learnt here."
-        )
     dropout = None if found.dropout is None else getattr(described, found.dropout, None)
     settings = {} if dropout is None else {"task_dropout": dropout}
     settings |= {"task_pooler": True} if found.pooler else {}
@@ -165,7 +161,9 @@ _KINDS_OF_TASK = {"classes": "classification", "values": "regression", "tags": "
 
 def task_section(head: str, described: Mapping[str, Any]) -> dict[str, Any]:
     """The section `task` of a run with an imported head. Args: described: config.json, which names the classes."""
-    section = {"name": "imported", "kind": _KINDS_OF_TASK[head], "reader": "jsonl"}
+    is_typing = head == "classes" and described.get("problem_type") == SEVERAL_LABELS
+    kind = "typing" if is_typing else _KINDS_OF_TASK[head]
+    section = {"name": "imported", "kind": kind, "reader": "jsonl"}
     names = described.get("id2label") or {}
     if head not in ("classes", "tags") or not names:
         return section

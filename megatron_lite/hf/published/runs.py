@@ -56,7 +56,7 @@ from megatron_lite.hf.published.conversion import (
     to_ours,
     to_theirs,
 )
-from megatron_lite.hf.published.heads import OTHER_HEADS, class_of_model, task_section
+from megatron_lite.hf.published.heads import OTHER_HEADS, SEVERAL_LABELS, class_of_model, task_section
 from megatron_lite.hf.published.ids import special_ids, write_generation_config, writing_ids
 from megatron_lite.hf.published.proof import ask
 from megatron_lite.hf.published.tokenizers import (
@@ -231,11 +231,14 @@ def write_published(directory: Path, weights: Weights, run: OpenRun, dtype: str,
                 for loss in OBJECTIVES[choice.name].losses
             ),
         )
-    labels = () if run.config.task is None else labels_of(run.config.task)
+    task = run.config.task
+    labels = () if task is None else labels_of(task)
     name = f"checkpoint {run.checkpoint.path}"
     stack = Stack(
         run.config.model, weights, run.tokenizer, kept, name, labels=labels, layout=trained_layout(run)
     )
+    if task is not None and task.kind == "typing":
+        stack = replace(stack, problem=SEVERAL_LABELS)
     class_name, extra_file = write_stack(directory, stack, dtype, max_shard_bytes)
     card = published_card(run, class_name, is_imported=kept.exists(), extra_file=extra_file)
     (directory / "README.md").write_text(card, encoding="utf-8")
@@ -253,6 +256,7 @@ class Stack:
     name: str  # in messages
     roles: Mapping[str, str] | None = None  # token that config.json names -> role; None: those of the system
     labels: Sequence[str] = ()  # of a task's head
+    problem: str | None = None  # what its labels mean, in the words of transformers, if not one of them
     layout: Layout | None = None  # in which it was trained here to write, if it was
 
 
@@ -265,7 +269,7 @@ def write_stack(directory: Path, stack: Stack, dtype: str, max_shard_bytes: int)
     system = system_of(config)
     ids = special_ids(stack.tokenizer, system, stack.roles, stack.name)
     base = read_json(kept / "config.json") if kept.exists() else ids
-    base |= writing_ids(system, stack.layout)
+    base |= writing_ids(system, stack.layout) | ({"problem_type": stack.problem} if stack.problem else {})
     described = hf_config(config, {**base, "dtype": str(DTYPES[dtype]).removeprefix("torch.")}, stack.labels)
     system = system.padded_with(described.pad_token_id)
     if system.legacy is not None and described.legacy:
