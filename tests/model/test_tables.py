@@ -40,7 +40,7 @@ def small_blocks(monkeypatch):
 
 
 def written_out(arrays, qkv, vectors, rows, dropout=None):
-    """[T, 3, H, D], [2, N, H, D], and the row of each distance, key less query -> [T, H, D], all in the batch's order."""
+    """[T, 3, H, D], [2, N, H, D], and the row of each distance, key less query -> [T, H, D], in the batch's order."""
     planes, position = arrays[:3], torch.from_numpy(arrays[3]).flatten().long()
     mask = torch.block_diag(*mask_of(planes).float()).bool()
     query, key, value = qkv.permute(1, 2, 0, 3)

@@ -122,9 +122,8 @@ def kernel_of(config: ModelConfig, device: torch.device) -> str:
     """The kind of plan that a model needs; "auto" = that of each batch."""
     if dense_reason(config, device) is not None:
         return "dense"
-    if config.relative == "none" or device.type != "cuda":
-        return "auto"
-    return "blocks" if config.relative == "buckets" else "tables"
+    kinds = {"none": "auto", "buckets": "blocks", "disentangled": "tables"}
+    return kinds[config.relative] if device.type == "cuda" else "auto"
 
 
 def plan_stack(
