@@ -87,6 +87,7 @@ ABILITIES: dict[str, int] = {
     "a discriminator whose words are a sum, tuned and as one of two directories": 23,
     "DeBERTa's heads of tasks, and its body without a head": 30,
     "lengths of micro-batches that follow from waves of tiles, and padding in records and proposals": 60,
+    "disentangled attention from tables, in kernels on GPUs, and its estimate": 256,
     "logits of some rows at a time, and their time, memory and proposal": 252,
     "spans that a corpus lists, masked as one": 262,
     "RoBERTa's formats of inputs": 224,

@@ -182,7 +182,7 @@ def _backward(s: Sizes, is_decoder: bool) -> float:
     if model.relative == "disentangled" and s.stack(is_decoder).kernel == "blocks":
         # At the tables of attention and their gradients, where what the FFN had kept is gone.
         of_tables = 4 * table_bytes(BlockCosts(s, is_decoder)) + T * s.qkv * e
-        moment = max(moment, of_tables + 4 * hidden - T * s.expanded * e - inner)
+        moment = max(moment, of_tables - T * s.expanded * e - inner)
     if s.config.training.recompute == "full":
         moment += _inside(s, is_decoder)
     return moment

@@ -41,12 +41,12 @@ def _distances(costs: BlockCosts, tally: Tally, pairs: float, backward: bool) ->
 
 
 def table_bytes(costs: BlockCosts) -> float:
-    """Of a layer's products of tokens with the vectors of buckets: of queries, or of keys."""
+    """A layer's products of queries, or of keys, with the vectors of buckets."""
     return costs.T * costs.s.heads * costs.model.position_rows * costs.e
 
 
 def tables(costs: BlockCosts, tally: Tally, backward: bool = False) -> None:
-    """What lies beside the kernels that read two tables of scores within their tiles."""
+    """Kernels beside those that read two tables of scores within their tiles."""
     s, e, model = costs.s, costs.e, costs.model
     rows, whole, scores = model.position_rows, costs.T * s.attended * e, table_bytes(costs)
     width = 2 * s.attended if model.position_projections else s.qkv

@@ -40,7 +40,7 @@ def small_blocks(monkeypatch):
 
 
 def written_out(arrays, qkv, vectors, rows, dropout=None):
-    """[T, 3, H, D], [2, N, H, D], rows of distances (key less query) -> [T, H, D], all in the batch's order."""
+    """[T, 3, H, D], [2, N, H, D], and the row of each distance, key less query -> [T, H, D], in the batch's order."""
     planes, position = arrays[:3], torch.from_numpy(arrays[3]).flatten().long()
     mask = torch.block_diag(*mask_of(planes).float()).bool()
     query, key, value = qkv.permute(1, 2, 0, 3)
@@ -86,11 +86,12 @@ def compare(arrays, size, dtype, p, tolerance, rows):
 
 
 def rows_of(length, kind):
-    """Rows of the distances from -length on: each direction has some that share one, or very many do."""
+    """The row of each distance from -length on: few share one, and their gradients have turns, or very many do."""
     distance = torch.arange(-length, length + 1)
-    if kind == "few share":
-        return (distance // 12).clamp(-3, 2) + 3 if length < 40 else (distance.abs() // 9).clamp(max=ROWS - 1)
-    return (distance + 3).clamp(0, ROWS - 1)
+    rows = (distance + length) // 14 if kind == "few share" else (distance + 3).clamp(0, ROWS - 1)
+    turns = table_places(rows) // MOST_ROWS
+    assert rows.max() < ROWS and (turns == SUMMED).any() == (kind == "most share") and turns.any()
+    return rows
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ runs all layers in this order, so no layer moves tokens. The plans:
   VarlenPlan   CUDA: at most two calls of a fused kernel for the whole batch, without a mask (varlen.py): every
                structure but UniLMv2's.
   BlockPlan    CUDA, UniLMv2's structure, and a bias by distance: kernels that evaluate the rule (blocks.py, tables.py).
-  DensePlan    the reference: one masked call, B x S x S booleans (dense.py). On CUDA it serves models with other
-               biases.
+  DensePlan    the reference: one masked call, B x S x S booleans (dense.py). On CUDA it serves XLNet's bias.
   LayeredPlan  two of these, for models with local layers (window.py).
 
 All but BlockPlan serve cross-attention too (cross_attention.py). A bias of the scores (relative.py) goes to CallPlan,

@@ -109,7 +109,7 @@ def _split(buffer: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torc
 
 def dense_reason(config: ModelConfig, device: torch.device) -> str | None:
     """Why a model's attention is one call over all pairs of tokens of a row; None where it is not."""
-    has_kernel = config.relative != "xlnet" and kernels_are_wanted()
+    has_kernel = kernels_are_wanted() and not config.has_distance_scores
     if config.relative == "none" or has_kernel or device.type != "cuda":
         return None
     return (
@@ -122,9 +122,8 @@ def kernel_of(config: ModelConfig, device: torch.device) -> str:
     """The kind of plan that a model needs; "auto" = that of each batch."""
     if dense_reason(config, device) is not None:
         return "dense"
-    if config.relative == "none" or device.type != "cuda":
-        return "auto"
-    return "blocks" if config.relative == "buckets" else "tables"
+    kinds = {"none": "auto", "buckets": "blocks", "disentangled": "tables"}
+    return kinds[config.relative] if device.type == "cuda" else "auto"
 
 
 def plan_stack(

@@ -54,16 +54,15 @@ def place_line(buckets: int, positions: int, longest: int, device: torch.device)
     from megatron_lite.model.kernels.rule_attention import table_places
 
     apart = torch.arange(longest, -longest - 1, -1).clamp(-2 * positions, 2 * positions)
-    return table_places(bucket_line(buckets, positions, torch.device("cpu"))[apart + 2 * positions]).to(
-        device
-    )
+    line = bucket_line(buckets, positions, torch.device("cpu"))
+    return table_places(line[apart + 2 * positions]).to(device)
 
 
 class PositionRows(NamedTuple):
     """Embeddings and buckets, which the layers of a stack share."""
 
     rows: torch.Tensor  # [N, D], normed
-    # Of each call int64 [..., 1, Q, K]: the bucket of each pair. Of a BlockPlan one, int32 [2 S + 1], see TableBias.
+    # int64 [..., 1, Q, K] for each call: the bucket of each pair. For a BlockPlan one, int32 [2 S + 1], see TableBias.
     places: tuple[torch.Tensor, ...]
 
 
