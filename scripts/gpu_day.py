@@ -69,23 +69,23 @@ class Result:
     tests: list[dict[str, Any]] = field(default_factory=list)
 
 
-def steps(gpus: int) -> list[Step]:
-    """The commands of the day, the most valuable first."""
+def steps(gpus: int, gpu: str = "h100") -> list[Step]:
+    """The commands of the day, the most valuable first. Args: gpu: whose constants are expected."""
     ranks = str(min(8, 1 << (gpus.bit_length() - 1)))
     train_step = ("benchmarks/train_step.py", "--device", "cuda", "--no-transformers", "--json", "{json}")
     layouts = [f"1x1x{ranks}", f"1x1x{ranks}+zero2", f"1x1x{ranks}+zero3", f"2x1x{int(ranks) // 2}+sp"]
     launched = ("benchmarks/parallel.py", "--launched", "--shape", "base", "--dtype", "bf16", "--samples", "64",
                 "--micro-batch", "8", "--json", "{json}")  # fmt: skip
     expected: tuple[str, ...] = ("scripts/profile_step.py", "--config", "configs/glm-large.yaml")
-    expected += ("--processes", "1", "--json", "{json}")
+    expected += ("--processes", "1", "--gpu", gpu, "--json", "{json}")
     if platform.machine() != "x86_64":  # where the trace does not run
-        expected = ("pretrain_glm.py", "--config", "configs/glm-large.yaml", "--dry-run", "1")
+        expected = ("pretrain_glm.py", "--config", "configs/glm-large.yaml", "--dry-run", "1", "--gpu", gpu)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
     return [
-        Step(KERNELS, ("benchmarks/kernels.py", "--json", "{json}"), 60),
+        Step(KERNELS, ("benchmarks/kernels.py", "--gpu", gpu, "--json", "{json}"), 60),
         Step("tests", ("-m", "pytest", "tests/gpu", "-m", "gpu", "-v", "--junit-xml", "{json}"), 320),
         Step("training step, 335M", (*train_step, "--shapes", "large", "--micro-batch", "16"), 70),
-        Step("what a step of 335M should do on an H100", expected, 60),
+        Step(f"what a step of 335M should do on one {gpu}", expected, 60),
         Step("layouts", (*torchrun, *launched, "--layouts", *layouts), 50, least_gpus=2),
         Step("training step, 110M", (*train_step, "--shapes", "base", "--micro-batch", "32", "--optimizer"), 40),
     ]  # fmt: skip
@@ -242,10 +242,9 @@ def main() -> ExitStatus:
         )
     require_writable(options.output / "report.md", "--output")
     options.output.mkdir(parents=True, exist_ok=True)
-    results = []
-    for result in run_steps(
-        steps(len(machine["gpus"])), len(machine["gpus"]), options.seconds, options.output
-    ):
+    results, count = [], len(machine["gpus"])
+    gpu = named_by_device(machine["gpus"][0], machine["gib"][0]) or "h100"
+    for result in run_steps(steps(count, gpu), count, options.seconds, options.output):
         print(f"{result.name}: {result.outcome}, {result.seconds:.0f} s", flush=True)
         results.append(result)
     (options.output / "report.md").write_text(report(machine, results), encoding="utf-8")

@@ -265,20 +265,32 @@ def test_programs_follow_the_width_and_the_processors():
     ]  # fmt: skip
 
 
-def test_kernels_compile_for_gpus_and_fit_into_registers():
+# Bytes of a thread that spill on an A100, whose kernels keep operands of products in registers.
+SPILLS = {80: {"_add_norm_backward": 4, "_of_queries": 28, "_of_keys": 88}, 90: {}, 100: {}}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "is_short"),
+    [
+        (80, True), (90, False), (100, True),
+        *(pytest.param(gpu, False, marks=pytest.mark.slow) for gpu in (80, 100)),
+    ],
+)  # fmt: skip
+def test_kernels_compile_for_gpus_and_fit_into_registers(gpu, is_short):
     """A row of up to 8,192 numbers stays in registers; of 12,288 some bytes of each thread do not."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "tests/support/compile_kernels.py"],
+        [sys.executable, "tests/support/compile_kernels.py", str(gpu), *["short"] * is_short],
         cwd=ROOT, env=environment, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(found) == 3 * 24 + 2 * 3 + 2 * 4 and {name for name, *_ in found} == {
+    assert len(found) == (12 + 2 * 3 + 4 if is_short else 3 * 24 + 2 * 3 + 2 * 4)
+    assert {name for name, *_ in found} == {
         "_activate", "_activate_backward", "_add_norm", "_add_norm_backward", "_finish_sums", "_join_pair",
         "_log_sums", "_write_gradient", "_attend", "_of_queries", "_of_keys", "_spread", "_gather",
     }  # fmt: skip
-    assert [line for line in found if line[-1]] == []
+    assert [line for line in found if line[-1] > SPILLS[gpu].get(line[0], 0)] == []
 
 
 @pytest.mark.parametrize("p", [0.0, 0.3])

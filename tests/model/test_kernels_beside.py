@@ -38,3 +38,73 @@ def test_the_first_that_differs_is_named(monkeypatch):
     )
     every = found()
     assert [one.name for one in every if one.differs] == ["activate_backward gelu_tanh"] == [every[-1].name]
+
+
+MODULES = fused, cross_entropy, rule_attention, heads
+# Arguments that decide a size themselves, or of which only the type counts.
+FREE = {"finish_sums": (0, 1), "join_pair": (7,)}
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Each operator, and the arguments with which the bisect calls it, by form."""
+    calls = {}
+    for module in MODULES:
+        for name, operator in list(vars(module).items()):
+            if name.endswith("_kernel"):
+
+                def noted(*given, name=name, operator=operator):
+                    form = name.removesuffix("_kernel"), tuple(x is None for x in given)
+                    calls.setdefault(form, (operator, given))
+                    return operator(*given)
+
+                monkeypatch.setattr(module, name, noted)
+    for case in kernels.cases(torch.device("cpu"), *SIZES):
+        case.ours()
+    assert {name for name, _ in calls} == {
+        name.removesuffix("_kernel")
+        for module in MODULES
+        for name in vars(module)
+        if name.endswith("_kernel")
+    }
+    return {f"{name} {i}": call for i, ((name, _), call) in enumerate(calls.items())}
+
+
+def changed(given, number, change):
+    return [change(x) if i == number else x for i, x in enumerate(given)]
+
+
+def test_every_kernel_refuses_gaps_and_other_sizes(launched):
+    """Before it is launched: its addresses would be wrong."""
+    for form, (operator, given) in launched.items():
+        name = form.split()[0]
+        free = range(len(given)) if name.startswith("rule_attention") else FREE.get(name, ())
+        for number, tensor in enumerate(given):
+            if not isinstance(tensor, torch.Tensor) or tensor.numel() < 2:
+                continue
+            print(form, number, tuple(tensor.shape))  # the last one is at fault
+            if not (name == "finish_sums" and number == 1):
+                gaps = changed(given, number, lambda x: torch.stack([x, x], -1)[..., 0])
+                with pytest.raises(ValueError, match="needs contiguous tensors"):
+                    operator(*gaps)
+            if number not in free:
+                with pytest.raises(ValueError, match="a kernel takes"):
+                    operator(*changed(given, number, lambda x: x[..., :-1].contiguous()))
+
+
+def test_every_kernel_does_nothing_without_rows(launched):
+    tokens = SIZES[0]
+
+    def emptied(x):
+        if isinstance(x, torch.Tensor):
+            for axis, size in enumerate(x.shape):
+                if size == tokens or (axis == 0 and size in (tokens // 2, tokens - tokens // 2)):
+                    x = x.narrow(axis, 0, 0)
+            return x.contiguous()
+        return 0 if type(x) is int and x == tokens else x
+
+    for form, (operator, given) in launched.items():
+        if not form.startswith(("rule_attention", "finish_sums")):  # their own tests have none
+            results = operator(*map(emptied, given))
+            for result in results if isinstance(results, tuple) else () if results is None else (results,):
+                assert not result.numel(), form

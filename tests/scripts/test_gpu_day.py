@@ -6,7 +6,8 @@ import json
 import sys
 
 import pytest
-from support.commands import assert_refused, python
+from support.commands import assert_refused, forked, python
+from support.project import ROOT
 from support.waiting import wait_until
 
 from data_utils.base.errors import ConfigError, ExitStatus
@@ -44,7 +45,7 @@ def day(monkeypatch, tmp_path):
 
     def run(*planned, seconds=60.0):
         monkeypatch.setattr(gpu_day, "look_at_machine", lambda: MACHINE)
-        monkeypatch.setattr(gpu_day, "steps", lambda gpus: list(planned))
+        monkeypatch.setattr(gpu_day, "steps", lambda gpus, gpu: list(planned))
         monkeypatch.setattr(
             sys, "argv", ["gpu_day", "--output", str(tmp_path / "day"), "--seconds", str(seconds)]
         )
@@ -134,6 +135,17 @@ def test_the_steps_take_ten_minutes_and_name_what_exists(gpus):
     chosen = layouts.arguments[layouts.arguments.index("--layouts") + 1 :]
     sizes = [ranks_of(name.partition("+")[0]) for name in chosen]
     assert layouts.least_gpus == 2 and (gpus < 2 or set(sizes) == {gpus})
+
+
+def test_on_other_machines_formulas_take_the_place_of_the_trace(monkeypatch):
+    """An aarch64 host, whose GPU is known by its name."""
+    monkeypatch.setattr(gpu_day.platform, "machine", lambda: "aarch64")
+    name = gpus.named_by_device("NVIDIA GH200 480GB", 94.5)
+    planned = {step.name: step.arguments for step in gpu_day.steps(1, name)}
+    assert planned[gpu_day.KERNELS][1:3] == ("--gpu", "gh200")
+    done = forked(*planned["what a step of 335M should do on one gh200"], cwd=ROOT)
+    assert done.returncode == 0 and "device            gh200: peak 989 TFLOP/s" in done.stdout, done.stderr
+    assert not any("profile_step" in argument for arguments in planned.values() for argument in arguments)
 
 
 def ranks_of(layout):

@@ -1,4 +1,6 @@
-"""Compiles the kernels for a GPU on a machine without one: `python tests/support/compile_kernels.py`.
+"""Compiles the kernels for a GPU on a machine without one: `python tests/support/compile_kernels.py [80 [short]]`.
+
+Args: its compute capability, 90 unless given; short: in one width and type, and of the activations one.
 
 Writes a line of JSON for each: name, width, registers of a thread, bytes of registers that spill into memory.
 """
@@ -13,8 +15,8 @@ import tempfile
 from pathlib import Path
 
 
-def launches(width, dtype):
-    """Every kernel once, on rows of a width."""
+def launches(width, dtype, activations=99):
+    """Every kernel once, on rows of a width. Args: activations: most of them."""
     import torch
 
     from megatron_lite.config.model import ACTIVATIONS
@@ -29,7 +31,7 @@ def launches(width, dtype):
             rows, rows, rows, bias, stats, centered, centered, *dropout, True
         )
     fused.finish_sums_kernel([sums, sums, sums, sums], bias)
-    for kind in ACTIVATIONS:
+    for kind in ACTIVATIONS[:activations]:
         for gated in (False, True):
             form, wide = (kind, gated, *dropout), torch.zeros(64, (1 + gated) * width, dtype=dtype)
             fused.activate_kernel(wide, wide[0], *form)
@@ -84,13 +86,14 @@ def resources(compiled):
     """Registers of a thread and spilled bytes, by NVIDIA's assembler."""
     from triton.backends.nvidia.compiler import get_ptxas
 
-    from benchmarks.step_trace.without_gpu import COMPUTE_CAPABILITY
+    from benchmarks.step_trace import without_gpu
 
+    number = without_gpu.COMPUTE_CAPABILITY
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(compiled.asm["ptx"])
         file.flush()
-        assembler = get_ptxas(COMPUTE_CAPABILITY).path
-        command = [assembler, "-v", "--gpu-name", f"sm_{COMPUTE_CAPABILITY}a", file.name, "-o", "/dev/null"]
+        name = f"sm_{number}{'a' * (number >= 90)}"
+        command = [get_ptxas(number).path, "-v", "--gpu-name", name, file.name, "-o", "/dev/null"]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     patterns = r"Used (\d+) registers", r"(\d+) bytes spill stores"
     return [int(re.search(pattern, report)[1]) for pattern in patterns]
@@ -99,17 +102,22 @@ def resources(compiled):
 def main():
     import torch
 
-    from benchmarks.step_trace.without_gpu import compile_only
+    from benchmarks.step_trace import without_gpu
 
+    if sys.argv[1:]:
+        without_gpu.COMPUTE_CAPABILITY = int(sys.argv[1])
     found = []
-    compile_only(found)
-    for width, dtype in ((1024, torch.float32), (1024, torch.bfloat16), (8192, torch.bfloat16)):
-        launches(width, dtype)
+    without_gpu.compile_only(found)
+    is_short = "short" in sys.argv
+    for width, dtype in ((1024, torch.bfloat16), (1024, torch.float32), (8192, torch.bfloat16))[
+        : 3 - 2 * is_short
+    ]:
+        launches(width, dtype, 1 if is_short else 99)
         for name, compiled in found:
             print(json.dumps([name, width, *resources(compiled)]), flush=True)
         found.clear()
     attention()
-    for size, dtype in ((128, torch.bfloat16), (256, torch.float32)):
+    for size, dtype in ((128, torch.bfloat16), (256, torch.float32))[: 2 - is_short]:
         heads(size, dtype)
     for name, compiled in found:
         print(json.dumps([name, 64, *resources(compiled)]), flush=True)

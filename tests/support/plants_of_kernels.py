@@ -47,4 +47,32 @@ KERNELS = (
         "begun=False",
         ("tests/model/test_cross_entropy.py",),
     ),
+    Plant(
+        "rotary positions whose gradient is turned the same way again",
+        "megatron_lite/model/kernels/triton_heads.py",
+        "token, tokens, -1.0, TURNED",
+        "token, tokens, 1.0, TURNED",
+        ("tests/model/test_head_kernels.py::test_operands_and_their_gradients",),
+    ),
+    Plant(
+        "a norm of heads whose gradient leaves out what a head's numbers share",
+        "megatron_lite/model/kernels/triton_heads.py",
+        "even = (even - x_even * shared) * root",
+        "even = even * root",
+        ("tests/model/test_head_kernels.py::test_operands_and_their_gradients",),
+    ),
+    Plant(
+        "sums over tokens without those of the last turn's programs",
+        "megatron_lite/model/kernels/triton_kernels.py",
+        "for first in range(0, programs, ROWS):",
+        "for first in range(0, programs - programs % ROWS if programs > ROWS else programs, ROWS):",
+        ("tests/model/test_kernels.py::test_sums_of_several_kernels_are_finished_at_once",),
+    ),
+    Plant(
+        "a kernel that takes keys of dropout for other rows",
+        "megatron_lite/model/kernels/triton_kernels.py",
+        "((width,), x_bias, weight, bias), ((rows,), keys))",
+        "((width,), x_bias, weight, bias))",
+        ("tests/model/test_kernels_beside.py::test_every_kernel_refuses_gaps_and_other_sizes",),
+    ),
 )

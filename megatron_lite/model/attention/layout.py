@@ -327,10 +327,7 @@ def _masked(views: Views, edges: list[int], begin: int) -> list[Call]:
 
 
 def _keys(exact: int, start: int, stop: int, first: int, last: int) -> tuple[tuple[int, int], ...]:
-    """Stretches of keys that hold all that the queries see; if `exact`, no other keys for the last query.
-
-    Args: start, stop: of the content. first, last: of the query stream.
-    """
+    """Stretches of keys, content or stream, that hold all that is seen; `exact`: no others for the last query."""
     if first >= last:
         return ((start, stop),)
     if start == stop:

@@ -45,16 +45,22 @@ def _write_gradient(logits, targets, log_sums, grad, first, valid, WIDTH: tl.con
     tl.store(logits + row * WIDTH + column, value.to(logits.dtype.element_ty), mask=inside)
 
 
+def _require(width, valid, rows, *tensors):  # type: ignore[no-untyped-def]
+    if valid > width:
+        raise ValueError(f"a kernel takes rows of at least {valid} logits, and got {width}.")
+    require(((rows,), *tensors))
+
+
 def log_sums(logits, targets, first, valid, sums, picked):  # type: ignore[no-untyped-def]
     rows, width = logits.shape
-    require(((rows,), targets))
+    _require(width, valid, rows, targets)
     if rows:
         _log_sums((rows, 1), (logits, targets, sums, picked), (first, valid), (width, WIDE), 8)
 
 
 def write_gradient(logits, targets, sums, grad, first, valid):  # type: ignore[no-untyped-def]
     rows, width = logits.shape
-    require(((rows,), targets, sums, grad))
+    _require(width, valid, rows, targets, sums, grad)
     if rows:
         grid = rows, -(-width // WIDE)
         _write_gradient(grid, (logits, targets, sums, grad), (first, valid), (width, WIDE), 8)

@@ -180,6 +180,8 @@ def _width(cos):  # type: ignore[no-untyped-def]
 
 def _require(cos, sin, query_scale, key_scale, tokens, size):  # type: ignore[no-untyped-def]
     require(((tokens, 1, _width(cos)), cos, sin), ((size,), query_scale, key_scale))
+    if 2 * _width(cos) > size:
+        raise ValueError(f"a kernel takes angles of at most {size // 2} pairs, and got {_width(cos)}.")
 
 
 def spread_heads(heads, cos, sin, query_scale, key_scale, epsilon, key_heads, factor, out):  # type: ignore[no-untyped-def]
