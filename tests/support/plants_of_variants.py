@@ -26,15 +26,15 @@ VARIANTS = (
     Plant(
         "a listed span one token shorter than its text",
         "data_utils/build/spans.py",
-        "return last - first",
-        "return max(1, last - first - 1)",
+        "lengths[first] = last - first",
+        "lengths[first] = max(1, last - first - 1)",
         ("tests/data/build/test_mentions.py::test_spans_have_their_length_in_tokens_on_the_first",),
     ),
     Plant(
         "a corpus without spans taken for one whose texts have none, in later phases",
         "data_utils/samples/loader.py",
-        "[choice.section for choice in choices]",
-        "[choice.section for choice in objectives]",
+        "[choice.section for choice in self.all_choices]",
+        "[choice.section for choice in self.choices]",
         ("tests/train/test_listed_spans.py::test_a_phase_may_begin_to_read_spans",),
     ),
     Plant(
