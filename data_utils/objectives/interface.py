@@ -30,13 +30,11 @@ class Writing:
     # None = not at all.
     way: str | None = None
     before: tuple[str | int, ...] = ()  # a text
-    modes: Mapping[str, tuple[str | int, ...]] = field(
-        default_factory=dict
-    )  # `before` of each, if it has several
+    # `before` of each mode, if it has several.
+    modes: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
     after: tuple[str, ...] = ()
-    start: tuple[
-        str, ...
-    ] = ()  # what predicts the answer's first token; of several roles the first that exists
+    # What predicts the answer's first token; of several roles the first that exists.
+    start: tuple[str, ...] = ()
     forced: tuple[str, ...] = ()  # what the answer begins with, unseen
     ends: tuple[str, ...] = ()  # of an answer; training writes the first
     allowed: tuple[str, ...] = ()  # special tokens that answers may have

@@ -98,12 +98,15 @@ def spread(
     if norms is not None:
         heads = norms(heads, key_value_heads)
     sizes = [groups * key_value_heads, key_value_heads]
-    turned, values = heads.split([sum(sizes), key_value_heads], dim=1)
-    queries, keys = (turned if rotary is None else rotary.turn(turned)).split(sizes, dim=1)
+    if rotary is None:  # one function of autograd, not two
+        queries, keys, values = heads.split([*sizes, key_value_heads], dim=1)
+    else:
+        turned, values = heads.split([sum(sizes), key_value_heads], dim=1)
+        queries, keys = rotary.turn(turned).split(sizes, dim=1)
     queries = queries if factor == 1.0 else queries * factor
     return torch.cat([queries, _repeated(keys, groups), _repeated(values, groups)], dim=1)
 
 
 def _repeated(heads: torch.Tensor, times: int) -> torch.Tensor:
     """[T, K, D] -> [T, K times, D]; a backward pass that sums in a fixed order."""
-    return heads[:, :, None].expand(-1, -1, times, -1).flatten(1, 2)
+    return heads if times == 1 else heads[:, :, None].expand(-1, -1, times, -1).flatten(1, 2)
