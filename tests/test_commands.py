@@ -208,6 +208,10 @@ def stock(corpus, tmp_path_factory):
     for folder in ("raw", "corpus"):
         (stock / folder).mkdir()
         (stock / folder / "words.jsonl").write_bytes(lines)
+    pair = {"query": "word1", "title": "word2 word3", "label": 0, "text": "word1 . However, word2 ."}
+    for folder in ("clicks", "prose"):
+        (stock / folder).mkdir()
+        (stock / folder / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
     (stock / "raw/words.jsonl.zst").write_bytes(zstandard.compress(lines))
     parquet.write_table(pa.table({"text": list(pages.values())}), stock / "raw/books.parquet")
     for name, text in pages.items():  # enough files for a split of 5 % to get some
