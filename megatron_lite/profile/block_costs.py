@@ -251,7 +251,7 @@ class BlockCosts:
         return min(self.t, sum_programs(self.s.width, tally.gpu.processors))
 
     def _finish(self, tally: Tally, sums: float, programs: float) -> None:
-        """The end of a kernel's sums over tokens, of so many bytes, where the block has none for all."""
+        """The end of a kernel's sums over tokens, where the block has none for all. Args: sums: their bytes."""
         self._sums += sums
         if not self.s.is_fused:
             tally.finish(sums, programs)

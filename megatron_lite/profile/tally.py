@@ -47,7 +47,7 @@ class Tally:
         self.kernel(0.0, count, kind)
 
     def finish(self, sums: float, programs: float) -> None:
-        """The end of sums over tokens, of so many bytes in all. Args: programs: that left them."""
+        """The end of sums over tokens. Args: sums: bytes of all. programs: that left them."""
         self.kernel(sums, rounds=math.ceil(programs / FINISH_ROWS))
 
     def product(self, rows: float, inner: float, columns: float, element: int, result: int = 0) -> None:
