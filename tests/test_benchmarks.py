@@ -167,6 +167,7 @@ MISTAKES = {
     "objectives": (["--quickstart", "absent"], "absent holds no tokenizer"),
     "optimizers": (["--hidden", "8"], "--hidden is 8; it must be at least 64"),
     "padding": (["--prefix", "absent", "--samples", "0"], "--samples is 0; it must be at least 1"),
+    "planning": (["--rows", "0"], "--rows is 0; it must be at least 1"),
     "parallel": (["--json", "file/rows.json"], "--json file/rows.json: "),
     "preprocess": (["--work", "file/work"], "file is not a writable directory"),
     "real_tasks": (["--reviews", "absent"], "--reviews absent holds no reviews; give rotten_tomatoes"),
