@@ -10,6 +10,7 @@ import numpy as np
 from data_utils.objectives import make_objective
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD
 from data_utils.samples.loader import collate
+from data_utils.samples.short import Shortener
 from data_utils.text.special_tokens import SpecialTokens
 from data_utils.text.vocabulary import Vocabulary
 from megatron_lite.config.tree import Config
@@ -45,6 +46,7 @@ def random_batches(config: Config, count: int) -> list[Batch]:
         config.data.sequence_length,
         config.data.row_length,
     )
+    shorten = Shortener(config.data.short_prob, config.training.seed) if config.data.short_prob else None
     first = max(choice.first_sample for choice in config.objective_choices)  # from where all take part
     source = _document_lengths(np.random.default_rng(0))  # as in benchmarks/attention.py
     rest, batches, rows = 0, [], config.batch.micro_batch_size
@@ -58,7 +60,10 @@ def random_batches(config: Config, count: int) -> list[Batch]:
         low = len(vars(SPECIAL_TOKENS)) if config.model.vocab_size > 100 else 0
         tokens = rng.integers(low, config.model.vocab_size, sum(lengths)).astype(np.int32)
         samples = first + np.arange(number * rows, (number + 1) * rows)
-        batches.append(Batch(collate(objective, tokens, np.array(lengths), np.array(pieces), samples)))
+        text = tokens, np.array(lengths), np.array(pieces)
+        if shorten is not None:
+            text = shorten(*text, samples)
+        batches.append(Batch(collate(objective, *text, samples)))
     return batches
 
 
