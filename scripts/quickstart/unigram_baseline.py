@@ -60,9 +60,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def unigram_losses(config: Config) -> dict[str, float]:
     """Loss of the unigram model on the run's validation targets: {"loss": ..., "loss/token": ...}, nats."""
-    from megatron_lite.train.observe.reports import (
-        objective_losses,  # here: it loads torch, which takes seconds
-    )
+    from megatron_lite.train.observe.reports import objective_losses  # here: torch takes seconds to load
 
     if config.tokenizer is None:
         raise ConfigError("the run's configuration names no tokenizer; give a directory of pretrain_glm.py.")
@@ -76,7 +74,7 @@ def unigram_losses(config: Config) -> dict[str, float]:
     ranges = itertools.starmap(range, itertools.pairwise(borders))
     seen = np.sum([target_counts(data.train, samples, shape) for samples in ranges], axis=0)
     wanted = target_counts(data.validation, range(config.training.eval_samples), shape)
-    sums = loss_sums(seen, wanted, np.isin(data.loss_names, SENTENCE_LEVEL))
+    sums = loss_sums(seen, wanted, classes_of(config, data.loss_names))
     if config.model.span_boundary_places:  # predicts the same targets once more
         names = list(data.loss_names)
         sums[names.index("span_boundary")] = sums[names.index("masked_spans")]
@@ -87,15 +85,23 @@ def unigram_losses(config: Config) -> dict[str, float]:
     return objective_losses(sums, data.loss_names, factors)
 
 
-def loss_sums(seen: np.ndarray, wanted: np.ndarray, is_label: np.ndarray) -> np.ndarray:
+def classes_of(config: Config, names: Sequence[str]) -> list[int]:
+    """The number of classes of each loss; 0 = its targets are tokens."""
+    heads = dict(head.split(":") for head in config.model.class_heads)
+    return [int(heads.get(name, 2 if name in SENTENCE_LEVEL else 0)) for name in names]
+
+
+def loss_sums(seen: np.ndarray, wanted: np.ndarray, classes: Sequence[int]) -> np.ndarray:
     """float64 [objectives, 2]: the unigram model's loss sum on the wanted targets, and their weight.
 
-    Args: seen, wanted: as for `target_counts`. is_label: bool [objectives], whose targets are classes 0 and 1.
+    Losses of tokens share one distribution. Args: seen, wanted: of `target_counts`. classes: of `classes_of`.
     """
     nats = np.zeros(seen.shape)
-    nats[~is_label] = -log_frequencies(seen[~is_label].sum(0))
-    if is_label.any():
-        nats[is_label, :2] = -log_frequencies(seen[is_label, :2].sum(0))
+    of_tokens = np.array(classes) == 0
+    nats[of_tokens] = -log_frequencies(seen[of_tokens].sum(0))
+    for loss, count in enumerate(classes):
+        if count:
+            nats[loss, :count] = -log_frequencies(seen[loss, :count])
     return np.stack([(wanted * nats).sum(1), wanted.sum(1)], axis=1)
 
 

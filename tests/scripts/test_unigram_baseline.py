@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from megatron_lite.config.tree import Config
 from megatron_lite.train.observe.records import last_validation, read_metrics
 from megatron_lite.train.observe.reports import objective_losses
 from scripts.quickstart.unigram_baseline import (
+    classes_of,
     log_frequencies,
     loss_sums,
     table,
@@ -45,9 +47,20 @@ def test_cross_entropy_by_hand() -> None:
     # Two losses over tokens share one histogram; one target of token 0 and two of token 2. Labels have their own.
     seen = np.array([[3.0, 0, 0], [0, 1.0, 0], [2.0, 1.0, 0]])
     wanted = np.array([[1.0, 0, 2.0], [0, 0, 0], [0, 4.0, 0]])
-    sums = loss_sums(seen, wanted, np.array([False, False, True]))
+    sums = loss_sums(seen, wanted, [0, 0, 2])
     assert sums[:, 1].tolist() == [3, 0, 4]
     assert sums[:, 0] == pytest.approx([math.log(7 / 4) + 2 * math.log(7), 0, 4 * math.log(5 / 2)])
+    # Labels of another loss are three classes, with frequencies of their own: 6, 1 and 3 of 10.
+    seen, wanted = np.vstack([seen, [5.0, 0, 2.0]]), np.vstack([wanted, [0, 1.0, 1.0]])
+    sums = loss_sums(seen, wanted, [0, 0, 2, 3])
+    expected = [math.log(7 / 4) + 2 * math.log(7), 0, 4 * math.log(5 / 2), math.log(10) + math.log(10 / 3)]
+    assert sums[:, 0] == pytest.approx(expected)
+
+
+def test_heads_name_their_classes() -> None:
+    model = SimpleNamespace(class_heads=("sentence_reordering:9", "token_document:2"))
+    names = ("masked", "sentence_reordering", "token_document", "next_sentence")
+    assert classes_of(SimpleNamespace(model=model), names) == [0, 9, 2, 2]
 
 
 def test_targets_are_counted_by_weight_and_objective() -> None:
@@ -75,7 +88,7 @@ def test_targets_of_all_phases_count(tmp_path: Path) -> None:
             weights = row[WEIGHTS].view(np.float32)
             np.add.at(counts, (row[OBJECTIVE], row[TARGETS]), weights)
     wanted = target_counts(data.validation, range(16), counts.shape)
-    sums = loss_sums(counts, wanted, np.zeros(len(counts), bool))
+    sums = loss_sums(counts, wanted, [0] * len(counts))
     assert unigram_losses(config) == pytest.approx(objective_losses(sums, data.loss_names))
     first = build(Config, merge(settings, {"training": {"steps": 9}}))
     assert unigram_losses(config)["loss"] != unigram_losses(first)["loss"]
