@@ -31,7 +31,7 @@ def tokenizer(kind: str = "bert", added_tokens: str = "glm") -> Tokenizer:
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         if kind == "bert":
-            vocab = dict.fromkeys([*BERT_SPECIALS, *WORDS.split(), *bert_vocab(), *'"?/*-&()_'])
+            vocab = dict.fromkeys([*BERT_SPECIALS, *WORDS.split(), *bert_vocab(), *'"?/*-&()_#$。'])
             (root / "vocab.txt").write_text("\n".join(vocab) + "\n", encoding="utf-8")
             config = TokenizerConfig(
                 kind="bert_wordpiece", path=str(root / "vocab.txt"), added_tokens=added_tokens

@@ -63,6 +63,9 @@ JSONL = {
     "race": {"article": "rain falls", "questions": ["rain _"], "options": [["falls", "runs"]], "answers": ["A"]},
     "choices": {"inputs_pretokenized": "rain", "choices_pretokenized": ["falls", "runs"], "label": 0},
     "own": {"text": "it is good", "label": "positive"},
+    "openentity": {"text": "the rain in Rome is cold", "mention": [12, 16], "label": ["place", "location"],
+                   "entities": [[12, 16, "Q220", 0.9]]},
+    "tacred": {"text": "the man in Rome runs", "head": [4, 7], "tail": [11, 15], "label": "no_relation"},
 }  # fmt: skip
 TEXTS = {"wikitext103": "rain falls @-@ in\nthe city\n", "lambada": '{"text": "rain falls in the city"}\n'}
 

@@ -17,7 +17,7 @@ def choice(name, **section):
 
 def test_every_objective_has_a_form():
     """But OPTIMUS's, whose encoder and decoder meet in a vector: its classifier reads that."""
-    assert set(FORM_OF_OBJECTIVE) == set(OBJECTIVES) - {"optimus", "electra", "entities"}
+    assert set(FORM_OF_OBJECTIVE) == set(OBJECTIVES) - {"optimus", "electra"}
     assert set(FORM_OF_OBJECTIVE.values()) == set(FORMS) - {"auto"}
     with pytest.raises(ConfigError, match="the objective optimus has no form of its own for tasks"):
         form_of("auto", [choice("optimus")])

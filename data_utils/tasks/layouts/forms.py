@@ -86,13 +86,19 @@ def form_of(setting: str, choices: Sequence[ObjectiveChoice]) -> Form:
     for form in forms.values():
         if form.name == setting:
             return form
-    fitting = [name for name, form in FORM_OF_OBJECTIVE.items() if form == setting]
+    fitting = _objectives_of(setting)
     if setting in _OWN_ONLY:
         raise ConfigError(
             f"task.form is {setting}, but the run's objective is {', '.join(forms)}; set it to auto, or give a run of "
             f"{' or '.join(fitting)}."
         )
     return Form(setting, fitting[0])
+
+
+def _objectives_of(form: str) -> list[str]:
+    """Those with this form, the ones of a single Transformer first."""
+    names = [name for name, its_form in FORM_OF_OBJECTIVE.items() if its_form == form]
+    return sorted(names, key=lambda name: OBJECTIVES[name].config_class.model_module is not None)
 
 
 def _natural(choice: ObjectiveChoice) -> Form:
@@ -103,8 +109,6 @@ def _natural(choice: ObjectiveChoice) -> Form:
             f"{', '.join(dict.fromkeys(FORM_OF_OBJECTIVE.values()))}."
         )
     if writing.form != FORM_OF_OBJECTIVE[choice.name]:  # another objective's, by its settings
-        return Form(
-            writing.form, next(name for name, form in FORM_OF_OBJECTIVE.items() if form == writing.form)
-        )
+        return Form(writing.form, _objectives_of(writing.form)[0])
     form = Form(writing.form, choice.name, writing.masks, predict_cls=bool(writing.forced))
     return form if writing.before == form.writing.before else replace(form, before=writing.before)
