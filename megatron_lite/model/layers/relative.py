@@ -7,7 +7,8 @@ XLNet: with learned vectors u, v, w of each head, and g of whether two tokens ar
 
     (q + u) k  +  (q + v) W s(distance)  +  (q + w) g[segments differ]
 
-all over sqrt(d); s are sinusoids. The first term is that of a kernel with other queries, the rest is the bias.
+all over sqrt(d); s are sinusoids. The first term is that of a kernel with other queries, the rest is the bias. For a
+BlockPlan it is a table of the queries.
 
 DeBERTa's terms are in disentangled.py.
 
@@ -20,6 +21,7 @@ Transformer-XL, arXiv:1901.02860, section 3.3.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -93,6 +95,7 @@ class Distances:
     segments: torch.Tensor  # int [T]
     longest: int  # no distance is larger
     sinusoids: torch.Tensor  # fp32 [2 longest + 1, D], of the distances from -longest on
+    columns: torch.Tensor | None  # of a QueryBias
 
     @staticmethod
     def of(config: ModelConfig, ids: torch.Tensor, plan: Any, dropout: Dropout | None) -> Distances:
@@ -101,8 +104,9 @@ class Distances:
         The sinusoids are dropped out as the embeddings are, once for all layers, as in XLNet's code.
         """
         positions, segments = (ids[ID_PLANES.index(plane)] for plane in (POSITION_IDS, SEGMENT_IDS))
+        has_blocks, columns = not hasattr(plan, "pairs"), None
         # On a GPU the largest position would be waited for.
-        longest = plan.row_length if positions.is_cuda else int(positions.max())
+        longest = plan.row_length if positions.is_cuda or has_blocks else int(positions.max())
         steps = torch.arange(0, config.hidden_size, 2.0, device=ids.device) / config.hidden_size
         line = torch.arange(-longest, longest + 1, device=ids.device, dtype=torch.int32)
         angles = line[:, None].float() / 10000.0**steps
@@ -110,7 +114,11 @@ class Distances:
         dropped = None if dropout is None else dropout.distances(config.embedding_dropout, line)
         if dropped is not None:
             sinusoids = add(None, Biased(sinusoids), dropped)
-        return Distances(positions, segments, longest, sinusoids)
+        if has_blocks:
+            from megatron_lite.model.attention.tables import segment_columns
+
+            columns = segment_columns(plan.columns, segments, longest)
+        return Distances(positions, segments, longest, sinusoids, columns)
 
 
 class DistanceTerms(NamedTuple):
@@ -121,7 +129,9 @@ class DistanceTerms(NamedTuple):
     distances: torch.Tensor  # W s, [2 longest + 1, H, d]
     segments: torch.Tensor  # (q + w) g, [T, H, 2]
 
-    def bias(self, distances: Distances, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    def bias_of_call(
+        self, distances: Distances, call: int, queries: torch.Tensor, keys: torch.Tensor
+    ) -> torch.Tensor:
         """Score bias of one call: [..., H, Q, K]."""
         heads, size = self.content.shape[1:]
         every = torch.einsum("...qhd,nhd->...hqn", self.position[queries], self.distances)
@@ -149,7 +159,18 @@ class DistanceScores(nn.Module):
         self.content_query, self.position_query, self.segment_query = (of_heads(size) for _ in range(3))
         self.segment_keys = of_heads(2, size)
 
-    def forward(self, q: torch.Tensor, distances: Distances) -> DistanceTerms:
+    def forward(self, qkv: torch.Tensor, distances: Distances) -> tuple[torch.Tensor, Any]:
+        """With the first term's queries [..., 3, H, d], and a ScoreBias, or the QueryBias of a BlockPlan."""
+        q, key_value = qkv.split([1, 2], dim=-3)
+        terms = self.terms(q.squeeze(-3), distances)
+        qkv = torch.cat([terms.content.unsqueeze(-3), key_value], dim=-3)
+        if distances.columns is None:
+            return qkv, functools.partial(terms.bias_of_call, distances)
+        from megatron_lite.model.attention.tables import QueryBias
+
+        return qkv, QueryBias(distances.columns, *terms[1:])
+
+    def terms(self, q: torch.Tensor, distances: Distances) -> DistanceTerms:
         """Args: q: queries [T, H, d]."""
         line = linear(distances.sinusoids.to(q.dtype), self.weight).unflatten(-1, (-1, self.size))
         segments = torch.einsum("thd,hsd->ths", q + self.segment_query, self.segment_keys)
