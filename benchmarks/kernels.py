@@ -334,7 +334,7 @@ def expected(name: str, tokens: int, width: int, words: int, gpu: Gpu) -> float:
     """By the roofline."""
     kernel, *form = name.split()
     if kernel in SHARES:  # on all pairs
-        work = Work(float(min(tokens, MASKED)) ** 2, 0.0, "tables" if form else "biased")
+        work = Work(float(min(tokens, MASKED)) ** 2, 0.0, form[0].replace("_", " ") if form else "biased")
         is_backward = kernel != "rule_attention"
         return SHARES[kernel] * attention_micros(
             work, width // HEAD_SIZE, HEAD_SIZE, P, is_backward, gpu, 0.0

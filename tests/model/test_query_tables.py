@@ -23,7 +23,7 @@ from megatron_lite.model.attention.blocks import BlockPlan
 from megatron_lite.model.attention.dense import DensePlan
 from megatron_lite.model.attention.layout import make_layout
 from megatron_lite.model.attention.plan import plan_attention
-from megatron_lite.model.attention.tables import MOST_SEGMENTS, segment_columns, segment_places
+from megatron_lite.model.attention.tables import MOST_SEGMENTS, segment_columns, segment_places, vectors_of
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.model_input import ModelInput, dense_reason, kernel_of
 from megatron_lite.model.kernels import fused, rule_attention, triton_attention
@@ -163,12 +163,12 @@ def test_each_difference_names_a_distance_and_whether_segments_differ():
         found = places[(of_keys[None] - of_queries[:, None]) + len(places) // 2]
         known = segments.clamp(max=MOST_SEGMENTS - 1)
         differ = known[None] != known[:, None]
-        assert torch.equal(found, (apart + longest + (2 * longest + 1) * differ).int())
+        assert torch.equal(found, (apart + longest + vectors_of(longest) * differ).int())
 
 
 @pytest.mark.parametrize("recompute", ["none", pytest.param("selective", marks=pytest.mark.slow)])
 def test_a_model_equals_its_dense_reference(recompute):
-    """XLNet with memories, dropout of attention and of sinusoids: loss and every gradient, in fp64 written out on the CPU."""
+    """XLNet with memories, dropout of attention and of sinusoids: loss and every gradient, in fp64 written out."""
     config = config_of(3, 8, attention_dropout=0.2, embedding_dropout=0.1, init_std=0.3)
     model = GLM(config, recompute=recompute, num_losses=len(LOSS_NAMES), has_memory=True)
     initialize_parameters(model.named_parameters(), config, 3)

@@ -370,7 +370,7 @@ def plan_attention(layout: Layout, device: torch.device, kernel: str = "auto", m
     """Choose the kernel for a batch, and lay out its tokens.
 
     Args:
-        kernel: "auto", or one of "calls", "varlen", "blocks", "tables" (blocks, with a TableBias), "query tables" (with a
+        kernel: "auto", or one of "calls", "varlen", "blocks", "tables" (blocks, with a TableBias), "query tables" (a
             QueryBias) and "dense".
         multiple: of the number of tokens, padding included.
     """

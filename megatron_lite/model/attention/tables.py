@@ -40,6 +40,11 @@ class TableBias:
         return _Attend.apply(TableBias, plan, plan.columns, self.places, drawn, qkv, self.vectors)
 
     @staticmethod
+    def factors(qkv: torch.Tensor, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What tables are products of."""
+        return qkv, vectors
+
+    @staticmethod
     def tables(qkv: torch.Tensor, vectors: torch.Tensor) -> list[torch.Tensor]:
         """[H, T, N] each."""
         heads = qkv.permute(1, 2, 0, 3)  # [3, H, T, D]
@@ -63,38 +68,50 @@ class QueryBias:
 
     columns: torch.Tensor  # int32 [5, T], see `segment_columns`
     queries: torch.Tensor  # [T, H, D]
-    vectors: torch.Tensor  # [2 S + 1, H, D], of each distance, query less key, from -S on
+    vectors: torch.Tensor  # [N, H, D], of each distance, query less key, from -S on; N is `vectors_of`
     segments: torch.Tensor  # [T, H, 2]: of the same segment, of another
+    longest: int  # S
 
     def attend(self, qkv: torch.Tensor, plan: Any, drawn: tuple[Any, ...]) -> torch.Tensor:
         """As of a TableBias."""
-        places = segment_places(len(self.vectors) // 2, qkv.device)
+        places = segment_places(self.longest, qkv.device)
         operands = self.queries, self.vectors, self.segments
         return _Attend.apply(QueryBias, plan, self.columns, places, drawn, qkv, *operands)
 
     @staticmethod
-    def tables(
+    def factors(
         qkv: torch.Tensor, queries: torch.Tensor, vectors: torch.Tensor, segments: torch.Tensor
-    ) -> list[torch.Tensor]:
-        """One, [H, T, 2 (2 S + 1)]: all distances in the same segment, then all in another."""
-        by_distance = queries.transpose(0, 1) @ vectors.permute(1, 2, 0)
-        return [(by_distance.unsqueeze(2) + segments.transpose(0, 1).unsqueeze(3)).flatten(2)]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[H, T, D + 8] and [H, 2 N, D + 8]: of distances in the same segment, then in another."""
+        marks = _marks(queries.dtype, queries.device)
+        left = torch.cat([queries, segments, marks[0, :, :, 2:].expand(*segments.shape[:2], -1)], 2)
+        both = vectors.expand(2, *vectors.shape), marks.expand(-1, *vectors.shape[:2], -1)
+        return left.transpose(0, 1), torch.cat(both, 3).flatten(0, 1).transpose(0, 1)
+
+    @staticmethod
+    def tables(left: torch.Tensor, right: torch.Tensor) -> list[torch.Tensor]:
+        """One, [H, T, 2 N]."""
+        return [left @ right.mT]
 
     @staticmethod
     def gradients(
-        d_tables: list[torch.Tensor],
-        d_qkv: torch.Tensor,
-        qkv: torch.Tensor,
-        queries: torch.Tensor,
-        vectors: torch.Tensor,
-        segments: torch.Tensor,
+        d_tables: list[torch.Tensor], d_qkv: torch.Tensor, left: torch.Tensor, right: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Those of queries, vectors and segments."""
-        both = d_tables[0].unflatten(2, (2, -1))
-        d_table = both.sum(2)
-        d_queries = (d_table @ vectors.transpose(0, 1)).transpose(0, 1)
-        d_vectors = (d_table.mT @ queries.transpose(0, 1)).transpose(0, 1)
-        return d_queries, d_vectors, both.sum(3).transpose(0, 1)
+        d_left, size = (d_tables[0] @ right).transpose(0, 1), left.shape[2] - 8
+        same, other = (d_tables[0].mT @ left)[..., :size].transpose(0, 1).chunk(2)
+        return d_left[..., :size], same + other, d_left[..., size : size + 2]
+
+
+@functools.lru_cache(maxsize=8)
+def _marks(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Which of the numbers of segments counts, for both, [2, 1, 1, 8]; products are fast by eights."""
+    return torch.eye(2, 8, dtype=dtype, device=device).view(2, 1, 1, 8)
+
+
+def vectors_of(longest: int) -> int:
+    """Vectors of a QueryBias: one for each distance up to the longest in both directions, filled up to eights."""
+    return -(-(2 * longest + 1) // 8) * 8
 
 
 def segment_columns(columns: torch.Tensor, segments: torch.Tensor, longest: int) -> torch.Tensor:
@@ -119,7 +136,7 @@ def segment_places(longest: int, device: torch.device) -> torch.Tensor:
     difference = torch.arange(-most, most + 1)
     segments = torch.div(difference + longest, width, rounding_mode="floor")
     distance = difference - segments * width
-    return (longest - distance + width * (segments != 0)).int().to(device)
+    return (longest - distance + vectors_of(longest) * (segments != 0)).int().to(device)
 
 
 def has_positions_apart(layout: Layout, of_keys: bool = False) -> bool:
@@ -130,8 +147,8 @@ def has_positions_apart(layout: Layout, of_keys: bool = False) -> bool:
     Args: of_keys: only those that some token sees, and none beyond the row's length, see QueryBias.
     """
     if of_keys:
-        width, positions = 2 * layout.shape[1] + 1, layout.position
-        if 2 * width > MOST_ROWS or positions.max(initial=0) > layout.shape[1]:
+        longest = layout.shape[1]
+        if 2 * vectors_of(longest) > MOST_ROWS or layout.position.max(initial=0) > longest:
             _say_slow("a row has more distances than a table")
             return False
         layout = layout.part((layout.key_time < NEVER) | (layout.grp != 0))
@@ -153,7 +170,7 @@ def _say_slow(reason: str) -> None:
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kind, plan, columns, places, drawn, qkv, *operands):  # type: ignore[no-untyped-def]
-        tables = kind.tables(qkv, *operands)
+        tables = kind.tables(*kind.factors(qkv, *operands))
         out, log_sums = rule_attention_kernel(qkv, columns, plan.lists, None, places, tables, *drawn, 0)
         ctx.save_for_backward(columns, places, out, log_sums, qkv, *operands)
         ctx.kind, ctx.plan, ctx.drawn = kind, plan, drawn
@@ -162,7 +179,8 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad):  # type: ignore[no-untyped-def]
         columns, places, out, log_sums, qkv, *operands = ctx.saved_tensors
-        plan, grad, tables = ctx.plan, grad.contiguous(), ctx.kind.tables(qkv, *operands)
+        plan, grad, factors = ctx.plan, grad.contiguous(), ctx.kind.factors(qkv, *operands)
+        tables = ctx.kind.tables(*factors)
         rest = None, places, tables, *ctx.drawn, 0
         d_tables = [torch.zeros(table.shape, dtype=table.dtype, device=table.device) for table in tables]
         given = d_tables, grad, qkv, out, log_sums, columns, plan.lists, *rest
@@ -171,4 +189,4 @@ class _Attend(torch.autograd.Function):
             d_qkv, d_tables, grad, qkv, log_sums, products, columns, plan.key_lists, *rest
         )
         del tables, rest, given
-        return *[None] * 5, d_qkv, *ctx.kind.gradients(d_tables, d_qkv, qkv, *operands)
+        return *[None] * 5, d_qkv, *ctx.kind.gradients(d_tables, d_qkv, *factors)

@@ -94,7 +94,7 @@ class Distances:
     positions: torch.Tensor  # int [T]
     segments: torch.Tensor  # int [T]
     longest: int  # no distance is larger
-    sinusoids: torch.Tensor  # fp32 [2 longest + 1, D], of the distances from -longest on
+    sinusoids: torch.Tensor  # fp32 [N, D], of the distances from -longest on
     columns: torch.Tensor | None  # of a QueryBias
 
     @staticmethod
@@ -108,16 +108,17 @@ class Distances:
         # On a GPU the largest position would be waited for.
         longest = plan.row_length if positions.is_cuda or has_blocks else int(positions.max())
         steps = torch.arange(0, config.hidden_size, 2.0, device=ids.device) / config.hidden_size
-        line = torch.arange(-longest, longest + 1, device=ids.device, dtype=torch.int32)
+        count = 2 * longest + 1
+        if has_blocks:
+            from megatron_lite.model.attention.tables import segment_columns, vectors_of
+
+            count, columns = vectors_of(longest), segment_columns(plan.columns, segments, longest)
+        line = torch.arange(-longest, count - longest, device=ids.device, dtype=torch.int32)
         angles = line[:, None].float() / 10000.0**steps
         sinusoids = torch.cat([angles.sin(), angles.cos()], dim=1)
         dropped = None if dropout is None else dropout.distances(config.embedding_dropout, line)
         if dropped is not None:
             sinusoids = add(None, Biased(sinusoids), dropped)
-        if has_blocks:
-            from megatron_lite.model.attention.tables import segment_columns
-
-            columns = segment_columns(plan.columns, segments, longest)
         return Distances(positions, segments, longest, sinusoids, columns)
 
 
@@ -126,7 +127,7 @@ class DistanceTerms(NamedTuple):
 
     content: torch.Tensor  # q + u, [T, H, d]
     position: torch.Tensor  # q + v, [T, H, d]
-    distances: torch.Tensor  # W s, [2 longest + 1, H, d]
+    distances: torch.Tensor  # W s, [N, H, d]
     segments: torch.Tensor  # (q + w) g, [T, H, 2]
 
     def bias_of_call(
@@ -168,7 +169,7 @@ class DistanceScores(nn.Module):
             return qkv, functools.partial(terms.bias_of_call, distances)
         from megatron_lite.model.attention.tables import QueryBias
 
-        return qkv, QueryBias(distances.columns, *terms[1:])
+        return qkv, QueryBias(distances.columns, *terms[1:], distances.longest)
 
     def terms(self, q: torch.Tensor, distances: Distances) -> DistanceTerms:
         """Args: q: queries [T, H, d]."""
