@@ -94,6 +94,7 @@ ABILITIES: dict[str, int] = {
     "short samples of every objective": 56,
     "GLM without its second position": 6,
     "corpora of labelled pairs; discourse relation and relevance": 530,
+    "XLNet's scores from a table of queries, in kernels on GPUs, and its estimate": 171,
 }
 # Figures that may only fall. A change that lowers a figure lowers its number here; tests/support/figures.py prints all.
 CEILINGS = {

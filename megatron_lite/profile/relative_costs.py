@@ -85,7 +85,7 @@ def _query_table(costs: BlockCosts, tally: Tally, backward: bool) -> None:
 
 
 def _two_tables(costs: BlockCosts, tally: Tally, backward: bool) -> None:
-    """Of queries and of keys."""
+    """A table of queries, and one of keys."""
     s, e, model = costs.s, costs.e, costs.model
     rows, whole, scores = model.position_rows, costs.T * s.attended * e, table_bytes(costs)
     width = 2 * s.attended if model.position_projections else s.qkv

@@ -108,7 +108,7 @@ def _pairs_once(tally: Tally, s: Sizes) -> None:
             continue
         if stack.kernel == "blocks":
             # The bias and the bucket of each distance, or sinusoids and columns.
-            tally.small(30 * (model.relative in ("buckets", "xlnet")))
+            tally.small(30 * (model.relative == "buckets" or model.has_distance_scores))
             continue
         pairs = stack.calls[0].pairs * micro
         tally.kernel(3 * pairs, 7)

@@ -92,7 +92,7 @@ def by_kernels(arrays, qkv, terms, config, p):
     for plane, values in zip((POSITION_IDS, SEGMENT_IDS), arrays[3:], strict=True):
         taken = torch.from_numpy(values).flatten()[order.clamp(min=0)]
         ids[ID_PLANES.index(plane)] = torch.where(order >= 0, taken, 0)
-    operands, bias = terms(padded, Distances.of(config, ids, plan, None))
+    operands, bias = terms.biased(padded, Distances.of(config, ids, plan, None))
     dropout = dropout_of(arrays[:3], p, seed=5, plan=plan) if p else None
     out = plan.attend(0, [operands], dropout, bias)
     return torch.zeros_like(qkv[:, 0]).index_copy(0, order[order >= 0], out[order >= 0])

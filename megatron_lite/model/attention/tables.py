@@ -41,7 +41,7 @@ class TableBias:
 
     @staticmethod
     def factors(qkv: torch.Tensor, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What tables are products of."""
+        """The operands of the products that are tables."""
         return qkv, vectors
 
     @staticmethod
@@ -54,7 +54,7 @@ class TableBias:
     def gradients(
         d_tables: list[torch.Tensor], d_qkv: torch.Tensor, qkv: torch.Tensor, vectors: torch.Tensor
     ) -> tuple[torch.Tensor]:
-        """Those of the vectors. Adds to that of queries and keys."""
+        """The gradient of the vectors. Adds to that of queries and keys."""
         d_vectors = torch.empty_like(vectors)
         for i, d_table in enumerate(d_tables):
             d_qkv[:, i].add_((d_table @ vectors[i].transpose(0, 1)).transpose(0, 1))
@@ -73,7 +73,7 @@ class QueryBias:
     longest: int  # S
 
     def attend(self, qkv: torch.Tensor, plan: Any, drawn: tuple[Any, ...]) -> torch.Tensor:
-        """As of a TableBias."""
+        """Attention with this bias. Args: as for TableBias."""
         places = segment_places(self.longest, qkv.device)
         operands = self.queries, self.vectors, self.segments
         return _Attend.apply(QueryBias, plan, self.columns, places, drawn, qkv, *operands)
@@ -97,7 +97,7 @@ class QueryBias:
     def gradients(
         d_tables: list[torch.Tensor], d_qkv: torch.Tensor, left: torch.Tensor, right: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Those of queries, vectors and segments."""
+        """The gradients of queries, vectors and segments."""
         d_left, size = (d_tables[0] @ right).transpose(0, 1), left.shape[2] - 8
         same, other = (d_tables[0].mT @ left)[..., :size].transpose(0, 1).chunk(2)
         return d_left[..., :size], same + other, d_left[..., size : size + 2]

@@ -113,7 +113,7 @@ def dense_reason(config: ModelConfig, device: torch.device) -> str | None:
         return None
     return (
         f"model.relative is {config.relative}: on GPUs attention computes all pairs of tokens of a row, and keeps a "
-        "number for each, since no faster kernel here takes such a bias of the scores and returns its gradient."
+        "number for each, since training.kernels is torch; those of fused keep none."
     )
 
 
@@ -121,8 +121,8 @@ def kernel_of(config: ModelConfig, device: torch.device) -> str:
     """The kind of plan that a model needs; "auto" = that of each batch."""
     if dense_reason(config, device) is not None:
         return "dense"
-    kinds = {"none": "auto", "buckets": "blocks", "disentangled": "tables", "xlnet": "query tables"}
-    return kinds[config.relative] if device.type == "cuda" else "auto"
+    kinds = {"none": "auto", "buckets": "blocks", "disentangled": "tables"}
+    return kinds.get(config.relative, "query tables") if device.type == "cuda" else "auto"
 
 
 def plan_stack(

@@ -314,7 +314,7 @@ def _launch(kernel, qkv, tensors, bias, p, first_head, window, tile, along):  # 
 
 
 def _pair(tables):  # type: ignore[no-untyped-def]
-    """Of queries and of keys, None where there is none."""
+    """The tables of queries and of keys, None where there is none."""
     return (*tables, None, None)[:2]
 
 

@@ -21,7 +21,6 @@ Transformer-XL, arXiv:1901.02860, section 3.3.
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -130,9 +129,7 @@ class DistanceTerms(NamedTuple):
     distances: torch.Tensor  # W s, [N, H, d]
     segments: torch.Tensor  # (q + w) g, [T, H, 2]
 
-    def bias_of_call(
-        self, distances: Distances, call: int, queries: torch.Tensor, keys: torch.Tensor
-    ) -> torch.Tensor:
+    def bias(self, distances: Distances, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Score bias of one call: [..., H, Q, K]."""
         heads, size = self.content.shape[1:]
         every = torch.einsum("...qhd,nhd->...hqn", self.position[queries], self.distances)
@@ -160,18 +157,19 @@ class DistanceScores(nn.Module):
         self.content_query, self.position_query, self.segment_query = (of_heads(size) for _ in range(3))
         self.segment_keys = of_heads(2, size)
 
-    def forward(self, qkv: torch.Tensor, distances: Distances) -> tuple[torch.Tensor, Any]:
-        """With the first term's queries [..., 3, H, d], and a ScoreBias, or the QueryBias of a BlockPlan."""
+    def biased(self, qkv: torch.Tensor, distances: Distances) -> tuple[torch.Tensor, Any]:
+        """The operands of the first term, [..., 3, H, d], and a ScoreBias, or the QueryBias of a BlockPlan."""
         q, key_value = qkv.split([1, 2], dim=-3)
-        terms = self.terms(q.squeeze(-3), distances)
+        terms: DistanceTerms = self(q.squeeze(-3), distances)
         qkv = torch.cat([terms.content.unsqueeze(-3), key_value], dim=-3)
         if distances.columns is None:
-            return qkv, functools.partial(terms.bias_of_call, distances)
+            return qkv, lambda call, queries, keys: terms.bias(distances, queries, keys)
         from megatron_lite.model.attention.tables import QueryBias
 
-        return qkv, QueryBias(distances.columns, *terms[1:], distances.longest)
+        operands = terms.position, terms.distances, terms.segments
+        return qkv, QueryBias(distances.columns, *operands, distances.longest)
 
-    def terms(self, q: torch.Tensor, distances: Distances) -> DistanceTerms:
+    def forward(self, q: torch.Tensor, distances: Distances) -> DistanceTerms:
         """Args: q: queries [T, H, d]."""
         line = linear(distances.sinusoids.to(q.dtype), self.weight).unflatten(-1, (-1, self.size))
         segments = torch.einsum("thd,hsd->ths", q + self.segment_query, self.segment_keys)

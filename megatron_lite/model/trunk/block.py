@@ -242,7 +242,7 @@ class Attention(nn.Module):
         if self.is_disentangled:
             bias = flow.distances.bias_of(qkv)
         elif self.relative is not None:
-            qkv, bias = self.relative(qkv, flow.distances)
+            qkv, bias = self.relative.biased(qkv, flow.distances)
         return flow.plan.attend(layer, [qkv], dropout, bias)
 
     def rotary_of(self, flow: Flow, layer: int) -> Rotary | None:
