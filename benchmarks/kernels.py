@@ -247,7 +247,8 @@ def masked_attention(
         if not form:
             return numbers[buckets[distance].long()].movedim(2, 0)
         place = rows[distance].expand_as(of_queries)
-        return (of_queries.gather(2, place) + of_keys.mT.gather(1, place)) * HEAD_SIZE**-0.5
+        of_keys = of_keys.mT.gather(1, place) if form == " tables" else 0 * of_keys
+        return (of_queries.gather(2, place) + of_keys) * HEAD_SIZE**-0.5
 
     def reference(form: str) -> list[torch.Tensor]:
         """Output, log of the sums, gradients of queries, keys and values, and of the bias."""
@@ -259,12 +260,13 @@ def masked_attention(
         of_heads = torch.arange(1, heads + 1, dtype=torch.int32, device=device)[:, None, None]
         kept = stays(pairs_formula(keys[:, None], keys[None], salt, of_heads), P)
         out = ((scores.softmax(-1) * kept / (1 - P)) @ value).transpose(0, 1)
-        given = start, *(biases[1:] if form else biases[:1])
+        given = start, *{"": biases[:1], " tables": biases[1:], " query_tables": biases[1:2]}[form]
         return [out, scores.logsumexp(-1), *torch.autograd.grad(out, given, grad.double())]
 
     by_distance = numbers[buckets.long()].T.contiguous(), buckets, []
     by_tables = None, rule_attention.table_places(rows), tables
-    for form, bias in (("", by_distance), (" tables", by_tables)):
+    of_queries = *by_tables[:2], tables[:1]
+    for form, bias in (("", by_distance), (" tables", by_tables), (" query_tables", of_queries)):
         yield from _attention_passes(form, reference(form), qkv, grad, plan, (*bias, *rest))
 
 
@@ -290,14 +292,15 @@ def _attention_passes(
         d_tables[1:] = [torch.zeros_like(table) for table in d_tables[1:]]
         given = d_qkv, d_tables, grad, qkv, log_sums, products, plan.columns, plan.key_lists, *rest
         sums = rule_attention.rule_attention_keys_kernel(*given)
-        return d_qkv[:, 1:], d_tables[1] if d_tables else sums.sum(0).T
+        return d_qkv[:, 1:], *(d_tables[1:] if d_tables else [sums.sum(0).T])
 
     yield Case(f"rule_attention{form}", forward, lambda: expected[:2])
     yield Case(
         f"rule_attention_queries{form}", lambda: (of_queries()[0][:, 0], *d_tables[:1]),
         lambda: (expected[2][:, 0], *expected[3:3 + bool(form)]),
     )  # fmt: skip
-    yield Case(f"rule_attention_keys{form}", of_keys, lambda: (expected[2][:, 1:], expected[-1]))
+    of_bias = expected[3 + bool(form) :]
+    yield Case(f"rule_attention_keys{form}", of_keys, lambda: (expected[2][:, 1:], *of_bias))
 
 
 def difference(ours: Any, theirs: Any) -> float:
@@ -331,7 +334,7 @@ def expected(name: str, tokens: int, width: int, words: int, gpu: Gpu) -> float:
     """By the roofline."""
     kernel, *form = name.split()
     if kernel in SHARES:  # on all pairs
-        work = Work(float(min(tokens, MASKED)) ** 2, 0.0, "tables" if form else "biased")
+        work = Work(float(min(tokens, MASKED)) ** 2, 0.0, form[0].replace("_", " ") if form else "biased")
         is_backward = kernel != "rule_attention"
         return SHARES[kernel] * attention_micros(
             work, width // HEAD_SIZE, HEAD_SIZE, P, is_backward, gpu, 0.0

@@ -83,6 +83,7 @@ ABILITIES: dict[str, int] = {
     "capitals of words, stored beside tokens and predicted": 120,
     "fine-tuning on several tasks at once": 379,
     "disentangled attention, and DeBERTa-v3": 340,
+    "XLNet's scores from a table of queries, in kernels on GPUs, and its estimate": 171,
     "words of generator and discriminator with gradients apart": 78,
     "a discriminator whose words are a sum, tuned and as one of two directories": 23,
     "DeBERTa's heads of tasks, and its body without a head": 30,

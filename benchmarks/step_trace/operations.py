@@ -133,13 +133,17 @@ def _rule_micros(name: str, args: Any, gpu: Gpu) -> float:
         blocks = sum(int(part.sum()) for part in counts if part is not None)
     p, keys = next((part for part in args if isinstance(part, float)), 0.0), name.endswith("keys")
     line, _, tables = args[[part is lists for part in args].index(True) + 1 :][:3]
-    kind = "tables" if tables else "rule" if line is None else "biased"
+    kind = ("rule" if line is None else "biased", "query tables", "tables")[len(tables)]
     work = Work(float(blocks * BLOCK**2), 0.0, kind)
     share = 0.7 if keys else 0.3 if name.endswith("queries") else 1.0
     if kind == "tables" and share < 1:
         share = 0.5  # as much in both
-    moved = (2 if share == 1 else 6) * tables[0].nbytes if tables else 0.0
-    return share * attention_micros(work, qkv.shape[2], qkv.shape[3], p, share < 1, gpu, 0.0, moved)
+    backward, moved = share < 1, 0.0
+    if kind == "tables":
+        moved = (6 if backward else 2) * tables[0].nbytes
+    elif tables:  # a number of each pair
+        moved = (3 if backward else 1) * work.pairs * qkv.shape[2] * tables[0].element_size()
+    return share * attention_micros(work, qkv.shape[2], qkv.shape[3], p, backward, gpu, 0.0, moved)
 
 
 def _attention_micros(name: str, args: Any, kwargs: Any, gpu: Gpu) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from megatron_lite.model.kernels.sums import sum_programs
 from megatron_lite.profile.head_costs import RMS_BACKWARD, RMS_FORWARD, HeadCosts, rms
-from megatron_lite.profile.relative_costs import relative_terms, table_bytes, tables
+from megatron_lite.profile.relative_costs import moved_bytes, relative_terms, tables
 from megatron_lite.profile.roofline import ISSUE, activation_issue
 from megatron_lite.profile.rows import Call
 from megatron_lite.profile.sizes import Sizes
@@ -123,7 +123,7 @@ class BlockCosts:
 
     def _call(self, tally: Tally, call: Call, backward: bool) -> None:
         work = call.backward if backward else call.forward
-        moved = (6 if backward else 2) * table_bytes(self) if work.kind == "tables" else 0.0
+        moved = moved_bytes(self, work, backward)
         tally.attention(work, call.queries, self.s.heads, self.model, backward, moved)
 
     def _issued(self, kernel: str, numbers: float = 0.0) -> float:
@@ -142,8 +142,8 @@ class BlockCosts:
             if kernel == "dense":
                 relative_terms(self, tally, call.pairs)
                 self._masked(tally, call.pairs)
-            elif call.forward.kind == "tables":
-                tables(self, tally)
+            else:
+                tables(self, tally, call.forward.kind)
             self._call(tally, call, backward=False)
         if kernel == "dense":
             tally.kernel(2 * whole)  # zeros for what sees nothing
@@ -334,8 +334,7 @@ class BlockCosts:
             tally.kernel(6 * whole)
         elif kernel == "blocks":
             tally.launches += 1  # of queries, of keys
-            if calls[0].backward.kind == "tables":
-                tables(self, tally, backward=True)
+            tables(self, tally, calls[0].backward.kind, backward=True)
             tally.small(3 * (self.model.relative == "buckets"))  # the bias's sums
         elif len(calls) > 1:
             read = sum(call.queries + 2 * call.keys for call in calls)

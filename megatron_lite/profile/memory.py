@@ -159,6 +159,8 @@ def _attention_state(s: Sizes, is_decoder: bool) -> float:
         total += s.tokens(is_decoder) * s.attended * e
     elif model.relative == "disentangled":  # vectors of buckets, with their factor, and what they are made of
         total += model.position_rows * (2 * s.attended + s.width + s.qkv) * e
+    elif model.has_distance_scores:  # two more queries, vectors of distances, and their sinusoids
+        total += (2 * s.tokens() * s.attended + s.distances * (s.attended + s.width)) * e
     if s.stack(is_decoder).kernel != "dense":
         return total
     if model.relative == "disentangled":  # queries with their factor, and queries and keys by rows
@@ -179,8 +181,8 @@ def _backward(s: Sizes, is_decoder: bool) -> float:
     else:
         whole = T * s.width * e if s.share > 1 else 0.0
         moment = 2 * hidden + whole + T * s.expanded * e
-    if model.relative == "disentangled" and s.stack(is_decoder).kernel == "blocks":
-        # At the tables of attention and their gradients, where what the FFN had kept is gone.
+    if model.has_query_terms and s.stack(is_decoder).kernel == "blocks":
+        # At attention's two tables, or one of twice the rows, and their gradients, where what the FFN had kept is gone.
         of_tables = 4 * table_bytes(BlockCosts(s, is_decoder)) + T * s.qkv * e
         moment = max(moment, of_tables - T * s.expanded * e - inner)
     if s.config.training.recompute == "full":

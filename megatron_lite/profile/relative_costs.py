@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_lite.profile.roofline import Work
 from megatron_lite.profile.tally import Tally
 
 BlockCosts = Any  # that of block_costs.py, which imports this file
@@ -20,7 +21,7 @@ def relative_terms(costs: BlockCosts, tally: Tally, pairs: float, backward: bool
 def _distances(costs: BlockCosts, tally: Tally, pairs: float, backward: bool) -> None:
     """Terms by distance and segment."""
     s, e, numbers = costs.s, costs.e, pairs * costs.s.heads
-    whole, scores = costs.T * s.attended * e, costs.T * s.heads * s.distances * e
+    whole, scores = costs.T * s.attended * e, table_bytes(costs)
     tally.product(s.distances, s.width, s.attended, e)
     tally.kernel(2 * whole, 4)
     tally.kernel(6 * whole)
@@ -41,12 +42,50 @@ def _distances(costs: BlockCosts, tally: Tally, pairs: float, backward: bool) ->
 
 
 def table_bytes(costs: BlockCosts) -> float:
-    """A layer's products of queries, or of keys, with the vectors of buckets."""
-    return costs.T * costs.s.heads * costs.model.position_rows * costs.e
+    """A layer's products of queries, or of keys, with the vectors of buckets or of distances."""
+    rows = costs.s.distances if costs.model.has_distance_scores else costs.model.position_rows
+    return costs.T * costs.s.heads * rows * costs.e
 
 
-def tables(costs: BlockCosts, tally: Tally, backward: bool = False) -> None:
-    """Kernels beside those that read two tables of scores within their tiles."""
+def moved_bytes(costs: BlockCosts, work: Work, backward: bool) -> float:
+    """Bytes of tables and of their gradients that a call of attention reads and writes."""
+    if work.kind == "tables":
+        return (6 if backward else 2) * table_bytes(costs)
+    if work.kind == "query tables":  # a number of each pair
+        return (3 if backward else 1) * work.pairs * costs.s.heads * costs.e
+    return 0.0
+
+
+def tables(costs: BlockCosts, tally: Tally, kind: str, backward: bool = False) -> None:
+    """Kernels beside those that read tables of scores within their tiles. Args: kind: of a Work."""
+    if kind == "tables":
+        _two_tables(costs, tally, backward)
+    elif kind == "query tables":
+        _query_table(costs, tally, backward)
+
+
+def _query_table(costs: BlockCosts, tally: Tally, backward: bool) -> None:
+    """A table of all distances twice: for the same segment, and for another."""
+    s, e = costs.s, costs.e
+    whole, scores = costs.T * s.attended * e, 2 * table_bytes(costs)
+    tally.product(s.distances, s.width, s.attended, e)
+    tally.kernel(6 * whole)
+    tally.kernel(2 * whole)  # queries with the numbers of segments
+    tally.kernel(scores + whole, 1, "matmul")
+    if backward:
+        tally.kernel(scores)  # zeros
+        tally.kernel(scores + whole, 2, "matmul")
+        tally.kernel(whole, 5)
+        tally.kernel(3 * whole, 2)
+        tally.small(4)
+    else:
+        tally.kernel(2 * whole, 3)
+        tally.kernel(whole)
+        tally.small(2)
+
+
+def _two_tables(costs: BlockCosts, tally: Tally, backward: bool) -> None:
+    """A table of queries, and one of keys."""
     s, e, model = costs.s, costs.e, costs.model
     rows, whole, scores = model.position_rows, costs.T * s.attended * e, table_bytes(costs)
     width = 2 * s.attended if model.position_projections else s.qkv

@@ -167,7 +167,8 @@ def _stack(plan: Any, layout: Layout, batch: Batch, model: ModelConfig) -> Stack
         return Stack("dense", (call,), np.full(rows, float(length)))
     if isinstance(plan, BlockPlan):
         blocks = int(plan.of_queries.partial_counts.sum() + plan.of_queries.full_counts.sum())
-        kind = {"none": "rule", "disentangled": "tables"}.get(model.relative, "biased")
+        kinds = {"none": "rule", "buckets": "biased", "disentangled": "tables"}
+        kind = kinds.get(model.relative, "query tables")
         return Stack("blocks", (_whole(plan.length, plan.length, blocks * BLOCK**2, kind),), counts)
     assert isinstance(plan, VarlenPlan)
     return Stack("varlen", tuple(_varlen(call, model) for call in plan.calls), counts)

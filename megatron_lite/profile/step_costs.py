@@ -107,7 +107,8 @@ def _pairs_once(tally: Tally, s: Sizes) -> None:
         if stack is None or stack.kernel == "varlen":
             continue
         if stack.kernel == "blocks":
-            tally.small(30 * (model.relative == "buckets"))  # the bias and the bucket of each distance
+            # The bias and the bucket of each distance, or sinusoids and columns.
+            tally.small(30 * (model.relative == "buckets" or model.has_distance_scores))
             continue
         pairs = stack.calls[0].pairs * micro
         tally.kernel(3 * pairs, 7)

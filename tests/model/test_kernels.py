@@ -285,7 +285,7 @@ def test_kernels_compile_for_gpus_and_fit_into_registers(gpu, is_short):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(found) == (12 + 2 * 3 + 4 if is_short else 3 * 24 + 2 * 3 + 2 * 4)
+    assert len(found) == (12 + 3 * 3 + 4 if is_short else 3 * 24 + 3 * 3 + 2 * 4)
     assert {name for name, *_ in found} == {
         "_activate", "_activate_backward", "_add_norm", "_add_norm_backward", "_finish_sums", "_join_pair",
         "_log_sums", "_write_gradient", "_attend", "_of_queries", "_of_keys", "_spread", "_gather",

@@ -29,6 +29,7 @@ CEILINGS = {
     "modern": (2, 12, 16, 0, 0, 1, 0, 0, 1),  # rotary positions, RMSNorm, gates, no biases
     "local layers": (1, 9, 14, 0, 0, 1, 0, 0, 4),  # its optimizer reads numbers of tensors back
     "deberta": (1, 29, 42, 0, 0, 1, 0, 0, 1),
+    "xlnet": (1, 18, 36, 0, 0, 1, 0, 0, 1),
     "llama": (1, 9, 14, 0, 0, 1, 0, 0, 1),
     "qwen3": (1, 9, 14, 0, 0, 1, 0, 0, 1),
     "unilmv2": (1, 8, 19, 0, 0, 1, 0, 0, 1),

@@ -72,7 +72,7 @@ def test_formulas_are_near_the_trace(profile_of, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [*LAYOUTS, "t5", "unilmv2", "deberta", "modern", "local layers", "loss rows"]
+    "name", [*LAYOUTS, "t5", "unilmv2", "deberta", "xlnet", "modern", "local layers", "loss rows"]
 )
 def test_formulas_are_near_the_trace_in_every_layout(profile_of, name):
     assert_near(name, profile_of(name))
@@ -121,6 +121,7 @@ def test_kernels_of_a_block_are_counted_exactly(profile_of, name):
         "llama",
         "qwen3",
         "deberta",
+        "xlnet",
     ],
 )
 def test_kernels_of_a_block_are_counted_exactly_in_every_layout(profile_of, name):

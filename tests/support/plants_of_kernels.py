@@ -34,6 +34,13 @@ KERNELS = (
         ("tests/model/test_tables.py::test_a_model_equals_its_dense_reference",),
     ),
     Plant(
+        "pairs of an earlier segment read XLNet's numbers of the same",
+        "megatron_lite/model/attention/tables.py",
+        "vectors_of(longest) * (segments != 0)",
+        "vectors_of(longest) * (segments > 0)",
+        ("tests/model/test_query_tables.py::test_every_gradient",),
+    ),
+    Plant(
         "a gate that multiplies before the activation",
         "megatron_lite/model/kernels/triton_kernels.py",
         "            d_up = dy * value\n",

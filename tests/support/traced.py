@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAPER = ("configs/glm-large.yaml", "configs/objectives/paper.yaml")
 BERT, UNILMV2, T5 = ("configs/bert-large.yaml",), ("configs/unilmv2-base.yaml",), ("configs/t5-base.yaml",)
 QWEN3, DEBERTA = ("configs/qwen3-0.6b.yaml",), ("configs/deberta-v3-base.yaml",)
+XLNET = ("configs/xlnet-large.yaml",)
 WINDOWED, MODERN = ("configs/modernbert-base.yaml",), ("configs/glm-modern-base.yaml",)
 LLAMA, SHORT_ROWS = (
     ("configs/llama-3.2-1b.yaml",),
@@ -56,6 +57,7 @@ MORE = {
     "local layers": (WINDOWED, 1, 1, SHORT_ROWS, None, 1),
     "modern": (MODERN, 8, 1, (), None, 1),
     "deberta": (DEBERTA, 1, 1, ("batch.micro_batch_size=64",), None, 1),
+    "xlnet": (XLNET, 1, 1, (), None, 1),
     "llama": (LLAMA, 8, 1, (), None, 1),
     "qwen3": (QWEN3, 8, 1, (), None, 1),
     "qwen3 without norms of heads": (QWEN3, 8, 1, ("model.query_key_norm=false",), None, 1),

@@ -18,6 +18,7 @@ from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.model.input.batch import Batch
+from megatron_lite.model.kernels import fused
 from megatron_lite.model.trunk.build import build_model
 from megatron_lite.train.engine.engine import parameter_groups, say_slow_attention
 from megatron_lite.train.engine.plain import make_engine
@@ -174,10 +175,16 @@ def test_a_run_continues_with_or_without_offloading(tmp_path, before, after):
 
 
 @pytest.mark.parametrize(
-    ("relative", "device", "is_main", "said"),
-    [("xlnet", "cuda", True, 1), ("xlnet", "cuda", False, 0), ("buckets", "cuda", True, 0), ("xlnet", "cpu", True, 0)],
+    ("kernels", "relative", "device", "is_main", "said"),
+    [
+        ("torch", "xlnet", "cuda", True, 1), ("torch", "xlnet", "cuda", False, 0), ("torch", "xlnet", "cpu", True, 0),
+        ("fused", "xlnet", "cuda", True, 0), ("fused", "buckets", "cuda", True, 0),
+    ],
 )  # fmt: skip
-def test_attention_under_a_mask_is_never_silent_on_gpus(caplog, relative, device, is_main, said):
+def test_attention_under_a_mask_is_never_silent_on_gpus(
+    monkeypatch, caplog, kernels, relative, device, is_main, said
+):
+    monkeypatch.setattr(fused, "_is_wanted", kernels == "fused")
     config = tiny(f"model.relative={relative}")
     context = SimpleNamespace(device=torch.device(device), is_main=is_main)
     say_slow_attention(config, context)

@@ -124,7 +124,7 @@ class DistanceBias:
 class BlockPlan:
     """One call over the tokens of the batch in the order of the layout, padding at the end.
 
-    Its bias: a DistanceBias, or a TableBias.
+    Its bias: a DistanceBias, a TableBias, or a QueryBias.
 
     Args: window: of a local layer; 0 = none.
     """
@@ -166,17 +166,17 @@ class BlockPlan:
         return bias.attend(qkv.contiguous(), self, drawn)
 
 
-def block_plan(layout: Layout, length: int, window: int = 0, *, has_tables: bool = False) -> HostPlan:
+def block_plan(layout: Layout, length: int, window: int = 0, *, kernel: str = "blocks") -> HostPlan:
     """A BlockPlan, or the dense one where no kernels are wanted, or cannot be.
 
-    Args: length, window: as for BlockPlan. has_tables: scores have a TableBias.
+    Args: length, window: as for BlockPlan. kernel: as for `plan_attention`.
     """
     if not kernels_are_wanted():
         return DensePlan(layout, window=window)
-    if has_tables:
+    if kernel in ("tables", "query tables"):
         from megatron_lite.model.attention.tables import has_positions_apart
 
-        if not has_positions_apart(layout):
+        if not has_positions_apart(layout, kernel == "query tables"):
             return DensePlan(layout)
     return BlockPlan(layout, length, window=window)
 

@@ -9,7 +9,7 @@ runs all layers in this order, so no layer moves tokens. The plans:
   VarlenPlan   CUDA: at most two calls of a fused kernel for the whole batch, without a mask (varlen.py): every
                structure but UniLMv2's.
   BlockPlan    CUDA, UniLMv2's structure, and a bias by distance: kernels that evaluate the rule (blocks.py, tables.py).
-  DensePlan    the reference: one masked call, B x S x S booleans (dense.py). On CUDA it serves XLNet's bias.
+  DensePlan    the reference: one masked call, B x S x S booleans (dense.py).
   LayeredPlan  two of these, for models with local layers (window.py).
 
 All but BlockPlan serve cross-attention too (cross_attention.py). A bias of the scores (relative.py) goes to CallPlan,
@@ -370,10 +370,11 @@ def plan_attention(layout: Layout, device: torch.device, kernel: str = "auto", m
     """Choose the kernel for a batch, and lay out its tokens.
 
     Args:
-        kernel: "auto", or one of "calls", "varlen", "blocks", "tables" (blocks, with a TableBias) and "dense".
+        kernel: "auto", or one of "calls", "varlen", "blocks", "tables" (blocks, with a TableBias), "query tables" (a
+            QueryBias) and "dense".
         multiple: of the number of tokens, padding included.
     """
-    assert kernel in ("auto", "calls", "varlen", "blocks", "tables", "dense"), kernel
+    assert kernel in ("auto", "calls", "varlen", "blocks", "tables", "query tables", "dense"), kernel
     if kernel == "dense":
         from megatron_lite.model.attention.dense import DensePlan
 
@@ -389,7 +390,7 @@ def plan_attention(layout: Layout, device: torch.device, kernel: str = "auto", m
         return varlen_plan(layout, units, length)
     from megatron_lite.model.attention.blocks import block_plan
 
-    return block_plan(layout, length, has_tables=kernel == "tables")
+    return block_plan(layout, length, kernel=kernel)
 
 
 def _suits_varlen(units: list[Unit], tokens: int) -> bool:

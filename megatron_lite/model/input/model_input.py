@@ -109,12 +109,11 @@ def _split(buffer: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torc
 
 def dense_reason(config: ModelConfig, device: torch.device) -> str | None:
     """Why a model's attention is one call over all pairs of tokens of a row; None where it is not."""
-    has_kernel = kernels_are_wanted() and not config.has_distance_scores
-    if config.relative == "none" or has_kernel or device.type != "cuda":
+    if config.relative == "none" or kernels_are_wanted() or device.type != "cuda":
         return None
     return (
         f"model.relative is {config.relative}: on GPUs attention computes all pairs of tokens of a row, and keeps a "
-        "number for each, since no faster kernel here takes such a bias of the scores and returns its gradient."
+        "number for each, since training.kernels is torch; those of fused keep none."
     )
 
 
@@ -123,7 +122,7 @@ def kernel_of(config: ModelConfig, device: torch.device) -> str:
     if dense_reason(config, device) is not None:
         return "dense"
     kinds = {"none": "auto", "buckets": "blocks", "disentangled": "tables"}
-    return kinds[config.relative] if device.type == "cuda" else "auto"
+    return kinds.get(config.relative, "query tables") if device.type == "cuda" else "auto"
 
 
 def plan_stack(

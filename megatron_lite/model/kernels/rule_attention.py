@@ -36,7 +36,7 @@ def rule_attention(
         lists: for each block of queries.
         line: fp32 [H, 2 S + 1], added to the scores by distance, key less query, from -S on.
         buckets: int32 [2 S + 1], of each distance: with `line` its bucket, with tables `table_places`.
-        tables: of queries and of keys, [H, T, N] each, or none: added to the scores before scaling.
+        tables: of queries and of keys, of queries alone, or none, [H, T, N]: added to the scores before scaling.
         keys, salt, p: of dropout. first_head: number of this rank's first head.
     """
     tokens, _, heads, size = qkv.shape

@@ -2,8 +2,8 @@
 
 BIAS says what scores have by the distance of two positions: nothing (0); a number for each (1), whose gradient is
 summed by bucket: within a program in the order of its blocks, over programs by torch; a number of the query and one of
-the key, from tables (2), whose gradients are scattered, see triton_tables.py. No atomic additions. Only
-rule_attention.py's operators import this module.
+the key, from tables (2), or of the query alone (3); their gradients are scattered, see triton_tables.py. No atomic
+additions. Only rule_attention.py's operators import this module.
 
 A program computes a tile of ROWS queries, or of KEYS keys, of one head. Its lists say which blocks of the others hold
 visible pairs only (full), or some (partial): there the rule decides. Softmax as in FlashAttention, arXiv:2205.14135.
@@ -82,9 +82,10 @@ def _scores(
     """
     scores = tl.dot(a, tl.trans(b), input_precision=PRECISION)
     found = _distance(columns, query, key, tokens, longest)
-    if BIAS == 2:
+    if BIAS >= 2:
         found = tl.load(bias[1] + found)
         scores += number(bias[2], head, query, found, tokens, width)
+    if BIAS == 2:
         scores += number(bias[3], head, key, found, tokens, width)
     scores *= scale
     if BIAS == 1:
@@ -187,7 +188,7 @@ def _query_blocks(
             d_weights = tl.where(stays, d_weights * kept, 0.0)
         d_scores = weights * (d_weights - product[:, None])
         d_q += tl.dot(d_scores.to(k.dtype), k, input_precision=PRECISION)
-        if BIAS == 2:
+        if BIAS >= 2:
             scatter(d_of_queries, head, d_scores * scale, scores > float("-inf"), found, row, tokens, width)
     return d_q
 
@@ -305,17 +306,22 @@ def _launch(kernel, qkv, tensors, bias, p, first_head, window, tile, along):  # 
     longest = 0 if buckets is None else len(buckets) // 2
     numbers = tokens, -(-tokens // BLOCK), first_head, longest, width, size**-0.5, 1.0 / (1.0 - p)
     precision = "tf32x3" if qkv.dtype == torch.float32 else "tf32"
-    kind = 2 if tables else int(line is not None)
+    kind = 4 - len(tables) if tables else int(line is not None)
     kernel(
         (-(-tokens // tile[along]), heads), tensors, numbers,
         (heads, size, wide, BLOCK, *tile, kind, threshold_of(p), window, precision), 4 if wide <= 64 else 8,
     )  # fmt: skip
 
 
+def _pair(tables):  # type: ignore[no-untyped-def]
+    """The tables of queries and of keys, None where there is none."""
+    return (*tables, None, None)[:2]
+
+
 def rule_attention(  # type: ignore[no-untyped-def]
     qkv, columns, lists, line, buckets, tables, keys, salt, p, first_head, window, out, log_sums
 ):
-    tensors = qkv, columns, *lists, line, buckets, *(tables or (None, None)), keys, salt, out, log_sums
+    tensors = qkv, columns, *lists, line, buckets, *_pair(tables), keys, salt, out, log_sums
     tile = key_tile(qkv.dtype, tables), key_tile(qkv.dtype)
     _launch(_attend, qkv, tensors, (line, buckets, tables), p, first_head, window, tile, 0)
 
@@ -324,8 +330,8 @@ def rule_attention_queries(  # type: ignore[no-untyped-def]
     d_tables, grad, qkv, out, log_sums, columns, lists, line, buckets, tables, keys, salt, p, first_head, window,
     d_qkv, products,
 ):  # fmt: skip
-    given = grad, qkv, out, log_sums, columns, *lists, line, buckets, *(tables or (None, None)), keys, salt
-    tensors, tile = (*given, d_qkv, products, (d_tables or [None])[0]), (key_tile(qkv.dtype, tables),) * 2
+    given = grad, qkv, out, log_sums, columns, *lists, line, buckets, *_pair(tables), keys, salt
+    tensors, tile = (*given, d_qkv, products, _pair(d_tables)[0]), (key_tile(qkv.dtype, tables),) * 2
     _launch(_of_queries, qkv, tensors, (line, buckets, tables), p, first_head, window, tile, 0)
 
 
@@ -342,9 +348,9 @@ def rule_attention_keys(  # type: ignore[no-untyped-def]
         *lists,
         line,
         buckets,
-        *(tables or (None, None)),
+        *_pair(tables),
         keys,
         salt,
     )
-    tensors, tile = (*given, d_qkv, sums, (d_tables or [None])[-1]), (BLOCK // 4, key_tile(qkv.dtype, tables))
+    tensors, tile = (*given, d_qkv, sums, _pair(d_tables)[1]), (BLOCK // 4, key_tile(qkv.dtype, tables))
     _launch(_of_keys, qkv, tensors, (line, buckets, tables), p, first_head, window, tile, 1)

@@ -7,7 +7,8 @@ XLNet: with learned vectors u, v, w of each head, and g of whether two tokens ar
 
     (q + u) k  +  (q + v) W s(distance)  +  (q + w) g[segments differ]
 
-all over sqrt(d); s are sinusoids. The first term is that of a kernel with other queries, the rest is the bias.
+all over sqrt(d); s are sinusoids. The first term is that of a kernel with other queries, the rest is the bias. For a
+BlockPlan it is a table of the queries.
 
 DeBERTa's terms are in disentangled.py.
 
@@ -92,7 +93,8 @@ class Distances:
     positions: torch.Tensor  # int [T]
     segments: torch.Tensor  # int [T]
     longest: int  # no distance is larger
-    sinusoids: torch.Tensor  # fp32 [2 longest + 1, D], of the distances from -longest on
+    sinusoids: torch.Tensor  # fp32 [N, D], of the distances from -longest on
+    columns: torch.Tensor | None  # of a QueryBias
 
     @staticmethod
     def of(config: ModelConfig, ids: torch.Tensor, plan: Any, dropout: Dropout | None) -> Distances:
@@ -101,16 +103,22 @@ class Distances:
         The sinusoids are dropped out as the embeddings are, once for all layers, as in XLNet's code.
         """
         positions, segments = (ids[ID_PLANES.index(plane)] for plane in (POSITION_IDS, SEGMENT_IDS))
+        has_blocks, columns = not hasattr(plan, "pairs"), None
         # On a GPU the largest position would be waited for.
-        longest = plan.row_length if positions.is_cuda else int(positions.max())
+        longest = plan.row_length if positions.is_cuda or has_blocks else int(positions.max())
         steps = torch.arange(0, config.hidden_size, 2.0, device=ids.device) / config.hidden_size
-        line = torch.arange(-longest, longest + 1, device=ids.device, dtype=torch.int32)
+        count = 2 * longest + 1
+        if has_blocks:
+            from megatron_lite.model.attention.tables import segment_columns, vectors_of
+
+            count, columns = vectors_of(longest), segment_columns(plan.columns, segments, longest)
+        line = torch.arange(-longest, count - longest, device=ids.device, dtype=torch.int32)
         angles = line[:, None].float() / 10000.0**steps
         sinusoids = torch.cat([angles.sin(), angles.cos()], dim=1)
         dropped = None if dropout is None else dropout.distances(config.embedding_dropout, line)
         if dropped is not None:
             sinusoids = add(None, Biased(sinusoids), dropped)
-        return Distances(positions, segments, longest, sinusoids)
+        return Distances(positions, segments, longest, sinusoids, columns)
 
 
 class DistanceTerms(NamedTuple):
@@ -118,7 +126,7 @@ class DistanceTerms(NamedTuple):
 
     content: torch.Tensor  # q + u, [T, H, d]
     position: torch.Tensor  # q + v, [T, H, d]
-    distances: torch.Tensor  # W s, [2 longest + 1, H, d]
+    distances: torch.Tensor  # W s, [N, H, d]
     segments: torch.Tensor  # (q + w) g, [T, H, 2]
 
     def bias(self, distances: Distances, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -148,6 +156,18 @@ class DistanceScores(nn.Module):
         self.weight = sharded(nn.Parameter(torch.empty(heads * size, config.hidden_size)), Partition(dim=0))
         self.content_query, self.position_query, self.segment_query = (of_heads(size) for _ in range(3))
         self.segment_keys = of_heads(2, size)
+
+    def biased(self, qkv: torch.Tensor, distances: Distances) -> tuple[torch.Tensor, Any]:
+        """The operands of the first term, [..., 3, H, d], and a ScoreBias, or the QueryBias of a BlockPlan."""
+        q, key_value = qkv.split([1, 2], dim=-3)
+        terms: DistanceTerms = self(q.squeeze(-3), distances)
+        qkv = torch.cat([terms.content.unsqueeze(-3), key_value], dim=-3)
+        if distances.columns is None:
+            return qkv, lambda call, queries, keys: terms.bias(distances, queries, keys)
+        from megatron_lite.model.attention.tables import QueryBias
+
+        operands = terms.position, terms.distances, terms.segments
+        return qkv, QueryBias(distances.columns, *operands, distances.longest)
 
     def forward(self, q: torch.Tensor, distances: Distances) -> DistanceTerms:
         """Args: q: queries [T, H, d]."""

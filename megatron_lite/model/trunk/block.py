@@ -242,10 +242,7 @@ class Attention(nn.Module):
         if self.is_disentangled:
             bias = flow.distances.bias_of(qkv)
         elif self.relative is not None:
-            q, key_value = qkv.split([1, 2], dim=-3)
-            terms = self.relative(q.squeeze(-3), flow.distances)
-            qkv = torch.cat([terms.content.unsqueeze(-3), key_value], dim=-3)
-            bias = lambda call, queries, keys: terms.bias(flow.distances, queries, keys)  # noqa: E731
+            qkv, bias = self.relative.biased(qkv, flow.distances)
         return flow.plan.attend(layer, [qkv], dropout, bias)
 
     def rotary_of(self, flow: Flow, layer: int) -> Rotary | None:
