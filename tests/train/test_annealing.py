@@ -49,7 +49,10 @@ def test_shares_at_their_limits():
     assert schedule(4, 1, zero_share=0.5, rise_share=0) == [0, 0, 1, 1]
 
 
-@given(st.integers(1, 500), st.integers(1, 20), st.floats(0, 1), st.floats(0, 1), st.floats(0, 10, allow_subnormal=False), st.data())
+PEAKS = st.floats(0, 10, allow_subnormal=False)
+
+
+@given(st.integers(1, 500), st.integers(1, 20), st.floats(0, 1), st.floats(0, 1), PEAKS, st.data())
 def test_it_is_never_negative_nor_above_the_peak_and_rises_within_a_cycle(
     steps, cycles, zero, rise, peak, data
 ):

@@ -339,18 +339,6 @@ def rule_attention_keys(  # type: ignore[no-untyped-def]
     d_qkv, d_tables, grad, qkv, log_sums, products, columns, lists, line, buckets, tables, keys, salt, p, first_head,
     window, sums,
 ):  # fmt: skip
-    given = (
-        grad,
-        qkv,
-        log_sums,
-        products,
-        columns,
-        *lists,
-        line,
-        buckets,
-        *_pair(tables),
-        keys,
-        salt,
-    )
+    given = grad, qkv, log_sums, products, columns, *lists, line, buckets, *_pair(tables), keys, salt
     tensors, tile = (*given, d_qkv, sums, _pair(d_tables)[1]), (BLOCK // 4, key_tile(qkv.dtype, tables))
     _launch(_of_keys, qkv, tensors, (line, buckets, tables), p, first_head, window, tile, 1)
