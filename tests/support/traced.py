@@ -83,10 +83,10 @@ LAYOUTS = {
     "335M, StableAdamW": (PAPER, 8, 1, ("optimizer.kind=stable_adamw",), None, 1),
     "335M, AdaFactor": (PAPER, 8, 1, ("optimizer.kind=adafactor", "model.num_layers=6"), None, 0),
     "335M, Muon": (PAPER, 1, 1, ("optimizer.kind=muon",), None, 1),
-    "2B, ZeRO 3": (GLM_2B, 16, 2, ("parallel.zero_stage=3", "model.num_layers=24"), None, 0),
-    "2B, offload": (GLM_2B, 16, 2, ("parallel.offload_optimizer=true",), None, 1),
+    "2B, ZeRO 3": (GLM_2B, 16, 2, (*WHOLE, "parallel.zero_stage=3", "model.num_layers=24"), None, 0),
+    "2B, offload": (GLM_2B, 16, 2, (*WHOLE, "parallel.offload_optimizer=true"), None, 1),
     "2B, TP 4 and SP, ZeRO 2, selective": (
-        GLM_2B, 16, 2, (*TP4, "parallel.zero_stage=2", "training.recompute=selective"), None, 1,
+        GLM_2B, 16, 2, (*WHOLE, *TP4, "parallel.zero_stage=2", "training.recompute=selective"), None, 1,
     ),
     "10B, ZeRO 2, full": (GLM_10B, 64, 2, ("model.num_layers=2",), None, 0),
     "10B, TP 4 and SP, PP 2, full": (GLM_10B, 64, 4, (*TP4, *TWO), None, 1),
