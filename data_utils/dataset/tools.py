@@ -104,8 +104,8 @@ def merge_datasets(prefixes: Sequence[str], output: str, overwrite: bool = False
     for dataset, ids in zip(datasets, of_entities, strict=True):
         if ids != of_entities[0]:
             raise DataError(
-                f"datasets {datasets[0].prefix} and {dataset.prefix} have not the same entities; rebuild one of "
-                "them with the --entity-ids, --capitals or --spans-key of the other."
+                f"datasets {datasets[0].prefix} and {dataset.prefix} have not the same entities or labels; rebuild "
+                "one of them with the --entity-ids, --capitals, --spans-key, --labels or --markers of the other."
             )
     require_prefix(str(output))
     existing = existing_files(output)

@@ -210,12 +210,9 @@ def open_datasets(
 
 
 def _loader(
-    mixture: Mixture,
-    objective: Objective,
-    corpora: Sequence[CorpusConfig],
-    its: Sequence[ObjectiveChoice],
+    mixture: Mixture, objective: Objective, corpora: Sequence[CorpusConfig], its: Sequence[ObjectiveChoice],
     shorten: Any,
-) -> SampleLoader:
+) -> SampleLoader:  # fmt: skip
     """A loader of samples, in which those of corpora of pairs are their objectives'."""
     if any(corpus.objective for corpus in corpora):
         from data_utils.samples.pair_corpora import linked

@@ -256,8 +256,9 @@ def warn_of_little_progress(task: Task, directory: Path, judge: TaskJudge | None
             compared = "guessing by the labels' frequency has" if guess else "it began at"
             told.append(f"the training loss has ended at {last:.4f}, {compared} {guess or first:.4f}")
     if judge is not None:
-        of_labels = task.renderer.answers in ("classes", "numbers of choices")
-        labels = {record.label for record in task.train} if of_labels else ()
+        of_labels, labels = task.renderer.answers in ("classes", "numbers of choices"), set[Any]()
+        if of_labels or task.renderer.answers == "label sets":
+            labels = {record.label if of_labels else tuple(record.label) for record in task.train}
         possible = {path: optimum(path) for path in task.validation if settings.reader == "synthetic"}
         told += filter(None, [judge.lack(labels, possible)])
     if told:

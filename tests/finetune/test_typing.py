@@ -12,6 +12,8 @@ from support.plugs import weights_of
 from support.tasks import task_of
 
 from data_utils.base.errors import ConfigError
+from data_utils.tasks.scores.metrics import loose_micro_f1
+from megatron_lite.finetune import run as run_module
 from megatron_lite.finetune.data import TaskData
 from megatron_lite.finetune.run import finetune
 from megatron_lite.generate.open_run import open_run
@@ -159,3 +161,21 @@ def test_a_picture_of_a_sample_names_its_classes(tmp_path):
     )
     first = json.loads((tmp_path / "train.jsonl").read_text().splitlines()[0])
     assert f"scored: part 0, row 0: {' '.join(first['label'])}" in shown.stdout, shown.stdout + shown.stderr
+
+
+def said(context, files, output, *overrides):
+    """What a run says of too little progress."""
+    found = []
+    run_module.log.handle = lambda record: found.append(record.getMessage())
+    finetune(task_of(files, output, *overrides), output, context)
+    return [message for message in found if "hardly learnt" in message]
+
+
+def test_the_best_of_the_sets_of_labels_is_what_a_guess_scores(tmp_path):
+    files = write_task(tmp_path / "task", "typing")
+    still = ["optimizer.lr=1e-12", "finetune.epochs=3", "run.log_interval=1"]
+    ((message,),) = run_ranks(said, 1, files, tmp_path / "still", *still)
+    (path,) = (tmp_path / "task").rglob("validation.jsonl")
+    labels = [json.loads(line)["label"] for line in path.read_text().splitlines()]
+    best = max(loose_micro_f1([given] * len(labels), labels) for given in labels)
+    assert best > 0.3 and f"one answer to all {len(labels)} validation samples has {best:.4f}" in message

@@ -5,8 +5,9 @@ import math
 import pytest
 from support.distributed import run_ranks
 from support.project import ROOT, small_run
-from support.training import fit, records
+from support.training import fit, open_data, records
 
+from data_utils.base.errors import ConfigError
 from data_utils.base.setting_files import load_yaml
 from data_utils.base.settings import merge, to_tree
 from megatron_lite.config.tree import load_config
@@ -41,11 +42,17 @@ def trained(corpus, tmp_path_factory):
         tree = merge(tree, {"optimizer": {"lr": 4e-3}, "schedule": {"warmup_steps": 0}})
         tree = merge(tree, load_yaml(path) if path else {})
         if "sentinel_count" in tree["blank_infilling"]:
-            tree["blank_infilling"]["sentinel_count"] = 20  # the vocabulary is small
+            tree["blank_infilling"] |= {"sentinel_first": 6, "sentinel_count": 20}  # the vocabulary is small
         trees[path.stem if path else ""] = tree
     run_ranks(fit_all, 1, list(trees.values()))
     found = {name: records(tree["run"]["directory"]) for name, tree in trees.items()}
     return {name: (steps[1]["loss"], steps[STEPS]["loss"]) for name, steps in found.items()}
+
+
+def test_special_tokens_are_no_sentinels(corpus, tmp_path):
+    tree = merge(small_run(corpus, tmp_path), {"blank_infilling": {"sentinel_first": 1, "sentinel_count": 2}})
+    with pytest.raises(ConfigError, match=r"sentinel_first 1: special tokens below 5; choose others"):
+        open_data(tree)
 
 
 def fit_all(context, trees):

@@ -198,6 +198,9 @@ class BlankInfillingConfig(ObjectiveConfig):
             f"blank_infilling.sentence_prob is {self.sentence_prob}, but no sentence ends are known for "
             "this vocabulary; set it to 0.",
         )
+        first, last = self.sentinel_first, 2 * self.sentinel_count + (self.sentinel_first or 0)
+        free = first is None or all(not first <= i < last for i in vars(vocabulary.special).values())
+        check(free, f"blank_infilling.sentinel_first {first}: special tokens below {last}; choose others.")
 
 
 def length_table(mean: float, longest: int) -> np.ndarray:
