@@ -1,4 +1,4 @@
-"""What the thread that plans the next step takes from the one that launches kernels: `python benchmarks/planning.py`.
+"""The time that planning of the next step takes from the thread that launches kernels: `python benchmarks/planning.py`.
 
 The thread reads rows, counts them and plans their attention while the step before computes (train/loop/step.py). It
 costs that step only what it holds the interpreter for: compiled functions and numpy's passes release it.

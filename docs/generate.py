@@ -1,14 +1,13 @@
 #!/usr/bin/env python3
 """Write what follows from the code: python docs/generate.py
 
-These are docs/rooms.md, settings.md, and a table in each of checkpoints.md and huggingface.md.
+These are docs/settings.md, and a table in each of checkpoints.md and huggingface.md.
 
 tests/test_documentation.py compares the pages with what this script would write.
 """
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 from pathlib import Path
@@ -32,25 +31,6 @@ SETTING = re.compile(
     r"  (?P<key>\S+) \((?P<type>.+?)(?:, (?P<range>(?:at |above |below |in |one of ).+))?"
     r", (?:default (?P<default>.*)|required)\)"
 )
-
-
-def rooms() -> str:
-    """Every module with the first paragraph of its docstring, room by room, from the ground up."""
-    lines = [
-        "# Rooms: every file in a line",
-        "",
-        f"{NOTICE} The rooms are in the order of their imports: a room imports itself and the rooms above it.",
-    ]
-    for room in house.ROOMS:
-        lines += ["", f"## `{room.replace('.', '/')}`", ""]
-        for path in house.product_files():
-            if house.room_of(house.module_name(path)) != house.ROOMS.index(room):
-                continue
-            text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
-            if text:
-                line = " ".join(text.split("\n\n")[0].split())
-                lines.append(f"- `{path.relative_to(ROOT)}`: {line}")
-    return "\n".join(lines) + "\n"
 
 
 def settings() -> str:
@@ -111,7 +91,6 @@ def _with_table(name: str, marks: tuple[str, str], lines: list[str]) -> str:
 
 
 PAGES = {
-    "rooms.md": rooms,
     "settings.md": settings,
     "checkpoints.md": checkpoints,
     "huggingface.md": huggingface,

@@ -25,8 +25,9 @@ import numpy as np
 from data_utils.base.errors import ConfigError
 from data_utils.base.setting_files import read_text, shown
 from data_utils.build.config import BuildConfig
+from data_utils.build.mentions import require_json_lines
 from data_utils.dataset.manifest import LABELS
-from data_utils.text.documents import Block, ParsedBlock, Place, RecordCounts, layout_of
+from data_utils.text.documents import Block, ParsedBlock, Place, RecordCounts
 from data_utils.text.json_records import UnusableRecord, json_type, parse_json_object
 from data_utils.text.mentions import KEPT
 
@@ -76,13 +77,10 @@ class PairReader:
             ends = [match.span(1) for match in _SENTENCE_END.finditer(paragraph)]
             begins, stops = [0, *(end for _, end in ends)], [*(start for start, _ in ends), len(paragraph)]
             for begin, stop, start, end in zip(begins, stops, begins[1:], stops[1:], strict=False):
-                match = self._marker.match(paragraph, start)
-                first, second = (
-                    paragraph[begin:stop].strip(),
-                    paragraph[match.end() : end].strip() if match else "",
-                )
-                if match and first and second:
-                    yield Pair(first, second, self._numbers[match[1].lower()])
+                if match := self._marker.match(paragraph, start):
+                    first, second = paragraph[begin:stop].strip(), paragraph[match.end() : end].strip()
+                    if first and second:
+                        yield Pair(first, second, self._numbers[match[1].lower()])
 
     def _read(self, record: bytes, text: str) -> Pair:
         tree = parse_json_object(record)
@@ -138,9 +136,8 @@ def open_pairs(config: BuildConfig, inputs: Sequence[Path]) -> PairReader | None
     if path is None:
         return None
     option = "--labels" if config.labels else "--markers"
-    for source in inputs if config.labels else ():
-        if layout_of(source, "") != "jsonl":
-            raise ConfigError(f"--second-key is given, but {source} has no JSON lines; convert it.")
+    if config.labels:
+        require_json_lines("--second-key", inputs)
     names = [line.strip() for line in read_text(path, option).splitlines()]
     numbers: dict[str, int] = {}
     for number, name in enumerate(names, start=1):

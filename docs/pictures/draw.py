@@ -1,19 +1,16 @@
 #!/usr/bin/env python3
-"""Draw the pictures of docs/concepts.md and docs/architecture.md with the project's own code.
+"""Draw the pictures of the pages with the project's own code.
 
-    python docs/pictures/draw.py [--output DIRECTORY] [--trace FILE] [NAME.png ...]
+    python docs/pictures/draw.py [--output DIRECTORY] [NAME.png ...]
 
 What is shown is computed: the Example by the objective, who sees whom by the attention rule, the boxes of a checkpoint
-by the code that reads and writes them, rooms by their files and imports, the way of a batch by a traced step, whose
-files `--trace` takes from the JSON of tests/support/trace_batch.py and keeps in way.json.
+by the code that reads and writes them.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -32,9 +29,6 @@ from data_utils.text.vocabulary import Vocabulary
 from megatron_lite.checkpoint.boxes import runs
 from megatron_lite.model.attention.layout import allowed
 from megatron_lite.model.layers.tensor_parallel import Partition
-from tests.support import house
-
-WAY = Path(__file__).parent / "way.json"  # the files that hold a batch, in the order in which they first do
 
 TEXT = ["the", "cat", "sat", "on", "the", "old", "mat"]
 SPANS, ORDER = [(1, 2), (4, 6)], [1, 0]  # "cat" and "the old"; part B begins with the second
@@ -209,118 +203,10 @@ def draw_reshard(path: Path) -> None:
     plt.close(figure)
 
 
-def colour_of(room: str) -> int:
-    """The colour of a room: data, model, training, and what uses them."""
-    parts = ("data_utils", ("megatron_lite.model", "megatron_lite.parallel", "megatron_lite.config"))
-    if room.startswith(parts[0]):
-        return 0
-    if room.startswith(parts[1]):
-        return 1
-    return 2 if room.startswith(("megatron_lite.train", "megatron_lite.checkpoint")) else 3
-
-
-def shown_room(room: str) -> str:
-    """A room as docs/architecture.md writes it."""
-    return (
-        "pretrain_glm.py" if room == "pretrain_glm" else room.replace("megatron_lite.", "").replace(".", "/")
-    )
-
-
-def imports_of_rooms() -> Counter[tuple[int, int]]:
-    """(room, imported room), places in house.ROOMS -> how many imports of files of the second by files of the first."""
-    found: Counter[tuple[int, int]] = Counter()
-    for name, others in house.import_graph().items():
-        room = house.room_of(name)
-        for other in others:
-            imported = house.room_of(other)
-            if room is not None and imported is not None and room != imported:
-                found[room, imported] += 1
-    return found
-
-
-def draw_rooms(path: Path) -> None:
-    """Each room with its lines of code, from the ground up, and which of those below it imports."""
-    count = len(house.ROOMS)
-    lines = Counter[int]()
-    for file in house.product_files():
-        room = house.room_of(house.module_name(file))
-        if room is not None:
-            lines[room] += house.line_count(file)
-    figure, axes = plt.subplots(figsize=(12, 9.2))
-    longest = max(lines.values())
-    for room, name in enumerate(house.ROOMS):
-        colour = colour_of(name)
-        width = 6.0 * lines[room] / longest
-        axes.add_patch(Rectangle((-width, room - 0.38), width, 0.76, facecolor=PALE[colour]))
-        axes.text(-0.15, room, f"{lines[room]:,}", ha="right", va="center", fontsize=8, color="#444444")
-        axes.text(-6.3, room, shown_room(name), ha="right", va="center", fontsize=9.5)
-        axes.plot((0, room + 0.4), (room, room), color="#eeeeee", linewidth=0.8, zorder=0)
-        axes.plot((room + 0.5, room + 0.5), (room, count - 0.5), color="#eeeeee", linewidth=0.8, zorder=0)
-        axes.add_patch(Rectangle((room + 0.12, room - 0.38), 0.76, 0.76, facecolor=COLOURS[colour]))
-        axes.text(room + 1.15, room, shown_room(name), va="center", fontsize=8.5, color=COLOURS[colour])
-    for (room, imported), number in imports_of_rooms().items():
-        size = 14 * min(number, 16) ** 0.75
-        axes.scatter(imported + 0.5, room, s=size, color=COLOURS[colour_of(house.ROOMS[imported])], zorder=2)
-    axes.text(-6.3, count + 0.2, "room", ha="right", fontsize=10, weight="bold")
-    axes.text(-0.15, count + 0.2, "lines of code", ha="right", fontsize=10, weight="bold")
-    axes.text(
-        0.2,
-        count + 0.2,
-        "a dot: the room of this row imports the room of this column",
-        fontsize=10,
-        weight="bold",
-    )
-    axes.text(
-        count + 0.6,
-        0.4,
-        "A column is the room of its square. A larger dot is more imports.",
-        ha="right",
-        fontsize=9,
-    )
-    axes.set(xlim=(-13.5, count + 4.2), ylim=(-0.7, count + 1.0))
-    axes.axis("off")
-    figure.subplots_adjust(0, 0, 1, 1)
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
-
-
-def draw_way(path: Path) -> None:
-    """The files that hold a batch, from its read to its loss, each in the column of its room."""
-    files = json.loads(WAY.read_text(encoding="utf-8"))
-    modules = [house.module_name(house.ROOT / file) for file in files]
-    rooms = [room for room in map(house.room_of, modules) if room is not None]
-    columns = {room: place for place, room in enumerate(dict.fromkeys(rooms))}
-    figure, axes = plt.subplots(figsize=(12, 0.27 * len(files) + 1.2))
-    for room, x in columns.items():
-        axes.add_patch(
-            Rectangle((x - 0.5, 0.4), 1, len(files) + 0.2, facecolor="#f7f7f7" if x % 2 else "white")
-        )
-        name = shown_room(house.ROOMS[room]).replace("/", "/\n")
-        colour = COLOURS[colour_of(house.ROOMS[room])]
-        axes.text(x, 0.1, name, ha="center", fontsize=9.5, color=colour, weight="bold")
-    for step, (room, module) in enumerate(zip(rooms, modules, strict=True), 1):
-        x = columns[room]
-        if step < len(rooms):
-            to = columns[rooms[step]]
-            axes.plot(
-                (x, x, to, to), (step, step + 0.5, step + 0.5, step + 1), color="#999999", linewidth=1.2
-            )
-        axes.scatter(x, step, s=70, color=COLOURS[colour_of(house.ROOMS[room])], zorder=2)
-        inside = module.removeprefix(f"{house.ROOMS[room]}.").replace(".", "/")
-        axes.text(x + 0.12, step, f"{inside}.py", va="center", fontsize=9)
-    axes.set(xlim=(-0.6, len(columns) + 0.45), ylim=(len(files) + 0.7, -1.3))
-    axes.axis("off")
-    figure.subplots_adjust(0, 0, 1, 1)
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
-
-
 PICTURES = {
     "blank_infilling.png": draw_blank_infilling,
     "layout.png": draw_layout,
     "reshard.png": draw_reshard,
-    "rooms.png": draw_rooms,
-    "way.png": draw_way,
 }
 
 
@@ -331,17 +217,11 @@ def main() -> None:
     parser.add_argument(
         "--output", type=Path, default=Path(__file__).parent, help="directory of the pictures"
     )
-    parser.add_argument(
-        "--trace", type=Path, help="JSON of a traced step; its list of files becomes way.json"
-    )
     parser.add_argument("names", nargs="*", metavar="NAME.png", help="pictures to draw; none = all")
     arguments = parser.parse_args()
     unknown = set(arguments.names) - set(PICTURES)
     if unknown:
         parser.error(f"unknown picture {min(unknown)}; the pictures are {', '.join(PICTURES)}")
-    if arguments.trace is not None:
-        files = json.loads(arguments.trace.read_text(encoding="utf-8"))["files"]
-        WAY.write_text(json.dumps(files, indent=0) + "\n", encoding="utf-8")
     for name in arguments.names or PICTURES:
         PICTURES[name](arguments.output / name)
 

@@ -188,9 +188,8 @@ def _section(path: Path, described: Mapping[str, Any], theirs: Weights) -> dict[
         raise CheckpointError(
             f"{path} lacks {name}; only the weights of BertForPreTraining can be imported, with all heads."
         )
-    types = [*described["layer_types"]] + ["sim"] * (
-        described["num_hidden_layers"] - len(described["layer_types"])
-    )
+    types = described["layer_types"]
+    types = types + ["sim"] * (described["num_hidden_layers"] - len(types))
     return {
         "size": theirs.shapes[name][0], "heads": described.get(HEADS, _HEADS), "layer_types": types,
         "next_sentence": True,
@@ -222,9 +221,7 @@ def _config(
     sections = {"model": {**settings, **(tree.get("model") or {})}, "entities": {**given, **section}}
     config = build(Config, merge(merge(usual, tree), {**sections, "run": {"directory": str(output)}}))
     if not has_knowledge(config):
-        raise ConfigError(
-            f"{path} has a stream of entities; set objectives to {{entities: 1}}, or leave it out."
-        )
+        raise ConfigError(f"{path} has entities; set objectives to {{entities: 1}}, or leave it out.")
     return config
 
 

@@ -164,7 +164,7 @@ def test_a_picture_of_a_sample_names_its_classes(tmp_path):
 
 
 def said(context, files, output, *overrides):
-    """What a run says of too little progress."""
+    """The warnings of a run about too little progress."""
     found = []
     run_module.log.handle = lambda record: found.append(record.getMessage())
     finetune(task_of(files, output, *overrides), output, context)

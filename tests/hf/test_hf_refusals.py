@@ -188,7 +188,7 @@ def test_the_advice_for_a_directory_that_transformers_saved_can_be_followed(voca
     GLMForBlankInfilling.from_pretrained(exports / "huggingface").save_pretrained(saved)
     settings = merge(tree(vocabulary), {"data": {"sequence_length": 512}})
     with pytest.raises(
-        ConfigError, match=r"the tables of .*saved end at 64; add data.sequence_length=64"
+        ConfigError, match=r"the tables of .*saved end at 64; set data.sequence_length=64"
     ) as raised:
         import_directory(saved, tmp_path / "run", settings)
     assert "max_position" not in str(raised.value)

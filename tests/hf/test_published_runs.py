@@ -225,3 +225,13 @@ def test_an_import_of_xlnet_is_proved_with_its_memory(tmp_path, monkeypatch):
     )
     with pytest.raises(CheckpointError, match="the import of"):
         import_directory(tmp_path / "xlnet", tmp_path / "other", TREE | OBJECTIVE["xlnet"])
+
+
+def test_samples_fit_the_published_positions_where_no_length_is_given(tmp_path):
+    """The usual 512 tokens with CLS and two SEP would not fit BERT's 512 places, as a stranger would import it."""
+    write_directory("bert", tmp_path / "bert")
+    places = json.loads((tmp_path / "bert/config.json").read_text())["max_position_embeddings"]
+    tree = {name: value for name, value in (TREE | OBJECTIVE["bert"]).items() if name != "data"}
+    import_directory(tmp_path / "bert", tmp_path / "run", tree)
+    config = open_run(tmp_path / "run").config
+    assert config.data.sequence_length == places - 3 and config.row_length == places

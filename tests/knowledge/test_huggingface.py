@@ -182,7 +182,7 @@ BAD = {
     "entities": ({}, {"entities": {"size": 50}}, "entities.size is 50, but .* has 100; leave it out"),
     "a setting": ({}, {"model": {"hidden_size": 64}}, "model.hidden_size is 64, but .* has 32"),
     "heads": ({"entity_attention_heads": 3}, {}, r"entities.heads \(3\) does not divide entities.size \(100\)"),
-    "an objective": ({}, {"objectives": {"entities": 0, "masked_lm": 1}}, "has a stream of entities; set objectives"),
+    "an objective": ({}, {"objectives": {"entities": 0, "masked_lm": 1}}, "has entities; set objectives"),
 }  # fmt: skip
 
 

@@ -1,7 +1,4 @@
-"""The structure of the code as facts: who imports whom, how long files and functions are, how many lines there are.
-
-`python tests/support/house.py` prints the counts; tests/test_house.py holds the rules.
-"""
+"""The structure of the code: which module imports which. tests/test_house.py holds the rules."""
 
 from __future__ import annotations
 
@@ -49,20 +46,6 @@ ROOMS = (
     "megatron_lite.finetune",
     "megatron_lite.analyze",
     "pretrain_glm",
-    "scripts",
-)
-# Not part of what every GLM run passes: conversion, generation, latent space, ELECTRA, profile, report, our encoders,
-# the other systems' objectives, commands.
-BESIDE_THE_CORE = (
-    "megatron_lite.hf",
-    "megatron_lite.generate",
-    "megatron_lite.optimus",
-    "megatron_lite.electra",
-    "megatron_lite.knowledge",
-    "megatron_lite.analyze",
-    "megatron_lite.profile",
-    "megatron_lite.report",
-    "data_utils.text.fast",
     "scripts",
 )
 
@@ -174,38 +157,3 @@ def sleeps(source: str) -> list[int]:
         if (names and node.module == "time" and "sleep" in names) or (is_module and node.attr == "sleep"):
             lines.append(node.lineno)
     return sorted(lines)
-
-
-def functions_of(path: Path) -> Iterator[tuple[str, int]]:
-    """(name, lines) of every function and method."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            assert node.end_lineno is not None
-            yield node.name, node.end_lineno - node.lineno + 1
-
-
-def line_count(path: Path) -> int:
-    return len(path.read_text(encoding="utf-8").splitlines())
-
-
-def is_core(path: Path) -> bool:
-    """Whether every run of GLM passes this file's room."""
-    name = module_name(path)
-    if name.startswith("data_utils.objectives."):
-        objectives = ("planes", "rows", "masking", "registry", "blank_infilling")
-        return name.split(".")[2] in objectives
-    return not name.startswith(BESIDE_THE_CORE)
-
-
-def main() -> None:
-    lines = {path: line_count(path) for path in product_files()}
-    for room in ROOMS:
-        inside = [count for path, count in lines.items() if room_of(module_name(path)) == ROOMS.index(room)]
-        print(f"{room:26}{len(inside):4} files {sum(inside):7,} lines")
-    print(f"{'product':26}{len(lines):4} files {sum(lines.values()):7,} lines")
-    core = [count for path, count in lines.items() if is_core(path)]
-    print(f"{'core path of GLM':26}{len(core):4} files {sum(core):7,} lines")
-
-
-if __name__ == "__main__":
-    main()

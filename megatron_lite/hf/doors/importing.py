@@ -56,7 +56,7 @@ from megatron_lite.hf.glm import glm_proof, proof, released
 from megatron_lite.hf.glm.configuration_glm import GLMConfig
 from megatron_lite.hf.glm.tokenizer_files import TRAINING_TOKENIZER, prove_tokenizer, training_tokenizer
 from megatron_lite.hf.published.conversion import is_published, unsupported
-from megatron_lite.hf.published.runs import import_published
+from megatron_lite.hf.published.runs import import_published, with_length
 from megatron_lite.knowledge.huggingface import import_knowledge, is_knowledge
 from megatron_lite.model.trunk.counts import parameter_shapes
 from megatron_lite.optimus.huggingface import import_optimus, is_optimus
@@ -255,7 +255,7 @@ def _import_config(
         shutil.copytree(source.path / TRAINING_TOKENIZER, directory / "tokenizer")
         tokenizer_config = build(TokenizerConfig, {**tree["tokenizer"], "path": str(directory / "tokenizer")})
         tree = {**tree, "tokenizer": training_tokenizer(tokenizer_config, directory / "tokenizer")}
-    _check_positions(source, tree)
+    tree = with_length(source.path, source.settings, tree)
     config = build(Config, merge(tree, {"run": {"directory": str(output)}}))
     if config.tokenizer is None:
         raise ConfigError(
@@ -273,21 +273,6 @@ def _import_config(
             "tokens; use the tokenizer of this model."
         )
     return config.with_vocab_size(tokenizer.vocab_size), tokenizer
-
-
-def _check_positions(source: Source, tree: Mapping[str, Any]) -> None:
-    """Raise ConfigError if samples need positions beyond the source's tables."""
-    last = source.settings.get("max_position")
-    if not isinstance(last, int):
-        return
-    config = build(Config, merge(tree, {"model": {"max_position": 1 << 30}}))  # passes every other check
-    length = config.data.sequence_length
-    needed = max(choice.section.max_position_needed(length) for choice in config.objective_choices)
-    check(
-        needed <= last,
-        f"data.sequence_length ({length}) needs position ids up to {needed}, but the tables of {source.path} end at "
-        f"{last}; add data.sequence_length={length - (needed - last)}.",
-    )
 
 
 def _with_copied_row(weights: Weights, special: SpecialTokens) -> Weights:

@@ -99,6 +99,8 @@ class Evaluation:
             sums = self._shares.divided(sums, context.sum_of_hosts(np.sum(own, axis=0).tolist()))
             losses = self._shares.means(sums.cpu().numpy(), step)
             values = {**losses, **engine.more_measures(losses["loss"])}
+            if config.training.loss_normalization == "per_objective":  # a sum of means
+                values.pop("perplexity", None)
             metrics.write("validation", step, values, validation_line(step, values))
             self._record_fillings(step, metrics)
         rate_share = step_rate(config, self._plan, step) / config.optimizer.lr

@@ -150,7 +150,7 @@ def test_each_pair_comes_once_in_an_epoch_of_its_corpus_and_for_its_objective(co
 
 
 def test_labels_and_objectives_of_any_part_are_near_their_shares(corpus, pairs):
-    """Of the first 600 samples, less than an epoch: within 3 sigma."""
+    """Shares among the first 600 samples, less than an epoch, are within 3 sigma."""
     data, _ = loader_of(tree_of(corpus, pairs, {"masked_lm": 3, "relevance": 1}, data={"train": [
         {"prefix": str(corpus / "corpus_train")}, {"prefix": pairs["a"][0], "objective": "relevance"}]}))  # fmt: skip
     samples, seen = counted(read(data.train, 120, 50))
