@@ -6,6 +6,7 @@ from support.plant import RECIPES, Plant
 from support.plants_of_variants import VARIANTS
 
 MENTIONS = "tests/data/build/test_mentions.py"
+SHIFTED = "tests/data/objectives/test_decoder_inputs.py::test_a_decoder_reads_its_labels_shifted_right"
 PAIRS = "tests/data/build/test_pairs.py"
 PAIR_CORPORA = "tests/data/samples/test_pair_corpora.py"
 
@@ -145,5 +146,26 @@ OBJECTIVES = (
         "return self._starts[windows], self._stops[windows]",
         "return super().costs(windows)",
         (f"{PAIR_CORPORA}::test_windows_hold_whole_documents_as_many_as_fit",),
+    ),
+    Plant(
+        "inputs of T5's and UL2's decoder one token late",
+        "data_utils/objectives/t5.py",
+        "copy_range(row, TOKENS, part_b + 1, end, row[TARGETS], part_b)",
+        "copy_range(row, TOKENS, part_b, end, row[TARGETS], part_b)",
+        (f"{SHIFTED}[t5]", f"{SHIFTED}[ul2]"),
+    ),
+    Plant(
+        "inputs of BART's decoder one token late",
+        "data_utils/objectives/bart.py",
+        "copy_range(row, TOKENS, first + 1, end, text, start)",
+        "copy_range(row, TOKENS, first, end, text, start)",
+        (f"{SHIFTED}[bart]",),
+    ),
+    Plant(
+        "inputs of MASS's decoder one token late",
+        "data_utils/objectives/mass.py",
+        "copy_range(row, TOKENS, part_b + 1, end, text, start + first)",
+        "copy_range(row, TOKENS, part_b, end, text, start + first)",
+        (f"{SHIFTED}[mass]",),
     ),
 )
