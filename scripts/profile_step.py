@@ -57,6 +57,8 @@ def main() -> None:
         raise ConfigError("no configuration given; pass --config FILE, or a name such as small.")
     if arguments.processes < 1:
         raise ConfigError(f"--processes is {arguments.processes}; it must be at least 1.")
+    if arguments.measure:
+        require_measurable(arguments.processes)
     if arguments.trace:
         require_writable(Path(arguments.trace), "--trace")
     if arguments.json:
@@ -79,14 +81,18 @@ def main() -> None:
         Path(arguments.json).write_text(f"{numbers}\n", encoding="utf-8")
 
 
-def measured_beside(request: Request, found: Profile, trace: str | None) -> str:
-    """Expected and measured numbers. Raises ConfigError where there is nothing to measure on."""
+def require_measurable(processes: int) -> None:
+    """Raise ConfigError before the trace, which takes a minute, if there is nothing to measure on."""
     import torch
 
+    if processes != 1:
+        raise ConfigError(f"--measure runs one process, but --processes is {processes}; set it to 1.")
     if not torch.cuda.is_available():
         raise ConfigError("--measure needs a GPU, and this machine shows none to torch; leave it out.")
-    if request.processes != 1:
-        raise ConfigError(f"--measure runs one process, but --processes is {request.processes}; set it to 1.")
+
+
+def measured_beside(request: Request, found: Profile, trace: str | None) -> str:
+    """Expected and measured numbers."""
     asked = json.dumps({"request": asdict(request), "trace": trace})
     from benchmarks.step_trace.measure import Measured, beside
     from benchmarks.step_trace.request import run_module

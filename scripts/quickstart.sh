@@ -5,7 +5,7 @@ usage() {
     cat <<'END'
 Usage: scripts/quickstart.sh [--smoke] [DIRECTORY]
 
-From a bare checkout to a small trained GLM, in 6 to 9 minutes on two CPU cores:
+From a bare checkout to a small trained GLM, in 6 to 9 minutes on two recent CPU cores, 12 on slow ones without AVX-512:
 installs the requirements into .venv, collects English text from the documentation of the
 installed packages, trains a tokenizer, builds the corpora, trains the model of
 configs/tiny.yaml with the deepspeed launcher (stopping halfway and resuming), draws the
