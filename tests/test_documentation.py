@@ -10,6 +10,7 @@ import tomllib
 from pathlib import PurePath
 
 import pytest
+import yaml
 from support import house
 from support.project import ROOT
 
@@ -65,6 +66,20 @@ def test_the_newest_version_is_in_the_changelog():
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
     first = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
     assert first is not None and first[1] == version
+
+
+def test_the_citation_names_the_newest_version():
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert (cited["version"], cited["license"]) == (project["version"], project["license"])
+
+
+@pytest.mark.parametrize("name", [".github/workflows/ci.yml", ".gitlab-ci.yml"])
+def test_hosts_run_the_one_script(name):
+    described = yaml.safe_load((ROOT / name).read_text(encoding="utf-8"))
+    jobs = described.get("jobs", described)
+    steps = jobs["ci"].get("script") or [step.get("run") for step in jobs["ci"]["steps"]]
+    assert [step for step in steps if step] == ["bash .ci/run"] and (ROOT / ".ci/run").exists()
 
 
 def headings(page):

@@ -82,6 +82,7 @@ def run(installation, command, *arguments):
 def test_every_file_is_installed(installation):
     (site,) = installation.glob("lib/python*/site-packages")
     files = [path.relative_to(ROOT) for path in (*product_files(), *(ROOT / "megatron_lite").rglob("*.html"))]
+    files += [Path(f"{package}/py.typed") for package in ("data_utils", "megatron_lite")]
     installed = [
         path for path in files if path.parts[:2] != ("scripts", "quickstart")
     ]  # the demonstration's own
@@ -103,13 +104,13 @@ def test_commands_print_their_help(installation, command):
 @pytest.mark.parametrize("given", ["share/megatron-lite-glm/configs/small.yaml", "small"])
 def test_shipped_configurations_are_read(installation, given):
     """By path, or by name from any directory."""
-    done = run(installation, "pretrain-glm", "--print-config", "--config", given)
+    done = run(installation, "glm-pretrain", "--print-config", "--config", given)
     assert done.returncode == 0, done.stderr
     assert yaml.safe_load(done.stdout)["run"]["directory"] == "runs/small"
 
 
 def test_a_wrong_name_lists_those_of_the_installation(installation):
-    done = run(installation, "pretrain-glm", "--print-config", "--config", "smal")
+    done = run(installation, "glm-pretrain", "--print-config", "--config", "smal")
     assert done.returncode == 2 and "roberta-large, small, spanbert-large" in done.stderr
 
 
