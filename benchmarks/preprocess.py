@@ -285,7 +285,7 @@ def tiktoken_encode(path: Path):
     """tiktoken's encode function for the byte-level BPE of a tokenizer.json."""
     import tiktoken
 
-    from data_utils.text.fast.compiled_encoders import byte_symbols
+    from data_utils.text.byte_symbols import byte_symbols
 
     tree = orjson.loads(path.read_bytes())
     byte_of = {symbol: byte for byte, symbol in enumerate(byte_symbols())}

@@ -47,6 +47,8 @@ class ErnieConfig(MaskedTextConfig):
     )
     next_sentence: bool = setting(False, "two texts per Example and a next-sentence label on CLS (ERNIE 1.0)")
 
+    units_of_tokens = "segmenter=tokens"
+
     @property
     def reads_beside(self) -> str | None:  # type: ignore[override]
         return "spans" if self.segmenter == "listed" else None

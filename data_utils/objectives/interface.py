@@ -68,6 +68,7 @@ class ObjectiveConfig(ABC):
     # "entities", "capitals", "spans", "labels": what `fill` is given of each token too, see `gather`; None = nothing
     reads_beside: str | None = None
     sample_settings: tuple[str, ...] | None = None  # keys on which samples depend; None = the whole section
+    units_of_tokens = "whole_words=false"  # the setting with which an objective of words hides tokens instead
     # The module whose KIND is the kind of model that the objective trains (megatron_lite/model/trunk/build.py); None =
     # one Transformer.
     model_module: str | None = None

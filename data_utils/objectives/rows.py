@@ -200,8 +200,7 @@ class RowObjective:
         self.units = self.choose_units()
         check(
             self.units != "words" or vocabulary.word_start is not None,
-            f"{self.name} masks whole words, but which tokens begin a word is not known for this vocabulary; "
-            "choose a setting that masks tokens.",
+            f"{self.name} masks whole words, but {vocabulary.words_unknown}; set {self.name}.{config.units_of_tokens}.",
         )
         self._cumulative = self.length_table()
         special: dict[str, Any] = {
@@ -284,12 +283,10 @@ class RowObjective:
         return np.concatenate([np.zeros(0, np.bool_), *map(self.units, pieces)])
 
     def _unit_starts_by_vocabulary(self, tokens: np.ndarray) -> np.ndarray:
-        starts = np.ones(len(tokens), np.bool_)
         if self.units == "words":
-            known = _look_up(self.vocabulary.word_start, tokens, starts)
-        else:  # the first token of a piece always begins a sentence
-            known = _look_up(self.vocabulary.sentence_end, tokens[:-1], starts[1:])
-        if not known:
+            return self.vocabulary.word_starts(tokens)
+        starts = np.ones(len(tokens), np.bool_)  # the first token of a piece always begins a sentence
+        if not _look_up(self.vocabulary.sentence_end, tokens[:-1], starts[1:]):
             raise DataError(
                 f"the text has token ids {tokens.min()} to {tokens.max()}, the vocabulary {self.vocabulary.size} "
                 "tokens; the dataset was built with another tokenizer; build it again."

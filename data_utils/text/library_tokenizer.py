@@ -14,6 +14,7 @@ from data_utils.text.fast.library_encoders import Encoder, without_lone_surrogat
 from data_utils.text.special_tokens import ROBERTA_NAMES, assign_special_tokens
 from data_utils.text.tokenizer_readers import TokenizerConfig
 from data_utils.text.tokenizers import Tokenizer, fingerprint
+from data_utils.text.word_marks import WordMarks, marks_of
 
 # A noncharacter, put before special names inside the `tokenizers` library, so that no text equals one.
 HIDDEN = "\ufdd0"
@@ -78,6 +79,29 @@ class HuggingFaceTokenizer(Tokenizer):
         # A Metaspace decoder drops the leading space, which is right at the start of a text only.
         lost_space = not at_start and str(self._backend.id_to_token(ids[0])).startswith("▁")
         return " " + text if lost_space and not text.startswith(" ") else text
+
+    @functools.cached_property
+    def word_marks(self) -> WordMarks:  # type: ignore[override]
+        return marks_of(self._backend)
+
+    @functools.cached_property
+    def _added(self) -> frozenset[int]:
+        return frozenset(self._backend.get_added_tokens_decoder())
+
+    def _is_added(self, token_id: int) -> bool:
+        return token_id in self._added
+
+    def is_unknown(self, token_id: int) -> bool:
+        own = getattr(self._backend.model, "unk_token", None)
+        return super().is_unknown(token_id) or (
+            own is not None and token_id == self._backend.token_to_id(own)
+        )
+
+    def _has(self, name: str) -> bool:
+        return self._backend.token_to_id(name) is not None
+
+    def _name(self, token_id: int) -> str:
+        return self._backend.id_to_token(token_id) or ""
 
     def _token_text(self, token_id: int) -> str:
         return self._backend.decode([token_id], skip_special_tokens=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import sentencepiece
@@ -12,6 +13,9 @@ from data_utils.text.published_tokens import named_roles
 from data_utils.text.special_tokens import SpecialTokens
 from data_utils.text.tokenizer_readers import TokenizerConfig
 from data_utils.text.tokenizers import Tokenizer, fingerprint
+from data_utils.text.word_marks import WordMarks
+
+_SPACE = "▁"
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -48,14 +52,32 @@ class SentencePieceTokenizer(Tokenizer):
     def _decode_text(self, ids: list[int], at_start: bool) -> str:
         text = self._model.decode(ids)
         # The library drops the leading space, which is right at the start of a text only.
-        return text if at_start or not self._model.id_to_piece(ids[0]).startswith("▁") else " " + text
+        return text if at_start or not self._model.id_to_piece(ids[0]).startswith(_SPACE) else " " + text
+
+    @functools.cached_property
+    def word_marks(self) -> WordMarks:  # type: ignore[override]
+        pieces = map(self._model.id_to_piece, range(self._model.get_piece_size()))
+        marked = [piece for piece in pieces if _SPACE in piece and piece.strip(_SPACE)]
+        # A model that was trained with treat_whitespace_as_suffix has all of its spaces at the ends of pieces.
+        trails = bool(marked) and all(piece.endswith(_SPACE) for piece in marked)
+        return WordMarks("space", _SPACE, trails=trails and not any(p.startswith(_SPACE) for p in marked))
+
+    def is_unknown(self, token_id: int) -> bool:
+        own = token_id < self._model.get_piece_size() and self._model.is_unknown(token_id)
+        return own or super().is_unknown(token_id)
+
+    def _has(self, name: str) -> bool:
+        return not self._model.is_unknown(self._model.piece_to_id(name))
+
+    def _name(self, token_id: int) -> str:
+        return self._model.id_to_piece(token_id) if token_id < self._model.get_piece_size() else ""
 
     def _token_text(self, token_id: int) -> str:
         piece = self._model.id_to_piece(token_id)
-        return chr(int(piece[1:-1], 16)) if self._model.is_byte(token_id) else piece.replace("▁", " ")
+        return chr(int(piece[1:-1], 16)) if self._model.is_byte(token_id) else piece.replace(_SPACE, " ")
 
     def _display(self, token_id: int) -> str:
-        return self._model.id_to_piece(token_id).replace("▁", " ")
+        return self._model.id_to_piece(token_id).replace(_SPACE, " ")
 
 
 def load_sentencepiece(config: TokenizerConfig, files: Mapping[str, bytes]) -> Tokenizer:

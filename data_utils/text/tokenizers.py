@@ -28,6 +28,7 @@ from data_utils.base.errors import DataError
 from data_utils.text.fast.library_encoders import Encoder
 from data_utils.text.special_tokens import SpecialTokens, all_special_names
 from data_utils.text.tokenizer_readers import TokenizerConfig, read_files
+from data_utils.text.word_marks import WordMarks, WordToken
 
 PROMPT_MARKERS = {"[MASK]": "mask", "[sMASK]": "smask", "[gMASK]": "gmask"}
 
@@ -120,6 +121,24 @@ class Tokenizer(abc.ABC):
         (token_id,) = self._checked([token_id])
         return self.special_names.get(token_id) or self._display(token_id)
 
+    @property
+    @abc.abstractmethod
+    def word_marks(self) -> WordMarks:
+        """How tokens show where words begin."""
+
+    def word_token(self, token_id: int) -> WordToken:
+        """What a token tells of words. What is no text, or was added to the vocabulary, is a word."""
+        marks, name = self.word_marks, self._name(token_id)
+        if self.is_unknown(token_id):
+            return marks.of_unknown(self.special_names.get(token_id, name), self._has(marks.mark))
+        if token_id in self.special_names or self._is_added(token_id):
+            return WordToken(True, True, self.special_names.get(token_id, name))
+        return marks.of(name)
+
+    def is_unknown(self, token_id: int) -> bool:
+        """Whether a token stands for text that the vocabulary lacks."""
+        return token_id == self.special.unk and "unk" not in self.lacking
+
     def sentence_end_ids(self) -> np.ndarray:
         """Bool array [vocab_size]: tokens whose text ends a sentence, apart from closing quotes and brackets."""
         ends = np.zeros(self.vocab_size, dtype=bool)
@@ -176,6 +195,18 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def _decode_text(self, ids: list[int], at_start: bool) -> str: ...
+
+    @abc.abstractmethod
+    def _name(self, token_id: int) -> str:
+        """The token as the files have it; of an id without one, an empty string."""
+
+    @abc.abstractmethod
+    def _has(self, name: str) -> bool:
+        """Whether the files have a token."""
+
+    def _is_added(self, token_id: int) -> bool:
+        """Whether a text token is found before a text is cut into words."""
+        return False
 
     @abc.abstractmethod
     def _token_text(self, token_id: int) -> str: ...

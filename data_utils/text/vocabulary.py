@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from data_utils.base.errors import DataError
 from data_utils.text.special_tokens import SpecialTokens
 
 if TYPE_CHECKING:  # it brings the libraries of tokenizers
     from data_utils.text.tokenizers import Tokenizer
-
-_CONTINUES = "##"  # marks a WordPiece that continues a word
-_SPACES = (" ", "\n", "\t", "\u3000")
 
 
 @dataclass(frozen=True)
@@ -23,42 +21,54 @@ class Vocabulary:
     special: SpecialTokens
     size: int  # ids without a token counted
     sentence_end: np.ndarray | None = None  # bool [size]: tokens that end a sentence; None: not known
-    word_start: np.ndarray | None = None  # bool [size]: tokens that begin a word; None: not known
+    word_start: np.ndarray | None = None  # bool [size]: tokens that begin a word; None: words are not known
     token_texts: tuple[str, ...] | None = None  # text of every id, for segmenters; None: not known
     lacking: frozenset[str] = frozenset()  # roles without a token, whose ids stand for something else
     num_tokens: int | None = None  # ids below this have a token; None: all
     decoder: Vocabulary | None = None  # that of a decoder with a tokenizer of its own
+    word_end: np.ndarray | None = None  # bool [size]: tokens after which a word begins; None: none tells it
+    words_unknown: str = "where words begin is not known for this vocabulary"  # without `word_start`: why
+
+    def word_starts(self, tokens: np.ndarray) -> np.ndarray:
+        """Where words begin among tokens, bool. The first token is a word's too, whatever is said of it.
+
+        Raises: DataError for an id beyond the vocabulary.
+        """
+        assert self.word_start is not None
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < len(self.word_start):
+            raise DataError(
+                f"the text has token ids {tokens.min()} to {tokens.max()}, the vocabulary {self.size} "
+                "tokens; the dataset was built with another tokenizer; build it again."
+            )
+        starts: np.ndarray = self.word_start[tokens]
+        if self.word_end is not None:
+            starts[1:] |= self.word_end[tokens[:-1]]
+        return starts
 
 
 def vocabulary_of(tokenizer: Tokenizer, decoder: Tokenizer | None = None) -> Vocabulary:
     """The tables of a tokenizer, and of that of a decoder with one of its own.
 
-    A token begins a word if it starts with a space (byte-level BPE, SentencePiece) or is no `##` piece
-    (WordPiece); special tokens and Chinese characters are words of their own. Of GPT's BPE it is not known: there
-    tokens say where words end.
+    word_marks.py says how tokens mark words. Chinese characters and what is no text are words of their own.
     """
-    shown = [tokenizer.token_to_text(i) for i in range(tokenizer.vocab_size)]
-    # A vocabulary of whole words has no `##` piece.
-    pieces = tokenizer.config.kind == "bert_wordpiece" or any(text.startswith(_CONTINUES) for text in shown)
-    starts = [
-        i in tokenizer.special_names
-        or (not text.startswith(_CONTINUES) if pieces else text.startswith(_SPACES))
-        or is_chinese(text)
-        for i, text in enumerate(shown)
-    ]
-    texts = [text.removeprefix(_CONTINUES) if pieces else text for text in shown]
+    told = [tokenizer.word_token(i) for i in range(tokenizer.vocab_size)]
+    starts, ends = np.array([token.begins for token in told]), np.array([token.ends for token in told])
+    special = tokenizer.special_names
+    is_text = np.array([i not in special and not tokenizer.is_unknown(i) for i in range(len(told))])
+    starts |= bool(starts[is_text].all())  # no token continues a word: what is unknown is a word too
+    unknown = tokenizer.word_marks.unknown
+    if not unknown and not (starts | ends)[is_text].any():
+        unknown = "it marks words in its tokens, but no token of its vocabulary has the mark"
     return Vocabulary(
         special=tokenizer.special,
         size=tokenizer.vocab_size,
         num_tokens=tokenizer.num_tokens,
         sentence_end=tokenizer.sentence_end_ids(),
-        word_start=None if tokenizer.config.kind == "gpt_bpe" else np.array(starts, np.bool_),
-        token_texts=tuple(texts),
+        word_start=None if unknown else starts,
+        word_end=None if unknown or starts.all() or not ends[is_text].any() else ends,
+        words_unknown=unknown
+        and f"the tokenizer {tokenizer.config.path} does not tell where words begin: {unknown}",
+        token_texts=tuple(token.text for token in told),
         lacking=tokenizer.lacking,
         decoder=None if decoder is None else vocabulary_of(decoder),
     )
-
-
-def is_chinese(text: str) -> bool:
-    """Whether all of a text is Chinese characters."""
-    return bool(text) and all("\u4e00" <= character <= "\u9fff" for character in text)

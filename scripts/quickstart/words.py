@@ -39,15 +39,13 @@ class WordBlank:
 
 def word_blanks(loader: SampleLoader, tokenizer: Tokenizer, num_samples: int) -> list[WordBlank]:
     """A blank in each long enough text of the first samples. Raises DataError if there is none."""
-    begins_word = vocabulary_of(tokenizer).word_start
-    if begins_word is None:
-        raise DataError(
-            "which tokens begin a word is not known for this tokenizer; score a run with another one."
-        )
+    vocabulary = vocabulary_of(tokenizer)
+    if vocabulary.word_start is None:
+        raise DataError(f"{vocabulary.words_unknown}; score a run with another tokenizer.")
     draws = np.random.default_rng(_SEED)
     found = []
     for text in _texts(loader, tokenizer, num_samples):
-        begins = np.flatnonzero(begins_word[text])
+        begins = np.flatnonzero(vocabulary.word_starts(np.array(text, np.int64)))
         words = [
             (int(begin), int(end))
             for begin, end in itertools.pairwise(begins)

@@ -16,6 +16,7 @@ from data_utils.samples.config import CorpusConfig, DataConfig
 from data_utils.samples.loader import collate
 from data_utils.text.special_tokens import SpecialTokens
 from data_utils.text.vocabulary import Vocabulary
+from data_utils.text.word_marks import WordMarks, WordToken
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.generate.filling import BlankFiller
@@ -111,10 +112,15 @@ class Words:
     special, vocab_size, num_tokens, special_names, lacking = SPECIAL, 90, 90, {}, frozenset()
 
     class config:
-        kind = "hf_json"
+        kind, path = "hf_json", "words"
 
-    def token_to_text(self, token: int) -> str:
-        return self.decode([token])
+    word_marks = WordMarks("space", " ")
+
+    def is_unknown(self, token: int) -> bool:
+        return False
+
+    def word_token(self, token: int) -> WordToken:
+        return self.word_marks.of(self.decode([token]))
 
     def sentence_end_ids(self) -> None:
         return None

@@ -383,7 +383,7 @@ def test_hidden_words_fill_the_text_again(words, ratio, number):
     hidden = [
         t for t, w in zip(example.targets, example.weights, strict=True) if w and t != made.inputs.special.eop
     ]
-    begins = made.kind.word_start[hidden].sum()
+    begins = made.kind.vocabulary.word_start[hidden].sum()
     assert begins == max(1, int(ratio * len(words) + 1e-9)), "whole words, as many as asked for"
     context = example.tokens[example.ord == 0]
     spans = fillings(example, made)

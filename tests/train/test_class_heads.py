@@ -186,7 +186,7 @@ def test_words_that_are_not_known_are_told():
     for name in OBJECTIVES:
         if OBJECTIVES[name].config_class().class_heads:
             with pytest.raises(
-                ConfigError, match=f"{name} masks whole words, but which tokens begin a word is not"
+                ConfigError, match=f"{name} masks whole words, but where words begin is not"
             ):
                 make_one(name, OBJECTIVES[name].config_class(), Vocabulary(SPECIAL, 200), 3, 96)
 

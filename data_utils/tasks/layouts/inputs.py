@@ -15,7 +15,7 @@ from data_utils.tasks.layouts.forms import Form
 from data_utils.tasks.layouts.patterns import Piece
 from data_utils.text.special_tokens import NO_TOKEN, SpecialTokens
 from data_utils.text.tokenizers import Tokenizer
-from data_utils.text.vocabulary import is_chinese
+from data_utils.text.word_marks import is_chinese
 
 # Which of the masks that a run has learnt a kind of task takes, the best first; kinds that are not named: [MASK].
 _MASKS = {

@@ -299,12 +299,14 @@ class Blanks:
 
     def __init__(self, inputs: Inputs, labels: Sequence[str] = ()) -> None:
         self.inputs = inputs
-        self.word_start = vocabulary_of(inputs.tokenizer).word_start
+        self.vocabulary = vocabulary_of(inputs.tokenizer)
 
     def check(self) -> None:
         self.inputs.refuse_forms(("glm",))
-        if self.word_start is None:
-            raise ConfigError("where words begin is not known for this tokenizer; blanks need another one.")
+        if self.vocabulary.word_start is None:
+            raise ConfigError(
+                f"task.kind blanks hides words, but {self.vocabulary.words_unknown}; choose another run."
+            )
 
     def prepare(self, records: Sequence[Record], *, training: bool) -> list[Record]:
         return list(records)
@@ -362,13 +364,12 @@ class Blanks:
         return self.inputs.tokenizer.encode(text) if begins else self.inputs.continuation(text)
 
     def _drawn(self, record: Record, number: int, epoch: int) -> tuple[list[tuple[list[int], bool]], int]:
-        assert self.word_start is not None
         config = self.inputs.config
         whole = self.inputs.tokenizer.encode(record.needed("text").strip())
         ids = np.array(whole[: config.sequence_length - 2], np.int32)
         if not len(ids):
             raise DataError(f"{record.place}: the text has no token; correct it or leave it out.")
-        starts = self.word_start[ids]
+        starts = self.vocabulary.word_starts(ids)
         starts[0] = True
         word = np.cumsum(starts) - 1
         words = int(word[-1]) + 1

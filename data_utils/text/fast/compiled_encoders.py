@@ -27,6 +27,7 @@ import orjson
 import tokenizers
 from tokenizers import normalizers
 
+from data_utils.text.byte_symbols import byte_symbols
 from data_utils.text.fast import byte_level_kernels as byte_level
 from data_utils.text.fast import encoder_kernels as kernels
 from data_utils.text.fast import word_piece_kernels as word_piece
@@ -233,13 +234,6 @@ class WordPieceEncoder(CompiledEncoder):
         place = len(self._images) + len(images)
         images += [len(image), *map(ord, image)]
         return word_piece.EXPANDED, place
-
-
-def byte_symbols() -> list[str]:
-    """The character that stands for each byte: itself if printable, else the next from U+0100 on."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
 def _may_be_moved(character: str) -> bool:

@@ -92,7 +92,7 @@ def test_an_unknown_objective_is_refused():
 
 @pytest.mark.parametrize("name", ["spanbert", "albert", "ernie"])
 def test_whole_words_need_to_be_known(name):
-    with pytest.raises(ConfigError, match="begin a word"):
+    with pytest.raises(ConfigError, match="where words begin"):
         make_objective([choice(name)], Vocabulary(SPECIAL, 3000), 1, 24)
 
 
