@@ -25,6 +25,7 @@ import yaml
 from data_utils.base.errors import ArgumentParser, ConfigError, ExitStatus, expanded_path, run_command
 from data_utils.base.files import require_directory, require_writable
 from data_utils.base.settings import to_tree
+from data_utils.samples.drawn_shares import drawn_shares
 from data_utils.samples.extent import extent, overlap
 from data_utils.samples.loader import Datasets, open_datasets
 from data_utils.text.tokenizers import Tokenizer, load_tokenizer
@@ -211,7 +212,7 @@ def train_with(
     )
     if launch.rank == 0:
         reading = extent(data.train.mixtures, plan.consumed(config.training.steps), plan.largest_batch)
-        for note in (*data.notes, *plan.lines(), *reading, *overlap(data)):
+        for note in (*data.notes, *plan.lines(), *reading, *overlap(data), *drawn_shares(data.train)):
             log.info("%s", note)
 
     def fit(context: ParallelContext) -> ExitStatus:

@@ -18,6 +18,8 @@ import traceback
 from dataclasses import fields
 from functools import partial
 
+import numpy as np
+
 from data_utils.base.cores import usable_cores
 from data_utils.base.errors import (
     INTERRUPTED_STATUS,
@@ -33,11 +35,14 @@ from data_utils.build.corpus import build_corpus
 from data_utils.build.ranks import Ranks
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.verification import verify
+from data_utils.samples.drawn_shares import word_shares
 from data_utils.text.documents import BAD_RECORD_POLICIES, DEFAULT_MAX_BAD_RECORDS, TEXT_SPLITS
 from data_utils.text.special_tokens import ADDED_TOKENS
 from data_utils.text.tokenizer_readers import KINDS
 from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
+from data_utils.text.vocabulary import vocabulary_of
 
+_TOKENS_READ = 2**16  # of the output, to say where words begin
 INTERRUPTED = "interrupted before the output was complete; run the command again to continue"
 
 
@@ -131,6 +136,9 @@ def make_dataset(arguments: argparse.Namespace, ranks: Ranks) -> None:
     report = build_corpus(make_config(arguments), partial(load_tokenizer, tokenizer), ranks)
     if ranks.rank == 0:
         print("\n".join(report.lines()))
+        text = np.array(IndexedDataset(next(iter(report.documents))).tokens[:_TOKENS_READ])
+        for line in word_shares(text, vocabulary_of(load_tokenizer(tokenizer)), f"the first {len(text):,}"):
+            print(f"  {line}")
         for prefix in report.documents if arguments.verify else ():
             verify(IndexedDataset(prefix, sequential=True))
             print(f"  {prefix}: verified")
