@@ -32,6 +32,7 @@ from data_utils.objectives.row_loops import (
     set_range,
 )
 from data_utils.objectives.rows import RowObjective, RowSizes, check_token
+from data_utils.text.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,23 +43,47 @@ class SentinelConfig(RowSizes):
 
     sentinel_first: int | None = setting(
         None,
-        "id of the first sentinel; the k-th has id sentinel_first - k, as T5 counts. null = [MASK] for all; "
-        "the order of the spans then distinguishes them",
+        "id of the first sentinel; the k-th has id sentinel_first - k, as T5 counts. null = the vocabulary's own "
+        "(<extra_id_0>, <extra_id_1>, ...), without them [MASK] for all: the order of the spans distinguishes them",
         at_least=0,
     )
+    sentinels_ascend: bool = setting(False, "the k-th sentinel has id sentinel_first + k instead")
     sentinel_count: int = setting(100, "sentinels; more spans start again at the first", at_least=1)
+
+    needed_roles = ("eos",)
 
     def __post_init__(self) -> None:
         first, count = self.sentinel_first, self.sentinel_count
         check(
-            first is None or first >= count - 1,
+            first is None or self.sentinels_ascend or first >= count - 1,
             f"{self.section_key}.sentinel_first ({first}) must be at least sentinel_count - 1 ({count - 1}): ids count "
-            "down.",
+            "down, unless sentinels_ascend is true.",
+        )
+        check(
+            first is not None or not self.sentinels_ascend,
+            f"{self.section_key}.sentinels_ascend is true without sentinel_first; set the id of the first one.",
         )
 
-    @property
-    def needed_roles(self) -> tuple[str, ...]:  # type: ignore[override]
-        return ("mask", "eos") if self.sentinel_first is None else ("eos",)
+    def sentinels(self, vocabulary: Vocabulary) -> tuple[int, int, int]:
+        """Id of the first one, step to the next, and number. Raises: ConfigError."""
+        first, count, known = self.sentinel_first, self.sentinel_count, vocabulary.sentinels
+        if first is not None:
+            return first, 1 if self.sentinels_ascend else -1, count
+        if not known:
+            check(
+                "mask" not in vocabulary.lacking,
+                f"{self.section_key} needs the special token mask, or <extra_id_0>, ..., which the vocabulary lacks; "
+                f"set {self.section_key}.sentinel_first, or set tokenizer.added_tokens=glm (or t5) and build the "
+                "corpora again.",
+            )
+            return vocabulary.special.mask, 0, count
+        step = known[1] - known[0] if len(known) > 1 else -1
+        check(
+            step in (-1, 1) and known == tuple(range(known[0], known[0] + step * len(known), step)),
+            f"the ids of <extra_id_0>, <extra_id_1>, ... ({', '.join(map(str, known[:3]))}, ...) neither count up nor "
+            f"down by 1; set {self.section_key}.sentinel_first and sentinel_count to ids that do.",
+        )
+        return known[0], step, min(count, len(known))
 
     @property
     def has_target(self) -> bool:
@@ -74,7 +99,10 @@ class SentinelConfig(RowSizes):
         return sequence_length
 
     def check_vocabulary_size(self, size: int) -> None:
-        check_token(f"{self.section_key}.sentinel_first", self.sentinel_first, size)
+        last = self.sentinel_first
+        if last is not None and self.sentinels_ascend:
+            last += self.sentinel_count - 1
+        check_token(f"{self.section_key}.sentinel_first", last, size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +142,7 @@ def _divide(stream, w, line, total, parts):
 
 @compiled
 def _sentinel(span, s):
-    return s.sentinel_first - s.sentinel_step * (span % s.sentinel_count)
+    return s.sentinel_first + s.sentinel_step * (span % s.sentinel_count)
 
 
 @inlined
@@ -198,9 +226,11 @@ class T5(RowObjective):
     entry = staticmethod(_fill_rows)
 
     def values(self) -> dict[str, Any]:
-        first, special = self.config.sentinel_first, self.vocabulary.special
+        special = self.vocabulary.special
+        first, step, count = self.config.sentinels(self.vocabulary)
         return super().values() | {
             "sop": int(special.pad if "sop" in self.vocabulary.lacking else special.sop),
-            "sentinel_first": int(special.mask if first is None else first),
-            "sentinel_step": int(first is not None),
+            "sentinel_first": first,
+            "sentinel_step": step,
+            "sentinel_count": count,
         }

@@ -17,6 +17,7 @@ from data_utils.text.published_tokens import named_roles
 from data_utils.text.tokenizer_readers import (
     TokenizerConfig,
     check_byte_alphabet,
+    check_unique,
     check_vocab,
     merge_results,
     model_vocab,
@@ -37,8 +38,14 @@ def load_hf_json(config: TokenizerConfig, files: Mapping[str, bytes]) -> Tokeniz
     for token in added:
         if not isinstance(token, dict) or not isinstance(token.get("content"), str):
             raise DataError(f"{path}: added token {str(token)[:50]!r} has no content; the file is damaged.")
+        if ids.get(token["content"], token.get("id")) != token.get("id"):
+            raise DataError(
+                f"{path}: {token['content'][:50]!r} has the ids {ids[token['content']]} and {token.get('id')}; "
+                "remove one."
+            )
         ids[token["content"]] = token.get("id")
     check_vocab(ids, path)
+    check_unique(ids, path)
 
     added_names = {token["content"] for token in added}
     merged = merge_results(model, path)
@@ -55,10 +62,27 @@ def load_hf_json(config: TokenizerConfig, files: Mapping[str, bytes]) -> Tokeniz
             raise DataError(
                 f"{path}: {name!r} has id {ids[name]} but loads as {actual}; close the gaps in the ids."
             )
+    _check_alike(backend, added, hidden, path)
     byte_level = "ByteLevel" in json.dumps(tree.get("pre_tokenizer"))
     if model.get("type") == "BPE" and byte_level and not model.get("unk_token"):
         check_byte_alphabet(ids, path)
     return HuggingFaceTokenizer(config, files, backend, ids, role_names, hidden)
+
+
+def _check_alike(
+    backend: tokenizers.Tokenizer, added: list[dict[str, Any]], hidden: set[str], path: Path
+) -> None:
+    """Raise DataError for added tokens that the normalizer makes equal: the library takes one by chance."""
+    if backend.normalizer is None:
+        return
+    seen: dict[str, str] = {}
+    for name in (token["content"] for token in added if token.get("normalized", not token.get("special"))):
+        other = name if name in hidden else seen.setdefault(backend.normalizer.normalize_str(name), name)
+        if other != name:
+            raise DataError(
+                f"{path}: the added tokens {other[:50]!r} and {name[:50]!r} are equal after the normalizer, so that "
+                "text would get either by chance; remove one, or set its normalized to false."
+            )
 
 
 def _hidden_backend(tree: Mapping[str, Any], hidden: set[str], path: Path) -> tokenizers.Tokenizer:

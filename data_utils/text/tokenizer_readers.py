@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,18 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from tokenizers import pre_tokenizers
 
 from data_utils.base.errors import DataError
 from data_utils.base.foreign import read_bounded
 from data_utils.base.setting_files import one_line
 from data_utils.base.settings import REQUIRED, checked, setting
+from data_utils.text.byte_symbols import byte_symbols
 from data_utils.text.special_tokens import ADDED_TOKENS
+
+log = logging.getLogger(__name__)
 
 KINDS = ("bert_wordpiece", "gpt2_bpe", "gpt_bpe", "sentencepiece", "hf_json")
 
 MAX_FILE_BYTES = 256 * 2**20
 MAX_VOCAB_SIZE = 2**22
+_UTF8_BYTES = {*range(0xC0), *range(0xC2, 0xF5)}
+# Printable ASCII and white space, the second and later bytes of all characters, the first of accented letters and of
+# typographic quotes.
+_ORDINARY_BYTES = {0x09, 0x0A, *range(0x20, 0x7F), *range(0x80, 0xC0), 0xC3, 0xE2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,11 +172,51 @@ def check_vocab(ids: Mapping[str, Any], path: Path) -> None:
             )
 
 
+def check_unique(ids: Mapping[str, int], path: Path) -> None:
+    """Raise DataError for an id of two tokens: which of them text gets would be chance."""
+    first: dict[int, str] = {}
+    for token, token_id in ids.items():
+        other = first.setdefault(token_id, token)
+        if other != token:
+            raise DataError(
+                f"{path}: {other[:50]!r} and {token[:50]!r} both have the id {token_id}; give each token its own id, "
+                "or remove one."
+            )
+
+
 def check_byte_alphabet(ids: Mapping[str, int], path: Path) -> None:
-    """Raise DataError for a byte without a token, which would vanish from the text."""
-    missing = set(pre_tokenizers.ByteLevel.alphabet()) - ids.keys()
-    if missing:
+    """Raise DataError if bytes of ordinary text have no token, for the library drops them; warn of rare ones.
+
+    UTF-8 has no byte C0, C1 or F5 to FF. Released vocabularies lack more: SmolLM2's has no token for some control
+    characters and for bytes that begin rare scripts.
+    """
+    missing = [
+        byte for byte, symbol in enumerate(byte_symbols()) if symbol not in ids and byte in _UTF8_BYTES
+    ]
+    if needed := [byte for byte in missing if byte in _ORDINARY_BYTES]:
         raise DataError(
-            f"{path}: {len(missing)} of the 256 byte symbols have no token, so text would be lost; "
-            "train with the whole byte alphabet."
+            f"{path}: {len(needed)} bytes of ordinary text have no token ({_shown_bytes(needed)}), so text would be "
+            "lost; train with the whole byte alphabet."
         )
+    if missing:
+        log.warning(
+            "%s has no token for %d bytes that UTF-8 can have (%s); as in the tokenizers library, text loses them, for "
+            "example %s",
+            path,
+            len(missing),
+            _shown_bytes(missing),
+            ", ".join(f"U+{point:04X}" for point in map(_character_with, missing[:8])),
+        )
+
+
+def _shown_bytes(values: list[int]) -> str:
+    return " ".join(f"{byte:02X}" for byte in values[:12]) + " ..." * (len(values) > 12)
+
+
+def _character_with(byte: int) -> int:
+    """The first character whose UTF-8 has a byte below 80 or of C2 to F4, the first of several."""
+    lead = bytes([byte]) if byte < 0x80 else b""
+    if byte >= 0xC2:
+        second = {0xE0: 0xA0, 0xF0: 0x90}.get(byte, 0x80)
+        lead = bytes([byte, second, 0x80, 0x80][: 2 + (byte >= 0xE0) + (byte >= 0xF0)])
+    return ord(lead.decode())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,6 +29,7 @@ class Vocabulary:
     num_tokens: int | None = None  # ids below this have a token; None: all
     decoder: Vocabulary | None = None  # that of a decoder with a tokenizer of its own
     word_end: np.ndarray | None = None  # bool [size]: tokens after which a word begins; None: none tells it
+    sentinels: tuple[int, ...] = ()  # ids of <extra_id_0>, <extra_id_1>, ..., T5's
     words_unknown: str = "where words begin is not known for this vocabulary"  # without `word_start`: why
 
     def word_starts(self, tokens: np.ndarray) -> np.ndarray:
@@ -70,5 +73,13 @@ def vocabulary_of(tokenizer: Tokenizer, decoder: Tokenizer | None = None) -> Voc
         and f"the tokenizer {tokenizer.config.path} does not tell where words begin: {unknown}",
         token_texts=tuple(token.text for token in told),
         lacking=tokenizer.lacking,
+        sentinels=_sentinels(special),
         decoder=None if decoder is None else vocabulary_of(decoder),
     )
+
+
+def _sentinels(special_names: Mapping[int, str]) -> tuple[int, ...]:
+    """The ids of T5's sentinels in their order, as far as none is missing."""
+    ids = {name: i for i, name in special_names.items()}
+    numbers = itertools.takewhile(lambda k: f"<extra_id_{k}>" in ids, itertools.count())
+    return tuple(ids[f"<extra_id_{k}>"] for k in numbers)

@@ -21,7 +21,7 @@ from data_utils.base.setting_files import shown
 from data_utils.base.settings import build, check, merge, to_tree
 from data_utils.objectives import OBJECTIVES
 from data_utils.tasks.readers.by_name import labels_of
-from data_utils.text.tokenizers import Tokenizer, load_tokenizer
+from data_utils.text.tokenizers import Tokenizer, TokenizerConfig, load_tokenizer
 from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import checkpoint_name
 from megatron_lite.checkpoint.tensor_files import write_tensors
@@ -127,6 +127,7 @@ def config_of_import(
     brought = "path" not in tokenizer
     if brought:
         tokenizer = brought_tokenizer(source.path, directory / KEPT_FILES, tokenizer)
+    require_rows(load_tokenizer(build(TokenizerConfig, tokenizer, "tokenizer.")), source)
     tokenizer = {"vocab_size": rows, **tokenizer}
     tree = merge({key: {"begin": source.system.begin} for key in ("causal", "fill_in_middle")}, tree)
     tree |= {"model": {**source.settings, **given}, "tokenizer": tokenizer}
@@ -176,6 +177,25 @@ def require_same_model(key: str, model: ModelConfig, source: PublishedSource) ->
                 f"{key}.{name} is {shown(ours)}, but {source.path} has {shown(theirs)}; leave it out, or set it to "
                 "that."
             )
+
+
+def require_rows(tokenizer: Tokenizer, source: PublishedSource) -> None:
+    """Raise CheckpointError for a tokenizer with tokens for which the word embedding has no row."""
+    rows = source.settings["vocab_size"]
+    beyond = [tokenizer.token_to_text(i) for i in range(rows, tokenizer.num_tokens)]
+    if not beyond:
+        return
+    added = tokenizer.config.added_tokens
+    remedy = (
+        "remove what has none from its tokenizer files, or lengthen the table with transformers "
+        f"(resize_token_embeddings({tokenizer.num_tokens})) and save the model"
+        if added == "none"
+        else f"set tokenizer.added_tokens=none, which {added} adds to"
+    )
+    raise CheckpointError(
+        f"{source.path} has {rows} rows of word embeddings, but its tokenizer {tokenizer.num_tokens} tokens; without "
+        f"a row are {', '.join(map(shown, beyond[:5]))}{', ...' if len(beyond) > 5 else ''}: {remedy}."
+    )
 
 
 def check_vocabulary(tokenizer: Tokenizer, source: PublishedSource) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,15 +25,17 @@ from support.recipes import (
     span_boundaries,
     text_of,
     unilmv2,
+    vocabulary,
     xlnet,
 )
 
 from data_utils.base.errors import ConfigError
 from data_utils.base.planes import Example
 from data_utils.base.settings import build
-from data_utils.objectives import LOSS_NAMES
+from data_utils.objectives import LOSS_NAMES, OBJECTIVES
 from data_utils.objectives.ernie import Ernie, ErnieConfig, TextSegmenter, jieba_segmenter
 from data_utils.objectives.fill_in_middle import FillInMiddleConfig
+from data_utils.objectives.t5 import T5, T5Config
 from data_utils.objectives.ul2 import PUBLISHED, DenoiserConfig, Ul2Config
 from data_utils.text.vocabulary import Vocabulary
 
@@ -184,6 +187,29 @@ def test_t5_sentinels_count_down_and_start_again():
     example = made.example(text_of(30, False), 0)
     context = example.tokens[example.ord == 0]
     assert context[(context < 1000)].tolist() == [900, 899, 900, 899, 900, 899]
+
+
+@pytest.mark.parametrize("ids", [(900, 901, 902), (902, 901, 900), (7,)])
+@pytest.mark.parametrize("objective", ["t5", "ul2"])
+def test_the_vocabularys_own_sentinels_go_before_mask(objective, ids):
+    """In the order of their names, whether their ids count up or down."""
+    made_by = OBJECTIVES[objective]
+    known = replace(vocabulary(), sentinels=ids)
+    of = made_by(made_by.config_class(), known, 5, 64).example(text_of(60, False), 0)
+    seen = [token for token in of.tokens[of.ord == 0].tolist() if token in ids]
+    assert SPECIAL.mask not in of.tokens and seen
+    assert seen == (list(ids) * len(seen))[: len(seen)]
+    asked = made_by.config_class(sentinel_first=950, sentinel_count=2, sentinels_ascend=True)
+    of = made_by(asked, known, 5, 64).example(text_of(60, False), 0)
+    seen = [token for token in of.tokens[of.ord == 0].tolist() if token in (949, 950, 951)]
+    assert seen == [950, 951, 950, 951, 950, 951][: len(seen)] and seen
+
+
+def test_sentinels_that_neither_count_up_nor_down_are_refused():
+    with pytest.raises(ConfigError, match=r"<extra_id_0>.*\(900, 905, 910, ...\).*t5.sentinel_first"):
+        T5(T5Config(), replace(vocabulary(), sentinels=(900, 905, 910)), 5, 64)
+    with pytest.raises(ConfigError, match="sentinels_ascend is true without sentinel_first"):
+        T5Config(sentinels_ascend=True)
 
 
 def test_bart_removes_spans_and_permutes_sentences():

@@ -180,6 +180,8 @@ def test_t5_has_its_sentinels_and_rows_without_a_token(tmp_path):
     assert tokenizer.token_to_text(size) == "<extra_id_99>"
     assert tokenizer.token_to_text(size + 100) == f"[reserved {size + 100}]"
     assert {"cls", "sep", "mask"} <= tokenizer.lacking
+    assert vocabulary_of(tokenizer).sentinels == tuple(range(size + 99, size - 1, -1))
+    assert vocabulary_of(plain).sentinels == ()
     ids = [*tokenizer.encode("the fox"), size + 99]
     assert tokenizer.decode(ids) == "the fox<extra_id_0>"
 

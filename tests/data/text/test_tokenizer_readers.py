@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import tokenizers
 from support.tokenizer_files import (
     BERT_SPECIALS,
     BYTE_SYMBOLS,
@@ -10,6 +11,7 @@ from support.tokenizer_files import (
 )
 
 from data_utils.base.errors import ConfigError, DataError
+from data_utils.text.byte_symbols import byte_symbols
 from data_utils.text.tokenizers import (
     TokenizerConfig,
     load_tokenizer,
@@ -68,7 +70,7 @@ DAMAGED = {
     "bytes missing": (
         "gpt2_bpe",
         {"vocab.json": '{"<|endoftext|>": 0}', "merges.txt": "a b"},
-        "256 of the 256",
+        r"bytes of ordinary text have no token \(09 0A 20 21",
     ),
     "bad merge": ("gpt2_bpe", {"vocab.json": BYTES_VOCAB, "merges.txt": "a\n"}, "line 1 of merges.txt"),
     "foreign merge": (
@@ -87,7 +89,7 @@ DAMAGED = {
     "no model in json": ("hf_json", {"tokenizer.json": "{}"}, "no model"),
     "no tokenizer.json": ("hf_json", {"vocab.txt": "x"}, "tokenizer.json: No such file"),
     "json without vocab": ("hf_json", set_in("model", "vocab", None), "has no vocabulary"),
-    "huge id": ("hf_json", set_in("added_tokens", 0, "id", 10**9), "must be 0"),
+    "huge id": ("hf_json", set_in("added_tokens", 0, "id", 10**9), "has the ids 0 and 1000000000"),
     "added token gap": (
         "hf_json",
         set_in("added_tokens", 0, {"id": 900, "content": "<x>"}),
@@ -96,7 +98,9 @@ DAMAGED = {
     "bad merges": ("hf_json", set_in("model", "merges", [1]), "must be two pieces"),
     "merge prefix": ("hf_json", set_in("model", "continuing_subword_prefix", "x"), "lacks the prefix"),
     "unknown model": ("hf_json", set_in("model", "type", "X"), "cannot use this file"),
-    "byte symbol missing": ("hf_json", lambda tree: tree["model"]["vocab"].pop("Ā"), "1 of the 256"),
+    "byte symbol missing": ("hf_json", lambda tree: tree["model"]["vocab"].pop("~"), r"1 bytes .* \(7E\)"),
+    "one id twice": ("hf_json", set_in("model", "vocab", "~", 40), "both have the id 40"),
+    "two ids": ("hf_json", set_in("added_tokens", 0, "content", "~"), "'~' has the ids"),
 }
 
 
@@ -140,3 +144,50 @@ def test_too_large_a_file_is_refused(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.json").write_text("{  }")
     with pytest.raises(DataError, match="larger than 3 bytes"):
         load_tokenizer(TokenizerConfig(kind="hf_json", path=str(tmp_path)))
+
+
+def byte_json(tmp_path, *lacking):
+    """A tokenizer.json of bytes without merges, and without the symbols of some bytes."""
+    names = [symbol for byte, symbol in enumerate(byte_symbols()) if byte not in lacking]
+    tree = byte_bpe_json(["[PAD]"])
+    tree["model"] |= {"vocab": {name: i for i, name in enumerate(["[PAD]", *names])}, "merges": []}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+    return TokenizerConfig(kind="hf_json", path=str(tmp_path))
+
+
+def test_bytes_that_utf8_never_has_need_no_token(tmp_path, caplog):
+    """SmolLM2's vocabulary lacks all of them."""
+    tokenizer = load_tokenizer(byte_json(tmp_path, 0xC0, 0xC1, *range(0xF5, 0x100)))
+    text = "".join(map(chr, [*range(0x250), 0x20AC, 0x1F642, 0x10FFFF]))
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert not caplog.records
+
+
+def test_rare_bytes_without_a_token_are_told_and_dropped_as_the_library_does(tmp_path, caplog):
+    config = byte_json(tmp_path, 0x04, 0xF1)
+    tokenizer = load_tokenizer(config)
+    assert "2 bytes that UTF-8 can have (04 F1)" in caplog.text and "U+0004, U+40000" in caplog.text
+    theirs = tokenizers.Tokenizer.from_file(f"{config.path}/tokenizer.json")
+    for text in ("a\x04b", "one \U00040000 two"):
+        assert tokenizer.encode(text) == theirs.encode(text, add_special_tokens=False).ids
+    assert tokenizer.decode(tokenizer.encode("a\x04b")) == "ab"
+
+
+@pytest.mark.parametrize("names", [("Qzk", "qzk"), ("qzk", "Qzk")])
+def test_added_tokens_that_the_normalizer_makes_equal_are_refused(tmp_path, names):
+    tree = byte_bpe_json(["[PAD]"]) | {"normalizer": {"type": "Lowercase"}}
+    first = max(tree["model"]["vocab"].values()) + 1
+    tree["added_tokens"] += [
+        {**tree["added_tokens"][0], "id": first + i, "content": name, "special": False, "normalized": True}
+        for i, name in enumerate(names)
+    ]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+    with pytest.raises(DataError, match=f"{names[0]!r} and {names[1]!r} are equal after the normalizer"):
+        load_tokenizer(TokenizerConfig(kind="hf_json", path=str(tmp_path)))
+    tree["added_tokens"][-1]["normalized"] = False
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+    ids = {
+        tuple(load_tokenizer(TokenizerConfig(kind="hf_json", path=str(tmp_path))).encode("qzk Qzk"))
+        for _ in range(8)
+    }
+    assert len(ids) == 1
