@@ -177,3 +177,21 @@ def test_runs_keep_their_rows_of_the_task_embedding(tmp_path):
     shutil.rmtree(tmp_path / "checkpoints")
     saved(begun())
     assert keep_task_rows(begun()).model.task_rows[:16] == tuple(range(16))
+
+
+@pytest.mark.parametrize("added_tokens", ["none", "optimus"])
+def test_tokens_without_a_row_are_named_with_what_helps(tmp_path, added_tokens):
+    """A tokenizer that got a token which the embedding did not: either side can be mended."""
+    source = tmp_path / "source"
+    write_directory("bert", source)
+    write_bert(source, [*bert_vocab(), *(["later"] if added_tokens == "none" else [])])
+    tree = merge(TREE, {"objectives": {"masked_lm": 1}, "tokenizer": {"added_tokens": added_tokens}})
+    with pytest.raises(CheckpointError) as caught:
+        import_directory(source, tmp_path / "run", tree)
+    rows, message = len(bert_vocab()), str(caught.value)
+    assert f"{source} has {rows} rows" in message
+    helps = (
+        f"resize_token_embeddings({rows + 1})" if added_tokens == "none" else "tokenizer.added_tokens=none"
+    )
+    assert helps in message and ("'later'" in message or "<BOS>" in message)
+    assert message.count("/") == str(source).count("/"), "no path of ours"
