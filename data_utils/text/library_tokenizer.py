@@ -76,9 +76,10 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _decode_text(self, ids: list[int], at_start: bool) -> str:
         text = self._backend.decode(ids, skip_special_tokens=False)
+        if at_start or self.word_marks.kind != "space" or text.startswith(" "):
+            return text
         # A Metaspace decoder drops the leading space, which is right at the start of a text only.
-        lost_space = not at_start and str(self._backend.id_to_token(ids[0])).startswith("▁")
-        return " " + text if lost_space and not text.startswith(" ") else text
+        return " " * self._name(ids[0]).startswith(self.word_marks.mark) + text
 
     @functools.cached_property
     def word_marks(self) -> WordMarks:  # type: ignore[override]
@@ -91,11 +92,13 @@ class HuggingFaceTokenizer(Tokenizer):
     def _is_added(self, token_id: int) -> bool:
         return token_id in self._added
 
-    def is_unknown(self, token_id: int) -> bool:
+    @functools.cached_property
+    def _unknown(self) -> int | None:
         own = getattr(self._backend.model, "unk_token", None)
-        return super().is_unknown(token_id) or (
-            own is not None and token_id == self._backend.token_to_id(own)
-        )
+        return None if own is None else self._backend.token_to_id(own)
+
+    def is_unknown(self, token_id: int) -> bool:
+        return token_id == self._unknown or super().is_unknown(token_id)
 
     def _has(self, name: str) -> bool:
         return self._backend.token_to_id(name) is not None

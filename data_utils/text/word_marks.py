@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import tokenizers
 from tokenizers import models
@@ -34,11 +35,12 @@ _CHINESE = (
 
 def is_chinese(text: str) -> bool:
     """Whether all of a text is Chinese characters."""
-    return bool(text) and all(any(low <= ord(c) <= high for low, high in _CHINESE) for c in text)
+    if not text or text.isascii():
+        return False
+    return all(any(low <= ord(c) <= high for low, high in _CHINESE) for c in text)
 
 
-@dataclass(frozen=True)
-class WordToken:
+class WordToken(NamedTuple):
     """What a token tells of words: does one begin with it, does one end with it, and which text does it stand for?"""
 
     begins: bool
@@ -83,9 +85,9 @@ class WordMarks:
         return WordToken(self.kind != "suffix", self.kind != "prefix", name)
 
     def _bytes_of(self, name: str) -> bytes:
-        if self.is_bytes and all(symbol in _BYTES for symbol in name):
-            return bytes(_BYTES[symbol] for symbol in name)
-        if byte := _BYTE.fullmatch(name):
+        if self.is_bytes and _BYTES.keys() >= set(name):
+            return bytes(map(_BYTES.__getitem__, name))
+        if name.startswith("<0x") and (byte := _BYTE.fullmatch(name)):
             return bytes([int(byte[1], 16)])
         return (name.replace(self.mark, " ") if self.mark else name).encode("utf-8", "replace")
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support import word_families
 from support.word_families import CHINESE, MARKED, MODELS, PROSE
+from tokenizers import decoders, pre_tokenizers
 
 from data_utils.base.errors import ConfigError
 from data_utils.objectives import OBJECTIVES
@@ -152,3 +153,20 @@ def test_where_words_cannot_be_known_objectives_of_words_say_so(tmp_path, name):
         key, value = remedy.split("=")
         other = settings | {key: {"false": False}.get(value, value)}
         made_by(made_by.config_class(**other), vocabulary, 7, 128)
+
+
+@pytest.mark.parametrize(
+    "name", ["bpe, metaspace", "metaspace of another mark", "sentencepiece bpe", "byte level"]
+)
+def test_a_text_after_a_special_token_keeps_its_space(opened, name, tmp_path):
+    """Whatever the mark of a space is."""
+    if name == "metaspace of another mark":
+        space = pre_tokenizers.Metaspace(replacement="~"), decoders.Metaspace(replacement="~")
+        word_families._bpe(space[0], unk_token="[UNK]", decoder=space[1]).save(
+            str(tmp_path / "tokenizer.json")
+        )
+        tokenizer = load_tokenizer(TokenizerConfig(kind="hf_json", path=str(tmp_path)))
+    else:
+        tokenizer = opened(name).tokenizer
+    ids = tokenizer.encode(" stones and stones")
+    assert tokenizer.decode([tokenizer.special.cls, *ids]).endswith("] stones and stones")
