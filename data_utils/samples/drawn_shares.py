@@ -24,9 +24,10 @@ FEW_STARTS, MANY_STARTS = 0.1, 0.98  # prose has 0.6 to 0.9, Chinese and WordLev
 
 
 def drawn_shares(loader: SampleLoader) -> Iterator[str]:
-    """Lines on the first samples of a run, then warnings."""
+    """Lines on the first samples of a run, those of its first phase at most, then warnings."""
     objective: Any = loader.objective
-    indices = np.arange(max(4, min(_MOST_SAMPLES, _TOKENS // objective.row_length)))
+    of_phase = [mixture.start.first_sample for mixture in loader.mixtures[1:2]]
+    indices = np.arange(min([max(4, min(_MOST_SAMPLES, _TOKENS // objective.row_length)), *of_phase]))
     try:
         batch, text = loader.batch(indices), loader.mixture.fetch(indices)[0]
     except UserError:  # training says it where it comes to it, on every rank

@@ -8,10 +8,10 @@ from functools import partial
 import numpy as np
 import pytest
 from support.corpora import make
-from support.word_families import CORPUS, families
+from support.word_families import CORPUS, PROSE, families
 
 from data_utils.objectives import OBJECTIVES, ObjectiveChoice
-from data_utils.samples.config import CorpusConfig, DataConfig
+from data_utils.samples.config import CorpusConfig, DataConfig, PhaseSamples
 from data_utils.samples.drawn_shares import drawn_shares, word_shares
 from data_utils.samples.loader import open_datasets
 from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
@@ -25,16 +25,18 @@ def opened(tmp_path_factory):
     families()["bpe, metaspace"][0]().save(str(directory / "tokenizer.json"))
     config = TokenizerConfig(kind="hf_json", path=str(directory))
 
-    def open_one(name, texts, **objectives):
+    def open_one(name, texts, phases=(), **objectives):
         path = directory / name
-        path.mkdir()
-        make(path, texts, partial(load_tokenizer, config))
+        if not path.exists():
+            path.mkdir()
+            make(path, texts, partial(load_tokenizer, config))
         choices = [
             ObjectiveChoice(objective, OBJECTIVES[objective].config_class(**settings))
             for objective, settings in objectives.items()
         ]
         data = DataConfig(train=(CorpusConfig(prefix=str(path / "out" / "corpus")),), sequence_length=128)
-        return open_datasets(data, choices, load_tokenizer(config), 3).train
+        samples = [PhaseSamples(first, data, choices) for first in phases]
+        return open_datasets(data, choices, load_tokenizer(config), 3, phases=samples).train
 
     return open_one
 
@@ -71,3 +73,22 @@ def test_unknown_words_are_said(tmp_path):
     vocabulary = vocabulary_of(load_tokenizer(TokenizerConfig(kind="hf_json", path=str(tmp_path))))
     (line,) = word_shares(np.array([1, 2, 1]), vocabulary, "their")
     assert str(tmp_path) in line and "spaces" in line
+
+
+READ_BESIDE = ("entities", "capitalization", "discourse_relation", "relevance")  # corpora of their own
+ORDINARY = [" ".join([*PROSE] * 6)] * 8
+
+
+@pytest.mark.parametrize("name", sorted(OBJECTIVES.keys() - {*READ_BESIDE}))
+def test_ordinary_text_is_not_warned_of(opened, name):
+    """Each objective predicts about the share that its settings say, in documents longer than a sample."""
+    texts = ("sentences", [*PROSE] * 20) if name == "optimus" else ("ordinary", ORDINARY)
+    objective, *more = drawn_shares(opened(*texts, **{name: {}}))
+    assert name in objective and not [line for line in more if line.startswith("warning")]
+    assert name == "optimus" or "words begin" in more[0]
+
+
+def test_no_sample_of_a_later_phase_is_drawn(opened):
+    """The first phase of a run may have few samples."""
+    predicted, *_ = drawn_shares(opened("ordinary", ORDINARY, phases=(0, 12), masked_lm={}))
+    assert "first 12 samples" in predicted
