@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -73,13 +73,13 @@ def vocabulary_of(tokenizer: Tokenizer, decoder: Tokenizer | None = None) -> Voc
         and f"the tokenizer {tokenizer.config.path} does not tell where words begin: {unknown}",
         token_texts=tuple(token.text for token in told),
         lacking=tokenizer.lacking,
-        sentinels=_sentinels(special),
+        sentinels=_sentinels([token.text for token in told]),
         decoder=None if decoder is None else vocabulary_of(decoder),
     )
 
 
-def _sentinels(special_names: Mapping[int, str]) -> tuple[int, ...]:
-    """The ids of T5's sentinels in their order, as far as none is missing."""
-    ids = {name: i for i, name in special_names.items()}
+def _sentinels(texts: Sequence[str]) -> tuple[int, ...]:
+    """The ids of T5's sentinels in their order, as far as none is missing. Some files have them as ordinary tokens."""
+    ids = {text: i for i, text in enumerate(texts) if text.startswith("<extra_id_")}
     numbers = itertools.takewhile(lambda k: f"<extra_id_{k}>" in ids, itertools.count())
     return tuple(ids[f"<extra_id_{k}>"] for k in numbers)

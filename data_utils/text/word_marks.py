@@ -22,7 +22,7 @@ from tokenizers import models
 from data_utils.text.byte_symbols import byte_symbols
 
 JOINT = "@@"
-_JOINT_SHARE = 0.1  # of the tokens of a WordLevel model: those of subword-nmt end so in 30 to 50 of 100 cases
+_JOINT_SHARE = 0.1  # of the tokens: in vocabularies of subword-nmt 30 to 50 of 100 end so
 _BYTES = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
 _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")  # a token of byte fallback
 # UTF-8 of U+4000 to U+9FFF begins with these: of a character that is cut into bytes, the first one tells its script.
@@ -118,6 +118,8 @@ def marks_of(backend: tokenizers.Tokenizer) -> WordMarks:
     words = _words(backend, "a b")
     found = re.search("a(.*)b", "".join(words), re.DOTALL)
     space = found[1] if found else ""
+    if not space and _has_joints(backend):
+        return WordMarks("joint", JOINT)
     if len(space) != 1:
         what = "drops spaces" if not space else f"writes a space as {space!r}"
         return WordMarks(unknown=f"it {what}, and the tokens of its {name} have no mark of words")

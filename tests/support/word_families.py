@@ -117,7 +117,7 @@ def _state(part):
 
 
 def _word_level(pre_tokenizer, texts=CORPUS, decoder=None):
-    trainer = trainers.WordLevelTrainer(vocab_size=SIZE * 4, special_tokens=SPECIALS, show_progress=False)
+    trainer = trainers.WordLevelTrainer(vocab_size=4000, special_tokens=SPECIALS, show_progress=False)
     model, normalizer = models.WordLevel(unk_token="[UNK]"), normalizers.BertNormalizer(lowercase=False)
     return _trained(model, trainer, pre_tokenizer, normalizer, decoder, texts)
 
@@ -129,8 +129,11 @@ def subword_nmt(text):
     )
 
 
-def _subword_nmt():
-    return _word_level(pre_tokenizers.WhitespaceSplit(), [subword_nmt(text) for text in CORPUS])
+def _subword_nmt(decoder=None):
+    """With a decoder most words are whole, so that nothing but the decoder says what the mark is."""
+    texts = [subword_nmt(text) for text in CORPUS]
+    texts += [] if decoder is None else [" ".join(f"whole{i}" for i in range(3000))]
+    return _word_level(pre_tokenizers.WhitespaceSplit(), texts, decoder)
 
 
 def sentencepiece_model(model_type, **options):
@@ -156,6 +159,9 @@ def families():
     prefix, suffix = {"continuing_subword_prefix": "##"}, {"end_of_word_suffix": "</w>"}
     bert = {"normalizer": normalizers.BertNormalizer(lowercase=False), "unk_token": "[UNK]"}
     end = decoders.BPEDecoder("</w>")
+    joined = decoders.Sequence(
+        [decoders.WordPiece("##", cleanup=False), decoders.Fuse(), decoders.Replace("@@ ", "")]
+    )
     made |= {
         "bpe with a prefix": (lambda: _bpe(BERT_WORDS(), **bert, **prefix), "bert"),
         "bpe with a suffix": (lambda: _bpe(BERT_WORDS(), **bert, **suffix, decoder=end), "bert"),
@@ -164,6 +170,7 @@ def families():
         "llama": (_llama, "spaces ▁"),
         "words": (lambda: _word_level(BERT_WORDS()), "bert"),
         "subword-nmt": (_subword_nmt, "nmt"),
+        "subword-nmt by its decoder": (lambda: _subword_nmt(joined), "nmt"),
         "plain spaces": (lambda: _bpe(_split(Regex(" ?[^ ]+"), "isolated"), unk_token="[UNK]"), "spaces"),
         "spaces alone": (lambda: _bpe(_split(" ", "isolated"), unk_token="[UNK]"), "alone"),
         "spaces after": (lambda: _bpe(_split(" ", "merged_with_previous"), unk_token="[UNK]"), "after"),

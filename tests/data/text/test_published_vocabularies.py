@@ -15,6 +15,7 @@ from support.tokenizer_files import (
     bert_vocab,
     roberta_json,
     roberta_vocab,
+    unigram_json,
     write_gpt2,
 )
 from tokenizers import models, normalizers, pre_tokenizers, trainers
@@ -184,6 +185,19 @@ def test_t5_has_its_sentinels_and_rows_without_a_token(tmp_path):
     assert vocabulary_of(plain).sentinels == ()
     ids = [*tokenizer.encode("the fox"), size + 99]
     assert tokenizer.decode(ids) == "the fox<extra_id_0>"
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_a_tokenizer_json_has_its_own_sentinels_beside_mask(tmp_path, special):
+    """Ascending, and ordinary tokens in some files."""
+    tree = unigram_json()
+    first = max(token["id"] for token in tree["added_tokens"]) + 1
+    names = ["[MASK]", *(f"<extra_id_{i}>" for i in range(12))]
+    like = {**tree["added_tokens"][0], "special": special}
+    tree["added_tokens"] += [{**like, "id": first + i, "content": name} for i, name in enumerate(names)]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+    known = vocabulary_of(load(tmp_path, "hf_json"))
+    assert known.sentinels == tuple(range(first + 1, first + 13)) and known.special.mask == first
 
 
 def test_too_few_ids_are_refused(tmp_path):
