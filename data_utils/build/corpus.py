@@ -44,12 +44,13 @@ from data_utils.text.documents import (
     Place,
     RecordCounts,
     check_text_key,
-    expand_inputs,
     is_whole,
     plan_pieces,
 )
+from data_utils.text.inputs import expand_inputs
 from data_utils.text.mentions import KEPT
 from data_utils.text.special_tokens import NO_TOKEN
+from data_utils.text.stored_files import stored_bytes
 
 _PLAN_VERSION = 1
 _Number = Annotated[int, Field(ge=0, lt=1 << 63)]
@@ -134,7 +135,7 @@ def _start(
     _refuse_existing(prefixes, paths, config.overwrite or may_be_ours)
     evaluation = None
     if config.evaluation_inputs:
-        evaluation = read_evaluation_texts(config)
+        evaluation = read_evaluation_texts(config, others)
     for prefix in prefixes:  # opened now for their lock: only one build at a time
         writers.append(
             stack.enter_context(IndexedDatasetWriter(prefix, tokenizer.vocab_size, reader is not None))
@@ -158,7 +159,7 @@ def _start(
         todo=[number for number in range(len(shards)) if number not in finished],
         fingerprint=tokenizer.fingerprint,
         dtype=token_dtype(tokenizer.vocab_size),
-        input_bytes=sum(path.stat().st_size for path in paths),
+        input_bytes=sum(map(stored_bytes, paths)),
         evaluation=evaluation,
         reader=reader,
     )
@@ -413,7 +414,7 @@ def _manifest(
         "eos": tokenizer.eos,
         "documents_end_with_eos": tokenizer.eos != NO_TOKEN,
         "tokenizer": {"fingerprint": tokenizer.fingerprint, "config": asdict(tokenizer.config)},
-        "sources": [{"path": str(path), "bytes": path.stat().st_size} for path in paths],
+        "sources": [{"path": str(path), "bytes": stored_bytes(path)} for path in paths],
         "text_key": config.text_key,
         "text_split": config.text_split,
         "bad_records": dict(sorted(counts.bad.items())),
