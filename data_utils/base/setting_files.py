@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import difflib
+import json
 import os
 import re
 import sysconfig
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -41,7 +41,7 @@ class _Loader(yaml.SafeLoader):
     """
 
     # Without those for which _PLAIN has others; those of null and << stay.
-    yaml_implicit_resolvers = {
+    yaml_implicit_resolvers: ClassVar = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] in ("null", "merge")]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
@@ -95,10 +95,16 @@ def yaml_comment(text: str) -> tuple[str, bool]:
     Raises: ValueError in one short line.
     """
     try:
-        tokens = [token for token in yaml.scan(text, yaml.SafeLoader) if token.start_mark.index < token.end_mark.index]
+        tokens = [
+            token
+            for token in yaml.scan(text, yaml.SafeLoader)
+            if token.start_mark.index < token.end_mark.index
+        ]
     except yaml.YAMLError as error:
         raise ValueError(one_line(error, 400)) from None
-    is_plain = all(isinstance(token, yaml.ScalarToken) and token.plain for token in tokens) and len(tokens) < 2
+    is_plain = (
+        all(isinstance(token, yaml.ScalarToken) and token.plain for token in tokens) and len(tokens) < 2
+    )
     return text[tokens[-1].end_mark.index if tokens else 0 :].strip(), is_plain
 
 
@@ -170,7 +176,7 @@ def _named(path: Path, folder: str) -> Path:
         remedy += f", such as {', '.join(close)}"
     if found:
         remedy = f"there is {' and '.join(map(str, dict.fromkeys(found)))}"
-    raise ConfigError(f"configuration file {path}: No such file or directory; {remedy}.")
+    raise ConfigError(f"configuration file {shorten(str(path))}: No such file or directory; {remedy}.")
 
 
 def load_json(path: str | Path, name: str) -> dict[str, Any]:
