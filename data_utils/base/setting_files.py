@@ -9,7 +9,7 @@ import re
 import sysconfig
 from collections import Counter
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -39,12 +39,6 @@ class _Loader(yaml.SafeLoader):
 
     It refuses a key written twice, where plain YAML silently takes the last one.
     """
-
-    # Without those for which _PLAIN has others; those of null and << stay.
-    yaml_implicit_resolvers: ClassVar = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] in ("null", "merge")]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
@@ -84,6 +78,11 @@ def _refuse_octal(loader: _Loader, node: yaml.ScalarNode) -> Any:
     )
 
 
+# Without those for which _PLAIN has others; those of null and << stay.
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] in ("null", "merge")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 for _tag, _pattern, _first in _PLAIN:
     _Loader.add_implicit_resolver(_tag, re.compile(f"(?:{_pattern})$"), list(_first))
 _Loader.add_constructor(_OCTAL, _refuse_octal)
