@@ -25,7 +25,6 @@ import sentencepiece
 import tokenizers
 import yaml
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
-from tqdm import tqdm
 
 from data_utils.base.errors import (
     ArgumentParser,
@@ -36,6 +35,7 @@ from data_utils.base.errors import (
     run_command,
 )
 from data_utils.base.files import require_writable, write_whole
+from data_utils.base.progress import progress_bar
 from data_utils.text.documents import (
     BAD_RECORD_POLICIES,
     DEFAULT_MAX_BAD_RECORDS,
@@ -138,7 +138,7 @@ def read_texts(args: argparse.Namespace) -> Iterator[str]:
     counts = RecordCounts()
     is_empty = True
     total = sum(map(stored_bytes, args.paths))
-    with tqdm(total=total, unit="B", unit_scale=True, desc="reading", disable=None) as progress:
+    with progress_bar(total=total, unit="B", unit_scale=True, desc="reading") as progress:
         for block in read_blocks(map(Piece, args.paths), args.text_key, args.text_split):
             parsed = parse_block(block, args.text_key)
             counts.merge(parsed.counts)

@@ -23,12 +23,12 @@ from typing import Annotated, Any, NotRequired
 
 import numpy as np
 from pydantic import Field
-from tqdm import tqdm
 from typing_extensions import TypedDict
 
 from data_utils.base.errors import DataError
 from data_utils.base.foreign import conform
 from data_utils.base.memory import return_freed_memory
+from data_utils.base.progress import progress_bar
 from data_utils.build.capitals import Reader, open_reader
 from data_utils.build.config import BuildConfig, output_prefixes, parse_split
 from data_utils.build.contamination import EvaluationTexts, read_evaluation_texts
@@ -297,7 +297,7 @@ def _join(
     """Append all shards to the writers. Returns how many duplicates were left out; None: not asked for."""
     duplicates = 0
     total = sum(sum(record.tokens) for record in records)
-    with tqdm(total=total, unit="token", unit_scale=True, desc="join", disable=None) as bar:
+    with progress_bar(total=total, unit="token", unit_scale=True, desc="join") as bar:
         for split, writer in enumerate(writers):
             keep = _first_occurrences(job, records, split) if job.config.deduplicate else None
             first = 0

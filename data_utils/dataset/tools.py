@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from data_utils.base.checksums import describe_file, identity
 from data_utils.base.errors import DataError
 from data_utils.base.files import disk_errors, require_prefix, write_atomically
+from data_utils.base.progress import progress_bar
 from data_utils.dataset.indexed_dataset import IndexedDataset, document_starts, file_sizes, read_header
 from data_utils.dataset.manifest import (
     damaged,
@@ -132,7 +132,7 @@ def merge_datasets(prefixes: Sequence[str], output: str, overwrite: bool = False
     total = sum(dataset.num_tokens for dataset in datasets)
     with (
         IndexedDatasetWriter(output, first["vocab_size"], of_entities[0] is not None) as writer,
-        tqdm(total=total, unit="token", unit_scale=True, desc="merge", disable=None) as bar,
+        progress_bar(total=total, unit="token", unit_scale=True, desc="merge") as bar,
     ):
         for dataset in datasets:
             for start in range(0, dataset.num_documents, _DOCUMENTS):
@@ -245,7 +245,7 @@ def length_statistics(dataset: IndexedDataset) -> LengthStatistics:
 def token_counts(dataset: IndexedDataset) -> np.ndarray:
     """How often each id occurs, int64 [largest id + 1]. Reads all tokens."""
     counts = np.zeros(0, np.int64)
-    for start in tqdm(range(0, dataset.num_tokens, _TOKENS), desc="count", unit="chunk", disable=None):
+    for start in progress_bar(range(0, dataset.num_tokens, _TOKENS), desc="count", unit="chunk"):
         more = np.bincount(dataset.tokens[start : start + _TOKENS], minlength=len(counts))
         more[: len(counts)] += counts
         counts = more

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from tqdm import tqdm
 
 from data_utils.base.checksums import FileChecksums, difference
+from data_utils.base.progress import progress_bar
 from data_utils.dataset.indexed_dataset import CHUNK, IndexedDataset
 from data_utils.dataset.manifest import ENTITIES, dataset_path
 
@@ -49,7 +49,7 @@ def _verify_tokens(dataset: IndexedDataset, checksums: FileChecksums) -> int:
     # Without a vocabulary as well: rows of samples are int32, in which 2^33 + 5 would become 5.
     limit, rule = vocab_size or 1 << 31, f"the vocabulary ({vocab_size})" if vocab_size else "0 to 2^31 - 1"
     chunks = range(0, dataset.num_tokens, CHUNK)
-    for start in tqdm(chunks, desc=f"verify {dataset.prefix}", unit="Mtoken", disable=None):
+    for start in progress_bar(chunks, desc=f"verify {dataset.prefix}", unit="Mtoken"):
         chunk = dataset.tokens[start : start + CHUNK]
         checksums.update(chunk.data)
         low, high = int(chunk.min()), int(chunk.max())
