@@ -11,7 +11,7 @@ from tqdm import tqdm
 _COLUMNS, _ROWS = (
     80,
     24,
-)  # of a terminal that says 0, as in `docker run -t` and under `script`: tqdm shows nothing there
+)  # for a terminal that says 0 (`docker run -t`, `script`): tqdm shows nothing there
 
 
 def progress_bar(*arguments: Any, **options: Any) -> tqdm:

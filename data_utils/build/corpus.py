@@ -32,7 +32,7 @@ from data_utils.base.progress import progress_bar
 from data_utils.build.capitals import Reader, open_reader
 from data_utils.build.config import BuildConfig, output_prefixes, parse_split
 from data_utils.build.contamination import EvaluationTexts, read_evaluation_texts
-from data_utils.build.pairs import PairReader
+from data_utils.build.pairs import WITHOUT, PairReader
 from data_utils.build.ranks import Ranks
 from data_utils.build.shards import BuildDirectory
 from data_utils.build.summary import BuildReport, DocumentStatistics
@@ -241,7 +241,7 @@ def _finish(
     duplicates = _join(job, records, writers, statistics)
     contamination = _contamination(job.evaluation, records, contaminated) if job.evaluation else None
     try:
-        _require_documents(writers, counts)
+        _require_documents(writers, counts, config)
     except DataError:
         directory.remove()  # no option can make these shards useful
         raise
@@ -372,8 +372,15 @@ def _refuse_existing(prefixes: Iterable[str], inputs: Iterable[Path], overwrite:
         raise DataError(f"output {existing[0]} already exists; choose another --output or pass --overwrite.")
 
 
-def _require_documents(writers: Sequence[IndexedDatasetWriter], counts: RecordCounts) -> None:
+def _require_documents(
+    writers: Sequence[IndexedDatasetWriter], counts: RecordCounts, config: BuildConfig
+) -> None:
     total = sum(writer.num_documents for writer in writers)
+    if not total and config.markers and (texts := counts.mentions.get(WITHOUT, 0)):
+        raise DataError(
+            f"in {texts:,} texts no sentence begins with a marker of {config.markers} and a comma, after another "
+            "sentence of its paragraph; give other --markers, or texts with such sentences."
+        )
     if not total:
         raise DataError(
             f"the corpus holds no document with tokens ({counts.empty_documents} empty documents, "
