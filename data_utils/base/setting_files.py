@@ -91,7 +91,7 @@ _Loader.add_constructor(_OCTAL, _refuse_octal)
 def yaml_comment(text: str) -> tuple[str, bool]:
     """What follows the value of a YAML text, a comment or "", and whether the value is one plain word or none.
 
-    Raises: ValueError in one short line.
+    Raises: ValueError in one short line, also for signs that YAML would drop: an anchor that nothing uses, and `---`.
     """
     try:
         tokens = [
@@ -101,6 +101,11 @@ def yaml_comment(text: str) -> tuple[str, bool]:
         ]
     except yaml.YAMLError as error:
         raise ValueError(one_line(error, 400)) from None
+    kinds = {type(token) for token in tokens}
+    if yaml.AnchorToken in kinds and yaml.AliasToken not in kinds:
+        raise ValueError("& would begin the name of a value, which nothing uses")
+    if kinds & {yaml.DocumentStartToken, yaml.DocumentEndToken, yaml.DirectiveToken}:
+        raise ValueError("--- and ... would begin and end a document")
     is_plain = (
         all(isinstance(token, yaml.ScalarToken) and token.plain for token in tokens) and len(tokens) < 2
     )

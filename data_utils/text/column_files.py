@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from data_utils.base.errors import DataError
 from data_utils.base.setting_files import one_line, shorten
 from data_utils.text.json_records import UnusableRecord
-from data_utils.text.stored_files import raise_if_out_of_memory, read_errors
+from data_utils.text.stored_files import open_regular, raise_if_out_of_memory, read_errors
 
 if TYPE_CHECKING:
     import pyarrow
@@ -34,6 +34,7 @@ def column_texts(path: Path, text_key: str) -> Iterator[tuple[list[bytes | Unusa
     read, kind = (_parquet, "parquet") if path.suffix.lower() == ".parquet" else (_arrow, "Arrow")
     null = UnusableRecord("field_not_text", f"column {text_key!r} is null, not text")
     try:
+        open_regular(path).close()  # pyarrow would wait for the other end of a pipe
         for column, position in read(path, text_key):
             for start in range(0, len(column), _BLOCK_ROWS):
                 # as bytes, so that one invalid string does not make the whole block unreadable
@@ -96,7 +97,7 @@ def _arrow(path: Path, text_key: str) -> Iterator[tuple[pyarrow.Array, int]]:
             batches = ((batch, source.tell()) for batch in reader)
         first, *fields = _place(path, reader.schema, text_key)
         for batch, position in batches:
-            yield _field(_sound(batch.column(first)), fields), position
+            yield _sound(_field(batch.column(first), fields)), position
 
 
 def _sound(column: pyarrow.Array) -> pyarrow.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -17,6 +18,7 @@ _ARRAY_REMEDY = "each object needs a line of its own: jq -c '.[]' FILE > NEW.jso
 _LIST_REMEDY = "jq -c '.{}[]' FILE > NEW.jsonl makes a line of each"
 _TABLE_REMEDY = "is this a table? Name it .csv or .tsv; plain text is .txt"
 _UTF16_REMEDY = "NUL bytes: UTF-16 or UTF-32 without a byte order mark (iconv -f UTF-16LE -t UTF-8)"
+_JOINED = re.compile(rb"\}\s*\{")
 _LARGE_RECORD_BYTES = 1 << 20
 _JSON_MEMORY = 16  # memory that orjson needs per byte of JSON, at most: a buffer of 12, and 4 for the text
 
@@ -151,7 +153,7 @@ def _why_not_json(line: bytes, error: orjson.JSONDecodeError) -> UnusableRecord:
     opening = line.strip()
     if opening.startswith(b"["):  # the first line of an array
         problem += f" ({_ARRAY_REMEDY})"
-    elif opening == b"{" or opening.endswith(b",") or b"}{" in opening.replace(b" ", b""):
+    elif opening.endswith((b"{", b"[", b",", b":")) or _JOINED.search(opening):
         problem += f" ({_OBJECT_REMEDY})"  # one object on many lines, or many on one
     elif not opening.startswith((b"{", b'"', b"}", b"]")):
         problem += f" ({_TABLE_REMEDY})"

@@ -329,6 +329,13 @@ def test_an_override_with_a_comment_behind_more_than_a_word_is_refused(text):
         parse_override(f"items={text}")
 
 
+@pytest.mark.parametrize("text", ["&a b", "---", "--- b", "b\n...", "%a b"])
+def test_an_override_loses_no_sign(text):
+    with pytest.raises(ConfigError, match="quote it"):
+        parse_override(f"inner.label={text}")
+    assert parse_override("items=[&a {name: b}, *a]") == {"items": [{"name": "b"}] * 2}
+
+
 HOSTILE_OVERRIDES = {
     "deep": "size=" + "[" * 50_000,
     "in itself": "size=&a [*a]",

@@ -140,3 +140,19 @@ def test_text_that_its_writer_called_bytes(tmp_path, kind, suffix):
         with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
             writer.write_table(table)
     assert read(path) == [("one", 1), ("two", 2), ("one", 3)]
+
+
+def test_bad_text_within_a_column_is_a_bad_row(tmp_path):
+    body = pyarrow.array([b"fine", b"\xff", b"too"]).view(pyarrow.string())
+    table = pyarrow.table({"meta": pyarrow.StructArray.from_arrays([body], ["body"])})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with (
+        pyarrow.OSFile(str(tmp_path / "a.arrow"), "wb") as sink,
+        pyarrow.ipc.new_stream(sink, table.schema) as writer,
+    ):
+        writer.write_table(table)
+    for name in ("a.parquet", "a.arrow"):
+        counts = RecordCounts()
+        options = {"text_key": "meta.body", "on_bad_record": "skip", "counts": counts}
+        assert read(tmp_path / name, **options) == [("fine", 1), ("too", 3)]
+        assert counts.bad == {"invalid_utf8": 1}

@@ -362,6 +362,8 @@ def test_options_are_checked():
         ('{\n "text": "a"\n}\n', "text", "each object needs a line of its own: jq -c . FILE"),
         ('{"text": "a",\n "id": 1}\n', "text", "each object needs a line of its own: jq -c . FILE"),
         ('{"text": "a"}{"text": "b"}\n', "text", "each object needs a line of its own: jq -c . FILE"),
+        ('{"text": "a"}\r{"text": "b"}\r', "text", "jq -c . FILE"),
+        ('{"text":\n "a"\n}\n', "text", "jq -c . FILE"),
         ('{"data": [{"text": "a"}]}\n', "text", "jq -c '.data[]' FILE"),
         ('{"meta": {"body": "a"}}\n', "meta", "--text-key meta.body"),
         ("id,text\n1,a\n", "text", "Name it .csv or .tsv"),
