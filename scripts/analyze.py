@@ -178,12 +178,11 @@ def opened(arguments: argparse.Namespace, least: int = 1) -> tuple[Run, list[Tex
 
 def vectors_of(arguments: argparse.Namespace, run: Run, texts: Sequence[Text]) -> list[torch.Tensor]:
     """The words of each text in all layers: [words, layers + 1, D]."""
-    from tqdm import tqdm
-
+    from data_utils.base.progress import progress_bar
     from megatron_lite.analyze.words import batches, layers_of
 
     found: list[torch.Tensor] = []
-    with tqdm(total=len(texts), unit="text", disable=None) as bar:
+    with progress_bar(total=len(texts), unit="text") as bar:
         for batch in batches(texts, arguments.batch):
             found += layers_of(run, batch)
             bar.update(len(batch))

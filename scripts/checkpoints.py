@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NotRequired
 
 from pydantic import Field
-from tqdm import tqdm
 from typing_extensions import TypedDict
 
 from data_utils.base.errors import ArgumentParser, CheckpointError, ConfigError, expanded_path, run_command
 from data_utils.base.files import require_directory
 from data_utils.base.foreign import conform
+from data_utils.base.progress import progress_bar
 from megatron_lite.train.guard.lease import held
 from megatron_lite.train.guard.run_state import state_of
 from megatron_lite.train.observe.metrics import record_rewind
@@ -204,7 +204,7 @@ def verify(checkpoint: Checkpoint) -> None:
     """Compare all checksums, with a progress bar on a terminal."""
     from megatron_lite.checkpoint.existing import blocks, verify_checkpoint
 
-    with tqdm(
+    with progress_bar(
         total=checkpoint.bytes, unit="B", unit_scale=True, desc=checkpoint.path.name, disable=None
     ) as bar:
         for block in blocks(checkpoint):

@@ -17,13 +17,16 @@ if __name__ == "__main__":
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from data_utils.base.errors import ArgumentParser, ConfigError, DataError, expanded_path, run_command
 from data_utils.base.files import require_named
+from data_utils.base.setting_files import shorten
 from data_utils.dataset import verification
 from data_utils.dataset.indexed_dataset import IndexedDataset
+from data_utils.dataset.manifest import tokenizer_name
 from data_utils.dataset.tools import (
     adopt_dataset,
     length_statistics,
@@ -72,6 +75,9 @@ def parse_arguments() -> argparse.Namespace:
     for command in (adopt, upgrade):
         command.add_argument("prefix", type=expanded_path, nargs="+")
 
+    text = "each sequence is a document, also where the index says that several (sentences) are one"
+    adopt.add_argument("--by-sequence", action="store_true", help=text)
+
     vectors = commands.add_parser("vectors", help="convert vectors of entities from text to a .npy file")
     vectors.add_argument(
         "text", type=expanded_path, help="a line of numbers for each entity, in the order of its number"
@@ -99,6 +105,8 @@ def inspect(arguments: argparse.Namespace) -> None:
     manifest = dataset.manifest
     for key in (
         "adopted",
+        "num_sequences",
+        "largest_id",
         "tokenizer",
         "split",
         "sources",
@@ -108,17 +116,30 @@ def inspect(arguments: argparse.Namespace) -> None:
         "contamination",
         "entities",
     ):
-        if manifest.get(key):
-            value = manifest[key]
-            text = (
-                f"{len(value)}, the first {value[0]}" if key == "sources" and len(value) > 1 else str(value)
-            )
-            print(f"  {key}: {text if len(text) <= TEXT_CHARACTERS else text[:TEXT_CHARACTERS] + ' ...'}")
+        if value := manifest.get(key):
+            print(f"  {key}: {shorten(described(key, value), TEXT_CHARACTERS)}")
     count = min(arguments.documents, len(dataset))
     numbers = arguments.document or np.linspace(0, len(dataset) - 1, count).astype(int).tolist()
     tokenizer = find_tokenizer(dataset, arguments.tokenizer_path) if numbers else None
     for number in numbers:
         print_document(dataset, number, tokenizer)
+
+
+def described(key: str, value: Any) -> str:
+    """An entry of a manifest in words."""
+    if key == "tokenizer":
+        return tokenizer_name(value)
+    if key == "sources" and len(value) > 1:
+        return f"{len(value)}, the first {in_words(value[0])}"
+    return in_words(value)
+
+
+def in_words(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {in_words(part)}" for key, part in value.items() if part is not None)
+    if isinstance(value, list):
+        return "; ".join(map(in_words, value)) or "none"
+    return f"{value:,}" if type(value) is int else str(value)
 
 
 def print_size(dataset: IndexedDataset) -> None:
@@ -135,6 +156,11 @@ def print_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | 
     if tokenizer is None:
         print(" ".join(map(str, tokens[: TEXT_CHARACTERS // 6])))
         return
+    if len(tokens) and int(tokens.max()) >= tokenizer.vocab_size:  # opening does not read the tokens
+        problem = (
+            f"holds the id {tokens.max()} in document {number}, and the tokenizer {tokenizer.vocab_size} ids"
+        )
+        raise dataset.damaged(".bin", problem)
     text = tokenizer.decode(tokens[:TEXT_CHARACTERS])  # a token is rarely shorter than a character
     print(text if len(tokens) <= TEXT_CHARACTERS >= len(text) else text[:TEXT_CHARACTERS] + " ...")
 
@@ -142,6 +168,10 @@ def print_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | 
 def find_tokenizer(dataset: IndexedDataset, path: str | None) -> Tokenizer | None:
     """The tokenizer that the manifest names; None, with the reason on stderr, if it cannot be loaded."""
     recorded = (dataset.manifest.get("tokenizer") or {}).get("config")
+    if recorded is None and path:
+        raise ConfigError(
+            "--tokenizer-path is given, but the manifest names no tokenizer that could be there; leave it out."
+        )
     if recorded is None:
         print("  the manifest names no tokenizer: ids are shown", file=sys.stderr)
         return None
@@ -165,7 +195,12 @@ def verify(arguments: argparse.Namespace) -> None:
 
 def adopt(arguments: argparse.Namespace) -> None:
     for prefix in arguments.prefix:
-        print_size(adopt_dataset(prefix))
+        dataset = adopt_dataset(prefix, arguments.by_sequence)
+        print_size(dataset)
+        if joined := dataset.manifest.get("num_sequences"):
+            print(
+                f"  {joined:,} sequences are joined to documents, as the index says (--by-sequence: they are not)"
+            )
 
 
 def upgrade(arguments: argparse.Namespace) -> None:

@@ -41,11 +41,6 @@ from megatron_lite.train.guard.lease import held
 from megatron_lite.train.guard.watchdog import Section, Watchdog
 
 
-def _file_or_setting(given: str) -> str:
-    """argparse takes all that follows for `--tasks`: files, and settings on top of them."""
-    return given if "=" in given else expanded_path(given)
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
@@ -56,7 +51,7 @@ def parse_arguments() -> argparse.Namespace:
     text = (
         "files of several tasks to train side by side; the first one says how; task.key=value holds for all"
     )
-    add("--tasks", type=_file_or_setting, nargs="+", default=[], metavar="FILE", help=text)
+    add("--tasks", type=expanded_path, nargs="+", default=[], metavar="FILE", help=text)
     text = "run or checkpoint to begin with; without: initial weights"
     add("--checkpoint", type=Path, metavar="RUN", help=text)
     text = "where runs, predictions and results.json go"
@@ -67,8 +62,6 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_intermixed_args()
     if not arguments.config and arguments.checkpoint is None:
         raise ConfigError("no model given; pass --checkpoint RUN, or --config FILE (see configs/).")
-    arguments.overrides += [given for given in arguments.tasks if "=" in given]
-    arguments.tasks = [given for given in arguments.tasks if "=" not in given]
     if arguments.tasks and arguments.task is not None:
         raise ConfigError("--task and --tasks are given; name all tasks with --tasks.")
     return arguments

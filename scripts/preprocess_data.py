@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Build a token dataset (.bin, .idx and manifest) from JSONL, parquet, Arrow or text files. See docs/data.md.
+"""Build a token dataset (.bin, .idx and manifest) from JSON lines, CSV, parquet, Arrow or text. See docs/data.md.
 
 The same command continues a build that was stopped. With --mpi, ranks share the work:
 
@@ -49,7 +49,7 @@ INTERRUPTED = "interrupted before the output was complete; run the command again
 def parse_arguments() -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
-    text = "files or globs: .jsonl .txt (each also .gz .zst) .parquet .arrow; directories of save_to_disk"
+    text = "files, globs, directories of parts: .jsonl .csv .tsv .txt, also compressed; .parquet .arrow; save_to_disk"
     add("--input", type=expanded_path, dest="inputs", nargs="+", required=True, help=text)
     text = "prefix of the files to write, for example data/corpus"
     add("--output", type=expanded_path, required=True, help=text)
@@ -61,7 +61,11 @@ def parse_arguments() -> argparse.Namespace:
     add("--cased", action="store_true", help="bert_wordpiece: keep upper case and accents")
     text = "sentencepiece: gMASK shares the id of eop, as in GLM-10B-Chinese"
     add("--shared-command-tokens", action="store_true", help=text)
-    add("--text-key", default="text", help="field or column that holds the text (default: text)")
+    add(
+        "--text-key",
+        default="text",
+        help="field or column that holds the text; a.b: in another (default: text)",
+    )
     add("--text-split", default="file", choices=TEXT_SPLITS, help="how .txt files are cut (default: file)")
     add("--split", default="", help="NAME=FRACTION,...: several datasets, such as train=0.98,validation=0.02")
     add("--split-seed", type=int, default=0, help="another seed gives other splits (default: 0)")

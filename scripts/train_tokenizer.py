@@ -25,7 +25,6 @@ import sentencepiece
 import tokenizers
 import yaml
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
-from tqdm import tqdm
 
 from data_utils.base.errors import (
     ArgumentParser,
@@ -36,6 +35,7 @@ from data_utils.base.errors import (
     run_command,
 )
 from data_utils.base.files import require_writable, write_whole
+from data_utils.base.progress import progress_bar
 from data_utils.text.documents import (
     BAD_RECORD_POLICIES,
     DEFAULT_MAX_BAD_RECORDS,
@@ -44,11 +44,12 @@ from data_utils.text.documents import (
     RecordCounts,
     check_options,
     check_text_key,
-    expand_inputs,
     parse_block,
     read_blocks,
 )
+from data_utils.text.inputs import expand_inputs
 from data_utils.text.special_tokens import SPECIAL_NAMES
+from data_utils.text.stored_files import stored_bytes
 from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
 
 MAX_VOCAB_SIZE = 1 << 22  # far beyond any tokenizer; the libraries fail at larger numbers
@@ -71,6 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if path.exists():
         raise DataError(f"{path} exists; remove it or choose another --output.")
     require_writable(path, "--output")
+    args.paths = expand_inputs(args.input)  # once, though trainers read the texts several times
+    check_text_key(args.text_key, args.paths)
     try:
         content = train(lambda: read_texts(args), args.vocab_size, args.cased)
     except MemoryError:
@@ -132,13 +135,11 @@ def read_texts(args: argparse.Namespace) -> Iterator[str]:
 
     Raises: DataError for what cannot be read, for bad records as `--on-bad-record` says, and if there is no text.
     """
-    paths = expand_inputs(args.input)
-    check_text_key(args.text_key, paths)
     counts = RecordCounts()
     is_empty = True
-    total = sum(path.stat().st_size for path in paths)
-    with tqdm(total=total, unit="B", unit_scale=True, desc="reading", disable=None) as progress:
-        for block in read_blocks(map(Piece, paths), args.text_key, args.text_split):
+    total = sum(map(stored_bytes, args.paths))
+    with progress_bar(total=total, unit="B", unit_scale=True, desc="reading") as progress:
+        for block in read_blocks(map(Piece, args.paths), args.text_key, args.text_split):
             parsed = parse_block(block, args.text_key)
             counts.merge(parsed.counts)
             counts.enforce(args.on_bad_record, args.max_bad_records, args.text_split)

@@ -12,6 +12,9 @@ from __future__ import annotations
 if __name__ == "__main__":
     import entry  # noqa: F401
 
+import atexit
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,8 +42,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     server.serve()
 
 
+def end_at_once(status: int) -> None:
+    """End without the interpreter's last steps, in which a thread that still works for a browser may abort in torch."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 def command() -> None:
-    run_command(main)
+    run_command(main, report=end_at_once)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable
 from enum import IntEnum
@@ -13,6 +14,7 @@ from typing import Any, ClassVar, NoReturn
 from data_utils.base import interrupts
 from data_utils.base.interrupts import INTERRUPTED_STATUS
 
+_SETTING = re.compile(r"[A-Za-z_]\w*(\.\w+)*=")
 MESSAGE_LENGTH = 4000  # longest message that is printed
 
 
@@ -78,6 +80,23 @@ class ArgumentParser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
         self.register("type", Path, lambda text: Path(expanded_path(text or self.error("a path is empty"))))
+
+    def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's own, but settings (section.key=value) may follow an option that takes several values."""
+        given: list[str] = []
+        place: int | None = (
+            None  # of an option that takes several; settings go before it, so that their order stays
+        )
+        for argument in sys.argv[1:] if args is None else args:
+            if argument.startswith("--"):
+                action = self._option_string_actions.get(argument)
+                place = len(given) if action is not None and action.nargs == "+" else None
+            if place is not None and _SETTING.match(argument):
+                given.insert(place, argument)
+                place += 1
+            else:
+                given.append(argument)
+        return super().parse_intermixed_args(given, namespace)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see --help.")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
+import re
 import sysconfig
 from collections import Counter
 from pathlib import Path
@@ -20,8 +22,23 @@ MAX_ALIASES = 10  # each may stand for a large part of the file
 SHOWN_LENGTH = 160  # characters of a value in a message
 
 
+# YAML 1.1 reads some plain words as what few people mean: `yes` and `off` are true and false, 1:30 is 90, 2024-01-01 a
+# date. Here they are text, as in YAML 1.2; a setting that is true or false takes yes, no, on and off (settings.py).
+_BOOL, _INT, _FLOAT, _OCTAL = (f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "float", "octal"))
+_PLAIN = (
+    (_BOOL, r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    (_OCTAL, r"[-+]?0[0-7_]+", "-+0"),
+    (_INT, r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)", "-+0123456789"),
+    (_FLOAT, r"[-+]?[0-9][0-9_]*\.[0-9_]*([eE][-+][0-9]+)?|\.[0-9][0-9_]*([eE][-+][0-9]+)?", "-+.0123456789"),
+    (_FLOAT, r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+."),
+)
+
+
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with limits. It refuses a key written twice, where plain YAML silently takes the last one."""
+    """SafeLoader with limits and YAML 1.2's plain words.
+
+    It refuses a key written twice, where plain YAML silently takes the last one.
+    """
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
@@ -52,6 +69,47 @@ class _Loader(yaml.SafeLoader):
         if again is not None:
             raise yaml.YAMLError(f"key {shown(again)} appears twice in one mapping; keep one of them")
         return super().construct_mapping(node, deep)
+
+
+def _refuse_octal(loader: _Loader, node: yaml.ScalarNode) -> Any:
+    raise yaml.YAMLError(
+        f"{node.value} is {int(node.value.replace('_', ''), 8)} to some readers of YAML and "
+        f"{int(node.value.replace('_', ''))} to others; write the number without its first 0, or text in quotes"
+    )
+
+
+# Without those for which _PLAIN has others; those of null and << stay.
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] in ("null", "merge")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _tag, _pattern, _first in _PLAIN:
+    _Loader.add_implicit_resolver(_tag, re.compile(f"(?:{_pattern})$"), list(_first))
+_Loader.add_constructor(_OCTAL, _refuse_octal)
+
+
+def yaml_comment(text: str) -> tuple[str, bool]:
+    """What follows the value of a YAML text, a comment or "", and whether the value is one plain word or none.
+
+    Raises: ValueError in one short line, also for signs that YAML would drop: an anchor that nothing uses, and `---`.
+    """
+    try:
+        tokens = [
+            token
+            for token in yaml.scan(text, yaml.SafeLoader)
+            if token.start_mark.index < token.end_mark.index
+        ]
+    except yaml.YAMLError as error:
+        raise ValueError(one_line(error, 400)) from None
+    kinds = {type(token) for token in tokens}
+    if yaml.AnchorToken in kinds and yaml.AliasToken not in kinds:
+        raise ValueError("& would begin the name of a value, which nothing uses")
+    if kinds & {yaml.DocumentStartToken, yaml.DocumentEndToken, yaml.DirectiveToken}:
+        raise ValueError("--- and ... would begin and end a document")
+    is_plain = (
+        all(isinstance(token, yaml.ScalarToken) and token.plain for token in tokens) and len(tokens) < 2
+    )
+    return text[tokens[-1].end_mark.index if tokens else 0 :].strip(), is_plain
 
 
 def parse_yaml(text: str) -> Any:
@@ -116,10 +174,13 @@ def _named(path: Path, folder: str) -> Path:
         return names.get(str(path), path)
     name = path.name.removesuffix(".yaml")
     found = [file for root in roots for file in sorted(root.rglob("*.yaml")) if file.stem == name]
-    remedy = f"check the path, or give one of these names: {', '.join(sorted(names))}"
+    close = difflib.get_close_matches(name, names, n=5, cutoff=0.5)
+    remedy = f"check the path, or give the name of a file in configs/{folder}{'/' if folder else ''}"
+    if close:
+        remedy += f", such as {', '.join(close)}"
     if found:
         remedy = f"there is {' and '.join(map(str, dict.fromkeys(found)))}"
-    raise ConfigError(f"configuration file {path}: No such file or directory; {remedy}.")
+    raise ConfigError(f"configuration file {shorten(str(path))}: No such file or directory; {remedy}.")
 
 
 def load_json(path: str | Path, name: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import yaml
 
 from data_utils.base.errors import ConfigError, expanded_path
-from data_utils.base.setting_files import MAX_DEPTH, parse_yaml, shorten, shown
+from data_utils.base.setting_files import MAX_DEPTH, parse_yaml, shorten, shown, yaml_comment
 
 REQUIRED: Any = dataclasses.MISSING
 T = TypeVar("T")
@@ -209,12 +209,18 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_override(text: str) -> dict[str, Any]:
-    """`model.num_layers=4` as a nested mapping. The value is YAML, so lists and null can be written."""
+    """`model.num_layers=4` as a nested mapping. The value is YAML, so lists and null can be written.
+
+    A # after a space begins no comment, which nobody writes on a command line: `run.directory=runs/a #1` is that name.
+    """
     key, equals, value = text.partition("=")
     if not equals or not key or key.count(".") >= MAX_DEPTH:
         raise ConfigError(f"override {shown(text)} must have the form section.key=value.")
     try:
-        parsed = parse_yaml(value)
+        comment, is_plain = yaml_comment(value)
+        if comment and not is_plain:
+            raise ValueError(f"{shown(comment)} would be a comment")
+        parsed = value.strip() if comment else parse_yaml(value)
     except ValueError as error:
         raise ConfigError(
             f"override {shown(text)}: the value is not valid YAML ({error}); quote it."
@@ -329,11 +335,15 @@ def _form(hint: Any) -> str:
     return "{" + ", ".join(f"{name}: ..." for name in required) + "}" if required else "its keys"
 
 
+# What YAML 1.1 reads as true and false, and 1.2 as text.
+_SWITCHES = {"yes": True, "on": True, "no": False, "off": False}
 # Numbers that YAML 1.1 reads as text: an exponent without a dot or without a sign (1e-4, 1.5e3), and -.5.
 _NUMBER_AS_TEXT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+|[+-]\.\d+")
 
 
 def _convert_scalar(value: Any, hint: Any, path: str) -> Any:
+    if hint is bool and isinstance(value, str):
+        value = _SWITCHES.get(value.lower(), value)
     if isinstance(value, str) and hint in (int, float) and _NUMBER_AS_TEXT.fullmatch(value):
         value = float(value)
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)

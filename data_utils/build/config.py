@@ -62,6 +62,10 @@ class BuildConfig:
             raise ConfigError(
                 f"{beside[0]} is given with {beside[1]}, but a dataset has one of both; give one."
             )
+        if self.second_key is not None and self.second_key == self.text_key:
+            raise ConfigError(
+                f"--second-key is {self.second_key!r}, as --text-key is; a pair has two texts, in two fields."
+            )
         parse_split(self.split)
 
 

@@ -13,12 +13,13 @@ import hashlib
 import re
 import zlib
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
 from data_utils.base.errors import DataError
 from data_utils.build.config import BuildConfig
-from data_utils.text.documents import Document, read_documents
+from data_utils.text.documents import Document, documents_of
 
 NGRAM_WORDS = 13
 
@@ -69,10 +70,10 @@ class EvaluationTexts:
         return sum(bool(matched[places].any()) for places in self._texts)
 
 
-def read_evaluation_texts(config: BuildConfig) -> EvaluationTexts:
+def read_evaluation_texts(config: BuildConfig, paths: Sequence[Path]) -> EvaluationTexts:
     """Read evaluation texts with the corpus's own text key, text split and policy for bad records."""
-    documents = read_documents(
-        config.evaluation_inputs,
+    documents = documents_of(
+        paths,
         config.text_key,
         config.text_split,
         config.on_bad_record,

@@ -23,16 +23,16 @@ from typing import Annotated, Any, NotRequired
 
 import numpy as np
 from pydantic import Field
-from tqdm import tqdm
 from typing_extensions import TypedDict
 
 from data_utils.base.errors import DataError
 from data_utils.base.foreign import conform
 from data_utils.base.memory import return_freed_memory
+from data_utils.base.progress import progress_bar
 from data_utils.build.capitals import Reader, open_reader
 from data_utils.build.config import BuildConfig, output_prefixes, parse_split
 from data_utils.build.contamination import EvaluationTexts, read_evaluation_texts
-from data_utils.build.pairs import PairReader
+from data_utils.build.pairs import WITHOUT, PairReader
 from data_utils.build.ranks import Ranks
 from data_utils.build.shards import BuildDirectory
 from data_utils.build.summary import BuildReport, DocumentStatistics
@@ -44,12 +44,13 @@ from data_utils.text.documents import (
     Place,
     RecordCounts,
     check_text_key,
-    expand_inputs,
     is_whole,
     plan_pieces,
 )
+from data_utils.text.inputs import expand_inputs
 from data_utils.text.mentions import KEPT
 from data_utils.text.special_tokens import NO_TOKEN
+from data_utils.text.stored_files import stored_bytes
 
 _PLAN_VERSION = 1
 _Number = Annotated[int, Field(ge=0, lt=1 << 63)]
@@ -134,7 +135,7 @@ def _start(
     _refuse_existing(prefixes, paths, config.overwrite or may_be_ours)
     evaluation = None
     if config.evaluation_inputs:
-        evaluation = read_evaluation_texts(config)
+        evaluation = read_evaluation_texts(config, others)
     for prefix in prefixes:  # opened now for their lock: only one build at a time
         writers.append(
             stack.enter_context(IndexedDatasetWriter(prefix, tokenizer.vocab_size, reader is not None))
@@ -158,7 +159,7 @@ def _start(
         todo=[number for number in range(len(shards)) if number not in finished],
         fingerprint=tokenizer.fingerprint,
         dtype=token_dtype(tokenizer.vocab_size),
-        input_bytes=sum(path.stat().st_size for path in paths),
+        input_bytes=sum(map(stored_bytes, paths)),
         evaluation=evaluation,
         reader=reader,
     )
@@ -240,7 +241,7 @@ def _finish(
     duplicates = _join(job, records, writers, statistics)
     contamination = _contamination(job.evaluation, records, contaminated) if job.evaluation else None
     try:
-        _require_documents(writers, counts)
+        _require_documents(writers, counts, config)
     except DataError:
         directory.remove()  # no option can make these shards useful
         raise
@@ -296,7 +297,7 @@ def _join(
     """Append all shards to the writers. Returns how many duplicates were left out; None: not asked for."""
     duplicates = 0
     total = sum(sum(record.tokens) for record in records)
-    with tqdm(total=total, unit="token", unit_scale=True, desc="join", disable=None) as bar:
+    with progress_bar(total=total, unit="token", unit_scale=True, desc="join") as bar:
         for split, writer in enumerate(writers):
             keep = _first_occurrences(job, records, split) if job.config.deduplicate else None
             first = 0
@@ -371,8 +372,15 @@ def _refuse_existing(prefixes: Iterable[str], inputs: Iterable[Path], overwrite:
         raise DataError(f"output {existing[0]} already exists; choose another --output or pass --overwrite.")
 
 
-def _require_documents(writers: Sequence[IndexedDatasetWriter], counts: RecordCounts) -> None:
+def _require_documents(
+    writers: Sequence[IndexedDatasetWriter], counts: RecordCounts, config: BuildConfig
+) -> None:
     total = sum(writer.num_documents for writer in writers)
+    if not total and config.markers and (texts := counts.mentions.get(WITHOUT, 0)):
+        raise DataError(
+            f"in {texts:,} texts no sentence begins with a marker of {config.markers} and a comma, after another "
+            "sentence of its paragraph; give other --markers, or texts with such sentences."
+        )
     if not total:
         raise DataError(
             f"the corpus holds no document with tokens ({counts.empty_documents} empty documents, "
@@ -413,7 +421,7 @@ def _manifest(
         "eos": tokenizer.eos,
         "documents_end_with_eos": tokenizer.eos != NO_TOKEN,
         "tokenizer": {"fingerprint": tokenizer.fingerprint, "config": asdict(tokenizer.config)},
-        "sources": [{"path": str(path), "bytes": path.stat().st_size} for path in paths],
+        "sources": [{"path": str(path), "bytes": stored_bytes(path)} for path in paths],
         "text_key": config.text_key,
         "text_split": config.text_split,
         "bad_records": dict(sorted(counts.bad.items())),

@@ -54,4 +54,4 @@ def open_spans(config: BuildConfig, inputs: Sequence[Path]) -> SpanReader | None
         return None
     require_json_lines(SpanReader.option, inputs)
     none = np.zeros(0, np.int32)
-    return SpanReader(SPANS, none.astype("S1"), none, config.spans_key, config.min_score)
+    return SpanReader(SPANS, b"", none, none, config.spans_key, config.min_score)

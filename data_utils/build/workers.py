@@ -23,10 +23,10 @@ from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from data_utils.base.errors import DataError
 from data_utils.base.memory import return_freed_memory
+from data_utils.base.progress import progress_bar
 from data_utils.build.capitals import Reader
 from data_utils.build.config import BuildConfig, SplitRule, parse_split, split_rule
 from data_utils.build.contamination import EvaluationTexts
@@ -277,14 +277,14 @@ def build_shards(job: Job, loaded: Sequence[Any], make_tokenizer: Callable[[], A
     def advance(input_bytes: int, more_documents: int) -> None:
         nonlocal documents
         documents += more_documents
-        bar.set_postfix(documents=documents, refresh=False)
+        bar.set_postfix_str(f"{documents:,} documents", refresh=False)
         bar.update(input_bytes)
         if ranks.size > 1 and job.directory.stop_requested():
             raise _Stopped
 
     hidden = None if ranks.rank == 0 else True  # None: shown on a terminal
     try:
-        with tqdm(total=total, unit="B", unit_scale=True, desc="tokenize", disable=hidden) as bar:
+        with progress_bar(total=total, unit="B", unit_scale=True, desc="tokenize", disable=hidden) as bar:
             if uses_workers(job, ranks):
                 records = _records_of_workers(job, mine, make_tokenizer, advance)
             else:

@@ -11,8 +11,9 @@ One sequence is one document. A dataset without a manifest does not open. So the
 manifest last. A crash leaves the old dataset, the new one, or none that opens.
 
 Opening costs a few page reads for any size, because the index is mapped. The price: only `verify` checks everything
-(checksums, every pointer, every token id); `verify_some` checks a few blocks. In an adopted dataset of another program,
-the sequences count as documents, and the tokenizer is not known.
+(checksums, every pointer, every token id); `verify_some` checks a few blocks. In an adopted dataset of another program
+the tokenizer is not known, and a document may have several sequences, such as sentences. They are joined when it opens:
+from the index's document boundaries follow lengths and pointers of documents, 12 bytes each in memory.
 
 Mapped files are read at random, so the kernel is told not to read ahead. `prefetch` announces what will be needed, so
 that a cold disk serves many reads at once. Where mapping is refused, as on some network file systems, tokens are read
@@ -50,8 +51,9 @@ logger = logging.getLogger(__name__)
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document boundaries
 INDEX_VERSION = 1
-# 6 and 7 are floats: no token ids.
 DTYPE_CODES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+_NO_TOKENS = {6: "float64", 7: "float32"}
+_OLDER_MAGIC = b"TNTIDX\x00\x00"  # of fairseq, whose index Megatron's "lazy" and "cached" datasets have
 CHUNK = 1 << 20
 _OPEN_CHECKS = 64  # neighbouring pointers compared at every open
 
@@ -84,14 +86,34 @@ def read_header(prefix: str | Path) -> tuple[np.dtype, int, int]:
     path = dataset_path(prefix, ".idx")
     with open(path, "rb") as file:
         header = file.read(HEADER.size)
+    if header.startswith(_OLDER_MAGIC):
+        raise DataError(
+            f"dataset {prefix}: {path} is of Megatron's older kind (lazy, cached); write it as mmap (--dataset-impl)."
+        )
     if len(header) < HEADER.size or not header.startswith(MAGIC):
         raise damaged(prefix, ".idx", "does not start with the Megatron-LM index magic")
     _, version, code, num_sequences, num_boundaries = HEADER.unpack(header)
+    if code in _NO_TOKENS:
+        raise damaged(prefix, ".idx", f"has dtype code {code}: it holds {_NO_TOKENS[code]}, not token ids")
     if version != INDEX_VERSION or code not in DTYPE_CODES:
         raise damaged(prefix, ".idx", f"has version {version} and dtype code {code}, which are not supported")
     if max(num_sequences, num_boundaries) > path.stat().st_size:
         raise damaged(prefix, ".idx", "is cut off")
     return np.dtype(DTYPE_CODES[code]), num_sequences, num_boundaries
+
+
+def document_starts(prefix: str | Path, num_sequences: int, num_boundaries: int) -> np.ndarray:
+    """The first sequence of each document that has one, int64, from the end of the .idx file. Raises DataError."""
+    path = dataset_path(prefix, ".idx")
+    boundaries = np.fromfile(path, "<i8", num_boundaries, offset=HEADER.size + 12 * num_sequences)
+    if (
+        num_boundaries < 2
+        or boundaries[0] != 0
+        or boundaries[-1] != num_sequences
+        or np.any(boundaries[1:] < boundaries[:-1])
+    ):
+        raise damaged(prefix, ".idx", f"has document boundaries that do not go from 0 up to {num_sequences}")
+    return np.unique(boundaries[:-1][boundaries[:-1] < num_sequences])
 
 
 class IndexedDataset:
@@ -101,10 +123,11 @@ class IndexedDataset:
         sequential: the files will be read from start to end, not at random.
         manifest: that of files whose manifest is not written yet; None: it is read.
     Attributes:
-        num_documents, num_tokens: counts (a document of a foreign file is one of its sequences).
+        num_documents, num_tokens: counts.
         tokens: [num_tokens], memory-mapped, the stored dtype; a `FileTokens` where mapping is refused.
-        pointers: int64 [num_documents], memory-mapped: byte position of each document in the .bin file.
-        lengths: int32 [num_documents], memory-mapped: tokens of each document.
+        pointers: int64 [num_documents], memory-mapped (of joined sequences in memory): byte position of each document
+            in the .bin file.
+        lengths: int32 [num_documents], as pointers: tokens of each document.
         entities: as `tokens`, int32: the entity that begins at each, -1 = none; None: the dataset has none.
         manifest: the manifest's tree (see data_utils/dataset/manifest.py).
     Raises: DataError when files are missing, damaged, or do not belong together.
@@ -125,10 +148,17 @@ class IndexedDataset:
         self.dtype, self.num_documents, num_boundaries = read_header(prefix)
         self.num_tokens = sizes[".bin"] // self.dtype.itemsize
         expected = HEADER.size + 12 * self.num_documents + 8 * num_boundaries
+        if sizes[".idx"] == expected + self.num_documents:
+            raise DataError(
+                f"dataset {prefix} has modes of its sequences (multimodal); give a dataset of text."
+            )
         if sizes[".idx"] != expected:
             raise self.damaged(".idx", f"has {sizes['.idx']} bytes, its header asks for {expected}")
         if not self.num_documents or not self.num_tokens:
             raise self.damaged(".idx", "holds no tokens")
+        if sizes[".bin"] % self.dtype.itemsize:
+            token = f"the {self.dtype.itemsize} of a token ({self.dtype.name})"
+            raise self.damaged(".bin", f"has {sizes['.bin']} bytes, no multiple of {token}, so it is cut off")
         self._maps: list[tuple[mmap.mmap, int]] = []  # of what is read at random, and bytes of an element
         self.tokens: Any = self._open_tokens(".bin", self.dtype)
         self.entities: Any = None
@@ -138,6 +168,9 @@ class IndexedDataset:
             self.entities = self._open_tokens(ENTITIES, np.dtype("<i4"))
         self.lengths, self.pointers = self._open_index()
         self._check_pointers(sizes[".bin"])
+        self._joined = self.manifest.get("num_sequences") is not None
+        if self._joined:
+            self._join_sequences(num_boundaries, sizes[".bin"])
         if self._index_map is not None:
             # Unmap what the checks read; it stays in the page cache.
             self._index_map.madvise(mmap.MADV_DONTNEED)
@@ -160,6 +193,8 @@ class IndexedDataset:
 
     def read_lengths(self, first: int, stop: int) -> np.ndarray:
         """The lengths of documents [first, stop), int32, read in order: the mapped ones are for reading at random."""
+        if self._joined:
+            return self.lengths[first:stop]
         count, start = max(min(stop, self.num_documents) - first, 0), HEADER.size + 4 * first
         return np.fromfile(dataset_path(self.prefix, ".idx"), "<i4", count, offset=start)
 
@@ -175,6 +210,12 @@ class IndexedDataset:
     def require_tokenizer(self, fingerprint: str, vocab_size: int, eos: int) -> None:
         """Raise DataError unless the dataset was built with the tokenizer of this fingerprint and size."""
         if self.manifest.get("adopted"):
+            largest = self.manifest.get("largest_id")  # datasets that were adopted long ago do not say it
+            if largest is not None and largest >= vocab_size:
+                raise DataError(
+                    f"dataset {self.prefix} has the id {largest}, and the tokenizer {vocab_size} ids; set the section "
+                    "tokenizer to the one that the dataset was made with."
+                )
             logger.warning("dataset %s was adopted: its tokenizer cannot be checked", self.prefix)
             return
         tokenizer = self.manifest.get("tokenizer") or {}
@@ -248,6 +289,21 @@ class IndexedDataset:
         gaps = self.pointers[at + 1] - self.pointers[at]
         if np.any(gaps != self.lengths[at].astype(np.int64) * self.dtype.itemsize):
             raise self.damaged(".idx", "has pointers that do not match its lengths")
+
+    def _join_sequences(self, num_boundaries: int, bin_size: int) -> None:
+        """Make documents of the sequences between boundaries; those without a token are left out."""
+        if self.manifest["num_sequences"] != self.num_documents:
+            problem = f"says {self.manifest['num_sequences']} sequences, the index says {self.num_documents}"
+            raise self.damaged(".json", problem)
+        starts = document_starts(self.prefix, self.num_documents, num_boundaries)
+        begins = self.pointers[starts]
+        sizes = np.diff(begins, append=bin_size) // self.dtype.itemsize
+        if int(sizes.max()) > np.iinfo(np.int32).max:
+            raise self.damaged(".idx", f"has a document of {int(sizes.max())} tokens, more than 2^31 - 1")
+        self.pointers, self.lengths = begins[sizes > 0], sizes[sizes > 0].astype(np.int32)
+        for array in (self.pointers, self.lengths):
+            array.flags.writeable = False  # as mapped ones are, so that numba compiles one kind
+        self.num_documents = len(self.lengths)
 
     def _check_manifest_counts(self) -> None:
         ours = {"num_documents": self.num_documents, "num_tokens": self.num_tokens, "dtype": self.dtype.name}

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from data_utils.base.checksums import FileChecksums, difference
 from data_utils.base.errors import DataError
 from data_utils.base.files import disk_errors, sync_directory, sync_file, write_atomically
+from data_utils.base.progress import progress_bar
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.manifest import dataset_path, manifest_bytes
 
@@ -55,7 +56,7 @@ def _copy_all(prefix: str | Path, target: Path, manifest: Mapping[str, Any]) -> 
             f"a copy of dataset {prefix} needs {needed:,} bytes but {target.parent} has {free:,} free; free "
             f"some, or use the dataset where it is."
         )
-    with tqdm(total=needed, unit="B", unit_scale=True, desc=f"copy {prefix}", disable=None) as bar:
+    with progress_bar(total=needed, unit="B", unit_scale=True, desc=f"copy {prefix}") as bar:
         for suffix, recorded in manifest["files"].items():
             _copy(dataset_path(prefix, suffix), dataset_path(target, suffix), recorded, bar)
     write_atomically(dataset_path(target, ".json"), manifest_bytes(manifest))

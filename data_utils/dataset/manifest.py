@@ -69,6 +69,8 @@ class _Facts(TypedDict):
     bad_records: NotRequired[dict[str, int]]
     sources: NotRequired[list[_Source]]
     entities: NotRequired[_Entities]
+    num_sequences: NotRequired[_Count]  # of an adopted dataset whose sequences are joined to documents
+    largest_id: NotRequired[_Count]  # of an adopted dataset
 
 
 _MAX_BYTES = 256 << 20

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from data_utils.base.checksums import describe_file, identity
 from data_utils.base.errors import DataError
 from data_utils.base.files import disk_errors, require_prefix, write_atomically
-from data_utils.dataset.indexed_dataset import IndexedDataset, file_sizes, read_header
+from data_utils.base.progress import progress_bar
+from data_utils.dataset.indexed_dataset import IndexedDataset, document_starts, file_sizes, read_header
 from data_utils.dataset.manifest import (
     damaged,
     dataset_path,
@@ -37,20 +37,30 @@ _SAME = ("eos", "vocab_size", "dtype", "documents_end_with_eos")  # manifest ent
 _PERCENTS = (1, 10, 25, 50, 75, 90, 99)
 
 
-def adopt_dataset(prefix: str) -> IndexedDataset:
+def adopt_dataset(prefix: str, by_sequence: bool = False) -> IndexedDataset:
     """Check the files of another program and write their manifest.
 
+    Args: by_sequence: each sequence is a document, also where the index joins several, such as sentences, to one.
     Raises: DataError for a dataset that has a manifest, that a build has not finished, or that is damaged.
     """
     if dataset_path(prefix, ".json").exists():
         raise DataError(f"dataset {prefix} has a manifest already; adopt is for files of another program.")
     require_finished(prefix)
     file_sizes(prefix)  # both are there
-    dtype, num_documents, _ = read_header(prefix)
+    dtype, num_sequences, num_boundaries = read_header(prefix)
     files = _describe_files(prefix)
     num_tokens = files[".bin"]["bytes"] // dtype.itemsize
-    facts = {"num_documents": num_documents, "num_tokens": num_tokens, "dtype": dtype.name, "adopted": True}
-    return _verify_and_write(prefix, {"files": files, **facts})
+    facts = {"files": files, "num_documents": num_sequences, "num_tokens": num_tokens, "dtype": dtype.name}
+    facts["adopted"] = True
+    sequences = IndexedDataset(prefix, sequential=True, manifest=facts)
+    facts["largest_id"] = verify(sequences)
+    if not by_sequence:
+        starts = document_starts(prefix, num_sequences, num_boundaries)
+        if len(starts) < num_sequences:
+            ends = np.append(sequences.pointers[starts[1:]], files[".bin"]["bytes"])
+            documents = int((ends > sequences.pointers[starts]).sum())
+            facts |= {"num_sequences": num_sequences, "num_documents": documents}
+    return _write(prefix, facts)
 
 
 def upgrade_dataset(prefix: str) -> IndexedDataset:
@@ -66,7 +76,8 @@ def upgrade_dataset(prefix: str) -> IndexedDataset:
             raise damaged(prefix, ".json", "does not have the sizes and SHA-256 of the files")
         facts["files"] = _describe_files(prefix)
     require_facts(prefix, facts)
-    return _verify_and_write(prefix, facts)
+    verify(IndexedDataset(prefix, sequential=True, manifest=facts))
+    return _write(prefix, facts)
 
 
 def _sha256(prefix: str, suffix: str) -> str:
@@ -78,8 +89,7 @@ def _describe_files(prefix: str) -> dict[str, Any]:
     return {suffix: describe_file(dataset_path(prefix, suffix)) for suffix in (".bin", ".idx")}
 
 
-def _verify_and_write(prefix: str, facts: Mapping[str, Any]) -> IndexedDataset:
-    verify(IndexedDataset(prefix, sequential=True, manifest=facts))
+def _write(prefix: str, facts: Mapping[str, Any]) -> IndexedDataset:
     path = dataset_path(prefix, ".json")
     with disk_errors(path, "place"):
         write_atomically(path, manifest_bytes(facts))
@@ -122,7 +132,7 @@ def merge_datasets(prefixes: Sequence[str], output: str, overwrite: bool = False
     total = sum(dataset.num_tokens for dataset in datasets)
     with (
         IndexedDatasetWriter(output, first["vocab_size"], of_entities[0] is not None) as writer,
-        tqdm(total=total, unit="token", unit_scale=True, desc="merge", disable=None) as bar,
+        progress_bar(total=total, unit="token", unit_scale=True, desc="merge") as bar,
     ):
         for dataset in datasets:
             for start in range(0, dataset.num_documents, _DOCUMENTS):
@@ -222,6 +232,10 @@ def length_statistics(dataset: IndexedDataset) -> LengthStatistics:
     """Read all lengths. Memory: 8 bytes for each token of the longest document."""
     chunks = range(0, dataset.num_documents, _TOKENS)
     longest = max(int(dataset.lengths[start : start + _TOKENS].max()) for start in chunks)
+    shortest = min(int(dataset.lengths[start : start + _TOKENS].min()) for start in chunks)
+    if shortest < 0 or longest > dataset.num_tokens:  # opening compares a sample of the index only
+        wrong = shortest if shortest < 0 else longest
+        raise dataset.damaged(".idx", f"says that a document has {wrong} of {dataset.num_tokens} tokens")
     counts = np.zeros(longest + 1, np.int64)
     for start in chunks:
         counts += np.bincount(dataset.lengths[start : start + _TOKENS], minlength=longest + 1)
@@ -231,7 +245,7 @@ def length_statistics(dataset: IndexedDataset) -> LengthStatistics:
 def token_counts(dataset: IndexedDataset) -> np.ndarray:
     """How often each id occurs, int64 [largest id + 1]. Reads all tokens."""
     counts = np.zeros(0, np.int64)
-    for start in tqdm(range(0, dataset.num_tokens, _TOKENS), desc="count", unit="chunk", disable=None):
+    for start in progress_bar(range(0, dataset.num_tokens, _TOKENS), desc="count", unit="chunk"):
         more = np.bincount(dataset.tokens[start : start + _TOKENS], minlength=len(counts))
         more[: len(counts)] += counts
         counts = more

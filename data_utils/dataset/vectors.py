@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,9 @@ import numpy as np
 from data_utils.base.checksums import describe_file, identity
 from data_utils.base.errors import DataError
 from data_utils.base.files import disk_errors, require_named, sync_file
+from data_utils.text.stored_files import open_regular
 
+_ROWS = 1 << 16  # at a time
 _REMEDY = "make it with: python scripts/dataset.py vectors TEXT --output FILE.npy"
 
 
@@ -19,15 +22,25 @@ class Vectors:
 
     def __init__(self, path: str, size: int) -> None:
         try:
+            open_regular(path).close()  # NumPy would wait for the other end of a pipe
             self.rows = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
             why = error.strerror if isinstance(error, OSError) else "it is no array of NumPy"
             raise DataError(f"entities.vectors {path}: {why or error}; {_REMEDY}.") from None
+        if not isinstance(self.rows, np.ndarray):  # several arrays in one file, .npz
+            raise DataError(f"entities.vectors {path}: it is an archive of arrays, not one; {_REMEDY}.")
         if self.rows.dtype != np.float32 or self.rows.ndim != 2 or self.rows.shape[1] != size:
             raise DataError(
                 f"entities.vectors {path} holds {self.rows.dtype} {list(self.rows.shape)}; it must be float32 with "
                 f"{size} columns (entities.size)."
             )
+        for start in range(0, len(self.rows), _ROWS):
+            wrong = ~np.isfinite(self.rows[start : start + _ROWS]).all(axis=1)
+            if wrong.any():
+                place = start + int(wrong.argmax())
+                raise DataError(
+                    f"entities.vectors {path}: row {place} has a number that is not finite; {_REMEDY}."
+                )
         self.path, self.identity = path, identity(describe_file(Path(path)))
 
     def require(self, count: int, what: str) -> None:
@@ -52,7 +65,7 @@ def convert_vectors(text: str, output: str) -> tuple[int, int]:
     with disk_errors(Path(output)):
         size = rows = 0
         try:
-            with open(text, "rb") as lines, open(partial, "wb") as file:
+            with open_regular(text) as lines, open(partial, "wb") as file:
                 for number, line in enumerate(lines, 1):
                     try:
                         row = np.array(line.split(), np.float32)

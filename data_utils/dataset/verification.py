@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import numpy as np
-from tqdm import tqdm
 
 from data_utils.base.checksums import FileChecksums, difference
+from data_utils.base.progress import progress_bar
 from data_utils.dataset.indexed_dataset import CHUNK, IndexedDataset
 from data_utils.dataset.manifest import ENTITIES, dataset_path
 
 
-def verify(dataset: IndexedDataset) -> None:
-    """Read everything: checksums, pointers, ids, document ends. Raises DataError at the first damage."""
+def verify(dataset: IndexedDataset) -> int:
+    """Read everything: checksums, pointers, ids, document ends. Raises DataError at the first damage.
+
+    Returns: the largest id.
+    """
     _verify_pointers(dataset)
     entries = dataset.manifest["files"].items()
     checksums = {suffix: FileChecksums(entry["block_bytes"]) for suffix, entry in entries}
-    _verify_tokens(dataset, checksums[".bin"])
+    largest = _verify_tokens(dataset, checksums[".bin"])
     for suffix in checksums.keys() - {".bin"}:
         with open(dataset_path(dataset.prefix, suffix), "rb") as file:
             while chunk := file.read(CHUNK):
@@ -26,6 +29,7 @@ def verify(dataset: IndexedDataset) -> None:
     _verify_entities(dataset)
     if dataset.manifest.get("documents_end_with_eos"):
         _verify_document_ends(dataset, dataset.manifest["eos"])
+    return largest
 
 
 def _verify_pointers(dataset: IndexedDataset) -> None:
@@ -39,16 +43,23 @@ def _verify_pointers(dataset: IndexedDataset) -> None:
         end = int(ends[-1])
 
 
-def _verify_tokens(dataset: IndexedDataset, checksums: FileChecksums) -> None:
-    vocab_size = dataset.manifest.get("vocab_size")
+def _verify_tokens(dataset: IndexedDataset, checksums: FileChecksums) -> int:
+    """Returns: the largest id."""
+    vocab_size, largest = dataset.manifest.get("vocab_size"), -1
+    # Without a vocabulary as well: rows of samples are int32, in which 2^33 + 5 would become 5.
+    limit, rule = vocab_size or 1 << 31, f"the vocabulary ({vocab_size})" if vocab_size else "0 to 2^31 - 1"
     chunks = range(0, dataset.num_tokens, CHUNK)
-    for start in tqdm(chunks, desc=f"verify {dataset.prefix}", unit="Mtoken", disable=None):
+    for start in progress_bar(chunks, desc=f"verify {dataset.prefix}", unit="Mtoken"):
         chunk = dataset.tokens[start : start + CHUNK]
         checksums.update(chunk.data)
-        if vocab_size is not None and (int(chunk.max()) >= vocab_size or int(chunk.min()) < 0):
+        low, high = int(chunk.min()), int(chunk.max())
+        if low < 0 or high >= limit:
+            at = start + int(np.argmax((chunk < 0) | (chunk >= limit)))
             raise dataset.damaged(
-                ".bin", f"holds an id outside the vocabulary ({vocab_size}) after token {start}"
+                ".bin", f"holds an id outside {rule}: {chunk[at - start]}, which is token {at}"
             )
+        largest = max(largest, high)
+    return largest
 
 
 def _verify_entities(dataset: IndexedDataset) -> None:

@@ -7,39 +7,67 @@ Its formats: `Dataset.save_to_disk` writes a directory with state.json, which na
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_utils.base.errors import DataError
-from data_utils.base.setting_files import one_line
-from data_utils.text.stored_files import raise_if_out_of_memory, read_errors
+from data_utils.base.setting_files import one_line, shorten
+from data_utils.text.json_records import UnusableRecord
+from data_utils.text.stored_files import open_regular, raise_if_out_of_memory, read_errors
 
 if TYPE_CHECKING:
     import pyarrow
 
-SUFFIXES = (".parquet", ".arrow")
 _BLOCK_ROWS = 512
 _FILE_MAGIC = b"ARROW1"  # the other of Arrow's two formats, as written by Feather and Polars
 
 
-def column_texts(path: Path, text_key: str) -> Iterator[tuple[list[bytes | None], int]]:
+def column_texts(path: Path, text_key: str) -> Iterator[tuple[list[bytes | UnusableRecord], int]]:
     """Yield (texts of the next rows as bytes, which may not be UTF-8; bytes of the file up to there, about).
 
+    Args: text_key: a column, or `a.b` for the field b of the column a.
     Raises: DataError for a damaged file, and one without such a column of text.
     """
     import pyarrow
 
-    read, kind = (_parquet, "parquet") if path.suffix == ".parquet" else (_arrow, "Arrow")
+    read, kind = (_parquet, "parquet") if path.suffix.lower() == ".parquet" else (_arrow, "Arrow")
+    null = UnusableRecord("field_not_text", f"column {text_key!r} is null, not text")
     try:
+        open_regular(path).close()  # pyarrow would wait for the other end of a pipe
         for column, position in read(path, text_key):
             for start in range(0, len(column), _BLOCK_ROWS):
                 # as bytes, so that one invalid string does not make the whole block unreadable
-                texts = column.slice(start, _BLOCK_ROWS).cast(pyarrow.large_string())
-                yield texts.cast(pyarrow.large_binary()).to_pylist(), position
+                texts = _as_bytes(column.slice(start, _BLOCK_ROWS))
+                yield [null if text is None else text for text in texts.to_pylist()], position
     except (pyarrow.ArrowException, OSError) as error:
         raise_if_out_of_memory(error)
         raise DataError(f"{path}: not a readable {kind} file ({one_line(error)}); fetch it again.") from None
+
+
+def _as_bytes(column: pyarrow.Array) -> pyarrow.Array:
+    import pyarrow
+
+    if _is_text(column.type):
+        column = column.cast(pyarrow.large_string())  # of a dictionary too; the next cast would refuse that
+    elif pyarrow.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    return column.cast(pyarrow.large_binary())
+
+
+def _is_text(kind: pyarrow.DataType) -> bool:
+    import pyarrow
+
+    kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+    return kind in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view())
+
+
+def _is_bytes(kind: pyarrow.DataType) -> bool:
+    """Whether text may stand there that its writer did not call text, as Hive, Impala and old Spark do."""
+    import pyarrow
+
+    kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+    return kind in (pyarrow.binary(), pyarrow.large_binary(), pyarrow.binary_view())
 
 
 def _parquet(path: Path, text_key: str) -> Iterator[tuple[pyarrow.Array, int]]:
@@ -47,10 +75,10 @@ def _parquet(path: Path, text_key: str) -> Iterator[tuple[pyarrow.Array, int]]:
 
     size, row = path.stat().st_size, 0
     with pyarrow.parquet.ParquetFile(path) as file:
-        _check_column(path, file.schema_arrow, text_key)
+        first, *fields = _place(path, file.schema_arrow, text_key)
         for batch in file.iter_batches(batch_size=_BLOCK_ROWS, columns=[text_key]):
             row += len(batch)
-            yield batch.column(0), size * row // max(file.metadata.num_rows, 1)
+            yield _field(batch.column(first), fields), size * row // max(file.metadata.num_rows, 1)
 
 
 def _arrow(path: Path, text_key: str) -> Iterator[tuple[pyarrow.Array, int]]:
@@ -67,9 +95,9 @@ def _arrow(path: Path, text_key: str) -> Iterator[tuple[pyarrow.Array, int]]:
         else:
             reader = pyarrow.ipc.open_stream(source)
             batches = ((batch, source.tell()) for batch in reader)
-        _check_column(path, reader.schema, text_key)
+        first, *fields = _place(path, reader.schema, text_key)
         for batch, position in batches:
-            yield _sound(batch.column(text_key)), position
+            yield _sound(_field(batch.column(first), fields)), position
 
 
 def _sound(column: pyarrow.Array) -> pyarrow.Array:
@@ -82,24 +110,62 @@ def _sound(column: pyarrow.Array) -> pyarrow.Array:
         pyarrow.string_view(): pyarrow.binary_view(),
     }
     # Not as text: that would refuse the whole batch for one invalid character.
-    (column if pyarrow.types.is_dictionary(column.type) else column.view(as_bytes[column.type])).validate(
-        full=True
-    )
+    kind = column.type
+    (column.view(as_bytes[kind]) if kind in as_bytes else column).validate(full=True)
     return column
 
 
-def _check_column(path: Path, schema: Any, text_key: str) -> None:
+def _field(column: pyarrow.Array, names: Sequence[str]) -> pyarrow.Array:
+    """A field within a column; null where what it is in is null."""
+    import pyarrow.compute
+
+    return pyarrow.compute.struct_field(column, list(names)) if names else column
+
+
+def _place(path: Path, schema: pyarrow.Schema, text_key: str) -> list[str]:
+    """The column of the text, and names of fields within it. Raises DataError."""
     import pyarrow
 
-    if text_key not in schema.names:
-        names = ", ".join(schema.names[:20])
-        raise DataError(f"{path}: there is no column {text_key!r}; name one of {names} with --text-key.")
-    kind = schema.field(text_key).type
-    kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-    if kind not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view()):
+    names, place, kind = schema.names, [text_key], None
+    if text_key not in names and "." in text_key:
+        place = text_key.split(".")
+    if (count := names.count(place[0])) > 1:
+        raise DataError(f"{path}: {count} columns are named {place[0]!r}; rename all but one.")
+    if count:
+        kind = schema.field(place[0]).type
+        for name in place[1:]:
+            is_there = pyarrow.types.is_struct(kind) and kind.get_field_index(name) >= 0
+            kind = kind.field(name).type if is_there else None
+            if kind is None:
+                break
+    if kind is None:
         raise DataError(
-            f"{path}: column {text_key!r} holds {kind}, not text; name a column of text with --text-key."
+            f"{path}: there is no column {text_key!r}; name one of {shorten(', '.join(_columns(schema)), 400)} with "
+            "--text-key."
         )
+    if not _is_text(kind) and not _is_bytes(kind):
+        within = [f"{text_key}.{field.name}" for field in kind] if pyarrow.types.is_struct(kind) else []
+        better = f"one of {shorten(', '.join(within), 200)}" if within else "a column of text"
+        raise DataError(
+            f"{path}: column {text_key!r} holds {shorten(str(kind), 200)}, not text; name {better} with --text-key."
+        )
+    return place
+
+
+def _columns(schema: pyarrow.Schema) -> Iterator[str]:
+    """Names of the columns, and of fields in them."""
+    import pyarrow
+
+    for field in schema:
+        if pyarrow.types.is_struct(field.type):
+            yield from (f"{field.name}.{name.name}" for name in field.type)
+        else:
+            yield field.name
+
+
+def is_saved_dataset(directory: Path) -> bool:
+    """Whether `save_to_disk` wrote a directory, of one split or of several."""
+    return any((directory / name).exists() for name in ("state.json", "dataset_dict.json"))
 
 
 def saved_dataset_files(directory: Path) -> list[Path]:
@@ -115,8 +181,7 @@ def saved_dataset_files(directory: Path) -> list[Path]:
     found = _json_object(state)
     if found is None:
         raise DataError(
-            f"input {directory} is a directory, but not one of Hugging Face `save_to_disk` (no state.json); name "
-            f"files, or a glob like {directory}/*.jsonl."
+            f"input {directory} has no state.json, as a directory of Hugging Face `save_to_disk` does; fetch it again."
         )
     files = found.get("_data_files")
     entries = files if isinstance(files, list) else []

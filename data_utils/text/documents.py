@@ -1,9 +1,9 @@
-"""Readers: JSONL (plain, .gz, .zst), parquet, Arrow and plain text files become documents.
+"""Readers: JSON lines, CSV, parquet, Arrow and plain text files become documents; inputs.py says which files.
 
 Reading has three steps, so that a corpus build can share the work between processes. `plan_pieces` cuts the input into
 parts of about equal size by bytes alone, without reading it. `read_blocks` cuts a part into blocks of whole records
 without parsing them. `parse_block` turns a block into texts. `read_documents` does all three. Compressed files, tables
-(parquet, Arrow) and text files of one document each are never cut, so a single huge .gz is the work of one process.
+(CSV, parquet, Arrow) and text files of one document each are never cut, so a huge .gz is the work of one process.
 
 A byte position inside a file stands for the next start of a record. Neighbouring parts use the same rule for the
 position they share, so each record is in exactly one part, wherever the cuts are.
@@ -15,7 +15,6 @@ unreadable table, a huge record) always stops the work.
 
 from __future__ import annotations
 
-import glob
 import itertools
 import math
 import re
@@ -25,9 +24,18 @@ from pathlib import Path
 from typing import IO
 
 from data_utils.base.errors import ConfigError, DataError
-from data_utils.text import column_files
+from data_utils.text import column_files, csv_files
+from data_utils.text.inputs import DELIMITERS, ending_of, expand_inputs, layout_of
 from data_utils.text.json_records import UTF8_BOM, UnusableRecord, not_utf8, parse_json_line
-from data_utils.text.stored_files import COMPRESSIONS, decompressed, read_errors
+from data_utils.text.stored_files import (
+    BEGINNING_BYTES,
+    compression_of,
+    decompressed,
+    open_regular,
+    read_errors,
+    refuse_other_content,
+    stored_bytes,
+)
 
 TEXT_KEY = "text"  # field or column that holds the text where nobody says otherwise
 BLOCK_BYTES = 256 << 10
@@ -37,11 +45,6 @@ DEFAULT_MAX_BAD_RECORDS = 1000
 BAD_RECORD_POLICIES = ("error", "skip")
 TEXT_SPLITS = ("file", "blank_lines", "lines")
 
-_JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
-_SUPPORTED = (
-    ".jsonl, .ndjson, .json (one object per line), .txt, each also with .gz or .zst, .parquet and .arrow"
-)
-_UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 _BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+")
 _NEWLINE = re.compile(rb"\n")
 _RECORD_ENDS = {"jsonl": _NEWLINE, "lines": _NEWLINE, "blank_lines": _BLANK_LINES}  # layouts that can be cut
@@ -87,7 +90,7 @@ class Block:
     layout: str  # "jsonl", "rows" (of a table), or how a text file is cut: one of TEXT_SPLITS
     start: int  # byte at which the file part begins
     first_line: int  # line (or row) number of the first record, counted from the start of the file part
-    data: bytes | list[bytes | None]  # a list for "rows", else the bytes of the file
+    data: bytes | list[bytes | UnusableRecord]  # a list for "rows", else the bytes of the file
     num_lines: int  # newlines (or rows) in it
     input_bytes: int  # bytes of the stored file that this block covers, for the progress bar
 
@@ -142,45 +145,6 @@ class ParsedBlock:
     origins: list[str] | None = None  # the text from which each comes, where it was made of another
 
 
-def expand_inputs(patterns: Iterable[str | Path]) -> list[Path]:
-    """The files that paths and globs (`**` too) name: in the given order, sorted within a glob, each once.
-
-    A directory of Hugging Face `save_to_disk` stands for its files.
-
-    Raises: DataError for a missing file, a pattern without a match, another directory, or a suffix no reader knows.
-    """
-    files: dict[Path, None] = {}
-    for pattern in map(str, patterns):
-        if Path(pattern).is_dir():
-            matches = [str(path) for path in column_files.saved_dataset_files(Path(pattern))]
-        elif Path(pattern).exists():
-            matches = [pattern]
-        elif glob.has_magic(pattern):
-            matches = sorted(path for path in glob.glob(pattern, recursive=True) if Path(path).is_file())
-        else:
-            raise DataError(f"input {pattern} does not exist; {_other_input(pattern)}.")
-        if not matches:
-            raise DataError(f"input pattern {pattern} matches no file; check it (and quote it in the shell).")
-        for match in matches:
-            layout_of(Path(match), TEXT_SPLITS[0])
-            files[Path(match)] = None
-    if not files:
-        raise DataError("no input was given; name at least one file or pattern.")
-    return list(files)
-
-
-def _other_input(pattern: str) -> str:
-    """The remedy for an input that is not there."""
-    if "://" in pattern:
-        return "only files are read: copy it here first, for example with curl -LO, aws s3 cp or hf download"
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", pattern) and not Path(pattern).suffix:  # as names of the hub are
-        return (
-            f"check the path (relative to {Path.cwd()}); a data set of the Hugging Face hub becomes a directory with "
-            f"datasets.load_dataset('{pattern}', split='train').save_to_disk('DIRECTORY')"
-        )
-    return "check the path" if Path(pattern).is_absolute() else f"check the path (relative to {Path.cwd()})"
-
-
 def read_documents(
     patterns: Iterable[str | Path],
     text_key: str = "text",
@@ -199,9 +163,20 @@ def read_documents(
     Raises: DataError naming file and line; ConfigError for an unknown option.
     """
     check_options(text_split, on_bad_record, max_bad_records)
+    return documents_of(expand_inputs(patterns), text_key, text_split, on_bad_record, max_bad_records, counts)
+
+
+def documents_of(
+    paths: Iterable[Path],
+    text_key: str,
+    text_split: str,
+    on_bad_record: str,
+    max_bad_records: int,
+    counts: RecordCounts | None = None,
+) -> Iterator[Document]:
+    """As `read_documents`, of these files."""
     counts = RecordCounts() if counts is None else counts
-    pieces = [Piece(path) for path in expand_inputs(patterns)]
-    for block in read_blocks(pieces, text_key, text_split):
+    for block in read_blocks(map(Piece, paths), text_key, text_split):
         parsed = parse_block(block, text_key)
         counts.merge(parsed.counts)
         counts.enforce(on_bad_record, max_bad_records, text_split)
@@ -242,7 +217,7 @@ def plan_pieces(paths: Iterable[Path], text_split: str, piece_bytes: int) -> lis
     groups: list[list[Piece]] = []
     room = 0
     for path in paths:
-        size, position = path.stat().st_size, 0
+        size, position = stored_bytes(path), 0
         while (
             position < size or not position
         ):  # an empty file is a part too: its reader decides whether that is an error
@@ -260,7 +235,7 @@ def plan_pieces(paths: Iterable[Path], text_split: str, piece_bytes: int) -> lis
 
 
 def _can_be_cut(path: Path, text_split: str) -> bool:
-    return path.suffix not in COMPRESSIONS and layout_of(path, text_split) in _RECORD_ENDS
+    return not compression_of(path) and layout_of(path, text_split) in _RECORD_ENDS
 
 
 def is_whole(path: Path, text_split: str) -> bool:
@@ -271,7 +246,7 @@ def is_whole(path: Path, text_split: str) -> bool:
 def lines_before(piece: Piece, text_split: str) -> int:
     """The number of lines of the file before this part; reads the file up to there."""
     count = 0
-    with open(piece.path, "rb") as file:
+    with read_errors(piece.path), open_regular(piece.path) as file:
         left = _record_start(file, piece.start, layout_of(piece.path, text_split)) if piece.start else 0
         file.seek(0)
         while left > 0 and (data := file.read(min(left, BLOCK_BYTES))):
@@ -301,22 +276,6 @@ def read_blocks(
             yield from _byte_blocks(piece, layout, block_bytes)
 
 
-def layout_of(path: Path, text_split: str) -> str:
-    suffixes = path.suffixes[-2:]
-    if suffixes and suffixes[-1] in COMPRESSIONS:
-        suffixes.pop()
-        if suffixes[-1:] and suffixes[-1] in column_files.SUFFIXES:
-            suffixes = []  # they compress themselves, and their readers must seek
-    suffix = suffixes[-1] if suffixes else ""
-    if suffix in _JSONL_SUFFIXES:
-        return "jsonl"
-    if suffix == ".txt":
-        return text_split
-    if suffix in column_files.SUFFIXES:
-        return "rows"
-    raise DataError(f"input {path} has an unknown suffix; supported are {_SUPPORTED}.")
-
-
 def _byte_blocks(piece: Piece, layout: str, block_bytes: int) -> Iterator[Block]:
     path = piece.path
     line, consumed, position, started = 1, 0, 0, piece.start > 0
@@ -324,8 +283,8 @@ def _byte_blocks(piece: Piece, layout: str, block_bytes: int) -> Iterator[Block]
     for chunk, position in _chunks(piece, layout, block_bytes):
         searched = len(pending)
         pending += chunk
-        if not started and len(pending) >= len(UTF8_BOM):
-            pending, started, searched = _strip_bom(pending, path), True, 0
+        if not started and len(pending) >= BEGINNING_BYTES:
+            pending, started, searched = _without_mark(pending, path), True, 0
         if len(pending) > MAX_RECORD_BYTES + block_bytes:
             raise DataError(
                 f"{path}:{line + lines_before(piece, layout)}: a record is longer than {MAX_RECORD_BYTES} "
@@ -340,17 +299,17 @@ def _byte_blocks(piece: Piece, layout: str, block_bytes: int) -> Iterator[Block]
             del pending[:cut]
             line, consumed = line + lines, position
     if not started:
-        pending = _strip_bom(pending, path)
+        pending = _without_mark(pending, path)
     if pending:
         if piece.stop is None:  # a decompressor may not have read its file to the end
-            position = path.stat().st_size - piece.start
+            position = stored_bytes(path) - piece.start
         lines = pending.count(b"\n")
         yield Block(str(path), layout, piece.start, line, bytes(pending), lines, position - consumed)
 
 
-def _strip_bom(data: bytearray, path: Path) -> bytearray:
-    if data.startswith(_UTF16_BOMS):
-        raise DataError(f"{path}: the file is UTF-16, not UTF-8; convert it (iconv -f UTF-16 -t UTF-8).")
+def _without_mark(data: bytearray, path: Path) -> bytearray:
+    """The beginning of a file without its byte order mark. Raises DataError if it is no text in UTF-8."""
+    refuse_other_content(data, path)
     return data.removeprefix(UTF8_BOM)
 
 
@@ -384,9 +343,9 @@ def _record_start(file: IO[bytes], position: int, layout: str) -> int:
 def _chunks(piece: Piece, layout: str, chunk_bytes: int) -> Iterator[tuple[bytes, int]]:
     """Yield (decompressed bytes, stored bytes of the file part so far)."""
     path = piece.path
-    with read_errors(path), open(path, "rb") as file:
-        if path.suffix in COMPRESSIONS:
-            stream = decompressed(file, path.suffix, chunk_bytes)
+    with read_errors(path), open_regular(path) as file:
+        if compression := compression_of(path):
+            stream = decompressed(file, compression, chunk_bytes)
         else:
             stop = math.inf if piece.stop is None else _record_start(file, piece.stop, layout)
             file.seek(_record_start(file, piece.start, layout))
@@ -401,8 +360,13 @@ def _read_until(file: IO[bytes], stop: float, chunk_bytes: int) -> Iterator[byte
 
 
 def _row_blocks(path: Path, text_key: str) -> Iterator[Block]:
-    row, consumed = 1, 0
-    for rows, position in column_files.column_texts(path, text_key):
+    consumed = 0
+    if delimiter := DELIMITERS.get(ending_of(path)):
+        row, chunks = csv_files.FIRST_ROW, _chunks(Piece(path), "rows", BLOCK_BYTES)
+        blocks = csv_files.column_texts(path, chunks, delimiter, text_key, MAX_RECORD_BYTES)
+    else:
+        row, blocks = 1, column_files.column_texts(path, text_key)
+    for rows, position in blocks:
         yield Block(str(path), "rows", 0, row, rows, len(rows), position - consumed)
         row, consumed = row + len(rows), position
 
@@ -438,7 +402,7 @@ def largest_record(block: Block) -> tuple[int, int]:
     """Line (or row) and bytes of the largest record of a block."""
     data = block.data
     if not isinstance(data, bytes):
-        sizes = [len(row or b"") for row in data]
+        sizes = [0 if isinstance(row, UnusableRecord) else len(row) for row in data]
         return block.first_line + sizes.index(max(sizes)), max(sizes)
     if block.layout not in _RECORD_ENDS:
         return block.first_line, len(data)
@@ -454,8 +418,8 @@ def _unterminated_line(block: Block) -> int | None:
     return block.first_line + block.data.count(b"\n")
 
 
-def _records(block: Block) -> Iterator[tuple[int, bytes | None]]:
-    """Yield (line number, record). `None` is a table's null."""
+def _records(block: Block) -> Iterator[tuple[int, bytes | UnusableRecord]]:
+    """Yield (line number, record)."""
     if not isinstance(block.data, bytes):
         yield from enumerate(block.data, block.first_line)
     elif block.layout == "file":
@@ -475,10 +439,10 @@ def _records(block: Block) -> Iterator[tuple[int, bytes | None]]:
         yield from enumerate(lines, block.first_line)
 
 
-def _parse_record(record: bytes | None, layout: str, text_key: str) -> str | None:
+def _parse_record(record: bytes | UnusableRecord, layout: str, text_key: str) -> str | None:
     """The text of a record; None for a blank line. Raises UnusableRecord."""
-    if record is None:
-        raise UnusableRecord("field_not_text", f"column {text_key!r} is null, not text")
+    if isinstance(record, UnusableRecord):
+        raise record
     if layout == "jsonl":
         return parse_json_line(record, text_key) if record and not record.isspace() else None
     try:

@@ -7,11 +7,11 @@ knowledge bases (OpenKE). An entity stands on the first token of its mention.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy as np
 from data_utils.base.errors import DataError
 from data_utils.base.setting_files import shown
 from data_utils.text.json_records import UnusableRecord
+from data_utils.text.stored_files import open_regular
 
 KEPT, UNKNOWN, LOW_SCORE = "kept", "unknown", "low_score"  # what became of a mention
 _SCHEMA = '[start, end, "name"] or [start, end, "name", score]'
@@ -32,21 +33,25 @@ class Mention(NamedTuple):
 
 @dataclass(frozen=True)
 class EntityNames:
-    """The numbers of entities by their names. Names are sorted bytes, which need little memory."""
+    """The numbers of entities by their names, which stand in one text: so millions need little memory."""
 
     fingerprint: str  # of the file of numbers
-    names: np.ndarray  # bytes, sorted
+    names: bytes  # sorted, one after another
+    ends: np.ndarray  # int64: of each name in it
     numbers: np.ndarray  # int32
 
     @property
     def count(self) -> int:
-        return len(self.names)
+        return len(self.ends)
 
     def number(self, name: str) -> int:
         """The entity of a name, -1 if it has none."""
-        wanted = name.encode()
-        at = int(np.searchsorted(self.names, wanted))
-        return int(self.numbers[at]) if at < self.count and self.names[at] == wanted else -1
+        wanted = name.encode("utf-8", "surrogatepass")
+        at = bisect.bisect_left(range(len(self.ends)), wanted, key=self._name)
+        return int(self.numbers[at]) if at < len(self.ends) and self._name(at) == wanted else -1
+
+    def _name(self, place: int) -> bytes:
+        return self.names[self.ends[place - 1] if place else 0 : self.ends[place]]
 
     def mentions(
         self, tree: Mapping[str, Any], key: str, text: str, min_score: float, hint: str = ""
@@ -122,37 +127,42 @@ def tokens_of(
 def read_names(path: str, option: str) -> EntityNames:
     """Read the numbers of entities. Args: option: names the path, for messages. Raises DataError."""
     try:
-        data = Path(path).read_bytes()
+        with open_regular(path) as file:
+            data = file.read()
     except OSError as error:
         raise DataError(f"{option} {path}: {error.strerror}; give the file of entity numbers.") from None
     first, *lines = data.split(b"\n")
     lines = lines[:-1] if lines and not lines[-1] else lines
-    if not first.strip().isdigit() or int(first) != len(lines) or not lines:
+    if _number(first.strip()) != len(lines) or not lines:
         raise DataError(
             f"{path}:1: the first line is {shown(first[:40].decode(errors='replace'))}, and {len(lines)} lines follow; "
             "it must be their count, 1 or more."
         )
     names, numbers = [], np.full(len(lines), -1, np.int32)
     for place, line in enumerate(lines):
-        name, _, number = line.rstrip(b"\r").rpartition(b"\t")
-        if not name or not number.isdigit() or int(number) >= len(lines):
+        name, _, digits = line.rstrip(b"\r").rpartition(b"\t")
+        number = _number(digits)
+        if not name or not 0 <= number < len(lines):
             raise DataError(
                 f"{path}:{place + 2}: the line is {shown(line[:80].decode(errors='replace'))}; it must be a name, a "
                 f"tab, and a number below {len(lines)}."
             )
         names.append(name)
-        numbers[place] = int(number)
-    sorted_names, order = np.array(names), np.argsort(np.array(names), kind="stable")
-    sorted_names = sorted_names[order]
-    for what, values in (("name", sorted_names), ("number", numbers)):
-        for again in _twice(values).tolist():
-            value = again.decode(errors="replace") if what == "name" else again
-            raise DataError(
-                f"{path}: the {what} {shown(value)} stands there twice; give each entity its own."
-            )
-    return EntityNames(hashlib.sha256(data).hexdigest(), sorted_names, numbers[order])
-
-
-def _twice(numbers: np.ndarray) -> np.ndarray:
+        numbers[place] = number
+    order = sorted(range(len(names)), key=names.__getitem__)
+    names = [names[place] for place in order]
+    name_again = next((name for name, following in itertools.pairwise(names) if name == following), None)
     values, counts = np.unique(numbers, return_counts=True)
-    return values[counts > 1]
+    for what, again in (
+        ("name", None if name_again is None else shown(name_again.decode(errors="replace"))),
+        ("number", next(iter(values[counts > 1].tolist()), None)),
+    ):
+        if again is not None:
+            raise DataError(f"{path}: the {what} {again} stands there twice; give each entity its own.")
+    ends = np.cumsum([len(name) for name in names])
+    return EntityNames(hashlib.sha256(data).hexdigest(), b"".join(names), ends, numbers[order])
+
+
+def _number(digits: bytes) -> int:
+    """A whole number, -1 for anything else; of thousands of digits Python makes none."""
+    return int(digits) if digits.isdigit() and len(digits) < 19 else -1

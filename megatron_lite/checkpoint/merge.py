@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from data_utils.base.errors import CheckpointError, ConfigError
+from data_utils.base.progress import progress_bar
 from megatron_lite.checkpoint.boxes import matrix_shape
 from megatron_lite.checkpoint.existing import check_model
 from megatron_lite.checkpoint.manifest import (
@@ -105,7 +105,7 @@ def write_weights(
 
 def _merged(sources: Sequence[Checkpoint], shares: Sequence[float]) -> Iterator[torch.Tensor]:
     readers = [weight_reader(source) for source in sources]
-    for name in tqdm(sources[-1].shapes, desc="merging parameters", disable=None):
+    for name in progress_bar(sources[-1].shapes, desc="merging parameters"):
         total = torch.zeros(sources[-1].shapes[name], dtype=torch.float64)
         for read, share in zip(readers, shares, strict=True):
             total.add_(read(name).double(), alpha=share)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from tqdm import tqdm
 
 from data_utils.base.errors import CheckpointError
+from data_utils.base.progress import progress_bar
 from megatron_lite.checkpoint.agreement import agreed_steps, agreement
 from megatron_lite.checkpoint.boxes import Box, matrix_shape
 from megatron_lite.checkpoint.existing import (
@@ -79,7 +79,7 @@ def _read_together(path: Path, context: ParallelContext) -> Checkpoint:
 
 def _shown(items: list[T], what: str, context: ParallelContext) -> Iterable[T]:
     """The items, with a progress bar on the main rank's terminal, if it has one."""
-    return tqdm(items, desc=what, disable=None if context.is_main else True)
+    return progress_bar(items, desc=what, disable=None if context.is_main else True)
 
 
 class _Reader:

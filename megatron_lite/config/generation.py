@@ -28,13 +28,16 @@ class GenerationConfig:
     no_repeat_except: str = setting(
         "", "no_repeat_ngram_size: tokens, separated by spaces, after which n-grams may repeat, such as '.'"
     )
-    temperature: float = setting(1.0, "sample: divides the logits", above=0)
+    # Far beyond what makes a difference, so that no sum overflows: at 1e-6 the likeliest token is sure.
+    temperature: float = setting(1.0, "sample: divides the logits", at_least=1e-6, at_most=1e6)
     top_k: int = setting(0, "sample: only the k likeliest tokens; 0 = all", at_least=0)
     top_p: float = setting(
         1.0, "sample: only the likeliest tokens that together reach this probability", above=0, at_most=1
     )
     num_beams: int = setting(4, f"beam: hypotheses kept, at most {MAX_BEAMS}", at_least=1, at_most=MAX_BEAMS)
-    length_penalty: float = setting(1.0, "beam: scores are divided by length to this power")
+    length_penalty: float = setting(
+        1.0, "beam: scores are divided by length to this power", at_least=-50, at_most=50
+    )
     length_penalty_form: str = setting(
         "power", "beam: base of length_penalty: power = the length; gnmt = (5 + length) / 6", one_of=PENALTIES
     )
@@ -51,7 +54,7 @@ class GenerationConfig:
         0, "masked_diffusion: tokens that are written before the next ones; 0 = the whole answer", at_least=0
     )
     guidance: float = setting(
-        0.0, "masked_diffusion: how much more the text counts than without guidance", at_least=0
+        0.0, "masked_diffusion: how much more the text counts than without guidance", at_least=0, at_most=1000
     )
     seed: int = setting(0, "sample: seed of the draws", at_least=0, below=2**63)
 

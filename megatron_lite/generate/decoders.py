@@ -108,6 +108,29 @@ def may_write(run: OpenRun, *, has_blanks: bool) -> bool:
     return bool(ways & ({"encoder_decoder"} if has_blanks else WAYS.keys()))
 
 
+def refuse_options_of_others(run: OpenRun, config: GenerationConfig) -> None:
+    """Raise ConfigError for options that only other objectives read than the one by which a run fills blanks."""
+    for choice in run.objectives:
+        writing = _writing(choice)
+        if writing is not None and writing.way == "blanks":
+            _refuse_unused(choice, writing, config)
+
+
+def _refuse_unused(choice: ObjectiveChoice, writing: Writing, config: GenerationConfig) -> None:
+    """Raise ConfigError for options that this way of writing does not read."""
+    mode = config.mode
+    if writing.way != "unmasking" and (config.unmask_steps or config.unmask_block or config.guidance):
+        raise ConfigError(
+            f"unmask_steps, unmask_block or guidance is set, but the run was trained on {choice.name}, which takes no "
+            "masks away; leave it out."
+        )
+    if mode and mode not in writing.modes:
+        raise ConfigError(
+            f"mode is {mode}, but the run was trained on {choice.name}, which has "
+            f"{f'the modes {chr(44).join(writing.modes)}' if writing.modes else 'no modes; leave it out'}."
+        )
+
+
 def _fills_blanks(choice: ObjectiveChoice) -> bool:
     writing = _writing(choice)
     return writing is not None and writing.way == "blanks"
@@ -263,17 +286,9 @@ def _layout(
     writing = _writing(choice)
     if writing is None or writing.way not in WAYS:
         return None
-    mode, is_other = ("", False) if config is None else (config.mode, writing.way != "unmasking")
-    if config is not None and is_other and (config.unmask_steps or config.unmask_block or config.guidance):
-        raise ConfigError(
-            f"unmask_steps, unmask_block or guidance is set, but the run was trained on {choice.name}, which takes no "
-            "masks away; leave it out."
-        )
-    if mode and mode not in writing.modes:
-        raise ConfigError(
-            f"mode is {mode}, but the run was trained on {choice.name}, which has "
-            f"{f'the modes {chr(44).join(writing.modes)}' if writing.modes else 'no modes; leave it out'}."
-        )
+    mode = "" if config is None else config.mode
+    if config is not None:
+        _refuse_unused(choice, writing, config)
 
     def tokens(roles: Sequence[str | int]) -> tuple[int, ...]:
         return tuple(token for role in roles if (token := token_of(role, special)) != NO_TOKEN)

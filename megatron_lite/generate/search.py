@@ -150,7 +150,9 @@ class Search:
             probabilities[self.config.top_k :] = 0.0
         # A token stays if those before it have not yet reached top_p: the likeliest always stays.
         before = probabilities.cumsum(-1) - probabilities
-        probabilities[before >= self.config.top_p * probabilities.sum()] = 0.0
+        left_out = before >= self.config.top_p * probabilities.sum()
+        left_out[0] = False  # also where top_p is 0 in fp32
+        probabilities[left_out] = 0.0
         return int(order[torch.multinomial(probabilities, 1, generator=generator)])
 
     def _beams(self, state: State, limits: Sequence[int]) -> list[list[Found]]:

@@ -6,7 +6,13 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from megatron_lite.config.generation import GenerationConfig
-from megatron_lite.generate.decoders import TextDecoder, decoder_of, ignored_tokens, may_write
+from megatron_lite.generate.decoders import (
+    TextDecoder,
+    decoder_of,
+    ignored_tokens,
+    may_write,
+    refuse_options_of_others,
+)
 from megatron_lite.generate.filling import BlankFiller, insert_spans
 from megatron_lite.generate.open_run import OpenRun, Run
 from megatron_lite.generate.search import Found
@@ -36,8 +42,9 @@ def fills_blanks(run: OpenRun, blanks: Collection[str]) -> bool:
 
 
 def worker_of(run: Run, config: GenerationConfig, fills: bool) -> Worker:
-    """Answers texts with a run. Args: fills: see `fills_blanks`."""
+    """Answers texts with a run. Args: fills: see `fills_blanks`. Raises: ConfigError for options of other runs."""
     if fills:
+        refuse_options_of_others(run, config)
         return BlankFiller(run.model, run.tokenizer.special, config, ignored_tokens(run.tokenizer, config))
     decoder = decoder_of(run, config)
     assert isinstance(decoder, TextDecoder), "may_write says so"

@@ -21,6 +21,7 @@ import torch
 from tqdm import tqdm
 
 from data_utils.base.errors import CheckpointError
+from data_utils.base.progress import progress_bar
 from megatron_lite.optimus.gaussian import gaussian_kl
 from megatron_lite.optimus.inputs import Sampling
 from megatron_lite.optimus.interface import LatentModel, Sentence
@@ -53,7 +54,7 @@ def posteriors(
     """mu and logvar of all sentences, fp64 [N, P] on CPU."""
     parts = [
         model.encode(sentences[first : first + batch])
-        for first in tqdm(range(0, len(sentences), batch), desc="encoding", disable=None)
+        for first in progress_bar(range(0, len(sentences), batch), desc="encoding")
     ]
     mu, logvar = (torch.cat(of_parts).double().cpu() for of_parts in zip(*parts, strict=True))
     require_finite("posterior", mu + logvar, 0)
@@ -75,7 +76,7 @@ def measure(model: LatentModel, sentences: Sequence[Sentence], sampling: Samplin
     mu, logvar = posteriors(model, sentences, sampling.batch)
     bounds, reconstructions, drawn = [], [], []
     rounds = -(-len(sentences) // sampling.batch) * (sampling.samples // sampling.chunk)
-    with tqdm(total=rounds, desc="sampling", disable=None) as progress:
+    with progress_bar(total=rounds, desc="sampling") as progress:
         for first in range(0, len(sentences), sampling.batch):
             here = slice(first, first + sampling.batch)
             bound, reconstruction, z = _sample(

@@ -5,8 +5,8 @@
 from __future__ import annotations
 
 import torch
-from tqdm import tqdm
 
+from data_utils.base.progress import progress_bar
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.optimus.interface import LatentModel
 from megatron_lite.optimus.noise import normals
@@ -32,5 +32,5 @@ def prior(count: int, size: int, seed: int) -> torch.Tensor:
 
 def texts(model: LatentModel, z: torch.Tensor, config: GenerationConfig, batch: int) -> list[str]:
     """A text for each latent vector, `batch` of them at a time. Args: z: [N, P]."""
-    starts = tqdm(range(0, len(z), batch), desc="writing", disable=None if len(z) > batch else True)
+    starts = progress_bar(range(0, len(z), batch), desc="writing", disable=None if len(z) > batch else True)
     return [text for start in starts for text in model.decode(z[start : start + batch], config, start)]

@@ -29,11 +29,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from tqdm import tqdm
-
 from data_utils.base.cores import usable_cores
 from data_utils.base.errors import ArgumentParser, ConfigError, DataError, expanded_path, run_command
 from data_utils.base.files import require_writable, write_whole
+from data_utils.base.progress import progress_bar
 
 SUFFIXES = (".py", ".md", ".rst", ".txt")
 SKIPPED_DIRECTORIES = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "testing"}
@@ -117,7 +116,7 @@ def collect(roots: Iterable[Path], max_bytes: int, workers: int) -> list[tuple[s
     seen: set[str] = set()
     documents: list[tuple[str, str]] = []
     total_bytes = 0
-    progress = tqdm(total=max_bytes, unit="B", unit_scale=True, desc="text", disable=None)
+    progress = progress_bar(total=max_bytes, unit="B", unit_scale=True, desc="text")
     with progress, ProcessPoolExecutor(workers) as executor:
         for source, paragraphs in executor.map(read_file, find_files(roots), chunksize=FILES_PER_TASK):
             text = "\n\n".join(unseen(paragraphs, seen))

@@ -2,8 +2,10 @@
 
 import json
 import shutil
+import struct
 from pathlib import Path
 
+import numpy as np
 from support.commands import forked
 from support.project import ROOT
 
@@ -21,6 +23,9 @@ def test_inspect_shows_documents_as_text(corpus):
     assert done.returncode == 0, done.stderr
     assert "bert_wordpiece" in done.stdout and done.stdout.count("--- document ") == 2
     assert "word" in done.stdout.split("--- document ")[2]
+    assert not set("{}") & set(done.stdout.split("--- document ")[0]), (
+        "a mapping of Python is no text for people"
+    )
 
 
 def test_verify_merge_and_stats(corpus, tmp_path):
@@ -61,6 +66,47 @@ def test_files_of_another_program_are_adopted(corpus, tmp_path):
     assert done.returncode == 0 and "adopted: True" in done.stdout and "names no tokenizer" in done.stderr
     done = run("stats", tmp_path / "theirs", "--tokens")
     assert done.returncode == 0 and "the most frequent" in done.stdout, done.stderr
+
+
+def test_sentences_of_another_program(tmp_path):
+    """Joined to documents, and said; a tokenizer cannot be named for such a dataset."""
+    prefix, header = tmp_path / "d", struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 3, 3)
+    (tmp_path / "d.bin").write_bytes(np.arange(5, dtype="<u2").tobytes())
+    (tmp_path / "d.idx").write_bytes(header + struct.pack("<3i3q3q", 2, 1, 2, 0, 4, 6, 0, 2, 3))
+    done = run("adopt", prefix)
+    assert done.returncode == 0 and "d: 2 documents, 5 tokens" in done.stdout, done.stderr
+    assert "3 sequences are joined to documents" in done.stdout
+    done = run("inspect", prefix)
+    assert "num_sequences: 3" in done.stdout and "document 0, 3 tokens\n0 1 2\n" in done.stdout
+    done = run("inspect", prefix, "--tokenizer-path", tmp_path)
+    assert done.returncode == 2 and "the manifest names no tokenizer" in done.stderr
+    (tmp_path / "d.json").unlink()
+    done = run("adopt", prefix, "--by-sequence")
+    assert done.returncode == 0 and "d: 3 documents" in done.stdout and "joined" not in done.stdout
+
+
+def test_ids_beyond_the_vocabulary_are_one_line(corpus, tmp_path):
+    for suffix in SUFFIXES:
+        shutil.copy(f"{corpus}/corpus_train{suffix}", tmp_path / f"d{suffix}")
+    data = bytearray((tmp_path / "d.bin").read_bytes())
+    data[:2] = b"\xff\xff"
+    (tmp_path / "d.bin").write_bytes(data)
+    done = run("inspect", tmp_path / "d")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "d.bin holds the id 65535 in document 0, and the tokenizer" in done.stderr
+
+
+def test_lengths_that_cannot_be_are_one_line(corpus, tmp_path):
+    """Between those that opening compares; a length of 2^31 - 1 would take 16 GiB."""
+    for length in (-3, 2**31 - 1):
+        for suffix in SUFFIXES:
+            shutil.copy(f"{corpus}/corpus_train{suffix}", tmp_path / f"d{suffix}")
+        data = bytearray((tmp_path / "d.idx").read_bytes())
+        data[34 + 4 * 3 : 34 + 4 * 4] = struct.pack("<i", length)
+        (tmp_path / "d.idx").write_bytes(data)
+        done = run("stats", tmp_path / "d")
+        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+        assert f"d.idx says that a document has {length} of " in done.stderr
 
 
 def test_an_old_manifest_is_upgraded_as_the_message_says(corpus, tmp_path):

@@ -172,3 +172,32 @@ def test_tokens_after_which_all_may_repeat_are_named_by_their_text(run, monkeypa
     )
     with pytest.raises(ConfigError, match=r"no_repeat_except has 'unheard-of', which is .* tokens"):
         printed(monkeypatch, capsys, run, *options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ("--mode", "regular"),
+            "mode is regular, but the run was trained on blank_infilling, which has no modes",
+        ),
+        (("--unmask-steps", 4), "unmask_steps, unmask_block or guidance is set, but the run was trained on"),
+        (("--strategy", "sample", "--temperature", "1e-300"), "temperature is 1e-300; it must be in [1e-06,"),
+        (
+            ("--strategy", "beam", "--length-penalty", "1e308"),
+            "length_penalty is 1e+308; it must be in [-50, 50]",
+        ),
+    ],
+)
+def test_options_without_effect_or_sense_are_refused(run, options, message):
+    assert_refused(generate(run, *options), message)
+
+
+def test_extreme_settings_have_answers(run):
+    greedy = generate(run, "--max-length", 3)
+    for options in (("--top-p", "1e-320"), ("--temperature", "1e-6"), ("--top-k", 1)):
+        done = generate(run, "--max-length", 3, "--strategy", "sample", *options)
+        assert done.returncode == 0 and done.stdout == greedy.stdout, done.stderr
+    for penalty in (-50, 50):
+        done = generate(run, "--max-length", 3, "--strategy", "beam", "--length-penalty", penalty)
+        assert done.returncode == 0, done.stderr

@@ -332,7 +332,7 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over("checkpoint.keep_every=2500"),
         ("checkpoint.keep_every (2500)", "multiple of checkpoint.save_interval (1000)", "change one"),
     ),
-    "resume": (over("checkpoint.resume=no"), ("checkpoint.resume must be text, not False",)),
+    "resume": (over("checkpoint.resume=no"), ("checkpoint.resume is 'no'", "one of auto, never")),
     "resume choice": (
         over("checkpoint.resume=always"),
         ("checkpoint.resume is 'always'", "one of auto, never"),

@@ -5,7 +5,7 @@ import pytest
 from support.labelled_files import task
 from support.task_inputs import form, record, renderer, settings, shown, tokenizer
 
-from data_utils.base.errors import DataError
+from data_utils.base.errors import ConfigError, DataError
 from data_utils.base.planes import Example
 from data_utils.tasks.layouts.marked import MarkedText
 from data_utils.tasks.layouts.render import Renderer
@@ -178,6 +178,21 @@ def test_bad_lines_are_refused_in_one_line_or_left_out(files, tmp_path, name):
     files.refused(config, [good, {**good, **changes}], "train.txt:2: ", message, "correct or remove it")
     kept = files.read(typing(entity_ids=config.entity_ids, skip_bad_lines=True), [good, {**good, **changes}])
     assert len(kept) == 1 and kept.skipped == 1
+
+
+def test_spans_that_cross_are_no_relation(files):
+    """Their marks would stand in an order from which nobody reads which is whose; within each other they may be."""
+    config = task("jsonl", **PAIR)
+    given = {"text": "rain falls in the city", "head": [0, 10], "tail": [5, 13], "label": "yes"}
+    files.refused(config, [given], "train.txt:1: the spans head [0, 10] and tail [5, 13] cross")
+    for tail in ([5, 10], [0, 4], [11, 13], [0, 10]):
+        assert files.read(config, [{**given, "tail": tail}])[0].fields["tail"] == tuple(tail)
+
+
+def test_a_mark_of_two_tokens_is_refused():
+    for mark, message in (("rain falls", "which is 2 tokens"), ("\u2603", "which is no token")):
+        with pytest.raises(ConfigError, match=message):
+            renderer("masked_lm", **{**PAIR, "marks": {"head": mark, "tail": "*"}}).check()
 
 
 def test_labels_are_sets_in_the_order_of_the_task(files):

@@ -2,12 +2,13 @@
 
 import gzip
 import json
+import os
 
 import pytest
 import zstandard
 from support.labelled_files import task
 
-from data_utils.base.errors import ConfigError
+from data_utils.base.errors import ConfigError, DataError
 from data_utils.base.settings import build
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.readers.by_name import labels_of, read_records
@@ -223,3 +224,40 @@ def test_labels_of_a_task_without_any(files):
         labels_of(jsonl(labels=("a", "a")))
     with pytest.raises(ConfigError, match=r"task\.verbalizers: the label is a number \(0\.5\).*in quotes"):
         labels_of(jsonl("cloze", verbalizers={0.5: "good"}))
+
+
+def test_fields_within_fields(files):
+    config = jsonl(labels=("no", "yes"), text_fields=("meta.text",), label_field="meta.class")
+    (record,) = files.read(config, [{"meta": {"text": "r", "class": "no"}}])
+    assert (dict(record.fields), record.label) == ({"meta.text": "r"}, "no")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "a.jsonl",
+            b'{"text": "a", "label": "no", "label": "yes"}\n',
+            r"a\.jsonl:1: the field 'label' stands there",
+        ),
+        ("a.jsonl", gzip.compress(b'{"text": "a", "label": "no"}\n'), "compressed by gzip"),
+        ("a.jsonl", '{"text": "a", "label": "no"}\n'.encode("utf-16"), "is UTF-16, .*iconv"),
+        ("a.jsonl", b"text,label\na,no\n", "Name it .csv"),
+    ],
+)
+def test_files_in_another_form_are_refused(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        read_records(YES_NO, tmp_path / name, labelled=True)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "a.jsonl")
+    with pytest.raises(DataError, match=r"a\.jsonl is not a file"):
+        read_records(YES_NO, tmp_path / "a.jsonl", labelled=True)
+
+
+def test_endings_in_upper_case(tmp_path):
+    (tmp_path / "A.JSONL.GZ").write_bytes(gzip.compress(b'{"text": "a", "label": "no", "score": NaN}\n'))
+    (record,) = read_records(YES_NO, tmp_path / "A.JSONL.GZ", labelled=True)
+    assert record.label == "no"

@@ -26,13 +26,17 @@ from data_utils.text.mentions import Mention, entities_of_tokens
 
 
 def check_marks(inputs: Inputs) -> None:
-    """Raise ConfigError for marks that the vocabulary does not have."""
+    """Raise ConfigError for marks that are not one token of the vocabulary each."""
     for name, mark in marks_of(inputs.config).items():
         ids = inputs.tokenizer.encode(mark) if isinstance(mark, str) else []
-        if not ids or inputs.special.unk in ids:
+        # A tokenizer may have a token of its own for the space that it thinks before a text.
+        if len(ids) > 1 and not inputs.tokenizer.decode(ids[:1]).strip():
+            ids = ids[1:]
+        if len(ids) != 1 or inputs.special.unk in ids:
+            what = f"{len(ids)} tokens" if len(ids) > 1 and inputs.special.unk not in ids else "no token"
             raise ConfigError(
-                f"task.marks.{name} is {shown(mark)}, which is no token of the vocabulary; choose a sign that it has, "
-                "in quotes."
+                f"task.marks.{name} is {shown(mark)}, which is {what} of the vocabulary; choose a sign that is one, in "
+                "quotes."
             )
 
 

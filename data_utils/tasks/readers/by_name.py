@@ -78,7 +78,7 @@ def read_records(config: TaskConfig, path: Path | str, *, labelled: bool) -> Rec
     """The samples of a file in its order.
 
     Args:
-        path: a file, also .gz or .zst; for pairs that of the sources; for synthetic tasks NAME:key=value,...
+        path: a file, also compressed; for pairs that of the sources; for synthetic tasks NAME:key=value,...
         labelled: whether each sample must have a label, as for training and validation.
     Returns: a list whose `skipped` counts the lines that task.skip_bad_lines has left out.
     Raises:

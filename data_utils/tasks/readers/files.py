@@ -24,8 +24,15 @@ from data_utils.base.errors import ConfigError, DataError
 from data_utils.base.setting_files import shorten, shown
 from data_utils.tasks.base import Record
 from data_utils.tasks.config import TaskConfig
-from data_utils.text.json_records import UTF8_BOM, UnusableRecord, json_type, not_utf8
-from data_utils.text.stored_files import COMPRESSIONS, decompressed, read_errors
+from data_utils.text.inputs import ending_of
+from data_utils.text.json_records import UTF8_BOM, UnusableRecord, field_at, json_type, not_utf8
+from data_utils.text.stored_files import (
+    compression_of,
+    decompressed,
+    open_regular,
+    read_errors,
+    refuse_other_content,
+)
 
 log = logging.getLogger(__name__)
 
@@ -179,15 +186,15 @@ def plain_name(task: str) -> str:
 
 
 def numbered_lines(path: Path | str) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, line without its end) of a file, plain, .gz or .zst; a byte order mark at its start is left out.
+    """(number from 1, line without its end) of a file, plain or compressed; a byte order mark at its start is left out.
 
     Raises: DataError for a file that is missing or damaged.
     """
     path = Path(path)
     require_file(path)
-    with read_errors(path), open(path, "rb") as file:
-        is_compressed = path.suffix in COMPRESSIONS
-        lines = _decompressed_lines(file, path.suffix) if is_compressed else _plain_lines(file)
+    with read_errors(path), open_regular(path) as file:
+        compression = compression_of(path)
+        lines = _decompressed_lines(file, compression) if compression else _plain_lines(file)
         for number, line in enumerate(lines, 1):
             if len(line) > MAX_LINE_BYTES:
                 raise DataError(
@@ -195,6 +202,7 @@ def numbered_lines(path: Path | str) -> Iterator[tuple[int, bytes]]:
                     "Check the paths in the section task."
                 )
             if number == 1:
+                refuse_other_content(line, path)
                 line = line.removeprefix(UTF8_BOM)
             yield number, line.rstrip(b"\r\n")
 
@@ -236,9 +244,8 @@ def decoded(line: bytes) -> str:
 
 
 def suffix_of(path: Path | str) -> str:
-    """`.jsonl` of a.jsonl and of a.jsonl.gz."""
-    suffixes = [suffix for suffix in Path(path).suffixes if suffix not in COMPRESSIONS]
-    return suffixes[-1] if suffixes else ""
+    """`.jsonl` of a.jsonl and of A.JSONL.GZ."""
+    return ending_of(Path(path))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -246,11 +253,20 @@ def suffix_of(path: Path | str) -> str:
 
 
 def value_in(tree: Mapping[str, Any], name: str) -> Any:
-    """A field that must be there."""
-    if name not in tree:
+    """A field that must be there; `a.b` is b in the field a."""
+    try:
+        return field_at(tree, name)
+    except KeyError:
         fields = shorten(", ".join(map(str, tree)) or "none")
-        raise BadLine(f"there is no field {name!r} (fields: {fields})")
-    return tree[name]
+        raise BadLine(f"there is no field {name!r} (fields: {fields})") from None
+
+
+def known_in(tree: Mapping[str, Any], name: str) -> Any:
+    """A field as `value_in` finds it; None if it is null or not there."""
+    try:
+        return field_at(tree, name)
+    except KeyError:
+        return None
 
 
 def text_in(tree: Mapping[str, Any], name: str) -> str:
@@ -298,7 +314,7 @@ def index_in(tree: Mapping[str, Any], name: str = "idx") -> int | str | None:
 
 def choice_in(tree: Mapping[str, Any], name: str, count: int) -> int | None:
     """The number of the right choice, from 0; None without a label."""
-    if tree.get(name) is None:
+    if known_in(tree, name) is None:
         return None
     number = whole_number_in(tree, name)
     if not 0 <= number < count:

@@ -31,6 +31,7 @@ from data_utils.tasks.readers.files import (
     choice_in,
     finite,
     index_in,
+    known_in,
     numbered_lines,
     plain_name,
     text_in,
@@ -75,7 +76,7 @@ def _add_classified(intake: Intake, tree: dict[str, Any]) -> None:
         raise BadLine(f"the text is empty ({', '.join(fields)})")
     if is_marked(config):
         fields |= mentions_in(config, tree, fields)
-    value = tree.get(_label_field(config))
+    value = known_in(tree, _label_field(config))
     if value is not None:
         of_kind = {"regression": finite, "typing": lambda value: class_names(intake, value)}
         value = of_kind.get(config.kind, intake.class_name)(value)
@@ -145,7 +146,7 @@ def _add_pair(intake: Intake, tree: dict[str, Any]) -> None:
     source, target = (*config.text_fields, "src")[0], config.label_field or "tgt"
     names = _in_template(config.template or "") or ["source"]
     fields = {name: _joined(tree, source if name == "source" else name) for name in names}
-    if tree.get(target) is not None:
+    if known_in(tree, target) is not None:
         fields["target"] = _joined(tree, target)
     intake.add(fields, fields.get("target"), index_in(tree))
 
@@ -171,7 +172,7 @@ def _add_tagged(intake: Intake, tree: dict[str, Any]) -> None:
     if not words or not all(word.strip() for word in words):
         raise BadLine("a sentence needs words, and none may be empty")
     tags = None
-    if tree.get(_label_field(config)) is not None:
+    if known_in(tree, _label_field(config)) is not None:
         tags = known_tags(intake, texts_in(tree, _label_field(config)))
         if len(tags) != len(words):
             raise BadLine(f"there are {len(tags)} tags for {len(words)} words; each word needs one")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,6 +35,13 @@ def mentions_in(config: TaskConfig, tree: Mapping[str, Any], texts: Mapping[str,
         )
     (text,) = texts.values()
     fields: dict[str, Any] = {name: _span_in(tree, name, text) for name in marks_of(config)}
+    for (first, one), (second, other) in itertools.combinations(fields.items(), 2):
+        (_, end), (start, last) = sorted((one, other))
+        if start < end < last and one[0] != other[0]:
+            raise BadLine(
+                f"the spans {first} {[*one]} and {second} {[*other]} cross; give spans that are apart, or within each "
+                "other"
+            )
     if config.entity_ids is not None:
         found, _ = _names(config.entity_ids).mentions(tree, ENTITIES, text, config.min_score)
         fields[ENTITIES] = tuple(tuple(mention) for mention in found)

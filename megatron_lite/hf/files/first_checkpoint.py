@@ -7,8 +7,8 @@ from dataclasses import astuple
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
+from data_utils.base.progress import progress_bar
 from data_utils.base.settings import to_tree
 from megatron_lite.checkpoint.boxes import Box, matrix_shape
 from megatron_lite.checkpoint.manifest import KINDS, manifest_header, write_manifest
@@ -42,7 +42,7 @@ def write_training_checkpoint(path: Path, weights: Weights, config: Config) -> N
 
 
 def _with_moments(weights: Weights) -> Iterator[torch.Tensor]:
-    for name in tqdm(weights.shapes, desc="writing parameters", disable=None):
+    for name in progress_bar(weights.shapes, desc="writing parameters"):
         weight = weights.read(name).view(matrix_shape(weights.shapes[name]))
         yield weight
         zeros = torch.zeros(1).expand(weight.shape)

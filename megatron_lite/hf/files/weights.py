@@ -24,6 +24,7 @@ from tqdm import tqdm
 from data_utils.base.errors import CheckpointError
 from data_utils.base.files import require_new_directory
 from data_utils.base.foreign import conform, parse_json, read_bounded
+from data_utils.base.progress import progress_bar
 from data_utils.base.setting_files import one_line
 from megatron_lite.checkpoint.tensor_files import write_tensors
 
@@ -256,7 +257,7 @@ def write_sharded(directory: Path, weights: Weights, dtype: torch.dtype, max_sha
         if len(shards) == 1
         else [f"model-{i:05d}-of-{width}.safetensors" for i in range(1, len(shards) + 1)]
     )
-    with tqdm(total=len(weights.shapes), desc="writing tensors", disable=None) as progress:
+    with progress_bar(total=len(weights.shapes), desc="writing tensors") as progress:
         for name, shapes in zip(names, shards, strict=True):
             write_tensors(directory / name, shapes, _counted(weights, shapes, progress), dtype, METADATA)
     if len(shards) > 1:

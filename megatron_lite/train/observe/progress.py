@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from data_utils.base import progress
+
 Advance = Callable[[int], None]  # to a step
 
 
@@ -15,11 +17,10 @@ def progress_bar(wanted: bool, first_step: int, last_step: int) -> Iterator[Adva
     if not (wanted and sys.stderr.isatty()):
         yield lambda step: None
         return
-    from tqdm import tqdm
     from tqdm.contrib.logging import logging_redirect_tqdm
 
     with (
-        tqdm(total=last_step, initial=first_step, unit="step", dynamic_ncols=True) as bar,
+        progress.progress_bar(total=last_step, initial=first_step, unit="step", dynamic_ncols=True) as bar,
         logging_redirect_tqdm(),  # log lines are written above the bar, to the stream that they went to
     ):
 

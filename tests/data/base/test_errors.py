@@ -111,3 +111,17 @@ def test_the_guide_lists_every_status():
     guide = (ROOT / "docs/cluster.md").read_text()
     for status in ExitStatus:
         assert f"\n| {int(status)} | " in guide
+
+
+def test_settings_may_follow_an_option_of_several_values():
+    parser = ArgumentParser()
+    parser.add_argument("--widths", type=int, nargs="+")
+    parser.add_argument("--text")
+    parser.add_argument("overrides", nargs="*")
+    found = parser.parse_intermixed_args(
+        ["a=1", "--widths", "64", "128", "model.x=2", "b.c=[1, 2]", "--text", "d=4", "e=5"]
+    )
+    assert found.widths == [64, 128] and found.text == "d=4"
+    assert found.overrides == ["a=1", "model.x=2", "b.c=[1, 2]", "e=5"]
+    with pytest.raises(ConfigError, match="invalid int value: 'x'"):
+        parser.parse_intermixed_args(["--widths", "64", "x"])

@@ -1,7 +1,9 @@
 """Entities of texts: read from JSON lines, aligned with tokens, stored beside them, and checked wherever they go."""
 
 import json
+import os
 import re
+import tracemalloc
 from functools import partial
 
 import numpy as np
@@ -19,6 +21,7 @@ from data_utils.dataset.tools import merge_datasets
 from data_utils.dataset.verification import verify
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD
 from data_utils.samples.sampler import WindowIndex
+from data_utils.text.mentions import read_names
 from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
 
 TEXT = "word1 word2 word1 ."
@@ -113,7 +116,7 @@ def test_joined_and_copied_datasets_keep_entities(made, tmp_path):
     assert entities_of(local_copy(str(tmp_path / "joined"), tmp_path / "near")) == joined.entities.tolist()
     plain = made([{"text": TEXT}], "plain", entities_key=None, entity_ids=None)
     assert IndexedDataset(plain).entities is None
-    with pytest.raises(DataError, match="have not the same entities; rebuild one of"):
+    with pytest.raises(DataError, match="have not the same entities or labels; rebuild one of"):
         merge_datasets([first, plain], str(tmp_path / "mixed"))
 
 
@@ -278,3 +281,34 @@ def test_capitals_entities_and_spans_do_not_stand_in_one_file(made, tmp_path):
     datasets.append(IndexedDataset(made([record()], "b", entities_key=None, entity_ids=None, capitals=True)))
     with pytest.raises(DataError, match="have not the same entities"):
         merge_datasets([dataset.prefix for dataset in datasets], str(datasets[0].prefix) + "-both")
+
+
+def test_a_long_name_takes_its_own_memory(tmp_path):
+    """Of 400 names one has 2 MB; as rows of one width they would take 800 MB."""
+    names = [f"entity {number}" for number in range(399)] + ["long " * 400_000]
+    lines = [f"{name}\t{number}\n" for number, name in enumerate(names)]
+    (tmp_path / "ids.txt").write_text(f"{len(names)}\n{''.join(lines)}")
+    tracemalloc.start()
+    try:
+        found = read_names(str(tmp_path / "ids.txt"), "--entity-ids")
+        assert tracemalloc.get_traced_memory()[1] < 50e6
+    finally:
+        tracemalloc.stop()
+    assert found.count == 400 and [found.number(name) for name in names] == list(range(400))
+    assert found.number("entity") == found.number("\ud800") == found.number("") == -1
+
+
+@pytest.mark.parametrize(
+    "content", ["1\na\t" + "9" * 5000 + "\n", "9" * 5000 + "\na\t0\n", "1\na\t-0\n", "1\na\t1\n"]
+)
+def test_a_number_that_is_none_is_one_line(tmp_path, content):
+    (tmp_path / "ids.txt").write_text(content)
+    with pytest.raises(DataError, match=r"ids\.txt:[12]: ") as error:
+        read_names(str(tmp_path / "ids.txt"), "--entity-ids")
+    assert len(str(error.value)) < 400
+
+
+def test_a_pipe_of_names_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "ids.txt")
+    with pytest.raises(DataError, match=r"ids\.txt is a pipe"):
+        read_names(str(tmp_path / "ids.txt"), "--entity-ids")

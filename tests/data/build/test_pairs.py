@@ -169,6 +169,7 @@ def test_bad_files_of_names_are_refused(tmp_path, content, message):
     [
         ({"second_key": "b"}, "--second-key is given without --labels; give both, or neither"),
         ({"labels": "f"}, "--labels is given without --second-key"),
+        ({"second_key": "text", "labels": "f"}, "--second-key is 'text', as --text-key is"),
         (
             {"markers": "f", "capitals": True},
             "--capitals is given with --markers, but a dataset has one of both",
@@ -210,6 +211,9 @@ def test_from_a_shell(corpus, tmp_path, names):
     done = forked(*command, "--markers", markers)
     assert done.returncode == 0, done.stderr
     assert "labelled pairs: 1; 0 texts have none" in done.stdout
+    text.write_text("word1 word2 . word3, word4 .")
+    done = forked(*command, "--overwrite", "--markers", markers)
+    assert_refused(done, "in 1 texts no sentence begins with a marker of")
     done = forked(*command, "--overwrite", "--second-key", "b", "--labels", names)
     assert_refused(done, "has no JSON lines; convert it")
     done = forked(*command, "--overwrite", "--markers", tmp_path / "absent")

@@ -8,9 +8,12 @@ from datatrove.utils.dataset import DatatroveFileDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset as MegatronDataset
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from data_utils.base.errors import DataError
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.tools import adopt_dataset
+from data_utils.dataset.verification import verify
 from data_utils.dataset.writer import IndexedDatasetWriter
+from data_utils.samples.sampler import WindowIndex
 
 VOCABULARIES = [5000, 70000]  # uint16 and int32
 
@@ -78,3 +81,92 @@ def test_datatrove_reads_our_tokens_and_we_its_datasets(tmp_path, vocab_size):
     assert_ours_reads(tmp_path / "theirs", texts)
     for suffix in ("bin", "idx"):
         assert (tmp_path / f"ours.{suffix}").read_bytes() == (tmp_path / f"theirs.{suffix}").read_bytes()
+
+
+def write_theirs(prefix, sequences, ends=None, dtype=np.uint16, **options):
+    """As megatron-core writes them. Args: ends: after how many sequences documents end; None: after each."""
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype, **options)
+    for number, sequence in enumerate(sequences, 1):
+        builder.add_item(torch.tensor(sequence))
+        for _ in range(1 if ends is None else ends.count(number)):
+            builder.end_document()
+    builder.finalize(f"{prefix}.idx")
+
+
+SENTENCES = [[5, 6, 7], [8], [9, 10], [11], [], [12, 13]]
+
+
+def test_sentences_of_a_document_are_joined(tmp_path):
+    """BERT's and ICT's datasets: `preprocess_data.py --split-sentences` of Megatron-LM."""
+    write_theirs(tmp_path / "d", SENTENCES, [3, 4, 4, 6])
+    ours = adopt_dataset(tmp_path / "d")
+    assert [ours.document(i).tolist() for i in range(len(ours))] == [[5, 6, 7, 8, 9, 10], [11], [12, 13]]
+    again = IndexedDataset(tmp_path / "d")
+    assert again.lengths.tolist() == again.read_lengths(0, 9).tolist() == [6, 1, 2]
+    assert again.pointers.tolist() == [0, 12, 14] and verify(again) == 13
+    tokens, lengths, _ = WindowIndex(again, window_length=9).gather(np.array([0]))
+    assert tokens.tolist() == [5, 6, 7, 8, 9, 10, 11, 12, 13] and lengths.tolist() == [6, 1, 2]
+
+
+def test_each_sequence_is_a_document_on_demand(tmp_path):
+    write_theirs(tmp_path / "d", SENTENCES, [3, 6])
+    ours = adopt_dataset(tmp_path / "d", by_sequence=True)
+    assert ours.lengths.tolist() == [3, 1, 2, 1, 0, 2]
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.uint16, np.int32, np.int64])
+def test_every_kind_of_number(tmp_path, dtype):
+    write_theirs(tmp_path / "d", [[5, 6], [7]], dtype=dtype)
+    assert_ours_reads(tmp_path / "d", [[5, 6], [7]])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_numbers_that_are_no_ids(tmp_path, dtype):
+    write_theirs(tmp_path / "d", [[5, 6], [7]], dtype=dtype)
+    with pytest.raises(DataError, match=r"d\.idx .*holds float.., not token ids"):
+        adopt_dataset(tmp_path / "d")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "token"),
+    [(np.int64, 2**33 + 5), (np.int64, 2**31), (np.int64, -1), (np.int32, -7), (np.int8, -1)],
+)
+def test_ids_that_no_vocabulary_has(tmp_path, dtype, token):
+    write_theirs(tmp_path / "d", [[5, 6], [7, token]], dtype=dtype)
+    with pytest.raises(
+        DataError, match=rf"d\.bin holds an id outside 0 to 2\^31 - 1: {token}, which is token 3"
+    ):
+        adopt_dataset(tmp_path / "d")
+    assert not (tmp_path / "d.json").exists()
+
+
+def test_ids_beyond_the_vocabulary_of_a_run(tmp_path):
+    write_theirs(tmp_path / "d", [[5, 6], [50_000, 7]])
+    dataset = adopt_dataset(tmp_path / "d")
+    dataset.require_tokenizer("any", 50_001, 0)
+    with pytest.raises(
+        DataError, match="has the id 50000, and the tokenizer 50000 ids; set the section tokenizer"
+    ):
+        dataset.require_tokenizer("any", 50_000, 0)
+
+
+def test_files_that_are_no_dataset_of_tokens(tmp_path):
+    write_theirs(tmp_path / "cut", [[5, 6], [7]])
+    data = (tmp_path / "cut.bin").read_bytes()
+    (tmp_path / "cut.bin").write_bytes(data[:-1])
+    with pytest.raises(DataError, match=r"cut\.bin has 5 bytes, no multiple of the 2 of a token"):
+        adopt_dataset(tmp_path / "cut")
+    builder = IndexedDatasetBuilder(str(tmp_path / "modes.bin"), dtype=np.uint16, multimodal=True)
+    builder.add_item(torch.tensor([5, 6]), mode=1)
+    builder.end_document()
+    builder.finalize(str(tmp_path / "modes.idx"))
+    with pytest.raises(DataError, match="has modes of its sequences"):
+        adopt_dataset(tmp_path / "modes")
+    (tmp_path / "old.bin").write_bytes(data)
+    (tmp_path / "old.idx").write_bytes(b"TNTIDX\x00\x00" + bytes(64))
+    with pytest.raises(DataError, match="older kind"):
+        adopt_dataset(tmp_path / "old")
+    write_theirs(tmp_path / "open", SENTENCES, [3])  # the last document does not end
+    with pytest.raises(DataError, match=r"open\.idx has document boundaries that do not go from 0 up to 6"):
+        adopt_dataset(tmp_path / "open")
+    assert len(adopt_dataset(tmp_path / "open", by_sequence=True)) == 6

@@ -260,10 +260,10 @@ def test_verify_checks_ids_and_document_ends(tmp_path):
 
 
 def test_a_foreign_dataset_opens_when_it_is_adopted(tmp_path, caplog):
-    """Two sequences in one document, int64 tokens, as Megatron-LM writes them."""
+    """Two documents and int64 tokens, as Megatron-LM writes them."""
     (tmp_path / "d.bin").write_bytes(np.arange(5, dtype="<i8").tobytes())
-    header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 5, 2, 2)
-    (tmp_path / "d.idx").write_bytes(header + struct.pack("<2i2q2q", 3, 2, 0, 24, 0, 2))
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 5, 2, 3)
+    (tmp_path / "d.idx").write_bytes(header + struct.pack("<2i2q3q", 3, 2, 0, 24, 0, 1, 2))
     with pytest.raises(DataError, match=rf"has no manifest.*dataset\.py adopt {tmp_path}/d"):
         IndexedDataset(tmp_path / "d")
     dataset = adopt_dataset(tmp_path / "d")

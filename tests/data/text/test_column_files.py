@@ -10,7 +10,8 @@ from data_utils.base.errors import DataError
 from data_utils.build.config import BuildConfig
 from data_utils.build.corpus import build_corpus
 from data_utils.text import column_files
-from data_utils.text.documents import Piece, RecordCounts, expand_inputs, read_blocks, read_documents
+from data_utils.text.documents import Piece, RecordCounts, read_blocks, read_documents
+from data_utils.text.inputs import expand_inputs
 
 TEXTS = [f"row {i}" for i in range(1, 1501)]
 

@@ -1,5 +1,7 @@
+import bz2
 import gzip
 import json
+import lzma
 from pathlib import Path
 
 import pyarrow
@@ -13,13 +15,13 @@ from data_utils.base.errors import ConfigError, DataError
 from data_utils.text.documents import (
     Piece,
     RecordCounts,
-    expand_inputs,
     lines_before,
     parse_block,
     plan_pieces,
     read_blocks,
     read_documents,
 )
+from data_utils.text.inputs import expand_inputs
 
 
 def texts_of(path, **options):
@@ -97,15 +99,86 @@ def test_empty_documents_are_counted(tmp_path):
     assert (counts.empty_documents, counts.blank_lines, counts.num_bad) == (2, 1, 0)
 
 
-def test_byte_order_marks(tmp_path):
-    assert texts_of(write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"text": "x"}\n')) == ["x"]
-    with pytest.raises(DataError, match=r"b\.jsonl: the file is UTF-16"):
-        texts_of(write(tmp_path / "b.jsonl", '{"text": "x"}\n'.encode("utf-16")))
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".txt"])
+def test_byte_order_marks(tmp_path, suffix):
+    content = {".jsonl": '{"text": "x"}\n', ".csv": "text\nx\n", ".txt": "x"}[suffix]
+    assert texts_of(write(tmp_path / f"a{suffix}", b"\xef\xbb\xbf" + content.encode())) == ["x"]
+    for encoding in ("utf-16", "utf-32"):
+        for order in ("", "-be"):
+            mark = "".encode(encoding) if not order else "\ufeff".encode(f"{encoding}{order}")
+            data = mark + content.encode(f"{encoding}{order or '-le'}")
+            with pytest.raises(DataError, match=rf"b{suffix}: the file is {encoding.upper()}, .*iconv"):
+                texts_of(write(tmp_path / f"b{suffix}", data))
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (gzip.compress(b'{"text": "x"}\n'), "gzip"),
+        (bz2.compress(b'{"text": "x"}\n'), "bzip2"),
+        (lzma.compress(b'{"text": "x"}\n'), "xz"),
+        (zstandard.compress(b'{"text": "x"}\n'), "zstd"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n", "git-lfs"),
+    ],
+)
+def test_a_file_with_another_content_than_its_name_says(tmp_path, content, kind):
+    with pytest.raises(DataError, match=kind):
+        texts_of(write(tmp_path / "a.jsonl", content))
+
+
+def test_other_encodings_have_their_remedy(tmp_path):
+    with pytest.raises(DataError, match=r"a\.jsonl:1: invalid UTF-8: byte 0xe9 .*iconv -f LATIN1"):
+        texts_of(write(tmp_path / "a.jsonl", '{"text": "caf\xe9"}\n'.encode("latin-1")))
+    with pytest.raises(DataError, match=r"a\.jsonl:1: NUL bytes: UTF-16 .*iconv -f UTF-16LE"):
+        texts_of(write(tmp_path / "a.jsonl", '{"text": "x"}\n'.encode("utf-16-le")))
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "text"),
+    [
+        ('{"text": "x", "score": NaN, "other": [Infinity, -Infinity]}', "text", "x"),
+        ('{"meta": {"body": "x"}}', "meta.body", "x"),
+        ('{"a": {"b.c": "x"}}', "a.b.c", "x"),
+        ('{"a.b": "x", "a": {"b": "y"}}', "a.b", "x"),  # a field of the whole name comes first
+        ('{"text": "x", "id": 1, "id": 2}', "text", "x"),  # the text is beyond doubt
+        ('{"text": "x", "meta": {"text": "y"}, "list": ["text"]}', "text", "x"),
+        ('{"text": "\\"text\\"", "n": 1}', "text", '"text"'),
+    ],
+)
+def test_the_text_of_a_line(tmp_path, line, key, text):
+    assert texts_of(write(tmp_path / "a.jsonl", line.encode()), text_key=key) == [text]
+
+
+@pytest.mark.parametrize(
+    ("line", "key", "kind"),
+    [
+        ('{"text": "x", "text": "y"}', "text", "key_twice"),
+        ('{"a": {"b": "x"}, "a": {"b": "y"}}', "a.b", "key_twice"),
+        ('{"text": "\\ud83d", "score": NaN}', "text", "lone_surrogate"),
+        ('{"text": NaN}', "text", "field_not_text"),
+        ('{"a": "x"}', "a.b", "missing_field"),
+        ('{"a": {"b": 3}}', "a.b", "field_not_text"),
+    ],
+)
+def test_a_line_without_one_text(tmp_path, line, key, kind):
+    counts = RecordCounts()
+    path = write(tmp_path / "a.jsonl", line.encode() + b"\n")
+    assert texts_of(path, text_key=key, on_bad_record="skip", counts=counts) == []
+    assert counts.bad == {kind: 1}
+
+
+COMPRESS = {
+    ".gz": gzip.compress,
+    ".GZ": gzip.compress,
+    ".zst": zstandard.ZstdCompressor().compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+}
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
 def test_compressed_files(tmp_path, suffix):
-    compress = gzip.compress if suffix == ".gz" else zstandard.ZstdCompressor().compress
+    compress = COMPRESS[suffix]
     lines = b"".join(b'{"text": "%d"}\n' % i for i in range(5000))
     data = compress(lines[:1000]) + compress(lines[1000:])  # files may be concatenated
     path = write(tmp_path / f"a.jsonl{suffix}", data)
@@ -117,9 +190,9 @@ def test_compressed_files(tmp_path, suffix):
         texts_of(write(tmp_path / f"damaged.jsonl{suffix}", b"no compressed data at all"))
 
 
-@pytest.mark.parametrize("suffix", [".gz", ".zst", ""])
+@pytest.mark.parametrize("suffix", [*COMPRESS, ""])
 def test_progress_adds_up_to_the_stored_size(tmp_path, suffix):
-    compress = {".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress, "": bytes}[suffix]
+    compress = {**COMPRESS, "": bytes}[suffix]
     data = compress(b"".join(b'{"text": "%d"}\n' % (i * 7919) for i in range(5000)))
     path = write(tmp_path / f"a.jsonl{suffix}", data)
     assert sum(block.input_bytes for block in read_blocks([Piece(path)], block_bytes=4096)) == len(data)
@@ -252,7 +325,7 @@ def test_parquet_rows_keep_their_numbers_across_batches(tmp_path):
 
 
 def test_inputs(tmp_path):
-    for name in ("b.jsonl", "a.jsonl", "c.txt", "d.csv"):
+    for name in ("b.jsonl", "a.jsonl", "c.txt", "d.xml"):
         write(tmp_path / name, b"")
     expected = [tmp_path / "c.txt", tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
     assert expand_inputs([tmp_path / "c.txt", tmp_path / "*.jsonl", tmp_path / "a.jsonl"]) == expected
@@ -260,7 +333,7 @@ def test_inputs(tmp_path):
         ("e.jsonl", "does not exist"),
         ("e*.jsonl", "matches no file"),
         ("", "is a directory"),
-        ("d.csv", "unknown suffix"),
+        ("d.xml", "unknown suffix"),
     ]:
         with pytest.raises(DataError, match=message):
             expand_inputs([tmp_path / pattern])
@@ -287,8 +360,14 @@ def test_options_are_checked():
         ('[\n{"text": "a"}\n]\n', "text", "each object needs a line of its own: jq -c '.[]' FILE"),
         ('[{"text": "a"}, {"text": "b"}]\n', "text", "jq -c '.[]' FILE"),
         ('{\n "text": "a"\n}\n', "text", "each object needs a line of its own: jq -c . FILE"),
-        ('{"meta": {"body": "a"}}\n', "meta.body", "jq -c '{text: .meta.body}' FILE"),
-        ('{"meta": {"body": "a"}}\n', "meta", "jq -c '{text: .meta.body}' FILE"),
+        ('{"text": "a",\n "id": 1}\n', "text", "each object needs a line of its own: jq -c . FILE"),
+        ('{"text": "a"}{"text": "b"}\n', "text", "each object needs a line of its own: jq -c . FILE"),
+        ('{"text": "a"}\r{"text": "b"}\r', "text", "jq -c . FILE"),
+        ('{"text":\n "a"\n}\n', "text", "jq -c . FILE"),
+        ('{"data": [{"text": "a"}]}\n', "text", "jq -c '.data[]' FILE"),
+        ('{"meta": {"body": "a"}}\n', "meta", "--text-key meta.body"),
+        ("id,text\n1,a\n", "text", "Name it .csv or .tsv"),
+        ("plain text\n", "text", "plain text is .txt"),
     ],
 )
 def test_json_in_another_shape_has_its_remedy(tmp_path, content, key, remedy):
