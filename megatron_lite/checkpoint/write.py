@@ -16,7 +16,6 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from data_utils.base.errors import CheckpointError
 from data_utils.base.files import sync_directory, write_synced
 from megatron_lite.checkpoint.agreement import describe_error, failed_together
 from megatron_lite.checkpoint.boxes import matrix_shape
@@ -25,6 +24,7 @@ from megatron_lite.checkpoint.manifest import (
     KINDS,
     NAME,
     checkpoint_name,
+    checkpoints_of,
     list_checkpoints,
     manifest_header,
     step_of,
@@ -259,13 +259,8 @@ def rewind(directory: Path, step: int) -> Path | None:
     """
     from megatron_lite.checkpoint.existing import read_checkpoint, verify_checkpoint
 
-    paths = {step_of(path): path for path in list_checkpoints(directory)}
-    if step not in paths:
-        steps = ", ".join(map(str, paths)) or "none"
-        raise CheckpointError(
-            f"{directory} holds no checkpoint of step {step}; it holds those of steps {steps}."
-        )
-    verify_checkpoint(read_checkpoint(paths[step]))
+    (path,) = checkpoints_of(directory, [step])
+    verify_checkpoint(read_checkpoint(path))
     newer = [p for p in directory.iterdir() if NAME.fullmatch(p.name) and step_of(p) > step]
     if not newer:
         return None
