@@ -74,9 +74,27 @@ def write_whole(path: Path, content: bytes, option: str) -> None:
 
 def write_atomically(path: Path, content: bytes, ending: str = ".partial") -> None:
     """Write the whole file or none, as PATH + `ending`, which is synced and renamed. Raises OSError."""
+    with _partial_file(path, ending) as file:
+        file.write(content)
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write, PATH.partial, which is renamed to `path` at the end, or removed if anything fails.
+
+    Raises: BlockingIOError if another command writes it; OSError.
+    """
+    with locked(path), _partial_file(path, ".partial") as file:
+        yield file
+
+
+@contextlib.contextmanager
+def _partial_file(path: Path, ending: str) -> Iterator[IO[bytes]]:
     partial = path.with_name(f"{path.name}{ending}")
     try:
-        write_synced(partial, content)
+        with open_new(partial) as file:
+            yield file
+            sync_file(file)
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
