@@ -148,7 +148,7 @@ def rewind(run: Path, step: int) -> None:
         require_directory(run, "give the run.directory of a run")
         state_of(run).require_checkpoints()
         with held(run, "rewinds"):
-            aside = rewind(run / "checkpoints", step)
+            aside = rewind(run, step)
             # Also if nothing moved: a call before may have been killed between the two.
             record_rewind(run, step)
     except OSError as error:

@@ -32,7 +32,9 @@ from megatron_lite.checkpoint.state import TrainerState
 FORMAT = "megatron-lite-checkpoint"
 FORMAT_VERSION = 2
 KINDS = ("weight", "exp_avg", "exp_avg_sq")  # of a parameter for which the manifest does not name its own
-CHECKPOINTS = "checkpoints"  # the directory of checkpoints in that of a run
+# In the directory of a run: its checkpoints, and the one with the best scores of a task.
+CHECKPOINTS, BEST = "checkpoints", "best"
+RESULTS = "results.json"  # of fine-tuning: in the directory of a seed, and in that of all
 NAME = re.compile(r"step_(\d{8,})(\.replaced)?")
 # In the names of what fine-tuning adds to a model.
 TASK_HEAD = "heads.task."

@@ -14,10 +14,9 @@ import torch
 from data_utils.base.errors import ConfigError
 from data_utils.base.setting_files import shown
 from data_utils.base.settings import merge, to_tree
-from megatron_lite.checkpoint.manifest import checkpoints_in, is_checkpoint, list_checkpoints
+from megatron_lite.checkpoint.manifest import BEST, checkpoints_in, is_checkpoint, list_checkpoints
 from megatron_lite.config.tree import Config
 from megatron_lite.finetune.evaluation import Answer, Evaluated, Evaluation, Model
-from megatron_lite.finetune.judge import BEST
 from megatron_lite.finetune.setup import HEADED, HEADLESS, Task, for_import, is_export, prepare
 from megatron_lite.finetune.writing import writer
 from megatron_lite.generate.open_run import OpenRun, Run, open_run

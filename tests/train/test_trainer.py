@@ -377,9 +377,9 @@ def test_a_run_goes_back_to_an_older_checkpoint_and_records_it_once(settings, tm
     run_ranks(fit, 1, settings)
     once = records(tmp_path / "run")
     directory = tmp_path / "run/checkpoints"
-    first = rewind(directory, 2)
+    first = rewind(directory.parent, 2)
     run_ranks(fit, 2, merge(settings, {"training": {"stop_after_step": 3}}))
-    second = rewind(directory, 1)
+    second = rewind(directory.parent, 1)
     skip = {"events": {"skip_samples": [{"first": 8, "end": 9}]}}
     for stop in (1, 2, 6):  # the first stops before it has saved
         run_ranks(fit, 2, merge(settings, {"training": {"stop_after_step": stop}, **skip}))
