@@ -20,6 +20,7 @@ if __name__ == "__main__":
     import entry  # noqa: F401
 
 import argparse
+import contextlib
 import re
 import sys
 from collections.abc import Callable
@@ -31,8 +32,10 @@ from tqdm import tqdm
 from typing_extensions import TypedDict
 
 from data_utils.base.errors import ArgumentParser, CheckpointError, ConfigError, expanded_path, run_command
-from data_utils.base.files import require_directory, require_new_directory
+from data_utils.base.files import require_new_directory
 from data_utils.base.foreign import conform
+from megatron_lite.checkpoint.manifest import checkpoints_in, checkpoints_of, list_checkpoints
+from megatron_lite.checkpoint.places import Place, place_of, run_at
 from megatron_lite.train.guard.lease import held
 from megatron_lite.train.guard.run_state import state_of
 from megatron_lite.train.observe.metrics import record_rewind
@@ -124,28 +127,23 @@ def main() -> int:
 
 def find(directory: Path) -> list[Path]:
     """The checkpoints below a run, a directory of checkpoints, or the one given. Raises CheckpointError."""
-    from megatron_lite.checkpoint.manifest import checkpoints_in, is_checkpoint, list_checkpoints
-
-    try:
-        if is_checkpoint(directory) and directory.is_dir():
-            return [directory]
-        paths = list_checkpoints(checkpoints_in(directory))
-    except OSError:
-        paths = []
-    if not paths:
-        remedy = "give a run directory or one of its checkpoints"
-        found = state_of(directory)
-        raise CheckpointError(found.problem or f"{directory} holds no checkpoint; {remedy}.")
-    return paths
+    if place_of(directory) is Place.CHECKPOINT:
+        return [directory]
+    with contextlib.suppress(OSError):  # the state says why
+        if paths := list_checkpoints(checkpoints_in(directory)):
+            return paths
+    if problem := state_of(directory).problem:
+        raise CheckpointError(problem)
+    run_at(directory)
+    raise CheckpointError(f"{directory} has never saved: it holds no checkpoint.")
 
 
 def rewind(run: Path, step: int) -> None:
     """Set the checkpoints after `step` aside. Raises UserError, also while the run is training."""
-    from megatron_lite.checkpoint.manifest import list_checkpoints
     from megatron_lite.checkpoint.write import rewind
 
     try:
-        require_directory(run, "give the run.directory of a run")
+        run_at(run)
         state_of(run).require_checkpoints()
         with held(run, "rewinds"):
             aside = rewind(run, step)
@@ -164,11 +162,11 @@ def merge_into(output: Path, run: Path, more: list[str], weights: str) -> None:
     """Write the merged checkpoint of steps of a run, or of runs. Raises UserError."""
     require_new_directory(output)
     from megatron_lite.checkpoint.existing import find_manifest
-    from megatron_lite.checkpoint.manifest import checkpoints_in, checkpoints_of
     from megatron_lite.checkpoint.merge import merge, shares_of
 
     paths = [run, *map(Path, more)]
     if more and all(each.isdigit() for each in more):
+        find(run)
         paths = checkpoints_of(checkpoints_in(run), sorted(map(int, more)))
     if len(set(paths)) < max(2, len(paths)):
         raise ConfigError(f"merge got {len(set(paths))} checkpoints; give two or more different ones.")

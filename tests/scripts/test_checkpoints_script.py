@@ -79,7 +79,7 @@ def test_damage_is_told_apart_from_a_wrong_command(directory, run, tmp_path):
     assert run("verify", file.parent)[0] == 1
     for absent in (tmp_path / "absent", tmp_path / "step_00000001"):
         status, _, err = run("list", absent)
-        assert status == 2 and err.startswith("error: ") and "holds no checkpoint" in err
+        assert status == 2 and err.startswith("error: ") and "does not exist; give" in err
 
 
 def test_merge_writes_the_weighted_mean(directory, run, tmp_path):

@@ -360,9 +360,9 @@ def test_the_runs_own_checkpoints_win(settings, finished):
 @pytest.mark.parametrize(
     "place, change, message",
     [
-        ("absent", {}, "absent holds no checkpoint; give a run directory or one of its"),
+        ("absent", {}, "absent does not exist; give a run directory or one of its"),
         ("finished", {"model": {"hidden_size": 64}}, r"another model: .*\) there and .*\) here; use the"),
-        ("finished/checkpoints/step_00000009", {}, "manifest.json: No such file"),
+        ("finished/checkpoints/step_00000009", {}, "step_00000009 does not exist; give one: "),
     ],
 )
 def test_what_a_run_cannot_begin_with_is_refused(settings, finished, place, change, message):
