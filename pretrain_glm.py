@@ -23,12 +23,13 @@ from typing import Any
 import yaml
 
 from data_utils.base.errors import ArgumentParser, ConfigError, ExitStatus, expanded_path, run_command
-from data_utils.base.files import require_directory, require_writable
+from data_utils.base.files import require_writable
 from data_utils.base.settings import to_tree
 from data_utils.samples.drawn_shares import drawn_shares
 from data_utils.samples.extent import extent, overlap
 from data_utils.samples.loader import Datasets, open_datasets
 from data_utils.text.tokenizers import Tokenizer, load_tokenizer
+from megatron_lite.checkpoint.places import model_at, require_own_directory
 from megatron_lite.config.sections import CheckpointConfig
 from megatron_lite.config.tree import Config, load_config, require_validation
 from megatron_lite.parallel.launch import Launch, is_first_of_node, prepare_environment, report_status
@@ -251,12 +252,10 @@ def require_start(run: Path, checkpoint: CheckpointConfig) -> RunState:
     """Refuse a start that the run's directories show to be impossible, before libraries are loaded."""
     found = state_of(run)
     found.require_start()
+    require_own_directory(run, "run.directory")
     require_writable(run / "config.yaml", "run.directory")
     if found.newest is None and checkpoint.initialize_from is not None:
-        require_directory(
-            Path(checkpoint.initialize_from),
-            "set checkpoint.initialize_from to a run or one of its checkpoints",
-        )
+        model_at(Path(checkpoint.initialize_from), "checkpoint.initialize_from")
     return found
 
 

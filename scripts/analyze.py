@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Any
 # isort: split
 from data_utils.base.errors import ArgumentParser, ConfigError, expanded_path, run_command
 from data_utils.base.files import (
-    require_directory,
     require_named,
     require_new_directory,
     require_writable,
@@ -36,6 +35,7 @@ from data_utils.base.files import (
 )
 from data_utils.base.setting_files import load_yaml
 from data_utils.base.settings import check, merge, parse_override
+from megatron_lite.checkpoint.places import model_at
 from megatron_lite.optimus.inputs import read_lines, require_labels
 
 if TYPE_CHECKING:  # they import torch
@@ -156,7 +156,7 @@ def require_sense(arguments: argparse.Namespace) -> None:
         require_writable(arguments.json, "--json")
     if arguments.plot is not None:
         require_named(arguments.plot, "--plot")
-    require_directory(arguments.checkpoint, "give a run directory or one of its checkpoints")
+    model_at(arguments.checkpoint, "--checkpoint")
 
 
 def opened(arguments: argparse.Namespace, least: int = 1) -> tuple[Run, list[Text]]:

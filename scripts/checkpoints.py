@@ -10,8 +10,8 @@ python scripts/checkpoints.py merge runs/one runs/two --weights 0.3,0.7 --output
 
 `list` reads manifests and file sizes; `verify` reads everything and compares the checksums; `rewind` moves the
 checkpoints after a step aside, so that the run continues from it; `merge` writes the weighted mean of the weights of
-steps or runs: `linear` and `1-sqrt` are as if the learning rate had decayed so over the steps. Exit status: 0 when all
-checkpoints are good, 1 when one is damaged, 2 when there is none or the command is wrong.
+steps or runs: `linear` and `1-sqrt` are as if the learning rate had decayed so between the first and the last. Exit
+status: 0 when all checkpoints are good, 1 when one is damaged, 2 when there is none or the command is wrong.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ if __name__ == "__main__":
     import entry  # noqa: F401
 
 import argparse
+import contextlib
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -29,9 +31,11 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from data_utils.base.errors import ArgumentParser, CheckpointError, ConfigError, expanded_path, run_command
-from data_utils.base.files import require_directory
+from data_utils.base.files import require_new_directory
 from data_utils.base.foreign import conform
 from data_utils.base.progress import progress_bar
+from megatron_lite.checkpoint.manifest import checkpoints_in, checkpoints_of, list_checkpoints
+from megatron_lite.checkpoint.places import Place, place_of, run_at
 from megatron_lite.train.guard.lease import held
 from megatron_lite.train.guard.run_state import state_of
 from megatron_lite.train.observe.metrics import record_rewind
@@ -76,15 +80,28 @@ def parse_arguments() -> argparse.Namespace:
         "--weights", default="mean", help="of merge: mean, linear, 1-sqrt, or 0.2,0.8 (default: mean)"
     )
     parser.add_argument("--output", type=Path, help="of merge: a new run directory for the merged checkpoint")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     command, more = arguments.command, arguments.more
     if command == "rewind" and not (len(more) == 1 and more[0].isdigit()):
         raise ConfigError("rewind takes RUN and STEP.")
     if command in ("list", "verify") and more:
-        raise ConfigError(f"{command} takes no STEP.")
+        raise ConfigError(
+            f"{command} takes one run, directory of checkpoints or checkpoint, and {' '.join(more)} is one argument "
+            f"more; call it once for each."
+        )
+    if command == "merge" and (numbers := [each for each in more if _is_fraction(each)]):
+        raise ConfigError(
+            f"merge takes steps or runs, and {', '.join(numbers)} is neither; write numbers of --weights with commas "
+            "between, as --weights 0.3,0.7."
+        )
     if (command == "merge") != (arguments.output is not None):
         raise ConfigError(f"{command} takes {'--output DIRECTORY' if command == 'merge' else 'no --output'}.")
     return arguments
+
+
+def _is_fraction(text: str) -> bool:
+    """Whether an argument is a number that is no step, and nothing of this name exists."""
+    return re.fullmatch(r"\d*\.\d+", text) is not None and not Path(text).exists()
 
 
 def main() -> int:
@@ -110,31 +127,26 @@ def main() -> int:
 
 def find(directory: Path) -> list[Path]:
     """The checkpoints below a run, a directory of checkpoints, or the one given. Raises CheckpointError."""
-    from megatron_lite.checkpoint.manifest import checkpoints_in, is_checkpoint, list_checkpoints
-
-    try:
-        if is_checkpoint(directory) and directory.is_dir():
-            return [directory]
-        paths = list_checkpoints(checkpoints_in(directory))
-    except OSError:
-        paths = []
-    if not paths:
-        remedy = "give a run directory or one of its checkpoints"
-        found = state_of(directory)
-        raise CheckpointError(found.problem or f"{directory} holds no checkpoint; {remedy}.")
-    return paths
+    if place_of(directory) is Place.CHECKPOINT:
+        return [directory]
+    with contextlib.suppress(OSError):  # the state says why
+        if paths := list_checkpoints(checkpoints_in(directory)):
+            return paths
+    if problem := state_of(directory).problem:
+        raise CheckpointError(problem)
+    run_at(directory)
+    raise CheckpointError(f"{directory} has never saved: it holds no checkpoint.")
 
 
 def rewind(run: Path, step: int) -> None:
     """Set the checkpoints after `step` aside. Raises UserError, also while the run is training."""
-    from megatron_lite.checkpoint.manifest import list_checkpoints
     from megatron_lite.checkpoint.write import rewind
 
     try:
-        require_directory(run, "give the run.directory of a run")
+        run_at(run)
         state_of(run).require_checkpoints()
         with held(run, "rewinds"):
-            aside = rewind(run / "checkpoints", step)
+            aside = rewind(run, step)
             # Also if nothing moved: a call before may have been killed between the two.
             record_rewind(run, step)
     except OSError as error:
@@ -148,23 +160,21 @@ def rewind(run: Path, step: int) -> None:
 
 def merge_into(output: Path, run: Path, more: list[str], weights: str) -> None:
     """Write the merged checkpoint of steps of a run, or of runs. Raises UserError."""
+    require_new_directory(output)
     from megatron_lite.checkpoint.existing import find_manifest
-    from megatron_lite.checkpoint.manifest import checkpoint_name, checkpoints_in
     from megatron_lite.checkpoint.merge import merge, shares_of
 
-    are_steps = bool(more) and all(each.isdigit() for each in more)
     paths = [run, *map(Path, more)]
-    if are_steps:
-        paths = [checkpoints_in(run) / checkpoint_name(step) for step in sorted(map(int, more))]
+    if more and all(each.isdigit() for each in more):
+        find(run)
+        paths = checkpoints_of(checkpoints_in(run), sorted(map(int, more)))
     if len(set(paths)) < max(2, len(paths)):
         raise ConfigError(f"merge got {len(set(paths))} checkpoints; give two or more different ones.")
-    shares = shares_of(weights, len(paths))
-    if output.exists():
-        raise ConfigError(f"--output {output} exists; name a new directory.")
     sources = [find_manifest(path) for path in paths]
+    shares = shares_of(weights, [source.step for source in sources])
     for source in sources:
         verify(source)
-    path = merge(sources, shares, output / "checkpoints")
+    path = merge(sources, shares, output)
     for source, share in zip(sources, shares, strict=True):
         print(f"{share:8.4f}  {source.path}")
     print(f"{path} holds their weighted mean, and no optimizer state")

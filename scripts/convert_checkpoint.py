@@ -18,6 +18,7 @@ from data_utils.base.errors import ArgumentParser, ConfigError, expanded_path, r
 from data_utils.base.files import require_directory, require_new_directory
 from data_utils.base.setting_files import load_yaml
 from data_utils.base.settings import merge, parse_override
+from megatron_lite.checkpoint.places import model_at, require_export
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -95,7 +96,7 @@ def main() -> None:
     # Imported here: --help and mistakes in the arguments must not wait for torch and transformers.
     if arguments.command == "export":
         max_shard_bytes = parse_size(arguments.max_shard_size)
-        require_directory(arguments.checkpoint, "give a run directory or one of its checkpoints")
+        model_at(arguments.checkpoint, "--checkpoint")
         from megatron_lite.hf.doors.export import ExportOptions, export_run
 
         options = ExportOptions(
@@ -110,6 +111,7 @@ def main() -> None:
     else:
         tree = load_tree(arguments)
         require_directory(arguments.input, "give the directory that holds the weights")
+        require_export(arguments.input, "--input")
         from megatron_lite.hf.doors.importing import import_directory, import_megatron
 
         convert = import_directory if arguments.command == "import" else import_megatron

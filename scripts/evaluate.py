@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 # isort: split
 from data_utils.base.errors import ArgumentParser, ConfigError, DataError, expanded_path, run_command
-from data_utils.base.files import require_directory, require_named, require_writable, write_whole
+from data_utils.base.files import require_named, require_writable, write_whole
 from data_utils.base.setting_files import load_yaml
 from data_utils.base.settings import merge, parse_override
+from megatron_lite.checkpoint.places import models_at
 from megatron_lite.finetune.setup import is_export
 
 if TYPE_CHECKING:
@@ -53,8 +54,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    for path in arguments.checkpoint:
-        require_directory(path, "give a run, one of its checkpoints, or an exported directory")
+    given = [path for each in arguments.checkpoint for path in models_at(each, "--checkpoint")]
     if arguments.json is not None:
         require_writable(arguments.json, "--json")
     if arguments.plot is not None:
@@ -67,17 +67,17 @@ def main() -> None:
             f"--task {arguments.task} has no section task; give a file like those of configs/tasks/."
         )
     for override in arguments.overrides:
-        runs = [path for path in arguments.checkpoint if not is_export(path)]
+        runs = [path for path in given if not is_export(path)]
         if runs and override.startswith("model."):
             raise ConfigError(
                 f"{override} is given, but {runs[0]} is a run, which has its own model; leave it out."
             )
         tree = merge(tree, parse_override(override))
     # Imported here: mistakes in the arguments must not wait for torch.
-    from megatron_lite.finetune.checkpoints import evaluate, of_seeds, steps_of
+    from megatron_lite.finetune.checkpoints import evaluate, steps_of
 
     measured = []
-    for path in (path for given in arguments.checkpoint for path in of_seeds(given)):
+    for path in given:
         for checkpoint in steps_of(path) if arguments.every_step else [path]:
             measured.append(evaluate(checkpoint, tree, arguments.batch, arguments.tokenizer))
             print(f"measured {checkpoint}", flush=True)

@@ -30,9 +30,10 @@ from data_utils.base.errors import (
     expanded_path,
     run_command,
 )
-from data_utils.base.files import require_directory, require_writable
+from data_utils.base.files import require_writable
 from data_utils.base.settings import merge
 from megatron_lite.checkpoint.existing import find_manifest
+from megatron_lite.checkpoint.places import A_MODEL_OR_EXPORT, model_at, require_own_directory
 from megatron_lite.finetune.setup import Task, check_output, for_import, is_export, load_tree, prepare
 from megatron_lite.parallel.launch import Launch, is_first_of_node, prepare_environment, report_status
 from megatron_lite.train.engine.nvidia_apex import require_apex
@@ -75,9 +76,10 @@ def main() -> ExitStatus:
     launch = Launch.from_environment(arguments.local_rank)
     output: Path = arguments.output
     require_writable(output / "results.json", "--output")
+    require_own_directory(output, "--output", is_tuned=True)
     start, pretrained = arguments.checkpoint, None
     if start is not None:
-        require_directory(start, "give a run directory, one of its checkpoints, or an exported directory")
+        start = model_at(start, "--checkpoint", A_MODEL_OR_EXPORT)
         if is_export(start):
             start = imported(start, output / "imported", arguments, launch)
         pretrained = find_manifest(start).trainer_state().config

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_command
-from data_utils.base.files import require_directory
 from data_utils.text.tokenizers import PROMPT_MARKERS
+from megatron_lite.checkpoint.places import model_at
 from megatron_lite.config.generation import GenerationConfig
 
 
@@ -51,7 +51,7 @@ def main() -> None:
     blanks = {blank for blank in PROMPT_MARKERS for text in texts if blank in text}
     if blanks:
         require_blanks(texts)
-    require_directory(arguments.checkpoint, "give a run directory or one of its checkpoints")
+    model_at(arguments.checkpoint, "--checkpoint")
     # Imported here: mistakes in the arguments must not wait for torch.
     from megatron_lite.generate.open_run import open_run
     from megatron_lite.generate.texts import answers, fills_blanks, worker_of

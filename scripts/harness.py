@@ -26,6 +26,7 @@ from data_utils.base.errors import ArgumentParser, ConfigError, run_command
 from data_utils.base.files import require_directory, require_writable, write_whole
 from data_utils.base.settings import merge, parse_override
 from data_utils.tasks.config import FORMS, MASKS
+from megatron_lite.checkpoint.places import A_MODEL_OR_EXPORT, model_at
 
 BOOTSTRAP = 100  # draws for standard errors of perplexities and F1
 
@@ -73,7 +74,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    require_directory(arguments.checkpoint, "give a run, one of its checkpoints, or an exported directory")
+    arguments.checkpoint = model_at(arguments.checkpoint, "--checkpoint", A_MODEL_OR_EXPORT)
     if arguments.include_path is not None:
         require_directory(arguments.include_path, "give the directory with the tasks' YAML files")
     elif not arguments.online:

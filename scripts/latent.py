@@ -29,8 +29,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data_utils.base.errors import ArgumentParser, ConfigError, run_command
-from data_utils.base.files import PICTURES, require_directory, require_named, require_writable, write_whole
+from data_utils.base.files import PICTURES, require_named, require_writable, write_whole
 from data_utils.base.settings import check
+from megatron_lite.checkpoint.places import model_at
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.optimus.inputs import Sampling, read_lines, require_labels
 
@@ -147,7 +148,7 @@ def main(given: Sequence[str] | None = None) -> None:
     if arguments.command == "probe":
         labels = read_lines(arguments.labels, "--labels", "label")
         require_labels(labels, len(texts), arguments.labels_per_class, f"--labels {arguments.labels}")
-    require_directory(arguments.checkpoint, "give a run directory or one of its checkpoints")
+    model_at(arguments.checkpoint, "--checkpoint")
     # Imported here: mistakes in the arguments must not wait for torch.
     from megatron_lite.optimus.open_run import open_latent
 

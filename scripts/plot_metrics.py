@@ -24,6 +24,7 @@ from matplotlib.axes import Axes
 
 from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_command
 from data_utils.base.files import require_writable
+from megatron_lite.checkpoint.places import run_at
 from megatron_lite.report.run import read_unigram
 from megatron_lite.train.observe.records import read_metrics
 
@@ -42,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if output.suffix not in SUFFIXES:
         raise ConfigError(f"--output is {str(output)!r}; its name must end in {', '.join(SUFFIXES)}.")
     require_writable(output, "--output")
+    run_at(args.run)
     plot(read_metrics(args.run), read_unigram(args.run), output)
     print(output)
 

@@ -13,13 +13,13 @@ if __name__ == "__main__":
     import entry  # noqa: F401
 
 import argparse
-import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import IO
 
 from data_utils.base.errors import ArgumentParser, ConfigError, DataError, expanded_path, run_command
-from data_utils.base.files import disk_errors, require_writable
+from data_utils.base.files import disk_errors, new_file, require_writable
 from data_utils.text.documents import (
     BAD_RECORD_POLICIES,
     DEFAULT_MAX_BAD_RECORDS,
@@ -47,30 +47,22 @@ def sentences_of(text: str) -> Iterator[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     args = _parse_arguments(arguments)
     output = Path(args.output)
-    partial = output.with_name(f"{output.name}.partial")
-    with disk_errors(args.output):
-        output.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        written, left_out = _write(args, partial)
-        os.replace(partial, output)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    with disk_errors(args.output), new_file(output) as file:
+        written, left_out = _write(args, file)
     print(f"{output}: {written} sentences; left out: {left_out} of more than {args.most_words} words")
 
 
-def _write(args: argparse.Namespace, path: Path) -> tuple[int, int]:
+def _write(args: argparse.Namespace, file: IO[bytes]) -> tuple[int, int]:
     """The numbers of sentences written and left out. Raises DataError if none is written."""
     reading = args.text_key, args.text_split, args.on_bad_record, args.max_bad_records
     written = left_out = 0
-    with disk_errors(args.output), open(path, "w", encoding="utf-8") as file:
-        for document in read_documents(args.input, *reading):
-            for sentence in sentences_of(document.text):
-                if len(sentence.split()) > args.most_words:
-                    left_out += 1
-                    continue
-                file.write(f"{sentence}\n")
-                written += 1
+    for document in read_documents(args.input, *reading):
+        for sentence in sentences_of(document.text):
+            if len(sentence.split()) > args.most_words:
+                left_out += 1
+                continue
+            file.write(f"{sentence}\n".encode())
+            written += 1
     if not written:
         raise DataError(
             f"--input {' '.join(args.input)} has no sentence of at most {args.most_words} words; give other texts, or "

@@ -7,8 +7,6 @@ copy. Old copies are not removed. The manifest is written last, as in a build.
 
 from __future__ import annotations
 
-import fcntl
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,10 +16,10 @@ from tqdm import tqdm
 
 from data_utils.base.checksums import FileChecksums, difference
 from data_utils.base.errors import DataError
-from data_utils.base.files import disk_errors, sync_directory, sync_file, write_atomically
+from data_utils.base.files import disk_errors, new_file, open_locked, write_atomically
 from data_utils.base.progress import progress_bar
 from data_utils.dataset.indexed_dataset import IndexedDataset
-from data_utils.dataset.manifest import dataset_path, manifest_bytes
+from data_utils.dataset.manifest import POSSIBLE_SUFFIXES, dataset_path, manifest_bytes
 
 _CHUNK = 8 << 20
 
@@ -36,8 +34,8 @@ def local_copy(prefix: str | Path, directory: str | Path) -> Path:
     target = directory / f"{source.prefix.name}-{source.manifest['checksum'][:16]}"
     with disk_errors(target, "data.local_directory"):
         directory.mkdir(parents=True, exist_ok=True)
-        with open(f"{target}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with open(open_locked(Path(f"{target}.lock"), wait=True), "w"):
+            _refuse_links(target)
             if not dataset_path(target, ".json").exists():
                 _copy_all(prefix, target, source.manifest)
     if IndexedDataset(target).manifest["checksum"] != source.manifest["checksum"]:
@@ -46,6 +44,16 @@ def local_copy(prefix: str | Path, directory: str | Path) -> Path:
             "data.local_directory."
         )
     return target
+
+
+def _refuse_links(target: Path) -> None:
+    """Raise DataError for a link under a name of the copy: others may write into a node's temporary directory."""
+    for suffix in POSSIBLE_SUFFIXES:
+        if dataset_path(target, suffix).is_symlink():
+            raise DataError(
+                f"{dataset_path(target, suffix)} is a link, and a copy has none; remove it, or choose another "
+                "data.local_directory."
+            )
 
 
 def _copy_all(prefix: str | Path, target: Path, manifest: Mapping[str, Any]) -> None:
@@ -63,16 +71,11 @@ def _copy_all(prefix: str | Path, target: Path, manifest: Mapping[str, Any]) -> 
 
 
 def _copy(source: Path, target: Path, recorded: Mapping[str, Any], bar: tqdm) -> None:
-    partial = Path(f"{target}.partial")
     checksums = FileChecksums(recorded["block_bytes"])
-    with open(source, "rb") as reader, open(partial, "wb") as writer:
+    with open(source, "rb") as reader, new_file(target) as writer:
         while chunk := reader.read(_CHUNK):
             writer.write(chunk)
             checksums.update(chunk)
             bar.update(len(chunk))
-        sync_file(writer)
-    if problem := difference(recorded, checksums):
-        partial.unlink()
-        raise DataError(f"{source} {problem}; rebuild the dataset, or copy it again.")
-    os.replace(partial, target)
-    sync_directory(target.parent)
+        if problem := difference(recorded, checksums):
+            raise DataError(f"{source} {problem}; rebuild the dataset, or copy it again.")

@@ -86,6 +86,15 @@ def existing_files(prefix: str | Path) -> list[Path]:
     return [path for path in (dataset_path(prefix, suffix) for suffix in POSSIBLE_SUFFIXES) if path.exists()]
 
 
+def is_left_by_a_stopped_writer(prefix: str | Path) -> bool:
+    """Whether a writer was stopped after it had begun to replace the files: what is left of them opens to nobody.
+
+    It writes PREFIX.json.partial when all else is complete, then removes the old files, the manifest first, and renames
+    the new ones, the manifest last.
+    """
+    return dataset_path(prefix, ".json.partial").exists() and not dataset_path(prefix, ".json").exists()
+
+
 def damaged(prefix: str | Path, suffix: str, problem: str) -> DataError:
     path = dataset_path(prefix, suffix)
     return DataError(f"dataset {prefix}: {path} {problem}; rebuild the dataset or copy it again.")

@@ -16,13 +16,14 @@ import numpy as np
 
 from data_utils.base.checksums import describe_file, identity
 from data_utils.base.errors import DataError
-from data_utils.base.files import disk_errors, require_prefix, write_atomically
+from data_utils.base.files import disk_errors, locked, require_prefix, write_atomically
 from data_utils.base.progress import progress_bar
 from data_utils.dataset.indexed_dataset import IndexedDataset, document_starts, file_sizes, read_header
 from data_utils.dataset.manifest import (
     damaged,
     dataset_path,
     existing_files,
+    is_left_by_a_stopped_writer,
     manifest_bytes,
     read_old_manifest,
     require_facts,
@@ -91,8 +92,9 @@ def _describe_files(prefix: str) -> dict[str, Any]:
 
 def _write(prefix: str, facts: Mapping[str, Any]) -> IndexedDataset:
     path = dataset_path(prefix, ".json")
-    with disk_errors(path, "place"):
-        write_atomically(path, manifest_bytes(facts))
+    with disk_errors(path, "place"), locked(path):
+        # No name that a build gives: what a stopped build left is refused here, what this leaves is written over.
+        write_atomically(path, manifest_bytes(facts), ending=".adopted.partial")
     return IndexedDataset(prefix)
 
 
@@ -121,7 +123,7 @@ def merge_datasets(prefixes: Sequence[str], output: str, overwrite: bool = False
     existing = existing_files(output)
     if any(dataset_path(p, ".bin").samefile(path) for path in existing for p in prefixes):
         raise DataError(f"output {output} is also an input; choose another --output.")
-    if existing and not overwrite:
+    if existing and not overwrite and not is_left_by_a_stopped_writer(output):
         raise DataError(f"output {existing[0]} already exists; choose another --output or pass --overwrite.")
     places = [dataset_path(prefix, ".bin").resolve() for prefix in prefixes]
     again = next((prefix for i, prefix in enumerate(prefixes) if places[i] in places[:i]), None)

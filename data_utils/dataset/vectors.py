@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zipfile
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from data_utils.base.checksums import describe_file, identity
 from data_utils.base.errors import DataError
-from data_utils.base.files import disk_errors, require_named, sync_file
+from data_utils.base.files import disk_errors, new_file, require_named
 from data_utils.text.stored_files import open_regular
 
 _ROWS = 1 << 16  # at a time
@@ -61,33 +60,26 @@ class Vectors:
 def convert_vectors(text: str, output: str) -> tuple[int, int]:
     """Write lines of numbers, between tabs or spaces, as a .npy file. Returns: rows and columns. Raises DataError."""
     require_named(Path(output), "--output", (".npy",))
-    partial = Path(f"{output}.partial")
-    with disk_errors(Path(output)):
+    with disk_errors(output), open_regular(text) as lines, new_file(Path(output)) as file:
         size = rows = 0
-        try:
-            with open_regular(text) as lines, open(partial, "wb") as file:
-                for number, line in enumerate(lines, 1):
-                    try:
-                        row = np.array(line.split(), np.float32)
-                    except ValueError:
-                        row = np.array([np.nan], np.float32)
-                    size = size or len(row)
-                    if len(row) != size or not size or not np.isfinite(row).all():
-                        raise DataError(
-                            f"{text}:{number}: the line is not {size or 'one or more'} finite numbers; correct it."
-                        )
-                    if not rows:
-                        file.write(bytes(_HEADER_BYTES))
-                    file.write(row.tobytes())
-                    rows = number
-                if not rows:
-                    raise DataError(f"{text}: the file is empty; give one line of numbers for each entity.")
-                file.seek(0)
-                file.write(_header(rows, size))
-                sync_file(file)
-            os.replace(partial, output)
-        finally:
-            partial.unlink(missing_ok=True)
+        for number, line in enumerate(lines, 1):
+            try:
+                row = np.array(line.split(), np.float32)
+            except ValueError:
+                row = np.array([np.nan], np.float32)
+            size = size or len(row)
+            if len(row) != size or not size or not np.isfinite(row).all():
+                raise DataError(
+                    f"{text}:{number}: the line is not {size or 'one or more'} finite numbers; correct it."
+                )
+            if not rows:
+                file.write(bytes(_HEADER_BYTES))
+            file.write(row.tobytes())
+            rows = number
+        if not rows:
+            raise DataError(f"{text}: the file is empty; give one line of numbers for each entity.")
+        file.seek(0)
+        file.write(_header(rows, size))
     return rows, size
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,7 +13,14 @@ import numpy as np
 
 from data_utils.base.checksums import FileChecksums
 from data_utils.base.errors import DataError
-from data_utils.base.files import disk_errors, sync_directory, sync_file, write_synced
+from data_utils.base.files import (
+    disk_errors,
+    open_locked,
+    open_new,
+    sync_directory,
+    sync_file,
+    write_synced,
+)
 from data_utils.dataset.indexed_dataset import CHUNK, DTYPE_CODES, HEADER, INDEX_VERSION, MAGIC
 from data_utils.dataset.manifest import ENTITIES, POSSIBLE_SUFFIXES, dataset_path, manifest_bytes
 
@@ -77,13 +83,14 @@ class IndexedDatasetWriter:
         self.num_tokens = 0
         self._sealed = False
         self._finished = False
+        self._renamed: list[Path] = []
         suffixes = (".bin", ".idx", *[ENTITIES] * has_entities)
         self._checksums = {suffix: FileChecksums() for suffix in suffixes}
         with disk_errors(self.prefix), contextlib.ExitStack() as opened:
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
             self._bin = opened.enter_context(_create_exclusively(self._partial(".bin")))
-            self._lengths = opened.enter_context(open(self._partial(".lengths"), "wb"))
-            self._entities: Any = has_entities and opened.enter_context(open(self._partial(ENTITIES), "wb"))
+            self._lengths = opened.enter_context(open_new(self._partial(".lengths")))
+            self._entities: Any = has_entities and opened.enter_context(open_new(self._partial(ENTITIES)))
             self._files = opened.pop_all()
 
     def add(self, tokens: np.ndarray, lengths: np.ndarray, entities: np.ndarray | None = None) -> None:
@@ -114,7 +121,7 @@ class IndexedDatasetWriter:
             sync_file(self._bin)
             if self._entities:
                 sync_file(self._entities)
-            with open(self._partial(".idx"), "wb") as index:
+            with open_new(self._partial(".idx")) as index:
                 lengths = (
                     np.memmap(self._partial(".lengths"), "<i4", "r") if self.num_documents else np.empty(0)
                 )
@@ -140,14 +147,19 @@ class IndexedDatasetWriter:
                 if suffix == ".json":
                     sync_directory(self.prefix.parent)
                 os.replace(self._partial(suffix), dataset_path(self.prefix, suffix))
+                self._renamed.append(dataset_path(self.prefix, suffix))
             sync_directory(self.prefix.parent)
         self._finished = True
         self._files.close()
 
     def abort(self) -> None:
-        """Remove the unfinished files; an old dataset under the prefix stays. After `finish`: does nothing."""
+        """Remove the unfinished files; an old dataset under the prefix stays, unless `finish` failed while it put the
+        new one in its place. After `finish`: does nothing.
+        """
         if self._finished:
             return
+        for path in reversed(self._renamed):
+            path.unlink(missing_ok=True)
         for suffix in (*self._checksums, ".lengths", ".json"):
             self._partial(suffix).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # closing flushes, and a full disk fails a second time
@@ -181,15 +193,6 @@ class IndexedDatasetWriter:
 @contextlib.contextmanager
 def _create_exclusively(path: Path) -> Iterator[Any]:
     """Open an empty file that only this process writes. The file of a dead process is reused."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    with open(descriptor, "wb", closefd=True) as file:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise
-        except OSError:  # a file system without locks: two writers are not kept apart, one is still safe
-            pass
-        if not path.exists() or os.fstat(descriptor).st_ino != path.stat().st_ino:
-            raise BlockingIOError  # its writer finished and renamed it between our open and our lock
+    with open(open_locked(path), "wb", closefd=True) as file:
         file.truncate(0)
         yield file

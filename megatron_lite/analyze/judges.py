@@ -11,9 +11,11 @@ import numpy as np
 import torch
 
 from data_utils.base.errors import ConfigError
+from data_utils.base.files import new_directory
 from data_utils.samples.loader import SampleLoader, open_datasets
 from data_utils.tasks.scores.metrics_by_task import compared_by
 from megatron_lite.analyze.heads import Examples, Head, loss_of
+from megatron_lite.checkpoint.manifest import CHECKPOINTS
 from megatron_lite.checkpoint.merge import write_weights
 from megatron_lite.finetune.checkpoints import answer_of, task_of
 from megatron_lite.finetune.data import as_batch
@@ -128,4 +130,6 @@ def write_pruned(run: Run, removed: Sequence[Head], output: Path) -> Path:
         parameters[name].detach()[: shape[0]] for name, shape in shapes.items()
     )  # without rows of padding
     described = {"removed_heads": [list(head) for head in removed]}
-    return write_weights(run.checkpoint, weights, output / "checkpoints", described)
+    with new_directory(output) as directory:
+        path = write_weights(run.checkpoint, weights, directory / CHECKPOINTS, described)
+    return output / path.relative_to(directory)

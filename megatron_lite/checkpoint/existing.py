@@ -35,6 +35,7 @@ from megatron_lite.checkpoint.manifest import (
     none_is_valid,
     step_of,
 )
+from megatron_lite.checkpoint.places import model_at
 
 _MAX_MANIFEST_BYTES = 1 << 30
 
@@ -261,6 +262,7 @@ def newest_readable(directory: Path) -> Checkpoint | None:
 
 def find_manifest(path: Path) -> Checkpoint:
     """The checkpoint that `find_checkpoint` would find, by this process alone, and without reading its tensor files."""
+    path = model_at(path)
     if is_checkpoint(path):
         return read_checkpoint(path)
     return existing(newest_readable(checkpoints_in(path)), path)

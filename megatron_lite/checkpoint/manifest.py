@@ -19,7 +19,7 @@ import datetime
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,9 @@ from megatron_lite.checkpoint.state import TrainerState
 FORMAT = "megatron-lite-checkpoint"
 FORMAT_VERSION = 2
 KINDS = ("weight", "exp_avg", "exp_avg_sq")  # of a parameter for which the manifest does not name its own
+# In the directory of a run: its checkpoints, and the one with the best scores of a task.
+CHECKPOINTS, BEST = "checkpoints", "best"
+RESULTS = "results.json"  # of fine-tuning: in the directory of a seed, and in that of all
 NAME = re.compile(r"step_(\d{8,})(\.replaced)?")
 # In the names of what fine-tuning adds to a model.
 TASK_HEAD = "heads.task."
@@ -128,6 +131,18 @@ def list_checkpoints(directory: Path) -> list[Path]:
     return [path for _, path in sorted(paths.items())]
 
 
+def checkpoints_of(directory: Path, steps: Iterable[int]) -> list[Path]:
+    """The checkpoints of these steps in a directory of them. Raises CheckpointError naming all that are not there."""
+    paths = {step_of(path): path for path in list_checkpoints(directory)}
+    wanted = list(steps)
+    if absent := [step for step in wanted if step not in paths]:
+        raise CheckpointError(
+            f"{directory} holds no checkpoint of step {', '.join(map(str, absent))}; it holds those of steps "
+            f"{', '.join(map(str, paths)) or 'none'}."
+        )
+    return [paths[step] for step in wanted]
+
+
 def manifest_header(step: int, optimizer: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
     """A manifest without shapes, pieces and files, dated now. Args: optimizer: StateOwner.scalar_state."""
     return {
@@ -168,5 +183,5 @@ def none_is_valid(directory: Path, count: int) -> CheckpointError:
 
 def checkpoints_in(path: Path) -> Path:
     """The directory of checkpoints of a run, or the directory itself."""
-    inner = path / "checkpoints"
+    inner = path / CHECKPOINTS
     return inner if inner.is_dir() else path

@@ -1,11 +1,18 @@
 """A checkpoint whose weights are a weighted mean of others', as a substitute for a decay of the learning rate.
 
-A decay with factors f_i on the changes between checkpoints 0 to k is the mean with weights f_i - f_(i+1), where f_0 = 1
-and f_(k+1) = 0. Sums are made in fp64 and rounded once.
+Between checkpoints i - 1 and i the weights change by d_i = w_i - w_(i-1). Had the learning rate decayed, each update
+of that interval would have been smaller by the factor f that the decay has at its step, so the change would have been
+about F_i d_i with F_i the mean of f over the interval. The sum w_0 + F_1 d_1 + ... + F_k d_k is the mean of the
+checkpoints with the shares 1 - F_1, F_1 - F_2, ..., F_(k-1) - F_k, F_k. The decay begins at the first checkpoint's step
+and ends at the last one's, and f falls, so every share is above 0.
+Source: the equivalence of decay and merging is that of WSM, arXiv:2507.17634, which has an update for each checkpoint.
+
+Sums are made in fp64 and rounded once.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,10 +21,12 @@ from typing import Any
 import torch
 
 from data_utils.base.errors import CheckpointError, ConfigError
+from data_utils.base.files import new_directory
 from data_utils.base.progress import progress_bar
 from megatron_lite.checkpoint.boxes import matrix_shape
 from megatron_lite.checkpoint.existing import check_model
 from megatron_lite.checkpoint.manifest import (
+    CHECKPOINTS,
     Checkpoint,
     checkpoint_name,
     manifest_header,
@@ -25,26 +34,29 @@ from megatron_lite.checkpoint.manifest import (
 )
 from megatron_lite.checkpoint.read import weight_reader
 from megatron_lite.checkpoint.tensor_files import write_tensors
-from megatron_lite.checkpoint.write import publish
 
-DECAYS = {"linear": lambda x: 1 - x, "1-sqrt": lambda x: 1 - math.sqrt(x)}
+# The integral from 0 to x of the factor of the learning rate, where x is the share of the decay that is over.
+DECAYS = {"linear": lambda x: x - x * x / 2, "1-sqrt": lambda x: x - x * math.sqrt(x) * 2 / 3}
 
 
-def shares_of(text: str, count: int) -> list[float]:
-    """The weight of each of `count` checkpoints. Args: text: mean, a name of DECAYS, or numbers with commas between.
+def shares_of(text: str, steps: Sequence[int]) -> list[float]:
+    """The weight of each checkpoint.
 
-    Raises: ConfigError if they are not as many, or do not sum to 1.
+    Args:
+        text: mean, a name of DECAYS, or numbers with commas between.
+        steps: of the checkpoints, in their order.
+    Raises: ConfigError if the numbers are not as many, or do not sum to 1, or if no decay has these steps.
     """
+    count = len(steps)
     if text == "mean":
         return [1 / count] * count
     if text in DECAYS:
-        factors = [DECAYS[text](place / (count - 1)) for place in range(count)]
-        return [factor - after for factor, after in zip(factors, [*factors[1:], 0.0], strict=True)]
+        return _shares_of_decay(text, steps)
     try:
         shares = [float(share) for share in text.split(",")]
     except ValueError:
         raise ConfigError(
-            f"--weights is {text!r}; it must be mean, {', '.join(DECAYS)}, or numbers with commas between."
+            f"--weights is {text!r}; it must be mean, {', '.join(DECAYS)}, or numbers with commas between, as 0.5,0.5."
         ) from None
     if len(shares) != count or not abs(sum(shares) - 1) < 1e-6:
         raise ConfigError(
@@ -54,10 +66,26 @@ def shares_of(text: str, count: int) -> list[float]:
     return shares
 
 
-def merge(sources: Sequence[Checkpoint], shares: Sequence[float], directory: Path) -> Path:
-    """Write the merged checkpoint into a directory of checkpoints, without optimizer state. Returns its path.
+def _shares_of_decay(name: str, steps: Sequence[int]) -> list[float]:
+    intervals = list(itertools.pairwise(steps))
+    if any(first >= second for first, second in intervals):
+        raise ConfigError(
+            f"--weights {name} needs checkpoints of one run in the order of their steps, and these have "
+            f"{', '.join(map(str, steps))}; give mean or numbers."
+        )
+    integral, length = DECAYS[name], steps[-1] - steps[0]
+    factors = [1.0]  # F_0: what was learnt before the first checkpoint is kept whole
+    for first, second in intervals:
+        start, stop = (first - steps[0]) / length, (second - steps[0]) / length
+        factors.append((integral(stop) - integral(start)) / (stop - start))
+    return [factor - after for factor, after in itertools.pairwise([*factors, 0.0])]
 
-    It has the step and the state of the last source. Raises: CheckpointError if the sources are not of one model.
+
+def merge(sources: Sequence[Checkpoint], shares: Sequence[float], output: Path) -> Path:
+    """Make the run directory `output` with the merged checkpoint, without optimizer state. Returns its path.
+
+    It has the step and the state of the last source.
+    Raises: CheckpointError if the sources are not of one model; DataError if it cannot be written: then nothing is.
     """
     last = sources[-1]
     for source in sources[:-1]:
@@ -70,21 +98,23 @@ def merge(sources: Sequence[Checkpoint], shares: Sequence[float], directory: Pat
     described = [
         {"path": str(source.path), "share": share} for source, share in zip(sources, shares, strict=True)
     ]
-    return write_weights(last, _merged(sources, shares), directory, {"merged": described})
+    with new_directory(output) as directory:
+        path = write_weights(last, _merged(sources, shares), directory / CHECKPOINTS, {"merged": described})
+    return output / path.relative_to(directory)
 
 
 def write_weights(
     source: Checkpoint, weights: Iterator[torch.Tensor], directory: Path, described: Mapping[str, Any]
 ) -> Path:
-    """Write a checkpoint with the step and state of another into a directory of checkpoints. Returns its path.
+    """Write a checkpoint with the step and state of another into a directory that is made. Returns its path.
 
     Args:
         weights: fp32, of the parameters of `source.shapes` in their order; no optimizer state goes with them.
+        directory: in one that gets its name when all is written (`new_directory`).
         described: what the manifest says of them.
     """
     path, name = directory / checkpoint_name(source.step), "rank_00000.safetensors"
-    partial = path.with_name(f"{path.name}.partial")
-    partial.mkdir(parents=True)
+    path.mkdir(parents=True)
     boxes = {each: matrix_shape(shape) for each, shape in source.shapes.items()}
     stored = {f"{each}/weight/0.0": shape for each, shape in boxes.items()}
     manifest = {
@@ -92,14 +122,13 @@ def write_weights(
         **described,
         "shapes": {each: list(shape) for each, shape in source.shapes.items()},
         "kinds": {each: {"weight": list(shape)} for each, shape in boxes.items()},
-        "files": {name: write_tensors(partial / name, stored, weights)},
+        "files": {name: write_tensors(path / name, stored, weights)},
         "pieces": [
             {"file": name, "key": f"{each}/weight/0.0", "name": each, "kind": "weight", "box": (0, rows, 0, columns)}
             for each, (rows, columns) in boxes.items()
         ],
     }  # fmt: skip
-    write_manifest(partial, manifest)
-    publish(partial, path)
+    write_manifest(path, manifest)
     return path
 
 

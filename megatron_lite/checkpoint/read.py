@@ -32,6 +32,7 @@ from megatron_lite.checkpoint.manifest import (
     none_is_valid,
     step_of,
 )
+from megatron_lite.checkpoint.places import model_at
 from megatron_lite.checkpoint.tensor_files import TensorFile
 from megatron_lite.model.layers.tensor_parallel import whole_shape
 from megatron_lite.parallel.context import ParallelContext
@@ -62,6 +63,7 @@ def find_checkpoint(path: Path, context: ParallelContext) -> Checkpoint:
 
     Called by every rank. Raises CheckpointError if there is none or it is damaged.
     """
+    path = model_at(path)
     if is_checkpoint(path):
         return _read_together(path, context)
     return existing(newest_valid(checkpoints_in(path), context), path)

@@ -16,15 +16,18 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from data_utils.base.errors import CheckpointError
 from data_utils.base.files import sync_directory, write_synced
 from megatron_lite.checkpoint.agreement import describe_error, failed_together
 from megatron_lite.checkpoint.boxes import matrix_shape
 from megatron_lite.checkpoint.fragments import Fragment, StateOwner
 from megatron_lite.checkpoint.manifest import (
+    BEST,
+    CHECKPOINTS,
     KINDS,
     NAME,
+    RESULTS,
     checkpoint_name,
+    checkpoints_of,
     list_checkpoints,
     manifest_header,
     step_of,
@@ -251,28 +254,35 @@ def retain(directory: Path, keep_last: int, keep_every: int) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
 
 
-def rewind(directory: Path, step: int) -> Path | None:
-    """Make the checkpoint of `step` the newest: move all newer ones into a new directory `rewound_TIME`.
+def rewind(run: Path, step: int) -> Path | None:
+    """Make the checkpoint of `step` the newest of a run: move all newer ones into a new directory `rewound_TIME`.
 
-    Nothing is deleted. If a call is killed, another one moves the rest. Returns the new directory, None if there was
-    nothing to move. Raises CheckpointError if there is no such checkpoint or it is damaged; OSError.
+    What fine-tuning has made of them goes there too. Nothing is deleted. If a call is killed, another one moves the
+    rest. Returns the new directory, None if there was nothing to move.
+    Raises: CheckpointError if there is no such checkpoint or it is damaged; OSError.
     """
     from megatron_lite.checkpoint.existing import read_checkpoint, verify_checkpoint
 
-    paths = {step_of(path): path for path in list_checkpoints(directory)}
-    if step not in paths:
-        steps = ", ".join(map(str, paths)) or "none"
-        raise CheckpointError(
-            f"{directory} holds no checkpoint of step {step}; it holds those of steps {steps}."
-        )
-    verify_checkpoint(read_checkpoint(paths[step]))
-    newer = [p for p in directory.iterdir() if NAME.fullmatch(p.name) and step_of(p) > step]
-    if not newer:
+    directory = run / CHECKPOINTS
+    (path,) = checkpoints_of(directory, [step])
+    verify_checkpoint(read_checkpoint(path))
+    newer, best = (
+        [p for p in above.glob("step_*") if NAME.fullmatch(p.name) and step_of(p) > step]
+        for above in (directory, run / BEST)
+    )
+    if not newer and not best:
         return None
     target = directory / f"rewound_{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S_%f}"
     os.mkdir(target)
+    # Results are of the end of the run. They go first: what the run writes at its end, it can write again.
+    for path in filter(Path.exists, [run / name for name in (RESULTS, "predictions", "tasks")]):
+        os.rename(path, target / path.name)
+    if best:
+        os.mkdir(target / BEST)
+    for path in best:
+        os.rename(path, target / BEST / path.name)
     for path in sorted(newer, reverse=True):  # newest first: a kill in between leaves no gap in the steps
         os.rename(path, target / path.name)
-    sync_directory(target)
-    sync_directory(directory)
+    for changed in (target, directory, run):
+        sync_directory(changed)
     return target

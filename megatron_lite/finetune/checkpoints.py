@@ -17,7 +17,6 @@ from data_utils.base.settings import merge, to_tree
 from megatron_lite.checkpoint.manifest import checkpoints_in, is_checkpoint, list_checkpoints
 from megatron_lite.config.tree import Config
 from megatron_lite.finetune.evaluation import Answer, Evaluated, Evaluation, Model
-from megatron_lite.finetune.judge import BEST
 from megatron_lite.finetune.setup import HEADED, HEADLESS, Task, for_import, is_export, prepare
 from megatron_lite.finetune.writing import writer
 from megatron_lite.generate.open_run import OpenRun, Run, open_run
@@ -43,11 +42,6 @@ def steps_of(path: Path) -> list[Path]:
     if is_checkpoint(path) or is_export(path):
         return [path]
     return list_checkpoints(checkpoints_in(path)) or [path]
-
-
-def of_seeds(path: Path) -> list[Path]:
-    """The best checkpoint of each seed of scripts/finetune.py's output; any other path alone."""
-    return sorted(path.glob(f"seed_*/{BEST}")) or [path]
 
 
 @contextlib.contextmanager

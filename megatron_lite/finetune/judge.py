@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import statistics
@@ -11,12 +12,13 @@ from typing import Any
 
 from data_utils.base.files import sync_directory
 from data_utils.tasks.scores.metrics_by_task import Metrics
-from megatron_lite.checkpoint.manifest import checkpoint_name, list_checkpoints, step_of
+from megatron_lite.checkpoint.manifest import BEST, CHECKPOINTS, checkpoint_name, list_checkpoints, step_of
 from megatron_lite.finetune.evaluation import Evaluation, Model
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.observe.records import read_metrics
 
-BEST = "best"  # the directory of the best checkpoint, in a run's
+log = logging.getLogger(__name__)
+
 FAR = 0.1  # relative, below the best possible score
 
 
@@ -41,6 +43,7 @@ class TaskJudge:
         self._evaluations, self._metrics, self._model = evaluations, metrics, model
         self._context, self._directory, self._patience = context, directory, patience
         self._scores: list[float] = []
+        self._kept = float("-inf")  # the score of the checkpoint in DIRECTORY/best, on the main rank
 
     @property
     def ends_training(self) -> bool:
@@ -56,6 +59,8 @@ class TaskJudge:
         count, last = self._context.sum_of_hosts([float(len(scores)), float(last)])
         own = list(scores.values()) if self._context.is_main else [0.0] * int(count)
         self._scores = self._context.sum_of_hosts(own)
+        if self._context.is_main:
+            self._kept = keep_best_of(self._directory, scores)
         return int(last)
 
     def lack(self, labels: Collection[Any], possible: Mapping[str, Mapping[str, float]]) -> str:
@@ -83,8 +88,9 @@ class TaskJudge:
     def evaluate(self, step: int) -> dict[str, float]:
         measured = self.measured()
         score = measured["score"]
-        if self._context.is_main and score > max(self._scores, default=float("-inf")):
-            keep_best(self._directory, step)
+        # Of equal scores the first one's checkpoint stays: it was trained for fewer steps.
+        if self._context.is_main and score > self._kept and keep_best(self._directory, step):
+            self._kept = score
         self._scores.append(score)
         return measured
 
@@ -116,20 +122,68 @@ class TasksJudge(TaskJudge):
         return {**named, "score": statistics.mean(own["score"] for own in by_task.values())}
 
 
-def keep_best(directory: Path, step: int) -> None:
-    """Make the checkpoint of `step` the only one of DIRECTORY/best. Files are shared, not copied, where possible."""
+def keep_best_of(directory: Path, scores: Mapping[int, float]) -> float:
+    """Let DIRECTORY/best hold the best checkpoint of a run that goes on. Returns its score, -inf if there is none.
+
+    A rewind, or a fallback to an older checkpoint, makes later steps void: their checkpoint cannot be the best one.
+
+    Args: scores: of the steps that the run has behind it, in their order.
+    """
+    valid = {step_of(path): path for path in list_checkpoints(directory / CHECKPOINTS)}
+    best = {step_of(path): path for path in list_checkpoints(directory / BEST)}
+    for step, path in best.items():
+        if step not in scores or (step in valid and _manifest(valid[step]) != _manifest(path)):
+            log.info("%s is of steps that are not the run's any more; it is removed", path)
+            shutil.rmtree(path)
+    there = [step for step in scores if step in valid or (directory / BEST / checkpoint_name(step)).exists()]
+    if not there:
+        return float("-inf")
+    chosen = max(there, key=lambda step: scores[step])  # the first of equal ones
+    if scores[chosen] < max(scores.values()):
+        log.warning(
+            "%s: the checkpoint with the best score, %.4f, is not there any more; the best that is there is that of "
+            "step %d with %.4f",
+            *(directory, max(scores.values()), chosen, scores[chosen]),
+        )
+    if (directory / BEST / checkpoint_name(chosen)).exists() or keep_best(directory, chosen):
+        return scores[chosen]
+    return float("-inf")
+
+
+def _manifest(checkpoint: Path) -> bytes:
+    try:
+        return (checkpoint / "manifest.json").read_bytes()
+    except OSError:
+        return b""
+
+
+def keep_best(directory: Path, step: int) -> bool:
+    """Make the checkpoint of `step` the only one of DIRECTORY/best. Files are shared, not copied, where possible.
+
+    Returns: False, with a warning, if that fails, as it does when the disk is full and the step was not saved: the run
+    goes on, and DIRECTORY/best is as it was.
+    """
     best, name = directory / BEST, checkpoint_name(step)
     partial = best / f"{name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    for file in (directory / "checkpoints" / name).iterdir():
-        try:
-            os.link(file, partial / file.name)
-        except OSError:  # a file system without links
-            shutil.copy2(file, partial / file.name)
-    shutil.rmtree(best / name, ignore_errors=True)
-    partial.rename(best / name)
-    sync_directory(best)
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        for file in (directory / CHECKPOINTS / name).iterdir():
+            try:
+                os.link(file, partial / file.name)
+            except OSError:  # a file system without links
+                shutil.copy2(file, partial / file.name)
+        shutil.rmtree(best / name, ignore_errors=True)
+        partial.rename(best / name)
+        sync_directory(best)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        log.warning(
+            "step %d has the best score so far, but its checkpoint cannot be kept in %s (%s: %s); training goes on",
+            *(step, best, error.filename, error.strerror),
+        )
+        return False
     for path in list_checkpoints(best):
         if step_of(path) != step:
             shutil.rmtree(path, ignore_errors=True)
+    return True

@@ -30,14 +30,14 @@ from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.readers.synthetic import optimum
 from data_utils.tasks.scores.metrics_by_task import LOSS, Metrics, compared_by
 from data_utils.tasks.scores.predictions import file_name, write_predictions
-from megatron_lite.checkpoint.manifest import TASK_HEAD
+from megatron_lite.checkpoint.manifest import BEST, RESULTS, TASK_HEAD
 from megatron_lite.checkpoint.read import find_checkpoint, load_weights_only
 from megatron_lite.finetune import policies
 from megatron_lite.finetune.data import SeveralTasks, TaskData
 from megatron_lite.finetune.evaluation import Evaluated, Evaluation, Model
-from megatron_lite.finetune.judge import BEST, TaskJudge, TasksJudge
+from megatron_lite.finetune.judge import TaskJudge, TasksJudge
 from megatron_lite.finetune.language import LanguageDocuments
-from megatron_lite.finetune.setup import RESULTS, Task, run_directory, settings_of
+from megatron_lite.finetune.setup import Task, run_directory, settings_of
 from megatron_lite.finetune.several import Turns
 from megatron_lite.finetune.writing import writer
 from megatron_lite.model.input.task_batch import TaskBatch
@@ -77,6 +77,9 @@ def finetune(
         if _is_done(task, directory, context):
             continue
         config = replace(task.config, run=replace(task.config.run, directory=str(directory)))
+        if context.is_main:  # of all seeds: written again when the last one is done
+            for one in task.each:
+                (output / one.place / RESULTS).unlink(missing_ok=True)
         status = _one_seed(replace(task, config=config).seeded(seed), context, control, watchdog)
         if status is not None:
             return status

@@ -23,6 +23,8 @@ from data_utils.tasks.layouts.render import Renderer
 from data_utils.tasks.readers.by_name import labels_of, read_records
 from data_utils.tasks.scores.metrics_by_task import check_metrics, compared_by, with_no_answers
 from data_utils.text.tokenizers import Tokenizer, load_tokenizer
+from megatron_lite.checkpoint.manifest import RESULTS
+from megatron_lite.checkpoint.places import Place, place_of
 from megatron_lite.config.tree import Config
 from megatron_lite.electra.sections import discriminator_alone
 from megatron_lite.finetune.several import batches_of, joined, with_sections
@@ -47,7 +49,6 @@ _OF_ANOTHER_RUN = (
     ),
     *("profiler", "deepspeed", "schedule", "phases"),
 )
-RESULTS = "results.json"  # of a seed, and of all
 _NOT_COUNTED = 1 << 40  # steps, until the samples are counted
 _OF_PRETRAINING = {
     "batch": ("ramp",),
@@ -155,7 +156,7 @@ def load_tree(
 
 def is_export(path: Path) -> bool:
     """Whether a directory is one of transformers."""
-    return (path / "config.json").exists()
+    return place_of(path) is Place.EXPORT
 
 
 def for_import(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,16 +16,15 @@ from typing import Any
 from typing_extensions import TypedDict
 
 from data_utils.base.errors import DataError, UserError
-from data_utils.base.files import require_directory
 from data_utils.base.foreign import conform, parse_json, read_bounded
 from data_utils.base.setting_files import MAX_BYTES, parse_yaml
 from data_utils.base.settings import build, to_tree
 from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import Checkpoint, list_checkpoints, step_of
+from megatron_lite.checkpoint.places import run_at
 from megatron_lite.config.tree import Config
 from megatron_lite.report.curves import Records, read_records
 from megatron_lite.train.guard.run_state import MEANINGS, state_of
-from megatron_lite.train.observe.metrics import FILE
 
 MAX_CHECKPOINTS = 20  # of a run, that are looked at
 # Written by scripts/quickstart/scores.py, and by scripts/finetune.py in the directory of each seed.
@@ -81,12 +80,8 @@ class RunReport:
 
 
 def read_run(path: Path) -> RunReport:
-    """Read a run's directory. Raises DataError unless it is one."""
-    require_directory(path, "give the directory of a run, as run.directory names it")
-    if not any((path / name).exists() for name in (FILE, "config.yaml", "checkpoints")):
-        raise DataError(
-            f"{path} holds no run; give the directory of one that has begun, as run.directory names it."
-        )
+    """Read a run's directory. Raises CheckpointError unless it is one."""
+    run_at(path)
     records = read_records(path)
     run = RunReport(path, _name(path), records, notes=list(records.notes))
     _read_config(run)

@@ -1,7 +1,9 @@
 """Fine-tuning runs: every kind learns, layouts and resumed runs equal one process, results say what was measured."""
 
+import errno
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from support.whole_weights import load_weights
 from data_utils.base.errors import ConfigError, ExitStatus
 from data_utils.base.settings import parse_override
 from data_utils.tasks.scores.metrics_by_task import compared_by
+from megatron_lite.checkpoint import write as write_module
 from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints, step_of
 from megatron_lite.config.sections import ParallelConfig
@@ -134,6 +137,74 @@ def test_an_evaluation_that_was_lost_is_made_up_for(tmp_path, ended):
     learn(files, output, *options)
     assert scores(output) == scores(tmp_path / "whole")
     assert results(output)["files"] == results(tmp_path / "whole")["files"]
+
+
+def rewind(run, step):
+    assert forked("scripts/checkpoints.py", "rewind", str(run), str(step)).returncode == 0
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_the_best_checkpoint_is_of_the_branch_that_goes_on(tmp_path, is_done):
+    """A run learns and is rewound to where it knew nothing; the next start learns nothing. Its results must say so."""
+    files, output = write_task(tmp_path / "task"), tmp_path / "out"
+    options = ["finetune.epochs=6", "training.eval_interval=4", "checkpoint.keep_last=0"]
+    learn(files, output, *options, *([] if is_done else ["training.stop_after_step=23"]))
+    run = output / "seed_1234"
+    (best,) = list_checkpoints(run / "best")
+    assert step_of(best) > 4 and max(accuracy for _, accuracy in scores(output)) > 0.9
+    rewind(run, 4)
+    assert not list_checkpoints(run / "best") and not (run / "results.json").exists()
+    (aside,) = (run / "checkpoints").glob("rewound_*")
+    assert [path.name for path in (aside / "best").iterdir()] == [best.name]  # nothing is deleted
+    assert (aside / "results.json").exists() is is_done
+    slower = [*options, "optimizer.lr=1e-12"]
+    learn(files, output, *slower, "training.stop_after_step=8")
+    assert not (output / "results.json").exists()
+    learn(files, output, *slower)
+    live = dict(scores(output))
+    (seed,) = results(output)["seeds"]
+    (of_file,) = seed["files"].values()
+    assert of_file["metrics"]["accuracy"] == max(live.values()) == live[seed["best_step"]] < 0.9
+    assert seed["best_step"] == 4  # the first of equal ones
+    assert [step_of(path) for path in list_checkpoints(run / "best")] == [4]
+
+
+def test_a_best_checkpoint_that_lacks_or_is_another_branchs_is_chosen_again(tmp_path):
+    """As after a rewind by a former version, which left `best` alone."""
+    files, output = write_task(tmp_path / "task"), tmp_path / "out"
+    options = ["finetune.epochs=6", "training.eval_interval=4", "checkpoint.keep_last=0"]
+    learn(files, output, *options, "training.stop_after_step=16")
+    run = output / "seed_1234"
+    before, (best,) = dict(scores(output)), list_checkpoints(run / "best")
+    shutil.move(best, run / "best/step_00000023")  # of a step that the run has not
+    learn(files, output, *options, "training.stop_after_step=17")
+    assert list_checkpoints(run / "best") == [best] and before[step_of(best)] == max(before.values())
+    shutil.rmtree(best)
+    shutil.copytree(run / "checkpoints/step_00000004", best)
+    (best / "manifest.json").write_bytes(b"another branch")
+    learn(files, output, *options)
+    assert read_checkpoint(list_checkpoints(run / "best")[0]).step == results(output)["seeds"][0]["best_step"]
+
+
+def with_failing_saves(context, files, output, steps, *overrides):
+    """The disk is full while the checkpoints of these steps are written."""
+    write = write_module.write_manifest
+
+    def refuse(directory, manifest):
+        if manifest["step"] in steps:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
+        write(directory, manifest)
+
+    write_module.write_manifest = refuse
+    return run(context, files, output, *overrides)
+
+
+def test_training_goes_on_where_the_best_checkpoint_was_not_saved(tmp_path):
+    files, output = write_task(tmp_path / "task"), tmp_path / "out"
+    options = ["finetune.epochs=3", "training.eval_interval=4", "optimizer.lr=1e-12"]
+    statuses = run_ranks(with_failing_saves, 1, files, output, (4,), *options)
+    assert statuses == [ExitStatus.FINISHED]
+    assert results(output)["seeds"][0]["best_step"] == 8  # the first that was saved, of equal ones
 
 
 def test_seeds_are_runs_and_done_ones_are_not_repeated(tmp_path):

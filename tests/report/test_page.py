@@ -10,7 +10,7 @@ from support.distributed import run_ranks
 from support.project import small_run
 from support.report_runs import HOSTILE, fit_and_fill, hostile_run, interrupted, train, write_records
 
-from data_utils.base.errors import ConfigError, DataError
+from data_utils.base.errors import CheckpointError, ConfigError, DataError
 from data_utils.base.settings import merge
 from megatron_lite.report.charts import linear_scale, logarithmic_scale
 from megatron_lite.report.html import element, escaped
@@ -186,9 +186,9 @@ def test_the_command_writes_the_page(real_run, tmp_path, capsys):
     assert capsys.readouterr().out == f"{tmp_path / 'page.html'}\n"
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert text.startswith("<!doctype html>") and len(text) < 300_000
-    with pytest.raises(DataError, match="does not exist; give the directory of a run"):
+    with pytest.raises(CheckpointError, match="does not exist; give the directory of a run"):
         main([str(tmp_path / "absent")])
-    with pytest.raises(DataError, match="holds no run; give the directory"):
+    with pytest.raises(CheckpointError, match="holds no run and no checkpoint; give the directory"):
         main([str(tmp_path)])
     with pytest.raises(ConfigError, match="9 runs are given; a page shows 8 at most"):
         main([str(real_run)] * 9)

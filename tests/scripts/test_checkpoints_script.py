@@ -1,14 +1,20 @@
 """scripts/checkpoints.py as a user runs it."""
 
+import shutil
+import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
+from support.crash_shim import at_every_operation, fill_disk, record_and_kill
 from support.project import ROOT
 from support.stub_engine import StubEngine
 from support.whole_weights import load_weights
 
+from data_utils.base.errors import DataError
+from data_utils.base.files import new_directory
 from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints, rewinds
 from megatron_lite.checkpoint.merge import shares_of
@@ -73,7 +79,7 @@ def test_damage_is_told_apart_from_a_wrong_command(directory, run, tmp_path):
     assert run("verify", file.parent)[0] == 1
     for absent in (tmp_path / "absent", tmp_path / "step_00000001"):
         status, _, err = run("list", absent)
-        assert status == 2 and err.startswith("error: ") and "holds no checkpoint" in err
+        assert status == 2 and err.startswith("error: ") and "does not exist; give" in err
 
 
 def test_merge_writes_the_weighted_mean(directory, run, tmp_path):
@@ -91,19 +97,93 @@ def test_merge_writes_the_weighted_mean(directory, run, tmp_path):
     assert run("verify", output)[0] == 0
 
 
-def test_shares_are_those_of_a_decay():
-    """With factors f on the changes between checkpoints: 1, f_1, ..., f_k, where the last is 0."""
-    assert shares_of("mean", 4) == [0.25] * 4
-    assert shares_of("linear", 6) == pytest.approx([0.2] * 5 + [0])
-    assert shares_of("1-sqrt", 6) == pytest.approx([0.4472, 0.1852, 0.1421, 0.1198, 0.1056, 0], abs=1e-4)
-    for name, factors in (
-        ("linear", [1, 2 / 3, 1 / 3, 0]),
-        ("1-sqrt", [1, 1 - 3**-0.5, 1 - (2 / 3) ** 0.5, 0]),
+DECAYS = {"linear": lambda x: 1 - x, "1-sqrt": lambda x: 1 - x**0.5}
+
+
+@pytest.mark.parametrize("steps", [(0, 10), (10, 20, 30), (100, 130, 190, 200, 1000), (7, 8, 9, 10, 11, 12)])
+@pytest.mark.parametrize("name", DECAYS)
+def test_shares_are_those_of_a_decay(name, steps):
+    """The model moves by a known amount at each step; with the decay's factor on every one of 10^5 small updates it
+    ends where the mean of the checkpoints is."""
+    generator = np.random.default_rng(1)
+    speeds = generator.normal(size=len(steps) - 1)  # of the weight between two checkpoints
+    weights = np.concatenate([[3.0], 3.0 + np.cumsum(speeds * np.diff(steps))])
+    places = (np.arange(100_000) + 0.5) / 100_000
+    interval = np.searchsorted(steps, steps[0] + places * (steps[-1] - steps[0]), side="right") - 1
+    updates = speeds[interval] * DECAYS[name](places) * (steps[-1] - steps[0]) / 100_000
+    shares = shares_of(name, steps)
+    assert np.dot(shares, weights) == pytest.approx(3.0 + updates.sum(), rel=1e-4)
+    assert sum(shares) == pytest.approx(1) and min(shares) > 0
+
+
+def test_shares_of_equal_distances():
+    assert shares_of("mean", [5, 6, 9, 100]) == [0.25] * 4
+    assert shares_of("linear", [10, 20]) == pytest.approx([0.5, 0.5])
+    assert shares_of("linear", [10, 20, 30]) == pytest.approx([0.25, 0.5, 0.25])
+    assert shares_of("1-sqrt", [10, 20, 30]) == pytest.approx([0.4714, 0.3905, 0.1381], abs=1e-4)
+    assert shares_of("linear", [0, 1, 4]) == pytest.approx([1 / 8, 1 / 2, 3 / 8])  # unequal ones count
+
+
+def test_a_merge_of_two_by_a_decay_is_their_mean(directory, run, tmp_path):
+    status, out, err = run("merge", directory, 10, 20, "--weights", "linear", "--output", tmp_path / "merged")
+    assert status == 0, err
+    assert [line.split()[0] for line in out.splitlines()[:2]] == ["0.5000", "0.5000"]
+
+
+def files(path):
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+def merge_again(directory, output):
+    sys.argv = [str(SCRIPT), "merge", str(directory), "10", "20", "--output", str(output)]
+    checkpoints.command()
+
+
+@pytest.mark.parametrize(("change", "least"), [(record_and_kill, 12), (fill_disk, 10)])
+def test_a_merge_that_is_killed_or_finds_the_disk_full_is_done_by_the_same_command(
+    directory, run, tmp_path, change, least
+):
+    output = tmp_path / "out/merged"
+    assert run("merge", directory, 10, 20, "--output", tmp_path / "whole")[0] == 0
+    (whole,) = list_checkpoints(tmp_path / "whole/checkpoints")
+    seen = set()
+
+    def before():
+        shutil.rmtree(output.parent, ignore_errors=True)
+        return tmp_path / "journal"
+
+    def after(status, err):
+        if change is fill_disk:
+            assert status == 2 and err.count("error: ") == 1 and "No space left on device" in err, err
+            assert "Traceback" not in err
+            # The last operation waits for the name of the whole output.
+            assert not output.parent.exists() or list(output.parent.iterdir()) == [output]
+        else:
+            assert status == -signal.SIGKILL
+        seen.add(output.exists())
+        if not output.exists():
+            assert run("merge", directory, 10, 20, "--output", output)[0] == 0
+            assert [path.name for path in output.parent.iterdir()] == ["merged"]  # nothing is left
+        (merged,) = list_checkpoints(output / "checkpoints")
+        assert files(merged)["rank_00000.safetensors"] == files(whole)["rank_00000.safetensors"]
+        assert run("verify", output)[0] == 0
+
+    count = at_every_operation(change, lambda: merge_again(directory, output), before, after)
+    assert count >= least and False in seen
+
+
+def test_a_second_merge_to_one_output_is_refused(directory, run, tmp_path):
+    with new_directory(tmp_path / "merged"):
+        status, out, err = run("merge", directory, 10, 20, "--output", tmp_path / "merged")
+        assert (status, out, err.count("\n")) == (2, "", 1) and "being written by another" in err
+    with (
+        pytest.raises(DataError, match="Directory not empty"),
+        new_directory(tmp_path / "other") as partial,
     ):
-        weights = torch.tensor([3.0, 4.5, 4.0, 7.0], dtype=torch.float64)
-        decayed = weights[0] + (weights.diff() * torch.tensor(factors[1:], dtype=torch.float64)).sum()
-        merged = (weights * torch.tensor(shares_of(name, 4), dtype=torch.float64)).sum()
-        assert merged.item() == pytest.approx(decayed.item(), rel=1e-12)
+        (partial / "file").touch()
+        (tmp_path / "other").mkdir()
+        (tmp_path / "other/mine").touch()  # made meanwhile: stays
+    assert files(tmp_path / "other") == {"mine": b""}
 
 
 def test_merge_refuses_what_has_no_mean(directory, run, tmp_path):
@@ -118,8 +198,13 @@ def test_merge_refuses_what_has_no_mean(directory, run, tmp_path):
     assert "two or more different ones" in refused(directory, 10, 10, *output)
     assert "must be mean, linear, 1-sqrt" in refused(directory, 10, 20, "--weights", "cosine", *output)
     assert "2 numbers with the sum 0.9" in refused(directory, 10, 20, "--weights", "0.3,0.6", *output)
-    assert "exists; name a new directory" in refused(directory, 10, 20, "--output", tmp_path)
-    assert "step_00000030" in refused(directory, 10, 30, *output)
+    assert "exists; choose a new directory" in refused(directory, 10, 20, "--output", tmp_path)
+    message = refused(directory, 10, 30, 40, *output)
+    assert "no checkpoint of step 30, 40; it holds those of steps 10, 20" in message
+    assert "0.6 is neither" in refused(directory, 10, 20, "--weights", "0.5", "0.6", *output)
+    assert "order of their steps, and these have 20, 20" in refused(
+        directory, directory / "checkpoints/step_00000020", "--weights", "linear", *output
+    )
     assert not (tmp_path / "merged").exists()
     other = StubEngine()
     state = {"config": {"tokenizer": {"path": "other"}}}
@@ -152,7 +237,7 @@ def test_rewind_refuses_what_would_lose_the_run(directory, run):
     assert "rank_00000.safetensors has 7 bytes" in refused(directory, 10)
     assert len(list_checkpoints(directory / "checkpoints")) == 2
     status, _, err = run("verify", directory, 10)
-    assert status == 2 and "verify takes no STEP" in err
+    assert status == 2 and "verify takes one run" in err
 
 
 def test_rewind_refuses_while_the_run_is_training_and_keeps_starts_away_meanwhile(

@@ -27,6 +27,7 @@ def said(monkeypatch, capsys):
 
 def test_its_absence_is_one_line(said, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    (tmp_path / "checkpoints").mkdir()
     found = said("--checkpoint", tmp_path, "--tasks", "own", "--include-path", tmp_path)
     assert (
         "needs the package lm_eval, which is not installed; run pip install -r requirements-lm-eval.txt"
@@ -36,6 +37,7 @@ def test_its_absence_is_one_line(said, tmp_path, monkeypatch):
 
 
 def test_wrong_arguments_are_one_line(said, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
     run = ["--checkpoint", tmp_path]
     assert "no tasks given; pass --include-path DIR" in said(*run, "--tasks", "own")
     tasks = ["--tasks", "own", "--include-path"]

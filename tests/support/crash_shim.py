@@ -2,12 +2,14 @@
 
 `record_and_kill` wraps the functions of `os` that change files, writes each operation down, and kills the process
 during the n-th. `Disk` replays what was written down: what has reached the disk for certain (fsync), what has not, and
-any state in between that a crash of the machine may leave.
+any state in between that a crash of the machine may leave. `fill_disk` lets the n-th and all later ones fail that need
+space. `at_every_operation` runs a command so, in copies of this process.
 """
 
 from __future__ import annotations
 
 import builtins
+import errno
 import io
 import os
 import pickle
@@ -15,16 +17,23 @@ import random
 import shutil
 import signal
 import threading
+import traceback
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
-LOGGED = ("mkdir", "rmdir", "unlink", "rename")
+LOGGED = ("mkdir", "rmdir", "unlink", "rename", "replace")
+RENAMES = ("rename", "replace")
 
 
 class _RawFile(io.RawIOBase):
     """A file opened for writing whose operations go through the functions of `os`."""
 
-    def __init__(self, path):
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    def __init__(self, path, opener=None):
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        if isinstance(path, int):
+            self._descriptor = path
+        else:
+            self._descriptor = os.open(path, flags, 0o666) if opener is None else opener(path, flags)
 
     def writable(self):
         return True
@@ -34,6 +43,9 @@ class _RawFile(io.RawIOBase):
 
     def write(self, content):
         return os.write(self._descriptor, content)
+
+    def truncate(self, size=None):
+        os.ftruncate(self._descriptor, size)
 
     def close(self):
         if not self.closed:
@@ -46,6 +58,50 @@ def record_and_kill(journal: Path, number: int) -> None:
 
     A write is done by half before the process dies, anything else not at all.
     """
+    _change_os(journal, number, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def fill_disk(journal: Path, number: int) -> None:
+    """From now on: every operation that needs space fails from the `number`-th on, a write after half of it."""
+
+    def refuse():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    _change_os(journal, number, refuse, ("mkdir", "create", "write", "fsync", *RENAMES))
+
+
+def at_every_operation(change, command, before, after) -> int:
+    """Run a command in copies of this process with the `change` (above) at its 1st, 2nd, ... operation, until it
+    meets none of them. Returns the number of operations.
+
+    Args: before: makes what is there at first, and returns the path of a journal; after: is called with the copy's
+        exit status (-9: killed, 99: a traceback) and what it said on stderr.
+    """
+    number = 0
+    while True:
+        journal = before()
+        said = journal.with_name(f"{journal.name}.stderr")
+        child = os.fork()
+        if child == 0:
+            with said.open("w") as err, redirect_stderr(err), redirect_stdout(io.StringIO()):
+                status = 99
+                try:
+                    change(journal, number)
+                    status = command()
+                except SystemExit as ended:
+                    status = ended.code
+                except BaseException:
+                    traceback.print_exc()
+            os._exit(status or 0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status == 0:
+            return number
+        after(status, said.read_text())
+        number += 1
+
+
+def _change_os(journal, number, fail, failing=None):
+    """Args: fail: called instead of the operation; failing: names of those that fail, None: only the first."""
     shutil._use_fd_functions = False  # type: ignore[attr-defined]  # so that rmtree names whole paths
     real = {name: getattr(os, name) for name in (*LOGGED, "open", "write", "close")}
     log = real["open"](journal, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -55,28 +111,27 @@ def record_and_kill(journal: Path, number: int) -> None:
     def note(*record):
         real["write"](log, pickle.dumps(record))
 
-    def is_last():
+    def is_last(name):
+        if failing is not None and name not in failing:
+            return False
         left[0] -= 1
         return left[0] < 0
 
-    def die():
-        os.kill(os.getpid(), signal.SIGKILL)
-
     def plain(name):
-        def operation(*args):
+        def operation(*args, **options):
             with lock:
-                if is_last():
-                    die()
-                real[name](*args)
-                note(name, *map(str, args[: 2 if name == "rename" else 1]))
+                if is_last(name):
+                    fail()
+                real[name](*args, **options)
+                note(name, *map(str, args[: 2 if name in RENAMES else 1]))
 
         return operation
 
     def open_(path, flags, *rest, **options):
         with lock:
             creates = bool(flags & os.O_CREAT)
-            if creates and is_last():
-                die()
+            if creates and is_last("create"):
+                fail()
             descriptor = real["open"](path, flags, *rest, **options)
             paths[descriptor] = str(path)
             if creates:
@@ -85,27 +140,26 @@ def record_and_kill(journal: Path, number: int) -> None:
 
     def write(descriptor, content):
         with lock:
-            last = is_last()
+            last = is_last("write")
             count = real["write"](descriptor, content[: len(content) // 2] if last else content)
             note("write", paths[descriptor], bytes(content[:count]))
             if last:
-                die()
+                fail()
             return count
 
     def fsync(descriptor):
         with lock:
-            if is_last():
-                die()
-            note(
-                "fsync", paths[descriptor]
-            )  # a killed process loses no page: no need to wait for the real disk
+            if is_last("fsync"):
+                fail()
+            # A killed process loses no page: no need to wait for the real disk.
+            note("fsync", paths[descriptor])
 
     open_file = builtins.open
 
     def open_whole(path, mode="r", buffering=-1, **options):
         if mode != "wb":
             return open_file(path, mode, buffering, **options)
-        raw = _RawFile(path)
+        raw = _RawFile(path, options.get("opener"))
         return raw if buffering == 0 else io.BufferedWriter(raw)
 
     builtins.open = open_whole  # type: ignore[assignment]
@@ -177,6 +231,9 @@ class Disk:
         self._change(path, None)
 
     _rmdir = _unlink
+
+    def _replace(self, source: str, target: str) -> None:
+        self._rename(source, target)
 
     def _rename(self, source: str, target: str) -> None:
         node = self._node(source)

@@ -54,8 +54,8 @@ def test_what_a_run_can_begin_with_is_let_pass(corpus, trained, tmp_path):
 @pytest.mark.parametrize(
     "begun, checkpoint, message",
     [
-        (False, {"initialize_from": "absent"}, "absent holds no checkpoint; give a run directory or one"),
-        (False, {"initialize_from": "checkpoints/step_00000009"}, "manifest.json: No such file"),
+        (False, {"initialize_from": "absent"}, "absent does not exist; give a run directory or one"),
+        (False, {"initialize_from": "checkpoints/step_00000009"}, "step_00000009 does not exist; give one: "),
         (
             False,
             {"initialize_from": "", "model": {"hidden_size": 64}},
@@ -109,7 +109,7 @@ def test_it_is_refused_before_the_corpora_are_opened_and_the_ranks_meet(corpus, 
     empty = {"checkpoint": {"initialize_from": str(tmp_path)}, "data": {"train": [{"prefix": "none"}]}}
     config.write_text(yaml.safe_dump(merge(small_run(corpus, tmp_path / "run"), empty)))
     result = forked("pretrain_glm.py", "--config", str(config), RANK="0", WORLD_SIZE="2")
-    assert_refused(result, f"{tmp_path} holds no checkpoint; give a run directory")
+    assert_refused(result, f"{tmp_path} holds no run and no checkpoint; give a run directory")
     assert not (tmp_path / "run").exists()
 
 

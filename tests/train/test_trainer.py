@@ -360,9 +360,9 @@ def test_the_runs_own_checkpoints_win(settings, finished):
 @pytest.mark.parametrize(
     "place, change, message",
     [
-        ("absent", {}, "absent holds no checkpoint; give a run directory or one of its"),
+        ("absent", {}, "absent does not exist; give a run directory or one of its"),
         ("finished", {"model": {"hidden_size": 64}}, r"another model: .*\) there and .*\) here; use the"),
-        ("finished/checkpoints/step_00000009", {}, "manifest.json: No such file"),
+        ("finished/checkpoints/step_00000009", {}, "step_00000009 does not exist; give one: "),
     ],
 )
 def test_what_a_run_cannot_begin_with_is_refused(settings, finished, place, change, message):
@@ -377,9 +377,9 @@ def test_a_run_goes_back_to_an_older_checkpoint_and_records_it_once(settings, tm
     run_ranks(fit, 1, settings)
     once = records(tmp_path / "run")
     directory = tmp_path / "run/checkpoints"
-    first = rewind(directory, 2)
+    first = rewind(directory.parent, 2)
     run_ranks(fit, 2, merge(settings, {"training": {"stop_after_step": 3}}))
-    second = rewind(directory, 1)
+    second = rewind(directory.parent, 1)
     skip = {"events": {"skip_samples": [{"first": 8, "end": 9}]}}
     for stop in (1, 2, 6):  # the first stops before it has saved
         run_ranks(fit, 2, merge(settings, {"training": {"stop_after_step": stop}, **skip}))

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
-import shutil
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,8 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from data_utils.base import files
 from data_utils.base.errors import CheckpointError
-from data_utils.base.files import require_new_directory
 from data_utils.base.foreign import conform, parse_json, read_bounded
 from data_utils.base.progress import progress_bar
 from data_utils.base.setting_files import one_line
@@ -229,23 +227,12 @@ def check_shapes(
 
 @contextlib.contextmanager
 def new_directory(output: Path) -> Iterator[Path]:
-    """A directory to fill. It is renamed to `output` at the end, or removed if anything fails.
-
-    Raises: DataError if `output` holds something; CheckpointError if it cannot be written.
-    """
-    require_new_directory(output)
-    partial = output.with_name(f".{output.name}.megatron_lite_partial")  # no name that is anyone else's
-    try:
-        shutil.rmtree(partial, ignore_errors=True)  # left by a conversion that was killed
-        partial.mkdir(parents=True)
-        yield partial
-        if output.exists():
-            output.rmdir()
-        os.rename(partial, output)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{output}: {' '.join(str(error).split())}") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    """As `files.new_directory`. Raises: CheckpointError too, if the library of safetensors cannot write."""
+    with files.new_directory(output) as directory:
+        try:
+            yield directory
+        except SafetensorError as error:
+            raise CheckpointError(f"{output}: {one_line(error)}") from None
 
 
 def write_sharded(directory: Path, weights: Weights, dtype: torch.dtype, max_shard_bytes: int) -> None:

@@ -1,5 +1,7 @@
 import hashlib
 import json
+import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -8,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.byte_tokenizer import ByteTokenizer, OtherTokenizer
 from support.corpora import build, make, to_jsonl
+from support.crash_shim import at_every_operation, fill_disk, record_and_kill
 
 from data_utils.base.checksums import identity
-from data_utils.base.errors import DataError
+from data_utils.base.errors import DataError, run_command
 from data_utils.build.config import BuildConfig
 from data_utils.build.corpus import build_corpus
 from data_utils.dataset.indexed_dataset import IndexedDataset
@@ -43,6 +46,73 @@ def test_a_merge_is_what_one_build_makes(tmp_path):
         assert (tmp_path / f"merged{suffix}").read_bytes() == (tmp_path / f"out/corpus{suffix}").read_bytes()
     assert [part["num_documents"] for part in merged.manifest["merged"]] == [100, 200]
     assert len(merged.manifest["sources"]) == 2
+
+
+def as_files(directory, stem):
+    return {path.name: path.read_bytes() for path in directory.glob(f"{stem}*")}
+
+
+@pytest.mark.parametrize("change", [record_and_kill, fill_disk])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_merge_that_is_killed_or_finds_the_disk_full_is_done_by_the_same_command(
+    tmp_path, change, overwrite
+):
+    parts = [build_bytes(tmp_path, name, [f"{name} {i}" for i in range(20)]) for name in "ab"]
+    merge_datasets(parts, str(tmp_path / "merged"))
+    whole = as_files(tmp_path, "merged")
+    output = tmp_path / "out/merged"
+
+    def merge():
+        run_command(lambda: merge_datasets(parts, str(output), overwrite) and None)
+
+    def before():
+        shutil.rmtree(output.parent, ignore_errors=True)
+        if overwrite:
+            build(output, [[1, 2]])
+        return tmp_path / "journal"
+
+    def after(status, err):
+        if change is fill_disk:
+            assert status == 2 and err.count("error: ") == 1 and "No space left on device" in err, err
+            assert "Traceback" not in err
+        else:
+            assert status == -signal.SIGKILL
+        if overwrite or not (output.parent / "merged.json").exists():
+            merge_datasets(parts, str(output), overwrite)
+        assert as_files(output.parent, "merged") == whole == as_files(output.parent, "")
+
+    assert at_every_operation(change, merge, before, after) > 12
+
+
+@pytest.mark.parametrize("change", [record_and_kill, fill_disk])
+def test_an_adoption_that_is_killed_or_finds_the_disk_full_is_done_by_the_same_command(tmp_path, change):
+    build(tmp_path / "d", [[1, 2], [3]])
+    (tmp_path / "d.json").unlink()
+    origin = as_files(tmp_path, "d")
+    directory = tmp_path / "adopted"
+    prefix = directory / "d"
+
+    def before():
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir()
+        for name, content in origin.items():
+            (directory / name).write_bytes(content)
+        return tmp_path / "journal"
+
+    def after(status, err):
+        assert status == (2 if change is fill_disk else -signal.SIGKILL), err
+        assert "Traceback" not in err
+        if not (directory / "d.json").exists():
+            adopt_dataset(str(prefix))
+            assert sorted(as_files(directory, "")) == ["d.bin", "d.idx", "d.json"]
+        verify(IndexedDataset(prefix))
+
+    assert (
+        at_every_operation(
+            change, lambda: run_command(lambda: adopt_dataset(str(prefix)) and None), before, after
+        )
+        > 3
+    )
 
 
 def test_a_merge_is_refused(tmp_path):

@@ -3,8 +3,9 @@ import shutil
 
 import pytest
 from support.corpora import build, damage
+from support.crash_shim import at_every_operation, fill_disk
 
-from data_utils.base.errors import DataError
+from data_utils.base.errors import DataError, run_command
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.local_copy import local_copy
 from data_utils.dataset.verification import verify
@@ -64,3 +65,37 @@ def test_too_little_space_is_one_error(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
     with pytest.raises(DataError, match="has 1 free"):
         local_copy(tmp_path / "d", tmp_path / "local")
+
+
+@pytest.mark.parametrize("suffix", [".lock", ".bin.partial", ".idx", ".json", ".json.partial"])
+def test_links_that_others_have_put_there_are_not_followed(tmp_path, suffix):
+    """A node's directory for temporary files is everyone's."""
+    build(tmp_path / "d", [[1, 2], [3]])
+    copy = local_copy(tmp_path / "d", tmp_path / "known")
+    mine = tmp_path / "mine"
+    mine.write_text("precious")
+    planted = tmp_path / "local" / f"{copy.name}{suffix}"
+    planted.parent.mkdir()
+    planted.symlink_to(mine)
+    with pytest.raises(DataError, match=r"symbolic links|is a link"):
+        local_copy(tmp_path / "d", tmp_path / "local")
+    assert mine.read_text() == "precious"
+    planted.unlink(missing_ok=True)  # the link itself may be cleared away
+    verify(IndexedDataset(local_copy(tmp_path / "d", tmp_path / "local")))
+
+
+def test_a_copy_that_finds_the_disk_full_leaves_nothing(tmp_path):
+    build(tmp_path / "d", [[1, 2, 3]] * 100)
+
+    def before():
+        shutil.rmtree(tmp_path / "local", ignore_errors=True)
+        return tmp_path / "journal"
+
+    def after(status, err):
+        assert status == 2 and err.count("error: ") == err.count("\n") == 1 and "No space left" in err, err
+        assert not list(tmp_path.glob("local/*.partial"))
+
+    def copy():
+        run_command(lambda: local_copy(tmp_path / "d", tmp_path / "local") and None)
+
+    assert at_every_operation(fill_disk, copy, before, after) > 10

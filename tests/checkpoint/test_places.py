@@ -1,0 +1,161 @@
+"""What each command says of every kind of path: what it is, and what to give instead."""
+
+import os
+import sys
+
+import pytest
+from support.commands import assert_refused, forked
+from support.stub_engine import StubEngine
+
+from data_utils.base.errors import CheckpointError
+from megatron_lite.checkpoint.existing import find_manifest
+from megatron_lite.checkpoint.places import Place, best_of_seeds, place_of, require_own_directory
+from megatron_lite.checkpoint.read import find_checkpoint
+from megatron_lite.checkpoint.write import save_checkpoint
+from megatron_lite.parallel.context import ParallelContext
+from scripts import checkpoints
+
+ALONE = ParallelContext.alone()
+
+
+def write_run(path, *steps, within="checkpoints"):
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "metrics.jsonl").touch()
+    for step in steps:
+        save_checkpoint(path / within, step, StubEngine(), {"config": {}}, ALONE)
+
+
+@pytest.fixture
+def places(tmp_path):
+    write_run(tmp_path / "runs/base", 10, 20)
+    for number, name in enumerate(("tuned/seed_7", "three/seed_1", "three/seed_2", "three/seed_10"), 1):
+        write_run(tmp_path / name, number, 30)
+        save_checkpoint(tmp_path / name / "best", number, StubEngine(), {}, ALONE)
+    write_run(tmp_path / "both", 10)
+    write_run(tmp_path / "both/seed_3", 10)
+    for file in ("export/config.json", "pair/generator/config.json", "latent/latent.json"):
+        (tmp_path / file).parent.mkdir(parents=True)
+        (tmp_path / file).write_text("{}")
+    (tmp_path / "reference").mkdir()
+    (tmp_path / "reference/mp_rank_00_model_states.pt").touch()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("a sentence\n")
+    (tmp_path / "damaged/step_00000009").mkdir(parents=True)
+    return tmp_path
+
+
+KINDS = {
+    "runs/base": Place.RUN, "runs/base/checkpoints": Place.CHECKPOINTS, "tuned/seed_7/best": Place.CHECKPOINTS,
+    "runs/base/checkpoints/step_00000010": Place.CHECKPOINT, "damaged/step_00000009": Place.CHECKPOINT,
+    "tuned": Place.TUNED, "three": Place.TUNED, "tuned/seed_7": Place.RUN, "both": Place.RUN_WITH_TUNED,
+    "export": Place.EXPORT, "pair": Place.EXPORT, "latent": Place.EXPORT, "reference": Place.REFERENCE,
+    "runs": Place.ABOVE, "empty": Place.OTHER, "file": Place.FILE, "none": Place.ABSENT,
+}  # fmt: skip
+
+
+def test_every_kind_of_path_is_told_apart(places):
+    assert {name: place_of(places / name) for name in KINDS} == KINDS
+    assert [path.parent.name for path in best_of_seeds(places / "three")] == ["seed_1", "seed_2", "seed_10"]
+
+
+def test_one_model_is_found_wherever_there_is_one(places):
+    for name, step in (
+        ("runs/base", 20),
+        ("runs/base/checkpoints/step_00000010", 10),
+        ("tuned", 1),  # the best, not the newest
+        ("tuned/seed_7", 30),
+        ("three/seed_10/best", 4),
+    ):
+        assert find_manifest(places / name).step == find_checkpoint(places / name, ALONE).step == step, name
+    for name, message in (
+        ("three", r"is an output of scripts/finetune.py; give one: \S+/seed_1/best, \S+/seed_2/best"),
+        ("both", r"is a run, and outputs .* give one: \S+/both/checkpoints, \S+/both/seed_3"),
+        ("runs", r"is a directory above runs; give one: \S+/runs/base\."),
+        (
+            "export",
+            r"transformers; give a run .*convert_checkpoint.py import --input \S+/export --output RUN",
+        ),
+        ("reference", r"import-megatron --input \S+/reference"),
+        ("empty", "holds no run and no checkpoint; give a run directory"),
+        ("file", "is not a directory; give a run directory"),
+        ("none", "does not exist; give a run directory"),
+    ):
+        for find in (find_manifest, lambda path: find_checkpoint(path, ALONE)):
+            with pytest.raises(CheckpointError, match=message):
+                find(places / name)
+
+
+OF_MODELS = [
+    ("scripts/generate.py", "--text", "a", "--checkpoint"),
+    ("scripts/try.py",),
+    ("scripts/analyze.py", "contextuality", "--input", "file", "--checkpoint"),
+    ("scripts/latent.py", "encode", "--input", "file", "--output", "x.npz", "--checkpoint"),
+    ("scripts/convert_checkpoint.py", "export", "--output", "out", "--checkpoint"),
+]
+TAKE_EXPORTS = [
+    ("scripts/evaluate.py", "--checkpoint"),
+    ("scripts/harness.py", "--tasks", "x", "--checkpoint"),
+    ("scripts/finetune.py", "--task", "noisy_votes", "--output", "new", "--checkpoint"),
+]
+OF_RUNS = [("scripts/report.py",), ("scripts/plot_metrics.py",), ("scripts/checkpoints.py", "list")]
+
+
+@pytest.mark.parametrize("command", [*OF_MODELS, *TAKE_EXPORTS, *OF_RUNS], ids=lambda command: command[0])
+def test_a_command_says_what_a_path_is_that_it_does_not_take(places, command):
+    wrong = {
+        "runs": "is a directory above runs; give one: runs/base",
+        "empty": "holds no run and no checkpoint; give ",
+        "none": "none does not exist; give ",
+        "reference": "of the reference",
+    }
+    if command not in TAKE_EXPORTS:
+        wrong["export"] = "transformers; give "
+    if command != TAKE_EXPORTS[0]:
+        best = "" if command in OF_RUNS else "/best"
+        wrong["three"] = (
+            f"is an output of scripts/finetune.py; give one: three/seed_1{best}, three/seed_2{best}"
+        )
+    for name, message in wrong.items():
+        before = sorted(places.iterdir())
+        assert_refused(forked(*command, name, cwd=places), message)
+        assert sorted(places.iterdir()) == before  # a refused start makes nothing
+
+
+def test_what_is_ours_needs_no_import(places):
+    for name in ("runs/base", "tuned", "runs/base/checkpoints/step_00000010"):
+        done = forked("scripts/convert_checkpoint.py", "import", "--input", name, "--output", "x", cwd=places)
+        assert_refused(done, "which needs no import; give it as --checkpoint")
+
+
+@pytest.mark.parametrize(
+    "name", ["runs/base/checkpoints/step_00000010", "runs/base/checkpoints", "runs/base/checkpoints/new",
+    "runs/base/checkpoints/step_00000010/a/b", "tuned/seed_7/best/new", "tuned", "export", "link/new"],
+)  # fmt: skip
+def test_a_run_has_a_directory_that_is_its_alone(places, name):
+    os.symlink(places / "runs/base/checkpoints", places / "link")
+    with pytest.raises(CheckpointError, match=r"directory of its own|where a run keeps checkpoints"):
+        require_own_directory(places / name, "run.directory")
+    model = ["--config", "configs/tiny.yaml", f"run.directory={places / name}"]
+    assert_refused(forked("pretrain_glm.py", *model, "data.train=[{prefix: none}]"), "run.directory")
+
+
+def test_tuned_runs_have_a_directory_that_is_theirs_alone(places):
+    for name in ("runs/base", "both", "runs/base/checkpoints/new", "export"):
+        done = forked(
+            "scripts/finetune.py", "--config", "tiny", "--task", "noisy_votes", "--output", str(places / name)
+        )
+        assert_refused(done, "--output")
+    for name in ("tuned", "three", "new", "empty"):
+        require_own_directory(places / name, "--output", is_tuned=True)
+    for name in ("runs/base", "both", "new", "empty", "runs"):
+        require_own_directory(places / name, "run.directory")
+
+
+def test_a_directory_that_may_not_be_read_is_refused(places, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("megatron_lite.checkpoint.places._place_of", refuse)
+    monkeypatch.setattr(sys, "argv", ["checkpoints.py", "list", str(places / "runs/base")])
+    with pytest.raises(CheckpointError, match="Permission denied; get permission"):
+        checkpoints.main()
