@@ -93,6 +93,26 @@ def _number(name: str, default: int | None = None) -> int:
     return int(text)
 
 
+def meeting_place(launch: Launch) -> tuple[str, int, bool]:
+    """Address and port of the store in which the ranks meet, and whether this process makes it.
+
+    Raises: ConfigError if nobody said where that is.
+    """
+    # torchrun's first agent has made one.
+    makes_it = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    address = os.environ.get("MASTER_ADDR", launch.master_addr)
+    if "MASTER_PORT" in os.environ:
+        return address, _number("MASTER_PORT"), makes_it
+    if launch.master_port is not None:
+        return address, launch.master_port, makes_it
+    if launch.world_size > 1:
+        raise ConfigError(
+            f"{_variables()[1]} is {launch.world_size} but MASTER_PORT is not set; start through deepspeed or "
+            "torchrun, or set MASTER_ADDR and MASTER_PORT, the place of rank 0, for all ranks."
+        )
+    return address, 0, makes_it  # any free one, so that two runs by hand do not collide
+
+
 def _share_of_cores() -> int | None:
     """Cores per rank of this node, since under deepspeed every rank would use a thread for every core.
 
