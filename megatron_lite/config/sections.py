@@ -181,7 +181,9 @@ class TrainingConfig:
         0, "rows of logits in memory at a time, which are computed twice for that; 0 = all, once", at_least=0
     )
     max_nonfinite_steps: int = setting(
-        20, "consecutive skipped non-finite steps (beyond fp16 scale search) that stop the run", at_least=1
+        20,
+        "consecutive steps, skipped for non-finite gradients, that stop the run; fp16 may skip 17 to find its scale",
+        at_least=1,
     )
     replica_check_interval: int = setting(
         0,

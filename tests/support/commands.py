@@ -54,15 +54,15 @@ class Forked:
     def __init__(self, script: str, *arguments: Any, cwd: Path = ROOT, **variables: str):
         self._command = [script, *arguments]
         self._files = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115  closed where they are read
-        self._child = os.fork()
-        if self._child == 0:
+        self.pid = os.fork()
+        if self.pid == 0:
             for number, file in enumerate(self._files, start=1):
                 os.dup2(file.fileno(), number)
             _run(ROOT / script, [str(argument) for argument in arguments], cwd, _environment(variables))
 
     def result(self) -> subprocess.CompletedProcess[str]:
         """Wait for its end."""
-        status = os.waitstatus_to_exitcode(os.waitpid(self._child, 0)[1])
+        status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         texts = []
         for file in self._files:
             with file:
