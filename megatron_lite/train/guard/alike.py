@@ -8,10 +8,8 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
-from data_utils.base.settings import to_tree
+from data_utils.base.settings import leaves, to_tree
 from data_utils.dataset.manifest import read_manifest
 from megatron_lite.config.tree import Config
 from megatron_lite.train.observe import version
@@ -24,7 +22,7 @@ def facts(config: Config, device: str) -> dict[str, str]:
 
     Raises: DataError for a corpus without a manifest.
     """
-    found = {key: repr(value) for key, value in _leaves(to_tree(config))}
+    found = {key: repr(value) for key, value in leaves(to_tree(config))}
     for name in ("train", "validation"):
         for number, corpus in enumerate(getattr(config.data, name)):
             for prefix in filter(None, (corpus.prefix, corpus.decoder_prefix)):
@@ -35,18 +33,6 @@ def facts(config: Config, device: str) -> dict[str, str]:
         found[f"the version of {library}"] = importlib.metadata.version(library)
     found["the device"] = device
     return found
-
-
-def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and their values."""
-    if isinstance(tree, Mapping) and tree:
-        for key, value in tree.items():
-            yield from _leaves(value, f"{path}.{key}" if path else key)
-    elif isinstance(tree, Sequence) and tree and isinstance(tree[0], Mapping):
-        for number, value in enumerate(tree):
-            yield from _leaves(value, f"{path}[{number}]")
-    else:
-        yield path, tree
 
 
 def _contents(prefix: str) -> str:

@@ -171,7 +171,7 @@ def _changed(changes: list[str]) -> list[str]:
 def corpora_changes(config: Config, state: TrainerState) -> list[str]:
     """Accepted changes of the corpora. `check_beginning` has refused the others."""
     change = changed_corpora(config, state)
-    return [] if change is None else [f"data.train: {change}"]
+    return [] if change is None else [f"{change.setting}: {change.what}"]
 
 
 def changed_samples(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
