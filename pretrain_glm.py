@@ -205,9 +205,9 @@ def train_with(
     from megatron_lite.train.loop.resume import check_beginning, keep_task_rows
     from megatron_lite.train.loop.trainer import Trainer
 
-    meet(launch, config, watchdog, meeting)
     watchdog.at("checking the checkpoint to begin with")
     check_beginning(config)  # before corpora are copied and the model is built, which takes minutes
+    meet(launch, config, watchdog, meeting)
     config = keep_task_rows(config)
     watchdog.at("opening datasets")
     plan, seed = config.plan, config.training.seed

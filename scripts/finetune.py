@@ -140,10 +140,10 @@ def train(
     from megatron_lite.train.guard.process import meet, together
     from megatron_lite.train.loop.resume import check_beginning
 
-    records = {f"the records of {one.settings.train}": digest(one.train) for one in task.each}
-    meet(launch, config, watchdog, meeting, records)
     # The runs of the seeds are below; here only what all of them begin with is looked at.
     check_beginning(replace(config, run=replace(config.run, directory=str(output / "none"))))
+    records = {f"the records of {one.settings.train}": digest(one.train) for one in task.each}
+    meet(launch, config, watchdog, meeting, records)
 
     def work(context: ParallelContext) -> ExitStatus:
         return finetune(task, output, context, control, watchdog)

@@ -41,8 +41,8 @@ class Change(NamedTuple):
 
 
 def require_same_corpora(config: Config, path: Path, state: TrainerState) -> None:
-    """Raise CheckpointError if `data.train` is not that of the checkpoint at `path`, unless that is accepted."""
-    change = changed_corpora(config, state)
+    """Raise CheckpointError if seed or `data.train` is not the checkpoint's (at `path`), unless that is accepted."""
+    change = changed_seed(config, state) or changed_corpora(config, state)
     if change is None or config.checkpoint.accept_changed_data:
         return
     raise CheckpointError(
@@ -50,6 +50,15 @@ def require_same_corpora(config: Config, path: Path, state: TrainerState) -> Non
         f"{change.what}. {change.remedy}; or begin at step 0 in another run.directory with "
         f"checkpoint.initialize_from={path}; or accept it with checkpoint.accept_changed_data=true."
     )
+
+
+def changed_seed(config: Config, state: TrainerState) -> Change | None:
+    """The seed numbers samples and draws dropout, of a task too."""
+    old, new = state.config.get("training", {}).get("seed"), config.training.seed
+    if old == new or not state.consumed_samples:
+        return None
+    what = f"it is {new}, and was {old}; another seed repeats some samples, leaves out others and draws other dropout"
+    return Change("training.seed", what, f"Set training.seed={old}")
 
 
 def changed_corpora(config: Config, state: TrainerState) -> Change | None:
