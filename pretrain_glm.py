@@ -108,8 +108,9 @@ class _Help(argparse.Action):
         sys.exit(0)
 
 
-def main(meeting: Meeting) -> ExitStatus:
+def main(meeting: Meeting | None = None) -> ExitStatus:
     arguments = parse_arguments()
+    meeting = meeting or Meeting()
     if arguments.print_config or arguments.dry_run is not None:
         meeting.over()
     config = load_config(arguments.config, arguments.overrides, arguments.deepspeed_config)

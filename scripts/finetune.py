@@ -75,8 +75,9 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def main(meeting: Meeting) -> ExitStatus:
+def main(meeting: Meeting | None = None) -> ExitStatus:
     arguments = parse_arguments()
+    meeting = meeting or Meeting()
     logging.basicConfig(
         format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO, stream=sys.stdout
     )

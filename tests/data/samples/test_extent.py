@@ -115,7 +115,8 @@ def test_phases_of_several_lengths_are_told_as_they_are_read(corpora, tmp_path):
     done = forked("pretrain_glm.py", "--config", tmp_path / "config.yaml", "--dry-run", 1)
     assert done.returncode == 0, done.stderr
     told = [
-        int(text.replace(",", "")) for text in re.findall(r" reads ([-\d,]+) tokens of text", done.stdout)
+        int(text.replace(",", ""))
+        for text in re.findall(r" reads ([-\d,]+) tokens of text", re.sub(r"\s+", " ", done.stdout))
     ]
     config = load_config([str(tmp_path / "config.yaml")], [])
     indexes = [WindowIndex(IndexedDataset(corpora / name), 40, DOCUMENT_OVERHEAD) for name in ("a", "b")]
