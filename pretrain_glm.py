@@ -32,7 +32,8 @@ from data_utils.text.tokenizers import Tokenizer, load_tokenizer
 from megatron_lite.checkpoint.places import model_at, require_own_directory
 from megatron_lite.config.sections import CheckpointConfig
 from megatron_lite.config.tree import Config, load_config, require_validation
-from megatron_lite.parallel.launch import Launch, is_first_of_node, prepare_environment, report_status
+from megatron_lite.parallel.launch import Launch, is_first_of_node, prepare_environment
+from megatron_lite.parallel.meeting import Meeting
 from megatron_lite.train.guard.control import RunControl
 from megatron_lite.train.guard.lease import held
 from megatron_lite.train.guard.run_state import RunState, state_of
@@ -109,8 +110,11 @@ class _Help(argparse.Action):
         sys.exit(0)
 
 
-def main() -> ExitStatus:
+def main(meeting: Meeting | None = None) -> ExitStatus:
     arguments = parse_arguments()
+    meeting = meeting or Meeting()
+    if arguments.print_config or arguments.dry_run is not None:
+        meeting.over()
     config = load_config(arguments.config, arguments.overrides, arguments.deepspeed_config)
     if arguments.print_config and arguments.dry_run is not None:
         raise ConfigError("--print-config and --dry-run exclude each other; give one of them.")
@@ -124,10 +128,10 @@ def main() -> ExitStatus:
         dry_run(config, arguments.dry_run, arguments.gpu)
         return ExitStatus.FINISHED
     require_validation(arguments.overrides, config)
-    return train(config, arguments.local_rank)
+    return train(config, arguments.local_rank, meeting)
 
 
-def train(config: Config, local_rank: int | None) -> ExitStatus:
+def train(config: Config, local_rank: int | None, meeting: Meeting) -> ExitStatus:
     logging.basicConfig(
         format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO, stream=sys.stdout
     )
@@ -180,7 +184,7 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
         watchdog = Watchdog(
             timeouts.sections, directory, launch.rank, launch.world_size, timeouts.heartbeat_seconds, lease
         )
-        return train_with(config, tokenizer, decoder_tokenizer, launch, control, watchdog)
+        return train_with(config, tokenizer, decoder_tokenizer, launch, control, watchdog, meeting)
 
 
 def train_with(
@@ -190,6 +194,7 @@ def train_with(
     launch: Launch,
     control: RunControl,
     watchdog: Watchdog,
+    meeting: Meeting,
 ) -> ExitStatus:
     watchdog.enter(Section.SETUP, "loading libraries")
     if launch.rank == 0:
@@ -199,12 +204,13 @@ def train_with(
     from megatron_lite.parallel.context import ParallelContext
     from megatron_lite.train.engine.engine import memory_advice
     from megatron_lite.train.engine.plain import make_engine
-    from megatron_lite.train.guard.process import together
+    from megatron_lite.train.guard.process import meet, together
     from megatron_lite.train.loop.resume import check_beginning, keep_task_rows
     from megatron_lite.train.loop.trainer import Trainer
 
     watchdog.at("checking the checkpoint to begin with")
     check_beginning(config)  # before corpora are copied and the model is built, which takes minutes
+    meet(launch, config, watchdog, meeting)
     config = keep_task_rows(config)
     watchdog.at("opening datasets")
     plan, seed = config.plan, config.training.seed
@@ -234,7 +240,7 @@ def train_with(
                 fill=sample_fillings(config, data, tokenizer) if context.is_main else None,
             ).fit()
 
-    return together(launch, config, control, watchdog, fit)
+    return together(launch, config, control, watchdog, meeting, fit)
 
 
 def sample_fillings(config: Config, data: Datasets, tokenizer: Tokenizer) -> Any:
@@ -260,8 +266,9 @@ def require_start(run: Path, checkpoint: CheckpointConfig) -> RunState:
 
 
 def command() -> None:
-    """The entry point. All ranks find the same mistake in a configuration; one per node reports it."""
-    run_command(main, quiet=not is_first_of_node(), report=report_status)
+    """The entry point. Where all ranks find the same mistake, one per node reports it."""
+    meeting = Meeting()
+    run_command(lambda: main(meeting), quiet=not is_first_of_node(), leave=meeting.leave)
 
 
 if __name__ == "__main__":

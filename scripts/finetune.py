@@ -35,7 +35,8 @@ from data_utils.base.settings import merge
 from megatron_lite.checkpoint.existing import find_manifest
 from megatron_lite.checkpoint.places import A_MODEL_OR_EXPORT, model_at, require_own_directory
 from megatron_lite.finetune.setup import Task, check_output, for_import, is_export, load_tree, prepare
-from megatron_lite.parallel.launch import Launch, is_first_of_node, prepare_environment, report_status
+from megatron_lite.parallel.launch import Launch, is_first_of_node, prepare_environment
+from megatron_lite.parallel.meeting import Meeting
 from megatron_lite.train.engine.nvidia_apex import require_apex
 from megatron_lite.train.guard.control import RunControl
 from megatron_lite.train.guard.lease import held
@@ -68,8 +69,9 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def main() -> ExitStatus:
+def main(meeting: Meeting | None = None) -> ExitStatus:
     arguments = parse_arguments()
+    meeting = meeting or Meeting()
     logging.basicConfig(
         format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO, stream=sys.stdout
     )
@@ -103,7 +105,7 @@ def main() -> ExitStatus:
         watchdog = Watchdog(
             timeouts.sections, output, launch.rank, launch.world_size, timeouts.heartbeat_seconds, lease
         )
-        return train(task, output, launch, control, watchdog)
+        return train(task, output, launch, control, watchdog, meeting)
 
 
 def imported(source: Path, run: Path, arguments: argparse.Namespace, launch: Launch) -> Path:
@@ -122,24 +124,33 @@ def imported(source: Path, run: Path, arguments: argparse.Namespace, launch: Lau
     return run
 
 
-def train(task: Task, output: Path, launch: Launch, control: RunControl, watchdog: Watchdog) -> ExitStatus:
+def train(
+    task: Task, output: Path, launch: Launch, control: RunControl, watchdog: Watchdog, meeting: Meeting
+) -> ExitStatus:
     watchdog.enter(Section.SETUP, "loading libraries")
     config = task.config
     prepare_environment(config.training.deterministic)
+    from megatron_lite.finetune.data import digest
     from megatron_lite.finetune.run import finetune
-    from megatron_lite.train.guard.process import together
+    from megatron_lite.parallel.context import ParallelContext
+    from megatron_lite.train.guard.process import meet, together
     from megatron_lite.train.loop.resume import check_beginning
 
     # The runs of the seeds are below; here only what all of them begin with is looked at.
     check_beginning(replace(config, run=replace(config.run, directory=str(output / "none"))))
-    return together(
-        launch, config, control, watchdog, lambda context: finetune(task, output, context, control, watchdog)
-    )
+    records = {f"the records of {one.settings.train}": digest(one.train) for one in task.each}
+    meet(launch, config, watchdog, meeting, records)
+
+    def work(context: ParallelContext) -> ExitStatus:
+        return finetune(task, output, context, control, watchdog)
+
+    return together(launch, config, control, watchdog, meeting, work)
 
 
 def command() -> None:
-    """The entry point. All ranks find the same mistake; one per node reports it."""
-    run_command(main, quiet=not is_first_of_node(), report=report_status)
+    """The entry point. Where all ranks find the same mistake, one per node reports it."""
+    meeting = Meeting()
+    run_command(lambda: main(meeting), quiet=not is_first_of_node(), leave=meeting.leave)
 
 
 if __name__ == "__main__":

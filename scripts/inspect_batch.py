@@ -331,7 +331,7 @@ def step_of(size: int) -> int:
 
 
 def thinned(size: int) -> str:
-    return f", every {step_of(size)}th of them" if step_of(size) > 1 else ""
+    return f", one of every {step_of(size)}" if step_of(size) > 1 else ""
 
 
 def drawing(seen: np.ndarray) -> str:

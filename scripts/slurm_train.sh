@@ -13,15 +13,39 @@
 # LOGS         directory of the logs, default logs: LOGS/JOB/attempt-0.node-0.log, one file per attempt and node
 # CHAIN=yes    for `sbatch --array=1-10%1`: each task continues the run and the last ends the array; nothing is requeued
 # MAX_FAILURES failures in a row after which the job is not requeued, default 5
+# SETUP        a file that is sourced first: modules, variables, and two arrays, launch_prefix and srun_options, as in
+#                  module load cuda
+#                  launch_prefix=(apptainer exec --nv glm.sif)   # before every rank or launcher
+#                  srun_options=(--cpu-bind=none --mpi=none)     # beside those of this script
+# PYTHON       the interpreter, within the container if there is one; default .venv/bin/python
 #
 # In an array without CHAIN every task is a run of its own; %a in an argument is the task's number.
 # 300 seconds before the time limit all ranks save and end, and the job is queued again. See docs/cluster.md.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?start with sbatch, from the checkout}"
+
+refuse() {
+    echo "error: $1" >&2
+    exit 2
+}
+
+launch_prefix=() srun_options=()
+if [[ -n ${SETUP:-} ]]; then
+    [[ -f $SETUP ]] || refuse "SETUP is $SETUP, which is no file; give one that sets modules and launch_prefix=(...)."
+    # shellcheck source=/dev/null
+    source "$SETUP"
+fi
 source scripts/cluster_environment.sh
 
 launcher=${LAUNCHER:-srun}
-ranks_per_node=${SLURM_NTASKS_PER_NODE:-1}
+# Ranks on each node, such as 8(x2), however they were asked for: --ntasks-per-node, or --ntasks for all.
+tasks=${SLURM_TASKS_PER_NODE:-1}
+ranks_per_node=${tasks%%(*}
+[[ $ranks_per_node =~ ^[0-9]+$ ]] ||
+    refuse "the nodes have $tasks ranks; every node must have as many: give --ntasks-per-node instead of --ntasks."
+if ((${SLURM_GPUS_ON_NODE:-0} > ranks_per_node)); then
+    echo "warning: a node has $SLURM_GPUS_ON_NODE GPUs and $ranks_per_node rank(s), which use one each; see --ntasks-per-node." >&2
+fi
 cpus_per_rank=${SLURM_CPUS_PER_TASK:-1}
 logs=$(realpath -m "${LOGS:-logs}")/$SLURM_JOB_ID
 attempt=$logs/attempt-${SLURM_RESTART_COUNT:-0}
@@ -33,15 +57,20 @@ rm -f "$GLM_STATUS_FILE"
 # This script runs on the first node, where rank 0 will listen.
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MASTER_ADDR=${MASTER_ADDR:-${nodes%%$'\n'*}}
-export MASTER_PORT=${MASTER_PORT:-$("$python" -c 'import sys; from megatron_lite.parallel.launch import free_slurm_port
-print(free_slurm_port(int(sys.argv[1])))' "$SLURM_JOB_ID")}
+if [[ -z ${MASTER_PORT:-} ]]; then # assigned before it is exported: export would hide that Python has failed
+    MASTER_PORT=$("${launch_prefix[@]}" "$python" -c 'import sys
+from megatron_lite.parallel.launch import free_slurm_port
+print(free_slurm_port(int(sys.argv[1])))' "$SLURM_JOB_ID") ||
+        refuse "$python does not run this program; set PYTHON, or launch_prefix in the file SETUP, or make .venv."
+fi
+export MASTER_PORT
 
 arguments=("${@//%a/${SLURM_ARRAY_TASK_ID:-}}")
 # One rank that fails ends the step, wherever the others wait. %n: a log for each node.
-step=(srun --kill-on-bad-exit=1 --output="$attempt.node-%n.log")
+step=(srun --kill-on-bad-exit=1 --output="$attempt.node-%n.log" "${srun_options[@]}")
 case $launcher in
     srun)
-        step+=(--cpus-per-task="$cpus_per_rank" "$python" pretrain_glm.py "${arguments[@]}")
+        step+=(--cpus-per-task="$cpus_per_rank" "${launch_prefix[@]}" "$python" pretrain_glm.py "${arguments[@]}")
         ;;
     deepspeed | torchrun)
         export NUM_NODES=$SLURM_JOB_NUM_NODES RANKS_PER_NODE=$ranks_per_node HOSTFILE=$logs/hostfile
@@ -49,11 +78,10 @@ case $launcher in
         # The launcher of a node needs the cores of all its ranks.
         step+=(--ntasks="$NUM_NODES" --ntasks-per-node=1 --cpus-per-task=$((cpus_per_rank * ranks_per_node)))
         # shellcheck disable=SC2016 # SLURM_NODEID is the step's, not ours
-        step+=(bash -c 'NODE_RANK=$SLURM_NODEID exec bash scripts/launch_node.sh "$@"' -- "$launcher" "${arguments[@]}")
+        step+=("${launch_prefix[@]}" bash -c 'NODE_RANK=$SLURM_NODEID exec bash scripts/launch_node.sh "$@"' -- "$launcher" "${arguments[@]}")
         ;;
     *)
-        echo "error: LAUNCHER is $launcher; it must be srun, deepspeed or torchrun." >&2
-        exit 2
+        refuse "LAUNCHER is $launcher; it must be srun, deepspeed or torchrun."
         ;;
 esac
 

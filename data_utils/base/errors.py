@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 from data_utils.base import interrupts
 from data_utils.base.interrupts import INTERRUPTED_STATUS
@@ -33,7 +33,7 @@ class ExitStatus(IntEnum):
 class UserError(Exception):
     """An error that the user can correct. The message names the value, the rule and the remedy."""
 
-    status: ClassVar[ExitStatus] = ExitStatus.USER_ERROR
+    status = ExitStatus.USER_ERROR
     only_here = False  # only this rank has the error, so it must report it
 
 
@@ -122,24 +122,30 @@ def expanded_path(text: str, name: str = "path") -> str:
 
 
 def run_command(
-    main: Callable[[], int | None], quiet: bool = False, report: Callable[[int], None] | None = None
+    main: Callable[[], int | None],
+    quiet: bool = False,
+    leave: Callable[[int, UserError | None, bool], None] | None = None,
 ) -> None:
     """Run an entry point: a `UserError`, or Ctrl-C, becomes one line on stderr and its exit status.
 
     Args:
         quiet: another process reports errors that all ranks have; only errors of this rank alone are reported.
-        report: called with the exit status before the process ends; not after a traceback.
+        leave: called before the process ends, but not after a traceback: the exit status, the error if there is one,
+            and whether it was printed.
     """
     status: int
+    found: UserError | None = None
+    is_said = True
     interrupts.begin_work()
     try:
         status = main() or ExitStatus.FINISHED
     except UserError as error:
-        if not quiet or error.only_here:
+        found, is_said = error, not quiet or error.only_here
+        if is_said:
             message = str(error)
             if len(message) > MESSAGE_LENGTH:  # for values that were not shortened before
                 message = f"{message[: MESSAGE_LENGTH // 2]} ... {message[-MESSAGE_LENGTH // 2 :]}"
-            print(f"error: {message}", file=sys.stderr)
+            print(f"error: {message}", file=sys.stderr, flush=True)
         status = error.status
     except KeyboardInterrupt:
         status = _interrupted()
@@ -147,8 +153,8 @@ def run_command(
         sys.exit(1)
     if interrupts.end_work() and status == ExitStatus.FINISHED:  # a library has swallowed the exception
         status = _interrupted()
-    if report is not None:
-        report(status)
+    if leave is not None:
+        leave(status, found, is_said)
     sys.exit(status)
 
 

@@ -374,6 +374,18 @@ def to_tree(config: Any) -> Any:
     return config
 
 
+def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of a tree, as `data.train[0].prefix`; empty mappings and lists are values."""
+    if isinstance(tree, Mapping) and tree:
+        for key, value in tree.items():
+            yield from leaves(value, f"{path}.{key}" if path else key)
+    elif isinstance(tree, (list, tuple)) and tree and isinstance(tree[0], Mapping):
+        for number, value in enumerate(tree):
+            yield from leaves(value, f"{path}[{number}]")
+    else:
+        yield path, tree
+
+
 def section_in(hint: Any) -> type | None:
     """The section class of a field that is a section or an optional section."""
     for candidate in (hint, *typing.get_args(hint)):

@@ -160,21 +160,30 @@ class _Leftover:
 
     def __init__(self, windows: _Windows, first: int, stop: int, missing: int, short: int) -> None:
         self.windows, self.first, self.missing = windows, first, missing
+        self.windows_left = stop - first
         self.short = short - first if first <= short < stop else stop - first
         self.overhead = windows.axis.overhead
         self.epoch, start, end = windows.window(stop - 1)
         text_end = windows.axis.last_text(self.epoch, start, end)
         self.cost = self._begin(stop - 1 - first) + self.overhead + text_end - start
 
+    def unread(self, position: int) -> int:
+        """Positions of the corpus's stream from `position` of this stream on: without the empty ones in between."""
+        number = self._window_at(position)
+        windows_after = self.windows_left - 1 - number
+        empty = self.overhead * windows_after + max(0, self._begin(number) + self.overhead - position)
+        return self.cost - position - empty
+
+    def _window_at(self, position: int) -> int:
+        each = self.windows.length + self.overhead
+        return (position if position < self._begin(self.short + 1) else position + self.missing) // each
+
     def _begin(self, number: int) -> int:
         return number * (self.windows.length + self.overhead) - self.missing * (number > self.short)
 
     def ranges(self, start: int, stop: int) -> Ranges:
         """Positions of this stream on the axis."""
-        found, stop = [], min(stop, self.cost)
-        each = self.windows.length + self.overhead
-        after_short = self._begin(self.short + 1)
-        number = start // each if start < after_short else (start + self.missing) // each
+        found, stop, number = [], min(stop, self.cost), self._window_at(start)
         while start < stop:
             begin, end = self._begin(number), min(stop, self._begin(number + 1))
             epoch, first, _ = self.windows.window(self.first + number)
@@ -237,5 +246,5 @@ class Stream:
     def epochs(self, count: int) -> float:
         """How often the corpus was read after `count` samples of this stretch, earlier stretches included."""
         after = self.following(count, self.length)
-        unread = sum(rest.leftover.cost - rest.position for rest in after._rests)
+        unread = sum(rest.leftover.unread(rest.position) for rest in after._rests)
         return (after._main.position - unread) / self.axis.epoch_cost

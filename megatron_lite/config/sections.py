@@ -181,7 +181,9 @@ class TrainingConfig:
         0, "rows of logits in memory at a time, which are computed twice for that; 0 = all, once", at_least=0
     )
     max_nonfinite_steps: int = setting(
-        20, "consecutive skipped non-finite steps (beyond fp16 scale search) that stop the run", at_least=1
+        20,
+        "consecutive steps, skipped for non-finite gradients, that stop the run; fp16 may skip 17 to find its scale",
+        at_least=1,
     )
     replica_check_interval: int = setting(
         0,
@@ -317,8 +319,8 @@ class CheckpointConfig:
     )
     accept_changed_data: bool = setting(
         False,
-        "go on although data.train differs from that of the checkpoint, by which samples come again or are left out "
-        "(an event says how many); false = refuse",
+        "go on although data.train, past phases or training.seed differ from those of the checkpoint, by which samples "
+        "come again or are left out (an event says what); false = refuse",
     )
     initialize_from: str | None = setting(
         None,

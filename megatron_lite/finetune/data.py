@@ -90,10 +90,15 @@ class TaskData:
 
     def fingerprint(self) -> list[dict[str, object]]:
         """Number and SHA-256 of the records, as checkpoints store them."""
-        hasher = hashlib.sha256()
-        for record in self.records:
-            hasher.update(json.dumps([record.fields, record.label], default=str, sort_keys=True).encode())
-        return [{"samples": len(self.records), "sha256": hasher.hexdigest()}]
+        return [{"samples": len(self.records), "sha256": digest(self.records)}]
+
+
+def digest(records: Sequence[Record]) -> str:
+    """SHA-256 of records, 64 hexadecimal digits."""
+    hasher = hashlib.sha256()
+    for record in records:
+        hasher.update(json.dumps([record.fields, record.label], default=str, sort_keys=True).encode())
+    return hasher.hexdigest()
 
 
 class SeveralTasks:

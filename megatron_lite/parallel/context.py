@@ -10,7 +10,6 @@ import contextlib
 import datetime
 import logging
 import os
-import socket
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,10 +19,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from data_utils.base.errors import ConfigError
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.parallel.collectives import SINGLE, Group
-from megatron_lite.parallel.launch import Launch, check_port_is_free
+from megatron_lite.parallel.launch import Launch, meeting_place
+from megatron_lite.parallel.meeting import Meeting
 
 log = logging.getLogger(__name__)
 
@@ -245,26 +244,18 @@ def _quiet() -> Iterator[None]:
 def place_in_environment(launch: Launch, local_rank: int) -> None:
     """Tell torch and DeepSpeed this process's place. A rank started by hand or by srun lacks all of it.
 
-    Raises: ConfigError if nobody said where the processes meet, or the port there is taken.
+    Raises: ConfigError if nobody said where the processes meet.
     """
+    address, port, _ = meeting_place(launch)
     for name, value in (
-        ("MASTER_ADDR", launch.master_addr),
+        ("MASTER_ADDR", address),
+        ("MASTER_PORT", str(port)),
         ("RANK", str(launch.rank)),
         ("WORLD_SIZE", str(launch.world_size)),
     ):
         os.environ.setdefault(name, value)
     # Not the launcher's: DeepSpeed opens the device of this number, which may be the only one that is visible.
     os.environ["LOCAL_RANK"] = str(local_rank)
-    if launch.master_port is not None and "MASTER_PORT" not in os.environ:
-        if launch.rank == 0:
-            check_port_is_free(launch.master_port)
-        os.environ["MASTER_PORT"] = str(launch.master_port)
-    if launch.world_size == 1:
-        os.environ.setdefault("MASTER_PORT", "0")  # any free one, so that two runs by hand do not collide
-    elif "MASTER_PORT" not in os.environ:
-        raise ConfigError(
-            f"WORLD_SIZE is {launch.world_size} but MASTER_PORT is not set; start through deepspeed or torchrun."
-        )
 
 
 def device_number(launch: Launch) -> int:
@@ -272,28 +263,26 @@ def device_number(launch: Launch) -> int:
     return 0 if torch.cuda.is_available() and torch.cuda.device_count() == 1 else launch.local_rank
 
 
-def _join(backend: str, timeout: datetime.timedelta) -> None:
-    """Meet the other processes.
+def _join(backend: str, launch: Launch, meeting: Meeting, timeout: datetime.timedelta) -> None:
+    """Make the group of all processes.
 
     Torch's group is not bound to a device, as DeepSpeed would do: every new group would then be split off by all
     processes together. Unbound, NCCL connects the members of a group when they first use it.
     """
     import deepspeed
 
-    try:
-        if not dist.is_initialized():  # a trace without processes brings its own
-            dist.init_process_group(backend, timeout=timeout)
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        raise ConfigError(
-            f"port {os.environ['MASTER_PORT']} is in use on {socket.gethostname()}, perhaps by another run; choose one "
-            "with --master_port of the launcher, or MASTER_PORT."
-        ) from None
+    if not dist.is_initialized():  # a trace without processes brings its own
+        store = dist.PrefixStore("group", meeting.open(launch, timeout.total_seconds()))
+        dist.init_process_group(
+            backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
+        )
+    meeting.over()
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
 
 
-def initialize(launch: Launch, parallel: ParallelConfig, timeout_seconds: float) -> ParallelContext:
+def initialize(
+    launch: Launch, parallel: ParallelConfig, timeout_seconds: float, meeting: Meeting | None = None
+) -> ParallelContext:
     """Start the process group (NCCL on GPUs, gloo on CPU), also for DeepSpeed, and return this process's context."""
     dp_size = parallel.data_parallel_size(launch.world_size)
     use_gpu = torch.cuda.is_available()
@@ -315,7 +304,7 @@ def initialize(launch: Launch, parallel: ParallelConfig, timeout_seconds: float)
         torch.cuda.set_device(local_rank)
     device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
     timeout = datetime.timedelta(seconds=timeout_seconds)
-    _join("nccl" if use_gpu else "gloo", timeout)
+    _join("nccl" if use_gpu else "gloo", launch, meeting or Meeting(), timeout)
     groups = ProcessGroups(launch.rank, launch.world_size, timeout)
     axes = groups.along_axes(parallel.tensor_parallel_size, dp_size, parallel.pipeline_parallel_size)
     return ParallelContext(launch.rank, launch.world_size, local_rank, device, **axes, process_groups=groups)

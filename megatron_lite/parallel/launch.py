@@ -1,7 +1,7 @@
 """The launcher's environment: ranks of this process, variables that its libraries read, and the report of a run's end.
 
-Ranks come from RANK, WORLD_SIZE and LOCAL_RANK (deepspeed, torchrun) or, if srun itself started the process, from
-SLURM_*. Imports no torch, so that wrong numbers of processes are refused at once.
+Ranks come from RANK, WORLD_SIZE and LOCAL_RANK (deepspeed, torchrun) or, if srun or mpirun itself started the process,
+from SLURM_* or its own. Imports no torch, so that wrong numbers of processes are refused at once.
 """
 
 from __future__ import annotations
@@ -20,6 +20,12 @@ from data_utils.base.errors import ConfigError
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 # Set in steps of srun only. SLURM_NTASKS and SLURM_PROCID exist in batch scripts too, where one process is alone.
 SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+# Of mpirun: Open MPI's, MVAPICH's, and those of MPICH and Intel MPI; also the ranks of this node.
+MPI_VARIABLES = (
+    (*(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK")), "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    (*(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK")), "MV2_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
 
 # Below the ports that Linux hands out (32768 and up), above those that services use.
 FIRST_PORT, NUMBER_OF_PORTS = 15000, 17000
@@ -45,13 +51,17 @@ class Launch:
         Args:
             local_rank: the value of the launcher's --local_rank argument, used when the variable is absent.
         """
-        if not _started_by_srun():
-            defaults = (0, 1, local_rank or 0)
-            rank, world_size, local = map(_number, _variables(), defaults)
+        names = _variables()
+        if names == LAUNCHER_VARIABLES:
+            rank, world_size, local = map(_number, names, (0, 1, local_rank or 0))
             _check_ranks(rank, world_size, local)
             return Launch(rank, world_size, local, threads=_share_of_cores())
+        if names != SLURM_VARIABLES:
+            rank, world_size, local = map(_number, names)
+            _require_meeting_place(names[1], world_size)
+            return Launch(rank, world_size, local, threads=_share_of_cores())
         nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "127.0.0.1")
-        rank, world_size, local = (_number(name) for name in _variables())
+        rank, world_size, local = map(_number, names)
         port = slurm_port(_number("SLURM_JOB_ID", 0), _number("SLURM_STEP_ID", 0))
         return Launch(rank, world_size, local, first_node(nodes), port)
 
@@ -69,28 +79,69 @@ def _check_ranks(rank: int, world_size: int, local_rank: int) -> None:
     raise error
 
 
-def _started_by_srun() -> bool:
-    launched = "RANK" in os.environ or "WORLD_SIZE" in os.environ
-    return not launched and "SLURM_STEP_NUM_TASKS" in os.environ
+def _require_meeting_place(name: str, world_size: int) -> None:
+    """mpirun does not say where rank 0 is. Args: name: of the variable that says how many ranks there are."""
+    missing = [variable for variable in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(variable)]
+    if world_size > 1 and missing:
+        raise ConfigError(
+            f"mpirun has started {world_size} ranks ({name}) without {' and '.join(missing)}; give all ranks "
+            "MASTER_ADDR, the host of rank 0, and MASTER_PORT, a free port there (mpirun -x NAME=VALUE or -genv NAME "
+            "VALUE), or start through deepspeed, torchrun or srun."
+        )
 
 
 def _variables() -> tuple[str, str, str]:
     """The names of rank, number of ranks and rank within the node, of the launcher that started this process."""
-    return SLURM_VARIABLES if _started_by_srun() else LAUNCHER_VARIABLES
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        return LAUNCHER_VARIABLES
+    of_srun = os.environ.get("SLURM_STEP_NUM_TASKS")
+    for rank, size, local_rank, _ in MPI_VARIABLES:
+        # srun may set MPICH's as well; mpirun in an allocation starts its own daemons by srun, one a node.
+        if size in os.environ and os.environ[size] != of_srun:
+            return rank, size, local_rank
+    return SLURM_VARIABLES if of_srun is not None else LAUNCHER_VARIABLES
 
 
 def _ranks_of_node(default: int) -> int:
+    of_mpirun = {names[:3]: names[3] for names in MPI_VARIABLES}.get(_variables())
+    if of_mpirun is not None:
+        return _number(of_mpirun, default)
     return _number("LOCAL_WORLD_SIZE", _number("LOCAL_SIZE", default))  # torchrun's and deepspeed's name
 
 
 def _number(name: str, default: int | None = None) -> int:
     text = os.environ.get(name, str(default))
+    if default is None and name not in os.environ:
+        raise ConfigError(
+            f"environment variable {name} is not set, beside others of its launcher; start through deepspeed, torchrun "
+            "or srun, or set RANK, WORLD_SIZE and LOCAL_RANK."
+        )
     if not text.isdigit():
         raise ConfigError(
             f"environment variable {name} is {text!r}; it must be a whole number. Start through deepspeed, "
             f"torchrun or srun, or unset it."
         )
     return int(text)
+
+
+def meeting_place(launch: Launch) -> tuple[str, int, bool]:
+    """Address and port of the store in which the ranks meet, and whether this process makes it.
+
+    Raises: ConfigError if nobody said where that is.
+    """
+    # torchrun's first agent has made one.
+    makes_it = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    address = os.environ.get("MASTER_ADDR", launch.master_addr)
+    if "MASTER_PORT" in os.environ:
+        return address, _number("MASTER_PORT"), makes_it
+    if launch.master_port is not None:
+        return address, launch.master_port, makes_it
+    if launch.world_size > 1:
+        raise ConfigError(
+            f"{_variables()[1]} is {launch.world_size} but MASTER_PORT is not set; start through deepspeed or "
+            "torchrun, or set MASTER_ADDR and MASTER_PORT, the place of rank 0, for all ranks."
+        )
+    return address, 0, makes_it  # any free one, so that two runs by hand do not collide
 
 
 def _share_of_cores() -> int | None:

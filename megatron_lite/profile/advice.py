@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -22,6 +23,7 @@ MOST_MICRO_BATCH = 64
 Phase = tuple[Config, Rows, Estimate]  # a phase as a run of its own, and what its layout needs
 LOSS_ROWS = 2048  # of logits at a time: sixteen tiles of rows, so that few waves are not full
 MOST_CHANGE = 1.0  # of the samples of a step, in a proposal
+_WIDTH, _INDENT = 116, 18  # of a line of the report, and of what goes on below it
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,8 @@ def fuller(
 ) -> tuple[str, Estimate] | None:
     """The micro-batch, or shorter rows, whose products fill whole waves of tiles: settings, and their estimate.
 
-    Both change what a step learns from, so that they are proposed and not advised. None if nothing is 3 % faster.
+    Most change what a step learns from (`is_same_recipe`), so that they are proposed and not advised. None if nothing
+    is 3 % faster.
 
     Args: given: the estimate of the configuration's own.
     """
@@ -152,7 +155,7 @@ def fuller(
         length = int(share * config.data.sequence_length)
         shorter = replace(config, data=replace(config.data, sequence_length=length))
         lengths[length] = shorter, average_rows(shorter)
-    found: list[tuple[str, Estimate]] = []
+    found: list[tuple[dict[str, int], Estimate]] = []
     for length, (one, its_rows) in lengths.items():
         for micro in range(1, MOST_MICRO_BATCH + 1):
             samples = max(1, round(batch.global_batch_size / dp / micro)) * dp * micro
@@ -161,10 +164,23 @@ def fuller(
             if not other.fits(gpu):
                 break  # more rows need more memory
             if abs(samples / batch.global_batch_size - 1) <= MOST_CHANGE:
-                sized_as = f"batch.micro_batch_size={micro} batch.global_batch_size={samples}"
-                found.append((f"{sized_as} data.sequence_length={length}", other))
-    best = max(found, key=lambda pair: _rate(pair[1]), default=None)
-    return best if best is not None and _rate(best[1]) > 1.03 * _rate(given) else None
+                sized_as = {"batch.micro_batch_size": micro, "batch.global_batch_size": samples}
+                found.append(({**sized_as, "data.sequence_length": length}, other))
+    settings, best = max(found, key=lambda pair: _rate(pair[1]), default=({}, given))
+    if _rate(best) <= 1.03 * _rate(given):
+        return None
+    own = (batch.micro_batch_size, batch.global_batch_size, config.data.sequence_length)
+    changed = [f"{key}={new}" for (key, new), old in zip(settings.items(), own, strict=True) if new != old]
+    return " ".join(changed), best
+
+
+def is_same_recipe(settings: str, config: Config) -> bool:
+    """Whether steps learn the same with the settings of `fuller`. A mean over micro-batches depends on their size."""
+    return (
+        "batch.global_batch_size" not in settings
+        and "data.sequence_length" not in settings
+        and config.training.loss_normalization != "mean_of_means"
+    )
 
 
 def in_parts(
@@ -194,19 +210,21 @@ def dry_run_report(config: Config, processes: int, gpu: Gpu, found: Estimate) ->
     """A layout in words, for a terminal."""
     parallel, peak = config.parallel, found.peak
     dp = parallel.data_parallel_size(processes)
+    passes = config.batch.accumulation_steps(dp)
     room = "fits" if found.fits(gpu) else "DOES NOT FIT"
     parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in vars(peak).items() if size)
     return "\n".join(
-        [
+        folded(line)
+        for line in [
             f"parameters        {kind_of(config).count(config):,}; on the fullest rank {found.rank_parameters:,}",
             f"layout            {processes} processes: pipeline {parallel.pipeline_parallel_size} x data {dp} x tensor "
             f"{parallel.tensor_parallel_size}, ZeRO {parallel.zero_stage}, recompute {config.training.recompute}, "
-            f"{config.batch.accumulation_steps(dp)} micro-batches of {config.batch.micro_batch_size} x "
+            f"{passes} micro-batch{'es' * (passes > 1)} of {config.batch.micro_batch_size} x "
             f"{config.row_length} tokens a step",
             f"device            {gpu.describe()}; the host takes {HOST.operation_us:g} us for an operation and "
             f"{HOST.row_us:g} for a row of 512 tokens",
             f"memory            {found.peak_gib:.2f} GiB on the fullest rank at the peak ({parts}); with "
-            f"{RESERVED_GIB:g} GiB for CUDA, NCCL and fragmentation it {room} {gpu.memory_gib:g} GiB",
+            f"{RESERVED_GIB:g} GiB for CUDA, NCCL and fragmentation it\N{NO-BREAK SPACE}{room} {gpu.memory_gib:g} GiB",
             f"a step            {found.tokens:,.0f} tokens, padding {found.padding:.1%} to {found.lengths}; "
             f"GPU {found.roofline_ms:,.0f} ms, host {found.host_ms:,.0f} ms for {found.launches:,.0f} operations, "
             f"communication {sum(found.communication_ms.values()):,.0f} ms",
@@ -215,9 +233,18 @@ def dry_run_report(config: Config, processes: int, gpu: Gpu, found: Estimate) ->
     )
 
 
+def folded(line: str) -> str:
+    """A line of a report, broken where a terminal ends. What a no-break space joins stays in one line."""
+    indent = " " * _INDENT
+    text = textwrap.fill(
+        line, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return text.replace("\N{NO-BREAK SPACE}", " ")
+
+
 def _speed(config: Config, gpu: Gpu, found: Estimate) -> str:
     """Tokens/s and MFU if all communication overlaps, and if none does."""
-    least, mfu = found.step_ms, found.mfu(gpu)
+    least = found.step_ms
     slow, fast = (found.tokens / ms * 1e3 for ms in (least, found.busy_ms))
     hours = config.training.steps * least / 3600e3
     duration = (
@@ -229,6 +256,6 @@ def _speed(config: Config, gpu: Gpu, found: Estimate) -> str:
     )
     return (
         f"speed             {slow:,.0f} to {fast:,.0f} tokens/s, MFU "
-        f"{mfu * found.busy_ms / least:.1%} to {mfu:.1%}, if no communication overlaps or all; "
+        f"{found.mfu_without_overlap(gpu):.1%} to {found.mfu(gpu):.1%}, if no communication overlaps or all; "
         f"{config.training.steps:,} steps take {duration} at most"
     )

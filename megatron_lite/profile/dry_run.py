@@ -6,7 +6,17 @@ from data_utils.base.errors import ConfigError
 from data_utils.samples.extent_ahead import extent_if_here
 from data_utils.text.tokenizers import load_tokenizer
 from megatron_lite.config.tree import Config
-from megatron_lite.profile.advice import Layout, Phase, advise, dry_run_report, for_all, fuller, in_parts
+from megatron_lite.profile.advice import (
+    Layout,
+    Phase,
+    advise,
+    dry_run_report,
+    folded,
+    for_all,
+    fuller,
+    in_parts,
+    is_same_recipe,
+)
 from megatron_lite.profile.estimate import Estimate, estimate, require_rows_of_one
 from megatron_lite.profile.gpus import Gpu, gpu_named
 from megatron_lite.profile.rows import Rows, average_rows
@@ -33,12 +43,12 @@ def dry_run(config: Config, processes: int, gpu_name: str) -> None:
         phases.append((each, rows, estimate(each, processes, gpu, rows)))
         print(f"{line}\n" * bool(line) + dry_run_report(each, processes, gpu, phases[-1][2]))
     for line in reading:
-        print(f"text              {line}", flush=True)
+        print(folded(f"text              {line}"), flush=True)
     advised = [
         _advice(number * (len(phases) > 1), *each, processes, gpu) for number, each in enumerate(phases, 1)
     ]
     if len(phases) > 1:
-        print(f"\nall phases        {for_all(phases, advised, processes, gpu)}")
+        print("\n" + folded(f"all phases        {for_all(phases, advised, processes, gpu)}"))
 
 
 def _advice(
@@ -50,16 +60,22 @@ def _advice(
     if fills is not None:
         settings, other = fills
         gain = other.tokens / other.step_ms * given.step_ms / given.tokens - 1
+        mfu = " -> ".join(f"{one.mfu_without_overlap(gpu):.1%}" for one in (given, other))
+        recipe = "the same recipe" if is_same_recipe(settings, config) else "another recipe"
         print(
-            f"fills the GPU{name:5}{settings}: {gain:+.0%} tokens/s, MFU {given.mfu(gpu):.1%} -> {other.mfu(gpu):.1%}, "
-            f"padding {given.padding:.1%} -> {other.padding:.1%} to {other.lengths}; another recipe"
+            folded(
+                f"fills the GPU{name:5}{settings}: {gain:+.1%} tokens/s, MFU {mfu} without overlap, padding "
+                f"{given.padding:.1%} -> {other.padding:.1%} to {other.lengths}; {recipe}"
+            )
         )
     smaller = in_parts(config, processes, gpu, rows, given)
     if smaller is not None:
         setting, other = smaller
         print(
-            f"smaller loss{name:6}{setting}: {given.peak_gib:.2f} -> {other.peak_gib:.2f} GiB at the peak, a step "
-            f"{other.step_ms / given.step_ms - 1:+.1%}"
+            folded(
+                f"smaller loss{name:6}{setting}: {given.peak_gib:.2f} -> {other.peak_gib:.2f} GiB at the peak, a step "
+                f"{other.step_ms / given.step_ms - 1:+.1%}"
+            )
         )
     advised = advise(config, processes, gpu, rows, given)
     title = f"{start}{f'advice, phase{name}' if number else 'advice':18}"

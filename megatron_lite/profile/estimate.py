@@ -95,6 +95,10 @@ class Estimate:
         """Share of the peak that the model's FLOPs reach in the time without communication."""
         return self.flops / self.busy_ms / gpu.peak_tflops / 1e9
 
+    def mfu_without_overlap(self, gpu: Gpu) -> float:
+        """The same in the time of a step whose communication overlaps with nothing."""
+        return self.mfu(gpu) * self.busy_ms / self.step_ms
+
     def fits(self, gpu: Gpu) -> bool:
         return self.peak_gib + RESERVED_GIB <= gpu.memory_gib
 

@@ -6,10 +6,12 @@ import pytest
 
 from data_utils.base.errors import ConfigError
 from megatron_lite.parallel.launch import (
+    MPI_VARIABLES,
     Launch,
     check_port_is_free,
     first_node,
     is_first_of_node,
+    meeting_place,
     report_status,
     slurm_port,
 )
@@ -39,6 +41,7 @@ def environment(monkeypatch):
         "OMP_NUM_THREADS",
         *STEP,
         "SLURM_JOB_NODELIST",
+        *(name for names in MPI_VARIABLES for name in names),
     ):
         monkeypatch.delenv(name, raising=False)
 
@@ -59,6 +62,31 @@ def test_a_launcher_inside_an_allocation_knows_better_than_slurm(environment):
     environment({**STEP, "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "0"})
     assert Launch.from_environment() == Launch(5, 8, 0)
     assert is_first_of_node()
+
+
+@pytest.mark.parametrize("names", MPI_VARIABLES, ids=lambda names: names[0])
+def test_ranks_started_by_mpirun_need_a_place_to_meet(environment, names):
+    environment(dict(zip(names, ("3", "4", "1", "2"), strict=True)))
+    with pytest.raises(ConfigError, match=rf"4 ranks \({names[1]}\) without MASTER_ADDR and MASTER_PORT;"):
+        Launch.from_environment()
+    environment({"MASTER_ADDR": "node1", "MASTER_PORT": "15000"})
+    launch = Launch.from_environment()
+    assert (launch.rank, launch.world_size, launch.local_rank) == (3, 4, 1)
+    assert not is_first_of_node() and meeting_place(launch) == ("node1", 15000, False)
+    environment({"RANK": "0", "WORLD_SIZE": "1"})  # torchrun, started by mpirun
+    assert Launch.from_environment().world_size == 1
+
+
+def test_one_rank_of_mpirun_is_alone_and_srun_with_pmi_is_srun(environment):
+    environment({"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0"})
+    assert Launch.from_environment() == Launch(0, 1, 0, threads=None)
+    environment({**STEP, "PMI_RANK": "3", "PMI_SIZE": "4"})  # srun --mpi=pmi2
+    assert Launch.from_environment().master_addr == "gpu07"
+    environment(
+        {"SLURM_STEP_NUM_TASKS": "2", "OMPI_COMM_WORLD_SIZE": "4"}
+    )  # a daemon of mpirun is a task of srun
+    with pytest.raises(ConfigError, match="OMPI_COMM_WORLD_RANK is not set"):
+        Launch.from_environment()
 
 
 def test_a_process_of_a_batch_script_is_alone(environment):

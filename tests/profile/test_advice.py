@@ -25,6 +25,7 @@ from megatron_lite.profile.advice import (
     for_all,
     fuller,
     in_parts,
+    is_same_recipe,
     possible_layouts,
 )
 from megatron_lite.profile.estimate import RESERVED_GIB, estimate
@@ -194,6 +195,38 @@ def test_the_dry_run_shows_a_layout_and_advises_one():
     assert "it fits 79 GiB" in done.stdout and "tokens/s, MFU" in done.stdout
     assert re.search(r"\nadvice            (parallel\.tensor_parallel_size=|keep this layout)", done.stdout)
     assert done.stderr == ""
+
+
+def test_no_line_of_the_report_is_wider_than_a_terminal():
+    done = forked("pretrain_glm.py", "--config", "configs/glm-base.yaml", "--dry-run", "64")
+    assert done.returncode == 0, done.stderr
+    wide = [line for line in done.stdout.splitlines() if len(line) > 120]
+    assert not [line for line in wide if not line.startswith("advice ")], wide  # settings to be copied
+    assert "1 micro-batch of 16 x" in done.stdout
+
+
+def test_a_proposal_says_speed_and_share_of_the_peak_of_one_case():
+    """More tokens a second in equal rows are as many more FLOPs a second."""
+    done = forked("pretrain_glm.py", "--config", "configs/glm-base.yaml", "--dry-run", "64")
+    line = re.search(r"fills the GPU (.*?)recipe", done.stdout, re.S)[1]
+    gain, before, after = re.search(r"([+\d.]+)% tokens/s, MFU ([\d.]+)% -> ([\d.]+)%", line).groups()
+    assert float(after) / float(before) == pytest.approx(1 + float(gain) / 100, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    "settings, normalization, same",
+    [
+        ("batch.micro_batch_size=12", "global_tokens", True),
+        ("batch.micro_batch_size=12", "mean_of_means", False),
+        ("batch.micro_batch_size=12 batch.global_batch_size=1920", "global_tokens", False),
+        ("batch.micro_batch_size=12 data.sequence_length=501", "global_tokens", False),
+    ],
+)
+def test_a_proposal_is_another_recipe_where_a_step_learns_something_else(
+    glm_large, settings, normalization, same
+):
+    config = replace(glm_large[0], training=replace(glm_large[0].training, loss_normalization=normalization))
+    assert is_same_recipe(settings, config) == same
 
 
 def phased(*lengths: int) -> list[Phase]:

@@ -45,18 +45,30 @@ def forked(
 
     What is read while libraries are imported, and in which order they are, only a new process shows.
     """
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        child = os.fork()
-        if child == 0:
-            os.dup2(out.fileno(), 1)
-            os.dup2(err.fileno(), 2)
+    return Forked(script, *arguments, cwd=cwd, **variables).result()
+
+
+class Forked:
+    """As `forked`, but goes on at once, so that several ranks can run."""
+
+    def __init__(self, script: str, *arguments: Any, cwd: Path = ROOT, **variables: str):
+        self._command = [script, *arguments]
+        self._files = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115  closed where they are read
+        self.pid = os.fork()
+        if self.pid == 0:
+            for number, file in enumerate(self._files, start=1):
+                os.dup2(file.fileno(), number)
             _run(ROOT / script, [str(argument) for argument in arguments], cwd, _environment(variables))
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    def result(self) -> subprocess.CompletedProcess[str]:
+        """Wait for its end."""
+        status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         texts = []
-        for file in (out, err):
-            file.seek(0)
-            texts.append(file.read().decode())
-    return subprocess.CompletedProcess([script, *arguments], status, *texts)
+        for file in self._files:
+            with file:
+                file.seek(0)
+                texts.append(file.read().decode())
+        return subprocess.CompletedProcess(self._command, status, *texts)
 
 
 def _run(script: Path, arguments: list[str], cwd: Path, environment: dict[str, str]) -> NoReturn:

@@ -2,6 +2,7 @@
 started again ends with the state of the run that was never killed.
 """
 
+import math
 import random
 import shutil
 
@@ -19,6 +20,7 @@ from data_utils.text.tokenizers import load_tokenizer
 from megatron_lite.checkpoint.manifest import checkpoint_name, list_checkpoints
 from megatron_lite.config.tree import Config
 from megatron_lite.train.loop.resume import check_beginning
+from megatron_lite.train.observe.records import read_metrics
 
 # Before the start
 
@@ -70,7 +72,12 @@ def test_what_a_run_can_begin_with_is_let_pass(corpus, trained, tmp_path):
         (
             True,
             {"training": {"seed": 8}},
-            r"seed is 8, but the run of .* has 7, .* Set training.seed=7, or begin",
+            r"training.seed is not that of .*: it is 8, and was 7; .*\. Set training.seed=7; or begin",
+        ),
+        (
+            False,
+            {"initialize_from": "", "initialize": "all", "training": {"seed": 8}},
+            r"training.seed is not that of .*: it is 8, and was 7; .*\. Set training.seed=7; or begin",
         ),
         (True, {"resume": "never"}, "already holds a checkpoint of step 2 and checkpoint.resume is never"),
     ],
@@ -111,6 +118,49 @@ def test_it_is_refused_before_the_corpora_are_opened_and_the_ranks_meet(corpus, 
     result = forked("pretrain_glm.py", "--config", str(config), RANK="0", WORLD_SIZE="2")
     assert_refused(result, f"{tmp_path} holds no run and no checkpoint; give a run directory")
     assert not (tmp_path / "run").exists()
+
+
+# What is told of a start
+
+
+def events_of(directory):
+    return [record["event"] for record in read_metrics(directory) if record["kind"] == "event"]
+
+
+def test_a_branch_with_another_seed_that_is_accepted_says_so(corpus, trained, tmp_path):
+    given = {"initialize_from": str(trained), "initialize": "all", "accept_changed_data": True}
+    tree = merge(small_run(corpus, tmp_path), {"training": {"seed": 8}, "checkpoint": given})
+    run_ranks(fit, 1, tree)
+    assert any("training.seed: it is 8, and was 7" in event for event in events_of(tmp_path))
+
+
+@pytest.mark.parametrize("is_branch", [False, True])
+def test_a_cosine_run_that_is_made_longer_says_both_rates(corpus, tmp_path, is_branch):
+    first, second = tmp_path / "a", tmp_path / ("b" if is_branch else "a")
+    short = merge(small_run(corpus, first), {"schedule": {"kind": "cosine", "min_lr_ratio": 0.1}})
+    run_ranks(fit, 1, short)
+    branch = {"initialize_from": str(first), "initialize": "all"} if is_branch else {}
+    longer = merge(
+        short, {"training": {"steps": 12}, "run": {"directory": str(second)}, "checkpoint": branch}
+    )
+    run_ranks(fit, 1, longer)
+    cosine = 0.5 * (1 + math.cos(math.pi * (7 - 2) / (12 - 2)))
+    rates = f"step 7 is {3e-3 * (0.1 + 0.9 * cosine):.3g}, and would be {3e-4:.3g} by"
+    (event,) = [event for event in events_of(second) if "learning rate" in event]
+    assert rates in event and "schedule.decay_steps=6" in event
+    kept = merge(longer, {"schedule": {"decay_steps": 6}, "run": {"directory": str(tmp_path / "c")}})
+    run_ranks(fit, 1, merge(kept, {"checkpoint": {"initialize_from": str(first), "initialize": "all"}}))
+    assert not [event for event in events_of(tmp_path / "c") if "learning rate" in event]
+
+
+def test_a_branch_of_a_merged_checkpoint_says_that_moments_begin(corpus, trained, tmp_path):
+    merged = forked("scripts/checkpoints.py", "merge", trained, "1", "2", "--output", tmp_path / "merged")
+    assert merged.returncode == 0, merged.stderr
+    given = {"initialize_from": str(tmp_path / "merged"), "initialize": "all"}
+    run_ranks(fit, 1, merge(small_run(corpus, tmp_path / "b"), {"checkpoint": given}))
+    assert any(
+        "the optimizer begins without moments at step 2" in event for event in events_of(tmp_path / "b")
+    )
 
 
 # Kills

@@ -202,6 +202,8 @@ class Engine(ABC):
                 self._engine = deepspeed_engine(module, options, mpu, self._sharded)
                 self._zero = self._engine.optimizer
                 self._sum_products(module, self._engine.optimizer)
+        # At the lowest scale DeepSpeed would raise a bare Exception: training.max_nonfinite_steps decides instead.
+        self._zero.loss_scaler.raise_error_at_min_scale = False
         self._averages: Averages | None = None
         if config.ema.decay is not None:
             from megatron_lite.train.engine.averages import Averages

@@ -11,16 +11,16 @@ be what the new phases would have made.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from data_utils.base.checksums import identity
 from data_utils.base.errors import CheckpointError
 from data_utils.base.random_streams import derive_seed
-from data_utils.base.settings import build
+from data_utils.base.settings import build, leaves, to_tree
 from data_utils.dataset.manifest import read_manifest
 from data_utils.samples.config import CorpusConfig
 from data_utils.samples.loader import weights_of
@@ -29,23 +29,39 @@ from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.tree import Config
 
-_SHOWN = 4  # corpora in a message
+_SHOWN = 4  # corpora or settings in a message
+
+
+class Change(NamedTuple):
+    """What is not as a checkpoint has it, so that samples come again or are left out."""
+
+    setting: str
+    what: str
+    remedy: str  # a sentence without its end
 
 
 def require_same_corpora(config: Config, path: Path, state: TrainerState) -> None:
-    """Raise CheckpointError if `data.train` is not that of the checkpoint at `path`, unless that is accepted."""
-    change = changed_corpora(config, state)
+    """Raise CheckpointError if seed or `data.train` is not the checkpoint's (at `path`), unless that is accepted."""
+    change = changed_seed(config, state) or changed_corpora(config, state)
     if change is None or config.checkpoint.accept_changed_data:
         return
     raise CheckpointError(
-        f"data.train is not that of {path}, by which its {state.consumed_samples:,} samples were numbered: {change}. "
-        f"Set corpora and weights as they were, and others in a phase after step {state.step}; or begin at step 0 "
-        f"in another run.directory with checkpoint.initialize_from={path}; or accept it with "
-        "checkpoint.accept_changed_data=true."
+        f"{change.setting} is not that of {path}, by which its {state.consumed_samples:,} samples were numbered: "
+        f"{change.what}. {change.remedy}; or begin at step 0 in another run.directory with "
+        f"checkpoint.initialize_from={path}; or accept it with checkpoint.accept_changed_data=true."
     )
 
 
-def changed_corpora(config: Config, state: TrainerState) -> str | None:
+def changed_seed(config: Config, state: TrainerState) -> Change | None:
+    """The seed numbers samples and draws dropout, of a task too."""
+    old, new = state.config.get("training", {}).get("seed"), config.training.seed
+    if old == new or not state.consumed_samples:
+        return None
+    what = f"it is {new}, and was {old}; another seed repeats some samples, leaves out others and draws other dropout"
+    return Change("training.seed", what, f"Set training.seed={old}")
+
+
+def changed_corpora(config: Config, state: TrainerState) -> Change | None:
     """Differences of the corpora of a checkpoint and of `config`, with their effect; None: the samples are the same.
 
     Raises: DataError for a corpus without a manifest.
@@ -82,47 +98,120 @@ def changed_corpora(config: Config, state: TrainerState) -> str | None:
             changes.append(f"{name} is new and would leave out its first {start:,} samples")
     changes += [f"{name} is gone" for name in _missing(state, old, new)]
     more = [f"and {len(changes) - _SHOWN} more"] if len(changes) > _SHOWN else []
-    return "; ".join(changes[:_SHOWN] + more) if changes else None
+    return _of_corpora("; ".join(changes[:_SHOWN] + more), state) if changes else None
+
+
+def _of_corpora(what: str, state: TrainerState) -> Change:
+    remedy = f"Set corpora and weights as they were, and others in a phase after step {state.step}"
+    return Change("data.train", what, remedy)
 
 
 def _changed_phases(
     config: Config, state: TrainerState, old: Sequence[Any], new: Sequence[Any]
-) -> str | None:
+) -> Change | None:
     """As `changed_corpora`, where phases are planned. Args: old, new: identities of the corpora."""
     recorded: Config = build(Config, state.config)
     regions = recorded.data.region, config.data.region
     if regions[0] != regions[1]:
-        return f"data.region is {regions[1]}, and was {regions[0]}"
+        what = f"it is {regions[1]}, and was {regions[0]}"
+        return Change("data.region", what, f"Set data.region={regions[0]}")
     before, after = recorded.plan, config.plan
-    consumed = after.consumed(state.step)
-    if consumed != state.consumed_samples:
-        return f"with these phases, batches and skipped samples step {state.step} would end with {consumed:,} samples"
-    made = [list(_made(plan, state.step)) for plan in (before, after)]
-    read, seed = np.zeros(len(old), np.int64), derive_seed(config.training.seed, "train")
-    ends = [first for _, first, _ in made[0][1:]] + [consumed]
-    for number, ((_, first, (_, *places)), end) in enumerate(zip(made[0], ends, strict=True)):
-        weights = [*places, *[0] * (len(old) - len(places))]
-        read += samples_of_corpora(seed, weights, end - first, number)
+    has_phases = bool(recorded.phases or config.phases)
+    made = [_begun(plan, state.step, has_phases) for plan in (before, after)]
+    seed = derive_seed(config.training.seed, "train")
+    read = np.zeros(len(old), np.int64)
+    ends = [begun.first_sample for begun in made[0][1:]] + [state.consumed_samples]
+    for number, (begun, end) in enumerate(zip(made[0], ends, strict=True)):
+        weights = [*begun.places, *[0] * (len(old) - len(begun.places))]
+        read += samples_of_corpora(seed, weights, end - begun.first_sample, number)
     for place, count in enumerate(read.tolist()):
         if count and old[place : place + 1] != new[place : place + 1]:
             name = recorded.data.train[place].prefix
-            return f"{name}, of which {count:,} samples are read, is no longer at index {place} of data.train"
-    for number, (was, now) in enumerate(itertools.zip_longest(*made)):
-        if was != now:
-            return (
-                f"phases[{number}] makes other samples before step {state.step}; only what follows may change"
-            )
-    return None
+            what = f"{name}, of which {count:,} samples are read, is no longer at index {place} of data.train"
+            return _of_corpora(what, state)
+    differences, consumed = _differences(*made), after.consumed(state.step)
+    if consumed != state.consumed_samples:
+        differences.append(
+            f"step {state.step} ends with {consumed:,} samples, by batches and skipped samples"
+        )
+    if not differences:
+        return None
+    more = [f"and {len(differences) - _SHOWN} more"] if len(differences) > _SHOWN else []
+    remedy = f"Leave phases that have begun as the run's config.yaml has them, and change those after step {state.step}"
+    return Change("the plan", "; ".join(differences[:_SHOWN] + more), remedy)
 
 
-def _made(plan: Plan, step: int) -> Iterator[tuple[int, int, list[int]]]:
-    """First step, first sample, length and places of corpora in a block, of the phases that begin before a step."""
+class _Begun(NamedTuple):
+    """A phase that has begun."""
+
+    first_step: int
+    first_sample: int
+    places: list[int]  # of each corpus in a block of samples
+    weights: list[float]  # of which they are made
+    recipe: dict[str, Any]  # dotted key -> value
+
+
+def _begun(plan: Plan, step: int, has_phases: bool) -> list[_Begun]:
+    """The phases that begin before a step."""
+    begun = []
     for first, sample, config in zip(plan.first_steps, plan.first_samples, plan.configs, strict=False):
         if first < max(step, 1):
-            places = quotas(weights_of(config.data.train, config.objective_choices)).tolist()
+            weights = weights_of(config.data.train, config.objective_choices)
+            places = quotas(weights).tolist()
             while not places[-1]:
                 places.pop()  # of a corpus added later
-            yield first, sample, [config.data.sequence_length, *places]
+            begun.append(_Begun(first, sample, places, weights, _recipe(config, has_phases)))
+    return begun
+
+
+def _recipe(config: Config, has_phases: bool) -> dict[str, Any]:
+    """What a phase can set and its samples, their loss and its gradient depend on, but the weights of corpora.
+
+    Without phases a change of most of this is an event (continuation.py), since no phase could say from when it holds.
+    """
+    recipe = {"data.sequence_length": config.data.sequence_length}
+    if not has_phases:
+        return recipe
+    choices = config.objective_choices
+    total = sum(choice.weight for choice in choices)
+    tree = {
+        "objectives": {choice.name: round(choice.weight / total, 9) for choice in choices},
+        "batch": {"global_batch_size": config.batch.global_batch_size, "ramp": to_tree(config.batch.ramp)},
+        "training": {"loss_weights": dict(config.training.loss_weights)},
+        "model": {"embedding_gradient_shrink": config.model.embedding_gradient_shrink},
+        **{choice.name: to_tree(choice.section) for choice in choices},
+    }
+    return {**recipe, **dict(leaves(tree))}
+
+
+def _differences(before: Sequence[_Begun], after: Sequence[_Begun]) -> list[str]:
+    """What phases that have begun would have made otherwise, with both values."""
+    differences: list[str] = []
+    for number, (was, now) in enumerate(itertools.zip_longest(before, after)):
+        if was is None or now is None:
+            has, had = ("has" if it is not None else "has not" for it in (now, was))
+            return [*differences, f"phases[{number}] {has} begun by these settings, and {had} in the run"]
+        if was.first_step != now.first_step:
+            return [
+                *differences,
+                f"phases[{number}] begins after step {now.first_step}, and began after step {was.first_step}",
+            ]
+        changes = [
+            f"{key}: {was.recipe.get(key)} -> {now.recipe.get(key)}"
+            for key in sorted({*was.recipe, *now.recipe})
+            if was.recipe.get(key) != now.recipe.get(key) and _is_shared(key, was, now)
+        ]
+        if was.places != now.places:
+            old, new = (", ".join(f"{weight:g}" for weight in its.weights) for its in (was, now))
+            changes.append(f"weights of data.train: {old} -> {new}")
+        differences += [f"phases[{number}] has begun with {change}" for change in changes]
+    return differences
+
+
+def _is_shared(key: str, was: _Begun, now: _Begun) -> bool:
+    """Whether a key is not of an objective that only one of two recipes has, which `objectives` tells."""
+    name = f"objectives.{key.partition('.')[0]}"
+    return (name in was.recipe) == (name in now.recipe)
 
 
 def _missing(state: TrainerState, old: Sequence[Any], new: Sequence[Any]) -> list[str]:

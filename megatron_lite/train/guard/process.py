@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -13,8 +13,28 @@ from megatron_lite.config.tree import Config
 from megatron_lite.model.kernels.fused import choose_kernels
 from megatron_lite.parallel.context import ParallelContext, initialize
 from megatron_lite.parallel.launch import Launch, report_status
+from megatron_lite.parallel.meeting import Meeting
+from megatron_lite.train.guard.alike import facts
 from megatron_lite.train.guard.control import Phase, RunControl
 from megatron_lite.train.guard.watchdog import Section, Watchdog
+
+
+def meet(
+    launch: Launch,
+    config: Config,
+    watchdog: Watchdog,
+    meeting: Meeting,
+    more: Mapping[str, str] | None = None,
+) -> None:
+    """Return when all ranks have begun with the same. Before data are copied and the model is built.
+
+    Args: more: facts beside those of the configuration, in words.
+    Raises: ConfigError where this rank differs from rank 0; LeftError where another rank has refused the start.
+    """
+    watchdog.at("comparing with the other ranks")
+    meeting.open(launch, config.timeouts.collective_seconds)
+    device = "a GPU" if torch.cuda.is_available() else "a CPU"
+    meeting.compare({**facts(config, device), **(more or {})})
 
 
 def together(
@@ -22,11 +42,14 @@ def together(
     config: Config,
     control: RunControl,
     watchdog: Watchdog,
+    meeting: Meeting,
     work: Callable[[ParallelContext], ExitStatus],
 ) -> ExitStatus:
     """Call `work` with this process's context. Returns its status when all processes have theirs."""
+    watchdog.at("waiting for the other ranks")
+    meeting.gather("ready")
     watchdog.at("joining the process group")
-    context = initialize(launch, config.parallel, config.timeouts.collective_seconds)
+    context = initialize(launch, config.parallel, config.timeouts.collective_seconds, meeting)
     watchdog.joined()
     set_numerics(config.training, context.device)
     if context.device.type == "cpu":

@@ -6,12 +6,13 @@ resume.py asks for it where there is one.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from data_utils.base.errors import CheckpointError
-from data_utils.base.settings import to_tree, with_todays_names
+from data_utils.base.settings import build, to_tree, with_todays_names
 from data_utils.objectives import OBJECTIVES
 from megatron_lite.checkpoint.existing import check_model, find_manifest, new_parameters
 from megatron_lite.checkpoint.manifest import Checkpoint
@@ -24,8 +25,9 @@ from megatron_lite.model.trunk.build import kind_of
 from megatron_lite.model.trunk.trained_model import ENCODER
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.engine.engine import Engine
-from megatron_lite.train.guard.changed_corpora import changed_corpora, require_same_corpora
+from megatron_lite.train.guard.changed_corpora import changed_corpora, changed_seed, require_same_corpora
 from megatron_lite.train.guard.finished import changed
+from megatron_lite.train.loop.lr_schedule import step_rate
 from megatron_lite.train.observe import version
 
 log = logging.getLogger(__name__)
@@ -69,13 +71,6 @@ def _check_may_continue(config: Config, checkpoint: Checkpoint) -> None:
         )
     before = checkpoint.trainer_state().config
     kind_of(config).check_continuation(config, before, checkpoint.path)
-    old, new = before.get("training", {}).get("seed"), config.training.seed
-    if old != new:
-        raise CheckpointError(
-            f"training.seed is {new}, but the run of {checkpoint.path} has {old}, by which its samples are numbered: "
-            f"another seed would repeat some and leave out others. Set training.seed={old}, or begin another "
-            f"run.directory with checkpoint.initialize_from={checkpoint.path}."
-        )
     require_same_corpora(config, checkpoint.path, checkpoint.trainer_state())
 
 
@@ -93,8 +88,8 @@ def load(
     """
     own = newest_valid(directory, context)
     if own is None:
-        state = _initialize(config, engine, context, data)
-        return state, False, [] if state is None else _changed(corpora_changes(config, state))
+        state, events = _initialize(config, engine, context, data)
+        return state, False, events
     _check_may_continue(config, own)
     state = _load(own, config, engine, context, data)
     new = to_tree(config)
@@ -105,6 +100,7 @@ def load(
             before, after = version.describe(state.program), version.describe(program)
             log.warning("changed since the checkpoint: the program: %s -> %s", before, after)
     events = _changed(changed_samples(state.config, new) + corpora_changes(config, state))
+    events += other_rate(config, state) + _new_moments(own)
     if config.ema.decay is not None and not any(piece.kind == "ema" for piece in own.pieces):
         events.append(f"averages of the weights begin at step {state.step}")
     return state, True, events + changed_plan(state.config, new)
@@ -112,11 +108,13 @@ def load(
 
 def _initialize(
     config: Config, engine: Engine, context: ParallelContext, data: list[dict[str, Any]]
-) -> TrainerState | None:
+) -> tuple[TrainerState | None, list[str]]:
     assert config.checkpoint.initialize_from is not None
     checkpoint = find_checkpoint(Path(config.checkpoint.initialize_from), context)
     if config.checkpoint.initialize == "all":
-        return _load(checkpoint, config, engine, context, data)
+        state = _load(checkpoint, config, engine, context, data)
+        changes = _changed(corpora_changes(config, state))
+        return state, changes + other_rate(config, state) + _new_moments(checkpoint)
     checkpoint = _for_model(checkpoint, config)
     new = new_parameters(checkpoint, kind_of(config).shapes(config))
     load_weights_only(checkpoint, engine, context, new)
@@ -124,7 +122,7 @@ def _initialize(
         log.info("began with the weights of %s, a fresh optimizer and step 0", checkpoint.path)
         if new:
             log.info("new, with initial weights: %s", ", ".join(sorted(new)))
-    return None
+    return None, []
 
 
 def _for_model(checkpoint: Checkpoint, config: Config) -> Checkpoint:
@@ -169,9 +167,42 @@ def _changed(changes: list[str]) -> list[str]:
 
 
 def corpora_changes(config: Config, state: TrainerState) -> list[str]:
-    """Accepted changes of the corpora. `check_beginning` has refused the others."""
-    change = changed_corpora(config, state)
-    return [] if change is None else [f"data.train: {change}"]
+    """Accepted changes of the seed and the corpora. `check_beginning` has refused the others."""
+    changes = changed_seed(config, state), changed_corpora(config, state)
+    return [f"{change.setting}: {change.what}" for change in changes if change is not None]
+
+
+def other_rate(config: Config, state: TrainerState) -> list[str]:
+    """An event where the next step has another learning rate than by the checkpoint's settings.
+
+    A finished run that is made longer is the usual case: its rate leaps back to what a longer decay has there.
+    """
+    if state.config.get("task") or config.task is not None:
+        return []  # a task's steps follow from its records
+    recorded: Config = build(Config, state.config)
+    step = state.step + 1
+    was, now = (step_rate(its, its.plan, step) for its in (recorded, config))
+    if math.isclose(was, now, rel_tol=1e-6):
+        return []
+    told = (
+        f"the learning rate of step {step} is {now:.3g}, and would be {was:.3g} by the checkpoint's settings"
+    )
+    own = config.schedule.decay_steps, config.schedule.parts, recorded.schedule.decay_steps
+    if not any(own) and config.decay_steps != recorded.decay_steps:
+        told += (
+            f": the decay ends with training.steps ({recorded.decay_steps} -> {config.decay_steps}); "
+            f"schedule.decay_steps={recorded.decay_steps} keeps it"
+        )
+    return [told]
+
+
+def _new_moments(checkpoint: Checkpoint) -> list[str]:
+    """An event where the checkpoint of a trained model has no state of the optimizer, as merged ones."""
+    if not checkpoint.step or checkpoint.optimizer.get("adam_step"):
+        return []
+    return [
+        f"the optimizer begins without moments at step {checkpoint.step}: {checkpoint.path.name} has none"
+    ]
 
 
 def changed_samples(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

@@ -388,6 +388,9 @@ class Trainer:
         state = beginning.state
         if state is not None:
             self.step, self.consumed_samples = state.step, state.consumed_samples
+            if self._plan.samples:
+                # Phases number samples by their plan; where a changed one is accepted, a batch would span two phases.
+                self.consumed_samples = self._plan.consumed(state.step)
             self.consumed_tokens = state.consumed_tokens
             self.outcomes.skipped_steps = state.skipped_steps
             self.outcomes.skipped_in_a_row = state.skipped_in_a_row

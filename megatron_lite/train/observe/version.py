@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import subprocess
 import tomllib
@@ -27,6 +28,16 @@ def describe(program: dict[str, str | bool | None]) -> str:
     """`0.1.0, commit 1234abc with changes`, for people."""
     changed = " with changes" if program.get("changed") else ""
     return f"{program.get('version') or 'unknown'}, commit {program.get('commit') or 'unknown'}{changed}"
+
+
+def sources(root: Path = ROOT) -> str:
+    """12 hexadecimal digits that change with any Python file of the two packages."""
+    digest = hashlib.sha256()
+    for package in ("data_utils", "megatron_lite"):
+        for path in sorted((root / package).rglob("*.py")):
+            content = hashlib.sha256(path.read_bytes()).hexdigest()
+            digest.update(f"{path.relative_to(root)} {content}\n".encode())
+    return digest.hexdigest()[:12]
 
 
 def _version(root: Path) -> str | None:

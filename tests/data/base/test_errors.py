@@ -20,8 +20,8 @@ def ended(main, **options):
     """Exit status of an entry point, and what it reported."""
     reported = []
     with pytest.raises(SystemExit) as exit:
-        run_command(main, report=reported.append, **options)
-    return exit.value.code, reported
+        run_command(main, leave=lambda *values: reported.append(values), **options)
+    return exit.value.code, [status for status, *_ in reported]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_an_interrupted_command_leaves_no_traceback(capsys):
 def test_other_errors_keep_their_traceback_and_report_nothing():
     reported = []
     with pytest.raises(ZeroDivisionError):
-        run_command(lambda: 1 // 0, report=reported.append)
+        run_command(lambda: 1 // 0, leave=lambda *values: reported.append(values))
     assert reported == []
 
 

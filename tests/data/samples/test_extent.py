@@ -1,5 +1,7 @@
 """How much of its corpora a run reads, against the samples themselves."""
 
+import re
+
 import numpy as np
 import pytest
 import yaml
@@ -7,13 +9,17 @@ from support.commands import forked
 from support.corpora import build
 from support.project import small_run
 
+from data_utils.base.random_streams import derive_seed
 from data_utils.base.settings import merge
 from data_utils.dataset.indexed_dataset import IndexedDataset
+from data_utils.objectives.interface import DOCUMENT_OVERHEAD
 from data_utils.samples.config import CorpusConfig, DataConfig
 from data_utils.samples.extent import extent
 from data_utils.samples.extent_ahead import extent_if_here
+from data_utils.samples.loader import mixtures_of
 from data_utils.samples.mixture import Mixture
 from data_utils.samples.sampler import WindowIndex
+from megatron_lite.config.tree import load_config
 
 
 @pytest.fixture(scope="module")
@@ -91,3 +97,34 @@ def test_each_phase_is_told_as_it_is_dealt(corpora):
         f"phase 1 reads {tokens[0]:,} tokens of text: a {a:.2g} times, b {b:.0f} times",
         f"phase 2 reads {tokens[1]:,} tokens of text: a {2000 / 300:.2g} times",
     ]
+
+
+def test_phases_of_several_lengths_are_told_as_they_are_read(corpora, tmp_path):
+    """Short phases leave most of an epoch's windows unread. A dry run of the whole configuration says the same."""
+    tree = small_run(corpora, tmp_path / "run")
+    tree.pop("tokenizer")
+    tree = merge(tree, {"model": {"vocab_size": 128}})
+    data = {"train": [{"prefix": str(corpora / "a")}, {"prefix": str(corpora / "b")}], "validation": []}
+    phases = [
+        {"steps": 1, "sequence_length": 40},
+        {"steps": 4, "sequence_length": 60},
+        {"sequence_length": 40},
+    ]
+    tree = merge(tree, {"data": data, "training": {"steps": 60}, "phases": phases})
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+    done = forked("pretrain_glm.py", "--config", tmp_path / "config.yaml", "--dry-run", 1)
+    assert done.returncode == 0, done.stderr
+    told = [
+        int(text.replace(",", ""))
+        for text in re.findall(r" reads ([-\d,]+) tokens of text", re.sub(r"\s+", " ", done.stdout))
+    ]
+    config = load_config([str(tmp_path / "config.yaml")], [])
+    indexes = [WindowIndex(IndexedDataset(corpora / name), 40, DOCUMENT_OVERHEAD) for name in ("a", "b")]
+    mixtures = mixtures_of(indexes, derive_seed(config.training.seed, "train"), config.plan.samples)
+    batch = config.batch.global_batch_size
+    read = [
+        sum(len(mixture.fetch(np.array([sample]))[0]) for sample in range(first * batch, last * batch))
+        for mixture, first, last in zip(mixtures, (0, 1, 5), (1, 5, 60), strict=True)
+    ]
+    for here, there in zip([sum(read), *read], told, strict=True):
+        assert abs(here - there) <= max(20, 0.01 * here)

@@ -1,5 +1,6 @@
 """Where the length of a sample changes, every position of a corpus still comes exactly once in an epoch."""
 
+import itertools
 import random
 
 import numpy as np
@@ -88,6 +89,21 @@ def test_random_changes_of_length_read_every_position_once(monkeypatch):
     assert beyond > 100 and changes > 2000
 
 
+def test_epochs_after_random_plans_are_those_of_the_samples(monkeypatch):
+    """Exactly, but for what a document costs beside its tokens at the end of a leftover, and leads of regions."""
+    draw = random.Random(11)
+    for _ in range(300):
+        smallest = draw.choice((1, 3, 8, 32))
+        small_blocks(monkeypatch, smallest, smallest * draw.choice((1, 4)))
+        axis, stretches = drawn(draw)
+        positions = sum(stop - start for _, _, ranges in read(axis, stretches) for start, stop in ranges)
+        stream = Stream(axis, stretches[0][1])
+        for (before, _), (_, length) in itertools.pairwise(stretches):
+            stream = stream.following(before, length)
+        epochs = stream.epochs(stretches[-1][0])
+        assert abs(epochs * axis.cost - positions) <= 3 * len(stretches) + axis.lead * axis.regions
+
+
 def test_without_regions_and_changes_a_sample_is_a_window_of_today():
     """`Mixture` takes window permute(j % W) of epoch j // W."""
     axis, length = Axis(1234, 0, 4, key), 32
@@ -118,7 +134,7 @@ def test_unread_windows_of_the_last_block_come_first_in_the_next_stretch(monkeyp
     unread = [first.sample(number)[1] for number in range(13, 16)]
     following = first.following(13, 3 * 54)
     assert following.sample(0) == (0, [each for ranges in unread for each in ranges])
-    assert 0.06 < first.epochs(13) < 13 * 50 / axis.epoch_cost
+    assert first.epochs(13) == pytest.approx(13 * 50 / axis.epoch_cost)
 
 
 def test_nothing_is_left_of_what_ended_with_a_stretch(monkeypatch):
