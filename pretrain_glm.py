@@ -15,6 +15,7 @@ import os
 import re
 import sys
 import textwrap
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -56,7 +57,7 @@ def parse_arguments() -> argparse.Namespace:
         "--deepspeed_config",
         type=expanded_path,
         metavar="FILE",
-        help="DeepSpeed JSON, merged; a contradiction is an error",
+        help="DeepSpeed JSON: its values become settings on top of the YAML files, or go to DeepSpeed",
     )
     add("--deepspeed", action="store_true", help="accepted for compatibility; training always uses DeepSpeed")
     add("--local_rank", type=int, help="set by the launcher")
@@ -109,23 +110,30 @@ class _Help(argparse.Action):
 
 def main() -> ExitStatus:
     arguments = parse_arguments()
-    config = load_config(arguments.config, arguments.overrides, arguments.deepspeed_config)
+    launch, notes = Launch.from_environment(arguments.local_rank), list[str]()
+    processes = launch.world_size if arguments.dry_run is None else arguments.dry_run
+    config = load_config(
+        arguments.config, arguments.overrides, arguments.deepspeed_config, processes, notes.append
+    )
     if arguments.print_config and arguments.dry_run is not None:
         raise ConfigError("--print-config and --dry-run exclude each other; give one of them.")
     if arguments.print_config:
+        print("".join(f"# {note}\n" for note in notes), end="")
         print(yaml.safe_dump(to_tree(config), sort_keys=False), end="")
         return ExitStatus.FINISHED
     if arguments.dry_run is not None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it is asked for its stages, and would look for a GPU
         from megatron_lite.profile.dry_run import dry_run
 
+        print("".join(f"{note}\n" for note in notes), end="")
         dry_run(config, arguments.dry_run, arguments.gpu)
         return ExitStatus.FINISHED
     require_validation(arguments.overrides, config)
-    return train(config, arguments.local_rank)
+    return train(config, launch, notes)
 
 
-def train(config: Config, local_rank: int | None) -> ExitStatus:
+def train(config: Config, launch: Launch, notes: Iterable[str] = ()) -> ExitStatus:
+    """Args: notes: lines on how the configuration was read, for the log."""
     logging.basicConfig(
         format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO, stream=sys.stdout
     )
@@ -134,7 +142,8 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
             f"the configuration has the task {config.task.name}, which pretraining would leave out; train it with "
             "scripts/finetune.py, or set task=null."
         )
-    launch = Launch.from_environment(local_rank)
+    for note in notes if launch.rank == 0 else ():
+        log.info("%s", note)
     # Refuses a batch that does not divide over the ranks.
     config.deepspeed_options(config.parallel.data_parallel_size(launch.world_size))
     config.profiler.require_ranks(launch.world_size)

@@ -7,13 +7,13 @@ run together take the tree. Derived values are properties, so that nothing is st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from data_utils.base.errors import ConfigError
-from data_utils.base.setting_files import load_json, load_yaml, shown
+from data_utils.base.setting_files import load_yaml, shown
 from data_utils.base.settings import (
     REQUIRED,
     build,
@@ -29,6 +29,7 @@ from data_utils.objectives.interface import ObjectiveConfig
 from data_utils.samples.config import DataConfig
 from data_utils.tasks.config import TaskConfig
 from data_utils.text.tokenizer_readers import TokenizerConfig
+from megatron_lite.config.deepspeed_file import with_deepspeed
 from megatron_lite.config.deepspeed_options import deepspeed_options
 from megatron_lite.config.ema import EmaConfig
 from megatron_lite.config.events import EventsConfig
@@ -98,8 +99,8 @@ class Config:
     trackers: TrackersConfig = section(TrackersConfig)
     profiler: ProfilerConfig = section(ProfilerConfig)
     deepspeed: dict[str, Any] = setting_mapping(
-        "further DeepSpeed options, see docs/configuration.md; what this file already decides must not be "
-        "contradicted"
+        "DeepSpeed's own keys, see docs/configuration.md: those that are settings here become them, the others go to "
+        "DeepSpeed"
     )
 
     def __post_init__(self) -> None:
@@ -213,10 +214,17 @@ def _with_size(key: str, model: ModelConfig, size: int) -> ModelConfig:
 
 
 def load_config(
-    files: Iterable[str | Path], overrides: Iterable[str] = (), deepspeed_config: str | Path | None = None
+    files: Iterable[str | Path],
+    overrides: Iterable[str] = (),
+    deepspeed_config: str | Path | None = None,
+    processes: int = 1,
+    say: Callable[[str], None] | None = None,
 ) -> Config:
-    """Merge YAML files in order, then `section.key=value` overrides, then a DeepSpeed JSON file, and check.
+    """Merge YAML files in order, then a DeepSpeed file, then `section.key=value` overrides, and check.
 
+    Args:
+        processes: of the run, which decide the batch where DeepSpeed options give it for a process.
+        say: called with lines on what DeepSpeed options change and what of them has no effect.
     Raises: ConfigError naming the value, the rule and the remedy.
     """
     tree: dict[str, Any] = {}
@@ -226,12 +234,8 @@ def load_config(
     for override in overrides:
         given = merge(given, parse_override(override))
     tree = merge(tree, given)
-    if deepspeed_config is not None:
-        ours = tree.get("deepspeed", {})
-        if isinstance(ours, Mapping):
-            tree["deepspeed"] = _joined(
-                load_json(deepspeed_config, "DeepSpeed configuration"), ours, str(deepspeed_config)
-            )
+    if deepspeed_config is not None or tree.get("deepspeed"):
+        tree = with_deepspeed(tree, given, deepspeed_config, processes, say)
     config = build(Config, tree)
     _require_chosen(given, config)
     return config
@@ -260,16 +264,3 @@ def require_validation(overrides: Iterable[str], config: Config) -> None:
                 "out."
             )
 
-
-def _joined(given: Mapping[str, Any], ours: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """A DeepSpeed file merged with the configuration's deepspeed section. Raises ConfigError where they differ."""
-    joined = {**given, **ours}
-    for key in given.keys() & ours.keys():
-        if isinstance(given[key], Mapping) and isinstance(ours[key], Mapping):
-            joined[key] = _joined(given[key], ours[key], path)
-        elif given[key] not in ("auto", ours[key]):
-            raise ConfigError(
-                f"{path}: {key} is {shown(given[key])}, but the configuration's deepspeed section says "
-                f"{shown(ours[key])}; make them equal, or remove one."
-            )
-    return joined
