@@ -40,6 +40,8 @@ from megatron_lite.train.guard.control import RunControl
 from megatron_lite.train.guard.lease import held
 from megatron_lite.train.guard.watchdog import Section, Watchdog
 
+log = logging.getLogger(__name__)
+
 
 def _file_or_setting(given: str) -> str:
     """argparse takes all that follows for `--tasks`: files, and settings on top of them."""
@@ -62,6 +64,8 @@ def parse_arguments() -> argparse.Namespace:
     text = "where runs, predictions and results.json go"
     add("--output", type=Path, required=True, metavar="DIR", help=text)
     add("--local_rank", type=int, help="set by the launcher")
+    text = "DeepSpeed JSON: its values become settings on top of the files, or go to DeepSpeed"
+    add("--deepspeed_config", type=expanded_path, metavar="FILE", help=text)
     add("--deepspeed", action="store_true", help="accepted for compatibility")
     add("overrides", nargs="*", metavar="section.key=value", help="settings on top of the files")
     arguments = parser.parse_intermixed_args()
@@ -88,7 +92,16 @@ def main() -> ExitStatus:
         if is_export(start):
             start = imported(start, output / "imported", arguments, launch)
         pretrained = find_manifest(start).trainer_state().config
-    tree = load_tree(arguments.config, arguments.task, arguments.overrides, pretrained, arguments.tasks)
+    tree = load_tree(
+        arguments.config,
+        arguments.task,
+        arguments.overrides,
+        pretrained,
+        arguments.tasks,
+        arguments.deepspeed_config,
+        launch.world_size,
+        log.info if launch.rank == 0 else None,
+    )
     tree = merge(tree, {"run": {"directory": str(output)}})
     if start is not None:
         tree = merge(tree, {"checkpoint": {"initialize_from": str(start)}})

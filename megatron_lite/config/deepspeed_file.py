@@ -1,8 +1,8 @@
 """A user's DeepSpeed options -> settings of this project, and what remains for DeepSpeed.
 
-`read_options` sorts options by the policies of deepspeed_keys.py. `with_deepspeed` replaces the section `deepspeed` of a
-tree of settings, with a DeepSpeed file on top of it, by the settings that they mean. What the options leave out or call
-"auto" stays as the tree says; where that says nothing either, DeepSpeed's default holds in a block that is given.
+`read_options` sorts options by the policies of deepspeed_keys.py. `with_deepspeed` replaces the section `deepspeed` of
+a tree of settings, with a DeepSpeed file on top of it, by the settings that they mean. What the options leave out or
+call "auto" stays as the tree says; where that says nothing either, DeepSpeed's default holds in a block that is given.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def read_options(given: Mapping[str, Any]) -> Said:
     seen: dict[str, tuple[str, Any]] = {}  # key -> as it is written, value
     for written, key, value in _leaves(given, "", ""):
         if key in seen and seen[key][1] != value:
-            said.problems.append(f"deepspeed.{written} and deepspeed.{seen[key][0]} are one option; remove one.")
+            said.problems.append(
+                f"deepspeed.{written} and deepspeed.{seen[key][0]} are one option; remove one."
+            )
         row = KEYS.get(key)
         if key in seen or (row is not None and (value is None or value == "auto")):
             continue
@@ -131,7 +133,11 @@ def _of_section(section: Mapping[str, Any], written: str, key: str) -> Iterator[
     switch = KEYS.get(f"{key}.enabled")
     if switch is not None and section.get("enabled") is False:
         section = {"enabled": False}
-    if switch is not None and switch.policy is Policy.HANDED and section.get("enabled") in (None, "auto", False):
+    if (
+        switch is not None
+        and switch.policy is Policy.HANDED
+        and section.get("enabled") in (None, "auto", False)
+    ):
         return  # DeepSpeed's default is off
     yield from _leaves(section, written, f"{key}.")
 
@@ -196,7 +202,7 @@ def with_deepspeed(
     source = str(path) if path is not None else ""
     said = read_options(given)
     said.problems += problems
-    translation = _Translation(tree, overrides, said, given, processes)
+    translation = _Translation(tree, overrides, said, processes)
     translation.run()
     said.refuse(source)
     stage = translation.value("parallel.zero_stage")
@@ -216,7 +222,7 @@ def _contradictions(of_file: Mapping[str, Any], typed: Mapping[str, Any], path: 
         if isinstance(one, Mapping) and isinstance(other, Mapping):
             yield from _contradictions(one, other, f"{path}{key}.")
         elif one not in (None, "auto") and other not in (None, "auto") and not _equal(one, other):
-            yield f"{path}{key} is {shown(one)} there and {shown(other)} as an override; make them equal, or remove one."
+            yield f"{path}{key} is {shown(one)} in the file and {shown(other)} as an override; make them equal."
 
 
 def _idle_line(idle: Mapping[str, str]) -> str:
@@ -270,11 +276,12 @@ class _Translation:
         tree: Mapping[str, Any],
         overrides: Mapping[str, Any],
         said: Said,
-        given: Mapping[str, Any],
         processes: int,
     ) -> None:
         self._tree, self._overrides, self._said, self._processes = tree, overrides, said, processes
-        self.settings: dict[str, tuple[Any, str]] = {}  # dotted setting -> value, the DeepSpeed key that says it
+        self.settings: dict[
+            str, tuple[Any, str]
+        ] = {}  # dotted setting -> value, the DeepSpeed key that says it
 
     def run(self) -> None:
         self._precision()
@@ -356,40 +363,43 @@ class _Translation:
 
     def _batch(self) -> None:
         """As DeepSpeed derives it: of batch, micro-batch and passes two give the third, on so many ranks."""
-        ours, key = self._said.ours, "the batch of"
-        size, micro = ours.get("train_batch_size"), ours.get("train_micro_batch_size_per_gpu")
+        ours, typed = self._said.ours, self._overrides
+        size = ours.get("train_batch_size", _whole(_lookup(typed, "batch.global_batch_size")))
+        micro = ours.get("train_micro_batch_size_per_gpu", _whole(_lookup(typed, "batch.micro_batch_size")))
         passes = ours.get("gradient_accumulation_steps")
-        given = size is not None or micro is not None
-        size = _whole(size if size is not None else _lookup(self._overrides, "batch.global_batch_size"))
-        micro = _whole(micro if micro is not None else _lookup(self._overrides, "batch.micro_batch_size"))
         ranks = self._data_parallel_size()
-        if not given and (passes is None or (size is None and micro is None)):
-            if passes is not None:
-                self._check_passes(passes, ranks)
-            return
+        keys = [
+            key for key in ("train_batch_size", "train_micro_batch_size_per_gpu") if ours.get(key) is not None
+        ]
+        if keys or (passes is not None and (size, micro) != (None, None)):
+            key = (*keys, "gradient_accumulation_steps")[0]
+            size, micro = self._derived(size, micro, passes, ranks)
+            if size % (micro * ranks):
+                self._said.problems.append(
+                    f"deepspeed.{key} makes batches of {size} samples, which must be a multiple of {micro} samples for "
+                    f"each of {ranks} data-parallel ranks: change it, another of the batch's three options, or the "
+                    "number of processes."
+                )
+                return
+            self._set("batch.global_batch_size", size, key)
+            self._set("batch.micro_batch_size", micro, key)
+        if passes is not None:
+            self._check_passes(passes, ranks)
+
+    def _derived(
+        self, size: int | None, micro: int | None, passes: int | None, ranks: int
+    ) -> tuple[int, int]:
+        """Batch and micro-batch from one of them or both. Without passes the tree's other one stays where it fits."""
         size_here = _whole(self._explicit("batch.global_batch_size"))
         micro_here = _whole(self._explicit("batch.micro_batch_size"))
         if size is None:
-            assert micro is not None
+            assert micro is not None, "one is given"
             fits = passes is None and size_here is not None and size_here % (micro * ranks) == 0
-            size = size_here if fits else micro * ranks * (passes or 1)
+            size = size_here if fits and size_here else micro * ranks * (passes or 1)
         if micro is None:
-            each = size // (ranks * (passes or 1))
             fits = passes is None and micro_here is not None and size % (micro_here * ranks) == 0
-            micro = micro_here if fits else max(1, each)
-        assert size is not None and micro is not None
-        if size % (micro * ranks):
-            self._said.problems.append(
-                f"deepspeed.train_batch_size is {size}, but must be a multiple of {micro} samples for each of {ranks} "
-                "data-parallel ranks and every pass: change train_batch_size, train_micro_batch_size_per_gpu, "
-                "gradient_accumulation_steps or the number of processes."
-            )
-            return
-        key = "train_batch_size" if "train_batch_size" in ours else "train_micro_batch_size_per_gpu"
-        self._set("batch.global_batch_size", size, key)
-        self._set("batch.micro_batch_size", micro, key)
-        if passes is not None:
-            self._check_passes(passes, ranks)
+            micro = micro_here if fits and micro_here else max(1, size // (ranks * (passes or 1)))
+        return size, micro
 
     def _check_passes(self, passes: int, ranks: int) -> None:
         size, micro = self.value("batch.global_batch_size"), self.value("batch.micro_batch_size")
@@ -416,7 +426,9 @@ class _Translation:
         kind = str(name).lower()
         if kind not in ("adam", "adamw"):
             why = _OTHER_OPTIMIZERS.get(kind, "this project has no such optimizer")
-            remedy = "set optimizer.kind, one of " + _default_range("optimizer.kind") + ", and remove the block"
+            remedy = (
+                "set optimizer.kind, one of " + _default_range("optimizer.kind") + ", and remove the block"
+            )
             self._refuse("optimizer.type", name, f"{why}: {remedy}")
             return
         params = self._parameters("optimizer", given, _ADAM)
@@ -484,20 +496,19 @@ class _Translation:
                 floor = self.value("schedule.min_lr_ratio")
         if len(self._said.problems) > problems:
             return
-        usual = 1000 if "warmup_num_steps" not in given else self.value("schedule.warmup_steps")
-        decay = params.get("total_num_steps")
-        if decay is None and "total_num_steps" in kinds:
-            decay = self._explicit("schedule.decay_steps")
+        if "warmup_num_steps" not in given:
+            params["warmup_num_steps"] = 1000  # DeepSpeed's default
         for setting, value in (
             ("kind", kind),
-            ("warmup_steps", params.get("warmup_num_steps", usual)),
-            ("decay_steps", decay),
+            ("warmup_steps", params.get("warmup_num_steps")),
+            ("decay_steps", params.get("total_num_steps")),
             ("min_lr_ratio", floor),
             ("warmup_kind", params.get("warmup_type", "log")),
             ("warmup_start_ratio", first),
             ("parts", []),
         ):
-            self._set(f"schedule.{setting}", value, "scheduler")
+            if value is not None:  # else it is "auto": ours decides
+                self._set(f"schedule.{setting}", value, "scheduler")
 
     def _lowest(self, name: str, given: Mapping[str, Any], params: Mapping[str, Any]) -> float:
         """Where WarmupLR begins and WarmupDecayLR ends too, as a fraction of the peak, which is set."""

@@ -345,7 +345,9 @@ def option_class(name: str, kinds: Mapping[str, str]) -> Any:
         else:
             own[key] = kind
     leaves = [(key, KINDS[kind][0] | None, setting(None, "", **KINDS[kind][1])) for key, kind in own.items()]
-    sections = [(key, cls, section(cls)) for key, inner in nested.items() for cls in [option_class(key, inner)]]
+    sections = [
+        (key, cls, section(cls)) for key, inner in nested.items() for cls in [option_class(key, inner)]
+    ]
     return make_dataclass(name, [*leaves, *sections], frozen=True, kw_only=True, slots=True)
 
 

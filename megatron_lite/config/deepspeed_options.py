@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from data_utils.base.errors import ConfigError
 from data_utils.base.setting_files import shown
 from data_utils.base.settings import merge, nest
 from megatron_lite.config.deepspeed_file import read_options
@@ -105,4 +104,3 @@ def _derived(
         for key in ("pipe_partitioned", "grad_partitioned"):
             derived[f"pipeline.{key}"] = (False, "this project's pipeline")
     return derived
-

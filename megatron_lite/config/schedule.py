@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from data_utils.base.settings import REQUIRED, check, checked, fraction, setting
 
-
 DEEPSPEED_KINDS = ("deepspeed_constant", "deepspeed_linear", "deepspeed_cosine")
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.base.errors import ConfigError
-from data_utils.base.setting_files import load_yaml, shown
+from data_utils.base.setting_files import load_yaml
 from data_utils.base.settings import (
     REQUIRED,
     build,
@@ -263,4 +263,3 @@ def require_validation(overrides: Iterable[str], config: Config) -> None:
                 f"{key} is set, but data.validation is not, so nothing is evaluated; set data.validation, or leave it "
                 "out."
             )
-
