@@ -29,6 +29,7 @@ from data_utils.base.settings import to_tree
 from data_utils.samples.extent import extent, overlap
 from data_utils.samples.loader import Datasets, open_datasets
 from data_utils.text.tokenizers import Tokenizer, load_tokenizer
+from megatron_lite.config.coming_from import explain_options, with_deepspeed_file
 from megatron_lite.config.sections import CheckpointConfig
 from megatron_lite.config.tree import Config, load_config, require_validation
 from megatron_lite.parallel.launch import Launch, is_first_of_node, prepare_environment, report_status
@@ -59,7 +60,8 @@ def parse_arguments() -> argparse.Namespace:
         metavar="FILE",
         help="DeepSpeed JSON: its values become settings on top of the YAML files, or go to DeepSpeed",
     )
-    add("--deepspeed", action="store_true", help="accepted for compatibility; training always uses DeepSpeed")
+    text = "accepted for compatibility; training always uses DeepSpeed. With a FILE it is --deepspeed_config"
+    add("--deepspeed", action="store_true", help=text)
     add("--local_rank", type=int, help="set by the launcher")
     add("--print-config", action="store_true", help="print the resolved configuration and stop")
     text = "show memory and speed on PROCESSES GPUs, advise the fastest layout, and stop; needs no GPU and no data"
@@ -68,11 +70,10 @@ def parse_arguments() -> argparse.Namespace:
         "--gpu", default="h100", help="for --dry-run: h100, h200, gh200, b200, a100 or a100-40 (default h100)"
     )
     add("overrides", nargs="*", metavar="section.key=value", help="settings on top of the files")
-    arguments, unknown = parser.parse_known_intermixed_args()
+    given = with_deepspeed_file(sys.argv[1:])
+    arguments, unknown = parser.parse_known_intermixed_args(given)
     if unknown:
-        raise ConfigError(
-            f"unknown option {unknown[0]}; write settings as section.key=value, without dashes."
-        )
+        raise ConfigError(explain_options(given, unknown))
     if not arguments.config:
         raise ConfigError("no configuration given; pass --config FILE, or a name such as small.")
     return arguments

@@ -33,6 +33,7 @@ from data_utils.base.errors import (
 from data_utils.base.files import require_directory, require_writable
 from data_utils.base.settings import merge
 from megatron_lite.checkpoint.existing import find_manifest
+from megatron_lite.config.coming_from import explain_options, with_deepspeed_file
 from megatron_lite.finetune.setup import Task, check_output, for_import, is_export, load_tree, prepare
 from megatron_lite.parallel.launch import Launch, is_first_of_node, prepare_environment, report_status
 from megatron_lite.train.engine.nvidia_apex import require_apex
@@ -68,7 +69,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--deepspeed_config", type=expanded_path, metavar="FILE", help=text)
     add("--deepspeed", action="store_true", help="accepted for compatibility")
     add("overrides", nargs="*", metavar="section.key=value", help="settings on top of the files")
-    arguments = parser.parse_intermixed_args()
+    given = with_deepspeed_file(sys.argv[1:])
+    arguments, unknown = parser.parse_known_intermixed_args(given)
+    if unknown:
+        raise ConfigError(explain_options(given, unknown))
     if not arguments.config and arguments.checkpoint is None:
         raise ConfigError("no model given; pass --checkpoint RUN, or --config FILE (see configs/).")
     arguments.overrides += [given for given in arguments.tasks if "=" in given]

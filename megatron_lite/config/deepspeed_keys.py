@@ -81,7 +81,7 @@ _FP32_STATE = "weights, gradients and moments of the optimizer are fp32 here: re
 _OTHER_TRAINING = "this project has no such training: remove it, or set its enabled to false"
 _LOSS_SCALE = "bf16 needs no loss scale"
 
-KEYS: dict[str, Key] = {
+KEYS = {
     # batch, optimizer, schedule
     "train_batch_size": _ours("size", "batch.global_batch_size"),
     "train_micro_batch_size_per_gpu": _ours("size", "batch.micro_batch_size"),

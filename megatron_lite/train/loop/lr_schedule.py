@@ -38,7 +38,7 @@ def deepspeed_rate(step: int, *, peak: float, schedule: ScheduleConfig, decay_st
     """Learning rate of optimizer step `step` (the first is 1) by DeepSpeed's WarmupLR, WarmupDecayLR, WarmupCosineLR.
 
     DeepSpeed sets a rate when the scheduler is made and moves it after each step, from -1 on, so that the second step
-    has number 0. Its warm-up has two steps at least. Source: deepspeed/runtime/lr_schedules.py of DeepSpeed 0.19.8.
+    has number 0. Its warm-up has two steps at least. Source: DeepSpeed 0.19.8.
     """
     done, warmup = step - 2, max(2, schedule.warmup_steps)
     is_cosine = schedule.kind == "deepspeed_cosine"
