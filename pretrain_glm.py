@@ -26,6 +26,7 @@ import yaml
 from data_utils.base.errors import ArgumentParser, ConfigError, ExitStatus, expanded_path, run_command
 from data_utils.base.files import require_directory, require_writable
 from data_utils.base.settings import to_tree
+from data_utils.objectives import OBJECTIVES
 from data_utils.samples.extent import extent, overlap
 from data_utils.samples.loader import Datasets, open_datasets
 from data_utils.text.tokenizers import Tokenizer, load_tokenizer
@@ -87,6 +88,9 @@ class _Help(argparse.Action):
     ) -> None:
         from data_utils.base.settings_listed import describe
 
+        for name in OBJECTIVES if value == "all" else (value,):
+            if name in OBJECTIVES:
+                OBJECTIVES[name]  # one of a package is imported only now
         settings: dict[str, list[str]] = {}
         lines = [line for line in describe(Config) if line]
         for title, text in zip(lines[::2], lines[1::2], strict=True):

@@ -321,4 +321,5 @@ def _check_second_stack(config: Config) -> None:
 
 def _with_ability(ability: str) -> str:
     """The objectives whose sections have it, for messages."""
-    return " or ".join(name for name, made in OBJECTIVES.items() if getattr(made.config_class, ability))
+    own = {name: OBJECTIVES[name].config_class for name in OBJECTIVES.own}
+    return " or ".join(name for name, section in own.items() if getattr(section, ability))

@@ -24,7 +24,7 @@ from data_utils.base.settings import (
     setting,
     setting_mapping,
 )
-from data_utils.objectives import OBJECTIVES, ObjectiveChoice, loss_share, objective_class
+from data_utils.objectives import OBJECTIVES, ObjectiveChoice, loss_share, objective_class, section_class
 from data_utils.objectives.interface import ObjectiveConfig
 from data_utils.samples.config import DataConfig
 from data_utils.tasks.config import TaskConfig
@@ -79,7 +79,7 @@ class Config:
         "objective -> first sample from which it takes part, 0 if not named (a cumulative schedule of tasks)"
     )
     objective_sections: dict[str, ObjectiveConfig] = inline_sections(  # those of `objectives` alone
-        OBJECTIVES, lambda name: objective_class(name).config_class
+        OBJECTIVES, section_class
     )
     phases: tuple[PhaseConfig, ...] = setting(
         (), "list of phases, each with its length and what changes: see docs/data.md; empty = one phase"
@@ -106,7 +106,7 @@ class Config:
     def __post_init__(self) -> None:
         """Raises: ConfigError for what cannot be trained: a value, the rule that it breaks, and a remedy."""
         given, names = self.objective_sections, self.objectives or ("blank_infilling",)
-        chosen = {name: given.get(name) or objective_class(name).config_class() for name in names}
+        chosen = {name: _section_of(name, given.get(name)) for name in names}
         glm: Any = chosen.get("blank_infilling")
         if glm is not None and glm.short_seq_prob:  # as in files of former versions
             data = replace(self.data, short_prob=self.data.short_prob or glm.short_seq_prob)
@@ -195,6 +195,12 @@ class Config:
         return self.training.steps if self.schedule.decay_steps is None else self.schedule.decay_steps
 
 
+def _section_of(name: str, given: Any) -> ObjectiveConfig:
+    """The section of an objective that is chosen. That of a package was a mapping until here."""
+    cls = objective_class(name).config_class
+    return build(cls, given or {}, f"{name}.") if given is None or isinstance(given, Mapping) else given
+
+
 def _plan_of(config: Config) -> Plan:
     changes = config.phases, config.batch.ramp, config.schedule.parts, config.data.region
     if any(changes) or config.events.skip_samples:
@@ -236,9 +242,24 @@ def load_config(
     tree = merge(tree, given)
     if deepspeed_config is not None or tree.get("deepspeed"):
         tree = with_deepspeed(tree, given, deepspeed_config, processes, say)
+    require_objectives(tree)
     config = build(Config, tree)
     _require_chosen(given, config)
     return config
+
+
+def require_objectives(tree: Mapping[str, Any], program: Mapping[str, Any] | None = None) -> None:
+    """Raise ConfigError if a tree names an objective that no installed package brings, before its section is unknown.
+
+    Args: program: what a checkpoint records of the program that trained it, packages of objectives among it.
+    """
+    named, packages = tree.get("objectives"), (program or {}).get("packages") or {}
+    for name in named if isinstance(named, Mapping) else ():
+        if name not in OBJECTIVES and name in packages:
+            raise ConfigError(
+                f"the objective {name} is that of the package {packages[name]}, which is not installed; install it."
+            )
+        objective_class(name)
 
 
 def _require_chosen(given: Mapping[str, Any], config: Config) -> None:
