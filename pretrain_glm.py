@@ -15,6 +15,7 @@ import os
 import re
 import sys
 import textwrap
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -25,11 +26,13 @@ import yaml
 from data_utils.base.errors import ArgumentParser, ConfigError, ExitStatus, expanded_path, run_command
 from data_utils.base.files import require_writable
 from data_utils.base.settings import to_tree
+from data_utils.objectives import OBJECTIVES
 from data_utils.samples.drawn_shares import drawn_shares
 from data_utils.samples.extent import extent, overlap
 from data_utils.samples.loader import Datasets, open_datasets
 from data_utils.text.tokenizers import Tokenizer, load_tokenizer
 from megatron_lite.checkpoint.places import model_at, require_own_directory
+from megatron_lite.config.coming_from import explain_options, with_deepspeed_file
 from megatron_lite.config.sections import CheckpointConfig
 from megatron_lite.config.tree import Config, load_config, require_validation
 from megatron_lite.parallel.launch import Launch, is_first_of_node, prepare_environment
@@ -59,9 +62,10 @@ def parse_arguments() -> argparse.Namespace:
         "--deepspeed_config",
         type=expanded_path,
         metavar="FILE",
-        help="DeepSpeed JSON, merged; a contradiction is an error",
+        help="DeepSpeed JSON: its values become settings on top of the YAML files, or go to DeepSpeed",
     )
-    add("--deepspeed", action="store_true", help="accepted for compatibility; training always uses DeepSpeed")
+    text = "accepted for compatibility; training always uses DeepSpeed. With a FILE it is --deepspeed_config"
+    add("--deepspeed", action="store_true", help=text)
     add("--local_rank", type=int, help="set by the launcher")
     add("--print-config", action="store_true", help="print the resolved configuration and stop")
     text = "show memory and speed on PROCESSES GPUs, advise the fastest layout, and stop; needs no GPU and no data"
@@ -70,11 +74,10 @@ def parse_arguments() -> argparse.Namespace:
         "--gpu", default="h100", help="for --dry-run: h100, h200, gh200, b200, a100 or a100-40 (default h100)"
     )
     add("overrides", nargs="*", metavar="section.key=value", help="settings on top of the files")
-    arguments, unknown = parser.parse_known_intermixed_args()
+    given = with_deepspeed_file(sys.argv[1:])
+    arguments, unknown = parser.parse_known_intermixed_args(given)
     if unknown:
-        raise ConfigError(
-            f"unknown option {unknown[0]}; write settings as section.key=value, without dashes."
-        )
+        raise ConfigError(explain_options(given, unknown))
     if not arguments.config:
         raise ConfigError("no configuration given; pass --config FILE, or a name such as small.")
     return arguments
@@ -88,6 +91,9 @@ class _Help(argparse.Action):
     ) -> None:
         from data_utils.base.settings_listed import describe
 
+        for name in OBJECTIVES if value == "all" else (value,):
+            if name in OBJECTIVES:
+                OBJECTIVES[name]  # one of a package is imported only now
         settings: dict[str, list[str]] = {}
         lines = [line for line in describe(Config) if line]
         for title, text in zip(lines[::2], lines[1::2], strict=True):
@@ -115,23 +121,30 @@ def main(meeting: Meeting | None = None) -> ExitStatus:
     meeting = meeting or Meeting()
     if arguments.print_config or arguments.dry_run is not None:
         meeting.over()
-    config = load_config(arguments.config, arguments.overrides, arguments.deepspeed_config)
+    launch, notes = Launch.from_environment(arguments.local_rank), list[str]()
+    processes = launch.world_size if arguments.dry_run is None else arguments.dry_run
+    config = load_config(
+        arguments.config, arguments.overrides, arguments.deepspeed_config, processes, notes.append
+    )
     if arguments.print_config and arguments.dry_run is not None:
         raise ConfigError("--print-config and --dry-run exclude each other; give one of them.")
     if arguments.print_config:
+        print("".join(f"# {note}\n" for note in notes), end="")
         print(yaml.safe_dump(to_tree(config), sort_keys=False), end="")
         return ExitStatus.FINISHED
     if arguments.dry_run is not None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it is asked for its stages, and would look for a GPU
         from megatron_lite.profile.dry_run import dry_run
 
+        print("".join(f"{note}\n" for note in notes), end="")
         dry_run(config, arguments.dry_run, arguments.gpu)
         return ExitStatus.FINISHED
     require_validation(arguments.overrides, config)
-    return train(config, arguments.local_rank, meeting)
+    return train(config, launch, meeting, notes)
 
 
-def train(config: Config, local_rank: int | None, meeting: Meeting) -> ExitStatus:
+def train(config: Config, launch: Launch, meeting: Meeting, notes: Iterable[str] = ()) -> ExitStatus:
+    """Args: notes: lines on how the configuration was read, for the log."""
     logging.basicConfig(
         format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO, stream=sys.stdout
     )
@@ -140,7 +153,8 @@ def train(config: Config, local_rank: int | None, meeting: Meeting) -> ExitStatu
             f"the configuration has the task {config.task.name}, which pretraining would leave out; train it with "
             "scripts/finetune.py, or set task=null."
         )
-    launch = Launch.from_environment(local_rank)
+    for note in notes if launch.rank == 0 else ():
+        log.info("%s", note)
     # Refuses a batch that does not divide over the ranks.
     config.deepspeed_options(config.parallel.data_parallel_size(launch.world_size))
     config.profiler.require_ranks(launch.world_size)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write what follows from the code: python docs/generate.py
 
-These are docs/settings.md, and a table in each of checkpoints.md and huggingface.md.
+These are docs/settings.md, and tables in checkpoints.md, huggingface.md and coming_from.md.
 
 tests/test_documentation.py compares the pages with what this script would write.
 """
@@ -18,6 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from support import house
 
 from data_utils.base.settings_listed import describe
+from megatron_lite.config.coming_from import SOURCES
+from megatron_lite.config.deepspeed_keys import KEYS, Policy
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.published.systems import OF_MODEL, PUBLISHED
 from megatron_lite.train.guard.run_state import MEANINGS
@@ -25,6 +27,7 @@ from megatron_lite.train.guard.run_state import MEANINGS
 ROOT = house.ROOT
 STATES = ("<!-- the table of states: written by docs/generate.py -->", "<!-- end of the table -->")
 SYSTEMS = ("<!-- the table of systems: written by docs/generate.py -->", STATES[1])
+ARGUMENTS = ("<!-- the tables of arguments: written by docs/generate.py -->", STATES[1])
 NOTICE = "Written by `python docs/generate.py`; change the code, not this page."
 # What `describe` writes of a setting: its key, then type, range (if it has one) and default in parentheses.
 SETTING = re.compile(
@@ -83,6 +86,23 @@ def huggingface() -> str:
     return _with_table("huggingface.md", SYSTEMS, lines)
 
 
+def coming_from() -> str:
+    """The page, with a table of the arguments of each program."""
+    lines = []
+    for source, arguments in SOURCES.items():
+        lines += ["", f"## {source}", "", "| there | here | |", "|---|---|---|"]
+        has_dashes = source.startswith(("Megatron", "THUDM"))
+        for argument in arguments:
+            names = [name.replace("_", "-") if has_dashes else name for name in argument.names]
+            theirs = ", ".join(f"`--{name}`" for name in names)
+            form = argument.setting.replace("{}", "VALUE").replace("{{", "{").replace("}}", "}")
+            lines.append(f"| {theirs} | {f'`{form}`' if form else ''} | {argument.note} |")
+    decided = [(key, row.reason) for key, row in KEYS.items() if row.policy is Policy.OURS]
+    lines += ["", "## DeepSpeed's JSON", "", "| there | here |", "|---|---|"]
+    lines += [f"| `{key}` | {reason} |" for key, reason in decided]
+    return _with_table("coming_from.md", ARGUMENTS, lines)
+
+
 def _with_table(name: str, marks: tuple[str, str], lines: list[str]) -> str:
     """A page with these lines between its marks."""
     text = (ROOT / "docs" / name).read_text(encoding="utf-8")
@@ -94,6 +114,7 @@ PAGES = {
     "settings.md": settings,
     "checkpoints.md": checkpoints,
     "huggingface.md": huggingface,
+    "coming_from.md": coming_from,
 }
 
 

@@ -34,6 +34,7 @@ from data_utils.base.files import require_writable
 from data_utils.base.settings import merge
 from megatron_lite.checkpoint.existing import find_manifest
 from megatron_lite.checkpoint.places import A_MODEL_OR_EXPORT, model_at, require_own_directory
+from megatron_lite.config.coming_from import explain_options, with_deepspeed_file
 from megatron_lite.finetune.setup import Task, check_output, for_import, is_export, load_tree, prepare
 from megatron_lite.parallel.launch import Launch, is_first_of_node, prepare_environment
 from megatron_lite.parallel.meeting import Meeting
@@ -41,6 +42,8 @@ from megatron_lite.train.engine.nvidia_apex import require_apex
 from megatron_lite.train.guard.control import RunControl
 from megatron_lite.train.guard.lease import held
 from megatron_lite.train.guard.watchdog import Section, Watchdog
+
+log = logging.getLogger(__name__)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -59,9 +62,14 @@ def parse_arguments() -> argparse.Namespace:
     text = "where runs, predictions and results.json go"
     add("--output", type=Path, required=True, metavar="DIR", help=text)
     add("--local_rank", type=int, help="set by the launcher")
+    text = "DeepSpeed JSON: its values become settings on top of the files, or go to DeepSpeed"
+    add("--deepspeed_config", type=expanded_path, metavar="FILE", help=text)
     add("--deepspeed", action="store_true", help="accepted for compatibility")
     add("overrides", nargs="*", metavar="section.key=value", help="settings on top of the files")
-    arguments = parser.parse_intermixed_args()
+    given = with_deepspeed_file(sys.argv[1:])
+    arguments, unknown = parser.parse_known_intermixed_args(given)
+    if unknown:
+        raise ConfigError(explain_options(given, unknown))
     if not arguments.config and arguments.checkpoint is None:
         raise ConfigError("no model given; pass --checkpoint RUN, or --config FILE (see configs/).")
     if arguments.tasks and arguments.task is not None:
@@ -85,7 +93,16 @@ def main(meeting: Meeting | None = None) -> ExitStatus:
         if is_export(start):
             start = imported(start, output / "imported", arguments, launch)
         pretrained = find_manifest(start).trainer_state().config
-    tree = load_tree(arguments.config, arguments.task, arguments.overrides, pretrained, arguments.tasks)
+    tree = load_tree(
+        arguments.config,
+        arguments.task,
+        arguments.overrides,
+        pretrained,
+        arguments.tasks,
+        arguments.deepspeed_config,
+        launch.world_size,
+        log.info if launch.rank == 0 else None,
+    )
     tree = merge(tree, {"run": {"directory": str(output)}})
     if start is not None:
         tree = merge(tree, {"checkpoint": {"initialize_from": str(start)}})

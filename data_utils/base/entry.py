@@ -24,7 +24,11 @@ if sys.version_info < (3, 11):  # noqa: UP036  the requirement of pyproject.toml
     sys.exit(2)
 
 
-def _report_missing_package(kind, error, traceback):  # type: ignore[no-untyped-def]
+def _report_in_one_line(kind, error, traceback):  # type: ignore[no-untyped-def]
+    errors = sys.modules.get("data_utils.base.errors")
+    if errors is not None and issubclass(kind, errors.UserError):  # found while modules are imported
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(int(error.status))
     package = (getattr(error, "name", None) or "").split(".")[0]
     ours = ("megatron_lite", "data_utils", "scripts", "benchmarks", "tests")
     if not issubclass(kind, ModuleNotFoundError) or not package or package in ours:
@@ -34,7 +38,7 @@ def _report_missing_package(kind, error, traceback):  # type: ignore[no-untyped-
     sys.exit(2)
 
 
-sys.excepthook = _report_missing_package
+sys.excepthook = _report_in_one_line
 
 # Variable that names a place for caches, and where in the home directory the place is if it is not set.
 _CACHES = (

@@ -15,6 +15,11 @@ class Loss:
     number: int  # in the `objective` plane and in checkpoints (`model.task_rows`): it never changes
 
     @property
+    def is_own(self) -> bool:
+        """Whether it is one of this file, which objectives share."""
+        return self in OWN
+
+    @property
     def sentence_level(self) -> bool:
         """Whether the sentence head predicts it from CLS, instead of the vocabulary from a token."""
         return self.number in SENTENCE_LEVEL
@@ -33,3 +38,13 @@ CLASS_HEADS = {"sentence_reordering": 31, "sentence_distance": 33, "token_docume
 SENTENCE_LEVEL = (NEXT_SENTENCE_LOSS.number, SENTENCE_ORDER_LOSS.number, 31, 33, 40, 42)
 CLASS_LEVEL = (*SENTENCE_LEVEL, 35, 38)  # predicted by a head of classes, not by the vocabulary
 BY_TOKENS = (MASKED_DIFFUSION.number,)  # divided by all tokens of the texts, not by predicted weights
+OWN = (
+    MASKED,
+    MASKED_SPANS,
+    NEXT_SENTENCE_LOSS,
+    SENTENCE_ORDER_LOSS,
+    SPAN_BOUNDARY,
+    REPLACED,
+    MASKED_DIFFUSION,
+    ENTITIES,
+)

@@ -8,6 +8,7 @@ import os
 import re
 import sysconfig
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -185,9 +186,30 @@ def _named(path: Path, folder: str) -> Path:
 
 def load_json(path: str | Path, name: str) -> dict[str, Any]:
     """Read one JSON file as an object. Raises ConfigError, which calls it `name`."""
+    return _load_object(path, name, json.loads)
+
+
+def load_hjson(path: str | Path, name: str) -> dict[str, Any]:
+    """The same of JSON with comments, trailing commas and keys without quotes, as DeepSpeed reads its files."""
+    return _load_object(path, name, _parse_hjson)
+
+
+def _parse_hjson(text: str, **options: Any) -> Any:
+    try:
+        return json.loads(text, **options)
+    except json.JSONDecodeError as error:
+        import hjson  # of DeepSpeed; few files need it
+
+        try:
+            return hjson.loads(text, **options)
+        except hjson.HjsonDecodeError:
+            raise error from None  # its message is the plainer one
+
+
+def _load_object(path: str | Path, name: str, parse: Callable[..., Any]) -> dict[str, Any]:
     text = read_text(path, name)
     try:
-        tree = json.loads(text, object_pairs_hook=_without_repetition)
+        tree = parse(text, object_pairs_hook=_without_repetition)
         too_deep = _depth(tree) > MAX_DEPTH
     except RecursionError:
         too_deep = True

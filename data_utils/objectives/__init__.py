@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any
 from data_utils.base.errors import ConfigError
 from data_utils.base.random_streams import derive_seed
 from data_utils.base.setting_files import shown
+from data_utils.objectives.declared import declared_in
 from data_utils.objectives.interface import Objective
-from data_utils.objectives.registry import Objectives, declared_in
+from data_utils.objectives.packages import GROUP
+from data_utils.objectives.registry import Objectives
 from data_utils.text.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from data_utils.objectives.rows import RowObjective
 
-OBJECTIVES = Objectives(declared_in(Path(__file__).parent, __name__))
+OBJECTIVES = Objectives(declared_in(Path(__file__).parent, __name__), with_packages=True)
 LOSSES = OBJECTIVES.losses  # the `objective` plane holds an index into these
 LOSS_NAMES = tuple(loss.name for loss in LOSSES)
 SENTENCE_LEVEL = tuple(loss.name for loss in LOSSES if loss.sentence_level)
@@ -36,8 +38,16 @@ class ObjectiveChoice:
 def objective_class(name: str) -> type[RowObjective]:
     """The objective of a name. Raises ConfigError for an unknown one."""
     if name not in OBJECTIVES:
-        raise ConfigError(f"objective is {shown(name)}; it must be one of {', '.join(OBJECTIVES)}.")
+        raise ConfigError(
+            f"objective is {shown(name)}; it must be one of {', '.join(OBJECTIVES)}, or that of an installed package "
+            f"(entry points of the group {GROUP}): install the package that brings it."
+        )
     return OBJECTIVES[name]
+
+
+def section_class(name: str) -> Any:
+    """The class of an objective's section; a mapping for one of a package that is not loaded."""
+    return objective_class(name).config_class if OBJECTIVES.is_loaded(name) else dict[str, Any]
 
 
 def loss_share(choices: Sequence[ObjectiveChoice]) -> float:

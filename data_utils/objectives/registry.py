@@ -1,19 +1,21 @@
-"""The register of objectives: what the files of this folder declare, read as text; a class is imported when it is used.
+"""The register of objectives: what files declare (declared.py), also those of packages; a class is imported when used.
 
 So a run loads the objectives that it chose, and yet knows the names and the losses of all.
 """
 
 from __future__ import annotations
 
-import ast
 import importlib
 import itertools
+import sys
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from data_utils.base import losses as known
+from data_utils.base.errors import ConfigError
 from data_utils.base.losses import MOST_LOSSES, Loss
+from data_utils.base.setting_files import one_line
+from data_utils.objectives.declared import Declared
+from data_utils.objectives.packages import of_packages, packages_of
 
 if TYPE_CHECKING:
     from data_utils.objectives.rows import RowObjective
@@ -21,81 +23,85 @@ if TYPE_CHECKING:
 Made = TypeVar("Made", bound="type[RowObjective]")
 
 
-class Declared(NamedTuple):
-    """An objective, as its file declares it below `@register`."""
-
-    name: str
-    losses: tuple[Loss, ...]
-    module: str
-    class_name: str
-
-
 def register(cls: Made) -> Made:
-    """The mark of an objective's class, by which `declared_in` finds it."""
+    """The mark of an objective's class, by which declared.py finds it."""
     return cls
 
 
-def declared_in(folder: Path, package: str) -> Iterator[Declared]:
-    """The objectives of a folder, without an import. Raises: ValueError for one whose name or losses are computed."""
-    for path in sorted(folder.rglob("*.py")):
-        module = ".".join((package, *path.relative_to(folder).with_suffix("").parts))
-        for text in path.read_text(encoding="utf-8").split("\n@register\n")[1:]:
-            cls: ast.ClassDef = ast.parse(text).body[0]  # type: ignore[assignment]
-            lines = [line for line in cls.body if isinstance(line, ast.Assign)]
-            values: dict[str, Any] = {ast.unparse(line.targets[0]): line.value for line in lines}
-            try:
-                losses = tuple(map(_loss, values["losses"].elts))
-                yield Declared(ast.literal_eval(values["name"]), losses, module, cls.name)
-            except (KeyError, AttributeError, TypeError, ValueError):
-                raise ValueError(
-                    f"{path}: class {cls.name} is an objective whose name or losses cannot be read without an import; "
-                    'write name = "..." and losses = (Loss("...", NUMBER),) in it.'
-                ) from None
-
-
-def _loss(value: Any) -> Loss:
-    """`Loss("name", number)`, or the name of one in base/losses.py."""
-    if isinstance(value, ast.Name):
-        return getattr(known, value.id)
-    return Loss(*map(ast.literal_eval, value.args))
-
-
 class Objectives(Mapping[str, "type[RowObjective]"]):
-    """Classes by name. The names are known at once; looking one up imports its module.
+    """Classes by name. The names are known at once, packages' too; looking one up imports its module.
 
-    Raises: ValueError for two objectives with one name, and what `losses_by_number` raises.
+    Args: with_packages: look for objectives of installed packages.
+    Raises: ConfigError for two objectives of this project with one name, and what `losses_by_number` raises.
     """
 
-    def __init__(self, declared: Iterable[Declared]) -> None:
-        self._declared: dict[str, Declared] = {}
+    def __init__(self, declared: Iterable[Declared], with_packages: bool = False) -> None:
+        self._own: dict[str, Declared] = {}
         # In the order of the numbers of their losses, so that no file name matters.
         for one in sorted(declared, key=lambda one: one.losses[0].number):
-            other = self._declared.setdefault(one.name, one)
+            other = self._own.setdefault(one.name, one)
             if other is not one:
-                raise ValueError(
+                raise ConfigError(
                     f"the objectives of {other.module} and {one.module} have the same name {one.name!r}; choose "
                     "another one for the new objective."
                 )
-        self.losses = losses_by_number(self._declared.values())
+        found, self._problems = of_packages(self._own) if with_packages else ([], {})
+        self._declared = self._own | {one.name: one for one in found}
+        self.losses = _filled(losses_by_number(self._own.values()), found)
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """The names of this project's objectives."""
+        return tuple(self._own)
+
+    def package(self, name: str) -> str:
+        """Name and version of the package that brings an objective; "" = this project."""
+        return packages_of(self._declared.values()).get(name, "")
+
+    def is_loaded(self, name: str) -> bool:
+        """Whether looking a name up imports no package."""
+        return name in self._own or (name in self._declared and self._declared[name].module in sys.modules)
 
     def __getitem__(self, name: str) -> type[RowObjective]:
+        """Raises: ConfigError for an objective that cannot be imported, or whose name or losses two claim."""
+        if name in self._problems:
+            raise ConfigError(self._problems[name])
         declared = self._declared[name]
-        return getattr(importlib.import_module(declared.module), declared.class_name)
+        try:
+            return getattr(importlib.import_module(declared.module), declared.class_name)
+        except SyntaxError as error:
+            raise ConfigError(
+                f"{error.filename}, line {error.lineno}: {error.msg}; correct the file."
+            ) from None
+        except Exception as error:
+            if not declared.package:
+                raise
+            raise ConfigError(
+                f"the objective {name} of the package {declared.package} cannot be imported "
+                f"({type(error).__name__}: {one_line(error)}); repair the package."
+            ) from error
 
     def __contains__(self, name: object) -> bool:
-        return name in self._declared
+        return name in self._declared or name in self._problems
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._declared)
+        return iter(dict.fromkeys((*self._declared, *self._problems)))
 
     def __len__(self) -> int:
-        return len(self._declared)
+        return len(list(iter(self)))
+
+
+def _filled(own: tuple[Loss, ...], packages: Iterable[Declared]) -> tuple[Loss, ...]:
+    """The losses at the places of their numbers; those of packages begin beyond our own, and others lie between."""
+    others = {loss.number: loss for one in packages for loss in one.losses if not loss.is_own}
+    places = range(len(own), max(others, default=-1) + 1)
+    return (*own, *(others.get(place) or Loss(f"unused_{place}", place) for place in places))
 
 
 def losses_by_number(objectives: Iterable[Declared]) -> tuple[Loss, ...]:
     """The losses of the objectives, each at the place of its number.
 
-    Raises: ValueError for two losses with one number or name, and for numbers that are not 0, 1, 2, ... below
+    Raises: ConfigError for two losses with one number or name, and for numbers that are not 0, 1, 2, ... below
         MOST_LOSSES.
     """
     losses = list(dict.fromkeys(loss for objective in objectives for loss in objective.losses))
@@ -106,17 +112,17 @@ def losses_by_number(objectives: Iterable[Declared]) -> tuple[Loss, ...]:
         for loss in losses:
             owner = owners.setdefault(getattr(loss, what), loss)
             if owner is not loss:
-                raise ValueError(
+                raise ConfigError(
                     f"the losses {owner.name} ({owner.number}) and {loss.name} ({loss.number}) have the same {what}; "
                     f"give the new one another. The next free number is {free}."
                 )
     if numbers != set(range(len(losses))):
-        raise ValueError(
+        raise ConfigError(
             f"the numbers of the losses are {sorted(numbers)}, which leaves out {free}; give the new loss "
             "that number."
         )
     if len(losses) > MOST_LOSSES:
-        raise ValueError(
+        raise ConfigError(
             f"there are {len(losses)} losses, but the task embedding has {MOST_LOSSES} rows; raise MOST_LOSSES in "
             "data_utils/base/losses.py."
         )

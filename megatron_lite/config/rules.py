@@ -34,7 +34,8 @@ def check_together(config: Config) -> None:
 def _check_steps(config: Config) -> None:
     steps, schedule = config.training.steps, config.schedule
     check(
-        schedule.warmup_steps < config.decay_steps,
+        schedule.warmup_steps < config.decay_steps
+        or schedule.is_deepspeeds,  # DeepSpeed stops in the warm-up
         f"schedule.warmup_steps ({schedule.warmup_steps}) must be smaller than the step at which the "
         f"schedule ends ({config.decay_steps}); lower it or raise training.steps ({steps}).",
     )
@@ -320,4 +321,5 @@ def _check_second_stack(config: Config) -> None:
 
 def _with_ability(ability: str) -> str:
     """The objectives whose sections have it, for messages."""
-    return " or ".join(name for name, made in OBJECTIVES.items() if getattr(made.config_class, ability))
+    own = {name: OBJECTIVES[name].config_class for name in OBJECTIVES.own}
+    return " or ".join(name for name, section in own.items() if getattr(section, ability))

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from data_utils.base.settings import REQUIRED, check, checked, fraction, setting
 
+DEEPSPEED_KINDS = ("deepspeed_constant", "deepspeed_linear", "deepspeed_cosine")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("schedule.parts")
@@ -41,14 +43,23 @@ class ScheduleConfig:
         "cosine",
         "cosine, linear or constant, after a linear warm-up; inverse_sqrt = then falling with 1/sqrt(step), which is "
         "Noam's schedule for a peak of factor / sqrt(hidden_size warmup_steps); slanted = linear up from the floor and "
-        "down to it (ULMFiT: warm-up over a tenth of the steps, min_lr_ratio 1/32 = 0.03125)",
-        one_of=("cosine", "linear", "constant", "inverse_sqrt", "slanted"),
+        "down to it (ULMFiT: warm-up over a tenth of the steps, min_lr_ratio 1/32 = 0.03125); deepspeed_constant, "
+        "deepspeed_linear and deepspeed_cosine = DeepSpeed's WarmupLR, WarmupDecayLR and WarmupCosineLR",
+        one_of=("cosine", "linear", "constant", "inverse_sqrt", "slanted", *DEEPSPEED_KINDS),
     )
     warmup_steps: int = setting(0, "steps of linear warm-up from 0 to the peak", at_least=0)
     decay_steps: int | None = setting(
         None, "step at which the floor is reached, warm-up included; null = training.steps", at_least=1
     )
     min_lr_ratio: float = fraction(0.1, "floor of the schedule as a fraction of the peak")
+    warmup_kind: str = setting(
+        "linear",
+        "of DeepSpeed's kinds: the rate rises with the step (linear) or its logarithm (log)",
+        one_of=("linear", "log"),
+    )
+    warmup_start_ratio: float = fraction(
+        0.0, "of DeepSpeed's kinds: where the warm-up begins, as a fraction of the peak"
+    )
     parts: tuple[SchedulePart, ...] = setting(
         (), "list of parts, one after another, instead of all above (WSD: linear up, constant, any way down)"
     )
@@ -68,7 +79,17 @@ class ScheduleConfig:
                 "kind than inverse_sqrt, which begins after a warm-up.",
             )
         check(
-            self.decay_steps is None or self.decay_steps > self.warmup_steps,
+            self.is_deepspeeds or (self.warmup_kind, self.warmup_start_ratio) == ("linear", 0.0),
+            f"schedule.warmup_kind is {self.warmup_kind} and warmup_start_ratio {self.warmup_start_ratio} with "
+            f"schedule.kind {self.kind}, which does not read them; leave them out, or take one of "
+            f"{', '.join(DEEPSPEED_KINDS)}.",
+        )
+        check(
+            self.decay_steps is None or self.decay_steps > self.warmup_steps or self.is_deepspeeds,
             f"schedule.decay_steps ({self.decay_steps}) must be larger than schedule.warmup_steps "
             f"({self.warmup_steps}).",
         )
+
+    @property
+    def is_deepspeeds(self) -> bool:
+        return self.kind in DEEPSPEED_KINDS

@@ -7,13 +7,13 @@ run together take the tree. Derived values are properties, so that nothing is st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from data_utils.base.errors import ConfigError
-from data_utils.base.setting_files import load_json, load_yaml, shown
+from data_utils.base.setting_files import load_yaml
 from data_utils.base.settings import (
     REQUIRED,
     build,
@@ -24,11 +24,12 @@ from data_utils.base.settings import (
     setting,
     setting_mapping,
 )
-from data_utils.objectives import OBJECTIVES, ObjectiveChoice, loss_share, objective_class
+from data_utils.objectives import OBJECTIVES, ObjectiveChoice, loss_share, objective_class, section_class
 from data_utils.objectives.interface import ObjectiveConfig
 from data_utils.samples.config import DataConfig
 from data_utils.tasks.config import TaskConfig
 from data_utils.text.tokenizer_readers import TokenizerConfig
+from megatron_lite.config.deepspeed_file import with_deepspeed
 from megatron_lite.config.deepspeed_options import deepspeed_options
 from megatron_lite.config.ema import EmaConfig
 from megatron_lite.config.events import EventsConfig
@@ -78,7 +79,7 @@ class Config:
         "objective -> first sample from which it takes part, 0 if not named (a cumulative schedule of tasks)"
     )
     objective_sections: dict[str, ObjectiveConfig] = inline_sections(  # those of `objectives` alone
-        OBJECTIVES, lambda name: objective_class(name).config_class
+        OBJECTIVES, section_class
     )
     phases: tuple[PhaseConfig, ...] = setting(
         (), "list of phases, each with its length and what changes: see docs/data.md; empty = one phase"
@@ -98,14 +99,14 @@ class Config:
     trackers: TrackersConfig = section(TrackersConfig)
     profiler: ProfilerConfig = section(ProfilerConfig)
     deepspeed: dict[str, Any] = setting_mapping(
-        "further DeepSpeed options, see docs/configuration.md; what this file already decides must not be "
-        "contradicted"
+        "DeepSpeed's own keys, see docs/configuration.md: those that are settings here become them, the others go to "
+        "DeepSpeed"
     )
 
     def __post_init__(self) -> None:
         """Raises: ConfigError for what cannot be trained: a value, the rule that it breaks, and a remedy."""
         given, names = self.objective_sections, self.objectives or ("blank_infilling",)
-        chosen = {name: given.get(name) or objective_class(name).config_class() for name in names}
+        chosen = {name: _section_of(name, given.get(name)) for name in names}
         glm: Any = chosen.get("blank_infilling")
         if glm is not None and glm.short_seq_prob:  # as in files of former versions
             data = replace(self.data, short_prob=self.data.short_prob or glm.short_seq_prob)
@@ -194,6 +195,12 @@ class Config:
         return self.training.steps if self.schedule.decay_steps is None else self.schedule.decay_steps
 
 
+def _section_of(name: str, given: Any) -> ObjectiveConfig:
+    """The section of an objective that is chosen. That of a package was a mapping until here."""
+    cls = objective_class(name).config_class
+    return build(cls, given or {}, f"{name}.") if given is None or isinstance(given, Mapping) else given
+
+
 def _plan_of(config: Config) -> Plan:
     changes = config.phases, config.batch.ramp, config.schedule.parts, config.data.region
     if any(changes) or config.events.skip_samples:
@@ -213,10 +220,17 @@ def _with_size(key: str, model: ModelConfig, size: int) -> ModelConfig:
 
 
 def load_config(
-    files: Iterable[str | Path], overrides: Iterable[str] = (), deepspeed_config: str | Path | None = None
+    files: Iterable[str | Path],
+    overrides: Iterable[str] = (),
+    deepspeed_config: str | Path | None = None,
+    processes: int = 1,
+    say: Callable[[str], None] | None = None,
 ) -> Config:
-    """Merge YAML files in order, then `section.key=value` overrides, then a DeepSpeed JSON file, and check.
+    """Merge YAML files in order, then a DeepSpeed file, then `section.key=value` overrides, and check.
 
+    Args:
+        processes: of the run, which decide the batch where DeepSpeed options give it for a process.
+        say: called with lines on what DeepSpeed options change and what of them has no effect.
     Raises: ConfigError naming the value, the rule and the remedy.
     """
     tree: dict[str, Any] = {}
@@ -226,15 +240,26 @@ def load_config(
     for override in overrides:
         given = merge(given, parse_override(override))
     tree = merge(tree, given)
-    if deepspeed_config is not None:
-        ours = tree.get("deepspeed", {})
-        if isinstance(ours, Mapping):
-            tree["deepspeed"] = _joined(
-                load_json(deepspeed_config, "DeepSpeed configuration"), ours, str(deepspeed_config)
-            )
+    if deepspeed_config is not None or tree.get("deepspeed"):
+        tree = with_deepspeed(tree, given, deepspeed_config, processes, say)
+    require_objectives(tree)
     config = build(Config, tree)
     _require_chosen(given, config)
     return config
+
+
+def require_objectives(tree: Mapping[str, Any], program: Mapping[str, Any] | None = None) -> None:
+    """Raise ConfigError if a tree names an objective that no installed package brings, before its section is unknown.
+
+    Args: program: what a checkpoint records of the program that trained it, packages of objectives among it.
+    """
+    named, packages = tree.get("objectives"), (program or {}).get("packages") or {}
+    for name in named if isinstance(named, Mapping) else ():
+        if name not in OBJECTIVES and name in packages:
+            raise ConfigError(
+                f"the objective {name} is that of the package {packages[name]}, which is not installed; install it."
+            )
+        objective_class(name)
 
 
 def _require_chosen(given: Mapping[str, Any], config: Config) -> None:
@@ -259,17 +284,3 @@ def require_validation(overrides: Iterable[str], config: Config) -> None:
                 f"{key} is set, but data.validation is not, so nothing is evaluated; set data.validation, or leave it "
                 "out."
             )
-
-
-def _joined(given: Mapping[str, Any], ours: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """A DeepSpeed file merged with the configuration's deepspeed section. Raises ConfigError where they differ."""
-    joined = {**given, **ours}
-    for key in given.keys() & ours.keys():
-        if isinstance(given[key], Mapping) and isinstance(ours[key], Mapping):
-            joined[key] = _joined(given[key], ours[key], path)
-        elif given[key] not in ("auto", ours[key]):
-            raise ConfigError(
-                f"{path}: {key} is {shown(given[key])}, but the configuration's deepspeed section says "
-                f"{shown(ours[key])}; make them equal, or remove one."
-            )
-    return joined

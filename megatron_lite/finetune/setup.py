@@ -5,7 +5,7 @@ Mistakes in any of them are found here, in seconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from data_utils.tasks.scores.metrics_by_task import check_metrics, compared_by, 
 from data_utils.text.tokenizers import Tokenizer, load_tokenizer
 from megatron_lite.checkpoint.manifest import RESULTS
 from megatron_lite.checkpoint.places import Place, place_of
+from megatron_lite.config.deepspeed_file import with_deepspeed
 from megatron_lite.config.tree import Config
 from megatron_lite.electra.sections import discriminator_alone
 from megatron_lite.finetune.several import batches_of, joined, with_sections
@@ -115,12 +116,16 @@ def load_tree(
     overrides: Iterable[str],
     pretrained: Mapping[str, Any] | None = None,
     tasks: Sequence[str] = (),
+    deepspeed_config: Path | None = None,
+    processes: int = 1,
+    say: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Model files, the task's file on top of them, then overrides.
+    """Model files, the task's file on top of them, a DeepSpeed file, then overrides.
 
     Args:
         pretrained: the configuration of the run to begin with, below the model files.
         tasks: files of several tasks, instead of `task_file`. The first one says how the run trains.
+        deepspeed_config, processes, say: as for `load_config`.
 
     A model file's steps, warm-up and intervals are those of pretraining: they count only where the task says so.
     """
@@ -151,6 +156,8 @@ def load_tree(
     tree = merge(tree, of_task)
     if not isinstance(tree.get("task"), Mapping):
         raise ConfigError("no task given; pass --task FILE with a section task (see configs/tasks/).")
+    if deepspeed_config is not None or tree.get("deepspeed"):
+        tree = with_deepspeed(tree, changes, deepspeed_config, processes, say)
     return tree
 
 

@@ -19,7 +19,7 @@ from data_utils.text.tokenizers import PROMPT_MARKERS, Tokenizer, TokenizerConfi
 from megatron_lite.checkpoint.manifest import Checkpoint
 from megatron_lite.checkpoint.read import find_checkpoint, weight_reader
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.tree import Config
+from megatron_lite.config.tree import Config, require_objectives
 from megatron_lite.model.kernels.fused import choose_kernels
 from megatron_lite.model.layers.tensor_parallel import local_shard, partition_of
 from megatron_lite.model.trunk.build import kind_of
@@ -102,7 +102,9 @@ def open_run(
     Raises: CheckpointError if there is none or it is damaged; DataError if the tokenizer cannot be loaded.
     """
     checkpoint = find_checkpoint(path, ParallelContext.alone())
-    config = build(Config, checkpoint.trainer_state().config)
+    state = checkpoint.trainer_state()
+    require_objectives(state.config, state.program)
+    config = build(Config, state.config)
     if config.tokenizer is None:
         raise CheckpointError(
             f"checkpoint {checkpoint.path} names no tokenizer; give one of a run of pretrain_glm.py."

@@ -430,14 +430,6 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
             "remove the DeepSpeed key",
         ),
     ),
-    "deepspeed of ZeRO 3": (
-        over("deepspeed.bf16.immediate_grad_update=true"),
-        ("immediate_grad_update has an effect at parallel.zero_stage 3 only", "remove it"),
-    ),
-    "deepspeed that is always done": (
-        over("deepspeed.zero_optimization.reduce_scatter=false"),
-        ("reduce_scatter is False", "always done", "remove it"),
-    ),
     "profiler without first step": (
         over("profiler.last_step=3"),
         ("profiler.last_step or profiler.memory is set", "first_step is null", "set that too"),
@@ -458,10 +450,17 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over("trackers.mlflow.uri=https://me:secret@example.org"),
         ("trackers.mlflow.uri holds a name or password", "set MLFLOW_TRACKING_USERNAME"),
     ),
-    "deepspeed section": (over("deepspeed.fp16=true"), ("deepspeed.fp16 is True", "must be a mapping")),
+    "deepspeed section": (
+        over("deepspeed.fp16=true"),
+        ("deepspeed.fp16 is a section, but its value is True", "write its keys"),
+    ),
     "deepspeed refused": (
-        over("deepspeed.optimizer.type=Adam"),
-        ("deepspeed.optimizer is not taken", "remove it, use the section optimizer"),
+        over("deepspeed.bf16.check_grad_overflow=false"),
+        ("deepspeed.bf16.check_grad_overflow is False", "never applied", "remove it"),
+    ),
+    "warm-up of DeepSpeed's schedules": (
+        over("schedule.warmup_kind=log"),
+        ("warmup_kind is log", "with schedule.kind cosine", "deepspeed_linear"),
     ),
     "head without classes": (over(TASK, "model.task_head=tags"), ("task_classes is 0", "2 or more")),
     "classes without head": (over(TASK, "model.task_classes=3"), ("task_classes is 3", "set it to 0")),
@@ -488,12 +487,4 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "seed of fine-tuning": (over("finetune.seeds=[1, -2]"), ("finetune.seeds has -2", "from 0 to 2^63")),
     "seed twice": (over("finetune.seeds=[3, 3]"), ("finetune.seeds (3, 3) names a seed twice",)),
-    "deepspeed option of stage 3": (
-        over("deepspeed.prescale_gradients=true"),
-        ("deepspeed.prescale_gradients has an effect", "parallel.zero_stage 3 only; remove it"),
-    ),
-    "deepspeed option that is always on": (
-        over("deepspeed.zero_optimization.overlap_comm=false"),
-        ("deepspeed.zero_optimization.overlap_comm is False", "always done; remove it"),
-    ),
 }

@@ -74,6 +74,29 @@ def test_the_printed_configuration_is_the_resolved_one(tmp_path):
     assert set(yaml.safe_load(printed.stdout)) == set(to_tree(load_config([BASE])))
 
 
+def test_a_deepspeed_file_configures_a_run(tmp_path):
+    """The file of GLM's own scripts for its large model, and an override: two processes, one pass."""
+    given = {
+        "train_micro_batch_size_per_gpu": 16, "gradient_accumulation_steps": 1, "steps_per_print": 100,
+        "gradient_clipping": 1.0, "fp16": {"enabled": True, "loss_scale": 0, "hysteresis": 2},
+        "optimizer": {"type": "Adam", "params": {"lr": 2e-4, "weight_decay": 0.1, "betas": [0.9, 0.98], "eps": 1e-6}},
+        "activation_checkpointing": {"partition_activations": False}, "wall_clock_breakdown": False,
+    }  # fmt: skip
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(given))
+    arguments = ["--config", BASE, "--deepspeed_config", str(path), "--print-config"]
+    printed = forked(ENTRY, *arguments, "optimizer.beta1=0.9", WORLD_SIZE="2", RANK="0")
+    assert printed.returncode == 0, printed.stderr
+    first, second, *_ = printed.stdout.splitlines()
+    assert first.startswith("# ") and "training.precision='fp16'" in first and "steps_per_print" in second
+    made = yaml.safe_load(printed.stdout)
+    assert made["batch"]["global_batch_size"] == 32 and made["batch"]["micro_batch_size"] == 16
+    assert made["training"]["precision"] == "fp16" and made["optimizer"]["lr"] == 2e-4
+    assert_refused(
+        forked(ENTRY, *arguments, "optimizer.lr=1"), "optimizer.lr=1 contradicts deepspeed.optimizer"
+    )
+
+
 def test_printing_and_refusing_do_not_load_torch():
     code = (
         "import sys, pretrain_glm; sys.argv = ['pretrain_glm.py', '--config', {!r}, '--print-config']\n"

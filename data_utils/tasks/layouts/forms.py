@@ -14,7 +14,8 @@ from data_utils.objectives import OBJECTIVES, ObjectiveChoice
 from data_utils.objectives.interface import Writing
 
 # Objective -> the form of its inputs; objectives without a form of their own are left out.
-FORM_OF_OBJECTIVE = {name: made.writing.form for name, made in OBJECTIVES.items() if made.writing is not None}
+_WRITINGS = {name: OBJECTIVES[name].writing for name in OBJECTIVES.own}
+FORM_OF_OBJECTIVE = {name: writing.form for name, writing in _WRITINGS.items() if writing is not None}
 # Forms that only a model of theirs can take: with a decoder, or with UniLM's six segments.
 _OWN_ONLY = ("encoder_decoder", "unilm")
 ROLES_OF_FORM: dict[str, tuple[str, ...]] = {
@@ -108,7 +109,8 @@ def _natural(choice: ObjectiveChoice) -> Form:
             f"the objective {choice.name} has no form of its own for tasks; set task.form to one of "
             f"{', '.join(dict.fromkeys(FORM_OF_OBJECTIVE.values()))}."
         )
-    if writing.form != FORM_OF_OBJECTIVE[choice.name]:  # another objective's, by its settings
+    usual = OBJECTIVES[choice.name].writing
+    if usual is not None and writing.form != usual.form:  # another objective's, by its settings
         return Form(writing.form, _objectives_of(writing.form)[0])
     form = Form(writing.form, choice.name, writing.masks, predict_cls=bool(writing.forced))
     return form if writing.before == form.writing.before else replace(form, before=writing.before)

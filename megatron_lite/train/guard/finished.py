@@ -16,7 +16,7 @@ from data_utils.base.settings_listed import path_settings
 from data_utils.objectives import OBJECTIVES
 from megatron_lite.checkpoint.existing import Block, blocks, verify_checkpoint
 from megatron_lite.checkpoint.manifest import Checkpoint
-from megatron_lite.config.tree import Config
+from megatron_lite.config.tree import Config, require_objectives
 from megatron_lite.train.guard.changed_corpora import identity_here, identity_there
 from megatron_lite.train.guard.run_state import RunState
 from megatron_lite.train.observe.metrics import is_recorded
@@ -77,6 +77,7 @@ def different_run(checkpoint: Checkpoint, config: Config) -> list[str]:
     state = checkpoint.trainer_state()
     try:
         # With the defaults of settings that it does not know yet.
+        require_objectives(state.config, state.program)
         recorded: Config = build(Config, state.config)
     except UserError as error:
         raise CheckpointError(

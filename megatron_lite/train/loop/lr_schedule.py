@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from megatron_lite.config.plan import Plan
+from megatron_lite.config.schedule import ScheduleConfig
 from megatron_lite.config.tree import Config
 
 
@@ -33,12 +34,39 @@ def learning_rate(
     return peak * (min_lr_ratio + (1.0 - min_lr_ratio) * remaining)
 
 
+def deepspeed_rate(step: int, *, peak: float, schedule: ScheduleConfig, decay_steps: int) -> float:
+    """Learning rate of optimizer step `step` (the first is 1) by DeepSpeed's WarmupLR, WarmupDecayLR, WarmupCosineLR.
+
+    DeepSpeed sets a rate when the scheduler is made and moves it after each step, from -1 on, so that the second step
+    has number 0. Its warm-up has two steps at least. Source: DeepSpeed 0.19.8.
+    """
+    done, warmup = step - 2, max(2, schedule.warmup_steps)
+    is_cosine = schedule.kind == "deepspeed_cosine"
+    if done < 0 and is_cosine:
+        return 0.0
+    if done < warmup:
+        risen = max(0, done) / warmup
+        if schedule.warmup_kind == "log":
+            risen = math.log(max(0, done) + 1) / math.log(warmup)
+        return peak * (schedule.warmup_start_ratio + (1.0 - schedule.warmup_start_ratio) * risen)
+    remaining = 1.0
+    if is_cosine:
+        progress = min(1.0, (done - warmup + 1) / max(1, decay_steps - warmup))
+        remaining = 0.5 * (1.0 + math.cos(math.pi * progress))
+    elif schedule.kind == "deepspeed_linear":
+        remaining = max(0.0, (decay_steps - done) / max(1, decay_steps - warmup))
+    return peak * (schedule.min_lr_ratio + (1.0 - schedule.min_lr_ratio) * remaining)
+
+
 def step_rate(config: Config, plan: Plan, step: int) -> float:
     """Learning rate of optimizer step `step` (the first is 1), with the run's parts of a schedule and its events."""
     schedule, peak = config.schedule, config.optimizer.lr
     factor = plan.learning_rate(step)
     if factor is not None:
         return config.events.learning_rate_at(step, peak * factor)
+    if schedule.is_deepspeeds:
+        scheduled = deepspeed_rate(step, peak=peak, schedule=schedule, decay_steps=config.decay_steps)
+        return config.events.learning_rate_at(step, scheduled)
     scheduled = learning_rate(
         step,
         peak=peak,

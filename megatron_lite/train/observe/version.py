@@ -6,28 +6,35 @@ import hashlib
 import importlib.metadata
 import subprocess
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 NAME = "megatron-lite-glm"
 ROOT = Path(__file__).resolve().parents[3]  # of a checkout
 GIT_SECONDS = 5.0  # a large checkout on a slow file system
 
 
-def program(root: Path = ROOT) -> dict[str, str | bool | None]:
-    """{version, commit, changed}: changed says whether files of the commit were edited; None means unknown."""
+def program(root: Path = ROOT, packages: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """{version, commit, changed}: changed says whether files of the commit were edited; None means unknown.
+
+    Args: packages: objective -> package with its version, of those that packages bring; a key more where there are any.
+    """
     commit = _git(root, "rev-parse", "HEAD") if (root / ".git").exists() else None
     changes = None if commit is None else _git(root, "status", "--porcelain", "--untracked-files=no")
-    return {
+    made: dict[str, Any] = {
         "version": _version(root),
         "commit": commit,
         "changed": None if changes is None else bool(changes),
     }
+    return made | ({"packages": dict(packages)} if packages else {})
 
 
-def describe(program: dict[str, str | bool | None]) -> str:
-    """`0.1.0, commit 1234abc with changes`, for people."""
+def describe(program: Mapping[str, Any]) -> str:
+    """`0.1.0, commit 1234abc with changes, my-package 1.2`, for people."""
     changed = " with changes" if program.get("changed") else ""
-    return f"{program.get('version') or 'unknown'}, commit {program.get('commit') or 'unknown'}{changed}"
+    packages = "".join(f", {package}" for package in (program.get("packages") or {}).values())
+    return f"{program.get('version') or 'unknown'}, commit {program.get('commit') or 'unknown'}{changed}{packages}"
 
 
 def sources(root: Path = ROOT) -> str:

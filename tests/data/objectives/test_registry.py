@@ -14,6 +14,7 @@ import yaml
 from support.project import ROOT, copied_project
 from support.recipes import RECIPES, SPECIAL, make, vocabulary
 
+from data_utils.base.errors import ConfigError
 from data_utils.base.losses import MOST_LOSSES, Loss
 from data_utils.base.planes import DOC, WEIGHTS
 from data_utils.base.settings import merge
@@ -25,7 +26,8 @@ from data_utils.objectives import (
     loss_share,
     make_one,
 )
-from data_utils.objectives.registry import Declared, Objectives, declared_in, losses_by_number
+from data_utils.objectives.declared import Declared, declared_in
+from data_utils.objectives.registry import Objectives, losses_by_number
 from data_utils.samples.loader import collate
 from megatron_lite.config.tree import load_config
 
@@ -72,12 +74,12 @@ def test_objectives_can_share_a_loss():
     ],
 )
 def test_losses_that_do_not_fit_together_are_refused(losses, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ConfigError, match=message):
         losses_by_number([objective(*losses)])
 
 
 def test_a_name_of_an_objective_is_taken_once():
-    with pytest.raises(ValueError, match="objectives of here and there have the same name 'some'"):
+    with pytest.raises(ConfigError, match="objectives of here and there have the same name 'some'"):
         Objectives([objective(A), objective(B, module="there")])
 
 
@@ -88,7 +90,7 @@ def test_an_objective_that_is_not_written_out_is_refused(line, tmp_path):
     body = "".join(f"    {text}\n" for text in lines.values())
     (tmp_path / "some.py").write_text(f"NAME = 'a'\n\n\n@register\nclass Some(RowObjective):\n{body}")
     with pytest.raises(
-        ValueError, match=r"some\.py: class Some .* cannot be read without an import; write name"
+        ConfigError, match=r"some\.py: class Some .* cannot be read without an import; write name"
     ):
         list(declared_in(tmp_path, "here"))
 

@@ -1,0 +1,76 @@
+"""What a file says of an objective, read as text: the class below `@register`, its name and its losses."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from data_utils.base import losses as known
+from data_utils.base.errors import ConfigError
+from data_utils.base.losses import Loss
+
+_MARK = re.compile(r"^@(?:\w+\.)?register\b[^\n]*\n", re.MULTILINE)
+
+
+class Declared(NamedTuple):
+    """An objective, as its file declares it."""
+
+    name: str
+    losses: tuple[Loss, ...]
+    module: str
+    class_name: str
+    package: str = ""  # name and version of the package that brings it; "" = this project
+
+
+def declared_in(folder: Path, package: str) -> Iterator[Declared]:
+    """The objectives of a folder, without an import. Raises: ConfigError for a file that cannot be read so."""
+    for path in sorted(folder.rglob("*.py")):
+        module = ".".join((package, *path.relative_to(folder).with_suffix("").parts))
+        source = path.read_text(encoding="utf-8")
+        for mark in _MARK.finditer(source):
+            # What follows alone is parsed: these files are read at every start.
+            lines_before = source.count("\n", 0, mark.end())
+            cls = _parsed(source[mark.end() :], path, lines_before).body[0]
+            if not isinstance(cls, ast.ClassDef):
+                raise ConfigError(f"{path}, line {lines_before + 1}: a class must follow @register.")
+            yield _of_class(cls, path, module, "")
+
+
+def declared_class(path: Path, module: str, name: str, package: str) -> Declared:
+    """The objective that a class of a file is. Raises: ConfigError."""
+    for node in _parsed(path.read_text(encoding="utf-8"), path, 0).body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            return _of_class(node, path, module, package)
+    raise ConfigError(f"{path} has no class {name}.")
+
+
+def _parsed(text: str, path: Path, lines_before: int) -> ast.Module:
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError) as error:  # ValueError: a NUL
+        line = lines_before + (getattr(error, "lineno", None) or 1)
+        message = getattr(error, "msg", str(error))
+        raise ConfigError(f"{path}, line {line}: {message}; correct the file.") from None
+
+
+def _of_class(cls: ast.ClassDef, path: Path, module: str, package: str) -> Declared:
+    lines = [line for line in cls.body if isinstance(line, ast.Assign)]
+    values: dict[str, Any] = {ast.unparse(line.targets[0]): line.value for line in lines}
+    try:
+        losses = tuple(map(_loss, values["losses"].elts))
+        return Declared(ast.literal_eval(values["name"]), losses, module, cls.name, package)
+    except (KeyError, AttributeError, TypeError, ValueError):
+        raise ConfigError(
+            f"{path}: class {cls.name} is an objective whose name or losses cannot be read without an import; "
+            'write name = "..." and losses = (Loss("...", NUMBER),) in it.'
+        ) from None
+
+
+def _loss(value: Any) -> Loss:
+    """`Loss("name", number)`, or the name of one in base/losses.py."""
+    if isinstance(value, ast.Name):
+        return getattr(known, value.id)
+    return Loss(*map(ast.literal_eval, value.args))

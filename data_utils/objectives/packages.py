@@ -1,0 +1,110 @@
+"""Objectives of other packages: entry points of the group `megatron_lite.objectives`, read as text like our own files.
+
+Nothing is imported here, so that an installed package costs and breaks only the runs that choose its objective. What is
+wrong with one is kept as a sentence, and said to whoever chooses it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+from collections.abc import Iterable, Mapping
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+
+from data_utils.base.errors import ConfigError
+from data_utils.base.losses import MOST_LOSSES, Loss
+from data_utils.objectives.declared import Declared, declared_class
+
+GROUP = "megatron_lite.objectives"
+FIRST_NUMBER = 48  # of losses of packages, up to MOST_LOSSES: the numbers below are this project's
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+
+def of_packages(own: Mapping[str, Declared]) -> tuple[list[Declared], dict[str, str]]:
+    """The objectives of the installed packages, and what is wrong with the names that cannot be used.
+
+    Args: own: this project's objectives.
+    """
+    found, problems = [], {}
+    for entry in importlib.metadata.entry_points(group=GROUP):
+        package = "" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
+        try:
+            found.append(_declared(entry, package))
+        except (ConfigError, OSError, UnicodeError) as error:
+            problems[entry.name] = (
+                f"the objective {entry.name} of the package {package} is not usable: {error}"
+            )
+    claims: dict[tuple[str, object], Declared] = {
+        (what, value): one for one in own.values() for what, value in _claimed(one.name, one.losses)
+    }
+    for one in found:
+        for claim in _claimed(one.name, one.losses):
+            other = claims.setdefault(claim, one)
+            if other is not one and not (claim[0] != "name" and _is_shared(claim, one, other)):
+                text = (
+                    f"{_owner(other)} and {_owner(one)} claim the same {claim[0]} {claim[1]}; uninstall one of them, "
+                    "or change it there."
+                )
+                problems.setdefault(one.name, text)
+                if other.package:
+                    problems.setdefault(other.name, text)
+    return [one for one in found if one.name not in problems], problems
+
+
+def _declared(entry: importlib.metadata.EntryPoint, package: str) -> Declared:
+    if not _NAME.fullmatch(entry.name) or not entry.attr or not entry.attr.isidentifier():
+        raise ConfigError(
+            f"its entry point {entry.name!r} = {entry.value!r} must be a lower-case name and module:Class."
+        )
+    path = _source(entry.module)
+    if path is None:
+        raise ConfigError(f"the module {entry.module} has no file of Python source.")
+    made = declared_class(path, entry.module, entry.attr, package)
+    if made.name != entry.name:
+        raise ConfigError(
+            f"its entry point is called {entry.name!r}, and its class has the name {made.name!r}."
+        )
+    numbers = [loss.number for loss in made.losses if not loss.is_own]
+    if any(not FIRST_NUMBER <= number < MOST_LOSSES for number in numbers):
+        raise ConfigError(
+            f"its losses have the numbers {numbers}; those of packages are {FIRST_NUMBER} to {MOST_LOSSES - 1}."
+        )
+    return made
+
+
+def _source(module: str) -> Path | None:
+    """The file of a module, without an import of it or of the packages that it is in."""
+    first, *rest = module.split(".")
+    spec: ModuleSpec | None = importlib.util.find_spec(first)
+    place = first
+    for name in rest:
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        place = f"{place}.{name}"
+        spec = PathFinder.find_spec(place, spec.submodule_search_locations)
+    is_source = spec is not None and spec.origin is not None and spec.origin.endswith(".py")
+    return Path(str(spec.origin)) if spec is not None and is_source else None
+
+
+def _claimed(name: str, losses: Iterable[Loss]) -> Iterable[tuple[str, object]]:
+    yield "name", name
+    for loss in losses:
+        yield "loss", loss.name
+        yield "number of a loss", loss.number
+
+
+def _is_shared(claim: tuple[str, object], one: Declared, other: Declared) -> bool:
+    """Whether both take a loss of base/losses.py."""
+    field = "name" if claim[0] == "loss" else "number"
+    return any(loss.is_own and getattr(loss, field) == claim[1] for loss in one.losses)
+
+
+def _owner(one: Declared) -> str:
+    return f"the objective {one.name} of {f'the package {one.package}' if one.package else 'this project'}"
+
+
+def packages_of(objectives: Iterable[Declared]) -> dict[str, str]:
+    """Objective -> the package that brings it, with its version."""
+    return {one.name: one.package for one in objectives if one.package}

@@ -1,0 +1,323 @@
+"""Arguments of other training programs, and the settings that they are here.
+
+docs/coming_from.md has the tables (docs/generate.py writes them). An option with dashes on a command line is answered
+with the setting.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from data_utils.base.setting_files import shorten
+from data_utils.base.settings import setting_names, to_yaml_scalar
+from megatron_lite.config.tree import Config
+
+
+class Argument(NamedTuple):
+    names: tuple[str, ...]  # with underscores; dashes are read as these
+    # `key={}` takes the value as it is, `key=VALUE` stands for a flag, `key` alone needs the note; "" = no setting.
+    setting: str
+    note: str = ""
+
+    @property
+    def key(self) -> str:
+        return self.setting.partition("=")[0]
+
+
+def _arguments(*rows: tuple[str, str] | tuple[str, str, str]) -> tuple[Argument, ...]:
+    return tuple(Argument(tuple(row[0].split()), *row[1:]) for row in rows)
+
+
+_RECOMPUTE = "training.recompute=full"
+_OF_LAUNCHER = "it belongs before the script's name: it is the launcher's"
+_OPTIMIZER = "adam is adamw"
+_DATA = "a list of token datasets; scripts/preprocess_data.py makes them, scripts/dataset.py adopt takes Megatron's"
+_EVALUATION = "samples instead of batches"
+_PASSES = "it follows: batch.global_batch_size / (micro-batch x data-parallel ranks)"
+_POSITIONS = "the largest position id: one less"
+
+SOURCES: dict[str, tuple[Argument, ...]] = {
+    "Megatron-LM and Megatron-DeepSpeed": _arguments(
+        ("num_layers encoder_num_layers", "model.num_layers={}"),
+        ("hidden_size", "model.hidden_size={}"),
+        ("ffn_hidden_size", "model.ffn_size={}"),
+        ("num_attention_heads", "model.num_attention_heads={}"),
+        ("kv_channels", "model.head_dim={}"),
+        ("num_query_groups", "model.num_key_value_heads={}"),
+        ("max_position_embeddings", "model.max_position", _POSITIONS),
+        ("seq_length encoder_seq_length", "data.sequence_length={}"),
+        ("position_embedding_type", "model.positions", "learned_absolute is learned, rope is rotary"),
+        ("use_rotary_position_embeddings", "model.positions=rotary"),
+        ("rotary_base", "model.rotary_base={}"),
+        ("rotary_percent", "model.rotary_share={}"),
+        ("normalization", "model.rms_norm", "true for RMSNorm"),
+        ("layernorm_epsilon norm_epsilon", "model.layernorm_epsilon={}"),
+        ("swiglu", "model.ffn=gated", "with model.activation=silu"),
+        ("disable_bias_linear", "model.biases=none"),
+        ("untie_embeddings_and_output_weights", "model.tie_word_embeddings=false"),
+        ("init_method_std", "model.init_std={}"),
+        ("hidden_dropout", "model.output_dropout={}", "model.embedding_dropout too"),
+        ("attention_dropout", "model.attention_dropout={}"),
+        ("make_vocab_size_divisible_by", "", "the table is padded by itself"),
+        ("micro_batch_size", "batch.micro_batch_size={}"),
+        ("global_batch_size", "batch.global_batch_size={}"),
+        ("rampup_batch_size", "batch.ramp", "its three numbers are start, by and samples"),
+        ("train_iters", "training.steps={}"),
+        (
+            "train_samples",
+            "training.steps",
+            "samples / batch.global_batch_size; with a ramp phases count samples",
+        ),
+        ("optimizer", "optimizer.kind", _OPTIMIZER),
+        ("lr", "optimizer.lr={}"),
+        ("min_lr", "schedule.min_lr_ratio", "a part of optimizer.lr"),
+        ("lr_decay_style", "schedule.kind={}", "inverse-square-root is inverse_sqrt, WSD is schedule.parts"),
+        ("lr_decay_iters", "schedule.decay_steps={}"),
+        ("lr_warmup_iters", "schedule.warmup_steps={}"),
+        ("lr_warmup_fraction", "schedule.warmup_steps", "a number of steps"),
+        ("weight_decay", "optimizer.weight_decay={}"),
+        ("adam_beta1", "optimizer.beta1={}"),
+        ("adam_beta2", "optimizer.beta2={}"),
+        ("adam_eps", "optimizer.eps={}"),
+        ("clip_grad", "optimizer.clip_grad_norm={}"),
+        ("fp16", "training.precision=fp16"),
+        ("bf16", "training.precision=bf16"),
+        ("loss_scale", "deepspeed.fp16.loss_scale={}"),
+        ("initial_loss_scale", "deepspeed.fp16.initial_scale_power", "its power of 2"),
+        ("loss_scale_window", "deepspeed.fp16.loss_scale_window={}"),
+        ("seed", "training.seed={}"),
+        ("recompute_activations", "training.recompute=selective"),
+        ("recompute_granularity", "training.recompute={}"),
+        ("checkpoint_activations", _RECOMPUTE),
+        ("tensor_model_parallel_size", "parallel.tensor_parallel_size={}"),
+        ("pipeline_model_parallel_size", "parallel.pipeline_parallel_size={}"),
+        ("sequence_parallel", "parallel.sequence_parallel=true"),
+        ("use_distributed_optimizer", "parallel.zero_stage=1"),
+        ("zero_stage", "parallel.zero_stage={}"),
+        ("cpu_optimizer", "parallel.offload_optimizer=true"),
+        ("data_path train_data_path", "data.train=[{{prefix: {}}}]", _DATA),
+        ("valid_data_path", "data.validation=[{{prefix: {}}}]", _DATA),
+        (
+            "split",
+            "data.validation",
+            "a dataset beside data.train: scripts/preprocess_data.py --split makes both",
+        ),
+        ("tokenizer_type", "tokenizer.kind", "BertWordPiece is bert_wordpiece, GPT2BPE gpt2_bpe"),
+        ("tokenizer_model vocab_file", "tokenizer.path={}"),
+        ("vocab_size", "model.vocab_size={}"),
+        ("save", "run.directory={}"),
+        ("load", "checkpoint.initialize_from={}", "a run continues from its own directory by itself"),
+        ("finetune", "checkpoint.initialize=weights"),
+        ("save_interval", "checkpoint.save_interval={}"),
+        ("eval_interval", "training.eval_interval={}"),
+        ("eval_iters", "training.eval_samples", _EVALUATION),
+        ("log_interval", "run.log_interval={}"),
+        ("tensorboard_dir", "run.tensorboard", "true: event files go below run.directory"),
+        ("wandb_project", "trackers.wandb.project={}"),
+        ("wandb_exp_name", "trackers.wandb.name={}"),
+        ("mask_prob", "masked_lm.masked_ratio={}"),
+        ("short_seq_prob", "data.short_prob={}"),
+        ("exit_interval", "training.stop_after_step={}"),
+        ("distributed_backend", "", "it is nccl on GPUs and gloo on CPUs"),
+        ("use_flash_attn", "", "attention chooses its kernels by itself"),
+        ("num_workers", "", "a thread of each process makes the next batch"),
+    ),
+    "Hugging Face's Trainer and its scripts": _arguments(
+        ("learning_rate", "optimizer.lr={}"),
+        ("per_device_train_batch_size per_gpu_train_batch_size", "batch.micro_batch_size={}"),
+        ("gradient_accumulation_steps", "batch.global_batch_size", "micro-batch x passes x processes"),
+        ("max_steps", "training.steps={}"),
+        ("num_train_epochs", "training.steps", "in fine-tuning finetune.epochs"),
+        ("warmup_steps", "schedule.warmup_steps={}"),
+        ("warmup_ratio", "schedule.warmup_steps", "a number of steps; in fine-tuning finetune.warmup_share"),
+        ("lr_scheduler_type", "schedule.kind={}", "its linear and cosine end at 0: schedule.min_lr_ratio=0"),
+        ("weight_decay", "optimizer.weight_decay={}"),
+        ("adam_beta1", "optimizer.beta1={}"),
+        ("adam_beta2", "optimizer.beta2={}"),
+        ("adam_epsilon", "optimizer.eps={}"),
+        ("max_grad_norm", "optimizer.clip_grad_norm={}"),
+        ("optim", "optimizer.kind", "adamw_torch is adamw"),
+        ("label_smoothing_factor", "training.label_smoothing={}"),
+        ("fp16", "training.precision=fp16"),
+        ("bf16", "training.precision=bf16"),
+        ("tf32", "training.tf32=true"),
+        ("gradient_checkpointing", _RECOMPUTE),
+        ("seed", "training.seed={}"),
+        ("output_dir", "run.directory={}"),
+        (
+            "overwrite_output_dir",
+            "checkpoint.resume",
+            "a run continues; choose another run.directory to begin anew",
+        ),
+        ("resume_from_checkpoint", "checkpoint.resume", "a run continues from its own directory by itself"),
+        ("logging_steps", "run.log_interval={}"),
+        ("save_steps", "checkpoint.save_interval={}"),
+        ("save_total_limit", "checkpoint.keep_last={}"),
+        ("eval_steps", "training.eval_interval={}"),
+        ("report_to", "trackers", "trackers.wandb.project or trackers.mlflow.uri; TensorBoard is on"),
+        ("run_name", "trackers.wandb.name={}"),
+        (
+            "model_name_or_path",
+            "checkpoint.initialize_from",
+            "scripts/convert_checkpoint.py import makes a run of it",
+        ),
+        ("config_name model_type", "model.system", "or a file of configs/ with --config"),
+        ("tokenizer_name", "tokenizer.path", "a directory with its files"),
+        ("train_file", "data.train", _DATA),
+        ("validation_file", "data.validation", _DATA),
+        ("max_seq_length block_size", "data.sequence_length={}"),
+        ("mlm_probability", "masked_lm.masked_ratio={}"),
+        ("local_rank", "", "the launcher sets it"),
+        (
+            "do_train do_eval evaluation_strategy eval_strategy save_strategy logging_strategy",
+            "",
+            "leave it out",
+        ),
+        (
+            "dataloader_num_workers preprocessing_num_workers",
+            "",
+            "a thread of each process makes the next batch",
+        ),
+        ("torch_compile", "", "the kernels are this project's own; leave it out"),
+    ),
+    "THUDM/GLM": _arguments(
+        ("num_layers", "model.num_layers={}"),
+        ("hidden_size", "model.hidden_size={}"),
+        ("num_attention_heads", "model.num_attention_heads={}"),
+        ("max_position_embeddings", "model.max_position", "the largest position id: one less"),
+        ("seq_length", "data.sequence_length={}"),
+        ("batch_size", "batch.micro_batch_size={}"),
+        ("gradient_accumulation_steps", "batch.global_batch_size", "micro-batch x passes x processes"),
+        ("train_iters", "training.steps={}"),
+        ("lr", "optimizer.lr={}"),
+        ("lr_decay_style", "schedule.kind={}", "inverse-square-root is inverse_sqrt, WSD is schedule.parts"),
+        ("lr_decay_iters", "schedule.decay_steps={}"),
+        ("lr_decay_ratio", "schedule.min_lr_ratio={}"),
+        ("warmup", "schedule.warmup_steps", "a number of steps, not a part of all"),
+        ("weight_decay", "optimizer.weight_decay={}"),
+        ("adam_beta1", "optimizer.beta1={}"),
+        ("adam_beta2", "optimizer.beta2={}"),
+        ("adam_eps", "optimizer.eps={}"),
+        ("clip_grad", "optimizer.clip_grad_norm={}"),
+        ("fp16", "training.precision=fp16"),
+        ("checkpoint_activations deepspeed_activation_checkpointing", _RECOMPUTE),
+        ("model_parallel_size", "parallel.tensor_parallel_size={}"),
+        ("train_data", "data.train", _DATA),
+        ("valid_data", "data.validation", _DATA),
+        ("tokenizer_type", "tokenizer.kind", "BertWordPiece is bert_wordpiece, GPT2BPE gpt2_bpe"),
+        ("tokenizer_model_type", "tokenizer.path", "the vocabulary's file"),
+        ("save", "run.directory={}"),
+        ("load", "checkpoint.initialize_from={}", "a run continues from its own directory by itself"),
+        ("experiment_name", "run.directory={}"),
+        ("save_interval", "checkpoint.save_interval={}"),
+        ("eval_interval", "training.eval_interval={}"),
+        ("eval_iters", "training.eval_samples", _EVALUATION),
+        ("log_interval", "run.log_interval={}"),
+        ("seed", "training.seed={}"),
+        ("block_lm", "", "objectives={blank_infilling: 1} is the default"),
+        ("masked_lm", "blank_infilling.masked_lm=true"),
+        ("bert_prob", "blank_infilling.token_prob={}"),
+        ("gap_sentence_prob", "blank_infilling.sentence_prob={}"),
+        ("gap_sentence_ratio", "blank_infilling.sentence_ratio={}"),
+        ("avg_block_length", "blank_infilling.mean_span_length={}"),
+        ("gpt_infill_prob", "blank_infilling.document_tail_prob={}"),
+        ("gpt_min_ratio", "blank_infilling.document_min_ratio={}"),
+        ("single_span_prob", "blank_infilling.single_span_prob={}"),
+        ("short_seq_prob", "data.short_prob={}"),
+        ("block_mask_prob", "blank_infilling.block_mask_prob={}"),
+        ("context_mask_ratio", "blank_infilling.context_mask_ratio={}"),
+        ("context_mask_range", "blank_infilling.context_mask_range={}"),
+        ("random_position", "blank_infilling.random_position=true"),
+        ("no_shuffle_block", "blank_infilling.shuffle_spans=false"),
+        ("no_block_position", "model.block_positions=none"),
+        ("sentinel_token", "blank_infilling.sentinel_first", "the id of the first pair"),
+        ("task_mask", "", "each objective has its own mask token"),
+        ("cloze_eval pattern_id", "", "the section task says it, for scripts/finetune.py"),
+        ("epochs", "finetune.epochs={}"),
+        ("switch_linear num_workers no_lazy_loader resume_dataloader sandwich_ln", "", "leave it out"),
+    ),
+    "Launchers": _arguments(
+        (
+            "num_gpus num_nodes nproc_per_node nnodes node_rank master_addr master_port hostfile",
+            "",
+            _OF_LAUNCHER,
+        ),
+    ),
+}
+_BY_NAME = {name: row for rows in reversed(SOURCES.values()) for row in reversed(rows) for name in row.names}
+
+
+def with_deepspeed_file(arguments: Sequence[str]) -> list[str]:
+    """The command line with `--deepspeed FILE`, as Hugging Face's Trainer takes it, as `--deepspeed_config FILE`."""
+    made = list(arguments)
+    for place, (option, value) in enumerate(pairwise(arguments)):
+        if option == "--deepspeed" and "=" not in value and not value.startswith("-"):
+            made[place] = "--deepspeed_config"
+    return made
+
+
+def explain_options(arguments: Sequence[str], unknown: Sequence[str]) -> str:
+    """One line that answers options which the command line does not have with the settings that they are.
+
+    Args:
+        arguments: the command line.
+        unknown: the options among them that the parser does not know; values may follow.
+    """
+    answers = []
+    for option, values in _options(arguments):
+        if any(option == given.partition("=")[0] for given in unknown):
+            answers.append(_answer(option, values))
+    return f"write settings as section.key=value, without dashes: {'; '.join(dict.fromkeys(answers))}."
+
+
+def _options(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Each option with the values that follow it."""
+    for place, argument in enumerate(arguments):
+        if not argument.startswith("-") or _is_number(argument):
+            continue
+        option, equals, value = argument.partition("=")
+        values = [value] if equals else []
+        for following in arguments[place + 1 :] if not equals else ():
+            if "=" in following or (following.startswith("-") and not _is_number(following)):
+                break
+            values.append(following)
+        yield option, values
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _answer(option: str, values: list[str]) -> str:
+    name = option.lstrip("-").replace("-", "_")
+    given = shorten(" ".join([option, *values]), 60)
+    row = _BY_NAME.get(name)
+    keys = list(setting_names(Config))
+    if row is None:
+        same = [key for key in keys if name in (key, key.rpartition(".")[2], key.replace(".", "_"))]
+        if not same:
+            near = difflib.get_close_matches(
+                name, [*_BY_NAME, *(key.rpartition(".")[2] for key in keys)], n=1
+            )
+            hint = _answer(near[0], []) if near else "docs/settings.md lists all settings"
+            return f"{given} is not known ({'the nearest: ' if near else ''}{hint})"
+        row = Argument((name,), f"{same[0]}={{}}")
+    if not row.setting:
+        return f"{given}: {row.note}"
+    if "{}" in row.setting and values:
+        text = values[0] if len(values) == 1 else f"[{', '.join(values)}]"
+        return f"{given} is {row.setting.format(text)}"
+    if "=" in row.setting and "{}" not in row.setting:
+        if [value.lower() for value in values] in (["false"], ["0"]):
+            return f"{given}: leave it out"
+        return f"{given} is {row.setting}"
+    if row.key == "model.max_position" and len(values) == 1 and values[0].isdecimal():
+        return f"{given} is {row.key}={to_yaml_scalar(int(values[0]) - 1)}"
+    return f"{given} is {row.key}" + (f" ({row.note})" if row.note else "=VALUE")

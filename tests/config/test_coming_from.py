@@ -1,0 +1,83 @@
+"""Arguments of other programs: each is answered with a setting that exists, and means the same wherever it is known."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from support.configs import tiny
+
+from data_utils.base.errors import ConfigError
+from data_utils.base.settings import setting_names
+from megatron_lite.config.coming_from import SOURCES, explain_options, with_deepspeed_file
+from megatron_lite.config.deepspeed_keys import KEYS
+from megatron_lite.config.tree import Config
+
+ROWS = [(source, row) for source, rows in SOURCES.items() for row in rows]
+
+
+def test_every_setting_of_the_tables_exists():
+    names = {*setting_names(Config), *(f"deepspeed.{key}" for key in KEYS)}
+    sections = {name.rsplit(".", depth)[0] for name in names for depth in (1, 2)}
+    assert [row for _, row in ROWS if row.setting and row.key not in names | sections] == []
+    assert [row for _, row in ROWS if not row.setting and not row.note] == []
+
+
+# What `{}` is replaced by, where 1 is none of the setting's values
+VALUES = {
+    "recompute_granularity": "full", "lr_decay_style": "linear", "lr_scheduler_type": "cosine",
+    "hidden_dropout": "0.5", "attention_dropout": "0.5", "adam_beta1": "0.9", "adam_beta2": "0.9",
+    "rotary_base": "500", "global_batch_size": "16", "seq_length": "64",
+    "max_seq_length": "64", "zero_stage": "2", "label_smoothing_factor": "0.1",
+    **dict.fromkeys(("save", "load", "output_dir", "experiment_name", "run_name", "wandb_exp_name"), "x"),
+    **dict.fromkeys(("tokenizer_model", "wandb_project", "data_path", "valid_data_path"), "x"),
+}  # fmt: skip
+
+
+OVERRIDES = [row for _, row in ROWS if "=" in row.setting]
+
+
+@pytest.mark.parametrize("row", OVERRIDES, ids=lambda row: row.names[0])
+def test_an_answer_is_an_override_that_is_taken(row):
+    setting = row.setting.format(VALUES.get(row.names[0], "1"))
+    try:
+        tiny(setting)
+    except ConfigError as error:  # another setting must fit it, or be given too
+        assert not re.search(r"unknown|must be (a whole|a finite|true|text|one of|in |at )", str(error))
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_name_means_one_thing_in_a_program(source):
+    names = [name for row in SOURCES[source] for name in row.names]
+    assert len(names) == len(set(names))
+
+
+def test_options_are_answered_all_at_once():
+    line = [
+        "--num-layers", "12", "--micro-batch-size=4", "--learning_rate", "1e-4", "--fp16", "--config", "x",
+        "--max-position-embeddings", "1024", "--warmup", "-1", "--hidden-sise", "3", "--training.steps", "7",
+        "--data-path", "a", "b", "optimizer.beta1=0.5", "--nothing-like-it",
+    ]  # fmt: skip
+    answer = explain_options(line, [word for word in line if word.startswith("--") and word != "--config"])
+    for part in (
+        "--num-layers 12 is model.num_layers=12;", "--micro-batch-size 4 is batch.micro_batch_size=4;",
+        "--learning_rate 1e-4 is optimizer.lr=1e-4;", "--fp16 is training.precision=fp16;",
+        "--max-position-embeddings 1024 is model.max_position=1023;", "schedule.warmup_steps (a number",
+        "model.hidden_size", "--training.steps 7 is training.steps=7", "--nothing-like-it is not known",
+    ):  # fmt: skip
+        assert part in answer
+    assert "\n" not in answer and "--config" not in answer and "beta1" not in answer
+
+
+def test_a_flag_that_is_off_is_left_out():
+    assert "--bf16 False: leave it out" in explain_options(["--bf16", "False"], ["--bf16"])
+
+
+def test_the_trainers_form_of_a_deepspeed_file():
+    assert with_deepspeed_file(["--deepspeed", "ds.json", "a.b=1"]) == [
+        "--deepspeed_config",
+        "ds.json",
+        "a.b=1",
+    ]
+    for untouched in (["--deepspeed", "a.b=1"], ["--deepspeed", "--config", "x"], ["--deepspeed"]):
+        assert with_deepspeed_file(untouched) == untouched
