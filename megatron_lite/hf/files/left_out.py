@@ -9,6 +9,7 @@ Source: `_keys_to_ignore_on_load_unexpected` and the buffers of the modeling fil
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ _MOST_OF_A_MODULE, _MOST = 3, 12  # names that are listed one by one
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names of tensors: layers by ranges, a layer with many by `*`."""
+    """Names of tensors: layers by ranges, and many in one module of a layer by `*`."""
     layers: dict[tuple[str, str], set[int]] = {}  # (before, after the number) -> numbers
     found: dict[str, int] = {}  # shown name -> how many it stands for
     for name in sorted(names):
@@ -113,7 +114,9 @@ def listed(names: Iterable[str]) -> str:
     for (before, numbers), after in groups.items():
         whole = f"{before}{_ranges(numbers)}"
         if len(after) > _MOST_OF_A_MODULE:
-            found[f"{whole}.*"] = len(after) * len(numbers)
+            levels = zip(*(each.split(".") for each in after), strict=False)
+            same = [level[0] for level in itertools.takewhile(lambda level: len(set(level)) == 1, levels)]
+            found[f"{whole}{'.'.join(same)}.*"] = len(after) * len(numbers)
         else:
             found |= {f"{whole}{each}": len(numbers) for each in after}
     shown = [name if count == 1 else f"{name} ({count})" for name, count in found.items()]

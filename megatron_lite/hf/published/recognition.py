@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.base.errors import CheckpointError
-from data_utils.base.setting_files import shown
 from megatron_lite.hf.files.described import CONFIG_JSON
 from megatron_lite.hf.files.left_out import reason
 from megatron_lite.hf.files.published_form import System
@@ -166,8 +165,11 @@ def _with_labels(described: dict[str, Any], head: TaskClass, theirs: Weights) ->
     """Make the names of labels as many as the classifier's rows. Returns: what was changed."""
     rows = theirs.shapes.get(f"{head.classifier}.weight", (0,))[0]
     names = {int(number): name for number, name in (described.get("id2label") or {}).items()}
-    said = len(names) if names else described.get("num_labels", 2)
-    if not rows or said is None or (said == rows and set(names) in (set(), set(range(rows)))):
+    said = {len(names)} if names else set()
+    said |= {described["num_labels"]} if described.get("num_labels") is not None else set()
+    if not rows or (
+        (said or {2}) == {rows} and set(names) in (set(), set(range(rows)))
+    ):  # 2 where nothing is said
         return []
     taken = {number: name for number, name in names.items() if number < rows}
     for number in range(rows):
@@ -175,11 +177,7 @@ def _with_labels(described: dict[str, Any], head: TaskClass, theirs: Weights) ->
     described.pop("num_labels", None)
     described["id2label"] = {str(number): taken[number] for number in range(rows)}
     described["label2id"] = {name: int(number) for number, name in described["id2label"].items()}
-    if not names:
-        return [
-            f"{CONFIG_JSON} says {shown(said)} labels, and the head has {rows}: they are LABEL_0 to LABEL_{rows - 1}"
-        ]
-    return [
-        f"{CONFIG_JSON} names {len(names)} labels, and the head has {rows}: "
-        + ("the names of the others are LABEL_i" if len(names) < rows else "the other names are left out")
-    ]
+    told = " and ".join(map(str, sorted(said))) if said else "no number of"
+    more = "" if set(range(rows)) <= set(names) else "; those without a name are LABEL_i"
+    more += "; the other names are left out" if set(names) - set(range(rows)) else ""
+    return [f"{CONFIG_JSON} says {told} labels, and the head has {rows}{more}"]
