@@ -251,7 +251,8 @@ def _config(
         whole[of_tokenizer] = options
         tokenizers[prefix] = _tokenizer(options, of_tokenizer, stack)
         if verify and not is_brought:
-            require_same_ids(of_tokenizer, tokenizers[prefix], stack.path)
+            kept = directory / KEPT_FILES / directory_of(prefix)
+            require_same_ids(of_tokenizer, tokenizers[prefix], stack.path, kept)
     if tokenizers[ENCODER].fingerprint == tokenizers[DECODER].fingerprint:
         whole["decoder_tokenizer"] = None
     config = build(Config, whole)

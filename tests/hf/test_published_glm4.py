@@ -87,7 +87,7 @@ def written(tmp_path_factory):
         (lambda d: edit(d, rope_scaling={"rope_type": "yarn", "factor": 2.0}, **rope("yarn", factor=2.0)), ("'yarn'",)),
         (lambda d: edit(d, hidden_act="tanh"), ("hidden_act is 'tanh'", "one of gelu")),
         (lambda d: edit(d, architectures=["GlmForTokenClassification"]), ("'GlmForToken", "only GlmForCausalLM")),
-        (lambda d: edit(d, attention_bias=False), ("also has model.layers.0.self_attn.k_proj.bias",)),
+        (lambda d: edit(d, attention_bias=False), ("also has model.layers.0-2.self_attn.k_proj.bias",)),
         (lambda d: edit(d, num_key_value_heads=4), ("self_attn.k_proj", "shape")),
         (lambda d: edit(d, num_key_value_heads=3), ("num_key_value_heads (3) must divide",)),
         (lambda d: edit(d, **rope("default", partial_rotary_factor=0.2)), ("rotary_share (0.2)", "an even number")),
@@ -95,7 +95,7 @@ def written(tmp_path_factory):
         (without_head, ("lacks lm_head.weight",)),
         (lambda d: edit(d, model_type="glm4"), ("'GlmForCausalLM'", "only Glm4ForCausalLM")),
         (lambda d: edit(d, model_type="glm4", architectures=["Glm4ForCausalLM"]),
-         ("lacks model.layers.0.post_mlp_layernorm.weight",)),
+         ("lacks model.layers.0-2.post_mlp_layernorm.weight",)),
     ],
 )  # fmt: skip
 def test_what_the_model_cannot_be_is_refused_in_one_line(written, tmp_path, change, parts):

@@ -61,7 +61,7 @@ from megatron_lite.knowledge.huggingface import import_knowledge, is_knowledge
 from megatron_lite.model.trunk.counts import parameter_shapes
 from megatron_lite.optimus.huggingface import import_optimus, is_optimus
 
-_GLM_TYPES = (None, "glm", GLMConfig.model_type)
+_GLM_TYPES = ("glm", GLMConfig.model_type)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
 from pydantic import Field as Limits
+from transformers.utils import logging as transformers_logging
 from typing_extensions import TypedDict
 
 from data_utils.base.errors import CheckpointError, UserError
@@ -96,6 +97,17 @@ def by_transformers(path: Path) -> Iterator[None]:
             f"{path}: transformers cannot use it ({type(error).__name__}: {reason}); correct its JSON files, or "
             "fetch them again."
         ) from error
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the reports of transformers, which stand among the lines of a command: what matters of them is said."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
 
 
 def read_described(directory: Path) -> dict[str, Any]:

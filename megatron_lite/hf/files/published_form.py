@@ -121,9 +121,9 @@ class System:
     former: Mapping[str, str] = field(default_factory=dict)  # older names of fields -> options, written too
     # Options of heads that a file may lack, and the parameter that tells: its rows, or for a tie that it is missing.
     optional: Mapping[str, str] = field(default_factory=dict)
-    legacy: System | None = (
-        None  # of files whose config.json has the field `legacy`, or a head of those names
-    )
+    legacy: System | None = None  # of files with the names of the head that the field `legacy` means
+    is_legacy: bool = False
+    untrained: tuple[str, ...] = ()  # fields of config.json that change training alone, and not here
 
     def padded_with(self, pad_token_id: int | None) -> System:
         """The table of a model whose config.json has this pad_token_id."""

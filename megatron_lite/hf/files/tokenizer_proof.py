@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, TokenizersBackend
-from transformers.utils import logging as transformers_logging
 
 from data_utils.base.errors import CheckpointError
 from data_utils.base.setting_files import one_line, shorten, shown
 from data_utils.text.special_tokens import SPECIAL_NAMES
 from data_utils.text.tokenizers import Tokenizer
+from megatron_lite.hf.files.described import quiet
 from megatron_lite.hf.files.weights import read_json
 
 _SUPPORTED = "tokenizers of vocab.txt, vocab.json with merges.txt, spiece.model and tokenizer.json"
@@ -96,16 +96,20 @@ class TokenizerProof:
             )
 
 
-def tokenizer_proof(tokenizer: Tokenizer, directory: Path, more: Sequence[str] = ()) -> TokenizerProof:
+def tokenizer_proof(
+    tokenizer: Tokenizer, directory: Path, more: Sequence[str] = (), copies: Path | None = None
+) -> TokenizerProof:
     """Compare a run's tokenizer with `AutoTokenizer.from_pretrained(directory)`, without the tokens around a text.
 
     The texts are those of `awkward_texts` and `more`. Both sides read spelled names of special tokens as text, theirs
     by `split_special_tokens`. Where the class makes a special token of such a name all the same, because its model
     holds it as a piece, ours must not: text never becomes a special token here.
 
+    Args: copies: as for `load_theirs`.
+
     Raises: CheckpointError for a directory whose tokenizer transformers cannot load without code of its own.
     """
-    return compare(tokenizer, load_theirs(directory), more)
+    return compare(tokenizer, load_theirs(directory, copies), more)
 
 
 def prove_exported(tokenizer: Tokenizer, directory: Path) -> TokenizerProof:
@@ -171,25 +175,27 @@ def _described(text: str, actual: Sequence[int], expected: Sequence[int]) -> str
     return f"{shorten(text, 60)!a} is {listed(actual)} here, and {listed(expected)} there"
 
 
-def load_theirs(directory: Path) -> TokenizersBackend:
-    """The directory's AutoTokenizer, from its files alone and without code of its own. Raises: CheckpointError."""
+def load_theirs(directory: Path, copies: Path | None = None) -> TokenizersBackend:
+    """The directory's AutoTokenizer, from its files alone and without code of its own. Raises: CheckpointError.
+
+    Args: copies: a directory with the same files, and a config.json that is completed.
+    """
     described = (
         read_json(directory / "tokenizer_config.json")
         if (directory / "tokenizer_config.json").exists()
         else {}
     )
     name = shown(described["tokenizer_class"]) if described.get("tokenizer_class") else "of its own kind"
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
     try:
-        theirs = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        with quiet():
+            theirs = AutoTokenizer.from_pretrained(
+                copies or directory, local_files_only=True, trust_remote_code=False
+            )
     except Exception as error:  # the library raises what its parts do
         raise CheckpointError(
             f"{directory} has a tokenizer {name} that transformers cannot load ({one_line(error)}); "
             f"supported are {_SUPPORTED}."
         ) from None
-    finally:
-        transformers_logging.set_verbosity(level)
     if not isinstance(theirs, TokenizersBackend):
         raise CheckpointError(
             f"{directory} has a tokenizer {type(theirs).__name__}, which splits texts by code of its own; supported "

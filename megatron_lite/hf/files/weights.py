@@ -11,7 +11,7 @@ import json
 import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from data_utils.base.foreign import conform, parse_json, read_bounded
 from data_utils.base.progress import progress_bar
 from data_utils.base.setting_files import one_line
 from megatron_lite.checkpoint.tensor_files import write_tensors
+from megatron_lite.hf.files.left_out import is_buffer, listed
 
 WORDS = "embedding.word_embeddings.weight"  # our only parameter with padding rows
 TASK_CLASSIFIER, SCORE = "heads.task.classifier.", "score."  # a task's head, here and in transformers
@@ -34,13 +35,9 @@ MAX_JSON_BYTES = 64 << 20
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 METADATA = {"format": "pt"}  # of a safetensors file that transformers reads
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-# What files of former versions hold beside weights: position numbers, causal masks, a table that no layer reads. The
-# classes of transformers ignore them too.
-_BUFFERS = re.compile(
-    r"(^|\.)(position_ids|token_type_ids|attn\.bias|attn\.masked_bias|embed_positions\._float_tensor"
-    r"|EncDecAttention\.relative_attention_bias\.weight)$"
-)
 _FLOATS = frozenset(("F64", "F32", "F16", "BF16"))  # as safetensors names them
+_DOUBLE = "F64"
+_SHOWN_SHAPES = 2  # pairs: one wrong size can change most tensors
 
 
 @dataclass(frozen=True)
@@ -49,12 +46,13 @@ class Weights:
 
     shapes: dict[str, tuple[int, ...]]
     read: Callable[[str], torch.Tensor]
+    buffers: tuple[str, ...] = ()  # names of what the files also hold and nothing reads
+    doubles: tuple[str, ...] = ()  # names of tensors in fp64, in the files
 
     def renamed(self, names: Mapping[str, str]) -> Weights:
         """The same tensors under other names: new name -> old name."""
-        return Weights(
-            {new: self.shapes[old] for new, old in names.items()}, lambda new: self.read(names[new])
-        )
+        shapes = {new: self.shapes[old] for new, old in names.items()}
+        return replace(self, shapes=shapes, read=lambda new: self.read(names[new]))
 
     def with_rows(self, name: str, rows: int) -> Weights:
         """Tensor `name` cut, or filled with zeros, to `rows` rows."""
@@ -69,7 +67,7 @@ class Weights:
             resized[:kept] = tensor[:kept]
             return resized
 
-        return Weights({**self.shapes, name: (rows, *shape[1:])}, read)
+        return replace(self, shapes={**self.shapes, name: (rows, *shape[1:])}, read=read)
 
 
 # Reading
@@ -115,33 +113,38 @@ def _open_shards(index: Path, open_file: Callable[[Path], Weights]) -> Weights:
                 f"{index} names a file {str(name)[:80]!r}; a shard must lie beside its index."
             )
     shards = {name: open_file(index.parent / name) for name in sorted(set(table.values()))}
-    table = {tensor: name for tensor, name in table.items() if not _BUFFERS.search(tensor)}
+    table = {tensor: name for tensor, name in table.items() if not is_buffer(tensor)}
     for tensor, name in table.items():
         if tensor not in shards[name].shapes:
             raise CheckpointError(
                 f"{index.parent / name} lacks the tensor {tensor} that {index.name} places there."
             )
     shapes = {tensor: shards[name].shapes[tensor] for tensor, name in table.items()}
-    return Weights(shapes, lambda tensor: shards[table[tensor]].read(tensor))
+    buffers, doubles = (
+        tuple(tensor for shard in shards.values() for tensor in getattr(shard, kind))
+        for kind in ("buffers", "doubles")
+    )
+    return Weights(shapes, lambda tensor: shards[table[tensor]].read(tensor), buffers, doubles)
 
 
 def open_safetensors(path: Path) -> Weights:
     """One safetensors file. Raises: as `from_state_dict`, and CheckpointError if it is missing or damaged."""
-    shapes = {}
+    shapes, kinds = {}, {}
     try:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  not a dictionary
-                if _is_weight(name, file.get_slice(name).get_dtype() in _FLOATS, path):
-                    shapes[name] = tuple(file.get_slice(name).get_shape())
+                found = file.get_slice(name)
+                shapes[name], kinds[name] = tuple(found.get_shape()), found.get_dtype()
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: {one_line(error)}; the file is missing or damaged.") from None
+    _require_floats((name for name, kind in kinds.items() if kind not in _FLOATS), path)
 
     def read(name: str) -> torch.Tensor:
         # Opened each time, since an open file keeps every page it has read in memory.
         with safe_open(path, framework="pt") as file:
             return file.get_tensor(name).clone()
 
-    return Weights(shapes, read)
+    return _without_buffers(shapes, read, (name for name, kind in kinds.items() if kind == _DOUBLE))
 
 
 def open_pickle(path: Path) -> Weights:
@@ -186,40 +189,63 @@ def _plain_globals() -> list[Any]:
 
 def from_state_dict(state: Mapping[str, Any], origin: Path) -> Weights:
     """Weights in memory. Raises: CheckpointError for anything but floating-point tensors and known buffers."""
-    shapes = {}
-    for name, value in state.items():
-        if _is_weight(name, isinstance(value, torch.Tensor) and value.is_floating_point(), origin):
-            shapes[name] = tuple(value.shape)
-    return Weights(shapes, lambda name: state[name])
+    floats = {
+        name: value
+        for name, value in state.items()
+        if isinstance(name, str) and isinstance(value, torch.Tensor) and value.is_floating_point()
+    }
+    _require_floats((name for name in state if name not in floats), origin)
+    shapes = {name: tuple(value.shape) for name, value in floats.items()}
+    doubles = (name for name, value in floats.items() if value.dtype == torch.float64)
+    others = [name for name in state if name not in floats]
+    return _without_buffers(shapes | dict.fromkeys(others, ()), lambda name: state[name], doubles)
 
 
-def _is_weight(name: Any, is_float: bool, origin: Path) -> bool:
-    """False for a known buffer. Raises: CheckpointError for what is neither."""
-    if isinstance(name, str) and _BUFFERS.search(name):
-        return False
-    if not isinstance(name, str) or not is_float:
-        raise CheckpointError(f"{origin}: entry {str(name)[:80]!r} is not a floating-point tensor.")
-    return True
+def _require_floats(others: Iterable[Any], origin: Path) -> None:
+    """Raise CheckpointError for entries that are neither floating-point tensors nor known buffers."""
+    unknown = [str(name)[:80] for name in others if not isinstance(name, str) or not is_buffer(name)]
+    if unknown:
+        raise CheckpointError(
+            f"{origin}: {', '.join(map(repr, unknown))} {'are' if len(unknown) > 1 else 'is'} not a floating-point "
+            "tensor, and no class here reads such an entry; save the file again without it."
+        )
+
+
+def _without_buffers(
+    shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], torch.Tensor], doubles: Iterable[str]
+) -> Weights:
+    kept = {name: shape for name, shape in shapes.items() if not is_buffer(name)}
+    buffers = tuple(name for name in shapes if name not in kept)
+    return Weights(kept, read, buffers, tuple(name for name in doubles if name in kept))
 
 
 def check_shapes(
     weights: Weights, expected: Mapping[str, tuple[int, ...]], origin: Path, model: str = "GLM"
 ) -> None:
     """Raise CheckpointError unless `weights` has exactly the tensors of `expected`."""
-    for what, names in (
-        ("lacks", expected.keys() - weights.shapes.keys()),
-        ("also has", weights.shapes.keys() - expected.keys()),
-    ):
-        if names:
-            listed = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            raise CheckpointError(
-                f"{origin} {what} {listed}; it does not hold a {model} of this configuration."
-            )
+    if problems := shape_problems(weights, expected):
+        raise CheckpointError(
+            f"{origin}: {'; '.join(problems)}; it does not hold a {model} of this configuration."
+        )
+
+
+def shape_problems(weights: Weights, expected: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """Each kind of difference between the tensors and those that are expected, as a sentence on the files."""
+    problems = []
+    if missing := expected.keys() - weights.shapes.keys():
+        problems.append(f"it lacks {listed(missing)}")
+    if unknown := weights.shapes.keys() - expected.keys():
+        problems.append(f"it also has {listed(unknown)}")
+    wrong: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
     for name, shape in expected.items():
-        if weights.shapes[name] != shape:
-            raise CheckpointError(
-                f"{origin}: {name} has shape {list(weights.shapes[name])}, but the model needs {list(shape)}."
-            )
+        if name in weights.shapes and weights.shapes[name] != shape:
+            wrong.setdefault((weights.shapes[name], shape), []).append(name)
+    groups = list(wrong.items())
+    for (found, shape), names in groups[:_SHOWN_SHAPES]:
+        problems.append(f"{listed(names)} has shape {list(found)}, but the model needs {list(shape)}")
+    if more := sum(len(names) for _, names in groups[_SHOWN_SHAPES:]):
+        problems.append(f"{more} more have other shapes too")
+    return problems
 
 
 # Writing

@@ -6,9 +6,10 @@ uses), is kept beside the run, so that an export is bit-equal.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +27,36 @@ from megatron_lite.hf.files.described import (
     by_transformers,
     check_fields,
     check_sizes,
+    quiet,
     read_described,
 )
+from megatron_lite.hf.files.left_out import listed, reason
 from megatron_lite.hf.files.published_form import SAME, Field, Form, System
-from megatron_lite.hf.files.weights import WORDS, Weights, check_shapes, open_directory, open_safetensors
+from megatron_lite.hf.files.weights import WORDS, Weights, open_directory, open_safetensors, shape_problems
 from megatron_lite.hf.published.heads import (
     OTHER_HEADS,
     TASK_CLASSES,
     architectures,
     class_of_model,
     head_fields,
+    head_problems,
     head_settings,
     rows_of,
 )
+from megatron_lite.hf.published.recognition import (
+    architecture,
+    body_class,
+    completed,
+    has_head,
+    is_body,
+    stem,
+    system_in,
+    with_its_names,
+)
 from megatron_lite.hf.published.systems import GLM4, OF_MODEL, PUBLISHED
 from megatron_lite.model.trunk.counts import parameter_shapes
+
+log = logging.getLogger(__name__)
 
 _OF_HEADS = {  # options of `System.optional` and a parameter of ours that tells
     "sentence_classes": "heads.sentence.classifier.weight", "head_transform": "heads.projection.dense.weight",
@@ -52,11 +68,6 @@ NOT_IN_FILES = OF_TRAINING | {"span_boundary_places", "class_heads", "task_rows"
 # Options that may be null, and what they then stand for.
 _DERIVED = {"ffn_size": "inner_size", "head_dim": "head_size", "num_key_value_heads": "key_value_heads"}
 _FORMER_NAMES = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
-# Parts that belong to no head of ours: of base models, of a discriminator without its generator, positions of no input.
-_IDLE = re.compile(
-    r"\.pooler\.(dense\.)?(weight|bias)$|"
-    r"^(discriminator_predictions|mask_predictions|deberta\.embeddings\.position_embeddings)\."
-)
 
 
 @dataclass(frozen=True)
@@ -191,77 +202,110 @@ def _todays_name(name: str) -> str:
 
 def is_published(path: Path) -> bool:
     """Whether a directory is of a system in the tables. Released GLMs have the type of GLM-4, with other tensors."""
-    model_type = read_described(path).get("model_type")
-    if model_type != GLM4.model_type:
-        return model_type in PUBLISHED
-    return any(name.endswith("embed_tokens.weight") for name in open_directory(path).shapes)
+    described = read_described(path)
+    if described.get("model_type") is not None and described["model_type"] != GLM4.model_type:
+        return described["model_type"] in PUBLISHED
+    weights = open_directory(path)
+    if system_in(path, described, weights) is None:
+        return False
+    return described.get("model_type") is None or any(
+        name.endswith("embed_tokens.weight") for name in weights.shapes
+    )
 
 
 def unsupported(path: Path, described: Mapping[str, Any]) -> CheckpointError:
     """The error for a directory of no layout that is read here."""
+    types = f"{', '.join(PUBLISHED)}, and GLM as exported here or released"
+    if described.get("model_type") is None:
+        named = (
+            f"architectures {shown(described['architectures'])}"
+            if described.get("architectures")
+            else "no class"
+        )
+        return CheckpointError(
+            f"{path / CONFIG_JSON} has no model_type and names {named}, and the tensors are of no model that can be "
+            f'imported; if it is one, add "model_type" to it: {types}.'
+        )
     return CheckpointError(
-        f"{path / CONFIG_JSON}: model_type is {shown(described.get('model_type'))}, which cannot be imported; the "
-        f"types that can are {', '.join(PUBLISHED)}, and GLM as exported here or released."
+        f"{path / CONFIG_JSON}: model_type is {shown(described['model_type'])}, which cannot be imported; the "
+        f"types that can are {types}."
     )
 
 
-def _require_heads(
-    system: System, described: Mapping[str, Any], expected: Mapping[str, Any], theirs: Weights, path: Path
-) -> None:
-    """Raise CheckpointError for the weights of a base model that lack those of every class with a head."""
-    (name,) = (described.get("architectures") or [""])[:1]
-    known, lacking = (*system.classes, *architectures(system)), sorted(expected.keys() - theirs.shapes.keys())
-    if lacking and name and name not in known:
-        raise CheckpointError(
-            f"{path / CONFIG_JSON}: architectures names {name}, and the weights lack {lacking[0]}; only "
-            f"{', '.join(known)} can be imported. Load it as one of these in transformers, and save that."
-        )
-
-
-def without_idle(theirs: Weights, parts: Mapping[str, Part]) -> Weights:
-    """Their tensors but for those of `_IDLE` that have no part."""
-    names = {name: name for name in theirs.shapes if name in parts or not _IDLE.search(name)}
-    return theirs.renamed(names)
+def without_left_out(
+    theirs: Weights, parts: Mapping[str, Part], system: System
+) -> tuple[Weights, dict[str, tuple[str, str]]]:
+    """Their tensors but for those that the class ignores, and what `reason` says of these, by their names."""
+    others = [*theirs.buffers, *(name for name in theirs.shapes if name not in parts)]
+    found = {name: why for name in others if (why := reason(name, system.model_type, system.prefix))}
+    return theirs.renamed({name: name for name in theirs.shapes if name not in found}), found
 
 
 def model_settings(
     system: System, described: Mapping[str, Any], theirs: Weights, path: Path
 ) -> dict[str, Any]:
     """The section `model` of a config.json. Raises: CheckpointError for what the model cannot express."""
+    settings, problems = _settings_and_problems(system, described, theirs, path)
+    _require_none(path, problems)
+    return settings
+
+
+def _require_none(path: Path, problems: Sequence[str]) -> None:
+    """Raise CheckpointError for all that stands against an import at once. Args: problems: sentences."""
+    if problems:
+        raise CheckpointError(f"{path / CONFIG_JSON}: {' '.join(dict.fromkeys(problems))}")
+
+
+def _settings_and_problems(
+    system: System, described: Mapping[str, Any], theirs: Weights, path: Path
+) -> tuple[dict[str, Any], list[str]]:
+    """The section `model`, without what cannot be expressed, and a sentence on each of that."""
     config = _their_config(system, described, path)
+    problems = []
     for name, value in system.required.items():
         actual = field_of(config, name, value)
         if actual != value:
-            raise CheckpointError(
-                f"{path / 'config.json'}: {name} is {shown(actual)}; only {shown(value)} can be imported."
-            )
+            problems.append(f"{name} is {shown(actual)}; only {shown(value)} can be imported.")
     if system.skips_pad and not (isinstance(config.pad_token_id, int) and config.pad_token_id >= 0):
-        raise CheckpointError(
-            f"{path / 'config.json'}: pad_token_id is {shown(config.pad_token_id)}, but a {system.model_type} counts "
-            "positions from it; set it to that of the tokenizer."
+        problems.append(
+            f"pad_token_id is {shown(config.pad_token_id)}, but a {system.model_type} counts positions from it; set it "
+            "to that of the tokenizer."
         )
-    settings: dict[str, Any] = {"system": _system_name(system, config, path)}
+    name, class_problem = _system_name(system, config)
+    problems += class_problem
+    settings: dict[str, Any] = {"system": name}
     for entry in system.fields:
         value = field_of(config, entry.theirs)
         if entry.names is not None and value not in entry.names:
-            raise CheckpointError(
-                f"{path / 'config.json'}: {entry.theirs} is {shown(value)}; it must be one of "
-                f"{', '.join(map(str, entry.names))}."
+            problems.append(
+                f"{entry.theirs} is {shown(value)}; it must be one of {', '.join(map(str, entry.names))}."
             )
+            continue
         ours = _our_value(system, entry, value, config)
         if ours is None and entry.reads is not None:
-            raise CheckpointError(
-                f"{path / 'config.json'}: {entry.theirs} is {shown(value)}, which the model here cannot be."
-            )
-        if settings.setdefault(entry.ours, ours) != ours:
-            raise CheckpointError(
-                f"{path / 'config.json'}: {entry.theirs} gives model.{entry.ours} {shown(ours)}, another field gives "
+            problems.append(f"{entry.theirs} is {shown(value)}, which the model here cannot be.")
+        elif settings.setdefault(entry.ours, ours) != ours:
+            problems.append(
+                f"{entry.theirs} gives model.{entry.ours} {shown(ours)}, another field gives "
                 f"{shown(settings[entry.ours])}; only equal ones can be imported."
             )
     for option, name in system.optional.items():
         settings[option] = _told(option, theirs, name)
-    kind = architectures(system).get(_architecture(system, config))
-    return settings if kind is None else settings | head_settings(system, kind, config, path)
+    if "sentence_classes" in system.optional:
+        settings["sentence_classes"] = _sentence_classes(system, settings["sentence_classes"], theirs)
+    if kind := architectures(system).get(_architecture(system, config)):
+        settings |= head_settings(system, kind, config)
+        problems += head_problems(system, kind, config)
+    return settings, problems
+
+
+def _sentence_classes(system: System, told: int, theirs: Weights) -> int:
+    """Rows of the head on CLS. Without the layer below it there is none; a layer alone, of a base model, has two."""
+    (pooler,) = (row.theirs[0] for row in system.rows if row.ours == "heads.sentence.dense")
+    has_pooler = f"{pooler}.weight" in theirs.shapes
+    if has_pooler and not told and not has_head(system, theirs.shapes):
+        return 2
+    return told if has_pooler else 0
 
 
 def _told(option: str, weights: Weights, name: str) -> int | bool:
@@ -273,12 +317,11 @@ def _told(option: str, weights: Weights, name: str) -> int | bool:
 
 
 def _architecture(system: System, config: PretrainedConfig) -> str:
-    (found,) = (getattr(config, "architectures", None) or [next(iter(system.classes))])[:1]
-    return found
+    return architecture({"architectures": config.architectures}) or next(iter(system.classes))
 
 
 def _their_config(system: System, described: Mapping[str, Any], path: Path) -> PretrainedConfig:
-    with by_transformers(path):
+    with by_transformers(path), quiet():
         return CONFIG_MAPPING[system.model_type].from_dict(dict(described))
 
 
@@ -311,17 +354,20 @@ def _our_value(system: System, entry: Field, value: Any, config: PretrainedConfi
     return tuple(field_of(config, name) for name in entry.numbers) if entry.numbers and ours is None else ours
 
 
-def _system_name(system: System, config: PretrainedConfig, path: Path) -> str:
-    architecture, headed = _architecture(system, config), architectures(system)
-    is_base = architecture.endswith("Model") and not architecture.endswith("LMHeadModel")
-    if architecture not in (*system.classes, *headed) and not is_base:
-        raise CheckpointError(
-            f"{path / 'config.json'}: architectures names {shown(architecture)}, which has a head of its own; only "
-            f"{', '.join((*system.classes, *headed))} can be imported."
-        )
-    if getattr(config, "use_task_id", False):
-        return "ernie2"
-    return system.classes.get(architecture, next(iter(system.classes.values())))
+def _system_name(system: System, config: PretrainedConfig) -> tuple[str, list[str]]:
+    """`model.system`, and what stands against the class."""
+    name, known = _architecture(system, config), (*system.classes, *architectures(system), body_class(system))
+    problems = []
+    if name == f"{stem(name)}EncoderModel":
+        problems = [
+            f"architectures names {name}, an encoder alone; a {system.model_type} here has a decoder."
+        ]
+    elif name not in known:
+        problems = [
+            f"architectures names {shown(name)}, which has a head of its own; only {', '.join(known)} can be imported."
+        ]
+    ours = system.classes.get(name, next(iter(system.classes.values())))
+    return "ernie2" if getattr(config, "use_task_id", False) else ours, problems
 
 
 def hf_config(config: ModelConfig, base: Mapping[str, Any], labels: Sequence[str] = ()) -> PretrainedConfig:
@@ -421,22 +467,46 @@ def is_headless(config: ModelConfig) -> bool:
     return is_body and config.task_head == "none"
 
 
-def load_class(directory: Path, class_name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
-    """A model as its users load it. Raises: CheckpointError for missing or unexpected tensors, or without a class."""
+def load_class(
+    directory: Path,
+    class_name: str,
+    dtype: torch.dtype = torch.float32,
+    source: PublishedSource | None = None,
+) -> torch.nn.Module:
+    """A model as its users load it.
+
+    Args: source: of an import, which says how config.json is read and which tensors are left out.
+
+    Raises: CheckpointError for missing or unexpected tensors, or without a class.
+    """
     if not hasattr(transformers, class_name):
         raise CheckpointError(
             f"{directory}: transformers has no class {class_name}, with which a proof could compare; add --no-verify."
         )
     cls = getattr(transformers, class_name)
-    with by_transformers(directory):
+    config = {} if source is None else {"config": _their_config(source.system, source.described, directory)}
+    with by_transformers(directory), quiet():
         model, loading = cls.from_pretrained(
-            directory, dtype=dtype, output_loading_info=True, local_files_only=True
+            directory, dtype=dtype, output_loading_info=True, local_files_only=True, **config
         )
-    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if loading[what]:
-            names = ", ".join(map(str, list(loading[what])[:3]))
-            raise CheckpointError(f"{directory}: {class_name} reports {what.replace('_', ' ')}: {names}.")
+    left_out = () if source is None else tuple(source.left_out)
+    unexpected = [name for name in loading["unexpected_keys"] if not _is_among(name, left_out)]
+    missing = [name for name in loading["missing_keys"] if not (is_body(class_name) and _POOLER.search(name))]
+    mismatched = [str(each) for each in loading["mismatched_keys"]]
+    found = {"unexpected keys": unexpected, "missing keys": missing, "mismatched keys": mismatched}
+    if problems := [f"{what}: {listed(names)}" for what, names in found.items() if names]:
+        raise CheckpointError(f"{directory}: {class_name} reports {'; '.join(problems)}.")
     return model.eval()
+
+
+_POOLER = re.compile(
+    r"(^|\.)pooler\."
+)  # of a base model, which need not have it: hidden states do not read it
+
+
+def _is_among(name: str, names: Sequence[str]) -> bool:
+    """Whether a name is in a list, with the prefix of the base model or without it on either side."""
+    return any(name == each or each.endswith(f".{name}") or name.endswith(f".{each}") for each in names)
 
 
 def kept_rows(theirs: Weights, parts: Mapping[str, Part]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -456,27 +526,40 @@ class PublishedSource:
     theirs: Weights  # under their names of today
     parts: Mapping[str, Part]
     others: Weights  # of ours, that the class does not have
+    described: Mapping[str, Any] = field(default_factory=dict)  # config.json as it is read here
+    left_out: Mapping[str, str] = field(
+        default_factory=dict
+    )  # tensors that the class ignores -> what they are
+    is_body: bool = False  # whether the files have no head that predicts
+
+    @property
+    def class_name(self) -> str | None:
+        """The class to compare with where it is a base model, None for that of the whole model."""
+        return body_class(self.system) if self.is_body else None
 
 
 def open_published(
     path: Path, shapes_of: Callable[[ModelConfig], dict[str, tuple[int, ...]]] = parameter_shapes
 ) -> PublishedSource:
-    """Read config.json and the names and shapes of the weights. Raises: CheckpointError.
+    """Read config.json and the names and shapes of the weights, and log what is not as it seems there.
 
     Args: shapes_of: a model's parameters under the names of the tables.
+
+    Raises: CheckpointError, with all that stands against the import.
     """
-    described = read_described(path)
-    system = PUBLISHED[described["model_type"]]
+    described, weights = read_described(path), open_directory(path)
+    system = system_in(path, described, weights)
+    if system is None:
+        raise unsupported(path, described)
     check_fields(path, described, system)
-    config = _their_config(system, described, path)
-    if isinstance(config.pad_token_id, int):  # if not, model_settings reports it
-        system = system.padded_with(config.pad_token_id)
-    is_tied = not system.may_untie or config.tie_word_embeddings
-    weights = open_directory(path)
-    if system.legacy is not None and any(name.startswith("cls.") for name in weights.shapes):
-        system = system.legacy
+    system = with_its_names(system, described, weights.shapes)
+    is_tied = not system.may_untie or _their_config(system, described, path).tie_word_embeddings
     theirs = normalized(weights, system, path, is_tied)
-    settings = model_settings(system, described, theirs, path)
+    described, lines = completed(system, described, theirs, path)
+    pad = _their_config(system, described, path).pad_token_id
+    if isinstance(pad, int):  # if not, it is among the problems
+        system = system.padded_with(pad)
+    settings, problems = _settings_and_problems(system, described, theirs, path)
     check_sizes(path, settings, theirs)
     others = Weights({}, theirs.read)
     if (path / OTHER_HEADS).exists():
@@ -487,14 +570,70 @@ def open_published(
     try:
         model = build(ModelConfig, settings, "model.")
     except ConfigError as error:
-        raise CheckpointError(f"{path / 'config.json'}: {error}") from None
+        _require_none(path, [*problems, str(error)])
+        raise
     shapes = shapes_of(model)
-    if is_headless(model):
-        shapes = {name: shape for name, shape in shapes.items() if not name.startswith("heads.")}
+    if lacks_head(system, described, theirs, model):
+        shapes = {
+            name: shape
+            for name, shape in shapes.items()
+            if not name.startswith("heads.") or name.startswith("heads.sentence.dense.")
+        }
     parts = parts_of(system, shapes, model)
-    theirs = without_idle(theirs, parts)
+    # A class whose head is tied holds all that a base model does, and is asked for more.
+    is_base = is_headless(model) or shapes.keys() != shapes_of(model).keys()
+    theirs, left_out = without_left_out(theirs, parts, system)
     expected = to_theirs(Weights(shapes, theirs.read), parts, None, system).shapes
     expected = {name: shape for name, shape in expected.items() if name not in system.zeros}
-    _require_heads(system, described, expected, theirs, path)
-    check_shapes(theirs, expected, path, system.model_type)
-    return PublishedSource(path, system, settings, theirs, parts, others)
+    _require_none(path, [*problems, *_tensor_problems(system, theirs, expected, is_alone=not problems)])
+    source = PublishedSource(path, system, settings, theirs, parts, others, described, left_out, is_base)
+    for line in (*lines, *_notes(source, model)):
+        log.warning("%s: %s", path, line)
+    return source
+
+
+def lacks_head(system: System, described: Mapping[str, Any], theirs: Weights, model: ModelConfig) -> bool:
+    """Whether a directory is of a base model: its class is, or it names none, and no tensor is of a head."""
+    if is_headless(model):
+        return True
+    name = architecture(described)
+    is_named = name is None or is_body(name)
+    return is_named and model.task_head == "none" and not has_head(system, theirs.shapes)
+
+
+def _tensor_problems(
+    system: System, theirs: Weights, expected: Mapping[str, tuple[int, ...]], *, is_alone: bool
+) -> list[str]:
+    """Sentences on tensors. Args: is_alone: False where fields are wrong too, which other tensors can follow from."""
+    if not is_alone:
+        known = tuple({row.theirs[0].split("{i}")[0] for row in system.rows})
+        unknown = {name for name in theirs.shapes.keys() - expected.keys() if not name.startswith(known)}
+        return (
+            [f"The weights also have {listed(unknown)}, which no {system.model_type} here has."]
+            if unknown
+            else []
+        )
+    if not (problems := shape_problems(theirs, expected)):
+        return []
+    whole = "; ".join(problems)
+    remedy = "fetch config.json and the weights of one model."
+    if theirs.shapes.keys() - expected.keys():
+        remedy += " What the model computes without can be left out of the file."
+    return [f"this describes no model of the weights: {whole}; {remedy}"]
+
+
+def _notes(source: PublishedSource, model: ModelConfig) -> Iterator[str]:
+    """What an import does not take as it is."""
+    system, theirs = source.system, source.theirs
+    class_name = source.class_name or class_of_model(system, model)
+    kinds: dict[str, list[str]] = {}
+    for what, shown_name in source.left_out.values():
+        kinds.setdefault(what, []).append(shown_name)
+    for what, names in kinds.items():
+        distinct = ", ".join(dict.fromkeys(names))
+        yield f"left out: {distinct} ({len(names)}): {what}; the class {class_name} does not use them"
+    for name in system.untrained:
+        if value := source.described.get(name):
+            yield f"{name} is {shown(value)}; it is not trained here: no layer is dropped"
+    if theirs.doubles:
+        yield f"{len(theirs.doubles)} tensors are of fp64; they are rounded to fp32"

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from data_utils.base.errors import CheckpointError
@@ -134,18 +133,9 @@ def architectures(system: System) -> dict[str, str]:
     return {found.name: kind for kind, found in TASK_CLASSES.get(system.model_type, {}).items()}
 
 
-def head_settings(system: System, kind: str, described: Any, path: Path) -> dict[str, Any]:
-    """The head's settings in the section `model`. Args: described: their configuration.
-
-    Raises: CheckpointError for a head that is another one in spite of its class.
-    """
+def head_settings(system: System, kind: str, described: Any) -> dict[str, Any]:
+    """The head's settings in the section `model`. Args: described: their configuration."""
     found, labels = TASK_CLASSES[system.model_type][kind], described.num_labels
-    for name, value in _pooling(system, found).items():
-        if getattr(described, name, value) != value:
-            raise CheckpointError(
-                f"{path / 'config.json'}: {name} is {shown(getattr(described, name))}; only {shown(value)} can be "
-                f"imported with {found.name}."
-            )
     dropout = None if found.dropout is None else getattr(described, found.dropout, None)
     settings = {} if dropout is None else {"task_dropout": dropout}
     settings |= {"task_pooler": True} if found.pooler else {}
@@ -154,6 +144,16 @@ def head_settings(system: System, kind: str, described: Any, path: Path) -> dict
     if kind == "text" and labels == 1:
         return {**settings, "task_head": "values"}
     return {**settings, "task_head": "tags" if kind == "tags" else "classes", "task_classes": labels}
+
+
+def head_problems(system: System, kind: str, described: Any) -> list[str]:
+    """A sentence on each field by which a head is another one in spite of its class."""
+    found = TASK_CLASSES[system.model_type][kind]
+    return [
+        f"{name} is {shown(getattr(described, name))}; only {shown(value)} can be imported with {found.name}."
+        for name, value in _pooling(system, found).items()
+        if getattr(described, name, value) != value
+    ]
 
 
 _KINDS_OF_TASK = {"classes": "classification", "values": "regression", "tags": "tagging", "spans": "spans"}

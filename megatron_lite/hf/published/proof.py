@@ -7,7 +7,7 @@
     generation       the logits of each step of the class's own `generate`, with its cache, after prompts that are
                      padded on the left where there is no encoder (of classes that write)
     head             the head on CLS, or that of a task
-    hidden states    the last layer's, of an ELECTRA discriminator without its generator
+    hidden states    the last layer's, of a base model, and of an ELECTRA discriminator without its generator
     memory           XLNet's: a text in two segments
 
 `ask` puts the questions to the class, and proof.py to our model, so that only one of them is in memory.
@@ -17,8 +17,8 @@ Shapes: B rows, S tokens of a row, V vocabulary.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers.utils import logging as transformers_logging
 
 from data_utils.base.planes import (
     DOC,
@@ -40,14 +39,17 @@ from data_utils.base.planes import (
     WEIGHTS,
 )
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.hf.files.described import by_transformers
+from megatron_lite.hf.files.described import by_transformers, quiet
 from megatron_lite.hf.glm.proof import Question
-from megatron_lite.hf.published.conversion import is_headless, load_class, system_of
+from megatron_lite.hf.published.conversion import PublishedSource, load_class, system_of
+from megatron_lite.hf.published.recognition import is_body
 from megatron_lite.hf.published.segment_memory import read_segment
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.model.input.model_input import prepare
 from megatron_lite.model.trunk.answers import task_rows
 from megatron_lite.model.trunk.glm import GLM
+
+log = logging.getLogger(__name__)
 
 _XLNET_INPUTS = {"input_ids": TOKENS, "token_type_ids": SEGMENT_IDS}
 _SENTENCE_LOGITS = ("seq_relationship_logits", "sop_logits")
@@ -63,6 +65,7 @@ def ask(
     config: ModelConfig,
     start: int | None = None,
     dtype: torch.dtype = torch.float32,
+    source: PublishedSource | None = None,
 ) -> list[Question]:
     """Outputs of the class of transformers for a directory's model, computed in `dtype`.
 
@@ -71,17 +74,18 @@ def ask(
     Args:
         config: of our model.
         start: id of the decoder's first token in training; None: the class's default.
+        source: of an import.
     """
-    theirs: Any = load_class(directory, class_name, dtype)
+    theirs: Any = load_class(directory, class_name, dtype, source)
     with by_transformers(directory):
+        if is_body(class_name):
+            return [_of_states(theirs, config, proof_batch(config))]
         return _questions(theirs, config, start)
 
 
 def _questions(theirs: Any, config: ModelConfig, start: int | None) -> list[Question]:
     if config.task_head != "none":
         return [_of_task(theirs, config, proof_batch(config))]
-    if is_headless(config):
-        return [_of_states(theirs, config, proof_batch(config))]
     found = _of_all_inputs(theirs, config, proof_batch(config))
     if config.decoder_layers:
         start = getattr(theirs.config, "decoder_start_token_id", None) if start is None else start
@@ -90,7 +94,12 @@ def _questions(theirs: Any, config: ModelConfig, start: int | None) -> list[Ques
         found += _of_decoder(theirs, config, start)
     else:
         found += _of_default_inputs(theirs, config)
-    if config.decoder_layers or system_of(config).is_causal:
+    if config.decoder_layers and theirs.config.num_hidden_layers < config.decoder_layers:
+        log.warning(
+            "the proof leaves out generation: that of %s fails where a decoder has more layers than its encoder",
+            type(theirs).__name__,
+        )  # its cache has a place for each layer of the encoder
+    elif config.decoder_layers or system_of(config).is_causal:
         found.append(_of_generation(theirs, config, start))
     if config.relative == "xlnet":
         found.append(_of_memory(theirs, proof_batch(config)[:1]))
@@ -194,7 +203,7 @@ def _of_generation(theirs: Any, config: ModelConfig, start: int | None) -> Quest
     prompts = [row[:length] for row, length in zip(drawn, lengths, strict=True)]
     ids, mask = padded(prompts, _pad(theirs), "right" if config.decoder_layers else "left")
     options = {"max_new_tokens": steps, "do_sample": False, "num_beams": 1, "use_cache": True}
-    with _quiet():
+    with quiet():
         out = theirs.generate(
             input_ids=ids, attention_mask=mask, **options, output_logits=True, return_dict_in_generate=True
         )
@@ -243,11 +252,17 @@ def _of_task(theirs: torch.nn.Module, config: ModelConfig, batch: np.ndarray) ->
 
 
 def _of_states(theirs: Any, config: ModelConfig, batch: np.ndarray) -> Question:
-    """The last layer's output, of a class without a head that is ours."""
-    theirs.config.output_hidden_states = True
+    """The last hidden states of a class without a head, after its last norm; of a decoder where there is one."""
     real = torch.from_numpy(batch[:, DOC] != PADDING_DOC)
-    expected = their_output(theirs, config, batch)["hidden_states"][-1][real]
-    return Question("hidden states", expected, lambda model: our_output(model, batch)[0][real])
+    expected = their_output(theirs, config, batch)["last_hidden_state"]
+    if config.decoder_layers:
+        real &= torch.from_numpy(batch[:, ORD] > 0)
+        expected = in_rows(expected, batch)
+
+    def answer(model: GLM) -> torch.Tensor:
+        return model.final_layernorm(our_output(model, batch, has_task_rows=True)[0][real])
+
+    return Question("hidden states", expected[real], answer)
 
 
 def _of_memory(theirs: Any, row: np.ndarray) -> Question:
@@ -302,17 +317,6 @@ def padded(texts: Sequence[np.ndarray], pad: int, side: str) -> tuple[torch.Tens
         places = slice(len(text)) if side == "right" else slice(longest - len(text), None)
         ids[row, places], mask[row, places] = text, 1
     return torch.from_numpy(ids), torch.from_numpy(mask)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the library's advice on settings that a directory brings."""
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)
 
 
 def our_output(

@@ -7,7 +7,6 @@ config.json, the tokenizer's files, and rows that no token uses.
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,6 +58,7 @@ from megatron_lite.hf.published.conversion import (
 from megatron_lite.hf.published.heads import OTHER_HEADS, SEVERAL_LABELS, class_of_model, task_section
 from megatron_lite.hf.published.ids import special_ids, write_generation_config, writing_ids
 from megatron_lite.hf.published.proof import ask
+from megatron_lite.hf.published.recognition import body_class, is_body
 from megatron_lite.hf.published.tokenizers import (
     brought_tokenizer,
     copy_tokenizer_files,
@@ -102,12 +102,10 @@ def import_published(
         )
         if not verify:
             return None
-        class_name, saved = class_of_model(source.system, config.model), read_checkpoint(checkpoint)
-        if is_headless(config.model):  # with the discriminator's head or without
-            body = class_name.partition("For")[0].removesuffix("Model") + "Model"
-            (class_name,) = read_json(path / "config.json").get("architectures") or [body]
+        saved = read_checkpoint(checkpoint)
+        class_name = source.class_name or class_of_model(source.system, config.model)
         found = proof.prove(
-            lambda dtype: ask(path, class_name, config.model, dtype=dtype),
+            lambda dtype: ask(path, class_name, config.model, dtype=dtype, source=source),
             lambda: load_model(saved, config.model),
             tolerance,
             f"the import of {path}",
@@ -133,7 +131,7 @@ def config_of_import(
     tree |= {"model": {**source.settings, **given}, "tokenizer": tokenizer}
     if head := source.settings.get("task_head"):
         tree["task"] = {
-            **task_section(head, read_json(source.path / "config.json")),
+            **task_section(head, source.described),
             **(tree.get("task") or {}),
         }
     tree = with_length(source.path, source.settings, tree)
@@ -144,7 +142,7 @@ def config_of_import(
     loaded = load_tokenizer(config.tokenizer)
     check_vocabulary(loaded, source)
     if verify and not brought:
-        require_same_ids("tokenizer", loaded, source.path)
+        require_same_ids("tokenizer", loaded, source.path, directory / KEPT_FILES)
     if brought:
         path = str(output / Path(config.tokenizer.path).relative_to(directory))
         config = replace(config, tokenizer=replace(config.tokenizer, path=path))
@@ -216,7 +214,7 @@ def check_vocabulary(tokenizer: Tokenizer, source: PublishedSource) -> None:
 
 def keep_files(source: PublishedSource, directory: Path) -> None:
     directory.mkdir(parents=True)
-    shutil.copyfile(source.path / "config.json", directory / "config.json")
+    write_json(directory / "config.json", source.described)
     copy_tokenizer_files(source.path, directory)
     rows = dict(kept_rows(source.theirs, source.parts))
     if rows:
@@ -312,8 +310,12 @@ def write_stack(directory: Path, stack: Stack, dtype: str, max_shard_bytes: int)
     if system.legacy is not None and described.legacy:
         system = system.legacy
     parts, class_name = parts_of(system, weights.shapes, config), class_of_model(system, config)
-    is_headed = config.task_head != "none"
-    of_heads = "heads." if is_headed else _WITHOUT_CLASS
+    if is_headless(config) and not any(name.startswith("replaced.") for name in weights.shapes):
+        class_name = body_class(system)  # of a discriminator without its generator
+        described.architectures = [class_name]
+        parts = {name: part for name, part in parts.items() if not part.ours.startswith("heads.")}
+    has_head = config.task_head == "none" and not is_headless(config)
+    of_heads = _WITHOUT_CLASS if has_head else ("heads.", *_WITHOUT_CLASS)
     held = {part.ours for part in parts.values()}
     extra = {
         ours: shape
@@ -327,7 +329,7 @@ def write_stack(directory: Path, stack: Stack, dtype: str, max_shard_bytes: int)
             "models of the published architecture can be exported."
         )
     theirs = to_theirs(weights, parts, rows, system)
-    if class_name.endswith("Model") and is_headless(config):  # its names are those within the others
+    if is_body(class_name):  # its names are those within the others
         theirs = theirs.renamed({name.removeprefix(system.prefix): name for name in theirs.shapes})
     write_sharded(directory, theirs, DTYPES[dtype], max_shard_bytes)
     if extra:

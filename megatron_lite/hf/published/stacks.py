@@ -62,7 +62,13 @@ BART = System(
     ),
     class_of=lambda config: "BartForConditionalGeneration",
     classes={"BartForConditionalGeneration": "bart"},
-    required={"tie_word_embeddings": True},
+    required={
+        "tie_word_embeddings": True,
+        # Of its first releases, which read other systems with the class: today's ignores them.
+        "normalize_before": False, "normalize_embedding": True, "add_final_layer_norm": False,
+        "static_position_embeddings": False, "add_bias_logits": False, "extra_pos_embeddings": 2,
+    },
+    untrained=("encoder_layerdrop", "decoder_layerdrop"),
     ties={
         "model.encoder.embed_tokens.weight": "model.shared.weight",
         "model.decoder.embed_tokens.weight": "model.shared.weight",

@@ -70,7 +70,8 @@ _BERT_FIELDS = (
     Field("initializer_range", "init_std"),
 )  # fmt: skip
 _CLS = ("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions")
-_ENCODER = {"is_decoder": False, "add_cross_attention": False, "tie_word_embeddings": True}
+_ABSOLUTE = {"position_embedding_type": "absolute"}  # version 4 also had tables of distances
+_ENCODER = {"is_decoder": False, "add_cross_attention": False, "tie_word_embeddings": True, **_ABSOLUTE}
 
 
 def _fixed(entry: Field, values: Mapping[str, Any]) -> Field:
@@ -199,7 +200,7 @@ DEBERTA = System(  # without the convolution of v2's sizes; the released files h
 )  # fmt: skip
 DEBERTA = replace(
     DEBERTA, legacy=replace(
-        DEBERTA, rows=_deberta_rows(_CLS), ties=_cls_ties("deberta."),
+        DEBERTA, is_legacy=True, rows=_deberta_rows(_CLS), ties=_cls_ties("deberta."),
         optional={"head_transform": f"{_CLS[0]}.weight", "head_bias": "cls.predictions.bias"},
     ),
 )  # fmt: skip
@@ -239,7 +240,7 @@ ALBERT = System(
     ),
     class_of=_pretraining_or_masked("Albert"),
     classes={"AlbertForPreTraining": "albert", "AlbertForMaskedLM": "albert"},
-    required={"num_hidden_groups": 1, "inner_group_num": 1, "tie_word_embeddings": True},
+    required={"num_hidden_groups": 1, "inner_group_num": 1, "tie_word_embeddings": True, **_ABSOLUTE},
     ties={
         "predictions.decoder.weight": "albert.embeddings.word_embeddings.weight",
         "predictions.decoder.bias": "predictions.bias",

@@ -66,7 +66,7 @@ def brought_tokenizer(source: Path, directory: Path, options: Mapping[str, Any])
             f"{source} has no tokenizer of a known kind ({', '.join(_VOCABULARIES)}); set tokenizer.kind and "
             "tokenizer.path."
         )
-    theirs, kind = load_theirs(source), options.get("kind")
+    theirs, kind = load_theirs(source, directory), options.get("kind")
     remedy = "leave tokenizer.kind and its options out."
     if kind is None:
         remedy = f"its class does not read these files: give its own, or set tokenizer_class in {TOKENIZER_CONFIG}."
@@ -87,10 +87,13 @@ def brought_tokenizer(source: Path, directory: Path, options: Mapping[str, Any])
     raise refusal
 
 
-def require_same_ids(key: str, tokenizer: Tokenizer, source: Path) -> None:
-    """Raise CheckpointError if a user's own tokenizer gives other ids than the source's. Args: key: of its section."""
+def require_same_ids(key: str, tokenizer: Tokenizer, source: Path, copies: Path) -> None:
+    """Raise CheckpointError if a user's own tokenizer gives other ids than the source's.
+
+    Args: key: of its section. copies: as for `load_theirs`.
+    """
     if has_tokenizer(source):
-        tokenizer_proof(tokenizer, source).require(
+        tokenizer_proof(tokenizer, source, copies=copies).require(
             f"{key}.path {tokenizer.config.path}",
             f"leave {key}.path out, or use another tokenizer with --no-verify.",
         )
