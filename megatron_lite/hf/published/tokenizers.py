@@ -177,6 +177,17 @@ def _write_files(
     options = dict(inputs)
     if tokenizer.config.kind == "bert_wordpiece":
         options |= {"tokenizer_class": "BertTokenizer", "do_lower_case": tokenizer.config.lowercase}
+    if (
+        tokenizer.config.kind == "gpt2_bpe"
+        and tokenizer.lacking.isdisjoint({"mask"})
+        and not tokenizer.added_names
+    ):
+        # Training masks a token with the space before it; the class of version 5 does not take that space by itself.
+        name = tokenizer.special_names[tokenizer.special.mask]
+        options["mask_token"] = {
+            "__type": "AddedToken", "content": name, "lstrip": True, "rstrip": False, "normalized": False,
+            "single_word": False, "special": True,
+        }  # fmt: skip
     if tokenizer.added_names and tokenizer.config.added_tokens != "t5":  # T5's class adds its own
         options["added_tokens_decoder"] = {
             str(i): {"content": name, "special": True, "normalized": False, "lstrip": False, "rstrip": False}
