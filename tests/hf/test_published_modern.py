@@ -85,7 +85,8 @@ def test_config_json_of_both_versions_is_read_and_written(case, tmp_path):
     write_random(case, tmp_path)
     path = tmp_path / "config.json"
     described, settings = json.loads(path.read_text()), open_published(tmp_path).settings
-    exported = conversion.hf_config(build(ModelConfig, settings), {}).to_dict()
+    config = build(ModelConfig, settings)
+    exported = conversion.hf_config(config, {}).to_dict() | conversion.former_fields(config)
     old = {
         **described,
         **{name: exported[name] for name in ("global_attn_every_n_layers", "local_attention")},

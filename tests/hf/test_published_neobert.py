@@ -87,7 +87,7 @@ def test_a_directory_comes_back(tmp_path):
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
     old, new = described(tmp_path / "original"), described(tmp_path / "export")
     differing = {name for name in old.keys() | new.keys() if old.get(name) != new.get(name)}
-    assert differing <= {"auto_map", "kwargs", "transformers_version"}
+    assert differing <= {"auto_map", "kwargs", "transformers_version", "torch_dtype"}
     assert new["auto_map"]["AutoModelForMaskedLM"] == "chandar-lab/NeoBERT--model.NeoBERTLMHead"
     for name in ("vocab.txt", "tokenizer_config.json"):
         assert (tmp_path / "original" / name).read_bytes() == (tmp_path / "export" / name).read_bytes()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from support.published import random_model
 from support.published_tokenizers import write_files
@@ -55,6 +56,12 @@ _NAMES = {
     "eurobert": ["<|begin_of_text|>", "<|end_of_text|>", "<|mask|>"],
     **{key: ["[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]"] for key in ("modernbert", "modernbert_decoder")},
 }
+# What an export has for other versions of transformers than the one that wrote an original.
+FOR_OTHER_VERSIONS = {
+    "torch_dtype", "rope_theta", "rope_scaling", "partial_rotary_factor", "global_attn_every_n_layers",
+    "global_rope_theta", "local_rope_theta",
+}  # fmt: skip
+SECOND_NAMES = {"lm_head.decoder.bias": "lm_head.bias", "predictions.decoder.bias": "predictions.bias"}
 SPARE_ROWS = 9  # of GLM-4's word embedding, which has more rows than the tokenizer has tokens
 
 
@@ -88,6 +95,16 @@ def write_directory(case: str, directory: Path) -> torch.nn.Module:
     model = random_model(case, vocab_size=size)
     model.save_pretrained(directory)
     return model
+
+
+def assert_same_tensors(directory: Path, original: Path) -> None:
+    """Every tensor of an original came back bit-equal; those with two names have both."""
+    before, after = (load_file(path / "model.safetensors") for path in (original, directory))
+    for second, first in SECOND_NAMES.items():
+        if first in before:
+            assert torch.equal(after.pop(second), before[first])
+    assert before.keys() == after.keys()
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
 
 
 def edit(directory: Path, **changes: Any) -> None:

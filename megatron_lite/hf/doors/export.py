@@ -30,7 +30,7 @@ from megatron_lite.electra import huggingface as electra
 from megatron_lite.electra.sections import is_electra
 from megatron_lite.generate.open_run import OpenRun, load_model, objective_names, open_run
 from megatron_lite.hf.doors.report import Report, write_report
-from megatron_lite.hf.files.described import OwnLayout
+from megatron_lite.hf.files.described import OwnLayout, write_config
 from megatron_lite.hf.files.model_card import model_card
 from megatron_lite.hf.files.recipe import FORMAT, recipe_of, tokenizer_options
 from megatron_lite.hf.files.tokenizer_proof import prove_exported
@@ -244,11 +244,12 @@ def _write_huggingface(directory: Path, weights: Weights, run: OpenRun, options:
     write_sharded(directory, exported, DTYPES[options.dtype], options.max_shard_bytes)
     described = glm_config(config.model, tokenizer.special, DTYPES[options.dtype])
     described.trained_objectives = objective_names(run.objectives)
+    # In config.json too: `pipeline` of versions before 4.57 loads no tokenizer for a model that it does not know.
+    described.tokenizer_class = write_tokenizer(tokenizer, directory, config.model.max_position + 1)
     if config.model.task_head != "none":
         _describe_head(described, run)
-    described.save_pretrained(directory)
+    write_config(directory, described, {})
     generation_config(tokenizer.special).save_pretrained(directory)
-    write_tokenizer(tokenizer, directory, config.model.max_position + 1)
     for name in _CODE:
         shutil.copyfile(Path(glm_proof.__file__).with_name(name), directory / name)
 

@@ -1,4 +1,4 @@
-"""Reads config.json files of unknown origin: checked before a model is built from them.
+"""Reads config.json files of unknown origin: checked before a model is built from them. Writes those of exports.
 
 Types are checked strictly. Sizes are compared with the tensors that the weights' headers list, so that an absurd one
 costs nothing. What would make transformers load another model than the one in the directory is refused.
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, NotRequired
 
 from pydantic import Field as Limits
+from transformers import PretrainedConfig
 from transformers.utils import logging as transformers_logging
 from typing_extensions import TypedDict
 
@@ -22,7 +23,7 @@ from data_utils.base.setting_files import one_line, shown
 from data_utils.base.settings import keys_of
 from megatron_lite.config.model import BLOCK_POSITIONS, ModelConfig
 from megatron_lite.hf.files.published_form import System
-from megatron_lite.hf.files.weights import Weights, read_json
+from megatron_lite.hf.files.weights import Weights, read_json, write_json
 
 CONFIG_JSON = "config.json"
 MAX_POSITION = 1 << 24
@@ -125,6 +126,14 @@ def read_described(directory: Path) -> dict[str, Any]:
         )
     _conformed(path, described, _Every)
     return described
+
+
+def write_config(directory: Path, described: PretrainedConfig, former: Mapping[str, Any]) -> None:
+    """Write config.json, with `former`, the fields that other versions of transformers read."""
+    described.save_pretrained(directory)
+    values = read_json(directory / CONFIG_JSON)
+    values |= {**former, "torch_dtype": values["dtype"]}  # its name to 4.55
+    write_json(directory / CONFIG_JSON, dict(sorted(values.items())))
 
 
 def own_layout(path: Path, described: Mapping[str, Any]) -> dict[str, Any]:

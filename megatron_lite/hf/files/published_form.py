@@ -89,6 +89,23 @@ class Field:
     writes: Callable[[Any, ModelConfig], Any] | None = None
 
 
+VERSION_4 = "to 4.57"
+
+
+@dataclass(frozen=True)
+class Former:
+    """A field of config.json that other versions of transformers than the installed one read for an option of ours.
+
+    An export has it beside the fields of today. An import that has both is refused where they say different things.
+    """
+
+    theirs: str
+    ours: str
+    versions: str  # of transformers, that read it
+    writes: Callable[[Any], Any] = lambda value: value  # of our option
+    is_another_name: bool = True  # for what a field of today says; else an import compares nothing
+
+
 @dataclass(frozen=True)
 class System:
     """A published system."""
@@ -118,7 +135,9 @@ class System:
     forces_ends: bool = False  # whether config.json names what answers begin and end with by force
     is_encoder_decoder: bool = False
     begin: str = "eos"  # of the section causal of an import
-    former: Mapping[str, str] = field(default_factory=dict)  # older names of fields -> options, written too
+    former: tuple[Former, ...] = ()
+    # Second names in `ties` that an export has as well: without them versions of transformers to 4.48 lose the value.
+    written_twice: tuple[str, ...] = ()
     # Options of heads that a file may lack, and the parameter that tells: its rows, or for a tie that it is missing.
     optional: Mapping[str, str] = field(default_factory=dict)
     legacy: System | None = None  # of files with the names of the head that the field `legacy` means

@@ -13,35 +13,57 @@ Trade-offs: attention is torch's scaled_dot_product_attention with a boolean mas
 weights are returned. Dynamic key/value caches only. Labels are not shifted: the label of a row is what that
 row predicts, as in training.
 
+Versions 4.46 to 5 of transformers run this file. It takes from them what all of these have, and follows what it finds
+where they differ: the name of a cache in arguments and outputs (`_CACHE`), and how weights begin (`init`).
+
 Shapes: B batch, S new tokens, K all tokens (cached and new), D hidden size, H heads, V vocabulary, C choices.
 """
 
 # transformers annotates its base classes more narrowly than it lets them be used.
 # mypy: ignore-errors
 
+import functools
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
-from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
     MultipleChoiceModelOutput,
     SequenceClassifierOutput,
 )
-from transformers.utils.generic import can_return_tuple
 
 from .configuration_glm import GLMConfig
 from .positions_glm import GLMEmbedding, Turns, near_keys, turned, turns_of
 
+try:  # since version 5: leaves weights alone that are loaded
+    from transformers import initialization as init
+except ImportError:  # version 4 asks for initial weights of those modules only that are not loaded
+    from torch.nn import init
+
 if TYPE_CHECKING:  # never imported, but transformers saves the files named in imports along with the model
     from .pipeline_glm import BlankInfillingPipeline  # noqa: F401
+
+# The name of key/value caches in arguments and outputs: "cache" since 5.24, "past_key_values" before.
+_CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
+
+
+def outputs_or_tuple(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` with the argument return_dict; False = a tuple of what is not None."""
+
+    @functools.wraps(forward)
+    def asked(self, *args, return_dict: bool | None = None, **kwargs):
+        outputs = forward(self, *args, **kwargs)
+        is_named = self.config.return_dict if return_dict is None else return_dict
+        return outputs if is_named else outputs.to_tuple()
+
+    return asked
 
 
 def visible_keys(
@@ -140,8 +162,10 @@ class GLMMLP(nn.Module):
         return self.dense_4h_to_h(F.gelu(gate, approximate=self.approximate) * value)
 
 
-class GLMBlock(GradientCheckpointingLayer):
+class GLMBlock(nn.Module):
     """x + dropout(attention(LN(x))), then the same with the MLP."""
+
+    gradient_checkpointing = False  # set, with the function for it, by `gradient_checkpointing_enable`
 
     def __init__(self, config: GLMConfig, layer: int):
         super().__init__()
@@ -151,16 +175,21 @@ class GLMBlock(GradientCheckpointingLayer):
         self.mlp = GLMMLP(config)
         self.dropout = nn.Dropout(config.output_dropout)
 
+    def __call__(self, hidden: torch.Tensor, *seen, cache: Cache | None = None) -> torch.Tensor:
+        if self.gradient_checkpointing and self.training:  # a cache would hold the keys of both passes
+            return self._gradient_checkpointing_func(super().__call__, hidden, *seen)
+        return super().__call__(hidden, *seen, cache=cache)
+
     def forward(
         self,
         hidden: torch.Tensor,
         visible: torch.Tensor | None = None,
         blind: torch.Tensor | None = None,
         turns: Turns | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
     ) -> torch.Tensor:
         normed = self.input_layernorm(hidden)
-        hidden = hidden + self.dropout(self.attention(normed, visible, blind, turns, past_key_values))
+        hidden = hidden + self.dropout(self.attention(normed, visible, blind, turns, cache))
         return hidden + self.dropout(self.mlp(self.post_attention_layernorm(hidden)))
 
 
@@ -169,16 +198,20 @@ class GLMPreTrainedModel(PreTrainedModel):
     base_model_prefix = "glm"
     supports_gradient_checkpointing = True
     _supports_sdpa = True
+    _supports_cache_class = True  # asked by versions before 4.56
     _no_split_modules = ["GLMBlock"]  # noqa: RUF012  what transformers expects here
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = ["cache", "past_key_values"]  # noqa: RUF012
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """N(0, initializer_range); the two projections into the residual stream are scaled by 1/sqrt(2L)."""
-        super()._init_weights(module)
-        if isinstance(module, GLMOutputProjection):
-            std = self.config.initializer_range / math.sqrt(2 * self.config.num_layers)
-            init.normal_(module.weight, mean=0.0, std=std)
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            layers = self.config.num_layers if isinstance(module, GLMOutputProjection) else 0.5
+            init.normal_(module.weight, mean=0.0, std=self.config.initializer_range / math.sqrt(2 * layers))
+        elif isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+            init.ones_(module.weight)
+        if getattr(module, "bias", None) is not None:
+            init.zeros_(module.bias)
 
 
 class GLMModel(GLMPreTrainedModel):
@@ -197,7 +230,7 @@ class GLMModel(GLMPreTrainedModel):
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.embedding.word_embeddings = value
 
-    @can_return_tuple
+    @outputs_or_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -209,6 +242,7 @@ class GLMModel(GLMPreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         key_position_ids: torch.Tensor | None = None,
+        cache: Cache | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
         """
@@ -216,17 +250,18 @@ class GLMModel(GLMPreTrainedModel):
             input_ids: int [B, S]; or inputs_embeds [B, S, D].
             attention_mask: see the module's docstring.
             position_ids, block_position_ids: int [B, S]; None = the whole input is part A.
-            past_key_values: keys and values of what came before; attention_mask then covers both.
+            past_key_values, or cache: keys and values of what came before; attention_mask then covers both.
             key_position_ids: int [B, K], for local layers beside a cache.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds.")
         words = self.embedding.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         use_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache()
-        past_length = 0 if past_key_values is None else past_key_values.get_seq_length()
-        if past_key_values is not None and past_key_values.is_compileable:
+        cache = past_key_values if cache is None else cache
+        if use_cache and cache is None:
+            cache = DynamicCache()
+        past_length = 0 if cache is None else cache.get_seq_length()
+        if getattr(cache, "is_compileable", False):
             raise ValueError("GLM works with dynamic caches; leave cache_implementation at its default.")
         visible = visible_keys(block_position_ids, attention_mask, words.shape[1], past_length)
         blind = None  # bool [B, 1, S, 1]: rows without any key
@@ -252,13 +287,13 @@ class GLMModel(GLMPreTrainedModel):
         for number, layer in enumerate(self.layers):
             is_local = number % self.config.global_every > 0
             seen = near if is_local else visible
-            hidden = layer(hidden, seen, blind, turns[is_local], past_key_values=past_key_values)
+            hidden = layer(hidden, seen, blind, turns[is_local], cache=cache)
             if states is not None:
                 states.append(hidden)
         return BaseModelOutputWithPast(
             last_hidden_state=self.final_layernorm(hidden),
-            past_key_values=past_key_values if use_cache else None,
             hidden_states=None if states is None else tuple(states),
+            **{_CACHE: cache if use_cache else None},
         )
 
     def _positions_of_part_a(
@@ -298,7 +333,7 @@ class GLMWithVocabulary(GLMPreTrainedModel):
 class GLMForBlankInfilling(GLMWithVocabulary, GenerationMixin):
     """Predicts the spans of part B. For `generate` the input ends in sop: `build_inputs_for_generation`."""
 
-    @can_return_tuple
+    @outputs_or_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -312,6 +347,7 @@ class GLMForBlankInfilling(GLMWithVocabulary, GenerationMixin):
         output_hidden_states: bool | None = None,
         logits_to_keep: int = 0,
         key_position_ids: torch.Tensor | None = None,
+        cache: Cache | None = None,
         **kwargs,
     ) -> CausalLMOutputWithPast:
         """As GLMModel; in addition:
@@ -330,6 +366,8 @@ class GLMForBlankInfilling(GLMWithVocabulary, GenerationMixin):
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             key_position_ids=key_position_ids,
+            cache=cache,
+            return_dict=True,
         )
         logits = self.lm_head(outputs.last_hidden_state[:, -logits_to_keep:])
         loss = None
@@ -338,8 +376,8 @@ class GLMForBlankInfilling(GLMWithVocabulary, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
+            **{_CACHE: getattr(outputs, _CACHE)},
         )
 
     # Generation: new tokens keep the position of their blank and count block positions on.
@@ -347,13 +385,10 @@ class GLMForBlankInfilling(GLMWithVocabulary, GenerationMixin):
     def prepare_inputs_for_generation(
         self,
         input_ids: torch.Tensor,
-        next_sequence_length: int | None = None,
         block_position_ids: torch.Tensor | None = None,
         **kwargs,
     ) -> dict:
-        inputs = super().prepare_inputs_for_generation(
-            input_ids, next_sequence_length=next_sequence_length, **kwargs
-        )
+        inputs = super().prepare_inputs_for_generation(input_ids, **kwargs)
         inputs["block_position_ids"] = block_position_ids[:, -inputs["input_ids"].shape[1] :]
         inputs["key_position_ids"] = kwargs["position_ids"]
         return inputs
@@ -386,15 +421,13 @@ class GLMForBlankInfilling(GLMWithVocabulary, GenerationMixin):
     def _update_model_kwargs_for_generation(
         self, outputs, model_kwargs: dict, is_encoder_decoder: bool = False, num_new_tokens: int = 1
     ) -> dict:
+        positions, block_positions = model_kwargs["position_ids"], model_kwargs["block_position_ids"]
         model_kwargs = super()._update_model_kwargs_for_generation(
             outputs, model_kwargs, is_encoder_decoder, num_new_tokens
         )
-        positions, block_positions = model_kwargs["position_ids"], model_kwargs["block_position_ids"]
-        blank = positions[:, -num_new_tokens - 1 : -num_new_tokens]
+        blank = positions[:, -1:].expand(-1, num_new_tokens)
         steps = torch.arange(1, num_new_tokens + 1, device=positions.device)
-        model_kwargs["position_ids"] = torch.cat(
-            [positions[:, :-num_new_tokens], blank.expand(-1, num_new_tokens)], dim=1
-        )
+        model_kwargs["position_ids"] = torch.cat([positions, blank], dim=1)
         model_kwargs["block_position_ids"] = torch.cat(
             [block_positions, block_positions[:, -1:] + steps], dim=1
         )
@@ -412,7 +445,7 @@ class GLMForSequenceClassification(GLMPreTrainedModel):
         self.score = nn.Linear(config.hidden_size, config.num_labels)
         self.post_init()
 
-    @can_return_tuple
+    @outputs_or_tuple
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -434,6 +467,7 @@ class GLMForSequenceClassification(GLMPreTrainedModel):
             inputs_embeds=inputs_embeds,
             use_cache=False,
             output_hidden_states=output_hidden_states,
+            return_dict=True,
         )
         hidden = outputs.last_hidden_state
         first = torch.zeros(hidden.shape[0], dtype=torch.long, device=hidden.device)
@@ -455,7 +489,7 @@ class GLMForSequenceClassification(GLMPreTrainedModel):
 class GLMForMultipleChoice(GLMWithVocabulary):
     """Scores each choice by the log probability of its tokens in the blank. It adds no parameters to the model."""
 
-    @can_return_tuple
+    @outputs_or_tuple
     def forward(
         self,
         input_ids: torch.Tensor,
@@ -482,6 +516,7 @@ class GLMForMultipleChoice(GLMWithVocabulary):
             position_ids=flat[1],
             block_position_ids=flat[2],
             use_cache=False,
+            return_dict=True,
         )
         targets = choice_labels.flatten(0, 1)
         rows = targets != -100

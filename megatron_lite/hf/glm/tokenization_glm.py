@@ -21,6 +21,7 @@ import torch
 from transformers import BatchEncoding, PreTrainedTokenizer, PreTrainedTokenizerFast
 
 MARKERS = {"[MASK]": "mask_token", "[sMASK]": "smask_token", "[gMASK]": "gmask_token"}
+_OWN_ROLES = ("smask_token", "gmask_token", "sop_token", "eop_token", "dblock_token")
 _MARKER = re.compile(" *(" + "|".join(map(re.escape, MARKERS)) + ")")
 NO_LABEL = -100
 
@@ -41,11 +42,26 @@ class GLMTokenizationMixin:
         if isinstance(text, str):
             return _MARKER.sub(lambda match: str(getattr(self, MARKERS[match[1]])), text)
         if isinstance(text, (list, tuple)):
-            return [self._mark_blanks(item) for item in text]
+            return type(text)(self._mark_blanks(item) for item in text)
         return text
+
+    def __getattr__(self, name):
+        """Tokens of roles that transformers has not: version 4 keeps them with the other options alone."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            token = self.__dict__.get("init_kwargs", {}).get(name.removesuffix("_id"))
+            if name.removesuffix("_id") not in _OWN_ROLES or token is None:
+                raise
+            return self.convert_tokens_to_ids(str(token)) if name.endswith("_id") else str(token)
 
     def _encode_plus(self, text, text_pair=None, **kwargs) -> BatchEncoding:
         return super()._encode_plus(self._mark_blanks(text), text_pair=self._mark_blanks(text_pair), **kwargs)
+
+    def _batch_encode_plus(
+        self, batch_text_or_text_pairs, **kwargs
+    ) -> BatchEncoding:  # in version 4, of several texts
+        return super()._batch_encode_plus(self._mark_blanks(batch_text_or_text_pairs), **kwargs)
 
     # Part B
 

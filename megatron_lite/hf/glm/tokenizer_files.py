@@ -32,8 +32,8 @@ SAMPLE_TEXTS = (
 )
 
 
-def write_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int) -> None:
-    """Write `tokenizer` for transformers, and its original files.
+def write_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int) -> str:
+    """Write `tokenizer` for transformers, and its original files. Returns: the name of its class.
 
     Raises: DataError if transformers would give other ids.
     """
@@ -61,6 +61,7 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int) -> N
         assert isinstance(tokenizer, HuggingFaceTokenizer)
         exported = GLMTokenizerFast(tokenizer_object=_glm_backend(tokenizer), **options)
     exported.save_pretrained(directory)
+    return type(exported).__name__
 
 
 def training_tokenizer(config: TokenizerConfig, directory: Path) -> dict[str, Any]:

@@ -157,6 +157,21 @@ def to_theirs(ours: Weights, parts: Mapping[str, Part], kept: Weights | None, sy
     return Weights({name: shape(part) for name, part in parts.items()} | zeros, read)
 
 
+def with_second_names(theirs: Weights, system: System, config: ModelConfig) -> Weights:
+    """Also the second names of tied tensors that older versions of transformers need.
+
+    They are `System.written_twice`, and a head that is tied and not scaled, where those take `tie_word_embeddings` for
+    both (T5, mT5).
+    """
+    names = {name: name for name in theirs.shapes}
+    head = system.optional.get("tie_word_embeddings")
+    is_apart = head is not None and config.tie_word_embeddings and not config.scale_head
+    for second in (*system.written_twice, *((head,) if is_apart else ())):
+        if system.ties[second] in theirs.shapes:
+            names[second] = system.ties[second]
+    return theirs.renamed(names)
+
+
 def normalized(weights: Weights, system: System, path: Path, is_tied: bool = True) -> Weights:
     """Tensors of files of all ages under today's names: former names, missing prefixes, duplicates of tied weights.
 
@@ -293,6 +308,7 @@ def _settings_and_problems(
         settings[option] = _told(option, theirs, name)
     if "sentence_classes" in system.optional:
         settings["sentence_classes"] = _sentence_classes(system, settings["sentence_classes"], theirs)
+    problems += _contradictions(system, described, config, settings)
     if kind := architectures(system).get(_architecture(system, config)):
         settings |= head_settings(system, kind, config)
         problems += head_problems(system, kind, config)
@@ -306,6 +322,38 @@ def _sentence_classes(system: System, told: int, theirs: Weights) -> int:
     if has_pooler and not told and not has_head(system, theirs.shapes):
         return 2
     return told if has_pooler else 0
+
+
+def _contradictions(
+    system: System, described: Mapping[str, Any], config: PretrainedConfig, settings: Mapping[str, Any]
+) -> list[str]:
+    """A sentence on each field of one version of transformers that contradicts the same in another's spelling.
+
+    Args: config: what the installed version makes of `described`. settings: of the section `model`, from it.
+    """
+    said = {}  # name -> what it says, and what was read
+    for entry in system.fields:
+        outer, *inner = entry.theirs.split(".")
+        within = described.get(outer)
+        for name in inner:
+            within = within.get(name) if isinstance(within, Mapping) else None
+        if inner and within is not None:  # another field goes over it
+            said[entry.theirs] = within, field_of(config, entry.theirs)
+    for former in system.former:
+        given = described.get(former.theirs)
+        if given is None or not former.is_another_name or former.ours not in settings:
+            continue
+        read = former.writes(settings[former.ours])
+        if isinstance(given, Mapping):  # "type" is the oldest name of its kind
+            read = {"rope_type": "default"} if read is None else read
+            given = {"rope_type": given.get("type"), **given}
+            given = {name: given.get(name) for name in read}
+        said[former.theirs] = given, read
+    return [
+        f"{name} is {shown(given)}, but another field gives {shown(read)}; remove the wrong one, or make them equal."
+        for name, (given, read) in said.items()
+        if given != read
+    ]
 
 
 def _told(option: str, weights: Weights, name: str) -> int | bool:
@@ -389,7 +437,7 @@ def hf_config(config: ModelConfig, base: Mapping[str, Any], labels: Sequence[str
         if entry.ours in system.optional and not value:
             continue  # the class's default, which it does not use
         for name, number in zip(entry.numbers, value if entry.numbers else (), strict=False):
-            _set_field(values, name, number)
+            _set_field(values, name, int(number) if name.endswith("position_embeddings") else number)
         if entry.names is not None:
             value = None if entry.numbers and value else value
             value = _their_value(entry.names, value, base.get(entry.theirs), entry.ours)
@@ -404,14 +452,18 @@ def hf_config(config: ModelConfig, base: Mapping[str, Any], labels: Sequence[str
     if config.task_types:
         values["use_task_id"] = True
     if system.legacy is not None:
-        values.setdefault("legacy", False)
+        # A new run takes the names that all versions of transformers load; the class of the others is broken to 5.0.
+        values.setdefault("legacy", "model_type" not in base)
     name, head = class_of_model(system, config), head_fields(system, config, labels)
     values |= {**head, "architectures": [name]}
     described = CONFIG_MAPPING[system.model_type].from_dict(values)
-    for former, option in system.former.items():
-        setattr(described, former, getattr(config, option))
     _require_expressed(system, config, described, name)
     return described
+
+
+def former_fields(config: ModelConfig) -> dict[str, Any]:
+    """Fields of config.json by which other versions of transformers read a model. See `Former`."""
+    return {entry.theirs: entry.writes(getattr(config, entry.ours)) for entry in system_of(config).former}
 
 
 def _their_value(names: Mapping[Any, Any], ours: Any, former: Any, option: str) -> Any:

@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.hf.files.published_form import ACTIVATIONS, SAME, Field, Form, Row, System, numbered
+from megatron_lite.hf.files.published_form import (
+    ACTIVATIONS,
+    SAME,
+    VERSION_4,
+    Field,
+    Form,
+    Former,
+    Row,
+    System,
+    numbered,
+)
 
 
 def _shares(config: ModelConfig) -> tuple[int, ...]:
@@ -46,6 +56,7 @@ DECODER_FIELDS = (
     Field("attention_dropout", "attention_dropout"), Field("initializer_range", "init_std"),
 )  # fmt: skip
 HEAD_WIDTH = Field("head_dim", "head_dim")
+FORMER_BASE = Former("rope_theta", "rotary_base", VERSION_4)
 GLM4 = System(
     model_type="glm", prefix="model.", rows=decoder_rows(("mlp.gate_up_proj",)),
     fields=(
@@ -55,6 +66,7 @@ GLM4 = System(
     class_of=lambda config: "GlmForCausalLM", classes={"GlmForCausalLM": "glm4"},
     required={"rope_parameters.rope_type": "default"}, ties={"lm_head.weight": "model.embed_tokens.weight"},
     is_causal=True, may_untie=True, roles={"pad_token_id": "pad", "eos_token_id": "eos"},
+    former=(FORMER_BASE, Former("partial_rotary_factor", "rotary_share", VERSION_4)),
 )  # fmt: skip
 GLM4_0414 = replace(
     GLM4,

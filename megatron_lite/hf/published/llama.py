@@ -8,16 +8,23 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron_lite.hf.files.published_form import TURNED, Field, Row, System
-from megatron_lite.hf.published.glm4 import DECODER_FIELDS, GLM4, HEAD_WIDTH, decoder_rows
+from megatron_lite.hf.files.published_form import TURNED, VERSION_4, Field, Former, Row, System
+from megatron_lite.hf.published.glm4 import DECODER_FIELDS, FORMER_BASE, GLM4, HEAD_WIDTH, decoder_rows
 
+_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _SCALING = Field(
     "rope_parameters.rope_type", "rotary_scaling", {"default": (), "llama3": None},
-    numbers=tuple(
-        f"rope_parameters.{name}"
-        for name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    ),
+    numbers=tuple(f"rope_parameters.{name}" for name in _NUMBERS),
 )  # fmt: skip
+
+
+def _former_scaling(scaling: tuple[float, ...]) -> dict[str, Any] | None:
+    if not scaling:
+        return None
+    *factors, length = scaling
+    return {"rope_type": "llama3", **dict(zip(_NUMBERS, (*factors, int(length)), strict=True))}
+
+
 _FIELDS = (*DECODER_FIELDS, _SCALING)
 _HEAD_NORMS = (
     Row("attention.head_norms.query_layernorm", ("self_attn.q_norm",), TURNED),
@@ -34,6 +41,7 @@ def _system(name: str, class_name: str, required: dict[str, Any], **changes: Any
         class_of=lambda config: class_name,
         classes={class_name: name},
         required=required,
+        former=(FORMER_BASE, Former("rope_scaling", "rotary_scaling", VERSION_4, _former_scaling)),
         **{"fields": (*_FIELDS, HEAD_WIDTH), **changes},
     )
 

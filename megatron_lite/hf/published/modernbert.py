@@ -10,7 +10,9 @@ from megatron_lite.hf.files.published_form import (
     SAME,
     TURNED,
     TURNED_THIRDS,
+    VERSION_4,
     Field,
+    Former,
     Row,
     System,
     numbered,
@@ -84,11 +86,11 @@ MODERNBERT = System(
         "rope_parameters.full_attention.rope_type": "default", "rope_parameters.sliding_attention.rope_type": "default",
     },
     ties={"decoder.weight": "model.embeddings.tok_embeddings.weight"},
-    # Names of config.json in version 4 of transformers, which its version 5 reads as well.
-    former={
-        "global_attn_every_n_layers": "global_every", "global_rope_theta": "rotary_base",
-        "local_rope_theta": "rotary_base_local",
-    },
+    former=(
+        Former("global_attn_every_n_layers", "global_every", VERSION_4),
+        Former("global_rope_theta", "rotary_base", VERSION_4),
+        Former("local_rope_theta", "rotary_base_local", VERSION_4),
+    ),
     roles={
         "pad_token_id": "pad", "eos_token_id": "eos", "bos_token_id": "cls", "cls_token_id": "cls",
         "sep_token_id": "eos",

@@ -30,6 +30,7 @@ from megatron_lite.config.tree import Config
 from megatron_lite.generate.decoders import layout_of
 from megatron_lite.generate.open_run import OpenRun, load_model
 from megatron_lite.generate.states import Layout
+from megatron_lite.hf.files.described import write_config
 from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.files.model_card import published_card
 from megatron_lite.hf.files.weights import (
@@ -39,13 +40,13 @@ from megatron_lite.hf.files.weights import (
     new_directory,
     open_safetensors,
     read_json,
-    write_json,
     write_sharded,
 )
 from megatron_lite.hf.glm import proof
 from megatron_lite.hf.published.conversion import (
     NOT_IN_FILES,
     PublishedSource,
+    former_fields,
     hf_config,
     is_headless,
     kept_rows,
@@ -54,6 +55,7 @@ from megatron_lite.hf.published.conversion import (
     system_of,
     to_ours,
     to_theirs,
+    with_second_names,
 )
 from megatron_lite.hf.published.heads import OTHER_HEADS, SEVERAL_LABELS, class_of_model, task_section
 from megatron_lite.hf.published.ids import special_ids, write_generation_config, writing_ids
@@ -331,13 +333,10 @@ def write_stack(directory: Path, stack: Stack, dtype: str, max_shard_bytes: int)
     theirs = to_theirs(weights, parts, rows, system)
     if is_body(class_name):  # its names are those within the others
         theirs = theirs.renamed({name.removeprefix(system.prefix): name for name in theirs.shapes})
-    write_sharded(directory, theirs, DTYPES[dtype], max_shard_bytes)
+    write_sharded(directory, with_second_names(theirs, system, config), DTYPES[dtype], max_shard_bytes)
     if extra:
         write_tensors(directory / OTHER_HEADS, extra, map(weights.read, extra), DTYPES[dtype], METADATA)
-    described.save_pretrained(directory)
-    if "tie_word_embeddings" in system.optional:  # the class forgets what version 4 of transformers reads
-        told = {"tie_word_embeddings": base.get("tie_word_embeddings", config.tie_word_embeddings)}
-        write_json(directory / "config.json", read_json(directory / "config.json") | told)
+    write_config(directory, described, former_fields(config))
     present = {name: i for name, i in ids.items() if i is not None}
     has_segments = config.segments > 1 or config.relative == "xlnet"
     write_tokenizer(directory, stack.tokenizer, present, kept, config.system, has_segments=has_segments)

@@ -1,14 +1,16 @@
 """BART, T5 and mT5, of an encoder and a decoder, as transformers has them: see systems.py.
 
 The classes of T5 and mT5 tie their words and their head, whatever config.json says, but keep a head that differs (T5
-1.1, mT5). T5's reads from `tie_word_embeddings` whether it scales what the head takes; mT5's never does.
+1.1, mT5). T5's reads from `tie_word_embeddings` whether it scales what the head takes; mT5's never does. In version 4
+of transformers both classes read from that field whether they tie and scale, so it says here whether they scale, and a
+head that is tied and not scaled is written beside the words that it is tied to.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_lite.hf.files.published_form import ACTIVATIONS, Field, Row, System, numbered
+from megatron_lite.hf.files.published_form import ACTIVATIONS, VERSION_4, Field, Former, Row, System, numbered
 
 
 def _both_stacks(rows: list[Row], encoder: str, decoder: str) -> tuple[Row, ...]:
@@ -142,6 +144,7 @@ T5 = System(
     },
     roles={"pad_token_id": "pad", "eos_token_id": "eos"}, is_encoder_decoder=True,
     optional={"tie_word_embeddings": "lm_head.weight"},
+    former=(Former("tie_word_embeddings", "scale_head", VERSION_4, is_another_name=False),),
 )  # fmt: skip
 MT5 = replace(
     T5, model_type="mt5", fields=_T5_FIELDS, class_of=lambda config: "MT5ForConditionalGeneration",

@@ -120,7 +120,7 @@ ROBERTA = System(
         "lm_head.decoder.bias": "lm_head.bias",
     },
     skipped_positions=2,  # pad_token_id is 1 in the class
-    skips_pad=True,
+    skips_pad=True, written_twice=("lm_head.decoder.bias",),
 )  # fmt: skip
 XLM_ROBERTA = replace(
     ROBERTA, model_type="xlm-roberta", class_of=lambda config: "XLMRobertaForMaskedLM",
@@ -246,6 +246,7 @@ ALBERT = System(
         "predictions.decoder.bias": "predictions.bias",
     },
     optional={"sentence_classes": "sop_classifier.classifier.weight"},
+    written_twice=("predictions.decoder.bias",),
 )  # fmt: skip
 
 

@@ -18,8 +18,10 @@ from data_utils.text.tokenizers import Tokenizer, TokenizerConfig, load_tokenize
 from megatron_lite.hf.files.tokenizer_proof import compare, encoded, load_theirs, tokenizer_proof
 from megatron_lite.hf.files.weights import read_json, write_json
 from megatron_lite.hf.glm.tokenizer_files import visible_backend
+from megatron_lite.hf.published.systems import OF_MODEL
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
+GENERAL = "PreTrainedTokenizerFast"  # the class that reads a tokenizer.json as it is, in versions 4 and 5
 _GENERATION = "generation_config.json"  # is kept with them
 # Roles of the tokens before and after a text.
 _AROUND: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -149,7 +151,11 @@ def write_tokenizer(
         if name != _GENERATION:
             (directory / name).unlink(missing_ok=True)
     segments = ["token_type_ids"] if has_segments else []
-    inputs = {"model_input_names": ["input_ids", *segments, "attention_mask"]}
+    inputs: dict[str, Any] = {"model_input_names": ["input_ids", *segments, "attention_mask"]}
+    if (
+        system in OF_MODEL and OF_MODEL[system].padding_side == "left"
+    ):  # XLNet's, whose heads read the last token
+        inputs["padding_side"] = "left"
     _write_files(directory, tokenizer, ids, inputs)
     if isinstance(tokenizer, HuggingFaceTokenizer) and not _gives_ids_of(directory, tokenizer, around):
         _write_general(directory, tokenizer, ids, around, inputs)
@@ -177,13 +183,22 @@ def _write_files(
     """The files of the run's tokenizer for the class of its system, with what it adds to them."""
     for name, content in read_files(tokenizer.config).items():
         (directory / ("spiece.model" if name == "model" else name)).write_bytes(content)
-    options = dict(inputs)
-    if tokenizer.config.kind == "bert_wordpiece":
+    options, kind, added = dict(inputs), tokenizer.config.kind, tokenizer.added_names
+    if kind == "bert_wordpiece":
         options |= {"tokenizer_class": "BertTokenizer", "do_lower_case": tokenizer.config.lowercase}
-    if tokenizer.added_names and tokenizer.config.added_tokens != "t5":  # T5's class adds its own
+    elif kind == "hf_json":  # the class of a system makes of this file what its version takes for right
+        options |= {"tokenizer_class": GENERAL, **_roles(tokenizer), **_named(tokenizer, ids)}
+    elif kind == "gpt2_bpe" and "mask" not in tokenizer.lacking and not added:
+        # Training masks a token with the space before it; the class of version 5 does not take that space by itself.
+        name = tokenizer.special_names[tokenizer.special.mask]
+        options["mask_token"] = {
+            "__type": "AddedToken", "content": name, "lstrip": True, "rstrip": False, "normalized": False,
+            "single_word": False, "special": True,
+        }  # fmt: skip
+    if added and (kind == "hf_json" or tokenizer.config.added_tokens != "t5"):  # T5's class adds its own
         options["added_tokens_decoder"] = {
             str(i): {"content": name, "special": True, "normalized": False, "lstrip": False, "rstrip": False}
-            for i, name in tokenizer.added_names.items()
+            for i, name in added.items()
         }
         options |= _named(tokenizer, ids)
     write_json(directory / TOKENIZER_CONFIG, options)
@@ -212,16 +227,16 @@ def _write_general(
         special_tokens=[(named[i], i) for i in {*around[0], *around[1]}],
     )
     (directory / "tokenizer.json").write_text(backend.to_str(), encoding="utf-8")
-    roles = {
-        role: special_id(tokenizer, role)
-        for role in ("cls", "sep", "mask", "unk")
-        if role not in tokenizer.lacking
-    }
-    options: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", **inputs}
+    options: dict[str, Any] = {"tokenizer_class": GENERAL, **inputs}
     if tokenizer.config.kind == "bert_wordpiece":
         options["do_lower_case"] = tokenizer.config.lowercase
-    options |= {f"{role}_token": named[i] for role, i in roles.items()}
-    write_json(directory / TOKENIZER_CONFIG, options | _named(tokenizer, ids))
+    write_json(directory / TOKENIZER_CONFIG, options | _roles(tokenizer) | _named(tokenizer, ids))
+
+
+def _roles(tokenizer: Tokenizer) -> dict[str, str]:
+    """Tokens by the names of their roles in tokenizer_config.json; that of padding also where config.json has none."""
+    roles = (role for role in ("cls", "sep", "mask", "unk", "pad") if role not in tokenizer.lacking)
+    return {f"{role}_token": tokenizer.special_names[special_id(tokenizer, role)] for role in roles}
 
 
 def _named(tokenizer: Tokenizer, ids: Mapping[str, int]) -> dict[str, str]:
