@@ -15,6 +15,7 @@ import os
 import re
 import sys
 import textwrap
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -109,7 +110,8 @@ class _Help(argparse.Action):
 
 def main() -> ExitStatus:
     arguments = parse_arguments()
-    config = load_config(arguments.config, arguments.overrides, arguments.deepspeed_config)
+    notes: list[str] = []
+    config = load_config(arguments.config, arguments.overrides, arguments.deepspeed_config, notes)
     if arguments.print_config and arguments.dry_run is not None:
         raise ConfigError("--print-config and --dry-run exclude each other; give one of them.")
     if arguments.print_config:
@@ -122,10 +124,11 @@ def main() -> ExitStatus:
         dry_run(config, arguments.dry_run, arguments.gpu)
         return ExitStatus.FINISHED
     require_validation(arguments.overrides, config)
-    return train(config, arguments.local_rank)
+    return train(config, arguments.local_rank, notes)
 
 
-def train(config: Config, local_rank: int | None) -> ExitStatus:
+def train(config: Config, local_rank: int | None, notes: Sequence[str] = ()) -> ExitStatus:
+    """Args: notes: lines about the configuration, for the log."""
     logging.basicConfig(
         format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO, stream=sys.stdout
     )
@@ -171,6 +174,8 @@ def train(config: Config, local_rank: int | None) -> ExitStatus:
             if launch.rank == 0:
                 log.info("%s", reason)
             return ExitStatus.FINISHED
+    for note in notes if launch.rank == 0 else ():
+        log.info("%s", note)
     # Rank 0 holds the lease for all: the others write nothing before they have met it.
     with held(directory, "trains") if launch.rank == 0 else nullcontext() as lease:
         if lease is not None:

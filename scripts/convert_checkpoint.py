@@ -11,13 +11,12 @@ if __name__ == "__main__":
 
 import argparse
 import re
+import shlex
 from pathlib import Path
-from typing import Any
 
 from data_utils.base.errors import ArgumentParser, ConfigError, expanded_path, run_command
 from data_utils.base.files import require_directory, require_new_directory
-from data_utils.base.setting_files import load_yaml
-from data_utils.base.settings import merge, parse_override
+from megatron_lite.config.tree import load_config, load_tree
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -77,15 +76,6 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * UNITS[match[2].upper()])
 
 
-def load_tree(arguments: argparse.Namespace) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path in arguments.config:
-        tree = merge(tree, load_yaml(path))
-    for override in arguments.overrides:
-        tree = merge(tree, parse_override(override))
-    return tree
-
-
 def main() -> None:
     arguments = parse_arguments()
     verify, tolerance = not arguments.no_verify, arguments.tolerance
@@ -108,7 +98,7 @@ def main() -> None:
         tokenizers = arguments.tokenizer, arguments.decoder_tokenizer
         result = export_run(arguments.checkpoint, arguments.output, options, *tokenizers)
     else:
-        tree = load_tree(arguments)
+        tree, *_, notes = load_tree(arguments.config, arguments.overrides)
         require_directory(arguments.input, "give the directory that holds the weights")
         from megatron_lite.hf.doors.importing import import_directory, import_megatron
 
@@ -123,6 +113,32 @@ def main() -> None:
         )
     print("not verified" if result is None else f"proof: {result}")
     print(f"wrote {arguments.output}")
+    if arguments.command != "export":
+        print("\n".join([*notes, *what_follows(arguments.output / "config.yaml")]))
+
+
+def what_follows(path: Path) -> list[str]:
+    """What the configuration of an imported run trains, and the commands for a corpus and for the training."""
+    config = load_config([path])
+    names = ", ".join(choice.name for choice in config.objective_choices)
+    batch, tokenizer = config.batch, config.tokenizer
+    if config.task is not None:
+        return [f"{path} has the head of a task; next: scripts/finetune.py or scripts/evaluate.py"]
+    lines = [
+        f"{path} trains {names} on samples of {config.data.sequence_length:,} tokens, {batch.global_batch_size} in a "
+        f"step and {batch.micro_batch_size} at a time, for {config.training.steps:,} steps with a warm-up of "
+        f"{config.schedule.warmup_steps:,}; change that in this file, or by section.key=value"
+    ]
+    if tokenizer is None or config.decoder is not None or config.data.train:
+        return lines
+    given = ["--tokenizer-kind", tokenizer.kind, "--tokenizer-path", tokenizer.path]
+    given += ["--added-tokens", tokenizer.added_tokens]
+    given += [] if tokenizer.vocab_size is None else ["--vocab-size", str(tokenizer.vocab_size)]
+    given += ["--cased"] * (tokenizer.kind == "bert_wordpiece" and not tokenizer.lowercase)
+    given += ["--shared-command-tokens"] * (not tokenizer.fixed_command_tokens)
+    corpus = ["python", "scripts/preprocess_data.py", "--input", "FILE", "--output", "data/corpus", *given]
+    train = ["python", "pretrain_glm.py", "--config", str(path), "data.train=[{prefix: data/corpus}]"]
+    return [*lines, f"next: {shlex.join(corpus)}", f"then: {shlex.join(train)}"]
 
 
 def command() -> None:

@@ -213,28 +213,89 @@ def _with_size(key: str, model: ModelConfig, size: int) -> ModelConfig:
 
 
 def load_config(
-    files: Iterable[str | Path], overrides: Iterable[str] = (), deepspeed_config: str | Path | None = None
+    files: Iterable[str | Path],
+    overrides: Iterable[str] = (),
+    deepspeed_config: str | Path | None = None,
+    notes: list[str] | None = None,
 ) -> Config:
     """Merge YAML files in order, then `section.key=value` overrides, then a DeepSpeed JSON file, and check.
 
+    Args: notes: takes a line about each setting that is not as it stands in the files.
     Raises: ConfigError naming the value, the rule and the remedy.
     """
-    tree: dict[str, Any] = {}
-    for path in files:
-        tree = merge(tree, load_yaml(path))
-    given: dict[str, Any] = {}
-    for override in overrides:
-        given = merge(given, parse_override(override))
-    tree = merge(tree, given)
+    tree, given, usual, told = load_tree(files, overrides)
+    if notes is not None:
+        notes += told
     if deepspeed_config is not None:
         ours = tree.get("deepspeed", {})
         if isinstance(ours, Mapping):
             tree["deepspeed"] = _joined(
                 load_json(deepspeed_config, "DeepSpeed configuration"), ours, str(deepspeed_config)
             )
-    config = build(Config, tree)
+    try:
+        config = build(Config, tree)
+    except ConfigError as error:
+        error.args = (f"{error}{_first_steps(tree, usual)}",)
+        raise error
     _require_chosen(given, config)
     return config
+
+
+def load_tree(
+    files: Iterable[str | Path], overrides: Iterable[str]
+) -> tuple[dict[str, Any], dict[str, Any], int | None, list[str]]:
+    """YAML files in order with overrides on top, unchecked.
+
+    Returns: also the overrides alone, `training.steps` of the files, and lines about what is not as it stands there.
+
+    A warm-up of the files that is not shorter than `training.steps=30` becomes the same part of these steps as it was
+    of the files': so the first steps of a recipe are tried by one setting.
+    """
+    of_files: dict[str, Any] = {}
+    for path in files:
+        of_files = merge(of_files, load_yaml(path))
+    given: dict[str, Any] = {}
+    for override in overrides:
+        given = merge(given, parse_override(override))
+    tree = merge(of_files, given)
+    usual, steps = _section(of_files, "training").get("steps"), _section(given, "training").get("steps")
+    schedule = _section(tree, "schedule")
+    warmup = schedule.get("warmup_steps")
+    is_number = all(type(x) is int and x > 0 for x in (usual, steps, warmup))
+    if (
+        not is_number
+        or schedule.get("decay_steps") is not None
+        or "warmup_steps" in _section(given, "schedule")
+        or not steps <= warmup < usual
+    ):
+        return tree, given, usual, []
+    shorter = warmup * steps // usual
+    note = (
+        f"schedule.warmup_steps is {shorter:,} for training.steps={steps:,}, not {warmup:,} as for the {usual:,} steps "
+        "of the files; set it to have another"
+    )
+    return merge(tree, {"schedule": {"warmup_steps": shorter}}), given, usual, [note]
+
+
+def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A section of an unchecked tree; {} where it is none."""
+    found = tree.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _first_steps(tree: Mapping[str, Any], usual: int | None) -> str:
+    """What a refused tree should set to have the first steps of its plan; "" where fewer steps are not at fault.
+
+    Args: usual: training.steps of the files.
+    """
+    steps = _section(tree, "training").get("steps")
+    if type(usual) is not int or type(steps) is not int or not 0 < steps < usual:
+        return ""
+    try:
+        build(Config, merge(tree, {"training": {"steps": usual, "stop_after_step": steps}}))
+    except ConfigError:
+        return ""
+    return f" For the first {steps} steps of that plan set training.stop_after_step={steps} instead."
 
 
 def _require_chosen(given: Mapping[str, Any], config: Config) -> None:
