@@ -10,13 +10,25 @@ if __name__ == "__main__":
     import entry  # noqa: F401
 
 import argparse
+import json
 import re
 import shlex
 from pathlib import Path
 
 from data_utils.base.errors import ArgumentParser, ConfigError, expanded_path, run_command
-from data_utils.base.files import require_directory, require_new_directory
+from data_utils.base.files import require_directory, require_new_directory, write_whole
+from data_utils.base.hub import (
+    HubName,
+    Snapshot,
+    could_be_hub_name,
+    fetch,
+    hub_name,
+    push,
+    require_hub_name,
+    require_token,
+)
 from megatron_lite.config.tree import load_config, load_tree
+from megatron_lite.hf.files.of_hub import wanted
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -52,10 +64,18 @@ def add_export_arguments(export: argparse.ArgumentParser) -> None:
     export.add_argument("--tokenizer", type=Path, help="tokenizer path, if it moved since training")
     text = "the same of the decoder, where it has its own (OPTIMUS)"
     export.add_argument("--decoder-tokenizer", type=Path, help=text)
+    text = (
+        "upload the directory to this repository of the Hugging Face hub, which is made if it does not exist"
+    )
+    export.add_argument("--push-to-hub", metavar="ORG/NAME", help=text)
+    export.add_argument(
+        "--private", action="store_true", help="with --push-to-hub: a new repository is private"
+    )
 
 
 def add_import_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--input", required=True, type=Path, help="directory that holds the weights")
+    text = "directory that holds the weights; for import also org/name or org/name@revision of the Hugging Face hub"
+    command.add_argument("--input", required=True, type=expanded_path, help=text)
     text = "YAML file of the new run, or a name of configs/; may be repeated"
     command.add_argument(
         "--config", type=expanded_path, action="append", default=[], metavar="FILE", help=text
@@ -86,6 +106,7 @@ def main() -> None:
     if arguments.command == "export":
         max_shard_bytes = parse_size(arguments.max_shard_size)
         require_directory(arguments.checkpoint, "give a run directory or one of its checkpoints")
+        to_push = require_push(arguments)
         from megatron_lite.hf.doors.export import ExportOptions, export_run
 
         options = ExportOptions(
@@ -99,12 +120,12 @@ def main() -> None:
         result = export_run(arguments.checkpoint, arguments.output, options, *tokenizers)
     else:
         tree, *_, notes = load_tree(arguments.config, arguments.overrides)
-        require_directory(arguments.input, "give the directory that holds the weights")
+        source = find_source(arguments.input, is_hub=arguments.command == "import")
         from megatron_lite.hf.doors.importing import import_directory, import_megatron
 
         convert = import_directory if arguments.command == "import" else import_megatron
         result = convert(
-            arguments.input,
+            source.directory,
             arguments.output,
             tree,
             copy_eop_to_gmask=arguments.copy_eop_to_gmask,
@@ -114,7 +135,50 @@ def main() -> None:
     print("not verified" if result is None else f"proof: {result}")
     print(f"wrote {arguments.output}")
     if arguments.command != "export":
+        if source.repository:
+            keep_source(source, arguments.output)
         print("\n".join([*notes, *what_follows(arguments.output / "config.yaml")]))
+    elif to_push is not None:
+        print(f"pushed to {push(arguments.output, to_push, private=arguments.private)}")
+
+
+def find_source(text: str, is_hub: bool) -> Snapshot:
+    """The directory of an import; that of a name of the hub is fetched. Says which it is where it could be both.
+
+    Raises: DataError.
+    """
+    name = hub_name(text) if is_hub else None
+    if name is None:
+        remedy = "give the directory that holds the weights"
+        require_directory(
+            Path(text), f"{remedy}, or a name of the hub as org/name@main" if is_hub else remedy
+        )
+        if is_hub and could_be_hub_name(text):
+            print(f"--input {text}: the directory {Path(text).resolve()}, not the hub's model of this name")
+        return Snapshot(Path(text), "", "")
+    again = "`python scripts/convert_checkpoint.py import --input DIR --output RUN`"
+    found = fetch(name, "--input", again, wanted)
+    print(f"--input {text}: {found} of the hub, in {found.directory}")
+    return found
+
+
+def keep_source(source: Snapshot, run: Path) -> None:
+    """Note in the run's directory of which repository and commit its first weights are."""
+    described = {"repository": source.repository, "commit": source.commit}
+    write_whole(run / "source.json", (json.dumps(described, indent=2) + "\n").encode(), "--output")
+
+
+def require_push(arguments: argparse.Namespace) -> HubName | None:
+    """The repository to push to, if one is given. Raises: ConfigError before anything is written."""
+    if arguments.push_to_hub is None:
+        if arguments.private:
+            raise ConfigError(
+                "--private is given without --push-to-hub; give --push-to-hub ORG/NAME, or leave it out."
+            )
+        return None
+    name = require_hub_name(arguments.push_to_hub, "--push-to-hub")
+    require_token("--push-to-hub")
+    return name
 
 
 def what_follows(path: Path) -> list[str]:

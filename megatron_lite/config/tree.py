@@ -243,10 +243,10 @@ def load_config(
 
 def load_tree(
     files: Iterable[str | Path], overrides: Iterable[str]
-) -> tuple[dict[str, Any], dict[str, Any], int | None, list[str]]:
+) -> tuple[dict[str, Any], dict[str, Any], int, list[str]]:
     """YAML files in order with overrides on top, unchecked.
 
-    Returns: also the overrides alone, `training.steps` of the files, and lines about what is not as it stands there.
+    Returns: also the overrides alone, `training.steps` of the files (0: not set), and lines about what has changed.
 
     A warm-up of the files that is not shorter than `training.steps=30` becomes the same part of these steps as it was
     of the files': so the first steps of a recipe are tried by one setting.
@@ -258,16 +258,17 @@ def load_tree(
     for override in overrides:
         given = merge(given, parse_override(override))
     tree = merge(of_files, given)
-    usual, steps = _section(of_files, "training").get("steps"), _section(given, "training").get("steps")
     schedule = _section(tree, "schedule")
-    warmup = schedule.get("warmup_steps")
-    is_number = all(type(x) is int and x > 0 for x in (usual, steps, warmup))
-    if (
-        not is_number
-        or schedule.get("decay_steps") is not None
-        or "warmup_steps" in _section(given, "schedule")
-        or not steps <= warmup < usual
-    ):
+    usual, steps, warmup = (
+        value if type(value) is int else 0
+        for value in (
+            _section(of_files, "training").get("steps"),
+            _section(given, "training").get("steps"),
+            schedule.get("warmup_steps"),
+        )
+    )
+    is_own = "warmup_steps" in _section(given, "schedule") or schedule.get("decay_steps") is not None
+    if is_own or not 0 < steps <= warmup < usual:
         return tree, given, usual, []
     shorter = warmup * steps // usual
     note = (
@@ -283,13 +284,13 @@ def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def _first_steps(tree: Mapping[str, Any], usual: int | None) -> str:
+def _first_steps(tree: Mapping[str, Any], usual: int) -> str:
     """What a refused tree should set to have the first steps of its plan; "" where fewer steps are not at fault.
 
     Args: usual: training.steps of the files.
     """
     steps = _section(tree, "training").get("steps")
-    if type(usual) is not int or type(steps) is not int or not 0 < steps < usual:
+    if type(steps) is not int or not 0 < steps < usual:
         return ""
     try:
         build(Config, merge(tree, {"training": {"steps": usual, "stop_after_step": steps}}))

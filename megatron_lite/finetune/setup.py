@@ -125,8 +125,8 @@ def load_tree(
         pretrained: the configuration of the run to begin with, below the model files.
         tasks: files of several tasks, instead of `task_file`. The first one says how the run trains.
 
-    A model file's steps, warm-up, intervals and division of the loss are those of pretraining: they count only where the
-    task says so.
+    A model file's steps, warm-up, intervals and division of the loss are those of pretraining: they count only where
+    the task says so.
     """
     tree = {name: value for name, value in (pretrained or {}).items() if name not in _OF_ANOTHER_RUN}
     if tree.get("decoder"):
