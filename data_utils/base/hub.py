@@ -120,7 +120,7 @@ def fetch(
         wanted: names of all files, and a function that reads a JSON file of them -> names of those to fetch.
     Raises: DataError with the command that fetches it elsewhere.
     """
-    with _told(name, f"{key} {name}", _by_hand(name, again)), _one_after_another(name):
+    with _fetching(name, key, again):
         try:
             info = (
                 _hub().HfApi().model_info(name.repository, revision=name.revision, timeout=_TIMEOUT_SECONDS)
@@ -165,7 +165,7 @@ def fetch_small(name: HubName, key: str, again: str, patterns: Collection[str]) 
                 raise _Lacking(f"it has no file {pattern}")
         return directory
 
-    with _told(name, f"{key} {name}", _by_hand(name, again)), _one_after_another(name):
+    with _fetching(name, key, again):
         try:
             directory = files(is_local=True)
         except Exception:  # whatever the cache lacks, the hub may have
@@ -190,10 +190,6 @@ def _snapshot(name: HubName, patterns: Collection[str], is_local: bool) -> Path:
         name.repository, revision=name.revision, allow_patterns=[*patterns], local_files_only=is_local
     )
     return Path(found)
-
-
-def _by_hand(name: HubName, again: str) -> str:
-    return f"fetch it by `{name.download} --local-dir DIR`, where that can be done, and then give {again}"
 
 
 def push(directory: Path, name: HubName, *, private: bool) -> str:
@@ -222,6 +218,15 @@ def require_token(option: str) -> None:
 
 
 @contextlib.contextmanager
+def _fetching(name: HubName, key: str, again: str) -> Iterator[None]:
+    """One process at a time, with errors that name the command to fetch by hand. Args: as for `fetch`."""
+    absent = f"there is no {name.repository} here, and " * (not os.path.lexists(name.repository))
+    by_hand = f"fetch it by `{name.download} --local-dir DIR`, where that can be done, and then give {again}"
+    with _told(name, f"{key} {name}", by_hand, absent), _one_after_another(name):
+        yield
+
+
+@contextlib.contextmanager
 def _one_after_another(name: HubName) -> Iterator[None]:
     """Hold the lock of a repository, for all processes with this cache."""
     folder = Path(_hub().constants.HF_HUB_CACHE) / ".locks"
@@ -232,8 +237,11 @@ def _one_after_another(name: HubName) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _told(name: HubName, what: str, remedy: str) -> Iterator[None]:
-    """Turn what the hub's library raises into a DataError of one line, without the words of library and server."""
+def _told(name: HubName, what: str, remedy: str, absent: str = "") -> Iterator[None]:
+    """Turn what the hub's library raises into a DataError of one line, without the words of library and server.
+
+    Args: absent: what a user should know who meant a path.
+    """
     utils = _hub().utils
     utils.disable_progress_bars()
     utils.logging.set_verbosity_error()
@@ -247,7 +255,7 @@ def _told(name: HubName, what: str, remedy: str) -> Iterator[None]:
     except (UserError, TypeError, AttributeError, NameError):
         raise
     except Exception as error:
-        raise DataError(f"{what}: {_reason(error, name)}; {remedy}.") from None
+        raise DataError(f"{what}: {_reason(error, name, absent)}; {remedy}.") from None
 
 
 def _is_unreachable(error: Exception) -> bool:
@@ -258,9 +266,8 @@ def _is_unreachable(error: Exception) -> bool:
     return isinstance(error, (errors.HTTPError, errors.OfflineModeIsEnabled))
 
 
-def _reason(error: Exception, name: HubName) -> str:
+def _reason(error: Exception, name: HubName, absent: str) -> str:
     errors = _hub().errors
-    absent = "" if os.path.lexists(name.repository) else f"there is no {name.repository} here, and "
     if isinstance(error, _Lacking):
         return str(error)
     if isinstance(error, errors.GatedRepoError):

@@ -85,3 +85,49 @@ def test_a_released_directory_needs_no_option(case, tmp_path):
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if "loss" in record]
     assert len(losses) == 10 and all(map(math.isfinite, losses))
+
+
+@pytest.mark.parametrize("length", [pytest.param(256, marks=pytest.mark.slow), 512])
+def test_a_released_directory_is_tuned_and_measured_as_it_stands(length, tmp_path):
+    """Inputs of a task may have as many tokens as there are positions, special ones counted."""
+    write_released("bert", tmp_path / "released")
+    rows = [{"text": f"the quick brown fox {i % 7}", "label": "ab"[i % 2]} for i in range(24)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {
+        "name": "mine",
+        "kind": "classification",
+        "reader": "jsonl",
+        "labels": ["a", "b"],
+        "sequence_length": length,
+    }
+    files = {"train": str(tmp_path / "rows.jsonl"), "validation": [str(tmp_path / "rows.jsonl")]}
+    (tmp_path / "task.yaml").write_text(yaml.safe_dump({"task": {**task, **files}}))
+    of_task = "--task", tmp_path / "task.yaml"
+    tuned = tmp_path / "tuned"
+    settings = "finetune.epochs=1", "training.precision=fp32"
+    finetune = [
+        "python",
+        "scripts/finetune.py",
+        "--checkpoint",
+        tmp_path / "released",
+        *of_task,
+        "--output",
+        tuned,
+    ]
+    succeeded([*finetune, *settings])
+    (best,) = tuned.glob("seed_*/best")
+    export = [
+        "python",
+        "scripts/convert_checkpoint.py",
+        "export",
+        "--checkpoint",
+        best,
+        "--output",
+        tmp_path / "hf",
+    ]
+    succeeded([*export, "--no-verify"])
+    expected, found = (
+        succeeded(["python", "scripts/evaluate.py", "--checkpoint", path, *of_task]).stdout.split()[-1]
+        for path in (tuned, tmp_path / "hf")
+    )
+    assert expected == found
