@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +38,7 @@ from megatron_lite.config.tree import Config, load_config, require_validation
 from megatron_lite.parallel.launch import Launch, is_first_of_node, prepare_environment
 from megatron_lite.parallel.meeting import Meeting
 from megatron_lite.train.guard.control import RunControl
+from megatron_lite.train.guard.kept_tokenizer import KeptTokenizer, kept_tokenizer
 from megatron_lite.train.guard.lease import held
 from megatron_lite.train.guard.run_state import RunState, state_of
 from megatron_lite.train.guard.watchdog import Section, Watchdog
@@ -172,16 +173,19 @@ def train(config: Config, launch: Launch, meeting: Meeting, notes: Iterable[str]
         require_trackers(config.trackers)
     if config.tokenizer is None:
         raise ConfigError("training needs a tokenizer; set tokenizer.kind and tokenizer.path.")
-    tokenizer = load_tokenizer(config.tokenizer)
+    kept = kept_tokenizer(config.tokenizer, directory)
+    tokenizer = load_tokenizer(kept.read)
     config.data.require_train()  # mistakes up to here are reported before torch is imported
-    other = config.decoder_tokenizer
-    decoder_tokenizer = None if other is None else load_tokenizer(other)
+    of_decoder = (
+        None if config.decoder_tokenizer is None else kept_tokenizer(config.decoder_tokenizer, directory)
+    )
+    decoder_tokenizer = None if of_decoder is None else load_tokenizer(of_decoder.read)
     config = replace(
         config.with_vocab_size(
             tokenizer.vocab_size, None if decoder_tokenizer is None else decoder_tokenizer.vocab_size
         ),
-        tokenizer=config.tokenizer.absolute(),
-        decoder_tokenizer=None if other is None else other.absolute(),
+        tokenizer=kept.recorded,
+        decoder_tokenizer=None if of_decoder is None else of_decoder.recorded,
     )
     if found.newest is not None:
         from megatron_lite.train.guard.finished import nothing_to_do
@@ -191,6 +195,8 @@ def train(config: Config, launch: Launch, meeting: Meeting, notes: Iterable[str]
             if launch.rank == 0:
                 log.info("%s", reason)
             return ExitStatus.FINISHED
+    for note in notes if launch.rank == 0 else ():
+        log.info("%s", note)
     # Rank 0 holds the lease for all: the others write nothing before they have met it.
     with held(directory, "trains") if launch.rank == 0 else nullcontext() as lease:
         if lease is not None:
@@ -198,13 +204,15 @@ def train(config: Config, launch: Launch, meeting: Meeting, notes: Iterable[str]
         watchdog = Watchdog(
             timeouts.sections, directory, launch.rank, launch.world_size, timeouts.heartbeat_seconds, lease
         )
-        return train_with(config, tokenizer, decoder_tokenizer, launch, control, watchdog, meeting)
+        to_keep = [each for each in (kept, of_decoder) if each is not None]
+        return train_with(config, tokenizer, decoder_tokenizer, to_keep, launch, control, watchdog, meeting)
 
 
 def train_with(
     config: Config,
     tokenizer: Tokenizer,
     decoder_tokenizer: Tokenizer | None,
+    to_keep: Sequence[KeptTokenizer],
     launch: Launch,
     control: RunControl,
     watchdog: Watchdog,
@@ -232,6 +240,8 @@ def train_with(
         config.data, config.objective_choices, tokenizer, seed, decoder_tokenizer, plan.samples
     )
     if launch.rank == 0:
+        for each in to_keep:
+            each.keep()
         reading = extent(data.train.mixtures, plan.consumed(config.training.steps), plan.largest_batch)
         for note in (*data.notes, *plan.lines(), *reading, *overlap(data), *drawn_shares(data.train)):
             log.info("%s", note)

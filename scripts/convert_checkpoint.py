@@ -10,15 +10,26 @@ if __name__ == "__main__":
     import entry  # noqa: F401
 
 import argparse
+import json
 import re
+import shlex
 from pathlib import Path
-from typing import Any
 
 from data_utils.base.errors import ArgumentParser, ConfigError, expanded_path, run_command
-from data_utils.base.files import require_directory, require_new_directory
-from data_utils.base.setting_files import load_yaml
-from data_utils.base.settings import merge, parse_override
+from data_utils.base.files import require_directory, require_new_directory, write_whole
+from data_utils.base.hub import (
+    HubName,
+    Snapshot,
+    could_be_hub_name,
+    fetch,
+    hub_name,
+    push,
+    require_hub_name,
+    require_token,
+)
 from megatron_lite.checkpoint.places import model_at, require_export
+from megatron_lite.config.tree import load_config, load_tree
+from megatron_lite.hf.files.of_hub import wanted
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -54,10 +65,18 @@ def add_export_arguments(export: argparse.ArgumentParser) -> None:
     export.add_argument("--tokenizer", type=Path, help="tokenizer path, if it moved since training")
     text = "the same of the decoder, where it has its own (OPTIMUS)"
     export.add_argument("--decoder-tokenizer", type=Path, help=text)
+    text = (
+        "upload the directory to this repository of the Hugging Face hub, which is made if it does not exist"
+    )
+    export.add_argument("--push-to-hub", metavar="ORG/NAME", help=text)
+    export.add_argument(
+        "--private", action="store_true", help="with --push-to-hub: a new repository is private"
+    )
 
 
 def add_import_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--input", required=True, type=Path, help="directory that holds the weights")
+    text = "directory that holds the weights; for import also org/name or org/name@revision of the Hugging Face hub"
+    command.add_argument("--input", required=True, type=expanded_path, help=text)
     text = "YAML file of the new run, or a name of configs/; may be repeated"
     command.add_argument(
         "--config", type=expanded_path, action="append", default=[], metavar="FILE", help=text
@@ -78,15 +97,6 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * UNITS[match[2].upper()])
 
 
-def load_tree(arguments: argparse.Namespace) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path in arguments.config:
-        tree = merge(tree, load_yaml(path))
-    for override in arguments.overrides:
-        tree = merge(tree, parse_override(override))
-    return tree
-
-
 def main() -> None:
     arguments = parse_arguments()
     verify, tolerance = not arguments.no_verify, arguments.tolerance
@@ -97,6 +107,7 @@ def main() -> None:
     if arguments.command == "export":
         max_shard_bytes = parse_size(arguments.max_shard_size)
         model_at(arguments.checkpoint, "--checkpoint")
+        to_push = require_push(arguments)
         from megatron_lite.hf.doors.export import ExportOptions, export_run
 
         options = ExportOptions(
@@ -109,14 +120,14 @@ def main() -> None:
         tokenizers = arguments.tokenizer, arguments.decoder_tokenizer
         result = export_run(arguments.checkpoint, arguments.output, options, *tokenizers)
     else:
-        tree = load_tree(arguments)
-        require_directory(arguments.input, "give the directory that holds the weights")
-        require_export(arguments.input, "--input")
+        tree, *_, notes = load_tree(arguments.config, arguments.overrides)
+        source = find_source(arguments.input, is_hub=arguments.command == "import")
+        require_export(source.directory, "--input")
         from megatron_lite.hf.doors.importing import import_directory, import_megatron
 
         convert = import_directory if arguments.command == "import" else import_megatron
         result = convert(
-            arguments.input,
+            source.directory,
             arguments.output,
             tree,
             copy_eop_to_gmask=arguments.copy_eop_to_gmask,
@@ -125,6 +136,75 @@ def main() -> None:
         )
     print("not verified" if result is None else f"proof: {result}")
     print(f"wrote {arguments.output}")
+    if arguments.command != "export":
+        if source.repository:
+            keep_source(source, arguments.output)
+        print("\n".join([*notes, *what_follows(arguments.output / "config.yaml")]))
+    elif to_push is not None:
+        print(f"pushed to {push(arguments.output, to_push, private=arguments.private)}")
+
+
+def find_source(text: str, is_hub: bool) -> Snapshot:
+    """The directory of an import; that of a name of the hub is fetched. Says which it is where it could be both.
+
+    Raises: DataError.
+    """
+    name = hub_name(text) if is_hub else None
+    if name is None:
+        remedy = "give the directory that holds the weights"
+        require_directory(
+            Path(text), f"{remedy}, or a name of the hub as org/name@main" if is_hub else remedy
+        )
+        if is_hub and could_be_hub_name(text):
+            print(f"--input {text}: the directory {Path(text).resolve()}, not the hub's model of this name")
+        return Snapshot(Path(text), "", "")
+    again = "`python scripts/convert_checkpoint.py import --input DIR --output RUN`"
+    found = fetch(name, "--input", again, wanted)
+    print(f"--input {text}: {found} of the hub, in {found.directory}")
+    return found
+
+
+def keep_source(source: Snapshot, run: Path) -> None:
+    """Note in the run's directory of which repository and commit its first weights are."""
+    described = {"repository": source.repository, "commit": source.commit}
+    write_whole(run / "source.json", (json.dumps(described, indent=2) + "\n").encode(), "--output")
+
+
+def require_push(arguments: argparse.Namespace) -> HubName | None:
+    """The repository to push to, if one is given. Raises: ConfigError before anything is written."""
+    if arguments.push_to_hub is None:
+        if arguments.private:
+            raise ConfigError(
+                "--private is given without --push-to-hub; give --push-to-hub ORG/NAME, or leave it out."
+            )
+        return None
+    name = require_hub_name(arguments.push_to_hub, "--push-to-hub")
+    require_token("--push-to-hub")
+    return name
+
+
+def what_follows(path: Path) -> list[str]:
+    """What the configuration of an imported run trains, and the commands for a corpus and for the training."""
+    config = load_config([path])
+    names = ", ".join(choice.name for choice in config.objective_choices)
+    batch, tokenizer = config.batch, config.tokenizer
+    if config.task is not None:
+        return [f"{path} has the head of a task; next: scripts/finetune.py or scripts/evaluate.py"]
+    lines = [
+        f"{path} trains {names} on samples of {config.data.sequence_length:,} tokens, {batch.global_batch_size} in a "
+        f"step and {batch.micro_batch_size} at a time, for {config.training.steps:,} steps with a warm-up of "
+        f"{config.schedule.warmup_steps:,}; change that in this file, or by section.key=value"
+    ]
+    if tokenizer is None or config.decoder is not None or config.data.train:
+        return lines
+    given = ["--tokenizer-kind", tokenizer.kind, "--tokenizer-path", tokenizer.path]
+    given += ["--added-tokens", tokenizer.added_tokens]
+    given += [] if tokenizer.vocab_size is None else ["--vocab-size", str(tokenizer.vocab_size)]
+    given += ["--cased"] * (tokenizer.kind == "bert_wordpiece" and not tokenizer.lowercase)
+    given += ["--shared-command-tokens"] * (not tokenizer.fixed_command_tokens)
+    corpus = ["python", "scripts/preprocess_data.py", "--input", "FILE", "--output", "data/corpus", *given]
+    train = ["python", "pretrain_glm.py", "--config", str(path), "data.train=[{prefix: data/corpus}]"]
+    return [*lines, f"next: {shlex.join(corpus)}", f"then: {shlex.join(train)}"]
 
 
 def command() -> None:

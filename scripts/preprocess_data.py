@@ -54,7 +54,12 @@ def parse_arguments() -> argparse.Namespace:
     text = "prefix of the files to write, for example data/corpus"
     add("--output", type=expanded_path, required=True, help=text)
     add("--tokenizer-kind", required=True, choices=KINDS)
-    add("--tokenizer-path", type=expanded_path, required=True, help="the tokenizer's file or directory")
+    add(
+        "--tokenizer-path",
+        type=expanded_path,
+        required=True,
+        help="the tokenizer's file or directory, or org/name of the Hugging Face hub",
+    )
     text = "tokens after those of the files, as tokenizer.added_tokens of the run (default: glm)"
     add("--added-tokens", default="glm", choices=ADDED_TOKENS, help=text)
     add("--vocab-size", type=int, help="tokenizer.vocab_size of the run, where ids without a token follow")
@@ -136,7 +141,7 @@ def make_dataset(arguments: argparse.Namespace, ranks: Ranks) -> None:
         vocab_size=arguments.vocab_size,
         lowercase=not arguments.cased,
         fixed_command_tokens=not arguments.shared_command_tokens,
-    )
+    ).local()  # here, not in each worker
     report = build_corpus(make_config(arguments), partial(load_tokenizer, tokenizer), ranks)
     if ranks.rank == 0:
         print("\n".join(report.lines()))

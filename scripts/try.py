@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from data_utils.base.errors import ArgumentParser, run_command
+from data_utils.base.errors import ArgumentParser, UserError, run_command
 from megatron_lite.checkpoint.places import model_at
 from megatron_lite.generate.server import HOST, Server
 
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     server.serve()
 
 
-def end_at_once(status: int) -> None:
+def end_at_once(status: int, error: UserError | None, is_printed: bool) -> None:
     """End without the interpreter's last steps, in which a thread that still works for a browser may abort in torch."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -51,7 +51,7 @@ def end_at_once(status: int) -> None:
 
 
 def command() -> None:
-    run_command(main, report=end_at_once)
+    run_command(main, leave=end_at_once)
 
 
 if __name__ == "__main__":

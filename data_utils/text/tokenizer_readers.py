@@ -13,6 +13,7 @@ import orjson
 
 from data_utils.base.errors import DataError
 from data_utils.base.foreign import read_bounded
+from data_utils.base.hub import HubName, fetch_small, hub_name
 from data_utils.base.setting_files import one_line
 from data_utils.base.settings import REQUIRED, checked, setting
 from data_utils.text.byte_symbols import byte_symbols
@@ -20,7 +21,15 @@ from data_utils.text.special_tokens import ADDED_TOKENS
 
 log = logging.getLogger(__name__)
 
-KINDS = ("bert_wordpiece", "gpt2_bpe", "gpt_bpe", "sentencepiece", "hf_json")
+# Kind -> names of its files in a directory.
+FILES = {
+    "bert_wordpiece": ("vocab.txt",),
+    "gpt2_bpe": ("vocab.json", "merges.txt"),
+    "gpt_bpe": ("vocab.json", "merges.txt"),
+    "sentencepiece": ("*.model",),
+    "hf_json": ("tokenizer.json",),
+}
+KINDS = tuple(FILES)
 
 MAX_FILE_BYTES = 256 * 2**20
 MAX_VOCAB_SIZE = 2**22
@@ -37,7 +46,10 @@ class TokenizerConfig:
 
     kind: str = setting(REQUIRED, "file format", one_of=KINDS)
     path: str = setting(
-        REQUIRED, "vocab.txt, vocab.json, .model or tokenizer.json, or its directory", is_path=True
+        REQUIRED,
+        "vocab.txt, vocab.json, .model or tokenizer.json, or its directory, or a name of the Hugging Face hub: "
+        "org/name or org/name@revision",
+        is_path=True,
     )
     added_tokens: str = setting(
         "glm",
@@ -58,9 +70,24 @@ class TokenizerConfig:
         True, "sentencepiece: gMASK has its own id (GLM-large-Chinese); false: that of eop (GLM-10B-Chinese)"
     )
 
+    @property
+    def hub_name(self) -> HubName | None:
+        """The path, if it is a name of the hub."""
+        return hub_name(self.path)
+
+    def local(self) -> TokenizerConfig:
+        """The configuration with a path on this machine: of a name of the hub that of its files in the cache.
+
+        Raises: DataError for a name that cannot be fetched.
+        """
+        if (name := self.hub_name) is None:
+            return self
+        found = fetch_small(name, "tokenizer.path", "tokenizer.path=DIR", FILES[self.kind])
+        return replace(self, path=str(found.directory))
+
     def absolute(self) -> TokenizerConfig:
         """The configuration with an absolute path, so that a run can be opened from any working directory."""
-        return replace(self, path=os.path.abspath(self.path))
+        return replace(self, path=os.path.abspath(self.local().path))
 
 
 def parse_merges(text: str, path: Path) -> list[tuple[str, str]]:
@@ -106,17 +133,16 @@ def read_files(config: TokenizerConfig) -> dict[str, bytes]:
     """Contents of the tokenizer's files under their usual names. Raises: DataError."""
     path = Path(config.path)
     if not path.exists():
-        raise DataError(f"tokenizer {path} does not exist; set path to the tokenizer's file or directory.")
-    if config.kind in ("gpt2_bpe", "gpt_bpe"):
-        merges = (path if path.is_dir() else path.parent) / "merges.txt"
-        return {
-            "vocab.json": _read(path / "vocab.json" if path.is_dir() else path),
-            "merges.txt": _read(merges),
-        }
+        raise DataError(
+            f"tokenizer {path} does not exist; set path to the tokenizer's file or directory, or to a name of the "
+            "Hugging Face hub, org/name@main."
+        )
     if config.kind == "sentencepiece":
         return {"model": _read(_find_sentencepiece_model(path))}
-    name = {"bert_wordpiece": "vocab.txt", "hf_json": "tokenizer.json"}[config.kind]
-    return {name: _read(path / name if path.is_dir() else path)}
+    first, *others = FILES[config.kind]
+    directory = path if path.is_dir() else path.parent
+    read = {first: _read(path / first if path.is_dir() else path)}
+    return read | {name: _read(directory / name) for name in others}
 
 
 def _find_sentencepiece_model(path: Path) -> Path:

@@ -53,6 +53,7 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
 
     Raises: DataError if a file is missing, too large, damaged or unusable; the message names the file.
     """
+    config = config.local()
     loaders = importlib.import_module(f"data_utils.text.{MODULES[config.kind]}")
     made: Tokenizer = getattr(loaders, f"load_{config.kind}")(config, read_files(config))
     return made

@@ -224,26 +224,27 @@ def load_config(
     overrides: Iterable[str] = (),
     deepspeed_config: str | Path | None = None,
     processes: int = 1,
-    say: Callable[[str], None] | None = None,
+    say: Callable[[str], None] = lambda note: None,
 ) -> Config:
     """Merge YAML files in order, then a DeepSpeed file, then `section.key=value` overrides, and check.
 
     Args:
         processes: of the run, which decide the batch where DeepSpeed options give it for a process.
-        say: called with lines on what DeepSpeed options change and what of them has no effect.
+        say: called with a line on each setting that is not as it stands in the files, and on DeepSpeed options that
+            have no effect.
     Raises: ConfigError naming the value, the rule and the remedy.
     """
-    tree: dict[str, Any] = {}
-    for path in files:
-        tree = merge(tree, load_yaml(path))
-    given: dict[str, Any] = {}
-    for override in overrides:
-        given = merge(given, parse_override(override))
-    tree = merge(tree, given)
+    tree, given, usual, notes = load_tree(files, overrides)
+    for note in notes:
+        say(note)
     if deepspeed_config is not None or tree.get("deepspeed"):
         tree = with_deepspeed(tree, given, deepspeed_config, processes, say)
     require_objectives(tree)
-    config = build(Config, tree)
+    try:
+        config = build(Config, tree)
+    except ConfigError as error:
+        error.args = (f"{error}{_first_steps(tree, usual)}",)
+        raise error
     _require_chosen(given, config)
     return config
 
@@ -260,6 +261,64 @@ def require_objectives(tree: Mapping[str, Any], program: Mapping[str, Any] | Non
                 f"the objective {name} is that of the package {packages[name]}, which is not installed; install it."
             )
         objective_class(name)
+
+
+def load_tree(
+    files: Iterable[str | Path], overrides: Iterable[str]
+) -> tuple[dict[str, Any], dict[str, Any], int, list[str]]:
+    """YAML files in order with overrides on top, unchecked.
+
+    Returns: also the overrides alone, `training.steps` of the files (0: not set), and lines about what has changed.
+
+    A warm-up of the files that is not shorter than `training.steps=30` becomes the same part of these steps as it was
+    of the files': so the first steps of a recipe are tried by one setting.
+    """
+    of_files: dict[str, Any] = {}
+    for path in files:
+        of_files = merge(of_files, load_yaml(path))
+    given: dict[str, Any] = {}
+    for override in overrides:
+        given = merge(given, parse_override(override))
+    tree = merge(of_files, given)
+    schedule = _section(tree, "schedule")
+    usual, steps, warmup = (
+        value if type(value) is int else 0
+        for value in (
+            _section(of_files, "training").get("steps"),
+            _section(given, "training").get("steps"),
+            schedule.get("warmup_steps"),
+        )
+    )
+    is_own = "warmup_steps" in _section(given, "schedule") or schedule.get("decay_steps") is not None
+    if is_own or not 0 < steps <= warmup < usual:
+        return tree, given, usual, []
+    shorter = warmup * steps // usual
+    note = (
+        f"schedule.warmup_steps is {shorter:,} for training.steps={steps:,}, not {warmup:,} as for the {usual:,} steps "
+        "of the files; set it to have another"
+    )
+    return merge(tree, {"schedule": {"warmup_steps": shorter}}), given, usual, [note]
+
+
+def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A section of an unchecked tree; {} where it is none."""
+    found = tree.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _first_steps(tree: Mapping[str, Any], usual: int) -> str:
+    """What a refused tree should set to have the first steps of its plan; "" where fewer steps are not at fault.
+
+    Args: usual: training.steps of the files.
+    """
+    steps = _section(tree, "training").get("steps")
+    if type(steps) is not int or not 0 < steps < usual:
+        return ""
+    try:
+        build(Config, merge(tree, {"training": {"steps": usual, "stop_after_step": steps}}))
+    except ConfigError:
+        return ""
+    return f" For the first {steps} steps of that plan set training.stop_after_step={steps} instead."
 
 
 def _require_chosen(given: Mapping[str, Any], config: Config) -> None:

@@ -26,6 +26,7 @@ from data_utils.text.tokenizers import Tokenizer, load_tokenizer
 from megatron_lite.checkpoint.manifest import RESULTS
 from megatron_lite.checkpoint.places import Place, place_of
 from megatron_lite.config.deepspeed_file import with_deepspeed
+from megatron_lite.config.sections import BatchConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.electra.sections import discriminator_alone
 from megatron_lite.finetune.several import batches_of, joined, with_sections
@@ -53,7 +54,10 @@ _OF_ANOTHER_RUN = (
 _NOT_COUNTED = 1 << 40  # steps, until the samples are counted
 _OF_PRETRAINING = {
     "batch": ("ramp",),
-    "training": ("steps", "stop_after_step", "eval_interval", "eval_fillings"),
+    "training": (
+        *("steps", "stop_after_step", "eval_interval", "eval_fillings"),
+        *("loss_normalization", "loss_weights"),  # of the objectives' losses; a task has one
+    ),
     "schedule": ("warmup_steps", "decay_steps"),
     "checkpoint": ("save_interval", "keep_every"),
 }
@@ -127,13 +131,12 @@ def load_tree(
         tasks: files of several tasks, instead of `task_file`. The first one says how the run trains.
         deepspeed_config, processes, say: as for `load_config`.
 
-    A model file's steps, warm-up and intervals are those of pretraining: they count only where the task says so.
+    A model file's steps, warm-up, intervals and division of the loss are those of pretraining: they count only where
+    the task says so.
     """
     tree = {name: value for name, value in (pretrained or {}).items() if name not in _OF_ANOTHER_RUN}
     if tree.get("decoder"):
         tree = encoder_alone(tree)
-    if "entities" in (tree.get("objectives") or {}):
-        tree["training"] = {k: x for k, x in tree["training"].items() if not k.startswith("loss_")}
     if "electra" in (tree.get("objectives") or {}):
         tree = discriminator_alone(tree)
     if pretrained is not None:
@@ -169,7 +172,10 @@ def is_export(path: Path) -> bool:
 def for_import(tree: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a configuration that describes the export it begins with: model, tokenizer and objectives."""
     kept = {name: value for name, value in tree.items() if name not in _OF_ANOTHER_RUN}
-    return merge({"training": {"steps": _NOT_COUNTED}}, kept)  # an import trains nothing
+    usual = {"training": {"steps": _NOT_COUNTED}}  # an import trains nothing
+    if "batch" not in kept:  # one for texts of a task, which are short
+        usual["batch"] = {"micro_batch_size": BatchConfig().micro_batch_size}
+    return merge(usual, kept)
 
 
 def prepare(tree: Mapping[str, Any]) -> Task:

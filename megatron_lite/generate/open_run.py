@@ -124,6 +124,7 @@ def open_run(
 
 
 def _tokenizer(section: TokenizerConfig, checkpoint: Checkpoint, remedy: str) -> Tokenizer:
+    section = section.local()
     if not Path(section.path).exists():
         raise DataError(f"the tokenizer of {checkpoint.path}, {section.path}, does not exist; {remedy}.")
     return load_tokenizer(section)

@@ -90,8 +90,8 @@ class Meeting:
         Raises: ConfigError on a rank whose facts are not rank 0's; LeftError where another rank has left.
         """
         assert self._store is not None and self._launch is not None, "the store is open"
-        written = json.dumps(dict(facts), sort_keys=True).encode()
-        digest = sha256(written).hexdigest()
+        written = json.dumps(dict(facts), sort_keys=True)
+        digest = sha256(written.encode()).hexdigest()
         if self._launch.rank == 0:
             self._store.set("facts", written)
             self._store.set("digest", digest)
@@ -225,7 +225,7 @@ def _ticks(seconds: float = float("inf")) -> Any:
 
 def _leavers(store: Store) -> list[Leaver]:
     """In the order in which they left."""
-    leavers = []
+    leavers: list[Leaver] = []
     while store.check([f"left/{len(leavers) + 1}"]):
         record = parse_json(store.get(f"left/{len(leavers) + 1}"))
         leavers.append(conform_to(record, Leaver))

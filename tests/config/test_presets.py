@@ -110,3 +110,28 @@ def test_a_wrong_name_shows_the_nearest(folder, wrong, near, tmp_path, monkeypat
 
 def test_a_wrong_name_is_one_line_of_the_command(tmp_path):
     assert_refused(forked("pretrain_glm.py", "--config", "smal", cwd=tmp_path), "small")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_first_steps_of_every_recipe_are_tried_by_one_setting(path):
+    """training.steps=30 where the rate has a warm-up; a plan in phases or parts says which setting it is instead."""
+    notes: list[str] = []
+    try:
+        config = load_config([path], ["training.steps=30"], say=notes.append)
+    except ConfigError as error:
+        (setting,) = re.findall(r"training\.stop_after_step=30", str(error))
+        assert load_config([path], [setting]).training.stop_after_step == 30
+        return
+    written = load_config([path])
+    warmup, decay = written.schedule.warmup_steps, written.schedule.decay_steps
+    is_scaled = decay is None and warmup >= 30
+    assert config.schedule.warmup_steps == (warmup * 30 // written.training.steps if is_scaled else warmup)
+    assert len(notes) == is_scaled and all(f"{warmup:,} as for" in note for note in notes)
+
+
+def test_a_warm_up_that_is_given_stays():
+    roberta = ROOT / "configs/roberta-large.yaml"
+    own = load_config([roberta], ["training.steps=30", "schedule.warmup_steps=7"])
+    assert own.schedule.warmup_steps == 7
+    with pytest.raises(ConfigError, match="warmup_steps \\(31\\)"):
+        load_config([roberta], ["training.steps=30", "schedule.warmup_steps=31"])

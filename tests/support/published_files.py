@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from support.published import random_model
+from support.published import CASES, random_model
 from support.published_tokenizers import write_files
 from support.tokenizer_files import (
     BYTE_SYMBOLS,
@@ -105,6 +105,32 @@ def assert_same_tensors(directory: Path, original: Path) -> None:
             assert torch.equal(after.pop(second), before[first])
     assert before.keys() == after.keys()
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
+
+
+# Kind of the tokenizer files that the released directories of a case have; the others as in `write_tokenizer`.
+_RELEASED_FILES = {
+    **{
+        name: name
+        for name in ("albert", "bart", "t5", "mt5", "xlnet", "xlm_roberta", "camembert", "roberta", "gpt2")
+    },
+    **{"ernie": "ernie", "ernie2": "ernie", "gpt": "gpt", "t5_1_1": "t5", "deberta_v3": "deberta_v3"},
+    **{"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen2"},
+}
+_RELEASED_POSITIONS = {
+    **dict.fromkeys(("roberta", "xlm_roberta", "camembert"), 514), "gpt2": 1024, "bart": 1024, "modernbert": 8192,
+    "modernbert_decoder": 8192, "llama": 4096, "mistral": 32768, "qwen2": 32768, "qwen3": 40960, "ernie2": 513,
+    "glm4": 131072, "glm4_0414": 32768, "eurobert": 8192,
+}  # fmt: skip
+
+
+def write_released(case: str, directory: Path) -> None:
+    """A narrow model with the number of positions and the kind of tokenizer of the released one."""
+    directory.mkdir(parents=True, exist_ok=True)
+    kind = _RELEASED_FILES.get(case)
+    size = write_tokenizer(case, directory) if kind is None else write_files(kind, directory)
+    fields = {"max_position_embeddings", "n_positions"} & CASES[case][1].keys()
+    changes = dict.fromkeys(fields, _RELEASED_POSITIONS.get(case, 512))
+    random_model(case, std=0.02, vocab_size=size, **changes).save_pretrained(directory)
 
 
 def edit(directory: Path, **changes: Any) -> None:

@@ -316,6 +316,10 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over("schedule.warmup_steps=100"),
         ("schedule.warmup_steps (100)", "smaller than", "lower it or raise training.steps (100)"),
     ),
+    "fewer steps than a plan": (
+        lambda: load_config([ROOT / "configs/t5-base.yaml"], ["training.steps=30"]),
+        ("schedule.parts have 1,000,000 steps", "set training.stop_after_step=30 instead"),
+    ),
     "decoder's texts": (
         over("data.train=[{prefix: a, decoder_prefix: b}]"),
         ("data.train[0].decoder_prefix is b", "without a decoder_tokenizer", "set the prefix to null"),

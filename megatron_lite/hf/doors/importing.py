@@ -56,7 +56,8 @@ from megatron_lite.hf.glm import glm_proof, proof, released
 from megatron_lite.hf.glm.configuration_glm import GLMConfig
 from megatron_lite.hf.glm.tokenizer_files import TRAINING_TOKENIZER, prove_tokenizer, training_tokenizer
 from megatron_lite.hf.published.conversion import is_published, unsupported
-from megatron_lite.hf.published.runs import import_published, with_length
+from megatron_lite.hf.published.runs import import_published
+from megatron_lite.hf.published.usual import with_sizes
 from megatron_lite.knowledge.huggingface import import_knowledge, is_knowledge
 from megatron_lite.model.trunk.counts import parameter_shapes
 from megatron_lite.optimus.huggingface import import_optimus, is_optimus
@@ -255,7 +256,7 @@ def _import_config(
         shutil.copytree(source.path / TRAINING_TOKENIZER, directory / "tokenizer")
         tokenizer_config = build(TokenizerConfig, {**tree["tokenizer"], "path": str(directory / "tokenizer")})
         tree = {**tree, "tokenizer": training_tokenizer(tokenizer_config, directory / "tokenizer")}
-    tree = with_length(source.path, source.settings, tree)
+    tree = with_sizes(source.path, source.settings, tree)
     config = build(Config, merge(tree, {"run": {"directory": str(output)}}))
     if config.tokenizer is None:
         raise ConfigError(

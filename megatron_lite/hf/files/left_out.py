@@ -111,14 +111,14 @@ def listed(names: Iterable[str]) -> str:
     groups: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for (before, after), numbers in layers.items():
         groups.setdefault((before, tuple(sorted(numbers))), []).append(after)
-    for (before, numbers), after in groups.items():
-        whole = f"{before}{_ranges(numbers)}"
-        if len(after) > _MOST_OF_A_MODULE:
-            levels = zip(*(each.split(".") for each in after), strict=False)
+    for (before, of_layers), ends in groups.items():
+        whole = f"{before}{_ranges(of_layers)}"
+        if len(ends) > _MOST_OF_A_MODULE:
+            levels = zip(*(each.split(".") for each in ends), strict=False)
             same = [level[0] for level in itertools.takewhile(lambda level: len(set(level)) == 1, levels)]
-            found[f"{whole}{'.'.join(same)}.*"] = len(after) * len(numbers)
+            found[f"{whole}{'.'.join(same)}.*"] = len(ends) * len(of_layers)
         else:
-            found |= {f"{whole}{each}": len(numbers) for each in after}
+            found |= {f"{whole}{each}": len(of_layers) for each in ends}
     shown = [name if count == 1 else f"{name} ({count})" for name, count in found.items()]
     more = len(shown) - _MOST
     return ", ".join(shown[:_MOST]) + (f" and {more} more" if more > 0 else "")

@@ -579,7 +579,7 @@ class PublishedSource:
     parts: Mapping[str, Part]
     others: Weights  # of ours, that the class does not have
     described: Mapping[str, Any] = field(default_factory=dict)  # config.json as it is read here
-    left_out: Mapping[str, str] = field(
+    left_out: Mapping[str, tuple[str, str]] = field(
         default_factory=dict
     )  # tensors that the class ignores -> what they are
     is_body: bool = False  # whether the files have no head that predicts

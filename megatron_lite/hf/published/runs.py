@@ -17,7 +17,7 @@ import yaml
 
 from data_utils.base.errors import CheckpointError, ConfigError
 from data_utils.base.setting_files import shown
-from data_utils.base.settings import build, check, merge, to_tree
+from data_utils.base.settings import build, merge, to_tree
 from data_utils.objectives import OBJECTIVES
 from data_utils.tasks.readers.by_name import labels_of
 from data_utils.text.tokenizers import Tokenizer, TokenizerConfig, load_tokenizer
@@ -40,6 +40,7 @@ from megatron_lite.hf.files.weights import (
     new_directory,
     open_safetensors,
     read_json,
+    write_json,
     write_sharded,
 )
 from megatron_lite.hf.glm import proof
@@ -67,6 +68,7 @@ from megatron_lite.hf.published.tokenizers import (
     require_same_ids,
     write_tokenizer,
 )
+from megatron_lite.hf.published.usual import with_objective, with_sizes
 from megatron_lite.model.trunk.counts import parameter_shapes
 from megatron_lite.model.trunk.initial_weights import initialize_parameters
 
@@ -136,35 +138,19 @@ def config_of_import(
             **task_section(head, source.described),
             **(tree.get("task") or {}),
         }
-    tree = with_length(source.path, source.settings, tree)
+    loaded = load_tokenizer(build(TokenizerConfig, tokenizer, "tokenizer."))
+    check_vocabulary(loaded, source)
+    tree = with_sizes(source.path, source.settings, with_objective(tree, loaded))
     config = build(Config, merge(tree, {"run": {"directory": str(output)}}))
     require_same_model("model", config.model, source)
     config = with_task_rows(config)
     assert config.tokenizer is not None
-    loaded = load_tokenizer(config.tokenizer)
-    check_vocabulary(loaded, source)
     if verify and not brought:
         require_same_ids("tokenizer", loaded, source.path, directory / KEPT_FILES)
     if brought:
         path = str(output / Path(config.tokenizer.path).relative_to(directory))
         config = replace(config, tokenizer=replace(config.tokenizer, path=path))
     return replace(config, tokenizer=config.tokenizer.absolute())  # type: ignore[union-attr]
-
-
-def with_length(path: Path, settings: Mapping[str, Any], tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The tree, with samples that fit the positions if it names no length. Raises: ConfigError for longer ones."""
-    last = settings.get("max_position")
-    config = build(Config, merge(tree, {"model": {"max_position": 1 << 30}}))  # passes every other check
-    length = config.data.sequence_length
-    needed = max(choice.section.max_position_needed(length) for choice in config.objective_choices)
-    if not isinstance(last, int) or needed <= last or config.model.positions == "none":
-        return tree
-    check(
-        "sequence_length" not in (tree.get("data") or {}),
-        f"data.sequence_length ({length}) needs position ids up to {needed}, but the tables of {path} end at {last}; "
-        f"set data.sequence_length={length - (needed - last)}, or leave it out.",
-    )
-    return merge(tree, {"data": {"sequence_length": length - (needed - last)}})
 
 
 def require_same_model(key: str, model: ModelConfig, source: PublishedSource) -> None:

@@ -1,0 +1,114 @@
+"""What an import sets where its user says nothing: the objective of the model's class, and sizes that fit the model.
+
+    with_objective   what the class was trained on, as far as its directory tells, with its paper's settings
+    with_sizes       steps, length of samples, batch and warm-up
+
+Whatever the user gives goes first. The settings of a recipe that a directory does not tell are those of configs/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from data_utils.base.settings import build, check, merge
+from data_utils.text.tokenizers import Tokenizer
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.sections import BatchConfig
+from megatron_lite.config.tree import Config
+from megatron_lite.hf.published.systems import OF_MODEL
+
+STEPS = 1000
+LONGEST = 2048  # positions: rotary models hold far more than a first run on their weights can pay
+MICRO_BATCH_TOKENS = 4096  # of text: the usual batch, 8 x 512
+# Objectives of systems that are neither causal nor plain masked language models.
+_OBJECTIVES = {
+    "albert": "albert", "ernie": "ernie", "ernie2": "ernie", "spanbert": "spanbert", "unilm": "unilm",
+    "xlnet": "xlnet", "bart": "bart", "mass": "mass", "t5": "t5", "t5_1_1": "t5", "mt5": "t5",
+}  # fmt: skip
+# Settings in which a system's recipe differs from the objective's defaults.
+_RECIPES: dict[str, dict[str, Any]] = {
+    "modernbert": {"masked_ratio": 0.3},
+    "neobert": {"masked_ratio": 0.2, "mask_token_prob": 1.0, "random_token_prob": 0.0},
+    "bart": {"predict_cls": True},
+}
+# Objective -> its switch of the labels that a head on CLS learns.
+_SENTENCE_LABELS = {
+    "masked_lm": "next_sentence", "ernie": "next_sentence", "unilm": "next_sentence", "albert": "sentence_order",
+}  # fmt: skip
+_FIRST_SENTINEL, _SENTINELS = "<extra_id_0>", 100
+
+
+def with_objective(tree: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+    """The tree with the objective of its section `model` and that objective's section, if it names no objective."""
+    if tree.get("objectives"):
+        return dict(tree)
+    model = build(ModelConfig, tree["model"], "model.")
+    usual = "causal" if OF_MODEL[model.system].is_causal else "masked_lm"
+    name = _OBJECTIVES.get(model.system, usual)
+    section = dict(_RECIPES.get(model.system, {}))
+    has_label = name in _SENTENCE_LABELS and model.sentence_classes > 0
+    if name in _SENTENCE_LABELS:
+        section[_SENTENCE_LABELS[name]] = has_label
+    if name == "t5":
+        section |= _sentinels(tokenizer)
+    chosen: dict[str, Any] = {"objectives": {name: 1.0}, name: section}
+    if has_label and not tree.get(
+        "task"
+    ):  # the label weighs as much as all masked tokens, as in the class's loss
+        chosen["training"] = {"loss_normalization": "per_objective"}
+    return merge(chosen, tree)
+
+
+def _sentinels(tokenizer: Tokenizer) -> dict[str, int]:
+    """The setting of T5's sentinels, whose ids count down from the first; {} where the vocabulary has none."""
+    ids = {name: number for number, name in tokenizer.special_names.items()}
+    first = ids.get(_FIRST_SENTINEL)
+    if first is None or ids.get("<extra_id_1>") != first - 1:
+        return {}
+    count = next(k for k in range(1, first + 2) if ids.get(f"<extra_id_{k}>") != first - k)
+    return {"sentinel_first": first} | ({} if count == _SENTINELS else {"sentinel_count": count})
+
+
+def with_sizes(path: Path, model: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree with steps, samples that fit the positions, a batch for their length, and a warm-up of a tenth.
+
+    Args: path, model: the imported directory, and what it says of the section `model`.
+    Raises: ConfigError for a length that the positions do not hold.
+    """
+    tree = merge({"training": {"steps": STEPS}}, tree)
+    config = build(Config, merge(tree, {"model": {"max_position": 1 << 30}}))  # passes every other check
+    length = _length(path, model.get("max_position"), config, tree)
+    sizes: dict[str, Any] = {"data": {"sequence_length": length}}
+    batch = tree.get("batch") or {}
+    if not batch.keys() & {"micro_batch_size", "ramp"}:
+        sizes["batch"] = {"micro_batch_size": _micro_batch(length, config.batch)}
+    if not tree.get("schedule"):
+        sizes["schedule"] = {"warmup_steps": config.training.steps // 10}
+    return merge(tree, sizes)
+
+
+def _length(path: Path, last: Any, config: Config, tree: Mapping[str, Any]) -> int:
+    """Tokens of a sample: all that fit the positions and the objective's special tokens, 512 without positions."""
+    data, length = tree.get("data") or {}, config.data.sequence_length
+    needed = max(choice.section.max_position_needed(length) for choice in config.objective_choices)
+    if not isinstance(last, int) or config.model.positions == "none":
+        return length
+    check(
+        "sequence_length" not in data or needed <= last,
+        f"data.sequence_length ({length}) needs position ids up to {needed}, but the tables of {path} end at {last}; "
+        f"set data.sequence_length={length - (needed - last)}, or leave it out.",
+    )
+    if "sequence_length" in data:
+        return length
+    longest = min(last, LONGEST - 1)
+    if data.keys() & {"row_length", "region"}:  # both must hold a sample
+        longest = min(longest, needed)
+    return length - (needed - longest)
+
+
+def _micro_batch(length: int, batch: BatchConfig) -> int:
+    """Samples of a micro-batch: 8, or fewer of longer ones, and a divisor of the batch."""
+    sizes = (size for size in (8, 4, 2) if size * length <= MICRO_BATCH_TOKENS)
+    return next((size for size in sizes if batch.global_batch_size % size == 0), 1)

@@ -1,0 +1,133 @@
+"""A released directory is imported and trained by the two commands of the README, without an option."""
+
+import json
+import math
+import shlex
+
+import pytest
+import yaml
+from support.commands import forked
+from support.published_files import write_released
+from support.published_tokenizers import SCRIPTS, theirs_of
+
+MASKED = {"masked_lm": {"next_sentence": False}}
+# Case -> sections of its recipe, tokens of a sample, samples of a micro-batch.
+CHOSEN = {
+    "bert": ({"masked_lm": {"next_sentence": True}}, 509, 8),
+    "gpt2": ({"causal": {"begin": "eos"}}, 1024, 4),
+    "t5": ({"t5": {"sentinel_count": 100}}, 512, 8),
+    "bert, masked LM": (MASKED, 509, 8),
+    **dict.fromkeys(("roberta", "xlm_roberta", "camembert", "electra_generator"), (MASKED, 509, 8)),
+    "deberta_v3": (MASKED, 512, 8),
+    "eurobert": (MASKED, 2045, 2),
+    "modernbert": ({"masked_lm": {"masked_ratio": 0.3}}, 2045, 2),
+    "albert": ({"albert": {"sentence_order": True}}, 509, 8),
+    "albert, odd": ({"albert": {"sentence_order": False}}, 509, 8),
+    "ernie": ({"ernie": {"next_sentence": True}}, 509, 8),
+    "ernie2": ({"ernie": {"next_sentence": True}}, 510, 8),
+    "gpt": ({"causal": {}}, 512, 8),
+    **dict.fromkeys(("llama", "mistral"), ({"causal": {"begin": "cls"}}, 2048, 2)),
+    **dict.fromkeys(("qwen2", "qwen3"), ({"causal": {"begin": "none"}}, 2048, 2)),
+    **dict.fromkeys(("glm4", "glm4_0414", "modernbert_decoder"), ({"causal": {}}, 2048, 2)),
+    "bart": ({"bart": {"predict_cls": True}}, 1023, 4),
+    "t5_1_1": ({"t5": {}}, 512, 8),
+    "mt5": ({"t5": {}}, 512, 8),
+    "xlnet": ({"xlnet": {}}, 512, 8),
+}
+FEW = ("bert", "gpt2", "t5")
+
+
+def line_of(done, beginning):
+    """The command that a line of the output gives."""
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith(f"{beginning}: ")]
+    return shlex.split(line.partition(": ")[2])
+
+
+def succeeded(command, **options):
+    assert command[0] == "python"
+    done = forked(*command[1:], **options)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in FEW else pytest.param(case, marks=pytest.mark.slow) for case in CHOSEN]
+)
+def test_a_released_directory_needs_no_option(case, tmp_path):
+    write_released(case, tmp_path / "released")
+    run = tmp_path / "run"
+    done = forked(
+        "scripts/convert_checkpoint.py", "import", "--input", tmp_path / "released", "--output", run
+    )
+    assert done.returncode == 0, done.stderr
+    sections, length, micro = CHOSEN[case]
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["objectives"] == dict.fromkeys(sections, 1.0)
+    for name, section in sections.items():
+        assert {key: config[name][key] for key in section} == section
+    if "t5" in sections:  # <extra_id_0>, and the next ones count down
+        first = theirs_of(tmp_path / "released").convert_tokens_to_ids(["<extra_id_0>", "<extra_id_99>"])
+        assert first == [config["t5"]["sentinel_first"], config["t5"]["sentinel_first"] - 99]
+    assert config["data"]["sequence_length"] == length
+    assert (config["batch"]["micro_batch_size"], config["batch"]["global_batch_size"]) == (micro, 16)
+    assert (config["schedule"]["warmup_steps"], config["training"]["steps"]) == (100, 1000)
+    assert (
+        f"{run / 'config.yaml'} trains {next(iter(sections))} on samples of {length:,} tokens" in done.stdout
+    )
+
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in SCRIPTS * 20))
+    places = {"FILE": str(tmp_path / "text.jsonl"), "data/corpus": str(tmp_path / "corpus")}
+    succeeded([places.get(part, part) for part in line_of(done, "next")])
+    train = [part.replace("data/corpus", places["data/corpus"]) for part in line_of(done, "then")]
+    cheaper = f"batch.global_batch_size={micro}", "run.tensorboard=false", "run.log_interval=1"
+    trained = succeeded([*train, "training.steps=10", *cheaper])
+    assert "schedule.warmup_steps is 1 for training.steps=10" in trained.stdout
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in records if "loss" in record]
+    assert len(losses) == 10 and all(map(math.isfinite, losses))
+
+
+@pytest.mark.parametrize("length", [pytest.param(256, marks=pytest.mark.slow), 512])
+def test_a_released_directory_is_tuned_and_measured_as_it_stands(length, tmp_path):
+    """Inputs of a task may have as many tokens as there are positions, special ones counted."""
+    write_released("bert", tmp_path / "released")
+    rows = [{"text": f"the quick brown fox {i % 7}", "label": "ab"[i % 2]} for i in range(24)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {
+        "name": "mine",
+        "kind": "classification",
+        "reader": "jsonl",
+        "labels": ["a", "b"],
+        "sequence_length": length,
+    }
+    files = {"train": str(tmp_path / "rows.jsonl"), "validation": [str(tmp_path / "rows.jsonl")]}
+    (tmp_path / "task.yaml").write_text(yaml.safe_dump({"task": {**task, **files}}))
+    of_task = "--task", tmp_path / "task.yaml"
+    tuned = tmp_path / "tuned"
+    settings = "finetune.epochs=1", "training.precision=fp32"
+    finetune = [
+        "python",
+        "scripts/finetune.py",
+        "--checkpoint",
+        tmp_path / "released",
+        *of_task,
+        "--output",
+        tuned,
+    ]
+    succeeded([*finetune, *settings])
+    (best,) = tuned.glob("seed_*/best")
+    export = [
+        "python",
+        "scripts/convert_checkpoint.py",
+        "export",
+        "--checkpoint",
+        best,
+        "--output",
+        tmp_path / "hf",
+    ]
+    succeeded([*export, "--no-verify"])
+    expected, found = (
+        succeeded(["python", "scripts/evaluate.py", "--checkpoint", path, *of_task]).stdout.split()[-1]
+        for path in (tuned, tmp_path / "hf")
+    )
+    assert expected == found
