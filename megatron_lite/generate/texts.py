@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
+from data_utils.objectives.t5 import SentinelConfig
+from data_utils.text.vocabulary import vocabulary_of
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.generate.decoders import (
     TextDecoder,
@@ -51,9 +54,23 @@ def worker_of(run: Run, config: GenerationConfig, fills: bool) -> Worker:
     return decoder
 
 
+def with_sentinels(run: OpenRun, texts: list[list[int]]) -> list[list[int]]:
+    """Encoded texts, the k-th [MASK] of each as the k-th sentinel with which T5 and UL2 were trained."""
+    mask = run.tokenizer.special.mask
+    sections = [choice.section for choice in run.objectives if isinstance(choice.section, SentinelConfig)]
+    if not sections or not any(mask in tokens for tokens in texts):
+        return texts
+    first, step, count = sections[0].sentinels(vocabulary_of(run.tokenizer))
+    made = []
+    for tokens in texts:
+        numbers = itertools.count()
+        made.append([first + step * (next(numbers) % count) if token == mask else token for token in tokens])
+    return made
+
+
 def answers(run: Run, worker: Worker, texts: Sequence[str]) -> Iterator[Answer]:
     """The answers to texts, in their order. Raises: DataError for any text before the first answer is made."""
-    encoded = [run.tokenizer.encode_with_specials(text) for text in texts]
+    encoded = with_sentinels(run, [run.tokenizer.encode_with_specials(text) for text in texts])
     contexts = [worker.context(tokens) for tokens in encoded]
     for context in contexts:
         worker.require_room(context)
