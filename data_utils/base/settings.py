@@ -197,11 +197,16 @@ def keys_of(cls: type) -> dict[str, tuple[Any, dataclasses.Field]]:
     return {key: (_type_of(key, field, hints), field) for key, field in _fields_by_key(cls).items()}
 
 
+class Emptied(dict[str, Any]):
+    """A mapping, and what is set in it after it was emptied: it takes the place of another one."""
+
+
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """`over` on top of `base`: mappings merge key by key, everything else is replaced."""
-    merged = dict(base)
+    merged = Emptied(base) if isinstance(base, Emptied) else dict(base)
     for key, value in over.items():
-        if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
+        replaces = isinstance(value, Emptied) or not isinstance(value, Mapping)
+        if not replaces and isinstance(merged.get(key), Mapping):
             merged[key] = merge(merged[key], value)
         else:
             merged[key] = value
@@ -212,6 +217,7 @@ def parse_override(text: str) -> dict[str, Any]:
     """`model.num_layers=4` as a nested mapping. The value is YAML, so lists and null can be written.
 
     A # after a space begins no comment, which nobody writes on a command line: `run.directory=runs/a #1` is that name.
+    A mapping merges with what is there. `{}` empties it: `objectives={} objectives.masked_lm=1`.
     """
     key, equals, value = text.partition("=")
     if not equals or not key or key.count(".") >= MAX_DEPTH:
@@ -225,7 +231,7 @@ def parse_override(text: str) -> dict[str, Any]:
         raise ConfigError(
             f"override {shown(text)}: the value is not valid YAML ({error}); quote it."
         ) from None
-    return nest(key, parsed)
+    return nest(key, Emptied() if parsed == {} else parsed)
 
 
 def nest(key: str, value: Any) -> dict[str, Any]:
@@ -290,6 +296,11 @@ def setting_names(cls: type, path: str = "") -> Iterator[str]:
 
 def _unknown_key(key: str, path: str, known: Mapping[str, Any], root: type) -> str:
     place = shorten(path + key) if key.isprintable() else shown(path + key)
+    if path and section_in(keys_of(root).get(key, (None,))[0]) is not None:
+        own = [name for name, field in known.items() if "inline" not in field.metadata]
+        return (
+            f"unknown setting {place}: {key} is a section of the whole run; keys here are {', '.join(own)}."
+        )
     elsewhere = [name for name in setting_names(root) if name.rpartition(".")[2] == key]
     close = [path + name for name in difflib.get_close_matches(key, known, n=1, cutoff=0.6)]
     for nearest in (*elsewhere, *close):
@@ -315,6 +326,10 @@ def _convert(value: Any, hint: Any, path: str, root: type) -> Any:
             raise ConfigError(f"{path} must be a mapping, not {shown(value)}; write its keys, or remove it.")
         return dict(value)
     if origin is tuple:
+        if isinstance(value, Mapping) and dataclasses.is_dataclass(typing.get_args(hint)[0]):
+            raise ConfigError(
+                f"{path} must be a list, not {shown(value)}; put brackets around it: [{shown(value)}]."
+            )
         if not isinstance(value, (list, tuple)):
             raise ConfigError(f"{path} must be a list, not {shown(value)}; write {_form(hint)}.")
         inner = typing.get_args(hint)[0]

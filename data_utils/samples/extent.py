@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePath
 
 from data_utils.samples.loader import Datasets, SampleLoader
-from data_utils.samples.mixture import Mixture
+from data_utils.samples.mixture import Index, Mixture
 
 # BERT read its corpus 40 times. Muennighoff et al. (arXiv:2305.16264): up to 4 times is nearly as good as new text.
 MANY_EPOCHS, USEFUL_EPOCHS = 40, 4
+MOST_LEFT_OUT = 0.1  # of a corpus's documents, before that is warned of
 _SHOWN = 8  # corpora in a line
 
 
@@ -24,7 +25,7 @@ def extent(mixtures: Sequence[Mixture], samples: int, batch_size: int) -> Iterat
     ]
     indexes = mixtures[0].indexes
     corpora = [
-        (str(index.dataset.prefix), index.dataset.num_tokens, epochs, index.num_windows)
+        (str(index.dataset.prefix), tokens_of(index), epochs, index.num_windows)
         for index, epochs in zip(indexes, epochs_after[-1], strict=True)
     ]
     parts = [f"{name} ({tokens:,} tokens) {_times(epochs)}" for name, tokens, epochs, _ in corpora[:_SHOWN]]
@@ -34,13 +35,14 @@ def extent(mixtures: Sequence[Mixture], samples: int, batch_size: int) -> Iterat
     before = [0.0] * len(indexes)
     for number, after in enumerate(epochs_after if len(mixtures) > 1 else (), start=1):
         read = [
-            (PurePath(index.dataset.prefix).name, last - first, index.dataset.num_tokens)
+            (PurePath(index.dataset.prefix).name, last - first, tokens_of(index))
             for index, first, last in zip(indexes, before, after, strict=True)
         ]
         parts = [f"{name} {_times(epochs)}" for name, epochs, _ in read if epochs][:_SHOWN]
         total = sum(epochs * tokens for _, epochs, tokens in read)
         yield f"phase {number} reads {total:,.0f} tokens of text: {', '.join(parts)}"
         before = after
+    yield from _left_out(indexes)
     for name, tokens, epochs, windows in corpora:
         if epochs > MANY_EPOCHS:
             yield (
@@ -55,8 +57,37 @@ def extent(mixtures: Sequence[Mixture], samples: int, batch_size: int) -> Iterat
             )
 
 
+def tokens_of(index: Index) -> int:
+    """Tokens that an epoch reads: of rows of sentences those of the documents that are not left out."""
+    return getattr(index, "num_tokens", index.dataset.num_tokens)
+
+
+def _left_out(indexes: Sequence[Index]) -> Iterator[str]:
+    """Warnings of corpora whose documents are mostly longer than a sentence may be."""
+    for index in indexes:
+        too_long = getattr(index, "too_long", 0)
+        if too_long > MOST_LEFT_OUT * len(index.dataset):
+            yield (
+                f"warning: {too_long:,} of {len(index.dataset):,} documents of {index.dataset.prefix} are longer than "
+                "data.sequence_length and left out: each document must be a sentence. Split the texts with "
+                "scripts/split_sentences.py and build the corpus again, or raise data.sequence_length."
+            )
+
+
 def overlap(data: Datasets) -> Iterator[str]:
-    """Warnings of validation corpora that are trained on."""
+    """Warnings of corpora with the same texts: of training twice, and of validation on what is trained."""
+    entries, names = (
+        data.train.fingerprint(),
+        [str(each.dataset.prefix) for each in data.train.mixture.indexes],
+    )
+    seen: dict[str, str] = {}
+    for entry, name in zip(entries, names, strict=True):
+        first = seen.setdefault(str(entry["sha256"]), name)
+        if first != name:
+            yield (
+                f"warning: data.train has the same tokens twice, as {first} and {name}: a run reads them as often as "
+                "both weights say; leave one out and give the other the sum of the weights."
+            )
     trained = _by_content(data.train)
     for content, name in _by_content(data.validation).items() if data.validation else ():
         if content in trained:

@@ -109,7 +109,8 @@ class SentenceIndex:
         row_length: tokens of a row; the longest sentence fits.
         decoder_dataset: the same texts by the decoder's tokenizer; None: one dataset serves both.
     Attributes:
-        num_windows: rows. num_sentences: documents in them. empty, too_long: documents left out.
+        num_windows: rows. num_sentences: documents in them. num_tokens: their tokens, of `dataset`.
+        empty, too_long: documents left out.
     Raises: DataError if no document is left, or the two datasets do not hold the same texts.
     """
 
@@ -131,6 +132,7 @@ class SentenceIndex:
         self._ends = [_end_length(each) for each in self.datasets]
         shifts = [np.int64(each.dtype.itemsize.bit_length() - 1) for each in self.datasets]
         self._shifts = shifts[0], shifts[-1]
+        self.num_tokens = 0
         self._begins, state = self._pack()
         self.num_windows = len(self._begins) - 1
         self.empty, self.too_long = int(state[_EMPTY]), int(state[_TOO_LONG])
@@ -162,6 +164,9 @@ class SentenceIndex:
         for first in range(0, len(self.dataset), _CHUNK):
             lengths = [each.read_lengths(first, first + _CHUNK) for each in self.datasets]
             sides = self._sides(lengths)
+            texts = [side.astype(np.int64) - end for side, end in zip(lengths, self._ends, strict=True)]
+            kept = np.logical_and.reduce([(text > 0) & (text <= self.longest) for text in texts])
+            self.num_tokens += int(lengths[0][kept].sum(dtype=np.int64))
             sizes = self.longest, self.overhead, self.row_length
             begins.append(scratch[: _pack_chunk(sides, first, *sizes, state, scratch)].copy())
         return np.concatenate([*begins, [len(self.dataset)]]).astype(np.int64, copy=False), state

@@ -17,6 +17,11 @@ def check_together(config: Config) -> None:
     """Raise ConfigError naming the value, the rule that it breaks, and the remedy."""
     _check_steps(config)
     _check_objectives(config)
+    train = config.data.train
+    check(
+        bool(config.phases) or not train or any(corpus.weight > 0 for corpus in train),
+        "all corpora of data.train have weight 0, so there is nothing to read; give one a weight above 0.",
+    )
     _check_lengths(config)
     _check_heads(config)
     _check_fillings(config)

@@ -65,11 +65,13 @@ class ScheduleConfig:
     )
 
     def __post_init__(self) -> None:
-        own = (self.kind, self.warmup_steps, self.decay_steps, self.min_lr_ratio)
+        defaults = {"kind": "cosine", "warmup_steps": 0, "decay_steps": None, "min_lr_ratio": 0.1}
+        beside = {key: getattr(self, key) for key, value in defaults.items() if getattr(self, key) != value}
         check(
-            not self.parts or own == ("cosine", 0, None, 0.1),
-            f"schedule.parts is set beside kind, warmup_steps, decay_steps or min_lr_ratio {own}; parts say all: leave "
-            "those of schedule out.",
+            not self.parts or not beside,
+            "schedule.parts say all, but schedule has also "
+            f"{', '.join(f'{key} {value}' for key, value in beside.items())}; leave that out, or, where a file sets "
+            "it, write schedule={} before schedule.parts=... on the command line.",
         )
         if self.parts:
             first = self.parts[0]

@@ -25,6 +25,21 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over("phases=[{}]", "task={name: x, kind: classification, reader: jsonl, train: a, labels: [a, b]}"),
         ("phases is set with a task", "set it to []"),
     ),
+    "weights of no corpus": (
+        over("data.train=[{prefix: a, weight: 0}]"),
+        ("all corpora of data.train have weight 0", "above 0"),
+    ),
+    "weights of no corpus in a phase": (
+        over("data.train=[{prefix: a}]", "phases=[{steps: 2}, {weights: {a: 0}}]"),
+        ("phases[1]: all corpora of data.train have weight 0",),
+    ),
+    "parts beside a schedule": (
+        over(
+            "schedule={kind: constant, warmup_steps: 9}",
+            "schedule.parts=[{kind: linear, steps: 3, start: 0, end: 1}]",
+        ),
+        ("schedule has also kind constant, warmup_steps 9", "schedule={} before schedule.parts"),
+    ),
     "uneven ramp": (
         over("batch.ramp={start: 1, by: 1, samples: 9}"),
         ("batch.ramp has start 1 and by 1", "multiples of batch.micro_batch_size", "batch.global_batch_size"),

@@ -239,7 +239,9 @@ def test_weights_of_a_run_without_phases_change_by_a_phase(corpus, settings, tmp
     assert corpora == [{0}, {0, 1}]
     events = [json.dumps(event) for _, event in history(longer)]
     assert sum("changed for later steps: phases" in event for event in events) == 1
-    assert sum("changed for later steps: data.train" in event for event in events) == 1
+    assert (
+        sum("changed for later steps: data.train[1]: None -> {'prefix': " in event for event in events) == 1
+    )
 
 
 def test_a_decay_branches_off_from_a_checkpoint(settings, tmp_path):

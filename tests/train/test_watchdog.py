@@ -212,6 +212,13 @@ def test_an_interpreter_that_does_not_end_is_ended(tmp_path):
     assert done.returncode == ExitStatus.CRASHED and "Timeout (0:00:01" in done.stderr
 
 
+def test_work_that_is_done_keeps_its_status_where_leaving_hangs(tmp_path):
+    program = "dog.done(75); dog.enter(Section.EXIT); threading.Thread(target=time.sleep, args=(60,)).start()"
+    done = start(tmp_path, program)
+    assert done.returncode == ExitStatus.STOPPED
+    assert done.stderr == "rank 0 has done its work, but not left in 1 s; it is ended\n"
+
+
 def test_sections_that_keep_within_their_limits_are_left_alone(tmp_path):
     (tmp_path / "config.yaml").touch()  # the run has begun
     # 3.6 s in steps of 0.6 s, under a limit of 3 s: it starts again with each section

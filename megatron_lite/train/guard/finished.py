@@ -6,7 +6,9 @@ a start with settings that make another run is refused.
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -92,7 +94,8 @@ def different_run(checkpoint: Checkpoint, config: Config) -> list[str]:
     return [
         f"{key}: {old} -> {new}"
         for key, old, new in changed(to_tree(recorded), to_tree(config))
-        if not key.startswith(same) and (key not in paths or _absolute(old) != _absolute(new))
+        if not key.startswith(same)
+        and (re.sub(r"\[\d+\]", "[]", key) not in paths or _absolute(old) != _absolute(new))
     ]
 
 
@@ -111,10 +114,25 @@ def _contents(config: Config) -> list[tuple[Any, ...]] | None:
 def changed(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
     """(dotted key, old value, new value) of each difference between two trees of settings.
 
-    Sections of objectives that one tree lacks are none: `objectives` tells, and former versions recorded all.
+    Of lists of sections, such as phases, those that differ, by their place; what is new or gone has its settings in
+    force. Sections of objectives that one tree lacks are none: `objectives` tells, and former versions recorded all.
     """
     if isinstance(before, Mapping) and isinstance(after, Mapping):
         for key in sorted({*before, *after}):
             yield from changed(before.get(key), after.get(key), f"{path}{key}.")
+    elif _are_sections(before) and _are_sections(after):
+        for number, (old, new) in enumerate(itertools.zip_longest(before, after)):
+            place = f"{path.rstrip('.')}[{number}]"
+            if old is None or new is None:
+                yield (
+                    place,
+                    *(each and {key: value for key, value in each.items() if value} for each in (old, new)),
+                )
+            else:
+                yield from changed(old, new, f"{place}.")
     elif before != after and path.rstrip(".") not in OBJECTIVES:
         yield path.rstrip("."), before, after
+
+
+def _are_sections(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(each, Mapping) for each in value)

@@ -57,6 +57,7 @@ def together(
     try:
         with watchdog.name_dead_ranks():
             status = work(context)
+        watchdog.done(status)
     finally:
         control.enter(Phase.OVER)  # launchers repeat their signals while ranks leave one after the other
         watchdog.enter(Section.EXIT)  # leaving may hang too, above all after an error

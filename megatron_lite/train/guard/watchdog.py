@@ -38,7 +38,9 @@ from megatron_lite.train.guard.lease import Lease
 
 TICK_SECONDS = 0.5
 BACKSTOP_SECONDS = 30.0  # after the limit, for the timer that needs no interpreter
-EXIT_SECONDS = 60.0  # limit of leaving the process group and ending the interpreter
+EXIT_SECONDS = (
+    300.0  # limit of leaving the process group and ending the interpreter, on a starved machine too
+)
 CLOCKS_DIFFER_SECONDS = 60.0  # between the machines of a run, and between the starts of its ranks
 DEATH_SECONDS = 10.0  # from a broken connection until the process at its other end is seen to be dead
 OTHERS_SECONDS = 1.5  # from our own alarm until the others' last heartbeats are read
@@ -86,6 +88,7 @@ class Watchdog:
         self._heartbeat_seconds = heartbeat_seconds
         self._lease = lease
         self._has_joined = False
+        self._status: int | None = None
         self._started = time.time()
         self._here = _Here(Section.SETUP, "", 0, 0, time.monotonic())
         self._beside: _Here | None = None
@@ -110,6 +113,10 @@ class Watchdog:
         """Name a place within the section."""
         here = self._here
         self._here = _Here(here.section, place, here.step, here.passed + 1, here.since)
+
+    def done(self, status: int) -> None:
+        """The work has ended with a status, which leaving does not change, however long it takes."""
+        self._status = status
 
     def joined(self) -> None:
         """All ranks have met, so the run's directory belongs to this start: heartbeats may be written."""
@@ -136,11 +143,23 @@ class Watchdog:
             if self._has_joined and now >= next_beat and self._beat():
                 next_beat = now + self._heartbeat_seconds
             if self._closed.wait(TICK_SECONDS):
-                # The interpreter stops this thread before it ends; the timer continues.
-                faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True, file=2)
+                self._watch_the_end()
                 return
             # Every tick restarts the timer, so it only fires if the ticks stop.
             faulthandler.dump_traceback_later(max(left, 0.0) + BACKSTOP_SECONDS, exit=True, file=2)
+
+    def _watch_the_end(self) -> None:
+        # The interpreter stops this thread before it ends; the timer continues.
+        if self._status is None:
+            faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True, file=2)
+            return
+        faulthandler.dump_traceback_later(EXIT_SECONDS + BACKSTOP_SECONDS, exit=True, file=2)
+        time.sleep(EXIT_SECONDS)
+        os.write(
+            2,
+            f"rank {self._rank} has done its work, but not left in {EXIT_SECONDS:g} s; it is ended\n".encode(),
+        )
+        os._exit(self._status)
 
     def _keep_lease(self) -> None:
         holder = self._lease and self._lease.lost_to()

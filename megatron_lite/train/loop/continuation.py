@@ -32,6 +32,8 @@ from megatron_lite.train.observe import version
 
 log = logging.getLogger(__name__)
 
+_SHOWN = 6  # changes in an event
+
 
 def check(config: Config, own: Checkpoint | None) -> None:
     """See `check_beginning` in resume.py. Args: own: the run's newest checkpoint; None = it has `initialize_from`."""
@@ -221,10 +223,13 @@ def changed_plan(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[st
     if not (before.get("phases") or after.get("phases")):
         return []
     old, new = ({**tree, "phases": tree.get("phases") or []} for tree in (before, after))
-    keys = ("phases", "data.train")
-    return [
-        f"changed for later steps: {change}" for change in config_changes(old, new) if change.startswith(keys)
-    ]
+    changes = config_changes(old, new)
+    events = []
+    for key in ("phases", "data.train"):
+        its = [change for change in changes if change.startswith(f"{key}[")]
+        more = f"; and {len(its) - _SHOWN} more" if len(its) > _SHOWN else ""
+        events += [f"changed for later steps: {'; '.join(its[:_SHOWN])}{more}"] if its else []
+    return events
 
 
 def config_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

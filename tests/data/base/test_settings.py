@@ -163,6 +163,8 @@ def test_values_that_mean_the_right_type_are_taken(key, value, expected):
         ("items", 5, "items must be a list, not 5"),
         ("items", "ab", "items must be a list, not 'ab'; write [{name: ...}]."),
         ("items", ["ab"], "items[0] is a section, but its value is 'ab'; write {name: ...}, or remove it."),
+        ("items", {"name": "a"}, "must be a list, not {'name': 'a'}; put brackets around it: [{'name': 'a'}]."),
+        ("items", [{"name": "a", "inner": {}}], "items[0].inner: inner is a section of the whole run; keys here are"),
         ("items", [{}], "items[0].name is required (what it is called); set it in a file"),
         ("items", [{"name": "a", "wieght": 1}], "items[0].wieght; the nearest valid key is items[0].weight"),
         ("extra", None, "extra must be a mapping, not None; write its keys, or remove it"),
@@ -494,3 +496,17 @@ def test_an_inline_section_has_no_name_of_another_key():
 
     with pytest.raises(AssertionError, match=r"Twice has the keys \{'size'\} twice"):
         build(Twice, {})
+
+
+def test_an_empty_mapping_takes_the_place_of_what_files_set():
+    """Otherwise an override could add to a mapping, but take nothing away."""
+    tree = {"objectives": {"blank_infilling": 1}, "inner": {"a": 1, "b": 2}, "other": {"c": 3}}
+    for text in ("objectives={}", "objectives.masked_lm=1", "inner={a: 5}", "other={}"):
+        tree = merge(tree, parse_override(text))
+    assert tree == {"objectives": {"masked_lm": 1}, "inner": {"a": 5, "b": 2}, "other": {}}
+    given = {}
+    for text in ("x.objectives={}", "x.objectives.masked_lm=1"):
+        given = merge(given, parse_override(text))
+    assert merge({"x": {"objectives": {"old": 1}, "y": 2}}, given) == {
+        "x": {"objectives": {"masked_lm": 1}, "y": 2}
+    }

@@ -1,6 +1,7 @@
 """How much of its corpora a run reads, against the samples themselves."""
 
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -12,13 +13,16 @@ from support.project import small_run
 from data_utils.base.random_streams import derive_seed
 from data_utils.base.settings import merge
 from data_utils.dataset.indexed_dataset import IndexedDataset
+from data_utils.objectives import ObjectiveChoice
+from data_utils.objectives.blank_infilling.config import BlankInfillingConfig
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD
 from data_utils.samples.config import CorpusConfig, DataConfig
-from data_utils.samples.extent import extent
+from data_utils.samples.extent import extent, overlap
 from data_utils.samples.extent_ahead import extent_if_here
-from data_utils.samples.loader import mixtures_of
+from data_utils.samples.loader import mixtures_of, open_datasets
 from data_utils.samples.mixture import Mixture
 from data_utils.samples.sampler import WindowIndex
+from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
 from megatron_lite.config.tree import load_config
 
 
@@ -81,6 +85,17 @@ def test_a_dry_run_tells_it_where_the_corpora_are(corpora, tmp_path):
     for missing in ((CorpusConfig(prefix="absent"),), ()):
         (line,) = extent_if_here(DataConfig(train=missing), 7, 24_000, 8)
         assert line.endswith("is not here, so that epochs are not known")
+
+
+def test_one_data_set_under_two_names_is_warned_of(corpus, tmp_path):
+    copy = tmp_path / "copy"
+    for suffix in (".bin", ".idx", ".json"):
+        shutil.copyfile(f"{corpus / 'corpus_train'}{suffix}", f"{copy}{suffix}")
+    train = tuple(CorpusConfig(prefix=str(prefix)) for prefix in (corpus / "corpus_train", copy))
+    tokenizer = load_tokenizer(TokenizerConfig(kind="bert_wordpiece", path=str(corpus / "vocab.txt")))
+    choices = [ObjectiveChoice("blank_infilling", BlankInfillingConfig())]
+    (warning,) = overlap(open_datasets(DataConfig(train=train), choices, tokenizer, seed=3))
+    assert f"the same tokens twice, as {corpus / 'corpus_train'} and {copy}" in warning
 
 
 def test_each_phase_is_told_as_it_is_dealt(corpora):

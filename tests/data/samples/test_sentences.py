@@ -22,6 +22,7 @@ from data_utils.objectives import ObjectiveChoice
 from data_utils.objectives.optimus import OptimusConfig
 from data_utils.samples import sentences
 from data_utils.samples.config import CorpusConfig, DataConfig
+from data_utils.samples.extent import extent
 from data_utils.samples.loader import open_datasets
 from data_utils.samples.mixture import Mixture
 from data_utils.samples.sentences import SentenceIndex
@@ -174,6 +175,22 @@ def test_what_is_left_out_is_said(tmp_path):
     said = str(SentenceIndex(dataset, LONGEST, OVERHEAD, 20))
     assert said.startswith(f"{tmp_path / 'd'}: 5 sentences in 4 rows of 20 tokens (1.2 a row); left out: ")
     assert said.endswith("2 documents of more than 8 tokens and 1 without text, 37.500% of all")
+
+
+def test_tokens_read_are_those_of_the_sentences_and_long_documents_are_warned_of(tmp_path):
+    """A corpus of whole documents has few that are a sentence."""
+    dataset, _ = dataset_of(tmp_path / "d", [3, 90, 0, 100, 8, 1, 200, 4])
+    index = SentenceIndex(dataset, LONGEST, OVERHEAD, 20)
+    read = sum(
+        len(index.gather_all([(index, np.array([row]), np.array([0]))])[0])
+        for row in range(index.num_windows)
+    )
+    sentences = 4
+    assert index.num_tokens == read + sentences  # their ends
+    whole, *warnings = extent([Mixture([(index, 1.0)], seed=7)], 10 * index.num_windows, 1)
+    assert whole.startswith(f"the whole run reads {10 * index.num_tokens} tokens of text: ")
+    assert warnings[0].startswith(f"warning: 3 of 8 documents of {tmp_path / 'd'} are longer")
+    assert "scripts/split_sentences.py" in warnings[0]
 
 
 def test_no_sentence_at_all_is_an_error(tmp_path):
