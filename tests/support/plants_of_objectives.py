@@ -8,6 +8,7 @@ from support.plants_of_variants import VARIANTS
 MENTIONS = "tests/data/build/test_mentions.py"
 SHIFTED = "tests/data/objectives/test_decoder_inputs.py::test_a_decoder_reads_its_labels_shifted_right"
 PAIRS = "tests/data/build/test_pairs.py"
+WORDS = "tests/data/objectives/test_whole_words.py::test_words_begin_where_the_text_has_them"
 PAIR_CORPORA = "tests/data/samples/test_pair_corpora.py"
 
 OBJECTIVES = (
@@ -167,5 +168,19 @@ OBJECTIVES = (
         "copy_range(row, TOKENS, part_b + 1, end, text, start + first)",
         "copy_range(row, TOKENS, part_b, end, text, start + first)",
         (f"{SHIFTED}[mass]",),
+    ),
+    Plant(
+        "words by `##`, whatever prefix a tokenizer has",
+        "data_utils/text/word_marks.py",
+        "continues = rest and name.startswith(self.mark)",
+        'continues = rest and name.startswith("##")',
+        (f"{WORDS}[wordpiece @@]",),
+    ),
+    Plant(
+        "no word begins after a token that ends one",
+        "data_utils/text/vocabulary.py",
+        "starts[1:] |= self.word_end[tokens[:-1]]",
+        "starts[1:] |= self.word_end[tokens[1:]]",
+        (f"{WORDS}[bpe with a suffix]", f"{WORDS}[byte level]"),
     ),
 )
