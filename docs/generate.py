@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -21,6 +22,7 @@ from data_utils.base.settings_listed import describe
 from megatron_lite.config.coming_from import SOURCES
 from megatron_lite.config.deepspeed_keys import KEYS, Policy
 from megatron_lite.config.tree import Config
+from megatron_lite.hf.files.left_out import BUFFERS, OF_OTHER_CLASSES
 from megatron_lite.hf.published.systems import OF_MODEL, PUBLISHED
 from megatron_lite.train.guard.run_state import MEANINGS
 
@@ -28,6 +30,7 @@ ROOT = house.ROOT
 STATES = ("<!-- the table of states: written by docs/generate.py -->", "<!-- end of the table -->")
 SYSTEMS = ("<!-- the table of systems: written by docs/generate.py -->", STATES[1])
 ARGUMENTS = ("<!-- the tables of arguments: written by docs/generate.py -->", STATES[1])
+LEFT_OUT = ("<!-- the table of what is left out: written by docs/generate.py -->", STATES[1])
 NOTICE = "Written by `python docs/generate.py`; change the code, not this page."
 # What `describe` writes of a setting: its key, then type, range (if it has one) and default in parentheses.
 SETTING = re.compile(
@@ -73,17 +76,22 @@ def checkpoints() -> str:
         rewind = "goes back to a good one" if meaning.rewind else "is refused"
         note = "says so" if meaning.note else ""
         lines.append(f"| {condition} | {meaning.sign} | {meaning.start} | {rewind} | {note} |")
-    return _with_table("checkpoints.md", STATES, lines)
+    text = (ROOT / "docs/checkpoints.md").read_text(encoding="utf-8")
+    return _with_table(text, STATES, lines)
 
 
 def huggingface() -> str:
-    """The page, with its table of the classes that are read and written."""
+    """The page, with its tables of the classes that are read and written, and of the tensors that are left out."""
     lines = ["| class of transformers | `model_type` | `model.system` |", "|---|---|---|"]
     for kind, system in PUBLISHED.items():
         names = [name for name, of_name in OF_MODEL.items() if of_name is system]
-        cells = [", ".join(f"`{name}`" for name in each) for each in (system.classes, [kind], names)]
+        cells = [_listed(each) for each in (system.classes, [kind], names)]
         lines.append(f"| {' | '.join(cells)} |")
-    return _with_table("huggingface.md", SYSTEMS, lines)
+    left_out = ["| tensors | what they are | `model_type` |", "|---|---|---|"]
+    for each in (*BUFFERS, *OF_OTHER_CLASSES):
+        left_out.append(f"| {_listed(each.names)} | {each.what} | {_listed(each.types) or 'any'} |")
+    text = (ROOT / "docs/huggingface.md").read_text(encoding="utf-8")
+    return _with_table(_with_table(text, SYSTEMS, lines), LEFT_OUT, left_out)
 
 
 def coming_from() -> str:
@@ -100,12 +108,16 @@ def coming_from() -> str:
     decided = [(key, row.reason) for key, row in KEYS.items() if row.policy is Policy.OURS]
     lines += ["", "## DeepSpeed's JSON", "", "| there | here |", "|---|---|"]
     lines += [f"| `{key}` | {reason} |" for key, reason in decided]
-    return _with_table("coming_from.md", ARGUMENTS, lines)
+    text = (ROOT / "docs/coming_from.md").read_text(encoding="utf-8")
+    return _with_table(text, ARGUMENTS, lines)
 
 
-def _with_table(name: str, marks: tuple[str, str], lines: list[str]) -> str:
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _with_table(text: str, marks: tuple[str, str], lines: list[str]) -> str:
     """A page with these lines between its marks."""
-    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
     before = text.index(marks[0]) + len(marks[0])
     return "\n".join([text[:before], *lines, text[text.index(marks[1], before) :]])
 

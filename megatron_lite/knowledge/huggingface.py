@@ -135,7 +135,9 @@ def import_knowledge(
     """
     _refuse_proof(path, verify)
     with new_directory(output) as directory:
-        described, theirs = _described(path), normalized(open_directory(path), SYSTEM, path)
+        described, (theirs, problems) = _described(path), normalized(open_directory(path), SYSTEM)
+        if problems:
+            raise CheckpointError(f"{path}: {' '.join(problems)}")
         of_bert = {name: value for name, value in described.items() if name not in ("layer_types", HEADS)}
         settings = model_settings(SYSTEM, of_bert, theirs, path) | {"sentence_classes": 2}
         check_sizes(path, settings, theirs, ERNIE_CONFIG)

@@ -201,7 +201,8 @@ RELEASED: dict[str, Released] = {
         for name in ("t5", "t5_1_1", "mt5")
     },
     "t5, of its first release": Released(
-        "t5", "the class's first name: transformers 2.3; believed", fields={"architectures": ["T5WithLMHeadModel"]},
+        "t5", "the class's first name: copies of t5-small's first configuration in public repositories",
+        fields={"architectures": ["T5WithLMHeadModel"]},
         absent=("model_type",),
     ),
     **{name: _llama(name) for name in ("llama", "mistral", "qwen2", "qwen3", "eurobert")},

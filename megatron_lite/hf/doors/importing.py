@@ -9,6 +9,7 @@ that pad a vocabulary.
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -39,6 +40,8 @@ from megatron_lite.hf.files.described import (
     released_layout,
 )
 from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
+from megatron_lite.hf.files.left_out import lines as left_out_lines
+from megatron_lite.hf.files.left_out import reason
 from megatron_lite.hf.files.recipe import read_recipe
 from megatron_lite.hf.files.weights import (
     METADATA,
@@ -61,6 +64,8 @@ from megatron_lite.hf.published.usual import with_sizes
 from megatron_lite.knowledge.huggingface import import_knowledge, is_knowledge
 from megatron_lite.model.trunk.counts import parameter_shapes
 from megatron_lite.optimus.huggingface import import_optimus, is_optimus
+
+log = logging.getLogger(__name__)
 
 _GLM_TYPES = ("glm", GLMConfig.model_type)
 
@@ -114,9 +119,13 @@ def import_megatron(
 def open_source(path: Path) -> Source:
     """A Hugging Face directory. The tensors' names decide its layout, since other models have the type "glm" too."""
     described, weights = read_described(path), open_directory(path)
-    if not any(name.endswith(WORDS) for name in weights.shapes):
-        if described.get("model_type") not in _GLM_TYPES and not released.is_released(weights):
-            raise unsupported(path, described)
+    is_own = any(name.endswith(WORDS) for name in weights.shapes)
+    if not (is_own or described.get("model_type") in _GLM_TYPES or released.is_released(weights)):
+        raise unsupported(path, described)
+    buffers = {name: why for name in weights.buffers if (why := reason(name, "glm", ""))}
+    for line in left_out_lines(buffers, "a GLM", weights.doubles):
+        log.warning("%s: %s", path, line)
+    if not is_own:
         shards = [released.without_prefix(weights, path)]
         return _released_source(path, shards, released_layout(path, described))
     prefix = next(name for name in weights.shapes if name.endswith(WORDS)).removesuffix(WORDS)

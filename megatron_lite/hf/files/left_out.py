@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 
@@ -95,6 +95,24 @@ def reason(name: str, model_type: str, prefix: str) -> tuple[str, str] | None:
     return None
 
 
+def lines(left_out: Mapping[str, tuple[str, str]], reader: str, doubles: Collection[str]) -> Iterator[str]:
+    """What an import says of tensors that it does not take as they are.
+
+    Args:
+        left_out: name -> what `reason` says of it.
+        reader: whose parts they are not.
+        doubles: names of those in fp64.
+    """
+    kinds: dict[str, list[str]] = {}
+    for what, shown in left_out.values():
+        kinds.setdefault(what, []).append(shown)
+    for what, names in kinds.items():
+        distinct = ", ".join(dict.fromkeys(names))
+        yield f"left out: {distinct} ({len(names)}): {what}; {reader} does not use them"
+    if doubles:
+        yield f"{len(doubles)} tensors are of fp64; they are rounded to fp32"
+
+
 _NUMBERED = re.compile(r"(.*?\.)(\d+)(\..*)")
 _MOST_OF_A_MODULE, _MOST = 3, 12  # names that are listed one by one
 
@@ -111,14 +129,14 @@ def listed(names: Iterable[str]) -> str:
     groups: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for (before, after), numbers in layers.items():
         groups.setdefault((before, tuple(sorted(numbers))), []).append(after)
-    for (before, of_layers), ends in groups.items():
-        whole = f"{before}{_ranges(of_layers)}"
-        if len(ends) > _MOST_OF_A_MODULE:
-            levels = zip(*(each.split(".") for each in ends), strict=False)
+    for (before, numbered), tails in groups.items():
+        whole = f"{before}{_ranges(numbered)}"
+        if len(tails) > _MOST_OF_A_MODULE:
+            levels = zip(*(each.split(".") for each in tails), strict=False)
             same = [level[0] for level in itertools.takewhile(lambda level: len(set(level)) == 1, levels)]
-            found[f"{whole}{'.'.join(same)}.*"] = len(ends) * len(of_layers)
+            found[f"{whole}{'.'.join(same)}.*"] = len(tails) * len(numbered)
         else:
-            found |= {f"{whole}{each}": len(of_layers) for each in ends}
+            found |= {f"{whole}{each}": len(numbered) for each in tails}
     shown = [name if count == 1 else f"{name} ({count})" for name, count in found.items()]
     more = len(shown) - _MOST
     return ", ".join(shown[:_MOST]) + (f" and {more} more" if more > 0 else "")

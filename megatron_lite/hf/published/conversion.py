@@ -30,6 +30,7 @@ from megatron_lite.hf.files.described import (
     quiet,
     read_described,
 )
+from megatron_lite.hf.files.left_out import lines as left_out_lines
 from megatron_lite.hf.files.left_out import listed, reason
 from megatron_lite.hf.files.published_form import SAME, Field, Form, System
 from megatron_lite.hf.files.weights import WORDS, Weights, open_directory, open_safetensors, shape_problems
@@ -48,6 +49,7 @@ from megatron_lite.hf.published.recognition import (
     body_class,
     completed,
     has_head,
+    head_modules,
     is_body,
     stem,
     system_in,
@@ -172,13 +174,14 @@ def with_second_names(theirs: Weights, system: System, config: ModelConfig) -> W
     return theirs.renamed(names)
 
 
-def normalized(weights: Weights, system: System, path: Path, is_tied: bool = True) -> Weights:
+def normalized(weights: Weights, system: System, is_tied: bool = True) -> tuple[Weights, list[str]]:
     """Tensors of files of all ages under today's names: former names, missing prefixes, duplicates of tied weights.
 
     Args: is_tied: whether `system.ties` hold.
 
-    Raises: CheckpointError for a tie whose ends differ.
+    Returns: them, and a sentence on each value that the model here cannot have, such as a tie whose ends differ.
     """
+    problems = []
     names = {_todays_name(name): name for name in weights.shapes}
     heads = {row.theirs[0].split(".")[0] for row in system.rows} - {system.prefix.rstrip(".")}
     heads |= {found.classifier.split(".")[0] for found in TASK_CLASSES.get(system.model_type, {}).values()}
@@ -198,14 +201,14 @@ def normalized(weights: Weights, system: System, path: Path, is_tied: bool = Tru
             if second == system.optional.get("tie_word_embeddings"):
                 names[second] = old
                 continue
-            raise CheckpointError(
-                f"{path}: {second} differs from {first}, to which it is tied in a {system.model_type}; an untied head "
-                "cannot be imported."
+            problems.append(
+                f"{second} differs from {first}, to which it is tied in a {system.model_type}; an untied head cannot "
+                "be imported."
             )
     for name in system.zeros:
         if name in names and weights.read(names.pop(name)).any():
-            raise CheckpointError(f"{path}: {name} is not zero, which the model here cannot express.")
-    return weights.renamed(names)
+            problems.append(f"{name} is not zero, which the model here cannot express.")
+    return weights.renamed(names), problems
 
 
 def _todays_name(name: str) -> str:
@@ -606,12 +609,13 @@ def open_published(
     check_fields(path, described, system)
     system = with_its_names(system, described, weights.shapes)
     is_tied = not system.may_untie or _their_config(system, described, path).tie_word_embeddings
-    theirs = normalized(weights, system, path, is_tied)
+    theirs, problems = normalized(weights, system, is_tied)
     described, lines = completed(system, described, theirs, path)
     pad = _their_config(system, described, path).pad_token_id
     if isinstance(pad, int):  # if not, it is among the problems
         system = system.padded_with(pad)
-    settings, problems = _settings_and_problems(system, described, theirs, path)
+    settings, of_fields = _settings_and_problems(system, described, theirs, path)
+    problems = [*of_fields, *problems]
     check_sizes(path, settings, theirs)
     others = Weights({}, theirs.read)
     if (path / OTHER_HEADS).exists():
@@ -637,7 +641,8 @@ def open_published(
     theirs, left_out = without_left_out(theirs, parts, system)
     expected = to_theirs(Weights(shapes, theirs.read), parts, None, system).shapes
     expected = {name: shape for name, shape in expected.items() if name not in system.zeros}
-    _require_none(path, [*problems, *_tensor_problems(system, theirs, expected, is_alone=not problems)])
+    problems += _tensor_problems(system, theirs, expected, is_alone=not of_fields)
+    _require_none(path, problems)
     source = PublishedSource(path, system, settings, theirs, parts, others, described, left_out, is_base)
     for line in (*lines, *_notes(source, model)):
         log.warning("%s: %s", path, line)
@@ -669,6 +674,9 @@ def _tensor_problems(
         return []
     whole = "; ".join(problems)
     remedy = "fetch config.json and the weights of one model."
+    modules = tuple(f"{module}." for module in head_modules(system))
+    if not has_head(system, theirs.shapes) and any(name.startswith(modules) for name in expected):
+        remedy += f' A base model comes in where "architectures" is ["{body_class(system)}"].'
     if theirs.shapes.keys() - expected.keys():
         remedy += " What the model computes without can be left out of the file."
     return [f"this describes no model of the weights: {whole}; {remedy}"]
@@ -676,16 +684,9 @@ def _tensor_problems(
 
 def _notes(source: PublishedSource, model: ModelConfig) -> Iterator[str]:
     """What an import does not take as it is."""
-    system, theirs = source.system, source.theirs
+    system = source.system
     class_name = source.class_name or class_of_model(system, model)
-    kinds: dict[str, list[str]] = {}
-    for what, shown_name in source.left_out.values():
-        kinds.setdefault(what, []).append(shown_name)
-    for what, names in kinds.items():
-        distinct = ", ".join(dict.fromkeys(names))
-        yield f"left out: {distinct} ({len(names)}): {what}; the class {class_name} does not use them"
+    yield from left_out_lines(source.left_out, f"the class {class_name}", source.theirs.doubles)
     for name in system.untrained:
         if value := source.described.get(name):
             yield f"{name} is {shown(value)}; it is not trained here: no layer is dropped"
-    if theirs.doubles:
-        yield f"{len(theirs.doubles)} tensors are of fp64; they are rounded to fp32"
