@@ -81,6 +81,10 @@ TABLE = [
         "python pretrain_glm.py --config runs/long/config.yaml",
         "tests/train/test_phases.py: needs a run of 50,000 steps",
     ),
+    Row(
+        "python pretrain_glm.py --config runs/bert/config.yaml",
+        "tests/hf/test_import_as_it_stands.py: needs released weights",
+    ),
     Row("python scripts/profile_step.py", SLOW),
     Row("python scripts/coordinate_check.py", "tests/train/test_mup.py: trains 24 models"),
     Row("python scripts/convert_checkpoint.py import", "tests/hf: needs released weights"),

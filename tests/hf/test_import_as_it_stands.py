@@ -3,12 +3,18 @@
 import json
 import math
 import shlex
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from support.commands import forked
+from support.project import ROOT
 from support.published_files import write_released
 from support.published_tokenizers import SCRIPTS, theirs_of
+
+from data_utils.base.setting_files import load_yaml
+from megatron_lite.hf.published.systems import OF_MODEL
+from megatron_lite.hf.published.usual import with_objective
 
 MASKED = {"masked_lm": {"next_sentence": False}}
 # Case -> sections of its recipe, tokens of a sample, samples of a micro-batch.
@@ -35,6 +41,28 @@ CHOSEN = {
     "xlnet": ({"xlnet": {}}, 512, 8),
 }
 FEW = ("bert", "gpt2", "t5")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_an_import_continues_on_the_objective_of_the_recipe(path):
+    """The first of its objectives, with those settings of its section that the import chooses."""
+    recipe = load_yaml(path)
+    model = {key: value for key, value in recipe["model"].items() if key != "vocab_size"}
+    system, (name, *_) = model.get("system", "glm"), recipe.get("objectives") or ["blank_infilling"]
+    if system not in OF_MODEL or name in (
+        "electra",
+        "unilmv2",
+        "optimus",
+        "ul2",
+        "masked_diffusion",
+        "blank_infilling",
+    ):
+        return  # of a pair, of two stacks, or another use of the architecture
+    chosen = with_objective({"model": model}, SimpleNamespace(special_names={}))
+    assert [*chosen["objectives"]] == [name]
+    given = {key: value for key, value in recipe.get(name, {}).items() if key in chosen[name]}
+    assert given == {key: chosen[name][key] for key in given}
+    assert chosen.get("training", {}).items() <= recipe["training"].items()
 
 
 def line_of(done, beginning):
