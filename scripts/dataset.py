@@ -27,6 +27,7 @@ from data_utils.base.setting_files import shorten
 from data_utils.dataset import verification
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.manifest import tokenizer_name
+from data_utils.dataset.sources import sources_of
 from data_utils.dataset.tools import (
     adopt_dataset,
     length_statistics,
@@ -109,7 +110,6 @@ def inspect(arguments: argparse.Namespace) -> None:
         "largest_id",
         "tokenizer",
         "split",
-        "sources",
         "merged",
         "bad_records",
         "duplicates",
@@ -118,6 +118,9 @@ def inspect(arguments: argparse.Namespace) -> None:
     ):
         if value := manifest.get(key):
             print(f"  {key}: {shorten(described(key, value), TEXT_CHARACTERS)}")
+    if first := next(sources_of(manifest), None):
+        count = sum(1 for _ in sources_of(manifest))
+        print(f"  sources: {count:,}, the first {first[0]} ({first[1]:,} bytes)")
     count = min(arguments.documents, len(dataset))
     numbers = arguments.document or np.linspace(0, len(dataset) - 1, count).astype(int).tolist()
     tokenizer = find_tokenizer(dataset, arguments.tokenizer_path) if numbers else None
@@ -129,8 +132,6 @@ def described(key: str, value: Any) -> str:
     """An entry of a manifest in words."""
     if key == "tokenizer":
         return tokenizer_name(value)
-    if key == "sources" and len(value) > 1:
-        return f"{len(value)}, the first {in_words(value[0])}"
     return in_words(value)
 
 

@@ -38,6 +38,7 @@ from data_utils.build.shards import BuildDirectory
 from data_utils.build.summary import BuildReport, DocumentStatistics
 from data_utils.build.workers import Job, ShardRecord, build_shards, uses_workers
 from data_utils.dataset.manifest import damaged, dataset_path, existing_files, read_manifest
+from data_utils.dataset.sources import described_sources
 from data_utils.dataset.writer import IndexedDatasetWriter, remove_dataset, token_dtype
 from data_utils.text.documents import (
     MAX_EXAMPLES,
@@ -128,6 +129,7 @@ def _start(
     paths = expand_inputs(config.inputs)
     others = expand_inputs(config.evaluation_inputs) if config.evaluation_inputs else []
     check_text_key(config.text_key, [*paths, *others])
+    _sources(paths)  # refuses now what the manifest has no room for, not after hours of work
     reader = open_reader(config, paths)
     prefixes = output_prefixes(config)
     directory = BuildDirectory(config.output)
@@ -412,6 +414,10 @@ def _commit(
     directory.remove()
 
 
+def _sources(paths: Sequence[Path]) -> dict[str, Any]:
+    return described_sources([(str(path), stored_bytes(path)) for path in paths])
+
+
 def _manifest(
     tokenizer: TokenizerFacts, config: BuildConfig, paths: Sequence[Path], counts: RecordCounts
 ) -> dict[str, Any]:
@@ -421,7 +427,7 @@ def _manifest(
         "eos": tokenizer.eos,
         "documents_end_with_eos": tokenizer.eos != NO_TOKEN,
         "tokenizer": {"fingerprint": tokenizer.fingerprint, "config": asdict(tokenizer.config)},
-        "sources": [{"path": str(path), "bytes": stored_bytes(path)} for path in paths],
+        **_sources(paths),
         "text_key": config.text_key,
         "text_split": config.text_split,
         "bad_records": dict(sorted(counts.bad.items())),

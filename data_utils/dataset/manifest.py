@@ -20,6 +20,7 @@ from data_utils.base.checksums import check_entry
 from data_utils.base.errors import DataError
 from data_utils.base.foreign import conform, parse_json, read_bounded
 from data_utils.base.setting_files import shorten, shown
+from data_utils.dataset.sources import Source, SourceGroup
 
 SUFFIXES = (".bin", ".idx", ".json")
 ENTITIES = ".ent"
@@ -50,11 +51,6 @@ class _Entities(TypedDict):
     count: _Count
 
 
-class _Source(TypedDict):
-    path: str
-    bytes: int
-
-
 class _Facts(TypedDict):
     """The fields of a manifest that readers use. The others are for people."""
 
@@ -67,7 +63,8 @@ class _Facts(TypedDict):
     documents_end_with_eos: NotRequired[bool | None]
     tokenizer: NotRequired[_Tokenizer | None]
     bad_records: NotRequired[dict[str, int]]
-    sources: NotRequired[list[_Source]]
+    sources: NotRequired[list[Source]]
+    source_groups: NotRequired[list[SourceGroup]]
     entities: NotRequired[_Entities]
     num_sequences: NotRequired[_Count]  # of an adopted dataset whose sequences are joined to documents
     largest_id: NotRequired[_Count]  # of an adopted dataset
@@ -105,7 +102,8 @@ def manifest_bytes(facts: Mapping[str, Any]) -> bytes:
     facts = {key: value for key, value in facts.items() if key not in _HEADER}
     tree = {"format": _FORMAT, "format_version": _VERSION, "checksum": "", **facts}
     tree["checksum"] = checksum(tree)
-    return json.dumps(tree, indent=2).encode() + b"\n"
+    # With a line for each of a million names it would have twice the size.
+    return json.dumps(tree, indent=None if "source_groups" in tree else 2).encode() + b"\n"
 
 
 def checksum(tree: Mapping[str, Any]) -> str:
@@ -152,6 +150,8 @@ def require_facts(prefix: str | Path, tree: Mapping[str, Any]) -> None:
             check_entry(entry)  # type: ignore[arg-type]
     except ValueError:
         raise damaged(prefix, ".json", "does not hold the checksums of all blocks of its files") from None
+    if any(len(group["names"]) != len(group["bytes"]) for group in facts.get("source_groups", [])):
+        raise damaged(prefix, ".json", "names more or fewer sources than it has sizes of")
     if ("entities" in facts) != (ENTITIES in facts["files"]):
         raise damaged(prefix, ".json", "names entities without their file, or the file alone")
     if facts.get("documents_end_with_eos") and facts.get("eos") is None:

@@ -29,6 +29,7 @@ from data_utils.dataset.manifest import (
     require_facts,
     require_finished,
 )
+from data_utils.dataset.sources import described_sources, sources_of
 from data_utils.dataset.verification import verify
 from data_utils.dataset.writer import IndexedDatasetWriter
 
@@ -131,6 +132,7 @@ def merge_datasets(prefixes: Sequence[str], output: str, overwrite: bool = False
         raise DataError(
             f"dataset {again} is given twice; give each once (a weight in data.train repeats a corpus)."
         )
+    facts = _merged_manifest(datasets)  # refused before the work, if at all
     total = sum(dataset.num_tokens for dataset in datasets)
     with (
         IndexedDatasetWriter(output, first["vocab_size"], of_entities[0] is not None) as writer,
@@ -144,7 +146,7 @@ def merge_datasets(prefixes: Sequence[str], output: str, overwrite: bool = False
                 tokens = dataset.tokens[part]
                 writer.add(tokens, lengths, None if dataset.entities is None else dataset.entities[part])
                 bar.update(len(tokens))
-        writer.finish(_merged_manifest(datasets))
+        writer.finish(facts)
     return IndexedDataset(output)
 
 
@@ -172,7 +174,7 @@ def _merged_manifest(datasets: Sequence[IndexedDataset]) -> dict[str, Any]:
             }
             for dataset, manifest in zip(datasets, manifests, strict=True)
         ],
-        "sources": [source for manifest in manifests for source in manifest.get("sources", [])],
+        **described_sources([source for manifest in manifests for source in sources_of(manifest)]),
         "bad_records": dict(sorted(bad.items())),
     }
 

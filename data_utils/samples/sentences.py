@@ -24,6 +24,7 @@ from numba import njit
 
 from data_utils.base.errors import DataError
 from data_utils.dataset.indexed_dataset import IndexedDataset
+from data_utils.dataset.sources import sources_of
 
 _CHUNK = 1 << 20  # documents
 _ROWS, _USED, _EMPTY, _TOO_LONG = range(4)  # of the state of `_pack_chunk`
@@ -237,7 +238,7 @@ def _first_difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> st
     if first.get("adopted") or second.get("adopted"):
         return None
     sources = [
-        [f"{Path(source['path']).name} ({source['bytes']} bytes)" for source in manifest.get("sources", [])]
+        [f"{Path(path).name} ({size} bytes)" for path, size in sources_of(manifest)]
         for manifest in (first, second)
     ]
     for number, (a, b) in enumerate(zip_longest(*sources, fillvalue="none")):
