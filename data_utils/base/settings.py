@@ -216,7 +216,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 def parse_override(text: str) -> dict[str, Any]:
     """`model.num_layers=4` as a nested mapping. The value is YAML, so lists and null can be written.
 
-    A mapping merges with what is there. `{}` empties it: `objectives={} objectives.masked_lm=1`.
+    A mapping merges with what is there. `{}` empties it: `objectives={}`, then `objectives={masked_lm: 1}`.
     """
     key, equals, value = text.partition("=")
     if not equals or not key or key.count(".") >= MAX_DEPTH:
