@@ -217,7 +217,7 @@ def parse_override(text: str) -> dict[str, Any]:
     """`model.num_layers=4` as a nested mapping. The value is YAML, so lists and null can be written.
 
     A # after a space begins no comment, which nobody writes on a command line: `run.directory=runs/a #1` is that name.
-    A mapping merges with what is there. `{}` empties it: `objectives={} objectives.masked_lm=1`.
+    A mapping merges with what is there. `{}` empties it: `objectives={}`, then `objectives={masked_lm: 1}`.
     """
     key, equals, value = text.partition("=")
     if not equals or not key or key.count(".") >= MAX_DEPTH:

@@ -144,6 +144,11 @@ def meeting_place(launch: Launch) -> tuple[str, int, bool]:
     return address, 0, makes_it  # any free one, so that two runs by hand do not collide
 
 
+def attempt() -> str:
+    """How often torchrun has started the ranks again; its store outlives them."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
 def _share_of_cores() -> int | None:
     """Cores per rank of this node, since under deepspeed every rank would use a thread for every core.
 

@@ -11,19 +11,18 @@ import contextlib
 import datetime
 import json
 import logging
-import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from data_utils.base.errors import ConfigError, ExitStatus, UserError
 from data_utils.base.foreign import conform_to, parse_json
 from data_utils.base.setting_files import one_line, shorten
-from megatron_lite.parallel.launch import Launch, check_port_is_free, meeting_place, report_status
+from megatron_lite.parallel.launch import Launch, attempt, check_port_is_free, meeting_place, report_status
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -214,7 +213,7 @@ def _say(error: UserError, own: Leaver | None = None) -> None:
     print(f"error: {place}{error}", file=sys.stderr, flush=True)
 
 
-def _ticks(seconds: float = float("inf")) -> Any:
+def _ticks(seconds: float = float("inf")) -> Iterator[None]:
     """Yield at once and again after pauses, for some seconds."""
     begin, pause = time.monotonic(), _TICK_SECONDS[0]
     while time.monotonic() - begin < seconds:
@@ -255,4 +254,4 @@ def _open(launch: Launch, timeout_seconds: float, patient: bool = True) -> Store
             f"port {port} is in use on {socket.gethostname()}, perhaps by another run; choose one with --master_port "
             "of the launcher, or MASTER_PORT."
         ) from None
-    return PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return PrefixStore(f"start {attempt()}", store)

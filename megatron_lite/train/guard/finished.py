@@ -124,10 +124,7 @@ def changed(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, Any,
         for number, (old, new) in enumerate(itertools.zip_longest(before, after)):
             place = f"{path.rstrip('.')}[{number}]"
             if old is None or new is None:
-                yield (
-                    place,
-                    *(each and {key: value for key, value in each.items() if value} for each in (old, new)),
-                )
+                yield place, _in_force(old), _in_force(new)
             else:
                 yield from changed(old, new, f"{place}.")
     elif before != after and path.rstrip(".") not in OBJECTIVES:
@@ -136,3 +133,8 @@ def changed(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, Any,
 
 def _are_sections(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(each, Mapping) for each in value)
+
+
+def _in_force(section: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """What a section of a list sets."""
+    return None if section is None else {key: value for key, value in section.items() if value}
