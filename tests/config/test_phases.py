@@ -98,7 +98,7 @@ def test_what_is_skipped_counts_in_the_phase_that_meets_it():
         (
             [],
             {"schedule": {"parts": [LINEAR, {"kind": "constant", "tokens": 64 * 8 * 8}]}},
-            ["warmup_steps", "('cosine', 2, None, 0.1)", "leave those of schedule out"],
+            ["has also warmup_steps 2", "schedule={} before schedule.parts"],
         ),
         ([], in_parts(LINEAR, {"kind": "constant", "steps": 8}), ["have 10 steps", "training.steps is 9"]),
         ([], in_parts(LINEAR, {"kind": "constant", "tokens": 64 * 8 * 7 + 1}), ["have 10 steps"]),

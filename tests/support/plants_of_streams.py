@@ -66,8 +66,8 @@ STREAMS = tuple(
         ),
         (
             "places after the short window found as before it",
-            "start // each if start < after_short else",
-            "start // each if start >= 0 else",
+            "position < self._begin(self.short + 1)",
+            "position >= 0",
         ),
         (
             "a window of a leftover read from its beginning again",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_lite.config.sections import BatchConfig, ParallelConfig
-from megatron_lite.config.tree import load_config, require_validation
+from megatron_lite.config.tree import load_config, require_objectives, require_validation
 from support.configs import tiny
 from support.project import ROOT
 
@@ -505,5 +505,9 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         ("loss_normalization is mean_of_means with a task", "set it to global_tokens"),
     ),
     "seed of fine-tuning": (over("finetune.seeds=[1, -2]"), ("finetune.seeds has -2", "from 0 to 2^63")),
+    "objective of a package": (
+        lambda: require_objectives({"objectives": {"mine": 1}}, {"packages": {"mine": "theirs 1.0"}}),
+        ("objective mine is that of the package theirs 1.0", "install it"),
+    ),
     "seed twice": (over("finetune.seeds=[3, 3]"), ("finetune.seeds (3, 3) names a seed twice",)),
 }
