@@ -10,16 +10,16 @@ import torch
 import torch.nn.functional as F
 import transformers
 import yaml
+from support.class_tuning import classification_loss, initial_head, tuned_losses
 from support.distributed import run_ranks
 from support.published import random_model
 from support.tasks import write_lines
 from support.tokenizer_files import write_bert
 
-from data_utils.base.planes import SEGMENT_IDS, TARGETS, TOKENS, WEIGHTS
+from data_utils.base.planes import TARGETS, TOKENS, WEIGHTS
 from data_utils.base.settings import merge
 from data_utils.tasks.layouts.collate import collate
 from megatron_lite.finetune.checkpoints import evaluate
-from megatron_lite.finetune.data import TaskData
 from megatron_lite.finetune.run import finetune
 from megatron_lite.finetune.setup import load_tree, prepare
 from megatron_lite.generate.open_run import load_run
@@ -28,9 +28,6 @@ from megatron_lite.hf.doors.importing import import_directory
 from megatron_lite.hf.glm.modeling_glm import GLMForMultipleChoice, GLMForSequenceClassification
 from megatron_lite.hf.published.heads import TASK_CLASSES
 from megatron_lite.hf.published.proof import encoder_decoder_inputs, in_rows
-from megatron_lite.model.trunk.glm import GLM
-from megatron_lite.model.trunk.initial_weights import initialize_parameters
-from megatron_lite.train.loop.lr_schedule import learning_rate
 from megatron_lite.train.observe.records import read_metrics
 
 STEPS, BATCH, LR, DECAY, WARMUP = 50, 8, 1e-3, 0.05, 5
@@ -115,37 +112,6 @@ def ours(context, run_config, directory, kind, smoothing, start, steps=STEPS):
     return [record["loss"] for record in records if record["kind"] == "train"]
 
 
-def theirs(model, task, loss_of):
-    named = dict(model.named_parameters())
-    plain = [p for name, p in named.items() if name.endswith(".bias") or "norm" in name.lower()]
-    decay = [p for p in named.values() if not any(p is other for other in plain)]
-    groups = [{"params": decay, "weight_decay": DECAY}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98), eps=1e-6)
-    data, losses = TaskData(task.train, task.renderer, 7), []
-    for step in range(1, STEPS + 1):
-        samples = [data.sample(number) for number in range((step - 1) * BATCH, step * BATCH)]
-        loss = loss_of(model, samples)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(
-                step, peak=LR, kind="linear", warmup_steps=WARMUP, decay_steps=STEPS, min_lr_ratio=0.0
-            )
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def of_classes(model, samples):
-    planes, parts = collate(samples)
-    tokens = torch.from_numpy(planes[:, TOKENS].astype(np.int64))
-    inputs = {"input_ids": tokens, "attention_mask": torch.from_numpy((planes[:, 5] >= 0).astype(np.int64))}
-    if type(model).__name__.startswith(("Bert", "Electra")):
-        inputs["token_type_ids"] = torch.from_numpy(planes[:, SEGMENT_IDS].astype(np.int64))
-    return model(**inputs, labels=torch.from_numpy(parts.targets)).loss
-
-
 def of_choices(model, samples):
     """GLMForMultipleChoice takes a sample with all its choices."""
     total = 0.0
@@ -176,14 +142,6 @@ def of_targets(model, samples):
     return F.cross_entropy(logits[rows], tensors[:, TARGETS][rows], label_smoothing=0.1)
 
 
-def initial_head(task):
-    """The weights with which our head begins."""
-    model = GLM(task.config.model)
-    initialize_parameters(model.named_parameters(), task.config.model, 7)
-    assert model.heads.task is not None
-    return model.heads.task
-
-
 @pytest.mark.parametrize("kind", ["classification", "cloze"])
 def test_glm_is_tuned_as_its_exported_classes(tmp_path, kind):
     """They begin with the same export."""
@@ -206,8 +164,8 @@ def test_glm_is_tuned_as_its_exported_classes(tmp_path, kind):
     else:
         model = GLMForSequenceClassification.from_pretrained(tmp_path / "export", num_labels=3)
         model.score.load_state_dict(initial_head(task).classifier.state_dict())
-        loss_of = of_classes
-    expected = theirs(model.eval(), task, loss_of)
+        loss_of = classification_loss
+    expected = tuned_losses(model.eval(), task, STEPS, loss_of)
     (actual,) = run_ranks(ours, 1, config, tmp_path, kind, 0.0, start)
     np.testing.assert_allclose(actual, expected, rtol=TOLERANCE)
     assert np.mean(expected[-10:]) < np.mean(expected[:10]) - 0.02  # it learns
@@ -241,11 +199,11 @@ def test_published_systems_are_tuned_as_their_own_classes(tmp_path, case):
         if case == "deberta-v2":
             model.pooler.dense.load_state_dict(initial_head(task).pooler.state_dict())
         classifier.load_state_dict(initial_head(task).classifier.state_dict())
-        loss_of = of_classes
+        loss_of = classification_loss
     else:
         described = json.loads((original / "config.json").read_text())
         model, loss_of = random_model("t5", std=0.05, vocab_size=described["vocab_size"]), of_targets
-    expected = theirs(model.eval(), task, loss_of)
+    expected = tuned_losses(model.eval(), task, STEPS, loss_of)
     (actual,) = run_ranks(ours, 1, tmp_path / "run/config.yaml", tmp_path, kind, smoothing, tmp_path / "run")
     np.testing.assert_allclose(actual, expected, rtol=TOLERANCE)
     learnt = 0.005 if case == "electra" else 0.02  # its new layer has a small output at first

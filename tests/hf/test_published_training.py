@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 
 import numpy as np
 import pytest
-import torch
-import torch.nn.functional as F
 from support import recipes
+from support.class_losses import trained_losses
 from support.distributed import run_ranks
-from support.published import random_model, xlnet_logits
+from support.published import random_model
 from support.published_tokenizers import write_files
 from support.tokenizer_files import BYTE_SYMBOLS, byte_bpe_json, write_bert, write_gpt2
 
-from data_utils.base.planes import (
-    DOC,
-    GRP,
-    OBJECTIVE,
-    ORD,
-    POSITION_IDS,
-    SEGMENT_IDS,
-    TARGETS,
-    TOKENS,
-    WEIGHTS,
-)
+from data_utils.base.planes import OBJECTIVE, WEIGHTS
 from data_utils.base.setting_files import load_yaml
 from data_utils.base.settings import build
 from data_utils.objectives import LOSSES, OBJECTIVES, make_one
@@ -37,9 +25,6 @@ from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.generate.open_run import open_run
 from megatron_lite.hf.doors.importing import import_directory
-from megatron_lite.hf.published.proof import encoder_decoder_inputs, in_rows, padded
-from megatron_lite.hf.published.systems import PUBLISHED
-from megatron_lite.model.attention.layout import allowed
 from megatron_lite.model.input.batch import Batch
 from megatron_lite.train.engine.plain import make_engine
 
@@ -76,7 +61,6 @@ OF_BYTES = {  # their tokenizers, of bytes: transformers reads no other files fo
         for key in ("modernbert", "modernbert_decoder", "deberta_v3")
     },
 }
-SENTENCE_LOSSES = [loss.number for loss in LOSSES if loss.sentence_level]
 # fp32: 50 steps add up the rounding of sums in another order.
 TOLERANCE = 1e-4
 
@@ -144,100 +128,6 @@ def ours(context, run, batches):
     return losses
 
 
-def theirs(model, batches):
-    settings = TREE["optimizer"]
-    named = dict(model.named_parameters())
-    plain = [
-        p for name, p in named.items() if name.endswith(".bias") or "norm" in name.lower() or ".ln_" in name
-    ]
-    decay = [p for p in named.values() if not any(p is other for other in plain)]
-    groups = [
-        {"params": decay, "weight_decay": settings["weight_decay"]},
-        {"params": plain, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, settings["beta2"]), eps=settings["eps"])
-    losses = []
-    for planes in batches:
-        tensors = torch.from_numpy(planes.astype(np.int64))
-        logits, inputs = outputs(model, planes)
-        labelled = planes[:, WEIGHTS] != 0
-        is_sentence = labelled & np.isin(planes[:, OBJECTIVE], SENTENCE_LOSSES)
-        rows = torch.from_numpy(labelled & ~is_sentence)
-        loss = F.cross_entropy(logits[rows], tensors[:, TARGETS][rows], reduction="sum")
-        if is_sentence.any():
-            # A row can hold several texts, each with a CLS; the class looks at the first one only.
-            loss = loss + sentence_loss(model, tensors, torch.from_numpy(is_sentence), inputs)
-        loss = loss / int(labelled.sum())
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), settings["clip_grad_norm"])
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def outputs(model, planes):
-    """Logits of a batch in the places of its tokens [B, S, V], and the inputs of the class."""
-    if model.config.is_encoder_decoder:
-        inputs = encoder_decoder_inputs(planes)
-        return in_rows(model(**inputs).logits, planes), inputs
-    if "perm_mask" in inspect.signature(model.forward).parameters:
-        return xlnet_logits(model, planes)[0], {}
-    if hasattr(model.config, "position_buckets"):
-        return documents_alone(model, planes), {}
-    tensors = torch.from_numpy(planes.astype(np.int64))
-    visible = torch.from_numpy(allowed(planes[:, DOC], planes[:, ORD], planes[:, GRP]))
-    sees_nothing = ~visible.any(-1, keepdim=True)  # padding, which may see itself
-    visible |= torch.eye(visible.shape[1], dtype=torch.bool) & sees_nothing
-    inputs = {
-        "input_ids": tensors[:, TOKENS],
-        "attention_mask": by_layers(visible[:, None], planes, model.config),
-        "position_ids": tensors[:, POSITION_IDS] + skipped_positions(model.config),
-    }
-    if hasattr(model.config, "type_vocab_size"):  # GPT-2's class takes types as well, and adds a word of each
-        inputs["token_type_ids"] = tensors[:, SEGMENT_IDS]
-    out = model(**inputs)
-    return (out["logits"] if "logits" in out else out["prediction_logits"]), inputs
-
-
-def documents_alone(model, planes):
-    """Logits of a class that takes no mask of pairs, whose texts are rows of their own: [B, S, V]."""
-    texts = [
-        (row, np.flatnonzero(documents == number))
-        for row, documents in enumerate(planes[:, DOC])
-        for number in set(documents[documents >= 0])
-    ]
-    ids, mask = padded([planes[row, TOKENS, places] for row, places in texts], 0, "right")
-    logits = model(input_ids=ids, attention_mask=mask).logits
-    whole = logits.new_zeros(*planes[:, DOC].shape, logits.shape[-1])
-    for (row, places), found in zip(texts, logits, strict=True):
-        whole[row, places] = found[: len(places)]
-    return whole
-
-
-def by_layers(visible, planes, config):
-    """The mask, bool [B, 1, S, S], or one for each kind of layer."""
-    if not hasattr(config, "local_attention"):
-        return visible
-    position = torch.from_numpy(planes[:, None, POSITION_IDS].astype(np.int64))
-    distance = position[..., None] - position[..., None, :]
-    is_decoder = config.model_type == "modernbert-decoder"
-    near = (distance.abs() <= config.local_attention // 2) & (
-        distance < config.local_attention // 2 + (not is_decoder)
-    )
-    return {"full_attention": visible, "sliding_attention": visible & near}
-
-
-def skipped_positions(config):
-    return PUBLISHED[config.model_type].padded_with(config.pad_token_id).skipped_positions
-
-
-def sentence_loss(model, tensors, is_sentence, inputs):
-    hidden = model.bert(**inputs)[0][is_sentence]
-    classes = model.cls.seq_relationship(torch.tanh(model.bert.pooler.dense(hidden)))
-    return F.cross_entropy(classes, tensors[:, TARGETS][is_sentence], reduction="sum")
-
-
 @pytest.mark.parametrize(
     ("case", "ranks"),
     [
@@ -270,7 +160,7 @@ def test_losses_are_those_of_the_class(case, ranks, tmp_path):
     layout = ParallelConfig(tensor_parallel_size=ranks)
     actual = run_ranks(ours, ranks, tmp_path / "run", batches, parallel=layout)[0]
     described = json.loads((tmp_path / "original/config.json").read_text())
-    expected = theirs(model_of(case, described["vocab_size"]), batches)
+    expected = trained_losses(model_of(case, described["vocab_size"]), batches, LR, **TREE["optimizer"])
     assert np.mean(expected[-10:]) < np.mean(expected[:10]) - 0.1  # it learns
     np.testing.assert_allclose(actual, expected, rtol=TOLERANCE)
     if case == "bert":
