@@ -39,7 +39,7 @@ from megatron_lite.model.trunk.answers import task_rows
 from megatron_lite.model.trunk.glm import GLM, ModelInput
 
 TOLERANCE = 1e-5  # fp32: the same sums in another order
-# Two computations in fp32 that are both right differ by the sum of their errors; the error of one is measured.
+# Two computations in fp32 that are both right differ by the sum of their errors; the larger one is measured.
 _ERRORS = 2.0
 _SHARE_OF_MEMORY = 0.7  # of the machine's, for a reference in fp64
 
@@ -52,7 +52,7 @@ class Proof:
     agreement: float  # share of rows with the same argmax, ties within the limit counted as the same
     rows: int
     largest_logit: float  # magnitude; fp32 rounding grows with it
-    rounding: float = 0.0  # largest difference of the reference in fp32 and in fp64; 0 = it was not needed
+    rounding: float = 0.0  # largest difference of a model in fp32 and in fp64; 0 = it was not needed
 
     def __str__(self) -> str:
         return (
@@ -125,8 +125,10 @@ def prove(
 ) -> dict[str, Proof]:
     """Compare two models, of which one is in memory at a time. Raises: CheckpointError unless they are equal.
 
-    The reference is asked in fp32. Only where the difference is beyond `tolerance`, it is asked again in fp64: if its
-    own rounding explains the difference, the limit follows from that. A wrong weight moves logits by far more.
+    The reference is asked in fp32. Only where the difference is beyond `tolerance`, both are asked again in fp64: if
+    the rounding of one of them explains the difference, the limit follows from that. A wrong weight moves logits by far
+    more. Our rounding counts too: classes of transformers compute their norms in fp32 whatever their type, so what
+    fp64 shows of them is too little for weights with large activations (SmolLM2: 22,000 in the residual).
 
     Args:
         ask: what the reference says in a type; it holds its model no longer than the call.
@@ -144,6 +146,10 @@ def prove(
             exact = ask(torch.float64)
             roundings = [_difference(q.expected, e.expected) for q, e in zip(questions, exact, strict=True)]
             found = _judged(questions, answers, tolerance, roundings)
+            model = load()
+            if not all(result.holds(tolerance) for result in found.values()) and isinstance(model, GLM):
+                ours = map(_difference, answers, _answers(model.double(), questions))
+                found = _judged(questions, answers, tolerance, list(map(max, roundings, ours)))
     for name, result in found.items():
         result.require(tolerance, what if name == "logits" else f"{what} ({name})")
     return found

@@ -41,7 +41,7 @@ class Rotary:
         return Rotary(angles.cos(), angles.sin())
 
     def turn(self, heads: torch.Tensor) -> torch.Tensor:
-        """[T, H, D] -> the same with the pairs (0, 1), (2, 3), ... of the first W features turned, in fp32."""
+        """[T, H, D] -> the same with the pairs (0, 1), (2, 3), ... of the first W features turned, in fp32 or fp64."""
         return _Turn.apply(heads, self.cos, self.sin)
 
 
@@ -70,7 +70,8 @@ class _Turn(torch.autograd.Function):
 
 def _turned(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     out = heads.clone(memory_format=torch.contiguous_format)
-    even, odd = heads[..., : 2 * cos.shape[-1]].float().unflatten(-1, (-1, 2)).unbind(-1)
+    wide = torch.promote_types(heads.dtype, torch.float32)  # fp64 stays: proofs of conversions compare in it
+    even, odd = heads[..., : 2 * cos.shape[-1]].to(wide).unflatten(-1, (-1, 2)).unbind(-1)
     out_even, out_odd = out[..., : 2 * cos.shape[-1]].unflatten(-1, (-1, 2)).unbind(-1)
     out_even.copy_(even * cos - odd * sin)
     out_odd.copy_(odd * cos + even * sin)

@@ -164,7 +164,7 @@ def test_logits_of_real_sentences_are_those_of_the_class(name, imported, release
     for text in texts_of(name)[:4]:
         ids = tokenizer.encode(text)
         assert len(ids) > 8 and tokenizer.special.unk not in ids[1:-1]
-        planes = text_rows([ids], run.config.model)
+        planes = text_rows(run.config.model, [ids])
         with torch.no_grad():
             hidden, logits = our_output(run.model, planes)
             inputs = {"input_ids": torch.tensor([ids])}
@@ -197,7 +197,7 @@ def test_the_first_steps_on_real_text_are_those_of_the_class(name, imported, rel
     overrides = [
         f"data.train=[{{prefix: {tmp_path / 'corpus_train'}}}]", f"data.sequence_length={LENGTH}",
         "model.embedding_dropout=0", "model.attention_dropout=0", "model.output_dropout=0",
-        f"training.steps={STEPS}", "training.precision=fp32", "training.eval_interval=0", "run.log_interval=1",
+        f"training.steps={STEPS}", "training.precision=fp32", "run.log_interval=1",
         f"batch.micro_batch_size={ROWS}", f"batch.global_batch_size={ROWS}", f"optimizer.lr={LR}",
         *(f"optimizer.{key}={value}" for key, value in OPTIMIZER.items()),
         "schedule.kind=constant", "schedule.warmup_steps=0", "checkpoint.save_interval=0", "run.tensorboard=false",
@@ -278,7 +278,8 @@ def test_a_real_encoder_is_tuned_on_real_sentences_as_its_class(imported, releas
     head = initial_head(prepared)
     plain.classifier.load_state_dict(head.classifier.state_dict())
     expected = tuned_losses(plain, prepared, steps, classification_loss)
-    np.testing.assert_allclose(actual, expected, rtol=1e-4)
+    # A loss of 0.05 of 16 sentences is a difference of logits: its rounding is that of the logits.
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=2e-5)
     with torch.no_grad():
         tokenizer = transformers.AutoTokenizer.from_pretrained(released("encoder"))
         texts = tokenizer([line["text"] for line in files["validation"]], return_tensors="pt", padding=True)
