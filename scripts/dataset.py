@@ -157,11 +157,10 @@ def print_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | 
     if tokenizer is None:
         print(" ".join(map(str, tokens[: TEXT_CHARACTERS // 6])))
         return
-    if len(tokens) and int(tokens.max()) >= tokenizer.vocab_size:  # opening does not read the tokens
-        problem = (
-            f"holds the id {tokens.max()} in document {number}, and the tokenizer {tokenizer.vocab_size} ids"
-        )
-        raise dataset.damaged(".bin", problem)
+    wrong = tokens[(tokens < 0) | (tokens >= tokenizer.vocab_size)]  # opening does not read the tokens
+    if len(wrong):
+        ids = f"the tokenizer {tokenizer.vocab_size} ids"
+        raise dataset.damaged(".bin", f"holds the id {wrong[0]} in document {number}, and {ids}")
     text = tokenizer.decode(tokens[:TEXT_CHARACTERS])  # a token is rarely shorter than a character
     print(text if len(tokens) <= TEXT_CHARACTERS >= len(text) else text[:TEXT_CHARACTERS] + " ...")
 

@@ -210,13 +210,18 @@ class IndexedDataset:
     def require_tokenizer(self, fingerprint: str, vocab_size: int, eos: int) -> None:
         """Raise DataError unless the dataset was built with the tokenizer of this fingerprint and size."""
         if self.manifest.get("adopted"):
-            largest = self.manifest.get("largest_id")  # datasets that were adopted long ago do not say it
+            largest = self.manifest.get("largest_id")  # None: adopted by a version that did not look
             if largest is not None and largest >= vocab_size:
                 raise DataError(
                     f"dataset {self.prefix} has the id {largest}, and the tokenizer {vocab_size} ids; set the section "
                     "tokenizer to the one that the dataset was made with."
                 )
-            logger.warning("dataset %s was adopted: its tokenizer cannot be checked", self.prefix)
+            unchecked = (
+                f", nor its ids (remove {self.prefix}.json and adopt it again)" if largest is None else ""
+            )
+            logger.warning(
+                "dataset %s was adopted: its tokenizer cannot be checked%s", self.prefix, unchecked
+            )
             return
         tokenizer = self.manifest.get("tokenizer") or {}
         recorded = (tokenizer.get("fingerprint"), self.manifest.get("vocab_size"), self.manifest.get("eos"))

@@ -129,7 +129,7 @@ class _Inputs:
         locked = [folder for folder in folders if not os.access(folder, os.R_OK | os.X_OK)]
         for folder in locked:
             self._refuse(f"{folder} is a folder that cannot be read; check its permissions")
-        matches = sorted(map(os.path.normpath, glob.glob(written, recursive=True)))
+        matches = sorted(dict.fromkeys(str(Path(match)) for match in glob.glob(written, recursive=True)))
         if not matches and not locked:
             hint = ""
             if "[" in pattern:
@@ -234,7 +234,7 @@ def _on_the_way(pattern: str) -> tuple[str, list[str]]:
     for part in parts[known:-1]:
         written += f"{part}/"
         folders += filter(os.path.isdir, glob.glob(written.rstrip("/"), recursive=True))
-    return written + parts[-1], list(dict.fromkeys(map(os.path.normpath, folders)))
+    return written + parts[-1], list(dict.fromkeys(str(Path(folder)) for folder in folders))
 
 
 def _other_input(pattern: str) -> str:

@@ -140,7 +140,7 @@ def test_ids_that_no_vocabulary_has(tmp_path, dtype, token):
     assert not (tmp_path / "d.json").exists()
 
 
-def test_ids_beyond_the_vocabulary_of_a_run(tmp_path):
+def test_ids_beyond_the_vocabulary_of_a_run(tmp_path, caplog):
     write_theirs(tmp_path / "d", [[5, 6], [50_000, 7]])
     dataset = adopt_dataset(tmp_path / "d")
     dataset.require_tokenizer("any", 50_001, 0)
@@ -148,6 +148,9 @@ def test_ids_beyond_the_vocabulary_of_a_run(tmp_path):
         DataError, match="has the id 50000, and the tokenizer 50000 ids; set the section tokenizer"
     ):
         dataset.require_tokenizer("any", 50_000, 0)
+    del dataset.manifest["largest_id"]  # as former versions adopted it
+    dataset.require_tokenizer("any", 50_000, 0)
+    assert "nor its ids (remove" in caplog.text
 
 
 def test_files_that_are_no_dataset_of_tokens(tmp_path):

@@ -152,6 +152,14 @@ def test_brackets_in_names(here):
         expand_inputs(["*[1]/f/*.jsonl"])
 
 
+def test_a_link_on_the_way_up_is_followed(here):
+    """The system's `..` is the folder above what a link points to, not the one that the link is in."""
+    write("far/x/a.jsonl", "x/b.jsonl")
+    os.makedirs("far/deep")
+    os.symlink("far/deep", "link")
+    assert names_of("link/../x/*.jsonl") == ["link/../x/a.jsonl"]
+
+
 def test_a_dangling_link_stops_a_build_before_any_work(here):
     from support.commands import forked
 
