@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from data_utils.base.settings import to_tree
 from megatron_lite.config.deepspeed_keys import KEYS, Policy
 from megatron_lite.config.deepspeed_options import DEFAULTS
 from megatron_lite.config.tree import Config, load_config
+from megatron_lite.train.guard.finished import different_run
 
 
 def read(tmp_path, given: Any, *overrides: str, yaml_tree: Any = None, processes: int = 1):
@@ -476,3 +478,12 @@ def test_the_section_of_a_yaml_file_has_the_same_policy(tmp_path):
     config = load_config([base], [], say=said.append)
     assert config.batch.global_batch_size == 48 and config.deepspeed == {}
     assert len(said) == 2 and "steps_per_print" in said[1]
+
+
+def test_what_a_former_version_recorded_beside_its_settings_is_no_other_run():
+    """A run that has ended is not trained again because its file repeats the batch."""
+    recorded = to_tree(tiny("deepspeed={train_batch_size: 16, prescale_gradients: true, dump_state: true}"))
+    state = SimpleNamespace(config=recorded, data=None, program={})
+    checkpoint: Any = SimpleNamespace(trainer_state=lambda: state, path="step_1")
+    assert different_run(checkpoint, tiny("deepspeed.dump_state=true")) == []
+    assert different_run(checkpoint, tiny()) == ["deepspeed.dump_state: True -> None"]
