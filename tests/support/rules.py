@@ -477,10 +477,6 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over("deepspeed.bf16.check_grad_overflow=false"),
         ("deepspeed.bf16.check_grad_overflow is False", "never applied", "remove it"),
     ),
-    "objective of a package that is absent": (
-        lambda: require_objectives({"objectives": {"own": 1}}, {"packages": {"own": "own-package 1.2"}}),
-        ("objective own", "package own-package 1.2", "install it"),
-    ),
     "warm-up of DeepSpeed's schedules": (
         over("schedule.warmup_kind=log"),
         ("warmup_kind is log", "with schedule.kind cosine", "deepspeed_linear"),
