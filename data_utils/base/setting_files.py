@@ -202,7 +202,7 @@ def _parse_hjson(text: str, **options: Any) -> Any:
 
         try:
             return hjson.loads(text, **options)
-        except hjson.HjsonDecodeError:
+        except (hjson.HjsonDecodeError, LookupError, TypeError):  # it reads beyond the end of a cut-off text
             raise error from None  # its message is the plainer one
 
 

@@ -103,8 +103,3 @@ def _is_shared(claim: tuple[str, object], one: Declared, other: Declared) -> boo
 
 def _owner(one: Declared) -> str:
     return f"the objective {one.name} of {f'the package {one.package}' if one.package else 'this project'}"
-
-
-def packages_of(objectives: Iterable[Declared]) -> dict[str, str]:
-    """Objective -> the package that brings it, with its version."""
-    return {one.name: one.package for one in objectives if one.package}

@@ -15,7 +15,7 @@ from data_utils.base.errors import ConfigError
 from data_utils.base.losses import MOST_LOSSES, Loss
 from data_utils.base.setting_files import one_line
 from data_utils.objectives.declared import Declared
-from data_utils.objectives.packages import of_packages, packages_of
+from data_utils.objectives.packages import of_packages
 
 if TYPE_CHECKING:
     from data_utils.objectives.rows import RowObjective
@@ -56,7 +56,7 @@ class Objectives(Mapping[str, "type[RowObjective]"]):
 
     def package(self, name: str) -> str:
         """Name and version of the package that brings an objective; "" = this project."""
-        return packages_of(self._declared.values()).get(name, "")
+        return self._declared[name].package if name in self._declared else ""
 
     def is_loaded(self, name: str) -> bool:
         """Whether looking a name up imports no package."""

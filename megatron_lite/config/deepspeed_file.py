@@ -247,6 +247,13 @@ _ADAM_REFUSED = {
     "fp32_optimizer_states": (True, "the optimizer's state is fp32 here"),
     "eps_inside_sqrt": (False, "AdamW here adds eps to the root"),
 }
+_ADAM_KERNELS = (
+    "torch_adam",
+    "fused",
+    "foreach",
+    "capturable",
+    "differentiable",
+)  # which compute the same numbers
 _OTHER_OPTIMIZERS = {
     "lamb": "its factors are clamped; optimizer.kind=lamb does not clamp them",
     "onebitadam": "it exchanges one bit of each momentum",
@@ -419,6 +426,8 @@ class _Translation:
         if not self._keys_known("optimizer", block, ("type", "params", "legacy_fusion")):
             return
         name, given = block.get("type"), block.get("params") or {}
+        if block.get("legacy_fusion"):
+            self._said.idle["optimizer.legacy_fusion"] = "optimizer.kernel says whose AdamW runs"
         if name is None:
             if given:
                 self._said.idle["optimizer.params"] = "optimizer.type is not given"
@@ -435,6 +444,9 @@ class _Translation:
         for param, (fine, why) in _ADAM_REFUSED.items():
             if params.get(param, fine) is not fine:
                 self._refuse(f"optimizer.params.{param}", params[param], f"{why}: set it to {shown(fine)}")
+        for param in _ADAM_KERNELS:
+            if params.get(param):
+                self._said.idle[f"optimizer.params.{param}"] = "optimizer.kernel says whose AdamW runs"
         betas = params.get("betas")
         if betas is not None and len(betas) != 2:
             self._refuse("optimizer.params.betas", list(betas), "give two numbers")
@@ -473,7 +485,7 @@ class _Translation:
             if given:
                 self._said.idle["scheduler.params"] = "scheduler.type is not given"
             return
-        if name not in _SCHEDULES:
+        if not isinstance(name, str) or name not in _SCHEDULES:
             known = ", ".join(_SCHEDULES)
             remedy = f"of DeepSpeed's {known} are known here: set the section schedule, and remove the block"
             self._refuse("scheduler.type", name, remedy)

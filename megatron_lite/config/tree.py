@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.base.errors import ConfigError
-from data_utils.base.setting_files import load_yaml
+from data_utils.base.setting_files import load_yaml, shorten
 from data_utils.base.settings import (
     REQUIRED,
     build,
@@ -128,6 +128,12 @@ class Config:
             for name, weight in weights.items()
             if weight > 0
         )
+
+    @property
+    def packages(self) -> dict[str, str]:
+        """Objective -> the package that brings it, with its version; those of this project are left out."""
+        found = {choice.name: OBJECTIVES.package(choice.name) for choice in self.objective_choices}
+        return {name: package for name, package in found.items() if package}
 
     @property
     def has_sentence_labels(self) -> bool:
@@ -254,11 +260,13 @@ def require_objectives(tree: Mapping[str, Any], program: Mapping[str, Any] | Non
 
     Args: program: what a checkpoint records of the program that trained it, packages of objectives among it.
     """
-    named, packages = tree.get("objectives"), (program or {}).get("packages") or {}
+    named, recorded = tree.get("objectives"), (program or {}).get("packages")
+    packages = recorded if isinstance(recorded, Mapping) else {}
     for name in named if isinstance(named, Mapping) else ():
         if name not in OBJECTIVES and name in packages:
             raise ConfigError(
-                f"the objective {name} is that of the package {packages[name]}, which is not installed; install it."
+                f"the objective {name} is that of the package {shorten(str(packages[name]))}, which is not installed; "
+                "install it."
             )
         objective_class(name)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from data_utils.base.settings import to_tree
 from megatron_lite.config.deepspeed_keys import KEYS, Policy
 from megatron_lite.config.deepspeed_options import DEFAULTS
 from megatron_lite.config.tree import Config, load_config
+from megatron_lite.finetune.setup import load_tree
+from megatron_lite.train.guard.finished import different_run
 
 
 def read(tmp_path, given: Any, *overrides: str, yaml_tree: Any = None, processes: int = 1):
@@ -463,6 +466,25 @@ def test_a_file_with_comments_and_commas_is_read_as_deepspeed_does(tmp_path):
     assert (config.batch.global_batch_size, config.optimizer.clip_grad_norm) == (32, 0.5)
 
 
+@pytest.mark.parametrize("text", ["{'''", '{"a": [1, 2'])
+def test_a_file_that_is_cut_off_is_one_line(tmp_path, text):
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        with_json(tmp_path, text)
+
+
+OTHER_FORMS = {"type": [{}, ["Adam"], 5], "params": [[1], "x", 3, {"lr": [1]}, {"betas": 1}, {1: 2}]}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key, values in OTHER_FORMS.items() for value in values]
+)
+@pytest.mark.parametrize("section", ["optimizer", "scheduler"])
+def test_a_block_of_another_form_is_one_line(tmp_path, section, key, value):
+    block = {"type": {"optimizer": "AdamW", "scheduler": "WarmupLR"}[section], key: value}
+    with pytest.raises(ConfigError, match=f"deepspeed.{section}.(type|params)"):
+        read(tmp_path, {section: block})
+
+
 @pytest.mark.parametrize("text", ['{"a": 1, "a": 1}', "{a: 1\n a: 2}"])
 def test_a_key_given_twice_is_refused(tmp_path, text):
     with pytest.raises(ConfigError, match="'a' appears twice"):
@@ -476,3 +498,32 @@ def test_the_section_of_a_yaml_file_has_the_same_policy(tmp_path):
     config = load_config([base], [], say=said.append)
     assert config.batch.global_batch_size == 48 and config.deepspeed == {}
     assert len(said) == 2 and "steps_per_print" in said[1]
+
+
+def test_what_a_former_version_recorded_beside_its_settings_is_no_other_run():
+    """A run that has ended is not trained again because its file repeats the batch."""
+    recorded = to_tree(tiny("deepspeed={train_batch_size: 16, prescale_gradients: true, dump_state: true}"))
+    state = SimpleNamespace(config=recorded, data=None, program={})
+    checkpoint: Any = SimpleNamespace(trainer_state=lambda: state, path="step_1")
+    assert different_run(checkpoint, tiny("deepspeed.dump_state=true")) == []
+    assert different_run(checkpoint, tiny()) == ["deepspeed.dump_state: True -> None"]
+
+
+def test_fine_tuning_reads_the_same_file(tmp_path):
+    base, task, path, said = tmp_path / "base.yaml", tmp_path / "task.yaml", tmp_path / "ds.json", list[str]()
+    base.write_text(yaml.safe_dump(TINY))
+    task.write_text(yaml.safe_dump({"task": {"name": "own"}, "optimizer": {"lr": 5e-5, "weight_decay": 0.3}}))
+    scheduler = {
+        "type": "WarmupDecayLR",
+        "params": dict.fromkeys(("total_num_steps", "warmup_num_steps"), "auto"),
+    }
+    given = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "scheduler": scheduler}
+    path.write_text(json.dumps({**given, "optimizer": {"type": "Adam", "params": {"torch_adam": True}}}))
+    tree = load_tree(
+        [str(base)], str(task), [], deepspeed_config=path, processes=3, say=said.append
+    )  # fmt: skip
+    assert tree["batch"] == {"global_batch_size": 24, "micro_batch_size": 4}
+    assert (tree["optimizer"]["weight_decay"], tree["optimizer"]["eps"]) == (0.3, 1e-8)
+    assert tree["optimizer"]["lr"] == 1e-3, "the scheduler's default is DeepSpeed's"
+    assert "warmup_steps" not in tree["schedule"], "the epochs decide it"
+    assert len(said) == 2 and "optimizer.params.torch_adam" in said[1]

@@ -27,7 +27,7 @@ def facts(config: Config, device: str) -> dict[str, str]:
         for number, corpus in enumerate(getattr(config.data, name)):
             for prefix in filter(None, (corpus.prefix, corpus.decoder_prefix)):
                 found[f"the contents of {prefix} (data.{name}[{number}])"] = _contents(prefix)
-    found["the program"] = version.describe(version.program())
+    found["the program"] = version.describe(version.program(packages=config.packages))
     found["the digest of the program's files"] = version.sources()
     for library in _LIBRARIES:
         found[f"the version of {library}"] = importlib.metadata.version(library)

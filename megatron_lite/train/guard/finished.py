@@ -18,6 +18,7 @@ from data_utils.base.settings_listed import path_settings
 from data_utils.objectives import OBJECTIVES
 from megatron_lite.checkpoint.existing import Block, blocks, verify_checkpoint
 from megatron_lite.checkpoint.manifest import Checkpoint
+from megatron_lite.config.deepspeed_file import read_options
 from megatron_lite.config.tree import Config, require_objectives
 from megatron_lite.train.guard.changed_corpora import identity_here, identity_there
 from megatron_lite.train.guard.run_state import RunState
@@ -93,10 +94,16 @@ def different_run(checkpoint: Checkpoint, config: Config) -> list[str]:
         same += ("data.train",)  # elsewhere now, but the same texts
     return [
         f"{key}: {old} -> {new}"
-        for key, old, new in changed(to_tree(recorded), to_tree(config))
+        for key, old, new in changed(_compared(recorded), _compared(config))
         if not key.startswith(same)
         and (re.sub(r"\[\d+\]", "[]", key) not in paths or _absolute(old) != _absolute(new))
     ]
+
+
+def _compared(config: Config) -> dict[str, Any]:
+    """The settings, of DeepSpeed's options those that it reads: former versions recorded others beside them."""
+    handed = read_options(config.deepspeed).for_deepspeed(config.parallel.zero_stage)
+    return {**to_tree(config), "deepspeed": handed}
 
 
 def _absolute(path: Any) -> Any:

@@ -21,7 +21,6 @@ from typing import Any
 
 from data_utils.base.errors import ExitStatus
 from data_utils.base.settings import to_tree
-from data_utils.objectives import OBJECTIVES
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.config.events import EventLog
@@ -102,13 +101,8 @@ class Trainer:
             self._profiler = StepProfiler(config.profiler, self.directory, context.rank, context.device)
         self._shrink = config.model.embedding_gradient_shrink
         self.watchdog = watchdog or NoWatchdog()
-        packages = {
-            choice.name: package
-            for choice in config.objective_choices
-            if (package := OBJECTIVES.package(choice.name))
-        }
         # Only the main rank writes it.
-        self._program = version.program(packages=packages) if context.is_main else {}
+        self._program = version.program(packages=config.packages) if context.is_main else {}
         self._control = control
         self.evaluation = Evaluation(
             config, self._plan, context, engine, validation_data, self._shares, judge, fill

@@ -33,7 +33,8 @@ def program(root: Path = ROOT, packages: Mapping[str, str] | None = None) -> dic
 def describe(program: Mapping[str, Any]) -> str:
     """`0.1.0, commit 1234abc with changes, my-package 1.2`, for people."""
     changed = " with changes" if program.get("changed") else ""
-    packages = "".join(f", {package}" for package in (program.get("packages") or {}).values())
+    named = program.get("packages")  # of a file that anybody may have written
+    packages = "".join(f", {package}" for package in named.values()) if isinstance(named, Mapping) else ""
     return f"{program.get('version') or 'unknown'}, commit {program.get('commit') or 'unknown'}{changed}{packages}"
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.configs import tiny
 from support.project import ROOT, copied_project, small_run
 
 from data_utils.base.errors import ConfigError
@@ -17,6 +18,7 @@ from data_utils.base.settings import merge
 from data_utils.objectives.declared import Declared
 from data_utils.objectives.registry import Objectives
 from megatron_lite.checkpoint.existing import find_manifest
+from megatron_lite.train.guard.alike import facts
 
 CAUSAL = (ROOT / "data_utils/objectives/causal.py").read_text()
 OWN = [Declared("some", (Loss("a", 0),), "here", "Some")]
@@ -135,6 +137,12 @@ def test_a_package_trains_and_its_absence_is_one_line(tmp_path, corpus):
         assert refused.returncode == 2 and refused.stderr.count("\n") == 1, refused.stderr
         assert "of_package" in refused.stderr and "package" in refused.stderr
     assert "own_pack 1.2" in refused.stderr  # a checkpoint names it
+
+
+def test_ranks_compare_the_versions_of_packages(monkeypatch):
+    program = facts(tiny(), "cpu")["the program"]
+    monkeypatch.setattr(Objectives, "package", lambda self, name: "own_pack 1.2")
+    assert facts(tiny(), "cpu")["the program"] == f"{program}, own_pack 1.2"
 
 
 @pytest.mark.parametrize(
