@@ -27,12 +27,19 @@ def facts(config: Config, device: str) -> dict[str, str]:
         for number, corpus in enumerate(getattr(config.data, name)):
             for prefix in filter(None, (corpus.prefix, corpus.decoder_prefix)):
                 found[f"the contents of {prefix} (data.{name}[{number}])"] = _contents(prefix)
-    found["the program"] = version.describe(version.program())
+    found["the program's version"] = version.release() or "unknown"
     found["the digest of the program's files"] = version.sources()
     for library in _LIBRARIES:
-        found[f"the version of {library}"] = importlib.metadata.version(library)
+        found[f"the version of {library}"] = _version_of(library)
     found["the device"] = device
     return found
+
+
+def _version_of(library: str) -> str:
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:  # on the path of modules alone
+        return "unknown"
 
 
 def _contents(prefix: str) -> str:
