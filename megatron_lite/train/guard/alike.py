@@ -11,6 +11,7 @@ import json
 
 from data_utils.base.settings import leaves, to_tree
 from data_utils.dataset.manifest import read_manifest
+from data_utils.objectives import OBJECTIVES
 from megatron_lite.config.tree import Config
 from megatron_lite.train.observe import version
 
@@ -29,6 +30,10 @@ def facts(config: Config, device: str) -> dict[str, str]:
                 found[f"the contents of {prefix} (data.{name}[{number}])"] = _contents(prefix)
     found["the program's version"] = version.release() or "unknown"
     found["the digest of the program's files"] = version.sources()
+    for choice in config.objective_choices:
+        package = OBJECTIVES.package(choice.name)
+        if package:
+            found[f"the package of {choice.name}"] = package
     for library in _LIBRARIES:
         found[f"the version of {library}"] = _version_of(library)
     found["the device"] = device
