@@ -20,10 +20,16 @@ from data_utils.base.errors import ConfigError
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 # Set in steps of srun only. SLURM_NTASKS and SLURM_PROCID exist in batch scripts too, where one process is alone.
 SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
-# Of mpirun: Open MPI's, MVAPICH's, and those of MPICH and Intel MPI; also the ranks of this node.
-MPI_VARIABLES = (
-    (*(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK")), "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    (*(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK")), "MV2_COMM_WORLD_LOCAL_SIZE"),
+# Of mpirun: Open MPI's, MVAPICH's, Cray's, and those of MPICH and Intel MPI; also the ranks of this node, if known.
+MPI_VARIABLES: tuple[tuple[str, str, str, str | None], ...] = (
+    (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 
@@ -95,10 +101,11 @@ def _variables() -> tuple[str, str, str]:
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         return LAUNCHER_VARIABLES
     of_srun = os.environ.get("SLURM_STEP_NUM_TASKS")
-    for rank, size, local_rank, _ in MPI_VARIABLES:
-        # srun may set MPICH's as well; mpirun in an allocation starts its own daemons by srun, one a node.
-        if size in os.environ and os.environ[size] != of_srun:
-            return rank, size, local_rank
+    # srun may set MPICH's as well; mpirun in an allocation starts its own daemons by srun, one a node.
+    started = [names[:3] for names in MPI_VARIABLES if os.environ.get(names[1], of_srun) != of_srun]
+    complete = [names for names in started if names[2] in os.environ]
+    if started:
+        return complete[0] if complete else started[-1]
     return SLURM_VARIABLES if of_srun is not None else LAUNCHER_VARIABLES
 
 

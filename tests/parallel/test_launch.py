@@ -77,14 +77,21 @@ def test_ranks_started_by_mpirun_need_a_place_to_meet(environment, names):
     assert Launch.from_environment().world_size == 1
 
 
+def test_an_mpirun_that_does_not_say_the_rank_within_the_node_is_refused(environment):
+    environment({"PMI_RANK": "1", "PMI_SIZE": "2", "MASTER_ADDR": "node1", "MASTER_PORT": "15000"})
+    with pytest.raises(ConfigError, match="MPI_LOCALRANKID is not set"):
+        Launch.from_environment()
+
+
 def test_one_rank_of_mpirun_is_alone_and_srun_with_pmi_is_srun(environment):
     environment({"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0"})
     assert Launch.from_environment() == Launch(0, 1, 0, threads=None)
     environment({**STEP, "PMI_RANK": "3", "PMI_SIZE": "4"})  # srun --mpi=pmi2
     assert Launch.from_environment().master_addr == "gpu07"
-    environment(
-        {"SLURM_STEP_NUM_TASKS": "2", "OMPI_COMM_WORLD_SIZE": "4"}
-    )  # a daemon of mpirun is a task of srun
+
+
+def test_a_daemon_of_mpirun_is_a_task_of_srun_and_its_ranks_are_not(environment):
+    environment({**STEP, "SLURM_STEP_NUM_TASKS": "2", "OMPI_COMM_WORLD_SIZE": "4"})
     with pytest.raises(ConfigError, match="OMPI_COMM_WORLD_RANK is not set"):
         Launch.from_environment()
 

@@ -32,17 +32,16 @@ def fasttext_file(directory: Path) -> dict:
     return {"records": found}
 
 
-def open_mpi() -> dict:
+def flux() -> dict:
     from megatron_lite.parallel.launch import Launch, is_first_of_node
 
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
         os.environ.pop(name, None)
-    given = {"RANK": "5", "SIZE": "8", "LOCAL_RANK": "1", "LOCAL_SIZE": "4"}
-    variables = {f"OMPI_COMM_WORLD_{name}": value for name, value in given.items()}
-    os.environ.update(variables)
+    variables = {"FLUX_TASK_RANK": "5", "FLUX_JOB_SIZE": "8", "FLUX_TASK_LOCAL_ID": "1"}
+    os.environ.update(variables, MASTER_ADDR="node1", MASTER_PORT="15000")
     launch = Launch.from_environment()
     place = [launch.rank, launch.world_size, launch.local_rank, is_first_of_node()]
-    for name in variables:
+    for name in (*variables, "MASTER_ADDR", "MASTER_PORT"):
         del os.environ[name]
     alone = Launch.from_environment()
     return {"place": place, "alone": [alone.rank, alone.world_size]}
@@ -135,7 +134,7 @@ def main() -> None:
     if part == "text":
         found = {
             "reader": fasttext_file(directory),
-            "launcher": open_mpi(),
+            "launcher": flux(),
             "kind of task": word_class(),
             "tokenizer": characters(directory),
             "is light": "torch" not in sys.modules,

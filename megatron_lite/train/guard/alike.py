@@ -11,6 +11,7 @@ import json
 
 from data_utils.base.settings import leaves, to_tree
 from data_utils.dataset.manifest import read_manifest
+from data_utils.objectives import OBJECTIVES
 from megatron_lite.config.tree import Config
 from megatron_lite.train.observe import version
 
@@ -27,12 +28,23 @@ def facts(config: Config, device: str) -> dict[str, str]:
         for number, corpus in enumerate(getattr(config.data, name)):
             for prefix in filter(None, (corpus.prefix, corpus.decoder_prefix)):
                 found[f"the contents of {prefix} (data.{name}[{number}])"] = _contents(prefix)
-    found["the program"] = version.describe(version.program(packages=config.packages))
+    found["the program's version"] = version.release() or "unknown"
     found["the digest of the program's files"] = version.sources()
+    for choice in config.objective_choices:
+        package = OBJECTIVES.package(choice.name)
+        if package:
+            found[f"the package of {choice.name}"] = package
     for library in _LIBRARIES:
-        found[f"the version of {library}"] = importlib.metadata.version(library)
+        found[f"the version of {library}"] = _version_of(library)
     found["the device"] = device
     return found
+
+
+def _version_of(library: str) -> str:
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:  # on the path of modules alone
+        return "unknown"
 
 
 def _contents(prefix: str) -> str:

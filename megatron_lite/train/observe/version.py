@@ -23,7 +23,7 @@ def program(root: Path = ROOT, packages: Mapping[str, str] | None = None) -> dic
     commit = _git(root, "rev-parse", "HEAD") if (root / ".git").exists() else None
     changes = None if commit is None else _git(root, "status", "--porcelain", "--untracked-files=no")
     made: dict[str, Any] = {
-        "version": _version(root),
+        "version": release(root),
         "commit": commit,
         "changed": None if changes is None else bool(changes),
     }
@@ -39,16 +39,21 @@ def describe(program: Mapping[str, Any]) -> str:
 
 
 def sources(root: Path = ROOT) -> str:
-    """12 hexadecimal digits that change with any Python file of the two packages."""
+    """12 hexadecimal digits that change with any file of the two packages that the program reads.
+
+    All ranks ask for it, and git may not answer all of them in time.
+    """
     digest = hashlib.sha256()
     for package in ("data_utils", "megatron_lite"):
-        for path in sorted((root / package).rglob("*.py")):
+        files = [path for path in (root / package).rglob("*") if path.suffix in (".py", ".yaml", ".json")]
+        for path in sorted(files):
             content = hashlib.sha256(path.read_bytes()).hexdigest()
             digest.update(f"{path.relative_to(root)} {content}\n".encode())
     return digest.hexdigest()[:12]
 
 
-def _version(root: Path) -> str | None:
+def release(root: Path = ROOT) -> str | None:
+    """The version of pyproject.toml or of the installed package."""
     try:
         return str(tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"])
     except (OSError, ValueError, KeyError):  # not a checkout
