@@ -74,10 +74,10 @@ def read_heartbeats(directory: Path, earliest: float = 0.0) -> list[Heartbeat]:
         with contextlib.suppress(OSError, ValueError):
             beat = conform_to(parse_json(read_bounded(path, _MAX_BYTES)), Heartbeat)
             # What a terminal would take for a command is escaped: who may write into the directory may write anything.
-            shown = {
-                name: one_line(getattr(beat, name)) for name in ("host", "section") if getattr(beat, name)
-            }
-            heartbeats.append(replace(beat, **shown, place=one_line(beat.place) if beat.place else ""))
+            host, section, place = (
+                one_line(text) if text else "" for text in (beat.host, beat.section, beat.place)
+            )
+            heartbeats.append(replace(beat, host=host, section=section, place=place))
     return sorted((beat for beat in heartbeats if beat.time >= earliest), key=lambda beat: beat.rank)
 
 
