@@ -120,9 +120,9 @@ def main() -> None:
         tokenizers = arguments.tokenizer, arguments.decoder_tokenizer
         result = export_run(arguments.checkpoint, arguments.output, options, *tokenizers)
     else:
+        require_export(Path(arguments.input), "--input")
         tree, *_, notes = load_tree(arguments.config, arguments.overrides)
         source = find_source(arguments.input, is_hub=arguments.command == "import")
-        require_export(source.directory, "--input")
         from megatron_lite.hf.doors.importing import import_directory, import_megatron
 
         convert = import_directory if arguments.command == "import" else import_megatron

@@ -74,6 +74,25 @@ class _Optimizer(TypedDict):
     loss_scaler: _LossScaler
 
 
+class _Averages(TypedDict):
+    use: NotRequired[bool]
+
+
+class _Config(TypedDict):
+    ema: NotRequired[_Averages]
+    tokenizer: NotRequired[dict[str, Any] | None]
+
+
+class _State(TypedDict):
+    config: NotRequired[_Config]
+
+
+class _OfState(TypedDict):
+    """What is read of a state before the run is opened, which checks all of it."""
+
+    state: _State
+
+
 class _Manifest(TypedDict):
     step: Annotated[int, Field(ge=0, lt=1 << 53)]
     shapes: dict[str, Annotated[list[_Number], Field(min_length=1)]]
@@ -97,6 +116,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     tree = _read_manifest(path)
     try:
         manifest = conform(tree, _Manifest)
+        conform({"state": manifest["state"]}, _OfState)
         files = {name: _file_entry(described) for name, described in manifest["files"].items()}
     except ValueError as error:
         raise CheckpointError(f"checkpoint {path}: manifest.json {error}.") from None

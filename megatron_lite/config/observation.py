@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from urllib.parse import parse_qsl
 
+from data_utils.base.setting_files import shown
 from data_utils.base.settings import REQUIRED, check, checked, setting
+
+# Names of a parameter of an address that lets somebody in.
+_SECRET = re.compile(r"token|key|secret|pass|pwd|auth|credential|sig(nature)?$|session", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +42,13 @@ class MlflowConfig:
             "@" not in self.uri.partition("://")[2].partition("/")[0],
             "trackers.mlflow.uri holds a name or password, which every record of the configuration would show; set "
             "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead.",
+        )
+        query = parse_qsl(self.uri.partition("?")[2].partition("#")[0], keep_blank_values=True)
+        secret = next((name for name, _ in query if _SECRET.search(name)), None)
+        check(
+            secret is None,
+            f"trackers.mlflow.uri holds {shown(secret)}, which every record of the configuration would show; set "
+            "MLFLOW_TRACKING_TOKEN instead.",
         )
 
 

@@ -159,3 +159,14 @@ def test_a_directory_that_may_not_be_read_is_refused(places, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["checkpoints.py", "list", str(places / "runs/base")])
     with pytest.raises(CheckpointError, match="Permission denied; get permission"):
         checkpoints.main()
+
+
+@pytest.mark.parametrize("config", [True, {"ema": True}, {"ema": {"use": "yes"}}, {"tokenizer": 3}])
+def test_a_state_of_another_form_is_one_line(places, config):
+    path = save_checkpoint(places / "other/checkpoints", 5, StubEngine(), {"config": config}, ALONE)
+    done = forked("scripts/checkpoints.py", "verify", path)
+    assert (
+        done.returncode == 1
+        and done.stderr.count("\n") == 1
+        and "manifest.json says state.config" in done.stderr
+    )

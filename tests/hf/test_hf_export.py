@@ -14,7 +14,7 @@ from support.engines import layout, placed
 from support.hf_runs import make_config, make_model, settings_of, tree, without_padding, write_run
 from support.project import ROOT
 
-from data_utils.base.errors import CheckpointError, ConfigError
+from data_utils.base.errors import CheckpointError, ConfigError, DataError
 from data_utils.base.settings import merge
 from megatron_lite.checkpoint.manifest import write_manifest
 from megatron_lite.checkpoint.state import TrainerState
@@ -268,6 +268,16 @@ def test_a_vocabulary_without_glms_tokens_is_refused(vocabulary, tmp_path):
     with pytest.raises(CheckpointError, match=r"lacks eop, sop, .* tokenizer.added_tokens=glm"):
         export_run(tmp_path / "run", tmp_path / "out", ExportOptions())
     assert not (tmp_path / "out").exists()
+
+
+def test_a_second_conversion_to_one_output_is_refused(tmp_path):
+    """Their files would mix."""
+    with new_directory(tmp_path / "out") as first:
+        (first / "whole").touch()
+        with pytest.raises(DataError, match="is being written by another process"):
+            export_run(tmp_path / "run", tmp_path / "out", ExportOptions())
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["whole"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_a_directory_of_ones_own_called_partial_is_left_alone(tmp_path):

@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 import yaml
+from support.commands import forked
 from support.distributed import run_ranks
 from support.project import small_run
 from support.report_runs import HOSTILE, fit_and_fill, hostile_run, interrupted, train, write_records
@@ -213,6 +214,16 @@ def test_scales_have_round_ticks_and_hold_their_values():
     assert linear_scale(5.1, 6.9).ticks == (5.0, 5.5, 6.0, 6.5, 7.0)
     scale = logarithmic_scale(0.3, 92)
     assert scale.ticks == (0.1, 1.0, 10.0, 100.0) and scale.place(10.0) == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("changed", ["loss", "time", "lr"])
+def test_numbers_near_the_largest_count_as_infinite(tmp_path, changed):
+    """Their sums and differences are infinite."""
+    values = [1e308, -1e308, 2.0, 1.7e308, 5e-324, 3.0]
+    records = [{**train(step), changed: value} for step, value in enumerate(values, 1)]
+    found = read(write_records(tmp_path / "run", records))
+    assert "e+308" not in found.text
+    assert forked("scripts/plot_metrics.py", tmp_path / "run").returncode == 0
 
 
 def shown(run, name):

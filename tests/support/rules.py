@@ -469,6 +469,10 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over("trackers.mlflow.uri=https://me:secret@example.org"),
         ("trackers.mlflow.uri holds a name or password", "set MLFLOW_TRACKING_USERNAME"),
     ),
+    "a token in an address": (
+        over("trackers.mlflow.uri=https://example.org/store?sslmode=require&access_token=abc"),
+        ("trackers.mlflow.uri holds 'access_token'", "set MLFLOW_TRACKING_TOKEN"),
+    ),
     "deepspeed section": (
         over("deepspeed.fp16=true"),
         ("deepspeed.fp16 is a section, but its value is True", "write its keys"),

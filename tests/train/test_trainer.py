@@ -16,7 +16,7 @@ from support.whole_weights import load_weights, placed_weights
 from data_utils.base.errors import DataError, DeviceMemoryError, TrainingError
 from data_utils.base.settings import merge
 from megatron_lite.checkpoint.existing import read_checkpoint
-from megatron_lite.checkpoint.manifest import list_checkpoints
+from megatron_lite.checkpoint.manifest import list_checkpoints, write_manifest
 from megatron_lite.checkpoint.write import rewind
 from megatron_lite.config.tree import load_config
 from megatron_lite.train.engine.engine import memory_advice
@@ -120,7 +120,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(settings, tmp_p
 def test_the_program_is_recorded_and_a_change_is_said(settings, tmp_path, monkeypatch):
     for number, stop in ((1, 1), (1, 2), (2, 3)):
         new = {"version": str(number), "commit": "abc", "changed": False}
-        monkeypatch.setattr("megatron_lite.train.observe.version.program", lambda packages, new=new: new)
+        monkeypatch.setattr("megatron_lite.train.observe.version.program", lambda packages=(), new=new: new)
         said, _ = run_ranks(warnings_of_fit, 2, merge(settings, {"training": {"stop_after_step": stop}}))
         assert read_checkpoint(list_checkpoints(tmp_path / "run/checkpoints")[-1]).state["program"] == new
         resolved = (tmp_path / "run/config.yaml").read_text()
@@ -128,6 +128,12 @@ def test_the_program_is_recorded_and_a_change_is_said(settings, tmp_path, monkey
         change = "changed since the checkpoint: the program: 1, commit abc -> 2, commit abc"
         assert said.count(change) == (number == 2)
     load_config([tmp_path / "run/config.yaml"])
+    newest = list_checkpoints(tmp_path / "run/checkpoints")[-1]
+    manifest = json.loads((newest / "manifest.json").read_text())
+    manifest["state"]["program"] = {}  # as of an import, which no training program wrote
+    write_manifest(newest, manifest)
+    said, _ = run_ranks(warnings_of_fit, 2, merge(settings, {"training": {"stop_after_step": 4}}))
+    assert not [line for line in said if "the program" in line]
 
 
 def test_a_run_without_a_checkpoint_begins_new_records_and_keeps_the_old(settings, tmp_path):

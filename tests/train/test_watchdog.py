@@ -9,10 +9,12 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from support.commands import forked
 from support.distributed import _FORK, free_port, initialize
 from support.project import ROOT
 from support.training import make_trainer
@@ -272,6 +274,18 @@ def test_the_script_shows_those_behind_first_and_ignores_damaged_files(tmp_path)
     assert first.split()[:2] == ["1", "7"] and first.endswith("reading data") and second.split()[0] == "0"
     none = subprocess.run([*command, str(directory)], cwd=ROOT, capture_output=True, text=True)
     assert none.returncode == 2 and none.stderr.count("\n") == 1 and "no heartbeats" in none.stderr
+
+
+def test_a_heartbeat_gives_a_terminal_no_commands(tmp_path):
+    (tmp_path / "heartbeats").mkdir()
+    evil = replace(beat(0, 9, "\x1b]0;title\x07 reading"), host="\x1b[2J", section="a\nb")
+    (tmp_path / "heartbeats/rank_00000.json").write_text(json.dumps(evil.__dict__))
+    done = forked("scripts/heartbeats.py", str(tmp_path))
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 2, done.stderr
+    assert (
+        all(sign.isprintable() for line in done.stdout.splitlines() for sign in line)
+        and "\\x1b[2J" in done.stdout
+    )
 
 
 def test_collectives_wait_longer_than_any_section():

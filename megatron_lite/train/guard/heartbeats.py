@@ -11,10 +11,11 @@ import json
 import os
 import socket
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from data_utils.base.foreign import conform_to, parse_json, read_bounded
+from data_utils.base.setting_files import one_line
 
 _MAX_BYTES = 1 << 16  # of a file
 
@@ -71,7 +72,12 @@ def read_heartbeats(directory: Path, earliest: float = 0.0) -> list[Heartbeat]:
     heartbeats = []
     for path in directory.glob("rank_*.json"):
         with contextlib.suppress(OSError, ValueError):
-            heartbeats.append(conform_to(parse_json(read_bounded(path, _MAX_BYTES)), Heartbeat))
+            beat = conform_to(parse_json(read_bounded(path, _MAX_BYTES)), Heartbeat)
+            # What a terminal would take for a command is escaped: who may write into the directory may write anything.
+            host, section, place = (
+                one_line(text) if text else "" for text in (beat.host, beat.section, beat.place)
+            )
+            heartbeats.append(replace(beat, host=host, section=section, place=place))
     return sorted((beat for beat in heartbeats if beat.time >= earliest), key=lambda beat: beat.rank)
 
 

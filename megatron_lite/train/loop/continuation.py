@@ -98,7 +98,7 @@ def load(
     if context.is_main:
         for change in config_changes(state.config, new):
             log.warning("changed since the checkpoint: %s", change)
-        if state.program != program:
+        if state.program and state.program != program:  # an import was written by no training program
             before, after = version.describe(state.program), version.describe(program)
             log.warning("changed since the checkpoint: the program: %s -> %s", before, after)
     events = _changed(changed_samples(state.config, new) + corpora_changes(config, state))

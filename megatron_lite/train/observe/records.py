@@ -12,6 +12,8 @@ from megatron_lite.train.observe.metrics import FILE, lines_of, record_of
 
 BEGINNINGS = ("start", "rewind")  # kinds of records that make those of later steps before them void
 
+LARGEST = 1e100  # beyond the squares of fp32's numbers; sums and ranges of larger ones are infinite in fp64
+
 
 def last_validation(run: Path) -> dict[str, Any]:
     """The last validation record of a run whose loss is a number (infinity is null). Raises DataError without one."""
@@ -55,7 +57,16 @@ def valid_records(path: Path, damaged: Callable[[int], None]) -> Iterator[dict[s
         while voids and voids[-1][0] <= number:
             voids.pop()
         if not voids or record["step"] < voids[-1][1]:
-            yield record
+            yield _finite(record)
+
+
+def _finite(record: dict[str, Any]) -> dict[str, Any]:
+    """A record without numbers that count as infinite: null, as the writer has for infinity."""
+    if all(type(value) is not float or abs(value) <= LARGEST for value in record.values()):
+        return record
+    return {
+        key: None if type(value) is float and abs(value) > LARGEST else value for key, value in record.items()
+    }
 
 
 def _voids(path: Path) -> list[tuple[int, int]]:
