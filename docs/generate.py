@@ -89,7 +89,8 @@ def huggingface() -> str:
         lines.append(f"| {' | '.join(cells)} |")
     left_out = ["| tensors | what they are | `model_type` |", "|---|---|---|"]
     for each in (*BUFFERS, *OF_OTHER_CLASSES):
-        left_out.append(f"| {_listed(each.names)} | {each.what} | {_listed(each.types) or 'any'} |")
+        names = each.names if each.types else [f"*.{name}" for name in each.names]  # below any module
+        left_out.append(f"| {_listed(names)} | {each.what} | {_listed(each.types) or 'any'} |")
     text = (ROOT / "docs/huggingface.md").read_text(encoding="utf-8")
     return _with_table(_with_table(text, SYSTEMS, lines), LEFT_OUT, left_out)
 
