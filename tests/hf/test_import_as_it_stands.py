@@ -55,6 +55,7 @@ def test_an_import_continues_on_the_objective_of_the_recipe(path):
         "optimus",
         "ul2",
         "masked_diffusion",
+        "entities",
         "blank_infilling",
     ):
         return  # of a pair, of two stacks, or another use of the architecture
