@@ -271,11 +271,14 @@ def test_a_run_keeps_the_tokenizer_of_one_commit(words, tmp_path, monkeypatch):
     kept = tmp_path / f"run/tokenizer/a--words@{commit}"
     assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["tokenizer"]["path"] == str(kept)
     assert [path.name for path in kept.iterdir()] == ["vocab.txt"]
-    words.commit("a/words", {"vocab.txt": b"moved on"})
+    words.commit("a/words", {"vocab.txt": "\n".join([*bert_vocab(), "new"]).encode()})
     shutil.rmtree(tmp_path / "cache")
     asked = len(words.asked)
     again = train(tmp_path, "training.steps=3", HF_TOKEN=SECRET)
     assert again.returncode == 0 and len(words.asked) == asked, again.stderr
+    other = train(tmp_path, "training.steps=3", "tokenizer.path=a/words@main")  # names what the branch is now
+    assert other.returncode == 2 and "tokenizer" in other.stderr and len(words.asked) > asked
+    asked = len(words.asked)
     evaluated = forked(
         CONVERT, "export", "--checkpoint", tmp_path / "run", "--output", tmp_path / "hf", cwd=tmp_path
     )
