@@ -149,6 +149,8 @@ def find_source(text: str, is_hub: bool) -> Snapshot:
 
     Raises: DataError.
     """
+    if not text:
+        raise ConfigError("--input is empty; give the directory that holds the weights.")
     name = hub_name(text) if is_hub else None
     if name is None:
         remedy = "give the directory that holds the weights"

@@ -55,6 +55,7 @@ from megatron_lite.hf.published.conversion import (
 )
 from megatron_lite.hf.published.runs import KEPT_FILES, check_vocabulary, require_same_model
 from megatron_lite.hf.published.systems import BERT
+from megatron_lite.hf.published.usual import with_sizes
 from megatron_lite.knowledge.kind import section_of
 from megatron_lite.model.trunk.build import kind_of
 
@@ -221,7 +222,8 @@ def _config(
         "training": {"loss_normalization": "per_objective"},
     }
     sections = {"model": {**settings, **(tree.get("model") or {})}, "entities": {**given, **section}}
-    config = build(Config, merge(merge(usual, tree), {**sections, "run": {"directory": str(output)}}))
+    whole = merge(merge(usual, tree), {**sections, "run": {"directory": str(output)}})
+    config = build(Config, with_sizes(path, settings, whole))
     if not has_knowledge(config):
         raise ConfigError(f"{path} has entities; set objectives to {{entities: 1}}, or leave it out.")
     return config

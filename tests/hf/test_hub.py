@@ -151,6 +151,12 @@ def test_both_parts_of_a_pair_are_fetched(parts):
     } == names
 
 
+def test_an_adapter_is_refused_as_its_directory_is(hub, tmp_path):
+    hub.commit("a/adapter", {"adapter_config.json": b"{}", "adapter_model.safetensors": b"x"})
+    done = imported("a/adapter", tmp_path)
+    assert done.returncode == 2 and "of an adapter on another model" in done.stderr, done.stderr
+
+
 def test_a_directory_of_that_name_goes_first_and_it_is_said(hub, released, tmp_path):
     shutil.copytree(released, tmp_path / NAME)
     (tmp_path / NAME / "pytorch_model.bin").unlink()
@@ -271,11 +277,14 @@ def test_a_run_keeps_the_tokenizer_of_one_commit(words, tmp_path, monkeypatch):
     kept = tmp_path / f"run/tokenizer/a--words@{commit}"
     assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["tokenizer"]["path"] == str(kept)
     assert [path.name for path in kept.iterdir()] == ["vocab.txt"]
-    words.commit("a/words", {"vocab.txt": b"moved on"})
+    words.commit("a/words", {"vocab.txt": "\n".join([*bert_vocab(), "new"]).encode()})
     shutil.rmtree(tmp_path / "cache")
     asked = len(words.asked)
     again = train(tmp_path, "training.steps=3", HF_TOKEN=SECRET)
     assert again.returncode == 0 and len(words.asked) == asked, again.stderr
+    other = train(tmp_path, "training.steps=3", "tokenizer.path=a/words@main")  # names what the branch is now
+    assert other.returncode == 2 and "tokenizer" in other.stderr and len(words.asked) > asked
+    asked = len(words.asked)
     evaluated = forked(
         CONVERT, "export", "--checkpoint", tmp_path / "run", "--output", tmp_path / "hf", cwd=tmp_path
     )

@@ -159,6 +159,10 @@ def test_commands_convert_both_ways_and_say_that_there_is_no_proof(tmp_path):
     paths = ("--input", tmp_path / "original", "--output", tmp_path / "run")
     done = forked(command, "import", *paths, "--no-verify", *given)
     assert done.returncode == 0 and "not verified" in done.stdout, done.stderr
+    usual = forked(
+        command, "import", "--input", tmp_path / "original", "--output", tmp_path / "usual", "--no-verify"
+    )
+    assert usual.returncode == 0 and "1,000 steps" in usual.stdout, usual.stderr
     paths = ("--checkpoint", tmp_path / "run", "--output", tmp_path / "export")
     assert_refused(forked(command, "export", *paths), "add --no-verify")
     done = forked(command, "export", *paths, "--no-verify", "--dtype", "bf16")

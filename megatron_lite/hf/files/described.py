@@ -114,16 +114,16 @@ def quiet() -> Iterator[None]:
 def read_described(directory: Path) -> dict[str, Any]:
     """config.json of a directory of weights. Raises: CheckpointError for what no import takes."""
     _require_files(directory)
-    path = directory / CONFIG_JSON
-    described = read_json(path)
-    for name, reason in _OTHER_WEIGHTS.items():
-        if described.get(name) is not None:
-            raise CheckpointError(f"{path} has {name}; {reason}.")
     if (directory / _ADAPTER).exists():
         raise CheckpointError(
             f"{directory} has {_ADAPTER}, of an adapter on another model; merge it into that (PEFT's "
             "merge_and_unload), and import what save_pretrained then writes."
         )
+    path = directory / CONFIG_JSON
+    described = read_json(path)
+    for name, reason in _OTHER_WEIGHTS.items():
+        if described.get(name) is not None:
+            raise CheckpointError(f"{path} has {name}; {reason}.")
     _conformed(path, described, _Every)
     return described
 

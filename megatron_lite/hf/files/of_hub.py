@@ -7,12 +7,13 @@ from typing import Any
 
 # Directories of what this project exports: pairs, two stacks, and the tokenizer of the training.
 _DIRECTORIES = ("", "generator/", "discriminator/", "encoder/", "decoder/")
+_ADAPTER = "adapter_config.json"
 _TRAINING_TOKENIZER = "training_tokenizer/"
 _SMALL = frozenset((
     "config.json", "generation_config.json", "training.json", "latent.json", "ernie_config.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "vocab.txt", "vocab.json", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model", "spm.model",
-    "cog-pretrain.model", "other_heads.safetensors", "latent.safetensors",
+    "cog-pretrain.model", "other_heads.safetensors", "latent.safetensors", _ADAPTER,
 ))  # fmt: skip
 _WEIGHTS = (
     "model.safetensors",
@@ -28,7 +29,12 @@ def wanted(names: Collection[str], read: Callable[[str], Any]) -> Iterator[str]:
         if is_small or f"{directory}/" == _TRAINING_TOKENIZER:
             yield name
     weights = [name for directory in _DIRECTORIES for name in _weights(directory, names, read)]
-    yield from weights or _WEIGHTS[:1]  # so that its absence is told
+    if (
+        weights or _ADAPTER in names
+    ):  # what an import says of an adapter is more than that weights are missing
+        yield from weights
+    else:
+        yield _WEIGHTS[0]
 
 
 def _weights(directory: str, names: Collection[str], read: Callable[[str], Any]) -> Iterator[str]:

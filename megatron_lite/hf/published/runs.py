@@ -140,7 +140,7 @@ def config_of_import(
         }
     loaded = load_tokenizer(build(TokenizerConfig, tokenizer, "tokenizer."))
     check_vocabulary(loaded, source)
-    tree = with_sizes(source.path, source.settings, with_objective(tree, loaded))
+    tree = with_sizes(source.path, source.settings, with_objective(tree))
     config = build(Config, merge(tree, {"run": {"directory": str(output)}}))
     require_same_model("model", config.model, source)
     config = with_task_rows(config)

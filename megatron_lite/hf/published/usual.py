@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.base.settings import build, check, merge
-from data_utils.text.tokenizers import Tokenizer
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.sections import BatchConfig
 from megatron_lite.config.tree import Config
@@ -37,10 +36,9 @@ _RECIPES: dict[str, dict[str, Any]] = {
 _SENTENCE_LABELS = {
     "masked_lm": "next_sentence", "ernie": "next_sentence", "unilm": "next_sentence", "albert": "sentence_order",
 }  # fmt: skip
-_FIRST_SENTINEL, _SENTINELS = "<extra_id_0>", 100
 
 
-def with_objective(tree: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+def with_objective(tree: Mapping[str, Any]) -> dict[str, Any]:
     """The tree with the objective of its section `model` and that objective's section, if it names no objective."""
     if tree.get("objectives"):
         return dict(tree)
@@ -51,24 +49,11 @@ def with_objective(tree: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, A
     has_label = name in _SENTENCE_LABELS and model.sentence_classes > 0
     if name in _SENTENCE_LABELS:
         section[_SENTENCE_LABELS[name]] = has_label
-    if name == "t5":
-        section |= _sentinels(tokenizer)
     chosen: dict[str, Any] = {"objectives": {name: 1.0}, name: section}
-    if has_label and not tree.get(
-        "task"
-    ):  # the label weighs as much as all masked tokens, as in the class's loss
+    # The label weighs as much as all masked tokens, as in the class's loss.
+    if has_label and not tree.get("task"):
         chosen["training"] = {"loss_normalization": "per_objective"}
     return merge(chosen, tree)
-
-
-def _sentinels(tokenizer: Tokenizer) -> dict[str, int]:
-    """The setting of T5's sentinels, whose ids count down from the first; {} where the vocabulary has none."""
-    ids = {name: number for number, name in tokenizer.special_names.items()}
-    first = ids.get(_FIRST_SENTINEL)
-    if first is None or ids.get("<extra_id_1>") != first - 1:
-        return {}
-    count = next(k for k in range(1, first + 2) if ids.get(f"<extra_id_{k}>") != first - k)
-    return {"sentinel_first": first} | ({} if count == _SENTINELS else {"sentinel_count": count})
 
 
 def with_sizes(path: Path, model: Mapping[str, Any], tree: Mapping[str, Any]) -> dict[str, Any]:

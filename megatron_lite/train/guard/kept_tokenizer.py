@@ -1,6 +1,7 @@
 """A tokenizer that is named on the Hugging Face hub, kept with the run that it was fetched for.
 
-    DIRECTORY/tokenizer/ORG--NAME@COMMIT/   its files
+    DIRECTORY/tokenizer/ORG--NAME@COMMIT/            its files
+    DIRECTORY/tokenizer/ORG--NAME@REVISION@COMMIT/   the same of a branch or tag that was named
 
 So the run has the tokenizer of one commit for good, and a later start, on any machine that sees the directory, needs
 neither the hub nor a cache.
@@ -17,7 +18,7 @@ from pathlib import Path
 from data_utils.base.files import disk_errors, sync_directory
 from data_utils.text.tokenizer_readers import FILES, TokenizerConfig
 
-_FOLDER = "tokenizer"
+_FOLDER, _COMMIT = "tokenizer", "[0-9a-f]{40}"
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,15 @@ def kept_tokenizer(section: TokenizerConfig, run: Path) -> KeptTokenizer:
     if name is None:
         path = section.absolute()
         return KeptTokenizer(path, path)
-    folder = run.absolute() / _FOLDER
+    folder, revision = run.absolute() / _FOLDER, name.revision or ""
     owned = f"{name.repository.replace('/', '--')}@"
-    is_commit = re.fullmatch(r"[0-9a-f]{40}", name.revision or "")
-    held = sorted(folder.glob(f"{owned}{name.revision if is_commit else '*'}"))
-    held = [path for path in held if not path.name.endswith(".partial")]
+    is_commit = re.fullmatch(_COMMIT, revision)
+    if revision and not is_commit:  # another branch or tag is another tokenizer
+        owned += f"{revision.replace('/', '--')}@"
+    held = [path for path in folder.glob(f"{owned}*") if re.fullmatch(_COMMIT, path.name.removeprefix(owned))]
+    held = [path for path in held if not is_commit or path.name.endswith(revision)]
     if held:
-        found = replace(section, path=str(held[-1]))
+        found = replace(section, path=str(min(held)))
         return KeptTokenizer(found, found)
     local = section.absolute()
-    commit = Path(local.path).name
-    return KeptTokenizer(local, replace(section, path=str(folder / f"{owned}{commit}")))
+    return KeptTokenizer(local, replace(section, path=str(folder / f"{owned}{Path(local.path).name}")))
