@@ -77,7 +77,7 @@ def exported(tmp_path_factory):
 
 
 def differences(name: str, here: dict, there: dict, version: str) -> list[str]:
-    """What of an export is not the same. Tokenizer files of an import are its own: a version may read them otherwise."""
+    """What of an export is not the same. Imports keep their tokenizer files, which a version may read otherwise."""
     told, other = here["told"][name], there["told"][name]
     found = [f"{key}: {value}" for key, value in other.items() if key.endswith("error")]
     if found:

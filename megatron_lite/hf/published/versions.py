@@ -24,7 +24,7 @@ def oldest_version(class_name: str, config: ModelConfig, described: Mapping[str,
     if class_name == "ModernBertForQuestionAnswering":
         return "4.51"
     if class_name == "DebertaV2ForMaskedLM" and not described.get("legacy", True):
-        return "5.8"  # the head of these names takes the bias of words for that of its layer
+        return "5.20"  # before, the head of these names takes the bias of its layer for that of words
     if class_name.startswith("ModernBertDecoder") and config.rotary_base_local not in (
         None,
         config.rotary_base,
