@@ -171,7 +171,7 @@ def test_heads_of_t5_are_tied_and_scaled_in_both_versions(case, says, has_head, 
     ] + [("albert", "predictions.bias", "predictions.decoder.bias")],
 )  # fmt: skip
 def test_a_bias_with_two_names_has_both(case, first, second, tmp_path):
-    """Versions to 4.48 take zeros where the second lacks."""
+    """Versions to 4.49 take zeros where the second lacks."""
     write_directory(case, tmp_path / "source")
     import_directory(tmp_path / "source", tmp_path / "run", merge(TREE, OBJECTIVE[case]), verify=False)
     export_run(tmp_path / "run", tmp_path / "export", ExportOptions())

@@ -6,6 +6,7 @@ Each DIRECTORY, below ROOT, is loaded by the class that its config.json names. O
 OUTPUT.json all else: tokens, warnings, and the error of what failed.
 """
 
+import importlib.util
 import json
 import logging
 import shutil
@@ -141,6 +142,45 @@ def filled(directory, texts):
     return {"written": written, "beams": beams, "pipeline": [fill(text) for text in texts]}
 
 
+def trained(directory):
+    """Steps on GLM's class: plain, with checkpoints of activations, and by adapters that are merged again."""
+    options = {"trust_remote_code": True}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory, **options)
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(directory, **options).train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "dropout") and isinstance(module.dropout, float):
+            module.dropout = 0.0
+    inputs = tokenizer.build_inputs_for_training(
+        tokenizer(["word1 [MASK] word2 ."], padding=True), [["word3 word4"]]
+    )
+    norms = []
+    with torch.enable_grad():
+        for _ in range(2):
+            model.zero_grad()
+            loss = model(**inputs).loss
+            loss.backward()
+            norms.append(
+                sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None).sqrt().item()
+            )
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.gradient_checkpointing_disable()
+    found = {"loss": round(loss.item(), 4), "norms": [round(norm, 3) for norm in norms]}
+    if importlib.util.find_spec("peft") is not None:
+        from peft import LoraConfig, get_peft_model
+
+        before = model.eval()(**inputs).logits
+        config = LoraConfig(r=2, target_modules=["query_key_value", "dense"], task_type="SEQ_2_SEQ_LM")
+        adapted = get_peft_model(model, config).eval()
+        found["adapted"] = torch.equal(adapted(**inputs).logits, before)
+        written = adapted.generate(
+            **tokenizer.build_inputs_for_generation(tokenizer(["word1 [MASK] ."])), max_new_tokens=3
+        )
+        found["written"] = written.tolist()
+    return found
+
+
 def tokens_of(directory, described):
     options = {"trust_remote_code": True} if "auto_map" in described else {}
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory, **options)
@@ -193,6 +233,7 @@ def main(root, output, names):
                     elif described["architectures"] == ["GLMForBlankInfilling"]:
                         texts = ["word1 word2 [MASK] word3 . [sMASK] word4", "word9 word8 [MASK] ."]
                         record["filled"] = filled(directory, texts)
+                        record["trained"] = trained(directory)
                 own = [str(each.message) for each in caught]
                 record[f"{what} warnings"] = sorted({*heard.messages, *own})
             except Exception as error:

@@ -97,12 +97,18 @@ def write_directory(case: str, directory: Path) -> torch.nn.Module:
     return model
 
 
-def assert_same_tensors(directory: Path, original: Path) -> None:
-    """Every tensor of an original came back bit-equal; those with two names have both."""
-    before, after = (load_file(path / "model.safetensors") for path in (original, directory))
+def tensors_once(export: Path) -> dict[str, torch.Tensor]:
+    """The tensors of an export by their first names; those that have two names have both."""
+    found = load_file(export / "model.safetensors")
     for second, first in SECOND_NAMES.items():
-        if first in before:
-            assert torch.equal(after.pop(second), before[first])
+        if first in found:
+            assert torch.equal(found.pop(second), found[first])
+    return found
+
+
+def assert_same_tensors(directory: Path, original: Path) -> None:
+    """Every tensor of an original came back bit-equal."""
+    before, after = load_file(original / "model.safetensors"), tensors_once(directory)
     assert before.keys() == after.keys()
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
 

@@ -86,6 +86,7 @@ ORIGINS = {
 _CLASS = """from transformers import {class_name}
 
 model = {class_name}.from_pretrained("PATH")"""
+_VERSIONS = " Use transformers {oldest} or newer."
 _EXTRA = " `{file}` holds the weights of a head that the class does not have."
 
 
@@ -105,10 +106,15 @@ def model_card(run: OpenRun) -> str:
     return write_card(run, words, "")
 
 
-def published_card(run: OpenRun, class_name: str, *, is_imported: bool, extra_file: str | None = None) -> str:
+def published_card(
+    run: OpenRun, class_name: str, oldest: str, *, is_imported: bool, extra_file: str | None = None
+) -> str:
     """The card of an export to a class of transformers, in Markdown.
 
-    Args: is_imported: whether the run began with imported weights. extra_file: with weights that the class has not.
+    Args:
+        oldest: the first version of transformers that computes it.
+        is_imported: whether the run began with imported weights.
+        extra_file: with weights that the class has not.
     """
     system, steps = str(run.config.model.system), run.checkpoint.step
     names = ", ".join(objective_names(run.objectives))
@@ -118,6 +124,7 @@ def published_card(run: OpenRun, class_name: str, *, is_imported: bool, extra_fi
         origin=ORIGINS[is_imported, steps > 0].format(names=names),
         more="" if extra_file is None else _EXTRA.format(file=extra_file),
     )
+    introduction += _VERSIONS.format(oldest=oldest)
     words = {
         "tags": f"- {system}",
         "title": system,

@@ -136,7 +136,7 @@ class System:
     is_encoder_decoder: bool = False
     begin: str = "eos"  # of the section causal of an import
     former: tuple[Former, ...] = ()
-    # Second names in `ties` that an export has as well: without them versions of transformers to 4.48 lose the value.
+    # Second names in `ties` that an export has as well: without them versions of transformers to 4.49 lose the value.
     written_twice: tuple[str, ...] = ()
     # Options of heads that a file may lack, and the parameter that tells: its rows, or for a tie that it is missing.
     optional: Mapping[str, str] = field(default_factory=dict)

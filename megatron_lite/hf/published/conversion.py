@@ -455,7 +455,7 @@ def hf_config(config: ModelConfig, base: Mapping[str, Any], labels: Sequence[str
     if config.task_types:
         values["use_task_id"] = True
     if system.legacy is not None:
-        # A new run takes the names that all versions of transformers load; the class of the others is broken to 5.0.
+        # A new run takes the names that all versions of transformers load; that of the others is broken to 5.19.
         values.setdefault("legacy", "model_type" not in base)
     name, head = class_of_model(system, config), head_fields(system, config, labels)
     values |= {**head, "architectures": [name]}

@@ -69,6 +69,7 @@ from megatron_lite.hf.published.tokenizers import (
     write_tokenizer,
 )
 from megatron_lite.hf.published.usual import with_objective, with_sizes
+from megatron_lite.hf.published.versions import oldest_version
 from megatron_lite.model.trunk.counts import parameter_shapes
 from megatron_lite.model.trunk.initial_weights import initialize_parameters
 
@@ -263,7 +264,10 @@ def write_published(directory: Path, weights: Weights, run: OpenRun, dtype: str,
     if task is not None and task.kind == "typing":
         stack = replace(stack, problem=SEVERAL_LABELS)
     class_name, extra_file = write_stack(directory, stack, dtype, max_shard_bytes)
-    card = published_card(run, class_name, is_imported=kept.exists(), extra_file=extra_file)
+    oldest = oldest_version(class_name, run.config.model, read_json(directory / "config.json"))
+    if oldest.startswith("5"):
+        log.warning("transformers before %s does not compute what this %s does", oldest, class_name)
+    card = published_card(run, class_name, oldest, is_imported=kept.exists(), extra_file=extra_file)
     (directory / "README.md").write_text(card, encoding="utf-8")
     return class_name
 
