@@ -175,7 +175,7 @@ def test_a_tokenizer_with_other_ids_is_refused_with_the_text(tmp_path):
     with pytest.raises(
         CheckpointError, match=r"^tokenizer\.path .* than BertTokenizer of \d+ of \d+ texts: '"
     ):
-        require_same_ids("tokenizer", own, tmp_path / "bert")
+        require_same_ids("tokenizer", own, tmp_path / "bert", tmp_path / "bert")
     with pytest.raises(
         CheckpointError, match=r"by tokenizer\.kind bert_wordpiece .* leave tokenizer\.kind and its"
     ):
