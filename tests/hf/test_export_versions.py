@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from support.hf_runs import tree, write_run
 from support.published import random_model
-from support.published_files import OBJECTIVE, TREE, write_directory, write_tokenizer
+from support.published_files import OBJECTIVE, TREE, edit, write_directory, write_tokenizer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from data_utils.base.errors import CheckpointError
@@ -177,6 +177,24 @@ def test_a_bias_with_two_names_has_both(case, first, second, tmp_path):
     export_run(tmp_path / "run", tmp_path / "export", ExportOptions())
     weights = load_file(tmp_path / "export/model.safetensors")
     assert weights[first].any() and torch.equal(weights[first], weights[second])
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "version"),
+    [
+        ("bert", {}, "4.46"), ("deberta_v3", {}, "5.20"), ("deberta_v3, odd", {}, "4.46"), ("qwen3", {}, "4.51"),
+        ("modernbert", {}, "4.48"), ("modernbert_decoder", {}, "5.0"),
+        ("modernbert_decoder", {"local_rope_theta": 160000.0, "global_rope_theta": 160000.0}, "4.55"),
+    ],
+)  # fmt: skip
+def test_the_card_names_the_first_version_that_computes_it(case, changes, version, tmp_path):
+    write_directory(case, tmp_path / "source")
+    if changes:
+        edit(tmp_path / "source", **changes, rope_parameters=None)
+    objective = OBJECTIVE.get(case.partition(",")[0], {})
+    import_directory(tmp_path / "source", tmp_path / "run", merge(TREE, objective), verify=False)
+    export_run(tmp_path / "run", tmp_path / "export", ExportOptions(verify=False))
+    assert f"Use transformers {version} or newer." in (tmp_path / "export/README.md").read_text()
 
 
 # GLM's own files
