@@ -132,7 +132,7 @@ MISTAKES = {
     "a task's": (["--config", "boolq"], {}, f"there is {ROOT}/configs/tasks/boolq.yaml."),
     "world size": ([], {"WORLD_SIZE": "3", "RANK": "0"}, "data-parallel ranks (3) = 48; start a number of"),
     "environment": ([], {"WORLD_SIZE": "two"}, "environment variable WORLD_SIZE is 'two'"),
-    "no tokenizer": (["tokenizer.path=absent"], {}, "tokenizer absent does not exist; set path"),
+    "no tokenizer": (["tokenizer.path=absent"], {}, "absent does not exist; set path"),
 }
 
 
