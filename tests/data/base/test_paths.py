@@ -96,6 +96,7 @@ COMMANDS = [
     if "ArgumentParser(" in path.read_text(encoding="utf-8")
 ]
 ARGUMENT_NO_PATHS = {
+    "--push-to-hub",  # a name of the hub
     "--text",
     "--text-key",
     "--text-split",
