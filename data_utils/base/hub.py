@@ -180,6 +180,9 @@ class _Lacking(Exception):
 def _hub() -> Any:
     """The hub's library. Imported where a name is given: others need not wait for it."""
     import huggingface_hub
+    import huggingface_hub.constants  # the package gives no submodule that nobody has imported
+    import huggingface_hub.errors
+    import huggingface_hub.utils
 
     return huggingface_hub
 

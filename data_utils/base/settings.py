@@ -27,6 +27,7 @@ from data_utils.base.setting_files import MAX_DEPTH, parse_yaml, shorten, shown,
 
 REQUIRED: Any = dataclasses.MISSING
 T = TypeVar("T")
+_LISTED_KEYS = 60  # a longer list, such as of DeepSpeed's keys, hides what is wrong
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -296,16 +297,17 @@ def setting_names(cls: type, path: str = "") -> Iterator[str]:
 
 def _unknown_key(key: str, path: str, known: Mapping[str, Any], root: type) -> str:
     place = shorten(path + key) if key.isprintable() else shown(path + key)
+    many = f"the {len(known)} keys here have no such name: correct it, or remove it."
     if path and section_in(keys_of(root).get(key, (None,))[0]) is not None:
         own = [name for name, field in known.items() if "inline" not in field.metadata]
-        return (
-            f"unknown setting {place}: {key} is a section of the whole run; keys here are {', '.join(own)}."
-        )
+        listed = f"keys here are {', '.join(own)}." if len(known) <= _LISTED_KEYS else many
+        return f"unknown setting {place}: {key} is a section of the whole run; {listed}"
     elsewhere = [name for name in setting_names(root) if name.rpartition(".")[2] == key]
     close = [path + name for name in difflib.get_close_matches(key, known, n=1, cutoff=0.6)]
     for nearest in (*elsewhere, *close):
         return f"unknown setting {place}; the nearest valid key is {nearest}."
-    return f"unknown setting {place}; valid keys here are {', '.join(sorted(known))}."
+    listed = f"valid keys here are {', '.join(sorted(known))}." if len(known) <= _LISTED_KEYS else many
+    return f"unknown setting {place}; {listed}"
 
 
 def _convert(value: Any, hint: Any, path: str, root: type) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+from data_utils.base.errors import ConfigError
 from data_utils.base.setting_files import shorten
 from data_utils.base.settings import setting_names, to_yaml_scalar
 from megatron_lite.config.tree import Config
@@ -251,11 +252,21 @@ _BY_NAME = {name: row for rows in reversed(SOURCES.values()) for row in reversed
 
 
 def with_deepspeed_file(arguments: Sequence[str]) -> list[str]:
-    """The command line with `--deepspeed FILE`, as Hugging Face's Trainer takes it, as `--deepspeed_config FILE`."""
-    made = list(arguments)
+    """The command line with `--deepspeed FILE`, as Hugging Face's Trainer takes it, as `--deepspeed_config FILE`.
+
+    Raises: ConfigError for a second file, of which the parser would drop the first without a word.
+    """
+    made = [
+        word.replace("--deepspeed=", "--deepspeed_config=", 1) if word.startswith("--deepspeed=") else word
+        for word in arguments
+    ]
     for place, (option, value) in enumerate(pairwise(arguments)):
         if option == "--deepspeed" and "=" not in value and not value.startswith("-"):
             made[place] = "--deepspeed_config"
+    if sum(word.partition("=")[0] == "--deepspeed_config" for word in made) > 1:
+        raise ConfigError(
+            "--deepspeed_config is given twice, and a run has one DeepSpeed file; leave one out."
+        )
     return made
 
 

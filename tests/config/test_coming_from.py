@@ -79,5 +79,14 @@ def test_the_trainers_form_of_a_deepspeed_file():
         "ds.json",
         "a.b=1",
     ]
+    assert with_deepspeed_file(["--deepspeed=ds.json"]) == ["--deepspeed_config=ds.json"]
     for untouched in (["--deepspeed", "a.b=1"], ["--deepspeed", "--config", "x"], ["--deepspeed"]):
         assert with_deepspeed_file(untouched) == untouched
+
+
+@pytest.mark.parametrize(
+    "second", [["--deepspeed_config=b.json"], ["--deepspeed", "b.json"], ["--deepspeed=b.json"]]
+)
+def test_a_second_deepspeed_file_is_refused(second):
+    with pytest.raises(ConfigError, match="given twice"):
+        with_deepspeed_file(["--deepspeed_config", "a.json", *second])

@@ -398,6 +398,15 @@ def test_coupled_decay_of_nothing_is_adamw(tmp_path):
     assert read(tmp_path, {"optimizer": {"type": "Adam", "params": params}})[0].optimizer.weight_decay == 0
 
 
+def test_unknown_keys_are_not_hidden_in_lists_of_all_keys(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        read(tmp_path, {"general": {"seed": 1}, "plugin": "gemini", "deepspeed": {"stage": 2}})
+    message = str(error.value)
+    for name in ("deepspeed.general", "deepspeed.plugin", "deepspeed.deepspeed"):
+        assert f"unknown setting {name}" in message
+    assert "remove it" in message and len(message) < 600
+
+
 def test_all_that_must_change_is_told_at_once(tmp_path):
     given = {
         "zero_optimisation": {},

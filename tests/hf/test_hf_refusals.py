@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.hf_directories import repack, write_model_parallel
 from support.hf_runs import tree
 
@@ -84,6 +84,19 @@ def damage(name, directory):
         repack(directory, lambda t: {**t, attention: torch.ones(32, 32, dtype=torch.long)}, as_pickle=True)
     elif name == "nan":
         repack(directory, lambda t: {**t, attention: torch.full((32, 32), float("nan"))})
+    elif name == "other name":
+        weights.rename(directory / "glm-large.safetensors")
+        (directory / "training_args.bin").write_bytes(b"of the Trainer")
+    elif name == "no index":
+        for number in (1, 2):
+            save_file(tensors, directory / f"model-0000{number}-of-00002.safetensors")
+        weights.unlink()
+    elif name == "other program":
+        weights.rename(directory / "tf_model.h5")
+    elif name in ("pointer", "pointer of a pickle"):
+        weights.unlink()
+        pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 440473133\n"
+        (directory / ("model.safetensors" if name == "pointer" else "pytorch_model.bin")).write_text(pointer)
     elif name == "hostile pickle":
         weights.unlink()
         torch.save({"word_embeddings.weight": Hostile(directory / "owned")}, directory / "pytorch_model.bin")
@@ -103,6 +116,11 @@ BAD = {
     "truncated": "model.safetensors: .*damaged",
     "not weights": "model.safetensors: .*damaged",
     "no weights": "neither model.safetensors nor pytorch_model.bin",
+    "other name": "rename glm-large.safetensors to model.safetensors",
+    "no index": "fetch model.safetensors.index.json",
+    "other program": r"not read \(tf_model.h5\)",
+    "pointer": "model.safetensors is a pointer of Git LFS.*git lfs pull",
+    "pointer of a pickle": "pytorch_model.bin is a pointer of Git LFS.*git lfs pull",
     "no config": "config.json: No such file",
     "config cut": "config.json is not valid JSON",
     "missing key": "lacks layers.1.attention.dense.weight",

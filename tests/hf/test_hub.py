@@ -7,7 +7,7 @@ import shutil
 import pytest
 import yaml
 from huggingface_hub import constants
-from support.commands import assert_refused, forked
+from support.commands import assert_refused, forked, python
 from support.hub import Hub
 from support.published_files import write_released
 from support.tokenizer_files import bert_vocab, write_bert
@@ -208,6 +208,22 @@ def test_what_the_hub_does_not_give_is_one_line_with_the_command(
     )
     assert not (tmp_path / "run").exists()
     assert_no_secret(tmp_path, done)
+
+
+@pytest.mark.parametrize("wanted_by", ["import", "tokenizer"])
+def test_a_process_that_has_imported_nothing_of_the_hub_refuses_in_one_line(wanted_by, tmp_path):
+    """A new interpreter: a forked one has what this file has imported."""
+    (tmp_path / "text.txt").write_text("a text")
+    of = {
+        "import": (CONVERT, "import", "--input", NAME, "--output", tmp_path / "run"),
+        "tokenizer": (
+            "scripts/preprocess_data.py", "--input", tmp_path / "text.txt", "--output", tmp_path / "corpus",
+            "--tokenizer-kind", "bert_wordpiece", "--tokenizer-path", NAME,
+        ),
+    }  # fmt: skip
+    done = python(*map(str, of[wanted_by]), HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "cache"))
+    assert_refused(done, "HF_HUB_OFFLINE is set")
+    assert f"hf download {NAME}" in done.stderr
 
 
 def test_a_wrong_revision_and_a_missing_path_are_one_line(hub, tmp_path):

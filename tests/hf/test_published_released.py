@@ -206,6 +206,14 @@ def test_the_rows_of_a_head_decide_how_many_labels_there_are(tmp_path, caplog, f
     assert tuple(json.loads((tmp_path / "ours/config.json").read_text())["id2label"].values()) == names
 
 
+def test_a_name_of_two_labels_is_refused_before_a_run_of_it_exists(tmp_path):
+    write("bert", tmp_path / "theirs", "BertForSequenceClassification", num_labels=3)
+    strip(tmp_path / "theirs", "label2id", "id2label")
+    edit(tmp_path / "theirs", id2label={"0": "yes", "1": "yes", "2": "no"})
+    message = refused(tmp_path / "theirs", tmp_path / "run", "bert")
+    assert "config.json" in message and "'yes' to more than one of 3 labels" in message
+
+
 def test_all_that_stands_against_an_import_is_told_at_once(tmp_path):
     write("bert", tmp_path / "theirs")
     edit(tmp_path / "theirs", hidden_act="tanh", is_decoder=True, position_embedding_type="relative_key")

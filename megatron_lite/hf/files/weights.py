@@ -37,6 +37,9 @@ METADATA = {"format": "pt"}  # of a safetensors file that transformers reads
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _FLOATS = frozenset(("F64", "F32", "F16", "BF16"))  # as safetensors names them
 _DOUBLE = "F64"
+_WEIGHTS = frozenset((".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx"))
+_OF_A_TRAINING = ("training_args", "optimizer", "scheduler", "rng_state")
+_LFS = b"version https://git-lfs.github.com/spec/"
 _SHOWN_SHAPES = 2  # pairs: one wrong size can change most tensors
 
 
@@ -99,8 +102,38 @@ def open_directory(directory: Path) -> Weights:
         if (directory / single).exists():
             return open_file(directory / single)
     raise CheckpointError(
-        f"{directory} has neither model.safetensors nor pytorch_model.bin, whole or sharded; check the path."
+        f"{directory} has neither model.safetensors nor pytorch_model.bin, whole or sharded; "
+        f"{_other_weights(directory)}."
     )
+
+
+def _other_weights(directory: Path) -> str:
+    """The remedy where weights have another name, or are another program's."""
+    found = sorted(
+        path.name
+        for path in directory.glob("*")
+        if path.suffix in _WEIGHTS and not path.name.startswith(_OF_A_TRAINING)
+    )
+    shown = ", ".join(found[:3]) + ", ..." * (len(found) > 3)
+    for ending, kind in ((".safetensors", "model.safetensors"), (".bin", "pytorch_model.bin")):
+        of_kind = [name for name in found if name.endswith(ending)]
+        if len(of_kind) == 1:
+            return f"rename {of_kind[0]} to {kind}, if it holds the whole model"
+        if of_kind:
+            return f"it has {shown}: fetch {kind}.index.json, which says what each shard holds"
+    if found:
+        return f"what it has is not read ({shown}): fetch the model's safetensors"
+    return "check the path"
+
+
+def _require_no_pointer(path: Path) -> None:
+    """A clone without Git LFS has a text of three lines for each large file."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        if file.read(len(_LFS)) == _LFS:
+            raise CheckpointError(
+                f"{path} is a pointer of Git LFS, not the file; fetch it by `git lfs pull`, or the directory by "
+                "`hf download`."
+            )
 
 
 def _open_shards(index: Path, open_file: Callable[[Path], Weights]) -> Weights:
@@ -130,6 +163,7 @@ def _open_shards(index: Path, open_file: Callable[[Path], Weights]) -> Weights:
 def open_safetensors(path: Path) -> Weights:
     """One safetensors file. Raises: as `from_state_dict`, and CheckpointError if it is missing or damaged."""
     shapes, kinds = {}, {}
+    _require_no_pointer(path)
     try:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  not a dictionary
@@ -157,6 +191,7 @@ def load_pickle(path: Path) -> dict[str, Any]:
 
     Raises: CheckpointError if the file is missing, damaged, or asks for anything but plain data.
     """
+    _require_no_pointer(path)
     try:
         with torch.serialization.safe_globals(_plain_globals()):
             tree = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))

@@ -9,11 +9,13 @@ A class of transformers is named after its system (Bert), and what follows says 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from data_utils.base.errors import CheckpointError
+from data_utils.base.setting_files import shorten
 from megatron_lite.hf.files.described import CONFIG_JSON
 from megatron_lite.hf.files.left_out import reason
 from megatron_lite.hf.files.published_form import System
@@ -137,7 +139,7 @@ def completed(
         (each for each in TASK_CLASSES.get(system.model_type, {}).values() if each.name == name), None
     )
     if head is not None:
-        lines += _with_labels(found, head, theirs)
+        lines += _with_labels(found, head, theirs, path)
     return found, lines
 
 
@@ -161,10 +163,20 @@ def _class_by_tensors(system: System, theirs: Weights, path: Path) -> str | None
     return next(iter(names), None)
 
 
-def _with_labels(described: dict[str, Any], head: TaskClass, theirs: Weights) -> list[str]:
-    """Make the names of labels as many as the classifier's rows. Returns: what was changed."""
+def _with_labels(described: dict[str, Any], head: TaskClass, theirs: Weights, path: Path) -> list[str]:
+    """Make the names of labels as many as the classifier's rows. Returns: what was changed.
+
+    Raises: CheckpointError for a name of two labels, which no task can have.
+    """
     rows = theirs.shapes.get(f"{head.classifier}.weight", (0,))[0]
     names = {int(number): name for number, name in (described.get("id2label") or {}).items()}
+    of_rows = Counter(names.get(number, f"LABEL_{number}") for number in range(rows))
+    twice = [name for name, count in of_rows.items() if count > 1]
+    if twice and head.classifier != "qa_outputs":  # its two rows are no labels
+        raise CheckpointError(
+            f"{path / CONFIG_JSON}: id2label gives {shorten(', '.join(map(repr, twice)))} to more than one of {rows} "
+            "labels; give each its own name."
+        )
     said = {len(names)} if names else set()
     said |= {described["num_labels"]} if described.get("num_labels") is not None else set()
     if not rows or (
