@@ -12,6 +12,7 @@ import resource
 import shutil
 import signal
 import threading
+import time
 import traceback
 from concurrent.futures.process import _ExecutorManagerThread
 from multiprocessing.context import SpawnProcess
@@ -250,6 +251,18 @@ def test_an_interrupted_build_goes_on_with_the_missing_shards(tmp_path, input_pa
     assert 0 < CountingTokenizer.texts < 200
     build(input_path, tmp_path / "expected/c", split="", shard_bytes=1 << 20)
     assert files(tmp_path / "out") == files(tmp_path / "expected")
+
+
+@pytest.mark.parametrize("seconds", [0.2, 0.5])
+def test_a_build_interrupted_while_its_workers_start_is_one_line(tmp_path, input_path, seconds):
+    """Workers import for seconds before they can ignore Ctrl-C."""
+    process = start(input_path, tmp_path / "out/c")
+    wait_until(lambda: len(members(tmp_path / "out/c")) > 1)
+    time.sleep(seconds)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 128 + signal.SIGINT
+    assert errors.startswith("interrupted") and errors.count("\n") == 1, errors
 
 
 def pool_is_broken():
