@@ -35,7 +35,7 @@ from data_utils.base.files import require_new_directory
 from data_utils.base.foreign import conform
 from data_utils.base.progress import progress_bar
 from megatron_lite.checkpoint.manifest import checkpoints_in, checkpoints_of, list_checkpoints
-from megatron_lite.checkpoint.places import Place, place_of, run_at
+from megatron_lite.checkpoint.places import Place, place_of, require_own_directory, run_at
 from megatron_lite.train.guard.lease import held
 from megatron_lite.train.guard.run_state import state_of
 from megatron_lite.train.observe.metrics import record_rewind
@@ -127,8 +127,11 @@ def main() -> int:
 
 def find(directory: Path) -> list[Path]:
     """The checkpoints below a run, a directory of checkpoints, or the one given. Raises CheckpointError."""
-    if place_of(directory) is Place.CHECKPOINT:
+    place = place_of(directory)
+    if place is Place.CHECKPOINT:
         return [directory]
+    if place is Place.FILE and not directory.is_symlink():
+        run_at(directory)
     with contextlib.suppress(OSError):  # the state says why
         if paths := list_checkpoints(checkpoints_in(directory)):
             return paths
@@ -161,17 +164,21 @@ def rewind(run: Path, step: int) -> None:
 def merge_into(output: Path, run: Path, more: list[str], weights: str) -> None:
     """Write the merged checkpoint of steps of a run, or of runs. Raises UserError."""
     require_new_directory(output)
+    require_own_directory(output, "--output")
     from megatron_lite.checkpoint.existing import find_manifest
-    from megatron_lite.checkpoint.merge import merge, shares_of
+    from megatron_lite.checkpoint.merge import DECAYS, merge, shares_of
 
     paths = [run, *map(Path, more)]
-    if more and all(each.isdigit() for each in more):
+    given = list(map(int, more)) if all(each.isdigit() for each in more) else []  # steps of one run
+    if given:
         find(run)
-        paths = checkpoints_of(checkpoints_in(run), sorted(map(int, more)))
+        paths = checkpoints_of(checkpoints_in(run), sorted(given))
     if len(set(paths)) < max(2, len(paths)):
         raise ConfigError(f"merge got {len(set(paths))} checkpoints; give two or more different ones.")
     sources = [find_manifest(path) for path in paths]
     shares = shares_of(weights, [source.step for source in sources])
+    if given and weights not in ("mean", *DECAYS):  # numbers belong to the steps in the order that was given
+        shares = [shares[i] for i in sorted(range(len(given)), key=given.__getitem__)]
     for source in sources:
         verify(source)
     path = merge(sources, shares, output)

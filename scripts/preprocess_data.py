@@ -35,7 +35,7 @@ from data_utils.build.corpus import build_corpus
 from data_utils.build.ranks import Ranks
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.verification import verify
-from data_utils.samples.drawn_shares import word_shares
+from data_utils.samples.drawn_shares import unknown_share, word_shares
 from data_utils.text.documents import BAD_RECORD_POLICIES, DEFAULT_MAX_BAD_RECORDS, TEXT_SPLITS
 from data_utils.text.special_tokens import ADDED_TOKENS
 from data_utils.text.tokenizer_readers import KINDS
@@ -146,8 +146,11 @@ def make_dataset(arguments: argparse.Namespace, ranks: Ranks) -> None:
     if ranks.rank == 0:
         print("\n".join(report.lines()))
         text = np.array(IndexedDataset(next(iter(report.documents))).tokens[:_TOKENS_READ])
-        for line in word_shares(text, vocabulary_of(load_tokenizer(tokenizer)), f"the first {len(text):,}"):
+        vocabulary, whose = vocabulary_of(load_tokenizer(tokenizer)), f"the first {len(text):,}"
+        for line in word_shares(text, vocabulary, whose):
             print(f"  {line}")
+        for line in unknown_share(text, vocabulary, whose):
+            print(line)
         for prefix in report.documents if arguments.verify else ():
             verify(IndexedDataset(prefix, sequential=True))
             print(f"  {prefix}: verified")

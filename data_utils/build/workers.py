@@ -357,10 +357,14 @@ def _death(job: Job, progress: np.ndarray, workers: Iterable[BaseProcess]) -> Da
 
 def _submit(executor: ProcessPoolExecutor, numbers: Sequence[int]) -> set[Future[ShardRecord]]:
     """Submit the shards to the pool, which starts its workers."""
+    # Ctrl-C reaches workers too, which import for seconds before they can ignore it: they inherit that it is blocked.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         return {executor.submit(_build_in_worker, number) for number in numbers}
     except OSError as error:  # the first workers died, and the pool has closed its pipes
         raise BrokenProcessPool from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _in_worker: tuple[ShardBuilder, Any]  # set once in each worker process, by _start_worker

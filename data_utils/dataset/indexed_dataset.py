@@ -148,7 +148,7 @@ class IndexedDataset:
         self.dtype, self.num_documents, num_boundaries = read_header(prefix)
         self.num_tokens = sizes[".bin"] // self.dtype.itemsize
         expected = HEADER.size + 12 * self.num_documents + 8 * num_boundaries
-        if sizes[".idx"] == expected + self.num_documents:
+        if self.num_documents and sizes[".idx"] == expected + self.num_documents:
             raise DataError(
                 f"dataset {prefix} has modes of its sequences (multimodal); give a dataset of text."
             )

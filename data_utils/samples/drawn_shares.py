@@ -21,6 +21,7 @@ from data_utils.text.vocabulary import Vocabulary
 _TOKENS, _MOST_SAMPLES = 2**17, 256  # that are drawn
 _ENOUGH = 2000  # tokens, below which chance decides
 FEW_STARTS, MANY_STARTS = 0.1, 0.98  # prose has 0.6 to 0.9, Chinese and WordLevel models 1
+MANY_UNKNOWN = 0.05  # of the tokens; emoji and rare scripts make less than 0.01 in prose
 
 
 def drawn_shares(loader: SampleLoader) -> Iterator[str]:
@@ -73,6 +74,18 @@ def word_shares(
         yield (
             f"warning: {', '.join(of_words)} hides whole words, and words begin at {_percent(share)} of the tokens: "
             f"{what}. If the text is not such (proteins; Chinese), look at the tokenizer."
+        )
+
+
+def unknown_share(tokens: np.ndarray, vocabulary: Vocabulary, whose: str) -> Iterator[str]:
+    """A warning if much of a text is the token for what the vocabulary cannot write."""
+    share = (
+        0.0 if "unk" in vocabulary.lacking or not len(tokens) else np.mean(tokens == vocabulary.special.unk)
+    )
+    if share >= MANY_UNKNOWN:
+        yield (
+            f"warning: {_percent(float(share))} of {whose} tokens are the one for unknown text, so that the text is "
+            "lost. Is the tokenizer one for this language and script, for upper case, with its pre-tokenizer?"
         )
 
 

@@ -49,7 +49,9 @@ def column_texts(
     # strict: otherwise a quote that is never closed takes the rest of the file for one field
     rows = csv.reader(lines(), delimiter=delimiter, strict=True)
     try:
-        names = next(rows, [])
+        names = next(filter(None, rows), None)
+        if names is None:  # an empty file
+            return
         column = _column(path, names, delimiter, text_key)
         texts: list[bytes | UnusableRecord] = []
         for row in rows:
@@ -59,6 +61,11 @@ def column_texts(
                 yield texts, position
                 texts = []
     except csv.Error as error:
+        if "new-line character" in str(error):
+            raise DataError(
+                f"{path}:{rows.line_num}: lines end in a carriage return alone, as old spreadsheets write them; "
+                "convert it (tr '\\r' '\\n' < FILE > NEW)."
+            ) from None
         raise DataError(
             f"{path}:{rows.line_num}: not a table of fields between {_NAMES[delimiter]} ({one_line(error)}); a field "
             'with a quote in it stands in quotes, and writes that quote as "".'
@@ -82,14 +89,16 @@ def _column(path: Path, names: list[str], delimiter: str, text_key: str) -> int:
         raise DataError(
             f"{path}: {names.count(text_key)} columns are named {text_key!r}; rename all but one."
         )
-    found = shorten(", ".join(names[:20]) or "none", 200)
+    found = shorten(", ".join(name if name == name.strip() else repr(name) for name in names[:20]), 200)
     other = next((sign for sign in (";", "\t", "|", ",") if len(names) == 1 and sign in names[0]), None)
     if other is not None:
         raise DataError(
             f"{path}: fields are between {_NAMES[delimiter]} in a file of this name, and its first row is "
             f"{found!r}; write the file so, or rename it (.csv: commas, .tsv: tabs)."
         )
-    raise DataError(f"{path}: there is no column {text_key!r}; name one of {found} with --text-key.")
+    raise DataError(
+        f"{path}: there is no column {text_key!r}; name one of {found} with --text-key (the first row is their names)."
+    )
 
 
 def _text(row: list[str], column: int, count: int) -> bytes | UnusableRecord:

@@ -57,7 +57,7 @@ def layout_of(path: Path, text_split: str) -> str:
 def _unknown(path: Path, ending: str) -> str:
     if ending in TABLES:
         return f"is a {ending} file in {compression_of(path)}, which cannot be read at any place; unpack it"
-    if path.suffix.lower() in _ARCHIVES:
+    if any(suffix.lower() in _ARCHIVES for suffix in path.suffixes[-2:]):  # .tar.gz too
         return "is an archive; unpack it and name its files"
     return f"has an unknown suffix; supported are {_SUPPORTED}"
 

@@ -18,6 +18,7 @@ _ARRAY_REMEDY = "each object needs a line of its own: jq -c '.[]' FILE > NEW.jso
 _LIST_REMEDY = "jq -c '.{}[]' FILE > NEW.jsonl makes a line of each"
 _TABLE_REMEDY = "is this a table? Name it .csv or .tsv; plain text is .txt"
 _UTF16_REMEDY = "NUL bytes: UTF-16 or UTF-32 without a byte order mark (iconv -f UTF-16LE -t UTF-8)"
+_COMMA_REMEDY = "no comma follows an object: sed 's/}, *$/}/' FILE > NEW.jsonl"
 _JOINED = re.compile(rb"\}\s*\{")
 _LARGE_RECORD_BYTES = 1 << 20
 _JSON_MEMORY = 16  # memory that orjson needs per byte of JSON, at most: a buffer of 12, and 4 for the text
@@ -153,11 +154,20 @@ def _why_not_json(line: bytes, error: orjson.JSONDecodeError) -> UnusableRecord:
     opening = line.strip()
     if opening.startswith(b"["):  # the first line of an array
         problem += f" ({_ARRAY_REMEDY})"
+    elif opening.endswith(b",") and _is_json(opening[:-1]):
+        problem += f" ({_COMMA_REMEDY})"
     elif opening.endswith((b"{", b"[", b",", b":")) or _JOINED.search(opening):
         problem += f" ({_OBJECT_REMEDY})"  # one object on many lines, or many on one
     elif not opening.startswith((b"{", b'"', b"}", b"]")):
         problem += f" ({_TABLE_REMEDY})"
     return UnusableRecord("malformed_json", problem)
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        return isinstance(orjson.loads(line), dict)
+    except orjson.JSONDecodeError:
+        return False
 
 
 def not_utf8(error: UnicodeDecodeError) -> UnusableRecord:

@@ -86,13 +86,14 @@ def test_merge_writes_the_weighted_mean(directory, run, tmp_path):
     output = tmp_path / "merged"
     status, out, err = run("merge", directory, 20, 10, "--weights", "0.3,0.7", "--output", output)
     assert status == 0, err
-    assert out.splitlines()[0].split() == ["0.3000", str(directory / "checkpoints/step_00000010")]
+    # each number belongs to the step in its place, and the steps are listed in their order
+    assert out.splitlines()[0].split() == ["0.7000", str(directory / "checkpoints/step_00000010")]
     (path,) = list_checkpoints(output / "checkpoints")
     merged = read_checkpoint(path)
     assert merged.step == 20 and {piece.kind for piece in merged.pieces} == {"weight"}
     one, two = (load_weights(read_checkpoint(each)) for each in list_checkpoints(directory / "checkpoints"))
     for name, weight in load_weights(merged).items():
-        exact = 0.3 * one[name].double() + 0.7 * two[name].double()
+        exact = 0.7 * one[name].double() + 0.3 * two[name].double()
         assert torch.equal(weight, exact.float())  # rounded once
     assert run("verify", output)[0] == 0
 
@@ -132,6 +133,19 @@ def test_a_merge_of_two_by_a_decay_is_their_mean(directory, run, tmp_path):
 
 def files(path):
     return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+def test_a_merge_into_a_directory_of_checkpoints_is_refused(directory, run):
+    within = directory / "checkpoints/merged"
+    status, out, err = run("merge", directory, 10, 20, "--output", within)
+    assert (status, out) == (2, "") and "deletes old ones; choose a directory outside" in err
+    assert not within.exists()
+
+
+@pytest.mark.parametrize("command", ["list", "verify"])
+def test_a_file_in_place_of_a_run_is_not_to_be_moved_away(directory, run, command):
+    status, out, err = run(command, directory / "checkpoints/step_00000010/manifest.json")
+    assert (status, out) == (2, "") and "is not a directory; give the directory of a run" in err
 
 
 def merge_again(directory, output):

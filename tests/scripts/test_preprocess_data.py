@@ -53,6 +53,15 @@ def test_builds_a_corpus(corpus):
     assert dataset.manifest["tokenizer"]["config"]["kind"] == "bert_wordpiece"
 
 
+def test_a_tokenizer_that_does_not_know_the_text_is_warned_of(corpus):
+    (corpus / "capitals.jsonl").write_text('{"text": "HELLO world"}\n')
+    options = ["--input", "capitals.jsonl", "--workers", "1"]
+    assert "unknown text" not in run(corpus, *options, "--output", "lower").stdout
+    done = run(corpus, *options, "--output", "cased", "--cased")
+    assert done.returncode == 0, done.stderr
+    assert "warning: 33.3 % of the first 3 tokens are the one for unknown text" in done.stdout
+
+
 def test_spans_are_stored_beside_the_tokens(corpus):
     """Merged and verified from a shell as well; a record without them is one line."""
     lines = ['{"text": "hello world again", "spans": [[0, 11, "noun"]]}', '{"text": "hello", "spans": []}']

@@ -252,6 +252,18 @@ def test_an_interrupted_build_goes_on_with_the_missing_shards(tmp_path, input_pa
     assert files(tmp_path / "out") == files(tmp_path / "expected")
 
 
+@pytest.mark.parametrize("seed", [2, 5])
+def test_a_build_interrupted_while_its_workers_start_is_one_line(tmp_path, input_path, seed):
+    """Workers import for seconds before they can ignore Ctrl-C."""
+    process = start(input_path, tmp_path / "out/c")
+    wait_until(lambda: len(members(tmp_path / "out/c")) > 1)
+    random_delay(random.Random(seed), 0.7)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=TIMEOUT)
+    assert process.returncode == 128 + signal.SIGINT
+    assert errors.startswith("interrupted") and errors.count("\n") == 1, errors
+
+
 def pool_is_broken():
     managers = [thread for thread in threading.enumerate() if isinstance(thread, _ExecutorManagerThread)]
     pools = [manager.executor_reference() for manager in managers]

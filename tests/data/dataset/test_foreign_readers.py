@@ -165,6 +165,9 @@ def test_files_that_are_no_dataset_of_tokens(tmp_path):
     builder.finalize(str(tmp_path / "modes.idx"))
     with pytest.raises(DataError, match="has modes of its sequences"):
         adopt_dataset(tmp_path / "modes")
+    IndexedDatasetBuilder(str(tmp_path / "none.bin")).finalize(str(tmp_path / "none.idx"))
+    with pytest.raises(DataError, match=r"none\.idx holds no tokens"):
+        adopt_dataset(tmp_path / "none")
     (tmp_path / "old.bin").write_bytes(data)
     (tmp_path / "old.idx").write_bytes(b"TNTIDX\x00\x00" + bytes(64))
     with pytest.raises(DataError, match="older kind"):

@@ -55,6 +55,8 @@ def test_any_text_survives_a_table(tmp_path_factory, texts):
     ("content", "message"),
     [
         (b"id,body\n1,a\n", r"a\.csv: there is no column 'text'; name one of id, body with --text-key"),
+        (b"id, text\n1, a\n", r"name one of id, ' text' with --text-key \(the first row"),
+        (b"id,text\r1,a\r", r"end in a carriage return alone.*tr '\\r' '\\n'"),
         (b"text,text\na,b\n", r"a\.csv: 2 columns are named 'text'"),
         (b"id;text\n1;a\n", r"between commas in a file of this name, and its first row is 'id;text'"),
         (b'text\n"never closed\n' + b"more\n" * 9, r"a\.csv:11: not a table of fields"),
@@ -68,6 +70,14 @@ def test_a_table_that_cannot_be_read(tmp_path, content, message):
     path.write_bytes(content)
     with pytest.raises(DataError, match=message):
         read(path)
+
+
+def test_tables_without_rows_are_empty_files(tmp_path):
+    """As for JSON lines: nothing at all, a row of names, blank lines before it."""
+    for content, texts in ((b"", []), (b"\n\n", []), (b"id,text\n", []), (b"\n\nid,text\n1,a\n", ["a"])):
+        path = tmp_path / "a.csv"
+        path.write_bytes(content)
+        assert [text for text, _ in read(path)] == texts
 
 
 def test_bad_rows_are_counted(tmp_path):

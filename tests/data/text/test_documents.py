@@ -364,6 +364,7 @@ def test_options_are_checked():
         ('{"text": "a"}{"text": "b"}\n', "text", "each object needs a line of its own: jq -c . FILE"),
         ('{"text": "a"}\r{"text": "b"}\r', "text", "jq -c . FILE"),
         ('{"text":\n "a"\n}\n', "text", "jq -c . FILE"),
+        ('{"text": "a"},\n{"text": "b"},\n', "text", "no comma follows an object: sed"),
         ('{"data": [{"text": "a"}]}\n', "text", "jq -c '.data[]' FILE"),
         ('{"meta": {"body": "a"}}\n', "meta", "--text-key meta.body"),
         ("id,text\n1,a\n", "text", "Name it .csv or .tsv"),

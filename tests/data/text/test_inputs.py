@@ -42,11 +42,11 @@ def test_all_that_cannot_be_read_is_named_in_one_message(here):
     with socket.socket(socket.AF_UNIX) as server:
         server.bind("raw/socket.jsonl")
     os.symlink("/dev/null", "raw/device.jsonl")
-    write("raw/e.jsonl.gz.zip", "raw/f.parquet", content="")
+    write("raw/e.jsonl.gz.zip", "raw/f.parquet", "raw/g.tar.gz", content="")
     with pytest.raises(DataError) as error:
         expand_inputs(["good.jsonl", "raw/*", "missing*.jsonl", "missing.jsonl", "{a,b}.jsonl"])
     message = str(error.value)
-    assert message.startswith("13 inputs cannot be read: (1) ") and "\n" not in message
+    assert message.startswith("14 inputs cannot be read: (1) ") and "\n" not in message
     for part in (
         "raw/b.jsonl is a link to blobs/gone, which",
         "raw/loop.jsonl is a link to",
@@ -56,6 +56,7 @@ def test_all_that_cannot_be_read_is_named_in_one_message(here):
         "raw/socket.jsonl is a socket",
         "raw/device.jsonl is a device",
         "raw/e.jsonl.gz.zip is an archive",
+        "raw/g.tar.gz is an archive",
         "raw/f.parquet: not a readable parquet file (it is empty)",
         "raw/c.xml has an unknown suffix",
         "pattern missing*.jsonl matches no file",
