@@ -253,10 +253,10 @@ def build(cls: type, tree: Mapping[str, Any], path: str = "", root: type | None 
     root = root or cls
     known, hints = _fields_by_key(cls), _hints(cls)
     tree = _with_preset(cls, with_todays_names(cls, tree, path))
+    if unknown := list(_unknown_keys(cls, tree, path, root)):
+        raise ConfigError(" ".join(unknown))
     values: dict[str, Any] = {}
     for key, value in tree.items():
-        if key not in known:
-            raise ConfigError(_unknown_key(str(key), path, known, root))
         field = known[key]
         converted = _convert(value, _type_of(key, field, hints), f"{path}{key}", root)
         if field.metadata.get("is_path"):
@@ -293,6 +293,16 @@ def setting_names(cls: type, path: str = "") -> Iterator[str]:
             yield f"{path}{key}"
         else:
             yield from setting_names(nested, f"{path}{key}.")
+
+
+def _unknown_keys(cls: type, tree: Mapping[str, Any], path: str, root: type) -> Iterator[str]:
+    """A sentence on each key that is no setting, in the sections below too: a user sees all mistakes at once."""
+    known, hints = _fields_by_key(cls), _hints(cls)
+    for key, value in with_todays_names(cls, tree, path).items():
+        if key not in known:
+            yield _unknown_key(str(key), path, known, root)
+        elif isinstance(value, Mapping) and (nested := section_in(_type_of(key, known[key], hints))) is not None:
+            yield from _unknown_keys(nested, value, f"{path}{key}.", root)
 
 
 def _unknown_key(key: str, path: str, known: Mapping[str, Any], root: type) -> str:

@@ -75,3 +75,11 @@ def test_the_defaults_are_complete_but_for_what_only_the_user_knows():
 def test_a_corpus_without_its_key_is_told_the_form(override, form):
     with pytest.raises(ConfigError, match=rf"data\.train.*'data/corpus_train'; write {form}"):
         tiny(override)
+
+
+def test_all_unknown_settings_are_named_at_once():
+    overrides = ["model.num_layer=3", "trainning.steps=10", "batch.microbatch_size=2"]
+    with pytest.raises(ConfigError) as error:
+        tiny(*overrides)
+    nearest = ["model.num_layers", "training", "batch.micro_batch_size"]
+    assert all(name in str(error.value) for name in nearest) and str(error.value).count("unknown setting") == 3

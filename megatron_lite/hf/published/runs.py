@@ -132,7 +132,7 @@ def config_of_import(
         tokenizer = brought_tokenizer(source.path, directory / KEPT_FILES, tokenizer)
     require_rows(load_tokenizer(build(TokenizerConfig, tokenizer, "tokenizer.")), source)
     tokenizer = {"vocab_size": rows, **tokenizer}
-    tree |= {"model": {**source.settings, **given}, "tokenizer": tokenizer}
+    tree = {**tree, "model": {**source.settings, **given}, "tokenizer": tokenizer}
     if head := source.settings.get("task_head"):
         tree["task"] = {
             **task_section(head, source.described),
@@ -142,8 +142,8 @@ def config_of_import(
     check_vocabulary(loaded, source)
     # SmolLM2 is a Llama whose tokenizer has no token that begins a text: nothing stands before one, as in its training.
     begin = "none" if source.system.begin in loaded.lacking else source.system.begin
-    tree = merge({key: {"begin": begin} for key in ("causal", "fill_in_middle")}, tree)
-    tree = with_sizes(source.path, source.settings, with_objective(tree))
+    usual = {key: {"begin": begin} for key in ("causal", "fill_in_middle")}
+    tree = with_sizes(source.path, source.settings, with_objective(merge(usual, tree)))
     config = build(Config, merge(tree, {"run": {"directory": str(output)}}))
     require_same_model("model", config.model, source)
     config = with_task_rows(config)
