@@ -301,7 +301,10 @@ def _unknown_keys(cls: type, tree: Mapping[str, Any], path: str, root: type) -> 
     for key, value in with_todays_names(cls, tree, path).items():
         if key not in known:
             yield _unknown_key(str(key), path, known, root)
-        elif isinstance(value, Mapping) and (nested := section_in(_type_of(key, known[key], hints))) is not None:
+        elif (
+            isinstance(value, Mapping)
+            and (nested := section_in(_type_of(key, known[key], hints))) is not None
+        ):
             yield from _unknown_keys(nested, value, f"{path}{key}.", root)
 
 

@@ -157,7 +157,7 @@ def import_knowledge(
         assert config.tokenizer is not None
         check_vocabulary(load_tokenizer(config.tokenizer), source)
         if Path(config.tokenizer.path).is_relative_to(directory):
-            moved = str(output / Path(config.tokenizer.path).relative_to(directory))
+            moved = str(output.absolute() / Path(config.tokenizer.path).relative_to(directory))
             config = replace(config, tokenizer=replace(config.tokenizer, path=moved))
         config = replace(config, tokenizer=config.tokenizer.absolute())  # type: ignore[union-attr]
         ours = to_ours(theirs, parts)

@@ -276,7 +276,9 @@ def _moved(config: Config, directory: Path, output: Path) -> Config:
             return None
         path = Path(section.path)
         inside = path.is_relative_to(directory)
-        return replace(section, path=str(output / path.relative_to(directory) if inside else path)).absolute()
+        return replace(
+            section, path=str(output.absolute() / path.relative_to(directory) if inside else path)
+        ).absolute()
 
     return replace(
         config,

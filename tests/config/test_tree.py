@@ -82,4 +82,6 @@ def test_all_unknown_settings_are_named_at_once():
     with pytest.raises(ConfigError) as error:
         tiny(*overrides)
     nearest = ["model.num_layers", "training", "batch.micro_batch_size"]
-    assert all(name in str(error.value) for name in nearest) and str(error.value).count("unknown setting") == 3
+    assert (
+        all(name in str(error.value) for name in nearest) and str(error.value).count("unknown setting") == 3
+    )

@@ -29,7 +29,10 @@ MOMENTS = [
     "command, module", MOMENTS, ids=lambda value: value if isinstance(value, str) else ""
 )
 def test_an_interrupted_start_is_one_line(command, module, tmp_path):
-    folder = [str(tmp_path)] if command == GENERATE else []  # without a run: refused after all imports
+    folder = (
+        [str(tmp_path)] if command == GENERATE else []
+    )  # a run without a checkpoint: refused after all imports
+    (tmp_path / "checkpoints").mkdir()
     process = subprocess.Popen(
         [sys.executable, "-X", "importtime", *command, *folder],
         cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

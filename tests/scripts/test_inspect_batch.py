@@ -232,7 +232,7 @@ def test_mistakes_with_tasks_are_one_line(monkeypatch, capsys, tmp_path):
         (["0", str(10**20)], f"--samples is {10**20}; it must be 0 or more, and below 2"),
         (
             ["0", "albert.masked_ratio=0.1"],
-            "'albert.masked_ratio=0.1' is no sample number; settings go before",
+            "'albert.masked_ratio=0.1': without --config only settings of blank_infilling are used",
         ),
         (["x"], "'x' is no sample number; see --help"),
     ],

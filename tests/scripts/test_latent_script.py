@@ -35,7 +35,7 @@ def run(model, tmp_path, monkeypatch, capsys):
     module = SimpleNamespace(open_latent=open_latent)
     monkeypatch.setitem(sys.modules, "megatron_lite.optimus.open_run", module)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "run").mkdir()
+    (tmp_path / "run/checkpoints").mkdir(parents=True)
 
     def call(command, *arguments):
         latent.main([command, "--checkpoint", "run", *map(str, arguments)])

@@ -274,7 +274,7 @@ def _import_config(
     tokenizer = load_tokenizer(config.tokenizer)
     kept = config.tokenizer
     if brings_tokenizer:
-        kept = build(TokenizerConfig, training_tokenizer(kept, output / "tokenizer"))
+        kept = build(TokenizerConfig, training_tokenizer(kept, output.absolute() / "tokenizer"))
     config = replace(config, tokenizer=kept.absolute())
     rows = source.weights.shapes.get(WORDS, (0,))[0]
     if rows < tokenizer.vocab_size:

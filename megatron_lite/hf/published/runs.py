@@ -151,7 +151,7 @@ def config_of_import(
     if verify and not brought:
         require_same_ids("tokenizer", loaded, source.path, directory / KEPT_FILES)
     if brought:
-        path = str(output / Path(config.tokenizer.path).relative_to(directory))
+        path = str(output.absolute() / Path(config.tokenizer.path).relative_to(directory))
         config = replace(config, tokenizer=replace(config.tokenizer, path=path))
     return replace(config, tokenizer=config.tokenizer.absolute())  # type: ignore[union-attr]
 
