@@ -18,7 +18,7 @@ fi
 
 # The first takes these, the second takes everything else.
 first=(tests/data tests/config tests/parallel tests/model tests/checkpoint tests/generate tests/hf tests/profile tests/scripts
-    tests/outside tests/latent tests/tasks)
+    tests/latent tests/tasks)
 output=$(mktemp -d)
 touch "$output/first" "$output/second" # tail may begin before the tests do
 trap 'rm -rf "$output"' EXIT
