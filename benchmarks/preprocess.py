@@ -58,6 +58,7 @@ from tqdm import tqdm
 from benchmarks.arguments import check_at_least
 from data_utils.base.errors import ArgumentParser, DataError, run_command
 from data_utils.base.files import require_writable
+from data_utils.text.byte_symbols import byte_symbols
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {
@@ -284,8 +285,6 @@ def yardstick(family: str, tokenizer: Path, path: Path, output: Path, threads: i
 def tiktoken_encode(path: Path):
     """tiktoken's encode function for the byte-level BPE of a tokenizer.json."""
     import tiktoken
-
-    from data_utils.text.byte_symbols import byte_symbols
 
     tree = orjson.loads(path.read_bytes())
     byte_of = {symbol: byte for byte, symbol in enumerate(byte_symbols())}

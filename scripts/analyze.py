@@ -33,6 +33,7 @@ from data_utils.base.files import (
     require_writable,
     write_whole,
 )
+from data_utils.base.progress import progress_bar
 from data_utils.base.setting_files import load_yaml
 from data_utils.base.settings import check, merge, parse_override
 from megatron_lite.checkpoint.places import model_at
@@ -178,7 +179,6 @@ def opened(arguments: argparse.Namespace, least: int = 1) -> tuple[Run, list[Tex
 
 def vectors_of(arguments: argparse.Namespace, run: Run, texts: Sequence[Text]) -> list[torch.Tensor]:
     """The words of each text in all layers: [words, layers + 1, D]."""
-    from data_utils.base.progress import progress_bar
     from megatron_lite.analyze.words import batches, layers_of
 
     found: list[torch.Tensor] = []

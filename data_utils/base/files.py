@@ -180,7 +180,7 @@ def open_locked(path: Path, wait: bool = False) -> int:
                 raise
             except OSError:  # a file system without locks: two commands are not kept apart, one is still safe
                 pass
-            if _is_named(path, descriptor):
+            if is_named(path, descriptor):
                 return descriptor
             if not wait:  # its holder has ended and taken the name away between our open and our lock
                 raise BlockingIOError
@@ -190,7 +190,7 @@ def open_locked(path: Path, wait: bool = False) -> int:
         os.close(descriptor)
 
 
-def _is_named(path: Path, descriptor: int) -> bool:
+def is_named(path: Path, descriptor: int) -> bool:
     """Whether the path still names the opened file."""
     try:
         return os.path.samestat(os.lstat(path), os.fstat(descriptor))

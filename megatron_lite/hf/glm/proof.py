@@ -139,20 +139,23 @@ def prove(
     questions = list(ask(torch.float32))
     answers = _answers(load(), questions)
     found = _judged(questions, answers, tolerance, [0.0] * len(questions))
-    if not all(result.holds(tolerance) for result in found.values()) and _fits(shapes):
+    if not _hold(found, tolerance) and _fits(shapes):
         with contextlib.suppress(
             CheckpointError
         ):  # XLNet's class computes in fp32 only: no more is allowed then
             exact = ask(torch.float64)
             roundings = [_difference(q.expected, e.expected) for q, e in zip(questions, exact, strict=True)]
             found = _judged(questions, answers, tolerance, roundings)
-            model = load()
-            if not all(result.holds(tolerance) for result in found.values()) and isinstance(model, GLM):
+            if not _hold(found, tolerance) and isinstance(model := load(), GLM):
                 ours = map(_difference, answers, _answers(model.double(), questions))
                 found = _judged(questions, answers, tolerance, list(map(max, roundings, ours)))
     for name, result in found.items():
         result.require(tolerance, what if name == "logits" else f"{what} ({name})")
     return found
+
+
+def _hold(found: Mapping[str, Proof], tolerance: float) -> bool:
+    return all(result.holds(tolerance) for result in found.values())
 
 
 @torch.no_grad()

@@ -27,6 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from data_utils.base.errors import ConfigError
+from data_utils.base.files import is_named
 from data_utils.base.foreign import conform_to, open_regular, parse_json, read_bounded
 from megatron_lite.parallel.launch import slurm_attempt
 
@@ -172,11 +173,11 @@ def _take_over(path: Path) -> int | None:
     try:
         holder = _wait_for_record(path)
         locked = _lock(descriptor)
-        if not _is_file(path, descriptor):
+        if not is_named(path, descriptor):
             return None
         if not _is_dead(path, descriptor, holder, locked):
             raise LeaseError(_refusal(path, holder))
-        if not _is_file(path, descriptor):
+        if not is_named(path, descriptor):
             return None
         log.warning("%s: %s has ended without releasing it; this start takes over", path.parent, holder)
         descriptor, taken = -1, descriptor
@@ -184,14 +185,6 @@ def _take_over(path: Path) -> int | None:
     finally:
         if descriptor >= 0:
             os.close(descriptor)
-
-
-def _is_file(path: Path, descriptor: int) -> bool:
-    """Whether the path still names the opened file."""
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
 
 
 def _is_dead(path: Path, descriptor: int, holder: Holder | None, locked: bool | None) -> bool:
@@ -204,7 +197,7 @@ def _is_dead(path: Path, descriptor: int, holder: Holder | None, locked: bool | 
             return True
     log.warning("%s is held by %s; watching for up to %d s whether it lives", path, holder, STALE_SECONDS)
     first, deadline = _mark(path), time.monotonic() + STALE_SECONDS
-    while time.monotonic() < deadline and _is_file(path, descriptor):
+    while time.monotonic() < deadline and is_named(path, descriptor):
         if _mark(path) != first:
             return False
         time.sleep(POLL_SECONDS)
