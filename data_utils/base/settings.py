@@ -250,13 +250,23 @@ def build(cls: type, tree: Mapping[str, Any], path: str = "", root: type | None 
         root: the whole tree's class, where an unknown key may belong; None = `cls`.
     Raises: ConfigError for an unknown, missing or ill-typed key, and what the section's own checks find.
     """
-    root = root or cls
+    if root is not None:
+        return _build(cls, tree, path, root)
+    try:
+        return _build(cls, tree, path, cls)
+    except ConfigError as error:  # a user sees all keys that are wrong at once, beside the first other mistake
+        others = [line for line in _unknown_keys(cls, tree, path, cls) if line not in str(error)]
+        error.args = (" ".join([str(error), *others]),)
+        raise
+
+
+def _build(cls: type, tree: Mapping[str, Any], path: str, root: type) -> Any:
     known, hints = _fields_by_key(cls), _hints(cls)
     tree = _with_preset(cls, with_todays_names(cls, tree, path))
-    if unknown := list(_unknown_keys(cls, tree, path, root)):
-        raise ConfigError(" ".join(unknown))
     values: dict[str, Any] = {}
     for key, value in tree.items():
+        if key not in known:
+            raise ConfigError(_unknown_key(str(key), path, known, root))
         field = known[key]
         converted = _convert(value, _type_of(key, field, hints), f"{path}{key}", root)
         if field.metadata.get("is_path"):
@@ -296,9 +306,9 @@ def setting_names(cls: type, path: str = "") -> Iterator[str]:
 
 
 def _unknown_keys(cls: type, tree: Mapping[str, Any], path: str, root: type) -> Iterator[str]:
-    """A sentence on each key that is no setting, in the sections below too: a user sees all mistakes at once."""
+    """A sentence on each key that is no setting, in the sections below too."""
     known, hints = _fields_by_key(cls), _hints(cls)
-    for key, value in with_todays_names(cls, tree, path).items():
+    for key, value in _with_preset(cls, with_todays_names(cls, tree, path)).items():
         if key not in known:
             yield _unknown_key(str(key), path, known, root)
         elif (
