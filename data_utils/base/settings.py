@@ -254,7 +254,9 @@ def build(cls: type, tree: Mapping[str, Any], path: str = "", root: type | None 
         return _build(cls, tree, path, root)
     try:
         return _build(cls, tree, path, cls)
-    except ConfigError as error:  # a user sees all keys that are wrong at once, beside the first other mistake
+    except (
+        ConfigError
+    ) as error:  # a user sees all keys that are wrong at once, beside the first other mistake
         others = [line for line in _unknown_keys(cls, tree, path, cls) if line not in str(error)]
         error.args = (" ".join([str(error), *others]),)
         raise

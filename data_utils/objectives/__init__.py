@@ -39,8 +39,8 @@ def objective_class(name: str) -> type[RowObjective]:
     """The objective of a name. Raises ConfigError for an unknown one."""
     if name not in OBJECTIVES:
         raise ConfigError(
-            f"objective is {shown(name)}; it must be one of {', '.join(OBJECTIVES)}, or that of an installed package "
-            f"(entry points of the group {GROUP}): install the package that brings it."
+            f"objective is {shown(name)}; it must be one of {', '.join(OBJECTIVES)}, or an objective of an installed "
+            f"package (entry points of the group {GROUP}): install the package that brings it."
         )
     return OBJECTIVES[name]
 

@@ -69,7 +69,7 @@ def _declared(entry: importlib.metadata.EntryPoint, package: str) -> Declared:
     numbers = [loss.number for loss in made.losses if not loss.is_own]
     if any(not FIRST_NUMBER <= number < MOST_LOSSES for number in numbers):
         raise ConfigError(
-            f"its losses have the numbers {numbers}; those of packages are {FIRST_NUMBER} to {MOST_LOSSES - 1}."
+            f"its losses have the numbers {numbers}; packages have {FIRST_NUMBER} to {MOST_LOSSES - 1}."
         )
     return made
 

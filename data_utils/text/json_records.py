@@ -13,8 +13,8 @@ import orjson
 from data_utils.text.stored_files import raise_if_out_of_memory
 
 UTF8_BOM = b"\xef\xbb\xbf"
-_OBJECT_REMEDY = "each object needs a line of its own: jq -c . FILE > NEW.jsonl"
-_ARRAY_REMEDY = "each object needs a line of its own: jq -c '.[]' FILE > NEW.jsonl"
+_OBJECT_REMEDY = "put each object on its own line: jq -c . FILE > NEW.jsonl"
+_ARRAY_REMEDY = "put each object on its own line: jq -c '.[]' FILE > NEW.jsonl"
 _LIST_REMEDY = "jq -c '.{}[]' FILE > NEW.jsonl makes a line of each"
 _TABLE_REMEDY = "is this a table? Name it .csv or .tsv; plain text is .txt"
 _UTF16_REMEDY = "NUL bytes: UTF-16 or UTF-32 without a byte order mark (iconv -f UTF-16LE -t UTF-8)"

@@ -137,7 +137,7 @@ def checkpoints_of(directory: Path, steps: Iterable[int]) -> list[Path]:
     wanted = list(steps)
     if absent := [step for step in wanted if step not in paths]:
         raise CheckpointError(
-            f"{directory} holds no checkpoint of step {', '.join(map(str, absent))}; it holds those of steps "
+            f"{directory} holds no checkpoint of step {', '.join(map(str, absent))}; it holds steps "
             f"{', '.join(map(str, paths)) or 'none'}."
         )
     return [paths[step] for step in wanted]

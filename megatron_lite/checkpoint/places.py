@@ -162,7 +162,7 @@ def require_own_directory(path: Path, option: str, is_tuned: bool = False) -> No
     if place in (*_OURS, Place.EXPORT, Place.REFERENCE) and place not in own:
         remedy = "name this with --checkpoint" if is_tuned else "name this as checkpoint.initialize_from"
         raise CheckpointError(
-            f"{option} {path} {place}; choose a directory of its own, and {remedy} to begin with its weights."
+            f"{option} {path} {place}; choose another directory, and {remedy} to begin with its weights."
         )
     whole = Path(os.path.realpath(path))
     for above in (whole, *whole.parents):

@@ -104,7 +104,7 @@ SOURCES: dict[str, tuple[Argument, ...]] = {
         (
             "split",
             "data.validation",
-            "a dataset beside data.train: scripts/preprocess_data.py --split makes both",
+            "another dataset; scripts/preprocess_data.py --split makes both",
         ),
         ("tokenizer_type", "tokenizer.kind", "BertWordPiece is bert_wordpiece, GPT2BPE gpt2_bpe"),
         ("tokenizer_model vocab_file", "tokenizer.path={}"),
@@ -151,7 +151,7 @@ SOURCES: dict[str, tuple[Argument, ...]] = {
         (
             "overwrite_output_dir",
             "checkpoint.resume",
-            "a run continues; choose another run.directory to begin anew",
+            "a run continues; choose another run.directory to start again",
         ),
         ("resume_from_checkpoint", "checkpoint.resume", "a run continues from its own directory by itself"),
         ("logging_steps", "run.log_interval={}"),

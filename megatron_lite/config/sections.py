@@ -319,7 +319,7 @@ class CheckpointConfig:
     )
     accept_changed_data: bool = setting(
         False,
-        "go on although data.train, past phases or training.seed differ from those of the checkpoint, by which samples "
+        "continue although data.train, past phases or training.seed differ from the checkpoint, by which samples "
         "come again or are left out (an event says what); false = refuse",
     )
     initialize_from: str | None = setting(

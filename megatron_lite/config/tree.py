@@ -265,7 +265,7 @@ def require_objectives(tree: Mapping[str, Any], program: Mapping[str, Any] | Non
     for name in named if isinstance(named, Mapping) else ():
         if name not in OBJECTIVES and name in packages:
             raise ConfigError(
-                f"the objective {name} is that of the package {shorten(str(packages[name]))}, which is not installed; "
+                f"the objective {name} belongs to the package {shorten(str(packages[name]))}, which is not installed; "
                 "install it."
             )
         objective_class(name)

@@ -141,8 +141,8 @@ def keep_best_of(directory: Path, scores: Mapping[int, float]) -> float:
     chosen = max(there, key=lambda step: scores[step])  # the first of equal ones
     if scores[chosen] < max(scores.values()):
         log.warning(
-            "%s: the checkpoint with the best score, %.4f, is not there any more; the best that is there is that of "
-            "step %d with %.4f",
+            "%s: the checkpoint with the best score, %.4f, is gone; the best that remains is of step %d "
+            "with %.4f",
             *(directory, max(scores.values()), chosen, scores[chosen]),
         )
     if (directory / BEST / checkpoint_name(chosen)).exists() or keep_best(directory, chosen):

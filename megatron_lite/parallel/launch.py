@@ -120,8 +120,8 @@ def _number(name: str, default: int | None = None) -> int:
     text = os.environ.get(name, str(default))
     if default is None and name not in os.environ:
         raise ConfigError(
-            f"environment variable {name} is not set, beside others of its launcher; start through deepspeed, torchrun "
-            "or srun, or set RANK, WORLD_SIZE and LOCAL_RANK."
+            f"environment variable {name} is not set, although others of its launcher are; start through deepspeed, "
+            "torchrun or srun, or set RANK, WORLD_SIZE and LOCAL_RANK."
         )
     if not text.isdigit():
         raise ConfigError(

@@ -84,6 +84,11 @@ def damage(name, directory):
         repack(directory, lambda t: {**t, attention: torch.ones(32, 32, dtype=torch.long)}, as_pickle=True)
     elif name == "nan":
         repack(directory, lambda t: {**t, attention: torch.full((32, 32), float("nan"))})
+    elif name in ("wrapped", "compiled"):
+        prefix = "module." if name == "wrapped" else "_orig_mod."
+        repack(directory, lambda t: {prefix + key: tensor for key, tensor in t.items()})
+    elif name == "trainer's checkpoint":
+        repack(directory, lambda t: {"state_dict": t, "epoch": 3}, as_pickle=True)
     elif name == "other name":
         weights.rename(directory / "glm-large.safetensors")
         (directory / "training_args.bin").write_bytes(b"of the Trainer")
@@ -128,7 +133,10 @@ BAD = {
     "wrong shape": r"attention.dense.weight has shape \[32, 31\], but the model needs \[32, 32\]",
     "few rows": "60 rows of word embeddings, but the tokenizer has 72",
     "integers": "attention.dense.weight' is not a floating-point tensor",
-    "nan": "does not compute what its source computes",
+    "nan": "layers.1.attention.dense.weight of the weights to import has numbers that are not finite",
+    "wrapped": "all names of tensors begin with module., as DistributedDataParallel .* save the model inside",
+    "compiled": "all names of tensors begin with _orig_mod., as torch.compile",
+    "trainer's checkpoint": "no tensor stands at its top.* save the mapping state_dict alone",
     "hostile pickle": r"more than plain data \(\S+\) and was not opened; save its tensors alone.*safetensors\.$",
     "truncated pickle": r"pytorch_model.bin is damaged; fetch it again\.$",
     "missing shard": "model-00002.safetensors: .*missing or damaged",

@@ -150,7 +150,7 @@ def test_a_system_is_found_by_its_class_or_by_its_tensors(tmp_path):
     import_directory(tmp_path / "theirs", tmp_path / "run", tree_of("roberta"))
     strip(tmp_path / "theirs", "architectures")
     message = refused(tmp_path / "theirs", tmp_path / "other", "roberta")
-    assert "can be those of roberta, xlm-roberta, camembert; add" in message
+    assert "fit roberta, xlm-roberta, camembert; add" in message
     write("gpt2", tmp_path / "gpt2")
     strip(tmp_path / "gpt2", "model_type", "architectures")
     import_directory(tmp_path / "gpt2", tmp_path / "gpt2 run", tree_of("gpt2"))
@@ -174,14 +174,14 @@ def test_the_head_of_a_task_is_found_by_its_tensors(tmp_path, caplog, case, clas
     strip(tmp_path / "theirs", "architectures")
     import_directory(tmp_path / "theirs", tmp_path / "run", tree_of(case))
     assert open_run(tmp_path / "run").config.model.task_head == found
-    assert f"architectures is not given; the tensors are those of {class_name}" in caplog.text
+    assert f"architectures is not given; the tensors fit {class_name}" in caplog.text
 
 
 def test_a_head_that_can_be_of_two_tasks_is_asked_for(tmp_path):
     write("bert", tmp_path / "theirs", "BertForSequenceClassification")
     strip(tmp_path / "theirs", "architectures")
     message = refused(tmp_path / "theirs", tmp_path / "run", "bert")
-    assert "can be that of BertForSequenceClassification or BertForTokenClassification; add" in message
+    assert "fits BertForSequenceClassification or BertForTokenClassification; add" in message
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,7 @@ def test_merge_refuses_what_has_no_mean(directory, run, tmp_path):
     assert "2 numbers with the sum 0.9" in refused(directory, 10, 20, "--weights", "0.3,0.6", *output)
     assert "exists; choose a new directory" in refused(directory, 10, 20, "--output", tmp_path)
     message = refused(directory, 10, 30, 40, *output)
-    assert "no checkpoint of step 30, 40; it holds those of steps 10, 20" in message
+    assert "no checkpoint of step 30, 40; it holds steps 10, 20" in message
     assert "0.6 is neither" in refused(directory, 10, 20, "--weights", "0.5", "0.6", *output)
     assert "order of their steps, and these have 20, 20" in refused(
         directory, directory / "checkpoints/step_00000020", "--weights", "linear", *output
@@ -245,7 +245,7 @@ def test_rewind_refuses_what_would_lose_the_run(directory, run):
         assert (status, out, err.count("\n")) == (2, "", 1)
         return err
 
-    assert "no checkpoint of step 15; it holds those of steps 10, 20" in refused(directory, 15)
+    assert "no checkpoint of step 15; it holds steps 10, 20" in refused(directory, 15)
     assert "rewind takes RUN and STEP" in refused(directory)
     (directory / "checkpoints/step_00000010/rank_00000.safetensors").write_bytes(b"damaged")
     assert "rank_00000.safetensors has 7 bytes" in refused(directory, 10)

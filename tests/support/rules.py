@@ -511,7 +511,7 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "seed of fine-tuning": (over("finetune.seeds=[1, -2]"), ("finetune.seeds has -2", "from 0 to 2^63")),
     "objective of a package": (
         lambda: require_objectives({"objectives": {"mine": 1}}, {"packages": {"mine": "theirs 1.0"}}),
-        ("objective mine is that of the package theirs 1.0", "install it"),
+        ("objective mine belongs to the package theirs 1.0", "install it"),
     ),
     "seed twice": (over("finetune.seeds=[3, 3]"), ("finetune.seeds (3, 3) names a seed twice",)),
 }

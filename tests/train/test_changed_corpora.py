@@ -138,7 +138,7 @@ def test_the_refusal_is_a_line_with_the_remedies(corpora, tmp_path):
     state = state_of(corpora, [("a", 0.9), ("b", 0.1)])
     with pytest.raises(CheckpointError) as error:
         require_same_corpora(config_of(corpora, after), tmp_path, state)
-    assert str(error.value).startswith(f"data.train is not that of {tmp_path}, by which its 200,000 samples")
+    assert str(error.value).startswith(f"data.train differs from {tmp_path}, by which its 200,000 samples")
     for remedy in ("as they were", f"initialize_from={tmp_path}", "accept_changed_data=true"):
         assert remedy in str(error.value)
     assert "\n" not in str(error.value)

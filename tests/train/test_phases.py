@@ -118,7 +118,7 @@ def test_the_length_changes_and_a_run_resumes_bit_for_bit(settings, tmp_path, re
     assert all(torch.equal(weight, resumed[0][name]) for name, weight in whole[0].items())
     config = build(Config, merge(settings, {"data": {"region": 64}}))
     with pytest.raises(
-        CheckpointError, match=r"data.region is not that of .*: it is 64, and was \d+. Set data.region=\d+;"
+        CheckpointError, match=r"data.region differs from .*: it is 64, and was \d+. Set data.region=\d+;"
     ) as error:
         require_same_corpora(config, tmp_path, state_at_end(settings))
     assert "\n" not in str(error.value)

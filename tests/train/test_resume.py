@@ -72,12 +72,12 @@ def test_what_a_run_can_begin_with_is_let_pass(corpus, trained, tmp_path):
         (
             True,
             {"training": {"seed": 8}},
-            r"training.seed is not that of .*: it is 8, and was 7; .*\. Set training.seed=7; or begin",
+            r"training.seed differs from .*: it is 8, and was 7; .*\. Set training.seed=7; or begin",
         ),
         (
             False,
             {"initialize_from": "", "initialize": "all", "training": {"seed": 8}},
-            r"training.seed is not that of .*: it is 8, and was 7; .*\. Set training.seed=7; or begin",
+            r"training.seed differs from .*: it is 8, and was 7; .*\. Set training.seed=7; or begin",
         ),
         (True, {"resume": "never"}, "already holds a checkpoint of step 2 and checkpoint.resume is never"),
     ],

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from data_utils.base.errors import CheckpointError
 from data_utils.base.progress import progress_bar
 from data_utils.base.settings import to_tree
 from megatron_lite.checkpoint.boxes import Box, matrix_shape
@@ -19,7 +20,10 @@ from megatron_lite.hf.files.weights import METADATA, Weights
 
 
 def write_training_checkpoint(path: Path, weights: Weights, config: Config) -> None:
-    """Write a checkpoint of step 0 with these weights and Adam moments of zero."""
+    """Write a checkpoint of step 0 with these weights and Adam moments of zero.
+
+    Raises: CheckpointError for a weight that is not finite: nothing could be trained from it.
+    """
     path.mkdir(parents=True)
     name = "rank_00000.safetensors"
     pieces, shapes = [], {}
@@ -44,6 +48,11 @@ def write_training_checkpoint(path: Path, weights: Weights, config: Config) -> N
 def _with_moments(weights: Weights) -> Iterator[torch.Tensor]:
     for name in progress_bar(weights.shapes, desc="writing parameters"):
         weight = weights.read(name).view(matrix_shape(weights.shapes[name]))
+        if not torch.isfinite(weight).all():
+            raise CheckpointError(
+                f"{name} of the weights to import has numbers that are not finite; fetch them again, or an earlier "
+                "checkpoint of their training."
+            )
         yield weight
         zeros = torch.zeros(1).expand(weight.shape)
         for _ in KINDS[1:]:

@@ -98,13 +98,25 @@ def open_directory(directory: Path) -> Weights:
     for single, open_file in (("model.safetensors", open_safetensors), ("pytorch_model.bin", open_pickle)):
         index = directory / f"{single}.index.json"
         if index.exists():
-            return _open_shards(index, open_file)
+            return _require_unwrapped(_open_shards(index, open_file), index)
         if (directory / single).exists():
-            return open_file(directory / single)
+            return _require_unwrapped(open_file(directory / single), directory / single)
     raise CheckpointError(
         f"{directory} has neither model.safetensors nor pytorch_model.bin, whole or sharded; "
         f"{_other_weights(directory)}."
     )
+
+
+def _require_unwrapped(weights: Weights, origin: Path) -> Weights:
+    """The weights. Raises: CheckpointError for those of a wrapper, which no class of transformers loads either."""
+    for prefix, attribute in (("module.", "module"), ("_orig_mod.", "_orig_mod")):
+        if weights.shapes and all(name.startswith(prefix) for name in weights.shapes):
+            wrapper = "DistributedDataParallel or DeepSpeed" if prefix == "module." else "torch.compile"
+            raise CheckpointError(
+                f"{origin}: all names of tensors begin with {prefix}, as {wrapper} makes them; save the model inside "
+                f"(model.{attribute}.save_pretrained), or rename them."
+            )
+    return weights
 
 
 def _other_weights(directory: Path) -> str:
@@ -229,6 +241,12 @@ def from_state_dict(state: Mapping[str, Any], origin: Path) -> Weights:
         for name, value in state.items()
         if isinstance(name, str) and isinstance(value, torch.Tensor) and value.is_floating_point()
     }
+    nested = [str(name)[:80] for name, value in state.items() if isinstance(value, Mapping)]
+    if nested and not floats:  # a checkpoint of a trainer, such as Lightning's
+        raise CheckpointError(
+            f"{origin}: no tensor stands at its top, as in the checkpoint of a trainer; save the mapping "
+            f"{' or '.join(nested)} alone, with the names that the class of transformers has."
+        )
     _require_floats((name for name in state if name not in floats), origin)
     shapes = {name: tuple(value.shape) for name, value in floats.items()}
     doubles = (name for name, value in floats.items() if value.dtype == torch.float64)

@@ -287,7 +287,7 @@ def _settings_and_problems(
     if system.skips_pad and not (isinstance(config.pad_token_id, int) and config.pad_token_id >= 0):
         problems.append(
             f"pad_token_id is {shown(config.pad_token_id)}, but a {system.model_type} counts positions from it; set it "
-            "to that of the tokenizer."
+            "to the tokenizer's."
         )
     name, class_problem = _system_name(system, config)
     problems += class_problem

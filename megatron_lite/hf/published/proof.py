@@ -96,7 +96,7 @@ def _questions(theirs: Any, config: ModelConfig, start: int | None) -> list[Ques
         found += _of_default_inputs(theirs, config)
     if config.decoder_layers and theirs.config.num_hidden_layers < config.decoder_layers:
         log.warning(
-            "the proof leaves out generation: that of %s fails where a decoder has more layers than its encoder",
+            "the proof leaves out generation, which fails in %s where a decoder has more layers than its encoder",
             type(theirs).__name__,
         )  # its cache has a place for each layer of the encoder
     elif config.decoder_layers or system_of(config).is_causal:

@@ -67,7 +67,7 @@ def system_in(path: Path, described: Mapping[str, Any], weights: Weights) -> Sys
     if len(fitting) > 1:
         types = ", ".join(system.model_type for system in fitting)
         raise CheckpointError(
-            f"{path / CONFIG_JSON} has neither model_type nor architectures, and the tensors can be those of {types}; "
+            f"{path / CONFIG_JSON} has neither model_type nor architectures, and the tensors fit {types}; "
             'add "model_type" to it, with the one that this model is.'
         )
     return next(iter(fitting), None)
@@ -124,7 +124,7 @@ def completed(
     if name is None:
         name = _class_by_tensors(system, theirs, path)
         if name is not None:
-            lines.append(f"architectures is not given; the tensors are those of {name}")
+            lines.append(f"architectures is not given; the tensors fit {name}")
     if name is not None:
         found["architectures"] = [name]
     if system.legacy is not None and has_head(system, theirs.shapes):
@@ -157,7 +157,7 @@ def _class_by_tensors(system: System, theirs: Weights, path: Path) -> str | None
     ]
     if len(names) > 1:
         raise CheckpointError(
-            f"{path / CONFIG_JSON} names no architectures, and the head can be that of {' or '.join(names)}; add "
+            f"{path / CONFIG_JSON} names no architectures, and the head fits {' or '.join(names)}; add "
             '"architectures" to it, with the one that this model is.'
         )
     return next(iter(names), None)

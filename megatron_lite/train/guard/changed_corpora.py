@@ -46,7 +46,7 @@ def require_same_corpora(config: Config, path: Path, state: TrainerState) -> Non
     if change is None or config.checkpoint.accept_changed_data:
         return
     raise CheckpointError(
-        f"{change.setting} is not that of {path}, by which its {state.consumed_samples:,} samples were numbered: "
+        f"{change.setting} differs from {path}, by which its {state.consumed_samples:,} samples were numbered: "
         f"{change.what}. {change.remedy}; or begin at step 0 in another run.directory with "
         f"checkpoint.initialize_from={path}; or accept it with checkpoint.accept_changed_data=true."
     )

@@ -357,11 +357,11 @@ def test_options_are_checked():
 @pytest.mark.parametrize(
     ("content", "key", "remedy"),
     [
-        ('[\n{"text": "a"}\n]\n', "text", "each object needs a line of its own: jq -c '.[]' FILE"),
+        ('[\n{"text": "a"}\n]\n', "text", "put each object on its own line: jq -c '.[]' FILE"),
         ('[{"text": "a"}, {"text": "b"}]\n', "text", "jq -c '.[]' FILE"),
-        ('{\n "text": "a"\n}\n', "text", "each object needs a line of its own: jq -c . FILE"),
-        ('{"text": "a",\n "id": 1}\n', "text", "each object needs a line of its own: jq -c . FILE"),
-        ('{"text": "a"}{"text": "b"}\n', "text", "each object needs a line of its own: jq -c . FILE"),
+        ('{\n "text": "a"\n}\n', "text", "put each object on its own line: jq -c . FILE"),
+        ('{"text": "a",\n "id": 1}\n', "text", "put each object on its own line: jq -c . FILE"),
+        ('{"text": "a"}{"text": "b"}\n', "text", "put each object on its own line: jq -c . FILE"),
         ('{"text": "a"}\r{"text": "b"}\r', "text", "jq -c . FILE"),
         ('{"text":\n "a"\n}\n', "text", "jq -c . FILE"),
         ('{"text": "a"},\n{"text": "b"},\n', "text", "no comma follows an object: sed"),
