@@ -409,6 +409,14 @@ class _Translation:
         return size, micro
 
     def _check_passes(self, passes: int, ranks: int) -> None:
+        given = [self._said.ours.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu")]
+        if all(given) and given[0] % (given[1] * passes):
+            self._said.problems.append(
+                f"deepspeed.train_batch_size {given[0]} is no multiple of deepspeed.train_micro_batch_size_per_gpu "
+                f"{given[1]} x gradient_accumulation_steps {passes}, so that no number of ranks makes such batches: "
+                "change one of them, or remove it."
+            )
+            return
         size, micro = self.value("batch.global_batch_size"), self.value("batch.micro_batch_size")
         if _whole(size) and _whole(micro) and size != passes * micro * ranks:
             self._said.idle["gradient_accumulation_steps"] = (

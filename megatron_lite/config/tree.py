@@ -30,6 +30,7 @@ from data_utils.samples.config import DataConfig
 from data_utils.tasks.config import TaskConfig
 from data_utils.text.tokenizer_readers import TokenizerConfig
 from megatron_lite.config.deepspeed_file import with_deepspeed
+from megatron_lite.config.deepspeed_keys import KEYS
 from megatron_lite.config.deepspeed_options import deepspeed_options
 from megatron_lite.config.ema import EmaConfig
 from megatron_lite.config.events import EventsConfig
@@ -283,7 +284,10 @@ def load_tree(
     """
     of_files: dict[str, Any] = {}
     for path in files:
-        of_files = merge(of_files, load_yaml(path))
+        tree = load_yaml(path)
+        if _is_deepspeed_file(tree):
+            raise ConfigError(f"{path} is a DeepSpeed file; give it as --deepspeed_config {path}.")
+        of_files = merge(of_files, tree)
     given: dict[str, Any] = {}
     for override in overrides:
         given = merge(given, parse_override(override))
@@ -306,6 +310,12 @@ def load_tree(
         "of the files; set it to have another"
     )
     return merge(tree, {"schedule": {"warmup_steps": shorter}}), given, usual, [note]
+
+
+def _is_deepspeed_file(tree: Mapping[str, Any]) -> bool:
+    """Whether a file has keys that only DeepSpeed knows, and none that only this project does."""
+    theirs, ours = {key.partition(".")[0] for key in KEYS}, Config.__dataclass_fields__.keys()
+    return bool(tree.keys() & (theirs - ours)) and not tree.keys() & (ours - theirs)
 
 
 def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -536,3 +536,13 @@ def test_fine_tuning_reads_the_same_file(tmp_path):
     assert tree["optimizer"]["lr"] == 1e-3, "the scheduler's default is DeepSpeed's"
     assert "warmup_steps" not in tree["schedule"], "the epochs decide it"
     assert len(said) == 2 and "optimizer.params.torch_adam" in said[1]
+
+
+def test_three_options_of_the_batch_that_no_number_of_ranks_makes_are_refused(tmp_path):
+    given = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 16, "gradient_accumulation_steps": 4}
+    with pytest.raises(
+        ConfigError, match=r"train_batch_size 32 is no multiple of .*16 x .*4, so that no number"
+    ):
+        read(tmp_path, given)
+    config, _ = read(tmp_path, {**given, "gradient_accumulation_steps": 2})
+    assert (config.batch.global_batch_size, config.batch.micro_batch_size) == (32, 16)

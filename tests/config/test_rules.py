@@ -93,12 +93,24 @@ BAD_FILES = [
     lambda tmp: with_json(tmp, "[]"),
     lambda tmp: with_json(tmp, {"steps_per_print": 5}, "deepspeed.steps_per_print=6"),
     lambda tmp: load_config([ROOT / "configs/glm-base.yaml"], [], tmp / "absent.json"),
+    lambda tmp: as_configuration(tmp),
 ]
+
+
+def as_configuration(directory):
+    """A DeepSpeed file, some of whose sections have names that are sections here too."""
+    path = directory / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW"}}))
+    load_config([path])
 
 
 @pytest.mark.parametrize(
     ("case", "message"),
-    zip(BAD_FILES, ["not valid JSON", "not list", "is 5 in the file and 6 as", "check the path"], strict=True),
+    zip(
+        BAD_FILES,
+        ["not valid JSON", "not list", "is 5 in the file and 6 as", "check the path", "give it as --deepspeed_config"],
+        strict=True,
+    ),
 )  # fmt: skip
 def test_a_bad_deepspeed_file_is_named(tmp_path, case, message):
     with pytest.raises(ConfigError, match=message):
