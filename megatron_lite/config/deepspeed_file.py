@@ -409,11 +409,13 @@ class _Translation:
         return size, micro
 
     def _check_passes(self, passes: int, ranks: int) -> None:
-        given = [self._said.ours.get(key) for key in ("train_batch_size", "train_micro_batch_size_per_gpu")]
-        if all(given) and given[0] % (given[1] * passes):
+        whole, part = (
+            _whole(self._said.ours.get(key)) for key in ("train_batch_size", "train_micro_batch_size_per_gpu")
+        )
+        if whole and part and whole % (part * passes):
             self._said.problems.append(
-                f"deepspeed.train_batch_size {given[0]} is no multiple of deepspeed.train_micro_batch_size_per_gpu "
-                f"{given[1]} x gradient_accumulation_steps {passes}, so that no number of ranks makes such batches: "
+                f"deepspeed.train_batch_size {whole} is no multiple of deepspeed.train_micro_batch_size_per_gpu "
+                f"{part} x gradient_accumulation_steps {passes}, so that no number of ranks makes such batches: "
                 "change one of them, or remove it."
             )
             return
