@@ -21,6 +21,7 @@ from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_c
 from data_utils.text.tokenizers import PROMPT_MARKERS
 from megatron_lite.checkpoint.places import model_at
 from megatron_lite.config.generation import GenerationConfig
+from megatron_lite.optimus.inputs import read_lines
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -45,7 +46,9 @@ def main() -> None:
     config = GenerationConfig(
         **{field.name: getattr(arguments, field.name) for field in fields(GenerationConfig)}
     )
-    texts = [*arguments.text, *read_lines(arguments.input)]
+    texts = list(arguments.text)
+    if arguments.input is not None:
+        texts += read_lines(arguments.input, "--input", "text", keep_spaces=True)
     if not texts:
         raise ConfigError("no text given; pass --text 'Paris is the [MASK] of France.' or --input FILE.")
     blanks = {blank for blank in PROMPT_MARKERS for text in texts if blank in text}
@@ -80,17 +83,6 @@ def require_blanks(texts: Iterable[str]) -> None:
             raise DataError(
                 f"text {text[:60]!r} has no blank; mark at least one with {', '.join(PROMPT_MARKERS)}."
             )
-
-
-def read_lines(path: Path | None) -> list[str]:
-    if path is None:
-        return []
-    try:
-        return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except OSError as error:
-        raise DataError(f"--input {path}: {error.strerror}; name a file with one text per line.") from None
-    except UnicodeDecodeError:
-        raise DataError(f"--input {path} is not UTF-8 text; convert it.") from None
 
 
 def command() -> None:

@@ -11,7 +11,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_environment.sh
 
 ensure_environment requirements-dev.txt
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # the tests start several ranks at once
 if (($#)); then
     exec "$python" -m pytest "$@"
 fi

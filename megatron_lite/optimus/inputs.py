@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_utils.base.errors import DataError
-from data_utils.base.foreign import read_bounded
+from data_utils.base.foreign import parse_json, read_bounded
 from data_utils.base.settings import check
 
 MAX_BYTES = 1 << 30  # of a file of sentences, all of which are in memory
@@ -34,8 +34,11 @@ class Sampling:
         )
 
 
-def read_lines(path: Path, option: str, holds: str) -> list[str]:
-    """The lines of a file, without spaces around them. Raises: DataError, also for an empty line, by its number."""
+def read_lines(path: Path, option: str, holds: str, *, keep_spaces: bool = False) -> list[str]:
+    """The lines of a file, without spaces around them unless `keep_spaces`.
+
+    Raises: DataError, also for an empty line, by its number, and for JSON lines, whose braces are no text.
+    """
     try:
         text = read_bounded(path, MAX_BYTES).decode("utf-8-sig")  # without a byte order mark
     except FileNotFoundError as error:
@@ -46,13 +49,25 @@ def read_lines(path: Path, option: str, holds: str) -> list[str]:
         raise DataError(f"{option} {path} {error}; name a file with one {holds} a line.") from None
     # Other ends of lines that Unicode knows, such as U+0085, are text.
     lines = [line.strip() for line in text.removesuffix("\n").split("\n")] if text else []
+    if lines and _is_object(lines[0]):
+        raise DataError(
+            f"{option} {path} holds JSON objects, but a line of it is one {holds}; take the field that holds it: "
+            f"jq -r .text {path} > NEW.txt"
+        )
     if not lines:
         raise DataError(f"{option} {path} is empty; it needs one {holds} a line.")
     if "" in lines:
         raise DataError(
             f"{option} {path}: line {lines.index('') + 1} is empty; write a {holds}, or remove the line."
         )
-    return lines
+    return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")] if keep_spaces else lines
+
+
+def _is_object(line: str) -> bool:
+    try:
+        return isinstance(parse_json(line.encode()), dict)
+    except ValueError:
+        return False
 
 
 def require_labels(labels: Sequence[str], texts: int, per_class: Sequence[int], source: str) -> None:

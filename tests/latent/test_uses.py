@@ -134,6 +134,7 @@ def test_labels_that_a_probe_can_learn():
         (b"one\n\ntwo\n", "line 2 is empty"),
         (b"", "is empty; it needs one sentence a line"),
         (b"\xff\xfe\n", "is not UTF-8 text"),
+        (b'{"text": "one"}\n', "holds JSON objects, but a line of it is one sentence"),
         (None, "No such file"),
     ],
 )
@@ -151,6 +152,8 @@ def test_lines_end_with_a_line_feed_and_nothing_else(tmp_path):
     whole = ["one\u0085two", "three\u2028four\x0bfive", "six"]
     (tmp_path / "lines.txt").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(whole).encode() + b"\n")
     assert read_lines(tmp_path / "lines.txt", "--input", "sentence") == whole
+    (tmp_path / "spaces.txt").write_bytes(b" one \r\ntwo")
+    assert read_lines(tmp_path / "spaces.txt", "--input", "text", keep_spaces=True) == [" one ", "two"]
 
 
 def test_only_regular_files_are_read(tmp_path):

@@ -66,6 +66,13 @@ def test_an_import_with_relative_paths_opens_from_elsewhere(run, tmp_path, monke
     assert done.returncode == 0, done.stderr
 
 
+def test_an_empty_line_of_the_input_is_named_and_not_left_out(run, tmp_path):
+    """Answers would no longer stand in the lines of their texts."""
+    (tmp_path / "in.txt").write_text("word1 [MASK]\n\nword2 [MASK]\n")
+    done = forked("scripts/generate.py", "--checkpoint", run, "--input", tmp_path / "in.txt")
+    assert_refused(done, "line 2 is empty")
+
+
 def test_a_text_beyond_the_positions_is_refused_before_an_answer_is_printed(run):
     done = generate(run, "--text", "word1 " * 70 + "[MASK]")
     assert_refused(
