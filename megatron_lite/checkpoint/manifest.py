@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_utils.base.errors import CheckpointError
-from data_utils.base.files import write_synced
-from megatron_lite.checkpoint.boxes import Box
+from data_utils.common.errors import CheckpointError
+from data_utils.common.files import write_synced
+from megatron_lite.checkpoint.shard_slices import Box
 from megatron_lite.checkpoint.state import TrainerState
 
 FORMAT = "megatron-lite-checkpoint"

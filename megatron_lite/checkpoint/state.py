@@ -6,7 +6,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from data_utils.base.errors import CheckpointError
+from data_utils.common.errors import CheckpointError
 
 
 @dataclass(frozen=True, kw_only=True)

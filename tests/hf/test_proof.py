@@ -11,16 +11,16 @@ from support.optimus_runs import write_run as write_optimus
 from support.published import random_model
 from transformers import GenerationConfig, PreTrainedModel
 
-from data_utils.base.errors import CheckpointError
-from megatron_lite.generate.open_run import load_model, open_run
-from megatron_lite.hf.doors import export, importing
-from megatron_lite.hf.doors.export import ExportOptions, export_run
-from megatron_lite.hf.doors.importing import import_directory
+from data_utils.common.errors import CheckpointError
+from megatron_lite.hf import export, importing
+from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.glm import proof
 from megatron_lite.hf.glm.modeling_glm import GLMModel
+from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published import runs as published_runs
 from megatron_lite.hf.published.proof import ask
-from megatron_lite.optimus import huggingface as optimus
+from megatron_lite.inference.open_run import load_model, open_run
+from megatron_lite.models.optimus import huggingface as optimus
 
 TREE = {"training": {"steps": 6, "precision": "fp32"}, "data": {"sequence_length": 60}}
 CAUSAL = {**TREE, "objectives": {"causal": 1}}
