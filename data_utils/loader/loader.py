@@ -34,7 +34,7 @@ class SampleLoader:
     """Sample numbers -> batch. Stateless: the caller's count of consumed samples is the only state."""
 
     def __init__(self, mixture: Mixture, objective: Objective, shorten: Any = None):
-        """Args: shorten: a `Shortener` of short.py."""
+        """Args: shorten: a `Shortener` of short_samples.py."""
         self.mixture, self.objective, self.shorten = mixture, objective, shorten
 
     @property

@@ -5,7 +5,8 @@
         manifest.json            every box, size and checksums of every file, parameter shapes, training state
         manifest.json.sha256     the manifest's own checksum; `sha256sum -c` reads it
 
-Every rank writes what it owns. A box (boxes.py) says where its elements lie in the whole parameter, not who owned them.
+Every rank writes what it owns. A box (shard_slices.py) says where its elements lie in the whole parameter, not who
+owned them.
 Padding rows of the vocabulary are left out, since their number depends on the layout. Rank 0 writes the manifest last,
 and an atomic rename gives the directory its name after everything is on disk, so a name that exists is a complete
 checkpoint. There is no "latest" pointer: the newest checkpoint is the newest directory whose manifest and checksums are

@@ -26,7 +26,7 @@ from megatron_lite.model.kernels.dropout import Dropout
 from megatron_lite.model.kernels.fused import Biased, add
 from megatron_lite.model.tensor_parallel import ColumnParallelLinear, TensorParallel, make_norm
 
-Flow = Any  # that of forward.py, which is above
+Flow = Any  # that of forward_context.py, which is above
 
 
 @functools.lru_cache(maxsize=8)

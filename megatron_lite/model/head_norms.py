@@ -40,7 +40,7 @@ class HeadNorms(nn.Module):
 
 
 def head_form(rotary: Any, norms: HeadNorms | None, key_value_heads: int, factor: float) -> HeadForm:
-    """`spread` of rotary.py as one kernel takes it. Args: rotary: Rotary, or None."""
+    """`spread` of rope.py as one kernel takes it. Args: rotary: Rotary, or None."""
     cos, sin = (None, None) if rotary is None else (rotary.cos, rotary.sin)
     query, key = (None, None) if norms is None else norms.scales()
     return HeadForm(cos, sin, query, key, 0.0 if norms is None else norms.epsilon, key_value_heads, factor)

@@ -58,7 +58,7 @@ class Heads(nn.Module):
     def __init__(self, config: ModelConfig, parallel: TensorParallel, loss_rows: int = 0):
         super().__init__()
         self.parallel = parallel
-        self.loss_rows = loss_rows  # see loss_in_parts.py
+        self.loss_rows = loss_rows  # see chunked_loss.py
         self.sentence: SentenceHead | None = None
         self.span_boundary: SpanBoundaryHead | None = None
         self.task: TaskHead | TaskHeads | None = None
@@ -156,7 +156,7 @@ def row_losses(
 ) -> torch.Tensor:
     """Cross entropy in nats, fp32 [K + P + M], equal on all tensor-parallel ranks.
 
-    Args: logits: [K + P, local V with padding], or see loss_in_parts.py. classes: [M, 2]. targets: int [K + P + M].
+    Args: logits: [K + P, local V with padding], or see chunked_loss.py. classes: [M, 2]. targets: int [K + P + M].
     """
     vocabulary, sentence = targets.split([len(logits), len(classes)])
     of_rank = embedding.parallel.group, embedding.first, embedding.local_vocab

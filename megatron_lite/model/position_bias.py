@@ -36,7 +36,7 @@ from megatron_lite.model.kernels.dropout import Dropout
 from megatron_lite.model.kernels.fused import Biased, add
 from megatron_lite.model.tensor_parallel import Partition, TensorParallel, linear, sharded
 
-Flow = Any  # that of forward.py, which is above
+Flow = Any  # that of forward_context.py, which is above
 
 BUCKETS = 32
 LONGEST = 128  # distances from here on share a bucket

@@ -12,8 +12,8 @@ runs all layers in this order, so no layer moves tokens. The plans:
   DensePlan    the reference: one masked call, B x S x S booleans (dense.py).
   LayeredPlan  two of these, for models with local layers (window.py).
 
-All but BlockPlan serve cross-attention too (cross_attention.py). A bias of the scores (relative.py) goes to CallPlan,
-which then writes attention out, and to DensePlan. Tokens that see nothing get zeros.
+All but BlockPlan serve cross-attention too (cross_attention.py). A bias of the scores (position_bias.py) goes to
+CallPlan, which then writes attention out, and to DensePlan. Tokens that see nothing get zeros.
 """
 
 from __future__ import annotations
