@@ -416,7 +416,12 @@ DRY_RUNS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", DRY_RUNS)
+USUAL = ("bert-large", "t5-base", "glm-large", "modernbert-base")  # the others are slow
+
+
+@pytest.mark.parametrize(
+    "name", [*USUAL, *(pytest.param(name, marks=pytest.mark.slow) for name in DRY_RUNS if name not in USUAL)]
+)
 def test_a_whole_recipe_can_be_estimated(name, capsys):
     config = published(name)
     dry_run(config, DRY_RUNS[name], "a100")

@@ -30,7 +30,11 @@ ENTER = {"add_norm", "mm", "add_norm_backward", "_foreach_copy_"}
 MODERN = ("model.block_positions=halves", "model.rms_norm=true", "model.ffn=gated", "model.biases=none")
 
 
-@pytest.mark.parametrize("settings", [(), ("model.positions=rotary", *MODERN)], ids=["glm", "modern"])
+@pytest.mark.parametrize(
+    "settings",
+    [(), pytest.param(("model.positions=rotary", *MODERN), marks=pytest.mark.slow)],
+    ids=["glm", "modern"],
+)
 def test_launches_of_blocks_are_those_of_every_batch_of_a_shape(settings):
     """Numbers of the host, shapes, and memory by its place; but the seed, which is set before each replay.
 

@@ -127,7 +127,10 @@ def each_layout():
         "xlnet": layout(2, 2), "glm4": layout(2, zero=3), "qwen3": layout(2, 2), "neobert": layout(2, zero=3),
         "modernbert": layout(pp=2), "deberta_v3": layout(2, 2),
     }  # fmt: skip
-    yield from few.items()
+    for case, parallel in few.items():
+        yield pytest.param(
+            case, parallel, marks=() if case in ("bert", "t5", "modernbert") else pytest.mark.slow
+        )
     for case in (*OBJECTIVE, "neobert", "deberta_v3, odd"):
         layouts = [layout(1, zero=3)]
         layouts += [layout(2)] * (case not in ODD) + [layout(pp=2)] * (

@@ -166,7 +166,7 @@ def test_kernels_equal_softmax_over_the_rule(recipe):
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("name", ["unilmv2", "xlnet", "causal"])
+@pytest.mark.parametrize("name", [pytest.param("unilmv2", marks=pytest.mark.slow), "xlnet", "causal"])
 def test_kernels_drop_the_weights_that_the_dense_plan_drops(name):
     arrays = recipe_arrays(RECIPES[name], 40, 2, 1)
     *qkv, grad = draw((*arrays[0].shape, 2, 8), torch.float32)
@@ -199,7 +199,7 @@ def test_no_tokens():
 
 
 @pytest.mark.usefixtures("small_blocks", "emulated_kernel")
-@pytest.mark.parametrize("name", ["t5", "unilmv2"])
+@pytest.mark.parametrize("name", ["t5", pytest.param("unilmv2", marks=pytest.mark.slow)])
 def test_a_bias_by_distance_and_its_gradient(name):
     """A model whose scores have T5's bias, beside the same in fp64 whose attention is written out on the CPU."""
     config = ModelConfig(

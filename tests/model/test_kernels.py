@@ -272,8 +272,9 @@ SPILLS = {80: {"_add_norm_backward": 4, "_of_queries": 28, "_of_keys": 88}, 90: 
 @pytest.mark.parametrize(
     ("gpu", "is_short"),
     [
-        (80, True), (90, False), (100, True),
-        *(pytest.param(gpu, False, marks=pytest.mark.slow) for gpu in (80, 100)),
+        (90, True),
+        *(pytest.param(gpu, is_short, marks=pytest.mark.slow)
+          for gpu, is_short in ((80, True), (100, True), (80, False), (90, False), (100, False))),
     ],
 )  # fmt: skip
 def test_kernels_compile_for_gpus_and_fit_into_registers(gpu, is_short):

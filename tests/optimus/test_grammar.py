@@ -63,6 +63,7 @@ def annealed(small):
     return learnt(small, "default")
 
 
+@pytest.mark.slow
 def test_annealing_keeps_the_divergence_and_the_weight_1_from_the_start_makes_it_vanish(small, annealed):
     """The claim of the paper in small, with 2.77 nats a sentence: divergence 2.2 against 0.01."""
     kept = numbers_of(annealed, SMALL, 64, samples=5)

@@ -202,6 +202,7 @@ def test_an_objective_is_one_file_and_one_configuration(settings, tmp_path):
     assert all(record["loss/every_nth"] == record["loss"] for record in steps)
 
 
+@pytest.mark.slow
 def test_tasks_and_generation_need_no_other_file(settings, tmp_path):
     """A run of an objective that declares its `writing` is tuned on pairs, evaluated by its answers, and writes."""
     project = copied_project(tmp_path / "project")
