@@ -144,7 +144,9 @@ def test_changes_keep_their_size_at_every_width_with_mup_alone(steps):
     assert all(value > 0.5 for value in without.values()), without
 
 
-@pytest.mark.parametrize("kind", ALL)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind == "muon" else kind for kind in ALL]
+)
 def test_the_rule_of_each_optimizer_keeps_the_changes(kind):
     found = run_ranks(slopes, 1, config_of(kind=kind), 3, True)[0]
     assert all(abs(found[name]) < 0.15 for name in ("block 1", "block 2")), found

@@ -157,7 +157,7 @@ def load_and_train(context, settings, directory):
 
 
 @pytest.mark.parametrize("before, after", [(APEX, TORCH), (TORCH, APEX)], ids=["to torch", "to apex"])
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("zero", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_run_continues_with_the_other_kernels(tmp_path, before, after, zero):
     """What is loaded is what was saved, bit for bit, and the next step is that of the run that went on."""
     parallel = layout(zero=zero)
