@@ -73,8 +73,8 @@ def checkpoints() -> str:
     """The page, with its table of a run's states as the code has them."""
     lines = ["| state | what is seen | the same command | `rewind` | report |", "|---|---|---|---|---|"]
     for condition, meaning in MEANINGS.items():
-        rewind = "goes back to a good one" if meaning.rewind else "is refused"
-        note = "says so" if meaning.note else ""
+        rewind = "returns to a good one" if meaning.rewind else "is refused"
+        note = "shows it" if meaning.note else ""
         lines.append(f"| {condition} | {meaning.sign} | {meaning.start} | {rewind} | {note} |")
     text = (ROOT / "docs/checkpoints.md").read_text(encoding="utf-8")
     return _with_table(text, STATES, lines)

@@ -366,7 +366,7 @@ INTRODUCTION = """# Every layout against one process
 
 Written by `python tests/support/parity.py --output docs/records/parity.md`.
 `python -m pytest -m slow tests/train/test_parity.py` runs the
-same cases. With `--tables` the command runs some of the tables and leaves the others: each says where it ran.
+same cases. With `--tables` the command runs only some tables; each has the commit and machine of its run.
 
 A case trains {steps} steps of AdamW or of its table's optimizer (weight decay 0.1, gradients clipped to norm {clip},
 learning rate {lr}) of {samples} samples with unequal numbers of loss tokens, two to four documents per row and
@@ -383,9 +383,9 @@ epsilon is above the rounding: it is 1e-3 here, the size of a typical gradient o
 |---|---|---|---|---|
 {tolerances}
 
-Half precision is compared with fp32, not with itself. Generator and discriminator train 2 steps, because their gradients
-nearly cancel where the discriminator predicts one half, and show the rounding of weights 20 times in the third. With
-entities, gradients and weights may differ by 5e-5, because the sentence head has few labels.
+Half precision is compared with fp32, not with itself. Generator and discriminator train 2 steps, because their
+gradients nearly cancel where the discriminator predicts one half, and show the rounding of weights 20 times in the
+third. With entities, gradients and weights may differ by 5e-5, because the sentence head has few labels.
 """
 
 

@@ -145,8 +145,8 @@ Written by `python tests/support/planted.py --output docs/records/planted_bugs.m
 `python -m pytest -m slow tests/test_planted.py` runs the same.
 
 Each bug is put alone into a copy of the project, as a replacement of a few words, and the tests that should catch it
-are run: all pass without it, and one must fail with it. These tests are part of the default run. {caught} of {count} bugs
-are caught. A row says at which commit, and how long its tests took, on a machine that did other work too.
+are run: all pass without it, and one must fail with it. These tests are part of the default run.
+{caught} of {count} bugs are caught. A row has the commit and the time of its tests on a busy machine.
 
 Some of these bugs were in releases or main branches of other projects, where they silently trained worse models;
 the column names the report. `tests/support/plants.py` has the exact text of each.
