@@ -68,6 +68,10 @@ TABLE = [
         "python scripts/convert_checkpoint.py export --checkpoint runs/bert",
         "tests/hf: needs released weights",
     ),
+    Row(
+        "python scripts/convert_checkpoint.py export --checkpoint runs/optimus",
+        "tests/hf/test_hf_optimus.py: needs a run of OPTIMUS",
+    ),
     Row("python scripts/convert_checkpoint.py export", SLOW),
     Row("python scripts/convert_checkpoint.py import --input glm-hf", SLOW),
     Row("python pretrain_glm.py --config configs/small.yaml", SLOW),

@@ -83,7 +83,8 @@ class Config:
         OBJECTIVES, section_class
     )
     phases: tuple[PhaseConfig, ...] = setting(
-        (), "list of phases, each with its length and what changes: see docs/data_mixtures.md; empty = one phase"
+        (),
+        "list of phases, each with its length and what changes: see docs/data_mixtures.md; empty = one phase",
     )
     task: TaskConfig | None = setting(
         None, "what scripts/finetune.py trains instead of objectives; null = pretraining"
