@@ -97,6 +97,8 @@ TABLE = [
     Row("deepspeed", "tests/train/test_launcher.py: a large model, here its settings are read"),
     Row("python benchmarks/", "tests/test_benchmarks.py: minutes to hours, here its arguments are read"),
     Row("python tests/support/parity.py", "tests/train/test_parity.py: hours"),
+    Row("python tests/support/planted.py", "tests/test_planted.py: hours"),
+    Row("python scripts/gpu_day.py", "tests/scripts/test_gpu_day.py: needs a GPU"),
     Row("python tests/support/drawn_layouts.py", "tests/train/test_drawn_layouts.py: minutes"),
     Row("python -m pytest", "it is what runs this"),
     Row("python -m mkdocs", "tests/test_site.py"),
