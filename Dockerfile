@@ -1,5 +1,5 @@
 # An image with the pinned requirements and the installed commands, for CPUs and NVIDIA GPUs: torch brings CUDA along, the
-# host its driver. docs/cluster.md says how to use it; tests/outside/test_installation.py checks it without Docker.
+# host its driver. docs/launchers.md says how to use it; tests/outside/test_installation.py checks it without Docker.
 FROM python:3.11-slim-bookworm
 
 # A C compiler: torch and Triton compile kernels at the first step.

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Write what follows from the code: python docs/generate.py
 
-These are docs/settings.md, and tables in checkpoints.md, huggingface.md and coming_from.md.
+These are docs/settings.md, and tables in checkpoints.md, coming_from.md, huggingface.md and huggingface_systems.md.
 
 tests/test_documentation.py compares the pages with what this script would write.
 """
@@ -73,33 +73,37 @@ def checkpoints() -> str:
     """The page, with its table of a run's states as the code has them."""
     lines = ["| state | what is seen | the same command | `rewind` | report |", "|---|---|---|---|---|"]
     for condition, meaning in MEANINGS.items():
-        rewind = "goes back to a good one" if meaning.rewind else "is refused"
-        note = "says so" if meaning.note else ""
+        rewind = "returns to a good one" if meaning.rewind else "is refused"
+        note = "shows it" if meaning.note else ""
         lines.append(f"| {condition} | {meaning.sign} | {meaning.start} | {rewind} | {note} |")
     text = (ROOT / "docs/checkpoints.md").read_text(encoding="utf-8")
     return _with_table(text, STATES, lines)
 
 
 def huggingface() -> str:
-    """The page, with its tables of the classes that are read and written, and of the tensors that are left out."""
+    """The page, with its table of the classes that are read and written."""
     lines = ["| class of transformers | `model_type` | `model.system` |", "|---|---|---|"]
     for kind, system in PUBLISHED.items():
         names = [name for name, of_name in OF_MODEL.items() if of_name is system]
         cells = [_listed(each) for each in (system.classes, [kind], names)]
         lines.append(f"| {' | '.join(cells)} |")
-    left_out = ["| tensors | what they are | `model_type` |", "|---|---|---|"]
+    return _with_table((ROOT / "docs/huggingface.md").read_text(encoding="utf-8"), SYSTEMS, lines)
+
+
+def huggingface_systems() -> str:
+    """The page, with its table of the tensors that an import leaves out."""
+    lines = ["| tensors | what they are | `model_type` |", "|---|---|---|"]
     for each in (*BUFFERS, *OF_OTHER_CLASSES):
         names = each.names if each.types else [f"*.{name}" for name in each.names]  # below any module
-        left_out.append(f"| {_listed(names)} | {each.what} | {_listed(each.types) or 'any'} |")
-    text = (ROOT / "docs/huggingface.md").read_text(encoding="utf-8")
-    return _with_table(_with_table(text, SYSTEMS, lines), LEFT_OUT, left_out)
+        lines.append(f"| {_listed(names)} | {each.what} | {_listed(each.types) or 'any'} |")
+    return _with_table((ROOT / "docs/huggingface_systems.md").read_text(encoding="utf-8"), LEFT_OUT, lines)
 
 
 def coming_from() -> str:
     """The page, with a table of the arguments of each program."""
     lines = []
     for source, arguments in SOURCES.items():
-        lines += ["", f"## {source}", "", "| there | here | |", "|---|---|---|"]
+        lines += ["", f"## {source}", "", "| option | setting | note |", "|---|---|---|"]
         has_dashes = source.startswith(("Megatron", "THUDM"))
         for argument in arguments:
             names = [name.replace("_", "-") if has_dashes else name for name in argument.names]
@@ -107,7 +111,7 @@ def coming_from() -> str:
             form = argument.setting.replace("{}", "VALUE").replace("{{", "{").replace("}}", "}")
             lines.append(f"| {theirs} | {f'`{form}`' if form else ''} | {argument.note} |")
     decided = [(key, row.reason) for key, row in KEYS.items() if row.policy is Policy.OURS]
-    lines += ["", "## DeepSpeed's JSON", "", "| there | here |", "|---|---|"]
+    lines += ["", "## DeepSpeed's JSON", "", "| DeepSpeed key | setting |", "|---|---|"]
     lines += [f"| `{key}` | {reason} |" for key, reason in decided]
     text = (ROOT / "docs/coming_from.md").read_text(encoding="utf-8")
     return _with_table(text, ARGUMENTS, lines)
@@ -127,6 +131,7 @@ PAGES = {
     "settings.md": settings,
     "checkpoints.md": checkpoints,
     "huggingface.md": huggingface,
+    "huggingface_systems.md": huggingface_systems,
     "coming_from.md": coming_from,
 }
 

@@ -20,7 +20,7 @@
 # PYTHON       the interpreter, within the container if there is one; default .venv/bin/python
 #
 # In an array without CHAIN every task is a run of its own; %a in an argument is the task's number.
-# 300 seconds before the time limit all ranks save and end, and the job is queued again. See docs/cluster.md.
+# 300 seconds before the time limit all ranks save and end, and the job is queued again. See docs/launchers.md.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?start with sbatch, from the checkout}"
 

@@ -1,4 +1,4 @@
-"""Cut documents into sentences, one a line: the corpora of the objective optimus. See docs/objectives.md.
+"""Cut documents into sentences, one a line: the corpora of the objective optimus. See docs/latent.md.
 
     python scripts/split_sentences.py --input 'raw/*.jsonl' --output sentences.txt
 

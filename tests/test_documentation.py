@@ -12,17 +12,16 @@ from pathlib import PurePath
 import pytest
 import yaml
 from support import house
-from support.project import ROOT
+from support.project import PAGES, ROOT
 
 from data_utils.common.settings import setting_names
 from docs.generate import PAGES as GENERATED
 from megatron_lite.config.tree import Config
 
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/README.md"]
 SETTINGS = set(setting_names(Config))
 SECTIONS = {name.partition(".")[0] for name in SETTINGS}
-# A command of the guide: the script, and the rest of its line, continued lines included.
-COMMANDS = re.compile(r"(?:python|deepspeed(?: --\S+ \d+)?) ((?:\w+/)*\w+\.py)((?:\\\n|.)*)")
+# A command of the guide: the script, and the rest of its line or inline code, continued lines included.
+COMMANDS = re.compile(r"(?:python|deepspeed(?: --\S+ \d+)?) ((?:\w+/)*\w+\.py)((?:\\\n|[^\n`])*)")
 ENVIRONMENT_READERS = {
     "data_utils/common/entry.py",  # names of caches, for libraries that are imported later
     "megatron_lite/parallel/launch.py",
@@ -90,13 +89,40 @@ def headings(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_files_exist(page):
     text = page.read_text(encoding="utf-8")
-    for target, heading in re.findall(r"\]\((?!https?:)([^)#]+)(?:#([^)]+))?", text):
-        assert (page.parent / target).exists(), target
-        assert not heading or heading in headings(page.parent / target), f"{target}#{heading}"
+    for target, heading in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?", text):
+        linked = page.parent / target if target else page
+        assert linked.exists(), target
+        assert not heading or heading in headings(linked), f"{target}#{heading}"
     for path in re.findall(
         r"`((?:scripts|configs|tests|benchmarks|docs|data_utils|megatron_lite)/[\w./-]+)`", text
     ):
         assert (ROOT / path).exists(), path
+
+
+def pages_named_in(text):
+    """Pages that a message, a help text or a comment names, each with the heading in quotes behind it or nothing."""
+    return re.findall(r"(docs/[\w/]+\.md)(?:, \"([^\"\n{]+)\")?", text)
+
+
+def test_pages_that_messages_and_comments_name_exist():
+    folders = ("data_utils", "megatron_lite", "scripts", "configs", "benchmarks", "tests/support")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*")]
+    files = [path for path in files if path.suffix in (".py", ".sh", ".yaml", ".c")]
+    files += [
+        ROOT / name
+        for name in ("pretrain_glm.py", "Dockerfile", "Makefile", "requirements.txt", "mkdocs.yml")
+    ]
+    found = {}
+    for file in files:
+        for page, heading in pages_named_in(file.read_text(encoding="utf-8")):
+            found.setdefault((page, heading), file)
+    assert ("docs/learning.md", "") in found
+    for (page, heading), file in found.items():
+        assert (ROOT / page).is_file(), f"{file} names {page}"
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert not heading or re.search(rf"^#+ {re.escape(heading)}$", text, re.M), (
+            f"{file}: {page}, {heading}"
+        )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -107,6 +133,36 @@ def test_settings_exist(page):
         if section in SECTIONS and key not in ("py", "yaml", "json", "md", "model", "safetensors", "version"):
             names = {name for name in SETTINGS if name.startswith(f"{section}.{key}")}
             assert names, f"{section}.{key}"
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
+
+
+def names_in(tree, prefix=""):
+    """The settings of a tree by their full names; what is within a list or has no settings of its own counts as one."""
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        deeper = isinstance(value, dict) and any(known.startswith(f"{name}.") for known in SETTINGS)
+        yield from names_in(value, f"{name}.") if deeper else [name]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_settings_of_yaml_blocks_exist(page):
+    for block in blocks(page, "yaml"):
+        tree = yaml.safe_load(block)
+        if not isinstance(tree.get("task", {}), dict):
+            continue  # a task of lm_eval
+        unknown = [
+            name for name in names_in(tree) if name not in SETTINGS and name.partition(".")[0] != "every_nth"
+        ]
+        assert unknown == [], block
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_blocks_can_be_parsed(page):
+    for block in blocks(page, "python"):
+        ast.parse(block)
 
 
 def commands():
@@ -121,7 +177,7 @@ def commands():
 def test_options_of_documented_commands_exist():
     """Their names occur in the script, in quotes: cheaper than asking each for its --help."""
     found = commands()
-    assert len(found) > 15 and "scripts/preprocess_data.py" in found
+    assert "scripts/preprocess_data.py" in found
     for script, options in found.items():
         text = (ROOT / script).read_text(encoding="utf-8")
         if script == "scripts/generate.py":

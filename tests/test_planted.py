@@ -56,8 +56,8 @@ def test_a_misspelt_test_is_absent(collected):
 
 
 def test_the_page_lists_every_bug_as_caught():
-    """After a change of the bugs: python tests/support/planted.py --output docs/planted_bugs.md"""
-    page = (ROOT / "docs/planted_bugs.md").read_text(encoding="utf-8")
+    """After a change of the bugs: python tests/support/planted.py --output docs/records/planted_bugs.md"""
+    page = (ROOT / "docs/records/planted_bugs.md").read_text(encoding="utf-8")
     rows = [[cell.strip() for cell in line.split("|")] for line in page.splitlines() if "| `" in line]
     assert [row[1:3] for row in rows] == [[plant.name, f"`{plant.file}`"] for plant in PLANTS]
     assert all(row[4].startswith("yes, by `test_") for row in rows)

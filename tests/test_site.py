@@ -2,6 +2,7 @@
 
 import logging
 import re
+from pathlib import Path
 
 import pytest
 from mkdocs.commands.build import build
@@ -24,17 +25,19 @@ def site(tmp_path_factory):
 
 
 def test_every_page_is_in_the_site(site):
-    pages = {path.with_suffix(".html").name for path in (ROOT / "docs").glob("*.md")}
-    beside = {"index.html", "contributing.html", "changelog.html", "benchmarks.html"}
-    assert {path.name for path in site.glob("*.html")} - {"404.html"} == pages | beside
+    docs = ROOT / "docs"
+    pages = {path.relative_to(docs).with_suffix(".html") for path in docs.rglob("*.md")}
+    outside = {Path(f"{name}.html") for name in ("index", "contributing", "changelog", "benchmarks")}
+    assert {path.relative_to(site) for path in site.rglob("*.html")} - {Path("404.html")} == pages | outside
     assert not list(site.rglob("*.py"))
 
 
-def test_links_between_pages_and_files_beside_them(site):
+def test_links_lead_to_pages_of_other_folders(site):
     index = (site / "index.html").read_text(encoding="utf-8")
     assert 'href="data.html"' in index and 'href="benchmarks.html"' in index and 'href="license.txt"' in index
     assert 'href="index.html"' in (site / "tutorial.html").read_text(encoding="utf-8")
     assert 'href="benchmarks.html#parallelism"' in (site / "parallelism.html").read_text(encoding="utf-8")
+    assert 'href="../parallelism.html"' in (site / "records/roofline.html").read_text(encoding="utf-8")
     images = re.findall(r'<img [^>]*src="([^"]+)"', "".join(page.read_text() for page in site.glob("*.html")))
     assert images and all((site / image).exists() for image in images)
 

@@ -63,8 +63,8 @@ class FinetuneConfig:
     def __post_init__(self) -> None:
         check(
             self.trained != "lora",
-            "finetune.trained is lora, which is not here; use PEFT on an exported model (docs/huggingface.md), or set "
-            "it to adapters.",
+            "finetune.trained is lora, which is not here; use PEFT on an exported model (docs/huggingface_glm.md), or "
+            "set it to adapters.",
         )
         check(
             self.trained != "head" or not self.lm_weight,

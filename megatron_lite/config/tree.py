@@ -83,7 +83,8 @@ class Config:
         OBJECTIVES, section_class
     )
     phases: tuple[PhaseConfig, ...] = setting(
-        (), "list of phases, each with its length and what changes: see docs/data.md; empty = one phase"
+        (),
+        "list of phases, each with its length and what changes: see docs/data_mixtures.md; empty = one phase",
     )
     task: TaskConfig | None = setting(
         None, "what scripts/finetune.py trains instead of objectives; null = pretraining"
@@ -100,7 +101,7 @@ class Config:
     trackers: TrackersConfig = section(TrackersConfig)
     profiler: ProfilerConfig = section(ProfilerConfig)
     deepspeed: dict[str, Any] = setting_mapping(
-        "DeepSpeed's own keys, see docs/configuration.md: those that are settings here become them, the others go to "
+        "DeepSpeed's own keys, see docs/coming_from.md: those that are settings here become them, the others go to "
         "DeepSpeed"
     )
 

@@ -2,7 +2,7 @@
 
 By default it is GLM: pre-LN blocks, learned tables for both position ids, output projection tied to the word embedding
 without a bias (arXiv:2103.10360). The options of `ModelConfig` make it the Transformer of the other systems.
-docs/huggingface.md compares the module names with those of released checkpoints. The parts are in block.py.
+docs/huggingface_glm.md compares the module names with those of released checkpoints. The parts are in block.py.
 
 Shapes: T tokens, D hidden size, V vocabulary (unpadded).
 """

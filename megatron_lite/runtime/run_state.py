@@ -36,7 +36,7 @@ class Condition(StrEnum):
 class Start(StrEnum):
     """The effect of starting the same command again."""
 
-    AT_BEGINNING = "begins at step 0, or with `checkpoint.initialize_from`"
+    AT_BEGINNING = "starts at step 0, or from `checkpoint.initialize_from`"
     CONTINUES = "continues from the newest checkpoint"
     FALLS_BACK = "names the bad ones and continues from the newest good checkpoint"
     REFUSED = "is refused, and nothing is changed"

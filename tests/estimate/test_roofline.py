@@ -1,4 +1,4 @@
-"""The roofline beside what was counted by hand (docs/roofline.md), and its table of constants."""
+"""The roofline beside what was counted by hand (docs/records/roofline.md), and its table of constants."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ T, WIDTH, INNER = 8640, 1024, 4096  # of 335M, 16 rows
 
 def by_hand():
     """Kernel -> microseconds, of the table that was counted by hand."""
-    page = (ROOT / "docs/roofline.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/records/roofline.md").read_text(encoding="utf-8")
     rows = re.findall(
         r"^\| (.+?) \|.*\| ([\d.]+) \|$",
         page.partition("## Six kernels by hand")[2].partition("\n## ")[0],

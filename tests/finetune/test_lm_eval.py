@@ -62,7 +62,7 @@ def write_tasks(directory, files):
         (directory / f"{name}.yaml").write_text(yaml.safe_dump({**common, **more}))
 
     directory.mkdir()
-    page = (ROOT / "docs/generation.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/lm_eval.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"^```yaml\n(task: own_choices\n.*?)^```", page, re.S | re.M)
     own = yaml.safe_load(example)
     own["dataset_kwargs"] |= {"data_files": {"test": choices}, "cache_dir": str(directory / "cache")}
@@ -224,11 +224,11 @@ def test_mistakes_of_tasks_are_one_line(runs, tasks, files, tmp_path, monkeypatc
 
 def test_the_example_of_the_page_runs(runs, tasks, monkeypatch, capsys):
     """It asks what the command asks."""
-    page = (ROOT / "docs/generation.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/lm_eval.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"^```python\n(.*?)^```", page, re.S | re.M)
     code = example.replace("runs/glm", str(runs / "blank_infilling")).replace('"tasks"', repr(str(tasks)))
     namespace: dict = {}
-    exec(compile(code, "docs/generation.md", "exec"), namespace)
+    exec(compile(code, "docs/lm_eval.md", "exec"), namespace)
     score, result = capsys.readouterr().out.split("\n")[:2]
     assert score.startswith("[(-") and "'acc,none': " in result
 

@@ -256,7 +256,7 @@ def test_the_image_installs_the_pinned_requirements_and_the_project():
 def test_the_image_runs_an_installed_command_and_not_as_root():
     last = dict(instructions())
     assert json.loads(last["CMD"])[0] in PROJECT["scripts"] and last["USER"] != "root"
-    page = (ROOT / "docs/cluster.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/launchers.md").read_text(encoding="utf-8")
     documented = re.findall(r"^docker run .*?glm ((?:.|\\\n)*?)$", page, re.M)
     assert documented
     for command in documented:

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Every layout against one process: one list of cases, for pytest (test_parity.py) and for the table in docs/parity.md.
+"""Every layout against one process: one list of cases, for pytest (test_parity.py) and for docs/records/parity.md.
 
-    python tests/support/parity.py --output docs/parity.md      # every case
+    python tests/support/parity.py --output docs/records/parity.md      # every case
     python tests/support/parity.py --layouts 2x1x2 1x2x1        # tensor x pipeline x data parallel ranks
-    python tests/support/parity.py --output docs/parity.md --tables "Other optimizers"    # the others stay as they are
+    python tests/support/parity.py --output docs/records/parity.md --tables "Other optimizers"    # only these
 
 The one process is plain torch, without DeepSpeed: a loop of forward, backward, clip_grad_norm_ and AdamW over all
 samples of a step at once. A case runs the same samples through an engine. Ranks are forked once per layout, run all its
@@ -358,15 +358,15 @@ def section(title: str, rows: list[list[Outcome]]) -> str:
 
 
 def sections_of(page: str) -> dict[str, str]:
-    """The sections of docs/parity.md, by their titles."""
+    """The sections of docs/records/parity.md, by their titles."""
     return {part.partition("\n")[0]: f"## {part.strip()}\n" for part in page.split("\n## ")[1:]}
 
 
 INTRODUCTION = """# Every layout against one process
 
-Written by `python tests/support/parity.py --output docs/parity.md`.
+Written by `python tests/support/parity.py --output docs/records/parity.md`.
 `python -m pytest -m slow tests/train/test_parity.py` runs the
-same cases. With `--tables` the command runs some of the tables and leaves the others: each says where it ran.
+same cases. With `--tables` the command runs only some tables; each has the commit and machine of its run.
 
 A case trains {steps} steps of AdamW or of its table's optimizer (weight decay 0.1, gradients clipped to norm {clip},
 learning rate {lr}) of {samples} samples with unequal numbers of loss tokens, two to four documents per row and
@@ -375,22 +375,22 @@ initial weights are equal bit for bit and that every element is owned by exactly
 
 Shown are the largest relative differences: of the loss of every objective and of the gradient norm in every step; of
 every parameter's gradient (before clipping, in every step) and of every parameter after the last step, the largest
-difference of its elements over its largest element. Element by element a ratio would mean nothing: where a sum cancels
-to nearly 0, any rounding is large beside it. Adam would turn such an element into a step of full size, unless epsilon
-is above the rounding: it is 1e-3 here, the size of a typical gradient of this model.
+difference of its elements over its largest element. A ratio per element would mean nothing: where a sum cancels
+to nearly 0, any rounding is large compared with it. Adam would turn such an element into a step of full size, unless
+epsilon is above the rounding: it is 1e-3 here, the size of a typical gradient of this model.
 
 | tolerance | loss | gradient norm | gradients | weights |
 |---|---|---|---|---|
 {tolerances}
 
-Half precision is compared with fp32, not with itself. Generator and discriminator train 2 steps: their gradients nearly
-cancel where the discriminator answers a half, and show the rounding of weights 20 times in the third. With entities
-gradients and weights may differ by 5e-5: so do those of the head of sentences, which has few labels.
+Half precision is compared with fp32, not with itself. Generator and discriminator train 2 steps, because their
+gradients nearly cancel where the discriminator predicts one half, and show the rounding of weights 20 times in the
+third. With entities, gradients and weights may differ by 5e-5, because the sentence head has few labels.
 """
 
 
 def page(sections: dict[str, str]) -> str:
-    """The whole of docs/parity.md."""
+    """The whole of docs/records/parity.md."""
     tolerances = [
         f"| {precision} | " + " | ".join(f"{value:.0e}" for value in values.values()) + " |"
         for precision, values in TOLERANCES.items()

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The proof of the tests: plants one bug at a time in a copy of the project and runs the tests that should catch it.
 
-    python tests/support/planted.py --output docs/planted_bugs.md   # every bug
+    python tests/support/planted.py --output docs/records/planted_bugs.md   # every bug
     python tests/support/planted.py --only "weight decay on norms"  # one of them; with --output, its row alone changes
 
 A bug is an exact replacement in one file (support/plants.py). First the chosen tests must pass in the copy as it is: a
@@ -141,14 +141,14 @@ def results_of(plants: Sequence[Plant]) -> Iterator[Result]:
 
 INTRODUCTION = """# Planted bugs
 
-Written by `python tests/support/planted.py --output docs/planted_bugs.md`.
+Written by `python tests/support/planted.py --output docs/records/planted_bugs.md`.
 `python -m pytest -m slow tests/test_planted.py` runs the same.
 
 Each bug is put alone into a copy of the project, as a replacement of a few words, and the tests that should catch it
-are run: all pass without it, and one must fail with it. These tests are of the default run. {caught} of {count} bugs
-are caught. A row says at which commit, and how long its tests took, on a machine that did other work too.
+are run: all pass without it, and one must fail with it. These tests are part of the default run.
+{caught} of {count} bugs are caught. A row has the commit and the time of its tests on a busy machine.
 
-Some of these bugs were in releases or main branches of other projects, where they trained worse models without a word;
+Some of these bugs were in releases or main branches of other projects, where they silently trained worse models;
 the column names the report. `tests/support/plants.py` has the exact text of each.
 """
 
@@ -176,7 +176,7 @@ def rows_of(text: str) -> dict[str, str]:
 
 
 def page(rows: Mapping[str, str]) -> str:
-    """The whole of docs/planted_bugs.md. Args: rows: by name; those of bugs that are no more are left out."""
+    """The whole of docs/records/planted_bugs.md. Args: rows: by name; those of bugs that are no more are left out."""
     lines = [rows[plant.name] for plant in PLANTS if plant.name in rows]
     caught = sum(line.split("|")[4].strip().startswith("yes, by") for line in lines)
     introduction = INTRODUCTION.format(caught=caught, count=len(lines))

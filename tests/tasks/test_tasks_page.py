@@ -22,7 +22,7 @@ def block(language):
     return re.search(rf"```{language}\n(.*?)```", PAGE, re.S)[1]
 
 
-def test_the_example(files, monkeypatch, capsys):
+def test_the_example(files, monkeypatch):
     tree = yaml.safe_load(block("yaml"))
     shipped = yaml.safe_load((ROOT / "configs/tasks/own.yaml").read_text(encoding="utf-8"))["task"]
     assert tree["task"] == {key: shipped[key] for key in tree["task"]}
@@ -32,10 +32,11 @@ def test_the_example(files, monkeypatch, capsys):
     }
     assert small["task"] == shipped | changed and small["optimizer"]["lr"] == 1e-3
     files.write("data/own/train.jsonl", block("json"))
-    files.write("configs/tasks/own.yaml", block("yaml"))
     monkeypatch.chdir(files.folder)
-    exec(compile(block("python"), "docs/tasks.md", "exec"), {})
-    assert capsys.readouterr().out == "('negative', 'positive') A warm and funny film. positive\n"
+    config = build(TaskConfig, tree["task"])
+    first, *_ = read_records(config, config.train, labelled=True)
+    assert labels_of(config) == ("negative", "positive")
+    assert (first.fields["text"], first.label) == ("A warm and funny film.", "positive")
 
 
 def test_the_message(files, monkeypatch):
@@ -50,7 +51,7 @@ def test_the_message(files, monkeypatch):
 
 def test_lines_of_every_kind(files):
     rows = re.findall(r"^\| ([^|]*`\w+`[^|]*) \| ([^|]*\{\"[^|]*) \|$", PAGE, re.M)
-    assert len(rows) == 8
+    assert rows
     labels = {
         "typing": ("person",),
         "tagging": ("O", "B-PER"),
@@ -75,7 +76,7 @@ def test_tables():
     }
     for name, classes in shown.items():
         assert labels_of(task("glue", name)) == tuple(classes.split(", ")) and f"| {classes} |" in PAGE
-    section = PAGE[PAGE.index("## Synthetic") : PAGE.index("## Where")]
+    section = PAGE.partition("## Synthetic tasks")[2].partition("\n## ")[0]
     named = {spec.partition(":")[0]: spec for spec in re.findall(r"`(\w+(?::[\w=.,]+)?)`", section)}
     assert TASKS.keys() - MORE.keys() <= named.keys()
     assert all(parsed(spec) for name, spec in named.items() if name in TASKS)

@@ -2,8 +2,8 @@
 
 An Example is `[part A | part B]`: the text with each span replaced by one mask token, then the spans in shuffled
 order, each as `sop + span` predicting `span + eop`. Its random numbers are a pure function of (seed, sample index,
-piece index, attempt), so they do not depend on batch size, place in the batch, worker or history. docs/objectives.md
-explains the options and the differences from the reference implementation.
+piece index, attempt), so they do not depend on batch size, place in the batch, worker or history.
+docs/blank_infilling.md explains the options and the differences from the reference implementation.
 
 A row has a fixed length near the mean: room for the mean number of spans and one standard deviation. Where the spans of
 a piece do not fit, it loses its last tokens: a few in one row of ten, about one token of text in 2,500. So spans keep
