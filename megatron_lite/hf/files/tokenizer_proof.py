@@ -210,11 +210,12 @@ def load_theirs(directory: Path, copies: Path | None = None) -> TokenizersBacken
 def _require_files(directory: Path, named: Any) -> None:
     """Raise CheckpointError if the directory's class reads none of its vocabularies; it may load and be empty then.
 
-    Args: named: the class in tokenizer_config.json. Only vocab.txt and vocab.json are judged: of other files classes of
-    today make what they need in several ways.
+    Args: named: the class in tokenizer_config.json. Only vocab.txt and vocab.json alone are judged: of other files
+    classes of today make what they need in several ways.
     """
     present = [name for name in ("vocab.txt", "vocab.json") if (directory / name).exists()]
-    if not present or (directory / "tokenizer.json").exists() or any(directory.glob("*.model")):
+    others = ("tokenizer.json", "merges.txt", "*.model")
+    if not present or any(next(directory.glob(name), None) for name in others):
         return
     config = directory / "config.json"
     model_type = read_json(config).get("model_type") if config.exists() else None
