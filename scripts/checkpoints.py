@@ -33,6 +33,7 @@ from typing_extensions import TypedDict
 from data_utils.common.errors import ArgumentParser, CheckpointError, ConfigError, expanded_path, run_command
 from data_utils.common.files import require_new_directory
 from data_utils.common.progress import progress_bar
+from data_utils.common.setting_files import shown
 from data_utils.common.untrusted import conform
 from megatron_lite.checkpoint.manifest import checkpoints_in, checkpoints_of, list_checkpoints
 from megatron_lite.checkpoint.resolve_path import Place, place_of, require_own_directory, run_at
@@ -83,7 +84,10 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_intermixed_args()
     command, more = arguments.command, arguments.more
     if command == "rewind" and not (len(more) == 1 and more[0].isdigit()):
-        raise ConfigError("rewind takes RUN and STEP.")
+        given = f"{shown(' '.join(more))} is none" if more else "none is given"
+        raise ConfigError(
+            f"rewind takes the number of a step after RUN, and {given}; `checkpoints.py list RUN` shows the steps."
+        )
     if command in ("list", "verify") and more:
         raise ConfigError(
             f"{command} takes one run, directory of checkpoints or checkpoint, and {' '.join(more)} is one argument "

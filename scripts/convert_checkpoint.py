@@ -15,6 +15,8 @@ import re
 import shlex
 from pathlib import Path
 
+import yaml
+
 from data_utils.common.errors import ArgumentParser, ConfigError, expanded_path, run_command
 from data_utils.common.files import require_directory, require_new_directory, write_whole
 from data_utils.common.hub import (
@@ -27,6 +29,8 @@ from data_utils.common.hub import (
     require_hub_name,
     require_token,
 )
+from data_utils.common.settings import to_tree
+from data_utils.tasks.config import TaskConfig
 from megatron_lite.checkpoint.resolve_path import model_at, require_export
 from megatron_lite.config.tree import load_config, load_tree
 from megatron_lite.hf.files.hub_files import wanted
@@ -191,7 +195,7 @@ def what_follows(path: Path) -> list[str]:
     names = ", ".join(choice.name for choice in config.objective_choices)
     batch, tokenizer = config.batch, config.tokenizer
     if config.task is not None:
-        return [f"{path} has the head of a task; next: scripts/finetune.py or scripts/evaluate.py"]
+        return _commands_of_task(path, config.task)
     lines = [
         f"{path} trains {names} on samples of {config.data.sequence_length:,} tokens, {batch.global_batch_size} in a "
         f"step and {batch.micro_batch_size} at a time, for {config.training.steps:,} steps with a warm-up of "
@@ -207,6 +211,34 @@ def what_follows(path: Path) -> list[str]:
     corpus = ["python", "scripts/preprocess_data.py", "--input", "FILE", "--output", "data/corpus", *given]
     train = ["python", "pretrain_glm.py", "--config", str(path), "data.train=[{prefix: data/corpus}]"]
     return [*lines, f"next: {shlex.join(corpus)}", f"then: {shlex.join(train)}"]
+
+
+def _commands_of_task(path: Path, task: TaskConfig) -> list[str]:
+    """Write the section `task` beside the configuration of an imported head, and say how it is measured and tuned."""
+    file, run = path.with_name("task.yaml"), str(path.parent)
+    section = {
+        name: to_tree(getattr(task, name))
+        for name, field in TaskConfig.__dataclass_fields__.items()
+        if getattr(task, name) not in (field.default, {})
+    }
+    write_whole(file, yaml.safe_dump({"task": section}, sort_keys=False).encode(), "--output")
+    script, labelled = ["python", "scripts/evaluate.py"], "task.validation=[FILE]"
+    measure = [*script, "--checkpoint", run, labelled]
+    tune = [
+        "python",
+        "scripts/finetune.py",
+        "--checkpoint",
+        run,
+        "--task",
+        str(file),
+        "--output",
+        f"{run}-tuned",
+    ]
+    return [
+        f"{path} has the head of a task, in {file}; FILE has a line of JSON for each sample, see docs/tasks.md",
+        f"next: {shlex.join(measure)}",
+        f"or: {shlex.join([*tune, 'task.train=FILE', labelled])}",
+    ]
 
 
 def command() -> None:

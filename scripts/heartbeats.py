@@ -12,16 +12,21 @@ import time
 from pathlib import Path
 
 from data_utils.common.errors import ArgumentParser, DataError, run_command
+from megatron_lite.checkpoint.resolve_path import run_at
 from megatron_lite.runtime.heartbeats import heartbeat_directory, read_heartbeats
 
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("run_directory", type=Path, help="run.directory of the run")
-    directory = heartbeat_directory(parser.parse_args().run_directory)
+    run = parser.parse_args().run_directory
+    directory = heartbeat_directory(run)
     heartbeats = read_heartbeats(directory)
     if not heartbeats:
-        raise DataError(f"{directory} holds no heartbeats; give the run.directory of a run that has started.")
+        run_at(run)
+        raise DataError(
+            f"{directory} holds no heartbeats; the run writes them while it trains, every timeouts.heartbeat_seconds."
+        )
     print(f"{'rank':>5} {'step':>9} {'s in section':>12} {'s silent':>9}  {'host':16} {'section':11} place")
     for beat in sorted(heartbeats, key=lambda beat: (beat.passed, beat.rank)):
         silent = time.time() - beat.time

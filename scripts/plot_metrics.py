@@ -42,8 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     output = args.output or args.run / "loss.png"
     if output.suffix not in SUFFIXES:
         raise ConfigError(f"--output is {str(output)!r}; its name must end in {', '.join(SUFFIXES)}.")
-    require_writable(output, "--output")
     run_at(args.run)
+    require_writable(output, "--output")
     plot(read_metrics(args.run), read_unigram(args.run), output)
     print(output)
 

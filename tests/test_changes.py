@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support.documented_changes import apply, changes_in, sections
+from support.documented_changes import TOOLS, apply, changed_files, diff_in, sections
 from support.project import ROOT, copied_project, small_run
 
 SECTIONS = sections()
@@ -21,7 +22,8 @@ USER = ROOT / "tests/support/use_changes.py"
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = copied_project(tmp_path_factory.mktemp("changes") / "project")
     for title, section in SECTIONS.items():
-        apply(changes_in(section), directory, title)
+        if diff := diff_in(section):
+            apply(diff, directory, title, "git apply", "-C1")  # two changes stand side by side
     return directory
 
 
@@ -45,17 +47,35 @@ def trained(project: Path, corpus: Path) -> tuple[dict, str]:
 
 
 @pytest.mark.parametrize("title", SECTIONS)
-def test_a_change_touches_at_most_three_files_and_names_them(title):
-    changes = changes_in(SECTIONS[title])
+def test_a_change_touches_at_most_four_files_and_names_them(title):
+    changes = changed_files(diff_in(SECTIONS[title]))
     files = re.search(r"^\nFiles: (.*?)\n\n", SECTIONS[title], re.S)[1]
-    new = sum(not (ROOT / name).exists() for name in changes)
-    assert len(changes) <= 3 and new == files.count("one of its own") * bool(changes)
-    assert set(re.findall(r"`([\w/.]+\.py)`", files)) == {name for name in changes if (ROOT / name).exists()}
+    new = sum(changes.values())
+    assert len(changes) <= 4 and new == files.count("one of its own") * bool(changes)
+    assert set(re.findall(r"`([\w/.]+\.py)`", files)) == {
+        name for name, is_new in changes.items() if not is_new
+    }
     assert changes or "(own_objective.md)" in files  # the page that has the file
 
 
-def test_the_page_has_ten_changes_and_a_model_option():
-    assert len(SECTIONS) == 11
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("title", [title for title, section in SECTIONS.items() if diff_in(section)])
+def test_a_diff_is_read_by_the_tools_as_it_stands(title, tool, tmp_path):
+    """Alone, against the files as they are: context and counts of lines fit, and a new file is new."""
+    if shutil.which(TOOLS[tool][0]) is None:
+        pytest.skip(f"{TOOLS[tool][0]} is not installed")
+    diff = diff_in(SECTIONS[title])
+    for name, is_new in changed_files(diff).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        assert (ROOT / name).exists() != is_new
+        if not is_new:
+            shutil.copy2(ROOT / name, tmp_path / name)
+    apply(diff, tmp_path, title, tool)
+    for name, is_new in changed_files(diff).items():
+        assert is_new or (tmp_path / name).read_bytes() != (ROOT / name).read_bytes()
+    assert {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()} == {
+        *changed_files(diff)
+    }
 
 
 def test_a_metric_is_in_the_log_line_and_in_the_records(trained):
@@ -78,6 +98,21 @@ def test_a_norm_has_its_parameters_and_trains(trained):
     assert "layers.0.input_layernorm.alpha" in found["parameters"]
     losses = [record["loss"] for record in found["records"]]
     assert losses[-1] < losses[0]
+
+
+def test_an_optimizer_is_the_one_of_its_paper(trained):
+    found = trained[0]["optimizer"]
+    assert found["ours"] == pytest.approx(found["paper's"], abs=1e-6)
+    assert found["unchanged by infinite gradients"]
+
+
+def test_an_optimizer_has_its_state_in_checkpoints_and_in_the_dry_run(trained):
+    assert trained[0]["training"]["kinds"] == ["exp_avg", "weight"]
+    assert trained[0]["optimizer"]["bytes"] == pytest.approx(8.0, abs=0.05)
+
+
+def test_an_optimizer_refuses_what_it_does_not_read(trained):
+    assert trained[0]["optimizer"]["error"].startswith("optimizer.eps is 0.01 with optimizer.kind lion")
 
 
 def test_a_field_of_checkpoints_goes_on_after_a_restart_and_may_be_absent(trained):
@@ -116,12 +151,12 @@ def test_readers_and_tokenizers_load_no_torch(text):
     assert text["is light"]
 
 
-def test_a_diff_whose_context_is_gone_is_named(tmp_path):
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_diff_whose_context_is_gone_is_named(tool, tmp_path):
     file = tmp_path / "a.py"
-    for content in ("other = 1\n", "old = 1\nold = 1\n"):
-        file.write_text(content)
-        with pytest.raises(AssertionError, match=r'"A norm": a\.py has these lines [02] times.*\nold = 1\n'):
-            apply({"a.py": [("old = 1\n", "new = 1\n")]}, tmp_path, "A norm")
-        assert file.read_text() == content
-    section = "```diff\n--- a.py\n@@ somewhere\n-old = 1\n+new = 1\n\n other = 2\n```"
-    assert changes_in(section) == {"a.py": [("old = 1\n\nother = 2\n", "new = 1\n\nother = 2\n")]}
+    file.write_text("other = 1\n")
+    diff = "--- a/a.py\n+++ b/a.py\n@@ -1,1 +1,1 @@\n-old = 1\n+new = 1\n"
+    assert diff_in(f"text\n\n```diff\n{diff}```\n") == diff and changed_files(diff) == {"a.py": False}
+    with pytest.raises(AssertionError, match=r'(?s)"A norm": .*a\.py'):
+        apply(diff, tmp_path, "A norm", tool)
+    assert file.read_text() == "other = 1\n"

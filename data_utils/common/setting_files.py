@@ -51,12 +51,12 @@ class _Loader(yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
             self.aliases += 1
             if self.aliases > MAX_ALIASES:
-                raise yaml.YAMLError(f"more than {MAX_ALIASES} aliases (*name); write the values out")
+                raise _refusal(f"more than {MAX_ALIASES} aliases (*name); write the values out", event)
             if event.anchor in self.open_anchors:
-                raise yaml.YAMLError(f"alias *{shorten(event.anchor)} holds itself; write the value out")
+                raise _refusal(f"alias *{shorten(event.anchor)} holds itself; write the value out", event)
             return super().compose_node(parent, index)
         if self.depth == MAX_DEPTH:
-            raise yaml.YAMLError(f"more than {MAX_DEPTH} levels; a configuration has fewer")
+            raise _refusal(f"more than {MAX_DEPTH} levels; a configuration has fewer", event)
         self.depth += 1
         self.open_anchors.append(event.anchor)
         node = super().compose_node(parent, index)
@@ -65,17 +65,27 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
-        again = next((name for name, count in Counter(names).items() if count > 1), None)
-        if again is not None:
-            raise yaml.YAMLError(f"key {shown(again)} appears twice in one mapping; keep one of them")
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                if key.value in seen:
+                    raise _refusal(
+                        f"key {shown(key.value)} appears twice in one mapping; keep one of them", key
+                    )
+                seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
+def _refusal(reason: str, where: Any) -> yaml.MarkedYAMLError:
+    """The error at an event or a node of YAML."""
+    return yaml.MarkedYAMLError(problem=reason, problem_mark=where.start_mark)
+
+
 def _refuse_octal(loader: _Loader, node: yaml.ScalarNode) -> Any:
-    raise yaml.YAMLError(
+    raise _refusal(
         f"{node.value} is {int(node.value.replace('_', ''), 8)} to some readers of YAML and "
-        f"{int(node.value.replace('_', ''))} to others; write the number without its first 0, or text in quotes"
+        f"{int(node.value.replace('_', ''))} to others; write the number without its first 0, or text in quotes",
+        node,
     )
 
 
@@ -113,12 +123,62 @@ def yaml_comment(text: str) -> tuple[str, bool]:
     return text[tokens[-1].end_mark.index if tokens else 0 :].strip(), is_plain
 
 
+class YamlError(ValueError):
+    """A YAML text that is none, in one short line. `line`: where, from 1; None: not known."""
+
+    def __init__(self, reason: str, line: int | None):
+        super().__init__(reason)
+        self.line = line
+
+
 def parse_yaml(text: str) -> Any:
-    """The value of a YAML text. Raises ValueError in one short line."""
+    """The value of a YAML text. Raises YamlError, a ValueError."""
     try:
         return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        raise _yaml_error(error, text) from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a number or date that Python cannot hold
-        raise ValueError(one_line(error, 400)) from None
+        raise YamlError(one_line(error, 400), None) from None
+
+
+def _yaml_error(error: yaml.MarkedYAMLError, text: str) -> YamlError:
+    """The library's error with the line that it draws, in words."""
+    reason, mark = error.problem or error.context or "", error.problem_mark or error.context_mark
+    lines = text.split("\n")
+    line = lines[mark.line] if mark is not None and mark.line < len(lines) else ""
+    if "\t" in line[: mark.column + 1 if mark is not None else 0] and "cannot start any token" in reason:
+        reason = "a tab indents, where YAML takes spaces alone"
+    if (
+        error.context
+        and error.context_mark is not None
+        and mark is not None
+        and error.context_mark.line < mark.line
+    ):
+        reason += f" ({error.context} that begins in line {error.context_mark.line + 1})"
+    if not isinstance(error, yaml.constructor.ConstructorError) and line.strip() and len(lines) > 1:
+        reason += f", in {shown(shorten(line.strip(), 60))}"
+    return YamlError(one_line(reason, 400), None if mark is None else mark.line + 1)
+
+
+def setting_lines(path: str | Path) -> dict[str, int]:
+    """Dotted keys of a YAML file that can be read -> their lines, from 1."""
+    lines: dict[str, int] = {}
+
+    def walk(node: yaml.Node, place: str) -> None:
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                name = f"{place}.{key.value}" if place else str(key.value)
+                lines[name] = key.start_mark.line + 1
+                walk(value, name)
+        elif isinstance(node, yaml.SequenceNode):
+            for number, item in enumerate(node.value):
+                lines[f"{place}[{number}]"] = item.start_mark.line + 1
+                walk(item, f"{place}[{number}]")
+
+    root = yaml.compose(read_text(path, "configuration file"), _Loader)
+    if root is not None:
+        walk(root, "")
+    return lines
 
 
 def read_text(path: str | Path, name: str) -> str:
@@ -148,13 +208,13 @@ def load_yaml(path: str | Path, folder: str = "") -> dict[str, Any]:
     Args:
         path: a file, or the name of a configuration in this `folder` of the project's own, such as small.
     """
-    if not os.path.lexists(path) or os.path.isdir(path):
-        path = _named(Path(path), folder)
+    path = yaml_path(path, folder)
     text = read_text(path, "configuration file")
     try:
         tree = parse_yaml(text)
-    except ValueError as error:
-        raise ConfigError(f"configuration file {path} is not valid YAML: {error}.") from None
+    except YamlError as error:
+        place = path if error.line is None else f"{path}:{error.line}"
+        raise ConfigError(f"configuration file {place} is not valid YAML: {error}.") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -162,6 +222,13 @@ def load_yaml(path: str | Path, folder: str = "") -> dict[str, Any]:
             f"configuration file {path} must hold a mapping of sections, not {type(tree).__name__}; see configs/."
         )
     return tree
+
+
+def yaml_path(path: str | Path, folder: str = "") -> Path:
+    """The file that `load_yaml` reads. Raises: ConfigError where there is none."""
+    if not os.path.lexists(path) or os.path.isdir(path):
+        return _named(Path(path), folder)
+    return Path(path)
 
 
 def _named(path: Path, folder: str) -> Path:

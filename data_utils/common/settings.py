@@ -242,24 +242,34 @@ def nest(key: str, value: Any) -> dict[str, Any]:
     return value
 
 
+class SettingsError(ConfigError):
+    """Settings that are refused: `problems` has a sentence on each key that is unknown, or whose value cannot be.
+
+    Args: rest: what else stands against them, "" for nothing.
+    """
+
+    def __init__(self, problems: Mapping[str, str], rest: str):
+        super().__init__(" ".join(filter(None, [rest, *problems.values()])))
+        self.problems, self.rest = problems, rest
+
+
 def build(cls: type, tree: Mapping[str, Any], path: str = "", root: type | None = None) -> Any:
     """Make the section `cls` from a mapping, strictly.
 
     Args:
         path: dotted prefix of the section, for messages.
         root: the whole tree's class, where an unknown key may belong; None = `cls`.
-    Raises: ConfigError for an unknown, missing or ill-typed key, and what the section's own checks find.
+    Raises: ConfigError for an unknown, missing or ill-typed key, and what the section's own checks find. It names all
+        keys that are unknown or have a value that they cannot have at once, as a SettingsError.
     """
     if root is not None:
         return _build(cls, tree, path, root)
     try:
         return _build(cls, tree, path, cls)
-    except (
-        ConfigError
-    ) as error:  # a user sees all keys that are wrong at once, beside the first other mistake
-        others = [line for line in _unknown_keys(cls, tree, path, cls) if line not in str(error)]
-        error.args = (" ".join([str(error), *others]),)
-        raise
+    except ConfigError as error:
+        if not (problems := dict(wrong_settings(cls, tree, path, cls))):
+            raise
+        raise SettingsError(problems, "" if str(error) in problems.values() else str(error)) from None
 
 
 def _build(cls: type, tree: Mapping[str, Any], path: str, root: type) -> Any:
@@ -268,16 +278,13 @@ def _build(cls: type, tree: Mapping[str, Any], path: str, root: type) -> Any:
     values: dict[str, Any] = {}
     for key, value in tree.items():
         if key not in known:
-            raise ConfigError(_unknown_key(str(key), path, known, root))
+            raise ConfigError(_unknown_key(str(key), value, path, known, root))
         field = known[key]
-        converted = _convert(value, _type_of(key, field, hints), f"{path}{key}", root)
-        if field.metadata.get("is_path"):
-            converted = _expanded(converted, f"{path}{key}")
+        converted = _checked_value(value, _type_of(key, field, hints), field, f"{path}{key}", root)
         if "inline" in field.metadata:
             values.setdefault(field.name, {})[key] = converted
-            continue
-        values[key] = converted
-        _check_range(field, converted, f"{path}{key}")  # here with the place in a list
+        else:
+            values[key] = converted
     for name, field in known.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if not required or name in values:
@@ -288,6 +295,16 @@ def _build(cls: type, tree: Mapping[str, Any], path: str, root: type) -> Any:
         # The error names the key that is missing in it.
         values[name] = _convert({}, hint, f"{path}{name}", root)
     return cls(**values)
+
+
+def _checked_value(value: Any, hint: Any, field: dataclasses.Field, path: str, root: type) -> Any:
+    """The value of a key in its type and range. Raises: ConfigError."""
+    converted = _convert(value, hint, path, root)
+    if field.metadata.get("is_path"):
+        converted = _expanded(converted, path)
+    if "inline" not in field.metadata:
+        _check_range(field, converted, path)  # here with the position in a list
+    return converted
 
 
 def _expanded(value: Any, path: str) -> Any:
@@ -307,32 +324,74 @@ def setting_names(cls: type, path: str = "") -> Iterator[str]:
             yield from setting_names(nested, f"{path}{key}.")
 
 
-def _unknown_keys(cls: type, tree: Mapping[str, Any], path: str, root: type) -> Iterator[str]:
-    """A sentence on each key that is no setting, in the sections below too."""
+def wrong_settings(cls: type, tree: Mapping[str, Any], path: str, root: type) -> Iterator[tuple[str, str]]:
+    """Each key that is no setting, or whose value is not of its type and range, in the sections below too.
+
+    Yields: the dotted key, and a sentence on it. Args: as for `build`.
+    """
     known, hints = _fields_by_key(cls), _hints(cls)
-    for key, value in _with_preset(cls, with_todays_names(cls, tree, path)).items():
+    try:
+        tree = _with_preset(cls, with_todays_names(cls, tree, path))
+    except ConfigError as error:
+        yield path.rstrip("."), str(error)
+        return
+    for key, value in tree.items():
         if key not in known:
-            yield _unknown_key(str(key), path, known, root)
-        elif (
-            isinstance(value, Mapping)
-            and (nested := section_in(_type_of(key, known[key], hints))) is not None
-        ):
-            yield from _unknown_keys(nested, value, f"{path}{key}.", root)
+            yield f"{path}{key}", _unknown_key(str(key), value, path, known, root)
+            continue
+        hint, place = _type_of(key, known[key], hints), f"{path}{key}"
+        (of_list,) = typing.get_args(hint)[:1] if typing.get_origin(hint) is tuple else (None,)
+        if isinstance(value, Mapping) and (nested := section_in(hint)) is not None:
+            yield from wrong_settings(nested, value, f"{place}.", root)
+        elif dataclasses.is_dataclass(of_list) and isinstance(value, (list, tuple)):
+            for number, item in enumerate(value):
+                if isinstance(item, Mapping):
+                    yield from wrong_settings(typing.cast(type, of_list), item, f"{place}[{number}].", root)
+        else:
+            try:
+                _checked_value(value, hint, known[key], place, root)
+            except ConfigError as error:
+                yield place, str(error)
 
 
-def _unknown_key(key: str, path: str, known: Mapping[str, Any], root: type) -> str:
+def _unknown_key(key: str, value: Any, path: str, known: Mapping[str, Any], root: type) -> str:
     place = shorten(path + key) if key.isprintable() else shown(path + key)
+    if "." in key and path + key in setting_names(root):
+        return f"unknown setting {place}: in a file write {_nested_text(path + key, value)}."
     many = f"the {len(known)} keys here have no such name: correct it, or remove it."
     if path and section_in(keys_of(root).get(key, (None,))[0]) is not None:
         own = [name for name, field in known.items() if "inline" not in field.metadata]
         listed = f"keys here are {', '.join(own)}." if len(known) <= _LISTED_KEYS else many
         return f"unknown setting {place}: {key} is a section of the whole run; {listed}"
     elsewhere = [name for name in setting_names(root) if name.rpartition(".")[2] == key]
+    if not isinstance(value, (list, tuple, Mapping)):  # learning_rate: 0.1 is no list of events
+        elsewhere = [name for name in elsewhere if not _is_list(root, name)]
     close = [path + name for name in difflib.get_close_matches(key, known, n=1, cutoff=0.6)]
     for nearest in (*elsewhere, *close):
-        return f"unknown setting {place}; the nearest valid key is {nearest}."
+        # A key of a section that stands outside of all sections.
+        written = (
+            f": write {_nested_text(nearest, value)}" if not path and nearest.endswith(f".{key}") else ""
+        )
+        return f"unknown setting {place}; the nearest valid key is {nearest}{written}."
     listed = f"valid keys here are {', '.join(sorted(known))}." if len(known) <= _LISTED_KEYS else many
     return f"unknown setting {place}; {listed}"
+
+
+def _is_list(root: type, name: str) -> bool:
+    """Whether a setting of the tree, given by its dotted key, is a list."""
+    *sections, last = name.split(".")
+    for section_name in sections:
+        root = typing.cast(type, section_in(keys_of(root)[section_name][0]))
+    return typing.get_origin(keys_of(root)[last][0]) is tuple
+
+
+def _nested_text(key: str, value: Any) -> str:
+    """`section: {key: value}` of a dotted key, as a file has it."""
+    *sections, last = key.split(".")
+    text = f"{last}: {shorten(to_yaml_scalar(value), 60)}"
+    for name in reversed(sections):
+        text = f"{name}: {{{text}}}"
+    return text
 
 
 def _convert(value: Any, hint: Any, path: str, root: type) -> Any:

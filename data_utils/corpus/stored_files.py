@@ -80,6 +80,11 @@ def read_errors(path: Path) -> Iterator[None]:
         yield
     except EOFError:
         raise DataError(f"{path}: the compressed data is cut off; fetch the file again.") from None
+    except _TrailingBytes:
+        raise DataError(
+            f"{path}: bytes that are no compressed data follow the compressed data; fetch the file again, or remove "
+            f"them (`gzip -dc FILE | gzip > NEW{path.suffix}` leaves them out)."
+        ) from None
     except (gzip.BadGzipFile, zlib.error, zstandard.ZstdError, lzma.LZMAError) as error:
         raise_if_out_of_memory(error)
         raise _damaged(path, error) from None
@@ -131,9 +136,18 @@ def _read_all(file: IO[bytes], chunk_bytes: int) -> Iterator[bytes]:
         yield chunk
 
 
+class _TrailingBytes(Exception):
+    """What follows a whole stream is not another one."""
+
+
 def _library_data(stream: IO[bytes], chunk_bytes: int) -> Iterator[bytes]:
     with stream:
-        yield from _read_all(stream, chunk_bytes)
+        try:
+            yield from _read_all(stream, chunk_bytes)
+        except gzip.BadGzipFile as error:  # bz2 and xz leave such bytes out by themselves
+            if stream.tell() and "Not a gzipped file" in str(error):
+                raise _TrailingBytes from None
+            raise
 
 
 def _zstandard_data(file: IO[bytes], chunk_bytes: int) -> Iterator[bytes]:

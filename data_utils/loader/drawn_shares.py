@@ -68,7 +68,8 @@ def word_shares(
         yield f"no words: {vocabulary.words_unknown}; objectives can hide tokens only"
         return
     share = float(vocabulary.word_starts(tokens).mean()) if len(tokens) else 1.0
-    yield f"words begin at {_percent(share)} of {whose} tokens"
+    each = ": each token is a word, so that hiding whole words hides single tokens" if share == 1.0 else ""
+    yield f"words begin at {_percent(share)} of {whose} tokens{each}"
     if of_words and len(tokens) >= _ENOUGH and not FEW_STARTS <= share <= MANY_STARTS:
         what = "a word is a long text, and is hidden whole" if share < FEW_STARTS else "a word is one token"
         yield (

@@ -11,6 +11,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from data_utils.common.errors import CheckpointError
+from data_utils.common.hub import hub_name
 from megatron_lite.checkpoint.manifest import (
     BEST,
     CHECKPOINTS,
@@ -21,6 +22,7 @@ from megatron_lite.checkpoint.manifest import (
 
 A_MODEL = "a run directory or one of its checkpoints"
 A_MODEL_OR_EXPORT = "a run, one of its checkpoints, or an exported directory"
+A_RUN = "the directory of a run that has begun, as run.directory names it"
 RECORDS = "metrics.jsonl"  # in the directory of a run that has begun
 _SHOWN = 4  # paths that a message names
 
@@ -135,8 +137,7 @@ def run_at(path: Path, option: str = "") -> Path:
     if has_begun or place in (Place.RUN, Place.RUN_WITH_TUNED):
         return path
     within = _seeds(path) if place is Place.TUNED else []
-    takes = "the directory of a run that has begun, as run.directory names it"
-    raise refusal(path, place, option, takes, within)
+    raise refusal(path, place, option, A_RUN, within)
 
 
 def require_export(path: Path, option: str) -> None:
@@ -201,4 +202,10 @@ def refusal(
     elif within:
         more = f" and {len(within) - _SHOWN} more" if len(within) > _SHOWN else ""
         remedy = f"give one: {', '.join(map(str, within[:_SHOWN]))}{more}"
+    elif place is Place.ABSENT and takes != A_RUN and (name := hub_name(str(path))) is not None:
+        run = f"runs/{name.repository.rpartition('/')[2]}"
+        command = f"python scripts/convert_checkpoint.py import --input {path} --output {run}"
+        remedy += (
+            f"; a model of the Hugging Face hub is imported first, by `{command}`, and then given as {run}"
+        )
     return CheckpointError(f"{option} {path} {place}; {remedy}.".strip())

@@ -13,16 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.common.errors import ConfigError
-from data_utils.common.setting_files import load_yaml, shorten
+from data_utils.common.setting_files import load_yaml, setting_lines, shorten, yaml_path
 from data_utils.common.settings import (
     REQUIRED,
+    SettingsError,
     build,
     inline_sections,
+    leaves,
     merge,
     parse_override,
     section,
     setting,
     setting_mapping,
+    wrong_settings,
 )
 from data_utils.loader.config import DataConfig
 from data_utils.objectives import OBJECTIVES, ObjectiveChoice, loss_share, objective_class, section_class
@@ -242,19 +245,39 @@ def load_config(
             have no effect.
     Raises: ConfigError naming the value, the rule and the remedy.
     """
+    files = tuple(files)
     tree, given, usual, notes = load_tree(files, overrides)
     for note in notes:
         say(note)
     if deepspeed_config is not None or tree.get("deepspeed"):
-        tree = with_deepspeed(tree, given, deepspeed_config, processes, say)
+        try:
+            tree = with_deepspeed(tree, given, deepspeed_config, processes, say)
+        except ConfigError as error:  # the settings' own mistakes are named with those of DeepSpeed's file
+            problems = dict(wrong_settings(Config, {**tree, "deepspeed": {}}, "", Config))
+            raise _located(SettingsError(problems, str(error)), files, given) from None
     require_objectives(tree)
     try:
         config = build(Config, tree)
     except ConfigError as error:
-        error.args = (f"{error}{_first_steps(tree, usual)}",)
-        raise error
+        located = _located(error, files, given) if isinstance(error, SettingsError) else error
+        located.args = (f"{located}{_first_steps(tree, usual)}",)
+        raise located from None
     _require_chosen(given, config)
     return config
+
+
+def _located(error: SettingsError, files: Iterable[str | Path], given: Mapping[str, Any]) -> SettingsError:
+    """The error with file and line before each key that a file has and the command line does not replace."""
+    places: dict[str, str] = {}
+    for file in map(yaml_path, files):
+        if file.is_file():  # what came through a pipe is gone
+            places |= {key: f"{file}:{line}: " for key, line in setting_lines(file).items()}
+    overridden = {key for key, _ in leaves(given)}
+    problems = {
+        key: sentence if key in overridden else f"{places.get(key, '')}{sentence}"
+        for key, sentence in error.problems.items()
+    }
+    return SettingsError(problems, error.rest)
 
 
 def require_objectives(tree: Mapping[str, Any], program: Mapping[str, Any] | None = None) -> None:

@@ -299,7 +299,9 @@ class Engine(ABC):
     def _by_width(self, name: str, parameter: nn.Parameter) -> Rate:
         from megatron_lite.optim.lr_multipliers import by_width
 
-        is_orthogonal = self._moments(name, parameter) == MOMENTS[:1]
+        # Muon keeps one moment of what it makes orthogonal; other optimizers may keep one of everything.
+        is_muon = self._config.optimizer.kind == "muon"
+        is_orthogonal = is_muon and self._moments(name, parameter) == MOMENTS[:1]
         return by_width(self._rates.get(name, USUAL), name, self._config, is_orthogonal)
 
     @property

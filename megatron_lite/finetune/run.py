@@ -32,6 +32,7 @@ from data_utils.tasks.metrics.predictions import file_name, write_predictions
 from data_utils.tasks.readers.synthetic import optimum
 from megatron_lite.checkpoint.manifest import BEST, RESULTS, TASK_HEAD
 from megatron_lite.checkpoint.read import find_checkpoint, load_weights_only
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.engine.engine import memory_advice
 from megatron_lite.engine.plain import PlainEngine
 from megatron_lite.finetune import policies
@@ -72,6 +73,8 @@ def finetune(
             name: math.prod(shape) for name, shape in kind_of(task.config).shapes(task.config).items()
         }
         log.info("%s", policies.described(of_parameters, elements, task.config.training.steps))
+    if context.is_main:
+        warn_of_export(task.config.model)
     for seed in seeds:
         directory = run_directory(output, seed)
         if _is_done(task, directory, context):
@@ -86,6 +89,23 @@ def finetune(
     for one in task.each if context.is_main else ():
         _sum_up(one, output, seeds)
     return ExitStatus.FINISHED
+
+
+def warn_of_export(model: ModelConfig) -> None:
+    """Say before the training that no class of transformers will have the head, where one setting changes that."""
+    has_kind = model.task_head in ("classes", "values") or model.task_pooler_kind == "transform"
+    if model.system is None or model.task_head == "none" or model.has_task_pooler or not has_kind:
+        return
+    # Imported here, since they load transformers, for which other heads need not wait.
+    from megatron_lite.hf.published.heads import lacks_pooler
+    from megatron_lite.hf.published.systems import OF_MODEL
+
+    if model.system in OF_MODEL and (name := lacks_pooler(OF_MODEL[model.system], model)):
+        log.warning(
+            "the tuned model cannot be exported to transformers: %s has a layer before its classifier; set "
+            "model.task_pooler=true to have it too",
+            name,
+        )
 
 
 def task_rates(task: Task) -> dict[str, Rate]:

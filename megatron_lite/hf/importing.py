@@ -41,6 +41,7 @@ from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.files.left_out import lines as left_out_lines
 from megatron_lite.hf.files.left_out import reason
 from megatron_lite.hf.files.recipe import read_recipe
+from megatron_lite.hf.files.tensor_sizes import REMEDY, tensor_sizes, wrong_size
 from megatron_lite.hf.files.weights import (
     METADATA,
     PADDING_ROWS,
@@ -132,12 +133,16 @@ def open_source(path: Path) -> Source:
     tied = {"lm_head.weight"}
     weights = weights.renamed({_our_name(name, prefix): name for name in weights.shapes if name not in tied})
     settings = own_layout(path, described)
+    sizes = tensor_sizes(weights.shapes)
+    wrong = [
+        wrong_size(name, settings[name], size)
+        for name, size in sizes.items()
+        if settings.get(name, size) not in (None, size)
+    ]
+    if wrong:
+        raise CheckpointError(f"{path / CONFIG_JSON}: {'; '.join(wrong)}; {REMEDY}.")
     check_sizes(path, settings, weights)
-    if settings.pop("vocab_size") != weights.shapes[WORDS][0]:
-        raise CheckpointError(
-            f"{path / CONFIG_JSON} says vocab_size {described['vocab_size']}, but the word embeddings have "
-            f"{weights.shapes[WORDS][0]} rows; fetch both again."
-        )
+    settings.pop("vocab_size")
     return Source(path, weights, None, settings, _recorded(path, settings, weights))
 
 
@@ -145,12 +150,13 @@ def _recorded(path: Path, settings: Mapping[str, Any], weights: Weights) -> dict
     """The configuration of training.json, with the tokenizer if its files are there."""
     recorded = read_recipe(path)
     model = recorded.config.get("model", {})
-    for name, value in settings.items():
-        if model.get(name, value) != value:
-            raise CheckpointError(
-                f"{path}: model.{name} is {shown(value)} in {CONFIG_JSON} and {shown(model[name])} in {TRAINING_JSON}; "
-                "fetch both again."
-            )
+    different = [
+        f"model.{name} is {shown(value)} in {CONFIG_JSON} and {shown(model[name])} in {TRAINING_JSON}"
+        for name, value in settings.items()
+        if model.get(name, value) != value
+    ]
+    if different:
+        raise CheckpointError(f"{path}: {'; '.join(different)}; fetch both again.")
     check_sizes(path, model, weights)
     if (path / TRAINING_TOKENIZER).is_dir() and "tokenizer" in recorded.tokenizers:
         return {**recorded.config, "tokenizer": recorded.tokenizers["tokenizer"]}

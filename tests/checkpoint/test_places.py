@@ -108,6 +108,9 @@ def test_a_command_says_what_a_path_is_that_it_does_not_take(places, command):
         "none": "none does not exist; give ",
         "reference": "of the reference",
     }
+    if command not in OF_RUNS:
+        again = "convert_checkpoint.py import --input org/name@main --output runs/name`, and then given as runs/name."
+        wrong["org/name@main"] = again
     if command not in TAKE_EXPORTS:
         wrong["export"] = "transformers; give "
     if command != TAKE_EXPORTS[0]:

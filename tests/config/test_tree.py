@@ -85,3 +85,28 @@ def test_all_unknown_settings_are_named_at_once():
     assert (
         all(name in str(error.value) for name in nearest) and str(error.value).count("unknown setting") == 3
     )
+
+
+def test_wrong_settings_of_files_are_named_with_file_and_line(tmp_path):
+    base, more, options = tmp_path / "base.yaml", tmp_path / "more.yaml", tmp_path / "options.json"
+    base.write_text(yaml.safe_dump(TINY) + "lr: 0.1\n")
+    line = len(base.read_text().splitlines())
+    more.write_text("training:\n  seed: many\n  steps: few\noptimizer.lr: 0.1\noptimizer: {eps: x}\n")
+    options.write_text(
+        '{"gradient_clipping": "x", "fp16": {"hysteresis": "y"}, "zero_optimization": {"stage": 9}}'
+    )
+    for deepspeed in (None, options):
+        with pytest.raises(ConfigError) as error:
+            load_config([base, more], ["training.steps=some"], deepspeed)
+        message = str(error.value)
+        assert (
+            f"{base}:{line}: unknown setting lr; the nearest valid key is optimizer.lr: write optimizer:"
+            in message
+        )
+        assert f"{more}:2: training.seed must be a whole number" in message
+        assert f"{more}:4: unknown setting optimizer.lr: in a file write optimizer: {{lr: 0.1}}." in message
+        assert f"{more}:5: optimizer.eps must be a finite number" in message
+        assert "training.steps must be a whole number, not 'some'" in message and f"{more}:3" not in message
+        assert "\n" not in message
+    for key in ("gradient_clipping must", "fp16.hysteresis must", "zero_optimization.stage is 9"):
+        assert f"deepspeed.{key}" in message

@@ -14,18 +14,21 @@ from support.distributed import run_ranks
 from support.tasks import task_of, votes, write_lines, write_task
 from support.whole_weights import load_weights
 
-from data_utils.common.errors import ConfigError, ExitStatus
-from data_utils.common.settings import parse_override
+from data_utils.common.errors import CheckpointError, ConfigError, ExitStatus
+from data_utils.common.settings import build, parse_override
 from data_utils.tasks.metrics.metrics_by_task import compared_by
 from megatron_lite.checkpoint import write as write_module
 from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints, step_of
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.finetune import run as run_module
 from megatron_lite.finetune.evaluation import Evaluation, Model
 from megatron_lite.finetune.judge import TaskJudge
-from megatron_lite.finetune.run import finetune, loss_of_guess, warn_of_little_progress
+from megatron_lite.finetune.run import finetune, loss_of_guess, warn_of_export, warn_of_little_progress
 from megatron_lite.finetune.setup import check_output
+from megatron_lite.hf.published.heads import class_of_model
+from megatron_lite.hf.published.systems import OF_MODEL
 from megatron_lite.metrics.records import read_metrics
 from megatron_lite.parallel.context import ParallelContext
 
@@ -405,3 +408,28 @@ def test_pretraining_refuses_a_task(tmp_path):
     model, task = write_task(tmp_path / "task")
     result = forked("pretrain_glm.py", "--config", model, "--config", task)
     assert_refused(result, "the configuration has the task votes, which pretraining would leave out")
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"system": "roberta"}, "RobertaForSequenceClassification"),
+        ({"system": "xlnet"}, "XLNetForSequenceClassification"),
+        ({"system": "roberta", "task_pooler": True}, None),
+        ({"system": "bert", "sentence_classes": 2}, None),
+        ({"system": "gpt2"}, None),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_a_head_that_cannot_be_exported_is_named_before_it_is_trained(options, name, caplog):
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 97}
+    model = build(ModelConfig, {**sizes, "task_head": "classes", "task_classes": 3, **options})
+    warn_of_export(model)
+    if name is None:
+        assert not caplog.records
+        return
+    (record,) = caplog.records
+    assert f"{name} has a layer" in record.getMessage() and "model.task_pooler=true" in record.getMessage()
+    with pytest.raises(CheckpointError, match=r"tune with model\.task_pooler=true"):
+        class_of_model(OF_MODEL[model.system], model)

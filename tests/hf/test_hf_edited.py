@@ -84,13 +84,14 @@ def edit(directory, name="config.json", **changes):
         ("bert", {"id2label": {"0": 1}}, r"says id2label\.0 1; it must be a valid string"),
         ("bert", {"id2label": {"first": "a"}}, r"says id2label\.first"),
         ("bert", {"num_labels": 10**9}, r"says num_labels 1000000000; it must be less than or equal to 65536"),
-        ("bert", {"num_hidden_layers": 10**7}, r"says 10000000 layers, but the weights have \d+ tensors"),
-        ("bert", {"hidden_size": 10**9}, r"gives model.hidden_size 1000000000; with these weights it can be 192"),
+        ("bert", {"num_hidden_layers": 10**7}, r"num_hidden_layers is 10000000, but the tensors have \d+;"),
+        ("bert", {"hidden_size": 10**9}, r"hidden_size is 1000000000, but the tensors have 48;"),
+        ("bert", {"num_attention_heads": 10**9}, r"gives model.num_attention_heads 1000000000; with these weights"),
         ("albert", {"num_hidden_layers": 10**7}, r"gives model.num_layers 10000000; with these weights"),
         ("gpt2", {"quantization_config": {"load_in_4bit": True}}, r"has quantization_config; quantised weights"),
         ("gpt2", {"transformers_weights": "../x.safetensors"}, r"has transformers_weights; weights under another"),
         ("glm4", {"rope_parameters": "none"}, r"says rope_parameters 'none'"),
-        ("own layout", {"vocab_size": 10**9}, r"gives model.vocab_size 1000000000; with these weights"),
+        ("own layout", {"vocab_size": 10**9}, r"vocab_size is 1000000000, but the tensors have \d+;"),
         ("own layout", {"num_attention_heads": 2}, r"is 2 in config.json and 4 in training.json; fetch both again"),
         ("released layout", {"num_attention_heads": "4"}, r"says num_attention_heads '4'; it must be"),
     ],
@@ -100,6 +101,53 @@ def test_a_refusal_names_the_field_the_value_and_the_rule(directory, changes, me
     edit(directory, **changes)
     with pytest.raises(CheckpointError, match=message):
         read(directory)
+
+
+SIZES = (  # fields of config.json that tensors decide
+    *(
+        "vocab_size",
+        "hidden_size",
+        "n_embd",
+        "d_model",
+        "embedding_size",
+        "num_hidden_layers",
+        "n_layer",
+        "num_layers",
+    ),
+    *("num_decoder_layers", "encoder_layers", "decoder_layers", "intermediate_size", "d_ff", "d_inner"),
+    *("encoder_ffn_dim", "decoder_ffn_dim", "type_vocab_size", "max_position_embeddings", "n_positions"),
+)
+WITHOUT_TABLE = ("glm4", "glm4_0414", "llama, tied", "qwen3", "eurobert")  # of positions
+
+
+@pytest.mark.parametrize("directory", SYSTEMS, indirect=True)
+def test_all_sizes_of_another_model_are_named_at_once(directory, request):
+    system = request.node.callspec.params["directory"]
+    described = json.loads((directory / "config.json").read_text())
+    left = {"max_position_embeddings"} if system in WITHOUT_TABLE else set()
+    left |= {"num_hidden_layers"} if system == "albert" else set()  # its blocks share one
+    sizes = {
+        name: described[name] for name in SIZES if isinstance(described.get(name), int) and name not in left
+    }
+    for factor in (4, 100_000):
+        edit(directory, **{name: value * factor for name, value in sizes.items()})
+        with pytest.raises(CheckpointError) as raised:
+            read(directory)
+        for name, value in sizes.items():
+            assert f"{name} is {value * factor}, but the tensors have {value}" in str(raised.value)
+    assert len(sizes) >= 2 and "describes no model" not in str(raised.value)
+
+
+def test_widths_of_heads_are_named(tmp_path):
+    write_random("llama, tied", tmp_path)
+    edit(tmp_path, num_key_value_heads=1, num_attention_heads=2, head_dim=12)
+    with pytest.raises(CheckpointError) as raised:
+        read(tmp_path)
+    for words in (
+        "num_attention_heads (2) times head_dim (12) is 24, but the tensors have 48",
+        "num_key_value_heads (1)",
+    ):
+        assert words in str(raised.value)
 
 
 @pytest.mark.parametrize(

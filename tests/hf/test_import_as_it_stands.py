@@ -5,10 +5,11 @@ import math
 import shlex
 
 import pytest
+import transformers
 import yaml
 from support.commands import forked
 from support.project import ROOT
-from support.published_files import write_released
+from support.published_files import write_directory, write_released
 from support.published_tokenizers import SCRIPTS
 
 from data_utils.common.setting_files import load_yaml
@@ -156,3 +157,19 @@ def test_a_released_directory_is_tuned_and_measured_as_it_stands(length, tmp_pat
         for path in (tuned, tmp_path / "hf")
     )
     assert expected == found
+
+
+def test_the_commands_of_an_imported_task_head_run(tmp_path):
+    """With 160 positions, fewer than the inputs of a task usually have."""
+    source, run, rows = tmp_path / "classifier", tmp_path / "run", tmp_path / "rows.jsonl"
+    write_directory("bert", source)
+    config = transformers.BertConfig.from_pretrained(source, num_labels=3)
+    transformers.BertForSequenceClassification(config).save_pretrained(source)
+    imported = forked("scripts/convert_checkpoint.py", "import", "--input", source, "--output", run)
+    assert imported.returncode == 0, imported.stderr
+    records = [{"text": f"word {i % 5}", "label": f"LABEL_{i % 3}"} for i in range(12)]
+    rows.write_text("".join(json.dumps(record) + "\n" for record in records))
+    for beginning in ("next", "or"):
+        succeeded([part.replace("FILE", str(rows)) for part in line_of(imported, beginning)])
+    results = json.loads((tmp_path / "run-tuned/results.json").read_text())
+    assert str(rows) in json.dumps(results)

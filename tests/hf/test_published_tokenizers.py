@@ -2,8 +2,11 @@
 
 import json
 import random
+import shlex
 import shutil
 import socket
+import subprocess
+import sys
 
 import pytest
 from support.published_tokenizers import BYTES, SCRIPTS, add_json, combinations, theirs_of, write_files
@@ -166,6 +169,39 @@ def test_tokenizers_of_other_code_are_refused_by_name(tmp_path, described, parts
         brought(tmp_path / "bert")
     message = str(error.value)
     assert "\n" not in message and all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reads"),
+    [
+        ("modernbert", "tokenizer.json"), ("llama", "tokenizer.json"),
+        ("t5", "tokenizer.json, or spiece.model"), ("roberta", "tokenizer.json, or vocab.json with merges.txt"),
+    ],
+)  # fmt: skip
+def test_a_vocabulary_that_the_class_does_not_read_is_refused_with_what_it_reads(model_type, reads, tmp_path):
+    write_files("bert", tmp_path / "bert")
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        (tmp_path / "bert" / name).unlink(missing_ok=True)
+    (tmp_path / "bert/config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(CheckpointError) as refusal:
+        brought(tmp_path / "bert")
+    assert "has vocab.txt, but" in str(refusal.value) and f"reads {reads}; fetch" in str(refusal.value)
+    assert "supported" not in str(refusal.value)
+    if model_type == "modernbert":  # the command of the message
+        command = str(refusal.value).partition("python -c ")[2]
+        subprocess.run([sys.executable, "-c", *shlex.split(command)], check=True, capture_output=True)
+        tokenizer = brought(tmp_path / "bert")
+        assert tokenizer.config.kind == "bert_wordpiece" and tokenizer.encode("the film")
+
+
+def test_a_vocabulary_without_its_merges_is_refused_by_name(tmp_path):
+    write_files("gpt2", tmp_path / "gpt2")
+    for name in ("merges.txt", "tokenizer.json"):
+        (tmp_path / "gpt2" / name).unlink(missing_ok=True)
+    with pytest.raises(
+        CheckpointError, match=r"has vocab\.json, but .* vocab\.json with merges\.txt; fetch what lacks$"
+    ):
+        brought(tmp_path / "gpt2")
 
 
 def test_a_tokenizer_with_other_ids_is_refused_with_the_text(tmp_path):

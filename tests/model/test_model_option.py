@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.documented_changes import apply, changes_in, sections
+from support.documented_changes import apply, changed_files, diff_in, sections
 from support.project import copied_project
 
 from data_utils.common.settings import merge
@@ -21,7 +21,7 @@ OPTION, TITLE = "layer_scale", "Adding a model option"
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     directory = copied_project(tmp_path / "project")
-    apply(changes_in(sections()[TITLE]), directory, TITLE)
+    apply(diff_in(sections()[TITLE]), directory, TITLE)
     return directory
 
 
@@ -48,7 +48,7 @@ def train(project: Path, settings: dict, value: bool) -> tuple[int, list[float]]
 
 
 def test_a_model_option_touches_at_most_three_files(project, settings):
-    assert len(changes_in(sections()[TITLE])) <= 3
+    assert len(changed_files(diff_in(sections()[TITLE]))) <= 3
     assert re.search(rf"model\.{OPTION} \(bool, default false\)\n +\S+", command(project, "--help", "model"))
     count, losses = train(project, settings, True)
     default_count, default_losses = train(project, settings, False)

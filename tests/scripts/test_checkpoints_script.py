@@ -246,7 +246,8 @@ def test_rewind_refuses_what_would_lose_the_run(directory, run):
         return err
 
     assert "no checkpoint of step 15; it holds steps 10, 20" in refused(directory, 15)
-    assert "rewind takes RUN and STEP" in refused(directory)
+    assert "takes the number of a step after RUN, and none is given" in refused(directory)
+    assert "takes the number of a step after RUN, and 'x' is none" in refused(directory, "x")
     (directory / "checkpoints/step_00000010/rank_00000.safetensors").write_bytes(b"damaged")
     assert "rank_00000.safetensors has 7 bytes" in refused(directory, 10)
     assert len(list_checkpoints(directory / "checkpoints")) == 2

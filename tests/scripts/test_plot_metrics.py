@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from matplotlib import pyplot
 
-from data_utils.common.errors import DataError
+from data_utils.common.errors import CheckpointError, DataError
 from scripts.plot_metrics import draw_objectives, draw_total, main, series
 
 TRAIN = [{"kind": "train", "step": step, "loss": 8.0 - step / 10} for step in range(1, 30)]
@@ -66,3 +66,11 @@ def test_errors(tmp_path: Path) -> None:
     (tmp_path / "unigram.json").write_text("{")
     with pytest.raises(DataError, match=r"unigram\.json cannot be read"):
         main([str(tmp_path)])
+
+
+def test_a_file_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(
+        CheckpointError, match=r"metrics\.jsonl is not a directory; give the directory of a run"
+    ):
+        main([str(tmp_path / "metrics.jsonl")])

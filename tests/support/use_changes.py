@@ -75,7 +75,7 @@ def characters(directory: Path) -> dict:
 
 
 def train(settings: dict) -> dict:
-    """Two starts of one run, of two steps each, with the new norm, activation and schedule."""
+    """Two starts of one run, of two steps each, with the new norm, activation, optimizer and schedule."""
     from megatron_lite.checkpoint.state import TrainerState
     from megatron_lite.config.sections import ParallelConfig
     from megatron_lite.parallel.context import initialize
@@ -86,6 +86,7 @@ def train(settings: dict) -> dict:
     context = initialize(Launch.from_environment(), ParallelConfig(), timeout_seconds=60)
     settings["model"] |= {"dynamic_tanh": True, "activation": "relu_squared"}
     settings["schedule"] = {"kind": "stable", "warmup_steps": 1, "decay_steps": 3}
+    settings["optimizer"] |= {"kind": "lion"}
     settings["training"] |= {"steps": 4, "stop_after_step": 2}
     first = make_trainer(context, settings)
     names = sorted(first.engine.named_parameters)
@@ -104,6 +105,48 @@ def train(settings: dict) -> dict:
         "predicted": [*resumed, second.predicted_tokens],
         "older": TrainerState.from_json(older, Path("older")).predicted_tokens,
         "records": records,
+        "kinds": sorted(next(iter(first.engine.fragments())).tensors),
+    }
+
+
+def lion() -> dict:
+    """Two steps beside those of the paper, the memory of the dry run, and a setting that is not read."""
+    import torch
+    from torch import nn
+
+    from data_utils.common.errors import ConfigError
+    from data_utils.common.settings import build
+    from megatron_lite.config.sections import OptimizerConfig
+    from megatron_lite.estimate.gpus import GPUS
+    from megatron_lite.estimate.rows import average_rows
+    from megatron_lite.estimate.step_estimate import estimate
+    from support.optimizers import Ours
+    from support.traced import PAPER, config_of
+
+    settings = {"kind": "lion", "beta2": 0.99, "weight_decay": 0.1}
+    torch.manual_seed(0)
+    weights, *gradients = torch.randn(3, 4, 6).unbind()
+    name, lr = "layers.0.dense.weight", 0.01
+    ours = Ours({name: nn.Parameter(weights.clone())}, build(OptimizerConfig, settings))
+    momentum = torch.zeros_like(weights)
+    for gradient in gradients:
+        ours.step({name: gradient}, lr)
+        weights -= lr * ((0.9 * momentum + 0.1 * gradient).sign() + 0.1 * weights)
+        momentum = 0.99 * momentum + 0.01 * gradient
+    before = ours.state()
+    ours.step({name: gradients[0] * float("inf")}, lr, found_inf=1.0)
+    try:
+        error = str(build(OptimizerConfig, settings | {"eps": 0.01}))
+    except ConfigError as refusal:
+        error = str(refusal)
+    config = config_of(PAPER, 1, 1, ("optimizer.kind=lion",))
+    found = estimate(config, 1, GPUS["h100"], average_rows(config))
+    return {
+        "ours": ours.weights()[name].flatten().tolist(),
+        "paper's": weights.flatten().tolist(),
+        "unchanged by infinite gradients": all(map(torch.equal, before, ours.state())),
+        "bytes": found.peak.optimizer / found.rank_parameters,
+        "error": error,
     }
 
 
@@ -140,7 +183,7 @@ def main() -> None:
             "is light": "torch" not in sys.modules,
         }
     else:
-        found = {"training": train(json.loads(settings)), "kernel": interpreted_kernel()}
+        found = {"training": train(json.loads(settings)), "kernel": interpreted_kernel(), "optimizer": lion()}
     print(f"\n{json.dumps(found)}")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, TokenizersBackend
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
 
 from data_utils.common.errors import CheckpointError
 from data_utils.common.setting_files import one_line, shorten, shown
@@ -18,6 +19,7 @@ from megatron_lite.hf.files.config_json import quiet
 from megatron_lite.hf.files.weights import read_json
 
 _SUPPORTED = "tokenizers of vocab.txt, vocab.json with merges.txt, spiece.model and tokenizer.json"
+_GENERAL = "TokenizersBackend"  # the class of a model_type without its own
 _SHOWN_IDS = 12
 _FROM_VOCABULARY, _TOGETHER = 600, 12  # tokens, and how many of them make a text
 
@@ -186,6 +188,7 @@ def load_theirs(directory: Path, copies: Path | None = None) -> TokenizersBacken
         else {}
     )
     name = shown(described["tokenizer_class"]) if described.get("tokenizer_class") else "of its own kind"
+    _require_files(directory, described.get("tokenizer_class"))
     try:
         with quiet():
             theirs = AutoTokenizer.from_pretrained(
@@ -202,6 +205,36 @@ def load_theirs(directory: Path, copies: Path | None = None) -> TokenizersBacken
             f"are {_SUPPORTED}."
         )
     return theirs
+
+
+def _require_files(directory: Path, named: Any) -> None:
+    """Raise CheckpointError if the directory's class reads none of its vocabularies; it may load and be empty then.
+
+    Args: named: the class in tokenizer_config.json. Only vocab.txt and vocab.json alone are judged: of other files
+    classes of today make what they need in several ways.
+    """
+    present = [name for name in ("vocab.txt", "vocab.json") if (directory / name).exists()]
+    others = ("tokenizer.json", "merges.txt", "*.model")
+    if not present or any(next(directory.glob(name), None) for name in others):
+        return
+    config = directory / "config.json"
+    model_type = read_json(config).get("model_type") if config.exists() else None
+    name = named if isinstance(named, str) else TOKENIZER_MAPPING_NAMES.get(str(model_type)) or _GENERAL
+    found = tokenizer_class_from_name(name)
+    if found is None or not issubclass(found, TokenizersBackend):
+        return
+    needed = [file for kind, file in found.vocab_files_names.items() if kind != "tokenizer_file"]
+    if all((directory / file).exists() for file in needed):
+        return
+    reads = "tokenizer.json" + f", or {' with '.join(needed)}" * (name != _GENERAL)
+    remedy = "fetch what lacks"
+    if present == ["vocab.txt"]:
+        files = f"d = '{directory}/'; T(d + 'vocab.txt').save_pretrained(d)"
+        command = f"from transformers import BertTokenizer as T; {files}"
+        remedy += f', or make tokenizer.json of a WordPiece vocabulary: python -c "{command}"'
+    raise CheckpointError(
+        f"{directory} has {' and '.join(present)}, but the tokenizer of a {model_type} ({name}) reads {reads}; {remedy}"
+    )
 
 
 def awkward_texts(theirs: TokenizersBackend | None = None) -> list[str]:

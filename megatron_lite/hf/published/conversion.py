@@ -7,6 +7,7 @@ uses), is kept beside the run, so that an export is bit-equal.
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -32,7 +33,8 @@ from megatron_lite.hf.files.config_json import (
 )
 from megatron_lite.hf.files.left_out import lines as left_out_lines
 from megatron_lite.hf.files.left_out import listed, reason
-from megatron_lite.hf.files.published_form import SAME, Field, Form, System
+from megatron_lite.hf.files.published_form import SAME, TRANSPOSED, Field, Form, System
+from megatron_lite.hf.files.tensor_sizes import KEY_WIDTH, QUERY_WIDTH, REMEDY, tensor_sizes, wrong_size
 from megatron_lite.hf.files.weights import WORDS, Weights, open_directory, open_safetensors, shape_problems
 from megatron_lite.hf.published.heads import (
     OTHER_HEADS,
@@ -608,15 +610,27 @@ def open_published(
         raise unsupported(path, described)
     check_fields(path, described, system)
     system = with_its_names(system, described, weights.shapes)
-    is_tied = not system.may_untie or _their_config(system, described, path).tie_word_embeddings
+    try:
+        their_config = _their_config(system, described, path)
+    except CheckpointError:  # a size may be what its class refuses
+        _require_none(path, _size_problems(system, described, described, normalized(weights, system)[0])[1])
+        raise
+    is_tied = not system.may_untie or their_config.tie_word_embeddings
     theirs, problems = normalized(weights, system, is_tied)
     described, lines = completed(system, described, theirs, path)
+    sizes, of_sizes = _size_problems(system, described, their_config.to_dict(), theirs)
     pad = _their_config(system, described, path).pad_token_id
     if isinstance(pad, int):  # if not, it is among the problems
         system = system.padded_with(pad)
     settings, of_fields = _settings_and_problems(system, described, theirs, path)
-    problems = [*of_fields, *problems]
-    check_sizes(path, settings, theirs)
+    problems = [*of_sizes, *of_fields, *problems]
+    if of_sizes:  # what follows from a wrong size is not said again
+        settings |= {option: size for option, size in sizes.items() if option in settings}
+    try:
+        check_sizes(path, settings, theirs)
+    except CheckpointError:
+        _require_none(path, problems)
+        raise
     others = Weights({}, theirs.read)
     if (path / OTHER_HEADS).exists():
         others = open_safetensors(path / OTHER_HEADS)
@@ -641,7 +655,7 @@ def open_published(
     theirs, left_out = without_left_out(theirs, parts, system)
     expected = to_theirs(Weights(shapes, theirs.read), parts, None, system).shapes
     expected = {name: shape for name, shape in expected.items() if name not in system.zeros}
-    problems += _tensor_problems(system, theirs, expected, is_alone=not of_fields)
+    problems += _tensor_problems(system, theirs, expected, is_alone=not (of_sizes or of_fields))
     _require_none(path, problems)
     source = PublishedSource(path, system, settings, theirs, parts, others, described, left_out, is_base)
     for line in (*lines, *_notes(source, model)):
@@ -656,6 +670,62 @@ def lacks_head(system: System, described: Mapping[str, Any], theirs: Weights, mo
     name = architecture(described)
     is_named = name is None or is_body(name)
     return is_named and model.task_head == "none" and not has_head(system, theirs.shapes)
+
+
+def _size_problems(
+    system: System, described: Mapping[str, Any], config: Mapping[str, Any], theirs: Weights
+) -> tuple[dict[str, int], list[str]]:
+    """Sizes of the section `model` by the tensors, and a sentence on the fields of config.json that contradict them.
+
+    Args: config: what its class makes of `described`, which has no fields that are not given.
+    """
+    measured = tensor_sizes(_under_our_names(system, theirs))
+    sizes, wrong = dict(measured), []
+    for entry in system.fields:
+        said = config.get(entry.theirs)
+        if entry.ours not in measured or entry.reads is not None or not isinstance(said, int):
+            continue
+        actual = measured[entry.ours]
+        if entry.counts_positions:
+            sizes[entry.ours] = actual - system.skipped_positions
+            actual += 1 - system.skipped_positions * (not system.counts_skipped)
+        if said != actual:
+            wrong.append(wrong_size(entry.theirs, said, actual, entry.theirs in described))
+    names = {entry.ours: entry.theirs for entry in system.fields if entry.reads is None}
+    width = config.get(names.get("head_dim", ""))
+    for option, heads in ((QUERY_WIDTH, "num_attention_heads"), (KEY_WIDTH, "num_key_value_heads")):
+        count = config.get(names.get(heads, ""))
+        if (
+            isinstance(width, int)
+            and isinstance(count, int)
+            and option in measured
+            and count * width != measured[option]
+        ):
+            said = f"{names[heads]} ({count}) times {names['head_dim']} ({width})"
+            wrong.append(wrong_size(said, count * width, measured[option]))
+    if not wrong:
+        return sizes, []
+    return sizes, [f"{'; '.join(wrong)}; {REMEDY}."]
+
+
+def _under_our_names(system: System, theirs: Weights) -> dict[str, tuple[int, ...]]:
+    """Shapes of tensors under our names, without a configuration, which may be wrong. Keys stand apart."""
+    found: dict[str, tuple[int, ...]] = {}
+    for row in system.rows:
+        source, ours = row.theirs[0], row.ours
+        if len(row.theirs) == 3:
+            source, ours = row.theirs[1], ours.replace("query_key_value", "key")
+        elif len(row.theirs) > 1:
+            continue
+        kind = "" if row.is_tensor else ".weight"
+        pattern = re.compile(re.escape(f"{source}{kind}").replace(r"\{i\}", r"(\d+)"))
+        ours = f"{ours}{kind}".replace("layers.{d}", "decoder_layers.{i}")
+        for name, shape in theirs.shapes.items():
+            if match := pattern.fullmatch(name):
+                flat = shape if len(shape) < 2 else (shape[0], math.prod(shape[1:]))  # [D, H, d]
+                of_block = ours.replace("{i}", match[1] if match.groups() else "")
+                found[of_block] = flat[::-1] if row.form == TRANSPOSED else flat
+    return found
 
 
 def _tensor_problems(
@@ -673,7 +743,7 @@ def _tensor_problems(
     if not (problems := shape_problems(theirs, expected)):
         return []
     whole = "; ".join(problems)
-    remedy = "fetch config.json and the weights of one model."
+    remedy = f"{REMEDY}."
     modules = tuple(f"{module}." for module in head_modules(system))
     if not has_head(system, theirs.shapes) and any(name.startswith(modules) for name in expected):
         remedy += f' A base model comes in where "architectures" is ["{body_class(system)}"].'

@@ -98,12 +98,24 @@ def task_class(system: System, config: ModelConfig) -> TaskClass:
             f"{system.model_type} has; export the checkpoint before it was tuned, or tune one of "
             f"{', '.join(TASK_CLASSES)}."
         )
-    if config.has_task_pooler != (found.pooler is not None):
+    if config.has_task_pooler and found.pooler is None:
+        raise CheckpointError(
+            f"the head has a layer before its classifier, but {found.name} has none; tune with "
+            "model.task_pooler=false to export it."
+        )
+    if lacks_pooler(system, config):
         raise CheckpointError(
             f"the head has no layer before its classifier, but {found.name} has one; tune with "
             "model.task_pooler=true to export it."
         )
     return found
+
+
+def lacks_pooler(system: System, config: ModelConfig) -> str | None:
+    """The class of a model's task, where it has a layer before its classifier that the model's head has not."""
+    found = TASK_CLASSES.get(system.model_type, {}).get(_KIND.get(config.task_head, ""))
+    is_lacking = found is not None and found.pooler is not None and not config.has_task_pooler
+    return found.name if found is not None and is_lacking else None
 
 
 def class_of_model(system: System, config: ModelConfig) -> str:

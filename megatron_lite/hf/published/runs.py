@@ -19,6 +19,7 @@ from data_utils.common.errors import CheckpointError, ConfigError
 from data_utils.common.setting_files import shown
 from data_utils.common.settings import build, merge, to_tree
 from data_utils.objectives import OBJECTIVES
+from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.readers.by_name import labels_of
 from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from megatron_lite.checkpoint.existing import read_checkpoint
@@ -136,6 +137,7 @@ def config_of_import(
     if head := source.settings.get("task_head"):
         tree["task"] = {
             **task_section(head, source.described),
+            **_task_length(build(ModelConfig, source.settings, "model.")),
             **(tree.get("task") or {}),
         }
     loaded = load_tokenizer(build(TokenizerConfig, tokenizer, "tokenizer."))
@@ -154,6 +156,13 @@ def config_of_import(
         path = str(output.absolute() / Path(config.tokenizer.path).relative_to(directory))
         config = replace(config, tokenizer=replace(config.tokenizer, path=path))
     return replace(config, tokenizer=config.tokenizer.absolute())  # type: ignore[union-attr]
+
+
+def _task_length(model: ModelConfig) -> dict[str, int]:
+    """The setting task.sequence_length of a model whose table of positions is shorter than the usual length."""
+    usual = TaskConfig.__dataclass_fields__["sequence_length"].default
+    is_short = model.has_position_tables and model.max_position < usual
+    return {"sequence_length": model.max_position} if is_short else {}
 
 
 def require_same_model(key: str, model: ModelConfig, source: PublishedSource) -> None:

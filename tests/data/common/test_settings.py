@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_utils.common.errors import ConfigError
-from data_utils.common.setting_files import load_json, load_yaml, one_line
+from data_utils.common.setting_files import load_json, load_yaml, one_line, setting_lines
 from data_utils.common.settings import (
     REQUIRED,
+    SettingsError,
     build,
     checked,
     fraction,
@@ -169,7 +170,7 @@ def test_values_that_mean_the_right_type_are_taken(key, value, expected):
         ("items", [{"name": "a", "wieght": 1}], "items[0].wieght; the nearest valid key is items[0].weight"),
         ("extra", None, "extra must be a mapping, not None; write its keys, or remove it"),
         ("inner.cuont", 1, "unknown setting inner.cuont; the nearest valid key is inner.count."),
-        ("count", 1, "unknown setting count; the nearest valid key is inner.count."),
+        ("count", 1, "the nearest valid key is inner.count: write inner: {count: 1}."),
         ("inner.size", 1, "unknown setting inner.size; the nearest valid key is size."),
         ("zzz", 1, "unknown setting zzz; valid keys here are extra, flag, inner, items, maybe, size."),
     ],
@@ -212,6 +213,48 @@ def test_a_bad_file_is_one_line_with_its_name(tmp_path, text, message):
     with pytest.raises(ConfigError) as error:
         load_yaml(path)
     assert message in str(error.value) and str(path) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "message"),
+    [
+        ("inner:\n\tcount: 1\n", 2, "a tab indents, where YAML takes spaces alone"),
+        ("size: 1\n\ninner:\n  count: 010\n", 4, "010 is 8 to some readers of YAML and 10 to others"),
+        ("inner: {count: 1\nsize: 2\n", 2, r"flow mapping that begins in line 1\), in 'size: 2'"),
+        ("inner:\n  label: a: b\n", 2, "mapping values are not allowed here, in 'label: a: b'"),
+        ("size: 1\nflag: true\nsize: 2\n", 3, "key 'size' appears twice in one mapping; keep one"),
+        ("size: 1\nextra: *a\n", 2, "undefined alias 'a'"),
+    ],
+)
+def test_what_is_no_yaml_is_named_with_file_and_line(tmp_path, text, line, message):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as error:
+        load_yaml(path)
+    assert f"{path}:{line} is not valid YAML: " in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_lines_of_a_file_are_those_of_its_keys(tmp_path):
+    path = tmp_path / "good.yaml"
+    path.write_text("# a comment\nsize: 1\ninner:\n  count: 2\nitems:\n- name: a\n  weight: 1\n- {name: b}\n")
+    lines = {"size": 2, "inner": 3, "inner.count": 4, "items": 5, "items[0]": 6, "items[0].name": 6}
+    assert setting_lines(path) == lines | {"items[0].weight": 7, "items[1]": 8, "items[1].name": 8}
+
+
+def test_all_wrong_settings_are_named_at_once():
+    tree = {"size": "x", "flag": 3, "inner": {"count": "y"}, "items": [{"name": 5, "weight": "z"}], "zzz": 1}
+    with pytest.raises(SettingsError) as error:
+        build(Outer, tree)
+    wrong = {"size", "flag", "inner.count", "items[0].name", "items[0].weight", "zzz"}
+    assert error.value.problems.keys() == wrong and error.value.rest == ""
+    assert all(f"{key} " in str(error.value) or f"{key};" in str(error.value) for key in wrong)
+
+
+def test_a_key_with_dots_in_a_file_is_to_be_nested():
+    with pytest.raises(
+        ConfigError, match=r"unknown setting inner\.count: in a file write inner: \{count: 3\}\."
+    ):
+        build(Outer, {"size": 1, "inner.count": 3})
 
 
 def test_a_pipe_of_the_shell_is_read_and_another_is_not_waited_for(tmp_path):

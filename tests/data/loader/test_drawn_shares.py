@@ -7,8 +7,10 @@ from functools import partial
 
 import numpy as np
 import pytest
+import tokenizers
 from support.corpora import make
 from support.word_families import CORPUS, PROSE, families
+from tokenizers import Regex, models, pre_tokenizers
 
 from data_utils.loader.config import CorpusConfig, DataConfig, PhaseSamples
 from data_utils.loader.drawn_shares import drawn_shares, word_shares
@@ -92,3 +94,13 @@ def test_no_sample_of_a_later_phase_is_drawn(opened):
     """The first phase of a run may have few samples."""
     predicted, *_ = drawn_shares(opened("ordinary", ORDINARY, phases=(0, 12), masked_lm={}))
     assert "first 12 samples" in predicted
+
+
+def test_a_vocabulary_of_words_alone_is_told_so(tmp_path):
+    """A WordLevel behind a cut into characters: words are known, and each is one token."""
+    backend = tokenizers.Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    backend.save(str(tmp_path / "tokenizer.json"))
+    made = load_tokenizer(TokenizerConfig(kind="hf_json", path=str(tmp_path)))
+    (line,) = word_shares(np.array([1, 2, 2, 1]), vocabulary_of(made), "their")
+    assert line.startswith("words begin at 100.0 % of their tokens: each token is a word")

@@ -402,3 +402,10 @@ def test_a_nul_byte_is_no_text(tmp_path, split, content):
 def test_an_input_that_is_not_there_has_its_remedy(name, remedy):
     with pytest.raises(DataError, match=remedy):
         expand_inputs([name])
+
+
+def test_bytes_after_compressed_data_are_named(tmp_path):
+    data = gzip.compress(b'{"text": "a"}\n')
+    assert texts_of(write(tmp_path / "padded.jsonl.gz", data + data + bytes(8))) == ["a", "a"]
+    with pytest.raises(DataError, match=r"more\.jsonl\.gz: bytes that are no compressed data follow"):
+        texts_of(write(tmp_path / "more.jsonl.gz", data + b"more"))
