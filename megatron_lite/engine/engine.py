@@ -42,7 +42,7 @@ from megatron_lite.model.tensor_parallel import (
     take_products,
 )
 from megatron_lite.model.trained_model import usual_measures
-from megatron_lite.optim.buckets import MOMENTS, USUAL, Bucket, Rate, Treatment
+from megatron_lite.optim.buckets import MOMENTS, USUAL, Bucket, ParamGroup, Rate
 from megatron_lite.optim.sharded import Outcome, ShardedOptimizer
 from megatron_lite.parallel.collectives import SINGLE
 from megatron_lite.parallel.context import ParallelContext
@@ -224,7 +224,7 @@ class Engine(ABC):
 
     def _sharded(self, options: dict[str, Any], loss_scaler: Any) -> ShardedOptimizer:
         # The backward pass finishes gradients about in the reverse order of the layers.
-        treatments = {p: self._treatment(name, p) for name, p in reversed(self._named.items())}
+        treatments = {p: self._param_group(name, p) for name, p in reversed(self._named.items())}
         return ShardedOptimizer(
             treatments,
             self.context,
@@ -266,7 +266,7 @@ class Engine(ABC):
                 if graphs is not None:
                     layer.parts = graphs.put(layer.parts)
 
-    def _treatment(self, name: str, parameter: nn.Parameter) -> Treatment:
+    def _param_group(self, name: str, parameter: nn.Parameter) -> ParamGroup:
         """How the optimizer treats a parameter of this global name."""
         tp, pp = self.context.tp, self.context.pp
         is_split = partition_of(parameter).dim is not None
@@ -278,7 +278,7 @@ class Engine(ABC):
             summed_over = pp
         elif pp.size > 1 and name == TIED and self._config.model.tie_word_embeddings:
             summed_over = self.context.pipeline_ends()
-        return Treatment(
+        return ParamGroup(
             weight_decay=_weight_decay(name, self._config) * rate.decay_factor,
             counts=(is_split or tp.rank == 0) and not self._is_tied_copy(name),
             summed_over=summed_over,

@@ -94,7 +94,7 @@ def matmul_tflops(dtype: torch.dtype, device: torch.device, seconds: float) -> f
     return 2 * size**3 / best_seconds(product, seconds, clock) / 1e12
 
 
-class Yardstick:
+class PeakFlops:
     """The rate of one device that the run's rate is a share of.
 
     Attributes:

@@ -18,7 +18,7 @@ from data_utils.common.settings import to_tree
 from megatron_lite.config.tree import Config
 from megatron_lite.metrics import version
 from megatron_lite.metrics.formatting import fitted, format_count, format_duration
-from megatron_lite.metrics.peak_flops import Yardstick
+from megatron_lite.metrics.peak_flops import PeakFlops
 from megatron_lite.model.build import kind_of
 from megatron_lite.parallel.context import ParallelContext
 
@@ -145,7 +145,7 @@ def start_line(config: Config, context: ParallelContext, step: int) -> str:
 
 
 def start_values(
-    config: Config, context: ParallelContext, yardstick: Yardstick, restarts: int, program: dict[str, Any]
+    config: Config, context: ParallelContext, yardstick: PeakFlops, restarts: int, program: dict[str, Any]
 ) -> dict[str, Any]:
     """Who trains from here on. Args: restarts: how often the run was continued from a checkpoint."""
     return {

@@ -39,7 +39,7 @@ USUAL = Rate()
 
 
 @dataclass(frozen=True)
-class Treatment:
+class ParamGroup:
     """Common properties of the parameters of a bucket."""
 
     weight_decay: float
@@ -52,10 +52,10 @@ class Treatment:
 
 
 def assign(
-    treatments: Mapping[nn.Parameter, Treatment], bucket_size: int
-) -> list[tuple[Treatment, list[nn.Parameter]]]:
+    treatments: Mapping[nn.Parameter, ParamGroup], bucket_size: int
+) -> list[tuple[ParamGroup, list[nn.Parameter]]]:
     """Parameters in the order of their gradients -> buckets in the order in which they are complete."""
-    filling: dict[Treatment, list[nn.Parameter]] = {}
+    filling: dict[ParamGroup, list[nn.Parameter]] = {}
     full = []
     last = {}
     for place, (parameter, treatment) in enumerate(treatments.items()):
@@ -92,7 +92,7 @@ def _aligned(count: int, unit: int = ALIGNMENT) -> int:
 class Bucket:
     """Weights in one flat tensor, and the fp32 state of this rank's part of them."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], treatment: Treatment, dp: Group, offload: bool):
+    def __init__(self, parameters: Sequence[nn.Parameter], treatment: ParamGroup, dp: Group, offload: bool):
         self.treatment = treatment
         self.starts: dict[nn.Parameter, int] = {}
         size = 0

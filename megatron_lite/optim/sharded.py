@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from megatron_lite.optim.buckets import Bucket, Treatment, allocate_moments, assign
+from megatron_lite.optim.buckets import Bucket, ParamGroup, allocate_moments, assign
 from megatron_lite.parallel.collectives import all_gather_parts, all_reduce, finish, reduce_scatter_parts
 from megatron_lite.parallel.context import ParallelContext
 
@@ -65,7 +65,7 @@ class ShardedOptimizer:
 
     def __init__(
         self,
-        treatments: Mapping[nn.Parameter, Treatment],
+        treatments: Mapping[nn.Parameter, ParamGroup],
         context: ParallelContext,
         *,
         stage: int,

@@ -20,7 +20,7 @@ from megatron_lite.model.batch import Samples
 from megatron_lite.model.transformer import GLM
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.lr_schedule import step_rate
-from megatron_lite.train.step import LossShares, same_passes
+from megatron_lite.train.step import LossNormaliser, same_passes
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Evaluation:
         context: ParallelContext,
         engine: Engine,
         data: Samples | None,
-        shares: LossShares,
+        shares: LossNormaliser,
         judge: Judge | None,
         fill: Callable[[GLM], dict[str, Any]] | None,
     ):

@@ -36,7 +36,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class HostStep:
+class StepInputs:
     """This rank's part of a step before any rank knows of the others'."""
 
     inputs: list[ModelInput]  # of its micro-batches
@@ -47,11 +47,11 @@ class HostStep:
     loss_weights: np.ndarray  # float64 [losses]: weight of each loss
 
 
-class Abandoned(Exception):
+class PrefetchCancelled(Exception):
     """Nobody wants the step any more."""
 
 
-Make = Callable[[Place, Callable[[], bool]], HostStep]  # place, whether it is still wanted
+Make = Callable[[Place, Callable[[], bool]], StepInputs]  # place, whether it is still wanted
 
 
 class StepMaker:
@@ -79,15 +79,15 @@ class StepMaker:
         end, step = place.first_sample + self._plan.batch_size(place.step), place.step + 1
         return Place(step, self._config.events.next_sample(end, self._plan.batch_size(step)))
 
-    def make(self, place: Place, is_wanted: Callable[[], bool] = lambda: True) -> HostStep:
+    def make(self, place: Place, is_wanted: Callable[[], bool] = lambda: True) -> StepInputs:
         """Raises: UserError, marked `only_here`, if this rank's samples cannot be read."""
         seed = derive_seed(self._config.training.seed, "dropout", place.step)
-        made = HostStep([], [], np.zeros(6), np.zeros(self._num_losses))
+        made = StepInputs([], [], np.zeros(6), np.zeros(self._num_losses))
         factors = self._factors(place.step)
         counted = None if factors is None or all(factors) else [float(f != 0) for f in factors]
         for samples in self._samples(place):
             if not is_wanted():
-                raise Abandoned
+                raise PrefetchCancelled
             batch = read(self._data, samples)
             made.counts[:5] += (
                 batch.tokens,
@@ -137,7 +137,7 @@ class Prefetch:
         self._making = _Making(self._make, place, self._device)
         self._making.start()
 
-    def take(self, place: Place) -> HostStep:
+    def take(self, place: Place) -> StepInputs:
         """The step of a place, made ahead or now. Raises what making it raised."""
         self.begin(place)
         making, self._making = self._making, None
@@ -159,7 +159,7 @@ class _Making(threading.Thread):
         self.place = place
         self._make, self._device = make, device
         self._is_wanted = True
-        self._made: HostStep | None = None
+        self._made: StepInputs | None = None
         self._error: BaseException | None = None
 
     def run(self) -> None:
@@ -170,7 +170,7 @@ class _Making(threading.Thread):
         except BaseException as error:  # `result` raises it
             self._error = error
 
-    def result(self) -> HostStep:
+    def result(self) -> StepInputs:
         self.join()
         if self._error is not None:
             raise self._error
@@ -211,7 +211,7 @@ def scales_beside_last(factor: float, totals: Sequence[float]) -> np.ndarray:
     return np.full(len(totals), factor * last / max(sum(others), 1.0), np.float32)
 
 
-class LossShares:
+class LossNormaliser:
     """Divisor and weight of each loss of a step.
 
     Args:
@@ -241,7 +241,7 @@ class LossShares:
         given = self._given(step)
         return None if given is None else [given.get(name, 1.0) for name in self._names]
 
-    def micro_batches(self, made: HostStep, loss_weights: Sequence[float], step: int) -> list[ModelInput]:
+    def micro_batches(self, made: StepInputs, loss_weights: Sequence[float], step: int) -> list[ModelInput]:
         """A step's inputs with their shares of its loss.
 
         Args: loss_weights: of each loss, all ranks together. step: the steps before it.

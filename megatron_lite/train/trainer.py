@@ -27,7 +27,7 @@ from megatron_lite.config.events import EventLog
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import TYPES, Engine, StepResult
 from megatron_lite.metrics import version
-from megatron_lite.metrics.peak_flops import Yardstick
+from megatron_lite.metrics.peak_flops import PeakFlops
 from megatron_lite.metrics.progress_bar import Advance, progress_bar
 from megatron_lite.metrics.reports import (
     Interval,
@@ -49,7 +49,7 @@ from megatron_lite.train.evaluation import Evaluation, Judge
 from megatron_lite.train.lr_schedule import step_rate
 from megatron_lite.train.outcomes import Outcomes
 from megatron_lite.train.resume import checkpoint_directory, load_beginning
-from megatron_lite.train.step import HostStep, LossShares, Place, Prefetch, StepMaker
+from megatron_lite.train.step import LossNormaliser, Place, Prefetch, StepInputs, StepMaker
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Trainer:
         self.loss_names = list(loss_names)
         self.new_interval = partial(Interval.begin, len(self.loss_names), context.device)
         self._plan = config.plan
-        self._shares = LossShares(self._plan, loss_names, context.dp.size, language_weight)
+        self._shares = LossNormaliser(self._plan, loss_names, context.dp.size, language_weight)
         count, factors = len(self.loss_names), self._shares.factors
         self._maker = StepMaker(config, self._plan, context, train_data, engine.prepared, count, factors)
         self._prefetch = Prefetch(self._maker.make, context.device)
@@ -195,7 +195,7 @@ class Trainer:
         events = self._resume()
         self.watchdog.enter(Section.SETUP, "measuring the machine")
         peak, dtype = self.config.run.peak_tflops, TYPES[self.config.training.precision]
-        self.yardstick = Yardstick(peak, dtype, self.context, self._machine_rates)
+        self.yardstick = PeakFlops(peak, dtype, self.context, self._machine_rates)
         if self.context.is_main:  # not before: a refused start changes nothing in a run's directory
             save_resolved(self.config, self._program)
             log.info("%s", self.yardstick)
@@ -312,8 +312,8 @@ class Trainer:
             self.metrics.write("gradient_norms", step, norms, norms_line(step, norms))
         return result
 
-    def _totals(self, made: HostStep) -> tuple[list[float], Requests]:
-        """One sum over all ranks: [counts of a HostStep, weight of each loss], and the requests."""
+    def _totals(self, made: StepInputs) -> tuple[list[float], Requests]:
+        """One sum over all ranks: [counts of a StepInputs, weight of each loss], and the requests."""
         requests = self.control.local_requests()
         own = [*made.counts, *made.loss_weights]
         if not self.context.counts_samples:

@@ -12,7 +12,7 @@ from torch import nn
 
 from megatron_lite.config.sections import OptimizerConfig
 from megatron_lite.model.tensor_parallel import Partition, partition_of
-from megatron_lite.optim.buckets import USUAL, Bucket, Treatment, allocate_moments
+from megatron_lite.optim.buckets import USUAL, Bucket, ParamGroup, allocate_moments
 from megatron_lite.optim.kinds import KINDS, Layout
 from megatron_lite.parallel.collectives import SINGLE
 from megatron_lite.parallel.context import ParallelContext
@@ -154,7 +154,7 @@ class Ours:
         for name, parameter in named.items():
             decay = settings.weight_decay if decays(name) else 0.0
             moments = kind.moments(name, parameter)
-            treatment = Treatment(decay, True, moments=moments)
+            treatment = ParamGroup(decay, True, moments=moments)
             bucket = Bucket([parameter], treatment, SINGLE, offload=False)
             layout.add(bucket, by_parameter, decays)
             self.buckets.append(bucket)

@@ -18,7 +18,7 @@ from data_utils.common.settings import merge
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.metrics.writer import Metrics
 from megatron_lite.model.batch import Batch
-from megatron_lite.train.step import HostStep, LossShares
+from megatron_lite.train.step import LossNormaliser, StepInputs
 
 COUNT = len(LOSS_NAMES)
 NUMBER = MASKED_DIFFUSION.number
@@ -48,7 +48,7 @@ class Input:
 def shares(normalization="global_tokens", factors=None):
     training = {"loss_normalization": normalization, "loss_weights": factors or {}}
     plan = tiny(f"training={training}".replace("'", "")).plan
-    return LossShares(plan, LOSS_NAMES, dp_size=1)
+    return LossNormaliser(plan, LOSS_NAMES, dp_size=1)
 
 
 def losses_of(batches, nats, normalization="global_tokens", factors=None):
@@ -58,7 +58,7 @@ def losses_of(batches, nats, normalization="global_tokens", factors=None):
         weighted = torch.from_numpy(batch.weights[batch.weights > 0])
         of = batch.planes[:, OBJECTIVE][batch.weights > 0]
         inputs.append(Input(weighted, of, torch.tensor(each)))
-    step = HostStep(
+    step = StepInputs(
         inputs, [b.loss_weight for b in batches], np.zeros(5), sum(b.loss_weights(COUNT) for b in batches)
     )
     ready = made.micro_batches(step, step.loss_weights.tolist(), 0)
