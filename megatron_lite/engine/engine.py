@@ -42,7 +42,8 @@ from megatron_lite.model.tensor_parallel import (
     take_products,
 )
 from megatron_lite.model.trained_model import usual_measures
-from megatron_lite.optim.buckets import MOMENTS, USUAL, Bucket, ParamGroup, Rate
+from megatron_lite.optim.buckets import MOMENTS, Bucket, ParamGroup
+from megatron_lite.optim.lr_multipliers import NO_MULTIPLIERS, LrMultipliers, by_width
 from megatron_lite.optim.sharded import Outcome, ShardedOptimizer
 from megatron_lite.parallel.collectives import SINGLE
 from megatron_lite.parallel.context import ParallelContext
@@ -61,17 +62,20 @@ SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def parameter_groups(
-    named: Mapping[str, nn.Parameter], config: Config, rates: Mapping[str, Rate] | None = None
+    named: Mapping[str, nn.Parameter], config: Config, multipliers: Mapping[str, LrMultipliers] | None = None
 ) -> list[dict[str, Any]]:
-    """Matrices with weight decay; LayerNorm, biases and heads that have no part in the loss without. By rate."""
-    groups: dict[tuple[float, Rate], list[nn.Parameter]] = {}
+    """torch's parameter groups, one for each weight decay and multipliers.
+
+    Matrices have weight decay. Norms, biases, and heads that do not take part in the loss have none.
+    """
+    groups: dict[tuple[float, LrMultipliers], list[nn.Parameter]] = {}
     for name, parameter in named.items():
-        rate = (rates or {}).get(name, USUAL)
-        key = _weight_decay(name, config) * rate.decay_factor, rate
+        factors = (multipliers or {}).get(name, NO_MULTIPLIERS)
+        key = _weight_decay(name, config) * factors.decay_factor, factors
         groups.setdefault(key, []).append(parameter)
     return [
-        {"params": parameters, "weight_decay": decay, "rate": rate}
-        for (decay, rate), parameters in groups.items()
+        {"params": parameters, "weight_decay": decay, "multipliers": factors}
+        for (decay, factors), parameters in groups.items()
     ]
 
 
@@ -85,8 +89,8 @@ def _decays(name: str, config: Config) -> bool:
 
 def make_adamw(groups: list[dict[str, Any]], settings: OptimizerConfig) -> torch.optim.Optimizer:
     """AdamW of torch or apex."""
-    groups = [{**group, "eps": settings.eps * group["rate"].eps_factor} for group in groups]
-    # The rate is set at every step; DeepSpeed makes one of its own to allocate state at ZeRO 3.
+    groups = [{**group, "eps": settings.eps * group["multipliers"].eps_factor} for group in groups]
+    # The learning rate is set at every step; DeepSpeed makes one of its own to allocate state at ZeRO 3.
     common: dict[str, Any] = {"lr": 0.0, "betas": (settings.beta1, settings.beta2)}
     if settings.kernel == "apex":
         from megatron_lite.engine import nvidia_apex
@@ -161,11 +165,11 @@ class Engine(ABC):
         config: Config,
         context: ParallelContext,
         mpu: Any,
-        rates: Mapping[str, Rate] | None = None,
+        multipliers: Mapping[str, LrMultipliers] | None = None,
     ):
         """Args:
         named: the parameters of this rank under their global names.
-        rates: of those that are not trained with the learning rate of the step from the first step on.
+        multipliers: of the parameters that are frozen in some steps or have another learning rate.
         """
         from deepspeed.accelerator import get_accelerator
 
@@ -183,9 +187,9 @@ class Engine(ABC):
         self._config = config
         self._has_graphs = config.training.cuda_graphs and context.device.type == "cuda"
         self._named = named
-        self._rates = rates or {}
+        self._multipliers = multipliers or {}
         if config.model.mup is not None:
-            self._rates = {name: self._by_width(name, parameter) for name, parameter in named.items()}
+            self._multipliers = {name: self._by_width(name, parameter) for name, parameter in named.items()}
         self._step = 1
         options = config.deepspeed_options(context.dp.size)
         with without_chatter():
@@ -196,7 +200,7 @@ class Engine(ABC):
                 self._zero: ShardedOptimizer | Zero3 = Zero3(
                     self._engine.optimizer,
                     context.dp,
-                    {named[name]: rate for name, rate in self._rates.items()},
+                    {named[name]: factors for name, factors in self._multipliers.items()},
                 )
             else:
                 self._engine = deepspeed_engine(module, options, mpu, self._sharded)
@@ -217,16 +221,16 @@ class Engine(ABC):
         import deepspeed
 
         settings = self._config.optimizer
-        optimizer = make_adamw(parameter_groups(self._named, self._config, self._rates), settings)
+        optimizer = make_adamw(parameter_groups(self._named, self._config, self._multipliers), settings)
         return deepspeed.initialize(
             model=module, optimizer=optimizer, config=options, mpu=mpu, dist_init_required=False
         )[0]
 
     def _sharded(self, options: dict[str, Any], loss_scaler: Any) -> ShardedOptimizer:
         # The backward pass finishes gradients about in the reverse order of the layers.
-        treatments = {p: self._param_group(name, p) for name, p in reversed(self._named.items())}
+        group_of = {p: self._param_group(name, p) for name, p in reversed(self._named.items())}
         return ShardedOptimizer(
-            treatments,
+            group_of,
             self.context,
             stage=self._config.parallel.zero_stage,
             bucket_size=options["zero_optimization"].get(
@@ -267,10 +271,10 @@ class Engine(ABC):
                     layer.parts = graphs.put(layer.parts)
 
     def _param_group(self, name: str, parameter: nn.Parameter) -> ParamGroup:
-        """How the optimizer treats a parameter of this global name."""
+        """The optimizer's group of a parameter, by its global name."""
         tp, pp = self.context.tp, self.context.pp
         is_split = partition_of(parameter).dim is not None
-        rate = self._rates.get(name, USUAL)
+        multipliers = self._multipliers.get(name, NO_MULTIPLIERS)
         summed_over = None
         if is_partial(parameter):
             summed_over = tp
@@ -279,10 +283,10 @@ class Engine(ABC):
         elif pp.size > 1 and name == TIED and self._config.model.tie_word_embeddings:
             summed_over = self.context.pipeline_ends()
         return ParamGroup(
-            weight_decay=_weight_decay(name, self._config) * rate.decay_factor,
+            weight_decay=_weight_decay(name, self._config) * multipliers.decay_factor,
             counts=(is_split or tp.rank == 0) and not self._is_tied_copy(name),
             summed_over=summed_over,
-            rate=rate,
+            multipliers=multipliers,
             moments=self._moments(name, parameter),
             is_of_stages=name.startswith(SHARED_BY_STAGES),
         )
@@ -296,11 +300,9 @@ class Engine(ABC):
 
         return moments_of(kind, name, parameter)
 
-    def _by_width(self, name: str, parameter: nn.Parameter) -> Rate:
-        from megatron_lite.optim.lr_multipliers import by_width
-
+    def _by_width(self, name: str, parameter: nn.Parameter) -> LrMultipliers:
         is_orthogonal = self._moments(name, parameter) == MOMENTS[:1]
-        return by_width(self._rates.get(name, USUAL), name, self._config, is_orthogonal)
+        return by_width(self._multipliers.get(name, NO_MULTIPLIERS), name, self._config, is_orthogonal)
 
     @property
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -376,7 +378,7 @@ class Engine(ABC):
     def set_step(self, step: int) -> None:
         """The number of the next step, from 1: it decides which parameters are trained."""
         self._step = step
-        if self._rates:
+        if self._multipliers:
             self._zero.set_step(step)
 
     def more_measures(self, loss: float) -> dict[str, float]:
@@ -391,8 +393,8 @@ class Engine(ABC):
     def _begin_step(self, micro_batches: int, lr: float) -> None:
         self._zero.begin(micro_batches)
         for group in self._zero.param_groups:
-            rate: Rate = group["rate"]
-            group["lr"] = lr * rate.lr_factor if rate.is_trained(self._step) else 0.0
+            multipliers: LrMultipliers = group["multipliers"]
+            group["lr"] = lr * multipliers.lr_factor if multipliers.is_trained(self._step) else 0.0
 
     def _result(self, objective_sums: torch.Tensor) -> StepResult:
         return StepResult(objective_sums, self._zero.outcome)

@@ -14,7 +14,7 @@ from megatron_lite.model.build import build_model
 from megatron_lite.model.model_input import ModelInput
 from megatron_lite.model.tensor_parallel import TensorParallel
 from megatron_lite.model.transformer import GLM
-from megatron_lite.optim.buckets import Rate
+from megatron_lite.optim.lr_multipliers import LrMultipliers
 from megatron_lite.parallel.context import Mpu, ParallelContext
 
 if TYPE_CHECKING:
@@ -29,15 +29,15 @@ class PlainEngine(Engine):
         config: Config,
         context: ParallelContext,
         num_losses: int,
-        rates: Mapping[str, Rate] | None = None,
+        multipliers: Mapping[str, LrMultipliers] | None = None,
     ):
-        """Args: rates: as for `Engine`."""
+        """Args: multipliers: as for `Engine`."""
         parallel = TensorParallel(
             context.tp, config.parallel.sequence_parallel, sums_at_once=config.parallel.zero_stage == 3
         )
         self._model = build_model(config, num_losses, parallel)
         super().__init__(
-            self._model, dict(self._model.named_parameters()), config, context, Mpu(context), rates
+            self._model, dict(self._model.named_parameters()), config, context, Mpu(context), multipliers
         )
         self._model.before_use = self._zero.await_weights
         self._buffer = torch.empty(0, dtype=torch.int32, device=context.device)

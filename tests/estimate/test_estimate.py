@@ -185,10 +185,10 @@ def test_buckets_are_those_of_the_optimizer(files):
     with torch.device("meta"):
         named = dict(GLM(config.model, parallel=TensorParallel()).named_parameters())
     decays = {True: ParamGroup(0.1, True), False: ParamGroup(0.0, True)}
-    treatments = {
+    groups = {
         p: decays[not (name.endswith("bias") or "layernorm" in name)] for name, p in reversed(named.items())
     }
-    expected = assign(treatments, sizes.bucket_size)
+    expected = assign(groups, sizes.bucket_size)
     (stage,) = stages(sizes)
     found = buckets(stage, sizes)
     assert Counter(len(b.parameters) for b in found) == Counter(len(p) for _, p in expected)

@@ -84,7 +84,7 @@ def test_the_highest_rate_counts_and_a_resumed_run_has_it(rates):
     first = PeakFlops(None, torch.float32, ParallelContext.alone())
     first.measure_again()
     first.measure_again()
-    assert first.share(1.0) == {"machine_share": 0.25, "machine_tflops": 4.0}
+    assert first.utilisation(1.0) == {"machine_share": 0.25, "machine_tflops": 4.0}
     resumed = PeakFlops(None, torch.float32, ParallelContext.alone(), first.rates)
     assert resumed.tflops == 4.0 and resumed.rates == first.rates
     rates += [1.5]
@@ -96,23 +96,23 @@ def test_the_highest_rate_counts_and_a_resumed_run_has_it(rates):
 def test_it_is_measured_a_limited_number_of_times(rates, monkeypatch):
     monkeypatch.setattr(machine, "LATER_TIMES", 2)
     rates += [1.0, 2.0, 3.0, 4.0]
-    yardstick = PeakFlops(None, torch.float32, ParallelContext.alone())
+    peak = PeakFlops(None, torch.float32, ParallelContext.alone())
     for _ in range(5):
-        yardstick.measure_again()
-    assert yardstick.tflops == 3.0 and rates == [4.0]
+        peak.measure_again()
+    assert peak.tflops == 3.0 and rates == [4.0]
 
 
 def test_a_given_peak_is_not_measured(rates):
     given = PeakFlops(2.0, torch.float32, ParallelContext.alone())
     given.measure_again()
-    assert given.share(1.0) == {"mfu": 0.5} and given.rates == {}
+    assert given.utilisation(1.0) == {"mfu": 0.5} and given.rates == {}
 
 
 def measured_rates(context, tree):
     machine.matmul_tflops = lambda *arguments: 1.0 + context.rank  # in this rank's own process
     trainer = make_trainer(context, tree)
     trainer.fit()
-    return trainer.yardstick.tflops
+    return trainer.peak_flops.tflops
 
 
 def test_ranks_share_their_mean_and_checkpoints_keep_it(settings, tmp_path):
