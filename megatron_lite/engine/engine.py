@@ -1,22 +1,22 @@
-"""The interface of trainer and checkpoint to DeepSpeed; config/deepspeed_options.py derives its dictionary.
+"""The engine: a model and its optimizer in any parallel configuration, as trainer and checkpoints use them.
 
 An `Engine` makes training steps and evaluations, and gives the fragments of fp32 weights and Adam moments that this
-rank owns under ZeRO. plain.py and pipeline.py hold the two kinds. DeepSpeed runs the passes; the optimizer is that of
-sharded.py at ZeRO 1 and 2, and DeepSpeed's own at ZeRO 3 (zero3.py).
+rank owns under ZeRO. plain.py and pipeline.py hold the two engines. DeepSpeed runs the passes, with the options that
+config/deepspeed_options.py derives; the optimizer is `ShardedOptimizer` at ZeRO 1 and 2, and DeepSpeed's own at ZeRO 3
+(zero3.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import logging
 import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,12 +25,15 @@ from torch import nn
 from data_utils.common.errors import DeviceMemoryError
 from megatron_lite.checkpoint.fragments import Fragment
 from megatron_lite.config.deepspeed_options import default_bucket_size
-from megatron_lite.config.sections import OptimizerConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.engine.deepspeed_engines import deepspeed_engine
+from megatron_lite.engine import nvidia_apex
+from megatron_lite.engine.deepspeed_engines import deepspeed_engine, quiet_deepspeed
+from megatron_lite.engine.parameter_groups import decays, make_adamw, parameter_groups, weight_decay
+from megatron_lite.engine.zero3 import Zero3
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.block import Block, PositionEmbeddings
-from megatron_lite.model.build import kind_of
+from megatron_lite.model.cuda_graphs import BlockGraphs
+from megatron_lite.model.length_table import length_table
 from megatron_lite.model.lengths import builds_kernels, few_lengths
 from megatron_lite.model.model_input import ModelInput, dense_reason, prepare
 from megatron_lite.model.tensor_parallel import (
@@ -43,14 +46,12 @@ from megatron_lite.model.tensor_parallel import (
 )
 from megatron_lite.model.trained_model import usual_measures
 from megatron_lite.optim.buckets import MOMENTS, Bucket, ParamGroup
+from megatron_lite.optim.ema import Averages
+from megatron_lite.optim.kinds import make_optimizer, moments_of
 from megatron_lite.optim.lr_multipliers import NO_MULTIPLIERS, LrMultipliers, by_width
 from megatron_lite.optim.sharded import Outcome, ShardedOptimizer
 from megatron_lite.parallel.collectives import SINGLE
 from megatron_lite.parallel.context import ParallelContext
-
-if TYPE_CHECKING:
-    from megatron_lite.engine.zero3 import Zero3
-    from megatron_lite.optim.ema import Averages
 
 log = logging.getLogger(__name__)
 
@@ -59,52 +60,6 @@ TIED = "embedding.word_embeddings.weight"  # also the output projection, which t
 # Tables that all layers of a stack share, so that each pipeline stage has a copy.
 SHARED_BY_STAGES = ("relative_bias.", "decoder_relative_bias.")
 SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-
-
-def parameter_groups(
-    named: Mapping[str, nn.Parameter], config: Config, multipliers: Mapping[str, LrMultipliers] | None = None
-) -> list[dict[str, Any]]:
-    """torch's parameter groups, one for each weight decay and multipliers.
-
-    Matrices have weight decay. Norms, biases, and heads that do not take part in the loss have none.
-    """
-    groups: dict[tuple[float, LrMultipliers], list[nn.Parameter]] = {}
-    for name, parameter in named.items():
-        factors = (multipliers or {}).get(name, NO_MULTIPLIERS)
-        key = _weight_decay(name, config) * factors.decay_factor, factors
-        groups.setdefault(key, []).append(parameter)
-    return [
-        {"params": parameters, "weight_decay": decay, "multipliers": factors}
-        for (decay, factors), parameters in groups.items()
-    ]
-
-
-def _weight_decay(name: str, config: Config) -> float:
-    return config.optimizer.weight_decay if _decays(name, config) else 0.0
-
-
-def _decays(name: str, config: Config) -> bool:
-    return not (name.endswith("bias") or "layernorm" in name or kind_of(config).is_unused(name, config))
-
-
-def make_adamw(groups: list[dict[str, Any]], settings: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW of torch or apex."""
-    groups = [{**group, "eps": settings.eps * group["multipliers"].eps_factor} for group in groups]
-    # The learning rate is set at every step; DeepSpeed makes one of its own to allocate state at ZeRO 3.
-    common: dict[str, Any] = {"lr": 0.0, "betas": (settings.beta1, settings.beta2)}
-    if settings.kernel == "apex":
-        from megatron_lite.engine import nvidia_apex
-
-        return nvidia_apex.make_adamw(groups, **common)
-    return torch.optim.AdamW(groups, fused=True, **common)
-
-
-@contextlib.contextmanager
-def without_chatter() -> Iterator[None]:
-    """DeepSpeed prints topologies and memory tables at no log level; they go to the log, at level debug."""
-    with contextlib.redirect_stdout(io.StringIO()) as chatter:
-        yield
-    log.debug("%s", chatter.getvalue())
 
 
 @contextlib.contextmanager
@@ -148,8 +103,8 @@ class StepResult:
 GradientObserver = Callable[[Fragment, torch.Tensor], None]
 
 
-def say_slow_attention(config: Config, context: ParallelContext) -> None:
-    """Tell of attention under a mask of all pairs, once for each start."""
+def warn_of_slow_attention(config: Config, context: ParallelContext) -> None:
+    """Warn of attention under a mask of all pairs, once for each start."""
     reason = dense_reason(config.model, context.device)
     if reason is not None and context.is_main:
         log.warning("%s", reason)
@@ -179,10 +134,8 @@ class Engine(ABC):
             # DeepSpeed asks for fp16 matrix instructions; without them our layers multiply in fp32 (`linear`).
             get_accelerator().is_fp16_supported = lambda: True
         if config.training.layernorm == "apex":
-            from megatron_lite.engine import nvidia_apex
-
             nvidia_apex.use_layernorm(module, context.device)
-        say_slow_attention(config, context)
+        warn_of_slow_attention(config, context)
         self.context = context
         self._config = config
         self._has_graphs = config.training.cuda_graphs and context.device.type == "cuda"
@@ -192,10 +145,8 @@ class Engine(ABC):
             self._multipliers = {name: self._by_width(name, parameter) for name, parameter in named.items()}
         self._step = 1
         options = config.deepspeed_options(context.dp.size)
-        with without_chatter():
+        with quiet_deepspeed():
             if config.parallel.zero_stage == 3:
-                from megatron_lite.engine.zero3 import Zero3
-
                 self._engine = self._stage_3(module, options, mpu)
                 self._zero: ShardedOptimizer | Zero3 = Zero3(
                     self._engine.optimizer,
@@ -210,8 +161,6 @@ class Engine(ABC):
         self._zero.loss_scaler.raise_error_at_min_scale = False
         self._averages: Averages | None = None
         if config.ema.decay is not None:
-            from megatron_lite.optim.ema import Averages
-
             assert isinstance(self._zero, ShardedOptimizer), "configuration checks the stage"
             self._averages = Averages(self._zero, config.ema)
         self.before_update: Callable[[], None] = lambda: None  # called before each change of the fragments
@@ -247,19 +196,19 @@ class Engine(ABC):
         config, names = self._config, {parameter: name for name, parameter in self._named.items()}
         if config.optimizer.kind == "adamw":
             return make_adamw(groups, config.optimizer)
-        from megatron_lite.optim.kinds import make_optimizer
-
-        decays = functools.partial(_decays, config=config)
-        return make_optimizer(groups, buckets, names, decays, config, self.context)
+        return make_optimizer(
+            groups, buckets, names, functools.partial(decays, config=config), config, self.context
+        )
 
     def _sum_products(self, module: nn.Module, optimizer: ShardedOptimizer) -> None:
-        """Have the blocks' parameters, which are used once in a pass, taken in where their gradients are computed."""
+        """Accumulate the gradients of the blocks' parameters inside backward instead of in `.grad`.
+
+        This needs parameters that a backward pass uses once, so blocks that share their layers are left out.
+        """
         if self._config.model.share_layers != "none":
             return
         graphs = None
         if self._has_graphs:
-            from megatron_lite.model.cuda_graphs import BlockGraphs
-
             graphs = BlockGraphs(optimizer)
         for layer in module.modules():
             if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
@@ -283,7 +232,7 @@ class Engine(ABC):
         elif pp.size > 1 and name == TIED and self._config.model.tie_word_embeddings:
             summed_over = self.context.pipeline_ends()
         return ParamGroup(
-            weight_decay=_weight_decay(name, self._config) * multipliers.decay_factor,
+            weight_decay=weight_decay(name, self._config) * multipliers.decay_factor,
             counts=(is_split or tp.rank == 0) and not self._is_tied_copy(name),
             summed_over=summed_over,
             multipliers=multipliers,
@@ -296,8 +245,6 @@ class Engine(ABC):
         kind = self._config.optimizer.kind
         if kind == "adamw":
             return MOMENTS
-        from megatron_lite.optim.kinds import moments_of
-
         return moments_of(kind, name, parameter)
 
     def _by_width(self, name: str, parameter: nn.Parameter) -> LrMultipliers:
@@ -345,8 +292,6 @@ class Engine(ABC):
         return replace(made, loss_factor=loss_factor)
 
     def _length_table(self, places: int) -> np.ndarray:
-        from megatron_lite.model.length_table import length_table
-
         processors = torch.cuda.get_device_properties(self.context.device).multi_processor_count
         return length_table(places, self._config.model, processors, self.context.tp.size, self._has_graphs)
 

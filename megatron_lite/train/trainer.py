@@ -28,7 +28,8 @@ from megatron_lite.engine.engine import TYPES, Engine, StepResult
 from megatron_lite.metrics import version
 from megatron_lite.metrics.peak_flops import PeakFlops
 from megatron_lite.metrics.reports import LogInterval, save_resolved, start_line, start_values
-from megatron_lite.metrics.writer import SAVED, Metrics, chosen_trackers, keep_aside
+from megatron_lite.metrics.trackers import make_trackers
+from megatron_lite.metrics.writer import SAVED, Metrics, keep_aside
 from megatron_lite.model.batch import Samples
 from megatron_lite.model.build import kind_of
 from megatron_lite.model.transformer import GLM
@@ -258,7 +259,7 @@ class Trainer:
             log.info("%s", start_line(self.config, self.context, self.progress.step))
             if not restarts:
                 keep_aside(self.directory)
-        trackers = chosen_trackers(self.config, restarts > 0) if self.context.is_main else []
+        trackers = make_trackers(self.config, restarts > 0) if self.context.is_main else []
         tensorboard = self.config.run.tensorboard
         self.metrics = Metrics(
             self.directory, self.context.is_main, tensorboard, self.progress.step, trackers

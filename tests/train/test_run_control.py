@@ -22,7 +22,7 @@ from megatron_lite.runtime.control import SAME_REQUEST_SECONDS, STOP_SIGNALS, Re
 
 def fit(context, tree):
     trainer = make_trainer(context, tree)
-    return trainer.fit(), trainer.step
+    return trainer.fit(), trainer.progress.step
 
 
 def saved_steps(directory):
@@ -71,8 +71,8 @@ def test_the_file_stop_saves_ends_and_stays(settings, directory):
 
 
 def test_requests_of_any_rank_count():
-    assert RunControl.agreed([0.0, 0.0, 0.0]) == Requests()
-    assert RunControl.agreed([2.0, 0.0, 1.0]) == Requests(stop=True, halt=False, save=True)
+    assert Requests.from_sums([0.0, 0.0, 0.0]) == Requests()
+    assert Requests.from_sums([2.0, 0.0, 1.0]) == Requests(stop=True, halt=False, save=True)
 
 
 STUCK = """
