@@ -26,6 +26,7 @@ import yaml
 from data_utils.common.errors import ArgumentParser, ConfigError, ExitStatus, expanded_path, run_command
 from data_utils.common.files import require_writable
 from data_utils.common.settings import to_tree
+from data_utils.common.settings_listed import describe
 from data_utils.loader.drawn_shares import drawn_shares
 from data_utils.loader.extent import extent, overlap
 from data_utils.loader.loader import Datasets, open_datasets
@@ -38,6 +39,7 @@ from megatron_lite.config.tree import Config, load_config, require_validation
 from megatron_lite.parallel.launch import Launch, is_first_of_node, prepare_environment
 from megatron_lite.parallel.meeting import Meeting
 from megatron_lite.runtime.control import RunControl
+from megatron_lite.runtime.finished_runs import nothing_to_do
 from megatron_lite.runtime.hub_tokenizer import KeptTokenizer, kept_tokenizer
 from megatron_lite.runtime.lease import held
 from megatron_lite.runtime.run_state import RunState, state_of
@@ -90,8 +92,6 @@ class _Help(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: Any, value: Any, option: Any = None
     ) -> None:
-        from data_utils.common.settings_listed import describe
-
         for name in OBJECTIVES if value == "all" else (value,):
             if name in OBJECTIVES:
                 OBJECTIVES[name]  # one of a package is imported only now
@@ -188,8 +188,6 @@ def train(config: Config, launch: Launch, meeting: Meeting, notes: Iterable[str]
         decoder_tokenizer=None if of_decoder is None else of_decoder.recorded,
     )
     if found.newest is not None:
-        from megatron_lite.runtime.finished_runs import nothing_to_do
-
         reason = nothing_to_do(config, found)
         if reason is not None:
             if launch.rank == 0:

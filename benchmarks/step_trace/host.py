@@ -35,7 +35,7 @@ from megatron_lite.model.tensor_parallel import (
     TensorParallel,
     take_products,
 )
-from megatron_lite.optim.buckets import Bucket, Treatment
+from megatron_lite.optim.buckets import Bucket, ParamGroup
 from megatron_lite.parallel.collectives import SINGLE
 
 _ROUNDS, _LAYERS = 25, 8
@@ -85,7 +85,7 @@ def _flow(parallel: TensorParallel) -> Flow:
 
 def _take_gradients(blocks: nn.ModuleList) -> Bucket:
     """Take gradients into a bucket, as ShardedOptimizer does."""
-    bucket = Bucket(list(reversed(list(blocks.parameters()))), Treatment(0.0, True), SINGLE, offload=False)
+    bucket = Bucket(list(reversed(list(blocks.parameters()))), ParamGroup(0.0, True), SINGLE, offload=False)
 
     def take(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         parameter.grad = gradient

@@ -1,16 +1,29 @@
-"""DeepSpeed's engines with an optimizer of ours.
+"""DeepSpeed's engines with `ShardedOptimizer`.
 
-`deepspeed.initialize` wraps every optimizer in one of DeepSpeed's own. Here the engine is made directly, with the one
-method replaced that would do so.
+`deepspeed.initialize` wraps every optimizer in one of DeepSpeed's own. Here the engine is made directly, and the one
+method that would do so is replaced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import io
+import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
+
+log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def quiet_deepspeed() -> Iterator[None]:
+    """DeepSpeed prints topologies and memory tables at no log level; within the context they are logged as debug."""
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        yield
+    log.debug("%s", output.getvalue())
 
 
 class _WithOurOptimizer:

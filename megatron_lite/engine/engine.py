@@ -1,22 +1,22 @@
-"""The interface of trainer and checkpoint to DeepSpeed; config/deepspeed_options.py derives its dictionary.
+"""The engine: a model and its optimizer in any parallel configuration, as trainer and checkpoints use them.
 
 An `Engine` makes training steps and evaluations, and gives the fragments of fp32 weights and Adam moments that this
-rank owns under ZeRO. plain.py and pipeline.py hold the two kinds. DeepSpeed runs the passes; the optimizer is that of
-sharded.py at ZeRO 1 and 2, and DeepSpeed's own at ZeRO 3 (zero3.py).
+rank owns under ZeRO. plain.py and pipeline.py hold the two engines. DeepSpeed runs the passes, with the options that
+config/deepspeed_options.py derives; the optimizer is `ShardedOptimizer` at ZeRO 1 and 2, and DeepSpeed's own at ZeRO 3
+(zero3.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import logging
 import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,12 +25,15 @@ from torch import nn
 from data_utils.common.errors import DeviceMemoryError
 from megatron_lite.checkpoint.fragments import Fragment
 from megatron_lite.config.deepspeed_options import default_bucket_size
-from megatron_lite.config.sections import OptimizerConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.engine.deepspeed_engines import deepspeed_engine
+from megatron_lite.engine import nvidia_apex
+from megatron_lite.engine.deepspeed_engines import deepspeed_engine, quiet_deepspeed
+from megatron_lite.engine.parameter_groups import decays, make_adamw, parameter_groups, weight_decay
+from megatron_lite.engine.zero3 import Zero3
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.block import Block, PositionEmbeddings
-from megatron_lite.model.build import kind_of
+from megatron_lite.model.cuda_graphs import BlockGraphs
+from megatron_lite.model.length_table import length_table
 from megatron_lite.model.lengths import builds_kernels, few_lengths
 from megatron_lite.model.model_input import ModelInput, dense_reason, prepare
 from megatron_lite.model.tensor_parallel import (
@@ -42,14 +45,13 @@ from megatron_lite.model.tensor_parallel import (
     take_products,
 )
 from megatron_lite.model.trained_model import usual_measures
-from megatron_lite.optim.buckets import MOMENTS, USUAL, Bucket, Rate, Treatment
+from megatron_lite.optim.buckets import MOMENTS, Bucket, ParamGroup
+from megatron_lite.optim.ema import Averages
+from megatron_lite.optim.kinds import make_optimizer, moments_of
+from megatron_lite.optim.lr_multipliers import NO_MULTIPLIERS, LrMultipliers, by_width
 from megatron_lite.optim.sharded import Outcome, ShardedOptimizer
 from megatron_lite.parallel.collectives import SINGLE
 from megatron_lite.parallel.context import ParallelContext
-
-if TYPE_CHECKING:
-    from megatron_lite.engine.zero3 import Zero3
-    from megatron_lite.optim.ema import Averages
 
 log = logging.getLogger(__name__)
 
@@ -58,49 +60,6 @@ TIED = "embedding.word_embeddings.weight"  # also the output projection, which t
 # Tables that all layers of a stack share, so that each pipeline stage has a copy.
 SHARED_BY_STAGES = ("relative_bias.", "decoder_relative_bias.")
 SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-
-
-def parameter_groups(
-    named: Mapping[str, nn.Parameter], config: Config, rates: Mapping[str, Rate] | None = None
-) -> list[dict[str, Any]]:
-    """Matrices with weight decay; LayerNorm, biases and heads that have no part in the loss without. By rate."""
-    groups: dict[tuple[float, Rate], list[nn.Parameter]] = {}
-    for name, parameter in named.items():
-        rate = (rates or {}).get(name, USUAL)
-        key = _weight_decay(name, config) * rate.decay_factor, rate
-        groups.setdefault(key, []).append(parameter)
-    return [
-        {"params": parameters, "weight_decay": decay, "rate": rate}
-        for (decay, rate), parameters in groups.items()
-    ]
-
-
-def _weight_decay(name: str, config: Config) -> float:
-    return config.optimizer.weight_decay if _decays(name, config) else 0.0
-
-
-def _decays(name: str, config: Config) -> bool:
-    return not (name.endswith("bias") or "layernorm" in name or kind_of(config).is_unused(name, config))
-
-
-def make_adamw(groups: list[dict[str, Any]], settings: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW of torch or apex."""
-    groups = [{**group, "eps": settings.eps * group["rate"].eps_factor} for group in groups]
-    # The rate is set at every step; DeepSpeed makes one of its own to allocate state at ZeRO 3.
-    common: dict[str, Any] = {"lr": 0.0, "betas": (settings.beta1, settings.beta2)}
-    if settings.kernel == "apex":
-        from megatron_lite.engine import nvidia_apex
-
-        return nvidia_apex.make_adamw(groups, **common)
-    return torch.optim.AdamW(groups, fused=True, **common)
-
-
-@contextlib.contextmanager
-def without_chatter() -> Iterator[None]:
-    """DeepSpeed prints topologies and memory tables at no log level; they go to the log, at level debug."""
-    with contextlib.redirect_stdout(io.StringIO()) as chatter:
-        yield
-    log.debug("%s", chatter.getvalue())
 
 
 @contextlib.contextmanager
@@ -144,8 +103,8 @@ class StepResult:
 GradientObserver = Callable[[Fragment, torch.Tensor], None]
 
 
-def say_slow_attention(config: Config, context: ParallelContext) -> None:
-    """Tell of attention under a mask of all pairs, once for each start."""
+def warn_of_slow_attention(config: Config, context: ParallelContext) -> None:
+    """Warn of attention under a mask of all pairs, once for each start."""
     reason = dense_reason(config.model, context.device)
     if reason is not None and context.is_main:
         log.warning("%s", reason)
@@ -161,11 +120,11 @@ class Engine(ABC):
         config: Config,
         context: ParallelContext,
         mpu: Any,
-        rates: Mapping[str, Rate] | None = None,
+        multipliers: Mapping[str, LrMultipliers] | None = None,
     ):
         """Args:
         named: the parameters of this rank under their global names.
-        rates: of those that are not trained with the learning rate of the step from the first step on.
+        multipliers: of the parameters that are frozen in some steps or have another learning rate.
         """
         from deepspeed.accelerator import get_accelerator
 
@@ -175,28 +134,24 @@ class Engine(ABC):
             # DeepSpeed asks for fp16 matrix instructions; without them our layers multiply in fp32 (`linear`).
             get_accelerator().is_fp16_supported = lambda: True
         if config.training.layernorm == "apex":
-            from megatron_lite.engine import nvidia_apex
-
             nvidia_apex.use_layernorm(module, context.device)
-        say_slow_attention(config, context)
+        warn_of_slow_attention(config, context)
         self.context = context
         self._config = config
         self._has_graphs = config.training.cuda_graphs and context.device.type == "cuda"
         self._named = named
-        self._rates = rates or {}
+        self._multipliers = multipliers or {}
         if config.model.mup is not None:
-            self._rates = {name: self._by_width(name, parameter) for name, parameter in named.items()}
+            self._multipliers = {name: self._by_width(name, parameter) for name, parameter in named.items()}
         self._step = 1
         options = config.deepspeed_options(context.dp.size)
-        with without_chatter():
+        with quiet_deepspeed():
             if config.parallel.zero_stage == 3:
-                from megatron_lite.engine.zero3 import Zero3
-
                 self._engine = self._stage_3(module, options, mpu)
                 self._zero: ShardedOptimizer | Zero3 = Zero3(
                     self._engine.optimizer,
                     context.dp,
-                    {named[name]: rate for name, rate in self._rates.items()},
+                    {named[name]: factors for name, factors in self._multipliers.items()},
                 )
             else:
                 self._engine = deepspeed_engine(module, options, mpu, self._sharded)
@@ -206,8 +161,6 @@ class Engine(ABC):
         self._zero.loss_scaler.raise_error_at_min_scale = False
         self._averages: Averages | None = None
         if config.ema.decay is not None:
-            from megatron_lite.optim.ema import Averages
-
             assert isinstance(self._zero, ShardedOptimizer), "configuration checks the stage"
             self._averages = Averages(self._zero, config.ema)
         self.before_update: Callable[[], None] = lambda: None  # called before each change of the fragments
@@ -217,16 +170,16 @@ class Engine(ABC):
         import deepspeed
 
         settings = self._config.optimizer
-        optimizer = make_adamw(parameter_groups(self._named, self._config, self._rates), settings)
+        optimizer = make_adamw(parameter_groups(self._named, self._config, self._multipliers), settings)
         return deepspeed.initialize(
             model=module, optimizer=optimizer, config=options, mpu=mpu, dist_init_required=False
         )[0]
 
     def _sharded(self, options: dict[str, Any], loss_scaler: Any) -> ShardedOptimizer:
         # The backward pass finishes gradients about in the reverse order of the layers.
-        treatments = {p: self._treatment(name, p) for name, p in reversed(self._named.items())}
+        group_of = {p: self._param_group(name, p) for name, p in reversed(self._named.items())}
         return ShardedOptimizer(
-            treatments,
+            group_of,
             self.context,
             stage=self._config.parallel.zero_stage,
             bucket_size=options["zero_optimization"].get(
@@ -243,19 +196,19 @@ class Engine(ABC):
         config, names = self._config, {parameter: name for name, parameter in self._named.items()}
         if config.optimizer.kind == "adamw":
             return make_adamw(groups, config.optimizer)
-        from megatron_lite.optim.kinds import make_optimizer
-
-        decays = functools.partial(_decays, config=config)
-        return make_optimizer(groups, buckets, names, decays, config, self.context)
+        return make_optimizer(
+            groups, buckets, names, functools.partial(decays, config=config), config, self.context
+        )
 
     def _sum_products(self, module: nn.Module, optimizer: ShardedOptimizer) -> None:
-        """Have the blocks' parameters, which are used once in a pass, taken in where their gradients are computed."""
+        """Accumulate the gradients of the blocks' parameters inside backward instead of in `.grad`.
+
+        This needs parameters that a backward pass uses once, so blocks that share their layers are left out.
+        """
         if self._config.model.share_layers != "none":
             return
         graphs = None
         if self._has_graphs:
-            from megatron_lite.model.cuda_graphs import BlockGraphs
-
             graphs = BlockGraphs(optimizer)
         for layer in module.modules():
             if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
@@ -266,11 +219,11 @@ class Engine(ABC):
                 if graphs is not None:
                     layer.parts = graphs.put(layer.parts)
 
-    def _treatment(self, name: str, parameter: nn.Parameter) -> Treatment:
-        """How the optimizer treats a parameter of this global name."""
+    def _param_group(self, name: str, parameter: nn.Parameter) -> ParamGroup:
+        """The optimizer's group of a parameter, by its global name."""
         tp, pp = self.context.tp, self.context.pp
         is_split = partition_of(parameter).dim is not None
-        rate = self._rates.get(name, USUAL)
+        multipliers = self._multipliers.get(name, NO_MULTIPLIERS)
         summed_over = None
         if is_partial(parameter):
             summed_over = tp
@@ -278,11 +231,11 @@ class Engine(ABC):
             summed_over = pp
         elif pp.size > 1 and name == TIED and self._config.model.tie_word_embeddings:
             summed_over = self.context.pipeline_ends()
-        return Treatment(
-            weight_decay=_weight_decay(name, self._config) * rate.decay_factor,
+        return ParamGroup(
+            weight_decay=weight_decay(name, self._config) * multipliers.decay_factor,
             counts=(is_split or tp.rank == 0) and not self._is_tied_copy(name),
             summed_over=summed_over,
-            rate=rate,
+            multipliers=multipliers,
             moments=self._moments(name, parameter),
             is_of_stages=name.startswith(SHARED_BY_STAGES),
         )
@@ -292,17 +245,13 @@ class Engine(ABC):
         kind = self._config.optimizer.kind
         if kind == "adamw":
             return MOMENTS
-        from megatron_lite.optim.kinds import moments_of
-
         return moments_of(kind, name, parameter)
 
-    def _by_width(self, name: str, parameter: nn.Parameter) -> Rate:
-        from megatron_lite.optim.lr_multipliers import by_width
-
+    def _by_width(self, name: str, parameter: nn.Parameter) -> LrMultipliers:
         # Muon keeps one moment of what it makes orthogonal; other optimizers may keep one of everything.
         is_muon = self._config.optimizer.kind == "muon"
         is_orthogonal = is_muon and self._moments(name, parameter) == MOMENTS[:1]
-        return by_width(self._rates.get(name, USUAL), name, self._config, is_orthogonal)
+        return by_width(self._multipliers.get(name, NO_MULTIPLIERS), name, self._config, is_orthogonal)
 
     @property
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -345,8 +294,6 @@ class Engine(ABC):
         return replace(made, loss_factor=loss_factor)
 
     def _length_table(self, places: int) -> np.ndarray:
-        from megatron_lite.model.length_table import length_table
-
         processors = torch.cuda.get_device_properties(self.context.device).multi_processor_count
         return length_table(places, self._config.model, processors, self.context.tp.size, self._has_graphs)
 
@@ -378,7 +325,7 @@ class Engine(ABC):
     def set_step(self, step: int) -> None:
         """The number of the next step, from 1: it decides which parameters are trained."""
         self._step = step
-        if self._rates:
+        if self._multipliers:
             self._zero.set_step(step)
 
     def more_measures(self, loss: float) -> dict[str, float]:
@@ -393,8 +340,8 @@ class Engine(ABC):
     def _begin_step(self, micro_batches: int, lr: float) -> None:
         self._zero.begin(micro_batches)
         for group in self._zero.param_groups:
-            rate: Rate = group["rate"]
-            group["lr"] = lr * rate.lr_factor if rate.is_trained(self._step) else 0.0
+            multipliers: LrMultipliers = group["multipliers"]
+            group["lr"] = lr * multipliers.lr_factor if multipliers.is_trained(self._step) else 0.0
 
     def _result(self, objective_sums: torch.Tensor) -> StepResult:
         return StepResult(objective_sums, self._zero.outcome)

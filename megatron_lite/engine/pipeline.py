@@ -20,7 +20,8 @@ from torch import nn
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.engine.engine import SHARED_BY_STAGES, Engine, StepResult, without_chatter
+from megatron_lite.engine.deepspeed_engines import quiet_deepspeed
+from megatron_lite.engine.engine import SHARED_BY_STAGES, Engine, StepResult
 from megatron_lite.model.attention_backends.calls import PartsPlan
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.block import Block, PositionEmbeddings, Stream, final_layernorm
@@ -73,7 +74,7 @@ class _Feed:
         self._waiting: Iterator[tuple[ModelInput, float]] = iter(())
 
     def fill(self, micro_batches: Iterable[ModelInput], scale: float = 1.0) -> None:
-        """Args: micro_batches: on the host. scale: of their losses, beside the factor of each."""
+        """Args: micro_batches: on the host. scale: multiplies their losses, in addition to the factor of each."""
         self._waiting = ((micro, micro.loss_factor * scale) for micro in micro_batches)
 
     def advance(self) -> None:
@@ -313,7 +314,7 @@ class PipelineEngine(Engine):
         self._feed = _Feed(config.model, parallel, context.device, config.has_memory)
         # no_grad: DeepSpeed broadcasts the tied weight, of which autograd would warn in every backward pass.
         assert context.process_groups is not None
-        with without_chatter(), torch.no_grad(), context.process_groups.lent_to_deepspeed():
+        with quiet_deepspeed(), torch.no_grad(), context.process_groups.lent_to_deepspeed():
             stages = _Stages(config, context, parallel, self._feed, self._loss)
         named = stages.global_names(config.model.total_layers)
         initialize_parameters(named.items(), config.model, config.training.seed, parallel)

@@ -1,9 +1,8 @@
-"""The engine of layouts without pipeline stages, and the choice between it and the engine of pipeline.py."""
+"""The engine without pipeline stages, and the choice between it and the engine of pipeline.py."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,13 +11,11 @@ from megatron_lite.engine.engine import Engine, StepResult
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.build import build_model
 from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.task_batch import TaskBatch
 from megatron_lite.model.tensor_parallel import TensorParallel
 from megatron_lite.model.transformer import GLM
-from megatron_lite.optim.buckets import Rate
+from megatron_lite.optim.lr_multipliers import LrMultipliers
 from megatron_lite.parallel.context import Mpu, ParallelContext
-
-if TYPE_CHECKING:
-    from megatron_lite.model.task_batch import TaskBatch
 
 
 class PlainEngine(Engine):
@@ -29,15 +26,15 @@ class PlainEngine(Engine):
         config: Config,
         context: ParallelContext,
         num_losses: int,
-        rates: Mapping[str, Rate] | None = None,
+        multipliers: Mapping[str, LrMultipliers] | None = None,
     ):
-        """Args: rates: as for `Engine`."""
+        """Args: multipliers: as for `Engine`."""
         parallel = TensorParallel(
             context.tp, config.parallel.sequence_parallel, sums_at_once=config.parallel.zero_stage == 3
         )
         self._model = build_model(config, num_losses, parallel)
         super().__init__(
-            self._model, dict(self._model.named_parameters()), config, context, Mpu(context), rates
+            self._model, dict(self._model.named_parameters()), config, context, Mpu(context), multipliers
         )
         self._model.before_use = self._zero.await_weights
         self._buffer = torch.empty(0, dtype=torch.int32, device=context.device)
@@ -50,18 +47,25 @@ class PlainEngine(Engine):
         return self._model
 
     def train_step(self, micro_batches: Sequence[ModelInput], lr: float) -> StepResult:
-        self._begin_step(len(micro_batches), lr)
-        sums = self._no_sums()
-        for number, micro in enumerate(micro_batches, start=1):
+        """As `Engine.train_step`. Gradients are summed in the optimizer's buckets, and over ranks during backward.
+
+        DeepSpeed's `step` does nothing before the last micro-batch. Then it calls the optimizer's: global norm,
+        clipping, the check for gradients that are not finite, and the update, all on the device
+        (`ShardedOptimizer.step`).
+        """
+        self._begin_step(len(micro_batches), lr)  # learning rates, empty buckets
+        objective_sums = self._no_sums()
+        for number, micro_batch in enumerate(micro_batches, start=1):
             self._engine.set_gradient_accumulation_boundary(number == len(micro_batches))
-            batch = micro.to(self.context.device, self._buffer_for(micro))
+            batch = micro_batch.to(self.context.device, self._buffer_for(micro_batch))
             loss_sum, per_objective = self._engine(batch)
-            self._engine.backward(
-                loss_sum * (micro.loss_factor * self._zero.loss_factor), scale_wrt_gas=False
-            )
+            loss = loss_sum * (
+                micro_batch.loss_factor * self._zero.loss_factor
+            )  # normaliser; loss scale of fp16
+            self._engine.backward(loss, scale_wrt_gas=False)
             self._engine.step()
-            sums[:, : per_objective.shape[1]] += per_objective
-        return self._result(sums)
+            objective_sums[:, : per_objective.shape[1]] += per_objective
+        return self._result(objective_sums)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> torch.Tensor:
@@ -87,7 +91,7 @@ class PlainEngine(Engine):
 
     @torch.no_grad()
     def answers(self, batch: TaskBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The model's answers to a task's parts, without dropout, on all ranks of a replica. See `GLM.forward`."""
+        """The model's predictions for a task, without dropout, on all ranks of a replica. See `GLM.forward`."""
         return self._model(self._input(batch, None), answers=True)
 
     def _input(self, batch: Batch, dropout_seed: int | None) -> ModelInput:
@@ -109,6 +113,8 @@ def make_engine(config: Config, context: ParallelContext, num_losses: int) -> En
     """Build, initialise and shard the model of a configuration for its layout."""
     if context.pp.size == 1:
         return PlainEngine(config, context, num_losses)
-    from megatron_lite.engine.pipeline import PipelineEngine
+    from megatron_lite.engine.pipeline import (
+        PipelineEngine,  # imports DeepSpeed's pipeline, which takes seconds
+    )
 
     return PipelineEngine(config, context, num_losses)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron_lite.optim.buckets import MOMENTS, Rate, allocate_moments
+from megatron_lite.optim.buckets import MOMENTS, allocate_moments
+from megatron_lite.optim.lr_multipliers import LrMultipliers
 from megatron_lite.optim.sharded import Outcome
 from megatron_lite.parallel.collectives import Group
 
@@ -22,28 +23,28 @@ class Zero3:
     So it is told nothing: the gradient of a frozen parameter becomes 0, as are its learning rate and its step count.
     """
 
-    def __init__(self, optimizer: Any, dp: Group, rates: Mapping[nn.Parameter, Rate]):
+    def __init__(self, optimizer: Any, dp: Group, multipliers: Mapping[nn.Parameter, LrMultipliers]):
         self._deepspeed = optimizer
         self._dp = dp
         allocate_moments(self.optimizer, optimizer.fp32_partitioned_groups_flat)
-        self._late = {parameter: rate for parameter, rate in rates.items() if rate.first_step > 1}
-        for parameter, rate in self._late.items():
-            parameter.register_hook(functools.partial(self._gradient, rate))
+        self._late = {parameter: each for parameter, each in multipliers.items() if each.first_step > 1}
+        for parameter, each in self._late.items():
+            parameter.register_hook(functools.partial(self._gradient, each))
         self.optimizer.register_step_post_hook(self._forget_steps)
         self.set_step(1)
 
     def set_step(self, step: int) -> None:
         """The number of the next step, as `ShardedOptimizer.set_step`."""
         self._step = step
-        frozen = [self._state(p) for p, rate in self._late.items() if not rate.is_trained(step)]
+        frozen = [self._state(p) for p, each in self._late.items() if not each.is_trained(step)]
         self._frozen = list({id(state): state for state in frozen}.values())
 
     def _forget_steps(self, *_: Any) -> None:
         for state in self._frozen:
             state["step"].zero_()
 
-    def _gradient(self, rate: Rate, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient if rate.is_trained(self._step) else torch.zeros_like(gradient)
+    def _gradient(self, multipliers: LrMultipliers, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient if multipliers.is_trained(self._step) else torch.zeros_like(gradient)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -109,6 +110,6 @@ class Zero3:
         return self._state(parameter)["step"]
 
     def _state(self, parameter: Any) -> dict[str, torch.Tensor]:
-        """Adam's, of the flat partition with the parameter: only those of one rate share it."""
+        """Adam's, of the flat partition with the parameter: only parameters with equal multipliers share it."""
         group, *_ = self._deepspeed.grad_position[self._deepspeed.get_param_id(parameter)]
         return self.optimizer.state[self._deepspeed.fp32_partitioned_groups_flat[group]]

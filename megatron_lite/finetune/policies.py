@@ -18,7 +18,7 @@ from data_utils.common.settings import check
 from megatron_lite.checkpoint.manifest import ADAPTER, TASK_HEAD
 from megatron_lite.config.tree import Config
 from megatron_lite.model.build import kind_of
-from megatron_lite.optim.buckets import NEVER, Rate
+from megatron_lite.optim.lr_multipliers import NEVER, LrMultipliers
 
 _ABOVE = ("heads.", "final_layernorm.")
 
@@ -31,7 +31,7 @@ _CHOSEN: dict[str, Callable[[str], bool]] = {
 }
 
 
-def rates(config: Config, names: Iterable[str], samples: int) -> dict[str, Rate]:
+def rates(config: Config, names: Iterable[str], samples: int) -> dict[str, LrMultipliers]:
     """Name of a parameter -> its learning rate factor and first step; {} if all are trained alike.
 
     Args:
@@ -59,16 +59,16 @@ def rates(config: Config, names: Iterable[str], samples: int) -> dict[str, Rate]
         return {}
     per_step = config.batch.global_batch_size
 
-    def rate(name: str) -> Rate:
+    def rate(name: str) -> LrMultipliers:
         below = top - depth(name, config)  # layers from the head
         epoch = 1
         if finetune.unfreeze == "gradual":
             epoch = max(1, below)
         elif finetune.unfreeze == "siatl" and not name.startswith(TASK_HEAD):
             epoch = 2 if below < top else 5
-        return Rate(finetune.layer_decay**below, first_step_of(epoch, samples, per_step))
+        return LrMultipliers(finetune.layer_decay**below, first_step_of(epoch, samples, per_step))
 
-    return {name: Rate(first_step=NEVER) for name in names} | {name: rate(name) for name in trained}
+    return {name: LrMultipliers(first_step=NEVER) for name in names} | {name: rate(name) for name in trained}
 
 
 def depth(name: str, config: Config) -> int:
@@ -106,7 +106,7 @@ def language_weight(config: Config, samples: int) -> Callable[[int], float] | No
     return weight
 
 
-def described(rates: dict[str, Rate], elements: dict[str, int], steps: int) -> str:
+def described(rates: dict[str, LrMultipliers], elements: dict[str, int], steps: int) -> str:
     """One line for the log. Args: elements: of each parameter. steps: of the run."""
     trained = {name for name, rate in rates.items() if rate.is_trained(steps)}
     starts = sorted({rates[name].first_step for name in trained})

@@ -46,7 +46,7 @@ from megatron_lite.finetune.writing import writer
 from megatron_lite.metrics.records import read_metrics
 from megatron_lite.model.build import kind_of
 from megatron_lite.model.task_batch import TaskBatch
-from megatron_lite.optim.buckets import USUAL, Rate
+from megatron_lite.optim.lr_multipliers import NO_MULTIPLIERS, LrMultipliers
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.runtime.control import RunControl
 from megatron_lite.runtime.watchdog import NoWatchdog, Section, Watchdog
@@ -108,19 +108,19 @@ def warn_of_export(model: ModelConfig) -> None:
         )
 
 
-def task_rates(task: Task) -> dict[str, Rate]:
+def task_rates(task: Task) -> dict[str, LrMultipliers]:
     """How the policies of a task's run train each parameter. Raises ConfigError if they train none."""
     return policies.rates(task.config, kind_of(task.config).shapes(task.config), task.epoch_samples)
 
 
-def _in_turn(task: Task, rates: dict[str, Rate], turns: Turns) -> dict[str, Rate]:
+def _in_turn(task: Task, rates: dict[str, LrMultipliers], turns: Turns) -> dict[str, LrMultipliers]:
     """The rates of a run of several tasks: the head of a task is trained by the task's own batches alone."""
     found = dict(rates)
     for number, one in enumerate(task.each):
         own, has_turn = f"{TASK_HEAD}{one.settings.name}.", partial(turns.has, number)
         for name in kind_of(task.config).shapes(task.config):
             if name.startswith(own):
-                found[name] = replace(rates.get(name, USUAL), has_turn=has_turn)
+                found[name] = replace(rates.get(name, NO_MULTIPLIERS), has_turn=has_turn)
     return found
 
 
@@ -172,7 +172,7 @@ def _one_seed(
     for one in measured:
         evaluated = one.evaluated(engine)
         if context.is_main:
-            _write_seed(one.task, directory / one.task.place, checkpoint.step, trainer.step, evaluated)
+            _write_seed(one.task, directory / one.task.place, checkpoint.step, trainer.progress.step, evaluated)
     if context.is_main and not task.others:
         warn_of_little_progress(task, directory, judge)
     context.barrier()

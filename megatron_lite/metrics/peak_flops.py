@@ -1,10 +1,10 @@
-"""The rate that a run is compared with: a GPU's data sheet, the user's number, or a measurement of this machine.
+"""The peak FLOP/s that MFU is computed against: of a GPU's data sheet, given by the user, or measured on this machine.
 
-A share of the first two is model FLOPs utilisation (MFU). Without them, above all on CPUs, products of matrices are
-timed with the project's own linear layer. Virtual CPUs change their speed by a factor of three within seconds, so one
-short measurement says little: the best time of many small products counts, in time of the CPU, without what other
-programs take; all ranks multiply at once as they do in training, and the first log lines of a start measure again.
-Checkpoints keep the rate, so that a resumed run compares with the same.
+Without the first two, above all on CPUs, matrix products of the project's linear layer are timed; the ratio is then not
+called MFU. Virtual CPUs change their speed by a factor of three within seconds, so one short measurement means little.
+Small products find an undisturbed moment: the best time of many counts, in CPU time, which leaves out other programs.
+All ranks multiply at once, as they do in training, and the first log lines of a start measure again. Checkpoints keep
+the rate, so that a resumed run is compared with the same number.
 """
 
 from __future__ import annotations
@@ -94,12 +94,12 @@ def matmul_tflops(dtype: torch.dtype, device: torch.device, seconds: float) -> f
     return 2 * size**3 / best_seconds(product, seconds, clock) / 1e12
 
 
-class Yardstick:
-    """The rate of one device that the run's rate is a share of.
+class PeakFlops:
+    """The peak FLOP/s of one device.
 
     Attributes:
         tflops: TFLOP/s of one device, on average over the ranks.
-        is_measured: it is this machine's own rate, and no data sheet's or user's.
+        is_measured: it was measured on this machine, and is neither a data sheet's nor the user's.
         rates: the measured ones by machine, as checkpoints keep them.
     """
 
@@ -110,7 +110,7 @@ class Yardstick:
         context: ParallelContext,
         rates: Mapping[str, float] | None = None,
     ):
-        """All ranks make theirs together. Args: configured: run.peak_tflops; rates: of the checkpoint."""
+        """All ranks call this together. Args: configured: run.peak_tflops; rates: of the checkpoint."""
         self.rates = dict(rates or {})
         self.name = device_name(context.device)
         self._dtype, self._context = dtype, context
@@ -137,10 +137,10 @@ class Yardstick:
         mean = self._context.sum_of_hosts([own])[0] / self._context.world_size
         self.tflops = self.rates[self._key] = max(self.tflops, mean)
 
-    def share(self, tflops: float) -> dict[str, float]:
-        """A rate as a share, for the records: `mfu`, or `machine_share` with what it is a share of."""
-        share = tflops / self.tflops
-        return {"machine_share": share, "machine_tflops": self.tflops} if self.is_measured else {"mfu": share}
+    def utilisation(self, tflops: float) -> dict[str, float]:
+        """A rate over the peak, for the records: `mfu`, or `machine_share` and the measured peak."""
+        ratio = tflops / self.tflops
+        return {"machine_share": ratio, "machine_tflops": self.tflops} if self.is_measured else {"mfu": ratio}
 
     def __str__(self) -> str:
         if self.is_measured:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from data_utils.common.settings import to_tree
 from megatron_lite.config.tree import Config
 from megatron_lite.metrics import version
 from megatron_lite.metrics.formatting import fitted, format_count, format_duration
-from megatron_lite.metrics.peak_flops import Yardstick
+from megatron_lite.metrics.peak_flops import PeakFlops
 from megatron_lite.model.build import kind_of
 from megatron_lite.parallel.context import ParallelContext
 
@@ -28,20 +29,48 @@ SHOWN = 0.05  # share of padding, or of the time waited for data, from which it 
 
 
 @dataclass
-class Interval:
+class LogInterval:
     """Sums over the steps since the last log line, all ranks together."""
 
-    objective_sums: torch.Tensor  # fp64 [objectives, 3], on the device: loss sum, loss weight, z-loss
-    steps: int = 0
-    tokens: int = 0
-    computed: int = 0  # tokens and their padding
-    flops: float = 0.0
-    data_seconds: float = 0.0  # in which the loop waited for data
-    started: float = field(default_factory=time.perf_counter)
+    num_losses: int
+    device: torch.device
 
-    @staticmethod
-    def begin(losses: int, device: torch.device) -> Interval:
-        return Interval(torch.zeros(losses, 3, dtype=torch.float64, device=device))
+    def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Start the next interval now."""
+        # On the device: to read a sum in each step would make the host wait.
+        self.objective_sums = torch.zeros(self.num_losses, 3, dtype=torch.float64, device=self.device)
+        """fp64 [losses, 3]: loss sum, loss weight, z-loss."""
+        self.steps = 0
+        self.tokens = 0
+        self.padded_tokens = 0  # tokens with padding, as they are computed
+        self.flops = 0.0
+        self.data_seconds = 0.0  # for which the loop waited for data
+        self.started = time.perf_counter()
+
+    def add(self, tokens: int, padded_tokens: int, flops: float, objective_sums: torch.Tensor) -> None:
+        """Add a step."""
+        self.steps += 1
+        self.tokens += tokens
+        self.padded_tokens += padded_tokens
+        self.flops += flops
+        self.objective_sums += objective_sums
+
+    @contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """The time within the context is waiting for data."""
+        start = time.perf_counter()
+        yield
+        self.data_seconds += time.perf_counter() - start
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The time within the context is not training time, and not in the interval."""
+        start = time.perf_counter()
+        yield
+        self.started += time.perf_counter() - start
 
 
 def objective_losses(
@@ -145,15 +174,15 @@ def start_line(config: Config, context: ParallelContext, step: int) -> str:
 
 
 def start_values(
-    config: Config, context: ParallelContext, yardstick: Yardstick, restarts: int, program: dict[str, Any]
+    config: Config, context: ParallelContext, peak_flops: PeakFlops, restarts: int, program: dict[str, Any]
 ) -> dict[str, Any]:
     """Who trains from here on. Args: restarts: how often the run was continued from a checkpoint."""
     return {
         "restarts": restarts,
         "processes": context.world_size,
         "layout": layout(context),
-        "device": yardstick.name,
-        "compared_with": str(yardstick),
+        "device": peak_flops.name,
+        "compared_with": str(peak_flops),
         "program": version.describe(program),
         "parameters": kind_of(config).count(config),
     }

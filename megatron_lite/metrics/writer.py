@@ -13,15 +13,12 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
 from data_utils.common.untrusted import open_regular
-
-if TYPE_CHECKING:
-    from megatron_lite.config.tree import Config
-    from megatron_lite.metrics.trackers import Background
+from megatron_lite.metrics.trackers import Background
 
 log = logging.getLogger(__name__)
 
@@ -47,15 +44,6 @@ def record_rewind(directory: Path, step: int) -> None:
         metrics = Metrics(directory, enabled=True, tensorboard=False)
         metrics.write("rewind", step, {})
         metrics.close("FINISHED")
-
-
-def chosen_trackers(config: Config, continues: bool) -> list[Background]:
-    """The services that a configuration names, if any. Args: as for `make_trackers`."""
-    if not config.trackers.is_used:
-        return []
-    from megatron_lite.metrics.trackers import make_trackers
-
-    return make_trackers(config, continues)
 
 
 class Metrics:

@@ -38,7 +38,7 @@ class AdaFactor(TensorOptimizer):
         self._sizes = self.per_tensor(lambda tensor: float(tensor.size))
         self._least = torch.full((layout.count,), LEAST_SCALE, device=self.device)
         for part in self.parts:
-            self._least[part.members] *= part.group["rate"].eps_factor
+            self._least[part.members] *= part.group["multipliers"].eps_factor
         self._rows: dict[int, slice] = {}  # tensor -> where its means are
         self._columns: dict[int, slice] = {}
         length = 0

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_lite.model.tensor_parallel import add_product
+from megatron_lite.optim.lr_multipliers import NO_MULTIPLIERS, LrMultipliers
 from megatron_lite.parallel.collectives import Group
 
 ALIGNMENT = 64  # elements between the starts of parameters and of parts: 128 bytes in half precision
@@ -18,51 +18,36 @@ ALIGNMENT = 64  # elements between the starts of parameters and of parts: 128 by
 ADDED_ALONE = 1 << 18
 MOVED_AT_ONCE = 1 << 24  # elements of gradients that may wait to be added up by the same kernel
 MOMENTS = ("exp_avg", "exp_avg_sq")
-NEVER = sys.maxsize
 
 
 @dataclass(frozen=True)
-class Rate:
-    """Factors of learning rate, weight decay and epsilon of a parameter, and its first trained step."""
-
-    lr_factor: float = 1.0
-    first_step: int = 1  # before it the parameter is frozen; NEVER: it stays as it is
-    decay_factor: float = 1.0
-    eps_factor: float = 1.0  # AdaFactor: of the least scale of the weights
-    has_turn: Callable[[int], bool] | None = None  # step -> whether it is trained there; None: in all
-
-    def is_trained(self, step: int) -> bool:
-        return step >= self.first_step and (self.has_turn is None or self.has_turn(step))
-
-
-USUAL = Rate()
-
-
-@dataclass(frozen=True)
-class Treatment:
-    """Common properties of the parameters of a bucket."""
+class ParamGroup:
+    """What the parameters of a bucket have in common. Only parameters with equal groups share a bucket."""
 
     weight_decay: float
     counts: bool  # in the gradient norm; False where another rank counts the same gradient
-    summed_over: Group | None = None  # ranks that each hold a part of the gradient, data-parallel ones aside
-    rate: Rate = USUAL
+    summed_over: Group | None = (
+        None  # ranks whose gradients are added up, in addition to the data-parallel ranks
+    )
+    multipliers: LrMultipliers = NO_MULTIPLIERS
     moments: tuple[str, ...] = MOMENTS  # the optimizer's state of each element
-    # A part of all stages, apart from the tied words: where a rank does not count one of the two, buckets would differ.
+    # True for tables that every pipeline stage holds. They share no bucket with the tied word embedding: a stage counts
+    # only one of the two in the gradient norm, so that the buckets of two stages would differ.
     is_of_stages: bool = False
 
 
 def assign(
-    treatments: Mapping[nn.Parameter, Treatment], bucket_size: int
-) -> list[tuple[Treatment, list[nn.Parameter]]]:
+    group_of: Mapping[nn.Parameter, ParamGroup], bucket_size: int
+) -> list[tuple[ParamGroup, list[nn.Parameter]]]:
     """Parameters in the order of their gradients -> buckets in the order in which they are complete."""
-    filling: dict[Treatment, list[nn.Parameter]] = {}
+    filling: dict[ParamGroup, list[nn.Parameter]] = {}
     full = []
     last = {}
-    for place, (parameter, treatment) in enumerate(treatments.items()):
-        bucket = filling.setdefault(treatment, [])
+    for place, (parameter, group) in enumerate(group_of.items()):
+        bucket = filling.setdefault(group, [])
         if bucket and sum(p.numel() for p in bucket) + parameter.numel() > bucket_size:
-            full.append((treatment, bucket))
-            bucket = filling[treatment] = []
+            full.append((group, bucket))
+            bucket = filling[group] = []
         bucket.append(parameter)
         last[id(bucket)] = place
     full += filling.items()
@@ -92,8 +77,8 @@ def _aligned(count: int, unit: int = ALIGNMENT) -> int:
 class Bucket:
     """Weights in one flat tensor, and the fp32 state of this rank's part of them."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], treatment: Treatment, dp: Group, offload: bool):
-        self.treatment = treatment
+    def __init__(self, parameters: Sequence[nn.Parameter], group: ParamGroup, dp: Group, offload: bool):
+        self.group = group
         self.starts: dict[nn.Parameter, int] = {}
         size = 0
         for parameter in parameters:

@@ -68,7 +68,7 @@ class Muon(TensorOptimizer):
         super().__init__(groups, layout, settings)
         others = [group for group in self.param_groups if group["moments"] == MOMENTS]
         for group in others:
-            group["eps"] = settings.eps * group["rate"].eps_factor
+            group["eps"] = settings.eps * group["multipliers"].eps_factor
         betas = settings.beta1, settings.beta2
         self._adamw = torch.optim.AdamW(others, lr=0.0, betas=betas, fused=True)
         self._adamw.state = self.state

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from megatron_lite.optim.buckets import Bucket, Treatment, allocate_moments, assign
+from megatron_lite.optim.buckets import Bucket, ParamGroup, allocate_moments, assign
 from megatron_lite.parallel.collectives import all_gather_parts, all_reduce, finish, reduce_scatter_parts
 from megatron_lite.parallel.context import ParallelContext
 
@@ -65,7 +65,7 @@ class ShardedOptimizer:
 
     def __init__(
         self,
-        treatments: Mapping[nn.Parameter, Treatment],
+        group_of: Mapping[nn.Parameter, ParamGroup],
         context: ParallelContext,
         *,
         stage: int,
@@ -77,7 +77,7 @@ class ShardedOptimizer:
         offload: bool = False,
     ):
         """Args:
-        treatments: in the order in which the backward pass finishes the gradients.
+        group_of: parameters in the order in which the backward pass finishes their gradients.
         bucket_size: elements that are reduced at once; a larger parameter is a bucket of its own.
         loss_scaler: DeepSpeed's.
         make_optimizer: of groups of the buckets' fp32 weights, and the buckets.
@@ -87,22 +87,21 @@ class ShardedOptimizer:
         self._clip_grad_norm, self._communication_type = clip_grad_norm, communication_type
         self.loss_scaler = loss_scaler
         self.buckets = [
-            Bucket(parameters, treatment, context.dp, offload)
-            for treatment, parameters in assign(treatments, bucket_size)
+            Bucket(parameters, group, context.dp, offload)
+            for group, parameters in assign(group_of, bucket_size)
         ]
         self.bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.starts}
         self._buckets_of: dict[nn.Module, list[Bucket]] = {}
         for parameter in self.bucket_of:
             parameter.register_post_accumulate_grad_hook(self._take)
-        groups: dict[Any, dict[str, Any]] = {}
+        torch_groups: dict[Any, dict[str, Any]] = {}
         for bucket in self.buckets:
-            treatment = bucket.treatment
-            shared = {key: getattr(treatment, key) for key in ("weight_decay", "rate", "moments")}
-            group = groups.setdefault(tuple(shared.values()), {"params": [], **shared})
-            group["params"].append(bucket.master)
-        self.optimizer = make_optimizer(list(groups.values()), self.buckets)
+            shared = {key: getattr(bucket.group, key) for key in ("weight_decay", "multipliers", "moments")}
+            torch_group = torch_groups.setdefault(tuple(shared.values()), {"params": [], **shared})
+            torch_group["params"].append(bucket.master)
+        self.optimizer = make_optimizer(list(torch_groups.values()), self.buckets)
         for bucket in self.buckets:
-            allocate_moments(self.optimizer, [bucket.master], bucket.treatment.moments)
+            allocate_moments(self.optimizer, [bucket.master], bucket.group.moments)
         self.skipped = torch.zeros((), device=context.device)
         # Outcome of the last step. The call waits for the gradient norm, and adapts the loss scale.
         self.outcome: Callable[[], Outcome] = lambda: Outcome(0.0, False, self.loss_factor)
@@ -111,10 +110,10 @@ class ShardedOptimizer:
 
     def set_step(self, step: int) -> None:
         """Before `begin`: train what has its turn in this step, freeze all else."""
-        self._trained = [bucket for bucket in self.buckets if bucket.treatment.rate.is_trained(step)]
+        self._trained = [bucket for bucket in self.buckets if bucket.group.multipliers.is_trained(step)]
         for bucket in self.buckets:
             for parameter in bucket.starts:
-                parameter.requires_grad_(bucket.treatment.rate.is_trained(step))
+                parameter.requires_grad_(bucket.group.multipliers.is_trained(step))
 
     # The backward passes of a step
 
@@ -217,7 +216,7 @@ class ShardedOptimizer:
         """Clip and update, unless a gradient is not finite; then give all ranks the weights. Waits for no device."""
         parts = [self._final_part(bucket) for bucket in self._trained]
         norms = torch._foreach_norm(parts)
-        counted = [norms[i] for i, bucket in enumerate(self._trained) if bucket.treatment.counts]
+        counted = [norms[i] for i, bucket in enumerate(self._trained) if bucket.group.counts]
         total = torch.stack(counted or [torch.zeros_like(norms[0])]).double().square().sum()
         scale = float(self.loss_scaler.cur_scale)
         norm = self._context.sum(total).sqrt().float() / scale
@@ -236,8 +235,8 @@ class ShardedOptimizer:
 
     def _final_part(self, bucket: Bucket) -> torch.Tensor:
         assert bucket.part is not None, "a step follows reduce_gradients"
-        if bucket.treatment.summed_over is not None:
-            all_reduce(bucket.part, bucket.treatment.summed_over)
+        if bucket.group.summed_over is not None:
+            all_reduce(bucket.part, bucket.group.summed_over)
         return bucket.part
 
     def _update(self, parts: list[torch.Tensor]) -> None:
@@ -314,7 +313,7 @@ class ShardedOptimizer:
         state = self.optimizer.state[bucket.master]
         tensors = {
             "weight": bucket.master[place],
-            **{key: state[key][place] for key in bucket.treatment.moments},
+            **{key: state[key][place] for key in bucket.group.moments},
         }
         return tuple(parameter.shape), start, tensors
 
@@ -323,5 +322,5 @@ class ShardedOptimizer:
         return self.optimizer.whole_state(name) if hasattr(self.optimizer, "whole_state") else {}
 
     def step_count(self, parameter: nn.Parameter) -> torch.Tensor:
-        """Adam's count of steps, which the parameter shares with others of the same rate."""
+        """Adam's count of steps, which the parameter shares with others of the same multipliers."""
         return self.optimizer.state[self.bucket_of[parameter].master]["step"]

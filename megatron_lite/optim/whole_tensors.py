@@ -99,7 +99,7 @@ class Layout:
                 box = Box(run.box.row - bounds[block], run.box.row_stop - bounds[block], *_columns(run.box))
                 begin = place.start + run.start - start
                 where = slice(begin, begin + box.size)
-                found.append(Piece(first + block, box, where, bucket.treatment.counts))
+                found.append(Piece(first + block, box, where, bucket.group.counts))
 
 
 def _columns(box: Box) -> tuple[int, int]:
@@ -173,7 +173,7 @@ class TensorOptimizer(torch.optim.Optimizer):
         self.device = self.parts[0].weights.device
 
     def eps(self, part: Part) -> float:
-        return self.settings.eps * part.group["rate"].eps_factor
+        return self.settings.eps * part.group["multipliers"].eps_factor
 
     @staticmethod
     def moments(name: str, parameter: nn.Parameter) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
@@ -43,7 +43,7 @@ FILE_CHECK_SECONDS = 1.0  # a look at a shared file system can cost a millisecon
 
 @dataclass(frozen=True)
 class Requests:
-    """The requests that all ranks have agreed on."""
+    """Requests of one rank, or those that all ranks have agreed on."""
 
     stop: bool = False  # by a signal: save and end
     halt: bool = False  # by the file STOP: save and end, and do not start again while it exists
@@ -61,6 +61,15 @@ class Requests:
             (self.halt, "stopped at the request of the file STOP"),
         )
         return [event for is_asked, event in asked if is_asked]
+
+    def to_vector(self) -> list[float]:
+        """Numbers that are summed over the ranks."""
+        return [float(self.stop), float(self.halt), float(self.save)]
+
+    @staticmethod
+    def from_sums(sums: Sequence[float]) -> Requests:
+        """What some rank requests. Args: sums: of `to_vector` over all ranks."""
+        return Requests(*(value > 0 for value in sums))
 
 
 class Phase(Enum):
@@ -91,14 +100,10 @@ class RunControl:
         if self.stop_file.exists():
             raise HaltedError(f"{self.stop_file} exists, which stops this run; remove it to train on.")
 
-    def local_requests(self) -> list[float]:
-        """This rank's requests as numbers, to be summed over the ranks and given to `agreed`."""
+    def local_requests(self) -> Requests:
+        """The requests that this rank knows of."""
         files = self._look() if self._is_main else Requests()
-        return [float(self._stop_signal), float(files.halt), float(files.save)]
-
-    @staticmethod
-    def agreed(sums: list[float]) -> Requests:
-        return Requests(*(value > 0 for value in sums))
+        return Requests(self._stop_signal, files.halt, files.save)
 
     def saved(self) -> None:
         """Called after the save that the file SAVE asked for: removes the file."""

@@ -14,6 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from data_utils.common.errors import CheckpointError
+from megatron_lite.checkpoint.existing import MisnamedError, read_checkpoint
 from megatron_lite.checkpoint.manifest import Checkpoint, list_checkpoints, none_is_valid
 from megatron_lite.metrics.writer import FILE, has_saved
 
@@ -117,8 +118,6 @@ def state_of(run: Path) -> RunState:
     except OSError as error:
         problem = f"{error.filename or checkpoints}: {error.strerror}; get permission, or choose another run.directory."
         return RunState(run, Condition.UNREADABLE, problem)
-    from megatron_lite.checkpoint.existing import MisnamedError, read_checkpoint
-
     first: CheckpointError | None = None
     for path in reversed(paths):
         try:

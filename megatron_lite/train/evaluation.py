@@ -16,25 +16,26 @@ from megatron_lite.engine.plain import PlainEngine
 from megatron_lite.metrics.reports import scores_line, validation_line
 from megatron_lite.metrics.standstill import Standstill
 from megatron_lite.metrics.writer import Metrics, is_recorded
-from megatron_lite.model.batch import Samples
+from megatron_lite.model.batch import Batch, Samples
 from megatron_lite.model.transformer import GLM
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.train.loss_normaliser import LossNormaliser
 from megatron_lite.train.lr_schedule import step_rate
-from megatron_lite.train.step import LossShares, same_passes
+from megatron_lite.train.step import read_batch
 
 log = logging.getLogger(__name__)
 
 
 class Judge(Protocol):
-    """Evaluates a run by other scores than the validation loss, on every rank at the same point, with equal answers."""
+    """Evaluates a run by other scores than the validation loss. All ranks call it together and get equal results."""
 
     @property
     def ends_training(self) -> bool:
-        """Whether no better score is to be expected."""
+        """True when early stopping triggers."""
         ...
 
     def resume(self, step: int) -> int:
-        """The run goes on after this step: what was found later is forgotten. Returns the last evaluated step, or 0."""
+        """Drop what was found after this step, from which the run continues. Returns the last evaluated step, or 0."""
         ...
 
     def evaluate(self, step: int) -> dict[str, float]:
@@ -43,7 +44,10 @@ class Judge(Protocol):
 
 
 class Evaluation:
-    """Args: as those of the trainer. data: of validation."""
+    """Evaluates the model as it is when called.
+
+    Args: as for `Trainer`; data: validation samples.
+    """
 
     def __init__(
         self,
@@ -52,32 +56,32 @@ class Evaluation:
         context: ParallelContext,
         engine: Engine,
         data: Samples | None,
-        shares: LossShares,
+        loss_normaliser: LossNormaliser,
         judge: Judge | None,
         fill: Callable[[GLM], dict[str, Any]] | None,
     ):
         self._config, self._plan, self._context, self._engine = config, plan, context, engine
-        self._data, self._shares, self._fill = data, shares, fill
+        self._data, self._loss_normaliser, self._fill = data, loss_normaliser, fill
         self.judge = judge
         self._standstill = Standstill()
         self.last_step = 0  # the last step that is known to be evaluated
 
     @property
     def ends_training(self) -> bool:
-        """Whether no better score is to be expected."""
+        """True when early stopping triggers."""
         return self.judge is not None and self.judge.ends_training
 
     def resume(self, step: int, is_own: bool) -> None:
-        """The run goes on after `step` steps, its own or (not `is_own`) those of the run from which it branches."""
+        """The run continues after `step` steps. Args: is_own: of this run, not of one that it branches from."""
         if self.judge is not None:
             self.last_step = self.judge.resume(step)
             return
         missing = step >= self._config.training.steps
-        if is_own:  # all ranks get the main rank's answer
+        if is_own:  # the main rank decides: other nodes may see an older state of a shared file system
             directory = Path(self._config.run.directory)
             unrecorded = self._context.is_main and not is_recorded(directory, "validation", step)
-            (answer,) = self._context.sum_of_hosts([float(unrecorded)])
-            missing = answer > 0
+            (missing_on_main,) = self._context.sum_of_hosts([float(unrecorded)])
+            missing = missing_on_main > 0
         if not missing:
             self.last_step = step
 
@@ -92,12 +96,13 @@ class Evaluation:
             return {}
         config, context, engine = self._config, self._context, self._engine
         samples, size = config.training.eval_samples, config.batch.micro_batch_size
-        batches = same_passes(self._data, samples, size, context)
+        batches = evaluation_batches(self._data, samples, size, context)
         with engine.averaged_weights():
             sums = context.sum_of_losses(engine.evaluate(batches))
             own = [batch.loss_weights(len(sums)) * context.counts_samples for batch in batches]
-            sums = self._shares.divided(sums, context.sum_of_hosts(np.sum(own, axis=0).tolist()))
-            losses = self._shares.means(sums.cpu().numpy(), step)
+            loss_weights = context.sum_of_hosts(np.sum(own, axis=0).tolist())
+            sums = self._loss_normaliser.with_token_counts(sums, loss_weights)
+            losses = self._loss_normaliser.means(sums.cpu().numpy(), step)
             values = {**losses, **engine.more_measures(losses["loss"])}
             if config.training.loss_normalization == "per_objective":  # a sum of means
                 values.pop("perplexity", None)
@@ -114,3 +119,13 @@ class Evaluation:
             filled = self._fill(self._engine.model)
             line = f"fillings at step {step} | {filled['exact']} of {filled['blanks']} blanks as in the text"
             metrics.write("fillings", step, filled, line)
+
+
+def evaluation_batches(data: Samples, count: int, size: int, context: ParallelContext) -> list[Batch]:
+    """This rank's batches of the first `count` samples. All ranks get equally many, each of `size` samples."""
+    samples, dp = np.arange(count), context.dp
+    per_pass = size * dp.size
+    return [
+        read_batch(data, samples[start : start + per_pass][dp.rank :: dp.size]).padded(size)
+        for start in range(0, count, per_pass)
+    ]

@@ -13,13 +13,17 @@ from typing import Any
 
 from data_utils.objectives import LOSSES
 from megatron_lite.checkpoint.agreement import agreed_steps, agreement
+from megatron_lite.checkpoint.existing import find_manifest, newest_readable
 from megatron_lite.checkpoint.manifest import rewinds
 from megatron_lite.checkpoint.state import TrainerState
+from megatron_lite.config.system_class import require_class
+from megatron_lite.config.task_rows import with_task_rows
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import Engine
 from megatron_lite.model.build import kind_of
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.runtime.run_state import state_of
+from megatron_lite.train import continuation
 
 
 @dataclass(frozen=True)
@@ -40,14 +44,10 @@ def check_beginning(config: Config) -> None:
     found.require_start()
     if found.newest is None:
         if config.model.system is not None:
-            from megatron_lite.config.system_class import require_class
-
             require_class(config.model)
         if config.checkpoint.initialize_from is None:
             kind_of(config).check_beginning(config)
             return
-    from megatron_lite.train import continuation
-
     continuation.check(config, found.newest)
 
 
@@ -55,9 +55,6 @@ def keep_task_rows(config: Config) -> Config:
     """This configuration with `model.task_rows`: those of the checkpoint that the run would load, and new ones."""
     if not config.model.task_types:
         return config
-    from megatron_lite.checkpoint.existing import find_manifest, newest_readable
-    from megatron_lite.config.task_rows import with_task_rows
-
     checkpoint = newest_readable(checkpoint_directory(config))
     if checkpoint is None and config.checkpoint.initialize_from is not None:
         checkpoint = find_manifest(Path(config.checkpoint.initialize_from))
@@ -91,8 +88,6 @@ def load_beginning(
     state, is_own = None, False
     events: list[str] = []
     if agreed_steps(directory, context) or config.checkpoint.initialize_from is not None:
-        from megatron_lite.train import continuation
-
         state, is_own, events = continuation.load(config, directory, engine, context, data, program)
     else:
         kind_of(config).begin(config, engine, context)

@@ -20,7 +20,7 @@ from data_utils.common.batch_fields import (
 )
 from data_utils.common.losses import MASKED, REPLACED
 from data_utils.objectives import LOSSES
-from megatron_lite.engine.engine import parameter_groups
+from megatron_lite.engine.parameter_groups import parameter_groups
 from megatron_lite.model.attention_backends.layout import allowed
 from megatron_lite.model.batch import mean_scales
 from megatron_lite.model.build import build_model, kind_of

@@ -18,7 +18,7 @@ from megatron_lite.finetune.run import finetune, task_rates
 from megatron_lite.model.build import build_model, kind_of
 from megatron_lite.model.flops import parameter_shapes
 from megatron_lite.model.model_input import ModelInput
-from megatron_lite.optim.buckets import NEVER, USUAL, Rate
+from megatron_lite.optim.lr_multipliers import NEVER, NO_MULTIPLIERS, LrMultipliers
 from megatron_lite.train.lr_schedule import learning_rate
 
 ULMFIT = ["finetune.layer_decay=0.5", "finetune.unfreeze=gradual"]
@@ -58,7 +58,7 @@ def plain_torch(task, steps):
         {
             "params": [parameter],
             "weight_decay": 0.0 if name.endswith("bias") or "layernorm" in name else settings.weight_decay,
-            "rate": of_names[name],
+            "multipliers": of_names[name],
         }
         for name, parameter in model.named_parameters()
     ]
@@ -70,9 +70,9 @@ def plain_torch(task, steps):
             decay_steps=config.decay_steps, min_lr_ratio=schedule.min_lr_ratio,
         )  # fmt: skip
         for group in adamw.param_groups:
-            group["lr"] = lr * group["rate"].lr_factor
+            group["lr"] = lr * group["multipliers"].lr_factor
             (parameter,) = group["params"]
-            parameter.requires_grad_(step >= group["rate"].first_step)
+            parameter.requires_grad_(step >= group["multipliers"].first_step)
             parameter.grad = None
         batch = data.batch(np.arange((step - 1) * size, step * size))
         loss, sums = model(ModelInput.from_batch(batch, torch.device("cpu"), config.model))
@@ -193,12 +193,12 @@ def test_depths_and_beginnings(tmp_path):
     files = write_task(tmp_path / "task")
     task = task_of(files, tmp_path / "out", *ULMFIT, "model.num_layers=3", "batch.global_batch_size=40")
     found = task_rates(task)
-    assert found["heads.task.classifier.weight"] == found["final_layernorm.bias"] == USUAL
-    assert found["layers.2.mlp.dense_h_to_4h.bias"] == Rate(0.5, 1)
+    assert found["heads.task.classifier.weight"] == found["final_layernorm.bias"] == NO_MULTIPLIERS
+    assert found["layers.2.mlp.dense_h_to_4h.bias"] == LrMultipliers(0.5, 1)
     # Of 64 samples each: epoch 2 begins in step 2, whose samples 40 to 79 are of both; 3 with sample 128, in step 4.
-    assert found["layers.1.mlp.dense_h_to_4h.bias"] == Rate(0.25, 3)
-    assert found["layers.0.attention.dense.weight"] == Rate(0.125, 5)
-    assert found["embedding.word_embeddings.weight"] == Rate(0.0625, 6)
+    assert found["layers.1.mlp.dense_h_to_4h.bias"] == LrMultipliers(0.25, 3)
+    assert found["layers.0.attention.dense.weight"] == LrMultipliers(0.125, 5)
+    assert found["embedding.word_embeddings.weight"] == LrMultipliers(0.0625, 6)
     elements = {name: int(np.prod(shape)) for name, shape in parameter_shapes(task.config.model).items()}
     line = policies.described(found, elements, 5)
     assert line.endswith("begin at the steps 1, 3, 5") and "40 of 43 parameters" in line

@@ -25,7 +25,7 @@ from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.model_input import prepare
 from megatron_lite.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, take_products
 from megatron_lite.model.transformer import GLM
-from megatron_lite.optim.buckets import Bucket, Treatment
+from megatron_lite.optim.buckets import Bucket, ParamGroup
 from megatron_lite.parallel.collectives import SINGLE
 
 FIXED = ("t5", "roberta", "causal")  # GLM's pair of calls, a full one, a causal one
@@ -76,7 +76,7 @@ class Trained:
 
     def __init__(self, model, has_graphs):
         self.model, self.has_graphs = model, has_graphs
-        self.bucket = Bucket(list(model.layers.parameters()), Treatment(0.0, True), SINGLE, offload=False)
+        self.bucket = Bucket(list(model.layers.parameters()), ParamGroup(0.0, True), SINGLE, offload=False)
         self.write_product, self.count_product = self.bucket.write_product, self.bucket.count_product
         for layer in model.modules():
             if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):

@@ -28,7 +28,6 @@ from data_utils.objectives import LOSS_NAMES, ObjectiveChoice, make_objective, o
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.engine.gradient_norms import GradientNorms
 from megatron_lite.engine.plain import make_engine
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.flops import parameter_count, step_flops
@@ -36,6 +35,7 @@ from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.kernels.dropout import keep_features
 from megatron_lite.model.model_input import ModelInput, few_count, find_loss_rows, prepare
 from megatron_lite.model.transformer import GLM
+from megatron_lite.train.callbacks.gradient_norms import GradientNorms
 
 NAMES = ("masked_lm", "spanbert", "albert", "unilm")
 SECTIONS = {"masked_lm": {"next_sentence": True}}

@@ -12,8 +12,9 @@ from torch import nn
 
 from megatron_lite.config.sections import OptimizerConfig
 from megatron_lite.model.tensor_parallel import Partition, partition_of
-from megatron_lite.optim.buckets import USUAL, Bucket, Treatment, allocate_moments
+from megatron_lite.optim.buckets import Bucket, ParamGroup, allocate_moments
 from megatron_lite.optim.kinds import KINDS, Layout
+from megatron_lite.optim.lr_multipliers import NO_MULTIPLIERS
 from megatron_lite.parallel.collectives import SINGLE
 from megatron_lite.parallel.context import ParallelContext
 
@@ -154,16 +155,21 @@ class Ours:
         for name, parameter in named.items():
             decay = settings.weight_decay if decays(name) else 0.0
             moments = kind.moments(name, parameter)
-            treatment = Treatment(decay, True, moments=moments)
-            bucket = Bucket([parameter], treatment, SINGLE, offload=False)
+            group = ParamGroup(decay, True, moments=moments)
+            bucket = Bucket([parameter], group, SINGLE, offload=False)
             layout.add(bucket, by_parameter, decays)
             self.buckets.append(bucket)
             groups.append(
-                {"params": [bucket.master], "weight_decay": decay, "rate": USUAL, "moments": moments}
+                {
+                    "params": [bucket.master],
+                    "weight_decay": decay,
+                    "multipliers": NO_MULTIPLIERS,
+                    "moments": moments,
+                }
             )
         self.optimizer = kind(groups, layout, settings)
         for bucket in self.buckets:
-            allocate_moments(self.optimizer, [bucket.master], bucket.treatment.moments)
+            allocate_moments(self.optimizer, [bucket.master], bucket.group.moments)
 
     def step(self, gradients: Mapping[str, torch.Tensor], lr: float, found_inf: float = 0.0) -> None:
         """Update the fp32 weights of the buckets."""

@@ -37,7 +37,8 @@ from data_utils.common.errors import ConfigError, run_command
 from megatron_lite.checkpoint.fragments import Fragment
 from megatron_lite.checkpoint.shard_slices import matrix_shape
 from megatron_lite.config.sections import ParallelConfig
-from megatron_lite.engine.engine import TYPES, Engine, parameter_groups
+from megatron_lite.engine.engine import TYPES, Engine
+from megatron_lite.engine.parameter_groups import parameter_groups
 from megatron_lite.engine.plain import make_engine
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.build import build_model, kind_of

@@ -139,8 +139,8 @@ GRADIENTS = (
 LOSSES = (
     Plant(
         "loss divided by each micro-batch's own tokens",
-        "megatron_lite/train/step.py",
-        '        if self._normalization == "global_tokens":\n            return 1.0 / max(loss_weight, 1.0)\n',
+        "megatron_lite/train/loss_normaliser.py",
+        '        if self._normalization == "global_tokens":\n            return 1.0 / max(divisor, 1.0)\n',
         "",
         (SAME_SAMPLES,),
         "PrimeIntellect-ai/prime-rl#583",
@@ -162,14 +162,14 @@ LOSSES = (
     ),
     Plant(
         "weight decay on norms",
-        ENGINE,
+        "megatron_lite/engine/parameter_groups.py",
         'return not (name.endswith("bias") or "layernorm" in name or kind_of(config).is_unused(name, config))',
         'return not (name.endswith("bias") or kind_of(config).is_unused(name, config))',
         ("tests/train/test_engine.py::test_weight_decay_is_that_of_matrices_and_tables",),
     ),
     Plant(
         "weight decay on biases",
-        ENGINE,
+        "megatron_lite/engine/parameter_groups.py",
         'return not (name.endswith("bias") or "layernorm" in name or kind_of(config).is_unused(name, config))',
         'return not ("layernorm" in name or kind_of(config).is_unused(name, config))',
         ("tests/train/test_engine.py::test_weight_decay_is_that_of_matrices_and_tables",),
@@ -249,8 +249,8 @@ SAMPLES = (
     Plant(
         "a micro-batch counted twice after a resume",
         TRAINER,
-        "self.step, self.consumed_samples = state.step, state.consumed_samples",
-        "self.step = state.step\n            self.consumed_samples = (\n"
+        "progress.step, progress.consumed_samples = state.step, state.consumed_samples",
+        "progress.step = state.step\n            progress.consumed_samples = (\n"
         "                state.consumed_samples - self.config.batch.micro_batch_size\n            )",
         (RESUMED,),
         "thinking-machines-lab/tinker-cookbook#935",
@@ -398,8 +398,8 @@ WIDTHS = (
     Plant(
         "rates of matrices that do not follow the width under muP",
         "megatron_lite/optim/lr_multipliers.py",
-        "lr_factor=rate.lr_factor * (m**-0.5 if is_relative or is_orthogonal else 1 / m),",
-        "lr_factor=rate.lr_factor,",
+        "lr_factor=multipliers.lr_factor * (m**-0.5 if is_relative or is_orthogonal else 1 / m),",
+        "lr_factor=multipliers.lr_factor,",
         ("tests/train/test_mup.py",),
     ),
     Plant(

@@ -38,8 +38,8 @@ OBJECTIVES = (
     Plant(
         "an evaluation of masked diffusion divided by the weights of its masks",
         "megatron_lite/train/evaluation.py",
-        "sums = self._shares.divided(sums, context.sum_of_hosts(np.sum(own, axis=0).tolist()))",
-        "context.sum_of_hosts(np.sum(own, axis=0).tolist())",
+        "sums = self._loss_normaliser.with_token_counts(sums, loss_weights)",
+        "pass",
         ("tests/train/test_masked_diffusion.py",),
     ),
     Plant(

@@ -94,7 +94,7 @@ def train(settings: dict) -> dict:
     settings["training"].pop("stop_after_step")
     second = make_trainer(context, settings)
     second._resume()
-    resumed = [first.predicted_tokens, second.predicted_tokens]
+    resumed = [first.progress.predicted_tokens, second.progress.predicted_tokens]
     second.fit()
     older = second._state()
     del older["predicted_tokens"]
@@ -102,7 +102,7 @@ def train(settings: dict) -> dict:
     records = [record for record in map(json.loads, lines) if record["kind"] == "train"]
     return {
         "parameters": names,
-        "predicted": [*resumed, second.predicted_tokens],
+        "predicted": [*resumed, second.progress.predicted_tokens],
         "older": TrainerState.from_json(older, Path("older")).predicted_tokens,
         "records": records,
         "kinds": sorted(next(iter(first.engine.fragments())).tensors),

@@ -17,7 +17,8 @@ from megatron_lite.checkpoint.read import load_checkpoint, newest_valid
 from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.engine.engine import parameter_groups, say_slow_attention
+from megatron_lite.engine.engine import warn_of_slow_attention
+from megatron_lite.engine.parameter_groups import parameter_groups
 from megatron_lite.engine.plain import make_engine
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.build import build_model
@@ -187,6 +188,6 @@ def test_attention_under_a_mask_is_never_silent_on_gpus(
     monkeypatch.setattr(fused, "_is_wanted", kernels == "fused")
     config = tiny(f"model.relative={relative}")
     context = SimpleNamespace(device=torch.device(device), is_main=is_main)
-    say_slow_attention(config, context)
+    warn_of_slow_attention(config, context)
     assert len(caplog.records) == said
     assert not said or "model.relative is xlnet: on GPUs attention computes all pairs" in caplog.text

@@ -14,8 +14,8 @@ from support.training import fit
 
 from data_utils.common.settings import merge
 from megatron_lite.config.sections import ParallelConfig
-from megatron_lite.engine.gradient_norms import GradientNorms, layer_names
 from megatron_lite.engine.plain import make_engine
+from megatron_lite.train.callbacks.gradient_norms import GradientNorms, layer_names
 
 LAYERS = ("embedding.", "layers.", "final_layernorm")
 

@@ -47,8 +47,9 @@ def two_steps(context, settings):
     trainer.control = RunControl(trainer.directory, is_main=False)
     steps = []
     for _ in range(2):
-        interval = trainer.new_interval()
-        result, _ = trainer._train_step(interval)
+        interval = trainer.interval
+        interval.reset()
+        result, _ = trainer.train_step()
         steps.append((interval.objective_sums, result.grad_norm, interval.tokens, interval.flops))
     trainer.metrics = Metrics(trainer.directory, enabled=False, tensorboard=False)
     return rows, steps, trainer.evaluate()

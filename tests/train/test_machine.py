@@ -11,7 +11,7 @@ from data_utils.common.settings import merge
 from megatron_lite.checkpoint.existing import newest_readable
 from megatron_lite.estimate.gpus import GPUS
 from megatron_lite.metrics import peak_flops as machine
-from megatron_lite.metrics.peak_flops import Yardstick, best_seconds, device_name, known_peak_tflops
+from megatron_lite.metrics.peak_flops import PeakFlops, best_seconds, device_name, known_peak_tflops
 from megatron_lite.parallel.context import ParallelContext
 
 
@@ -81,38 +81,38 @@ def rates(monkeypatch):
 
 def test_the_highest_rate_counts_and_a_resumed_run_has_it(rates):
     rates += [2.0, 4.0, 3.0, 1.0]
-    first = Yardstick(None, torch.float32, ParallelContext.alone())
+    first = PeakFlops(None, torch.float32, ParallelContext.alone())
     first.measure_again()
     first.measure_again()
-    assert first.share(1.0) == {"machine_share": 0.25, "machine_tflops": 4.0}
-    resumed = Yardstick(None, torch.float32, ParallelContext.alone(), first.rates)
+    assert first.utilisation(1.0) == {"machine_share": 0.25, "machine_tflops": 4.0}
+    resumed = PeakFlops(None, torch.float32, ParallelContext.alone(), first.rates)
     assert resumed.tflops == 4.0 and resumed.rates == first.rates
     rates += [1.5]
     assert (
-        Yardstick(None, torch.bfloat16, ParallelContext.alone(), first.rates).tflops == 1.5
+        PeakFlops(None, torch.bfloat16, ParallelContext.alone(), first.rates).tflops == 1.5
     )  # another precision
 
 
 def test_it_is_measured_a_limited_number_of_times(rates, monkeypatch):
     monkeypatch.setattr(machine, "LATER_TIMES", 2)
     rates += [1.0, 2.0, 3.0, 4.0]
-    yardstick = Yardstick(None, torch.float32, ParallelContext.alone())
+    peak = PeakFlops(None, torch.float32, ParallelContext.alone())
     for _ in range(5):
-        yardstick.measure_again()
-    assert yardstick.tflops == 3.0 and rates == [4.0]
+        peak.measure_again()
+    assert peak.tflops == 3.0 and rates == [4.0]
 
 
 def test_a_given_peak_is_not_measured(rates):
-    given = Yardstick(2.0, torch.float32, ParallelContext.alone())
+    given = PeakFlops(2.0, torch.float32, ParallelContext.alone())
     given.measure_again()
-    assert given.share(1.0) == {"mfu": 0.5} and given.rates == {}
+    assert given.utilisation(1.0) == {"mfu": 0.5} and given.rates == {}
 
 
 def measured_rates(context, tree):
     machine.matmul_tflops = lambda *arguments: 1.0 + context.rank  # in this rank's own process
     trainer = make_trainer(context, tree)
     trainer.fit()
-    return trainer.yardstick.tflops
+    return trainer.peak_flops.tflops
 
 
 def test_ranks_share_their_mean_and_checkpoints_keep_it(settings, tmp_path):

@@ -18,7 +18,8 @@ from data_utils.common.settings import merge
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.metrics.writer import Metrics
 from megatron_lite.model.batch import Batch
-from megatron_lite.train.step import HostStep, LossShares
+from megatron_lite.train.loss_normaliser import LossNormaliser
+from megatron_lite.train.step import StepCounts, StepInputs
 
 COUNT = len(LOSS_NAMES)
 NUMBER = MASKED_DIFFUSION.number
@@ -45,31 +46,30 @@ class Input:
         self.weights = self.weights * torch.from_numpy(scales[self.of])
 
 
-def shares(normalization="global_tokens", factors=None):
+def make_normaliser(normalization="global_tokens", factors=None):
     training = {"loss_normalization": normalization, "loss_weights": factors or {}}
     plan = tiny(f"training={training}".replace("'", "")).plan
-    return LossShares(plan, LOSS_NAMES, dp_size=1)
+    return LossNormaliser(plan, LOSS_NAMES, dp_size=1)
 
 
 def losses_of(batches, nats, normalization="global_tokens", factors=None):
     """The loss whose gradient a step takes, and the one that it reports. Args: nats: of each row with loss."""
-    made, inputs = shares(normalization, factors), []
+    normaliser, inputs = make_normaliser(normalization, factors), []
     for batch, each in zip(batches, nats, strict=True):
         weighted = torch.from_numpy(batch.weights[batch.weights > 0])
         of = batch.planes[:, OBJECTIVE][batch.weights > 0]
         inputs.append(Input(weighted, of, torch.tensor(each)))
-    step = HostStep(
-        inputs, [b.loss_weight for b in batches], np.zeros(5), sum(b.loss_weights(COUNT) for b in batches)
-    )
-    ready = made.micro_batches(step, step.loss_weights.tolist(), 0)
+    counts = StepCounts(sum(b.loss_weights(COUNT) for b in batches).tolist())
+    step = StepInputs(inputs, counts, [b.loss_weight for b in batches])
+    ready = normaliser.micro_batches(step, counts.loss_weights, 0)
     trained = sum(float((one.weights * one.nats).sum()) * one.loss_factor for one in ready)
     sums = torch.zeros(COUNT, 2, dtype=torch.float64)
     for one in ready:
         sums.index_add_(
             0, torch.from_numpy(one.of).long(), torch.stack([one.weights * one.nats, one.weights], 1).double()
         )
-    sums = made.divided(sums, step.loss_weights.tolist(), 0)
-    return trained, made.means(np.column_stack([sums.numpy(), np.zeros(COUNT)]), 1)
+    sums = normaliser.with_token_counts(sums, counts.loss_weights, 0)
+    return trained, normaliser.means(np.column_stack([sums.numpy(), np.zeros(COUNT)]), 1)
 
 
 def test_four_tokens_by_hand():

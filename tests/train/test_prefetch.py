@@ -19,7 +19,8 @@ from megatron_lite.config.tree import Config
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.model_input import prepare
 from megatron_lite.runtime import control
-from megatron_lite.train.step import Place, Prefetch
+from megatron_lite.train.prefetch import Prefetch
+from megatron_lite.train.step import StepPosition
 
 CPU = torch.device("cpu")
 
@@ -39,11 +40,11 @@ def test_what_was_made_for_another_place_is_thrown_away():
         return place
 
     ahead = Prefetch(make, CPU)
-    assert ahead.take(Place(0, 0)) == Place(0, 0)
-    ahead.begin(Place(1, 8))
-    assert ahead.take(Place(1, 8)) == Place(1, 8)
-    ahead.begin(Place(2, 16))
-    assert ahead.take(Place(2, 100)) == Place(2, 100)
+    assert ahead.take(StepPosition(0, 0)) == StepPosition(0, 0)
+    ahead.start(StepPosition(1, 8))
+    assert ahead.take(StepPosition(1, 8)) == StepPosition(1, 8)
+    ahead.start(StepPosition(2, 16))
+    assert ahead.take(StepPosition(2, 100)) == StepPosition(2, 100)
     assert made == [(0, 0), (1, 8), (2, 16), (2, 100)] and not threads()
 
 
@@ -56,7 +57,7 @@ def test_the_end_does_not_wait_for_the_rest_of_a_step_that_nobody_wants():
             pass
 
     ahead = Prefetch(make, CPU)
-    ahead.begin(Place(0, 0))
+    ahead.start(StepPosition(0, 0))
     assert begun.wait(HANG_SECONDS) and threads() == ["prefetch"]
     ahead.close()
     assert not threads()
@@ -69,11 +70,11 @@ def test_any_error_is_raised_by_the_step_that_it_concerns():
         return place
 
     ahead = Prefetch(make, CPU)
-    ahead.begin(Place(1, 8))
-    assert ahead.take(Place(0, 0)) == Place(0, 0)  # thrown away: its error does not count
-    ahead.begin(Place(1, 8))
+    ahead.start(StepPosition(1, 8))
+    assert ahead.take(StepPosition(0, 0)) == StepPosition(0, 0)  # thrown away: its error does not count
+    ahead.start(StepPosition(1, 8))
     with pytest.raises(MemoryError, match="of the thread"):
-        ahead.take(Place(1, 8))
+        ahead.take(StepPosition(1, 8))
     ahead.close()
     assert not threads()
 
@@ -100,7 +101,7 @@ def recorded(context, settings, stop_at=None):
         return fetch(samples)
 
     def step(micro_batches, lr):
-        number = trainer.step + 1
+        number = trainer.progress.step + 1
         if number not in (trainer.config.training.steps, stop_at):
             with arrival:  # this step would not go on if the thread waited for it
                 assert arrival.wait_for(lambda: len(reads(calls)) == 4 * (steps_begun() + 1))
@@ -112,7 +113,7 @@ def recorded(context, settings, stop_at=None):
     trainer.train_data.batch = batch
     trainer.engine.train_step = step
     status = trainer.fit()
-    return calls, status, trainer.consumed_samples, threads()
+    return calls, status, trainer.progress.consumed_samples, threads()
 
 
 def reads(calls):
@@ -166,7 +167,7 @@ def lack_the_third_step(context, settings):
     trainer.train_data.batch = batch
     with pytest.raises(DataError, match="document 3 is cut off") as caught:
         trainer.fit()
-    return trainer.step, caught.value.only_here, threads()
+    return trainer.progress.step, caught.value.only_here, threads()
 
 
 def test_an_error_of_the_thread_ends_the_run_at_its_step(settings, tmp_path):
@@ -176,7 +177,7 @@ def test_an_error_of_the_thread_ends_the_run_at_its_step(settings, tmp_path):
     assert sorted(path.name[-1] for path in (tmp_path / "run/checkpoints").iterdir()) == ["1", "2"]
 
 
-# Outcomes
+# Results
 
 
 def count_reads(context, tree):
@@ -193,16 +194,16 @@ def count_reads(context, tree):
             return getattr(self.result, name)
 
     trainer.engine.train_step = lambda micro_batches, lr: Result(
-        train_step(micro_batches, lr), trainer.step + 1
+        train_step(micro_batches, lr), trainer.progress.step + 1
     )
-    one_step = trainer._train_step
+    one_step = trainer.train_step
 
-    def step(interval):
-        out = one_step(interval)
+    def step():
+        out = one_step()
         seen.append(sorted(set(read)))
         return out
 
-    trainer._train_step = step
+    trainer.train_step = step
     trainer.fit()
     return seen, sorted(set(read))
 

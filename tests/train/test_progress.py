@@ -3,8 +3,10 @@
 import io
 import logging
 import sys
+from contextlib import closing
 
-from megatron_lite.metrics.progress_bar import progress_bar
+from megatron_lite.runtime.control import Requests
+from megatron_lite.train.callbacks.progress_bar import ProgressBar
 
 
 class Terminal(io.StringIO):
@@ -21,9 +23,10 @@ def shown(monkeypatch, stream, wanted=True):
     monkeypatch.setattr(logger, "handlers", [handler])
     monkeypatch.setattr(sys, "stdout", console)
     handler.setStream(sys.stdout)
-    with progress_bar(wanted, 4, 10) as advance:
+    with closing(ProgressBar(wanted, last_step=10)) as bar:
+        bar.on_train_begin(4)
         for step in range(5, 11):
-            advance(step)
+            bar.on_step_end(step, None, Requests())
         logger.warning("a line")
     assert console.getvalue() == "a line\n"
     return stream.getvalue()

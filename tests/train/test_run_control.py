@@ -22,7 +22,7 @@ from megatron_lite.runtime.control import SAME_REQUEST_SECONDS, STOP_SIGNALS, Re
 
 def fit(context, tree):
     trainer = make_trainer(context, tree)
-    return trainer.fit(), trainer.step
+    return trainer.fit(), trainer.progress.step
 
 
 def saved_steps(directory):
@@ -51,10 +51,10 @@ def test_a_file_save_that_cannot_be_deleted_is_obeyed_once(tmp_path, monkeypatch
     monkeypatch.setattr("megatron_lite.runtime.control.FILE_CHECK_SECONDS", 0.0)
     control = RunControl(tmp_path, is_main=True)
     (tmp_path / "SAVE").touch()
-    assert control.agreed(control.local_requests()).save
+    assert control.local_requests().save
     monkeypatch.setattr(Path, "unlink", deny)
     control.saved()
-    assert not control.agreed(control.local_requests()).save and "it is ignored from now on" in caplog.text
+    assert not control.local_requests().save and "it is ignored from now on" in caplog.text
 
 
 def refuse(context, directory):
@@ -71,8 +71,8 @@ def test_the_file_stop_saves_ends_and_stays(settings, directory):
 
 
 def test_requests_of_any_rank_count():
-    assert RunControl.agreed([0.0, 0.0, 0.0]) == Requests()
-    assert RunControl.agreed([2.0, 0.0, 1.0]) == Requests(stop=True, halt=False, save=True)
+    assert Requests.from_sums([0.0, 0.0, 0.0]) == Requests()
+    assert Requests.from_sums([2.0, 0.0, 1.0]) == Requests(stop=True, halt=False, save=True)
 
 
 STUCK = """
@@ -168,9 +168,9 @@ control = RunControl(Path(os.environ["RUN"]), is_main=True)
 control.enter(Phase.TRAINING)
 print("training", flush=True)
 deadline = time.monotonic() + 1200
-while time.monotonic() < deadline and not control.agreed(control.local_requests()).stop:
+while time.monotonic() < deadline and not control.local_requests().stop:
     time.sleep(0.02)
-print("asked" if control.agreed(control.local_requests()).stop else "not asked", flush=True)
+print("asked" if control.local_requests().stop else "not asked", flush=True)
 """
 # A launcher of the given depth: each process starts the next, the last one the rank, and waits for it.
 LAUNCHER = """

@@ -25,7 +25,7 @@ from megatron_lite.engine.plain import make_engine
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.kernels.fused import Biased
 from megatron_lite.model.tensor_parallel import is_partial
-from megatron_lite.optim.buckets import ALIGNMENT, Bucket, Treatment, assign
+from megatron_lite.optim.buckets import ALIGNMENT, Bucket, ParamGroup, assign
 from megatron_lite.parallel import collectives
 from megatron_lite.parallel.collectives import Group
 
@@ -259,16 +259,16 @@ def test_buckets_hold_every_parameter_once_and_ranks_own_every_element_once(size
     shapes = [tuple(generator.integers(1, 40, generator.integers(1, 3))) for _ in range(30)]
     parameters = [nn.Parameter(torch.randn(*map(int, shape))) for shape in shapes]
     whole = [parameter.detach().clone() for parameter in parameters]
-    kinds = [Treatment(0.1, True), Treatment(0.0, True), Treatment(0.0, False)]
-    treatments = dict(zip(parameters, itertools.cycle(kinds)))
-    assigned = assign(treatments, size)
+    kinds = [ParamGroup(0.1, True), ParamGroup(0.0, True), ParamGroup(0.0, False)]
+    groups = dict(zip(parameters, itertools.cycle(kinds)))
+    assigned = assign(groups, size)
     assert sorted(id(p) for _, bucket in assigned for p in bucket) == sorted(map(id, parameters))
     owned = {id(parameter): torch.zeros(parameter.numel()) for parameter in parameters}
     for rank in range(dp):
-        for treatment, members in assigned:
-            assert {treatments[p] for p in members} == {treatment}
+        for group, members in assigned:
+            assert {groups[p] for p in members} == {group}
             assert len(members) == 1 or sum(p.numel() for p in members) <= size
-            bucket = Bucket(members, treatment, Group(None, rank, dp, tuple(range(dp))), offload=False)
+            bucket = Bucket(members, group, Group(None, rank, dp, tuple(range(dp))), offload=False)
             assert bucket.size % (dp * ALIGNMENT) == 0
             for parameter in members:
                 assert parameter.data_ptr() % (ALIGNMENT * 4) == bucket.weights.data_ptr() % (ALIGNMENT * 4)
@@ -284,10 +284,10 @@ def test_buckets_hold_every_parameter_once_and_ranks_own_every_element_once(size
 
 def test_buckets_are_ordered_by_when_they_are_complete():
     parameters = [nn.Parameter(torch.zeros(10)) for _ in range(6)]
-    often, once = Treatment(0.1, True), Treatment(0.0, True)
-    treatments = dict(zip(parameters, [once, often, often, often, often, once], strict=True))
+    often, once = ParamGroup(0.1, True), ParamGroup(0.0, True)
+    groups = dict(zip(parameters, [once, often, often, often, often, once], strict=True))
     number = {parameter: place for place, parameter in enumerate(parameters)}
-    order = [[number[p] for p in members] for _, members in assign(treatments, 20)]
+    order = [[number[p] for p in members] for _, members in assign(groups, 20)]
     assert order == [[1, 2], [3, 4], [0, 5]]
 
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,8 +12,13 @@ from support.training import fit, records
 
 from data_utils.common.errors import ConfigError
 from megatron_lite.config.observation import ProfilerConfig
-from megatron_lite.metrics import step_profiler
-from megatron_lite.metrics.step_profiler import StepProfiler
+from megatron_lite.runtime.control import Requests
+from megatron_lite.train.callbacks import profiler as profiler_file
+from megatron_lite.train.callbacks.profiler import StepProfiler
+
+
+def make_profiler(config, directory, device="cpu"):
+    return StepProfiler(config, directory, 0, torch.device(device), lambda section, place: nullcontext())
 
 
 def events_of(path):
@@ -54,19 +60,19 @@ def test_a_run_that_ends_earlier_writes_what_it_has(settings, tmp_path):
 
 def test_nothing_is_recorded_without_steps(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.profiler, "profile", None)  # a call would fail
-    profiler = StepProfiler(ProfilerConfig(), tmp_path, 0, torch.device("cpu"))
+    profiler = make_profiler(ProfilerConfig(), tmp_path)
     for step in (1, 2):
-        profiler.begin(step)
-        assert not profiler.is_last(step)
-        profiler.write(step)
+        profiler.on_step_begin(step)
+        profiler.on_step_end(step, None, Requests())
+    profiler.on_train_end(2)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_that_fails_costs_the_trace_only(tmp_path, caplog):
     (tmp_path / "profile").write_text("")
-    profiler = StepProfiler(ProfilerConfig(first_step=1), tmp_path, 0, torch.device("cpu"))
-    profiler.begin(1)
-    profiler.write(1)
+    profiler = make_profiler(ProfilerConfig(first_step=1), tmp_path)
+    profiler.on_step_begin(1)
+    profiler.on_train_end(1)
     assert "rank_0.trace.json.gz cannot be written" in caplog.text
 
 
@@ -76,18 +82,18 @@ def test_a_memory_snapshot_is_written_on_gpus(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(options))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda name: calls.append(name))
     config = ProfilerConfig(first_step=4, memory=True)
-    profiler = StepProfiler(config, tmp_path, 0, torch.device("cuda"))
-    profiler.begin(3)
+    profiler = make_profiler(config, tmp_path, "cuda")
+    profiler.on_step_begin(3)
     assert calls == []
-    profiler.begin(4)
-    profiler.write(4)
+    profiler.on_step_begin(4)
+    profiler.on_train_end(4)
     snapshot = str(tmp_path / "profile/steps_4_to_4_rank_0.memory.pickle")
-    assert calls == [{"max_entries": step_profiler.MAX_MEMORY_EVENTS}, snapshot, {"enabled": None}]
+    assert calls == [{"max_entries": profiler_file.MAX_MEMORY_EVENTS}, snapshot, {"enabled": None}]
 
 
 def test_a_memory_snapshot_on_a_cpu_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"profiler\.memory is true, but the run is on the cpu"):
-        StepProfiler(ProfilerConfig(first_step=1, memory=True), tmp_path, 0, torch.device("cpu"))
+        make_profiler(ProfilerConfig(first_step=1, memory=True), tmp_path)
 
 
 @pytest.mark.parametrize(

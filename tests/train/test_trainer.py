@@ -197,24 +197,24 @@ def test_another_number_of_ranks_sees_the_same_samples(settings, tmp_path):
 
 def request_stop_on_one_rank(context, tree):
     trainer = make_trainer(context, tree)
-    step = trainer._train_step
+    step = trainer.train_step
 
-    def train_step(interval):
-        if context.rank == 1 and trainer.step == 1:
+    def train_step():
+        if context.rank == 1 and trainer.progress.step == 1:
             signal.raise_signal(signal.SIGUSR1)
-        return step(interval)
+        return step()
 
-    trainer._train_step = train_step
+    trainer.train_step = train_step
     trainer.fit()
-    return trainer.step
+    return trainer.progress.step
 
 
 def poison(context, tree):
     trainer = make_trainer(context, tree)
-    trainer._shares._factor = lambda *_: float("nan")
+    trainer.loss_normaliser._loss_factor = lambda *_: float("nan")
     with pytest.raises(TrainingError, match="not finite in 3 consecutive steps"):
         trainer.fit()
-    return trainer.step, trainer.outcomes.skipped_steps
+    return trainer.progress.step, trainer.results.skipped_steps
 
 
 def test_a_signal_on_one_rank_stops_all_after_the_step_and_saves(settings):
@@ -305,7 +305,7 @@ def start(context, tree):
         if k != "weight"
     ]
     return (
-        (trainer.step, trainer.consumed_samples, trainer.restarts),
+        (trainer.progress.step, trainer.progress.consumed_samples, trainer.progress.restarts),
         placed_weights(trainer.engine),
         max(moments),
     )

@@ -1,20 +1,26 @@
 """Gradient norms of single layers, which show the layer that makes the global norm grow.
 
-Each rank adds up the squares of the elements it owns under ZeRO, each element on one rank only; one reduction of a few
-numbers joins them. No gradient is copied or gathered.
+Each rank adds up the squares of the elements that it owns under ZeRO, each element on one rank only; one reduction adds
+these few numbers up over the ranks. No gradient is copied or gathered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 import torch
 
 from megatron_lite.checkpoint.fragments import Fragment
 from megatron_lite.config.tree import Config
+from megatron_lite.engine.engine import Engine, StepResult
+from megatron_lite.metrics.writer import Metrics
 from megatron_lite.model.build import kind_of
 from megatron_lite.model.trained_model import DECODER, ENCODER
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.runtime.control import Requests
+from megatron_lite.train.callbacks.callback import Callback, is_multiple
 
 
 def layer_of(parameter: str) -> str:
@@ -52,3 +58,32 @@ class GradientNorms:
         """Layer -> norm before clipping, over all ranks; called by every rank."""
         norms = self._context.sum(self._squares.clone()).sqrt() * clip_divisor
         return dict(zip(self._names, norms.tolist(), strict=True))
+
+
+@dataclass
+class GradientNormRecords(Callback):
+    """A record of the norms every `training.gradient_norm_interval` steps, unless the step is skipped."""
+
+    config: Config
+    context: ParallelContext
+    engine: Engine
+    metrics: Metrics
+    _norms: GradientNorms | None = None  # of the step under way, if it is observed
+    _observed: ExitStack = field(default_factory=ExitStack)
+
+    def on_step_begin(self, step: int) -> None:
+        if is_multiple(step, self.config.training.gradient_norm_interval):
+            self._norms = GradientNorms(self.config, self.context)
+            self._observed.enter_context(self.engine.observed_gradients(self._norms.add))
+
+    def on_step_end(self, step: int, result: StepResult, requests: Requests) -> None:
+        if self._norms is None:
+            return
+        self._observed.close()
+        norms, self._norms = self._norms, None
+        if not result.skipped:  # waits for the device
+            of_layers = norms.norms(self.engine.clip_divisor(result.grad_norm))
+            self.metrics.write("gradient_norms", step, of_layers, norms_line(step, of_layers))
+
+    def close(self) -> None:
+        self._observed.close()

@@ -2,13 +2,14 @@
 
 Layer norms that drifted apart because one rank skipped clipping have spoiled real runs without a sign in the loss. The
 ranks that hold the same values compare a fingerprint of every weight: data-parallel replicas (except at ZeRO 3, where
-every rank holds its own part), tensor-parallel ranks for parameters that are not split, and the first and last pipeline
-stage for a tied word embedding.
+every rank holds its own shard), tensor-parallel ranks for parameters that are not split, and the first and last
+pipeline stage for a tied word embedding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,9 +17,13 @@ import torch.distributed as dist
 from torch import nn
 
 from data_utils.common.errors import TrainingError
+from megatron_lite.engine.engine import Engine, StepResult
 from megatron_lite.model.tensor_parallel import partition_of
 from megatron_lite.parallel.collectives import Group
 from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.runtime.control import Requests
+from megatron_lite.runtime.watchdog import Section
+from megatron_lite.train.callbacks.callback import Callback, Pause, is_multiple
 
 _MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, so that a flipped bit always changes the sum
 
@@ -35,17 +40,28 @@ def fingerprint(parameter: torch.Tensor) -> torch.Tensor:
     return (bits * weights * _MULTIPLIER).sum()
 
 
-def require_equal_replicas(
-    named: Mapping[str, nn.Parameter], context: ParallelContext, zero_stage: int, step: int, run: Path
-) -> None:
-    """Raise TrainingError on every rank if weights differ. Args: step, run: for the message."""
-    differing = differing_replicas(named, context, zero_stage)
-    if differing:
-        raise TrainingError(
-            f"after step {step} these weights differ between ranks that should hold the same: "
-            f"{'; '.join(differing[:5])}{' ...' if len(differing) > 5 else ''}. Look for a faulty device, and go "
-            f"back to before the fault with `scripts/checkpoints.py rewind {run} STEP`."
-        )
+@dataclass
+class ReplicaCheck(Callback):
+    """Raises TrainingError on every rank if weights differ. Attributes: interval: in steps; run: for the message."""
+
+    engine: Engine
+    context: ParallelContext
+    zero_stage: int
+    interval: int
+    run: Path
+    pause: Pause
+
+    def on_step_end(self, step: int, result: StepResult, requests: Requests) -> None:
+        if not is_multiple(step, self.interval):
+            return
+        with self.pause(Section.STEP, "replica check"):
+            differing = differing_replicas(self.engine.named_parameters, self.context, self.zero_stage)
+        if differing:
+            raise TrainingError(
+                f"after step {step} these weights differ between ranks that should hold the same: "
+                f"{'; '.join(differing[:5])}{' ...' if len(differing) > 5 else ''}. Look for a faulty device, and go "
+                f"back to before the fault with `scripts/checkpoints.py rewind {self.run} STEP`."
+            )
 
 
 @torch.no_grad()

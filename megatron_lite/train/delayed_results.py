@@ -1,4 +1,8 @@
-"""Outcomes of steps, which the host reads from the device one step late."""
+"""Results of steps, which the host reads from the device one step late.
+
+A step whose gradients are not finite is skipped on the device. The host reads this one step later, so that it is at
+most one step ahead of the device, or where a log line, a save, an evaluation or the end of the run needs it.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +13,21 @@ from data_utils.common.errors import TrainingError
 from megatron_lite.engine.engine import StepResult
 
 
-class Outcomes:
-    """Which steps were skipped. Args: limit: `training.max_nonfinite_steps`."""
+class DelayedResults:
+    """Counts the skipped steps. Args: limit: `training.max_nonfinite_steps`."""
 
     def __init__(self, limit: int, directory: Path):
         self._limit, self._directory = limit, directory
-        self._unread: list[tuple[int, StepResult]] = []  # steps whose outcome the host does not know yet
+        self._unread: list[tuple[int, StepResult]] = []  # steps whose result the host has not read yet
         self.skipped_steps = 0
         self.skipped_in_a_row = 0
 
     def add(self, step: int, result: StepResult) -> None:
-        """Take in a step, which the device may still compute."""
+        """Add the result of a step, which the device may still compute."""
         self._unread.append((step, result))
 
     def read(self, all_but: int = 0) -> None:
-        """Learn which steps were skipped. Waits for the device, but not for the newest `all_but` steps.
+        """Read which steps were skipped. Waits for the device, but not for the newest `all_but` steps.
 
         Raises: TrainingError after too many in a row.
         """

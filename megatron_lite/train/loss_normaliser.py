@@ -1,0 +1,119 @@
+"""Loss normalisation: what the losses of a step are divided by, and the weight of each.
+
+A loss is divided once, by what all ranks count together, so that it does not depend on the layout. Weights that become
+means are scaled in the prepared inputs, because only they wait for the sum over ranks; everything else of a step is
+made ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from data_utils.common.losses import BY_TOKENS
+from megatron_lite.config.plan import Plan
+from megatron_lite.metrics.reports import objective_losses
+from megatron_lite.model.batch import mean_scales
+from megatron_lite.model.model_input import ModelInput
+from megatron_lite.train.step import StepInputs
+
+
+class LossNormaliser:
+    """Steps are given as the number of steps before them.
+
+    Args:
+        names: of the losses.
+        language_weight: step -> weight of the language-model losses relative to the task's loss, which is the last.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        names: Sequence[str],
+        dp_size: int,
+        language_weight: Callable[[int], float] | None = None,
+    ):
+        self._names, self._language_weight = list(names), language_weight
+        self._plan, self._dp_size = plan, dp_size
+        self._normalization = plan.configs[0].training.loss_normalization
+
+    def micro_batches(self, inputs: StepInputs, loss_weights: Sequence[float], step: int) -> list[ModelInput]:
+        """A step's micro-batches with the factors that divide their losses.
+
+        Args: loss_weights: the divisor of each loss [losses], summed over all ranks.
+        """
+        divisor, scales = sum(loss_weights), self._weight_scales(loss_weights, step)
+        if self._language_weight is not None:
+            divisor = loss_weights[-1]
+        if scales is not None:
+            for micro_batch in inputs.micro_batches:
+                micro_batch.scale_weights(scales)
+        count = len(inputs) * self._dp_size  # micro-batches of the step on all ranks
+        return [
+            replace(micro_batch, loss_factor=self._loss_factor(own_divisor, divisor, count))
+            for micro_batch, own_divisor in zip(inputs.micro_batches, inputs.micro_batch_weights, strict=True)
+        ]
+
+    def _loss_factor(self, own_divisor: float, divisor: float, micro_batches: int) -> float:
+        """What a micro-batch's loss sum is multiplied by, so that the sum over all micro-batches is the step's loss.
+
+        Args: own_divisor, divisor: of the micro-batch, and of the step on all ranks.
+        """
+        if self._normalization == "per_objective":
+            return 1.0  # it is in the weights already
+        if self._normalization == "global_tokens":
+            return 1.0 / max(divisor, 1.0)
+        return 1.0 / max(own_divisor, 1.0) / micro_batches
+
+    def mean_factors(self, step: int) -> list[float] | None:
+        """Factor of each loss's mean, where the loss of a step is a sum of means (`per_objective`); else None."""
+        by_name = self._mean_factors_by_name(step)
+        return None if by_name is None else [by_name.get(name, 1.0) for name in self._names]
+
+    def _mean_factors_by_name(self, step: int) -> Mapping[str, float] | None:
+        if self._normalization != "per_objective":
+            return None
+        return self._plan.config(step).training.loss_weights
+
+    def _weight_scales(self, loss_weights: Sequence[float], step: int) -> np.ndarray | None:
+        """What the token weights of each loss are multiplied by, fp32 [losses]; None = 1."""
+        factors = self.mean_factors(step)
+        if factors is not None:
+            return mean_scales(factors, loss_weights)
+        if self._language_weight is not None:
+            return scales_relative_to_last(self._language_weight(step + 1), loss_weights)
+        return None
+
+    def with_token_counts(
+        self, sums: torch.Tensor, loss_weights: Sequence[float], step: int | None = None
+    ) -> torch.Tensor:
+        """Sums of a step or an evaluation. The weights of the losses `BY_TOKENS` become their tokens, in place.
+
+        Such a loss (masked diffusion) weighs its masked tokens, but is divided by all tokens, masked or not.
+
+        Args:
+            sums: [losses, 2 or 3], loss_weights: [losses], both of the same samples on all ranks.
+            step: as in `micro_batches`, whose scales are in the sums of a step; None = of an evaluation: no scales.
+        """
+        for number in BY_TOKENS:
+            if number < len(sums) and loss_weights[number]:
+                scales = None if step is None else self._weight_scales(loss_weights, step)
+                sums[number, 1] = loss_weights[number] * (1.0 if scales is None else float(scales[number]))
+        return sums
+
+    def means(self, sums: np.ndarray, step: int) -> dict[str, float]:
+        """The losses by name, from [losses, 3]: sum, weight, z-loss. Args: step: of which they are, from 1."""
+        by_name = self._mean_factors_by_name(max(0, step - 1))
+        return objective_losses(sums, self._names, by_name, self._language_weight is not None)
+
+
+def scales_relative_to_last(factor: float, totals: Sequence[float]) -> np.ndarray:
+    """Scales of all losses but the last, fp32 [losses]: their sum becomes factor * their mean * total of the last.
+
+    Divided by that total it is added to the last loss's mean.
+    """
+    *others, last = totals
+    return np.full(len(totals), factor * last / max(sum(others), 1.0), np.float32)
