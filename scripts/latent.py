@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from data_utils.common.errors import ArgumentParser, ConfigError, run_command
 from data_utils.common.files import PICTURES, require_named, require_writable, write_whole
 from data_utils.common.settings import check
-from megatron_lite.checkpoint.resolve_path import model_at
+from megatron_lite.checkpoint.resolve_path import resolve_model
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.models.optimus.inputs import Sampling, read_lines, require_labels
 
@@ -148,7 +148,7 @@ def main(given: Sequence[str] | None = None) -> None:
     if arguments.command == "probe":
         labels = read_lines(arguments.labels, "--labels", "label")
         require_labels(labels, len(texts), arguments.labels_per_class, f"--labels {arguments.labels}")
-    model_at(arguments.checkpoint, "--checkpoint")
+    resolve_model(arguments.checkpoint, "--checkpoint")
     # Imported here: mistakes in the arguments must not wait for torch.
     from megatron_lite.models.optimus.open_run import open_latent
 

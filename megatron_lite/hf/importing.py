@@ -24,9 +24,9 @@ from data_utils.common.setting_files import shown
 from data_utils.common.settings import build, check, merge, to_tree
 from data_utils.tokenizers.special_tokens import SpecialTokens
 from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
-from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import checkpoint_name
 from megatron_lite.checkpoint.tensor_files import write_tensors
+from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.model_rules import OF_TRAINING
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.files.config_json import (

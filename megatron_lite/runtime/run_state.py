@@ -117,7 +117,7 @@ def state_of(run: Path) -> RunState:
     except OSError as error:
         problem = f"{error.filename or checkpoints}: {error.strerror}; get permission, or choose another run.directory."
         return RunState(run, Condition.UNREADABLE, problem)
-    from megatron_lite.checkpoint.existing import MisnamedError, read_checkpoint
+    from megatron_lite.checkpoint.verify import WrongStepNameError, read_checkpoint
 
     first: CheckpointError | None = None
     for path in reversed(paths):
@@ -128,7 +128,7 @@ def state_of(run: Path) -> RunState:
             continue
         if first is None:
             return RunState(run, Condition.SAVED, newest=newest)
-        condition = Condition.MISNAMED if isinstance(first, MisnamedError) else Condition.NEWEST_DAMAGED
+        condition = Condition.MISNAMED if isinstance(first, WrongStepNameError) else Condition.NEWEST_DAMAGED
         return RunState(run, condition, str(first), newest)
     return RunState(run, Condition.NONE_VALID, str(none_is_valid(checkpoints, len(paths))))
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.objectives import LOSSES
-from megatron_lite.checkpoint.agreement import agreed_steps, agreement
+from megatron_lite.checkpoint.collective_errors import raise_on_all_ranks, steps_seen_by_rank_0
 from megatron_lite.checkpoint.manifest import rewinds
-from megatron_lite.checkpoint.state import TrainerState
+from megatron_lite.checkpoint.trainer_state import TrainerState
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import Engine
 from megatron_lite.model.build import kind_of
@@ -55,7 +55,7 @@ def keep_task_rows(config: Config) -> Config:
     """This configuration with `model.task_rows`: those of the checkpoint that the run would load, and new ones."""
     if not config.model.task_types:
         return config
-    from megatron_lite.checkpoint.existing import find_manifest, newest_readable
+    from megatron_lite.checkpoint.verify import find_manifest, newest_readable
     from megatron_lite.config.task_rows import with_task_rows
 
     checkpoint = newest_readable(checkpoint_directory(config))
@@ -85,12 +85,12 @@ def load_beginning(
     Args: data: fingerprints of the training corpora or records; program: of `version.program`, on the main rank.
     """
     directory = checkpoint_directory(config)
-    with agreement(context, f"looking at {config.run.directory}"):
+    with raise_on_all_ranks(context, f"looking at {config.run.directory}"):
         if context.is_main:  # other nodes may see an older state of a shared file system
             state_of(Path(config.run.directory)).require_start()
     state, is_own = None, False
     events: list[str] = []
-    if agreed_steps(directory, context) or config.checkpoint.initialize_from is not None:
+    if steps_seen_by_rank_0(directory, context) or config.checkpoint.initialize_from is not None:
         from megatron_lite.train import continuation
 
         state, is_own, events = continuation.load(config, directory, engine, context, data, program)

@@ -48,8 +48,8 @@ POSITIONS = (
     Plant(
         "a discriminator alone without the generator's words",
         "megatron_lite/checkpoint/full_word_embedding.py",
-        "pieces=(*checkpoint.pieces, *added)",
-        "pieces=checkpoint.pieces",
+        "slices=(*checkpoint.slices, *added)",
+        "slices=checkpoint.slices",
         (f"{PAIR}::test_the_pair_comes_back_with_the_words_of_the_sum",),
     ),
     Plant(

@@ -13,7 +13,7 @@ from data_utils.common.random_streams import derive_seed
 from data_utils.dataset.vectors import Vectors
 from data_utils.objectives.entities import EntitiesConfig
 from data_utils.tasks.readers.marked import entity_count
-from megatron_lite.checkpoint.existing import read_checkpoint
+from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.tree import Config
 from megatron_lite.model.build import OneTransformer
 from megatron_lite.model.init import initialize_parameters

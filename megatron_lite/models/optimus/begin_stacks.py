@@ -9,9 +9,9 @@ from pathlib import Path
 
 from data_utils.common.errors import CheckpointError
 from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
-from megatron_lite.checkpoint.existing import check_model, find_manifest
 from megatron_lite.checkpoint.manifest import Checkpoint
 from megatron_lite.checkpoint.read import find_checkpoint, load_weights_only
+from megatron_lite.checkpoint.verify import check_model, find_manifest
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import Engine
