@@ -291,7 +291,7 @@ def require_components(arguments: argparse.Namespace, model: LatentModel) -> Non
 def draw_posteriors(
     arguments: argparse.Namespace, mu: torch.Tensor, logvar: torch.Tensor, labels: Sequence[str] | None
 ) -> None:
-    from megatron_lite.models.optimus.gaussian import gaussian_kl
+    from megatron_lite.models.optimus.latent import gaussian_kl
 
     if arguments.picture is not None:
         draw_picture(arguments, mu, gaussian_kl(mu, logvar), labels)
@@ -308,21 +308,21 @@ def draw_picture(
 
 def write(arguments: argparse.Namespace, model: LatentModel, sentences: Sequence[Sentence]) -> None:
     """The commands whose result is texts: a line for each, after its place."""
-    from megatron_lite.models.optimus import uses
     from megatron_lite.models.optimus.bounds import posteriors
+    from megatron_lite.models.optimus.generation import analogy, decode_texts, interpolate, sample_prior
 
     if arguments.command == "sample":
-        z = uses.prior(arguments.count, model.latent_size, arguments.seed)
+        z = sample_prior(arguments.count, model.latent_size, arguments.seed)
         places = [str(number) for number in range(arguments.count)]
     else:
         mu, _ = posteriors(model, sentences, arguments.batch)
         z, places = mu, [sentence.text for sentence in sentences]
     if arguments.command == "interpolate":
-        z = uses.between(mu, arguments.points)
+        z = interpolate(mu, arguments.points)
         places = [f"{point / (arguments.points - 1):.2f}" for point in range(arguments.points)]
     elif arguments.command == "analogy":
-        z, places = uses.analogy(mu, arguments.scale), ["analogy"]
-    texts = uses.texts(model, z, generation(arguments), arguments.batch)
+        z, places = analogy(mu, arguments.scale), ["analogy"]
+    texts = decode_texts(model, z, generation(arguments), arguments.batch)
     for place, text in zip(places, texts, strict=True):
         print(f"{place}\t{text}")
     if arguments.json is not None:

@@ -141,7 +141,7 @@ def resolve_run(path: Path, option: str = "") -> Path:
     if has_started or found in (PathType.RUN, PathType.RUN_AND_FINETUNED):
         return path
     within = _seeds(path) if found is PathType.FINETUNED else []
-    takes = "the run.directory of a run that has started"
+    takes = "the directory of a run that has started"
     raise path_error(path, found, option, takes, within)
 
 

@@ -29,8 +29,8 @@ from megatron_lite.config.deepspeed_file import with_deepspeed
 from megatron_lite.config.sections import BatchConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.finetune.several import batches_of, joined, with_sections
-from megatron_lite.models.electra.sections import discriminator_alone
-from megatron_lite.models.optimus.sections import encoder_alone
+from megatron_lite.models.electra.config import discriminator_alone
+from megatron_lite.models.optimus.config import encoder_alone
 
 # How what a task predicts is called as a head in the section `model`, and that section without any.
 HEADED = {"classes": "classes", "sets": "classes", "values": "values", "tags": "tags", "spans": "spans"}

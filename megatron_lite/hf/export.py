@@ -58,10 +58,10 @@ from megatron_lite.inference.open_run import OpenRun, load_model, objective_name
 from megatron_lite.model.flops import parameter_shapes
 from megatron_lite.model.trained_model import DECODER, ENCODER
 from megatron_lite.models.electra import huggingface as electra
-from megatron_lite.models.electra.sections import is_electra
+from megatron_lite.models.electra.config import is_electra
 from megatron_lite.models.ernie_thu.huggingface import has_knowledge, write_knowledge
 from megatron_lite.models.optimus import huggingface as optimus
-from megatron_lite.models.optimus.card import optimus_card
+from megatron_lite.models.optimus.huggingface import optimus_card
 
 _PREFIX = "glm."
 _CODE = [f"{part}_glm.py" for part in ("configuration", "positions", "modeling", "tokenization", "pipeline")]

@@ -16,9 +16,9 @@ from megatron_lite.checkpoint.verify import find_manifest
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.inference.open_run import open_run
+from megatron_lite.models.optimus.config import latent_of
 from megatron_lite.models.optimus.huggingface import prove, their_logits
 from megatron_lite.models.optimus.open_run import open_latent
-from megatron_lite.models.optimus.sections import latent_of
 
 TEXT = "The quick brown fox."
 

@@ -58,7 +58,7 @@ def begin(context, config):
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("megatron_lite.models.optimus.begin_stacks")
+    logger = logging.getLogger("megatron_lite.models.optimus.pretrained_stacks")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     load_beginning(config, engine, context, [], {})

@@ -59,9 +59,9 @@ from megatron_lite.model.flops import parameter_shapes
 from megatron_lite.model.model_input import prepare
 from megatron_lite.model.tensor_parallel import VocabParallelEmbedding
 from megatron_lite.model.trained_model import ENCODER
-from megatron_lite.models.electra.kind import GENERATOR, REPLACED_HEAD, TABLES, discriminator_shapes
+from megatron_lite.models.electra.config import generator_of, is_detached
 from megatron_lite.models.electra.model import Electra
-from megatron_lite.models.electra.sections import generator_of, is_detached
+from megatron_lite.models.electra.model_spec import GENERATOR, REPLACED_HEAD, TABLES, discriminator_shapes
 
 DISCRIMINATOR_OF, GENERATOR_OF = "discriminator", "generator"  # names of directories
 _CARD = """A generator and a discriminator that were trained together (ELECTRA, arXiv:2003.10555). {origin}"""
@@ -220,7 +220,10 @@ def _loaded(
     checkpoint: Checkpoint, config: Config, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> Electra:
     """The model as its directories have it: with whole words."""
-    model, read = Electra(*kind_of(config).made_of(config)[1:]), weight_reader(with_full_word_embedding(checkpoint))
+    model, read = (
+        Electra(*kind_of(config).made_of(config)[1:]),
+        weight_reader(with_full_word_embedding(checkpoint)),
+    )
     if is_detached(config):
         words = VocabParallelEmbedding(config.model, model.encoder.parallel)
         model.encoder.embedding.word_embeddings = words

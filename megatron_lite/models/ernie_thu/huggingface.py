@@ -57,7 +57,7 @@ from megatron_lite.hf.published.systems import BERT
 from megatron_lite.hf.published.usual import with_sizes
 from megatron_lite.inference.open_run import OpenRun
 from megatron_lite.model.build import kind_of
-from megatron_lite.models.ernie_thu.kind import section_of
+from megatron_lite.models.ernie_thu.model_spec import section_of
 
 ERNIE_CONFIG, VOCABULARY, HEADS = "ernie_config.json", "vocab.txt", "entity_attention_heads"
 TIED = "cls.predictions.decoder.weight"

@@ -36,8 +36,7 @@ from megatron_lite.model.tensor_parallel import (
     sharded,
 )
 from megatron_lite.model.transformer import GLM, BeforeBlock
-from megatron_lite.models.ernie_thu.batch import Mentions
-from megatron_lite.models.ernie_thu.task_batch import EntityParts
+from megatron_lite.models.ernie_thu.batch import EntityParts, Mentions
 
 _SALT = 0x3C6EF372  # of the entities' dropout: an int32
 

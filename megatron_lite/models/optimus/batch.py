@@ -21,7 +21,7 @@ from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.model_input import few_count
-from megatron_lite.models.optimus.noise import normals
+from megatron_lite.models.optimus.latent import normals
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,9 @@ from megatron_lite.model.model_input import ModelInput
 from megatron_lite.model.tensor_parallel import linear
 from megatron_lite.model.trained_model import TrainedModel
 from megatron_lite.model.transformer import GLM
-from megatron_lite.models.optimus.annealing import beta
 from megatron_lite.models.optimus.batch import Sentences
-from megatron_lite.models.optimus.gaussian import draw, gaussian_kl, with_free_bits
-from megatron_lite.models.optimus.measures import LatentMeasures
+from megatron_lite.models.optimus.latent import beta, draw, gaussian_kl, with_free_bits
+from megatron_lite.models.optimus.metrics import LatentMeasures
 from megatron_lite.parallel.context import ParallelContext
 
 LATENT = "latent."  # prefix of what lies between the stacks

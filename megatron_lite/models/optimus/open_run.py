@@ -25,9 +25,9 @@ from megatron_lite.model.build import build_model
 from megatron_lite.model.kernels.fused import choose_kernels
 from megatron_lite.model.model_input import ModelInput
 from megatron_lite.models.optimus.batch import LatentBatch
+from megatron_lite.models.optimus.config import decoder_of, latent_of
 from megatron_lite.models.optimus.interface import Sentence
 from megatron_lite.models.optimus.model import Optimus
-from megatron_lite.models.optimus.sections import decoder_of, latent_of
 
 
 class LatentRun:

@@ -15,8 +15,8 @@ from megatron_lite.model.flops import parameter_shapes, step_flops
 from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.tensor_parallel import TensorParallel
 from megatron_lite.models.electra.batch import ElectraSamples
+from megatron_lite.models.electra.config import generator_of, is_detached
 from megatron_lite.models.electra.model import SHARED, Electra, ReplacedHead
-from megatron_lite.models.electra.sections import generator_of, is_detached
 
 GENERATOR, REPLACED_HEAD = "generator.", "replaced."
 TABLES = tuple(f"embedding.{name}." for name in SHARED)

@@ -19,9 +19,8 @@ from megatron_lite.model.build import OneTransformer
 from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.task_batch import TaskBatch
 from megatron_lite.model.tensor_parallel import TensorParallel
-from megatron_lite.models.ernie_thu.batch import EntitySamples
+from megatron_lite.models.ernie_thu.batch import EntitySamples, EntityTaskBatch, NoVectors, TaskSamples
 from megatron_lite.models.ernie_thu.model import EntityTransformer
-from megatron_lite.models.ernie_thu.task_batch import EntityTaskBatch, NoVectors, TaskSamples
 
 log = logging.getLogger(__name__)
 

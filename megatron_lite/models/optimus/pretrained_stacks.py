@@ -18,7 +18,7 @@ from megatron_lite.engine.engine import Engine
 from megatron_lite.model.build import kind_of
 from megatron_lite.model.flops import parameter_shapes
 from megatron_lite.model.trained_model import DECODER, ENCODER
-from megatron_lite.models.optimus.sections import latent_of
+from megatron_lite.models.optimus.config import latent_of
 from megatron_lite.parallel.context import ParallelContext
 
 log = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.tensor_parallel import TensorParallel
 from megatron_lite.model.trained_model import DECODER, ENCODER
 from megatron_lite.models.optimus.batch import LatentSamples
+from megatron_lite.models.optimus.config import decoder_of, latent_of
 from megatron_lite.models.optimus.model import LATENT, Optimus
-from megatron_lite.models.optimus.sections import decoder_of, latent_of
 
 
 class Kind(OneTransformer):
@@ -63,14 +63,14 @@ class Kind(OneTransformer):
         return LatentSamples(loader, latent.latent_size, latent.memory, seed)
 
     def check_beginning(self, config: Config) -> None:
-        from megatron_lite.models.optimus import begin_stacks
+        from megatron_lite.models.optimus import pretrained_stacks
 
-        begin_stacks.check(config)
+        pretrained_stacks.check(config)
 
     def begin(self, config: Config, engine: Any, context: Any) -> None:
-        from megatron_lite.models.optimus import begin_stacks
+        from megatron_lite.models.optimus import pretrained_stacks
 
-        begin_stacks.load(config, engine, context)
+        pretrained_stacks.load(config, engine, context)
 
     def check_continuation(self, config: Config, before: Mapping[str, Any], checkpoint: Path) -> None:
         feature, wanted = before.get("optimus", {}).get("feature"), latent_of(config).feature
