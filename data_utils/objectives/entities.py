@@ -35,7 +35,7 @@ _LAYOUT = {"pipeline_parallel_size": 1, "sequence_parallel": False}
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("entities")
 class EntitiesConfig(MaskedTextConfig):
-    """The stream of entities beside that of tokens."""
+    """Entity states in addition to those of tokens."""
 
     vectors: str | None = setting(
         None,

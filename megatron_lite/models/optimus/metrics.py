@@ -21,7 +21,7 @@ BLOCK = 1024  # sentences of each side in a block of the mutual information
 
 
 def require_several(count: int) -> None:
-    """Raise DataError for fewer than two sentences: measures between sentences need two."""
+    """Raise DataError for fewer than two sentences, between which nothing can be compared."""
     if count < 2:
         raise DataError(
             f"there are {count} sentences; mutual information and active units need at least 2: give more lines."
@@ -61,8 +61,8 @@ def active_units(mu: torch.Tensor) -> torch.Tensor:
     return mu.var(0) > ACTIVE
 
 
-class LatentMeasures:
-    """Fed by `Optimus.observe`, pass by pass."""
+class LatentMetrics:
+    """Metrics of an evaluation over the sentences of all ranks; `Optimus.observe` adds each forward pass."""
 
     def __init__(self) -> None:
         self._passes: list[np.ndarray] = []  # mu, logvar, z side by side: fp64 [N, 3 P]
