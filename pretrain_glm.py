@@ -32,7 +32,7 @@ from data_utils.loader.extent import extent, overlap
 from data_utils.loader.loader import Datasets, open_datasets
 from data_utils.objectives import OBJECTIVES
 from data_utils.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from megatron_lite.checkpoint.resolve_path import model_at, require_own_directory
+from megatron_lite.checkpoint.resolve_path import check_output_directory, resolve_model
 from megatron_lite.config.coming_from import explain_options, with_deepspeed_file
 from megatron_lite.config.sections import CheckpointConfig
 from megatron_lite.config.tree import Config, load_config, require_validation
@@ -280,10 +280,10 @@ def require_start(run: Path, checkpoint: CheckpointConfig) -> RunState:
     """Refuse a start that the run's directories show to be impossible, before libraries are loaded."""
     found = state_of(run)
     found.require_start()
-    require_own_directory(run, "run.directory")
+    check_output_directory(run, "run.directory")
     require_writable(run / "config.yaml", "run.directory")
     if found.newest is None and checkpoint.initialize_from is not None:
-        model_at(Path(checkpoint.initialize_from), "checkpoint.initialize_from")
+        resolve_model(Path(checkpoint.initialize_from), "checkpoint.initialize_from")
     return found
 
 

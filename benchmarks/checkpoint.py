@@ -38,7 +38,7 @@ import torch
 from benchmarks.arguments import check_at_least, check_places, write_json
 from data_utils.common.errors import ArgumentParser, run_command
 from data_utils.common.settings import build
-from megatron_lite.checkpoint.manifest import KINDS
+from megatron_lite.checkpoint.manifest import ADAM_STATE
 from megatron_lite.checkpoint.read import load_checkpoint, newest_valid
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.checkpoint.write import save_checkpoint
@@ -178,10 +178,12 @@ def write_plainly(path: Path, total: int) -> None:
 def state_of(engine: Engine) -> dict[str, torch.Tensor]:
     """The weights and moments that a rank owns, without the vocabulary's padding rows: fp32 [numel] views."""
     return {
-        f"{fragment.name}/{kind}/{run.start}": values.detach()[run.start - fragment.start :][: run.box.size]
+        f"{fragment.name}/{kind}/{owned.start}": values.detach()[owned.start - fragment.start :][
+            : owned.slice.size
+        ]
         for fragment in engine.fragments()
         for kind, values in fragment.tensors.items()
-        for run in fragment.runs()
+        for owned in fragment.ranges()
     }
 
 
@@ -203,7 +205,7 @@ def save_side(
     for values in state_of(engine).values():
         values.uniform_()
     engine.publish_weights()
-    parameters = sum(values.numel() for values in state_of(engine).values()) // len(KINDS)
+    parameters = sum(values.numel() for values in state_of(engine).values()) // len(ADAM_STATE)
     result: dict[str, Any] = {"total": total_of(engine, context), "parameters": parameters}
     times: dict[str, list[float]] = {"disk": [], "save": [], "torch": [], "deepspeed": []}
     for number in range(repeats):

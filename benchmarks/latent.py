@@ -49,7 +49,7 @@ from data_utils.common.errors import ArgumentParser, DataError, run_command
 from data_utils.common.settings import merge
 from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
 from megatron_lite.config.generation import GenerationConfig
-from megatron_lite.models.optimus import uses
+from megatron_lite.models.optimus import generation
 from megatron_lite.models.optimus.bounds import measure, posteriors, summarize
 from megatron_lite.models.optimus.inputs import Sampling
 from megatron_lite.models.optimus.interface import LatentModel
@@ -230,7 +230,7 @@ def means_of(model: LatentModel, texts: Sequence[str]) -> torch.Tensor:
 
 
 def written(model: LatentModel, z: torch.Tensor) -> list[str]:
-    return uses.texts(model, z, GenerationConfig(max_length=20), BATCH)
+    return generation.decode_texts(model, z, GenerationConfig(max_length=20), BATCH)
 
 
 def reconstructed(model: LatentModel, grammar: Grammar, count: int) -> float:
@@ -258,7 +258,7 @@ def analogies(model: LatentModel, grammar: Grammar, count: int) -> tuple[float, 
         slots.append(slot)
         expected.append(grammar.filled(grammar.sentence(d)))
     mu = means_of(model, triples).view(count, 3, -1)
-    found = written(model, torch.cat([uses.analogy(three) for three in mu]))
+    found = written(model, torch.cat([generation.analogy(three) for three in mu]))
     wanted, kept = [], []
     for slot, right, text in zip(slots, expected, found, strict=True):
         same = [a == b for a, b in zip(right, grammar.filled(text), strict=True)]

@@ -43,8 +43,8 @@ from megatron_lite.model.build import build_model, kind_of
 from megatron_lite.model.lengths import builds_kernels, few_lengths
 from megatron_lite.model.model_input import ModelInput
 from megatron_lite.models.optimus.batch import LatentBatch
+from megatron_lite.models.optimus.config import latent_of
 from megatron_lite.models.optimus.model import Optimus
-from megatron_lite.models.optimus.sections import latent_of
 
 VOCAB_SIZE = 30000
 LONGEST = 64

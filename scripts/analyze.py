@@ -36,7 +36,7 @@ from data_utils.common.files import (
 from data_utils.common.progress import progress_bar
 from data_utils.common.setting_files import load_yaml
 from data_utils.common.settings import check, merge, parse_override
-from megatron_lite.checkpoint.resolve_path import model_at
+from megatron_lite.checkpoint.resolve_path import resolve_model
 from megatron_lite.models.optimus.inputs import read_lines, require_labels
 
 if TYPE_CHECKING:  # they import torch
@@ -157,7 +157,7 @@ def require_sense(arguments: argparse.Namespace) -> None:
         require_writable(arguments.json, "--json")
     if arguments.plot is not None:
         require_named(arguments.plot, "--plot")
-    model_at(arguments.checkpoint, "--checkpoint")
+    resolve_model(arguments.checkpoint, "--checkpoint")
 
 
 def opened(arguments: argparse.Namespace, least: int = 1) -> tuple[Run, list[Text]]:

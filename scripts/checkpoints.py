@@ -36,7 +36,7 @@ from data_utils.common.progress import progress_bar
 from data_utils.common.setting_files import shown
 from data_utils.common.untrusted import conform
 from megatron_lite.checkpoint.manifest import checkpoints_in, checkpoints_of, list_checkpoints
-from megatron_lite.checkpoint.resolve_path import Place, place_of, require_own_directory, run_at
+from megatron_lite.checkpoint.resolve_path import PathType, check_output_directory, path_type, resolve_run
 from megatron_lite.metrics.writer import record_rewind
 from megatron_lite.runtime.lease import held
 from megatron_lite.runtime.run_state import state_of
@@ -131,17 +131,17 @@ def main() -> int:
 
 def find(directory: Path) -> list[Path]:
     """The checkpoints below a run, a directory of checkpoints, or the one given. Raises CheckpointError."""
-    place = place_of(directory)
-    if place is Place.CHECKPOINT:
+    found = path_type(directory)
+    if found is PathType.CHECKPOINT:
         return [directory]
-    if place is Place.FILE and not directory.is_symlink():
-        run_at(directory)
+    if found is PathType.FILE and not directory.is_symlink():
+        resolve_run(directory)
     with contextlib.suppress(OSError):  # the state says why
         if paths := list_checkpoints(checkpoints_in(directory)):
             return paths
     if problem := state_of(directory).problem:
         raise CheckpointError(problem)
-    run_at(directory)
+    resolve_run(directory)
     raise CheckpointError(f"{directory} has never saved: it holds no checkpoint.")
 
 
@@ -150,7 +150,7 @@ def rewind(run: Path, step: int) -> None:
     from megatron_lite.checkpoint.write import rewind
 
     try:
-        run_at(run)
+        resolve_run(run)
         state_of(run).require_checkpoints()
         with held(run, "rewinds"):
             aside = rewind(run, step)
@@ -168,9 +168,9 @@ def rewind(run: Path, step: int) -> None:
 def merge_into(output: Path, run: Path, more: list[str], weights: str) -> None:
     """Write the merged checkpoint of steps of a run, or of runs. Raises UserError."""
     require_new_directory(output)
-    require_own_directory(output, "--output")
-    from megatron_lite.checkpoint.existing import find_manifest
+    check_output_directory(output, "--output")
     from megatron_lite.checkpoint.merge import DECAYS, merge, shares_of
+    from megatron_lite.checkpoint.verify import find_manifest
 
     paths = [run, *map(Path, more)]
     given = list(map(int, more)) if all(each.isdigit() for each in more) else []  # steps of one run
@@ -193,7 +193,7 @@ def merge_into(output: Path, run: Path, more: list[str], weights: str) -> None:
 
 def examine(path: Path, check: Callable[[Checkpoint], None]) -> tuple[list[str], str]:
     """A row of the table, and what is wrong with the checkpoint, "" if nothing."""
-    from megatron_lite.checkpoint.existing import read_checkpoint
+    from megatron_lite.checkpoint.verify import read_checkpoint
 
     try:
         checkpoint = read_checkpoint(path)
@@ -223,12 +223,12 @@ def layout(checkpoint: Checkpoint) -> str:
 
 def verify(checkpoint: Checkpoint) -> None:
     """Compare all checksums, with a progress bar on a terminal."""
-    from megatron_lite.checkpoint.existing import blocks, verify_checkpoint
+    from megatron_lite.checkpoint.verify import checksum_blocks, verify_checkpoint
 
     with progress_bar(
         total=checkpoint.bytes, unit="B", unit_scale=True, desc=checkpoint.path.name, disable=None
     ) as bar:
-        for block in blocks(checkpoint):
+        for block in checksum_blocks(checkpoint):
             verify_checkpoint(checkpoint, [block])
             bar.update(block.bytes)
 

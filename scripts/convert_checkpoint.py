@@ -31,7 +31,7 @@ from data_utils.common.hub import (
 )
 from data_utils.common.settings import to_tree
 from data_utils.tasks.config import TaskConfig
-from megatron_lite.checkpoint.resolve_path import model_at, require_export
+from megatron_lite.checkpoint.resolve_path import check_is_export, resolve_model
 from megatron_lite.config.tree import load_config, load_tree
 from megatron_lite.hf.files.hub_files import wanted
 
@@ -110,7 +110,7 @@ def main() -> None:
     # Imported here: --help and mistakes in the arguments must not wait for torch and transformers.
     if arguments.command == "export":
         max_shard_bytes = parse_size(arguments.max_shard_size)
-        model_at(arguments.checkpoint, "--checkpoint")
+        resolve_model(arguments.checkpoint, "--checkpoint")
         to_push = require_push(arguments)
         from megatron_lite.hf.export import ExportOptions, export_run
 
@@ -124,7 +124,7 @@ def main() -> None:
         tokenizers = arguments.tokenizer, arguments.decoder_tokenizer
         result = export_run(arguments.checkpoint, arguments.output, options, *tokenizers)
     else:
-        require_export(Path(arguments.input), "--input")
+        check_is_export(Path(arguments.input), "--input")
         tree, *_, notes = load_tree(arguments.config, arguments.overrides)
         source = find_source(arguments.input, is_hub=arguments.command == "import")
         from megatron_lite.hf.importing import import_directory, import_megatron

@@ -23,7 +23,7 @@ from data_utils.common.errors import ArgumentParser, ConfigError, DataError, exp
 from data_utils.common.files import require_named, require_writable, write_whole
 from data_utils.common.setting_files import load_yaml
 from data_utils.common.settings import merge, parse_override
-from megatron_lite.checkpoint.resolve_path import models_at
+from megatron_lite.checkpoint.resolve_path import resolve_models
 from megatron_lite.finetune.setup import is_export
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    given = [path for each in arguments.checkpoint for path in models_at(each, "--checkpoint")]
+    given = [path for each in arguments.checkpoint for path in resolve_models(each, "--checkpoint")]
     if arguments.json is not None:
         require_writable(arguments.json, "--json")
     if arguments.plot is not None:

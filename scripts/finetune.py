@@ -32,8 +32,8 @@ from data_utils.common.errors import (
 )
 from data_utils.common.files import require_writable
 from data_utils.common.settings import merge
-from megatron_lite.checkpoint.existing import find_manifest
-from megatron_lite.checkpoint.resolve_path import A_MODEL_OR_EXPORT, model_at, require_own_directory
+from megatron_lite.checkpoint.resolve_path import MODEL_OR_EXPORT_PATH, check_output_directory, resolve_model
+from megatron_lite.checkpoint.verify import find_manifest
 from megatron_lite.config.coming_from import explain_options, with_deepspeed_file
 from megatron_lite.engine.nvidia_apex import require_apex
 from megatron_lite.finetune.setup import Task, check_output, for_import, is_export, load_tree, prepare
@@ -86,10 +86,10 @@ def main(meeting: Meeting | None = None) -> ExitStatus:
     launch = Launch.from_environment(arguments.local_rank)
     output: Path = arguments.output
     require_writable(output / "results.json", "--output")
-    require_own_directory(output, "--output", is_tuned=True)
+    check_output_directory(output, "--output", is_tuned=True)
     start, pretrained = arguments.checkpoint, None
     if start is not None:
-        start = model_at(start, "--checkpoint", A_MODEL_OR_EXPORT)
+        start = resolve_model(start, "--checkpoint", MODEL_OR_EXPORT_PATH)
         if is_export(start):
             start = imported(start, output / "imported", arguments, launch)
         pretrained = find_manifest(start).trainer_state().config

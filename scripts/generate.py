@@ -19,7 +19,7 @@ from typing import Any
 
 from data_utils.common.errors import ArgumentParser, ConfigError, DataError, run_command
 from data_utils.tokenizers.tokenizer import PROMPT_MARKERS
-from megatron_lite.checkpoint.resolve_path import model_at
+from megatron_lite.checkpoint.resolve_path import resolve_model
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.models.optimus.inputs import read_lines
 
@@ -54,7 +54,7 @@ def main() -> None:
     blanks = {blank for blank in PROMPT_MARKERS for text in texts if blank in text}
     if blanks:
         require_blanks(texts)
-    model_at(arguments.checkpoint, "--checkpoint")
+    resolve_model(arguments.checkpoint, "--checkpoint")
     # Imported here: mistakes in the arguments must not wait for torch.
     from megatron_lite.inference.open_run import open_run
     from megatron_lite.inference.texts import answers, fills_blanks, worker_of

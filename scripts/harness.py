@@ -26,7 +26,7 @@ from data_utils.common.errors import ArgumentParser, ConfigError, run_command
 from data_utils.common.files import require_directory, require_writable, write_whole
 from data_utils.common.settings import merge, parse_override
 from data_utils.tasks.config import FORMS, MASKS
-from megatron_lite.checkpoint.resolve_path import A_MODEL_OR_EXPORT, model_at
+from megatron_lite.checkpoint.resolve_path import MODEL_OR_EXPORT_PATH, resolve_model
 
 BOOTSTRAP = 100  # draws for standard errors of perplexities and F1
 
@@ -74,7 +74,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    arguments.checkpoint = model_at(arguments.checkpoint, "--checkpoint", A_MODEL_OR_EXPORT)
+    arguments.checkpoint = resolve_model(arguments.checkpoint, "--checkpoint", MODEL_OR_EXPORT_PATH)
     if arguments.include_path is not None:
         require_directory(arguments.include_path, "give the directory with the tasks' YAML files")
     elif not arguments.online:

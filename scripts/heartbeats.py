@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from data_utils.common.errors import ArgumentParser, DataError, run_command
-from megatron_lite.checkpoint.resolve_path import run_at
+from megatron_lite.checkpoint.resolve_path import resolve_run
 from megatron_lite.runtime.heartbeats import heartbeat_directory, read_heartbeats
 
 
@@ -23,7 +23,7 @@ def main() -> None:
     directory = heartbeat_directory(run)
     heartbeats = read_heartbeats(directory)
     if not heartbeats:
-        run_at(run)
+        resolve_run(run)
         raise DataError(
             f"{directory} holds no heartbeats; the run writes them while it trains, every timeouts.heartbeat_seconds."
         )

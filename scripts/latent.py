@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from data_utils.common.errors import ArgumentParser, ConfigError, run_command
 from data_utils.common.files import PICTURES, require_named, require_writable, write_whole
 from data_utils.common.settings import check
-from megatron_lite.checkpoint.resolve_path import model_at
+from megatron_lite.checkpoint.resolve_path import resolve_model
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.models.optimus.inputs import Sampling, read_lines, require_labels
 
@@ -148,7 +148,7 @@ def main(given: Sequence[str] | None = None) -> None:
     if arguments.command == "probe":
         labels = read_lines(arguments.labels, "--labels", "label")
         require_labels(labels, len(texts), arguments.labels_per_class, f"--labels {arguments.labels}")
-    model_at(arguments.checkpoint, "--checkpoint")
+    resolve_model(arguments.checkpoint, "--checkpoint")
     # Imported here: mistakes in the arguments must not wait for torch.
     from megatron_lite.models.optimus.open_run import open_latent
 
@@ -291,7 +291,7 @@ def require_components(arguments: argparse.Namespace, model: LatentModel) -> Non
 def draw_posteriors(
     arguments: argparse.Namespace, mu: torch.Tensor, logvar: torch.Tensor, labels: Sequence[str] | None
 ) -> None:
-    from megatron_lite.models.optimus.gaussian import gaussian_kl
+    from megatron_lite.models.optimus.latent import gaussian_kl
 
     if arguments.picture is not None:
         draw_picture(arguments, mu, gaussian_kl(mu, logvar), labels)
@@ -308,21 +308,21 @@ def draw_picture(
 
 def write(arguments: argparse.Namespace, model: LatentModel, sentences: Sequence[Sentence]) -> None:
     """The commands whose result is texts: a line for each, after its place."""
-    from megatron_lite.models.optimus import uses
     from megatron_lite.models.optimus.bounds import posteriors
+    from megatron_lite.models.optimus.generation import analogy, decode_texts, interpolate, sample_prior
 
     if arguments.command == "sample":
-        z = uses.prior(arguments.count, model.latent_size, arguments.seed)
+        z = sample_prior(arguments.count, model.latent_size, arguments.seed)
         places = [str(number) for number in range(arguments.count)]
     else:
         mu, _ = posteriors(model, sentences, arguments.batch)
         z, places = mu, [sentence.text for sentence in sentences]
     if arguments.command == "interpolate":
-        z = uses.between(mu, arguments.points)
+        z = interpolate(mu, arguments.points)
         places = [f"{point / (arguments.points - 1):.2f}" for point in range(arguments.points)]
     elif arguments.command == "analogy":
-        z, places = uses.analogy(mu, arguments.scale), ["analogy"]
-    texts = uses.texts(model, z, generation(arguments), arguments.batch)
+        z, places = analogy(mu, arguments.scale), ["analogy"]
+    texts = decode_texts(model, z, generation(arguments), arguments.batch)
     for place, text in zip(places, texts, strict=True):
         print(f"{place}\t{text}")
     if arguments.json is not None:

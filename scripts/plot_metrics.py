@@ -24,7 +24,7 @@ from matplotlib.axes import Axes
 
 from data_utils.common.errors import ArgumentParser, ConfigError, DataError, run_command
 from data_utils.common.files import require_writable
-from megatron_lite.checkpoint.resolve_path import run_at
+from megatron_lite.checkpoint.resolve_path import resolve_run
 from megatron_lite.metrics.records import read_metrics
 from megatron_lite.report.run import read_unigram
 
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     output = args.output or args.run / "loss.png"
     if output.suffix not in SUFFIXES:
         raise ConfigError(f"--output is {str(output)!r}; its name must end in {', '.join(SUFFIXES)}.")
-    run_at(args.run)
+    resolve_run(args.run)
     require_writable(output, "--output")
     plot(read_metrics(args.run), read_unigram(args.run), output)
     print(output)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from data_utils.common.errors import ArgumentParser, UserError, run_command
-from megatron_lite.checkpoint.resolve_path import model_at
+from megatron_lite.checkpoint.resolve_path import resolve_model
 from megatron_lite.inference.server import HOST, Server
 
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--port", type=int, default=8080, help="port of the page; 0 = any that is free (default: 8080)")
     add("--tokenizer", type=Path, help="tokenizer path, if it moved since training")
     args = parser.parse_args(arguments)
-    model_at(args.checkpoint)
+    resolve_model(args.checkpoint)
     server = Server(args.port)
     # Imported here: mistakes in the arguments must not wait for torch.
     from megatron_lite.inference.open_run import open_run

@@ -26,7 +26,7 @@ from matplotlib.patches import Rectangle
 from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
 from data_utils.tokenizers.special_tokens import SpecialTokens
 from data_utils.tokenizers.vocabulary import Vocabulary
-from megatron_lite.checkpoint.shard_slices import runs
+from megatron_lite.checkpoint.shard_slices import flattened_ranges
 from megatron_lite.model.attention_backends.layout import allowed
 from megatron_lite.model.tensor_parallel import Partition
 
@@ -160,7 +160,9 @@ def shards(rows: int, columns: int, tp: int, zero: int) -> dict[int, list[tuple[
     count = rows * columns // tp // zero
     owned = {}
     for dp, rank in np.ndindex(zero, tp):
-        found = [run.box for run in runs(shape, Partition(dim=1), rank, tp, dp * count, count)]
+        found = [
+            owned.slice for owned in flattened_ranges(shape, Partition(dim=1), rank, tp, dp * count, count)
+        ]
         owned[dp * tp + rank] = [(box.row, box.row_stop, box.column, box.column_stop) for box in found]
     return owned
 

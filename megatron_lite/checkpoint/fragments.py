@@ -1,4 +1,7 @@
-"""The interface between checkpoints and an engine: the elements that this rank owns, and their state."""
+"""What checkpoints ask of an engine: the fp32 weights and optimizer state that this rank owns, parameter by parameter.
+
+A `Fragment` is what DeepSpeed calls a tensor fragment and Megatron a ShardedTensor with a flattened range.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,17 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_lite.checkpoint.shard_slices import Run, runs
+from megatron_lite.checkpoint.shard_slices import FlattenedRange, flattened_ranges
 from megatron_lite.model.tensor_parallel import Partition
 from megatron_lite.parallel.collectives import Group
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """Consecutive elements of one parameter's flattened shard that this rank owns: fp32 weights and moments.
+    """Consecutive elements of one parameter's flattened tensor-parallel shard that this rank owns, with their state.
 
-    State that belongs to no single element is a fragment of its own, which is whole on every rank.
+    Optimizer state that is not per element (Adafactor's row and column means) is a separate fragment, whole on every
+    rank.
     """
 
     name: str
@@ -26,21 +30,21 @@ class Fragment:
     tp: Group
     start: int  # first element, in the flattened shard
     tensors: dict[str, torch.Tensor]  # weight, exp_avg, ...: fp32 views of the engine's state, of one shape
-    is_copy: bool  # the same values are owned by another rank, which writes them
+    is_copy: bool  # a replica: another rank owns and writes the same values
 
-    def runs(self) -> Iterator[Run]:
-        """Where the fragment's elements lie in the whole parameter."""
+    def ranges(self) -> Iterator[FlattenedRange]:
+        """Which slices of the whole parameter the fragment's elements are."""
         count = next(iter(self.tensors.values())).numel()
-        return runs(self.shape, self.partition, self.tp.rank, self.tp.size, self.start, count)
+        return flattened_ranges(self.shape, self.partition, self.tp.rank, self.tp.size, self.start, count)
 
 
 class StateOwner(Protocol):
-    """Weights and optimizer state under any layout; megatron_lite/engine/engine.py is one."""
+    """Weights and optimizer state under any parallel sizes: `Engine` in megatron_lite/engine/engine.py."""
 
     before_update: Callable[[], None]  # called before each change of the fragments
 
     def fragments(self) -> Iterator[Fragment]:
-        """The fragments this rank owns. Together the ranks own every element, some of them several times."""
+        """This rank's fragments. Together the ranks hold every element; of replicas all but one are copies."""
         ...
 
     def count_parameters(self) -> int:

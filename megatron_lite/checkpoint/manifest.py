@@ -1,16 +1,18 @@
-"""Checkpoints without pickle that every layout can load: tensor x pipeline x data parallel, ZeRO 1 to 3.
+"""Checkpoints without pickle that load under any tensor, pipeline and data parallel sizes and ZeRO stage.
 
     DIRECTORY/step_00000100/
-        rank_00000.safetensors   the boxes of parameters this rank owned: fp32 weights and Adam moments
-        manifest.json            every box, size and checksums of every file, parameter shapes, training state
+        rank_00000.safetensors   the slices of parameters that this rank owned: fp32 weights and Adam moments
+        manifest.json            every slice, size and checksums of every file, parameter shapes, training state
         manifest.json.sha256     the manifest's own checksum; `sha256sum -c` reads it
 
-Every rank writes what it owns. A box (shard_slices.py) says where its elements lie in the whole parameter, not who
-owned them.
-Padding rows of the vocabulary are left out, since their number depends on the layout. Rank 0 writes the manifest last,
-and an atomic rename gives the directory its name after everything is on disk, so a name that exists is a complete
-checkpoint. There is no "latest" pointer: the newest checkpoint is the newest directory whose manifest and checksums are
-right. All ranks decide together whether a save or load succeeded.
+Every rank writes what it owns. A slice (shard_slices.py) says which rows and columns of the whole parameter its
+elements are, not who owned them: readers of any parallel sizes take what overlaps theirs. In the JSON a stored slice is
+a "piece" with a "box", and "kind" is the name of the state. Padding rows of the vocabulary are left out, since their
+number depends on the tensor-parallel size.
+
+Rank 0 writes the manifest last, and an atomic rename gives the directory its name after everything is on disk, so files
+are under that name only when complete. There is no "latest" pointer: the newest checkpoint is the newest directory
+whose manifest and checksums are right. All ranks decide together whether a save or load succeeded.
 """
 
 from __future__ import annotations
@@ -27,12 +29,13 @@ from typing import Any
 
 from data_utils.common.errors import CheckpointError
 from data_utils.common.files import write_synced
-from megatron_lite.checkpoint.shard_slices import Box
-from megatron_lite.checkpoint.state import TrainerState
+from megatron_lite.checkpoint.shard_slices import ShardSlice
+from megatron_lite.checkpoint.trainer_state import TrainerState
 
 FORMAT = "megatron-lite-checkpoint"
 FORMAT_VERSION = 2
-KINDS = ("weight", "exp_avg", "exp_avg_sq")  # of a parameter for which the manifest does not name its own
+# State names of a parameter under AdamW. The manifest's "kinds" names those of parameters that have others.
+ADAM_STATE = ("weight", "exp_avg", "exp_avg_sq")
 # In the directory of a run: its checkpoints, and the one with the best scores of a task.
 CHECKPOINTS, BEST = "checkpoints", "best"
 RESULTS = "results.json"  # of fine-tuning: in the directory of a seed, and in that of all
@@ -43,15 +46,15 @@ ADAPTER = "_adapter."
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A box of one parameter's values, and where it is stored, as a matrix."""
+class StoredSlice:
+    """A slice of one state (weight, exp_avg, ...) of a parameter, and the tensor that stores it, as a matrix."""
 
     file: str
     key: str
     name: str
-    kind: str
-    box: Box
-    is_added: bool = False  # to what the pieces before it hold
+    state_name: str
+    slice: ShardSlice
+    is_added: bool = False  # summed with what the slices before it hold, instead of replacing it
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class Checkpoint:
     path: Path
     step: int
     shapes: dict[str, tuple[int, ...]]
-    pieces: tuple[Piece, ...]
+    slices: tuple[StoredSlice, ...]
     files: dict[str, dict[str, Any]]  # name -> size and checksums, as checksums.py has them
     optimizer: dict[str, Any]
     state: dict[str, Any]  # of a training run: TrainerState.to_json
@@ -98,9 +101,9 @@ class Checkpoint:
         """Args: rename: old name -> new name; None leaves the parameter out."""
         names = {name: rename(name) for name in self.shapes}
         shapes = {new: self.shapes[old] for old, new in names.items() if new is not None}
-        pieces = [(names[piece.name], piece) for piece in self.pieces]
-        kept = tuple(dataclasses.replace(piece, name=new) for new, piece in pieces if new is not None)
-        return dataclasses.replace(self, shapes=shapes, pieces=kept)
+        named = [(names[stored.name], stored) for stored in self.slices]
+        kept = tuple(dataclasses.replace(stored, name=new) for new, stored in named if new is not None)
+        return dataclasses.replace(self, shapes=shapes, slices=kept)
 
 
 def checkpoint_name(step: int) -> str:
@@ -114,7 +117,7 @@ def step_of(path: Path) -> int:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a path names one checkpoint, good or damaged, and not a directory of several."""
+    """Whether a path is one checkpoint, valid or damaged, and not a directory of several."""
     return bool(NAME.fullmatch(path.name)) or (path / "manifest.json").exists()
 
 
@@ -133,7 +136,7 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 
 def checkpoints_of(directory: Path, steps: Iterable[int]) -> list[Path]:
-    """The checkpoints of these steps in a directory of them. Raises CheckpointError naming all that are not there."""
+    """The checkpoints of these steps in `directory`. Raises CheckpointError naming the steps that are absent."""
     paths = {step_of(path): path for path in list_checkpoints(directory)}
     wanted = list(steps)
     if absent := [step for step in wanted if step not in paths]:
@@ -145,7 +148,7 @@ def checkpoints_of(directory: Path, steps: Iterable[int]) -> list[Path]:
 
 
 def manifest_header(step: int, optimizer: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
-    """A manifest without shapes, pieces and files, dated now. Args: optimizer: StateOwner.scalar_state."""
+    """A manifest without shapes, slices and files, dated now. Args: optimizer: StateOwner.scalar_state."""
     return {
         "format": FORMAT,
         "version": FORMAT_VERSION,
@@ -177,8 +180,8 @@ def rewinds(directory: Path) -> Iterator[tuple[Path, int]]:
 
 def none_is_valid(directory: Path, count: int) -> CheckpointError:
     return CheckpointError(
-        f"none of the {count} checkpoints in {directory} is valid; `scripts/checkpoints.py verify` says what is wrong "
-        "with each. Move them away to start from the beginning."
+        f"none of the {count} checkpoints in {directory} is valid; run `scripts/checkpoints.py verify` to see what is "
+        "wrong with each, or move them away to start at step 0."
     )
 
 

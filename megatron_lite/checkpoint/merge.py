@@ -23,7 +23,6 @@ import torch
 from data_utils.common.errors import CheckpointError, ConfigError
 from data_utils.common.files import new_directory
 from data_utils.common.progress import progress_bar
-from megatron_lite.checkpoint.existing import check_model
 from megatron_lite.checkpoint.manifest import (
     CHECKPOINTS,
     Checkpoint,
@@ -34,6 +33,7 @@ from megatron_lite.checkpoint.manifest import (
 from megatron_lite.checkpoint.read import weight_reader
 from megatron_lite.checkpoint.shard_slices import matrix_shape
 from megatron_lite.checkpoint.tensor_files import write_tensors
+from megatron_lite.checkpoint.verify import check_model
 
 # The integral from 0 to x of the factor of the learning rate, where x is the share of the decay that is over.
 DECAYS = {"linear": lambda x: x - x * x / 2, "1-sqrt": lambda x: x - x * math.sqrt(x) * 2 / 3}
@@ -115,17 +115,17 @@ def write_weights(
     """
     path, name = directory / checkpoint_name(source.step), "rank_00000.safetensors"
     path.mkdir(parents=True)
-    boxes = {each: matrix_shape(shape) for each, shape in source.shapes.items()}
-    stored = {f"{each}/weight/0.0": shape for each, shape in boxes.items()}
+    matrices = {each: matrix_shape(shape) for each, shape in source.shapes.items()}
+    stored = {f"{each}/weight/0.0": shape for each, shape in matrices.items()}
     manifest = {
         **manifest_header(source.step, {"adam_step": 0.0, "loss_scaler": {}}, source.state),
         **described,
         "shapes": {each: list(shape) for each, shape in source.shapes.items()},
-        "kinds": {each: {"weight": list(shape)} for each, shape in boxes.items()},
+        "kinds": {each: {"weight": list(shape)} for each, shape in matrices.items()},
         "files": {name: write_tensors(path / name, stored, weights)},
         "pieces": [
             {"file": name, "key": f"{each}/weight/0.0", "name": each, "kind": "weight", "box": (0, rows, 0, columns)}
-            for each, (rows, columns) in boxes.items()
+            for each, (rows, columns) in matrices.items()
         ],
     }  # fmt: skip
     write_manifest(path, manifest)

@@ -1,4 +1,4 @@
-"""Reading a checkpoint into any layout: all ranks agree on which one is good, and each reads its own boxes."""
+"""Loads a checkpoint under any parallel sizes: all ranks agree on which one is valid, and each reads its own slices."""
 
 from __future__ import annotations
 
@@ -11,19 +11,11 @@ import torch
 
 from data_utils.common.errors import CheckpointError
 from data_utils.common.progress import progress_bar
-from megatron_lite.checkpoint.agreement import agreed_steps, agreement
-from megatron_lite.checkpoint.existing import (
-    blocks,
-    check_same_number,
-    check_same_shape,
-    existing,
-    read_checkpoint,
-    verify_checkpoint,
-)
+from megatron_lite.checkpoint.collective_errors import raise_on_all_ranks, steps_seen_by_rank_0
 from megatron_lite.checkpoint.fragments import StateOwner
 from megatron_lite.checkpoint.manifest import (
     Checkpoint,
-    Piece,
+    StoredSlice,
     checkpoint_name,
     checkpoints_in,
     is_checkpoint,
@@ -31,9 +23,17 @@ from megatron_lite.checkpoint.manifest import (
     none_is_valid,
     step_of,
 )
-from megatron_lite.checkpoint.resolve_path import model_at
-from megatron_lite.checkpoint.shard_slices import Box, matrix_shape
+from megatron_lite.checkpoint.resolve_path import resolve_model
+from megatron_lite.checkpoint.shard_slices import ShardSlice, matrix_shape
 from megatron_lite.checkpoint.tensor_files import TensorFile
+from megatron_lite.checkpoint.verify import (
+    check_same_number,
+    check_same_shape,
+    checksum_blocks,
+    read_checkpoint,
+    require_found,
+    verify_checkpoint,
+)
 from megatron_lite.model.tensor_parallel import whole_shape
 from megatron_lite.parallel.context import ParallelContext
 
@@ -46,7 +46,7 @@ def newest_valid(directory: Path, context: ParallelContext) -> Checkpoint | None
 
     The ranks share the work of verifying. Raises CheckpointError if checkpoints exist but none is valid.
     """
-    steps = agreed_steps(directory, context)
+    steps = steps_seen_by_rank_0(directory, context)
     for step in reversed(steps):
         path = next((p for p in list_checkpoints(directory) if step_of(p) == step), None)
         try:
@@ -63,64 +63,65 @@ def find_checkpoint(path: Path, context: ParallelContext) -> Checkpoint:
 
     Called by every rank. Raises CheckpointError if there is none or it is damaged.
     """
-    path = model_at(path)
+    path = resolve_model(path)
     if is_checkpoint(path):
         return _read_together(path, context)
-    return existing(newest_valid(checkpoints_in(path), context), path)
+    return require_found(newest_valid(checkpoints_in(path), context), path)
 
 
 def _read_together(path: Path, context: ParallelContext) -> Checkpoint:
-    """Read a checkpoint on every rank and verify it, each rank a part."""
-    with agreement(context, f"checking {path}"):
+    """Read the manifest on every rank and verify the checksums, each rank a share of the blocks."""
+    with raise_on_all_ranks(context, f"checking {path}"):
         checkpoint = read_checkpoint(path)
-        share = blocks(checkpoint)[context.rank :: context.world_size]
-        for block in _shown(share, f"checking {path.name}", context):
+        share = checksum_blocks(checkpoint)[context.rank :: context.world_size]
+        for block in _with_progress(share, f"checking {path.name}", context):
             verify_checkpoint(checkpoint, [block])
     return checkpoint
 
 
-def _shown(items: list[T], what: str, context: ParallelContext) -> Iterable[T]:
+def _with_progress(items: list[T], what: str, context: ParallelContext) -> Iterable[T]:
     """The items, with a progress bar on the main rank's terminal, if it has one."""
     return progress_bar(items, desc=what, disable=None if context.is_main else True)
 
 
 class _Reader:
-    """Reads boxes of whole parameters from a checkpoint's files, with little memory beside the target's."""
+    """Reads slices of parameters from a checkpoint's files, with little memory besides the target's."""
 
     def __init__(self, checkpoint: Checkpoint):
         self._path = checkpoint.path
         self._files: dict[str, TensorFile] = {}
-        self._pieces: dict[tuple[str, str], list[Piece]] = {}
-        for piece in checkpoint.pieces:
-            self._pieces.setdefault((piece.name, piece.kind), []).append(piece)
+        self._slices: dict[tuple[str, str], list[StoredSlice]] = {}
+        for stored in checkpoint.slices:
+            self._slices.setdefault((stored.name, stored.state_name), []).append(stored)
 
-    def has(self, name: str, kind: str) -> bool:
-        return (name, kind) in self._pieces
+    def has(self, name: str, state_name: str) -> bool:
+        return (name, state_name) in self._slices
 
-    def fill(self, target: torch.Tensor, box: Box, name: str, kind: str) -> None:
-        """Copy `box` of a parameter into the matrix `target` from the pieces that overlap it."""
-        for piece in self._of(name, kind):
-            common = box.overlap(piece.box)
+    def fill(self, target: torch.Tensor, wanted: ShardSlice, name: str, state_name: str) -> None:
+        """Copy the slice `wanted` of a parameter into the matrix `target` from the stored slices that overlap it."""
+        for stored in self._stored(name, state_name):
+            common = wanted.overlap(stored.slice)
             if common is None:
                 continue
-            if piece.file not in self._files:
-                self._files[piece.file] = TensorFile(self._path / piece.file)
-            for part, values in self._files[piece.file].read(piece.key, piece.box, common):
-                place = target[part.within(box)]
-                place.copy_(place + values.to(place.device) if piece.is_added else values)
+            if stored.file not in self._files:
+                self._files[stored.file] = TensorFile(self._path / stored.file)
+            for read, values in self._files[stored.file].read(stored.key, stored.slice, common):
+                destination = target[read.within(wanted)]
+                values = destination + values.to(destination.device) if stored.is_added else values
+                destination.copy_(values)
 
-    def _of(self, name: str, kind: str) -> list[Piece]:
-        if not self.has(name, kind):
+    def _stored(self, name: str, state_name: str) -> list[StoredSlice]:
+        if not self.has(name, state_name):
             raise CheckpointError(
-                f"checkpoint {self._path} holds no {kind} of {name}; continue with the settings of its run, or begin "
-                "with its weights by checkpoint.initialize_from in another run.directory."
+                f"checkpoint {self._path} holds no {state_name} of {name}; continue with the settings of its run, or "
+                "start another run.directory from its weights with checkpoint.initialize_from."
             )
-        return self._pieces[name, kind]
+        return self._slices[name, state_name]
 
 
 @torch.no_grad()
 def load_checkpoint(checkpoint: Checkpoint, engine: StateOwner, context: ParallelContext) -> None:
-    """Fill this rank's fragments from the boxes that overlap them, then publish the weights to the model."""
+    """Fill this rank's fragments from the stored slices that overlap them, then copy the weights to the model."""
     _load_fragments(checkpoint, engine, context, None)
     engine.load_scalar_state(checkpoint.optimizer)
     engine.publish_weights()
@@ -130,9 +131,9 @@ def load_checkpoint(checkpoint: Checkpoint, engine: StateOwner, context: Paralle
 def load_weights_only(
     checkpoint: Checkpoint, engine: StateOwner, context: ParallelContext, new: Collection[str] = ()
 ) -> None:
-    """Load the weights of a checkpoint, or the averages that its run uses, without its optimizer state.
+    """Load the weights of a checkpoint, or their EMA if its run uses that, without its optimizer state.
 
-    Args: new: parameters that stay as they are too, see `new_parameters`.
+    Args: new: parameters that the checkpoint lacks and that keep their values, see `new_parameters`.
     """
     _load_fragments(checkpoint, engine, context, ("weight",), new)
     engine.publish_weights()
@@ -142,51 +143,54 @@ def _load_fragments(
     checkpoint: Checkpoint,
     engine: StateOwner,
     context: ParallelContext,
-    kinds: Collection[str] | None,
+    state_names: Collection[str] | None,
     new: Collection[str] | None = None,
 ) -> None:
     """Fill the fragments.
 
-    Args: kinds: None = all. new: as for `load_weights_only`; None: names must be exactly the checkpoint's.
+    Args:
+        state_names: to fill; None: all.
+        new: as for `load_weights_only`; None: the parameters must be exactly those of the checkpoint.
     """
     count = engine.count_parameters()
-    with agreement(context, f"loading {checkpoint.path}"):
+    with raise_on_all_ranks(context, f"loading {checkpoint.path}"):
         if new is None:
             check_same_number(checkpoint, count)
-        reader, used = _Reader(checkpoint), used_kind(checkpoint)
+        reader, weight = _Reader(checkpoint), weights_in_use(checkpoint)
         fragments = [fragment for fragment in engine.fragments() if fragment.name not in (new or ())]
-        for fragment in _shown(fragments, f"loading {checkpoint.path.name}", context):
-            chosen = {k: values for k, values in fragment.tensors.items() if kinds is None or k in kinds}
+        for fragment in _with_progress(fragments, f"loading {checkpoint.path.name}", context):
+            chosen = {k: v for k, v in fragment.tensors.items() if state_names is None or k in state_names}
             if "weight" in chosen:
                 shape = whole_shape(fragment.shape, fragment.partition, fragment.tp.size)
                 check_same_shape(checkpoint, fragment.name, shape)
-            for kind in [kind for kind in chosen if not reader.has(fragment.name, kind)]:
-                if kind == "ema" or not checkpoint.optimizer["adam_step"]:  # moments of before the first step
-                    chosen.pop(kind).zero_()
-            for run in fragment.runs():
-                for kind, flat in chosen.items():
-                    values = flat[run.start - fragment.start : run.stop - fragment.start]
-                    stored = kind if kinds is None else used
-                    reader.fill(values.view(run.box.shape), run.box, fragment.name, stored)
-            if "ema" in fragment.tensors and "ema" not in chosen:  # averages begin
+            for absent in [state_name for state_name in chosen if not reader.has(fragment.name, state_name)]:
+                # Before its first step the moments are zero, and a checkpoint of weights alone holds none.
+                if absent == "ema" or not checkpoint.optimizer["adam_step"]:
+                    chosen.pop(absent).zero_()
+            for owned in fragment.ranges():
+                for state_name, flat in chosen.items():
+                    values = flat[owned.start - fragment.start : owned.stop - fragment.start]
+                    read = state_name if state_names is None else weight
+                    reader.fill(values.view(owned.slice.shape), owned.slice, fragment.name, read)
+            if "ema" in fragment.tensors and "ema" not in chosen:  # the averages start at the weights
                 fragment.tensors["ema"].copy_(fragment.tensors["weight"])
 
 
-def used_kind(checkpoint: Checkpoint) -> str:
-    """The kind of state that its run uses as weights: their averages, if `ema.use` says so and it has them."""
+def weights_in_use(checkpoint: Checkpoint) -> str:
+    """Name of the state that its run evaluates and exports as weights: "ema" if `ema.use` is set and it is stored."""
     settings = checkpoint.state.get("config", {}).get("ema", {})
-    has_averages = any(piece.kind == "ema" for piece in checkpoint.pieces)
+    has_averages = any(stored.state_name == "ema" for stored in checkpoint.slices)
     return "ema" if settings.get("use") and has_averages else "weight"
 
 
 def weight_reader(checkpoint: Checkpoint) -> Callable[[str], torch.Tensor]:
-    """A function that reads one whole fp32 weight, or its average, without padding rows, by its parameter's name."""
-    reader, kind = _Reader(checkpoint), used_kind(checkpoint)
+    """A function: parameter name -> its whole fp32 weight, or EMA where the run uses it, without padding rows."""
+    reader, state_name = _Reader(checkpoint), weights_in_use(checkpoint)
 
     def read(name: str) -> torch.Tensor:
         rows, columns = matrix_shape(checkpoint.shapes[name])
         matrix = torch.empty(rows, columns)
-        reader.fill(matrix, Box(0, rows, 0, columns), name, kind)
+        reader.fill(matrix, ShardSlice(0, rows, 0, columns), name, state_name)
         return matrix.view(checkpoint.shapes[name])
 
     return read

@@ -1,6 +1,7 @@
-"""What a path that a command is given leads to: a run, a checkpoint, tuned runs, an export, or nothing of these.
+"""What a path given to a command is: a run, a checkpoint, an output of fine-tuning, an export, or none of these.
 
-Every command asks here, so that all take the same, and refuse in the same words what they do not take. Needs no torch.
+Every command resolves its paths here, so all accept the same ones and refuse others with the same message. Needs no
+torch.
 """
 
 from __future__ import annotations
@@ -20,62 +21,62 @@ from megatron_lite.checkpoint.manifest import (
     list_checkpoints,
 )
 
-A_MODEL = "a run directory or one of its checkpoints"
-A_MODEL_OR_EXPORT = "a run, one of its checkpoints, or an exported directory"
-A_RUN = "the directory of a run that has begun, as run.directory names it"
-RECORDS = "metrics.jsonl"  # in the directory of a run that has begun
+MODEL_PATH = "a run directory or one of its checkpoints"
+MODEL_OR_EXPORT_PATH = "a run, one of its checkpoints, or an exported directory"
+RUN_PATH = "the directory of a run that has started, as run.directory names it"
+RECORDS = "metrics.jsonl"  # in the directory of a run that has started
 _SHOWN = 4  # paths that a message names
 
 
-class Place(StrEnum):
-    """The values are what messages say of a path."""
+class PathType(StrEnum):
+    """Types of path. The values complete a message that begins with the path."""
 
     ABSENT = "does not exist"
     FILE = "is not a directory"
     CHECKPOINT = "is a checkpoint"
     RUN = "is a run"
     CHECKPOINTS = "is a directory of checkpoints"
-    TUNED = "is an output of scripts/finetune.py"
-    RUN_WITH_TUNED = "is a run, and outputs of scripts/finetune.py lie in it too"
-    EXPORT = "is a directory of Hugging Face transformers"
-    REFERENCE = "is a checkpoint of the reference (mp_rank_XX_model_states.pt)"
-    ABOVE = "is a directory above runs"
+    FINETUNED = "is an output of scripts/finetune.py"
+    RUN_AND_FINETUNED = "is a run that also holds outputs of scripts/finetune.py"
+    EXPORT = "is a model directory of Hugging Face transformers"
+    ORIGINAL_GLM = "is a checkpoint of the original GLM code (mp_rank_XX_model_states.pt)"
+    PARENT = "is not a run, but holds runs"
     OTHER = "holds no run and no checkpoint"
 
 
-def place_of(path: Path) -> Place:
-    """Raises CheckpointError if the path cannot be looked at."""
+def path_type(path: Path) -> PathType:
+    """The type of a path, by the files in it. Raises CheckpointError if it cannot be read."""
     try:
-        return _place_of(path)
+        return _classify(path)
     except OSError as error:
         raise CheckpointError(
-            f"{error.filename or path}: {error.strerror}; get permission to read it."
+            f"{error.filename or path}: {error.strerror}; check that it can be read."
         ) from None
 
 
-def _place_of(path: Path) -> Place:
+def _classify(path: Path) -> PathType:
     if not path.is_dir():
-        return Place.FILE if path.exists() else Place.ABSENT
+        return PathType.FILE if path.exists() else PathType.ABSENT
     if (path / "manifest.json").exists():
-        return Place.CHECKPOINT
+        return PathType.CHECKPOINT
     if _is_export(path) and not (path / CHECKPOINTS).is_dir():
-        return Place.EXPORT
+        return PathType.EXPORT
     if is_checkpoint(path):  # damaged, since it has no manifest
-        return Place.CHECKPOINT
+        return PathType.CHECKPOINT
     tuned = bool(_seeds(path))
     if _is_run(path):
-        return Place.RUN_WITH_TUNED if tuned else Place.RUN
+        return PathType.RUN_AND_FINETUNED if tuned else PathType.RUN
     if tuned:
-        return Place.TUNED
+        return PathType.FINETUNED
     if list_checkpoints(path):
-        return Place.CHECKPOINTS
+        return PathType.CHECKPOINTS
     if next(path.glob("mp_rank_*_model_states.pt"), None) is not None:
-        return Place.REFERENCE
-    return Place.ABOVE if _runs_in(path) else Place.OTHER
+        return PathType.ORIGINAL_GLM
+    return PathType.PARENT if _runs_in(path) else PathType.OTHER
 
 
 def _is_export(path: Path) -> bool:
-    """Whether there is a model's description, of one model or of the parts of a pair."""
+    """Whether there is a config.json: of one model, of OPTIMUS's latent space or of ELECTRA's generator."""
     names = ("config.json", "ernie_config.json", "latent.json", "generator/config.json")
     return any((path / name).exists() for name in names)
 
@@ -99,78 +100,88 @@ def _runs_in(path: Path) -> list[Path]:
     return [each for each in visible if _is_run(each) or _seeds(each)]
 
 
-def best_of_seeds(path: Path) -> list[Path]:
-    """The best checkpoint of each seed of an output of scripts/finetune.py; its run where no score has chosen one."""
+def best_checkpoints(path: Path) -> list[Path]:
+    """The best checkpoint of each seed in an output of scripts/finetune.py; the seed's run where no score chose one."""
     return [seed / BEST if list_checkpoints(seed / BEST) else seed for seed in _seeds(path)]
 
 
-def model_at(path: Path, option: str = "", takes: str = A_MODEL) -> Path:
-    """The run, checkpoint or directory of checkpoints to open for one model; the best one of a tuned output.
+def resolve_model(path: Path, option: str = "", takes: str = MODEL_PATH) -> Path:
+    """The run, checkpoint or directory of checkpoints that holds one model; of a fine-tuning output the best.
 
-    Args: option: under which the path was given. takes: A_MODEL, or A_MODEL_OR_EXPORT: an export is itself.
+    Args:
+        option: the command-line option that the path was given as, for messages.
+        takes: MODEL_PATH, or MODEL_OR_EXPORT_PATH where an export is accepted and returned as it is.
     Raises: CheckpointError naming what the path is and what to give instead.
     """
-    place = place_of(path)
-    if place in (Place.CHECKPOINT, Place.RUN, Place.CHECKPOINTS):
+    found = path_type(path)
+    if found in (PathType.CHECKPOINT, PathType.RUN, PathType.CHECKPOINTS):
         return path
-    if place is Place.EXPORT and takes == A_MODEL_OR_EXPORT:
+    if found is PathType.EXPORT and takes == MODEL_OR_EXPORT_PATH:
         return path
-    best = best_of_seeds(path) if place in (Place.TUNED, Place.RUN_WITH_TUNED) else []
-    if place is Place.TUNED and len(best) == 1:
+    best = best_checkpoints(path) if found in (PathType.FINETUNED, PathType.RUN_AND_FINETUNED) else []
+    if found is PathType.FINETUNED and len(best) == 1:
         return best[0]
-    if place is Place.RUN_WITH_TUNED:
+    if found is PathType.RUN_AND_FINETUNED:
         best = [path / CHECKPOINTS, *best]
-    raise refusal(path, place, option, takes, best)
+    raise path_error(path, found, option, takes, best)
 
 
-def models_at(path: Path, option: str = "") -> list[Path]:
-    """As `model_at` of A_MODEL_OR_EXPORT, but of a tuned output the best of every seed."""
+def resolve_models(path: Path, option: str = "") -> list[Path]:
+    """As `resolve_model` with MODEL_OR_EXPORT_PATH, but the best checkpoints of all seeds of a fine-tuning output."""
     return (
-        best_of_seeds(path) if place_of(path) is Place.TUNED else [model_at(path, option, A_MODEL_OR_EXPORT)]
+        best_checkpoints(path)
+        if path_type(path) is PathType.FINETUNED
+        else [resolve_model(path, option, MODEL_OR_EXPORT_PATH)]
     )
 
 
-def run_at(path: Path, option: str = "") -> Path:
-    """A run's directory, to read what it has recorded. Raises: CheckpointError as `model_at`."""
-    place = place_of(path)
-    has_begun = place is Place.OTHER and (path / "config.yaml").exists()  # and recorded nothing yet
-    if has_begun or place in (Place.RUN, Place.RUN_WITH_TUNED):
+def resolve_run(path: Path, option: str = "") -> Path:
+    """A run's directory, to read its records. Raises: CheckpointError as `resolve_model`."""
+    found = path_type(path)
+    has_started = found is PathType.OTHER and (path / "config.yaml").exists()  # started, without records yet
+    if has_started or found in (PathType.RUN, PathType.RUN_AND_FINETUNED):
         return path
-    within = _seeds(path) if place is Place.TUNED else []
-    raise refusal(path, place, option, A_RUN, within)
+    within = _seeds(path) if found is PathType.FINETUNED else []
+    raise path_error(path, found, option, RUN_PATH, within)
 
 
-def require_export(path: Path, option: str) -> None:
-    """Raise CheckpointError for a directory to import that is one of this program's own."""
-    place = place_of(path)
-    if place in _OURS:
+def check_is_export(path: Path, option: str) -> None:
+    """Raise CheckpointError for a path to import that needs no import: a run or checkpoint of this program."""
+    found = path_type(path)
+    if found in _OWN:
         raise CheckpointError(
-            f"{option} {path} {place}, which needs no import; give it as --checkpoint, or as "
+            f"{option} {path} {found}, which needs no import; pass it as --checkpoint or as "
             "checkpoint.initialize_from."
         )
 
 
-_OURS = (Place.RUN, Place.RUN_WITH_TUNED, Place.CHECKPOINT, Place.CHECKPOINTS, Place.TUNED)
+_OWN = (
+    PathType.RUN,
+    PathType.RUN_AND_FINETUNED,
+    PathType.CHECKPOINT,
+    PathType.CHECKPOINTS,
+    PathType.FINETUNED,
+)
 
 
-def require_own_directory(path: Path, option: str, is_tuned: bool = False) -> None:
-    """Raise CheckpointError for a directory of other files, among which a run would write, or that lies among them.
+def check_output_directory(path: Path, option: str, is_tuned: bool = False) -> None:
+    """Raise CheckpointError unless a run may write into the directory: not into a checkpoint, an export or another run.
 
-    Args: is_tuned: whether it is for the output of scripts/finetune.py, else for a run.
+    Args: is_tuned: the output is that of scripts/finetune.py, else of a run.
     """
-    place = place_of(path)
-    own = (Place.TUNED,) if is_tuned else (Place.RUN, Place.RUN_WITH_TUNED)
-    if place in (*_OURS, Place.EXPORT, Place.REFERENCE) and place not in own:
+    found = path_type(path)
+    own = (PathType.FINETUNED,) if is_tuned else (PathType.RUN, PathType.RUN_AND_FINETUNED)
+    if found in (*_OWN, PathType.EXPORT, PathType.ORIGINAL_GLM) and found not in own:
         remedy = "name this with --checkpoint" if is_tuned else "name this as checkpoint.initialize_from"
         raise CheckpointError(
-            f"{option} {path} {place}; choose another directory, and {remedy} to begin with its weights."
+            f"{option} {path} {found}; choose another directory, and {remedy} to start from its weights."
         )
-    whole = Path(os.path.realpath(path))
-    for above in (whole, *whole.parents):
-        if _keeps_checkpoints(above):
+    resolved = Path(os.path.realpath(path))
+    for parent in (resolved, *resolved.parents):
+        if _keeps_checkpoints(parent):
             raise CheckpointError(
-                f"{option} {path} lies in {above}, where a run keeps checkpoints and deletes old ones; choose a "
-                "directory outside of it."
+                f"{option} {path} is inside {parent}, where a run deletes old checkpoints; choose a directory "
+                "outside it."
             )
 
 
@@ -184,28 +195,30 @@ def _keeps_checkpoints(path: Path) -> bool:
     )
 
 
-def refusal(
-    path: Path, place: Place, option: str, takes: str, within: Sequence[Path] = ()
+def path_error(
+    path: Path, found: PathType, option: str, takes: str, within: Sequence[Path] = ()
 ) -> CheckpointError:
-    """The error for a path that leads to something else.
+    """The error for a path of a type that the command does not take.
 
-    Args: takes: what the command takes. within: what lies in the directory and may be meant.
+    Args: found: the path's type. takes: what the command takes. within: paths inside it that the user may mean.
     """
-    if place is Place.ABOVE:
+    if found is PathType.PARENT:
         within = _runs_in(path)
-    elif place is Place.ABSENT and NAME.fullmatch(path.name):
+    elif found is PathType.ABSENT and NAME.fullmatch(path.name):
         within = list_checkpoints(path.parent)[::-1]
-    convert = {Place.EXPORT: "import", Place.REFERENCE: "import-megatron"}.get(place)
+    convert = {PathType.EXPORT: "import", PathType.ORIGINAL_GLM: "import-megatron"}.get(found)
     remedy = f"give {takes}"
     if convert:
-        remedy += f"; this makes one of it: python scripts/convert_checkpoint.py {convert} --input {path} --output RUN"
+        remedy += (
+            f"; to convert it, run python scripts/convert_checkpoint.py {convert} --input {path} --output RUN"
+        )
     elif within:
         more = f" and {len(within) - _SHOWN} more" if len(within) > _SHOWN else ""
         remedy = f"give one: {', '.join(map(str, within[:_SHOWN]))}{more}"
-    elif place is Place.ABSENT and takes != A_RUN and (name := hub_name(str(path))) is not None:
+    elif found is PathType.ABSENT and takes != RUN_PATH and (name := hub_name(str(path))) is not None:
         run = f"runs/{name.repository.rpartition('/')[2]}"
         command = f"python scripts/convert_checkpoint.py import --input {path} --output {run}"
         remedy += (
             f"; a model of the Hugging Face hub is imported first, by `{command}`, and then given as {run}"
         )
-    return CheckpointError(f"{option} {path} {place}; {remedy}.".strip())
+    return CheckpointError(f"{option} {path} {found}; {remedy}.".strip())

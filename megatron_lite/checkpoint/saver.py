@@ -193,8 +193,8 @@ class Snapshot:
             raise self._failure
         buffers = iter(self._buffers)
         for fragment in fragments:
-            kinds = [] if fragment.is_copy else list(fragment.tensors)
-            yield replace(fragment, tensors={kind: next(buffers) for kind in kinds})
+            names = [] if fragment.is_copy else list(fragment.tensors)
+            yield replace(fragment, tensors={name: next(buffers) for name in names})
 
 
 def _written(fragments: Iterable[Fragment]) -> Iterator[Fragment]:

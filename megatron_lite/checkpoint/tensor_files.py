@@ -1,4 +1,4 @@
-"""Safetensors files: written in one pass with their checksums, read box by box.
+"""Safetensors files: written in one pass with their checksums, read slice by slice.
 
 A file's checksums are CRC-32 of each 16 MiB (data_utils/common/checksums.py says what they find). They are computed
 while the previous block is being written; several ranks can check one file, and a message can name the damaged block.
@@ -21,7 +21,7 @@ from typing import IO, Any
 import torch
 
 from data_utils.common.errors import CheckpointError
-from megatron_lite.checkpoint.shard_slices import Box
+from megatron_lite.checkpoint.shard_slices import ShardSlice
 
 BLOCK_BYTES = 16 << 20  # written, and checked, at once
 READ_BYTES = 4 << 20  # read at once: fits in a processor's cache
@@ -116,7 +116,7 @@ class _Writer:
 
 
 class TensorFile:
-    """The tensors of a safetensors file, read box by box."""
+    """The tensors of a safetensors file, read slice by slice."""
 
     def __init__(self, path: Path):
         """Read the header. Raises CheckpointError if it is damaged, OSError if it cannot be read."""
@@ -133,10 +133,12 @@ class TensorFile:
         self._data = 8 + length
         self._data_bytes = size - self._data
 
-    def read(self, key: str, stored: Box, wanted: Box) -> Iterator[tuple[Box, torch.Tensor]]:
-        """The box `wanted` of the tensor `key`, which holds the box `stored`, a few rows at a time.
+    def read(
+        self, key: str, stored: ShardSlice, wanted: ShardSlice
+    ) -> Iterator[tuple[ShardSlice, torch.Tensor]]:
+        """The slice `wanted` of the tensor `key`, which holds the slice `stored`, a few rows at a time.
 
-        Yields: boxes that together are `wanted`, with their fp32 values, valid until the next one.
+        Yields: slices that together are `wanted`, with their fp32 values, valid until the next one.
         """
         start = self._data + self._offset(key, stored)
         columns = stored.shape[1]
@@ -148,10 +150,10 @@ class TensorFile:
                 part = memoryview(buffer)[: 4 * columns * (stop - row)]
                 _read_exactly(file.fileno(), part, start + 4 * columns * (row - stored.row))
                 matrix = torch.frombuffer(part, dtype=torch.float32).view(stop - row, columns)
-                box = Box(row, stop, wanted.column, wanted.column_stop)
-                yield box, matrix[:, wanted.column - stored.column : wanted.column_stop - stored.column]
+                read = ShardSlice(row, stop, wanted.column, wanted.column_stop)
+                yield read, matrix[:, wanted.column - stored.column : wanted.column_stop - stored.column]
 
-    def _offset(self, key: str, stored: Box) -> int:
+    def _offset(self, key: str, stored: ShardSlice) -> int:
         try:
             described = self._header[key]
             start, stop = described["data_offsets"]

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.common.files import sync_directory, write_synced
-from megatron_lite.checkpoint.agreement import describe_error, failed_together
+from megatron_lite.checkpoint.collective_errors import collective_error, describe_error
 from megatron_lite.checkpoint.fragments import Fragment, StateOwner
 from megatron_lite.checkpoint.manifest import (
+    ADAM_STATE,
     BEST,
     CHECKPOINTS,
-    KINDS,
     NAME,
     RESULTS,
     checkpoint_name,
@@ -140,7 +140,7 @@ class Save:
         self._thread = None
         if self._context.is_main:
             shutil.rmtree(self._partial, ignore_errors=True)  # frees space on a full disk
-        raise failed_together(f"saving {self.path}", self.failure, failed, self._context)
+        raise collective_error(f"saving {self.path}", self.failure, failed, self._context)
 
     def _prepare(self) -> None:
         if self._context.is_main:
@@ -181,7 +181,7 @@ def _clear_leftovers(directory: Path) -> None:
 
 
 def _write_rank(directory: Path, rank: int, fragments: Iterable[Fragment]) -> None:
-    tensors, stored, pieces, shapes = [], {}, [], {}
+    tensors, matrices, pieces, shapes = [], {}, [], {}
     kinds: dict[str, dict[str, tuple[int, int]]] = {}
     for fragment in fragments:
         if fragment.is_copy:
@@ -190,13 +190,14 @@ def _write_rank(directory: Path, rank: int, fragments: Iterable[Fragment]) -> No
         if "weight" in fragment.tensors:
             shapes[fragment.name] = list(shape)
         kinds.setdefault(fragment.name, {}).update(dict.fromkeys(fragment.tensors, matrix_shape(shape)))
-        for run in fragment.runs():
-            for kind, values in fragment.tensors.items():
-                key = f"{fragment.name}/{kind}/{run.box.row}.{run.box.column}"
-                tensors.append(values[run.start - fragment.start : run.stop - fragment.start])
-                stored[key] = run.box.shape
-                pieces.append({"key": key, "name": fragment.name, "kind": kind, "box": astuple(run.box)})
-    described = write_tensors(directory / _rank_file(rank), stored, tensors)
+        for owned in fragment.ranges():
+            for state_name, values in fragment.tensors.items():
+                key = f"{fragment.name}/{state_name}/{owned.slice.row}.{owned.slice.column}"
+                tensors.append(values[owned.start - fragment.start : owned.stop - fragment.start])
+                matrices[key] = owned.slice.shape
+                stored = {"key": key, "name": fragment.name, "kind": state_name, "box": astuple(owned.slice)}
+                pieces.append(stored)
+    described = write_tensors(directory / _rank_file(rank), matrices, tensors)
     listing = {"file": described, "shapes": shapes, "pieces": pieces, "kinds": kinds}
     write_synced(directory / _rank_listing(rank), json.dumps(listing).encode())
 
@@ -220,7 +221,7 @@ def _write_manifest(directory: Path, header: dict[str, Any], world_size: int) ->
         pieces += [{"file": _rank_file(rank), **piece} for piece in listing["pieces"]]
         for name, own in listing["kinds"].items():
             kinds.setdefault(name, {}).update(own)
-    unusual = {name: own for name, own in kinds.items() if set(own) != set(KINDS)}
+    unusual = {name: own for name, own in kinds.items() if set(own) != set(ADAM_STATE)}
     content = {**header, "shapes": shapes, "files": files, "pieces": pieces}
     write_manifest(directory, {**content, "kinds": unusual} if unusual else content)
     for rank in range(world_size):
@@ -261,7 +262,7 @@ def rewind(run: Path, step: int) -> Path | None:
     rest. Returns the new directory, None if there was nothing to move.
     Raises: CheckpointError if there is no such checkpoint or it is damaged; OSError.
     """
-    from megatron_lite.checkpoint.existing import read_checkpoint, verify_checkpoint
+    from megatron_lite.checkpoint.verify import read_checkpoint, verify_checkpoint
 
     directory = run / CHECKPOINTS
     (path,) = checkpoints_of(directory, [step])

@@ -172,7 +172,9 @@ def _one_seed(
     for one in measured:
         evaluated = one.evaluated(engine)
         if context.is_main:
-            _write_seed(one.task, directory / one.task.place, checkpoint.step, trainer.progress.step, evaluated)
+            _write_seed(
+                one.task, directory / one.task.place, checkpoint.step, trainer.progress.step, evaluated
+            )
     if context.is_main and not task.others:
         warn_of_little_progress(task, directory, judge)
     context.barrier()

@@ -24,13 +24,13 @@ from data_utils.tasks.templates.forms import form_of
 from data_utils.tasks.templates.render import Renderer
 from data_utils.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megatron_lite.checkpoint.manifest import RESULTS
-from megatron_lite.checkpoint.resolve_path import Place, place_of
+from megatron_lite.checkpoint.resolve_path import PathType, path_type
 from megatron_lite.config.deepspeed_file import with_deepspeed
 from megatron_lite.config.sections import BatchConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.finetune.several import batches_of, joined, with_sections
-from megatron_lite.models.electra.sections import discriminator_alone
-from megatron_lite.models.optimus.sections import encoder_alone
+from megatron_lite.models.electra.config import discriminator_alone
+from megatron_lite.models.optimus.config import encoder_alone
 
 # How what a task predicts is called as a head in the section `model`, and that section without any.
 HEADED = {"classes": "classes", "sets": "classes", "values": "values", "tags": "tags", "spans": "spans"}
@@ -166,7 +166,7 @@ def load_tree(
 
 def is_export(path: Path) -> bool:
     """Whether a directory is one of transformers."""
-    return place_of(path) is Place.EXPORT
+    return path_type(path) is PathType.EXPORT
 
 
 def for_import(tree: Mapping[str, Any]) -> dict[str, Any]:

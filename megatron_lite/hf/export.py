@@ -58,10 +58,10 @@ from megatron_lite.inference.open_run import OpenRun, load_model, objective_name
 from megatron_lite.model.flops import parameter_shapes
 from megatron_lite.model.trained_model import DECODER, ENCODER
 from megatron_lite.models.electra import huggingface as electra
-from megatron_lite.models.electra.sections import is_electra
-from megatron_lite.models.ernie_thu.huggingface import has_knowledge, write_knowledge
+from megatron_lite.models.electra.config import is_electra
+from megatron_lite.models.ernie_thu.huggingface import is_ernie_thu, write_ernie
 from megatron_lite.models.optimus import huggingface as optimus
-from megatron_lite.models.optimus.card import optimus_card
+from megatron_lite.models.optimus.huggingface import optimus_card
 
 _PREFIX = "glm."
 _CODE = [f"{part}_glm.py" for part in ("configuration", "positions", "modeling", "tokenization", "pipeline")]
@@ -117,9 +117,9 @@ def export_run(
             return _export_optimus(directory, run, options)
         if is_electra(run.config):
             return _export_electra(directory, run, options)
-        if has_knowledge(run.config):
-            _refuse_released(run, options, "a stream of entities")
-            write_knowledge(directory, run, options.dtype, options.max_shard_bytes, options.verify)
+        if is_ernie_thu(run.config):
+            _refuse_released(run, options, "entity states")
+            write_ernie(directory, run, options.dtype, options.max_shard_bytes, options.verify)
             write_report(directory, None)
             return None
         _check_exportable(run, options.layout)

@@ -24,9 +24,9 @@ from data_utils.common.setting_files import shown
 from data_utils.common.settings import build, check, merge, to_tree
 from data_utils.tokenizers.special_tokens import SpecialTokens
 from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
-from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import checkpoint_name
 from megatron_lite.checkpoint.tensor_files import write_tensors
+from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.model_rules import OF_TRAINING
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.files.config_json import (
@@ -63,7 +63,7 @@ from megatron_lite.hf.published.usual import with_sizes
 from megatron_lite.inference.open_run import load_model
 from megatron_lite.model.flops import parameter_shapes
 from megatron_lite.models.electra.huggingface import import_electra, is_pair
-from megatron_lite.models.ernie_thu.huggingface import import_knowledge, is_knowledge
+from megatron_lite.models.ernie_thu.huggingface import import_ernie, is_ernie_directory
 from megatron_lite.models.optimus.huggingface import import_optimus, is_optimus
 
 log = logging.getLogger(__name__)
@@ -95,9 +95,9 @@ def import_directory(
     if is_optimus(source):
         check(not options.pop("copy_eop_to_gmask", False), "--copy-eop-to-gmask is for GLM only.")
         return import_optimus(source, output, read_recipe(source), tree, **options)
-    if is_knowledge(source):
+    if is_ernie_directory(source):
         check(not options.pop("copy_eop_to_gmask", False), "--copy-eop-to-gmask is for GLM only.")
-        import_knowledge(source, output, tree, **options)
+        import_ernie(source, output, tree, **options)
         return None
     if is_pair(source) or is_published(source):
         check(not options.pop("copy_eop_to_gmask", False), "--copy-eop-to-gmask is for GLM only.")

@@ -1,7 +1,7 @@
 """The model of a configuration: what training, checkpoints and reports ask of it.
 
 A configuration trains one Transformer, unless its objective names a module with a model of its own
-(`ObjectiveConfig.model_module`), whose `KIND` is then asked. `build_model` and the other functions below are the
+(`ObjectiveConfig.model_module`), whose `MODEL_SPEC` is then asked. `build_model` and the other functions below are the
 questions, so that no caller needs to know which model it is.
 """
 
@@ -90,7 +90,7 @@ class OneTransformer:
 def kind_of(config: Config) -> OneTransformer:
     """The kind of model that a configuration trains."""
     modules = {choice.section.model_module for choice in config.objective_choices} - {None}
-    return importlib.import_module(modules.pop()).KIND if modules else OneTransformer()
+    return importlib.import_module(modules.pop()).MODEL_SPEC if modules else OneTransformer()
 
 
 def build_model(config: Config, num_losses: int, parallel: TensorParallel | None = None) -> TrainedModel:

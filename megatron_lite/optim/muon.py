@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_lite.checkpoint.shard_slices import Box
+from megatron_lite.checkpoint.shard_slices import ShardSlice
 from megatron_lite.config.sections import OptimizerConfig
 from megatron_lite.optim.buckets import MOMENTS
 from megatron_lite.optim.whole_tensors import Layout, Part, Piece, TensorOptimizer
 from megatron_lite.parallel.context import ParallelContext
 
-ORIGIN = Box(0, 0, 0, 0)  # boxes within it are indices into a whole matrix
+ORIGIN = ShardSlice(0, 0, 0, 0)  # boxes within it are indices into a whole matrix
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 AS_ADAM = 0.2  # rms of AdamW's steps
@@ -120,7 +120,7 @@ class Exchange:
         self._order = sorted(range(len(pieces)), key=lambda place: owner[pieces[place].tensor])
         self._sent = [sum(p.box.size for p in pieces if owner[p.tensor] == rank) for rank in range(size)]
         mine = context.rank - ranks.start
-        come = [[(row[0], Box(*row[1:])) for row in rows if owner[row[0]] == mine] for rows in held]
+        come = [[(row[0], ShardSlice(*row[1:])) for row in rows if owner[row[0]] == mine] for rows in held]
         self._received = [sum(box.size for _, box in rows) for rows in come]
         self._boxes = [row for rows in come for row in rows]
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megatron_lite.checkpoint.shard_slices import Box, matrix_shape, runs
+from megatron_lite.checkpoint.shard_slices import ShardSlice, flattened_ranges, matrix_shape
 from megatron_lite.config.sections import OptimizerConfig
 from megatron_lite.model.tensor_parallel import Partition, partition_of, whole_shape
 from megatron_lite.optim.buckets import MOMENTS, Bucket
@@ -32,7 +32,7 @@ class Piece:
     """Elements of one tensor that this rank owns: a box of it, and their place in a flat tensor."""
 
     tensor: int  # number of the tensor, the same on all ranks
-    box: Box
+    box: ShardSlice
     place: slice
     counts: bool  # in sums; False where another rank counts the same elements
 
@@ -94,15 +94,16 @@ class Layout:
             if owned is None:
                 continue
             start, place = owned
-            for run in runs(shape, partition, tp.rank, tp.size, start, place.stop - place.start):
-                block = sum(row <= run.box.row for row in bounds[1:-1])
-                box = Box(run.box.row - bounds[block], run.box.row_stop - bounds[block], *_columns(run.box))
-                begin = place.start + run.start - start
+            for flat in flattened_ranges(shape, partition, tp.rank, tp.size, start, place.stop - place.start):
+                whole = flat.slice
+                block = sum(row <= whole.row for row in bounds[1:-1])
+                box = ShardSlice(whole.row - bounds[block], whole.row_stop - bounds[block], *_columns(whole))
+                begin = place.start + flat.start - start
                 where = slice(begin, begin + box.size)
                 found.append(Piece(first + block, box, where, bucket.group.counts))
 
 
-def _columns(box: Box) -> tuple[int, int]:
+def _columns(box: ShardSlice) -> tuple[int, int]:
     return box.column, box.column_stop
 
 

@@ -19,9 +19,9 @@ from data_utils.common.errors import DataError, UserError
 from data_utils.common.setting_files import MAX_BYTES, parse_yaml
 from data_utils.common.settings import build, to_tree
 from data_utils.common.untrusted import conform, parse_json, read_bounded
-from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import Checkpoint, list_checkpoints, step_of
-from megatron_lite.checkpoint.resolve_path import run_at
+from megatron_lite.checkpoint.resolve_path import resolve_run
+from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.tree import Config
 from megatron_lite.report.curves import Records, read_records
 from megatron_lite.runtime.run_state import MEANINGS, state_of
@@ -81,7 +81,7 @@ class RunReport:
 
 def read_run(path: Path) -> RunReport:
     """Read a run's directory. Raises CheckpointError unless it is one."""
-    run_at(path)
+    resolve_run(path)
     records = read_records(path)
     run = RunReport(path, _name(path), records, notes=list(records.notes))
     _read_config(run)

@@ -25,7 +25,7 @@ from data_utils.dataset.manifest import read_manifest
 from data_utils.loader.config import CorpusConfig
 from data_utils.loader.loader import weights_of
 from data_utils.loader.mixture import quotas, samples_of_corpora
-from megatron_lite.checkpoint.state import TrainerState
+from megatron_lite.checkpoint.trainer_state import TrainerState
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.tree import Config
 

@@ -16,8 +16,8 @@ from data_utils.common.errors import CheckpointError, UserError
 from data_utils.common.settings import build, to_tree
 from data_utils.common.settings_listed import path_settings
 from data_utils.objectives import OBJECTIVES
-from megatron_lite.checkpoint.existing import Block, blocks, verify_checkpoint
 from megatron_lite.checkpoint.manifest import Checkpoint
+from megatron_lite.checkpoint.verify import ChecksumBlock, checksum_blocks, verify_checkpoint
 from megatron_lite.config.deepspeed_file import read_options
 from megatron_lite.config.tree import Config, require_objectives
 from megatron_lite.metrics.writer import is_recorded
@@ -69,9 +69,9 @@ def nothing_to_do(config: Config, found: RunState) -> str | None:
     return f"nothing to do: {reached}; raise training.{name} to train on."
 
 
-def some_blocks(checkpoint: Checkpoint) -> list[Block]:
+def some_blocks(checkpoint: Checkpoint) -> list[ChecksumBlock]:
     """All blocks of a checkpoint, or as many at equal distances as take a few seconds to check."""
-    every = blocks(checkpoint)
+    every = checksum_blocks(checkpoint)
     return every[:: max(1, -(-checkpoint.bytes // _CHECKED_BYTES))]
 
 

@@ -14,8 +14,8 @@ from enum import StrEnum
 from pathlib import Path
 
 from data_utils.common.errors import CheckpointError
-from megatron_lite.checkpoint.existing import MisnamedError, read_checkpoint
 from megatron_lite.checkpoint.manifest import Checkpoint, list_checkpoints, none_is_valid
+from megatron_lite.checkpoint.verify import WrongStepNameError, read_checkpoint
 from megatron_lite.metrics.writer import FILE, has_saved
 
 
@@ -127,7 +127,7 @@ def state_of(run: Path) -> RunState:
             continue
         if first is None:
             return RunState(run, Condition.SAVED, newest=newest)
-        condition = Condition.MISNAMED if isinstance(first, MisnamedError) else Condition.NEWEST_DAMAGED
+        condition = Condition.MISNAMED if isinstance(first, WrongStepNameError) else Condition.NEWEST_DAMAGED
         return RunState(run, condition, str(first), newest)
     return RunState(run, Condition.NONE_VALID, str(none_is_valid(checkpoints, len(paths))))
 

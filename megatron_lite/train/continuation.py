@@ -14,11 +14,11 @@ from typing import Any
 from data_utils.common.errors import CheckpointError
 from data_utils.common.settings import build, to_tree, with_todays_names
 from data_utils.objectives import OBJECTIVES
-from megatron_lite.checkpoint.existing import check_model, find_manifest, new_parameters
-from megatron_lite.checkpoint.full_word_embedding import with_whole_words
+from megatron_lite.checkpoint.full_word_embedding import with_full_word_embedding
 from megatron_lite.checkpoint.manifest import Checkpoint
 from megatron_lite.checkpoint.read import find_checkpoint, load_checkpoint, load_weights_only, newest_valid
-from megatron_lite.checkpoint.state import TrainerState
+from megatron_lite.checkpoint.trainer_state import TrainerState
+from megatron_lite.checkpoint.verify import check_model, find_manifest, new_parameters
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import Engine
@@ -103,7 +103,7 @@ def load(
             log.warning("changed since the checkpoint: the program: %s -> %s", before, after)
     events = _changed(changed_samples(state.config, new) + corpora_changes(config, state))
     events += other_rate(config, state) + _new_moments(own)
-    if config.ema.decay is not None and not any(piece.kind == "ema" for piece in own.pieces):
+    if config.ema.decay is not None and not any(stored.state_name == "ema" for stored in own.slices):
         events.append(f"averages of the weights begin at step {state.step}")
     return state, True, events + changed_plan(state.config, new)
 
@@ -137,7 +137,7 @@ def _for_model(checkpoint: Checkpoint, config: Config) -> Checkpoint:
     )
     if not has_stacks or wants_stacks:
         return checkpoint
-    return with_whole_words(checkpoint).part(ENCODER)
+    return with_full_word_embedding(checkpoint).part(ENCODER)
 
 
 def _load(

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.objectives import LOSSES
-from megatron_lite.checkpoint.agreement import agreed_steps, agreement
-from megatron_lite.checkpoint.existing import find_manifest, newest_readable
+from megatron_lite.checkpoint.collective_errors import raise_on_all_ranks, steps_seen_by_rank_0
 from megatron_lite.checkpoint.manifest import rewinds
-from megatron_lite.checkpoint.state import TrainerState
+from megatron_lite.checkpoint.trainer_state import TrainerState
+from megatron_lite.checkpoint.verify import find_manifest, newest_readable
 from megatron_lite.config.system_class import require_class
 from megatron_lite.config.task_rows import with_task_rows
 from megatron_lite.config.tree import Config
@@ -82,12 +82,12 @@ def load_beginning(
     Args: data: fingerprints of the training corpora or records; program: of `version.program`, on the main rank.
     """
     directory = checkpoint_directory(config)
-    with agreement(context, f"looking at {config.run.directory}"):
+    with raise_on_all_ranks(context, f"looking at {config.run.directory}"):
         if context.is_main:  # other nodes may see an older state of a shared file system
             state_of(Path(config.run.directory)).require_start()
     state, is_own = None, False
     events: list[str] = []
-    if agreed_steps(directory, context) or config.checkpoint.initialize_from is not None:
+    if steps_seen_by_rank_0(directory, context) or config.checkpoint.initialize_from is not None:
         state, is_own, events = continuation.load(config, directory, engine, context, data, program)
     else:
         kind_of(config).begin(config, engine, context)

@@ -21,7 +21,7 @@ from typing import Any
 from data_utils.common.errors import ExitStatus
 from data_utils.common.settings import to_tree
 from megatron_lite.checkpoint.saver import Saver
-from megatron_lite.checkpoint.state import TrainerState
+from megatron_lite.checkpoint.trainer_state import TrainerState
 from megatron_lite.config.events import EventLog
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import TYPES, Engine, StepResult

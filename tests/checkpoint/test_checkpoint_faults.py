@@ -17,10 +17,10 @@ from support.waiting import random_delay, wait_until
 
 from data_utils.common.errors import CheckpointError
 from megatron_lite.checkpoint import read, tensor_files
-from megatron_lite.checkpoint.existing import read_checkpoint, verify_checkpoint
 from megatron_lite.checkpoint.manifest import checkpoint_name, list_checkpoints
 from megatron_lite.checkpoint.read import load_checkpoint, newest_valid
 from megatron_lite.checkpoint.saver import Saver
+from megatron_lite.checkpoint.verify import read_checkpoint, verify_checkpoint
 from megatron_lite.config.sections import CheckpointConfig
 from megatron_lite.parallel.context import ParallelContext
 

@@ -8,9 +8,14 @@ from support.commands import assert_refused, forked
 from support.stub_engine import StubEngine
 
 from data_utils.common.errors import CheckpointError
-from megatron_lite.checkpoint.existing import find_manifest
 from megatron_lite.checkpoint.read import find_checkpoint
-from megatron_lite.checkpoint.resolve_path import Place, best_of_seeds, place_of, require_own_directory
+from megatron_lite.checkpoint.resolve_path import (
+    PathType,
+    best_checkpoints,
+    check_output_directory,
+    path_type,
+)
+from megatron_lite.checkpoint.verify import find_manifest
 from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.parallel.context import ParallelContext
 from scripts import checkpoints
@@ -44,18 +49,23 @@ def places(tmp_path):
     return tmp_path
 
 
-KINDS = {
-    "runs/base": Place.RUN, "runs/base/checkpoints": Place.CHECKPOINTS, "tuned/seed_7/best": Place.CHECKPOINTS,
-    "runs/base/checkpoints/step_00000010": Place.CHECKPOINT, "damaged/step_00000009": Place.CHECKPOINT,
-    "tuned": Place.TUNED, "three": Place.TUNED, "tuned/seed_7": Place.RUN, "both": Place.RUN_WITH_TUNED,
-    "export": Place.EXPORT, "pair": Place.EXPORT, "latent": Place.EXPORT, "reference": Place.REFERENCE,
-    "runs": Place.ABOVE, "empty": Place.OTHER, "file": Place.FILE, "none": Place.ABSENT,
+TYPES = {
+    "runs/base": PathType.RUN, "runs/base/checkpoints": PathType.CHECKPOINTS, "tuned/seed_7/best": PathType.CHECKPOINTS,
+    "runs/base/checkpoints/step_00000010": PathType.CHECKPOINT, "damaged/step_00000009": PathType.CHECKPOINT,
+    "tuned": PathType.FINETUNED, "three": PathType.FINETUNED, "tuned/seed_7": PathType.RUN,
+    "both": PathType.RUN_AND_FINETUNED,
+    "export": PathType.EXPORT, "pair": PathType.EXPORT, "latent": PathType.EXPORT, "reference": PathType.ORIGINAL_GLM,
+    "runs": PathType.PARENT, "empty": PathType.OTHER, "file": PathType.FILE, "none": PathType.ABSENT,
 }  # fmt: skip
 
 
 def test_every_kind_of_path_is_told_apart(places):
-    assert {name: place_of(places / name) for name in KINDS} == KINDS
-    assert [path.parent.name for path in best_of_seeds(places / "three")] == ["seed_1", "seed_2", "seed_10"]
+    assert {name: path_type(places / name) for name in TYPES} == TYPES
+    assert [path.parent.name for path in best_checkpoints(places / "three")] == [
+        "seed_1",
+        "seed_2",
+        "seed_10",
+    ]
 
 
 def test_one_model_is_found_wherever_there_is_one(places):
@@ -69,8 +79,8 @@ def test_one_model_is_found_wherever_there_is_one(places):
         assert find_manifest(places / name).step == find_checkpoint(places / name, ALONE).step == step, name
     for name, message in (
         ("three", r"is an output of scripts/finetune.py; give one: \S+/seed_1/best, \S+/seed_2/best"),
-        ("both", r"is a run, and outputs .* give one: \S+/both/checkpoints, \S+/both/seed_3"),
-        ("runs", r"is a directory above runs; give one: \S+/runs/base\."),
+        ("both", r"is a run that .* give one: \S+/both/checkpoints, \S+/both/seed_3"),
+        ("runs", r"holds runs; give one: \S+/runs/base\."),
         (
             "export",
             r"transformers; give a run .*convert_checkpoint.py import --input \S+/export --output RUN",
@@ -103,10 +113,10 @@ OF_RUNS = [("scripts/report.py",), ("scripts/plot_metrics.py",), ("scripts/check
 @pytest.mark.parametrize("command", [*OF_MODELS, *TAKE_EXPORTS, *OF_RUNS], ids=lambda command: command[0])
 def test_a_command_says_what_a_path_is_that_it_does_not_take(places, command):
     wrong = {
-        "runs": "is a directory above runs; give one: runs/base",
+        "runs": "holds runs; give one: runs/base",
         "empty": "holds no run and no checkpoint; give ",
         "none": "none does not exist; give ",
-        "reference": "of the reference",
+        "reference": "of the original GLM",
     }
     if command not in OF_RUNS:
         again = "convert_checkpoint.py import --input org/name@main --output runs/name`, and then given as runs/name."
@@ -127,7 +137,7 @@ def test_a_command_says_what_a_path_is_that_it_does_not_take(places, command):
 def test_what_is_ours_needs_no_import(places):
     for name in ("runs/base", "tuned", "runs/base/checkpoints/step_00000010"):
         done = forked("scripts/convert_checkpoint.py", "import", "--input", name, "--output", "x", cwd=places)
-        assert_refused(done, "which needs no import; give it as --checkpoint")
+        assert_refused(done, "needs no import")
 
 
 @pytest.mark.parametrize(
@@ -136,8 +146,8 @@ def test_what_is_ours_needs_no_import(places):
 )  # fmt: skip
 def test_a_run_has_a_directory_that_is_its_alone(places, name):
     os.symlink(places / "runs/base/checkpoints", places / "link")
-    with pytest.raises(CheckpointError, match=r"another directory|where a run keeps checkpoints"):
-        require_own_directory(places / name, "run.directory")
+    with pytest.raises(CheckpointError, match=r"choose a(nother)? directory"):
+        check_output_directory(places / name, "run.directory")
     model = ["--config", "configs/tiny.yaml", f"run.directory={places / name}"]
     assert_refused(forked("pretrain_glm.py", *model, "data.train=[{prefix: none}]"), "run.directory")
 
@@ -149,18 +159,18 @@ def test_tuned_runs_have_a_directory_that_is_theirs_alone(places):
         )
         assert_refused(done, "--output")
     for name in ("tuned", "three", "new", "empty"):
-        require_own_directory(places / name, "--output", is_tuned=True)
+        check_output_directory(places / name, "--output", is_tuned=True)
     for name in ("runs/base", "both", "new", "empty", "runs"):
-        require_own_directory(places / name, "run.directory")
+        check_output_directory(places / name, "run.directory")
 
 
 def test_a_directory_that_may_not_be_read_is_refused(places, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("megatron_lite.checkpoint.resolve_path._place_of", refuse)
+    monkeypatch.setattr("megatron_lite.checkpoint.resolve_path._classify", refuse)
     monkeypatch.setattr(sys, "argv", ["checkpoints.py", "list", str(places / "runs/base")])
-    with pytest.raises(CheckpointError, match="Permission denied; get permission"):
+    with pytest.raises(CheckpointError, match="Permission denied"):
         checkpoints.main()
 
 

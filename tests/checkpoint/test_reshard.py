@@ -14,10 +14,10 @@ from support.whole_weights import compare_steps, compare_weights, placed_weights
 
 from data_utils.common.batch_fields import WEIGHTS
 from data_utils.common.settings import build
-from megatron_lite.checkpoint.existing import read_checkpoint
-from megatron_lite.checkpoint.manifest import KINDS, list_checkpoints
+from megatron_lite.checkpoint.manifest import ADAM_STATE, list_checkpoints
 from megatron_lite.checkpoint.read import _Reader, load_checkpoint, newest_valid
-from megatron_lite.checkpoint.shard_slices import Box, matrix_shape
+from megatron_lite.checkpoint.shard_slices import ShardSlice, matrix_shape
+from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
@@ -25,7 +25,7 @@ from megatron_lite.model.batch import Batch
 from megatron_lite.model.flops import parameter_shapes
 
 MAX_RANKS = 8
-ORIGIN = Box(0, 0, 0, 0)  # boxes within it are indices into the whole parameter
+ORIGIN = ShardSlice(0, 0, 0, 0)  # boxes within it are indices into the whole parameter
 # 8 heads and 8 blocks allow 8 tensor-parallel ranks or stages; 840 samples divide over any number of ranks up to 8.
 MATRIX_MODEL = {
     "model": {"num_layers": 8, "hidden_size": 16, "num_attention_heads": 8},
@@ -52,8 +52,8 @@ def save_and_load(context, settings, path, other):
     fill(engine, 1)
     save_checkpoint(path, 1, engine, {}, context)
     parts = [
-        (values[run.start - fragment.start : run.stop - fragment.start], fragment.name, kind, positions)
-        for fragment, run, positions in placed(engine)
+        (values[owned.start - fragment.start : owned.stop - fragment.start], fragment.name, kind, positions)
+        for fragment, owned, positions in placed(engine)
         for kind, values in fragment.tensors.items()
     ]
     for part, *_ in parts:
@@ -63,7 +63,7 @@ def save_and_load(context, settings, path, other):
     for part, name, kind, positions in parts:
         assert torch.equal(part, expected(name, kind, 1, positions)), (name, kind)
     assert engine.scalar_state()["adam_step"] == 1.0
-    return {(fragment.name, run.box) for fragment, run, _ in placed(engine)}
+    return {(fragment.name, owned.slice) for fragment, owned, _ in placed(engine)}
 
 
 def whole_parameters(shapes):
@@ -71,7 +71,7 @@ def whole_parameters(shapes):
     return {
         (name, kind): expected(name, kind, 1, torch.arange(math.prod(shape))).view(matrix_shape(shape))
         for name, shape in shapes.items()
-        for kind in KINDS
+        for kind in ADAM_STATE
     }
 
 
@@ -79,7 +79,7 @@ def check_boxes(found, boxes):
     """Read boxes out of a checkpoint and compare every element."""
     reader, whole = _Reader(found), whole_parameters(found.shapes)
     for name, box in boxes:
-        for kind in KINDS:
+        for kind in ADAM_STATE:
             part = torch.full(box.shape, float("nan"))
             reader.fill(part, box, name, kind)
             assert torch.equal(part, whole[name, kind][box.within(ORIGIN)]), (found.path, name, kind, box)

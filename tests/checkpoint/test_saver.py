@@ -12,11 +12,11 @@ from support.waiting import wait_until
 
 from data_utils.common.errors import CheckpointError
 from megatron_lite.checkpoint import write
-from megatron_lite.checkpoint.agreement import describe_error
-from megatron_lite.checkpoint.existing import read_checkpoint, verify_checkpoint
+from megatron_lite.checkpoint.collective_errors import describe_error
 from megatron_lite.checkpoint.manifest import list_checkpoints
 from megatron_lite.checkpoint.read import load_checkpoint, newest_valid
 from megatron_lite.checkpoint.saver import Saver
+from megatron_lite.checkpoint.verify import read_checkpoint, verify_checkpoint
 from megatron_lite.config.sections import CheckpointConfig
 from megatron_lite.model.batch import Batch
 from megatron_lite.parallel.context import ParallelContext
@@ -244,8 +244,8 @@ def update_during_a_slow_copy(context, settings, directory):
     load_checkpoint(newest_valid(directory, context), engine, context)
     for fragment in engine.fragments():
         for kind, values in fragment.tensors.items():
-            for run in fragment.runs():  # without padding rows, which are not saved
-                part = slice(run.start - fragment.start, run.stop - fragment.start)
+            for owned in fragment.ranges():  # without padding rows, which are not saved
+                part = slice(owned.start - fragment.start, owned.stop - fragment.start)
                 assert torch.equal(values[part], before[f"{fragment.name}/{kind}"][part])
 
 

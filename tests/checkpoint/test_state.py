@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from data_utils.common.errors import CheckpointError
-from megatron_lite.checkpoint.state import TrainerState
+from megatron_lite.checkpoint.trainer_state import TrainerState
 
 WHOLE = TrainerState(
     step=3, consumed_samples=24, consumed_tokens=900, skipped_steps=1, skipped_in_a_row=0, restarts=2,

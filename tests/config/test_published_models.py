@@ -19,7 +19,7 @@ from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config, load_config
 from megatron_lite.estimate.dry_run import dry_run
 from megatron_lite.model.flops import parameter_count
-from megatron_lite.models.optimus.sections import latent_of
+from megatron_lite.models.optimus.config import latent_of
 
 MODELS = ROOT / "configs"
 

@@ -15,8 +15,8 @@ from megatron_lite.estimate.rows import average_rows
 from megatron_lite.estimate.step_estimate import estimate
 from megatron_lite.model.build import kind_of
 from megatron_lite.model.flops import parameter_count
+from megatron_lite.models.electra.config import generator_of
 from megatron_lite.models.electra.model import Electra
-from megatron_lite.models.electra.sections import generator_of
 
 MODELS = ROOT / "configs"
 ELECTRAS = {  # discriminator and generator of the released classes, each with the tables that both share

@@ -18,7 +18,7 @@ from megatron_lite.hf.published.systems import DEBERTA
 from megatron_lite.model.batch import mean_scales
 from megatron_lite.model.build import build_model, kind_of
 from megatron_lite.model.model_input import prepare
-from megatron_lite.models.electra.sections import generator_of
+from megatron_lite.models.electra.config import generator_of
 
 CPU = torch.device("cpu")
 WORDS = "deberta.embeddings.word_embeddings.weight"

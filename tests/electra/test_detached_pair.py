@@ -20,7 +20,7 @@ from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published.heads import OTHER_HEADS
 from megatron_lite.models.electra import huggingface
-from megatron_lite.models.electra.sections import discriminator_alone
+from megatron_lite.models.electra.config import discriminator_alone
 from megatron_lite.train.resume import check_beginning, load_beginning
 
 TREE = {"training": {"steps": 6, "precision": "fp32", "seed": 7}, "data": {"sequence_length": 60}}

@@ -11,7 +11,7 @@ from data_utils.common.errors import ConfigError
 from data_utils.common.settings import build, merge
 from data_utils.objectives import LOSSES
 from data_utils.tokenizers.tokenizer import load_tokenizer
-from megatron_lite.checkpoint.existing import find_manifest
+from megatron_lite.checkpoint.verify import find_manifest
 from megatron_lite.config.tree import Config
 from megatron_lite.estimate.step_estimate import require_one_transformer
 from megatron_lite.finetune.checkpoints import evaluate

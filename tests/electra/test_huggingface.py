@@ -16,10 +16,10 @@ from data_utils.common.errors import CheckpointError, ConfigError
 from data_utils.common.setting_files import load_yaml
 from data_utils.common.settings import build
 from data_utils.objectives import LOSSES
-from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import checkpoint_name
 from megatron_lite.checkpoint.read import load_checkpoint
-from megatron_lite.checkpoint.state import TrainerState
+from megatron_lite.checkpoint.trainer_state import TrainerState
+from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config

@@ -13,8 +13,8 @@ from support.whole_weights import load_weights
 from data_utils.common.errors import ConfigError
 from data_utils.objectives import LOSS_NAMES
 from data_utils.tasks.templates.collate import collate
-from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints
+from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.finetune import policies
 from megatron_lite.finetune.data import TaskData

@@ -11,7 +11,7 @@ from support.whole_weights import load_weights
 
 from data_utils.common.errors import ConfigError
 from data_utils.common.settings import merge
-from megatron_lite.checkpoint.existing import find_manifest
+from megatron_lite.checkpoint.verify import find_manifest
 from megatron_lite.finetune.checkpoints import evaluate
 from megatron_lite.finetune.run import finetune
 from megatron_lite.finetune.setup import load_tree, prepare

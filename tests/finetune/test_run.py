@@ -18,8 +18,8 @@ from data_utils.common.errors import CheckpointError, ConfigError, ExitStatus
 from data_utils.common.settings import build, parse_override
 from data_utils.tasks.metrics.metrics_by_task import compared_by
 from megatron_lite.checkpoint import write as write_module
-from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints, step_of
+from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.finetune import run as run_module

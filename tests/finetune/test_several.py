@@ -18,8 +18,8 @@ from support.whole_weights import load_weights
 from data_utils.common.errors import CheckpointError, ConfigError
 from data_utils.common.settings import merge
 from data_utils.tasks.readers.synthetic import optimum, synthetic_vocabulary
-from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints
+from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.finetune.checkpoints import evaluate
 from megatron_lite.finetune.data import SeveralTasks
@@ -87,8 +87,8 @@ def learn(files, output, *overrides, world=1, **parallel):
 
 def state(checkpoint, kind):
     """The weights or moments of a checkpoint, by name."""
-    pieces = [dataclasses.replace(p, kind="weight") for p in checkpoint.pieces if p.kind == kind]
-    return load_weights(dataclasses.replace(checkpoint, pieces=tuple(pieces)))
+    slices = [dataclasses.replace(s, state_name="weight") for s in checkpoint.slices if s.state_name == kind]
+    return load_weights(dataclasses.replace(checkpoint, slices=tuple(slices)))
 
 
 def test_each_epoch_has_the_batches_of_each_task_once_and_in_an_order_of_its_own():

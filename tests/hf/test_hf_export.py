@@ -17,7 +17,7 @@ from support.project import ROOT
 from data_utils.common.errors import CheckpointError, ConfigError, DataError
 from data_utils.common.settings import merge
 from megatron_lite.checkpoint.manifest import write_manifest
-from megatron_lite.checkpoint.state import TrainerState
+from megatron_lite.checkpoint.trainer_state import TrainerState
 from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.model import BLOCK_POSITIONS
 from megatron_lite.config.sections import ParallelConfig

@@ -18,9 +18,9 @@ from data_utils.common.setting_files import load_yaml
 from data_utils.common.settings import build
 from data_utils.objectives import LOSSES, OBJECTIVES, make_one
 from data_utils.tokenizers.vocabulary import vocabulary_of
-from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import checkpoint_name
 from megatron_lite.checkpoint.read import load_checkpoint
+from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.plain import make_engine

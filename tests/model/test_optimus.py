@@ -13,7 +13,7 @@ from megatron_lite.hf.published import conversion
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.build import build_model, kind_of
 from megatron_lite.model.model_input import ModelInput, prepare
-from megatron_lite.models.optimus.sections import latent_of
+from megatron_lite.models.optimus.config import latent_of
 
 CPU = torch.device("cpu")
 # fp32, the same sums in another order; of the largest value.

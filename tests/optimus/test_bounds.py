@@ -18,9 +18,8 @@ from megatron_lite.models.optimus.bounds import (
     perplexity,
     summarize,
 )
-from megatron_lite.models.optimus.gaussian import gaussian_kl
 from megatron_lite.models.optimus.inputs import Sampling
-from megatron_lite.models.optimus.noise import normals
+from megatron_lite.models.optimus.latent import gaussian_kl, normals
 
 
 def column(*values):

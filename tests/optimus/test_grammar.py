@@ -21,7 +21,7 @@ from benchmarks.latent import (
 )
 from data_utils.common.errors import DataError
 from data_utils.common.settings import merge
-from megatron_lite.models.optimus import uses
+from megatron_lite.models.optimus import generation
 from megatron_lite.models.optimus.bounds import measure
 from megatron_lite.models.optimus.inputs import Sampling
 
@@ -93,7 +93,7 @@ def test_bounds_of_a_learnt_model_rise_with_the_samples(annealed):
 
 def test_ends_of_an_interpolation_are_the_reconstructions(annealed):
     mu = means_of(annealed, SMALL.sentences(8, 2))
-    texts = written(annealed, uses.between(mu, 5))
+    texts = written(annealed, generation.interpolate(mu, 5))
     assert [texts[0], texts[-1]] == written(annealed, mu)
 
 

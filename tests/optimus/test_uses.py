@@ -13,9 +13,9 @@ from support.linear_gaussian import LinearGaussian
 
 from data_utils.common.errors import DataError
 from megatron_lite.config.generation import GenerationConfig
-from megatron_lite.models.optimus import uses
-from megatron_lite.models.optimus.gaussian import gaussian_kl
+from megatron_lite.models.optimus import generation
 from megatron_lite.models.optimus.inputs import read_lines, require_labels
+from megatron_lite.models.optimus.latent import gaussian_kl
 from megatron_lite.models.optimus.picture import draw, plane
 from megatron_lite.models.optimus.probe import accuracies, fit, largest_class
 
@@ -26,33 +26,33 @@ def mu():
 
 
 def test_a_line_begins_and_ends_with_the_sentences_themselves(mu):
-    points = uses.between(mu[:2], 11)
+    points = generation.interpolate(mu[:2], 11)
     assert points.shape == (11, 5) and torch.equal(points[0], mu[0]) and torch.equal(points[-1], mu[1])
     torch.testing.assert_close(points[3], 0.7 * mu[0] + 0.3 * mu[1])
     torch.testing.assert_close(points.diff(dim=0), ((mu[1] - mu[0]) / 10).expand(10, 5))
-    assert torch.equal(uses.between(mu[:2], 2), mu[:2])
+    assert torch.equal(generation.interpolate(mu[:2], 2), mu[:2])
 
 
 def test_an_analogy_takes_the_step_from_a_to_b_at_c(mu):
     a, b, c = mu
-    torch.testing.assert_close(uses.analogy(mu), (c + b - a)[None])
-    torch.testing.assert_close(uses.analogy(mu, 0.5), (c + 0.5 * (b - a))[None])
-    assert torch.equal(uses.analogy(torch.stack([a, a, c])), c[None])
+    torch.testing.assert_close(generation.analogy(mu), (c + b - a)[None])
+    torch.testing.assert_close(generation.analogy(mu, 0.5), (c + 0.5 * (b - a))[None])
+    assert torch.equal(generation.analogy(torch.stack([a, a, c])), c[None])
 
 
 def test_draws_of_the_prior_do_not_depend_on_their_number():
-    z = uses.prior(4000, 6, seed=3)
-    assert z.shape == (4000, 6) and torch.equal(uses.prior(7, 6, seed=3), z[:7])
-    assert not torch.equal(uses.prior(7, 6, seed=4), z[:7])
+    z = generation.sample_prior(4000, 6, seed=3)
+    assert z.shape == (4000, 6) and torch.equal(generation.sample_prior(7, 6, seed=3), z[:7])
+    assert not torch.equal(generation.sample_prior(7, 6, seed=4), z[:7])
     assert z.mean().abs() < 4 / 24_000**0.5 and (z.T.corrcoef() - torch.eye(6)).abs().max() < 5 / 4000**0.5
 
 
 @pytest.mark.parametrize("strategy", ["greedy", "sample"])
 def test_texts_do_not_depend_on_the_batch(strategy):
     model = LinearGaussian(torch.eye(3, 2), torch.zeros(3), 0.5)
-    z, config = uses.prior(9, 2, seed=1), GenerationConfig(strategy=strategy)
-    together = uses.texts(model, z, config, 9)
-    assert uses.texts(model, z, config, 2) == together and len(set(together)) == 9
+    z, config = generation.sample_prior(9, 2, seed=1), GenerationConfig(strategy=strategy)
+    together = generation.decode_texts(model, z, config, 9)
+    assert generation.decode_texts(model, z, config, 2) == together and len(set(together)) == 9
     assert strategy == "sample" or together == model.decode(z, config)
 
 

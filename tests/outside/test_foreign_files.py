@@ -23,9 +23,9 @@ from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.verification import verify
 from data_utils.tasks.readers.by_name import read_records
 from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
-from megatron_lite.checkpoint.existing import read_checkpoint, verify_checkpoint
 from megatron_lite.checkpoint.read import load_checkpoint
-from megatron_lite.checkpoint.state import TrainerState
+from megatron_lite.checkpoint.trainer_state import TrainerState
+from megatron_lite.checkpoint.verify import read_checkpoint, verify_checkpoint
 from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory

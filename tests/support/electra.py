@@ -14,7 +14,7 @@ from data_utils.objectives import LOSSES
 from megatron_lite.config.tree import Config
 from megatron_lite.model.build import build_model
 from megatron_lite.models.electra.batch import ElectraBatch
-from megatron_lite.models.electra.sections import generator_of
+from megatron_lite.models.electra.config import generator_of
 from support.plugs import PlugCase
 from support.recipes import collate, make, windows
 

@@ -36,9 +36,9 @@ def make_engine(context, settings):
 
 
 def fill(engine, step):
-    for fragment, run, positions in placed(engine):
+    for fragment, owned, positions in placed(engine):
         for kind, values in fragment.tensors.items():
-            part = values[run.start - fragment.start : run.stop - fragment.start]
+            part = values[owned.start - fragment.start : owned.stop - fragment.start]
             part.data.copy_(expected(fragment.name, kind, step, positions))
     engine.publish_weights()
     engine.load_scalar_state({"adam_step": float(step), "loss_scaler": {"cur_scale": 2.0**step}})
@@ -54,8 +54,8 @@ def placed(engine):
         shape = whole_shape(fragment.shape, partition, tp.size)
         whole = torch.arange(math.prod(shape)).view(shape)
         positions = local_shard(whole, partition, tp.rank, tp.size, fragment.shape[0]).flatten()
-        for run in fragment.runs():
-            yield fragment, run, positions[run.start : run.stop]
+        for owned in fragment.ranges():
+            yield fragment, owned, positions[owned.start : owned.stop]
 
 
 def layout(tp=1, pp=1, zero=1, sp=False):

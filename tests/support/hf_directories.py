@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints
+from megatron_lite.checkpoint.verify import read_checkpoint
 from support.whole_weights import load_weights
 
 

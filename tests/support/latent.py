@@ -12,7 +12,7 @@ from data_utils.common.settings import build
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.tree import Config
 from megatron_lite.models.optimus.batch import LatentBatch
-from megatron_lite.models.optimus.sections import latent_of
+from megatron_lite.models.optimus.config import latent_of
 
 VOCAB, OF_DECODER = 90, 70
 SIZES = {

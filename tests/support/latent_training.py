@@ -14,10 +14,10 @@ from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.config.tree import Config
 from megatron_lite.model.build import build_model, kind_of
 from megatron_lite.model.model_input import ModelInput
-from megatron_lite.models.optimus.annealing import beta
+from megatron_lite.models.optimus.config import latent_of
+from megatron_lite.models.optimus.latent import beta
 from megatron_lite.models.optimus.model import Optimus
 from megatron_lite.models.optimus.open_run import LatentRun
-from megatron_lite.models.optimus.sections import latent_of
 
 
 def learn(tree: dict[str, Any]) -> LatentRun:

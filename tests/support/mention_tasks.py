@@ -84,7 +84,7 @@ def write_lines(path: Path, name: str, count: int, seed: int) -> str:
     return str(path)
 
 
-def write_knowledge(directory: Path) -> tuple[str, str]:
+def write_ernie(directory: Path) -> tuple[str, str]:
     """The files of entity numbers and of their vectors."""
     count = 2 * WORDS
     names = "".join(f"Q{entity}\t{entity}\n" for entity in range(count))
@@ -111,7 +111,7 @@ def write_task(directory: Path, name: str, train: int = 512, **task: Any) -> tup
         "run": {"log_interval": 10, "tensorboard": False},
     }  # fmt: skip
     if name == "entities":
-        ids, vectors = write_knowledge(directory)
+        ids, vectors = write_ernie(directory)
         task = {"entity_ids": ids, **task}
         model["objectives"] = {"entities": 1}
         model["entities"] = {"size": SIZE, "heads": 2, "vectors": vectors}

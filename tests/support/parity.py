@@ -207,8 +207,8 @@ def check_cover(
     """Raise AssertionError unless the ranks together own every element exactly once, copies left out."""
     counts = {name: torch.zeros_like(matrix) for name, matrix in whole.items()}
     for fragment in fragments:
-        for run in fragment.runs():
-            box = run.box
+        for owned in fragment.ranges():
+            box = owned.slice
             counts[fragment.name][
                 box.row : box.row_stop, box.column : box.column_stop
             ] += not fragment.is_copy
@@ -228,9 +228,9 @@ def compare_fragment(
 ) -> None:
     expected = whole[fragment.name]
     assert matrix_shape(whole_shape(fragment.shape, fragment.partition, fragment.tp.size)) == expected.shape
-    for run in fragment.runs():
-        box = run.box
-        got = values[run.start - fragment.start : run.stop - fragment.start].view(box.shape)
+    for owned in fragment.ranges():
+        box = owned.slice
+        got = values[owned.start - fragment.start : owned.stop - fragment.start].view(box.shape)
         part = expected[box.row : box.row_stop, box.column : box.column_stop]
         outcome.add(kind, f"{fragment.name}, step {step + 1}", got, part, expected)
 

@@ -467,15 +467,15 @@ ELECTRA = (
     Plant(
         "each shard of the vocabulary draws from the noise of the first",
         "megatron_lite/models/electra/sampling.py",
-        "gumbel(seed, samples[part], places[part], first, count)",
-        "gumbel(seed, samples[part], places[part], 0, count)",
+        "gumbel(seed, samples[part], positions[part], first, count)",
+        "gumbel(seed, samples[part], positions[part], 0, count)",
         (f"{DRAWS}::test_every_split_of_the_vocabulary_draws_the_same",),
     ),
     Plant(
         "draws that do not depend on the sample",
         "megatron_lite/models/electra/sampling.py",
-        "[blocks[None], places.long()[:, None], *words], (seed & _LOW, seed >> 32 & _LOW)",
-        "[blocks[None], places.long()[:, None], *(0 * word for word in words)], (seed & _LOW, seed >> 32 & _LOW)",
+        "[blocks[None], positions.long()[:, None], *words], (seed & _LOW, seed >> 32 & _LOW)",
+        "[blocks[None], positions.long()[:, None], *(0 * word for word in words)], (seed & _LOW, seed >> 32 & _LOW)",
         (f"{DRAWS}::test_the_noise_depends_on_seed_sample_and_position",),
     ),
     Plant(

@@ -40,7 +40,7 @@ POSITIONS = (
     ),
     Plant(
         "a discriminator's own words begin as others do",
-        "megatron_lite/models/electra/kind.py",
+        "megatron_lite/models/electra/model_spec.py",
         "nn.init.zeros_(model.encoder.embedding.word_embeddings.weight)",
         "pass",
         (f"{DETACHED}::test_losses_and_gradients_are_those_of_a_plain_model",),
@@ -48,8 +48,8 @@ POSITIONS = (
     Plant(
         "a discriminator alone without the generator's words",
         "megatron_lite/checkpoint/full_word_embedding.py",
-        "pieces=(*checkpoint.pieces, *added)",
-        "pieces=checkpoint.pieces",
+        "slices=(*checkpoint.slices, *added)",
+        "slices=checkpoint.slices",
         (f"{PAIR}::test_the_pair_comes_back_with_the_words_of_the_sum",),
     ),
     Plant(

@@ -14,7 +14,7 @@ import torch
 
 from data_utils.common.errors import ConfigError
 from data_utils.objectives import LOSS_NAMES, LOSSES
-from megatron_lite.checkpoint.existing import find_manifest
+from megatron_lite.checkpoint.verify import find_manifest
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.plain import make_engine
 from megatron_lite.model.batch import Batch

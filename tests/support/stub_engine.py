@@ -12,9 +12,9 @@ import zlib
 import torch
 
 from megatron_lite.checkpoint.fragments import Fragment
-from megatron_lite.checkpoint.manifest import KINDS, Checkpoint
+from megatron_lite.checkpoint.manifest import ADAM_STATE, Checkpoint
 from megatron_lite.checkpoint.read import _Reader
-from megatron_lite.checkpoint.shard_slices import Box, matrix_shape
+from megatron_lite.checkpoint.shard_slices import ShardSlice, matrix_shape
 from megatron_lite.model.tensor_parallel import Partition
 from megatron_lite.parallel.collectives import SINGLE
 
@@ -35,7 +35,7 @@ class StubEngine:
             start = rank * length
             count = max(0, min(length, math.prod(shape) - start))
             if count:
-                self._own[name] = start, {kind: torch.zeros(count) for kind in KINDS}
+                self._own[name] = start, {kind: torch.zeros(count) for kind in ADAM_STATE}
         self.step = 0
         self.before_update = lambda: None
 
@@ -79,9 +79,9 @@ def whole_state_is(found: Checkpoint, step: int) -> bool:
     reader = _Reader(found)
     for name, shape in SHAPES.items():
         rows, columns = matrix_shape(shape)
-        for kind in KINDS:
+        for kind in ADAM_STATE:
             matrix = torch.empty(rows, columns)
-            reader.fill(matrix, Box(0, rows, 0, columns), name, kind)
+            reader.fill(matrix, ShardSlice(0, rows, 0, columns), name, kind)
             if not torch.equal(matrix.flatten(), expected(name, kind, step, torch.arange(rows * columns))):
                 return False
     return found.step == step

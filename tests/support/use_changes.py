@@ -76,7 +76,7 @@ def characters(directory: Path) -> dict:
 
 def train(settings: dict) -> dict:
     """Two starts of one run, of two steps each, with the new norm, activation, optimizer and schedule."""
-    from megatron_lite.checkpoint.state import TrainerState
+    from megatron_lite.checkpoint.trainer_state import TrainerState
     from megatron_lite.config.sections import ParallelConfig
     from megatron_lite.parallel.context import initialize
     from megatron_lite.parallel.launch import Launch

@@ -14,9 +14,9 @@ def placed_weights(engine):
     for fragment in engine.fragments():
         shape = whole_shape(fragment.shape, fragment.partition, fragment.tp.size)
         matrix = weights.setdefault(fragment.name, torch.full(matrix_shape(shape), float("nan")))
-        for run in fragment.runs():
-            values = fragment.tensors["weight"][run.start - fragment.start : run.stop - fragment.start]
-            box = run.box
+        for owned in fragment.ranges():
+            values = fragment.tensors["weight"][owned.start - fragment.start : owned.stop - fragment.start]
+            box = owned.slice
             matrix[box.row : box.row_stop, box.column : box.column_stop] = values.detach().view(box.shape)
     return weights
 

@@ -11,8 +11,8 @@ from support.distributed import run_ranks
 from support.engines import SAMPLES, layout, make_engine, tree
 from support.whole_weights import load_weights
 
-from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.read import load_checkpoint
+from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.model.batch import Batch

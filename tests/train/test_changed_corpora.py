@@ -20,9 +20,9 @@ from data_utils.loader.loader import SampleLoader
 from data_utils.loader.mixture import Mixture, samples_of_corpora
 from data_utils.loader.sampler import WindowIndex
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD
-from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints
-from megatron_lite.checkpoint.state import TrainerState
+from megatron_lite.checkpoint.trainer_state import TrainerState
+from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.tree import Config
 from megatron_lite.runtime.changed_corpora import changed_corpora, require_same_corpora
 

@@ -28,8 +28,8 @@ from data_utils.objectives import LOSS_NAMES, OBJECTIVES, make_one
 from data_utils.objectives.mixed import Mixed
 from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
 from data_utils.tokenizers.vocabulary import Vocabulary
-from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints
+from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config, load_config
 from megatron_lite.hf.export import ExportOptions, export_run

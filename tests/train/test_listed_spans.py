@@ -16,8 +16,8 @@ from data_utils.common.batch_fields import WEIGHTS
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.common.settings import merge
 from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
-from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints
+from megatron_lite.checkpoint.verify import read_checkpoint
 
 LISTED = {
     "objectives": {"spanbert": 1.0, "ernie": 1.0},

@@ -17,8 +17,8 @@ from torch import nn
 
 from data_utils.common.errors import CheckpointError
 from data_utils.common.settings import build
-from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.read import load_checkpoint
+from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.sections import OptimizerConfig, ParallelConfig
 from megatron_lite.engine.plain import make_engine
@@ -210,10 +210,12 @@ def test_owners_of_matrices_share_the_work():
 def state_of(engine):
     """The elements of this rank that a checkpoint holds: no rows of padding."""
     return {
-        (fragment.name, kind, run.box): values[run.start - fragment.start : run.stop - fragment.start].clone()
+        (fragment.name, kind, owned.slice): values[
+            owned.start - fragment.start : owned.stop - fragment.start
+        ].clone()
         for fragment in engine.fragments()
         for kind, values in fragment.tensors.items()
-        for run in fragment.runs()
+        for owned in fragment.ranges()
     }
 
 

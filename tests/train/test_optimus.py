@@ -13,7 +13,7 @@ from support.whole_weights import load_weights
 from data_utils.common.errors import CheckpointError
 from data_utils.common.settings import build, to_tree
 from data_utils.objectives import LOSS_NAMES
-from megatron_lite.checkpoint.existing import find_manifest
+from megatron_lite.checkpoint.verify import find_manifest
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.plain import PlainEngine, make_engine
@@ -164,15 +164,15 @@ def test_stacks_begin_with_the_weights_of_runs(tmp_path):
             "encoder_from",
             "model",
             "causal",
-            "a run of the objective causal; give a run of one that reads in both",
+            "objective causal; give a run of a bidirectional objective",
         ),
         (
             "decoder_from",
             "decoder",
             "masked_lm",
-            "a run of the objective masked_lm; give a run of causal alone",
+            "objective masked_lm; give a run of objective causal alone",
         ),
-        ("encoder_from", "decoder", "masked_lm", "holds another model"),
+        ("encoder_from", "decoder", "masked_lm", "another model"),
     ],
 )
 def test_a_stack_does_not_begin_with_another_kind_of_run(tmp_path, key, stack, objective, message):
@@ -187,10 +187,10 @@ def test_a_stack_does_not_begin_with_another_kind_of_run(tmp_path, key, stack, o
         ({"feature": "cls"}, "optimus.feature is cls, but .* was trained with pooler"),
         (
             {"latent_size": 4},
-            "holds another model: latent.posterior.weight is .16, 32. there and .8, 32. here",
+            "another model: latent.posterior.weight is .16, 32. there and .8, 32. here",
         ),
-        ({"memory": False}, "holds another model, of .* parameter tensors"),
-        ({"embedding": False}, "holds another model, of .* parameter tensors"),
+        ({"memory": False}, "another model: .* parameter tensors"),
+        ({"embedding": False}, "another model: .* parameter tensors"),
     ],
 )
 def test_a_checkpoint_of_another_latent_vector_is_refused(one, change, message):

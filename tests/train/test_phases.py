@@ -11,8 +11,8 @@ from support.training import fit, make_trainer, records
 
 from data_utils.common.errors import CheckpointError
 from data_utils.common.settings import build, merge
-from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints
+from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.tree import Config
 from megatron_lite.metrics.records import read_metrics
 from megatron_lite.runtime.changed_corpora import require_same_corpora

@@ -17,7 +17,7 @@ from support.training import fit
 
 from data_utils.common.settings import build, merge, parse_override, setting_names, to_tree
 from megatron_lite.checkpoint.manifest import Checkpoint
-from megatron_lite.checkpoint.state import TrainerState
+from megatron_lite.checkpoint.trainer_state import TrainerState
 from megatron_lite.config.tree import Config, load_config
 from megatron_lite.runtime.finished_runs import nothing_to_do
 from megatron_lite.runtime.run_state import Condition, RunState

@@ -66,7 +66,7 @@ def test_what_a_run_can_begin_with_is_let_pass(corpus, trained, tmp_path):
         (
             False,
             {"initialize_from": "", "model": {"num_layers": 1}},
-            "another model, of 29 parameter tensors",
+            "another model: it has 29 parameter tensors",
         ),
         (True, {"model": {"hidden_size": 64}}, r"\(65, 32\) there and \(65, 64\) here; use the config"),
         (

@@ -14,8 +14,8 @@ from support.project import ROOT
 from support.training import make_trainer
 
 from data_utils.common.errors import ExitStatus, HaltedError
-from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints
+from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.parallel.launch import LauncherWatch
 from megatron_lite.runtime.control import SAME_REQUEST_SECONDS, STOP_SIGNALS, Requests, RunControl
 

@@ -163,7 +163,7 @@ CASES = [
         renamed,
         Condition.MISNAMED,
         3,
-        "holds step 1, and its name is that of another; rename it to step_00000001",
+        "holds step 1.* rename it to step_00000001",
     ),
     Case(lambda run: cut(run, (1, 2, 3)), Condition.NONE_VALID, says="none of the 3 checkpoints in"),
     Case(emptied, Condition.LOST, says="is of a run that has saved, but"),

@@ -15,8 +15,8 @@ from support.whole_weights import load_weights, placed_weights
 
 from data_utils.common.errors import DataError, DeviceMemoryError, TrainingError
 from data_utils.common.settings import merge
-from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints, write_manifest
+from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.checkpoint.write import rewind
 from megatron_lite.config.tree import load_config
 from megatron_lite.engine.engine import memory_advice

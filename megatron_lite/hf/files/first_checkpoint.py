@@ -11,10 +11,10 @@ import torch
 from data_utils.common.errors import CheckpointError
 from data_utils.common.progress import progress_bar
 from data_utils.common.settings import to_tree
-from megatron_lite.checkpoint.manifest import KINDS, manifest_header, write_manifest
-from megatron_lite.checkpoint.shard_slices import Box, matrix_shape
-from megatron_lite.checkpoint.state import TrainerState
+from megatron_lite.checkpoint.manifest import ADAM_STATE, manifest_header, write_manifest
+from megatron_lite.checkpoint.shard_slices import ShardSlice, matrix_shape
 from megatron_lite.checkpoint.tensor_files import write_tensors
+from megatron_lite.checkpoint.trainer_state import TrainerState
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.files.weights import METADATA, Weights
 
@@ -29,8 +29,8 @@ def write_training_checkpoint(path: Path, weights: Weights, config: Config) -> N
     pieces, shapes = [], {}
     for parameter, shape in weights.shapes.items():
         rows, columns = matrix_shape(shape)
-        box = astuple(Box(0, rows, 0, columns))
-        for kind in KINDS:
+        box = astuple(ShardSlice(0, rows, 0, columns))
+        for kind in ADAM_STATE:
             key = f"{parameter}/{kind}/0.0"
             pieces.append({"file": name, "key": key, "name": parameter, "kind": kind, "box": box})
             shapes[key] = (rows, columns)
@@ -55,5 +55,5 @@ def _with_moments(weights: Weights) -> Iterator[torch.Tensor]:
             )
         yield weight
         zeros = torch.zeros(1).expand(weight.shape)
-        for _ in KINDS[1:]:
+        for _ in ADAM_STATE[1:]:
             yield zeros

@@ -22,9 +22,9 @@ from data_utils.objectives import OBJECTIVES
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.readers.by_name import labels_of
 from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
-from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import checkpoint_name
 from megatron_lite.checkpoint.tensor_files import write_tensors
+from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.task_rows import with_task_rows
 from megatron_lite.config.tree import Config

@@ -1,6 +1,6 @@
-"""Batches of ELECTRA: beside the tokens, where in its sample each chosen token stands, from which draws follow.
+"""Batches of ELECTRA: besides the tokens, the sample and position of each masked token, which seed its draw.
 
-Shapes: T tokens, K rows with loss, those of the generator.
+Shapes: T tokens, K masked positions, which the generator predicts.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from megatron_lite.model.batch import Batch
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where the chosen tokens stand, on the device."""
+class MaskedPositions:
+    """The masked tokens' samples and positions, on the device."""
 
     seed: int
-    samples: torch.Tensor  # int32 [K, 2]: low and high word of each one's sample
-    places: torch.Tensor  # int32 [K]: in the row of its sample
+    samples: torch.Tensor  # int32 [K, 2]: low and high word of the sample's number
+    positions: torch.Tensor  # int32 [K]: in the sequence of its sample
 
 
 class ElectraBatch(Batch):
@@ -35,7 +35,7 @@ class ElectraBatch(Batch):
 
     @property
     def loss_weight(self) -> float:
-        """Both losses are means; nothing divides their sum."""
+        """1: both losses are means, whose sum is not divided."""
         return 1.0
 
     def loss_weights(self, num_losses: int) -> np.ndarray:
@@ -44,38 +44,38 @@ class ElectraBatch(Batch):
         return weights
 
     def more_weights(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """1 for each token but padding, the discriminator's."""
+        """The discriminator's loss weights: 1 for each token but padding."""
         return (order >= 0).astype(np.float32), np.full(len(order), REPLACED.number)
 
     def host_parts(
         self, order: np.ndarray, first: int, predicted: np.ndarray, few_counts: bool, config: ModelConfig
-    ) -> HostPlaces:
-        chosen = order[predicted]  # of rows that only fill up any one
-        row, place = np.divmod(np.where(chosen < 0, 0, chosen), self.planes.shape[2])
-        return HostPlaces(self._seed, self.samples[row], place)
+    ) -> HostMaskedPositions:
+        chosen = order[predicted]  # for padding any position
+        row, position = np.divmod(np.where(chosen < 0, 0, chosen), self.planes.shape[2])
+        return HostMaskedPositions(self._seed, self.samples[row], position)
 
     def padded(self, rows: int) -> ElectraBatch:
         samples = np.pad(self.samples, (0, rows - len(self.samples)))
         return ElectraBatch(super().padded(rows).planes, samples, self._seed)
 
 
-class HostPlaces:
-    """`Places` on the host. Args: samples, places: int64 [K]."""
+class HostMaskedPositions:
+    """`MaskedPositions` on the host. Args: samples, positions: int64 [K]."""
 
     ARRAYS = 2
 
-    def __init__(self, seed: int, samples: np.ndarray, places: np.ndarray):
-        self._seed, self._samples, self._places = seed, samples, places
+    def __init__(self, seed: int, samples: np.ndarray, positions: np.ndarray):
+        self._seed, self._samples, self._positions = seed, samples, positions
 
     def arrays(self) -> list[np.ndarray]:
         words = np.ascontiguousarray(self._samples, "<i8").view("<i4").reshape(-1, 2)
-        return [words, self._places.astype(np.int32)]
+        return [words, self._positions.astype(np.int32)]
 
     def loss_rows(self) -> None:
-        """The rows with loss are those of the batch."""
+        """None: the predicted positions are the batch's own."""
 
-    def on_device(self, arrays: list[torch.Tensor]) -> Places:
-        return Places(self._seed, *arrays)
+    def on_device(self, arrays: list[torch.Tensor]) -> MaskedPositions:
+        return MaskedPositions(self._seed, *arrays)
 
 
 class ElectraSamples:

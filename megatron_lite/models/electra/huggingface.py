@@ -22,10 +22,10 @@ import yaml
 from data_utils.common.batch_fields import DOC
 from data_utils.common.errors import CheckpointError
 from data_utils.common.settings import merge, to_tree
-from megatron_lite.checkpoint.existing import Checkpoint, read_checkpoint
-from megatron_lite.checkpoint.full_word_embedding import with_whole_words
+from megatron_lite.checkpoint.full_word_embedding import with_full_word_embedding
 from megatron_lite.checkpoint.manifest import checkpoint_name
 from megatron_lite.checkpoint.read import weight_reader
+from megatron_lite.checkpoint.verify import Checkpoint, read_checkpoint
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.files.config_json import CONFIG_JSON
@@ -59,9 +59,9 @@ from megatron_lite.model.flops import parameter_shapes
 from megatron_lite.model.model_input import prepare
 from megatron_lite.model.tensor_parallel import VocabParallelEmbedding
 from megatron_lite.model.trained_model import ENCODER
-from megatron_lite.models.electra.kind import GENERATOR, REPLACED_HEAD, TABLES, discriminator_shapes
+from megatron_lite.models.electra.config import generator_of, is_detached
 from megatron_lite.models.electra.model import Electra
-from megatron_lite.models.electra.sections import generator_of, is_detached
+from megatron_lite.models.electra.model_spec import GENERATOR, REPLACED_HEAD, TABLES, discriminator_shapes
 
 DISCRIMINATOR_OF, GENERATOR_OF = "discriminator", "generator"  # names of directories
 _CARD = """A generator and a discriminator that were trained together (ELECTRA, arXiv:2003.10555). {origin}"""
@@ -81,7 +81,7 @@ def is_pair(path: Path) -> bool:
 
 def write_electra(directory: Path, run: OpenRun, dtype: str, max_shard_bytes: int) -> None:
     """Write both stacks. Raises: CheckpointError for options that the classes have not."""
-    checkpoint, config = with_whole_words(run.checkpoint), run.config
+    checkpoint, config = with_full_word_embedding(run.checkpoint), run.config
     weights, kept = (
         Weights(checkpoint.shapes, weight_reader(checkpoint)),
         checkpoint.path.parent.parent / KEPT_FILES,
@@ -220,7 +220,10 @@ def _loaded(
     checkpoint: Checkpoint, config: Config, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> Electra:
     """The model as its directories have it: with whole words."""
-    model, read = Electra(*kind_of(config).made_of(config)[1:]), weight_reader(with_whole_words(checkpoint))
+    model, read = (
+        Electra(*kind_of(config).made_of(config)[1:]),
+        weight_reader(with_full_word_embedding(checkpoint)),
+    )
     if is_detached(config):
         words = VocabParallelEmbedding(config.model, model.encoder.parallel)
         model.encoder.embedding.word_embeddings = words

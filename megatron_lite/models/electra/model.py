@@ -1,12 +1,12 @@
 """ELECTRA: a generator and a discriminator with common embeddings, trained together (arXiv:2003.10555).
 
-The discriminator (prefix `encoder.`) has the tables of words, positions and segments and their norm; the generator
-reads the same, and projects them to its own width. With `electra.embeddings: detached` the generator has them, and the
-discriminator adds a table of words of its own to them without giving them a gradient (DeBERTa-v3, arXiv:2111.09543).
+The discriminator (prefix `encoder.`) owns the embeddings of words, positions and segments and their norm; the generator
+shares them, and projects them to its width. With `electra.embeddings: detached` the generator owns them, and the
+discriminator adds its own word table to them without giving them a gradient (DeBERTa-v3, arXiv:2111.09543).
 Loss: the mean cross entropy of the generator over the chosen tokens, and `training.loss_weights` times the mean binary
 cross entropy of the discriminator over all tokens.
 
-Shapes: T tokens, D hidden size, K rows with loss, V vocabulary.
+Shapes: T tokens, D hidden size, K masked positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from megatron_lite.model.model_input import ModelInput
 from megatron_lite.model.tensor_parallel import VocabParallelEmbedding
 from megatron_lite.model.trained_model import TrainedModel
 from megatron_lite.model.transformer import GLM
-from megatron_lite.models.electra.batch import Places
-from megatron_lite.models.electra.measures import Found
+from megatron_lite.models.electra.batch import MaskedPositions
 from megatron_lite.models.electra.sampling import draw
 from megatron_lite.parallel.collectives import gather_tokens
 from megatron_lite.parallel.context import ParallelContext
@@ -42,13 +41,13 @@ _SALT = 0x5BD1E995  # of the generator's dropout: an int32
 
 
 class DetachedSum(VocabParallelEmbedding):
-    """Words of another embedding, whose gradient stops here, plus the own weight, which begins as 0."""
+    """Another embedding without gradient plus this one's weight, which is initialized to 0."""
 
     other: VocabParallelEmbedding
 
     def __init__(self, config: ModelConfig, other: VocabParallelEmbedding):
         super().__init__(config, other.parallel)
-        self.__dict__["other"] = other  # no module of this one: its parameters have one name
+        self.__dict__["other"] = other  # not registered as a submodule: its parameters keep one name
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -57,7 +56,7 @@ class DetachedSum(VocabParallelEmbedding):
 
 
 class ReplacedHead(nn.Module):
-    """How much more likely a token is replaced than the text's, as a logarithm: [T, D] -> fp32 [T]."""
+    """Logit that a token was replaced: [T, D] -> fp32 [T]."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -69,6 +68,31 @@ class ReplacedHead(nn.Module):
         return (
             self.classifier(fused.activated(Biased(self.dense(hidden)), self.activation)).squeeze(-1).float()
         )
+
+
+class DiscriminatorCounts:
+    """Metrics of an evaluation, from counts of tokens: right, all, found, replaced, masked."""
+
+    def __init__(self) -> None:
+        self._counts: list[torch.Tensor] = []
+
+    def add(
+        self, scores: torch.Tensor, label: torch.Tensor, is_real: torch.Tensor, is_chosen: torch.Tensor
+    ) -> None:
+        """Args: scores, label: fp32 [T]; is_real: bool [T]; is_chosen: bool [K]."""
+        is_new, is_called_new = label > 0, scores > 0
+        parts = ((is_new == is_called_new) & is_real, is_real, is_new & is_called_new, is_new, is_chosen)
+        self._counts.append(torch.stack([part.sum() for part in parts]))
+
+    def summary(self, context: ParallelContext) -> dict[str, float]:
+        """Called by every rank: shares of tokens over all ranks."""
+        own = torch.stack(self._counts).sum(0).double().tolist()
+        right, tokens, found, replaced, chosen = context.sum_of_hosts(own)
+        return {
+            "replaced_accuracy": right / max(tokens, 1.0),
+            "replaced_recall": found / max(replaced, 1.0),
+            "generator_accuracy": 1.0 - replaced / max(chosen, 1.0),
+        }
 
 
 class Electra(TrainedModel):
@@ -87,14 +111,14 @@ class Electra(TrainedModel):
         self.num_losses = num_losses
         self.encoder = GLM(config, **options)
         self.generator = GLM(generator, **options)
-        self.encoder.heads.projection = None  # it predicts no tokens
+        self.encoder.heads.projection = None  # the discriminator predicts no tokens
         if is_detached:
             words = self.generator.embedding.word_embeddings
             self.encoder.embedding.word_embeddings = DetachedSum(config, words)
         for name in SHARED if not is_detached else ():
             setattr(self.generator.embedding, name, getattr(self.encoder.embedding, name))
         self.replaced = ReplacedHead(config)
-        self._found: Found | None = None
+        self._metrics: DiscriminatorCounts | None = None
 
     @property
     def before_use(self) -> Callable[[nn.Module], None]:  # type: ignore[override]
@@ -105,12 +129,12 @@ class Electra(TrainedModel):
         self.encoder.before_use = self.generator.before_use = call
 
     def begin_evaluation(self) -> None:
-        self._found = Found()
+        self._metrics = DiscriminatorCounts()
 
     def measures(self, context: ParallelContext, loss: float) -> dict[str, float]:
-        assert self._found is not None
-        found, self._found = self._found, None
-        return found.summary(context)
+        assert self._metrics is not None
+        metrics, self._metrics = self._metrics, None
+        return metrics.summary(context)
 
     def end_evaluation(self) -> None:
         """The counts wait for `measures`."""
@@ -126,8 +150,8 @@ class Electra(TrainedModel):
         label = torch.zeros_like(of_tokens).index_add(0, rows, is_new.float())
         scores = self.scores(replace(batch, tokens=tokens))
         wrong = F.binary_cross_entropy_with_logits(scores, label, reduction="none")
-        if self._found is not None:
-            self._found.add(scores, label, of_tokens > 0, of_chosen > 0)
+        if self._metrics is not None:
+            self._metrics.add(scores, label, of_tokens > 0, of_chosen > 0)
         sums = torch.zeros(self.num_losses, 2, device=wrong.device)
         loss = torch.zeros((), device=wrong.device)
         for which, losses, weights in ((MASKED, masked, of_chosen), (REPLACED, wrong, of_tokens)):
@@ -136,18 +160,18 @@ class Electra(TrainedModel):
         return loss, sums
 
     def generated(self, batch: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cross entropies of the rows with loss, fp32 [K], and a token that is drawn for each, int64 [K]."""
-        generator, places = self.generator, batch.parts
-        assert isinstance(places, Places)
+        """Cross entropies of the masked positions, fp32 [K], and a token drawn for each, int64 [K]."""
+        generator, masked = self.generator, batch.parts
+        assert isinstance(masked, MaskedPositions)
         hidden = generator.run(batch.tokens, batch.ids, batch.plan, self._other_dropout(batch.dropout))
         words = generator.embedding.word_embeddings
         vectors, classes = generator.heads(hidden, batch.loss_rows, generator.final_layernorm)
         logits = generator.heads.vocabulary_logits(vectors, words)
-        drawn = draw(logits.detach(), places.seed, places.samples, places.places, words)
+        drawn = draw(logits.detach(), masked.seed, masked.samples, masked.positions, words)
         return row_losses(logits, classes, batch.targets, words), drawn
 
     def scores(self, batch: ModelInput) -> torch.Tensor:
-        """The discriminator's answer for each token, see ReplacedHead: fp32 [T]."""
+        """The discriminator's logit of each token, see ReplacedHead: fp32 [T]."""
         encoder = self.encoder
         hidden = encoder.run(batch.tokens, batch.ids, batch.plan, batch.dropout)
         if encoder.parallel.sequence_parallel:
@@ -156,7 +180,7 @@ class Electra(TrainedModel):
         return self.replaced(encoder.final_layernorm(hidden))
 
     def _other_dropout(self, dropout: Dropout | None) -> Dropout | None:
-        """The generator's: other keys than the discriminator's, and the numbers of its own heads."""
+        """The generator's dropout: keys that differ from the discriminator's, and its own head numbers."""
         if dropout is None:
             return None
         config, group = self.generator.config, self.generator.parallel.group

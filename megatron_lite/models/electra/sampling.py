@@ -1,4 +1,4 @@
-"""Draws from the generator's predictions: a pure function of (seed, sample, position in its row).
+"""Draws from the generator's predictions: a pure function of (seed, sample, position in its sequence).
 
 The token is argmax_v(logit_v - ln(-ln u_v)), which has the distribution softmax(logits) (Gumbel-max). u_v is a number
 of Philox at the counter (v, position, sample), so that a shard of the vocabulary needs no other shard's numbers, and
@@ -33,16 +33,16 @@ def philox(counter: list[torch.Tensor], key: tuple[int, int]) -> list[torch.Tens
     return [a, b, c, d]
 
 
-def gumbel(seed: int, samples: torch.Tensor, places: torch.Tensor, first: int, count: int) -> torch.Tensor:
-    """Noise of the tokens `first` to `first + count` at each place, fp32 [K, count].
+def gumbel(seed: int, samples: torch.Tensor, positions: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    """Gumbel noise of the tokens `first` to `first + count` at each position, fp32 [K, count].
 
-    Args: samples: int32 [K, 2], the words of each sample's number. places: int32 [K].
+    Args: samples: int32 [K, 2], the words of each sample's number. positions: int32 [K].
     """
     start = first // _LANES
-    blocks = torch.arange(start, -(-(first + count) // _LANES), device=places.device)
+    blocks = torch.arange(start, -(-(first + count) // _LANES), device=positions.device)
     words = (samples.long() & _LOW)[:, :, None].unbind(1)
     numbers = philox(
-        [blocks[None], places.long()[:, None], *words], (seed & _LOW, seed >> 32 & _LOW)
+        [blocks[None], positions.long()[:, None], *words], (seed & _LOW, seed >> 32 & _LOW)
     )  # [K, blocks] each
     whole = torch.stack(torch.broadcast_tensors(*numbers), dim=-1).flatten(1)
     uniform = (whole[:, first - start * _LANES :][:, :count].double() + 0.5) * 2.0**-32
@@ -54,12 +54,12 @@ def draw(
     logits: torch.Tensor,
     seed: int,
     samples: torch.Tensor,
-    places: torch.Tensor,
+    positions: torch.Tensor,
     words: VocabParallelEmbedding,
 ) -> torch.Tensor:
-    """A token for each row, int64 [K], equal on all tensor-parallel ranks.
+    """A token for each masked position, int64 [K], equal on all tensor-parallel ranks.
 
-    Args: logits: [K, local V with padding]. samples, places: as for `gumbel`.
+    Args: logits: [K, local V with padding]. samples, positions: as for `gumbel`.
     """
     group, first, count = words.parallel.group, words.first, words.local_vocab
     most = torch.full((len(logits),), float("-inf"), device=logits.device)
@@ -67,9 +67,9 @@ def draw(
     rows = max(1, _CHUNK // max(1, count))
     for start in range(0, len(logits) if count else 0, rows):
         part = slice(start, start + rows)
-        scores = logits[part, :count].float() + gumbel(seed, samples[part], places[part], first, count)
-        best, place = scores.max(dim=1)
-        most[part], token[part] = best, place + first
+        scores = logits[part, :count].float() + gumbel(seed, samples[part], positions[part], first, count)
+        best, index = scores.max(dim=1)
+        most[part], token[part] = best, index + first
     if group.size > 1:
         own = most.clone()
         all_reduce(most, group, dist.ReduceOp.MAX)

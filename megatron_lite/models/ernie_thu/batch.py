@@ -2,7 +2,7 @@
 
 A token at which an entity begins is read with another entity of its Example (`entities.replaced_ratio`), without any
 (`entities.removed_ratio`), or with its own; each is predicted among the Example's entities and none. The draw is a pure
-function of (seed, sample, place in its row), so that it is the same in any batch and on any rank.
+function of (seed, sample, position in its sequence), so that it is the same in any batch and on any rank.
 
 Shapes: N Examples, M entities that are read in one, CLS included, L that are predicted, C candidates, E their width.
 """
@@ -23,9 +23,10 @@ from data_utils.dataset.vectors import Vectors
 from data_utils.loader.loader import SampleLoader
 from data_utils.objectives.entities import EntitiesConfig
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.batch import Batch
+from megatron_lite.model.batch import Batch, Samples
 from megatron_lite.model.kernels.dropout import token_keys
 from megatron_lite.model.model_input import few_count
+from megatron_lite.model.task_batch import HostTaskParts, Parts, TaskBatch
 
 
 @dataclass(frozen=True)
@@ -44,23 +45,23 @@ class Noise:
 
 @dataclass(frozen=True)
 class Mentions:
-    """Entities of a micro-batch on the device."""
+    """Entities of a micro-batch on the device; N Examples, padded with -1."""
 
-    places: torch.Tensor  # int32 [N, M]: tokens of [T] that have one, CLS first; -1 fills up
-    given: torch.Tensor  # int32 [N, M]: which candidate each reads; 0 = none; -1 fills up
-    predicted: torch.Tensor  # int32 [N, L]: tokens whose entity is predicted; -1 fills up
-    classes: torch.Tensor  # int32 [N, L]: its candidate; -1 fills up
-    counts: torch.Tensor  # int32 [N]: candidates of each Example, none included
-    vectors: torch.Tensor  # fp32 [N, C, E]: of the candidates; that of none is 0
+    positions: torch.Tensor  # int32 [N, M]: tokens of [T] that read an entity, CLS first
+    inputs: torch.Tensor  # int32 [N, M]: the candidate that each reads; 0: no entity
+    predicted: torch.Tensor  # int32 [N, L]: tokens whose entity is predicted
+    classes: torch.Tensor  # int32 [N, L]: the candidate to predict
+    counts: torch.Tensor  # int32 [N]: candidates of each Example, "no entity" included
+    vectors: torch.Tensor  # fp32 [N, C, E]: of the candidates; 0 for "no entity"
 
     added = None  # to the embeddings, see `Condition`
 
     def remembered(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
         return qkv
 
-    def first(self) -> torch.Tensor:
-        """The vector that each place reads, fp32 [N, M, E]."""
-        given = self.given.long().clamp(min=0)[..., None].expand(-1, -1, self.vectors.shape[2])
+    def input_vectors(self) -> torch.Tensor:
+        """The vector that each position reads, fp32 [N, M, E]."""
+        given = self.inputs.long().clamp(min=0)[..., None].expand(-1, -1, self.vectors.shape[2])
         return self.vectors.gather(1, given)
 
 
@@ -74,7 +75,7 @@ class EntityBatch(Batch):
 
     @property
     def loss_weight(self) -> float:
-        """The losses are means; nothing divides their sum."""
+        """1: the losses are means, whose sum is not divided."""
         return 1.0
 
     @cached_property
@@ -88,7 +89,7 @@ class EntityBatch(Batch):
         return weights
 
     def more_weights(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """1 for each entity that is predicted, in the order of `Mentions.predicted`; 0 for what fills up."""
+        """1 for each entity that is predicted, in the order of `Mentions.predicted`; 0 for padding."""
         assert self._parts is not None  # `prepare` asks for them first
         weights = (self._parts.predicted >= 0).astype(np.float32).ravel()
         return weights, np.full(len(weights), ENTITIES.number)
@@ -113,7 +114,7 @@ class EntityBatch(Batch):
 
     @cached_property
     def candidates(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Entities of all Examples, sorted; which of them each mentioned one is; where those of each begin, [N + 1]."""
+        """The candidates of all Examples, sorted; the candidate of each mention; bounds of the Examples, [N + 1]."""
         numbers, heads = self.examples
         entities = self.planes[:, BLOCK_POSITION_IDS].ravel()[self.mentioned]
         found, which = np.unique((numbers[self.mentioned] << 32) + entities, return_inverse=True)
@@ -152,7 +153,7 @@ class HostMentions:
         count = few_count(max(1, len(heads))) if few_counts else max(1, len(heads))
 
         def in_rows(example: np.ndarray, *values: np.ndarray, fill: int = -1) -> list[np.ndarray]:
-            """Values of Examples, which are in their order, side by side in rows, [N, most]."""
+            """Values that are sorted by Example -> one matrix row per Example, [N, most], padded with `fill`."""
             begin = np.searchsorted(example, np.arange(count + 1))
             most = max(1, int(np.diff(begin).max(initial=0)))
             made = []
@@ -171,7 +172,7 @@ class HostMentions:
         read = np.argsort(of_read, kind="stable")  # CLS first
         places = place[np.concatenate([heads, mentioned[with_one]])]
         reads = np.concatenate([np.zeros(len(heads), np.int64), own[with_one]])
-        self.places, self.given = in_rows(of_read[read], places[read], reads[read])
+        self.positions, self.inputs = in_rows(of_read[read], places[read], reads[read])
         classes = (which - begins[example] + 1)[by_example]
         self.predicted, self.classes = in_rows(example[by_example], place[mentioned][by_example], classes)
         sizes = np.diff(begins)
@@ -182,11 +183,11 @@ class HostMentions:
         self._vectors = batch._vectors.of(self.candidates)
 
     def arrays(self) -> list[np.ndarray]:
-        integers = (self.places, self.given, self.predicted, self.classes, self.counts)
+        integers = (self.positions, self.inputs, self.predicted, self.classes, self.counts)
         return [*(array.astype(np.int32) for array in integers), self._vectors.view(np.int32)]
 
     def loss_rows(self) -> None:
-        """The rows with loss are those of the batch."""
+        """None: the predicted positions are the batch's own."""
 
     def on_device(self, arrays: list[torch.Tensor]) -> Mentions:
         vectors = arrays.pop()
@@ -194,7 +195,7 @@ class HostMentions:
 
 
 class EntitySamples:
-    """The samples of a loader as EntityBatches. Raises: DataError for vectors that are not those of the corpora."""
+    """The samples of a loader as EntityBatches. Raises: DataError if the corpora have more entities than vectors."""
 
     def __init__(self, loader: SampleLoader, config: EntitiesConfig, vectors: Vectors, seed: int):
         for mixture in loader.mixtures:
@@ -211,3 +212,76 @@ class EntitySamples:
 
     def fingerprint(self) -> list[dict[str, object]]:
         return [{**entry, "vectors_crc32": self._vectors.identity} for entry in self._loader.fingerprint()]
+
+
+_NONE = Noise(0, 0.0, 0.0)  # of tasks: each entity is read as it is
+
+
+@dataclass(frozen=True)
+class EntityParts(Parts):
+    """What the task's head reads of a micro-batch, with the entities of its texts."""
+
+    mentions: Mentions | None = None
+
+
+class EntityTaskBatch(TaskBatch):
+    """A task's batch with the vectors of its entities."""
+
+    def __init__(self, batch: TaskBatch, vectors: Vectors | NoVectors):
+        scored = (batch.head, batch.loss, batch.has_language, batch.task, batch.place)
+        super().__init__(batch.planes, batch.samples, batch.parts, *scored)
+        self._entities = EntityBatch(batch.planes, batch.samples, _NONE, vectors)
+
+    def host_parts(self, *arguments: Any) -> Any:
+        """`HostEntityParts`. Args: arguments: as for `Batch.host_parts`."""
+        of_task = super().host_parts(*arguments)
+        assert of_task is not None, "this model has no task that is trained by the documents' own targets"
+        return HostEntityParts(of_task, self._entities.host_parts(*arguments))
+
+
+class HostEntityParts:
+    """`EntityParts` on the host."""
+
+    ARRAYS = HostTaskParts.ARRAYS + HostMentions.ARRAYS
+
+    def __init__(self, of_task: HostTaskParts, mentions: HostMentions):
+        self._of_task, self._mentions = of_task, mentions
+        self.loss_rows = of_task.loss_rows
+
+    def arrays(self) -> list[np.ndarray]:
+        return [*self._of_task.arrays(), *self._mentions.arrays()]
+
+    def on_device(self, arrays: list[torch.Tensor]) -> EntityParts:
+        parts = self._of_task.on_device(arrays[: HostTaskParts.ARRAYS])
+        mentions = self._mentions.on_device(arrays[HostTaskParts.ARRAYS :])
+        return EntityParts(**vars(parts), mentions=mentions)
+
+
+class TaskSamples:
+    """The samples of a task, or of several, with the vectors of their entities."""
+
+    def __init__(self, samples: Any, vectors: Vectors | NoVectors):
+        self._samples: Samples = samples
+        self.prefetch, self._vectors = samples.prefetch, vectors
+
+    def batch(self, indices: np.ndarray) -> EntityTaskBatch:
+        """Samples int64 [B]."""
+        batch = self._samples.batch(indices)
+        assert isinstance(batch, TaskBatch)
+        return EntityTaskBatch(batch, self._vectors)
+
+    def fingerprint(self) -> list[dict[str, object]]:
+        return [{**entry, "vectors_crc32": self._vectors.identity} for entry in self._samples.fingerprint()]
+
+
+class NoVectors:
+    """Vectors of a task without entities. Args: size: of a vector."""
+
+    identity = None
+
+    def __init__(self, size: int):
+        self._size = size
+
+    def of(self, numbers: np.ndarray) -> np.ndarray:
+        """As `Vectors.of`: fp32 [..., size], zeros."""
+        return np.zeros((*numbers.shape, self._size), np.float32)

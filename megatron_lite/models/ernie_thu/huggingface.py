@@ -1,4 +1,4 @@
-"""ERNIE of Tsinghua in the layout of its repository, and back to a run. Transformers has no class of it.
+"""ERNIE (Tsinghua) as files of its repository, and back to a run. Transformers has no class of it.
 
     DIRECTORY/ernie_config.json    BERT's fields, and layer_types: sim, mix or norm for each block
     DIRECTORY/pytorch_model.bin    the names of BertForPreTraining; or model.safetensors, which an export writes
@@ -57,12 +57,12 @@ from megatron_lite.hf.published.systems import BERT
 from megatron_lite.hf.published.usual import with_sizes
 from megatron_lite.inference.open_run import OpenRun
 from megatron_lite.model.build import kind_of
-from megatron_lite.models.ernie_thu.kind import section_of
+from megatron_lite.models.ernie_thu.model_spec import section_of
 
 ERNIE_CONFIG, VOCABULARY, HEADS = "ernie_config.json", "vocab.txt", "entity_attention_heads"
 TIED = "cls.predictions.decoder.weight"
 _HEADS = 4  # of the published code
-_NAME = "ERNIE of Tsinghua"
+_NAME = "ERNIE (Tsinghua)"
 _ENTITIES = [
     Row("entity_attention.query_key_value", tuple(f"attention.self_ent.{name}" for name in ("query", "key", "value"))),
     Row("entity_attention.dense", ("attention.output_ent.dense",)),
@@ -83,7 +83,7 @@ SYSTEM = replace(
     ),
 )
 _ACTIVATIONS = {"gelu": "gelu_erf", "relu": "relu"}
-_CARD = """A BERT with a stream of entities ({name}, arXiv:1905.07129), in the layout of its repository. {origin}"""
+_CARD = """A BERT with entity states ({name}, arXiv:1905.07129), in the layout of its repository. {origin}"""
 _EXAMPLE = """import torch
 from safetensors.torch import load_file
 
@@ -108,12 +108,12 @@ class _Described(TypedDict):
     entity_attention_heads: NotRequired[Size]
 
 
-def is_knowledge(path: Path) -> bool:
+def is_ernie_directory(path: Path) -> bool:
     """Whether a directory is of this layout."""
     return (path / ERNIE_CONFIG).exists() and not (path / CONFIG_JSON).exists()
 
 
-def has_knowledge(config: Config) -> bool:
+def is_ernie_thu(config: Config) -> bool:
     """Whether a configuration is of a model with entities."""
     return any(choice.name == "entities" for choice in config.objective_choices)
 
@@ -122,11 +122,11 @@ def _refuse_proof(path: Path, verify: bool) -> None:
     """Raise CheckpointError where a proof is asked for."""
     if verify:
         raise CheckpointError(
-            f"{path}: transformers has no class of {_NAME}, with which a proof could compare; add --no-verify."
+            f"{path}: transformers has no class of {_NAME} to compare with; add --no-verify."
         )
 
 
-def import_knowledge(
+def import_ernie(
     path: Path, output: Path, tree: Mapping[str, Any], *, verify: bool = True, **options: Any
 ) -> None:
     """Write a run directory with one checkpoint at step 0, its config.yaml, and what an export needs.
@@ -224,12 +224,12 @@ def _config(
     sections = {"model": {**settings, **(tree.get("model") or {})}, "entities": {**given, **section}}
     whole = merge(merge(usual, tree), {**sections, "run": {"directory": str(output)}})
     config = build(Config, with_sizes(path, settings, whole))
-    if not has_knowledge(config):
+    if not is_ernie_thu(config):
         raise ConfigError(f"{path} has entities; set objectives to {{entities: 1}}, or leave it out.")
     return config
 
 
-def write_knowledge(directory: Path, run: OpenRun, dtype: str, max_shard_bytes: int, verify: bool) -> None:
+def write_ernie(directory: Path, run: OpenRun, dtype: str, max_shard_bytes: int, verify: bool) -> None:
     """Write a run in the published layout. Raises: CheckpointError for what that does not have, and for a proof."""
     config, path = run.config, run.checkpoint.path
     _refuse_proof(path, verify)

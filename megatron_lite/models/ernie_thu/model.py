@@ -1,10 +1,10 @@
-"""ERNIE of Tsinghua: BERT with a stream of entities beside that of tokens (arXiv:1905.07129, thunlp/ERNIE).
+"""ERNIE (Tsinghua): BERT with states of entities in addition to those of tokens (arXiv:1905.07129, thunlp/ERNIE).
 
-Three kinds of block. "sim" is BERT's. In "norm" the entities of an Example attend to each other; in "mix" they do not
-yet. Both then join the streams in the FFN: h = gelu(W a + b + V e + c) at every token, where e is 0 without an entity;
-the next states of tokens and entities are read from h. The states of entities are computed where there is one, and at
-CLS, whose vector is 0: all others are masked by the next block. Every tensor-parallel rank computes that stream whole,
-but for its part of the FFN.
+There are three types of block. "sim" is BERT's. In "norm" the entities of an Example attend to each other; in "mix"
+they do not yet. Both then fuse tokens and entities in the FFN: h = gelu(W a + b + V e + c) at every token, where e is 0
+without an entity; the next states of tokens and entities are projections of h. Entity states are computed only where
+there is an entity, and at CLS, whose vector is 0: the next block masks all others. Every tensor-parallel rank computes
+the entity states whole, except its shard of the FFN.
 
 Shapes: T tokens, D hidden size; N, M, L, C, E as in batch.py; R = N M.
 """
@@ -36,10 +36,9 @@ from megatron_lite.model.tensor_parallel import (
     sharded,
 )
 from megatron_lite.model.transformer import GLM, BeforeBlock
-from megatron_lite.models.ernie_thu.batch import Mentions
-from megatron_lite.models.ernie_thu.task_batch import EntityParts
+from megatron_lite.models.ernie_thu.batch import EntityParts, Mentions
 
-_SALT = 0x3C6EF372  # of the entities' dropout: an int32
+_SALT = 0x3C6EF372  # makes the entities' dropout differ from their tokens': an int32
 
 
 class EntityAttention(nn.Module):
@@ -72,7 +71,7 @@ class EntityAttention(nn.Module):
 
 
 class EntityBlock(Block):
-    """A block that joins entities. Args: attends: whether they attend to each other ("norm")."""
+    """A block that fuses tokens and entities. Args: attends: entities attend to each other ("norm")."""
 
     def __init__(
         self,
@@ -88,7 +87,7 @@ class EntityBlock(Block):
         self.entity_attention = EntityAttention(of_entities, config.attention_dropout) if attends else None
         self.attended_entity_layernorm = make_norm(config, size, alone) if attends else None
         self.entity_h_to_4h = ColumnParallelLinear(size, inner, parallel, has_bias=False)
-        # Every token has it, also one without entity.
+        # Every token has this bias, also one without an entity.
         self.entity_bias = sharded(nn.Parameter(torch.empty(inner // parallel.group.size)), Partition(dim=0))
         self.entity_4h_to_h = RowParallelLinear(inner, size, parallel)
         self.entity_layernorm = make_norm(config, size, alone)
@@ -103,7 +102,7 @@ class EntityBlock(Block):
         self, hidden: torch.Tensor, states: torch.Tensor, flow: Flow, layer: int, mentions: Mentions
     ) -> tuple[torch.Tensor, torch.Tensor]:
         _, attended = self._attended(Stream(hidden), flow, layer, self.post_attention_layernorm)
-        is_real, rows = mentions.places >= 0, mentions.places.clamp(min=0).flatten()
+        is_real, rows = mentions.positions >= 0, mentions.positions.clamp(min=0).flatten()
         dropout = entity_dropout(flow.dropout, rows)
 
         def features(place: str) -> FeatureDropout | None:
@@ -125,14 +124,14 @@ class EntityBlock(Block):
 
 
 def entity_dropout(dropout: Dropout | None, rows: torch.Tensor) -> Dropout | None:
-    """The dropout of the entities' states: other numbers than those of their tokens. Args: rows: int [R], of [T]."""
+    """The dropout of entity states, which differs from their tokens'. Args: rows: int [R], token of each state."""
     if dropout is None:
         return None
     return replace(dropout, keys=dropout.keys.index_select(0, rows) ^ _SALT)
 
 
 class EntityTransformer(GLM):
-    """BERT with both streams and three losses: masked tokens, next sentences, entities."""
+    """BERT with entity states and three losses: masked tokens, next sentence, entities."""
 
     def __init__(self, config: ModelConfig, of_entities: EntitiesConfig, **options: Any):
         super().__init__(config, **options)
@@ -157,7 +156,7 @@ class EntityTransformer(GLM):
     ) -> Stream:
         mentions: Any = flow.condition
         flow = replace(flow, condition=None)
-        states = mentions.first().flatten(0, 1).to(hidden.dtype)
+        states = mentions.input_vectors().flatten(0, 1).to(hidden.dtype)
         stream = Stream(hidden)
         for layer in range(self.config.num_layers):
             if before_block is not None:
@@ -168,7 +167,7 @@ class EntityTransformer(GLM):
                 stream = Stream(summed)
             else:
                 stream = block(stream, flow, layer)
-        # Nobody reads the last states: the sum of none of them gives their weights a gradient of zero.
+        # No layer reads the last entity states. The empty sum makes the gradient of their weights zero instead of None.
         return Stream(stream.summed() + states[:0].sum())
 
     def forward(self, batch: ModelInput, *, answers: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -189,7 +188,7 @@ class EntityTransformer(GLM):
         return loss + own, sums
 
     def entity_logits(self, hidden: torch.Tensor, mentions: Mentions) -> torch.Tensor:
-        """Scores of each Example's candidates at its entities, fp32 [N L, C]; -inf for what fills up."""
+        """Logits of each Example's candidates at its entities, fp32 [N L, C]; -inf for padding."""
         self.before_use(self.entity_head)
         rows = mentions.predicted.clamp(min=0).flatten()
         vectors = self.entity_head(hidden.index_select(0, rows)).view(*mentions.predicted.shape, -1)

@@ -1,9 +1,9 @@
-"""Batches of sentences that pass through a latent vector (OPTIMUS): what the model reads beside the tokens.
+"""Batches of sentences for OPTIMUS: what the model reads besides the tokens.
 
-A document of a row is a sentence: the encoder's tokens have `ord` 0, the decoder's more. Neither stack sees the other's
-tokens; the latent vector alone passes between them.
+A document of a sequence is a sentence: the encoder's tokens have `ord` 0, the decoder's more. Neither stack sees the
+other's tokens; only the latent vector passes between them.
 
-Shapes: N sentences, P latent size, K rows with loss; Te, Td rows of encoder and decoder.
+Shapes: N sentences, P latent size, K predicted positions; Te, Td tokens of encoder and decoder.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.model_input import few_count
-from megatron_lite.models.optimus.noise import normals
+from megatron_lite.models.optimus.latent import normals
 
 
 @dataclass(frozen=True)
 class Sentences:
-    """The sentences of a micro-batch on the device. Those that only fill up have weight 0."""
+    """The sentences of a micro-batch on the device. Those that pad to a fixed count have weight 0."""
 
-    features: torch.Tensor  # int32 [N]: each one's CLS in [Te]
-    slots: torch.Tensor  # int32 [real N], or [0] without memory: its memory slot in [Td]
-    of_token: torch.Tensor  # int32 [Td]: the sentence of each of the decoder's rows
-    of_loss: torch.Tensor  # int32 [K]
+    cls_positions: torch.Tensor  # int32 [N]: CLS of each sentence in [Te]
+    memory_slots: torch.Tensor  # int32 [real N], or [0] without memory: its memory slot in [Td]
+    token_sentence: torch.Tensor  # int32 [Td]: the sentence of each decoder token
+    loss_sentence: torch.Tensor  # int32 [K]: the sentence of each predicted position
     noise: torch.Tensor  # fp32 [N, P]
     weight: torch.Tensor  # fp32 [N]
 
@@ -39,7 +39,7 @@ class Sentences:
 class LatentBatch(Batch):
     """Args:
     planes, samples: as for Batch.
-    seed: of the noise, which is a pure function of it, the sample and the sentence's number in its row.
+    seed: of the noise, which is a pure function of it, the sample and the sentence's number in its sequence.
     latent_size: P.
     has_memory: the first of the decoder's tokens is the slot.
     """
@@ -51,23 +51,23 @@ class LatentBatch(Batch):
         self._seed, self.latent_size, self.has_memory = seed, latent_size, has_memory
 
     @cached_property
-    def places(self) -> tuple[np.ndarray, np.ndarray]:
-        """The row of each sentence and its number there, both int64 [N], as the layout has them in order."""
+    def sentence_index(self) -> tuple[np.ndarray, np.ndarray]:
+        """The sequence of each sentence and its number there, both int64 [N], in the order of the layout."""
         width = self.planes[:, DOC].max(initial=0) + 1
         return np.divmod(np.unique(self.layout.document), width)
 
     @property
     def noise(self) -> np.ndarray:
         """Draws of the standard normal distribution for the sentences, fp32 [N, P]."""
-        rows, numbers = self.places
+        rows, numbers = self.sentence_index
         most = int(numbers.max(initial=-1)) + 1
         drawn = normals(self._seed, "sentence", self.samples.tolist(), 0, most, self.latent_size)
         return drawn.numpy()[rows, numbers].astype(np.float32)
 
     @property
     def loss_weight(self) -> float:
-        """Number of sentences, by which the loss is divided."""
-        return float(len(self.places[0]))
+        """Number of sentences: the loss is the mean over them."""
+        return float(len(self.sentence_index[0]))
 
     def loss_weights(self, num_losses: int) -> np.ndarray:
         weights = np.zeros(num_losses)
@@ -76,7 +76,7 @@ class LatentBatch(Batch):
 
     @property
     def visible_keys(self) -> int:
-        """Number of (query, key) pairs with attention, of both stacks."""
+        """(query, key) pairs that attention computes, in both stacks."""
         encoder, decoder = self.layout.parts
         return int(encoder.views.seen.sum() + decoder.views.seen.sum())
 
@@ -101,8 +101,8 @@ class HostSentences:
     Args:
         order: int64 [Te + Td], the plans': index of each token into the flattened batch, -1 for padding.
         first: Te.
-        loss_rows: int64 [K] in [Td], -1 for those that fill up.
-        few_counts: sentences are filled up to one of few counts, see `few_count`; there is always one.
+        loss_rows: int64 [K] in [Td], -1 for padding.
+        few_counts: pad the sentences to one of few counts, see `few_count`; there is always at least one.
     """
 
     ARRAYS = 6
@@ -111,17 +111,17 @@ class HostSentences:
         self, batch: LatentBatch, order: np.ndarray, first: int, loss_rows: np.ndarray, few_counts: bool
     ):
         layout = batch.layout
-        rank = np.full(batch.planes[:, DOC].size, -1)  # place in the batch -> place in the order
+        rank = np.full(batch.planes[:, DOC].size, -1)  # index in the batch -> index in the order
         rank[order[order >= 0]] = np.flatnonzero(order >= 0)
         known, number = np.unique(layout.document, return_inverse=True)
         sentence = np.zeros(batch.planes[:, DOC].size, np.int64)
         sentence[layout.rows] = number
-        of_token = np.where(order < 0, 0, sentence[order])[first:]
+        token_sentence = np.where(order < 0, 0, sentence[order])[first:]
         real = len(known)
         count = max(1, few_count(real) if few_counts else real)
 
         def firsts(chosen: np.ndarray) -> np.ndarray:
-            """The first of the chosen tokens of each sentence, in the order."""
+            """The first chosen token of each sentence, as an index into the order."""
             rows = np.flatnonzero(chosen)
             _, at = np.unique(layout.document[rows], return_index=True)
             return rank[layout.rows[rows[at]]]
@@ -131,30 +131,29 @@ class HostSentences:
         self._integers = (
             np.pad(firsts(~layout.is_target), (0, count - real)),
             firsts(layout.is_target)[: real if batch.has_memory else 0] - first,
-            of_token,
-            np.where(loss_rows < 0, 0, of_token[loss_rows]),
+            token_sentence,
+            np.where(loss_rows < 0, 0, token_sentence[loss_rows]),
         )
         self._numbers = (noise, np.r_[np.ones(real), np.zeros(count - real)])
 
     def arrays(self) -> list[np.ndarray]:
-        """int32, floats by their bits."""
+        """int32; floats as their bits, so that one buffer goes to the device."""
         return [
             *(array.astype(np.int32) for array in self._integers),
             *(array.astype(np.float32).view(np.int32) for array in self._numbers),
         ]
 
     def loss_rows(self) -> None:
-        """The rows with loss are those of the batch."""
+        """None: the predicted positions are the batch's own."""
 
     def on_device(self, arrays: list[torch.Tensor]) -> Sentences:
         """Args: arrays: as `arrays` gave them."""
-        features, slots, of_token, of_loss, noise, weight = arrays
-        of_floats = noise.view(torch.float32), weight.view(torch.float32)
-        return Sentences(features, slots, of_token, of_loss, *of_floats)
+        *integers, noise, weight = arrays
+        return Sentences(*integers, noise.view(torch.float32), weight.view(torch.float32))
 
 
 class LatentSamples:
-    """The samples of a loader as LatentBatches. Args: seed: of the noise."""
+    """The samples of a loader as LatentBatches. Args: seed: of the latent noise."""
 
     def __init__(self, loader: SampleLoader, latent_size: int, has_memory: bool, seed: int):
         self._loader = loader

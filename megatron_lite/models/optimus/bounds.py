@@ -22,11 +22,10 @@ from tqdm import tqdm
 
 from data_utils.common.errors import CheckpointError
 from data_utils.common.progress import progress_bar
-from megatron_lite.models.optimus.gaussian import gaussian_kl
 from megatron_lite.models.optimus.inputs import Sampling
 from megatron_lite.models.optimus.interface import LatentModel, Sentence
-from megatron_lite.models.optimus.noise import normals
-from megatron_lite.models.optimus.space import active_units, mutual_information
+from megatron_lite.models.optimus.latent import gaussian_kl, normals
+from megatron_lite.models.optimus.metrics import active_units, mutual_information
 
 LARGEST_EXPONENT = 700.0  # exp of it is still finite
 

@@ -36,6 +36,7 @@ from megatron_lite.config.task_rows import with_task_rows
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.files.config_json import by_transformers
 from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
+from megatron_lite.hf.files.model_card import ORIGINS, sizes, write_card
 from megatron_lite.hf.files.recipe import Recorded
 from megatron_lite.hf.files.tokenizer_proof import prove_exported
 from megatron_lite.hf.files.weights import (
@@ -68,10 +69,10 @@ from megatron_lite.hf.published.tokenizers import brought_tokenizer, require_sam
 from megatron_lite.inference.open_run import OpenRun, open_run
 from megatron_lite.model.build import kind_of
 from megatron_lite.model.trained_model import DECODER, ENCODER
+from megatron_lite.models.optimus.config import decoder_of, latent_of
 from megatron_lite.models.optimus.interface import Sentence
 from megatron_lite.models.optimus.model import LATENT
 from megatron_lite.models.optimus.open_run import LatentRun, Rows, latent_run, longest_sentence
-from megatron_lite.models.optimus.sections import latent_of
 
 FORMAT, VERSION = "megatron-lite-optimus", 1
 DESCRIPTION, MATRICES = "latent.json", "latent.safetensors"
@@ -79,6 +80,21 @@ DESCRIBED = ("latent_size", "feature", "memory", "embedding")
 _DECODER_CLASS = "GPT2LMHeadModel"
 # Tokens that config.json names -> roles of the tokenizer; None: those of the system.
 _ROLES = {ENCODER: None, DECODER: {"pad_token_id": "pad", "eos_token_id": "eop", "bos_token_id": "sop"}}
+
+
+_OPTIMUS = """A variational autoencoder of sentences (arXiv:2004.04092). From the encoder's {feature},
+`posterior.weight` gives mean and log variance of a latent vector of {latent_size} components. The decoder takes it
+{ways}. {origin}"""
+_MEMORY = (
+    "as key and value of each layer (`memory.weight`), a cache of length 1, so that positions begin at 1"
+)
+_EMBEDDING = "as a sum with its word embeddings (`embedding.weight`)"
+_STACKS = """from safetensors.torch import load_file
+from transformers import AutoModelForPreTraining, GPT2LMHeadModel
+
+encoder = AutoModelForPreTraining.from_pretrained("PATH/encoder")
+decoder = GPT2LMHeadModel.from_pretrained("PATH/decoder")
+latent = load_file("PATH/latent.safetensors")"""
 
 
 def is_optimus(path: Path) -> bool:
@@ -110,6 +126,27 @@ def write_optimus(directory: Path, run: OpenRun, dtype: str, max_shard_bytes: in
     section = {name: getattr(latent_of(config), name) for name in DESCRIBED}
     text = json.dumps({"format": FORMAT, "version": VERSION, **section}, indent=2)
     (directory / DESCRIPTION).write_text(f"{text}\n", encoding="utf-8")
+
+
+def optimus_card(run: OpenRun) -> str:
+    """The card of an export of OPTIMUS, in Markdown."""
+    config = run.config
+    steps, latent = run.checkpoint.step, latent_of(config)
+    ways = [text for is_used, text in ((latent.memory, _MEMORY), (latent.embedding, _EMBEDDING)) if is_used]
+    introduction = _OPTIMUS.format(
+        latent_size=latent.latent_size,
+        feature="pooled CLS" if latent.feature == "pooler" else "CLS",
+        ways=", and ".join(ways),
+        origin=ORIGINS[False, steps > 0].format(names="sentences"),
+    )
+    words = {
+        "tags": "- optimus",
+        "title": "OPTIMUS",
+        "introduction": introduction,
+        "sizes": f"an encoder of {sizes(config.model)}, and a decoder of {sizes(decoder_of(config))}",
+        "example": _STACKS,
+    }
+    return write_card(run, words, "and of imported weights, where it began with such, ")
 
 
 def _unread(name: str) -> torch.Tensor:

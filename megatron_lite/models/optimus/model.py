@@ -1,14 +1,14 @@
 """OPTIMUS: a variational autoencoder of sentences from two stacks and a latent vector (arXiv:2004.04092).
 
-The encoder's CLS gives mean and variance of the latent vector z. What is drawn from them reaches the decoder in two
-ways, both linear: added to the embeddings of its tokens, and as a key and value (the same vector) of each layer, in
-the slot before the first token. With the architectures of BERT and GPT-2 (`model.system`) this is the published model;
+The encoder's CLS state gives mean and variance of the latent vector z. A draw of z reaches the decoder in two linear
+ways: it is added to the embeddings of its tokens, and it is a key and value (the same vector) of each layer, in the
+slot before the first token. With the architectures of BERT and GPT-2 (`model.system`) this is the published model;
 with others it is OPTIMUS's objective on them.
 
 Loss of a sentence: -log p(x|z) + beta sum_i KL_i, where components with KL_i of at most `free_bits` count as 0. A
 step's loss is the mean over its sentences.
 
-Shapes: N sentences, P latent size, D hidden size, L blocks of the decoder, K rows with loss.
+Shapes: N sentences, P latent size, D hidden size, L blocks of the decoder, K predicted positions.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ from megatron_lite.model.model_input import ModelInput
 from megatron_lite.model.tensor_parallel import linear
 from megatron_lite.model.trained_model import TrainedModel
 from megatron_lite.model.transformer import GLM
-from megatron_lite.models.optimus.annealing import beta
 from megatron_lite.models.optimus.batch import Sentences
-from megatron_lite.models.optimus.gaussian import draw, gaussian_kl, with_free_bits
-from megatron_lite.models.optimus.measures import LatentMeasures
+from megatron_lite.models.optimus.latent import beta, draw, gaussian_kl, with_free_bits
+from megatron_lite.models.optimus.metrics import LatentMetrics
 from megatron_lite.parallel.context import ParallelContext
 
-LATENT = "latent."  # prefix of what lies between the stacks
+LATENT = "latent."  # prefix of the parameters between the stacks
 
 
 class Projection(nn.Module):
@@ -52,8 +51,8 @@ class Projection(nn.Module):
 
 
 @dataclass(frozen=True)
-class Given:
-    """A decoder's condition on latent vectors: embedding and memory (arXiv:2004.04092, section 3.1)."""
+class LatentCondition:
+    """How latent vectors reach the decoder: embedding and memory (arXiv:2004.04092, section 3.1)."""
 
     added: torch.Tensor | None  # [T, D], to the embeddings of all tokens
     memory: torch.Tensor | None  # [N, L, H * size of a head]: key and value of each layer in the slots
@@ -69,7 +68,7 @@ class Given:
 
 
 class LatentLayers(nn.Module):
-    """Linear layers between encoder and decoder: to the posterior, and from z to memory and embedding."""
+    """Linear layers between encoder and decoder: feature -> posterior, z -> memory and embedding."""
 
     def __init__(self, encoder: ModelConfig, decoder: ModelConfig, config: OptimusConfig):
         super().__init__()
@@ -79,23 +78,25 @@ class LatentLayers(nn.Module):
         self.memory = Projection(size, math.prod(self.shape)) if config.memory else None
         self.embedding = Projection(size, decoder.hidden_size) if config.embedding else None
 
-    def given(self, z: torch.Tensor, of_token: torch.Tensor, slots: torch.Tensor) -> Given:
+    def condition(
+        self, z: torch.Tensor, token_sentence: torch.Tensor, slots: torch.Tensor
+    ) -> LatentCondition:
         """The decoder's condition on latent vectors z [N, P] of sentences.
 
-        Args: of_token: int [T], the sentence of each token; slots: int [real N], the token that memory replaces.
+        Args: token_sentence: int [T], the sentence of each token; slots: int [real N], the token that memory replaces.
         """
         added, memory = None, None
         if self.embedding is not None:
-            added = self.embedding(z).index_select(0, of_token)
+            added = self.embedding(z).index_select(0, token_sentence)
         if self.memory is not None:
             memory = self.memory(z[: len(slots)]).view(-1, *self.shape)
-        return Given(added, memory, slots)
+        return LatentCondition(added, memory, slots)
 
 
 class Optimus(TrainedModel):
-    """Two stacks and what lies between them. `beta` is the weight of the divergence in the next step.
+    """Encoder, decoder and latent layers. `beta` is the weight of the KL divergence in the next step.
 
-    Args: options: of both stacks.
+    Args: options: keyword arguments of both stacks.
     """
 
     def __init__(
@@ -135,23 +136,23 @@ class Optimus(TrainedModel):
         return {"beta": self.beta}
 
     def begin_evaluation(self) -> None:
-        self._measures = LatentMeasures()
-        self.observe = self._measures.add
+        self._metrics = LatentMetrics()
+        self.observe = self._metrics.add
 
     def end_evaluation(self) -> None:
         self.observe = None
 
     def measures(self, context: ParallelContext, loss: float) -> dict[str, float]:
-        return self._measures.summary(context, loss)
+        return self._metrics.summary(context, loss)
 
     def forward(self, batch: ModelInput, *, answers: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum of the sentences' losses (fp32 scalar, nats); without gradient, fp32 [losses, 2]: sum and weight of each.
 
-        The losses that are reported are the reconstruction and the divergence itself, without beta and free bits.
+        Reported are the reconstruction and the divergence itself, without beta and free bits.
         """
         sentences = _sentences(batch)
         mu, logvar = self.posterior(batch)
-        # Without the divergence there is no noise to train against: an autoencoder.
+        # beta 0 trains a plain autoencoder: nothing would keep the posterior wide, so no noise is drawn.
         z = draw(mu, logvar, sentences.noise) if self.config.beta else mu
         if self.observe is not None:
             self.observe(batch, mu, logvar, z)
@@ -162,7 +163,7 @@ class Optimus(TrainedModel):
         weight = sentences.weight
         loss = reconstruction
         if self.config.length_weighted:
-            tokens = torch.zeros_like(weight).index_add(0, sentences.of_loss, batch.weights)
+            tokens = torch.zeros_like(weight).index_add(0, sentences.loss_sentence, batch.weights)
             loss = loss / (tokens + 1.0)  # with BOS, as the released code counts
         if self.beta:
             loss = loss + self.beta * with_free_bits(kl, self.config.free_bits).sum(1)
@@ -180,7 +181,7 @@ class Optimus(TrainedModel):
         hidden = self.encoder.run(
             batch.tokens[:count], batch.ids[:, :count], plan.encoder, _dropout(batch, 0)
         )
-        features = self.encoder.final_layernorm(hidden.index_select(0, _sentences(batch).features))
+        features = self.encoder.final_layernorm(hidden.index_select(0, _sentences(batch).cls_positions))
         if self.config.feature == "cls":
             return features
         head = self.encoder.heads.sentence
@@ -206,9 +207,9 @@ class Optimus(TrainedModel):
             plan=plan.decoder,
             dropout=_dropout(batch, 1),
         )
-        latent = self.latent.given(z, sentences.of_token, sentences.slots)
+        latent = self.latent.condition(z, sentences.token_sentence, sentences.memory_slots)
         losses = self.decoder.losses(decoded, latent) * batch.weights
-        return torch.zeros_like(sentences.weight).index_add(0, sentences.of_loss, losses)
+        return torch.zeros_like(sentences.weight).index_add(0, sentences.loss_sentence, losses)
 
 
 def _sentences(batch: ModelInput) -> Sentences:
@@ -217,7 +218,7 @@ def _sentences(batch: ModelInput) -> Sentences:
 
 
 def _parts(batch: ModelInput) -> tuple[PartsPlan, int]:
-    """The plans of both stacks, and how many tokens are the encoder's."""
+    """The attention plans of both stacks, and the number of encoder tokens."""
     assert isinstance(batch.plan, PartsPlan)
     return batch.plan, batch.plan.lengths[0]
 

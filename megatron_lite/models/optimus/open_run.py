@@ -25,9 +25,9 @@ from megatron_lite.model.build import build_model
 from megatron_lite.model.kernels.fused import choose_kernels
 from megatron_lite.model.model_input import ModelInput
 from megatron_lite.models.optimus.batch import LatentBatch
+from megatron_lite.models.optimus.config import decoder_of, latent_of
 from megatron_lite.models.optimus.interface import Sentence
 from megatron_lite.models.optimus.model import Optimus
-from megatron_lite.models.optimus.sections import decoder_of, latent_of
 
 
 class LatentRun:
@@ -155,7 +155,7 @@ class Rows:
         self.plan.expect(positions, is_causal=True)
         of_row = torch.arange(rows, device=tokens.device)
         slots = of_row * count if has_slot else of_row[:0]
-        latent = self.model.latent.given(self.z, of_row.repeat_interleave(count), slots)
+        latent = self.model.latent.condition(self.z, of_row.repeat_interleave(count), slots)
         hidden = stack_rows(self.model.decoder, tokens, id_planes(positions), self.plan, latent)
         return self.model.decoder.logits(hidden).float()
 

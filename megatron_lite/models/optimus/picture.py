@@ -16,7 +16,7 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 
 from data_utils.common.errors import DataError
-from megatron_lite.models.optimus.space import active_units
+from megatron_lite.models.optimus.metrics import active_units
 
 MOST_CLASSES = 9  # with a colour of their own
 MOST_NUMBERS = 40  # of components below their bars

@@ -17,7 +17,7 @@ from data_utils.common.losses import Loss
 from data_utils.common.settings import merge
 from data_utils.objectives.declared import Declared
 from data_utils.objectives.registry import Objectives
-from megatron_lite.checkpoint.existing import find_manifest
+from megatron_lite.checkpoint.verify import find_manifest
 from megatron_lite.runtime.rank_agreement import facts
 
 CAUSAL = (ROOT / "data_utils/objectives/causal.py").read_text()

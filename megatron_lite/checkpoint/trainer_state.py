@@ -1,4 +1,4 @@
-"""The trainer's state in a checkpoint, beside weights and optimizer."""
+"""The trainer's state in a checkpoint: its progress, configuration and data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from data_utils.common.errors import CheckpointError
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerState:
-    """A run's progress, configuration and data. Fields with a default were added later: older checkpoints lack them."""
+    """What a run resumes from. It holds no random state: samples, dropout and learning rate are functions of the step.
+
+    Fields with a default were added later: older checkpoints lack them.
+    """
 
     step: int
     consumed_samples: int

@@ -9,7 +9,7 @@ from data_utils.objectives.optimus import OptimusConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 
-_OF_BOTH_STACKS = ("decoder", "decoder_tokenizer", "objectives", "objective_starts", "optimus")
+_PAIR_SECTIONS = ("decoder", "decoder_tokenizer", "objectives", "objective_starts", "optimus")
 
 
 def latent_of(config: Config) -> OptimusConfig:
@@ -25,8 +25,8 @@ def decoder_of(config: Config) -> ModelConfig:
 
 
 def encoder_alone(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration tree of the encoder alone: its rows are BERT's, and heads read what gives the latent vector."""
-    kept = {name: value for name, value in tree.items() if name not in _OF_BOTH_STACKS}
+    """The configuration tree of the encoder alone, as a BERT; task heads read the feature of the posterior."""
+    kept = {name: value for name, value in tree.items() if name not in _PAIR_SECTIONS}
     is_pooled = tree["optimus"]["feature"] == "pooler"
-    kept["data"] = {**tree["data"], "train": [], "validation": []}  # their other half was the decoder's
+    kept["data"] = {**tree["data"], "train": [], "validation": []}  # pairs of encoder and decoder text
     return {**kept, "objectives": {"masked_lm": 1}, "model": {**tree["model"], "task_pooler": is_pooled}}

@@ -1,4 +1,4 @@
-"""OPTIMUS begins with two trained stacks: `optimus.encoder_from` and `optimus.decoder_from`, weights only."""
+"""Initializes OPTIMUS from trained stacks: `optimus.encoder_from` and `optimus.decoder_from`, weights only."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from pathlib import Path
 
 from data_utils.common.errors import CheckpointError
 from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
-from megatron_lite.checkpoint.existing import check_model, find_manifest
 from megatron_lite.checkpoint.manifest import Checkpoint
 from megatron_lite.checkpoint.read import find_checkpoint, load_weights_only
+from megatron_lite.checkpoint.verify import check_model, find_manifest
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import Engine
 from megatron_lite.model.build import kind_of
 from megatron_lite.model.flops import parameter_shapes
 from megatron_lite.model.trained_model import DECODER, ENCODER
-from megatron_lite.models.optimus.sections import latent_of
+from megatron_lite.models.optimus.config import latent_of
 from megatron_lite.parallel.context import ParallelContext
 
 log = logging.getLogger(__name__)
 
 
 def check(config: Config) -> None:
-    """Raise CheckpointError unless the runs that the stacks begin with have such stacks; each process for itself."""
+    """Raise CheckpointError unless the stacks of the named runs have this run's shapes. Not collective."""
     for key, path, prefix in _named(config):
         checkpoint = find_manifest(Path(path))
         _check_objective(key, checkpoint)
@@ -34,14 +34,18 @@ def check(config: Config) -> None:
 
 
 def load(config: Config, engine: Engine, context: ParallelContext) -> None:
-    """Load the stacks that have a run to begin with; called by every rank."""
+    """Load the stacks whose setting names a run; called by every rank."""
     for key, path, prefix in _named(config):
         checkpoint, added = _fitted(key, find_checkpoint(Path(path), context), config)
         others = {name for name in kind_of(config).shapes(config) if not name.startswith(prefix)}
         load_weights_only(checkpoint.as_part(prefix), engine, context, others)
         if context.is_main:
-            new = f"; {', '.join(added)}, which that run has not, keep initial values" if added else ""
-            log.info("the %s began with the weights of %s%s", prefix.rstrip("."), checkpoint.path, new)
+            new = (
+                f"; the embeddings of {', '.join(added)}, which it lacks, keep initial values"
+                if added
+                else ""
+            )
+            log.info("the %s is initialized from %s%s", prefix.rstrip("."), checkpoint.path, new)
 
 
 def _stack(config: Config, prefix: str) -> ModelConfig:
@@ -64,20 +68,20 @@ def _check_objective(key: str, checkpoint: Checkpoint) -> None:
     names = [name for name, weight in (tree.get("objectives") or {"blank_infilling": 1}).items() if weight]
     if (names == ["causal"]) != (key == "decoder_from"):
         wanted = (
-            "causal alone"
+            "objective causal alone"
             if key == "decoder_from"
-            else "one that reads in both directions, such as masked_lm"
+            else "a bidirectional objective, such as masked_lm"
         )
         raise CheckpointError(
-            f"optimus.{key} is {checkpoint.path}, a run of the objective {', '.join(names)}; give a run of {wanted}."
+            f"optimus.{key} is {checkpoint.path}, trained with objective {', '.join(names)}; give a run of {wanted}."
         )
 
 
 def _fitted(key: str, checkpoint: Checkpoint, config: Config) -> tuple[Checkpoint, list[str]]:
-    """A run with tables as long as here, where this run's tokenizer is that run's and OPTIMUS's tokens after it.
+    """The checkpoint with vocabulary tables as long as here, if this tokenizer is its tokenizer plus OPTIMUS's tokens.
 
-    The rows of these tokens are in no piece of the checkpoint, so that loading leaves them as they are.
-    Returns: the run, and the tokens that it has not. Raises: CheckpointError for another tokenizer.
+    The checkpoint stores no slice of the added rows, so that loading keeps their initial values.
+    Returns: the checkpoint, and the tokens that it lacks. Raises: CheckpointError for another tokenizer.
     """
     ours, stack = config.tokenizer, config.model
     if key == "decoder_from":
@@ -93,8 +97,8 @@ def _fitted(key: str, checkpoint: Checkpoint, config: Config) -> tuple[Checkpoin
     known = {tokenizer.fingerprint, None} | ({load_tokenizer(same).fingerprint} if follows else set())
     if found not in known:
         raise CheckpointError(
-            f"optimus.{key} is {checkpoint.path}, whose tokenizer {theirs.path} is not that of this run, {ours.path}; "
-            "give a run of the same tokenizer."
+            f"optimus.{key} is {checkpoint.path}, whose tokenizer {theirs.path} differs in files or "
+            f"settings from this run's, {ours.path}; give a run of the same tokenizer."
         )
     added, shapes = list(tokenizer.added_names.values()) if follows else [], dict(checkpoint.shapes)
     for name, (rows, *columns) in parameter_shapes(stack).items():

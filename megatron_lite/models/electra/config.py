@@ -10,7 +10,7 @@ from data_utils.objectives.electra import ElectraConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 
-_OF_BOTH = ("objectives", "objective_starts", "electra")
+_PAIR_SECTIONS = ("objectives", "objective_starts", "electra")
 
 
 def section_of(config: Config) -> ElectraConfig:
@@ -20,7 +20,7 @@ def section_of(config: Config) -> ElectraConfig:
 
 
 def is_detached(config: Config) -> bool:
-    """Whether the discriminator has words of its own beside the generator's."""
+    """Whether the discriminator adds its own word table to the generator's."""
     return section_of(config).embeddings == "detached"
 
 
@@ -48,7 +48,7 @@ def generator_of(config: Config) -> ModelConfig:
 
 
 def discriminator_alone(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration tree of the discriminator alone, whose rows are BERT's without a mask."""
-    kept = {name: value for name, value in tree.items() if name not in _OF_BOTH}
+    """The configuration tree of the discriminator alone, as a BERT that reads text without masks."""
+    kept = {name: value for name, value in tree.items() if name not in _PAIR_SECTIONS}
     training = {name: x for name, x in tree["training"].items() if not name.startswith("loss_")}
     return {**kept, "training": training, "objectives": {"masked_lm": 1}}

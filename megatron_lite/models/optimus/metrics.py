@@ -1,4 +1,4 @@
-"""Measures of a latent space from the posteriors of sentences: mutual information and active units.
+"""Metrics of a latent space from the posteriors of sentences: mutual information and active units.
 
 Source: OPTIMUS, arXiv:2004.04092, section 4.1. Shapes: N sentences, P components of the latent vector.
 """
@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 
 from data_utils.common.errors import DataError
+from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.trained_model import usual_measures
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.parallel.gather import gather_arrays
 
 ACTIVE = 0.01  # variance of mu over the sentences above which a component is active
 BLOCK = 1024  # sentences of each side in a block of the mutual information
 
 
 def require_several(count: int) -> None:
-    """Raise DataError for fewer than two sentences: measures between sentences need two."""
+    """Raise DataError for fewer than two sentences, between which nothing can be compared."""
     if count < 2:
         raise DataError(
             f"there are {count} sentences; mutual information and active units need at least 2: give more lines."
@@ -54,3 +59,31 @@ def active_units(mu: torch.Tensor) -> torch.Tensor:
     """Mask of the components whose means differ between sentences, bool [P]. Args: mu: [N, P]."""
     require_several(len(mu))
     return mu.var(0) > ACTIVE
+
+
+class LatentMetrics:
+    """Metrics of an evaluation over the sentences of all ranks; `Optimus.observe` adds each forward pass."""
+
+    def __init__(self) -> None:
+        self._passes: list[np.ndarray] = []  # mu, logvar, z side by side: fp64 [N, 3 P]
+        self._tokens = 0.0
+
+    def add(self, batch: ModelInput, mu: torch.Tensor, logvar: torch.Tensor, z: torch.Tensor) -> None:
+        """Args: mu, logvar, z: fp32 [N, P] of the sentences of a batch."""
+        real = batch.parts.weight > 0
+        self._passes.append(torch.cat([mu, logvar, z], 1)[real].double().cpu().numpy())
+        self._tokens += float(batch.weights.sum())
+
+    def summary(self, context: ParallelContext, loss: float) -> dict[str, float]:
+        """Called by every rank. Args: loss: -ELBO, mean over the sentences."""
+        tokens = context.sum_of_hosts([self._tokens])[0]
+        gathered = gather_arrays(context, self._passes)
+        rows = torch.from_numpy(np.concatenate([array for of_rank in gathered for array in of_rank]))
+        mu, logvar, z = rows.chunk(3, dim=1)
+        if len(rows) < 2 or not rows.isfinite().all():  # nothing to compare
+            return {}
+        return {
+            **usual_measures(loss * len(rows) / tokens),
+            "mutual_information": mutual_information(mu, logvar, z),
+            "active_units": float(active_units(mu).sum()),
+        }

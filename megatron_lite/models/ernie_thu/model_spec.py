@@ -1,4 +1,4 @@
-"""A Transformer with entities as a kind of model, behind the interface of megatron_lite/model/build.py."""
+"""The ModelSpec of ERNIE (Tsinghua): how it is built and fed (the interface is in megatron_lite/model/build.py)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from data_utils.common.random_streams import derive_seed
 from data_utils.dataset.vectors import Vectors
 from data_utils.objectives.entities import EntitiesConfig
 from data_utils.tasks.readers.marked import entity_count
-from megatron_lite.checkpoint.existing import read_checkpoint
+from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.tree import Config
 from megatron_lite.model.build import OneTransformer
 from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.task_batch import TaskBatch
 from megatron_lite.model.tensor_parallel import TensorParallel
-from megatron_lite.models.ernie_thu.batch import EntitySamples
+from megatron_lite.models.ernie_thu.batch import EntitySamples, EntityTaskBatch, NoVectors, TaskSamples
 from megatron_lite.models.ernie_thu.model import EntityTransformer
-from megatron_lite.models.ernie_thu.task_batch import EntityTaskBatch, NoVectors, TaskSamples
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +31,8 @@ def section_of(config: Config) -> EntitiesConfig:
     return choice.section
 
 
-class Kind(OneTransformer):
-    """Tokens and entities. FLOPs are those of the tokens: the entities' stream is narrow and short."""
+class ErnieSpec(OneTransformer):
+    """A BERT with entity states. FLOPs count the tokens only: entity states are narrow and few."""
 
     def build(self, config: Config, num_losses: int, parallel: TensorParallel | None) -> EntityTransformer:
         training = config.training
@@ -47,7 +46,7 @@ class Kind(OneTransformer):
         return EntityTransformer, config.model, section_of(config)
 
     def is_unused(self, name: str, config: Config) -> bool:
-        """Besides those of one Transformer: what makes the states of entities that no later block reads."""
+        """As for one Transformer, and the layers whose entity states no later block reads."""
         kinds = section_of(config).kinds_of(config.model.num_layers)
         last = max((layer for layer, kind in enumerate(kinds) if kind != "sim"), default=-1)
         unused: tuple[str, ...] = (f"layers.{last}.entity_4h_to_h.", f"layers.{last}.entity_layernorm.")
@@ -72,8 +71,8 @@ class Kind(OneTransformer):
         }
         if section.vectors is not None and recorded - {None, Vectors(section.vectors, section.size).identity}:
             raise CheckpointError(
-                f"entities.vectors {section.vectors} are not those of {checkpoint}; give those, or choose another "
-                "run.directory."
+                f"entities.vectors {section.vectors} differ from the vectors that {checkpoint} was trained with; "
+                "give those, or choose another run.directory."
             )
 
 
@@ -93,10 +92,10 @@ def _opened(path: str, size: int) -> Vectors:
 
 
 def _task_vectors(config: Config) -> Vectors | NoVectors:
-    """The vectors of a task's entities. Raises: DataError unless they go with its entity ids; ConfigError."""
+    """The vectors of a task's entities. Raises: DataError if there are fewer than entity ids; ConfigError."""
     of_tasks = {task.entity_ids for task in config.tasks or (config.task,) if task is not None} - {None}
     if not of_tasks:
-        log.warning("task.entity_ids is null: the samples of the task are read without entities")
+        log.warning("task.entity_ids is null: the task's samples are read without entities")
         return NoVectors(section_of(config).size)
     vectors = _vectors(config)
     for path in sorted(filter(None, of_tasks)):
@@ -104,4 +103,4 @@ def _task_vectors(config: Config) -> Vectors | NoVectors:
     return vectors
 
 
-KIND = Kind()
+MODEL_SPEC = ErnieSpec()

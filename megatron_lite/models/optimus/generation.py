@@ -1,4 +1,4 @@
-"""Uses of a latent space: interpolation, analogies and samples, decoded to texts."""
+"""Generation from latent vectors: interpolation, analogies and draws of the prior, decoded to texts."""
 
 # P components of the latent vector
 
@@ -9,10 +9,10 @@ import torch
 from data_utils.common.progress import progress_bar
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.models.optimus.interface import LatentModel
-from megatron_lite.models.optimus.noise import normals
+from megatron_lite.models.optimus.latent import normals
 
 
-def between(mu: torch.Tensor, points: int) -> torch.Tensor:
+def interpolate(mu: torch.Tensor, points: int) -> torch.Tensor:
     """Evenly spaced points from one sentence to another, both included, [points, P]. Args: mu: [2, P]."""
     share = torch.linspace(0.0, 1.0, points, dtype=mu.dtype)[:, None]
     # Not start + share * difference: at 1 that need not be the end to the last bit.
@@ -25,12 +25,12 @@ def analogy(mu: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     return (c + scale * (b - a))[None]
 
 
-def prior(count: int, size: int, seed: int) -> torch.Tensor:
+def sample_prior(count: int, size: int, seed: int) -> torch.Tensor:
     """Draws of N(0, I), [count, size]: the first ones are the same for any count."""
     return normals(seed, "prior", range(count), 0, 1, size)[:, 0]
 
 
-def texts(model: LatentModel, z: torch.Tensor, config: GenerationConfig, batch: int) -> list[str]:
+def decode_texts(model: LatentModel, z: torch.Tensor, config: GenerationConfig, batch: int) -> list[str]:
     """A text for each latent vector, `batch` of them at a time. Args: z: [N, P]."""
     starts = progress_bar(range(0, len(z), batch), desc="writing", disable=None if len(z) > batch else True)
     return [text for start in starts for text in model.decode(z[start : start + batch], config, start)]

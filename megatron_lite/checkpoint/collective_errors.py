@@ -1,4 +1,4 @@
-"""All ranks decide together whether something succeeded."""
+"""Errors that every rank raises together: a rank that failed alone would leave the others waiting in a collective."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from megatron_lite.parallel.context import ParallelContext
 
 
 @contextlib.contextmanager
-def agreement(context: ParallelContext, what: str) -> Iterator[None]:
-    """Run a section on every rank. If one fails, all raise CheckpointError, so that none waits forever."""
+def raise_on_all_ranks(context: ParallelContext, what: str) -> Iterator[None]:
+    """Run a section on every rank; if it fails on one, all raise CheckpointError.
+
+    Args: what: names the section in messages.
+    """
     failure = ""
     try:
         yield
@@ -24,13 +27,16 @@ def agreement(context: ParallelContext, what: str) -> Iterator[None]:
         failure = describe_error(error)
     failed = int(context.sum(torch.tensor([float(bool(failure))], device=context.device)).item())
     if failed:
-        raise failed_together(what, failure, failed, context)
+        raise collective_error(what, failure, failed, context)
 
 
-def agreed_steps(directory: Path, context: ParallelContext) -> list[int]:
-    """Steps of the checkpoints that rank 0 sees: another node may see an older state of a shared file system."""
+def steps_seen_by_rank_0(directory: Path, context: ParallelContext) -> list[int]:
+    """Steps of the checkpoints in `directory` as rank 0 lists them, on every rank.
+
+    Ranks must not list for themselves: another node may see an older state of a shared file system.
+    """
     steps: list[int] = []
-    with agreement(context, f"reading {directory}"):
+    with raise_on_all_ranks(context, f"reading {directory}"):
         if context.is_main:
             steps = [step_of(path) for path in list_checkpoints(directory)]
     count = int(context.sum(torch.tensor([len(steps)], device=context.device)).item())
@@ -40,15 +46,15 @@ def agreed_steps(directory: Path, context: ParallelContext) -> list[int]:
     return context.sum(shared).tolist() if count else []
 
 
-def failed_together(what: str, failure: str, failed: int, context: ParallelContext) -> CheckpointError:
-    """The error that every rank raises when `failed` ranks have failed. Args: failure: this rank's reason or ""."""
-    error = CheckpointError(f"{what}: {failure or f'{failed} other rank(s) failed; their messages say why.'}")
+def collective_error(what: str, failure: str, failed: int, context: ParallelContext) -> CheckpointError:
+    """The error that every rank raises after `failed` ranks failed. Args: failure: this rank's reason or ""."""
+    error = CheckpointError(f"{what}: {failure or f'{failed} other rank(s) failed; see their messages.'}")
     error.only_here = bool(failure) and failed < context.world_size
     return error
 
 
 def describe_error(error: Exception) -> str:
-    """One line: what went wrong, and with which file. Foreign names in it are escaped."""
+    """One line: what went wrong, and with which file. Untrusted names in it are escaped."""
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}." if error.filename else f"{error.strerror}."
     else:

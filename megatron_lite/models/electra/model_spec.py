@@ -1,4 +1,4 @@
-"""ELECTRA as a kind of model, behind the interface of megatron_lite/model/build.py."""
+"""The ModelSpec of ELECTRA: how it is built, counted and fed (the interface is in megatron_lite/model/build.py)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from megatron_lite.model.flops import parameter_shapes, step_flops
 from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.tensor_parallel import TensorParallel
 from megatron_lite.models.electra.batch import ElectraSamples
+from megatron_lite.models.electra.config import generator_of, is_detached
 from megatron_lite.models.electra.model import SHARED, Electra, ReplacedHead
-from megatron_lite.models.electra.sections import generator_of, is_detached
 
 GENERATOR, REPLACED_HEAD = "generator.", "replaced."
 TABLES = tuple(f"embedding.{name}." for name in SHARED)
 
 
-class Kind(OneTransformer):
+class ElectraSpec(OneTransformer):
     """A generator and a discriminator."""
 
     def build(self, config: Config, num_losses: int, parallel: TensorParallel | None) -> Electra:
@@ -35,6 +35,7 @@ class Kind(OneTransformer):
                 pair for pair in model.named_parameters() if pair[0].startswith(GENERATOR) == bool(prefix)
             ]
             initialize_parameters(named, stack, training.seed, parallel)
+        # The discriminator's table is a difference to the generator's: at the start both read the same words.
         if is_detached(config):
             nn.init.zeros_(model.encoder.embedding.word_embeddings.weight)
         return model
@@ -43,7 +44,7 @@ class Kind(OneTransformer):
         return Electra, config.model, generator_of(config), is_detached(config)
 
     def flops(self, config: Config, *counts: int) -> float:
-        """FLOPs of both stacks; the discriminator's head, one matrix for all tokens, is left out."""
+        """FLOPs of both stacks; the discriminator's head, one matrix for all tokens, is not counted."""
         tokens, loss_rows, visible_keys, *_ = counts
         generator = generator_of(config)
         found = step_flops(config.model, tokens, 0, visible_keys)
@@ -56,7 +57,7 @@ class Kind(OneTransformer):
         return ElectraSamples(loader, derive_seed(config.training.seed, f"{purpose} replacements"))
 
 
-KIND = Kind()
+MODEL_SPEC = ElectraSpec()
 
 
 def discriminator_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:

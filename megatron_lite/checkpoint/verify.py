@@ -1,4 +1,7 @@
-"""A checkpoint that exists: its manifest read and checked, its files compared with their checksums and with a model."""
+"""Reads and checks a checkpoint's manifest, verifies its files by their checksums, and compares it with a model.
+
+One process, without torch: commands that only look at checkpoints start fast. read.py loads them on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,14 @@ from data_utils.common.errors import CheckpointError
 from data_utils.common.setting_files import shown
 from data_utils.common.untrusted import conform, parse_json, read_bounded
 from megatron_lite.checkpoint.manifest import (
+    ADAM_STATE,
     ADAPTER,
     FORMAT,
     FORMAT_VERSION,
-    KINDS,
     NAME,
     TASK_HEAD,
     Checkpoint,
-    Piece,
+    StoredSlice,
     checkpoint_name,
     checkpoints_in,
     checksum_line,
@@ -34,8 +37,8 @@ from megatron_lite.checkpoint.manifest import (
     none_is_valid,
     step_of,
 )
-from megatron_lite.checkpoint.resolve_path import model_at
-from megatron_lite.checkpoint.shard_slices import Box, matrix_shape
+from megatron_lite.checkpoint.resolve_path import resolve_model
+from megatron_lite.checkpoint.shard_slices import ShardSlice, matrix_shape
 
 _MAX_MANIFEST_BYTES = 1 << 30
 
@@ -104,8 +107,8 @@ class _Manifest(TypedDict):
     saved_at: NotRequired[str | None]
 
 
-class MisnamedError(CheckpointError):
-    """A checkpoint that has the name of another step: the newest name would not be the newest checkpoint."""
+class WrongStepNameError(CheckpointError):
+    """A checkpoint named after another step: the newest name would not be the newest checkpoint."""
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -124,15 +127,18 @@ def read_checkpoint(path: Path) -> Checkpoint:
         path,
         manifest["step"],
         {name: tuple(shape) for name, shape in manifest["shapes"].items()},
-        tuple(Piece(p["file"], p["key"], p["name"], p["kind"], Box(*p["box"])) for p in manifest["pieces"]),
+        tuple(
+            StoredSlice(p["file"], p["key"], p["name"], p["kind"], ShardSlice(*p["box"]))
+            for p in manifest["pieces"]
+        ),
         files,
         dict(manifest["optimizer"]),
         manifest["state"],
         manifest.get("saved_at"),
     )
     if NAME.fullmatch(path.name) and step_of(path) != checkpoint.step:
-        raise MisnamedError(
-            f"checkpoint {path} holds step {checkpoint.step}, and its name is that of another; rename it to "
+        raise WrongStepNameError(
+            f"checkpoint {path} holds step {checkpoint.step}, which is not the step of its name; rename it to "
             f"{checkpoint_name(checkpoint.step)}, or remove it."
         )
     _check_files(checkpoint)
@@ -146,7 +152,7 @@ def _file_entry(described: Mapping[str, Any]) -> dict[str, Any]:
     try:
         check_entry(entry)
     except ValueError:
-        raise ValueError("does not hold the checksums of all blocks of its files") from None
+        raise ValueError("lacks checksums of some blocks of its files") from None
     return entry
 
 
@@ -161,8 +167,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     version = manifest.get("version")
     if version != FORMAT_VERSION:
         raise CheckpointError(
-            f"checkpoint {path}: manifest.json has version {shown(version)} of the format and this program reads "
-            f"{FORMAT_VERSION}; use the program that wrote it, unless the file is damaged."
+            f"checkpoint {path}: manifest.json has format version {shown(version)}, and this program reads "
+            f"{FORMAT_VERSION}; use the version of the program that wrote it."
         )
     if _read_small(path, "manifest.json.sha256") != checksum_line(content):
         raise CheckpointError(
@@ -197,62 +203,64 @@ def _check_files(checkpoint: Checkpoint) -> None:
 
 
 def _check_coverage(checkpoint: Checkpoint, kinds: Mapping[str, Mapping[str, Sequence[int]]]) -> None:
-    """Raise CheckpointError unless each parameter's boxes are inside it, disjoint, and together as large.
+    """Raise CheckpointError unless the slices of each parameter's state are inside it, disjoint, and cover it.
 
-    Args: kinds: parameter -> kind of its state -> rows and columns; for those that do not have just KINDS.
+    Args: kinds: parameter -> state name -> rows and columns, for parameters whose state is not just ADAM_STATE.
     """
-    stored: dict[tuple[str, str], list[Box]] = {
-        (name, kind): [] for name in checkpoint.shapes for kind in {"weight", *kinds.get(name, KINDS)}
+    found: dict[tuple[str, str], list[ShardSlice]] = {
+        (name, state_name): []
+        for name in checkpoint.shapes
+        for state_name in {"weight", *kinds.get(name, ADAM_STATE)}
     }
-    for piece in checkpoint.pieces:
-        if (piece.name, piece.kind) not in stored or piece.file not in checkpoint.files:
+    for stored in checkpoint.slices:
+        if (stored.name, stored.state_name) not in found or stored.file not in checkpoint.files:
             raise CheckpointError(
-                f"checkpoint {checkpoint.path}: the manifest's piece {piece.key!r} fits no parameter or file."
+                f"checkpoint {checkpoint.path}: the manifest's piece {stored.key!r} fits no parameter or file."
             )
-        stored[piece.name, piece.kind].append(piece.box)
-    for (name, kind), boxes in stored.items():
+        found[stored.name, stored.state_name].append(stored.slice)
+    for (name, state_name), slices in found.items():
         whole_shape = matrix_shape(checkpoint.shapes[name])
-        rows, columns = whole_shape if kind in KINDS else kinds[name][kind]
-        whole = Box(0, rows, 0, columns)
-        outside = any(box.overlap(whole) != box for box in boxes)
-        if outside or _overlapping(boxes) or sum(box.size for box in boxes) != whole.size:
+        rows, columns = whole_shape if state_name in ADAM_STATE else kinds[name][state_name]
+        whole = ShardSlice(0, rows, 0, columns)
+        outside = any(each.overlap(whole) != each for each in slices)
+        if outside or _overlapping(slices) or sum(each.size for each in slices) != whole.size:
             raise CheckpointError(
-                f"checkpoint {checkpoint.path}: {name} ({kind}) is not complete, or parts of it are there twice."
+                f"checkpoint {checkpoint.path}: {name} ({state_name}) is incomplete, or elements are stored twice."
             )
 
 
-def _overlapping(boxes: list[Box]) -> bool:
-    """Whether two boxes share an element. In the order of rows, only boxes that reach the next one's row matter."""
-    open_boxes: list[Box] = []
-    for box in sorted(boxes):
-        open_boxes = [other for other in open_boxes if other.row_stop > box.row]
-        if any(box.overlap(other) for other in open_boxes):
+def _overlapping(slices: list[ShardSlice]) -> bool:
+    """Whether two slices share an element. Sorted by rows, only slices that reach the next one's row matter."""
+    reaching: list[ShardSlice] = []
+    for each in sorted(slices):
+        reaching = [other for other in reaching if other.row_stop > each.row]
+        if any(each.overlap(other) for other in reaching):
             return True
-        open_boxes.append(box)
+        reaching.append(each)
     return False
 
 
 @dataclass(frozen=True)
-class Block:
-    """A part of a file, with a checksum of its own."""
+class ChecksumBlock:
+    """A block of a file: the unit that has a checksum."""
 
     file: str
     number: int
     bytes: int
 
 
-def blocks(checkpoint: Checkpoint) -> list[Block]:
+def checksum_blocks(checkpoint: Checkpoint) -> list[ChecksumBlock]:
     """All blocks of all files."""
     return [
-        Block(name, number, min(described["block_bytes"], described["bytes"] - start))
+        ChecksumBlock(name, number, min(described["block_bytes"], described["bytes"] - start))
         for name, described in sorted(checkpoint.files.items())
         for number, start in enumerate(range(0, described["bytes"], described["block_bytes"]))
     ]
 
 
-def verify_checkpoint(checkpoint: Checkpoint, chosen: Iterable[Block] | None = None) -> None:
+def verify_checkpoint(checkpoint: Checkpoint, chosen: Iterable[ChecksumBlock] | None = None) -> None:
     """Compare blocks, all by default, with their checksums. Raises CheckpointError naming the damaged file."""
-    for block in blocks(checkpoint) if chosen is None else chosen:
+    for block in checksum_blocks(checkpoint) if chosen is None else chosen:
         try:
             damage = damaged_block(checkpoint.path / block.file, checkpoint.files[block.file], [block.number])
         except OSError as error:
@@ -282,13 +290,13 @@ def newest_readable(directory: Path) -> Checkpoint | None:
 
 def find_manifest(path: Path) -> Checkpoint:
     """The checkpoint that `find_checkpoint` would find, by this process alone, and without reading its tensor files."""
-    path = model_at(path)
+    path = resolve_model(path)
     if is_checkpoint(path):
         return read_checkpoint(path)
-    return existing(newest_readable(checkpoints_in(path)), path)
+    return require_found(newest_readable(checkpoints_in(path)), path)
 
 
-def existing(checkpoint: Checkpoint | None, path: Path) -> Checkpoint:
+def require_found(checkpoint: Checkpoint | None, path: Path) -> Checkpoint:
     """The checkpoint found in `path`. Raises CheckpointError if it is None."""
     if checkpoint is None:
         raise CheckpointError(
@@ -305,11 +313,11 @@ def check_model(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -
 
 
 def new_parameters(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> frozenset[str]:
-    """Names of the parameters that a run adds to the checkpoint it begins with.
+    """Names of the parameters that a run has and the checkpoint it is initialized from lacks.
 
-    They are a task's head, unless the checkpoint has one of the same shapes, adapters, if the checkpoint has none, and
+    They are a task's head, unless the checkpoint has one of the same shapes; adapters, if the checkpoint has none; and
     the layer before the output projection, if the checkpoint has no head (a discriminator).
-    Raises: CheckpointError if the other parameters are of another model.
+    Raises: CheckpointError if the other parameters differ.
     """
     head = {name for name in shapes if name.startswith(TASK_HEAD)}
     adapters = {name for name in shapes if ADAPTER in name}
@@ -328,8 +336,9 @@ def new_parameters(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]
 def check_same_number(checkpoint: Checkpoint, count: int) -> None:
     if len(checkpoint.shapes) != count:
         raise CheckpointError(
-            f"checkpoint {checkpoint.path} holds another model, of {len(checkpoint.shapes)} parameter tensors; "
-            f"this one has {count}. Use the configuration it was trained with, or another directory."
+            f"checkpoint {checkpoint.path} is of another model: it has {len(checkpoint.shapes)} parameter "
+            f"tensors, the configured model has {count}; use the configuration it was trained "
+            "with, or another directory."
         )
 
 
@@ -337,6 +346,6 @@ def check_same_shape(checkpoint: Checkpoint, name: str, ours: tuple[int, ...]) -
     theirs = checkpoint.shapes.get(name)
     if ours != theirs:
         raise CheckpointError(
-            f"checkpoint {checkpoint.path} holds another model: {name} is {theirs or 'absent'} there and {ours} "
-            f"here; use the configuration it was trained with, or another directory."
+            f"checkpoint {checkpoint.path} is of another model: {name} is {theirs or 'absent'} there and "
+            f"{ours} here; use the configuration it was trained with, or another directory."
         )
