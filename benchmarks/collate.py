@@ -182,8 +182,8 @@ def measure_numpy() -> float:
         longest = max(len(row[0]) for row in rows)
         padded = np.zeros((ROWS, 5, longest), np.int64)
         for i, row in enumerate(rows):
-            for j, plane in enumerate(row):
-                padded[i, j, : len(plane)] = plane
+            for j, field in enumerate(row):
+                padded[i, j, : len(field)] = field
         return padded
 
     return best_seconds(batch, rounds=4, calls=4) / ROWS

@@ -163,7 +163,7 @@ def measure(
             made[repeat % len(made)].tokens / taken
             for repeat, taken in zip(range(repeats), seconds[name][1:], strict=True)
         ]
-        padded = statistics.mean(batch.planes[:, 0].size / batch.tokens for batch in made)
+        padded = statistics.mean(batch.fields[:, 0].size / batch.tokens for batch in made)
         tokens = statistics.mean(batch.tokens for batch in made)
         found[name] = {"tokens_per_second": statistics.median(rates), "tokens": tokens, "padded": padded}
     for name, values in found.items():

@@ -169,7 +169,7 @@ def rows_of_config(arguments: argparse.Namespace) -> Shown:
         phases = [] if arguments.objective else config.plan.samples
         train = open_datasets(config.data, choices, tokenizer, seed, decoders, phases).train
         rows = [train.batch(np.array([sample]))[0] for sample in arguments.samples]
-        return Shown([Example.from_planes(row) for row in rows], *spell)
+        return Shown([Example.from_fields(row) for row in rows], *spell)
     pieces = [ended(arguments.text, each) for each in (tokenizer, decoders) if each is not None]
     rows = rows_of_text(pieces, choices, vocabulary_of(tokenizer, decoders), seed, arguments.samples)
     return Shown(rows, *spell)
@@ -252,7 +252,7 @@ def rows_of_text(
     counts = np.full(len(samples), len(pieces))
     tokens = np.tile(np.concatenate(pieces), len(samples))
     batch = collate(made, tokens, np.tile(lengths, len(samples)), counts, np.array(samples))
-    return [Example.from_planes(row[:, row[FIELDS.index("doc")] >= 0]) for row in batch]
+    return [Example.from_fields(row[:, row[FIELDS.index("doc")] >= 0]) for row in batch]
 
 
 def role(row: Example, i: int) -> str:
@@ -316,7 +316,7 @@ def visible(text: str) -> str:
 def masks(row: Example) -> tuple[np.ndarray, np.ndarray]:
     """Bool [queries, keys] without padding: what the attention rule allows, and what only a group allows."""
     content = row.doc >= 0
-    doc, order, grp = (plane[content][None] for plane in (row.doc, row.ord, row.grp))
+    doc, order, grp = (field[content][None] for field in (row.doc, row.ord, row.grp))
     seen = allowed(doc, order, grp)[0]
     if (
         row.objective[content] == SENTENCES

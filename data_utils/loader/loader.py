@@ -121,7 +121,7 @@ def collate(
         pieces_per_sample: int64 [B].
         sample_indices: int64 [B], >= 0, the address of each sample's random numbers.
         out: int32 [B, len(FIELDS), row_length], C-contiguous, to be reused; None: a new array.
-    Returns: int32 [B, len(FIELDS), row_length]; the weights plane holds float32 bits.
+    Returns: int32 [B, len(FIELDS), row_length]; the weights field holds float32 bits.
     Raises: DataError if the arrays do not belong together or a sample does not fit a row.
     """
     tokens = np.ascontiguousarray(tokens, np.int32)

@@ -386,11 +386,11 @@ def gather(
     packed, positions = _pack_rows(piece_lengths, counts)
     out = np.full((1 + any(part[0].has_entities for part in parts), positions[-1]), -1, np.int32)
     for index, _, _, rows in parts:
-        for source, plane in zip((index.dataset.tokens, index.dataset.entities), out, strict=False):
+        for source, field in zip((index.dataset.tokens, index.dataset.entities), out, strict=False):
             if isinstance(source, np.ndarray):
-                _copy_rows(source, first_tokens, positions, rows, plane)
+                _copy_rows(source, first_tokens, positions, rows, field)
                 continue
             for row in rows.tolist() if source is not None else ():  # not mapped: one read for each window
                 start, stop, first = int(positions[row]), int(positions[row + 1]), int(first_tokens[row])
-                plane[start:stop] = source[first : first + stop - start]
+                field[start:stop] = source[first : first + stop - start]
     return out if len(out) > 1 else out[0], packed, counts

@@ -5,7 +5,7 @@ entities that the corpus lists, "jieba" cuts the text of a piece with the packag
 function of a piece can be set as `units` of an `Ernie`. A segmenter in Python costs far more time than the rest of a
 sample; the others cost next to nothing.
 
-ERNIE 2.0's task embedding reads the `objective` plane, which names the task of every token; its cumulative
+ERNIE 2.0's task embedding reads the `objective` field, which names the task of every token; its cumulative
 schedule of tasks is `objective_starts` in the configuration (see mixed.py).
 """
 

@@ -6,7 +6,7 @@ UniLM, in who sees whom. All of these are settings of one compiled function.
 
 Pairs are made by pairs.py. For next-sentence prediction, the pieces that get a wrong second half exchange them; if
 there is only one such piece, its own halves change places. The label is the target of CLS, whose entry in the
-`objective` plane sends it to a two-class head.
+`objective` field sends it to a two-class head.
 """
 
 from __future__ import annotations

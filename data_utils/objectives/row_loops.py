@@ -75,7 +75,7 @@ def draw_length(stream, longest, cumulative):
 
 @compiled
 def put(row, at, token, position, order):
-    """Write one row token. Planes not written are 0."""
+    """Write one row token. Fields not written are 0."""
     row[TOKENS, at] = token
     row[POSITION_IDS, at] = position
     row[ORD, at] = order
@@ -92,25 +92,25 @@ def predict(row, at, target):
 
 
 @compiled
-def set_range(row, plane, start, end, value):
-    """row[plane, start:end] = value; numba would take ten times as long to compile it in this form."""
-    line = row[plane, start:end]
+def set_range(row, field, start, end, value):
+    """row[field, start:end] = value; numba would take ten times as long to compile it in this form."""
+    line = row[field, start:end]
     for i in range(len(line)):
         line[i] = value
 
 
 @compiled
-def count_up(row, plane, start, end, first):
-    """row[plane, start:end] = first, first + 1, ..."""
-    line = row[plane, start:end]
+def count_up(row, field, start, end, first):
+    """row[field, start:end] = first, first + 1, ..."""
+    line = row[field, start:end]
     for i in range(len(line)):
         line[i] = first + i
 
 
 @compiled
-def copy_range(row, plane, start, end, source, first):
-    """row[plane, start:end] = the elements of `source` from `first` on."""
-    line = row[plane, start:end]
+def copy_range(row, field, start, end, source, first):
+    """row[field, start:end] = the elements of `source` from `first` on."""
+    line = row[field, start:end]
     copied = source[first : first + len(line)]
     for i in range(len(line)):
         line[i] = copied[i]
@@ -125,7 +125,7 @@ def predict_range(row, start, end, source, first):
 
 @compiled
 def mark_document(row, used, end, document, objective):
-    """The doc and objective planes of an Example at row[used:end]."""
+    """The doc and objective fields of an Example at row[used:end]."""
     set_range(row, DOC, used, end, document)
     set_range(row, OBJECTIVE, used, end, objective)
 
@@ -133,9 +133,9 @@ def mark_document(row, used, end, document, objective):
 @compiled
 def begin_row(row, pad):
     """Fill a row with padding."""
-    for plane in range(len(FIELDS)):
-        value = pad if plane == TOKENS else PADDING_DOC if plane == DOC else 0
-        set_range(row, plane, 0, row.shape[1], value)
+    for field in range(len(FIELDS)):
+        value = pad if field == TOKENS else PADDING_DOC if field == DOC else 0
+        set_range(row, field, 0, row.shape[1], value)
 
 
 @compiled

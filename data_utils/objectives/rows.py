@@ -17,8 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from data_utils.common import batch_fields as planes
-from data_utils.common import random_streams
+from data_utils.common import batch_fields, random_streams
 from data_utils.common.batch_fields import DOC, FIELDS, Example
 from data_utils.common.errors import DataError
 from data_utils.common.losses import Loss
@@ -163,7 +162,7 @@ class RowObjective:
             return
         own_file = getattr(cls.entry, "py_func", cls.entry).__code__.co_filename
         own_room = (str(Path(__file__).with_name(name)) for name in ("rows.py", "row_loops.py", "masking.py"))
-        files = (random_streams.__file__, planes.__file__, *own_room)
+        files = (random_streams.__file__, batch_fields.__file__, *own_room)
         cls._digest = source_digest(*files, own_file, *cls.compiled_files)
 
     @classmethod
@@ -235,7 +234,7 @@ class RowObjective:
         pieces_per_sample: np.ndarray,
         sample_indices: np.ndarray,
     ) -> None:
-        """See `Objective.fill`. The `doc` plane numbers the pieces of a sample from 0."""
+        """See `Objective.fill`. The `doc` field numbers the pieces of a sample from 0."""
         ends = np.cumsum(pieces_per_sample)
         needed = np.concatenate([[0], np.cumsum(self.tokens_needed(piece_lengths))])
         needed = needed[ends] - needed[ends - pieces_per_sample]
@@ -262,7 +261,7 @@ class RowObjective:
         batch = np.empty((1, len(FIELDS), self.config.most_tokens(len(text))), np.int32)
         one = np.ones(1, np.int64)
         self._fill(batch, text, one * len(text), one, one * sample_index, piece_index)
-        return Example.from_planes(batch[0][:, batch[0, DOC] >= 0])
+        return Example.from_fields(batch[0][:, batch[0, DOC] >= 0])
 
     def _fill(self, batch, tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece) -> Any:
         units = self._unit_starts(tokens, piece_lengths)

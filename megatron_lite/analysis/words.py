@@ -78,8 +78,8 @@ def batches(texts: Sequence[Text], size: int) -> Iterator[Sequence[Text]]:
 @torch.no_grad()
 def layers_of(run: Run, texts: Sequence[Text]) -> list[torch.Tensor]:
     """The vectors of each text's words, fp32 [words, L + 1, D] on the CPU: the mean over the word's tokens."""
-    planes, parts = collate([text.sample for text in texts])
-    batch = TaskBatch(planes, np.arange(len(texts)), parts, "tags")
+    fields, parts = collate([text.sample for text in texts])
+    batch = TaskBatch(fields, np.arange(len(texts)), parts, "tags")
     model = run.model
     given = ModelInput.from_batch(batch, next(model.parameters()).device, run.config.model)
     layers: list[torch.Tensor] = []

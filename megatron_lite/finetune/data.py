@@ -36,7 +36,7 @@ def as_batch(
         has_language: the documents' own tokens have a loss beside.
         place: of the task's loss among all.
     """
-    planes, parts = collate(samples)
+    fields, parts = collate(samples)
     documents = [
         number * MOST_DOCUMENTS + document
         for number, sample in zip(numbers, samples, strict=True)
@@ -44,7 +44,7 @@ def as_batch(
     ]
     task, head = renderer.inputs.config, head or renderer.head
     samples_of = np.array(documents, np.int64)
-    return TaskBatch(planes, samples_of, parts, head, task.loss, has_language, task.name, place)
+    return TaskBatch(fields, samples_of, parts, head, task.loss, has_language, task.name, place)
 
 
 class TaskData:

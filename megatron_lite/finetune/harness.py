@@ -183,8 +183,8 @@ class Harness:
             TaskSample([example], [Part(0, part.rows, part.targets) for _, part in asked])
             for example, asked in batch
         ]
-        planes, parts = collate(samples)
-        answered = self._answer(TaskBatch(planes, np.arange(len(samples)), parts, "choices"))
+        fields, parts = collate(samples)
+        answered = self._answer(TaskBatch(fields, np.arange(len(samples)), parts, "choices"))
         scores, likeliest = (one.double().cpu().numpy() for one in answered)
         return scores, likeliest > 0
 
@@ -272,8 +272,8 @@ def before_first(text: str, until: Iterable[str]) -> str:
 
 def _identity(example: Example) -> bytes:
     """Bytes that are equal for two documents exactly if the model's inputs are."""
-    planes = (example.tokens, example.position_ids, example.block_position_ids, example.ord, example.grp)
-    return b"".join(plane.tobytes() for plane in (*planes, example.segment_ids, example.objective))
+    fields = (example.tokens, example.position_ids, example.block_position_ids, example.ord, example.grp)
+    return b"".join(field.tobytes() for field in (*fields, example.segment_ids, example.objective))
 
 
 def _longest(config: Config, given: int | None) -> int:

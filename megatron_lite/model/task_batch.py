@@ -39,7 +39,7 @@ class Parts:
 
 class TaskBatch(Batch):
     """Args:
-    planes: int32 [documents, fields, S].
+    fields: int32 [documents, fields, S].
     samples: int64 [documents], from which dropout follows: different for the documents of one sample.
     head: of data_utils.tasks.base.HEADS. With `tokens` the documents' own weights are the loss.
     loss: of CHOICE_LOSSES, for choices.
@@ -49,7 +49,7 @@ class TaskBatch(Batch):
 
     def __init__(
         self,
-        planes: np.ndarray,
+        fields: np.ndarray,
         samples: np.ndarray,
         parts: PartArrays,
         head: str,
@@ -58,7 +58,7 @@ class TaskBatch(Batch):
         task: str = "",
         place: int = -1,
     ):
-        super().__init__(planes, samples)
+        super().__init__(fields, samples)
         self.parts, self.head, self.loss, self.has_language = parts, head, loss, has_language
         self.task, self.place = task, place
 
@@ -103,7 +103,7 @@ class TaskBatch(Batch):
 
 def with_documents(batch: TaskBatch) -> PartArrays:
     """Parts of one row each -> the same with the other tokens of their documents, padding left out, after it."""
-    doc = batch.planes[:, DOC]
+    doc = batch.fields[:, DOC]
     chosen = []
     for row in batch.parts.rows.tolist():
         number, place = divmod(row, doc.shape[1])
@@ -134,7 +134,7 @@ class HostTaskParts:
         pools: bool = False,
     ):
         parts = with_documents(batch) if pools else batch.parts
-        places = np.full(batch.planes[:, TOKENS].size, -1)
+        places = np.full(batch.fields[:, TOKENS].size, -1)
         places[order[order >= 0]] = np.flatnonzero(order >= 0) - first
         self._head, self._batch = batch.head, batch
         targets = parts.targets

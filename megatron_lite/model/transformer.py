@@ -184,7 +184,7 @@ class GLM(TrainedModel):
     ) -> torch.Tensor:
         """Output of the last block, before the final norm and without dropout: [..., D], or [Td, D]. One process.
 
-        Args: tokens: int [...]. ids: int [len(ID_PLANES), ...]. before_block: not with a decoder.
+        Args: tokens: int [...]. ids: int [len(ID_FIELDS), ...]. before_block: not with a decoder.
         """
         hidden = self.run(tokens, ids, plan, None, before_block)
         return hidden if self.config.decoder_layers else hidden.view(*tokens.shape, -1)

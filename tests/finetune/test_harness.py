@@ -143,11 +143,11 @@ def test_a_spelled_out_mask_is_a_blank_where_that_is_allowed(runs):
 
 
 def logits_of_row(run, tokens, positions, order, place):
-    planes = np.zeros((1, len(FIELDS), len(tokens)), np.int32)
-    planes[0, TOKENS], planes[0, POSITION_IDS], planes[0, ORD] = tokens, list(positions), list(order)
-    planes[0, WEIGHTS, place] = np.float32(1.0).view(np.int32)
-    planes[0, DOC] = 0
-    inputs = ModelInput.from_batch(Batch(planes), torch.device("cpu"), run.model.config)
+    fields = np.zeros((1, len(FIELDS), len(tokens)), np.int32)
+    fields[0, TOKENS], fields[0, POSITION_IDS], fields[0, ORD] = tokens, list(positions), list(order)
+    fields[0, WEIGHTS, place] = np.float32(1.0).view(np.int32)
+    fields[0, DOC] = 0
+    inputs = ModelInput.from_batch(Batch(fields), torch.device("cpu"), run.model.config)
     with torch.no_grad():
         hidden = run.model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)
         return run.model.logits(hidden[inputs.loss_rows.tokens.long()])[0].float()

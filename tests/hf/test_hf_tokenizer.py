@@ -160,12 +160,12 @@ def test_a_task_and_its_export_have_the_same_inputs(exported, case):
     theirs = hf.build_inputs_for_multiple_choice(hf(["The lazy dog jumps. It was [MASK], yes"]), [choices])
     for number, (example, part) in enumerate(zip(sample.documents, sample.parts, strict=True)):
         size = len(example.tokens)
-        for name, plane in (
+        for name, field in (
             ("input_ids", "tokens"),
             ("position_ids", "position_ids"),
             ("block_position_ids", "block_position_ids"),
         ):
-            assert theirs[name][0, number, -size:].tolist() == getattr(example, plane).tolist()
+            assert theirs[name][0, number, -size:].tolist() == getattr(example, field).tolist()
         labels = theirs["choice_labels"][0, number, -size:]
         assert labels[part.rows].tolist() == part.targets.tolist() and (labels >= 0).sum() == len(part.rows)
 

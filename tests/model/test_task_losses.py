@@ -47,8 +47,8 @@ def make_model(head: str, **options) -> GLM:
 
 def hidden_of(model: GLM, example: Example) -> torch.Tensor:
     """[S, D] after the final norm, of a document alone, under a mask of all pairs."""
-    planes = np.stack([getattr(example, name).view(np.int32) for name in Example.__dataclass_fields__])
-    batch = ModelInput.from_batch(Batch(planes[None]), CPU, model.config, kernel="dense")
+    fields = np.stack([getattr(example, name).view(np.int32) for name in Example.__dataclass_fields__])
+    batch = ModelInput.from_batch(Batch(fields[None]), CPU, model.config, kernel="dense")
     return model.final_layernorm(model.hidden_states(batch.tokens, batch.ids, batch.plan))
 
 

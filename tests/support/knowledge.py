@@ -65,8 +65,8 @@ def rows_of(
     return rows
 
 
-def as_batch(planes: np.ndarray, samples: np.ndarray) -> EntityBatch:
-    return EntityBatch(planes, samples, NOISE, RandomVectors())
+def as_batch(fields: np.ndarray, samples: np.ndarray) -> EntityBatch:
+    return EntityBatch(fields, samples, NOISE, RandomVectors())
 
 
 def batch_of(

@@ -54,7 +54,7 @@ def many(made: Objective, piece: np.ndarray, samples: int) -> list[Example]:
     """The Examples of the same piece under sample indices 0, 1, ..."""
     ones = np.ones(samples, np.int64)
     batch = fill_rows(made, np.tile(piece, samples), ones * len(piece), ones, np.arange(samples))
-    return [Example.from_planes(row[:, row[5] >= 0]) for row in batch]
+    return [Example.from_fields(row[:, row[5] >= 0]) for row in batch]
 
 
 def windows(rows: int, sequence_length: int, seed: int) -> list[list[np.ndarray]]:

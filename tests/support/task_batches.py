@@ -62,6 +62,6 @@ def sample(head: str, seed: int) -> TaskSample:
 def task_batch(head: str, numbers: range, loss: str = "cross_entropy") -> TaskBatch:
     """The samples of these numbers as one micro-batch."""
     samples = [sample(head, number) for number in numbers]
-    planes, parts = collate(samples)
+    fields, parts = collate(samples)
     names = [100 * n + i for n, s in zip(numbers, samples, strict=True) for i in range(len(s.documents))]
-    return TaskBatch(planes, np.array(names), parts, head, loss)
+    return TaskBatch(fields, np.array(names), parts, head, loss)

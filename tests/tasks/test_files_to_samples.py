@@ -106,8 +106,8 @@ def test_from_its_file_to_samples(name, files):
     for training in (True, False):
         prepared = made.prepare(records, training=training)
         samples = [made.sample(record, number, 0) for number, record in enumerate(prepared)]
-        planes, parts = collate(samples)
-        assert len(prepared) >= len(records) and planes.shape[0] >= len(samples)
+        fields, parts = collate(samples)
+        assert len(prepared) >= len(records) and fields.shape[0] >= len(samples)
         assert all(
             sample.right is not None for sample in samples if made.head == "choices" and task.kind == "cloze"
         )

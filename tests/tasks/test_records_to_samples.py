@@ -162,6 +162,6 @@ def test_synthetic_tasks_become_batches(name):
     config = TaskConfig(name=name, kind=kind, reader="synthetic", train=path, **more)
     made = made_of(config, kind_of_tokenizer="bert")
     records = made.prepare(read_records(config, path, labelled=True), training=True)
-    planes, parts = collate([made.sample(record, number) for number, record in enumerate(records)])
-    assert len(records) >= 3 and planes.shape[2] <= 2 * 64
+    fields, parts = collate([made.sample(record, number) for number, record in enumerate(records)])
+    assert len(records) >= 3 and fields.shape[2] <= 2 * 64
     assert made.head == "tokens" or len(parts.targets)

@@ -48,14 +48,14 @@ def test_samples_are_pure_and_found_again_in_a_batch(kind):
     records = [given, *made.prepare([given], training=True)] if kind != "language_modelling" else []
     records += made.prepare([given, given], training=False)
     samples = [made.sample(each, number, 1) for number, each in enumerate(records)]
-    planes, parts = collate(samples)
+    fields, parts = collate(samples)
     same, _ = collate([again.sample(each, number, 1) for number, each in enumerate(records)])
-    assert (planes == same).all()
-    assert (planes[:, WEIGHTS].any(axis=1) == (made.head == "tokens")).all(), "a loss by tokens, or by parts"
+    assert (fields == same).all()
+    assert (fields[:, WEIGHTS].any(axis=1) == (made.head == "tokens")).all(), "a loss by tokens, or by parts"
     assert bool(len(parts.rows)) == (made.head != "tokens")
     every = [part for sample in samples for part in sample.parts]
     documents = [sample.documents[part.document].tokens for sample in samples for part in sample.parts]
-    tokens = planes[:, TOKENS].reshape(-1)
+    tokens = fields[:, TOKENS].reshape(-1)
     for number, (part, document) in enumerate(zip(every, documents, strict=True)):
         mine = parts.row_part == number
         assert (tokens[parts.rows[mine]] == document[part.rows]).all()

@@ -104,9 +104,9 @@ def test_masks_in_an_answer():
 
 
 def batch_of(example):
-    """int32 [1, fields, length]: the planes of one document."""
-    planes = [np.asarray(getattr(example, name)) for name in FIELDS]
-    return np.stack([p.view(np.int32) if p.dtype == np.float32 else p for p in planes])[None]
+    """int32 [1, fields, length]: the fields of one document."""
+    fields = [np.asarray(getattr(example, name)) for name in FIELDS]
+    return np.stack([p.view(np.int32) if p.dtype == np.float32 else p for p in fields])[None]
 
 
 @pytest.mark.parametrize(

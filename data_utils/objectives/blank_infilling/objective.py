@@ -108,9 +108,9 @@ def _fill_row(row, text, words, start, lengths, sample, first_piece, stream, w, 
     row_length = row.shape[1]
     if needed > row_length or total > s.sequence_length:
         return False
-    for plane in range(len(FIELDS)):
-        if plane != TOKENS and plane != POSITION_IDS:  # these two are written everywhere
-            set_range(row, plane, 0, row_length, 0)
+    for field in range(len(FIELDS)):
+        if field != TOKENS and field != POSITION_IDS:  # these two are written everywhere
+            set_range(row, field, 0, row_length, 0)
     used = 0
     piece = first_piece
     for length in lengths:
@@ -215,7 +215,7 @@ class BlankInfilling(RowObjective):
         pieces_per_sample: np.ndarray,
         sample_indices: np.ndarray,
     ) -> None:
-        """See `Objective.fill`. The `doc` plane numbers the pieces of a sample from 0."""
+        """See `Objective.fill`. The `doc` field numbers the pieces of a sample from 0."""
         tokens = tokens if tokens.ndim == 1 else tokens[0]
         failed = self._fill(batch, tokens, piece_lengths, pieces_per_sample, sample_indices, 0)
         if failed >= 0:
@@ -262,4 +262,4 @@ class BlankInfilling(RowObjective):
         batch = np.zeros((1, len(FIELDS), self.config.most_tokens(len(text))), np.int32)
         given = (np.ascontiguousarray(starts), np.ascontiguousarray(ends), np.array(order, np.int64))
         end = _write_given(batch[0], text, *given, objective, tail, self._tables(batch), self._settings)
-        return Example.from_planes(batch[0, :, :end])
+        return Example.from_fields(batch[0, :, :end])

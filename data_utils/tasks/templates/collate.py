@@ -1,4 +1,4 @@
-"""TaskSamples of one micro-batch -> the planes of their documents, and the arrays that say what to score."""
+"""TaskSamples of one micro-batch -> the fields of their documents, and the arrays that say what to score."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from data_utils.tasks.base import Part, TaskSample
 def collate(samples: Sequence[TaskSample]) -> tuple[np.ndarray, PartArrays]:
     """The documents of the samples, a row for each, and their parts.
 
-    Returns: int32 planes [documents, len(FIELDS), longest]; padding has doc -1 and else zeros.
+    Returns: int32 fields [documents, len(FIELDS), longest]; padding has doc -1 and else zeros.
     """
     examples = [example for sample in samples for example in sample.documents]
     longest = max(len(example.tokens) for example in examples)
-    planes = np.zeros((len(examples), len(FIELDS), longest), np.int32)
-    planes[:, DOC] = PADDING_DOC
-    for row, example in zip(planes, examples, strict=True):
+    fields = np.zeros((len(examples), len(FIELDS), longest), np.int32)
+    fields[:, DOC] = PADDING_DOC
+    for row, example in zip(fields, examples, strict=True):
         _write(row, example)
-    return planes, _part_arrays(samples, longest)
+    return fields, _part_arrays(samples, longest)
 
 
 def _write(row: np.ndarray, example: Example) -> None:
-    for plane, name in enumerate(FIELDS):
+    for field, name in enumerate(FIELDS):
         values = getattr(example, name)
-        row[plane, : len(values)] = values.view(np.int32)
+        row[field, : len(values)] = values.view(np.int32)
 
 
 def _part_arrays(samples: Sequence[TaskSample], longest: int) -> PartArrays:

@@ -67,7 +67,7 @@ class Form:
         return writing if self.before is None else replace(writing, before=self.before)
 
     def loss(self, number: int = 0) -> int:
-        """The number of the objective's loss, for the `objective` plane."""
+        """The number of the objective's loss, for the `objective` field."""
         return OBJECTIVES[self.objective].losses[number].number
 
 

@@ -28,8 +28,8 @@ class EntityTaskBatch(TaskBatch):
 
     def __init__(self, batch: TaskBatch, vectors: Vectors | NoVectors):
         scored = (batch.head, batch.loss, batch.has_language, batch.task, batch.place)
-        super().__init__(batch.planes, batch.samples, batch.parts, *scored)
-        self._entities = EntityBatch(batch.planes, batch.samples, _NONE, vectors)
+        super().__init__(batch.fields, batch.samples, batch.parts, *scored)
+        self._entities = EntityBatch(batch.fields, batch.samples, _NONE, vectors)
 
     def host_parts(self, *arguments: Any) -> Any:
         """`HostEntityParts`. Args: arguments: as for `Batch.host_parts`."""

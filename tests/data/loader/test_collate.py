@@ -38,13 +38,13 @@ def test_shape_and_dtype():
     batch = collate(made, TEXT, [30, 30], [1, 1], [0, 1])
     assert batch.shape == (2, len(FIELDS), made.row_length) and batch.dtype == np.int32
     assert made.row_length % 8 == 0
-    rows = [Example.from_planes(row) for row in batch]
+    rows = [Example.from_fields(row) for row in batch]
     assert all(row.weights.dtype == np.float32 and set(row.weights) == {0.0, 1.0} for row in rows)
     assert all(set(row.objective) == {LOSS_NAMES.index("token")} for row in rows)
 
 
 def test_an_example_gives_back_its_documents():
-    row = Example.from_planes(collate(objective(), TEXT[:40], [10, 30], [2], [0])[0])
+    row = Example.from_fields(collate(objective(), TEXT[:40], [10, 30], [2], [0])[0])
     first, second = row.documents()
     assert set(first.doc) == {0} and set(second.doc) == {1}
     assert len(first.tokens) + len(second.tokens) + (row.doc == -1).sum() == len(row.tokens)
@@ -62,7 +62,7 @@ def test_a_buffer_is_reused_and_leaves_no_trace_of_its_content():
 def test_samples_without_pieces_are_padding():
     batch = collate(objective(), TEXT[:0], [], [0, 0], [4, 5])
     for row in batch:
-        example = Example.from_planes(row)
+        example = Example.from_fields(row)
         assert (example.tokens == SPECIAL.pad).all() and (example.doc == -1).all()
         assert not example.weights.any() and example.documents() == []
 

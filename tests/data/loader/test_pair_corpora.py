@@ -96,9 +96,9 @@ def loader_of(tree):
 def read(loader, samples, size):
     """Rows of samples 0, 1, ... read in batches of `size`: the objective of each, and its pairs with their labels."""
     for first in range(0, samples, size):
-        for planes in loader.batch(np.arange(first, min(samples, first + size))):
+        for fields in loader.batch(np.arange(first, min(samples, first + size))):
             found, name = [], ""
-            for example in Example.from_planes(planes).documents():
+            for example in Example.from_fields(fields).documents():
                 name = LOSS_NAMES[example.objective[-1]]
                 whole = np.where(example.weights > 0, example.targets, example.tokens)
                 middle, label = int(example.segment_ids.argmax()), int(example.targets[0])

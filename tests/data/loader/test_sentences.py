@@ -203,7 +203,7 @@ def test_no_sentence_at_all_is_an_error(tmp_path):
 
 
 def test_samples_of_a_run_with_one_tokenizer(corpus):
-    """Every sentence of at most 20 tokens is in the planes of one row of an epoch, for the encoder and the decoder."""
+    """Every sentence of at most 20 tokens is in the fields of one row of an epoch, for the encoder and the decoder."""
     tokenizer = load_tokenizer(TokenizerConfig(kind="bert_wordpiece", path=str(corpus / "vocab.txt")))
     data = DataConfig(train=(CorpusConfig(prefix=str(corpus / "corpus_train")),), sequence_length=20)
     opened = open_datasets(data, [ObjectiveChoice("optimus", OptimusConfig())], tokenizer, seed=3)
@@ -214,7 +214,7 @@ def test_samples_of_a_run_with_one_tokenizer(corpus):
     batch = opened.train.batch(np.arange(index.num_windows))
     assert batch.shape[2] == 4 * (2 * 20 + 4)
     read, written = [], []
-    for sentence in (part for planes in batch for part in Example.from_planes(planes).documents()):
+    for sentence in (part for fields in batch for part in Example.from_fields(fields).documents()):
         read.append(sentence.tokens[sentence.ord == 0][1:-1].tolist())
         written.append(sentence.targets[sentence.weights > 0].tolist())
         assert written[-1] == [*read[-1], special.eop]
@@ -267,7 +267,7 @@ def test_samples_of_a_run_with_two_tokenizers(tmp_path):
     (index,) = opened.train.mixture.indexes
     assert (index.num_sentences, index.too_long, index.empty) == (4, 1, 0)  # the blank line is no document
     batch = opened.train.batch(np.arange(index.num_windows))
-    sentences = [part for planes in batch for part in Example.from_planes(planes).documents()]
+    sentences = [part for fields in batch for part in Example.from_fields(fields).documents()]
     assert [gpt2.decode(s.targets[s.weights > 0]) for s in sentences] == [
         f"{text}<EOS>" for text in TEXTS if 0 < len(text) <= 32
     ]

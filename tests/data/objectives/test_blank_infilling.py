@@ -168,7 +168,7 @@ def test_every_row_of_packed_pieces(
         texts.append(text_of(length, with_eos, first))
         first += length
     batch = collate(made, np.concatenate(texts), pieces, [len(pieces)], [sample])
-    row = Example.from_planes(batch[0])
+    row = Example.from_fields(batch[0])
     documents = row.documents()
     assert len(documents) == len(pieces)
     for document, text in zip(documents, texts, strict=True):

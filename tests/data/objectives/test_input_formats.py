@@ -31,9 +31,9 @@ def sentence(number, length=9):
     return [*inside[: length - 1], 1001 + 70 * number]
 
 
-def texts_of(planes):
+def texts_of(fields):
     """The tokens of each Example of a row."""
-    return [one.tokens.tolist() for one in Example.from_planes(planes).documents()]
+    return [one.tokens.tolist() for one in Example.from_fields(fields).documents()]
 
 
 S = [sentence(number) for number in range(5)]
@@ -55,7 +55,7 @@ def test_five_sentences_by_hand(name):
     pieces = [np.array([*S[0], *S[1], *S[2], EOS], np.int32), np.array([*S[3], *S[4], *PART], np.int32)]
     (row,) = collate(make("masked_lm", 80, input=name, **SHOWN), [pieces])
     assert texts_of(row) == BY_HAND[name]
-    documents = Example.from_planes(row).documents()
+    documents = Example.from_fields(row).documents()
     for example in documents:
         assert example.position_ids.tolist() == list(range(len(example.tokens)))
         middle = example.tokens.tolist().index(SEP) + 1 if name == "sentences" else len(example.tokens)
@@ -120,7 +120,7 @@ def test_two_sentences_have_labels_and_exchange_seconds():
     piece = np.array([token for number in range(5) for token in sentence(number)], np.int32)
     labels, count = Counter(), 2000
     for row in collate(made, [[piece]] * count):
-        first, second, alone = Example.from_planes(row).documents()
+        first, second, alone = Example.from_fields(row).documents()
         assert alone.objective[0] != NEXT_SENTENCE_LOSS.number and alone.weights[0] == 0
         for number, example in enumerate((first, second)):
             assert example.objective[0] == NEXT_SENTENCE_LOSS.number and example.weights[0] == 1
@@ -137,7 +137,7 @@ def test_masks_are_uniform_over_the_tokens_of_joined_documents():
     made, found = make("masked_lm", 60, input="full"), np.zeros(40)
     pieces = [np.array([*S[0], *S[1], EOS], np.int32), np.array([*S[2], *S[3]], np.int32)]
     for row in collate(made, [pieces] * 4000):
-        (example,) = Example.from_planes(row).documents()
+        (example,) = Example.from_fields(row).documents()
         found[: len(example.weights)] += example.weights > 0
     text = [i for i, token in enumerate(texts_of(row)[0]) if i not in (0, 19, 20, 39)]
     assert found.sum() == found[text].sum() == 4000 * 6

@@ -27,7 +27,7 @@ def filled(made, pieces, spans, samples=1):
     given = np.stack([np.tile(np.concatenate(rows), samples) for rows in (pieces, lengths)])
     sizes = np.tile([len(piece) for piece in pieces], samples)
     batch = collate(made, given, sizes, np.full(samples, len(pieces)), np.arange(samples))
-    return [Example.from_planes(planes).documents() for planes in batch]
+    return [Example.from_fields(fields).documents() for fields in batch]
 
 
 def outcomes(size, spans, target, share):
@@ -163,7 +163,7 @@ def test_spans_that_a_window_cuts_and_texts_without_spans_go_by_words(name, opti
     one = np.ones(1, np.int64)
     chosen = {option: "listed", **({"span_prob": 0.0} if name == "spanbert" else {})}
     row = collate(make(name, 80, **chosen), cut, one * 50, one, one * 0)
-    assert np.array_equal(Example.from_planes(row[0]).documents()[0].tokens, alone[0].tokens)
+    assert np.array_equal(Example.from_fields(row[0]).documents()[0].tokens, alone[0].tokens)
     example = make(name, 80, **chosen).example(text, 0)  # no corpus beside it
     assert np.array_equal(example.tokens, alone[0].tokens)
 

@@ -65,7 +65,7 @@ def test_a_row_of_two_vocabularies():
     decoders = [[30000, 30001, 30002, 50256], [30003, 50256]]
     pieces = [np.array(piece) for pair in zip(encoders, decoders, strict=True) for piece in pair]
     made = optimus(words=two_vocabularies(), row_length=32)
-    row = Example.from_planes(collate(made, [pieces], 9)[0])
+    row = Example.from_fields(collate(made, [pieces], 9)[0])
     first, second = row.documents()
     assert first.tokens.tolist() == [101, 2000, 2001, 102, 50258, 50258, 30000, 30001, 30002]
     assert first.targets.tolist() == [0] * 5 + [30000, 30001, 30002, 50259]
@@ -79,13 +79,13 @@ def test_a_row_of_two_vocabularies():
 @given(st.lists(SENTENCES, min_size=1, max_size=4), st.booleans(), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_rows_hold_what_their_sentences_need(rows, memory, with_eos):
-    """In the tightest row: every plane, and who sees whom, by the definition."""
+    """In the tightest row: every field, and who sees whom, by the definition."""
     made = optimus(memory=memory)
     needed = max(sum(made.config.tokens_needed(np.array(lengths))) for lengths in rows)
     made = optimus(memory=memory, row_length=max(needed, made.config.least_row_length(12)))
     samples = [[text_of(length, with_eos and length > 1) for length in lengths] for lengths in rows]
-    for planes, pieces in zip(collate(made, samples), samples, strict=True):
-        row = Example.from_planes(planes)
+    for fields, pieces in zip(collate(made, samples), samples, strict=True):
+        row = Example.from_fields(fields)
         mask = allowed(row.doc, row.ord, row.grp)
         assert row.doc.max() + 1 == len(pieces) and not (row.grp.any() or row.segment_ids.any())
         assert row.position_ids.max() <= made.config.max_position_needed(12)
@@ -192,6 +192,6 @@ def test_a_piece_without_text_is_an_empty_sentence():
     """Only adopted datasets have such, whose documents may or may not end with eos."""
     made = optimus(row_length=40)
     batch = fill_rows(made, np.array([SPECIAL.eos, FIRST_TEXT_TOKEN], np.int32), [1, 1], [2], [0])
-    empty, other = Example.from_planes(batch[0]).documents()
+    empty, other = Example.from_fields(batch[0]).documents()
     assert columns(empty) == [[CLS, SEP, BOS, BOS], [0, 0, 1, 2], [0, 1, 0, 1], [0, 0, 0, EOS], [0, 0, 0, 1]]
     assert len(other.tokens) == 6

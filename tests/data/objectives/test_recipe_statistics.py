@@ -74,8 +74,8 @@ def test_wrong_next_sentences_come_from_other_documents():
     window = [text_of(20, False, FIRST_TEXT_TOKEN + 100 * k) for k in range(3)]
     batch = collate(made, [window] * 1000)
     wrong_pairs = 0
-    for planes in batch:
-        documents = Example.from_planes(planes).documents()
+    for fields in batch:
+        documents = Example.from_fields(fields).documents()
         wrong = [document.targets[0] == 1 for document in documents]
         for k, document in enumerate(documents):
             text = document.tokens[1:-1][document.tokens[1:-1] != SPECIAL.sep]
@@ -345,8 +345,8 @@ def test_segments_of_xlnet_are_those_of_its_pretraining():
     made = make("xlnet", 120)
     window = [text_of(30, False), text_of(31, True, FIRST_TEXT_TOKEN + 100)]
     foreign = Counter()
-    for planes in collate(made, [window] * 1000):
-        for k, document in enumerate(Example.from_planes(planes).documents()):
+    for fields in collate(made, [window] * 1000):
+        for k, document in enumerate(Example.from_fields(fields).documents()):
             content = document.ord >= 0
             tokens, segments = document.tokens[content], document.segment_ids[content]
             first, second = np.flatnonzero(tokens == SPECIAL.sep).tolist()

@@ -41,7 +41,7 @@ def paper_mask(row: Example, recipe: Recipe) -> np.ndarray:
     mask = np.zeros((len(row.doc), len(row.doc)), bool)
     for number in range(row.doc.max(initial=-1) + 1):
         here = np.flatnonzero(row.doc == number)
-        document = Example.from_planes(np.stack([getattr(row, f).view(np.int32)[here] for f in FIELDS]))
+        document = Example.from_fields(np.stack([getattr(row, f).view(np.int32)[here] for f in FIELDS]))
         mask[np.ix_(here, here)] = recipe.mask(document)
     return mask
 
@@ -68,8 +68,8 @@ def test_the_rule_gives_the_mask_of_the_paper_and_nothing_leaks(recipe):
     )
     samples = windows(CASES, SEQUENCE_LENGTH, 1)
     padded = 0
-    for planes, pieces in zip(collate(made, samples), samples, strict=True):
-        row = Example.from_planes(planes)
+    for fields, pieces in zip(collate(made, samples), samples, strict=True):
+        row = Example.from_fields(fields)
         mask = allowed(row.doc, row.ord, row.grp)
         assert (mask == paper_mask(row, recipe)).all()
         assert not leaks(row.tokens, row.targets, token_level(row), mask)
@@ -88,8 +88,8 @@ def test_the_text_can_be_rebuilt(recipe):
     """Nothing of a window is lost; where documents exchange their second texts, nothing is used twice."""
     made = make(recipe.name, 40, row_length=100, **recipe.config)  # ample
     samples = windows(300, 40, 2)
-    for planes, pieces in zip(collate(made, samples), samples, strict=True):
-        documents = Example.from_planes(planes).documents()
+    for fields, pieces in zip(collate(made, samples), samples, strict=True):
+        documents = Example.from_fields(fields).documents()
         assert all(document.position_ids.min() == 0 for document in documents)  # counted anew in each
         texts = [recipe.rebuilt(document) for document in documents]
         if any(map(is_exchanged, documents)):
@@ -250,7 +250,7 @@ def test_texts_that_xlnet_exchanges_fit_the_tightest_row(per_target, orders):
     wide, rows = collate(ample, samples), collate(tight, samples)
     assert (wide[..., : tight.row_length] == rows).all()
     assert (wide[:, FIELDS.index("doc"), tight.row_length :] == -1).all()
-    documents = [document for planes in rows for document in Example.from_planes(planes).documents()]
+    documents = [document for fields in rows for document in Example.from_fields(fields).documents()]
     assert sum(map(is_exchanged, documents)) > 100
     assert all(
         document.weights.any() for document in documents if (document.tokens >= FIRST_TEXT_TOKEN).any()

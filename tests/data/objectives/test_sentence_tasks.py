@@ -70,8 +70,8 @@ def test_distances_are_those_of_the_text(far, wrong):
     made = make("sentence_distance", 400, far_prob=far, wrong_prob=wrong, **SHOWN)
     pieces = [text_of(40, False, FIRST_TEXT_TOKEN + 40 * number) for number in range(8)]
     samples, found = 500, Counter()
-    for planes in collate(made, [pieces] * samples):
-        for number, example in enumerate(Example.from_planes(planes).documents()):
+    for fields in collate(made, [pieces] * samples):
+        for number, example in enumerate(Example.from_fields(fields).documents()):
             assert example.objective[0] == CLASS_HEADS["sentence_distance"]
             label, middle = int(example.targets[0]), int(np.argmax(example.tokens == SPECIAL.sep))
             first, second = example.tokens[1:middle], example.tokens[middle + 1 : -1]
@@ -120,8 +120,8 @@ def test_words_know_their_capitals_and_other_objectives_do_not():
     alone, plain = (collate_all(one, np.stack([text, capitals]), *given) for one in (made, other))
     assert np.array_equal(plain, collate_all(other, text, *given))
     without = collate_all(made, text, *given)
-    for planes, unlabelled, first in zip(alone, without, range(0, len(text), 71), strict=True):
-        example, before = Example.from_planes(planes), Example.from_planes(unlabelled)
+    for fields, unlabelled, first in zip(alone, without, range(0, len(text), 71), strict=True):
+        example, before = Example.from_fields(fields), Example.from_fields(unlabelled)
         of_text = np.isin(example.position_ids, 0, invert=True) & (example.tokens != SPECIAL.sep)
         labels = np.full(len(of_text), -1)
         labels[of_text] = capitals[first : first + 71]
@@ -131,7 +131,7 @@ def test_words_know_their_capitals_and_other_objectives_do_not():
         assert (example.targets[labelled] == labels[labelled]).all()
         assert (example.objective[labelled] == CLASS_HEADS["capitalization"]).all()
         assert (example.targets[masked] == before.targets[masked]).all()
-        assert not planes[BLOCK_POSITION_IDS].any()
+        assert not fields[BLOCK_POSITION_IDS].any()
         seen.update(labels[labelled].tolist())
         masked_words += int(masked.sum())
     assert near(seen[1], seen[0] + seen[1], 0.5) and near(masked_words, 100 * 78, 0.15)
@@ -162,12 +162,12 @@ def test_a_pair_is_two_texts_and_its_label_and_a_text_without_one_has_none(name,
             pairs.append((np.stack([text, marks]), int(lengths[0]), label))
             first += len(text)
         given = np.array([piece.shape[1] for piece, *_ in pairs]), np.array([len(pairs)]), np.array([sample])
-        (planes,), (plain,) = (
+        (fields,), (plain,) = (
             collate_all(each, np.concatenate([piece for piece, *_ in pairs], 1), *given)
             for each in (made, shown)
         )
         documents = zip(
-            Example.from_planes(planes).documents(), Example.from_planes(plain).documents(), strict=True
+            Example.from_fields(fields).documents(), Example.from_fields(plain).documents(), strict=True
         )
         for (piece, cut, label), (example, before) in zip(pairs, documents, strict=True):
             body = piece[0].tolist()
