@@ -11,8 +11,8 @@ import numpy as np
 
 from data_utils.build.config import BuildConfig
 from data_utils.common.errors import ConfigError
-from data_utils.corpus.documents import Block, ParsedBlock, Place, RecordCounts
-from data_utils.corpus.inputs import layout_of
+from data_utils.corpus.documents import ParsedBlock, RecordBlock, RecordCounts, SourceLocation
+from data_utils.corpus.inputs import file_format
 from data_utils.corpus.json_records import UnusableRecord, parse_json_object
 from data_utils.corpus.mentions import EntityNames, Mention, entities_of_tokens, read_names
 
@@ -41,7 +41,7 @@ class EntityReader(EntityNames):
 
 
 def encode_with_entities(
-    parsed: ParsedBlock, block: Block, tokenizer: Any, reader: Any
+    parsed: ParsedBlock, block: RecordBlock, tokenizer: Any, reader: Any
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Ids, lengths and entities of the texts; those with bad mentions are counted and leave `parsed`."""
     ids, entities = [np.zeros(0, np.int32)], [np.zeros(0, np.int32)]
@@ -54,7 +54,7 @@ def encode_with_entities(
             found, counts = reader.of_tokens(record, text, places)
             entities.append(found)
         except UnusableRecord as error:
-            parsed.counts.add_bad(error.kind, Place(block.source, line, str(error), block.start))
+            parsed.counts.add_bad(error.kind, SourceLocation(block.source, line, str(error), block.start))
             continue
         parsed.counts.merge(RecordCounts(mentions=counts))
         ids.append(np.array(own, np.int32))
@@ -77,7 +77,7 @@ def open_entities(config: BuildConfig, inputs: Sequence[Path]) -> EntityReader |
 def require_json_lines(option: str, inputs: Sequence[Path]) -> None:
     """Raise ConfigError for inputs without fields, which an option reads."""
     for source in inputs:
-        if layout_of(source, "") != "jsonl":
+        if file_format(source, "") != "jsonl":
             raise ConfigError(
                 f"{option} is given, but {source} has no JSON lines; convert it, or leave the option out."
             )

@@ -26,7 +26,7 @@ from data_utils.build.config import BuildConfig
 from data_utils.build.mentions import require_json_lines
 from data_utils.common.errors import ConfigError
 from data_utils.common.setting_files import read_text, shown
-from data_utils.corpus.documents import Block, ParsedBlock, Place, RecordCounts
+from data_utils.corpus.documents import ParsedBlock, RecordBlock, RecordCounts, SourceLocation
 from data_utils.corpus.json_records import UnusableRecord, json_type, parse_json_object
 from data_utils.corpus.mentions import KEPT
 from data_utils.dataset.manifest import LABELS
@@ -98,7 +98,7 @@ class PairReader:
 
 
 def encode_pairs(
-    parsed: ParsedBlock, block: Block, tokenizer: Any, reader: PairReader
+    parsed: ParsedBlock, block: RecordBlock, tokenizer: Any, reader: PairReader
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Ids, lengths and labels beside tokens of the pairs, which take the place of their texts in `parsed`."""
     pairs: list[Pair] = []
@@ -109,7 +109,7 @@ def encode_pairs(
         try:
             found = reader.pairs(b"" if records is None else records[line - block.first_line], text)
         except UnusableRecord as error:
-            parsed.counts.add_bad(error.kind, Place(block.source, line, str(error), block.start))
+            parsed.counts.add_bad(error.kind, SourceLocation(block.source, line, str(error), block.start))
             continue
         parsed.counts.merge(RecordCounts(mentions={KEPT: len(found), WITHOUT: int(not found)}))
         pairs += found

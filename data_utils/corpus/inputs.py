@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 TABLES = (".parquet", ".arrow")
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _TEXT = ".txt"
-_LAYOUTS = {
+_FORMATS = {
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl"),
     **dict.fromkeys((*DELIMITERS, *TABLES), "rows"),
     _TEXT: "text",
@@ -45,13 +45,13 @@ def ending_of(path: Path) -> str:
     return Path(name).suffix.lower()
 
 
-def layout_of(path: Path, text_split: str) -> str:
+def file_format(path: Path, text_split: str) -> str:
     """How the records of a file lie in it: "jsonl", "rows" of a table, or `text_split` for .txt. Raises DataError."""
     ending = ending_of(path)
-    layout = _LAYOUTS.get(ending)
-    if layout is None or (ending in TABLES and compression_of(path)):
+    record_format = _FORMATS.get(ending)
+    if record_format is None or (ending in TABLES and compression_of(path)):
         raise DataError(f"input {path} {_unknown(path, ending)}.")
-    return text_split if layout == "text" else layout
+    return text_split if record_format == "text" else record_format
 
 
 def _unknown(path: Path, ending: str) -> str:
@@ -165,7 +165,7 @@ class _Inputs:
 
     def _add_file(self, path: Path, state: os.stat_result) -> None:
         try:
-            layout_of(path, "")
+            file_format(path, "")
         except DataError as error:
             self._refuse_for(error)
             return
@@ -185,7 +185,7 @@ class _Inputs:
             if is_saved_dataset(path):
                 for file in saved_dataset_files(path):
                     self._add(file)
-            elif ending_of(path) in _LAYOUTS:
+            elif ending_of(path) in _FORMATS:
                 if not self._add_parts(path, set()):
                     self._refuse(f"{path} is a directory without part files; fetch it again")
             elif not is_match or any(not name.startswith(".") for name in os.listdir(path)):
