@@ -75,7 +75,7 @@ CASES = {
 
 
 def source(sequence_length: int, document_length: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Random text for a batch: tokens, piece lengths, pieces per sample."""
+    """Random text for a batch: tokens, chunk lengths, chunks per sample."""
     document = document_length or sequence_length - 4
     per_row = sequence_length // (document + 4)
     rng = np.random.default_rng(0)

@@ -84,9 +84,9 @@ def pretraining_batches(config: Config, rows: int) -> list[Batch]:
     vocabulary = vocabulary_of(load_tokenizer(config.tokenizer))
     objective = make_objective(config.objective_choices, vocabulary, 1, config.data.sequence_length)
     rng, length = np.random.default_rng(0), config.data.sequence_length - 4
-    lengths, pieces = np.full(rows, length), np.ones(rows, np.int64)
+    lengths, chunks = np.full(rows, length), np.ones(rows, np.int64)
     return [
-        Batch(collate(objective, rng.integers(5, WORDS, rows * length), lengths, pieces, np.arange(rows)))
+        Batch(collate(objective, rng.integers(5, WORDS, rows * length), lengths, chunks, np.arange(rows)))
         for _ in range(BATCHES)
     ]
 

@@ -170,8 +170,8 @@ def rows_of_config(arguments: argparse.Namespace) -> Shown:
         train = open_datasets(config.data, choices, tokenizer, seed, decoders, phases).train
         rows = [train.batch(np.array([sample]))[0] for sample in arguments.samples]
         return Shown([Example.from_fields(row) for row in rows], *spell)
-    pieces = [ended(arguments.text, each) for each in (tokenizer, decoders) if each is not None]
-    rows = rows_of_text(pieces, choices, vocabulary_of(tokenizer, decoders), seed, arguments.samples)
+    chunks = [ended(arguments.text, each) for each in (tokenizer, decoders) if each is not None]
+    rows = rows_of_text(chunks, choices, vocabulary_of(tokenizer, decoders), seed, arguments.samples)
     return Shown(rows, *spell)
 
 
@@ -235,7 +235,7 @@ def scored(
 
 
 def rows_of_text(
-    pieces: Sequence[np.ndarray],
+    chunks: Sequence[np.ndarray],
     choices: Sequence[ObjectiveChoice],
     vocabulary: Vocabulary,
     seed: int,
@@ -243,14 +243,14 @@ def rows_of_text(
 ) -> list[Example]:
     """One document under several sample numbers, without padding.
 
-    Args: pieces: its tokens, and then those of a decoder with a vocabulary of its own.
+    Args: chunks: its tokens, and then those of a decoder with a vocabulary of its own.
     """
-    lengths = np.array([len(piece) for piece in pieces])
+    lengths = np.array([len(chunk) for chunk in chunks])
     if lengths.min() < 2:
         raise DataError("--text holds no token; give at least one word.")
     made = make_objective(choices, vocabulary, seed, int(lengths.max()) + DOCUMENT_OVERHEAD)
-    counts = np.full(len(samples), len(pieces))
-    tokens = np.tile(np.concatenate(pieces), len(samples))
+    counts = np.full(len(samples), len(chunks))
+    tokens = np.tile(np.concatenate(chunks), len(samples))
     batch = collate(made, tokens, np.tile(lengths, len(samples)), counts, np.array(samples))
     return [Example.from_fields(row[:, row[FIELDS.index("doc")] >= 0]) for row in batch]
 

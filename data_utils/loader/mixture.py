@@ -178,7 +178,7 @@ class Mixture:
     def fetch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The tokens of samples, indices int64 [B], in their order.
 
-        Returns: tokens int32 [all pieces], piece lengths int64 [pieces], pieces per sample int64 [B].
+        Returns: tokens int32 [all chunks], chunk lengths int64 [chunks], chunks per sample int64 [B].
         """
         if self.streams:
             return self._fetch_ranges(indices)
@@ -202,8 +202,8 @@ class Mixture:
             rows = np.flatnonzero(ranges[:, 0] == corpus)
             if len(rows):
                 parts.append((index, *np.ascontiguousarray(ranges[rows, 1:].T), rows))
-        tokens, piece_lengths, pieces = gather(parts)
-        return tokens, piece_lengths, np.add.reduceat(pieces, np.cumsum(counts) - counts)
+        tokens, chunk_lengths, chunks = gather(parts)
+        return tokens, chunk_lengths, np.add.reduceat(chunks, np.cumsum(counts) - counts)
 
     def prefetch(self, indices: np.ndarray) -> None:
         """Let the kernel start to read samples, indices int64 [B], that will be fetched soon.

@@ -1,4 +1,4 @@
-"""Compiled functions with which objectives fill rows: the loop over the pieces of samples, and parts of its body."""
+"""Compiled functions with which objectives fill rows: the loop over the chunks of samples, and parts of its body."""
 
 from __future__ import annotations
 
@@ -140,48 +140,51 @@ def begin_row(row, pad):
 
 @compiled
 def maskable_length(text, start, length, s):
-    """Tokens of a piece without the eos at its end."""
+    """Tokens of a chunk without the eos at its end."""
     return length - 1 if text[start + length - 1] == s.eos else length
 
 
 @compiled
 def kept_length(text, start, length, s):
-    """Tokens of a piece that go into a row.
+    """Tokens of a chunk that go into a row.
 
     An eos that is [SEP] or [PAD] itself does not, where [SEP] follows the text: BERT's rows have one [SEP] there, and
-    no padding within the text. A piece that is nothing else keeps it: every piece has an Example.
+    no padding within the text. A chunk that is nothing else keeps it: every chunk has an Example.
     """
     return length - 1 if s.drops_eos and length > 1 and text[start + length - 1] == s.eos else length
 
 
 # Inlined also because numba cannot cache a function that takes another one as an argument.
 @inlined
-def fill_pieces(fill_piece, batch, pieces, tables, settings):
-    """Write every sample piece by piece. `fill_piece` returns the end of the Example it writes at `used`.
+def fill_chunks(fill_chunk, batch, chunks, tables, settings):
+    """Write every sample chunk by chunk. `fill_chunk` returns the end of the Example it writes at `used`.
 
-    The Example must end at or before `limit`, since the rest of the row is reserved for later pieces. Objectives whose
+    The Example must end at or before `limit`, since the rest of the row is reserved for later chunks. Objectives whose
     rows hold every draw can ignore it.
 
-    Args: pieces and tables: as `RowObjective._fill` makes them.
+    Args: chunks and tables: as `RowObjective._fill` makes them.
     """
-    text, unit_start, piece_lengths, pieces_per_sample, sample_indices, first_piece = pieces
+    text, unit_start, chunk_lengths, chunks_per_sample, sample_indices, first_chunk = chunks
     cumulative, stream, w = tables
     s = settings[0]
-    piece, start = 0, 0
+    chunk, start = 0, 0
     for i in range(len(batch)):
         row, used = batch[i], 0
         begin_row(row, s.pad)
         rest = 0
-        for k in range(piece, piece + pieces_per_sample[i]):
-            rest += np.int64(s.growth * piece_lengths[k] + 1e-9) + s.overhead
-        for number in range(first_piece, first_piece + pieces_per_sample[i]):
-            rest -= np.int64(s.growth * piece_lengths[piece] + 1e-9) + s.overhead
-            length = kept_length(text, start, piece_lengths[piece], s)
+        for k in range(chunk, chunk + chunks_per_sample[i]):
+            rest += np.int64(s.growth * chunk_lengths[k] + 1e-9) + s.overhead
+        for number in range(first_chunk, first_chunk + chunks_per_sample[i]):
+            rest -= np.int64(s.growth * chunk_lengths[chunk] + 1e-9) + s.overhead
+            length = kept_length(text, start, chunk_lengths[chunk], s)
             if length > 0:
                 open_stream(stream, s.key, sample_indices[i], number, 0)
-                used = fill_piece(
+                used = fill_chunk(
                     row, used, row.shape[1] - rest, number, text, unit_start, start, length, stream, w, cumulative,
                     s,
                 )  # fmt: skip
-            start += piece_lengths[piece]
-            piece += 1
+            start += chunk_lengths[chunk]
+            chunk += 1
+
+
+fill_pieces = fill_chunks  # the name before 0.5.0, which objectives of users import

@@ -56,10 +56,10 @@ def mixed_batch(seed: int, names=NAMES) -> np.ndarray:
         ObjectiveChoice(name, objective_class(name).config_class(**SECTIONS.get(name, {}))) for name in names
     ]
     made = make_objective(choices, vocabulary(), 5, 72)
-    pieces = [text_of(length, first=1000 + 40 * i) for i, length in enumerate((40, 20) * SAMPLES)]
-    lengths = np.array([len(piece) for piece in pieces])
+    chunks = [text_of(length, first=1000 + 40 * i) for i, length in enumerate((40, 20) * SAMPLES)]
+    lengths = np.array([len(chunk) for chunk in chunks])
     samples = np.arange(seed * SAMPLES, (seed + 1) * SAMPLES)
-    return collate(made, np.concatenate(pieces), lengths, np.full(SAMPLES, 2), samples)
+    return collate(made, np.concatenate(chunks), lengths, np.full(SAMPLES, 2), samples)
 
 
 def make_model(seed: int = 3, **options) -> GLM:
@@ -385,8 +385,8 @@ def test_sections_say_which_segments_and_labels_they_make():
     for name, section in ((name, objective_class(name).config_class) for name in NAMES):
         config = section(**SECTIONS.get(name, {}))
         made = make(name, 72, **SECTIONS.get(name, {}))
-        piece, ones = text_of(60), np.ones(64, np.int64)
-        batch = collate(made, np.tile(piece, 64), ones * 60, ones, np.arange(64))
+        chunk, ones = text_of(60), np.ones(64, np.int64)
+        batch = collate(made, np.tile(chunk, 64), ones * 60, ones, np.arange(64))
         labels = np.isin(
             batch[:, OBJECTIVE], [LOSS_NAMES.index(n) for n in ("next_sentence", "sentence_order")]
         )

@@ -41,11 +41,11 @@ def test_windows_hold_whole_documents_as_many_as_fit(tmp_path, longest, overhead
         expected[-1].append(document.tolist())
         used += cost
     tokens, lengths, counts = index.gather(np.arange(index.num_windows))
-    pieces = [piece.tolist() for piece in np.split(tokens, np.cumsum(lengths)[:-1])]
+    chunks = [chunk.tolist() for chunk in np.split(tokens, np.cumsum(lengths)[:-1])]
     ends = np.cumsum(counts)
-    assert [pieces[end - count : end] for end, count in zip(ends, counts, strict=True)] == expected
+    assert [chunks[end - count : end] for end, count in zip(ends, counts, strict=True)] == expected
     assert index.too_long == sum(len(document) + overhead > longest for document in documents)
-    assert (index.pieces(1)[:, 1] - index.pieces(1)[:, 0]).tolist() == list(map(len, expected[1]))
+    assert (index.chunks(1)[:, 1] - index.chunks(1)[:, 0]).tolist() == list(map(len, expected[1]))
 
 
 @pytest.fixture(scope="module")

@@ -66,10 +66,10 @@ def greedy(sentences, row_length):
 
 
 def texts_of(gathered):
-    """The pieces of each place."""
+    """The chunks of each place."""
     tokens, lengths, counts = gathered
-    pieces = iter(np.split(tokens, np.cumsum(lengths)[:-1]) if len(lengths) else [])
-    return [[next(pieces).tolist() for _ in range(count)] for count in counts]
+    chunks = iter(np.split(tokens, np.cumsum(lengths)[:-1]) if len(lengths) else [])
+    return [[next(chunks).tolist() for _ in range(count)] for count in counts]
 
 
 def rows_of(index, windows=None):
@@ -97,7 +97,7 @@ def test_rows_are_packed_greedily_and_hold_each_sentence_once(
 )
 @settings(max_examples=80, deadline=None)
 def test_two_datasets_leave_out_what_either_does_not_fit(tmp_path_factory, pairs, row_length, wide):
-    """Pieces are the encoder's and the decoder's by turns, whatever the type of the tokens."""
+    """Chunks are the encoder's and the decoder's by turns, whatever the type of the tokens."""
     folder = tmp_path_factory.mktemp("pairs")
     encoders, first = dataset_of(folder / "e", [n for n, _ in pairs])
     decoders, second = dataset_of(

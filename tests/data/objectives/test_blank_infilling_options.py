@@ -133,7 +133,7 @@ def test_shuffle_spans_off_keeps_the_order_of_the_text():
         assert positions == sorted(positions) and len(positions) > 1
 
 
-def test_cross_document_attention_joins_the_pieces():
+def test_cross_document_attention_joins_the_chunks():
     made = objective(cross_document_attention=True)
     texts = [text_of(100), text_of(150, first=1500), text_of(200, first=2000)]
     batch = collate(made, np.concatenate(texts), [100, 150, 200], [3], [1])

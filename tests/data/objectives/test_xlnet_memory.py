@@ -1,4 +1,4 @@
-"""XLNet's memory in training: the first tokens of a piece, and then the row that the rest has without it."""
+"""XLNet's memory in training: the first tokens of a chunk, and then the row that the rest has without it."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ def test_texts_that_are_exchanged_leave_memories_where_they_are():
     foreign = 0
     for fields in collate(made, [[long, short, other]] * 200):
         documents = Example.from_fields(fields).documents()
-        for piece, document, memory in zip((long, short, other), documents, (MEMORY, 0, MEMORY), strict=True):
+        for chunk, document, memory in zip((long, short, other), documents, (MEMORY, 0, MEMORY), strict=True):
             assert document.block_position_ids.sum() == memory
-            assert (document.tokens[: memory + 1] == piece[: memory + 1]).all()
+            assert (document.tokens[: memory + 1] == chunk[: memory + 1]).all()
             content = document.tokens[document.ord >= 0]
-            foreign += not np.isin(content[content >= 1000], piece).all()
+            foreign += not np.isin(content[content >= 1000], chunk).all()
     assert foreign > 100
 
 
