@@ -214,10 +214,10 @@ def scored(
 ) -> list[str]:
     """A line for each part of a document: its rows, and their targets."""
     lines = []
-    for number, part in enumerate(sample.parts):
+    for number, part in enumerate(sample.target_groups):
         if part.document != document:
             continue
-        places = [int(row) for row in part.rows]
+        places = [int(row) for row in part.positions]
         rows = f"row {places[0]}" if len(places) == 1 else f"rows {places[0]} to {places[-1]}"
         if head == "values":
             says = f"{part.value:g}"

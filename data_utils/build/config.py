@@ -52,15 +52,15 @@ class BuildConfig:
         check_options(self.text_split, self.on_bad_record, self.max_bad_records)
         require_prefix(self.output)
         for pair in (("entities_key", "entity_ids"), ("second_key", "labels")):
-            given, other = pair if getattr(self, pair[0]) else pair[::-1]
-            if getattr(self, given) is not None and getattr(self, other) is None:
-                options = f"--{given} is given without --{other}".replace("_", "-")
+            present, absent = pair if getattr(self, pair[0]) else pair[::-1]
+            if getattr(self, present) is not None and getattr(self, absent) is None:
+                options = f"--{present} is given without --{absent}".replace("_", "-")
                 raise ConfigError(f"{options}; give both, or neither.")
-        kinds = ("capitals", "spans_key", "entities_key", "second_key", "markers")
-        beside = [f"--{kind.replace('_', '-')}" for kind in kinds if getattr(self, kind)]
-        if len(beside) > 1:
+        exclusive = ("capitals", "spans_key", "entities_key", "second_key", "markers")
+        given = [f"--{name.replace('_', '-')}" for name in exclusive if getattr(self, name)]
+        if len(given) > 1:
             raise ConfigError(
-                f"{beside[0]} is given with {beside[1]}, but a dataset has one of both; give one."
+                f"{given[0]} is given with {given[1]}, but a dataset has one of both; give one."
             )
         if self.second_key is not None and self.second_key == self.text_key:
             raise ConfigError(

@@ -27,17 +27,17 @@ class EntityReader(EntityNames):
     min_score: float
 
     def of_tokens(
-        self, record: bytes, text: str, places: list[tuple[int, int]]
+        self, record: bytes, text: str, offsets: list[tuple[int, int]]
     ) -> tuple[np.ndarray, dict[str, int]]:
         """The entity that begins at each token, int32 [tokens], -1 = none, and counts. Raises UnusableRecord."""
         mentions, counts = self.mentions(
             parse_json_object(record), self.key, text, self.min_score, f" ({self.option} names it)"
         )
-        return self.values(mentions, places, text), counts
+        return self.values(mentions, offsets, text), counts
 
-    def values(self, mentions: list[Mention], places: list[tuple[int, int]], text: str) -> np.ndarray:
+    def values(self, mentions: list[Mention], offsets: list[tuple[int, int]], text: str) -> np.ndarray:
         """The number that stands on each token. Args and errors: as `entities_of_tokens`."""
-        return entities_of_tokens(mentions, places, text)
+        return entities_of_tokens(mentions, offsets, text)
 
 
 def encode_with_entities(
@@ -49,9 +49,9 @@ def encode_with_entities(
     records = block.data.split(b"\n") if isinstance(block.data, bytes) and reader.key is not None else None
     for text, line in zip(parsed.texts, parsed.lines, strict=True):
         try:
-            own, places = tokenizer.encode_with_places(text)
+            own, offsets = tokenizer.encode_with_offsets(text)
             record = b"" if records is None else records[line - block.first_line]
-            found, counts = reader.of_tokens(record, text, places)
+            found, counts = reader.of_tokens(record, text, offsets)
             entities.append(found)
         except UnusableRecord as error:
             parsed.counts.add_bad(error.kind, SourceLocation(block.source, line, str(error), block.start))

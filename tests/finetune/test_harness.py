@@ -270,7 +270,7 @@ def test_long_contexts_lose_their_beginning_and_are_counted(runs):
 def test_a_continuation_longer_than_the_model_is_refused(runs):
     for objective in ("causal", "blank_infilling", "t5", "masked_lm"):
         harness = Harness(runs(objective))
-        with pytest.raises(DataError, match=r"has 60 tokens, but the model has room for \d+; shorten it"):
+        with pytest.raises(DataError, match="has 60 tokens.*shorten it"):
             harness.loglikelihood([("the", " fox" * 60)])
     with pytest.raises(DataError, match="the continuation ' ' has no token"):
         harness.loglikelihood([("the", " ")])
@@ -318,7 +318,7 @@ def test_settings_of_generation(runs):
     for options, message in {
         "generation_kwargs has repetition_penalty, which is unknown": {"repetition_penalty": 2.0},
         "generation_kwargs.top_p is 3.0": {"do_sample": True, "top_p": 3.0},
-        "leave no room for a context in a model of 32; lower max_gen_toks": {"max_gen_toks": 31},
+        "leave no tokens for a context in a model of 32; lower max_gen_toks": {"max_gen_toks": 31},
     }.items():
         with pytest.raises(ConfigError, match=options):
             harness.generate_until([("the", message)])

@@ -119,7 +119,7 @@ def of_choices(model, samples):
         fields, parts = collate([sample])
         tensors = torch.from_numpy(fields.astype(np.int64))
         labels = torch.full_like(tensors[:, TOKENS], -100)
-        labels.view(-1)[torch.from_numpy(parts.rows)] = torch.from_numpy(parts.targets)
+        labels.view(-1)[torch.from_numpy(parts.positions)] = torch.from_numpy(parts.targets)
         total = (
             total
             + model(
