@@ -216,7 +216,9 @@ def _identify(paths: Iterable[Path]) -> list[list[Any]]:
         try:
             stat = path.stat()
         except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error.strerror}); put it back.") from None
+            raise DataError(
+                f"{path}: cannot be read ({error.strerror}); the build needs this input, restore it."
+            ) from None
         identities.append([str(path), stat.st_size, stat.st_mtime_ns])
     return identities
 
@@ -383,19 +385,19 @@ def _require_documents(
     total = sum(writer.num_documents for writer in writers)
     if not total and config.markers and (texts := counts.mentions.get(WITHOUT, 0)):
         raise DataError(
-            f"in {texts:,} texts no sentence begins with a marker of {config.markers} and a comma, after another "
-            "sentence of its paragraph; give other --markers, or texts with such sentences."
+            f"none of the {texts:,} texts has a sentence that follows another one and begins with a marker of "
+            f"{config.markers} and a comma; give other --markers or other texts."
         )
     if not total:
         raise DataError(
-            f"the corpus holds no document with tokens ({counts.empty_documents} empty documents, "
+            f"the corpus has no document with tokens ({counts.empty_documents} empty documents, "
             f"{counts.blank_lines} blank lines, {counts.num_bad} bad records); check the input."
         )
     for writer in writers:
         if not writer.num_documents:
             raise DataError(
-                f"split {writer.prefix.name} would receive none of the {total} documents; give it a larger "
-                f"fraction or add documents."
+                f"split {writer.prefix.name} receives none of the {total} documents; give it a larger fraction or "
+                "add documents."
             )
 
 

@@ -31,7 +31,7 @@ class EntityReader(EntityNames):
     ) -> tuple[np.ndarray, dict[str, int]]:
         """The entity that begins at each token, int32 [tokens], -1 = none, and counts. Raises UnusableRecord."""
         mentions, counts = self.mentions(
-            parse_json_object(record), self.key, text, self.min_score, f" ({self.option} names it)"
+            parse_json_object(record), self.key, text, self.min_score, f" (set with {self.option})"
         )
         return self.values(mentions, offsets, text), counts
 
@@ -79,5 +79,5 @@ def require_json_lines(option: str, inputs: Sequence[Path]) -> None:
     for source in inputs:
         if file_format(source, "") != "jsonl":
             raise ConfigError(
-                f"{option} is given, but {source} has no JSON lines; convert it, or leave the option out."
+                f"{option} needs JSON lines, but {source} is another format; convert it or drop the option."
             )

@@ -53,8 +53,8 @@ _POLL_SECONDS = 0.2
 _FIELDS = ("input bytes", "documents", "process", "file part", "line in it", "bytes of the record")
 _DONE, _READING, _RECORD = slice(0, 2), slice(2, 6), slice(4, 6)
 _MEMORY_REMEDY = (
-    "use fewer --workers, give the job more memory, or split the record. Finished shards are kept: run the same "
-    "command again."
+    "use fewer --workers, give the job more memory, or split the record. Finished shards are kept; repeat the same "
+    "command to continue."
 )
 
 
@@ -182,8 +182,8 @@ class ShardBuilder:
         """Args: progress: int64 [shards, len(_FIELDS)], shared with the parent; None: a new array."""
         if tokenizer.fingerprint != job.fingerprint:
             raise DataError(
-                f"the tokenizer has fingerprint {tokenizer.fingerprint} here but {job.fingerprint} on the "
-                f"first rank; give all nodes the same tokenizer files."
+                f"the tokenizer has fingerprint {tokenizer.fingerprint} on this rank but {job.fingerprint} on rank "
+                "0; give all nodes the same tokenizer files."
             )
         self.job = job
         self.tokenizer = tokenizer

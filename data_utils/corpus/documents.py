@@ -129,11 +129,13 @@ class RecordCounts:
             return
         first = with_line_in_file(self.examples[0], text_split)
         if on_bad_record == "error":
-            raise DataError(f"{first}; correct or remove it, or skip bad records (--on-bad-record skip).")
+            raise DataError(
+                f"{first}; correct or remove this record, or skip bad records (--on-bad-record skip)."
+            )
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.bad.items()))
         raise DataError(
-            f"{self.num_bad} bad records ({kinds}) are more than max_bad_records ({max_bad_records}); "
-            f"the first is {first}; correct the input or raise the limit."
+            f"{self.num_bad} bad records ({kinds}) exceed max_bad_records ({max_bad_records}); the first is "
+            f"{first}; correct the input or raise the limit."
         )
 
 
@@ -200,7 +202,7 @@ def check_text_key(text_key: str, paths: Iterable[Path]) -> None:
     """Raise ConfigError for a named key where no input has fields or columns."""
     if text_key != TEXT_KEY and all(file_format(path, "") == "" for path in paths):
         raise ConfigError(
-            f"text_key is {text_key!r}, but all inputs are .txt, which have no fields; leave --text-key out."
+            f"text_key is {text_key!r}, but all inputs are .txt files, which have no fields; drop --text-key."
         )
 
 
@@ -294,8 +296,8 @@ def _byte_blocks(file_range: FileRange, record_format: str, block_bytes: int) ->
             pending, started, searched = _without_mark(pending, path), True, 0
         if len(pending) > MAX_RECORD_BYTES + block_bytes:
             raise DataError(
-                f"{path}:{line + lines_before(file_range, record_format)}: a record is longer than {MAX_RECORD_BYTES} "
-                f"bytes; split it, or check that each record has its own line."
+                f"{path}:{line + lines_before(file_range, record_format)}: a record is longer than "
+                f"{MAX_RECORD_BYTES} bytes; split it, or check that every record is on its own line."
             )
         cut = _last_boundary(pending, record_format, searched) if started else 0
         if cut:
@@ -465,7 +467,7 @@ def _parse_record(record: bytes | UnusableRecord, record_format: str, text_key: 
     if record_format == "rows":
         return text
     if "\0" in text:
-        problem = "a NUL byte, which no text file has: a binary file, or UTF-16 (iconv -f UTF-16LE -t UTF-8)"
+        problem = "a NUL byte: this is a binary file or UTF-16 (iconv -f UTF-16LE -t UTF-8)"
         raise UnusableRecord("nul_byte", problem)
     if record_format == "lines" and not text.strip():
         return None

@@ -145,19 +145,19 @@ def _check_lengths(
     total = chunk_lengths.sum()
     if chunk_lengths.min(initial=0) < 0 or total != tokens.shape[-1]:
         raise DataError(
-            f"chunk lengths sum to {total} for {tokens.shape[-1]} tokens; they must be >= 0 and equal their "
-            "number: the dataset's index and its data disagree, verify the dataset."
+            f"chunk lengths sum to {total} for {tokens.shape[-1]} tokens; they must be >= 0 and sum to it; the "
+            "index and the data of the dataset disagree, verify the dataset."
         )
     total = chunks_per_sample.sum()
     if chunks_per_sample.min(initial=0) < 0 or total != len(chunk_lengths):
         raise DataError(
-            f"chunks per sample sum to {total} for {len(chunk_lengths)} chunks; they must be >= 0 and equal "
-            "their number: the sampler's windows are inconsistent."
+            f"chunks per sample sum to {total} for {len(chunk_lengths)} chunks; they must be >= 0 and sum to it; "
+            "the windows of the sampler are inconsistent."
         )
     if len(sample_indices) != len(chunks_per_sample) or sample_indices.min(initial=0) < 0:
         raise DataError(
-            f"{len(sample_indices)} sample indices for {len(chunks_per_sample)} samples; give each sample "
-            "one index, 0 or more."
+            f"{len(sample_indices)} sample indices for {len(chunks_per_sample)} samples; each sample needs one "
+            "index >= 0."
         )
 
 

@@ -50,7 +50,7 @@ def quotas(weights: Sequence[float]) -> np.ndarray:
     shares = np.asarray(weights, np.float64)
     if not np.any(shares) or not np.all(np.isfinite(shares) & (shares >= 0)):
         raise ConfigError(
-            f"corpus weights are {list(weights)}; give numbers, 0 or more, of which one is positive."
+            f"corpus weights are {list(weights)}; give numbers >= 0, at least one of them positive."
         )
     takes_part = shares > 0
     shares = shares / shares.sum() * BLOCK_SIZE
@@ -60,7 +60,7 @@ def quotas(weights: Sequence[float]) -> np.ndarray:
     if not places[takes_part].all():
         raise ConfigError(
             f"corpus weight {weights[int(np.argmin(places + ~takes_part))]} is below 1/{BLOCK_SIZE} of the total; "
-            "raise it or leave the corpus out."
+            "raise it or remove the corpus."
         )
     return places
 
@@ -108,7 +108,10 @@ class Mixture:
         self.indexes = [index for index, _ in self.corpora]
         for index in self.indexes:
             if not index.num_windows:
-                raise DataError(f"dataset {index.dataset.prefix} has no window; leave it out.")
+                raise DataError(
+                    f"dataset {index.dataset.prefix} is too small for one sample; remove it or lower "
+                    "data.sequence_length."
+                )
         _require_one_tokenizer([index.dataset for index in self.indexes])
         self._starts = np.concatenate([[0], np.cumsum(self.quotas)])
         self._num_windows = np.array([index.num_windows for index in self.indexes], np.int64)

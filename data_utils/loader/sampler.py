@@ -303,8 +303,8 @@ class WindowIndex:
     ) -> None:
         if document_overhead < 0 or window_length <= document_overhead:
             raise ConfigError(
-                f"window_length ({window_length}) must exceed document_overhead ({document_overhead}), which "
-                f"must not be negative; choose a longer sequence."
+                f"window_length ({window_length}) must exceed document_overhead ({document_overhead}), which must "
+                "be >= 0; raise data.sequence_length."
             )
         self.dataset, self.has_entities = dataset, has_entities
         self.window_length = window_length

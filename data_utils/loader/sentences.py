@@ -140,9 +140,9 @@ class SentenceIndex:
         self.num_sentences = len(dataset) - self.empty - self.too_long
         if not self.num_sentences:
             raise DataError(
-                f"dataset {dataset.prefix} has no sentence: of {len(dataset)} documents {self.too_long} have more than "
-                f"{longest} tokens and {self.empty} none; raise data.sequence_length, or build it with one sentence as "
-                "a document."
+                f"dataset {dataset.prefix} has no sentence: of {len(dataset)} documents, {self.too_long} have more "
+                f"than {longest} tokens and {self.empty} have none; raise data.sequence_length, or rebuild the "
+                "dataset with one sentence per document."
             )
 
     def __reduce__(self) -> tuple[type, tuple[IndexedDataset, int, int, int, IndexedDataset | None]]:
@@ -155,8 +155,9 @@ class SentenceIndex:
         left_out = self.empty + self.too_long
         return (
             f"{self.dataset.prefix}: {self.num_sentences} sentences in {self.num_windows} rows of {self.row_length} "
-            f"tokens ({self.num_sentences / self.num_windows:.1f} a row); left out: {self.too_long} documents of more "
-            f"than {self.longest} tokens and {self.empty} without text, {left_out / len(self.dataset):.3%} of all"
+            f"tokens ({self.num_sentences / self.num_windows:.1f} per row); skipped: {self.too_long} documents with "
+            f"more than {self.longest} tokens and {self.empty} without text, {left_out / len(self.dataset):.3%} of "
+            "all"
         )
 
     def _pack(self) -> tuple[np.ndarray, np.ndarray]:
@@ -227,9 +228,9 @@ def _require_same_documents(first: IndexedDataset, second: IndexedDataset) -> No
     if len(first) == len(second) and difference is None:
         return
     raise DataError(
-        f"dataset {first.prefix} has {len(first)} documents and its decoder's {second.prefix} {len(second)}, "
-        f"{difference or 'of equal sources'}; both must hold the same texts: build them from the same files with the "
-        "same options, the tokenizer apart."
+        f"dataset {first.prefix} has {len(first)} documents but its decoder's dataset {second.prefix} has "
+        f"{len(second)} ({difference or 'from the same sources'}); build both from the same files with the same "
+        "options, except for the tokenizer."
     )
 
 
@@ -243,11 +244,11 @@ def _first_difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> st
     ]
     for number, (a, b) in enumerate(zip_longest(*sources, fillvalue="none")):
         if a != b:
-            return f"and source {number} is {a} of the one and {b} of the other"
+            return f"source {number} is {a} in one and {b} in the other"
     for key in ("split", "text_key", "text_split"):
         a, b = json.dumps(first.get(key)), json.dumps(second.get(key))
         if a != b:
-            return f"and {key} is {a} of the one and {b} of the other"
+            return f"{key} is {a} in one and {b} in the other"
     return None
 
 
