@@ -75,7 +75,7 @@ CASES = {
 
 
 def source(sequence_length: int, document_length: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Random text for a batch: tokens, piece lengths, pieces per sample."""
+    """Random text for a batch: tokens, chunk lengths, chunks per sample."""
     document = document_length or sequence_length - 4
     per_row = sequence_length // (document + 4)
     rng = np.random.default_rng(0)
@@ -182,8 +182,8 @@ def measure_numpy() -> float:
         longest = max(len(row[0]) for row in rows)
         padded = np.zeros((ROWS, 5, longest), np.int64)
         for i, row in enumerate(rows):
-            for j, plane in enumerate(row):
-                padded[i, j, : len(plane)] = plane
+            for j, field in enumerate(row):
+                padded[i, j, : len(field)] = field
         return padded
 
     return best_seconds(batch, rounds=4, calls=4) / ROWS

@@ -41,7 +41,7 @@ from data_utils.common.memory import keep_freed_memory
 from data_utils.common.settings import build
 from data_utils.loader.loader import collate
 from data_utils.objectives import LOSS_NAMES, make_objective
-from data_utils.tasks.base import Record
+from data_utils.tasks.base import TaskRecord
 from data_utils.tasks.templates.render import Renderer
 from data_utils.tokenizers.tokenizer import load_tokenizer
 from data_utils.tokenizers.vocabulary import vocabulary_of
@@ -84,15 +84,15 @@ def pretraining_batches(config: Config, rows: int) -> list[Batch]:
     vocabulary = vocabulary_of(load_tokenizer(config.tokenizer))
     objective = make_objective(config.objective_choices, vocabulary, 1, config.data.sequence_length)
     rng, length = np.random.default_rng(0), config.data.sequence_length - 4
-    lengths, pieces = np.full(rows, length), np.ones(rows, np.int64)
+    lengths, chunks = np.full(rows, length), np.ones(rows, np.int64)
     return [
-        Batch(collate(objective, rng.integers(5, WORDS, rows * length), lengths, pieces, np.arange(rows)))
+        Batch(collate(objective, rng.integers(5, WORDS, rows * length), lengths, chunks, np.arange(rows)))
         for _ in range(BATCHES)
     ]
 
 
 def task_batches(
-    renderer: Renderer, records: Callable[[np.random.Generator], Record], tokens: int
+    renderer: Renderer, records: Callable[[np.random.Generator], TaskRecord], tokens: int
 ) -> list[Batch]:
     """Micro-batches of about so many tokens."""
     rng, batches, number = np.random.default_rng(0), [], 0
@@ -121,12 +121,12 @@ def cases(options: Any, directory: Path) -> tuple[Config, dict[str, list[Batch]]
         config = config_for(options, vocabulary, **task).with_vocab_size(tokenizer.vocab_size)
         is_cloze = task.get("kind", "cloze") == "cloze"
 
-        def record(rng: np.random.Generator) -> Record:
+        def record(rng: np.random.Generator) -> TaskRecord:
             count = words(rng)
             if is_cloze:
-                return Record(0, {"text": text(rng, count)}, "0")
+                return TaskRecord(0, {"text": text(rng, count)}, "0")
             source, target = text(rng, 3 * count // 4), text(rng, count // 4)
-            return Record(0, {"source": source, "target": target}, target)
+            return TaskRecord(0, {"source": source, "target": target}, target)
 
         made[name] = task_batches(make_renderer(config, tokenizer), record, tokens)
 
@@ -163,7 +163,7 @@ def measure(
             made[repeat % len(made)].tokens / taken
             for repeat, taken in zip(range(repeats), seconds[name][1:], strict=True)
         ]
-        padded = statistics.mean(batch.planes[:, 0].size / batch.tokens for batch in made)
+        padded = statistics.mean(batch.fields[:, 0].size / batch.tokens for batch in made)
         tokens = statistics.mean(batch.tokens for batch in made)
         found[name] = {"tokens_per_second": statistics.median(rates), "tokens": tokens, "padded": padded}
     for name, values in found.items():

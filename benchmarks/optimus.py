@@ -86,8 +86,8 @@ def batches(config: Config, sentences: int) -> list[LatentBatch]:
         lengths = rng.integers(SHORTEST, LONGEST + 1, sentences)
         tokens = rng.integers(10, VOCAB_SIZE, lengths.sum()).astype(np.int32)
         samples = np.array([number])
-        planes = collate(objective, tokens, lengths, np.array([sentences]), samples)
-        made.append(LatentBatch(planes, samples, 0, latent.latent_size, latent.memory))
+        fields = collate(objective, tokens, lengths, np.array([sentences]), samples)
+        made.append(LatentBatch(fields, samples, 0, latent.latent_size, latent.memory))
     return made
 
 
@@ -105,7 +105,7 @@ def steps(options: argparse.Namespace) -> tuple[dict[str, Callable[[], None]], f
                 device,
                 of.model,
                 of_decoder=of.decoder,
-                multiple=few_lengths(batch.planes.shape[2], device, dtype),
+                multiple=few_lengths(batch.fields.shape[2], device, dtype),
                 few_counts=builds_kernels(device, dtype),
             )
             for batch in batches(of, options.sentences)

@@ -69,14 +69,14 @@ def measure(
     indices = np.arange(min(samples, window.indexes[0].num_windows))
     arguments = (section, vocabulary_for(dataset), 1, sequence_length)
     usual = make_one(kind, *arguments)
-    pieces = window.fetch(indices)
-    batch = collate(usual, *pieces, indices)
+    chunks = window.fetch(indices)
+    batch = collate(usual, *chunks, indices)
     used = (batch[:, DOC] >= 0).sum()
-    roomy = collate(make_one(kind, *arguments, 2 * usual.row_length), *pieces, indices)
+    roomy = collate(make_one(kind, *arguments, 2 * usual.row_length), *chunks, indices)
     lost = (roomy[:, DOC] >= 0).sum() - used
     # These hold their text twice.
     copies = 2 if kind in ("bart", "optimus") else 1
-    return usual.row_length, 1.0 - used / batch[:, DOC].size, lost / copies / len(pieces[0])
+    return usual.row_length, 1.0 - used / batch[:, DOC].size, lost / copies / len(chunks[0])
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -42,7 +42,7 @@ import yaml
 from benchmarks.arguments import check_at_least, check_places, write_json
 from data_utils.common.errors import ArgumentParser, DataError, expanded_path, run_command
 from data_utils.common.files import require_writable
-from data_utils.tasks.base import Record
+from data_utils.tasks.base import TaskRecord
 from megatron_lite.finetune.setup import load_tree, prepare
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -248,7 +248,7 @@ def counted_words(case: Case, directory: Path, seeds: Sequence[int]) -> list[flo
     return found
 
 
-def _texts(records: Iterable[Record]) -> list[str]:
+def _texts(records: Iterable[TaskRecord]) -> list[str]:
     return [record.fields["text"] for record in records]
 
 

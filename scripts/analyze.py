@@ -299,7 +299,7 @@ def attention(arguments: argparse.Namespace) -> None:
     weights = [weights_of(run, text) for text in shown]
     found = []
     for text, each in zip(shown, weights, strict=True):
-        rows = text.sample.parts[0].rows
+        rows = text.sample.target_groups[0].positions
         found.append(habits(each, int(rows[0]), each.shape[-1] - 1 - int(rows[-1])))
     means = {name: values.tolist() for name, values in mean_habits(found).items()}
     print(f"means over {len(shown)} texts; entropy in nats, distance in tokens, shares of the weight")

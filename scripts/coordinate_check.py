@@ -104,7 +104,7 @@ def changes(context: ParallelContext, config: Config, steps: int) -> dict[str, f
     before = outputs(engine, batches[0])
     for number, batch in enumerate(batches, 1):
         engine.set_step(number)
-        factor = 1.0 / int(np.count_nonzero(batch.planes[:, WEIGHTS]))
+        factor = 1.0 / int(np.count_nonzero(batch.fields[:, WEIGHTS]))
         engine.train_step([engine.prepared(batch, None, factor)], config.optimizer.lr)
     after = outputs(engine, batches[0])
     return {name: (after[name] - before[name]).abs().mean().item() for name in before}

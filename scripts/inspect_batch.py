@@ -169,9 +169,9 @@ def rows_of_config(arguments: argparse.Namespace) -> Shown:
         phases = [] if arguments.objective else config.plan.samples
         train = open_datasets(config.data, choices, tokenizer, seed, decoders, phases).train
         rows = [train.batch(np.array([sample]))[0] for sample in arguments.samples]
-        return Shown([Example.from_planes(row) for row in rows], *spell)
-    pieces = [ended(arguments.text, each) for each in (tokenizer, decoders) if each is not None]
-    rows = rows_of_text(pieces, choices, vocabulary_of(tokenizer, decoders), seed, arguments.samples)
+        return Shown([Example.from_fields(row) for row in rows], *spell)
+    chunks = [ended(arguments.text, each) for each in (tokenizer, decoders) if each is not None]
+    rows = rows_of_text(chunks, choices, vocabulary_of(tokenizer, decoders), seed, arguments.samples)
     return Shown(rows, *spell)
 
 
@@ -214,10 +214,10 @@ def scored(
 ) -> list[str]:
     """A line for each part of a document: its rows, and their targets."""
     lines = []
-    for number, part in enumerate(sample.parts):
+    for number, part in enumerate(sample.target_groups):
         if part.document != document:
             continue
-        places = [int(row) for row in part.rows]
+        places = [int(row) for row in part.positions]
         rows = f"row {places[0]}" if len(places) == 1 else f"rows {places[0]} to {places[-1]}"
         if head == "values":
             says = f"{part.value:g}"
@@ -235,7 +235,7 @@ def scored(
 
 
 def rows_of_text(
-    pieces: Sequence[np.ndarray],
+    chunks: Sequence[np.ndarray],
     choices: Sequence[ObjectiveChoice],
     vocabulary: Vocabulary,
     seed: int,
@@ -243,16 +243,16 @@ def rows_of_text(
 ) -> list[Example]:
     """One document under several sample numbers, without padding.
 
-    Args: pieces: its tokens, and then those of a decoder with a vocabulary of its own.
+    Args: chunks: its tokens, and then those of a decoder with a vocabulary of its own.
     """
-    lengths = np.array([len(piece) for piece in pieces])
+    lengths = np.array([len(chunk) for chunk in chunks])
     if lengths.min() < 2:
         raise DataError("--text holds no token; give at least one word.")
     made = make_objective(choices, vocabulary, seed, int(lengths.max()) + DOCUMENT_OVERHEAD)
-    counts = np.full(len(samples), len(pieces))
-    tokens = np.tile(np.concatenate(pieces), len(samples))
+    counts = np.full(len(samples), len(chunks))
+    tokens = np.tile(np.concatenate(chunks), len(samples))
     batch = collate(made, tokens, np.tile(lengths, len(samples)), counts, np.array(samples))
-    return [Example.from_planes(row[:, row[FIELDS.index("doc")] >= 0]) for row in batch]
+    return [Example.from_fields(row[:, row[FIELDS.index("doc")] >= 0]) for row in batch]
 
 
 def role(row: Example, i: int) -> str:
@@ -316,7 +316,7 @@ def visible(text: str) -> str:
 def masks(row: Example) -> tuple[np.ndarray, np.ndarray]:
     """Bool [queries, keys] without padding: what the attention rule allows, and what only a group allows."""
     content = row.doc >= 0
-    doc, order, grp = (plane[content][None] for plane in (row.doc, row.ord, row.grp))
+    doc, order, grp = (field[content][None] for field in (row.doc, row.ord, row.grp))
     seen = allowed(doc, order, grp)[0]
     if (
         row.objective[content] == SENTENCES

@@ -40,7 +40,7 @@ from data_utils.corpus.documents import (
     BAD_RECORD_POLICIES,
     DEFAULT_MAX_BAD_RECORDS,
     TEXT_SPLITS,
-    Piece,
+    FileRange,
     RecordCounts,
     check_options,
     check_text_key,
@@ -139,7 +139,7 @@ def read_texts(args: argparse.Namespace) -> Iterator[str]:
     is_empty = True
     total = sum(map(stored_bytes, args.paths))
     with progress_bar(total=total, unit="B", unit_scale=True, desc="reading") as progress:
-        for block in read_blocks(map(Piece, args.paths), args.text_key, args.text_split):
+        for block in read_blocks(map(FileRange, args.paths), args.text_key, args.text_split):
             parsed = parse_block(block, args.text_key)
             counts.merge(parsed.counts)
             counts.enforce(args.on_bad_record, args.max_bad_records, args.text_split)

@@ -20,7 +20,7 @@ def test_every_module_is_in_a_room():
 
 
 def test_the_model_knows_nothing_of_data_but_the_base():
-    """Its input is planes of integers: no tokenizer, objective or task is loaded with a layer."""
+    """Its input is fields of integers: no tokenizer, objective or task is loaded with a layer."""
     graph = house.import_graph()
     others = {
         f"{name} imports {other}"

@@ -24,10 +24,10 @@ class CapitalReader:
     key, min_score, count, fingerprint = None, 0.0, 2, CAPITALS
 
     def of_tokens(
-        self, record: bytes, text: str, places: list[tuple[int, int]]
+        self, record: bytes, text: str, offsets: list[tuple[int, int]]
     ) -> tuple[np.ndarray, dict[str, int]]:
         """As `EntityReader.of_tokens`."""
-        return np.array([_capital(text, *place) for place in places], np.int32), {KEPT: 0}
+        return np.array([_capital(text, *place) for place in offsets], np.int32), {KEPT: 0}
 
 
 Reader = EntityReader | CapitalReader | PairReader

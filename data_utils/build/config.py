@@ -29,17 +29,17 @@ class BuildConfig:
     text_split: str = "file"  # see documents.TEXT_SPLITS
     split: str = ""  # "train=0.98,validation=0.02"; empty: one dataset under the bare prefix
     split_seed: int = 0  # key of the hash that decides the split
-    workers: int = setting(0, "processes that tokenize, for each rank; 0: none beside this one", at_least=0)
+    workers: int = setting(0, "worker processes per rank; 0 = tokenize in the main process", at_least=0)
     on_bad_record: str = "error"
     max_bad_records: int = DEFAULT_MAX_BAD_RECORDS
     deduplicate: bool = False  # keep the first of exactly equal texts
     evaluation_inputs: Sequence[str] = ()  # report documents that share word sequences with these texts
     shard_bytes: int = setting(
-        DEFAULT_SHARD_BYTES, "input, as stored, of a shard; does not change the output", at_least=1
+        DEFAULT_SHARD_BYTES, "stored input bytes per shard; does not change the output", at_least=1
     )
     entities_key: str | None = None  # field of JSON lines with the entities that a text mentions
     entity_ids: str | None = None  # file that gives each of their names a number
-    min_score: float = setting(0.0, "of a mention, where it has a score; others are left out", at_least=0)
+    min_score: float = setting(0.0, "mentions with a lower score are skipped", at_least=0)
     capitals: bool = False  # store which words begin with one, instead of entities
     spans_key: str | None = None  # field of JSON lines with spans without numbers, instead of both
     second_key: str | None = None  # field of JSON lines with the second text of a labelled pair
@@ -52,19 +52,21 @@ class BuildConfig:
         check_options(self.text_split, self.on_bad_record, self.max_bad_records)
         require_prefix(self.output)
         for pair in (("entities_key", "entity_ids"), ("second_key", "labels")):
-            given, other = pair if getattr(self, pair[0]) else pair[::-1]
-            if getattr(self, given) is not None and getattr(self, other) is None:
-                options = f"--{given} is given without --{other}".replace("_", "-")
-                raise ConfigError(f"{options}; give both, or neither.")
-        kinds = ("capitals", "spans_key", "entities_key", "second_key", "markers")
-        beside = [f"--{kind.replace('_', '-')}" for kind in kinds if getattr(self, kind)]
-        if len(beside) > 1:
+            present, absent = pair if getattr(self, pair[0]) else pair[::-1]
+            if getattr(self, present) is not None and getattr(self, absent) is None:
+                options = f"--{present} is given without --{absent}".replace("_", "-")
+                raise ConfigError(f"{options}; give both or neither.")
+        exclusive = ("capitals", "spans_key", "entities_key", "second_key", "markers")
+        given = [f"--{name.replace('_', '-')}" for name in exclusive if getattr(self, name)]
+        if len(given) > 1:
             raise ConfigError(
-                f"{beside[0]} is given with {beside[1]}, but a dataset has one of both; give one."
+                f"{given[0]} is given with {given[1]}, but a dataset stores only one value per token; give one of "
+                "them."
             )
         if self.second_key is not None and self.second_key == self.text_key:
             raise ConfigError(
-                f"--second-key is {self.second_key!r}, as --text-key is; a pair has two texts, in two fields."
+                f"--second-key and --text-key are both {self.second_key!r}; the two texts of a pair need two "
+                "different fields."
             )
         parse_split(self.split)
 
@@ -100,8 +102,8 @@ def parse_split(text: str) -> dict[str, float]:
             fraction = -1.0
         if not _SPLIT_NAME.fullmatch(name) or name in splits or not 0 < fraction <= 1:
             raise ConfigError(
-                f"split part {part!r} must be NAME=FRACTION with a new name (A-Z a-z 0-9 . _ -) and a "
-                f"fraction in (0, 1]; for example train=0.98,validation=0.01,test=0.01."
+                f"split entry {part!r} must be NAME=FRACTION with a unique name (A-Z a-z 0-9 . _ -) and a fraction "
+                "in (0, 1], for example train=0.98,validation=0.01,test=0.01."
             )
         splits[name] = fraction
     if abs(sum(splits.values()) - 1) > 1e-9:

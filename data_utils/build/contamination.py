@@ -83,4 +83,4 @@ def read_evaluation_texts(config: BuildConfig, paths: Sequence[Path]) -> Evaluat
         return EvaluationTexts(list(documents))
     except MemoryError:
         texts = " ".join(config.evaluation_inputs)
-        raise DataError(f"--decontaminate {texts}: not enough memory for these texts; give fewer.") from None
+        raise DataError(f"--decontaminate {texts}: these texts do not fit in memory; give fewer.") from None

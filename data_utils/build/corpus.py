@@ -39,11 +39,11 @@ from data_utils.common.progress import progress_bar
 from data_utils.common.untrusted import conform
 from data_utils.corpus.documents import (
     MAX_EXAMPLES,
-    Place,
     RecordCounts,
+    SourceLocation,
     check_text_key,
     is_whole,
-    plan_pieces,
+    plan_shards,
 )
 from data_utils.corpus.inputs import expand_inputs
 from data_utils.corpus.mentions import KEPT
@@ -153,7 +153,7 @@ def _start(
         directory.remove()
     stack.callback(_remove_if_nothing_is_finished, directory)
     directory.open(plan, config.restart)
-    shards = plan_pieces(paths, config.text_split, config.shard_bytes)
+    shards = plan_shards(paths, config.text_split, config.shard_bytes)
     finished = directory.finished()
     return Job(
         config=config,
@@ -216,7 +216,9 @@ def _identify(paths: Iterable[Path]) -> list[list[Any]]:
         try:
             stat = path.stat()
         except OSError as error:
-            raise DataError(f"{path}: cannot be read ({error.strerror}); put it back.") from None
+            raise DataError(
+                f"{path}: cannot be read ({error.strerror}); the build needs this input, restore it."
+            ) from None
         identities.append([str(path), stat.st_size, stat.st_mtime_ns])
     return identities
 
@@ -234,9 +236,12 @@ def _finish(
     """Join the shards, in order, and put the datasets in place."""
     config, directory = job.config, job.directory
     records = [ShardRecord.from_tree(directory.record(number)) for number in range(len(job.shards))]
-    counts, contaminated = _merge_places(records)
+    counts, contaminated = _merge_counts(records)
     counts.enforce(config.on_bad_record, config.max_bad_records, config.text_split)
-    paths = [Path(path) for path in dict.fromkeys(str(piece.path) for shard in job.shards for piece in shard)]
+    paths = [
+        Path(path)
+        for path in dict.fromkeys(str(file_range.path) for shard in job.shards for file_range in shard)
+    ]
     if job.todo:  # otherwise nothing was read now, and `open` has compared the inputs
         directory.open(_plan(config, tokenizer, paths, job.evaluation, job.reader), restart=False)
     statistics = DocumentStatistics()
@@ -272,14 +277,14 @@ def _finish(
     )
 
 
-def _merge_places(records: Sequence[ShardRecord]) -> tuple[RecordCounts, list[Place]]:
+def _merge_counts(records: Sequence[ShardRecord]) -> tuple[RecordCounts, list[SourceLocation]]:
     """Add up the counts of all shards, and make line numbers count from the start of the files."""
     counts = RecordCounts()
-    contaminated: list[Place] = []
+    contaminated: list[SourceLocation] = []
     lines: dict[str, int] = {}
 
-    def in_file(places: Iterable[Place]) -> list[Place]:
-        return [Place(p.source, p.line + lines.get(p.source, 0), p.problem) for p in places]
+    def in_file(locations: Iterable[SourceLocation]) -> list[SourceLocation]:
+        return [SourceLocation(p.source, p.line + lines.get(p.source, 0), p.problem) for p in locations]
 
     for record in records:
         record.counts.examples = in_file(record.counts.examples)
@@ -349,7 +354,7 @@ def _first_occurrences(job: Job, records: Sequence[ShardRecord], split: int) -> 
 
 
 def _contamination(
-    evaluation: EvaluationTexts, records: Sequence[ShardRecord], examples: Sequence[Place]
+    evaluation: EvaluationTexts, records: Sequence[ShardRecord], examples: Sequence[SourceLocation]
 ) -> dict[str, Any]:
     matched = np.zeros(len(evaluation.hashes), bool)
     for record in records:
@@ -361,7 +366,7 @@ def _contamination(
         "evaluation_texts_found": evaluation.num_matched(matched),
         "evaluation_ngrams": len(matched),
         "evaluation_ngrams_found": int(matched.sum()),
-        "examples": [str(place) for place in examples],
+        "examples": [str(location) for location in examples],
     }
 
 
@@ -380,19 +385,19 @@ def _require_documents(
     total = sum(writer.num_documents for writer in writers)
     if not total and config.markers and (texts := counts.mentions.get(WITHOUT, 0)):
         raise DataError(
-            f"in {texts:,} texts no sentence begins with a marker of {config.markers} and a comma, after another "
-            "sentence of its paragraph; give other --markers, or texts with such sentences."
+            f"none of the {texts:,} texts has a sentence that follows another one and begins with a marker of "
+            f"{config.markers} and a comma; give other --markers or other texts."
         )
     if not total:
         raise DataError(
-            f"the corpus holds no document with tokens ({counts.empty_documents} empty documents, "
+            f"the corpus has no document with tokens ({counts.empty_documents} empty documents, "
             f"{counts.blank_lines} blank lines, {counts.num_bad} bad records); check the input."
         )
     for writer in writers:
         if not writer.num_documents:
             raise DataError(
-                f"split {writer.prefix.name} would receive none of the {total} documents; give it a larger "
-                f"fraction or add documents."
+                f"split {writer.prefix.name} receives none of the {total} documents; give it a larger fraction or "
+                "add documents."
             )
 
 
@@ -431,7 +436,7 @@ def _manifest(
         "text_key": config.text_key,
         "text_split": config.text_split,
         "bad_records": dict(sorted(counts.bad.items())),
-        "bad_record_examples": [str(place) for place in counts.examples],
+        "bad_record_examples": [str(location) for location in counts.examples],
         "empty_documents": counts.empty_documents,
         "blank_lines": counts.blank_lines,
     }

@@ -11,8 +11,8 @@ import numpy as np
 
 from data_utils.build.config import BuildConfig
 from data_utils.common.errors import ConfigError
-from data_utils.corpus.documents import Block, ParsedBlock, Place, RecordCounts
-from data_utils.corpus.inputs import layout_of
+from data_utils.corpus.documents import ParsedBlock, RecordBlock, RecordCounts, SourceLocation
+from data_utils.corpus.inputs import file_format
 from data_utils.corpus.json_records import UnusableRecord, parse_json_object
 from data_utils.corpus.mentions import EntityNames, Mention, entities_of_tokens, read_names
 
@@ -27,21 +27,21 @@ class EntityReader(EntityNames):
     min_score: float
 
     def of_tokens(
-        self, record: bytes, text: str, places: list[tuple[int, int]]
+        self, record: bytes, text: str, offsets: list[tuple[int, int]]
     ) -> tuple[np.ndarray, dict[str, int]]:
         """The entity that begins at each token, int32 [tokens], -1 = none, and counts. Raises UnusableRecord."""
         mentions, counts = self.mentions(
-            parse_json_object(record), self.key, text, self.min_score, f" ({self.option} names it)"
+            parse_json_object(record), self.key, text, self.min_score, f" (set with {self.option})"
         )
-        return self.values(mentions, places, text), counts
+        return self.values(mentions, offsets, text), counts
 
-    def values(self, mentions: list[Mention], places: list[tuple[int, int]], text: str) -> np.ndarray:
+    def values(self, mentions: list[Mention], offsets: list[tuple[int, int]], text: str) -> np.ndarray:
         """The number that stands on each token. Args and errors: as `entities_of_tokens`."""
-        return entities_of_tokens(mentions, places, text)
+        return entities_of_tokens(mentions, offsets, text)
 
 
 def encode_with_entities(
-    parsed: ParsedBlock, block: Block, tokenizer: Any, reader: Any
+    parsed: ParsedBlock, block: RecordBlock, tokenizer: Any, reader: Any
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Ids, lengths and entities of the texts; those with bad mentions are counted and leave `parsed`."""
     ids, entities = [np.zeros(0, np.int32)], [np.zeros(0, np.int32)]
@@ -49,12 +49,12 @@ def encode_with_entities(
     records = block.data.split(b"\n") if isinstance(block.data, bytes) and reader.key is not None else None
     for text, line in zip(parsed.texts, parsed.lines, strict=True):
         try:
-            own, places = tokenizer.encode_with_places(text)
+            own, offsets = tokenizer.encode_with_offsets(text)
             record = b"" if records is None else records[line - block.first_line]
-            found, counts = reader.of_tokens(record, text, places)
+            found, counts = reader.of_tokens(record, text, offsets)
             entities.append(found)
         except UnusableRecord as error:
-            parsed.counts.add_bad(error.kind, Place(block.source, line, str(error), block.start))
+            parsed.counts.add_bad(error.kind, SourceLocation(block.source, line, str(error), block.start))
             continue
         parsed.counts.merge(RecordCounts(mentions=counts))
         ids.append(np.array(own, np.int32))
@@ -77,7 +77,7 @@ def open_entities(config: BuildConfig, inputs: Sequence[Path]) -> EntityReader |
 def require_json_lines(option: str, inputs: Sequence[Path]) -> None:
     """Raise ConfigError for inputs without fields, which an option reads."""
     for source in inputs:
-        if layout_of(source, "") != "jsonl":
+        if file_format(source, "") != "jsonl":
             raise ConfigError(
-                f"{option} is given, but {source} has no JSON lines; convert it, or leave the option out."
+                f"{option} needs JSON lines, but {source} is another format; convert it or drop the option."
             )

@@ -26,7 +26,7 @@ from data_utils.build.config import BuildConfig
 from data_utils.build.mentions import require_json_lines
 from data_utils.common.errors import ConfigError
 from data_utils.common.setting_files import read_text, shown
-from data_utils.corpus.documents import Block, ParsedBlock, Place, RecordCounts
+from data_utils.corpus.documents import ParsedBlock, RecordBlock, RecordCounts, SourceLocation
 from data_utils.corpus.json_records import UnusableRecord, json_type, parse_json_object
 from data_utils.corpus.mentions import KEPT
 from data_utils.dataset.manifest import LABELS
@@ -86,19 +86,19 @@ class PairReader:
         tree = parse_json_object(record)
         second, label = tree.get(self.key or ""), tree.get("label")
         if not isinstance(second, str) or not second.strip():
-            problem = f"field {self.key!r} holds {json_type(second)}, not text (--second-key names it)"
+            problem = f"field {self.key!r} holds {json_type(second)}, not text (set with --second-key)"
             raise UnusableRecord(
                 "no_second_text", problem if second != "" else f"field {self.key!r} is empty"
             )
         number = self._numbers.get(label.lower(), -1) if isinstance(label, str) else label
         if type(number) is not int or not 0 <= number < self.count:
-            rule = f"it must be a name in the file of --labels, or 0 to {self.count - 1}"
+            rule = f"it must be a name in the --labels file or a number from 0 to {self.count - 1}"
             raise UnusableRecord("bad_label", f"the label is {shown(label)}; {rule}")
         return Pair(text, second, number)
 
 
 def encode_pairs(
-    parsed: ParsedBlock, block: Block, tokenizer: Any, reader: PairReader
+    parsed: ParsedBlock, block: RecordBlock, tokenizer: Any, reader: PairReader
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Ids, lengths and labels beside tokens of the pairs, which take the place of their texts in `parsed`."""
     pairs: list[Pair] = []
@@ -109,7 +109,7 @@ def encode_pairs(
         try:
             found = reader.pairs(b"" if records is None else records[line - block.first_line], text)
         except UnusableRecord as error:
-            parsed.counts.add_bad(error.kind, Place(block.source, line, str(error), block.start))
+            parsed.counts.add_bad(error.kind, SourceLocation(block.source, line, str(error), block.start))
             continue
         parsed.counts.merge(RecordCounts(mentions={KEPT: len(found), WITHOUT: int(not found)}))
         pairs += found
@@ -143,10 +143,10 @@ def open_pairs(config: BuildConfig, inputs: Sequence[Path]) -> PairReader | None
     for number, name in enumerate(names, start=1):
         if not name or (config.markers and "," in name) or name.lower() in numbers:
             raise ConfigError(
-                f"{option} {path}:{number}: the name is {shown(name)}; give one on each line, each once, and without a "
-                "comma."
+                f"{option} {path}:{number}: the name {shown(name)} is empty, repeated or has a comma; put one "
+                "unique name without a comma on each line."
             )
         numbers[name.lower()] = number
     if len(names) < 2:
-        raise ConfigError(f"{option} {path} has {len(names)} names; give two or more, one on each line.")
+        raise ConfigError(f"{option} {path} has {len(names)} names; it needs 2 or more, one per line.")
     return PairReader(tuple(names), config.second_key)

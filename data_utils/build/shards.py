@@ -66,8 +66,8 @@ class BuildDirectory:
                 self._write_plan(plan)
             elif (difference := _difference(started, _as_read(plan))) is not None:
                 raise DataError(
-                    f"{self.path} holds a build that was started with {difference}; run it as it was "
-                    f"started, or discard it with --restart."
+                    f"{self.path} holds an unfinished build that was started with {difference}; repeat the original "
+                    "command, or discard the build with --restart."
                 )
             for entry in self.path.iterdir():  # left by killed processes
                 if "." in entry.name and _OWN_NAME.fullmatch(entry.name) and entry.is_dir():
@@ -162,7 +162,10 @@ class BuildDirectory:
         entries = list(self.path.iterdir())
         foreign = sorted(entry.name for entry in entries if not _OWN_NAME.fullmatch(entry.name))
         if foreign:
-            raise DataError(f"{self.path} is needed for the build but holds {foreign[0]}; move it away.")
+            raise DataError(
+                f"{self.path} is the build directory, but it contains {foreign[0]}, which is not part of a build; "
+                "move that file away."
+            )
         for name in (_PLAN, _COMMITTING):  # first: without them the rest is ignored
             (self.path / name).unlink(missing_ok=True)
         for entry in entries:

@@ -40,10 +40,10 @@ class SpanReader(EntityReader):
         del counts[UNKNOWN]
         return mentions, counts
 
-    def values(self, mentions: list[Mention], places: list[tuple[int, int]], text: str) -> np.ndarray:
+    def values(self, mentions: list[Mention], offsets: list[tuple[int, int]], text: str) -> np.ndarray:
         """The length of a span in tokens on its first one."""
-        lengths = np.full(len(places), -1, np.int32)
-        for first, last, _ in tokens_of(mentions, places, text):
+        lengths = np.full(len(offsets), -1, np.int32)
+        for first, last, _ in tokens_of(mentions, offsets, text):
             lengths[first] = last - first
         return lengths
 

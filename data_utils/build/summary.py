@@ -120,10 +120,10 @@ class BuildReport:
         speed = self.built_text_bytes / 1e6 / max(self.seconds, 1e-9)
         work = f"from {self.text_bytes / 1e6:,.1f} MB of text in {self.seconds:,.1f} s ({speed:,.1f} MB/s)"
         if not self.shards:
-            work = "already built; what the stopped build had left over is removed"
+            work = "already built; the leftovers of the stopped build are removed"
         yield f"{sum(self.documents.values()):,} documents, {sum(self.tokens.values()):,} tokens {work}"
         if self.finished_before:
-            yield f"  {self.finished_before:,} of {self.shards:,} shards were already finished"
+            yield f"  {self.finished_before:,} of {self.shards:,} shards were finished by an earlier run"
         for prefix, documents in self.documents.items():
             yield f"  {prefix}: {documents:,} documents, {self.tokens[prefix]:,} tokens"
         yield from self._shape_lines()
@@ -133,37 +133,37 @@ class BuildReport:
 
     def _shape_lines(self) -> Iterator[str]:
         if self.whole_files:
-            yield f"  each .txt file ({self.whole_files:,}) is one document; --text-split cuts them"
+            yield f"  each of the {self.whole_files:,} .txt files is one document; --text-split splits them"
         if self.shape is None:
             return
         among = sum(self.documents.values())
-        sample = "" if self.shape.compared == among else f" (of a sample of {self.shape.compared:,})"
+        sample = "" if self.shape.compared == among else f" (in a sample of {self.shape.compared:,})"
         yield (
-            f"  a document has {self.shape.median_tokens:,} tokens in the median, "
-            f"{sum(self.tokens.values()) / among:,.0f} in the mean; "
-            f"{100 * self.shape.duplicates:.1f} % are exact duplicates of another{sample}"
+            f"  tokens per document: median {self.shape.median_tokens:,}, mean "
+            f"{sum(self.tokens.values()) / among:,.0f}; {100 * self.shape.duplicates:.1f} % are exact duplicates of "
+            f"another{sample}"
         )
 
     def _left_out_lines(self) -> Iterator[str]:
         if self.counts.empty_documents or self.counts.blank_lines:
             empty, blank = self.counts.empty_documents, self.counts.blank_lines
-            yield f"  left out: {empty:,} empty documents, {blank:,} blank lines"
+            yield f"  skipped: {empty:,} empty documents, {blank:,} blank lines"
         if self.duplicates is not None:
-            yield f"  left out: {self.duplicates:,} exact duplicates"
+            yield f"  skipped: {self.duplicates:,} exact duplicates"
         mentions = self.counts.mentions
         if len(mentions) == 1:
-            yield f"  words whose capitals are stored: {mentions['kept']:,}"
+            yield f"  words with stored capitalization: {mentions['kept']:,}"
         elif "without" in mentions:
-            yield f"  labelled pairs: {mentions['kept']:,}; {mentions['without']:,} texts have none"
+            yield f"  labelled pairs: {mentions['kept']:,}; {mentions['without']:,} texts have no pair"
         elif mentions and "unknown" not in mentions:
-            yield f"  spans: {mentions['kept']:,}; left out: {mentions['low_score']:,} of low score"
+            yield f"  spans: {mentions['kept']:,}; skipped: {mentions['low_score']:,} with a low score"
         elif mentions:
             yield (
-                f"  entities: {mentions['kept']:,} mentions; left out: {mentions['unknown']:,} of unknown entities, "
-                f"{mentions['low_score']:,} of low score"
+                f"  entities: {mentions['kept']:,} mentions; skipped: {mentions['unknown']:,} of unknown entities, "
+                f"{mentions['low_score']:,} with a low score"
             )
         for kind, count in sorted(self.counts.bad.items()):
-            yield f"  skipped: {count:,} bad records of kind {kind}"
+            yield f"  skipped: {count:,} bad records ({kind})"
         for example in self.counts.examples:
             yield f"    {example}"
 
@@ -176,7 +176,7 @@ class BuildReport:
             f"{matched:,} of {self.contamination['evaluation_texts']:,} evaluation texts"
         )
         if short := self.contamination["evaluation_texts_too_short"]:
-            yield f"    {short:,} of these texts are shorter than {NGRAM_WORDS} words and cannot be found"
+            yield f"    {short:,} of these texts have fewer than {NGRAM_WORDS} words and are not searched for"
         for example in self.contamination["examples"]:
             yield f"    {example}"
 
@@ -185,12 +185,12 @@ class BuildReport:
             return
         if self.shape.median_tokens < SHORT_DOCUMENT and "without" not in self.counts.mentions:
             yield (
-                f"warning: half of the documents have {self.shape.median_tokens} tokens or fewer, so that a sample is "
-                "many texts without connection. Is each record a whole document? --text-split blank_lines and lines "
-                "make one of each paragraph or line. (For the objective optimus, sentences are right.)"
+                f"warning: half of the documents have {self.shape.median_tokens} tokens or fewer, so a sample "
+                "consists of many unrelated texts. Is each record a whole document? --text-split blank_lines and "
+                "lines make every paragraph or line a document. (The objective optimus does need sentences.)"
             )
         if self.shape.duplicates > MANY_DUPLICATES:
             yield (
-                f"warning: {100 * self.shape.duplicates:.0f} % of the documents equal another one, and a model learns "
-                "them by heart; --deduplicate keeps the first of each."
+                f"warning: {100 * self.shape.duplicates:.0f} % of the documents are exact duplicates, which a model "
+                "memorizes; --deduplicate keeps the first of each."
             )

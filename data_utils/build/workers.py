@@ -36,14 +36,14 @@ from data_utils.common.memory import return_freed_memory
 from data_utils.common.progress import progress_bar
 from data_utils.corpus.documents import (
     MAX_EXAMPLES,
-    Block,
-    Piece,
-    Place,
+    FileRange,
+    RecordBlock,
     RecordCounts,
+    SourceLocation,
     largest_record,
     parse_block,
     read_blocks,
-    with_line_of_file,
+    with_line_in_file,
 )
 from data_utils.dataset.writer import to_token_dtype
 from data_utils.tokenizers.special_tokens import NO_TOKEN
@@ -53,8 +53,8 @@ _POLL_SECONDS = 0.2
 _FIELDS = ("input bytes", "documents", "process", "file part", "line in it", "bytes of the record")
 _DONE, _READING, _RECORD = slice(0, 2), slice(2, 6), slice(4, 6)
 _MEMORY_REMEDY = (
-    "use fewer --workers, give the job more memory, or split the record. Finished shards are kept: run the same "
-    "command again."
+    "use fewer --workers, give the job more memory, or split the record. Finished shards are kept; repeat the same "
+    "command to continue."
 )
 
 
@@ -63,7 +63,7 @@ class Job:
     """The job as every rank and worker needs it. Made by rank 0."""
 
     config: BuildConfig
-    shards: list[list[Piece]]
+    shards: list[list[FileRange]]
     todo: list[int]  # numbers of the unfinished shards
     fingerprint: str  # of the tokenizer
     dtype: np.dtype
@@ -111,17 +111,17 @@ class ShardRecord:
     lines: list[tuple[str, int]] = field(default_factory=list)  # file, and the lines of its part
     text_bytes: int = 0
     contaminated_documents: int = 0
-    contaminated: list[Place] = field(default_factory=list)  # the first MAX_EXAMPLES
+    contaminated: list[SourceLocation] = field(default_factory=list)  # the first MAX_EXAMPLES
     evaluation_ngrams: list[int] = field(default_factory=list)  # the matched ones
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> ShardRecord:
-        counts = {**tree["counts"], "examples": [Place(**place) for place in tree["counts"]["examples"]]}
-        contaminated = [Place(**place) for place in tree["contaminated"]]
+        counts = {**tree["counts"], "examples": [SourceLocation(**one) for one in tree["counts"]["examples"]]}
+        contaminated = [SourceLocation(**one) for one in tree["contaminated"]]
         return cls(**{**tree, "counts": RecordCounts(**counts), "contaminated": contaminated})
 
 
-def encode_block(block: Block, tokenizer: Any, rule: SplitRule, job: Job) -> EncodedBlock:
+def encode_block(block: RecordBlock, tokenizer: Any, rule: SplitRule, job: Job) -> EncodedBlock:
     """Parse and tokenize one block: a pure function, for any process."""
     parsed, entities = parse_block(block, job.config.text_key), None
     if job.reader is None:
@@ -167,12 +167,12 @@ def _new_progress(job: Job) -> np.ndarray:
     return np.zeros((len(job.shards), len(_FIELDS)), np.int64)
 
 
-def _place(job: Job, number: int, progress: np.ndarray) -> str:
+def _location(job: Job, number: int, progress: np.ndarray) -> str:
     """A description of where a shard's reader is."""
-    _, piece, line, size = progress[number, _READING].tolist()
-    path, start = job.shards[number][piece].path, job.shards[number][piece].start
+    _, index, line, size = progress[number, _READING].tolist()
+    path, start = job.shards[number][index].path, job.shards[number][index].start
     problem = f"a record of {size:,} bytes" if size else "while it was read"
-    return f"at {with_line_of_file(Place(str(path), line, problem, start), job.config.text_split)}"
+    return f"at {with_line_in_file(SourceLocation(str(path), line, problem, start), job.config.text_split)}"
 
 
 class ShardBuilder:
@@ -182,8 +182,8 @@ class ShardBuilder:
         """Args: progress: int64 [shards, len(_FIELDS)], shared with the parent; None: a new array."""
         if tokenizer.fingerprint != job.fingerprint:
             raise DataError(
-                f"the tokenizer has fingerprint {tokenizer.fingerprint} here but {job.fingerprint} on the "
-                f"first rank; give all nodes the same tokenizer files."
+                f"the tokenizer has fingerprint {tokenizer.fingerprint} on this rank but {job.fingerprint} on rank "
+                "0; give all nodes the same tokenizer files."
             )
         self.job = job
         self.tokenizer = tokenizer
@@ -196,17 +196,17 @@ class ShardBuilder:
             return self._build(number, advance)
         except MemoryError:
             pass  # the traceback still holds the memory that the message needs
-        raise DataError(f"memory ran out {_place(self.job, number, self.progress)}; {_MEMORY_REMEDY}")
+        raise DataError(f"memory ran out {_location(self.job, number, self.progress)}; {_MEMORY_REMEDY}")
 
     def _build(self, number: int, advance: Callable[[int, int], None]) -> ShardRecord:
         config, num_splits = self.job.config, self.job.num_splits
         record = ShardRecord([0] * num_splits, [0] * num_splits)
         matched = np.zeros(len(self.job.evaluation.hashes) if self.job.evaluation else 0, bool)
         with ShardWriter(self.job.directory, number, num_splits, self.job.arrays) as writer:
-            for place, piece in enumerate(self.job.shards[number]):
+            for index, file_range in enumerate(self.job.shards[number]):
                 lines = 0
-                self.progress[number, _READING] = os.getpid(), place, 1, 0
-                for block in read_blocks([piece], config.text_key, config.text_split):
+                self.progress[number, _READING] = os.getpid(), index, 1, 0
+                for block in read_blocks([file_range], config.text_key, config.text_split):
                     self.progress[number, _RECORD] = largest_record(block)
                     encoded = encode_block(block, self.tokenizer, self.rule, self.job)
                     record.counts.merge(encoded.counts)
@@ -216,7 +216,7 @@ class ShardBuilder:
                     lines += block.num_lines
                     self.progress[number, _RECORD] = lines + 1, 0
                     advance(block.input_bytes, len(encoded.lengths))
-                record.lines.append((str(piece.path), lines))
+                record.lines.append((str(file_range.path), lines))
             record.evaluation_ngrams = np.flatnonzero(matched).tolist()
             writer.commit(asdict(record))
         self.progress[number, _READING] = 0
@@ -240,7 +240,7 @@ class ShardBuilder:
             record.tokens[split] += len(arrays["tokens"])
 
     def _match_evaluation_texts(
-        self, block: Block, encoded: EncodedBlock, record: ShardRecord, matched: np.ndarray
+        self, block: RecordBlock, encoded: EncodedBlock, record: ShardRecord, matched: np.ndarray
     ) -> None:
         if self.job.evaluation is None:
             return
@@ -252,7 +252,7 @@ class ShardBuilder:
             record.contaminated_documents += 1
             if len(record.contaminated) < MAX_EXAMPLES:
                 problem = f"shares {len(shared)} word sequences with evaluation texts"
-                record.contaminated.append(Place(block.source, line, problem, block.start))
+                record.contaminated.append(SourceLocation(block.source, line, problem, block.start))
 
 
 def _shards_of(job: Job, ranks: Ranks) -> list[int]:
@@ -350,8 +350,8 @@ def _death(job: Job, progress: np.ndarray, workers: Iterable[BaseProcess]) -> Da
             continue
         code = worker.exitcode
         how = signal.Signals(-code).name if code < 0 else f"status {code}"
-        place = _place(job, number, progress)
-        return DataError(f"a worker process died ({how}) {place}; if memory ran out, {_MEMORY_REMEDY}")
+        location = _location(job, number, progress)
+        return DataError(f"a worker process died ({how}) {location}; if memory ran out, {_MEMORY_REMEDY}")
     return DataError(f"a worker process died; if memory ran out, {_MEMORY_REMEDY}")
 
 

@@ -1,4 +1,4 @@
-"""The planes of a row, which every objective fills and every model reads, and the Examples that fill them.
+"""The fields of a row, which every objective fills and every model reads, and the Examples that fill them.
 
 An objective turns consecutive tokens of one document into an Example: integer arrays of equal length. The
 Transformer and its attention see only these arrays, not the objective:
@@ -7,7 +7,7 @@ Transformer and its attention see only these arrays, not the objective:
     position_ids        pos0, the position in the (corrupted) text
     block_position_ids  pos1, 0 in the context, 1, 2, ... within a predicted span; 1 in XLNet's memory; an entity
     targets             the label of each token, 0 where the weight is 0
-    weights             loss weight, 0.0 = no loss (float32 bits in the int32 plane)
+    weights             loss weight, 0.0 = no loss (float32 bits in the int32 field)
     doc                 number of the packed document in the row, 0, 1, ...; padding has -1
     ord                 signed order (see megatron_lite/model/attention_backends/layout.py)
     grp                 0, or a private group whose members see each other
@@ -28,8 +28,8 @@ import numpy as np
     10
 )  # as in FIELDS
 
-# The planes that layers read beside the token ids, in the order of `ids`.
-ID_PLANES = (POSITION_IDS, BLOCK_POSITION_IDS, SEGMENT_IDS, OBJECTIVE, ORD)
+# The fields that layers read beside the token ids, in the order of `ids`.
+ID_FIELDS = (POSITION_IDS, BLOCK_POSITION_IDS, SEGMENT_IDS, OBJECTIVE, ORD)
 
 PADDING_DOC = -1
 ONE_AS_INT32 = 0x3F800000  # the bits of float32 1.0, the loss weight of a predicted token
@@ -51,17 +51,17 @@ class Example:
     segment_ids: np.ndarray
 
     @classmethod
-    def from_planes(cls, planes: np.ndarray) -> Example:
+    def from_fields(cls, fields: np.ndarray) -> Example:
         """From an int32 array `[len(FIELDS), length]`; shares its memory."""
-        arrays = dict(zip(FIELDS, planes, strict=True))
-        arrays["weights"] = np.ascontiguousarray(planes[WEIGHTS]).view(np.float32)
+        arrays = dict(zip(FIELDS, fields, strict=True))
+        arrays["weights"] = np.ascontiguousarray(fields[WEIGHTS]).view(np.float32)
         return cls(**arrays)
 
     def documents(self) -> list[Example]:
         """The packed documents of the row, in order, without padding."""
-        planes = np.stack([getattr(self, name).view(np.int32) for name in FIELDS])
+        fields = np.stack([getattr(self, name).view(np.int32) for name in FIELDS])
         numbers = range(self.doc.max(initial=PADDING_DOC) + 1)
-        return [Example.from_planes(planes[:, self.doc == number]) for number in numbers]
+        return [Example.from_fields(fields[:, self.doc == number]) for number in numbers]
 
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Example))

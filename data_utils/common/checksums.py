@@ -82,11 +82,15 @@ def difference(recorded: Mapping[str, Any], checksums: FileChecksums) -> str | N
     ):
         if theirs != ours:
             return damage_at(number * recorded["block_bytes"])
-    return None if len(recorded["crc32"]) == len(tree["crc32"]) else "has another size than the manifest says"
+    return (
+        None
+        if len(recorded["crc32"]) == len(tree["crc32"])
+        else "has a different size than the manifest records"
+    )
 
 
 def damage_at(position: int) -> str:
-    return f"is not as it was written in the block that begins at byte {position}"
+    return f"is damaged: the block at byte {position} does not match its checksum"
 
 
 def damaged_block(path: Path, recorded: Mapping[str, Any], numbers: Iterable[int]) -> int | None:

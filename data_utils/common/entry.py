@@ -20,7 +20,8 @@ _REMEDY = (
 
 if sys.version_info < (3, 11):  # noqa: UP036  the requirement of pyproject.toml is not checked by a script's start
     version = ".".join(map(str, sys.version_info[:2]))
-    print("error: this is Python %s, but 3.11 is needed; %s." % (version, _REMEDY), file=sys.stderr)  # noqa: UP031
+    text = "error: this is Python %s, but 3.11 or newer is required; %s." % (version, _REMEDY)  # noqa: UP031
+    print(text, file=sys.stderr)
     sys.exit(2)
 
 
@@ -34,7 +35,7 @@ def _report_in_one_line(kind, error, traceback):  # type: ignore[no-untyped-def]
     if not issubclass(kind, ModuleNotFoundError) or not package or package in ours:
         sys.__excepthook__(kind, error, traceback)
         return
-    print(f"error: {sys.executable} has no package {package}; {_REMEDY}.", file=sys.stderr)
+    print(f"error: {sys.executable} does not have the package {package}; {_REMEDY}.", file=sys.stderr)
     sys.exit(2)
 
 

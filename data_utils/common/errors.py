@@ -79,7 +79,9 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
-        self.register("type", Path, lambda text: Path(expanded_path(text or self.error("a path is empty"))))
+        self.register(
+            "type", Path, lambda text: Path(expanded_path(text or self.error("a path must not be empty")))
+        )
 
     def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's own, but settings (section.key=value) may follow an option that takes several values."""
@@ -111,12 +113,12 @@ def expanded_path(text: str, name: str = "path") -> str:
     """
     if "$" in text:
         raise ConfigError(
-            f"{name} is {text!r}, and $ is not expanded here; write the path out, or begin it with ~/."
+            f"{name} is {text!r}, but $ is not expanded; write the path out or start it with ~/."
         )
     path = os.path.expanduser(text)
     if path.startswith("~"):
         raise ConfigError(
-            f"{name} is {text!r}, but there is no such user; write ./{text} for a file of this name."
+            f"{name} is {text!r}, but this user does not exist; write ./{text} for a file with this name."
         )
     return path
 

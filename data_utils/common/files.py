@@ -32,7 +32,7 @@ def require_directory(path: Path, remedy: str) -> None:
 def require_new_directory(path: Path) -> None:
     """Raise DataError if the directory `path` is not empty, or clearly cannot be made. Makes nothing."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise DataError(f"{path} exists; choose a new directory, or remove it.")
+        raise DataError(f"{path} already exists; choose a new directory or remove it.")
     require_writable(path / "file", "--output")
 
 
@@ -55,11 +55,12 @@ def require_named(path: Path, option: str, suffixes: tuple[str, ...] = PICTURES)
 def require_prefix(output: str) -> None:
     """Raise ConfigError unless `output` can be the beginning of the names of a dataset's files."""
     if not Path(output).name or output.endswith("/"):
-        raise ConfigError(f"output {output!r} is no file prefix; give a path such as data/corpus.")
+        raise ConfigError(f"output {output!r} is not a file prefix; give a path such as data/corpus.")
     if output.endswith((".bin", ".idx", ".ent", ".json")):
         name, _, suffix = output.rpartition(".")
         raise ConfigError(
-            f"output {output!r} is to be the beginning of three names, .{suffix} among them; give {name}."
+            f"output {output!r} must be a prefix without .{suffix}, to which the suffixes of several files are "
+            f"added; give {name}."
         )
 
 
@@ -173,7 +174,7 @@ def open_locked(path: Path, wait: bool = False) -> int:
         )
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise OSError(errno.EEXIST, "it exists and is not a file", str(path))
+                raise OSError(errno.EEXIST, "it exists and is not a regular file", str(path))
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             except BlockingIOError:
@@ -231,7 +232,9 @@ def disk_errors(output: str | Path, setting: str = "--output") -> Iterator[None]
     try:
         yield
     except BlockingIOError:
-        raise DataError(f"output {output} is being written by another process; wait for it.") from None
+        raise DataError(
+            f"output {output} is being written by another process; wait until it finishes."
+        ) from None
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         remedy = "free some space" if full else f"choose another {setting}"
@@ -239,5 +242,5 @@ def disk_errors(output: str | Path, setting: str = "--output") -> Iterator[None]
             "" if error.filename is None else f"{error.filename}: "
         )  # a file that is read may be the cause
         raise DataError(
-            f"output {output} cannot be written ({place}{error.strerror or error}); {remedy} and run again."
+            f"output {output} cannot be written ({place}{error.strerror or error}); {remedy} and repeat the command."
         ) from None

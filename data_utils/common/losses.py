@@ -12,7 +12,7 @@ class Loss:
     """A loss as it is reported. Objectives that share a loss use the same object."""
 
     name: str
-    number: int  # in the `objective` plane and in checkpoints (`model.task_rows`): it never changes
+    number: int  # in the `objective` field and in checkpoints (`model.task_rows`): it never changes
 
     @property
     def is_own(self) -> bool:
@@ -29,7 +29,7 @@ MASKED = Loss("masked", 5)
 MASKED_SPANS = Loss("masked_spans", 6)
 NEXT_SENTENCE_LOSS = Loss("next_sentence", 9)
 SENTENCE_ORDER_LOSS = Loss("sentence_order", 10)
-SPAN_BOUNDARY = Loss("span_boundary", 21)  # the tokens of MASKED_SPANS again; no token has it in its plane
+SPAN_BOUNDARY = Loss("span_boundary", 21)  # the tokens of MASKED_SPANS again; no token has it in its field
 REPLACED = Loss("replaced", 28)  # of every token, by a discriminator
 MASKED_DIFFUSION = Loss("masked_diffusion", 29)
 ENTITIES = Loss("entities", 36)  # of every token at which one begins, among those of its Example

@@ -1,4 +1,4 @@
-"""Random numbers as a pure function of (key, sample, piece, attempt): Philox 4x32-10, compiled.
+"""Random numbers as a pure function of (key, sample, chunk, attempt): Philox 4x32-10, compiled.
 
 A stream has an address and no history: opened at the same address, it gives the same numbers on every rank, in every
 worker, in any order and after any restart. The price is about 15 ns per four numbers, instead of 2-3 ns for a generator
@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from numba import njit
 
-MAX_ATTEMPT = 31  # attempt shares a 32-bit counter word with the piece, which leaves 2**27 pieces per sample
+MAX_ATTEMPT = 31  # attempt shares a 32-bit counter word with the chunk, which leaves 2**27 chunks per sample
 
 _MASK = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(32)
@@ -90,13 +90,13 @@ def new_stream() -> np.record:
 
 
 @njit(nogil=True)
-def open_stream(stream, key, sample, piece, attempt):
-    """Point `stream` at the start of the address (key, sample, piece, attempt).
+def open_stream(stream, key, sample, chunk, attempt):
+    """Point `stream` at the start of the address (key, sample, chunk, attempt).
 
-    Args: key: np.uint64. sample: 0 <= int64. piece: 0 <= int < 2**27. attempt: 0 <= int <= MAX_ATTEMPT.
+    Args: key: np.uint64. sample: 0 <= int64. chunk: 0 <= int < 2**27. attempt: 0 <= int <= MAX_ATTEMPT.
     """
     stream.counter_0 = _ZERO
-    stream.counter_1 = np.uint64(piece * (MAX_ATTEMPT + 1) + attempt)
+    stream.counter_1 = np.uint64(chunk * (MAX_ATTEMPT + 1) + attempt)
     stream.counter_2 = np.uint64(sample) & _MASK
     stream.counter_3 = np.uint64(sample) >> _HALF
     stream.key_0 = key & _MASK

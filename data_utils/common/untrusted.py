@@ -60,11 +60,11 @@ def parse_json(content: bytes) -> Any:
             content, object_pairs_hook=_without_repetition, parse_constant=_no_number, parse_float=_finite
         )
     except RecursionError:
-        raise ValueError(f"has more than {MAX_DEPTH} levels") from None
+        raise ValueError(f"is nested deeper than {MAX_DEPTH} levels") from None
     except ValueError as error:  # UnicodeDecodeError and numbers of thousands of digits are among them
         raise ValueError(f"is not valid JSON ({shorten(str(error), 200)})") from None
     if _is_deeper(tree, MAX_DEPTH):
-        raise ValueError(f"has more than {MAX_DEPTH} levels")
+        raise ValueError(f"is nested deeper than {MAX_DEPTH} levels")
     return tree
 
 
@@ -115,12 +115,12 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{shorten(text)} is larger than any number")
+        raise ValueError(f"{shorten(text)} is too large for a number")
     return value
 
 
 def _no_number(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _is_deeper(tree: Any, levels: int) -> bool:

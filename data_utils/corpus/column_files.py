@@ -42,7 +42,9 @@ def column_texts(path: Path, text_key: str) -> Iterator[tuple[list[bytes | Unusa
                 yield [null if text is None else text for text in texts.to_pylist()], position
     except (pyarrow.ArrowException, OSError) as error:
         raise_if_out_of_memory(error)
-        raise DataError(f"{path}: not a readable {kind} file ({one_line(error)}); fetch it again.") from None
+        raise DataError(
+            f"{path}: not a readable {kind} file ({one_line(error)}); download it again."
+        ) from None
 
 
 def _as_bytes(column: pyarrow.Array) -> pyarrow.Array:
@@ -130,7 +132,7 @@ def _place(path: Path, schema: pyarrow.Schema, text_key: str) -> list[str]:
     if text_key not in names and "." in text_key:
         place = text_key.split(".")
     if (count := names.count(place[0])) > 1:
-        raise DataError(f"{path}: {count} columns are named {place[0]!r}; rename all but one.")
+        raise DataError(f"{path}: {count} columns have the name {place[0]!r}; rename all but one.")
     if count:
         kind = schema.field(place[0]).type
         for name in place[1:]:
@@ -140,14 +142,14 @@ def _place(path: Path, schema: pyarrow.Schema, text_key: str) -> list[str]:
                 break
     if kind is None:
         raise DataError(
-            f"{path}: there is no column {text_key!r}; name one of {shorten(', '.join(_columns(schema)), 400)} with "
-            "--text-key."
+            f"{path}: there is no column {text_key!r}; set --text-key to one of "
+            f"{shorten(', '.join(_columns(schema)), 400)}."
         )
     if not _is_text(kind) and not _is_bytes(kind):
         within = [f"{text_key}.{field.name}" for field in kind] if pyarrow.types.is_struct(kind) else []
         better = f"one of {shorten(', '.join(within), 200)}" if within else "a column of text"
         raise DataError(
-            f"{path}: column {text_key!r} holds {shorten(str(kind), 200)}, not text; name {better} with --text-key."
+            f"{path}: column {text_key!r} holds {shorten(str(kind), 200)}, not text; set --text-key to {better}."
         )
     return place
 
@@ -176,24 +178,28 @@ def saved_dataset_files(directory: Path) -> list[Path]:
     splits = (_json_object(directory / "dataset_dict.json") or {}).get("splits")
     if isinstance(splits, list) and splits:
         named = " or ".join(str(directory / str(split)) for split in splits[:10])
-        raise DataError(f"input {directory} holds the splits of a data set; name one: {named}.")
+        raise DataError(f"input {directory} contains several splits; give one of them: {named}.")
     state = directory / "state.json"
     found = _json_object(state)
     if found is None:
         raise DataError(
-            f"input {directory} has no state.json, as a directory of Hugging Face `save_to_disk` does; fetch it again."
+            f"input {directory} has no state.json, so it is not a directory that Hugging Face `save_to_disk` wrote; "
+            "download it again."
         )
     files = found.get("_data_files")
     entries = files if isinstance(files, list) else []
     names = [str(entry.get("filename")) for entry in entries if isinstance(entry, dict)]
     if not names or not all(Path(name).name == name for name in names):
-        raise DataError(f"{state} names no Arrow files; save the data set again with save_to_disk.")
+        raise DataError(f"{state} lists no Arrow files; save the dataset again with save_to_disk.")
     if found.get("_indices_files") or found.get("_indices_data_files"):
-        raise DataError(f"{state}: rows are in another order than their files; save flatten_indices() of it.")
+        raise DataError(
+            f"{state}: the dataset has an indices mapping (select, shuffle); call flatten_indices() and save it "
+            "again."
+        )
     paths = [directory / name for name in names]
     for path in paths:
         if not path.is_file():
-            raise DataError(f"{path} is missing, which {state.name} names; fetch the data set again.")
+            raise DataError(f"{path} is listed in {state.name} but missing; download the dataset again.")
     return paths
 
 
@@ -208,5 +214,5 @@ def _json_object(path: Path) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise DataError(f"{path} holds no JSON object; fetch the data set again.")
+        raise DataError(f"{path} is not a JSON object; download the dataset again.")
     return found

@@ -38,7 +38,9 @@ def column_texts(
             first, *others = chunk.split(b"\n")
             rest += first
             if len(rest) > max_bytes:
-                raise DataError(f"{path}: a line is longer than {max_bytes} bytes; is this a table in text?")
+                raise DataError(
+                    f"{path}: a line is longer than {max_bytes} bytes; is this a CSV or TSV file?"
+                )
             for line in others:
                 yield _decoded(rest + b"\n", path, is_first)
                 rest, is_first = bytearray(line), False
@@ -63,12 +65,12 @@ def column_texts(
     except csv.Error as error:
         if "new-line character" in str(error):
             raise DataError(
-                f"{path}:{rows.line_num}: lines end in a carriage return alone, as old spreadsheets write them; "
-                "convert it (tr '\\r' '\\n' < FILE > NEW)."
+                f"{path}:{rows.line_num}: lines end in a bare carriage return; convert the file (tr '\\r' '\\n' < "
+                "FILE > NEW)."
             ) from None
         raise DataError(
-            f"{path}:{rows.line_num}: not a table of fields between {_NAMES[delimiter]} ({one_line(error)}); a field "
-            'with a quote in it stands in quotes, and writes that quote as "".'
+            f"{path}:{rows.line_num}: not a valid table with fields separated by {_NAMES[delimiter]} "
+            f'({one_line(error)}); enclose a field with quotes in quotes and double the inner ones ("").'
         ) from None
     if texts:
         yield texts, position
@@ -87,21 +89,24 @@ def _column(path: Path, names: list[str], delimiter: str, text_key: str) -> int:
         return names.index(text_key)
     if text_key in names:
         raise DataError(
-            f"{path}: {names.count(text_key)} columns are named {text_key!r}; rename all but one."
+            f"{path}: {names.count(text_key)} columns have the name {text_key!r}; rename all but one."
         )
     found = shorten(", ".join(name if name == name.strip() else repr(name) for name in names[:20]), 200)
     other = next((sign for sign in (";", "\t", "|", ",") if len(names) == 1 and sign in names[0]), None)
     if other is not None:
         raise DataError(
-            f"{path}: fields are between {_NAMES[delimiter]} in a file of this name, and its first row is "
-            f"{found!r}; write the file so, or rename it (.csv: commas, .tsv: tabs)."
+            f"{path}: a file with this suffix has fields separated by {_NAMES[delimiter]}, but the first row is "
+            f"{found!r}; convert the file or rename it (.csv: commas, .tsv: tabs)."
         )
     raise DataError(
-        f"{path}: there is no column {text_key!r}; name one of {found} with --text-key (the first row is their names)."
+        f"{path}: there is no column {text_key!r}; set --text-key to one of {found} (the first row must hold the "
+        "column names)."
     )
 
 
 def _text(row: list[str], column: int, count: int) -> bytes | UnusableRecord:
     if len(row) != count:
-        return UnusableRecord("wrong_columns", f"the row has {len(row)} fields, and the first row {count}")
+        return UnusableRecord(
+            "wrong_columns", f"the row has {len(row)} fields, but the first row has {count}"
+        )
     return row[column].encode("utf-8", "surrogateescape")

@@ -1,6 +1,6 @@
 """Readers: JSON lines, CSV, parquet, Arrow and plain text files become documents; inputs.py says which files.
 
-Reading has three steps, so that a corpus build can share the work between processes. `plan_pieces` cuts the input into
+Reading has three steps, so that a corpus build can share the work between processes. `plan_shards` cuts the input into
 parts of about equal size by bytes alone, without reading it. `read_blocks` cuts a part into blocks of whole records
 without parsing them. `parse_block` turns a block into texts. `read_documents` does all three. Compressed files, tables
 (CSV, parquet, Arrow) and text files of one document each are never cut, so a huge .gz is the work of one process.
@@ -25,7 +25,7 @@ from typing import IO
 
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.corpus import column_files, csv_files
-from data_utils.corpus.inputs import DELIMITERS, ending_of, expand_inputs, layout_of
+from data_utils.corpus.inputs import DELIMITERS, ending_of, expand_inputs, file_format
 from data_utils.corpus.json_records import UTF8_BOM, UnusableRecord, not_utf8, parse_json_line
 from data_utils.corpus.stored_files import (
     BEGINNING_BYTES,
@@ -47,7 +47,7 @@ TEXT_SPLITS = ("file", "blank_lines", "lines")
 
 _BLANK_LINES = re.compile(rb"\n(?:[ \t\r]*\n)+")
 _NEWLINE = re.compile(rb"\n")
-_RECORD_ENDS = {"jsonl": _NEWLINE, "lines": _NEWLINE, "blank_lines": _BLANK_LINES}  # layouts that can be cut
+_RECORD_ENDS = {"jsonl": _NEWLINE, "lines": _NEWLINE, "blank_lines": _BLANK_LINES}  # formats that can be cut
 _BOUNDARY_READ_BYTES = 64 << 10
 
 
@@ -61,7 +61,7 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FileRange:
     """The records between two byte positions of a file; stop None: up to its end."""
 
     path: Path
@@ -70,7 +70,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SourceLocation:
     """A record to be reported, and its problem."""
 
     source: str
@@ -83,11 +83,11 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class RecordBlock:
     """Whole, unparsed records of one part of a file."""
 
     source: str
-    layout: str  # "jsonl", "rows" (of a table), or how a text file is cut: one of TEXT_SPLITS
+    record_format: str  # "jsonl", "rows" (of a table), or how a text file is cut: one of TEXT_SPLITS
     start: int  # byte at which the file part begins
     first_line: int  # line (or row) number of the first record, counted from the start of the file part
     data: bytes | list[bytes | UnusableRecord]  # a list for "rows", else the bytes of the file
@@ -100,15 +100,15 @@ class RecordCounts:
     """The records that were not used, and why. Counts merged in input order do not depend on the number of workers."""
 
     bad: dict[str, int] = field(default_factory=dict)  # kind -> number of records
-    examples: list[Place] = field(default_factory=list)  # the first MAX_EXAMPLES
+    examples: list[SourceLocation] = field(default_factory=list)  # the first MAX_EXAMPLES
     empty_documents: int = 0
     blank_lines: int = 0
     mentions: dict[str, int] = field(default_factory=dict)  # of entities: how many were kept, or why not
 
-    def add_bad(self, kind: str, place: Place) -> None:
+    def add_bad(self, kind: str, location: SourceLocation) -> None:
         self.bad[kind] = self.bad.get(kind, 0) + 1
         if len(self.examples) < MAX_EXAMPLES:
-            self.examples.append(place)
+            self.examples.append(location)
 
     def merge(self, other: RecordCounts) -> None:
         for own, more in ((self.bad, other.bad), (self.mentions, other.mentions)):
@@ -127,13 +127,15 @@ class RecordCounts:
         allowed = 0 if on_bad_record == "error" else max_bad_records
         if self.num_bad <= allowed:
             return
-        first = with_line_of_file(self.examples[0], text_split)
+        first = with_line_in_file(self.examples[0], text_split)
         if on_bad_record == "error":
-            raise DataError(f"{first}; correct or remove it, or skip bad records (--on-bad-record skip).")
+            raise DataError(
+                f"{first}; correct or remove this record, or skip bad records (--on-bad-record skip)."
+            )
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.bad.items()))
         raise DataError(
-            f"{self.num_bad} bad records ({kinds}) are more than max_bad_records ({max_bad_records}); "
-            f"the first is {first}; correct the input or raise the limit."
+            f"{self.num_bad} bad records ({kinds}) exceed max_bad_records ({max_bad_records}); the first is "
+            f"{first}; correct the input or raise the limit."
         )
 
 
@@ -176,7 +178,7 @@ def documents_of(
 ) -> Iterator[Document]:
     """As `read_documents`, of these files."""
     counts = RecordCounts() if counts is None else counts
-    for block in read_blocks(map(Piece, paths), text_key, text_split):
+    for block in read_blocks(map(FileRange, paths), text_key, text_split):
         parsed = parse_block(block, text_key)
         counts.merge(parsed.counts)
         counts.enforce(on_bad_record, max_bad_records, text_split)
@@ -198,9 +200,9 @@ def check_options(text_split: str, on_bad_record: str, max_bad_records: int) -> 
 
 def check_text_key(text_key: str, paths: Iterable[Path]) -> None:
     """Raise ConfigError for a named key where no input has fields or columns."""
-    if text_key != TEXT_KEY and all(layout_of(path, "") == "" for path in paths):
+    if text_key != TEXT_KEY and all(file_format(path, "") == "" for path in paths):
         raise ConfigError(
-            f"text_key is {text_key!r}, but all inputs are .txt, which have no fields; leave --text-key out."
+            f"text_key is {text_key!r}, but all inputs are .txt files, which have no fields; drop --text-key."
         )
 
 
@@ -208,46 +210,50 @@ def check_text_key(text_key: str, paths: Iterable[Path]) -> None:
 # Files to parts, parts to blocks
 
 
-def plan_pieces(paths: Iterable[Path], text_split: str, piece_bytes: int) -> list[list[Piece]]:
-    """Cut the input into groups of file parts, each group of about `piece_bytes` of stored data, in order.
+def plan_shards(paths: Iterable[Path], text_split: str, shard_bytes: int) -> list[list[FileRange]]:
+    """Cut the input into groups of file parts, each group of about `shard_bytes` of stored data, in order.
 
     A group holds at most one part of each file. Files that cannot be cut go whole into a group. The plan
     depends only on the sizes of the files.
     """
-    groups: list[list[Piece]] = []
-    room = 0
+    groups: list[list[FileRange]] = []
+    remaining = 0  # bytes that the current shard can still take
     for path in paths:
         size, position = stored_bytes(path), 0
         while (
             position < size or not position
         ):  # an empty file is a part too: its reader decides whether that is an error
-            if room <= 0:
+            if remaining <= 0:
                 groups.append([])
-                room = piece_bytes
-            taken = min(room, size - position) if _can_be_cut(path, text_split) else size
+                remaining = shard_bytes
+            taken = min(remaining, size - position) if _can_be_cut(path, text_split) else size
             at_end = position + taken >= size
-            groups[-1].append(Piece(path, position, None if at_end else position + taken))
+            groups[-1].append(FileRange(path, position, None if at_end else position + taken))
             position += taken
-            room -= taken
+            remaining -= taken
             if at_end:
                 break
     return groups
 
 
 def _can_be_cut(path: Path, text_split: str) -> bool:
-    return not compression_of(path) and layout_of(path, text_split) in _RECORD_ENDS
+    return not compression_of(path) and file_format(path, text_split) in _RECORD_ENDS
 
 
 def is_whole(path: Path, text_split: str) -> bool:
     """Whether all of a text file is one document."""
-    return layout_of(path, text_split) == "file"
+    return file_format(path, text_split) == "file"
 
 
-def lines_before(piece: Piece, text_split: str) -> int:
+def lines_before(file_range: FileRange, text_split: str) -> int:
     """The number of lines of the file before this part; reads the file up to there."""
     count = 0
-    with read_errors(piece.path), open_regular(piece.path) as file:
-        left = _record_start(file, piece.start, layout_of(piece.path, text_split)) if piece.start else 0
+    with read_errors(file_range.path), open_regular(file_range.path) as file:
+        left = (
+            _record_start(file, file_range.start, file_format(file_range.path, text_split))
+            if file_range.start
+            else 0
+        )
         file.seek(0)
         while left > 0 and (data := file.read(min(left, BLOCK_BYTES))):
             count += data.count(b"\n")
@@ -255,56 +261,63 @@ def lines_before(piece: Piece, text_split: str) -> int:
     return count
 
 
-def with_line_of_file(place: Place, text_split: str) -> Place:
-    """The same place with the line counted from the start of the file."""
-    lines = lines_before(Piece(Path(place.source), place.start), text_split)
-    return Place(place.source, place.line + lines, place.problem)
+def with_line_in_file(location: SourceLocation, text_split: str) -> SourceLocation:
+    """The same location with the line counted from the start of the file."""
+    lines = lines_before(FileRange(Path(location.source), location.start), text_split)
+    return SourceLocation(location.source, location.line + lines, location.problem)
 
 
 def read_blocks(
-    pieces: Iterable[Piece], text_key: str = "text", text_split: str = "file", block_bytes: int = BLOCK_BYTES
-) -> Iterator[Block]:
+    file_ranges: Iterable[FileRange],
+    text_key: str = "text",
+    text_split: str = "file",
+    block_bytes: int = BLOCK_BYTES,
+) -> Iterator[RecordBlock]:
     """Cut file parts into blocks of whole records, of about `block_bytes` each.
 
     Raises: DataError for files that cannot be read or decompressed and for records beyond MAX_RECORD_BYTES.
     """
-    for piece in pieces:
-        layout = layout_of(piece.path, text_split)
-        if layout == "rows":
-            yield from _row_blocks(piece.path, text_key)
+    for file_range in file_ranges:
+        record_format = file_format(file_range.path, text_split)
+        if record_format == "rows":
+            yield from _row_blocks(file_range.path, text_key)
         else:
-            yield from _byte_blocks(piece, layout, block_bytes)
+            yield from _byte_blocks(file_range, record_format, block_bytes)
 
 
-def _byte_blocks(piece: Piece, layout: str, block_bytes: int) -> Iterator[Block]:
-    path = piece.path
-    line, consumed, position, started = 1, 0, 0, piece.start > 0
+def _byte_blocks(file_range: FileRange, record_format: str, block_bytes: int) -> Iterator[RecordBlock]:
+    path = file_range.path
+    line, consumed, position, started = 1, 0, 0, file_range.start > 0
     pending = bytearray()  # grows in place: a record may be many chunks long
-    for chunk, position in _chunks(piece, layout, block_bytes):
+    for chunk, position in _chunks(file_range, record_format, block_bytes):
         searched = len(pending)
         pending += chunk
         if not started and len(pending) >= BEGINNING_BYTES:
             pending, started, searched = _without_mark(pending, path), True, 0
         if len(pending) > MAX_RECORD_BYTES + block_bytes:
             raise DataError(
-                f"{path}:{line + lines_before(piece, layout)}: a record is longer than {MAX_RECORD_BYTES} "
-                f"bytes; split it, or check that each record has its own line."
+                f"{path}:{line + lines_before(file_range, record_format)}: a record is longer than "
+                f"{MAX_RECORD_BYTES} bytes; split it, or check that every record is on its own line."
             )
-        cut = _last_boundary(pending, layout, searched) if started else 0
+        cut = _last_boundary(pending, record_format, searched) if started else 0
         if cut:
             lines = pending.count(b"\n", 0, cut)
             with memoryview(pending) as view:
                 data = bytes(view[:cut])
-            yield Block(str(path), layout, piece.start, line, data, lines, position - consumed)
+            yield RecordBlock(
+                str(path), record_format, file_range.start, line, data, lines, position - consumed
+            )
             del pending[:cut]
             line, consumed = line + lines, position
     if not started:
         pending = _without_mark(pending, path)
     if pending:
-        if piece.stop is None:  # a decompressor may not have read its file to the end
-            position = stored_bytes(path) - piece.start
+        if file_range.stop is None:  # a decompressor may not have read its file to the end
+            position = stored_bytes(path) - file_range.start
         lines = pending.count(b"\n")
-        yield Block(str(path), layout, piece.start, line, bytes(pending), lines, position - consumed)
+        yield RecordBlock(
+            str(path), record_format, file_range.start, line, bytes(pending), lines, position - consumed
+        )
 
 
 def _without_mark(data: bytearray, path: Path) -> bytearray:
@@ -313,17 +326,17 @@ def _without_mark(data: bytearray, path: Path) -> bytearray:
     return data.removeprefix(UTF8_BOM)
 
 
-def _last_boundary(data: bytearray, layout: str, searched: int) -> int:
+def _last_boundary(data: bytearray, record_format: str, searched: int) -> int:
     """Length of the longest prefix of `data` that is sure to end with a whole record, if beyond `searched`."""
-    if layout == "file":
+    if record_format == "file":
         return 0
-    if layout == "blank_lines":
+    if record_format == "blank_lines":
         # A boundary across `searched` may be missed; the block is then cut at a later one.
         return max((match.end() for match in _BLANK_LINES.finditer(data, max(searched - 1, 0))), default=0)
     return data.rfind(b"\n", searched) + 1
 
 
-def _record_start(file: IO[bytes], position: int, layout: str) -> int:
+def _record_start(file: IO[bytes], position: int, record_format: str) -> int:
     """The first start of a record after `position`, or the end of the file; position 0 is a start itself."""
     if not position:
         return 0
@@ -332,7 +345,7 @@ def _record_start(file: IO[bytes], position: int, layout: str) -> int:
         file.seek(position)
         data = file.read(size)
         at_end = len(data) < size
-        match = _RECORD_ENDS[layout].search(data)
+        match = _RECORD_ENDS[record_format].search(data)
         if match and (match.end() < len(data) or at_end):
             return position + match.end()
         if at_end:
@@ -340,18 +353,20 @@ def _record_start(file: IO[bytes], position: int, layout: str) -> int:
         size *= 2
 
 
-def _chunks(piece: Piece, layout: str, chunk_bytes: int) -> Iterator[tuple[bytes, int]]:
+def _chunks(file_range: FileRange, record_format: str, chunk_bytes: int) -> Iterator[tuple[bytes, int]]:
     """Yield (decompressed bytes, stored bytes of the file part so far)."""
-    path = piece.path
+    path = file_range.path
     with read_errors(path), open_regular(path) as file:
         if compression := compression_of(path):
             stream = decompressed(file, compression, chunk_bytes)
         else:
-            stop = math.inf if piece.stop is None else _record_start(file, piece.stop, layout)
-            file.seek(_record_start(file, piece.start, layout))
+            stop = (
+                math.inf if file_range.stop is None else _record_start(file, file_range.stop, record_format)
+            )
+            file.seek(_record_start(file, file_range.start, record_format))
             stream = _read_until(file, stop, chunk_bytes)
         for chunk in stream:
-            yield chunk, file.tell() - piece.start
+            yield chunk, file.tell() - file_range.start
 
 
 def _read_until(file: IO[bytes], stop: float, chunk_bytes: int) -> Iterator[bytes]:
@@ -359,15 +374,15 @@ def _read_until(file: IO[bytes], stop: float, chunk_bytes: int) -> Iterator[byte
         yield chunk
 
 
-def _row_blocks(path: Path, text_key: str) -> Iterator[Block]:
+def _row_blocks(path: Path, text_key: str) -> Iterator[RecordBlock]:
     consumed = 0
     if delimiter := DELIMITERS.get(ending_of(path)):
-        row, chunks = csv_files.FIRST_ROW, _chunks(Piece(path), "rows", BLOCK_BYTES)
+        row, chunks = csv_files.FIRST_ROW, _chunks(FileRange(path), "rows", BLOCK_BYTES)
         blocks = csv_files.column_texts(path, chunks, delimiter, text_key, MAX_RECORD_BYTES)
     else:
         row, blocks = 1, column_files.column_texts(path, text_key)
     for rows, position in blocks:
-        yield Block(str(path), "rows", 0, row, rows, len(rows), position - consumed)
+        yield RecordBlock(str(path), "rows", 0, row, rows, len(rows), position - consumed)
         row, consumed = row + len(rows), position
 
 
@@ -375,18 +390,18 @@ def _row_blocks(path: Path, text_key: str) -> Iterator[Block]:
 # Blocks to texts
 
 
-def parse_block(block: Block, text_key: str = "text") -> ParsedBlock:
+def parse_block(block: RecordBlock, text_key: str = "text") -> ParsedBlock:
     """Parse the records of a block. Bad and empty records are counted, never raised."""
     parsed = ParsedBlock([], [], RecordCounts())
     unterminated_line = _unterminated_line(block)
     for line, record in _records(block):
         try:
-            text = _parse_record(record, block.layout, text_key)
+            text = _parse_record(record, block.record_format, text_key)
         except UnusableRecord as error:
             cut_off = error.kind == "malformed_json" and line == unterminated_line
             kind = "truncated_record" if cut_off else error.kind
             note = " (the file ends inside this record)" if cut_off else ""
-            parsed.counts.add_bad(kind, Place(block.source, line, f"{error}{note}", block.start))
+            parsed.counts.add_bad(kind, SourceLocation(block.source, line, f"{error}{note}", block.start))
             continue
         if text is None:
             parsed.counts.blank_lines += 1
@@ -398,33 +413,33 @@ def parse_block(block: Block, text_key: str = "text") -> ParsedBlock:
     return parsed
 
 
-def largest_record(block: Block) -> tuple[int, int]:
+def largest_record(block: RecordBlock) -> tuple[int, int]:
     """Line (or row) and bytes of the largest record of a block."""
     data = block.data
     if not isinstance(data, bytes):
         sizes = [0 if isinstance(row, UnusableRecord) else len(row) for row in data]
         return block.first_line + sizes.index(max(sizes)), max(sizes)
-    if block.layout not in _RECORD_ENDS:
+    if block.record_format not in _RECORD_ENDS:
         return block.first_line, len(data)
-    ends = [match.end() for match in _RECORD_ENDS[block.layout].finditer(data)] + [len(data)]
+    ends = [match.end() for match in _RECORD_ENDS[block.record_format].finditer(data)] + [len(data)]
     size, start = max((end - start, start) for start, end in itertools.pairwise([0, *ends]))
     return block.first_line + data.count(b"\n", 0, start), size
 
 
-def _unterminated_line(block: Block) -> int | None:
+def _unterminated_line(block: RecordBlock) -> int | None:
     """The number of the file's last line if it does not end with a newline."""
     if not isinstance(block.data, bytes) or block.data.endswith(b"\n"):
         return None
     return block.first_line + block.data.count(b"\n")
 
 
-def _records(block: Block) -> Iterator[tuple[int, bytes | UnusableRecord]]:
+def _records(block: RecordBlock) -> Iterator[tuple[int, bytes | UnusableRecord]]:
     """Yield (line number, record)."""
     if not isinstance(block.data, bytes):
         yield from enumerate(block.data, block.first_line)
-    elif block.layout == "file":
+    elif block.record_format == "file":
         yield block.first_line, block.data
-    elif block.layout == "blank_lines":
+    elif block.record_format == "blank_lines":
         line, start = block.first_line, 0
         for end in [match.end() for match in _BLANK_LINES.finditer(block.data)] + [len(block.data)]:
             record = block.data[start:end]
@@ -439,21 +454,21 @@ def _records(block: Block) -> Iterator[tuple[int, bytes | UnusableRecord]]:
         yield from enumerate(lines, block.first_line)
 
 
-def _parse_record(record: bytes | UnusableRecord, layout: str, text_key: str) -> str | None:
+def _parse_record(record: bytes | UnusableRecord, record_format: str, text_key: str) -> str | None:
     """The text of a record; None for a blank line. Raises UnusableRecord."""
     if isinstance(record, UnusableRecord):
         raise record
-    if layout == "jsonl":
+    if record_format == "jsonl":
         return parse_json_line(record, text_key) if record and not record.isspace() else None
     try:
         text = record.decode("utf-8")
     except UnicodeDecodeError as error:
         raise not_utf8(error) from None
-    if layout == "rows":
+    if record_format == "rows":
         return text
     if "\0" in text:
-        problem = "a NUL byte, which no text file has: a binary file, or UTF-16 (iconv -f UTF-16LE -t UTF-8)"
+        problem = "a NUL byte: this is a binary file or UTF-16 (iconv -f UTF-16LE -t UTF-8)"
         raise UnusableRecord("nul_byte", problem)
-    if layout == "lines" and not text.strip():
+    if record_format == "lines" and not text.strip():
         return None
     return text.replace("\r\n", "\n").removesuffix("\r")

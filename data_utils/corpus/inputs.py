@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 TABLES = (".parquet", ".arrow")
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _TEXT = ".txt"
-_LAYOUTS = {
+_FORMATS = {
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl"),
     **dict.fromkeys((*DELIMITERS, *TABLES), "rows"),
     _TEXT: "text",
@@ -45,20 +45,22 @@ def ending_of(path: Path) -> str:
     return Path(name).suffix.lower()
 
 
-def layout_of(path: Path, text_split: str) -> str:
+def file_format(path: Path, text_split: str) -> str:
     """How the records of a file lie in it: "jsonl", "rows" of a table, or `text_split` for .txt. Raises DataError."""
     ending = ending_of(path)
-    layout = _LAYOUTS.get(ending)
-    if layout is None or (ending in TABLES and compression_of(path)):
+    record_format = _FORMATS.get(ending)
+    if record_format is None or (ending in TABLES and compression_of(path)):
         raise DataError(f"input {path} {_unknown(path, ending)}.")
-    return text_split if layout == "text" else layout
+    return text_split if record_format == "text" else record_format
 
 
 def _unknown(path: Path, ending: str) -> str:
     if ending in TABLES:
-        return f"is a {ending} file in {compression_of(path)}, which cannot be read at any place; unpack it"
+        return (
+            f"is a {ending} file in {compression_of(path)}, which does not allow random access; decompress it"
+        )
     if any(suffix.lower() in _ARCHIVES for suffix in path.suffixes[-2:]):  # .tar.gz too
-        return "is an archive; unpack it and name its files"
+        return "is an archive; unpack it and give its files"
     return f"has an unknown suffix; supported are {_SUPPORTED}"
 
 
@@ -88,16 +90,16 @@ class _Inputs:
     def finish(self) -> list[Path]:
         self._raise_problems()
         if not self._files and not self._said["bookkeeping"]:
-            raise DataError("no input was given; name at least one file or pattern.")
+            raise DataError("no input is given; give at least one file or pattern.")
         for kind, words in (
             ("empty", "are empty"),
-            ("again", "are named twice, and read once"),
-            ("bookkeeping", "are left out, since a name that begins with _ or . is not one of data"),
+            ("again", "are given twice and read once"),
+            ("bookkeeping", "are skipped, because names that begin with _ or . are not data files"),
         ):
             if names := list(self._said[kind]):
                 log.warning(f"{len(names)} inputs {words}: {shorten(', '.join(names), 600)}")
         if not self._files:
-            raise DataError("the inputs name no file of data; name at least one.")
+            raise DataError("the inputs contain no data file; give at least one.")
         return list(self._files.values())
 
     def _raise_problems(self) -> None:
@@ -120,7 +122,7 @@ class _Inputs:
                 f"{pattern} does not exist; {_other_input(pattern)}"
             )
         except OSError as error:
-            self._refuse(f"{pattern} cannot be reached ({error.strerror}); check its permissions")
+            self._refuse(f"{pattern} is not accessible ({error.strerror}); check its permissions")
         else:
             self._add(Path(pattern))
 
@@ -128,13 +130,15 @@ class _Inputs:
         written, folders = _on_the_way(pattern)
         locked = [folder for folder in folders if not os.access(folder, os.R_OK | os.X_OK)]
         for folder in locked:
-            self._refuse(f"{folder} is a folder that cannot be read; check its permissions")
+            self._refuse(f"the directory {folder} cannot be read; check its permissions")
         matches = sorted(dict.fromkeys(str(Path(match)) for match in glob.glob(written, recursive=True)))
         if not matches and not locked:
             hint = ""
             if "[" in pattern:
-                hint = "; [...] stands for one of the characters in it, and [[] for a bracket"
-            self._refuse(f"pattern {pattern} matches no file; check it (and quote it in the shell){hint}")
+                hint = "; [...] matches one of the characters in it, and [[] a literal bracket"
+            self._refuse(
+                f"pattern {pattern} matches no file; check the pattern (and quote it in the shell){hint}"
+            )
         # `**` names a folder and what is in it, so that nothing of the folder is left out.
         entered = (
             {str(parent) for match in matches for parent in Path(match).parents} if "**" in pattern else ()
@@ -150,9 +154,9 @@ class _Inputs:
         try:
             state = os.stat(path)
         except OSError as error:
-            where = f"is a link to {os.readlink(path)}, which" if path.is_symlink() else "is a name that"
-            remedy = "fetch what it points to, or remove the link"
-            self._refuse(f"{path} {where} cannot be reached ({error.strerror}); {remedy}")
+            where = f"is a link to {os.readlink(path)}, which" if path.is_symlink() else "is a path that"
+            remedy = "download its target or remove the link"
+            self._refuse(f"{path} {where} is not accessible ({error.strerror}); {remedy}")
             return
         if stat.S_ISDIR(state.st_mode):
             self._add_directory(path, is_match)
@@ -165,15 +169,15 @@ class _Inputs:
 
     def _add_file(self, path: Path, state: os.stat_result) -> None:
         try:
-            layout_of(path, "")
+            file_format(path, "")
         except DataError as error:
             self._refuse_for(error)
             return
         if not state.st_size:
             kind = {".parquet": "parquet", ".arrow": "Arrow"}.get(ending_of(path))
             if kind or compression_of(path):
-                what = f"not a readable {kind} file" if kind else "the compressed data is cut off"
-                self._refuse(f"{path}: {what} (it is empty); fetch it again")
+                what = f"not a readable {kind} file" if kind else "the compressed data is truncated"
+                self._refuse(f"{path}: {what} (it is empty); download it again")
                 return
             self._said["empty"][str(path)] = None
         first = self._files.setdefault((state.st_dev, state.st_ino), path)
@@ -185,18 +189,18 @@ class _Inputs:
             if is_saved_dataset(path):
                 for file in saved_dataset_files(path):
                     self._add(file)
-            elif ending_of(path) in _LAYOUTS:
+            elif ending_of(path) in _FORMATS:
                 if not self._add_parts(path, set()):
-                    self._refuse(f"{path} is a directory without part files; fetch it again")
+                    self._refuse(f"{path} is a directory without part files; download it again")
             elif not is_match or any(not name.startswith(".") for name in os.listdir(path)):
                 self._refuse(
-                    f"{path} is a directory, but not one of Hugging Face `save_to_disk` (no state.json); name files, "
-                    f"or a glob like {path}/*.jsonl, or give a directory of part files an ending (NAME.jsonl/)"
+                    f"{path} is a directory, but not one that Hugging Face `save_to_disk` wrote (no state.json); "
+                    f"give files, a glob such as {path}/*.jsonl, or rename a directory of part files to NAME.jsonl/"
                 )
         except DataError as error:
             self._refuse_for(error)
         except OSError as error:
-            self._refuse(f"{path} is a folder that cannot be read ({error.strerror}); check its permissions")
+            self._refuse(f"the directory {path} cannot be read ({error.strerror}); check its permissions")
 
     def _add_parts(self, directory: Path, entered: set[tuple[int, int]]) -> int:
         """The part files of a directory, in its folders too (`lang=en/`). Returns: how many there are."""
@@ -240,12 +244,12 @@ def _on_the_way(pattern: str) -> tuple[str, list[str]]:
 def _other_input(pattern: str) -> str:
     """The remedy for an input that is not there."""
     if "://" in pattern:
-        return "only files are read: copy it here first, for example with curl -LO, aws s3 cp or hf download"
+        return "URLs are not read; download it first, for example with curl -LO, aws s3 cp or hf download"
     if re.search(r"\{[^}]*,[^}]*\}", pattern):
-        return "{a,b} is expanded by the shell alone: leave out the quotes around it"
+        return "only the shell expands {a,b}; remove the quotes around it"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", pattern) and not Path(pattern).suffix:  # as names of the hub are
         return (
-            f"check the path (relative to {Path.cwd()}); a data set of the Hugging Face hub becomes a directory with "
-            f"datasets.load_dataset('{pattern}', split='train').save_to_disk('DIRECTORY')"
+            f"check the path (relative to {Path.cwd()}); save a dataset of the Hugging Face hub to a directory "
+            f"first: datasets.load_dataset('{pattern}', split='train').save_to_disk('DIRECTORY')"
         )
     return "check the path" if Path(pattern).is_absolute() else f"check the path (relative to {Path.cwd()})"

@@ -15,10 +15,10 @@ from data_utils.corpus.stored_files import raise_if_out_of_memory
 UTF8_BOM = b"\xef\xbb\xbf"
 _OBJECT_REMEDY = "put each object on its own line: jq -c . FILE > NEW.jsonl"
 _ARRAY_REMEDY = "put each object on its own line: jq -c '.[]' FILE > NEW.jsonl"
-_LIST_REMEDY = "jq -c '.{}[]' FILE > NEW.jsonl makes a line of each"
-_TABLE_REMEDY = "is this a table? Name it .csv or .tsv; plain text is .txt"
+_LIST_REMEDY = "put each object on its own line: jq -c '.{}[]' FILE > NEW.jsonl"
+_TABLE_REMEDY = "is this a table? Rename it to .csv or .tsv; plain text needs .txt"
 _UTF16_REMEDY = "NUL bytes: UTF-16 or UTF-32 without a byte order mark (iconv -f UTF-16LE -t UTF-8)"
-_COMMA_REMEDY = "no comma follows an object: sed 's/}, *$/}/' FILE > NEW.jsonl"
+_COMMA_REMEDY = "remove the comma after each object: sed 's/}, *$/}/' FILE > NEW.jsonl"
 _JOINED = re.compile(rb"\}\s*\{")
 _LARGE_RECORD_BYTES = 1 << 20
 _JSON_MEMORY = 16  # memory that orjson needs per byte of JSON, at most: a buffer of 12, and 4 for the text
@@ -87,7 +87,7 @@ def _refuse_repetition(line: bytes, keys: Collection[str]) -> None:
     except (ValueError, RecursionError):  # the standard library reads less deep objects
         return
     if twice is not None and twice in keys:
-        raise UnusableRecord("key_twice", f"the field {twice[:80]!r} stands there twice; keep one")
+        raise UnusableRecord("key_twice", f"the field {twice[:80]!r} appears twice; keep one")
 
 
 def field_at(tree: Any, key: str) -> Any:
@@ -114,7 +114,7 @@ def parse_json_line(line: bytes, text_key: str) -> str:
     if not isinstance(text, str):
         problem = f"field {text_key!r} holds {json_type(text)}, not text"
         if isinstance(text, dict) and text:
-            problem += f"; --text-key {f'{text_key}.{next(iter(text))}'[:80]} names the field in it"
+            problem += f"; --text-key {f'{text_key}.{next(iter(text))}'[:80]} selects the field inside it"
         raise UnusableRecord("field_not_text", problem)
     return text
 
@@ -122,7 +122,7 @@ def parse_json_line(line: bytes, text_key: str) -> str:
 def _no_field(tree: Mapping[str, Any], text_key: str) -> str:
     fields = ", ".join(list(tree)[:10]) or "none"
     problem = (
-        f"there is no field {text_key!r} (fields: {fields[:200]}; --text-key names the one with the text)"
+        f"there is no field {text_key!r} (fields: {fields[:200]}; set --text-key to the one with the text)"
     )
     of_objects = [
         key for key, value in tree.items() if isinstance(value, list) and isinstance((value or [0])[0], dict)

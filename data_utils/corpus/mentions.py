@@ -115,10 +115,10 @@ def tokens_of(
             last += 1
         words = shown(text[start:end])
         if last == token:
-            raise UnusableRecord("bad_mention", f"the mention {words} at {start} has no token")
+            raise UnusableRecord("bad_mention", f"the mention {words} at {start} covers no token")
         before, after = text[places[token][0] : start], text[end : places[last - 1][1]]
         if before.strip() or after.strip():  # a token may begin with the space before a word
-            problem = f"the mention {words} at {start} begins or ends within a token"
+            problem = f"the mention {words} at {start} begins or ends inside a token"
             raise UnusableRecord("bad_mention", problem)
         yield token, last, entity
         token = last
@@ -130,13 +130,13 @@ def read_names(path: str, option: str) -> EntityNames:
         with open_regular(path) as file:
             data = file.read()
     except OSError as error:
-        raise DataError(f"{option} {path}: {error.strerror}; give the file of entity numbers.") from None
+        raise DataError(f"{option} {path}: {error.strerror}; give the file with the entity ids.") from None
     first, *lines = data.split(b"\n")
     lines = lines[:-1] if lines and not lines[-1] else lines
     if _number(first.strip()) != len(lines) or not lines:
         raise DataError(
-            f"{path}:1: the first line is {shown(first[:40].decode(errors='replace'))}, and {len(lines)} lines follow; "
-            "it must be their count, 1 or more."
+            f"{path}:1: the first line is {shown(first[:40].decode(errors='replace'))}, but {len(lines)} lines "
+            "follow; it must be the number of these lines, 1 or more."
         )
     names, numbers = [], np.full(len(lines), -1, np.int32)
     for place, line in enumerate(lines):
@@ -145,7 +145,7 @@ def read_names(path: str, option: str) -> EntityNames:
         if not name or not 0 <= number < len(lines):
             raise DataError(
                 f"{path}:{place + 2}: the line is {shown(line[:80].decode(errors='replace'))}; it must be a name, a "
-                f"tab, and a number below {len(lines)}."
+                f"tab and a number below {len(lines)}."
             )
         names.append(name)
         numbers[place] = number
@@ -158,7 +158,7 @@ def read_names(path: str, option: str) -> EntityNames:
         ("number", next(iter(values[counts > 1].tolist()), None)),
     ):
         if again is not None:
-            raise DataError(f"{path}: the {what} {again} stands there twice; give each entity its own.")
+            raise DataError(f"{path}: the {what} {again} appears twice; give each entity its own.")
     ends = np.cumsum([len(name) for name in names])
     return EntityNames(hashlib.sha256(data).hexdigest(), b"".join(names), ends, numbers[order])
 

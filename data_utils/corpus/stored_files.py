@@ -28,10 +28,10 @@ _BEGINNINGS = {
     b"\x28\xb5\x2f\xfd": "compressed by zstd (name it with .zst)",
     b"BZh91AY&SY": "compressed by bzip2 (name it with .bz2)",
     b"\xfd7zXZ\x00": "compressed by xz (name it with .xz)",
-    b"PK\x03\x04": "an archive of zip (unpack it)",
+    b"PK\x03\x04": "a zip archive (unpack it)",
     b"PAR1\x15": "parquet (name it with .parquet)",
     b"ARROW1": "Arrow (name it with .arrow)",
-    b"version https://git-lfs": "a pointer of git-lfs, not the file (fetch it with git lfs pull)",
+    b"version https://git-lfs": "a Git LFS pointer, not the file itself (fetch it with git lfs pull)",
     b"\xff\xfe\x00\x00": "UTF-32, not UTF-8; convert it (iconv -f UTF-32 -t UTF-8)",
     b"\x00\x00\xfe\xff": "UTF-32, not UTF-8; convert it (iconv -f UTF-32 -t UTF-8)",
     b"\xff\xfe": "UTF-16, not UTF-8; convert it (iconv -f UTF-16 -t UTF-8)",
@@ -98,7 +98,7 @@ def read_errors(path: Path) -> Iterator[None]:
 
 
 def _damaged(path: Path, error: Exception) -> DataError:
-    remedy = f"fetch the file again, or name it without {path.suffix} if it is not compressed"
+    remedy = f"download the file again, or drop {path.suffix} from its name if it is not compressed"
     return DataError(f"{path}: damaged compressed data ({error}); {remedy}.")
 
 

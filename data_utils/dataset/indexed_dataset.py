@@ -76,7 +76,7 @@ def _other_prefix(prefix: Path) -> str:
         return f"give the prefix without {prefix.suffix}: {prefix.with_suffix('')}"
     splits = sorted(prefix.parent.glob(f"{glob.escape(prefix.name)}_*.json"))
     if splits:
-        return f"there are {', '.join(str(path.with_suffix('')) for path in splits[:5])}; give one of them"
+        return f"there are {', '.join(str(path.with_suffix('')) for path in splits[:5])}; give one of these"
     where = "" if prefix.is_absolute() else f" (relative to {Path.cwd()})"
     return f"check the prefix{where} or build the dataset"
 
@@ -88,13 +88,14 @@ def read_header(prefix: str | Path) -> tuple[np.dtype, int, int]:
         header = file.read(HEADER.size)
     if header.startswith(_OLDER_MAGIC):
         raise DataError(
-            f"dataset {prefix}: {path} is of Megatron's older kind (lazy, cached); write it as mmap (--dataset-impl)."
+            f"dataset {prefix}: {path} has Megatron's older format (lazy or cached); write it again as mmap "
+            "(--dataset-impl)."
         )
     if len(header) < HEADER.size or not header.startswith(MAGIC):
         raise damaged(prefix, ".idx", "does not start with the Megatron-LM index magic")
     _, version, code, num_sequences, num_boundaries = HEADER.unpack(header)
     if code in _NO_TOKENS:
-        raise damaged(prefix, ".idx", f"has dtype code {code}: it holds {_NO_TOKENS[code]}, not token ids")
+        raise damaged(prefix, ".idx", f"has dtype code {code}, which means {_NO_TOKENS[code]}, not token ids")
     if version != INDEX_VERSION or code not in DTYPE_CODES:
         raise damaged(prefix, ".idx", f"has version {version} and dtype code {code}, which are not supported")
     if max(num_sequences, num_boundaries) > path.stat().st_size:
@@ -112,7 +113,9 @@ def document_starts(prefix: str | Path, num_sequences: int, num_boundaries: int)
         or boundaries[-1] != num_sequences
         or np.any(boundaries[1:] < boundaries[:-1])
     ):
-        raise damaged(prefix, ".idx", f"has document boundaries that do not go from 0 up to {num_sequences}")
+        raise damaged(
+            prefix, ".idx", f"has document boundaries that do not increase from 0 to {num_sequences}"
+        )
     return np.unique(boundaries[:-1][boundaries[:-1] < num_sequences])
 
 
@@ -144,21 +147,23 @@ class IndexedDataset:
             sizes |= file_sizes(prefix, [ENTITIES])
         for suffix, size in sizes.items():
             if size != (recorded := self.manifest["files"][suffix]["bytes"]):
-                raise self.damaged(suffix, f"has {size} bytes, the manifest says {recorded}")
+                raise self.damaged(suffix, f"has {size} bytes, but the manifest records {recorded}")
         self.dtype, self.num_documents, num_boundaries = read_header(prefix)
         self.num_tokens = sizes[".bin"] // self.dtype.itemsize
         expected = HEADER.size + 12 * self.num_documents + 8 * num_boundaries
         if self.num_documents and sizes[".idx"] == expected + self.num_documents:
             raise DataError(
-                f"dataset {prefix} has modes of its sequences (multimodal); give a dataset of text."
+                f"dataset {prefix} is multimodal (its index stores sequence modes); give a text dataset."
             )
         if sizes[".idx"] != expected:
-            raise self.damaged(".idx", f"has {sizes['.idx']} bytes, its header asks for {expected}")
+            raise self.damaged(".idx", f"has {sizes['.idx']} bytes, but its header requires {expected}")
         if not self.num_documents or not self.num_tokens:
             raise self.damaged(".idx", "holds no tokens")
         if sizes[".bin"] % self.dtype.itemsize:
-            token = f"the {self.dtype.itemsize} of a token ({self.dtype.name})"
-            raise self.damaged(".bin", f"has {sizes['.bin']} bytes, no multiple of {token}, so it is cut off")
+            token = f"the {self.dtype.itemsize} bytes of a token ({self.dtype.name})"
+            raise self.damaged(
+                ".bin", f"has {sizes['.bin']} bytes, which is not a multiple of {token}; it is truncated"
+            )
         self._maps: list[tuple[mmap.mmap, int]] = []  # of what is read at random, and bytes of an element
         self.tokens: Any = self._open_tokens(".bin", self.dtype)
         self.entities: Any = None
@@ -213,14 +218,14 @@ class IndexedDataset:
             largest = self.manifest.get("largest_id")  # None: adopted by a version that did not look
             if largest is not None and largest >= vocab_size:
                 raise DataError(
-                    f"dataset {self.prefix} has the id {largest}, and the tokenizer {vocab_size} ids; set the section "
-                    "tokenizer to the one that the dataset was made with."
+                    f"dataset {self.prefix} contains the id {largest}, but the tokenizer has only {vocab_size} ids; "
+                    "set the section tokenizer to the tokenizer that built the dataset."
                 )
             unchecked = (
                 f", nor its ids (remove {self.prefix}.json and adopt it again)" if largest is None else ""
             )
             logger.warning(
-                "dataset %s was adopted: its tokenizer cannot be checked%s", self.prefix, unchecked
+                "dataset %s was adopted, so its tokenizer cannot be checked%s", self.prefix, unchecked
             )
             return
         tokenizer = self.manifest.get("tokenizer") or {}
@@ -228,8 +233,8 @@ class IndexedDataset:
         if recorded != (fingerprint, vocab_size, eos):
             raise DataError(
                 f"dataset {self.prefix} was built with another tokenizer ({tokenizer_name(tokenizer)}, "
-                f"{recorded[1]} ids, eos {recorded[2]}) than this one ({fingerprint[:12]}, {vocab_size} ids, "
-                f"eos {eos}); set the section tokenizer to that of {self.prefix}.json, or rebuild the dataset."
+                f"{recorded[1]} ids, eos {recorded[2]}) than the configured one ({fingerprint[:12]}, {vocab_size} "
+                f"ids, eos {eos}); set the section tokenizer to that of {self.prefix}.json, or rebuild the dataset."
             )
 
     def verify_some(self, blocks: int) -> None:
@@ -249,7 +254,9 @@ class IndexedDataset:
                 mapped.madvise(self._advice)
             except OSError as error:
                 logger.warning(
-                    "%s cannot be mapped (%s) and is read instead", dataset_path(self.prefix, suffix), error
+                    "%s cannot be memory-mapped (%s); it is read into memory instead",
+                    dataset_path(self.prefix, suffix),
+                    error,
                 )
                 return None
         return mapped
@@ -283,9 +290,7 @@ class IndexedDataset:
             int(self.pointers[0])
             or int(self.pointers[last]) + int(self.lengths[last]) * self.dtype.itemsize != bin_size
         ):
-            raise self.damaged(
-                ".idx", "does not belong to the .bin file: its pointers do not span the tokens"
-            )
+            raise self.damaged(".idx", "does not match the .bin file: its pointers do not cover all tokens")
         at = (
             np.unique(np.linspace(0, last - 1, _OPEN_CHECKS, dtype=np.int64))
             if last
@@ -298,7 +303,9 @@ class IndexedDataset:
     def _join_sequences(self, num_boundaries: int, bin_size: int) -> None:
         """Make documents of the sequences between boundaries; those without a token are left out."""
         if self.manifest["num_sequences"] != self.num_documents:
-            problem = f"says {self.manifest['num_sequences']} sequences, the index says {self.num_documents}"
+            problem = (
+                f"records {self.manifest['num_sequences']} sequences, but the index has {self.num_documents}"
+            )
             raise self.damaged(".json", problem)
         starts = document_starts(self.prefix, self.num_documents, num_boundaries)
         begins = self.pointers[starts]
@@ -314,7 +321,9 @@ class IndexedDataset:
         ours = {"num_documents": self.num_documents, "num_tokens": self.num_tokens, "dtype": self.dtype.name}
         for key, value in ours.items():
             if self.manifest.get(key) != value:
-                raise self.damaged(".json", f"says {key} {self.manifest.get(key)}, the index says {value}")
+                raise self.damaged(
+                    ".json", f"records {key} {self.manifest.get(key)}, but the index has {value}"
+                )
 
     def damaged(self, suffix: str, problem: str) -> DataError:
         return damaged(self.prefix, suffix, problem)

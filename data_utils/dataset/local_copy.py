@@ -40,7 +40,7 @@ def local_copy(prefix: str | Path, directory: str | Path) -> Path:
                 _copy_all(prefix, target, source.manifest)
     if IndexedDataset(target).manifest["checksum"] != source.manifest["checksum"]:
         raise DataError(
-            f"{target} is not a copy of {prefix}, though it has its name; remove it, or choose another "
+            f"{target} has the name of a copy of {prefix} but different content; remove it or choose another "
             "data.local_directory."
         )
     return target
@@ -51,8 +51,8 @@ def _refuse_links(target: Path) -> None:
     for suffix in POSSIBLE_SUFFIXES:
         if dataset_path(target, suffix).is_symlink():
             raise DataError(
-                f"{dataset_path(target, suffix)} is a link, and a copy has none; remove it, or choose another "
-                "data.local_directory."
+                f"{dataset_path(target, suffix)} is a symbolic link, which a local copy must not contain; remove it "
+                "or choose another data.local_directory."
             )
 
 
@@ -61,8 +61,8 @@ def _copy_all(prefix: str | Path, target: Path, manifest: Mapping[str, Any]) -> 
     free = shutil.disk_usage(target.parent).free
     if needed > free:
         raise DataError(
-            f"a copy of dataset {prefix} needs {needed:,} bytes but {target.parent} has {free:,} free; free "
-            f"some, or use the dataset where it is."
+            f"a copy of dataset {prefix} needs {needed:,} bytes, but {target.parent} has {free:,} free; free some "
+            "space or set data.local_directory to null."
         )
     with progress_bar(total=needed, unit="B", unit_scale=True, desc=f"copy {prefix}") as bar:
         for suffix, recorded in manifest["files"].items():

@@ -117,13 +117,13 @@ def read_manifest(prefix: str | Path) -> dict[str, Any]:
     tree = _parse(prefix)
     if _is_old(tree):
         raise DataError(
-            f"dataset {prefix} has a manifest of version {tree['format_version']}, and version {_VERSION} is needed; "
-            f"bring it up to date with: python scripts/dataset.py upgrade {prefix}"
+            f"dataset {prefix} has a manifest of version {tree['format_version']}, but version {_VERSION} is "
+            f"required; upgrade it with: python scripts/dataset.py upgrade {prefix}"
         )
     if tree.get("format_version") != _VERSION:
         raise damaged(prefix, ".json", f"has version {shown(tree.get('format_version'))}, not {_VERSION}")
     if tree.get("checksum") != checksum(tree):
-        raise damaged(prefix, ".json", "is not as it was written")
+        raise damaged(prefix, ".json", "does not match its own checksum")
     require_facts(prefix, tree)
     return tree
 
@@ -149,21 +149,21 @@ def require_facts(prefix: str | Path, tree: Mapping[str, Any]) -> None:
         for entry in facts["files"].values():
             check_entry(entry)  # type: ignore[arg-type]
     except ValueError:
-        raise damaged(prefix, ".json", "does not hold the checksums of all blocks of its files") from None
+        raise damaged(prefix, ".json", "does not have the checksums of all blocks of its files") from None
     if any(len(group["names"]) != len(group["bytes"]) for group in facts.get("source_groups", [])):
-        raise damaged(prefix, ".json", "names more or fewer sources than it has sizes of")
+        raise damaged(prefix, ".json", "lists a different number of sources than of source sizes")
     if ("entities" in facts) != (ENTITIES in facts["files"]):
-        raise damaged(prefix, ".json", "names entities without their file, or the file alone")
+        raise damaged(prefix, ".json", "has the entry for entities or the one for their file, but not both")
     if facts.get("documents_end_with_eos") and facts.get("eos") is None:
-        raise damaged(prefix, ".json", "says that documents end with eos, but not which id that is")
+        raise damaged(prefix, ".json", "records that documents end with eos, but not the id of eos")
 
 
 def require_finished(prefix: str | Path) -> None:
     """Raise DataError for files that a stopped or a running build has begun to replace."""
     if any(dataset_path(prefix, f"{suffix}.partial").exists() for suffix in SUFFIXES):
         raise DataError(
-            f"dataset {prefix} is not complete: its build was stopped or still runs; wait for it, or run the same "
-            f"command again."
+            f"dataset {prefix} is not complete, because its build was stopped or is still running; wait for it or "
+            "repeat the same command."
         )
 
 
@@ -182,8 +182,8 @@ def _parse(prefix: str | Path) -> dict[str, Any]:
     except FileNotFoundError:
         require_finished(prefix)
         raise DataError(
-            f"dataset {prefix} has no manifest ({path}), and without one no dataset opens; copy the manifest or build "
-            f"the dataset again. Files of another program get one with: python scripts/dataset.py adopt {prefix}"
+            f"dataset {prefix} has no manifest ({path}), which is required; copy the manifest or rebuild the "
+            f"dataset. To write one for files of another program: python scripts/dataset.py adopt {prefix}"
         ) from None
     except ValueError as error:
         raise damaged(prefix, ".json", str(error)) from None

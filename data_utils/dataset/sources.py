@@ -50,8 +50,8 @@ def described_sources(sources: Sequence[tuple[str, int]]) -> dict[str, Any]:
     described = {"source_groups": groups}
     if (size := len(json.dumps(described))) > MAX_BYTES:
         raise DataError(
-            f"{len(sources):,} input files take {size:,} bytes to name, and a manifest has room for {MAX_BYTES:,}; "
-            "join files, or build several datasets and give them all as data.train."
+            f"{len(sources):,} input files need {size:,} bytes to list, more than the {MAX_BYTES:,} that a manifest "
+            "can store; join files, or build several datasets and list them all in data.train."
         )
     return described
 

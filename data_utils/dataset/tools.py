@@ -46,7 +46,9 @@ def adopt_dataset(prefix: str, by_sequence: bool = False) -> IndexedDataset:
     Raises: DataError for a dataset that has a manifest, that a build has not finished, or that is damaged.
     """
     if dataset_path(prefix, ".json").exists():
-        raise DataError(f"dataset {prefix} has a manifest already; adopt is for files of another program.")
+        raise DataError(
+            f"dataset {prefix} already has a manifest; adopt is only for files of another program."
+        )
     require_finished(prefix)
     file_sizes(prefix)  # both are there
     dtype, num_sequences, num_boundaries = read_header(prefix)
@@ -75,7 +77,7 @@ def upgrade_dataset(prefix: str) -> IndexedDataset:
     if facts["format_version"] == 1:  # the only version with SHA-256 of the files
         hashed = {name: {"bytes": size, "sha256": _sha256(prefix, name)} for name, size in sizes.items()}
         if facts.get("files") != hashed:
-            raise damaged(prefix, ".json", "does not have the sizes and SHA-256 of the files")
+            raise damaged(prefix, ".json", "does not have the sizes and SHA-256 sums of the files")
         facts["files"] = _describe_files(prefix)
     require_facts(prefix, facts)
     verify(IndexedDataset(prefix, sequential=True, manifest=facts))
@@ -117,8 +119,8 @@ def merge_datasets(prefixes: Sequence[str], output: str, overwrite: bool = False
     for dataset, ids in zip(datasets, of_entities, strict=True):
         if ids != of_entities[0]:
             raise DataError(
-                f"datasets {datasets[0].prefix} and {dataset.prefix} have not the same entities or labels; rebuild "
-                "one of them with the --entity-ids, --capitals, --spans-key, --labels or --markers of the other."
+                f"datasets {datasets[0].prefix} and {dataset.prefix} do not have the same entities or labels; "
+                "rebuild one with the --entity-ids, --capitals, --spans-key, --labels or --markers of the other."
             )
     require_prefix(str(output))
     existing = existing_files(output)
@@ -130,7 +132,8 @@ def merge_datasets(prefixes: Sequence[str], output: str, overwrite: bool = False
     again = next((prefix for i, prefix in enumerate(prefixes) if places[i] in places[:i]), None)
     if again is not None:
         raise DataError(
-            f"dataset {again} is given twice; give each once (a weight in data.train repeats a corpus)."
+            f"dataset {again} is given twice; give each dataset once (to repeat a corpus, raise its weight in "
+            "data.train)."
         )
     facts = _merged_manifest(datasets)  # refused before the work, if at all
     total = sum(dataset.num_tokens for dataset in datasets)
@@ -152,7 +155,9 @@ def merge_datasets(prefixes: Sequence[str], output: str, overwrite: bool = False
 
 def _identity(dataset: IndexedDataset) -> dict[str, Any]:
     if dataset.manifest.get("adopted"):
-        raise DataError(f"dataset {dataset.prefix} was adopted, so its tokenizer is unknown; rebuild it.")
+        raise DataError(
+            f"dataset {dataset.prefix} was adopted, so its tokenizer is unknown and it cannot be merged; rebuild it."
+        )
     fingerprint = (dataset.manifest.get("tokenizer") or {}).get("fingerprint")
     return {"fingerprint": fingerprint, **{key: dataset.manifest.get(key) for key in _SAME}}
 
@@ -206,7 +211,7 @@ class LengthStatistics:
         lengths = np.flatnonzero(self.counts)
         percentiles = ", ".join(f"{percent} %: {self.percentile(percent):,}" for percent in _PERCENTS)
         return [
-            f"tokens in a document: mean {self.mean:,.1f}, shortest {lengths[0]:,}, longest {lengths[-1]:,}",
+            f"tokens per document: mean {self.mean:,.1f}, shortest {lengths[0]:,}, longest {lengths[-1]:,}",
             f"  percentiles {percentiles}",
         ]
 
@@ -224,7 +229,7 @@ class LengthStatistics:
         ):
             heights = np.histogram(lengths, edges, weights=weights / weights.sum())[0]
             axes.stairs(100 * heights, edges, label=label, fill=label == "documents", alpha=0.7)
-        axes.set(xscale="log", xlabel="tokens in a document", ylabel="% of all", title=title)
+        axes.set(xscale="log", xlabel="tokens per document", ylabel="% of all", title=title)
         axes.legend()
         try:
             figure.savefig(path, dpi=120)
@@ -239,7 +244,9 @@ def length_statistics(dataset: IndexedDataset) -> LengthStatistics:
     shortest = min(int(dataset.lengths[start : start + _TOKENS].min()) for start in chunks)
     if shortest < 0 or longest > dataset.num_tokens:  # opening compares a sample of the index only
         wrong = shortest if shortest < 0 else longest
-        raise dataset.damaged(".idx", f"says that a document has {wrong} of {dataset.num_tokens} tokens")
+        raise dataset.damaged(
+            ".idx", f"records a document of {wrong} tokens, but the dataset has {dataset.num_tokens}"
+        )
     counts = np.zeros(longest + 1, np.int64)
     for start in chunks:
         counts += np.bincount(dataset.lengths[start : start + _TOKENS], minlength=longest + 1)

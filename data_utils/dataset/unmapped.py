@@ -31,8 +31,6 @@ class FileTokens:
         while len(data) < size:
             more = os.pread(self._file.fileno(), size - len(data), position + len(data))
             if not more:
-                raise DataError(
-                    f"{self._file.name} became shorter while it was read; copy the dataset again."
-                )
+                raise DataError(f"{self._file.name} was truncated while it was read; copy the dataset again.")
             data += more
         return np.frombuffer(data, self.dtype)

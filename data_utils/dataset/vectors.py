@@ -24,10 +24,12 @@ class Vectors:
             open_regular(path).close()  # NumPy would wait for the other end of a pipe
             self.rows = np.load(path, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is no array of NumPy"
+            why = error.strerror if isinstance(error, OSError) else "it is not a NumPy array"
             raise DataError(f"entities.vectors {path}: {why or error}; {_REMEDY}.") from None
         if not isinstance(self.rows, np.ndarray):  # several arrays in one file, .npz
-            raise DataError(f"entities.vectors {path}: it is an archive of arrays, not one; {_REMEDY}.")
+            raise DataError(
+                f"entities.vectors {path}: it is an archive (.npz), not a single array; {_REMEDY}."
+            )
         if self.rows.dtype != np.float32 or self.rows.ndim != 2 or self.rows.shape[1] != size:
             raise DataError(
                 f"entities.vectors {path} holds {self.rows.dtype} {list(self.rows.shape)}; it must be float32 with "
@@ -38,7 +40,7 @@ class Vectors:
             if wrong.any():
                 place = start + int(wrong.argmax())
                 raise DataError(
-                    f"entities.vectors {path}: row {place} has a number that is not finite; {_REMEDY}."
+                    f"entities.vectors {path}: row {place} has a value that is not finite; {_REMEDY}."
                 )
         self.path, self.identity = path, identity(describe_file(Path(path)))
 
@@ -46,8 +48,8 @@ class Vectors:
         """Raise DataError unless entities have vectors. Args: count: of the entities. what: has them, for messages."""
         if count != len(self.rows):
             raise DataError(
-                f"{what} has {count} entities, and entities.vectors {self.path} has {len(self.rows)} rows; give the "
-                "vectors of its entity ids."
+                f"{what} has {count} entities, but entities.vectors {self.path} has {len(self.rows)} rows; give the "
+                "vectors that belong to its entity ids."
             )
 
     def of(self, numbers: np.ndarray) -> np.ndarray:
@@ -70,14 +72,14 @@ def convert_vectors(text: str, output: str) -> tuple[int, int]:
             size = size or len(row)
             if len(row) != size or not size or not np.isfinite(row).all():
                 raise DataError(
-                    f"{text}:{number}: the line is not {size or 'one or more'} finite numbers; correct it."
+                    f"{text}:{number}: the line must hold {size or 'one or more'} finite numbers; correct it."
                 )
             if not rows:
                 file.write(bytes(_HEADER_BYTES))
             file.write(row.tobytes())
             rows = number
         if not rows:
-            raise DataError(f"{text}: the file is empty; give one line of numbers for each entity.")
+            raise DataError(f"{text}: the file is empty; it needs one line of numbers per entity.")
         file.seek(0)
         file.write(_header(rows, size))
     return rows, size

@@ -55,9 +55,7 @@ def _verify_tokens(dataset: IndexedDataset, checksums: FileChecksums) -> int:
         low, high = int(chunk.min()), int(chunk.max())
         if low < 0 or high >= limit:
             at = start + int(np.argmax((chunk < 0) | (chunk >= limit)))
-            raise dataset.damaged(
-                ".bin", f"holds an id outside {rule}: {chunk[at - start]}, which is token {at}"
-            )
+            raise dataset.damaged(".bin", f"has the id {chunk[at - start]} at token {at}, outside {rule}")
         largest = max(largest, high)
     return largest
 
@@ -66,7 +64,7 @@ def _verify_entities(dataset: IndexedDataset) -> None:
     for start in range(0, dataset.num_tokens if dataset.entities is not None else 0, CHUNK):
         chunk, count = dataset.entities[start : start + CHUNK], dataset.manifest["entities"]["count"]
         if int(chunk.max()) >= count or int(chunk.min()) < -1:
-            raise dataset.damaged(ENTITIES, f"holds an entity outside the {count} after token {start}")
+            raise dataset.damaged(ENTITIES, f"has an entity id that is not below {count} after token {start}")
 
 
 def _verify_document_ends(dataset: IndexedDataset, eos: int) -> None:
@@ -77,5 +75,5 @@ def _verify_document_ends(dataset: IndexedDataset, eos: int) -> None:
         )
         if np.any(dataset.tokens[ends - 1] != eos):
             raise dataset.damaged(
-                ".bin", f"has a document without eos ({eos}) at its end after document {start}"
+                ".bin", f"has a document that does not end with eos ({eos}) after document {start}"
             )

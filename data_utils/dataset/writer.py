@@ -38,8 +38,8 @@ def to_token_dtype(ids: np.ndarray, vocab_size: int) -> np.ndarray:
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= vocab_size:
             raise DataError(
-                f"token id {low if low < 0 else high} lies outside the vocabulary of {vocab_size} ids; "
-                f"check that the tokenizer and its vocabulary size belong together."
+                f"token id {low if low < 0 else high} is outside the vocabulary of {vocab_size} ids; check that the "
+                "vocabulary size belongs to the tokenizer."
             )
     return ids.astype(token_dtype(vocab_size), copy=False)
 
@@ -135,7 +135,7 @@ class IndexedDatasetWriter:
     def finish(self, manifest: Mapping[str, Any]) -> None:
         """Replace the dataset under the prefix by the new one. `manifest` adds entries to the writer's own."""
         if not self.num_documents:
-            raise DataError(f"dataset {self.prefix} would hold no document; check the input.")
+            raise DataError(f"dataset {self.prefix} would contain no document; check the input.")
         self.seal()
         with disk_errors(self.prefix):
             self._write_manifest(manifest)

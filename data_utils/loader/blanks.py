@@ -27,7 +27,7 @@ class Prompt:
 def blanked_examples(loader: SampleLoader, num_samples: int) -> Iterator[Example]:
     """The documents of the token objective with at least one blank among the first samples, in their order."""
     for index in range(num_samples):
-        for example in Example.from_planes(loader.batch(np.array([index]))[0]).documents():
+        for example in Example.from_fields(loader.batch(np.array([index]))[0]).documents():
             if example.objective[0] == TOKEN and (example.ord > 0).any():
                 yield example
 

@@ -17,15 +17,20 @@ class CorpusConfig:
     prefix: str = setting(REQUIRED, "dataset path without .bin/.idx/.json", is_path=True)
     weight: float = setting(
         1.0,
-        "share of the samples drawn from this corpus, relative to the others; 0 = no part (before a later phase)",
+        "sampling weight, relative to the other corpora; 0 = not used (until a later phase)",
         at_least=0,
     )
-    name: str | None = setting(None, "by which the weights of a phase name it; null = the end of its prefix")
+    name: str | None = setting(
+        None, "name that the weights of a phase refer to; null = the last component of its prefix"
+    )
     objective: str | None = setting(
-        None, "of a corpus of pairs, the only one that reads it; null = those of text"
+        None,
+        "corpus of pairs: the one objective that reads it; null = a text corpus, read by all text objectives",
     )
     decoder_prefix: str | None = setting(
-        None, "the same texts built with decoder_tokenizer; null where the run has none", is_path=True
+        None,
+        "prefix of the same texts built with decoder_tokenizer; null if there is no decoder_tokenizer",
+        is_path=True,
     )
 
     @property
@@ -38,29 +43,35 @@ class CorpusConfig:
 @checked("data")
 class DataConfig:
     train: tuple[CorpusConfig, ...] = setting((), "list of {prefix, weight, name, objective, decoder_prefix}")
-    validation: tuple[CorpusConfig, ...] = setting((), "as train; empty = no evaluation")
-    sequence_length: int = setting(512, "tokens of source text per sample (before corruption)", at_least=16)
-    short_prob: float = fraction(0.0, "part of texts cropped to a uniform length from 2 tokens (BERT: 0.1)")
+    validation: tuple[CorpusConfig, ...] = setting((), "as data.train; empty = no evaluation")
+    sequence_length: int = setting(
+        512, "source tokens per sample, before the objective changes them", at_least=16
+    )
+    short_prob: float = fraction(
+        0.0, "probability that a text is cropped to a uniformly drawn length of 2 tokens or more (BERT: 0.1)"
+    )
     region: int = setting(
         0,
-        "where the length of samples changes in phases: tokens that stay together in the shuffled order, such as "
-        "8192; 0 = all of a corpus",
+        "needed where phases change sequence_length: contiguous tokens that are shuffled as one block, such as "
+        "8192; 0 = the whole corpus is one block",
         at_least=0,
     )
     local_directory: str | None = setting(
         None,
-        "node-local directory to which the corpora are copied before training; null = read where they are",
+        "node-local directory to which corpora are copied before training; null = no copy",
         is_path=True,
     )
     row_length: int | None = setting(
-        None, "padded length of a row; null = derived from sequence_length and the objective", at_least=1
+        None,
+        "padded length of a row of the batch; null = derived from sequence_length and the objective",
+        at_least=1,
     )
 
     def __post_init__(self) -> None:
         check(
             self.region == 0 or self.region >= self.sequence_length,
-            f"data.region ({self.region}) is below data.sequence_length ({self.sequence_length}); set it to that or "
-            "more, or to 0.",
+            f"data.region ({self.region}) is below data.sequence_length ({self.sequence_length}); set it to at "
+            "least that, or to 0.",
         )
 
     def require_train(self) -> None:
@@ -73,13 +84,13 @@ class DataConfig:
             for number, corpus in enumerate(getattr(self, name)):
                 check(
                     has_tokenizer or corpus.decoder_prefix is None,
-                    f"data.{name}[{number}].decoder_prefix is {corpus.decoder_prefix} without a decoder_tokenizer; "
-                    "give that, or set the prefix to null.",
+                    f"data.{name}[{number}].decoder_prefix is {corpus.decoder_prefix}, but decoder_tokenizer is "
+                    "null; set decoder_tokenizer, or the prefix to null.",
                 )
                 check(
                     not has_tokenizer or corpus.decoder_prefix is not None,
-                    f"data.{name}[{number}] ({corpus.prefix}) has no decoder_prefix, but the run has a "
-                    "decoder_tokenizer; build the same texts with it and name them there.",
+                    f"data.{name}[{number}] ({corpus.prefix}) has no decoder_prefix, but decoder_tokenizer is set; "
+                    "build the same texts with it and set decoder_prefix.",
                 )
 
 

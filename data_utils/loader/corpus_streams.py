@@ -2,7 +2,7 @@
 
 The axis of a corpus is its documents in order; a position is a token, or one of those that a document costs beside its
 tokens (`WindowIndex`). An epoch is the whole axis, cut into regions of `data.region` positions in a keyed order, each
-after a few empty positions, since it begins a piece of its own. Epochs follow each other without end: the stream.
+after a few empty positions, since it begins a chunk of its own. Epochs follow each other without end: the stream.
 
 A stretch is the phases of one length in a row. It cuts the stream into windows from where the stretch before ended,
 shuffled within blocks of windows, so that what is read of the stream ends close to one position. Windows of the last
@@ -32,7 +32,7 @@ class Axis:
     Args:
         cost: positions.
         region: positions of a region; 0 = one region, without empty positions before it.
-        overhead: empty positions before what begins a piece of its own.
+        overhead: empty positions before what begins a chunk of its own.
         key: int64 epoch -> uint64, the key of the epoch's order.
         text_end: range -> end of the last text in it; its start if there is none.
     """

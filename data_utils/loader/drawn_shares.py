@@ -49,10 +49,11 @@ def drawn_shares(loader: SampleLoader) -> Iterator[str]:
         shares.append(f"{part.name} {_percent(share)}" + f" (masked_ratio {meant:g})" * by_ratio)
         if tokens.sum() >= _ENOUGH and not 0.5 * meant <= share <= 2 * meant:
             warnings.append(
-                f"warning: {part.name} predicts {_percent(share)} of the tokens where {_percent(meant)} are meant. "
-                "Are words or documents very short or very long? scripts/inspect_batch.py shows samples."
+                f"warning: {part.name} predicts {_percent(share)} of the tokens instead of the intended "
+                f"{_percent(meant)}. Are words or documents very short or very long? scripts/inspect_batch.py shows "
+                "samples."
             )
-    yield f"predicted tokens, of all in the first {len(indices):,} samples: {', '.join(shares)}"
+    yield f"share of predicted tokens in the first {len(indices):,} samples: {', '.join(shares)}"
     if not parts[0].config.whole_documents:  # OPTIMUS's text is of two vocabularies
         text = text if text.ndim == 1 else text[0]
         of_words = [part.name for part in parts if part.units == "words"]
@@ -65,16 +66,18 @@ def word_shares(
 ) -> Iterator[str]:
     """A line on where words begin in a text, then a warning. Args: of_words: the objectives that hide words."""
     if vocabulary.word_start is None:
-        yield f"no words: {vocabulary.words_unknown}; objectives can hide tokens only"
+        yield f"no word boundaries: {vocabulary.words_unknown}; objectives can mask single tokens only"
         return
     share = float(vocabulary.word_starts(tokens).mean()) if len(tokens) else 1.0
     each = ": each token is a word, so that hiding whole words hides single tokens" if share == 1.0 else ""
     yield f"words begin at {_percent(share)} of {whose} tokens{each}"
     if of_words and len(tokens) >= _ENOUGH and not FEW_STARTS <= share <= MANY_STARTS:
-        what = "a word is a long text, and is hidden whole" if share < FEW_STARTS else "a word is one token"
+        what = (
+            "a word is a long text that is masked as a whole" if share < FEW_STARTS else "a word is one token"
+        )
         yield (
-            f"warning: {', '.join(of_words)} hides whole words, and words begin at {_percent(share)} of the tokens: "
-            f"{what}. If the text is not such (proteins; Chinese), look at the tokenizer."
+            f"warning: {', '.join(of_words)} masks whole words, but {_percent(share)} of the tokens begin a word: "
+            f"{what}. Unless this is expected (proteins, Chinese), check the tokenizer."
         )
 
 
@@ -85,8 +88,8 @@ def unknown_share(tokens: np.ndarray, vocabulary: Vocabulary, whose: str) -> Ite
     )
     if share >= MANY_UNKNOWN:
         yield (
-            f"warning: {_percent(float(share))} of {whose} tokens are the one for unknown text, so that the text is "
-            "lost. Is the tokenizer one for this language and script, for upper case, with its pre-tokenizer?"
+            f"warning: {_percent(float(share))} of {whose} tokens are the unknown token, so their text is lost. "
+            "Does the tokenizer fit the language, script and letter case of the text?"
         )
 
 

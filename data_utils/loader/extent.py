@@ -29,9 +29,9 @@ def extent(mixtures: Sequence[Mixture], samples: int, batch_size: int) -> Iterat
         for index, epochs in zip(indexes, epochs_after[-1], strict=True)
     ]
     parts = [f"{name} ({tokens:,} tokens) {_times(epochs)}" for name, tokens, epochs, _ in corpora[:_SHOWN]]
-    more = [f"and {len(corpora) - _SHOWN} more corpora"] if len(corpora) > _SHOWN else []
+    more = [f"and {len(corpora) - _SHOWN} more"] if len(corpora) > _SHOWN else []
     total = sum(tokens * epochs for _, tokens, epochs, _ in corpora)
-    yield f"the whole run reads {total:,.0f} tokens of text: {', '.join(parts + more)}"
+    yield f"training reads {total:,.0f} tokens: {', '.join(parts + more)}"
     before = [0.0] * len(indexes)
     for number, after in enumerate(epochs_after if len(mixtures) > 1 else (), start=1):
         read = [
@@ -40,20 +40,20 @@ def extent(mixtures: Sequence[Mixture], samples: int, batch_size: int) -> Iterat
         ]
         parts = [f"{name} {_times(epochs)}" for name, epochs, _ in read if epochs][:_SHOWN]
         total = sum(epochs * tokens for _, epochs, tokens in read)
-        yield f"phase {number} reads {total:,.0f} tokens of text: {', '.join(parts)}"
+        yield f"phase {number} reads {total:,.0f} tokens: {', '.join(parts)}"
         before = after
     yield from _left_out(indexes)
     for name, tokens, epochs, windows in corpora:
         if epochs > MANY_EPOCHS:
             yield (
-                f"warning: {name} is read {_times(epochs)}; beyond {USEFUL_EPOCHS} epochs repetition teaches less, and "
-                f"beyond {MANY_EPOCHS} a model memorizes the text. Add text, lower training.steps, or give this corpus "
-                "a smaller weight."
+                f"warning: {name} is read {_times(epochs)}; after {USEFUL_EPOCHS} epochs repeated text helps less, "
+                f"and after {MANY_EPOCHS} the model memorizes it. Add text, lower training.steps, or lower the "
+                "weight of this corpus."
             )
         if windows < batch_size:
             yield (
-                f"warning: {name} has {tokens:,} tokens, {windows:,} samples, less than a batch "
-                f"({batch_size:,}): a step reads text more than once."
+                f"warning: {name} has {tokens:,} tokens, {windows:,} samples, fewer than the batch size "
+                f"({batch_size:,}), so one step reads the same text more than once."
             )
 
 
@@ -68,9 +68,9 @@ def _left_out(indexes: Sequence[Index]) -> Iterator[str]:
         too_long = getattr(index, "too_long", 0)
         if too_long > MOST_LEFT_OUT * len(index.dataset):
             yield (
-                f"warning: {too_long:,} of {len(index.dataset):,} documents of {index.dataset.prefix} are longer than "
-                "data.sequence_length and left out: each document must be a sentence. Split the texts with "
-                "scripts/split_sentences.py and build the corpus again, or raise data.sequence_length."
+                f"warning: {too_long:,} of {len(index.dataset):,} documents of {index.dataset.prefix} are longer "
+                "than data.sequence_length and are skipped, because each document must be one sentence. Split the "
+                "texts with scripts/split_sentences.py and rebuild the corpus, or raise data.sequence_length."
             )
 
 
@@ -85,15 +85,15 @@ def overlap(data: Datasets) -> Iterator[str]:
         first = seen.setdefault(str(entry["sha256"]), name)
         if first != name:
             yield (
-                f"warning: data.train has the same tokens twice, as {first} and {name}: a run reads them as often as "
-                "both weights say; leave one out and give the other the sum of the weights."
+                f"warning: data.train contains the same tokens twice, as {first} and {name}, so both weights count; "
+                "remove one and give the other the sum of the weights."
             )
     trained = _by_content(data.train)
     for content, name in _by_content(data.validation).items() if data.validation else ():
         if content in trained:
             yield (
-                f"warning: the validation corpus {name} has the same tokens as the training corpus {trained[content]}, "
-                "so that its loss says nothing of text that the model has not seen; build both with --split."
+                f"warning: the validation corpus {name} has the same tokens as the training corpus "
+                f"{trained[content]}, so its loss does not measure unseen text; build both with --split."
             )
 
 

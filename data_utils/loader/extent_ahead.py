@@ -28,7 +28,7 @@ def extent_if_here(
     """`extent` of a run with windows; a line that says so where its corpora are elsewhere. Args: seed: the run's."""
     absent = [corpus.prefix for corpus in data.train if not dataset_path(corpus.prefix, ".json").exists()]
     if absent or not data.train:
-        yield f"{absent[0] if absent else 'data.train'} is not here, so that epochs are not known"
+        yield f"{absent[0] if absent else 'data.train'} is not on this machine, so the number of epochs is unknown"
         return
     length = data.sequence_length
     indexes: list[Index] = [

@@ -108,56 +108,56 @@ def _entities_identity(index: Index) -> dict[str, object]:
 def collate(
     objective: Objective,
     tokens: np.ndarray,
-    piece_lengths: np.ndarray,
-    pieces_per_sample: np.ndarray,
+    chunk_lengths: np.ndarray,
+    chunks_per_sample: np.ndarray,
     sample_indices: np.ndarray,
     out: np.ndarray | None = None,
 ) -> np.ndarray:
     """The batch of the given samples; the objective's compiled code writes every row.
 
     Args:
-        tokens: int32, the pieces of all samples one after the other, without CLS; with entities as from `gather`.
-        piece_lengths: int64, tokens per piece.
-        pieces_per_sample: int64 [B].
+        tokens: int32, the chunks of all samples one after the other, without CLS; with entities as from `gather`.
+        chunk_lengths: int64, tokens per chunk.
+        chunks_per_sample: int64 [B].
         sample_indices: int64 [B], >= 0, the address of each sample's random numbers.
         out: int32 [B, len(FIELDS), row_length], C-contiguous, to be reused; None: a new array.
-    Returns: int32 [B, len(FIELDS), row_length]; the weights plane holds float32 bits.
+    Returns: int32 [B, len(FIELDS), row_length]; the weights field holds float32 bits.
     Raises: DataError if the arrays do not belong together or a sample does not fit a row.
     """
     tokens = np.ascontiguousarray(tokens, np.int32)
-    piece_lengths = np.ascontiguousarray(piece_lengths, np.int64)
-    pieces_per_sample = np.ascontiguousarray(pieces_per_sample, np.int64)
+    chunk_lengths = np.ascontiguousarray(chunk_lengths, np.int64)
+    chunks_per_sample = np.ascontiguousarray(chunks_per_sample, np.int64)
     sample_indices = np.ascontiguousarray(sample_indices, np.int64)
-    _check_lengths(tokens, piece_lengths, pieces_per_sample, sample_indices)
+    _check_lengths(tokens, chunk_lengths, chunks_per_sample, sample_indices)
     shape = (len(sample_indices), len(FIELDS), objective.row_length)
     if out is None:
         out = np.empty(shape, np.int32)
     elif out.shape != shape or out.dtype != np.int32 or not out.flags.c_contiguous:
         raise DataError(f"the batch buffer is {out.dtype} {out.shape}; it must be contiguous int32 {shape}.")
-    objective.fill(out, tokens, piece_lengths, pieces_per_sample, sample_indices)
+    objective.fill(out, tokens, chunk_lengths, chunks_per_sample, sample_indices)
     return out
 
 
 def _check_lengths(
-    tokens: np.ndarray, piece_lengths: np.ndarray, pieces_per_sample: np.ndarray, sample_indices: np.ndarray
+    tokens: np.ndarray, chunk_lengths: np.ndarray, chunks_per_sample: np.ndarray, sample_indices: np.ndarray
 ) -> None:
     """The compiled code reads without bounds checks, so the counts must add up."""
-    total = piece_lengths.sum()
-    if piece_lengths.min(initial=0) < 0 or total != tokens.shape[-1]:
+    total = chunk_lengths.sum()
+    if chunk_lengths.min(initial=0) < 0 or total != tokens.shape[-1]:
         raise DataError(
-            f"piece lengths sum to {total} for {tokens.shape[-1]} tokens; they must be >= 0 and equal their "
-            "number: the dataset's index and its data disagree, verify the dataset."
+            f"chunk lengths sum to {total} for {tokens.shape[-1]} tokens; they must be >= 0 and sum to it; the "
+            "index and the data of the dataset disagree, verify the dataset."
         )
-    total = pieces_per_sample.sum()
-    if pieces_per_sample.min(initial=0) < 0 or total != len(piece_lengths):
+    total = chunks_per_sample.sum()
+    if chunks_per_sample.min(initial=0) < 0 or total != len(chunk_lengths):
         raise DataError(
-            f"pieces per sample sum to {total} for {len(piece_lengths)} pieces; they must be >= 0 and equal "
-            "their number: the sampler's windows are inconsistent."
+            f"chunks per sample sum to {total} for {len(chunk_lengths)} chunks; they must be >= 0 and sum to it; "
+            "the windows of the sampler are inconsistent."
         )
-    if len(sample_indices) != len(pieces_per_sample) or sample_indices.min(initial=0) < 0:
+    if len(sample_indices) != len(chunks_per_sample) or sample_indices.min(initial=0) < 0:
         raise DataError(
-            f"{len(sample_indices)} sample indices for {len(pieces_per_sample)} samples; give each sample "
-            "one index, 0 or more."
+            f"{len(sample_indices)} sample indices for {len(chunks_per_sample)} samples; each sample needs one "
+            "index >= 0."
         )
 
 

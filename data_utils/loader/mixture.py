@@ -50,7 +50,7 @@ def quotas(weights: Sequence[float]) -> np.ndarray:
     shares = np.asarray(weights, np.float64)
     if not np.any(shares) or not np.all(np.isfinite(shares) & (shares >= 0)):
         raise ConfigError(
-            f"corpus weights are {list(weights)}; give numbers, 0 or more, of which one is positive."
+            f"corpus weights are {list(weights)}; give numbers >= 0, at least one of them positive."
         )
     takes_part = shares > 0
     shares = shares / shares.sum() * BLOCK_SIZE
@@ -60,7 +60,7 @@ def quotas(weights: Sequence[float]) -> np.ndarray:
     if not places[takes_part].all():
         raise ConfigError(
             f"corpus weight {weights[int(np.argmin(places + ~takes_part))]} is below 1/{BLOCK_SIZE} of the total; "
-            "raise it or leave the corpus out."
+            "raise it or remove the corpus."
         )
     return places
 
@@ -108,7 +108,10 @@ class Mixture:
         self.indexes = [index for index, _ in self.corpora]
         for index in self.indexes:
             if not index.num_windows:
-                raise DataError(f"dataset {index.dataset.prefix} has no window; leave it out.")
+                raise DataError(
+                    f"dataset {index.dataset.prefix} is too small for one sample; remove it or lower "
+                    "data.sequence_length."
+                )
         _require_one_tokenizer([index.dataset for index in self.indexes])
         self._starts = np.concatenate([[0], np.cumsum(self.quotas)])
         self._num_windows = np.array([index.num_windows for index in self.indexes], np.int64)
@@ -178,7 +181,7 @@ class Mixture:
     def fetch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The tokens of samples, indices int64 [B], in their order.
 
-        Returns: tokens int32 [all pieces], piece lengths int64 [pieces], pieces per sample int64 [B].
+        Returns: tokens int32 [all chunks], chunk lengths int64 [chunks], chunks per sample int64 [B].
         """
         if self.streams:
             return self._fetch_ranges(indices)
@@ -202,8 +205,8 @@ class Mixture:
             rows = np.flatnonzero(ranges[:, 0] == corpus)
             if len(rows):
                 parts.append((index, *np.ascontiguousarray(ranges[rows, 1:].T), rows))
-        tokens, piece_lengths, pieces = gather(parts)
-        return tokens, piece_lengths, np.add.reduceat(pieces, np.cumsum(counts) - counts)
+        tokens, chunk_lengths, chunks = gather(parts)
+        return tokens, chunk_lengths, np.add.reduceat(chunks, np.cumsum(counts) - counts)
 
     def prefetch(self, indices: np.ndarray) -> None:
         """Let the kernel start to read samples, indices int64 [B], that will be fetched soon.

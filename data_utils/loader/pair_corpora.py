@@ -42,16 +42,16 @@ def open_pairs(
     section: Any = next((choice.section for choice in choices if owner_of(choice) == corpus.objective), None)
     check(
         section is not None,
-        f"corpus {corpus.prefix} has objective {shown(corpus.objective)}, which is not among the run's objectives that "
-        f"read pairs ({', '.join(filter(None, map(owner_of, choices))) or 'none'}); add it to objectives, or leave the "
-        "corpus out.",
+        f"corpus {corpus.prefix} has objective {shown(corpus.objective)}, which is not one of the run's objectives "
+        f"for pairs ({', '.join(filter(None, map(owner_of, choices))) or 'none'}); add it to objectives or remove "
+        "the corpus.",
     )
     require_beside(dataset, {LABELS})
     count = dataset.manifest["entities"]["count"]
     if count != section.classes:
         raise DataError(
-            f"dataset {corpus.prefix} has {count} labels, but {corpus.objective}.classes is {section.classes}; set it "
-            f"and the head in model.class_heads to {count}, or build the dataset with other labels."
+            f"dataset {corpus.prefix} has {count} labels, but {corpus.objective}.classes is {section.classes}; set "
+            f"both it and the head in model.class_heads to {count}, or rebuild the dataset with other labels."
         )
     return PairIndex(dataset, length, DOCUMENT_OVERHEAD)
 
@@ -104,8 +104,8 @@ class PairIndex(WindowIndex):
         """Number of pairs and samples, and of the pairs left out, for the log."""
         pairs = len(self.dataset) - self.too_long
         return (
-            f"{self.dataset.prefix}: {pairs:,} labelled pairs in {self.num_windows:,} samples; left out: "
-            f"{self.too_long:,} of more than {self.window_length - self.document_overhead} tokens"
+            f"{self.dataset.prefix}: {pairs:,} labelled pairs in {self.num_windows:,} samples; skipped: "
+            f"{self.too_long:,} pairs with more than {self.window_length - self.document_overhead} tokens"
         )
 
     def costs(self, windows: Any) -> tuple[Any, Any]:

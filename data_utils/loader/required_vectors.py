@@ -20,14 +20,14 @@ def require_beside(dataset: IndexedDataset, kinds: Collection[str]) -> None:
     """Raise ConfigError for several kinds, DataError for a dataset without the one. Args: kinds: keys of _OPTIONS."""
     if len(kinds) > 1:
         raise ConfigError(
-            f"the objectives read {' and '.join(sorted(kinds))}, but a corpus has one of them beside its tokens; "
-            "choose objectives that read one."
+            f"the objectives read {' and '.join(sorted(kinds))}, but a corpus stores only one value per token; "
+            "choose objectives that read the same one."
         )
     (kind,) = kinds
     ids = dataset.manifest.get("entities", {}).get("ids")
     found = ids and next((each for each in (CAPITALS, SPANS, LABELS) if ids.startswith(each)), "entities")
     if found != kind:
         raise DataError(
-            f"dataset {dataset.prefix} has no {kind}, which the objective reads; build it with {_OPTIONS[kind]}, or "
-            "choose another objective."
+            f"dataset {dataset.prefix} has no {kind}, which the objective needs; rebuild it with {_OPTIONS[kind]} "
+            "or choose another objective."
         )

@@ -221,8 +221,8 @@ def _first_tokens(pointers, shift, num_tokens, overhead, starts):
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
-def _window_pieces(pointers, shift, num_tokens, overhead, start, stop, pieces):
-    """Write the token ranges of the cost range [start, stop) into pieces [*, 2]; return their number."""
+def _window_chunks(pointers, shift, num_tokens, overhead, start, stop, chunks):
+    """Write the token ranges of the cost range [start, stop) into chunks [*, 2]; return their number."""
     num_documents = pointers.shape[0]
     count = 0
     document = _first_document(pointers, shift, num_tokens, overhead, start)
@@ -230,11 +230,11 @@ def _window_pieces(pointers, shift, num_tokens, overhead, start, stop, pieces):
     while document < num_documents and begin + overhead * document < stop:
         end = pointers[document + 1] >> shift if document + 1 < num_documents else num_tokens
         lag = overhead * (document + 1)  # cost minus token offset, for the tokens of this document
-        piece_start = max(begin, start - lag)
-        piece_stop = min(end, stop - lag)
-        if piece_stop > piece_start:
-            pieces[count, 0] = piece_start
-            pieces[count, 1] = piece_stop
+        chunk_start = max(begin, start - lag)
+        chunk_stop = min(end, stop - lag)
+        if chunk_stop > chunk_start:
+            chunks[count, 0] = chunk_start
+            chunks[count, 1] = chunk_stop
             count += 1
         document += 1
         begin = end
@@ -243,29 +243,29 @@ def _window_pieces(pointers, shift, num_tokens, overhead, start, stop, pieces):
 
 @njit(cache=True, error_model="numpy", nogil=True)
 def _plan_rows(
-    pointers, shift, num_tokens, overhead, starts, stops, rows, first_tokens, piece_lengths, counts
+    pointers, shift, num_tokens, overhead, starts, stops, rows, first_tokens, chunk_lengths, counts
 ):
-    """Where the tokens of the costs [starts[i], stops[i]) begin and how long their pieces are, into row rows[i]."""
-    pieces = np.empty((piece_lengths.shape[1], 2), np.int64)
+    """Where the tokens of the costs [starts[i], stops[i]) begin and how long their chunks are, into row rows[i]."""
+    chunks = np.empty((chunk_lengths.shape[1], 2), np.int64)
     for i in range(starts.shape[0]):
         row = rows[i]
-        count = _window_pieces(pointers, shift, num_tokens, overhead, starts[i], stops[i], pieces)
-        first_tokens[row] = pieces[0, 0] if count else 0
-        for piece in range(count):
-            piece_lengths[row, piece] = pieces[piece, 1] - pieces[piece, 0]
+        count = _window_chunks(pointers, shift, num_tokens, overhead, starts[i], stops[i], chunks)
+        first_tokens[row] = chunks[0, 0] if count else 0
+        for chunk in range(count):
+            chunk_lengths[row, chunk] = chunks[chunk, 1] - chunks[chunk, 0]
         counts[row] = count
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
-def _pack_rows(piece_lengths, counts):
-    """Piece lengths one after the other, and the position of each row's tokens, int64 [rows + 1]."""
+def _pack_rows(chunk_lengths, counts):
+    """Chunk lengths one after the other, and the position of each row's tokens, int64 [rows + 1]."""
     packed = np.empty(counts.sum(), np.int64)
     positions = np.zeros(counts.shape[0] + 1, np.int64)
     number = 0
     for row in range(counts.shape[0]):
         total = np.int64(0)
-        for piece in range(counts[row]):
-            packed[number] = piece_lengths[row, piece]
+        for chunk in range(counts[row]):
+            packed[number] = chunk_lengths[row, chunk]
             total += packed[number]
             number += 1
         positions[row + 1] = positions[row] + total
@@ -274,7 +274,7 @@ def _pack_rows(piece_lengths, counts):
 
 @njit(cache=True, error_model="numpy", nogil=True)
 def _copy_rows(tokens, first_tokens, positions, rows, out):
-    """Copy the tokens of rows. The pieces of a window adjoin, so a row is one range of the stream."""
+    """Copy the tokens of rows. The chunks of a window adjoin, so a row is one range of the stream."""
     for i in range(rows.shape[0]):
         start, stop = positions[rows[i]], positions[rows[i] + 1]
         first = first_tokens[rows[i]]
@@ -287,7 +287,7 @@ class WindowIndex:
     """The windows of a dataset: window w covers the costs [w * window_length, (w + 1) * window_length).
 
     A document costs its tokens plus `document_overhead` positions before them for what an objective adds to each
-    document ([CLS] and others), so that the pieces of a window with their additions fit `window_length`. A
+    document ([CLS] and others), so that the chunks of a window with their additions fit `window_length`. A
     document that does not fit is cut and continues in the next window; each token is in exactly one window. Only
     the last window may be shorter.
 
@@ -303,15 +303,15 @@ class WindowIndex:
     ) -> None:
         if document_overhead < 0 or window_length <= document_overhead:
             raise ConfigError(
-                f"window_length ({window_length}) must exceed document_overhead ({document_overhead}), which "
-                f"must not be negative; choose a longer sequence."
+                f"window_length ({window_length}) must exceed document_overhead ({document_overhead}), which must "
+                "be >= 0; raise data.sequence_length."
             )
         self.dataset, self.has_entities = dataset, has_entities
         self.window_length = window_length
         self.document_overhead = document_overhead
         self.cost = dataset.num_tokens + document_overhead * dataset.num_documents
         self.num_windows = -(-self.cost // window_length)
-        self.max_pieces = min(dataset.num_documents, window_length // (document_overhead + 1) + 2)
+        self.max_chunks = min(dataset.num_documents, window_length // (document_overhead + 1) + 2)
         self._shift = np.int64(dataset.dtype.itemsize.bit_length() - 1)
 
     def __reduce__(self) -> tuple[type, tuple[IndexedDataset, int, int, bool]]:
@@ -328,11 +328,11 @@ class WindowIndex:
         """Where windows begin and end."""
         return windows * self.window_length, (windows + 1) * self.window_length
 
-    def pieces(self, window: int) -> np.ndarray:
-        """The token ranges of one window, int64 [pieces, 2], each [start, stop) within one document."""
+    def chunks(self, window: int) -> np.ndarray:
+        """The token ranges of one window, int64 [chunks, 2], each [start, stop) within one document."""
         assert 0 <= window < self.num_windows
-        pieces = np.empty((self.max_pieces, 2), np.int64)
-        return pieces[: _window_pieces(*self._geometry, *self.costs(window), pieces)]
+        chunks = np.empty((self.max_chunks, 2), np.int64)
+        return chunks[: _window_chunks(*self._geometry, *self.costs(window), chunks)]
 
     def gather(self, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The tokens of windows, int64 [B]; see `gather`."""
@@ -374,23 +374,23 @@ def gather(
 
     Args: parts: an index, starts and stops int64 [k] of costs at most a window apart, and the rows int64 [k] to which
         they go; together all rows once.
-    Returns: tokens int32 [all pieces], piece lengths int64 [pieces], pieces of each row int64. Where the indexes have
-        entities, [2, all pieces]: the tokens, and the entity that begins at each, -1 = none.
+    Returns: tokens int32 [all chunks], chunk lengths int64 [chunks], chunks of each row int64. Where the indexes have
+        entities, [2, all chunks]: the tokens, and the entity that begins at each, -1 = none.
     """
     num_rows = sum(len(part[-1]) for part in parts)
     first_tokens = np.empty(num_rows, np.int64)
-    piece_lengths = np.empty((num_rows, max((part[0].max_pieces for part in parts), default=0)), np.int32)
+    chunk_lengths = np.empty((num_rows, max((part[0].max_chunks for part in parts), default=0)), np.int32)
     counts = np.zeros(num_rows, np.int64)
     for index, starts, stops, rows in parts:
-        _plan_rows(*index._geometry, starts, stops, rows, first_tokens, piece_lengths, counts)
-    packed, positions = _pack_rows(piece_lengths, counts)
+        _plan_rows(*index._geometry, starts, stops, rows, first_tokens, chunk_lengths, counts)
+    packed, positions = _pack_rows(chunk_lengths, counts)
     out = np.full((1 + any(part[0].has_entities for part in parts), positions[-1]), -1, np.int32)
     for index, _, _, rows in parts:
-        for source, plane in zip((index.dataset.tokens, index.dataset.entities), out, strict=False):
+        for source, field in zip((index.dataset.tokens, index.dataset.entities), out, strict=False):
             if isinstance(source, np.ndarray):
-                _copy_rows(source, first_tokens, positions, rows, plane)
+                _copy_rows(source, first_tokens, positions, rows, field)
                 continue
             for row in rows.tolist() if source is not None else ():  # not mapped: one read for each window
                 start, stop, first = int(positions[row]), int(positions[row + 1]), int(first_tokens[row])
-                plane[start:stop] = source[first : first + stop - start]
+                field[start:stop] = source[first : first + stop - start]
     return out if len(out) > 1 else out[0], packed, counts

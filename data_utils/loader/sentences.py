@@ -6,7 +6,7 @@ index of 65 million sentences has tens of megabytes, and no file. Documents with
 sentence, are in no row: they are counted and left out, never cut.
 
 The sentences may be in two datasets, the same texts by two tokenizers. A document is then left out if either of its
-lengths is out of range, and its two pieces follow each other.
+lengths is out of range, and its two chunks follow each other.
 
 The price: rows are not full. Each lacks about half of a sentence, so they should hold several.
 """
@@ -75,29 +75,29 @@ def _count_sentences(sides, longest, overhead, begins, windows, rows, counts):
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
-def _list_pieces(pointers, shifts, texts, sides, longest, overhead, begins, windows, rows, places, pieces):
-    """First token and length of each piece of row windows[i], into pieces [2, *] from places[rows[i]] on."""
+def _list_chunks(pointers, shifts, texts, sides, longest, overhead, begins, windows, rows, places, chunks):
+    """First token and length of each chunk of row windows[i], into chunks [2, *] from places[rows[i]] on."""
     for i in range(windows.shape[0]):
         at = places[rows[i]]
         for document in range(begins[windows[i]], begins[windows[i] + 1]):
             if _cost(sides, document, longest, overhead) <= 0:
                 continue
-            pieces[0, at] = pointers[0][document] >> shifts[0]
-            pieces[1, at] = np.int64(sides[0][document]) - sides[1]
+            chunks[0, at] = pointers[0][document] >> shifts[0]
+            chunks[1, at] = np.int64(sides[0][document]) - sides[1]
             if texts > 1:
-                pieces[0, at + 1] = pointers[1][document] >> shifts[1]
-                pieces[1, at + 1] = np.int64(sides[2][document]) - sides[3]
+                chunks[0, at + 1] = pointers[1][document] >> shifts[1]
+                chunks[1, at + 1] = np.int64(sides[2][document]) - sides[3]
             at += texts
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
-def _copy_pieces(tokens, numbers, pieces, positions, out):
-    """Copy the tokens of pieces."""
+def _copy_chunks(tokens, numbers, chunks, positions, out):
+    """Copy the tokens of chunks."""
     for i in range(numbers.shape[0]):
         number = numbers[i]
-        first, start, length = pieces[0, number], positions[number], pieces[1, number]
+        first, start, length = chunks[0, number], positions[number], chunks[1, number]
         source, target = tokens[first : first + length], out[start : start + length]
-        for k in range(len(source)):  # shorter than the piece only where the index is damaged
+        for k in range(len(source)):  # shorter than the chunk only where the index is damaged
             target[k] = source[k]
 
 
@@ -140,9 +140,9 @@ class SentenceIndex:
         self.num_sentences = len(dataset) - self.empty - self.too_long
         if not self.num_sentences:
             raise DataError(
-                f"dataset {dataset.prefix} has no sentence: of {len(dataset)} documents {self.too_long} have more than "
-                f"{longest} tokens and {self.empty} none; raise data.sequence_length, or build it with one sentence as "
-                "a document."
+                f"dataset {dataset.prefix} has no sentence: of {len(dataset)} documents, {self.too_long} have more "
+                f"than {longest} tokens and {self.empty} have none; raise data.sequence_length, or rebuild the "
+                "dataset with one sentence per document."
             )
 
     def __reduce__(self) -> tuple[type, tuple[IndexedDataset, int, int, int, IndexedDataset | None]]:
@@ -155,8 +155,9 @@ class SentenceIndex:
         left_out = self.empty + self.too_long
         return (
             f"{self.dataset.prefix}: {self.num_sentences} sentences in {self.num_windows} rows of {self.row_length} "
-            f"tokens ({self.num_sentences / self.num_windows:.1f} a row); left out: {self.too_long} documents of more "
-            f"than {self.longest} tokens and {self.empty} without text, {left_out / len(self.dataset):.3%} of all"
+            f"tokens ({self.num_sentences / self.num_windows:.1f} per row); skipped: {self.too_long} documents with "
+            f"more than {self.longest} tokens and {self.empty} without text, {left_out / len(self.dataset):.3%} of "
+            "all"
         )
 
     def _pack(self) -> tuple[np.ndarray, np.ndarray]:
@@ -190,11 +191,11 @@ class SentenceIndex:
     def gather_all(
         parts: Sequence[tuple[Any, np.ndarray, np.ndarray]],
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The sentences of rows of one or several datasets, as `gather` in sampler.py gives the pieces of windows.
+        """The sentences of rows of one or several datasets, as `gather` in sampler.py gives the chunks of windows.
 
         Args: parts: a SentenceIndex, its rows int64 [k], their places int64 [k] in the batch; together all once.
-        Returns: tokens int32 [all pieces], piece lengths int64 [pieces], pieces of each place int64. With two datasets
-            the pieces are the encoder's and the decoder's by turns.
+        Returns: tokens int32 [all chunks], chunk lengths int64 [chunks], chunks of each place int64. With two datasets
+            the chunks are the encoder's and the decoder's by turns.
         """
         index: SentenceIndex
         counts = np.zeros(sum(len(rows) for _, _, rows in parts), np.int64)
@@ -204,18 +205,18 @@ class SentenceIndex:
         texts = len(parts[0][0].datasets)
         counts *= texts
         places = np.cumsum(counts) - counts
-        pieces = np.empty((2, counts.sum()), np.int64)
+        chunks = np.empty((2, counts.sum()), np.int64)
         for index, windows, rows in parts:
             pointers = index.datasets[0].pointers, index.datasets[-1].pointers
-            where = windows, rows, places, pieces
-            _list_pieces(pointers, index._shifts, texts, *index._geometry(), *where)
-        positions = np.concatenate([[0], np.cumsum(pieces[1])])
+            where = windows, rows, places, chunks
+            _list_chunks(pointers, index._shifts, texts, *index._geometry(), *where)
+        positions = np.concatenate([[0], np.cumsum(chunks[1])])
         out = np.empty(positions[-1], np.int32)
         for index, _, rows in parts:
             numbers = _ranges(places[rows], counts[rows])
             for text, each in enumerate(index.datasets):
-                _copy(each, numbers[text::texts], pieces, positions, out)
-        return out, pieces[1], counts
+                _copy(each, numbers[text::texts], chunks, positions, out)
+        return out, chunks[1], counts
 
 
 def _require_same_documents(first: IndexedDataset, second: IndexedDataset) -> None:
@@ -227,9 +228,9 @@ def _require_same_documents(first: IndexedDataset, second: IndexedDataset) -> No
     if len(first) == len(second) and difference is None:
         return
     raise DataError(
-        f"dataset {first.prefix} has {len(first)} documents and its decoder's {second.prefix} {len(second)}, "
-        f"{difference or 'of equal sources'}; both must hold the same texts: build them from the same files with the "
-        "same options, the tokenizer apart."
+        f"dataset {first.prefix} has {len(first)} documents but its decoder's dataset {second.prefix} has "
+        f"{len(second)} ({difference or 'from the same sources'}); build both from the same files with the same "
+        "options, except for the tokenizer."
     )
 
 
@@ -243,11 +244,11 @@ def _first_difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> st
     ]
     for number, (a, b) in enumerate(zip_longest(*sources, fillvalue="none")):
         if a != b:
-            return f"and source {number} is {a} of the one and {b} of the other"
+            return f"source {number} is {a} in one and {b} in the other"
     for key in ("split", "text_key", "text_split"):
         a, b = json.dumps(first.get(key)), json.dumps(second.get(key))
         if a != b:
-            return f"and {key} is {a} of the one and {b} of the other"
+            return f"{key} is {a} in one and {b} in the other"
     return None
 
 
@@ -262,12 +263,12 @@ def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 
 def _copy(
-    dataset: IndexedDataset, numbers: np.ndarray, pieces: np.ndarray, positions: np.ndarray, out: np.ndarray
+    dataset: IndexedDataset, numbers: np.ndarray, chunks: np.ndarray, positions: np.ndarray, out: np.ndarray
 ) -> None:
-    """Copy the pieces of these numbers, int64 [k], from their dataset."""
+    """Copy the chunks of these numbers, int64 [k], from their dataset."""
     if isinstance(dataset.tokens, np.ndarray):
-        _copy_pieces(dataset.tokens, numbers, pieces, positions, out)
+        _copy_chunks(dataset.tokens, numbers, chunks, positions, out)
         return
     for number in numbers.tolist():  # not mapped: one read for each sentence
-        first, length = pieces[:, number].tolist()
+        first, length = chunks[:, number].tolist()
         out[positions[number] : positions[number] + length] = dataset.tokens[first : first + length]

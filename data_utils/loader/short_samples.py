@@ -29,21 +29,21 @@ SHORTEST = 2  # tokens
 
 def _entry_point(digest: int):
     @njit(cache=True, nogil=True)
-    def crop(piece_lengths, counts, samples, threshold, key, stream, kept):
+    def crop(chunk_lengths, counts, samples, threshold, key, stream, kept):
         _ = digest  # part of the cache key
-        piece, start = 0, 0
+        chunk, start = 0, 0
         for i in range(len(samples)):
             for number in range(counts[i]):
-                length = piece_lengths[piece]
+                length = chunk_lengths[chunk]
                 open_stream(stream, key, samples[i], number, 0)
                 if chance(stream, threshold) and length > SHORTEST:
                     size = SHORTEST + below(stream, length - SHORTEST + 1)
                     first = start + below(stream, length - size + 1)
                     for k in range(start, start + length):
                         kept[k] = first <= k < first + size
-                    piece_lengths[piece] = size
+                    chunk_lengths[chunk] = size
                 start += length
-                piece += 1
+                chunk += 1
 
     return crop
 
@@ -59,10 +59,10 @@ class Shortener:
         self._key = np.uint64(derive_seed(seed, "short samples"))
 
     def __call__(
-        self, tokens: np.ndarray, piece_lengths: np.ndarray, counts: np.ndarray, samples: np.ndarray
+        self, tokens: np.ndarray, chunk_lengths: np.ndarray, counts: np.ndarray, samples: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The same with shorter pieces. Args: as `collate` in loader.py takes them."""
-        lengths, kept = piece_lengths.astype(np.int64), np.ones(tokens.shape[-1], np.bool_)
+        """The same with shorter chunks. Args: as `collate` in loader.py takes them."""
+        lengths, kept = chunk_lengths.astype(np.int64), np.ones(tokens.shape[-1], np.bool_)
         counts, samples = (np.ascontiguousarray(each, np.int64) for each in (counts, samples))
         _crop(lengths, counts, samples, self._threshold, self._key, new_stream(), kept)
         return tokens[..., kept], lengths, counts

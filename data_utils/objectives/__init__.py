@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from data_utils.objectives.rows import RowObjective
 
 OBJECTIVES = Objectives(declared_in(Path(__file__).parent, __name__), with_packages=True)
-LOSSES = OBJECTIVES.losses  # the `objective` plane holds an index into these
+LOSSES = OBJECTIVES.losses  # the `objective` field holds an index into these
 LOSS_NAMES = tuple(loss.name for loss in LOSSES)
 SENTENCE_LEVEL = tuple(loss.name for loss in LOSSES if loss.sentence_level)
 

@@ -1,6 +1,6 @@
 """ALBERT (arXiv:1909.11942): n-grams of whole words with p(n) ~ 1/n, and sentence-order prediction.
 
-Both halves of a piece keep their text. With probability one half they change places, and CLS predicts whether they did.
+Both halves of a chunk keep their text. With probability one half they change places, and CLS predicts whether they did.
 ALBERT's factorised embedding and cross-layer sharing belong to the model.
 """
 

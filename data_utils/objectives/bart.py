@@ -37,7 +37,7 @@ from data_utils.objectives.row_loops import (
     copy_range,
     count_up,
     entry_point,
-    fill_pieces,
+    fill_chunks,
     inlined,
     mark_document,
     maskable_length,
@@ -107,11 +107,11 @@ class BartConfig(RowSizes):
 
     @property
     def overhead(self) -> int:
-        """CLS (sop takes the place of the last token, which is never an input), and 2 more for the shortest pieces."""
+        """CLS (sop takes the place of the last token, which is never an input), and 2 more for the shortest chunks."""
         return 3 + self.predict_cls
 
     def most_tokens(self, length: int) -> int:
-        """Row tokens of a piece if no token is removed, which is the most."""
+        """Row tokens of a chunk if no token is removed, which is the most."""
         return 2 * length + 1 + self.predict_cls
 
     def row_length_for(self, sequence_length: int) -> int:
@@ -213,7 +213,7 @@ def _write_target(row, part_b, text, start, length, s):
 
 
 @inlined
-def _fill_piece(row, used, limit, document, text, units, start, length, stream, w, cumulative, s):
+def _fill_chunk(row, used, limit, document, text, units, start, length, stream, w, cumulative, s):
     while True:
         maskable = maskable_length(text, start, length, s)
         _permute_sentences(text, units, start, maskable, length, stream, w, s)
@@ -231,8 +231,8 @@ def _fill_piece(row, used, limit, document, text, units, start, length, stream, 
 
 
 @entry_point
-def _fill_rows(batch, pieces, tables, settings):
-    fill_pieces(_fill_piece, batch, pieces, tables, settings)
+def _fill_rows(batch, chunks, tables, settings):
+    fill_chunks(_fill_chunk, batch, chunks, tables, settings)
 
 
 @register

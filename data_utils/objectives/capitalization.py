@@ -42,8 +42,8 @@ class Capitalization(NumberedText):
     writing = Writing("bert")
     losses = (Loss("masked_cased", 37), Loss("capitalization", 38))
 
-    def _fill(self, batch, tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece) -> None:
-        super()._fill(batch, tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece)
+    def _fill(self, batch, tokens, chunk_lengths, chunks_per_sample, sample_indices, first_chunk) -> None:
+        super()._fill(batch, tokens, chunk_lengths, chunks_per_sample, sample_indices, first_chunk)
         marks = batch[:, BLOCK_POSITION_IDS] - 1
         batch[:, BLOCK_POSITION_IDS] = 0
         labelled = (marks >= 0) & (batch[:, WEIGHTS] == 0)

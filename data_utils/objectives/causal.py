@@ -2,7 +2,7 @@
 
 Position i holds token i - 1 and predicts token i. Position 0 holds eos, as in GPT-2's training, where eos separates
 documents, or CLS. So every token of the text is predicted exactly once, without an additional position. Without such a
-token (GPT, Qwen) position i holds token i and predicts the next one, and the first token of a piece is not predicted.
+token (GPT, Qwen) position i holds token i and predicts the next one, and the first token of a chunk is not predicted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from data_utils.objectives.row_loops import (
     copy_range,
     count_up,
     entry_point,
-    fill_pieces,
+    fill_chunks,
     inlined,
     mark_document,
     predict_range,
@@ -55,12 +55,12 @@ class CausalConfig(RowSizes):
 
     @property
     def overhead(self) -> int:
-        """Row tokens of a piece beyond its text: none."""
+        """Row tokens of a chunk beyond its text: none."""
         return 0
 
 
 @inlined
-def _fill_piece(row, used, limit, document, text, units, start, length, stream, w, cumulative, s):
+def _fill_chunk(row, used, limit, document, text, units, start, length, stream, w, cumulative, s):
     end = used + length
     if s.begin >= 0:
         row[TOKENS, used] = s.begin
@@ -76,8 +76,8 @@ def _fill_piece(row, used, limit, document, text, units, start, length, stream, 
 
 
 @entry_point
-def _fill_rows(batch, pieces, tables, settings):
-    fill_pieces(_fill_piece, batch, pieces, tables, settings)
+def _fill_rows(batch, chunks, tables, settings):
+    fill_chunks(_fill_chunk, batch, chunks, tables, settings)
 
 
 @register

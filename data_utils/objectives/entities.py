@@ -1,6 +1,6 @@
 """Entities beside tokens, ERNIE of Tsinghua (arXiv:1905.07129): masked tokens, next sentences, and denoised entities.
 
-Rows are BERT's (masked_text.py). The first token of a mention has its entity, in the plane block_position_ids, from 1
+Rows are BERT's (masked_text.py). The first token of a mention has its entity, in the field block_position_ids, from 1
 on. What the model reads of them is drawn in the same way for each sample (megatron_lite/models/ernie_thu/batch.py):
 another entity of the Example, none, or the entity itself; what it predicts at all of them is the entity, among those of
 the Example and none.

@@ -1,11 +1,11 @@
 """ERNIE 1.0 (arXiv:1904.09223): whole words, phrases and entities are masked as one unit.
 
 A segmenter decides where units begin: "words" takes whole words from the vocabulary, "listed" also the phrases and
-entities that the corpus lists, "jieba" cuts the text of a piece with the package of that name (Chinese), and any
-function of a piece can be set as `units` of an `Ernie`. A segmenter in Python costs far more time than the rest of a
+entities that the corpus lists, "jieba" cuts the text of a chunk with the package of that name (Chinese), and any
+function of a chunk can be set as `units` of an `Ernie`. A segmenter in Python costs far more time than the rest of a
 sample; the others cost next to nothing.
 
-ERNIE 2.0's task embedding reads the `objective` plane, which names the task of every token; its cumulative
+ERNIE 2.0's task embedding reads the `objective` field, which names the task of every token; its cumulative
 schedule of tasks is `objective_starts` in the configuration (see mixed.py).
 """
 
@@ -74,20 +74,20 @@ class Ernie(MaskedText):
             return jieba_segmenter(self.vocabulary)
         return None if self.config.segmenter == "tokens" else "words"
 
-    def _unit_starts(self, tokens, piece_lengths):  # type: ignore[no-untyped-def]
+    def _unit_starts(self, tokens, chunk_lengths):  # type: ignore[no-untyped-def]
         if tokens.ndim == 1:
-            return super()._unit_starts(tokens, piece_lengths)
+            return super()._unit_starts(tokens, chunk_lengths)
         from data_utils.objectives.listed_spans import with_listed
 
-        words = super()._unit_starts(tokens[0], piece_lengths)
-        return with_listed(words, tokens[1], piece_lengths, as_units=True)
+        words = super()._unit_starts(tokens[0], chunk_lengths)
+        return with_listed(words, tokens[1], chunk_lengths, as_units=True)
 
 
 class TextSegmenter:
-    """Units of a piece from a segmenter of text.
+    """Units of a chunk from a segmenter of text.
 
     Args:
-        token_texts: the text of every token id, spaces included, without the marks of word pieces.
+        token_texts: the text of every token id, spaces included, without the marks of word chunks.
         cut: text -> its segments, in order and without loss, for example `jieba.cut`.
     """
 
@@ -95,9 +95,9 @@ class TextSegmenter:
         self.token_texts = token_texts
         self.cut = cut
 
-    def __call__(self, piece: np.ndarray) -> np.ndarray:
-        """Bool for each token of the piece: does a unit begin there? Only where a segment does."""
-        texts = [self.token_texts[token] for token in piece.tolist()]
+    def __call__(self, chunk: np.ndarray) -> np.ndarray:
+        """Bool for each token of the chunk: does a unit begin there? Only where a segment does."""
+        texts = [self.token_texts[token] for token in chunk.tolist()]
         segments = [len(segment) for segment in self.cut("".join(texts))]
         starts = np.cumsum([0, *segments])
         offsets = np.cumsum([0, *map(len, texts)])[:-1]

@@ -1,12 +1,12 @@
 """Fill in the middle (arXiv:2207.14255): a causal model learns to write what stands between two texts.
 
-With probability `rate` a piece of n tokens is cut at two places, uniform over 0 .. n, into prefix, middle and suffix,
+With probability `rate` a chunk of n tokens is cut at two places, uniform over 0 .. n, into prefix, middle and suffix,
 and written in another order, each part after its own token; [p], [s] and [m] are these tokens:
 
     [p] prefix [s] suffix [m] middle eos      the suffix after the prefix (PSM)
     [p] [s] suffix [m] prefix middle eos      the suffix before it: the middle goes on where the prefix ends (SPM)
 
-Every token is predicted from those before it in the new order, as in `causal`, whose rows the other pieces have. The
+Every token is predicted from those before it in the new order, as in `causal`, whose rows the other chunks have. The
 cuts are between tokens. The sources cut between characters and tokenise each part alone, which a dataset of tokens
 cannot: a middle never begins within a token here.
 """
@@ -26,7 +26,7 @@ from data_utils.objectives.row_loops import (
     copy_range,
     count_up,
     entry_point,
-    fill_pieces,
+    fill_chunks,
     inlined,
     mark_document,
     maskable_length,
@@ -42,10 +42,10 @@ _ROLES = {"prefix_token": "cls", "suffix_token": "sep", "middle_token": "mask"}
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("fill_in_middle")
 class FillInMiddleConfig(CausalConfig):
-    """How often pieces are cut, the ids of the three tokens, and the token before a text."""
+    """How often chunks are cut, the ids of the three tokens, and the token before a text."""
 
-    rate: float = fraction(0.5, "part of the pieces that are cut in three; the others are as in causal")
-    suffix_first_rate: float = fraction(0.5, "part of the cut pieces that begin with their last part (SPM)")
+    rate: float = fraction(0.5, "part of the chunks that are cut in three; the others are as in causal")
+    suffix_first_rate: float = fraction(0.5, "part of the cut chunks that begin with their last part (SPM)")
     prefix_token: int | None = setting(None, "id of the token before a prefix; null = [CLS]", at_least=0)
     suffix_token: int | None = setting(None, "id of the token before a suffix; null = [SEP]", at_least=0)
     middle_token: int | None = setting(None, "id of the token before a middle; null = [MASK]", at_least=0)
@@ -82,7 +82,7 @@ class FillInMiddleConfig(CausalConfig):
 
 
 @inlined
-def _fill_piece(row, used, limit, document, text, units, start, length, stream, w, cumulative, s):
+def _fill_chunk(row, used, limit, document, text, units, start, length, stream, w, cumulative, s):
     size = maskable_length(text, start, length, s)  # without the eos at its end
     end = used + length
     if chance(stream, s.cut_below):
@@ -125,8 +125,8 @@ def _fill_piece(row, used, limit, document, text, units, start, length, stream, 
 
 
 @entry_point
-def _fill_rows(batch, pieces, tables, settings):
-    fill_pieces(_fill_piece, batch, pieces, tables, settings)
+def _fill_rows(batch, chunks, tables, settings):
+    fill_chunks(_fill_chunk, batch, chunks, tables, settings)
 
 
 @register

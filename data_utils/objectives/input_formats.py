@@ -1,4 +1,4 @@
-"""RoBERTa's formats of inputs (arXiv:1907.11692, section 4.2) beside SEGMENT-PAIR: pieces of a window, cut or joined.
+"""RoBERTa's formats of inputs (arXiv:1907.11692, section 4.2) beside SEGMENT-PAIR: chunks of a window, cut or joined.
 
     sentences  SENTENCE-PAIR: two sentences of a document an Example, and one alone where their number is odd
     full       FULL-SENTENCES: all documents of a window in one Example, [SEP] between them
@@ -59,7 +59,7 @@ def _pair_sentences(text, start, end, shortest, sentence_end, marks, lengths, co
 @entry_point
 def _recut(
     text,
-    piece_lengths,
+    chunk_lengths,
     counts,
     kind,
     shortest,
@@ -72,12 +72,12 @@ def _recut(
     lengths,
     numbers,
 ):
-    piece, start, used, count = 0, 0, 0, 0
+    chunk, start, used, count = 0, 0, 0, 0
     for i in range(len(counts)):
         first = count
         begin = used  # of the Example, in `out`
         for number in range(counts[i]):
-            end = start + piece_lengths[piece]
+            end = start + chunk_lengths[chunk]
             is_last = number == counts[i] - 1
             if end > start and kind == _SENTENCES:
                 used = _copy(out, used, text, start, end)
@@ -109,7 +109,7 @@ def _recut(
                 lengths[count] = used - begin
                 count += 1
             start = end
-            piece += 1
+            chunk += 1
         numbers[i] = count - first
     return used, count
 
@@ -118,21 +118,21 @@ def recut(
     name: str,
     shortest: int,
     tokens: np.ndarray,
-    piece_lengths: np.ndarray,
+    chunk_lengths: np.ndarray,
     counts: np.ndarray,
     special: tuple[int, int],
     drops_eos: bool,
     sentence_end: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The pieces of samples in a format.
+    """The chunks of samples in a format.
 
-    Args: shortest: tokens of a sentence that stands alone. counts: pieces of each sample. special: the ids of eos and
+    Args: shortest: tokens of a sentence that stands alone. counts: chunks of each sample. special: the ids of eos and
         SEP. drops_eos: where SEP follows. sentence_end: bool, of each token of the vocabulary.
-    Returns: int32 [2, tokens], the text and 1 where the second sentence of a pair begins; lengths and number of pieces.
+    Returns: int32 [2, tokens], the text and 1 where the second sentence of a pair begins; lengths and number of chunks.
     """
-    most = len(tokens) + len(piece_lengths)
+    most = len(tokens) + len(chunk_lengths)
     text = np.zeros((2, most), np.int32)
     lengths, numbers = np.empty(most + len(counts), np.int64), np.empty(len(counts), np.int64)
     rule = (FORMATS[name], shortest, *special, drops_eos, sentence_end)
-    used, count = _recut(tokens, piece_lengths, counts, *rule, *text, lengths, numbers)
+    used, count = _recut(tokens, chunk_lengths, counts, *rule, *text, lengths, numbers)
     return np.ascontiguousarray(text[:, :used]), lengths[:count], numbers

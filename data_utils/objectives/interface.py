@@ -130,8 +130,8 @@ class Objective(Protocol):
         self,
         batch: np.ndarray,
         tokens: np.ndarray,
-        piece_lengths: np.ndarray,
-        pieces_per_sample: np.ndarray,
+        chunk_lengths: np.ndarray,
+        chunks_per_sample: np.ndarray,
         sample_indices: np.ndarray,
     ) -> None:
         """Write sample i to `batch[i]` (int32 `[len(FIELDS), row_length]`), padding included.

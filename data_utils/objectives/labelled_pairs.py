@@ -1,6 +1,6 @@
 """Labelled pairs of texts beside masked words: discourse relation and relevance of search results.
 
-A piece is a pair of a corpus of pairs (data_utils/build/pairs.py): A, then B, whose first token has the label beside
+A chunk is a pair of a corpus of pairs (data_utils/build/pairs.py): A, then B, whose first token has the label beside
 it. The Example is `[CLS] A [SEP] B [SEP]` with whole words masked, and CLS predicts the label. The samples of such an
 objective come from corpora that name it, and from no others (data_utils/loader/pair_corpora.py).
 
@@ -44,19 +44,19 @@ class LabelledPairsConfig(LabelledTextConfig):
 
 
 class LabelledPairs(LabelledText):
-    def _fill(self, batch, tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece) -> None:
+    def _fill(self, batch, tokens, chunk_lengths, chunks_per_sample, sample_indices, first_chunk) -> None:
         if not len(batch):
             return
         text, marks = tokens if tokens.ndim == 2 else (tokens, np.full_like(tokens, -1))
-        labels, pairs = np.full(len(piece_lengths), -1), np.empty((len(piece_lengths), 6), np.int64)
-        pairs[:, OWN] = piece_lengths  # all of a piece without a label is one text
-        ends, begins = np.cumsum(piece_lengths), np.flatnonzero(marks >= 0)
-        piece = np.searchsorted(ends, begins, side="right")
-        labels[piece], pairs[piece, OWN] = marks[begins], begins - (ends - piece_lengths)[piece]
-        pieces = (text, self._unit_starts(text, piece_lengths), piece_lengths, pieces_per_sample)
-        given = (*pieces, sample_indices, first_piece)
+        labels, pairs = np.full(len(chunk_lengths), -1), np.empty((len(chunk_lengths), 6), np.int64)
+        pairs[:, OWN] = chunk_lengths  # all of a chunk without a label is one text
+        ends, begins = np.cumsum(chunk_lengths), np.flatnonzero(marks >= 0)
+        chunk = np.searchsorted(ends, begins, side="right")
+        labels[chunk], pairs[chunk, OWN] = marks[begins], begins - (ends - chunk_lengths)[chunk]
+        chunks = (text, self._unit_starts(text, chunk_lengths), chunk_lengths, chunks_per_sample)
+        given = (*chunks, sample_indices, first_chunk)
         self.entry(batch, given, self._tables(batch), pairs, self._sentence_end, self._settings)
-        label_documents(batch, pieces_per_sample, labels, first_piece, CLASS_HEADS[self.name])
+        label_documents(batch, chunks_per_sample, labels, first_chunk, CLASS_HEADS[self.name])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

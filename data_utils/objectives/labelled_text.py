@@ -16,18 +16,18 @@ from data_utils.objectives.row_loops import entry_point, predict
 
 
 @entry_point
-def label_documents(batch, counts, labels, first_piece, objective):
-    """Make the labels of pieces, int64 and -1 for none, the targets of their first tokens, CLS."""
-    piece = 0
+def label_documents(batch, counts, labels, first_chunk, objective):
+    """Make the labels of chunks, int64 and -1 for none, the targets of their first tokens, CLS."""
+    chunk = 0
     for i in range(len(batch)):
         row = batch[i]
         for at in range(row.shape[1]):
             if row[DOC, at] >= 0 and row[POSITION_IDS, at] == 0:
-                label = labels[piece + row[DOC, at] - first_piece]
+                label = labels[chunk + row[DOC, at] - first_chunk]
                 if label >= 0:
                     predict(row, at, label)
                     row[OBJECTIVE, at] = objective
-        piece += counts[i]
+        chunk += counts[i]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

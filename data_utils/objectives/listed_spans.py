@@ -11,9 +11,9 @@ from data_utils.objectives.row_loops import entry_point
 
 
 @entry_point
-def _mark(units, spans, piece_lengths, as_units):
+def _mark(units, spans, chunk_lengths, as_units):
     start = 0
-    for length in piece_lengths:
+    for length in chunk_lengths:
         end = start + length
         i = start
         while i < end:
@@ -31,7 +31,7 @@ def _mark(units, spans, piece_lengths, as_units):
 
 
 def with_listed(
-    words: np.ndarray, spans: np.ndarray, piece_lengths: np.ndarray, as_units: bool
+    words: np.ndarray, spans: np.ndarray, chunk_lengths: np.ndarray, as_units: bool
 ) -> np.ndarray:
     """Where units begin, int32 [tokens], with the listed spans among them.
 
@@ -40,5 +40,5 @@ def with_listed(
         as_units: a span is one unit; else it is marked by twice its length, see UNIT in row_loops.py.
     """
     units = words.astype(np.int32)
-    _mark(units, np.ascontiguousarray(spans), piece_lengths, as_units)
+    _mark(units, np.ascontiguousarray(spans), chunk_lengths, as_units)
     return units

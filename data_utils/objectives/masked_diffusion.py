@@ -1,6 +1,6 @@
 """Masked diffusion of texts: LLaDA (arXiv:2502.09992). A text is written by putting words in place of masks.
 
-Each piece draws t, uniform in [0, 1), and each of its tokens, eos included, becomes [MASK] with the probability
+Each chunk draws t, uniform in [0, 1), and each of its tokens, eos included, becomes [MASK] with the probability
 p = least_share + (1 - least_share) t, independently; none is replaced by another token or kept. Masked tokens are
 predicted at their own places by a model that sees the whole text, and their losses have the weight 1 / p. The sum is
 divided by all tokens of the texts, masked or not (`BY_TOKENS` in common/losses.py): so it estimates a bound of the
@@ -26,7 +26,7 @@ from data_utils.objectives.row_loops import (
     copy_range,
     count_up,
     entry_point,
-    fill_pieces,
+    fill_chunks,
     inlined,
     mark_document,
 )
@@ -53,12 +53,12 @@ class MaskedDiffusionConfig(RowSizes):
 
     @property
     def overhead(self) -> int:
-        """Row tokens of a piece beyond its text: none."""
+        """Row tokens of a chunk beyond its text: none."""
         return 0
 
 
 @inlined
-def _fill_piece(row, used, limit, document, text, units, start, length, stream, w, cumulative, s):
+def _fill_chunk(row, used, limit, document, text, units, start, length, stream, w, cumulative, s):
     end = used + length
     share = s.least_share + (1.0 - s.least_share) * uniform(stream)
     copy_range(row, TOKENS, used, end, text, start)
@@ -74,8 +74,8 @@ def _fill_piece(row, used, limit, document, text, units, start, length, stream, 
 
 
 @entry_point
-def _fill_rows(batch, pieces, tables, settings):
-    fill_pieces(_fill_piece, batch, pieces, tables, settings)
+def _fill_rows(batch, chunks, tables, settings):
+    fill_chunks(_fill_chunk, batch, chunks, tables, settings)
 
 
 @register

@@ -95,23 +95,23 @@ class MaskedLm(MaskedText):
     losses = (MASKED, NEXT_SENTENCE_LOSS)
     writing = Writing("bert")
 
-    def _fill(self, batch, tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece) -> None:
-        pieces = tokens, piece_lengths, pieces_per_sample
+    def _fill(self, batch, tokens, chunk_lengths, chunks_per_sample, sample_indices, first_chunk) -> None:
+        chunks = tokens, chunk_lengths, chunks_per_sample
         if self.config.input != "segments" and len(batch):
             from data_utils.objectives.input_formats import recut
 
             special, drops_eos = self.vocabulary.special, bool(self._settings[0].drops_eos)
-            pieces = recut(
+            chunks = recut(
                 self.config.input,
                 SHORTEST,
-                *pieces,
+                *chunks,
                 (special.eos, special.sep),
                 drops_eos,
                 self._sentence_end,
             )
-        super()._fill(batch, *pieces, sample_indices, first_piece)
+        super()._fill(batch, *chunks, sample_indices, first_chunk)
 
-    def _unit_starts(self, tokens, piece_lengths):  # type: ignore[no-untyped-def]
+    def _unit_starts(self, tokens, chunk_lengths):  # type: ignore[no-untyped-def]
         if tokens.ndim == 1:
-            return super()._unit_starts(tokens, piece_lengths)
-        return super()._unit_starts(tokens[0], piece_lengths) + 2 * tokens[1]
+            return super()._unit_starts(tokens, chunk_lengths)
+        return super()._unit_starts(tokens[0], chunk_lengths) + 2 * tokens[1]

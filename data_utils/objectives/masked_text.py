@@ -4,9 +4,9 @@ An Example is `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]` with some tokens masked
 predicted at its own position. The recipes differ in what is masked together, in the pairs of texts and, for
 UniLM, in who sees whom. All of these are settings of one compiled function.
 
-Pairs are made by pairs.py. For next-sentence prediction, the pieces that get a wrong second half exchange them; if
-there is only one such piece, its own halves change places. The label is the target of CLS, whose entry in the
-`objective` plane sends it to a two-class head.
+Pairs are made by pairs.py. For next-sentence prediction, the chunks that get a wrong second half exchange them; if
+there is only one such chunk, its own halves change places. The label is the target of CLS, whose entry in the
+`objective` field sends it to a two-class head.
 """
 
 from __future__ import annotations
@@ -105,13 +105,13 @@ def _at_mark(unit_start, start, length):
 
 
 @inlined
-def _plan_pairs(pairs, text, unit_start, lengths, start, sample, first_piece, stream, w, sentence_end, s):
-    """Kind and halves of every piece of a sample, wrong second halves exchanged."""
+def _plan_pairs(pairs, text, unit_start, lengths, start, sample, first_chunk, stream, w, sentence_end, s):
+    """Kind and halves of every chunk of a sample, wrong second halves exchanged."""
     for number in range(len(lengths)):
         length = kept_length(text, start, lengths[number], s)
         pair = pairs[number]
         if length > 0:
-            open_stream(stream, s.key, _address(text, start, length, sample, s), first_piece + number, 0)
+            open_stream(stream, s.key, _address(text, start, length, sample, s), first_chunk + number, 0)
         draw = next_word(stream)
         kind = BIDIRECTIONAL
         if draw >= s.bidirectional_below:
@@ -224,7 +224,7 @@ def _fill_pair(row, used, document, text, unit_start, pair, stream, w, cumulativ
         end = _copy_text(row, w, used, middle, text, unit_start, pair[B], pair[B_END], s)
     kind = pair[KIND]
     if kind == SEQ2SEQ and end == middle:
-        kind = BIDIRECTIONAL  # a piece of one token has no second half
+        kind = BIDIRECTIONAL  # a chunk of one token has no second half
     _write_structure(row, used, middle, end, kind, s)
     mark_document(row, used, end, document, s.loss + kind)
     _mask_spans(row, used, end - used, stream, w, cumulative, s)
@@ -238,29 +238,29 @@ def _fill_pair(row, used, document, text, unit_start, pair, stream, w, cumulativ
 
 
 @entry_point
-def _fill_rows(batch, pieces, tables, pairs, sentence_end, settings):
-    text, unit_start, piece_lengths, pieces_per_sample, sample_indices, first_piece = pieces
+def _fill_rows(batch, chunks, tables, pairs, sentence_end, settings):
+    text, unit_start, chunk_lengths, chunks_per_sample, sample_indices, first_chunk = chunks
     cumulative, stream, w = tables
     s = settings[0]
-    piece, start = 0, 0
+    chunk, start = 0, 0
     for i in range(len(batch)):
         row, used = batch[i], 0
         begin_row(row, s.pad)
-        lengths = piece_lengths[piece : piece + pieces_per_sample[i]]
+        lengths = chunk_lengths[chunk : chunk + chunks_per_sample[i]]
         sample = sample_indices[i]
-        own = pairs[piece if s.pairing == GIVEN else 0 :]
-        _plan_pairs(own, text, unit_start, lengths, start, sample, first_piece, stream, w, sentence_end, s)
+        own = pairs[chunk if s.pairing == GIVEN else 0 :]
+        _plan_pairs(own, text, unit_start, lengths, start, sample, first_chunk, stream, w, sentence_end, s)
         for number in range(len(lengths)):
             length = kept_length(text, start, lengths[number], s)
             if length > 0:
                 address = _address(text, start, length, sample, s)
-                open_stream(stream, s.key, address, first_piece + number, 1)
+                open_stream(stream, s.key, address, first_chunk + number, 1)
                 pair = own[number]
                 used = _fill_pair(
-                    row, used, first_piece + number, text, unit_start, pair, stream, w, cumulative, s
+                    row, used, first_chunk + number, text, unit_start, pair, stream, w, cumulative, s
                 )
             start += lengths[number]
-        piece += len(lengths)
+        chunk += len(lengths)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -352,8 +352,8 @@ class NumberedText(MaskedText):
 
     keeps_places = True
 
-    def _fill(self, batch, tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece) -> None:
+    def _fill(self, batch, tokens, chunk_lengths, chunks_per_sample, sample_indices, first_chunk) -> None:
         text, numbers = tokens if tokens.ndim == 2 else (tokens, np.full_like(tokens, -1))
-        super()._fill(batch, text, piece_lengths, pieces_per_sample, sample_indices, first_piece)
+        super()._fill(batch, text, chunk_lengths, chunks_per_sample, sample_indices, first_chunk)
         places = batch[:, BLOCK_POSITION_IDS]
         places[:] = np.r_[np.int32(0), numbers + 1][places]

@@ -92,14 +92,14 @@ class Mixed:
         self,
         batch: np.ndarray,
         tokens: np.ndarray,
-        piece_lengths: np.ndarray,
-        pieces_per_sample: np.ndarray,
+        chunk_lengths: np.ndarray,
+        chunks_per_sample: np.ndarray,
         sample_indices: np.ndarray,
     ) -> None:
         """See `Objective.fill`."""
         chosen = self.choose(sample_indices)
-        piece_sample = np.repeat(np.arange(len(sample_indices)), pieces_per_sample)
-        token_sample = np.repeat(piece_sample, piece_lengths)
+        chunk_sample = np.repeat(np.arange(len(sample_indices)), chunks_per_sample)
+        token_sample = np.repeat(chunk_sample, chunk_lengths)
         for k, objective in enumerate(self.objectives):
             rows = np.flatnonzero(chosen == k)
             if not len(rows):
@@ -108,8 +108,8 @@ class Mixed:
             objective.fill(
                 part,
                 np.ascontiguousarray(tokens[..., chosen[token_sample] == k]),
-                piece_lengths[chosen[piece_sample] == k],
-                pieces_per_sample[rows],
+                chunk_lengths[chosen[chunk_sample] == k],
+                chunks_per_sample[rows],
                 sample_indices[rows],
             )
             batch[rows] = part

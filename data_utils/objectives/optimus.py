@@ -5,8 +5,8 @@ are the memory slot (order 1, position 0), whose keys and values each layer repl
 `<BOS> x` (orders 2, 3, ...), which predict `x <EOS>`. Where there is no memory there is no slot: orders begin at 1
 and positions at 0. A sentence is a document without its eos.
 
-The decoder may have a vocabulary of its own. The pieces of a sample are then each sentence in the encoder's tokens
-and the same in the decoder's, by turns; else one piece serves both. Nothing is drawn: a row is a function of its text
+The decoder may have a vocabulary of its own. The chunks of a sample are then each sentence in the encoder's tokens
+and the same in the decoder's, by turns; else one chunk serves both. Nothing is drawn: a row is a function of its text
 alone.
 
 Source of the layout: ChunyuanLI/Optimus, code/examples/big_ae.
@@ -228,30 +228,30 @@ def _write_decoder(row, used, text, start, length, s):
 
 @compiled
 def _without_end(text, start, length, eos):
-    """Tokens of a piece without the eos at its end."""
+    """Tokens of a chunk without the eos at its end."""
     return length - 1 if length > 0 and text[start + length - 1] == eos else length
 
 
 @entry_point
-def _fill_rows(batch, pieces, tables, settings):
-    text, _, piece_lengths, pieces_per_sample, _, first_piece = pieces
+def _fill_rows(batch, chunks, tables, settings):
+    text, _, chunk_lengths, chunks_per_sample, _, first_chunk = chunks
     s = settings[0]
-    piece, start = 0, 0
+    chunk, start = 0, 0
     for i in range(len(batch)):
         row, used = batch[i], 0
         begin_row(row, s.pad)
-        for number in range(first_piece, first_piece + pieces_per_sample[i] // s.texts):
+        for number in range(first_chunk, first_chunk + chunks_per_sample[i] // s.texts):
             begin = used
-            length = _without_end(text, start, piece_lengths[piece], s.eos)
+            length = _without_end(text, start, chunk_lengths[chunk], s.eos)
             used = _write_encoder(row, used, text, start, length, s)
             if s.texts > 1:
-                start += piece_lengths[piece]
-                piece += 1
-                length = _without_end(text, start, piece_lengths[piece], s.decoder_eos)
+                start += chunk_lengths[chunk]
+                chunk += 1
+                length = _without_end(text, start, chunk_lengths[chunk], s.decoder_eos)
             used = _write_decoder(row, used, text, start, length, s)
             mark_document(row, begin, used, number, s.loss)
-            start += piece_lengths[piece]
-            piece += 1
+            start += chunk_lengths[chunk]
+            chunk += 1
 
 
 @register
@@ -265,7 +265,7 @@ class Optimus(RowObjective):
 
     @property
     def texts(self) -> int:
-        """Number of pieces in which a sentence is stored: one per stack with its own tokenizer."""
+        """Number of chunks in which a sentence is stored: one per stack with its own tokenizer."""
         return 1 if self.vocabulary.decoder is None else 2
 
     def values(self) -> dict[str, Any]:
@@ -277,24 +277,24 @@ class Optimus(RowObjective):
             "decoder_eos": int(decoder.eos),
         }
 
-    def tokens_needed(self, piece_lengths: np.ndarray) -> np.ndarray:
+    def tokens_needed(self, chunk_lengths: np.ndarray) -> np.ndarray:
         if self.texts == 1:
-            return super().tokens_needed(piece_lengths)
-        is_decoders = np.arange(len(piece_lengths)) % 2
-        return piece_lengths + np.where(is_decoders, self.config.overhead - _BOUNDARIES, _BOUNDARIES)
+            return super().tokens_needed(chunk_lengths)
+        is_decoders = np.arange(len(chunk_lengths)) % 2
+        return chunk_lengths + np.where(is_decoders, self.config.overhead - _BOUNDARIES, _BOUNDARIES)
 
     def fill(
         self,
         batch: np.ndarray,
         tokens: np.ndarray,
-        piece_lengths: np.ndarray,
-        pieces_per_sample: np.ndarray,
+        chunk_lengths: np.ndarray,
+        chunks_per_sample: np.ndarray,
         sample_indices: np.ndarray,
     ) -> None:
-        odd = np.flatnonzero(pieces_per_sample % self.texts)
+        odd = np.flatnonzero(chunks_per_sample % self.texts)
         if len(odd):
             raise DataError(
-                f"sample {sample_indices[odd[0]]} has {pieces_per_sample[odd[0]]} pieces, but every sentence has two, "
+                f"sample {sample_indices[odd[0]]} has {chunks_per_sample[odd[0]]} chunks, but every sentence has two, "
                 "the encoder's and the decoder's; open the corpora with both tokenizers."
             )
-        super().fill(batch, tokens, piece_lengths, pieces_per_sample, sample_indices)
+        super().fill(batch, tokens, chunk_lengths, chunks_per_sample, sample_indices)

@@ -1,7 +1,7 @@
-"""Pairs of texts A and B in one Example: cut pieces in two, and exchange second halves.
+"""Pairs of texts A and B in one Example: cut chunks in two, and exchange second halves.
 
-A pair is one piece (the part of a document that lies in the window) cut in two. Where B is not to continue A, the
-pieces of a window exchange their second halves in a circle. So no text is lost or used twice, and no second document is
+A pair is one chunk (the part of a document that lies in the window) cut in two. Where B is not to continue A, the
+chunks of a window exchange their second halves in a circle. So no text is lost or used twice, and no second document is
 needed.
 """
 
@@ -16,7 +16,7 @@ from data_utils.common.random_streams import below
 from data_utils.objectives.row_loops import PLACES, compiled
 from data_utils.objectives.rows import RowObjective
 
-# Columns of a pair, int64: a number of the objective's own, whether B is to be another piece's, start and end of A and
+# Columns of a pair, int64: a number of the objective's own, whether B is to be another chunk's, start and end of A and
 # of B.
 OWN, WRONG, A, A_END, B, B_END = range(6)
 
@@ -58,20 +58,20 @@ class PairedRows(RowObjective):
 
     compiled_files: ClassVar[tuple[str, ...]] = (__file__,)
 
-    def _fill(self, batch, tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece) -> None:
+    def _fill(self, batch, tokens, chunk_lengths, chunks_per_sample, sample_indices, first_chunk) -> None:
         if not len(batch):
             return
-        units = self._unit_starts(tokens, piece_lengths)
-        pieces = (
+        units = self._unit_starts(tokens, chunk_lengths)
+        chunks = (
             tokens if tokens.ndim == 1 else tokens[0],
             units,
-            piece_lengths,
-            pieces_per_sample,
+            chunk_lengths,
+            chunks_per_sample,
             sample_indices,
-            first_piece,
+            first_chunk,
         )
-        pairs = np.empty((max(1, pieces_per_sample.max()), 6), np.int64)
-        self.entry(batch, pieces, self._tables(batch), pairs, self._sentence_end, self._settings)
+        pairs = np.empty((max(1, chunks_per_sample.max()), 6), np.int64)
+        self.entry(batch, chunks, self._tables(batch), pairs, self._sentence_end, self._settings)
 
     @functools.cached_property
     def _sentence_end(self) -> np.ndarray:

@@ -18,7 +18,7 @@ from data_utils.objectives.row_loops import (
     copy_range,
     count_up,
     entry_point,
-    fill_pieces,
+    fill_chunks,
     inlined,
     mark_document,
     predict_range,
@@ -29,12 +29,12 @@ from data_utils.objectives.rows import RowObjective, RowSizes
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("prefix_lm")
 class PrefixLmConfig(RowSizes):
-    """How long the prefix is: uniform over a range, in parts of the piece."""
+    """How long the prefix is: uniform over a range, in parts of the chunk."""
 
     needed_roles = ("cls",)
 
-    min_prefix_ratio: float = fraction(0.0, "shortest prefix as a part of the piece")
-    max_prefix_ratio: float = fraction(1.0, "longest prefix as a part of the piece; one token always remains")
+    min_prefix_ratio: float = fraction(0.0, "shortest prefix as a part of the chunk")
+    max_prefix_ratio: float = fraction(1.0, "longest prefix as a part of the chunk; one token always remains")
 
     def __post_init__(self) -> None:
         low, high = self.min_prefix_ratio, self.max_prefix_ratio
@@ -57,7 +57,7 @@ class PrefixLmConfig(RowSizes):
 
 
 @inlined
-def _fill_piece(row, used, limit, document, text, units, start, length, stream, w, cumulative, s):
+def _fill_chunk(row, used, limit, document, text, units, start, length, stream, w, cumulative, s):
     high = min(length - 1, int(s.max_prefix_ratio * length))
     low = min(high, int(s.min_prefix_ratio * length))
     prefix = low + below(stream, high - low + 1)
@@ -74,8 +74,8 @@ def _fill_piece(row, used, limit, document, text, units, start, length, stream, 
 
 
 @entry_point
-def _fill_rows(batch, pieces, tables, settings):
-    fill_pieces(_fill_piece, batch, pieces, tables, settings)
+def _fill_rows(batch, chunks, tables, settings):
+    fill_chunks(_fill_chunk, batch, chunks, tables, settings)
 
 
 @register

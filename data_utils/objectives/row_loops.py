@@ -1,4 +1,4 @@
-"""Compiled functions with which objectives fill rows: the loop over the pieces of samples, and parts of its body."""
+"""Compiled functions with which objectives fill rows: the loop over the chunks of samples, and parts of its body."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def draw_length(stream, longest, cumulative):
 
 @compiled
 def put(row, at, token, position, order):
-    """Write one row token. Planes not written are 0."""
+    """Write one row token. Fields not written are 0."""
     row[TOKENS, at] = token
     row[POSITION_IDS, at] = position
     row[ORD, at] = order
@@ -92,25 +92,25 @@ def predict(row, at, target):
 
 
 @compiled
-def set_range(row, plane, start, end, value):
-    """row[plane, start:end] = value; numba would take ten times as long to compile it in this form."""
-    line = row[plane, start:end]
+def set_range(row, field, start, end, value):
+    """row[field, start:end] = value; numba would take ten times as long to compile it in this form."""
+    line = row[field, start:end]
     for i in range(len(line)):
         line[i] = value
 
 
 @compiled
-def count_up(row, plane, start, end, first):
-    """row[plane, start:end] = first, first + 1, ..."""
-    line = row[plane, start:end]
+def count_up(row, field, start, end, first):
+    """row[field, start:end] = first, first + 1, ..."""
+    line = row[field, start:end]
     for i in range(len(line)):
         line[i] = first + i
 
 
 @compiled
-def copy_range(row, plane, start, end, source, first):
-    """row[plane, start:end] = the elements of `source` from `first` on."""
-    line = row[plane, start:end]
+def copy_range(row, field, start, end, source, first):
+    """row[field, start:end] = the elements of `source` from `first` on."""
+    line = row[field, start:end]
     copied = source[first : first + len(line)]
     for i in range(len(line)):
         line[i] = copied[i]
@@ -125,7 +125,7 @@ def predict_range(row, start, end, source, first):
 
 @compiled
 def mark_document(row, used, end, document, objective):
-    """The doc and objective planes of an Example at row[used:end]."""
+    """The doc and objective fields of an Example at row[used:end]."""
     set_range(row, DOC, used, end, document)
     set_range(row, OBJECTIVE, used, end, objective)
 
@@ -133,55 +133,58 @@ def mark_document(row, used, end, document, objective):
 @compiled
 def begin_row(row, pad):
     """Fill a row with padding."""
-    for plane in range(len(FIELDS)):
-        value = pad if plane == TOKENS else PADDING_DOC if plane == DOC else 0
-        set_range(row, plane, 0, row.shape[1], value)
+    for field in range(len(FIELDS)):
+        value = pad if field == TOKENS else PADDING_DOC if field == DOC else 0
+        set_range(row, field, 0, row.shape[1], value)
 
 
 @compiled
 def maskable_length(text, start, length, s):
-    """Tokens of a piece without the eos at its end."""
+    """Tokens of a chunk without the eos at its end."""
     return length - 1 if text[start + length - 1] == s.eos else length
 
 
 @compiled
 def kept_length(text, start, length, s):
-    """Tokens of a piece that go into a row.
+    """Tokens of a chunk that go into a row.
 
     An eos that is [SEP] or [PAD] itself does not, where [SEP] follows the text: BERT's rows have one [SEP] there, and
-    no padding within the text. A piece that is nothing else keeps it: every piece has an Example.
+    no padding within the text. A chunk that is nothing else keeps it: every chunk has an Example.
     """
     return length - 1 if s.drops_eos and length > 1 and text[start + length - 1] == s.eos else length
 
 
 # Inlined also because numba cannot cache a function that takes another one as an argument.
 @inlined
-def fill_pieces(fill_piece, batch, pieces, tables, settings):
-    """Write every sample piece by piece. `fill_piece` returns the end of the Example it writes at `used`.
+def fill_chunks(fill_chunk, batch, chunks, tables, settings):
+    """Write every sample chunk by chunk. `fill_chunk` returns the end of the Example it writes at `used`.
 
-    The Example must end at or before `limit`, since the rest of the row is reserved for later pieces. Objectives whose
+    The Example must end at or before `limit`, since the rest of the row is reserved for later chunks. Objectives whose
     rows hold every draw can ignore it.
 
-    Args: pieces and tables: as `RowObjective._fill` makes them.
+    Args: chunks and tables: as `RowObjective._fill` makes them.
     """
-    text, unit_start, piece_lengths, pieces_per_sample, sample_indices, first_piece = pieces
+    text, unit_start, chunk_lengths, chunks_per_sample, sample_indices, first_chunk = chunks
     cumulative, stream, w = tables
     s = settings[0]
-    piece, start = 0, 0
+    chunk, start = 0, 0
     for i in range(len(batch)):
         row, used = batch[i], 0
         begin_row(row, s.pad)
         rest = 0
-        for k in range(piece, piece + pieces_per_sample[i]):
-            rest += np.int64(s.growth * piece_lengths[k] + 1e-9) + s.overhead
-        for number in range(first_piece, first_piece + pieces_per_sample[i]):
-            rest -= np.int64(s.growth * piece_lengths[piece] + 1e-9) + s.overhead
-            length = kept_length(text, start, piece_lengths[piece], s)
+        for k in range(chunk, chunk + chunks_per_sample[i]):
+            rest += np.int64(s.growth * chunk_lengths[k] + 1e-9) + s.overhead
+        for number in range(first_chunk, first_chunk + chunks_per_sample[i]):
+            rest -= np.int64(s.growth * chunk_lengths[chunk] + 1e-9) + s.overhead
+            length = kept_length(text, start, chunk_lengths[chunk], s)
             if length > 0:
                 open_stream(stream, s.key, sample_indices[i], number, 0)
-                used = fill_piece(
+                used = fill_chunk(
                     row, used, row.shape[1] - rest, number, text, unit_start, start, length, stream, w, cumulative,
                     s,
                 )  # fmt: skip
-            start += piece_lengths[piece]
-            piece += 1
+            start += chunk_lengths[chunk]
+            chunk += 1
+
+
+fill_chunks = fill_chunks  # the name before 0.5.0, which objectives of users import

@@ -1,9 +1,9 @@
-"""Rows of packed documents: the common base of objectives, each with its own compiled `fill_piece`.
+"""Rows of packed documents: the common base of objectives, each with its own compiled `fill_chunk`.
 
-An objective is a config section, a compiled function that writes the Example of one piece (the part of a document that
-lies in the sample's window), and a bound on the row tokens a piece can need. The bound is linear in the length of the
-piece and holds for every draw, so rows never overflow and nothing is drawn again. There are two exceptions: BART and
-blank infilling, whose number of spans varies, size their rows near the mean and cut the last tokens of a piece where
+An objective is a config section, a compiled function that writes the Example of one chunk (the part of a document that
+lies in the sample's window), and a bound on the row tokens a chunk can need. The bound is linear in the length of the
+chunk and holds for every draw, so rows never overflow and nothing is drawn again. There are two exceptions: BART and
+blank infilling, whose number of spans varies, size their rows near the mean and cut the last tokens of a chunk where
 its spans do not fit. Blank infilling also has its own loop and its own bound.
 """
 
@@ -17,8 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from data_utils.common import batch_fields as planes
-from data_utils.common import random_streams
+from data_utils.common import batch_fields, random_streams
 from data_utils.common.batch_fields import DOC, FIELDS, Example
 from data_utils.common.errors import DataError
 from data_utils.common.losses import Loss
@@ -30,10 +29,10 @@ from data_utils.tokenizers.vocabulary import Vocabulary
 
 
 class RowSizes(ObjectiveConfig):
-    """Sections whose row lengths follow from the bound `growth * tokens + overhead` of a piece.
+    """Sections whose row lengths follow from the bound `growth * tokens + overhead` of a chunk.
 
-    A window holds pieces whose tokens, and DOCUMENT_OVERHEAD more for each but a continuing first one, fit
-    sequence_length; with `overhead <= DOCUMENT_OVERHEAD * growth` one long piece is then the worst case.
+    A window holds chunks whose tokens, and DOCUMENT_OVERHEAD more for each but a continuing first one, fit
+    sequence_length; with `overhead <= DOCUMENT_OVERHEAD * growth` one long chunk is then the worst case.
     """
 
     __slots__ = ()
@@ -45,15 +44,15 @@ class RowSizes(ObjectiveConfig):
 
     @property
     def overhead(self) -> int:
-        """Further row tokens per piece, at most."""
+        """Further row tokens per chunk, at most."""
         return 2
 
     def tokens_needed(self, lengths: Any) -> Any:
-        """Row tokens that pieces of these lengths need at most, int64."""
+        """Row tokens that chunks of these lengths need at most, int64."""
         return np.floor(self.growth * np.asarray(lengths) + 1e-9).astype(np.int64) + self.overhead
 
     def most_tokens(self, length: int) -> int:
-        """Row tokens of a piece of `length` tokens where there is room for any draw."""
+        """Row tokens of a chunk of `length` tokens where there is room for any draw."""
         return int(self.tokens_needed(length))
 
     def least_row_length(self, sequence_length: int) -> int:
@@ -137,7 +136,7 @@ def _look_up(table, tokens, values):
 class RowObjective:
     """An objective around one compiled entry point (see `Objective` in interface.py).
 
-    A subclass names its section, its losses and its entry point, which calls `fill_pieces` with the objective's own
+    A subclass names its section, its losses and its entry point, which calls `fill_chunks` with the objective's own
     function. (Each file has its own entry point, because numba cannot cache a function that takes another one.)
     `values` are the settings that it reads, besides the special tokens.
 
@@ -163,7 +162,7 @@ class RowObjective:
             return
         own_file = getattr(cls.entry, "py_func", cls.entry).__code__.co_filename
         own_room = (str(Path(__file__).with_name(name)) for name in ("rows.py", "row_loops.py", "masking.py"))
-        files = (random_streams.__file__, planes.__file__, *own_room)
+        files = (random_streams.__file__, batch_fields.__file__, *own_room)
         cls._digest = source_digest(*files, own_file, *cls.compiled_files)
 
     @classmethod
@@ -215,7 +214,7 @@ class RowObjective:
         self._settings = _settings_record(record, self._digest)
 
     def values(self) -> dict[str, Any]:
-        """The argument `s` of the entry point: the section's numbers, and the bound of lengths for `fill_pieces`."""
+        """The argument `s` of the entry point: the section's numbers, and the bound of lengths for `fill_chunks`."""
         bound = {"growth": float(self.config.growth), "overhead": int(self.config.overhead)}
         return bound | numbers_of(self.config)
 
@@ -224,69 +223,69 @@ class RowObjective:
         return cumulative_table(self.config.length_weights)
 
     def choose_units(self) -> str | Callable[[np.ndarray], np.ndarray] | None:
-        """As `RowSizes.units`, or a function of one piece (int32 tokens) that returns a bool for each token."""
+        """As `RowSizes.units`, or a function of one chunk (int32 tokens) that returns a bool for each token."""
         return self.config.units
 
     def fill(
         self,
         batch: np.ndarray,
         tokens: np.ndarray,
-        piece_lengths: np.ndarray,
-        pieces_per_sample: np.ndarray,
+        chunk_lengths: np.ndarray,
+        chunks_per_sample: np.ndarray,
         sample_indices: np.ndarray,
     ) -> None:
-        """See `Objective.fill`. The `doc` plane numbers the pieces of a sample from 0."""
-        ends = np.cumsum(pieces_per_sample)
-        needed = np.concatenate([[0], np.cumsum(self.tokens_needed(piece_lengths))])
-        needed = needed[ends] - needed[ends - pieces_per_sample]
-        longest = piece_lengths.max(initial=0)
+        """See `Objective.fill`. The `doc` field numbers the chunks of a sample from 0."""
+        ends = np.cumsum(chunks_per_sample)
+        needed = np.concatenate([[0], np.cumsum(self.tokens_needed(chunk_lengths))])
+        needed = needed[ends] - needed[ends - chunks_per_sample]
+        longest = chunk_lengths.max(initial=0)
         if needed.max(initial=0) > batch.shape[2] or longest > self.sequence_length:
             worst = int(np.argmax(needed))
             raise DataError(
-                f"sample {sample_indices[worst]} has {pieces_per_sample[worst]} pieces that can need "
-                f"{needed[worst]} row tokens, the longest piece {longest} tokens, too many for "
+                f"sample {sample_indices[worst]} has {chunks_per_sample[worst]} chunks that can need "
+                f"{needed[worst]} row tokens, the longest chunk {longest} tokens, too many for "
                 f"sequence_length {self.sequence_length} and rows of {batch.shape[2]}; a window must "
                 f"keep its tokens and {DOCUMENT_OVERHEAD} more for each document within sequence_length."
             )
         if tokens.ndim == 2 and self.config.reads_beside is None:
             tokens = tokens[0]
-        self._fill(batch, tokens, piece_lengths, pieces_per_sample, sample_indices, 0)
+        self._fill(batch, tokens, chunk_lengths, chunks_per_sample, sample_indices, 0)
 
-    def tokens_needed(self, piece_lengths: np.ndarray) -> np.ndarray:
-        """Row tokens that each piece can need, int64 [pieces]."""
-        return self.config.tokens_needed(piece_lengths)
+    def tokens_needed(self, chunk_lengths: np.ndarray) -> np.ndarray:
+        """Row tokens that each chunk can need, int64 [chunks]."""
+        return self.config.tokens_needed(chunk_lengths)
 
-    def example(self, piece: np.ndarray, sample_index: int, piece_index: int = 0) -> Example:
-        """The Example of one piece (int32 tokens, not empty) as `fill` draws it when it is alone in a row."""
-        text = np.ascontiguousarray(piece, np.int32)
+    def example(self, chunk: np.ndarray, sample_index: int, chunk_index: int = 0) -> Example:
+        """The Example of one chunk (int32 tokens, not empty) as `fill` draws it when it is alone in a row."""
+        text = np.ascontiguousarray(chunk, np.int32)
         batch = np.empty((1, len(FIELDS), self.config.most_tokens(len(text))), np.int32)
         one = np.ones(1, np.int64)
-        self._fill(batch, text, one * len(text), one, one * sample_index, piece_index)
-        return Example.from_planes(batch[0][:, batch[0, DOC] >= 0])
+        self._fill(batch, text, one * len(text), one, one * sample_index, chunk_index)
+        return Example.from_fields(batch[0][:, batch[0, DOC] >= 0])
 
-    def _fill(self, batch, tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece) -> Any:
-        units = self._unit_starts(tokens, piece_lengths)
-        pieces = (tokens, units, piece_lengths, pieces_per_sample, sample_indices, first_piece)
-        self.entry(batch, pieces, self._tables(batch), self._settings)
+    def _fill(self, batch, tokens, chunk_lengths, chunks_per_sample, sample_indices, first_chunk) -> Any:
+        units = self._unit_starts(tokens, chunk_lengths)
+        chunks = (tokens, units, chunk_lengths, chunks_per_sample, sample_indices, first_chunk)
+        self.entry(batch, chunks, self._tables(batch), self._settings)
 
     def _tables(self, batch: np.ndarray) -> tuple[Any, ...]:
         """Arguments of an entry point after the text: span lengths, a random stream, masking.py's scratch array."""
         return self._cumulative, new_stream(), np.empty((WORK_LINES, batch.shape[2] + 2), np.int64)
 
-    def _unit_starts(self, tokens: np.ndarray, piece_lengths: np.ndarray) -> np.ndarray:
+    def _unit_starts(self, tokens: np.ndarray, chunk_lengths: np.ndarray) -> np.ndarray:
         """Bool for each token: does a unit begin there?"""
         if self.units is None:
             return np.ones(len(tokens), np.bool_)
         if isinstance(self.units, str):
             return self._unit_starts_by_vocabulary(tokens)
         assert callable(self.units)
-        pieces = np.split(tokens, np.cumsum(piece_lengths)[:-1])
-        return np.concatenate([np.zeros(0, np.bool_), *map(self.units, pieces)])
+        chunks = np.split(tokens, np.cumsum(chunk_lengths)[:-1])
+        return np.concatenate([np.zeros(0, np.bool_), *map(self.units, chunks)])
 
     def _unit_starts_by_vocabulary(self, tokens: np.ndarray) -> np.ndarray:
         if self.units == "words":
             return self.vocabulary.word_starts(tokens)
-        starts = np.ones(len(tokens), np.bool_)  # the first token of a piece always begins a sentence
+        starts = np.ones(len(tokens), np.bool_)  # the first token of a chunk always begins a sentence
         if not _look_up(self.vocabulary.sentence_end, tokens[:-1], starts[1:]):
             raise DataError(
                 f"the text has token ids {tokens.min()} to {tokens.max()}, the vocabulary {self.vocabulary.size} "

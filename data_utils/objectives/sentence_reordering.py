@@ -1,6 +1,6 @@
 """Sentence reordering beside masked words: in which order did the segments of this text stand?
 
-A piece is cut at ends of sentences into n of 1 to `parts` segments, and these are put into one of the n! orders, all
+A chunk is cut at ends of sentences into n of 1 to `parts` segments, and these are put into one of the n! orders, all
 equally likely; n is uniform, and at most the number of sentences. CLS predicts the order: the class is the sum of i!
 for i < n, plus the rank of the order among all orders of n in lexicographic sequence.
 
@@ -43,7 +43,7 @@ def _cut(text, start, body, sentence_end, stream, cuts, most):
 
 @compiled
 def _reorder(text, moved, start, length, sentence_end, stream, cuts, s):
-    """Write a piece with its segments in a drawn order; eos stays last. Returns the class."""
+    """Write a chunk with its segments in a drawn order; eos stays last. Returns the class."""
     body = maskable_length(text, start, length, s)
     for i in range(start + body, start + length):
         moved[i] = text[i]
@@ -71,17 +71,17 @@ def _reorder(text, moved, start, length, sentence_end, stream, cuts, s):
 
 @entry_point
 def _reorder_all(
-    text, moved, lengths, counts, samples, first_piece, sentence_end, stream, cuts, labels, settings
+    text, moved, lengths, counts, samples, first_chunk, sentence_end, stream, cuts, labels, settings
 ):
     s = settings[0]
-    piece, start = 0, 0
+    chunk, start = 0, 0
     for i in range(len(samples)):
-        for number in range(first_piece, first_piece + counts[i]):
-            if lengths[piece] > 0:
+        for number in range(first_chunk, first_chunk + counts[i]):
+            if lengths[chunk] > 0:
                 open_stream(stream, s.key, samples[i], number, 2)
-                labels[piece] = _reorder(text, moved, start, lengths[piece], sentence_end, stream, cuts, s)
-            start += lengths[piece]
-            piece += 1
+                labels[chunk] = _reorder(text, moved, start, lengths[chunk], sentence_end, stream, cuts, s)
+            start += lengths[chunk]
+            chunk += 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,13 +104,13 @@ class SentenceReordering(LabelledText):
     def values(self):  # type: ignore[no-untyped-def]
         return {**super().values(), "parts": self.config.parts}
 
-    def _fill(self, batch, tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece) -> None:
+    def _fill(self, batch, tokens, chunk_lengths, chunks_per_sample, sample_indices, first_chunk) -> None:
         if not len(batch):
             return
-        self._unit_starts(tokens, piece_lengths)  # refuses tokens of another vocabulary
-        moved, labels = np.empty_like(tokens), np.zeros(len(piece_lengths), np.int64)
-        cuts = np.empty(piece_lengths.max(initial=0) + 1, np.int64)
-        pieces = (piece_lengths, pieces_per_sample, sample_indices, first_piece)
-        _reorder_all(tokens, moved, *pieces, self._sentence_end, new_stream(), cuts, labels, self._settings)
-        super()._fill(batch, moved, *pieces)
-        label_documents(batch, pieces_per_sample, labels, first_piece, CLASS_HEADS["sentence_reordering"])
+        self._unit_starts(tokens, chunk_lengths)  # refuses tokens of another vocabulary
+        moved, labels = np.empty_like(tokens), np.zeros(len(chunk_lengths), np.int64)
+        cuts = np.empty(chunk_lengths.max(initial=0) + 1, np.int64)
+        chunks = (chunk_lengths, chunks_per_sample, sample_indices, first_chunk)
+        _reorder_all(tokens, moved, *chunks, self._sentence_end, new_stream(), cuts, labels, self._settings)
+        super()._fill(batch, moved, *chunks)
+        label_documents(batch, chunks_per_sample, labels, first_chunk, CLASS_HEADS["sentence_reordering"])

@@ -67,10 +67,10 @@ class SpanBert(MaskedText):
     losses = (MASKED_SPANS, SPAN_BOUNDARY)
     writing = Writing("bert")
 
-    def _unit_starts(self, tokens, piece_lengths):  # type: ignore[no-untyped-def]
+    def _unit_starts(self, tokens, chunk_lengths):  # type: ignore[no-untyped-def]
         if tokens.ndim == 1:
-            return super()._unit_starts(tokens, piece_lengths)
+            return super()._unit_starts(tokens, chunk_lengths)
         from data_utils.objectives.listed_spans import with_listed
 
-        words = super()._unit_starts(tokens[0], piece_lengths)
-        return with_listed(words, tokens[1], piece_lengths, as_units=False)
+        words = super()._unit_starts(tokens[0], chunk_lengths)
+        return with_listed(words, tokens[1], chunk_lengths, as_units=False)

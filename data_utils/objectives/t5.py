@@ -33,7 +33,7 @@ from data_utils.objectives.row_loops import (
     copy_range,
     count_up,
     entry_point,
-    fill_pieces,
+    fill_chunks,
     inlined,
     mark_document,
     maskable_length,
@@ -182,7 +182,7 @@ def lay_out_target(row, part_b, end, s):
 
 @inlined
 def corrupt(row, used, at, text, start, length, stream, w, s, noise_ratio, mean_span_length):
-    """Both parts of a piece: part A's text begins at `at`, its positions at `used`. Returns the end."""
+    """Both parts of a chunk: part A's text begins at `at`, its positions at `used`. Returns the end."""
     maskable = maskable_length(text, start, length, s)
     noise = min(max(1, int(noise_ratio * maskable + 0.5)), maskable - 1)
     spans = 0
@@ -206,15 +206,15 @@ def corrupt(row, used, at, text, start, length, stream, w, s, noise_ratio, mean_
 
 
 @inlined
-def _fill_piece(row, used, limit, document, text, units, start, length, stream, w, cumulative, s):
+def _fill_chunk(row, used, limit, document, text, units, start, length, stream, w, cumulative, s):
     end = corrupt(row, used, used, text, start, length, stream, w, s, s.noise_ratio, s.mean_span_length)
     mark_document(row, used, end, document, s.loss)
     return end
 
 
 @entry_point
-def _fill_rows(batch, pieces, tables, settings):
-    fill_pieces(_fill_piece, batch, pieces, tables, settings)
+def _fill_rows(batch, chunks, tables, settings):
+    fill_chunks(_fill_chunk, batch, chunks, tables, settings)
 
 
 @register

@@ -1,6 +1,6 @@
 """Token-document relation beside masked words: does a token also occur in the other part of its document?
 
-A piece is cut at an end of a sentence into two documents that do not see each other. Each ordinary token that is not
+A chunk is cut at an end of a sentence into two documents that do not see each other. Each ordinary token that is not
 masked predicts whether it is also in the other part, 1, or not, 0: frequent and topical words are.
 
 Source: ERNIE 2.0, arXiv:1907.12412, section 4.2.1.
@@ -25,31 +25,31 @@ from data_utils.objectives.row_loops import WORK_LINES, entry_point, predict
 
 
 @entry_point
-def _halve(text, lengths, counts, samples, first_piece, sentence_end, stream, w, halves, settings):
-    """Lengths of both parts of each piece, int64 [2 pieces]; a piece of one token has one part."""
+def _halve(text, lengths, counts, samples, first_chunk, sentence_end, stream, w, halves, settings):
+    """Lengths of both parts of each chunk, int64 [2 chunks]; a chunk of one token has one part."""
     s = settings[0]
-    piece, start = 0, 0
+    chunk, start = 0, 0
     for i in range(len(samples)):
-        for number in range(first_piece, first_piece + counts[i]):
-            split = lengths[piece]
+        for number in range(first_chunk, first_chunk + counts[i]):
+            split = lengths[chunk]
             if split > 1:
                 open_stream(stream, s.key, samples[i], number, 2)
-                split = split_point(stream, w, text, start, lengths[piece], sentence_end)
-            halves[2 * piece] = split
-            halves[2 * piece + 1] = lengths[piece] - split
-            start += lengths[piece]
-            piece += 1
+                split = split_point(stream, w, text, start, lengths[chunk], sentence_end)
+            halves[2 * chunk] = split
+            halves[2 * chunk + 1] = lengths[chunk] - split
+            start += lengths[chunk]
+            chunk += 1
 
 
 @entry_point
-def _label(batch, text, halves, counts, first_piece, seen, objective, settings):
+def _label(batch, text, halves, counts, first_chunk, seen, objective, settings):
     """Label the tokens of each part. Args: seen: int64 zeros, one for each id of the vocabulary."""
     s = settings[0]
     half, start = 0, 0
     for i in range(len(batch)):
         row, at = batch[i], 0
-        for number in range(first_piece, first_piece + counts[i]):
-            is_second = (number - first_piece) % 2
+        for number in range(first_chunk, first_chunk + counts[i]):
+            is_second = (number - first_chunk) % 2
             begin = start - halves[half - 1] if is_second else start + halves[half]
             length = halves[half - 1] if is_second else halves[half + 1]
             for place in range(begin, begin + length):
@@ -88,17 +88,17 @@ class TokenDocument(LabelledText):
     losses = (Loss("masked_parts", 34), Loss("token_document", 35))
     compiled_files = (__file__, pairs.__file__, masking.__file__)
 
-    def _fill(self, batch, tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece) -> None:
+    def _fill(self, batch, tokens, chunk_lengths, chunks_per_sample, sample_indices, first_chunk) -> None:
         if not len(batch):
             return
-        self._unit_starts(tokens, piece_lengths)  # refuses tokens of another vocabulary
-        halves = np.zeros(2 * len(piece_lengths), np.int64)
-        work = np.empty((WORK_LINES, piece_lengths.max(initial=0) + 2), np.int64)
-        pieces = (piece_lengths, pieces_per_sample, sample_indices, first_piece)
-        _halve(tokens, *pieces, self._sentence_end, new_stream(), work, halves, self._settings)
-        counts = 2 * pieces_per_sample
-        super()._fill(batch, tokens, halves, counts, sample_indices, first_piece)
+        self._unit_starts(tokens, chunk_lengths)  # refuses tokens of another vocabulary
+        halves = np.zeros(2 * len(chunk_lengths), np.int64)
+        work = np.empty((WORK_LINES, chunk_lengths.max(initial=0) + 2), np.int64)
+        chunks = (chunk_lengths, chunks_per_sample, sample_indices, first_chunk)
+        _halve(tokens, *chunks, self._sentence_end, new_stream(), work, halves, self._settings)
+        counts = 2 * chunks_per_sample
+        super()._fill(batch, tokens, halves, counts, sample_indices, first_chunk)
         seen = np.zeros(self.vocabulary.size, np.int64)
         _label(
-            batch, tokens, halves, counts, first_piece, seen, CLASS_HEADS["token_document"], self._settings
+            batch, tokens, halves, counts, first_chunk, seen, CLASS_HEADS["token_document"], self._settings
         )

@@ -1,6 +1,6 @@
 """UL2's mixture of denoisers (arXiv:2205.05131): span corruption with several numbers, and texts that are continued.
 
-Each piece of n tokens draws one of `denoisers`. The token of its mode, if there is one, stands before its context:
+Each chunk of n tokens draws one of `denoisers`. The token of its mode, if there is one, stands before its context:
 
     regular, extreme   T5's spans by the denoiser's ratio and mean length; one span is the end of the text
     sequential         context `text eos`, target the rest, of 1, 2, ... or 2 noise_ratio n - 1 tokens, equally likely
@@ -26,7 +26,7 @@ from data_utils.objectives.row_loops import (
     copy_range,
     count_up,
     entry_point,
-    fill_pieces,
+    fill_chunks,
     inlined,
     mark_document,
     predict_range,
@@ -46,7 +46,7 @@ class DenoiserConfig:
     """One way to hide parts of a text."""
 
     mode: str = setting("regular", "regular (R), extreme (X) or sequential (S)", one_of=MODES)
-    share: float = setting(1.0, "share of the pieces, relative to the others", above=0)
+    share: float = setting(1.0, "share of the chunks, relative to the others", above=0)
     noise_ratio: float = fraction(0.15, "part of the tokens that is predicted; sequential: on average")
     mean_span_length: float = setting(
         3.0, "mean length of a noise span, tokens; sequential: unused", at_least=1
@@ -129,7 +129,7 @@ class Ul2Config(SentinelConfig):
 
 
 @inlined
-def _fill_piece(row, used, limit, document, text, units, start, length, stream, w, denoisers, s):
+def _fill_chunk(row, used, limit, document, text, units, start, length, stream, w, denoisers, s):
     chosen, draw = 0, uniform(stream)
     while draw >= denoisers[chosen, UNTIL]:
         chosen += 1
@@ -157,8 +157,8 @@ def _fill_piece(row, used, limit, document, text, units, start, length, stream, 
 
 
 @entry_point
-def _fill_rows(batch, pieces, tables, settings):
-    fill_pieces(_fill_piece, batch, pieces, tables, settings)
+def _fill_rows(batch, chunks, tables, settings):
+    fill_chunks(_fill_chunk, batch, chunks, tables, settings)
 
 
 @register

@@ -27,7 +27,7 @@ from data_utils.objectives.row_loops import (
     STARTS,
     UNIT,
     entry_point,
-    fill_pieces,
+    fill_chunks,
     inlined,
     mark_document,
     maskable_length,
@@ -74,7 +74,7 @@ class UniLmV2Config(RowSizes):
 
 
 @inlined
-def _fill_piece(row, used, limit, document, text, units, start, length, stream, w, cumulative, s):
+def _fill_chunk(row, used, limit, document, text, units, start, length, stream, w, cumulative, s):
     size = length + 2
     maskable = maskable_length(text, start, length, s)
     for i in range(size):
@@ -107,8 +107,8 @@ def _fill_piece(row, used, limit, document, text, units, start, length, stream, 
 
 
 @entry_point
-def _fill_rows(batch, pieces, tables, settings):
-    fill_pieces(_fill_piece, batch, pieces, tables, settings)
+def _fill_rows(batch, chunks, tables, settings):
+    fill_chunks(_fill_chunk, batch, chunks, tables, settings)
 
 
 @register

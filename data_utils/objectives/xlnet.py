@@ -1,7 +1,7 @@
 """XLNet (arXiv:1906.08237): permutation language modelling with a content and a query stream.
 
 The text is cut in two halves, each with its own order; the second half sees all of the first. The second half is two
-texts, `A [SEP] B [SEP] [CLS]`; B continues A, or with probability 1/2 is exchanged for that of another piece of the
+texts, `A [SEP] B [SEP] [CLS]`; B continues A, or with probability 1/2 is exchanged for that of another chunk of the
 window (pairs.py). In each half 1/6 of the tokens are targets (K = 6), chosen as n-grams of up to 5 tokens, n with
 probability ~ 1/n, in windows of K n tokens.
 
@@ -12,12 +12,12 @@ the targets: they are seen by what comes later, and are not predicted. The query
 
 Segments are 0 for the first half and A, 1 for B, 2 for CLS; a SEP has that of the text before it.
 
-The first `memory_length` tokens of a piece are the memory of the rest, as in XLNet's recurrence over segments: they see
+The first `memory_length` tokens of a chunk are the memory of the rest, as in XLNet's recurrence over segments: they see
 each other, are seen by all later tokens, predict nothing, have segment 0, and are read without a gradient
-(megatron_lite/model/transformer.py). The row described above follows at the next positions. A piece shorter than
+(megatron_lite/model/transformer.py). The row described above follows at the next positions. A chunk shorter than
 2 * `memory_length` has no memory, so at least half of every text is trained.
 
-Differences: in a window of one piece B always continues A. The memory is the text before in the same sample, read with
+Differences: in a window of one chunk B always continues A. The memory is the text before in the same sample, read with
 the present weights in both directions; XLNet keeps what it computed one step before, in the orders drawn there. So a
 sample needs no other one, and training sees memories as reading long texts does.
 """
@@ -67,13 +67,13 @@ from data_utils.objectives.row_loops import (
 )
 from data_utils.objectives.rows import RowSizes
 
-LENGTH = OWN  # column of a pair: tokens of the piece after its memory
+LENGTH = OWN  # column of a pair: tokens of the chunk after its memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("xlnet")
 class XlnetConfig(RowSizes):
-    """Settings of the targets and their n-grams, the factorisation orders of a piece, and its memory."""
+    """Settings of the targets and their n-grams, the factorisation orders of a chunk, and its memory."""
 
     segments = 3
     needed_roles = ("cls", "sep", "mask")
@@ -81,14 +81,14 @@ class XlnetConfig(RowSizes):
     tokens_per_target: int = setting(6, "predict one token in this number (K of the paper)", at_least=1)
     max_ngram: int = setting(5, "longest n-gram of targets, tokens; n has probability ~ 1/n", at_least=1)
     orders: int = setting(
-        2, "equal parts of a piece, each with its own order; a part sees those before it", at_least=1
+        2, "equal parts of a chunk, each with its own order; a part sees those before it", at_least=1
     )
     two_texts: bool = setting(
         True, "the last part is `A SEP B SEP CLS`, as in XLNet's pretraining; false: `text SEP CLS`"
     )
     memory_length: int = setting(
         0,
-        "tokens at the start of each piece, where it is at least twice as long, that are the memory of its rest: read "
+        "tokens at the start of each chunk, where it is at least twice as long, that are the memory of its rest: read "
         "without loss and gradient (Transformer-XL's recurrence); needs model.relative xlnet; 0 = none",
         at_least=0,
     )
@@ -127,7 +127,7 @@ class XlnetConfig(RowSizes):
 
     @property
     def overhead(self) -> int:
-        """CLS, each SEP, and the target that even the shortest piece has."""
+        """CLS, each SEP, and the target that even the shortest chunk has."""
         return 4 if self.two_texts else 3
 
     def max_position_needed(self, sequence_length: int) -> int:
@@ -205,15 +205,15 @@ def _put_order(row, used, query, order, count, marks, stream, w, s):
 
 @compiled
 def _put_memory(row, used, text, start, memory):
-    """The first `memory` tokens of a piece at row[used:], which block_position_ids names for the model."""
+    """The first `memory` tokens of a chunk at row[used:], which block_position_ids names for the model."""
     copy_range(row, TOKENS, used, used + memory, text, start)
     count_up(row, POSITION_IDS, used, used + memory, 0)
     set_range(row, BLOCK_POSITION_IDS, used, used + memory, 1)
 
 
 @inlined
-def _fill_piece(row, used, document, text, start, pair, goal, stream, w, cumulative, s):
-    """Write the Example of a piece with at most `goal` targets at `used`. Returns: its end."""
+def _fill_chunk(row, used, document, text, start, pair, goal, stream, w, cumulative, s):
+    """Write the Example of a chunk with at most `goal` targets at `used`. Returns: its end."""
     second, memory = pair[B_END] - pair[B], pair[A] - start
     _put_memory(row, used, text, start, memory)
     query = used + memory + pair[A_END] - pair[A] + second + (3 if second > 0 else 2)
@@ -251,8 +251,8 @@ def _fill_piece(row, used, document, text, start, pair, goal, stream, w, cumulat
 
 
 @inlined
-def _plan_pairs(pairs, text, lengths, start, sample, first_piece, stream, w, sentence_end, s):
-    """Cut every piece of a sample into its memory and A, and the last part of A in two.
+def _plan_pairs(pairs, text, lengths, start, sample, first_chunk, stream, w, sentence_end, s):
+    """Cut every chunk of a sample into its memory and A, and the last part of A in two.
 
     Returns: for how many targets their row has room.
     """
@@ -268,7 +268,7 @@ def _plan_pairs(pairs, text, lengths, start, sample, first_piece, stream, w, sen
         pair = pairs[number]
         pair[WRONG] = False
         if s.two_texts and end - first > 1:
-            open_stream(stream, s.key, sample, first_piece + number, 0)
+            open_stream(stream, s.key, sample, first_chunk + number, 0)
             split = first + split_point(stream, w, text, first, end - first, sentence_end)
             pair[WRONG] = chance(stream, s.wrong_below)
         pair[LENGTH] = length
@@ -279,29 +279,29 @@ def _plan_pairs(pairs, text, lengths, start, sample, first_piece, stream, w, sen
 
 
 @entry_point
-def _fill_rows(batch, pieces, tables, pairs, sentence_end, settings):
-    text, _, piece_lengths, pieces_per_sample, sample_indices, first_piece = pieces
+def _fill_rows(batch, chunks, tables, pairs, sentence_end, settings):
+    text, _, chunk_lengths, chunks_per_sample, sample_indices, first_chunk = chunks
     cumulative, stream, w = tables
     s = settings[0]
-    piece, start = 0, 0
+    chunk, start = 0, 0
     for i in range(len(batch)):
         row, used, sample = batch[i], 0, sample_indices[i]
         begin_row(row, s.pad)
-        lengths = piece_lengths[piece : piece + pieces_per_sample[i]]
-        room = _plan_pairs(pairs, text, lengths, start, sample, first_piece, stream, w, sentence_end, s)
+        lengths = chunk_lengths[chunk : chunk + chunks_per_sample[i]]
+        room = _plan_pairs(pairs, text, lengths, start, sample, first_chunk, stream, w, sentence_end, s)
         for number in range(len(lengths)):
             pair = pairs[number]
             length = pair[A_END] - pair[A] + pair[B_END] - pair[B]
-            # The bound is of the pieces as they were cut, and B may be a longer one's: each later piece keeps a target.
+            # The bound is of the chunks as they were cut, and B may be a longer one's: each later chunk keeps a target.
             goal = min(max(1, length // s.tokens_per_target), room - (len(lengths) - number - 1))
             room -= goal
             if length > 0:
-                open_stream(stream, s.key, sample, first_piece + number, 1)
-                used = _fill_piece(
-                    row, used, first_piece + number, text, start, pair, goal, stream, w, cumulative, s
+                open_stream(stream, s.key, sample, first_chunk + number, 1)
+                used = _fill_chunk(
+                    row, used, first_chunk + number, text, start, pair, goal, stream, w, cumulative, s
                 )
             start += lengths[number]
-        piece += len(lengths)
+        chunk += len(lengths)
 
 
 @register

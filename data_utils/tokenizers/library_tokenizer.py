@@ -70,7 +70,7 @@ class HuggingFaceTokenizer(Tokenizer):
         ids[self._is_forbidden[ids]] = self.special.unk
         return ids, lengths
 
-    def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         encoded = self._backend.encode(without_lone_surrogates(text), add_special_tokens=False)
         return [self.special.unk if self._is_forbidden[i] else i for i in encoded.ids], encoded.offsets
 

@@ -45,7 +45,7 @@ class SentencePieceTokenizer(Tokenizer):
         names = control if config.added_tokens == "glm" else control | unknown
         self._set_vocabulary(known, glm, names, pieces.keys())
 
-    def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         found = self._model.encode(without_lone_surrogates(text), return_type="offset_mapping")
         return found["ids"], found["offsets"]
 

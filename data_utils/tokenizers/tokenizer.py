@@ -85,7 +85,7 @@ class Tokenizer(abc.ABC):
         return self._encoder.encode(texts)
 
     @abc.abstractmethod
-    def encode_with_places(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """`encode`, and for each token the first character of `text` that it stands for and the end, maybe the same."""
 
     def encode_with_specials(self, text: str) -> list[int]:

@@ -46,7 +46,7 @@ def cell(
 
 
 def draw_blank_infilling(path: Path) -> None:
-    """A text, its Example with every plane, and who sees whom."""
+    """A text, its Example with every field, and who sees whom."""
     ids = {name: number for number, name in enumerate(SPECIAL)}
     words = sorted(set(TEXT))
     names = [*SPECIAL, *words]
@@ -60,11 +60,11 @@ def draw_blank_infilling(path: Path) -> None:
     part_b = np.cumsum(example.tokens == ids["sop"])
     colours = [GREY if i < part_a else PALE[part_b[i] - 1] for i in range(size)]
 
-    figure, (planes, mask) = plt.subplots(1, 2, figsize=(13, 5.2), width_ratios=[1.75, 1])
+    figure, (fields, mask) = plt.subplots(1, 2, figsize=(13, 5.2), width_ratios=[1.75, 1])
     hidden = {i: PALE[ORDER.index(k)] for k, span in enumerate(SPANS) for i in range(*span)}
     for i, word in enumerate(TEXT):
-        cell(planes, i + 1, 6.2, word, hidden.get(i, GREY))
-    planes.text(-0.2, 6.7, "text", ha="right", va="center")
+        cell(fields, i + 1, 6.2, word, hidden.get(i, GREY))
+    fields.text(-0.2, 6.7, "text", ha="right", va="center")
     targets = [names[t] if w else "" for t, w in zip(example.targets, example.weights, strict=True)]
     rows = {
         "input": [names[token] for token in example.tokens],
@@ -74,17 +74,17 @@ def draw_blank_infilling(path: Path) -> None:
     }
     for line, (name, values) in enumerate(rows.items()):
         y = 4.2 - 1.15 * line
-        planes.text(-0.2, y + 0.5, name, ha="right", va="center")
+        fields.text(-0.2, y + 0.5, name, ha="right", va="center")
         for i, value in enumerate(values):
-            cell(planes, i, y, value, colours[i])
+            cell(fields, i, y, value, colours[i])
     for first, last, name in (
         (0, part_a, "part A: the text with its blanks"),
         (part_a, size, "part B: the blanks"),
     ):
-        planes.annotate("", (first, 5.45), (last, 5.45), arrowprops={"arrowstyle": "<->", "color": "#666666"})
-        planes.text((first + last) / 2, 5.6, name, ha="center", color="#444444", fontsize=9)
-    planes.set(xlim=(-3.2, size + 0.2), ylim=(0.4, 7.6))
-    planes.axis("off")
+        fields.annotate("", (first, 5.45), (last, 5.45), arrowprops={"arrowstyle": "<->", "color": "#666666"})
+        fields.text((first + last) / 2, 5.6, name, ha="center", color="#444444", fontsize=9)
+    fields.set(xlim=(-3.2, size + 0.2), ylim=(0.4, 7.6))
+    fields.axis("off")
 
     sees = allowed(example.doc[None], example.ord[None], example.grp[None])[0]
     for query in range(size):

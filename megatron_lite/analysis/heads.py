@@ -96,7 +96,7 @@ def _of_group(plan: Any, group: str, one: Examples, per_token: bool) -> torch.Te
         order = order[:first] if group.startswith("layer") else order[first:]
     if per_token:
         return torch.arange(len(order))
-    rows = np.maximum(order, 0) // one.batch.planes.shape[2]
+    rows = np.maximum(order, 0) // one.batch.fields.shape[2]
     return torch.from_numpy(one.owner[rows].astype(np.int64))
 
 

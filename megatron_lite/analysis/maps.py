@@ -58,8 +58,8 @@ class _Watched:
 @torch.no_grad()
 def weights_of(run: Run, text: Text) -> torch.Tensor:
     """Weights of all layers over the tokens of a text's document, fp32 [layers, H, N, N]."""
-    planes, parts = collate([text.sample])
-    batch = TaskBatch(planes, np.zeros(1, np.int64), parts, "tags")
+    fields, parts = collate([text.sample])
+    batch = TaskBatch(fields, np.zeros(1, np.int64), parts, "tags")
     device = next(run.model.parameters()).device
     given = ModelInput.from_batch(batch, device, run.config.model, kernel="dense")
     weights: list[torch.Tensor] = []

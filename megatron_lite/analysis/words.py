@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from data_utils.common.errors import ConfigError
-from data_utils.tasks.base import Part, TaskSample
+from data_utils.tasks.base import TargetGroup, TaskSample
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.templates.collate import collate
-from data_utils.tasks.templates.forms import form_of
+from data_utils.tasks.templates.forms import input_format_of
 from data_utils.tasks.templates.heads_input import FORMS, head_document, overhead
 from data_utils.tasks.templates.inputs import Inputs
 from megatron_lite.inference.open_run import OpenRun, Run
@@ -45,8 +45,8 @@ def inputs_of(run: OpenRun) -> Inputs:
         )
     length = min(run.config.data.sequence_length, run.config.model.max_position)
     settings = TaskConfig(name="texts", kind="tagging", reader="jsonl", sequence_length=max(length, 8))
-    inputs = Inputs(settings, run.tokenizer, form_of("auto", run.objectives), seed=0)
-    inputs.refuse_forms(FORMS)
+    inputs = Inputs(settings, run.tokenizer, input_format_of("auto", run.objectives), seed=0)
+    inputs.require_format(FORMS)
     return inputs
 
 
@@ -67,7 +67,7 @@ def _read(words: Sequence[str], inputs: Inputs) -> Text:
         kept.append(ids)
     document = head_document(inputs, [[token for ids in kept for token in ids]])
     rows = document.starts[0] + np.arange(sum(map(len, kept)), dtype=np.int32)
-    sample = TaskSample([document.example], [Part(0, rows.astype(np.int32))])
+    sample = TaskSample([document.example], [TargetGroup(0, rows.astype(np.int32))])
     return Text(list(words[: len(kept)]), [len(ids) for ids in kept], sample, len(words) - len(kept))
 
 
@@ -78,8 +78,8 @@ def batches(texts: Sequence[Text], size: int) -> Iterator[Sequence[Text]]:
 @torch.no_grad()
 def layers_of(run: Run, texts: Sequence[Text]) -> list[torch.Tensor]:
     """The vectors of each text's words, fp32 [words, L + 1, D] on the CPU: the mean over the word's tokens."""
-    planes, parts = collate([text.sample for text in texts])
-    batch = TaskBatch(planes, np.arange(len(texts)), parts, "tags")
+    fields, parts = collate([text.sample for text in texts])
+    batch = TaskBatch(fields, np.arange(len(texts)), parts, "tags")
     model = run.model
     given = ModelInput.from_batch(batch, next(model.parameters()).device, run.config.model)
     layers: list[torch.Tensor] = []

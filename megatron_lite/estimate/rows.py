@@ -107,7 +107,7 @@ def average_rows(config: Config) -> Rows:
         batch = replace(config.batch, micro_batch_size=micro, global_batch_size=micro)
         config = replace(config, batch=batch)
     batches = random_batches(config, 2)
-    rows = sum(len(batch.planes) for batch in batches)
+    rows = sum(len(batch.fields) for batch in batches)
     found = [_one(config, batch) for batch in batches]
     first = found[0]
     means: dict[str, Any] = {
@@ -144,17 +144,17 @@ def _one(config: Config, batch: Batch) -> Rows:
         for part in (layout.parts if model.decoder_layers else [layout])
     ]
     cross = _cross(layout, kernel, model) if others else None
-    weights, objectives = batch.weights.reshape(-1), batch.planes[:, OBJECTIVE].reshape(-1)
+    weights, objectives = batch.weights.reshape(-1), batch.fields[:, OBJECTIVE].reshape(-1)
     loss_rows, _ = find_loss_rows(weights, objectives, model)
     return Rows(
-        batch.planes.shape[2], stack, others[0] if others else None, cross, batch.tokens,
+        batch.fields.shape[2], stack, others[0] if others else None, cross, batch.tokens,
         len(loss_rows.tokens), len(loss_rows.borders), len(loss_rows.sentences),
         batch.layer_keys(model), batch.targets, batch.target_keys, _call(np.array([64.0]), np.array([64.0]), model),
     )  # fmt: skip
 
 
 def _stack(plan: Any, layout: Layout, batch: Batch, model: ModelConfig) -> Stack:
-    rows, length = len(batch.planes), batch.planes.shape[2]
+    rows, length = len(batch.fields), batch.fields.shape[2]
     counts = np.bincount(layout.rows // length, minlength=rows).astype(float)
     if isinstance(plan, LayeredPlan):
         whole, near = (_stack(each, layout, batch, model) for each in (plan.whole, plan.near))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from data_utils.common.random_streams import derive_seed
-from data_utils.tasks.base import Record, TaskSample
+from data_utils.tasks.base import TaskRecord, TaskSample
 from data_utils.tasks.templates.collate import collate
 from data_utils.tasks.templates.render import Renderer
 from megatron_lite.finetune.several import Turns
@@ -36,7 +36,7 @@ def as_batch(
         has_language: the documents' own tokens have a loss beside.
         place: of the task's loss among all.
     """
-    planes, parts = collate(samples)
+    fields, parts = collate(samples)
     documents = [
         number * MOST_DOCUMENTS + document
         for number, sample in zip(numbers, samples, strict=True)
@@ -44,7 +44,7 @@ def as_batch(
     ]
     task, head = renderer.inputs.config, head or renderer.head
     samples_of = np.array(documents, np.int64)
-    return TaskBatch(planes, samples_of, parts, head, task.loss, has_language, task.name, place)
+    return TaskBatch(fields, samples_of, parts, head, task.loss, has_language, task.name, place)
 
 
 class TaskData:
@@ -58,7 +58,7 @@ class TaskData:
 
     def __init__(
         self,
-        records: Sequence[Record],
+        records: Sequence[TaskRecord],
         renderer: Renderer,
         seed: int,
         with_language: Callable[[TaskSample, int], TaskSample] | None = None,
@@ -93,7 +93,7 @@ class TaskData:
         return [{"samples": len(self.records), "sha256": digest(self.records)}]
 
 
-def digest(records: Sequence[Record]) -> str:
+def digest(records: Sequence[TaskRecord]) -> str:
     """SHA-256 of records, 64 hexadecimal digits."""
     hasher = hashlib.sha256()
     for record in records:

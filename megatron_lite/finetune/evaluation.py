@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from data_utils.common.errors import DataError
-from data_utils.tasks.base import Record, TaskSample, part_with_loss
+from data_utils.tasks.base import TaskRecord, TaskSample, target_group_with_loss
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.metrics.answers import positive_label, prediction, references, shares
 from data_utils.tasks.metrics.metrics import measure
@@ -40,7 +40,7 @@ class Model:
 @dataclass(frozen=True)
 class Evaluated:
     measured: dict[str, float]  # {} for a file without labels
-    records: list[Record]
+    records: list[TaskRecord]
     predictions: list[Any]  # of the records; [] where only losses are measured
     cut: int  # samples of which something was cut off
     beside: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # more of each prediction, by its name
@@ -54,7 +54,7 @@ class Evaluation:
         self,
         task: TaskConfig,
         renderer: Renderer,
-        records: Sequence[Record],
+        records: Sequence[TaskRecord],
         context: ParallelContext,
         size: int,
     ):
@@ -116,10 +116,10 @@ class Evaluation:
 
     def _of_texts(self, model: Model) -> Evaluated:
         """Losses and metrics of the kinds whose loss is that of their documents' own targets."""
-        labelled = [sample for sample in self._samples if sample.parts]
+        labelled = [sample for sample in self._samples if sample.target_groups]
         answers = self._answers(model.answer, labelled)
         total = -sum(float(given[:, 0].sum()) for given in answers)
-        tokens = sum(len(part.targets) for sample in labelled for part in sample.parts)
+        tokens = sum(len(part.targets) for sample in labelled for part in sample.target_groups)
         if self._task.kind == "language_modelling":
             return Evaluated(self._perplexities(total, tokens), self._whole, [], self.cut)
         losses = {LOSS: total / tokens} if tokens else {}
@@ -143,7 +143,7 @@ class Evaluation:
 
     def _predicted(self, text: str) -> str:
         """A text without its first token."""
-        _, places = self._renderer.inputs.tokenizer.encode_with_places(text)
+        _, places = self._renderer.inputs.tokenizer.encode_with_offsets(text)
         return text[places[0][1] :]
 
     @functools.cached_property
@@ -203,7 +203,9 @@ class Evaluation:
             outputs = torch.stack([outputs, likeliest.to(outputs)], dim=1)
         of_rows = self._head in ("tags", "spans")
         counts = [
-            sum(len(part.rows) for part in sample.parts) if of_rows else len(sample.parts)
+            sum(len(part.positions) for part in sample.target_groups)
+            if of_rows
+            else len(sample.target_groups)
             for sample in samples
         ]
         parts = outputs.double().cpu().split(counts)
@@ -214,7 +216,7 @@ def with_targets(sample: TaskSample) -> TaskSample:
     """A sample of the kind `tokens` as parts: its documents' targets, to be scored."""
     parts = []
     for number, example in enumerate(sample.documents):
-        part = part_with_loss(example, number)
-        if len(part.rows):
+        part = target_group_with_loss(example, number)
+        if len(part.positions):
             parts.append(part)
-    return replace(sample, parts=parts)
+    return replace(sample, target_groups=parts)

@@ -20,11 +20,11 @@ import numpy as np
 from data_utils.common.batch_fields import Example
 from data_utils.common.errors import ConfigError
 from data_utils.common.settings import check
-from data_utils.tasks.base import Part, TaskSample
+from data_utils.tasks.base import TargetGroup, TaskSample
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.templates.collate import collate
 from data_utils.tasks.templates.continuations import Continuations
-from data_utils.tasks.templates.forms import form_of
+from data_utils.tasks.templates.forms import input_format_of
 from data_utils.tasks.templates.inputs import Inputs
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.tree import Config
@@ -89,7 +89,7 @@ class Harness:
             stride=asking.stride or max(1, (self.longest - 1) // 2),
             bidirectional=asking.bidirectional,
         )
-        form = form_of(asking.form, run.config.objective_choices)
+        form = input_format_of(asking.form, run.config.objective_choices)
         inputs = Inputs(task, run.tokenizer, form, run.config.training.seed)
         self.layout = Continuations(
             inputs,
@@ -161,11 +161,11 @@ class Harness:
 
     def _batches(
         self, samples: Iterable[tuple[int, TaskSample]]
-    ) -> Iterator[list[tuple[Example, list[tuple[int, Part]]]]]:
+    ) -> Iterator[list[tuple[Example, list[tuple[int, TargetGroup]]]]]:
         """Documents with the parts that are asked for in them. Equal ones are computed once: choices of one token."""
-        batch: dict[bytes, tuple[Example, list[tuple[int, Part]]]] = {}
+        batch: dict[bytes, tuple[Example, list[tuple[int, TargetGroup]]]] = {}
         for number, sample in samples:
-            for part in sample.parts:
+            for part in sample.target_groups:
                 example = sample.documents[part.document]
                 key = _identity(example)
                 if key not in batch and len(batch) == self.size:
@@ -176,15 +176,15 @@ class Harness:
             yield list(batch.values())
 
     def _computed(
-        self, batch: Sequence[tuple[Example, list[tuple[int, Part]]]]
+        self, batch: Sequence[tuple[Example, list[tuple[int, TargetGroup]]]]
     ) -> tuple[np.ndarray, np.ndarray]:
         """Log probability of every part, fp64, and whether each of its tokens is the likeliest, bool."""
         samples = [
-            TaskSample([example], [Part(0, part.rows, part.targets) for _, part in asked])
+            TaskSample([example], [TargetGroup(0, part.positions, part.targets) for _, part in asked])
             for example, asked in batch
         ]
-        planes, parts = collate(samples)
-        answered = self._answer(TaskBatch(planes, np.arange(len(samples)), parts, "choices"))
+        fields, parts = collate(samples)
+        answered = self._answer(TaskBatch(fields, np.arange(len(samples)), parts, "choices"))
         scores, likeliest = (one.double().cpu().numpy() for one in answered)
         return scores, likeliest > 0
 
@@ -272,8 +272,8 @@ def before_first(text: str, until: Iterable[str]) -> str:
 
 def _identity(example: Example) -> bytes:
     """Bytes that are equal for two documents exactly if the model's inputs are."""
-    planes = (example.tokens, example.position_ids, example.block_position_ids, example.ord, example.grp)
-    return b"".join(plane.tobytes() for plane in (*planes, example.segment_ids, example.objective))
+    fields = (example.tokens, example.position_ids, example.block_position_ids, example.ord, example.grp)
+    return b"".join(field.tobytes() for field in (*fields, example.segment_ids, example.objective))
 
 
 def _longest(config: Config, given: int | None) -> int:

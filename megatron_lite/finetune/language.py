@@ -56,7 +56,7 @@ class LanguageDocuments:
             return None
         tokens = np.append(text, end)
         counts = np.array([len(tokens)]), np.array([1])
-        planes = collate(self._objective, tokens, *counts, np.array([number]))[0]
-        made = Example.from_planes(planes[:, planes[DOC] != PADDING_DOC])
+        fields = collate(self._objective, tokens, *counts, np.array([number]))[0]
+        made = Example.from_fields(fields[:, fields[DOC] != PADDING_DOC])
         # A single text has no neighbours, so the losses about them have weight 0.
         return replace(made, weights=np.where(np.isin(made.objective, _OF_SENTENCES), 0.0, made.weights))

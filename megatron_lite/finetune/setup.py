@@ -16,11 +16,11 @@ from data_utils.common.errors import ConfigError
 from data_utils.common.random_streams import derive_seed
 from data_utils.common.setting_files import load_json, load_yaml, shown
 from data_utils.common.settings import build, check, merge, parse_override, to_tree
-from data_utils.tasks.base import Record
+from data_utils.tasks.base import TaskRecord
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.metrics.metrics_by_task import check_metrics, compared_by, with_no_answers
 from data_utils.tasks.readers.by_name import labels_of, read_records
-from data_utils.tasks.templates.forms import form_of
+from data_utils.tasks.templates.forms import input_format_of
 from data_utils.tasks.templates.render import Renderer
 from data_utils.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megatron_lite.checkpoint.manifest import RESULTS
@@ -70,9 +70,9 @@ class Task:
     config: Config  # complete: steps, head, vocabulary
     tokenizer: Tokenizer
     renderer: Renderer
-    train: Sequence[Record]  # as `Renderer.prepare` made them for training
-    validation: Mapping[str, Sequence[Record]]  # by file
-    test: Mapping[str, Sequence[Record]]
+    train: Sequence[TaskRecord]  # as `Renderer.prepare` made them for training
+    validation: Mapping[str, Sequence[TaskRecord]]  # by file
+    test: Mapping[str, Sequence[TaskRecord]]
     others: tuple[Task, ...] = ()  # of a run of several tasks all but this one, the first
 
     @property
@@ -228,17 +228,17 @@ def make_renderer(config: Config, tokenizer: Tokenizer) -> Renderer:
     """The renderer of a configuration, checked."""
     task = config.task
     assert task is not None
-    form = form_of(task.form, config.objective_choices)
+    form = input_format_of(task.form, config.objective_choices)
     renderer = Renderer(task, tokenizer, form, config.training.seed, labels_of(task))
     renderer.check()
     return renderer
 
 
-def training_records(config: Config, renderer: Renderer) -> list[Record]:
+def training_records(config: Config, renderer: Renderer) -> list[TaskRecord]:
     """The records to train on: all of the file, or `task.train_samples` of them, drawn by the seed."""
     task = config.task
     assert task is not None and task.train is not None
-    records: Sequence[Record] = read_records(task, task.train, labelled=True)
+    records: Sequence[TaskRecord] = read_records(task, task.train, labelled=True)
     if task.train_samples is not None:
         check(
             task.train_samples <= len(records),

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from data_utils.common.errors import ConfigError
 from data_utils.objectives import ObjectiveChoice
-from data_utils.tasks.templates.forms import form_of
+from data_utils.tasks.templates.forms import input_format_of
 from data_utils.tokenizers.tokenizer import Tokenizer
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.tree import Config
@@ -55,7 +55,7 @@ def _word_writer(
     """Greedy words, in the layout that they are scored in. None, which is said once, where nothing writes in it."""
     task = config.task
     assert task is not None
-    form = form_of(task.form, config.objective_choices)
+    form = input_format_of(task.form, config.objective_choices)
     own = [choice for choice in objectives if choice.name == form.objective]
     if not own or (form.name == "glm" and (not task.bidirectional or model.config.decoder_layers)):
         _say_once(f"{run} in the form {form.name}{'' if task.bidirectional else ', left to right,'}")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from data_utils.common.batch_fields import ID_PLANES
+from data_utils.common.batch_fields import ID_FIELDS
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.inference.watch import Watch
 from megatron_lite.model.attention_backends.calls import Packed, PartsPlan, ScoreBias, attend_all
@@ -158,11 +158,11 @@ def padded(lists: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.
     return filled, None if min(map(len, lists)) == longest else real
 
 
-def id_planes(
+def id_fields(
     positions: torch.Tensor, block_positions: torch.Tensor | int = 0, segment: int = 0
 ) -> torch.Tensor:
-    """int64 [len(ID_PLANES), R, N]"""
-    ids = positions.new_zeros(len(ID_PLANES), *positions.shape)
+    """int64 [len(ID_FIELDS), R, N]"""
+    ids = positions.new_zeros(len(ID_FIELDS), *positions.shape)
     ids[0], ids[1], ids[2] = positions, block_positions, segment
     return ids
 
@@ -172,7 +172,7 @@ def stack_rows(
 ) -> torch.Tensor:
     """Hidden states [R, N, D] of new tokens in the one stack, or the encoder, before its last norm.
 
-    Args: tokens: int64 [R, N]. ids: as for `id_planes`. plan: which expects them. condition: of the R x N tokens.
+    Args: tokens: int64 [R, N]. ids: as for `id_fields`. plan: which expects them. condition: of the R x N tokens.
     """
     flow = flow_of(model.config, tokens.shape, ids.flatten(1), plan, None, model.parallel, condition)
     hidden = model.embedding(tokens.flatten(), ids.flatten(1), flow)

@@ -19,7 +19,7 @@ from data_utils.common.random_streams import derive_seed
 from data_utils.tokenizers.special_tokens import SpecialTokens
 from data_utils.tokenizers.tokenizer import Tokenizer
 from megatron_lite.config.generation import GenerationConfig
-from megatron_lite.inference.cache import CachedPlan, id_planes, padded, stack_rows
+from megatron_lite.inference.cache import CachedPlan, id_fields, padded, stack_rows
 from megatron_lite.inference.memory import most_texts, require_memory
 from megatron_lite.inference.search import Found, Search
 from megatron_lite.inference.watch import ONE_STACK, Replay, Row, Watch, stretch
@@ -140,7 +140,7 @@ class BlankFiller:
         positions = torch.arange(tokens.shape[1], device=self.device).expand(tokens.shape)
         plan = CachedPlan(self.model.config, watch)
         plan.expect(positions, real=real)
-        stack_rows(self.model, tokens, id_planes(positions), plan)
+        stack_rows(self.model, tokens, id_fields(positions), plan)
         return plan
 
     def write(
@@ -158,7 +158,7 @@ class BlankFiller:
         steps = torch.arange(first, first + tokens.shape[1], device=self.device)
         steps = steps.clamp(max=self.model.config.max_position).expand(tokens.shape)
         plan.expect(places, real=real, is_causal=True)
-        return self.model.logits(stack_rows(self.model, tokens, id_planes(places, steps), plan)).float()
+        return self.model.logits(stack_rows(self.model, tokens, id_fields(places, steps), plan)).float()
 
     @torch.no_grad()
     def replay(self, context: Sequence[int], found: Sequence[Found], watch: Watch | None = None) -> Replay:

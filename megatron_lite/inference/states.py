@@ -14,7 +14,7 @@ from megatron_lite.inference.cache import (
     CachedPlan,
     decoder_rows,
     encoded_rows,
-    id_planes,
+    id_fields,
     padded,
     stack_rows,
 )
@@ -79,7 +79,7 @@ class _Rows:
         positions = torch.arange(self.tokens.shape[1], device=self.device).expand(self.tokens.shape)
         self.plan.expect(positions, real=self.real, is_causal=self.layout.is_causal)
         return stack_rows(
-            self.model, self.tokens, id_planes(positions, segment=self.segment(False)), self.plan
+            self.model, self.tokens, id_fields(positions, segment=self.segment(False)), self.plan
         )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -102,7 +102,7 @@ class LeftToRight(_Rows):
         words, positions = torch.tensor(tokens, device=self.device)[:, None], self.places[:, None]
         self.places = self.places + 1
         self.plan.expect(positions)
-        return self.logits(stack_rows(self.model, words, id_planes(positions), self.plan)[:, -1])
+        return self.logits(stack_rows(self.model, words, id_fields(positions), self.plan)[:, -1])
 
     def shown(self, context: Sequence[int], read: Sequence[int]) -> dict[str, tuple[list[Row], list[int]]]:
         rows = stretch([*context, *self.layout.start], read)
@@ -125,7 +125,7 @@ class MaskAppending(_Rows):
         words = torch.cat([chosen, chosen.new_full((len(chosen), 1), self.layout.mask)], dim=1)
         positions = self.places[:, None] + torch.arange(-count, 1, device=self.device)
         self.plan.expect(positions, is_causal=True, kept=count)
-        ids = id_planes(positions, segment=self.segment(True))
+        ids = id_fields(positions, segment=self.segment(True))
         return self.logits(stack_rows(self.model, words, ids, self.plan)[:, -1])
 
     def shown(self, context: Sequence[int], read: Sequence[int]) -> dict[str, tuple[list[Row], list[int]]]:
@@ -141,7 +141,7 @@ class EncoderDecoder(_Rows):
         super().__init__(model, contexts, layout, watch)
         positions = torch.arange(self.tokens.shape[1], device=self.device).expand(self.tokens.shape)
         self.plan.expect(positions, real=self.real)
-        self.encoded = encoded_rows(model, self.tokens, id_planes(positions), self.plan)
+        self.encoded = encoded_rows(model, self.tokens, id_fields(positions), self.plan)
         self.cross = CachedCross(self.real, watch and watch.of("cross"))
         self.plan = CachedPlan(model.config, watch and watch.of("decoder"))
         self.places = torch.zeros_like(self.lengths)
@@ -155,7 +155,7 @@ class EncoderDecoder(_Rows):
         words, positions = torch.tensor(tokens, device=self.device)[:, None], self.places[:, None]
         self.places = self.places + 1
         self.plan.expect(positions)
-        ids = id_planes(positions, segment=self.segment(True))
+        ids = id_fields(positions, segment=self.segment(True))
         hidden = decoder_rows(self.model, words, ids, self.plan, self.encoded, self.cross)
         return self.logits(hidden[:, -1])
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 
 from data_utils.common.errors import ConfigError
-from megatron_lite.inference.cache import CachedPlan, id_planes, stack_rows
+from megatron_lite.inference.cache import CachedPlan, id_fields, stack_rows
 from megatron_lite.inference.search import NEVER, Found, Search
 from megatron_lite.inference.states import Layout
 from megatron_lite.inference.watch import ONE_STACK, Replay, Watch, stretch
@@ -92,7 +92,7 @@ class Unmasking:
         plan = CachedPlan(self._model.config, watch and watch.of(ONE_STACK))
         positions = torch.arange(tokens.shape[1], device=self._device).expand(tokens.shape)
         plan.expect(positions)
-        return self._model.logits(stack_rows(self._model, tokens, id_planes(positions), plan)).double()
+        return self._model.logits(stack_rows(self._model, tokens, id_fields(positions), plan)).double()
 
     def replayed(self, answer: Found, end: int) -> Replay:
         """Each token's logits where all others stand, its end's too. Args: end: the first token of ends."""

@@ -1,4 +1,4 @@
-"""A batch on the host: the planes of its rows, and what follows from them."""
+"""A batch on the host: the fields of its rows, and what follows from them."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ class Batch:
     """A batch as it was read, and what follows from it. Each fact is computed once, when it is first needed.
 
     Args:
-        planes: int32 [B, fields, S] (data_utils/common/batch_fields.py), not changed from here on.
+        fields: int32 [B, fields, S] (data_utils/common/batch_fields.py), not changed from here on.
         samples: int64 [B], their numbers, from which dropout follows; None = 0, 1, ...
     """
 
-    def __init__(self, planes: np.ndarray, samples: np.ndarray | None = None):
-        self.planes = planes
-        self.samples = np.arange(len(planes)) if samples is None else samples
-        self.weights = planes[:, WEIGHTS].view(np.float32)  # [B, S]: of each token's loss
+    def __init__(self, fields: np.ndarray, samples: np.ndarray | None = None):
+        self.fields = fields
+        self.samples = np.arange(len(fields)) if samples is None else samples
+        self.weights = fields[:, WEIGHTS].view(np.float32)  # [B, S]: of each token's loss
 
     @cached_property
     def layout(self) -> Layout:
-        return make_layout(*(self.planes[:, plane] for plane in (DOC, ORD, GRP, POSITION_IDS)))
+        return make_layout(*(self.fields[:, field] for field in (DOC, ORD, GRP, POSITION_IDS)))
 
     @property
     def tokens(self) -> int:
@@ -89,14 +89,14 @@ class Batch:
     def loss_rows(self) -> int:
         from data_utils.common.losses import CLASS_LEVEL  # no rows of the vocabulary's head
 
-        return int(np.count_nonzero(self.weights[~np.isin(self.planes[:, OBJECTIVE], CLASS_LEVEL)]))
+        return int(np.count_nonzero(self.weights[~np.isin(self.fields[:, OBJECTIVE], CLASS_LEVEL)]))
 
     @cached_property
     def divisors(self) -> np.ndarray:
         """Share of each token in the divisor of its loss, fp32 [B, S]: its weight, or 1 (`BY_TOKENS`)."""
         from data_utils.common.losses import BY_TOKENS
 
-        by_tokens = np.isin(self.planes[:, OBJECTIVE], BY_TOKENS) & (self.planes[:, DOC] != PADDING_DOC)
+        by_tokens = np.isin(self.fields[:, OBJECTIVE], BY_TOKENS) & (self.fields[:, DOC] != PADDING_DOC)
         return np.where(by_tokens, np.float32(1.0), self.weights)
 
     @property
@@ -106,12 +106,12 @@ class Batch:
 
     def loss_weights(self, num_losses: int) -> np.ndarray:
         """The divisor of each loss, float64 [num_losses]."""
-        return np.bincount(self.planes[:, OBJECTIVE].ravel(), self.divisors.ravel(), minlength=num_losses)
+        return np.bincount(self.fields[:, OBJECTIVE].ravel(), self.divisors.ravel(), minlength=num_losses)
 
     def as_means(self, factors: Sequence[float], totals: Sequence[float]) -> Batch:
         """The batch with each loss's weights times its factor over its total in the step: sums become means."""
-        other = copy.copy(self)  # the planes are shared, and the layout where it is known
-        other.weights = self.weights * mean_scales(factors, totals)[self.planes[:, OBJECTIVE]]
+        other = copy.copy(self)  # the fields are shared, and the layout where it is known
+        other.weights = self.weights * mean_scales(factors, totals)[self.fields[:, OBJECTIVE]]
         return other
 
     def host_parts(
@@ -131,9 +131,9 @@ class Batch:
 
     def padded(self, rows: int) -> Batch:
         """The batch filled with rows of padding, without documents or loss, up to `rows`."""
-        padded = np.zeros((rows, *self.planes.shape[1:]), np.int32)
+        padded = np.zeros((rows, *self.fields.shape[1:]), np.int32)
         padded[:, DOC] = PADDING_DOC
-        padded[: len(self.planes)] = self.planes
+        padded[: len(self.fields)] = self.fields
         return Batch(padded)
 
 
@@ -141,7 +141,7 @@ class Samples(Protocol):
     """Sample numbers -> batch, as the SampleLoader of pretraining has it."""
 
     def batch(self, indices: np.ndarray) -> np.ndarray | Batch:
-        """Samples int64 [B] as planes int32 [B, len(FIELDS), row_length], or as a Batch."""
+        """Samples int64 [B] as fields int32 [B, len(FIELDS), row_length], or as a Batch."""
 
     def prefetch(self, indices: np.ndarray) -> None:
         """Told which samples int64 [B] a later step reads."""

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from data_utils.common.batch_fields import ID_PLANES, ORD
+from data_utils.common.batch_fields import ID_FIELDS, ORD
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention_backends.calls import PartsPlan
 from megatron_lite.model.forward_context import Flow, by_ranks, own_lengths, own_tokens
@@ -85,7 +85,7 @@ class OwnEmbedding(Protocol):
 
 
 class PositionEmbeddings(nn.Module):
-    """Adds the embeddings of `ID_PLANES` to those of the words, then norm and dropout: [T, E] -> [T, D].
+    """Adds the embeddings of `ID_FIELDS` to those of the words, then norm and dropout: [T, E] -> [T, D].
 
     The configuration says which tables there are, and whether there is a norm. With a factorised embedding (ALBERT)
     all are of size E, and the result is projected to D.
@@ -130,14 +130,14 @@ class PositionEmbeddings(nn.Module):
 
         Args:
             words: [T, E], or this rank's tokens of it under sequence parallelism.
-            ids: int [len(ID_PLANES), T].
+            ids: int [len(ID_FIELDS), T].
             decoder: what the decoder's rows have of their own, if there is a decoder.
         """
         if self.gradient_shrink != 1.0:
             words = _ShrinkGradient.apply(words, self.gradient_shrink)
         ids = own_tokens(ids, flow.plan, self.parallel)
         if self.query_vector is not None:
-            is_query = ids[ID_PLANES.index(ORD)] < 0
+            is_query = ids[ID_FIELDS.index(ORD)] < 0
             words = torch.where(is_query[:, None], self.parallel.replicated(self.query_vector), words)
         hidden = words if self.scale == 1.0 else words * self.scale
         if decoder is None:
@@ -162,9 +162,9 @@ class PositionEmbeddings(nn.Module):
         """All embeddings of tokens, and the norm. Args: own: whose positions and norm."""
         shared = (self.block_position_embeddings, self.segment_embeddings, self.task_embeddings)
         tables = (own.position_embeddings, *shared)
-        for table, plane in zip(tables, ids[: len(tables)], strict=True):
+        for table, field in zip(tables, ids[: len(tables)], strict=True):
             if table is not None:
-                hidden = hidden + F.embedding(plane, self.parallel.replicated(table.weight))
+                hidden = hidden + F.embedding(field, self.parallel.replicated(table.weight))
         return hidden if own.layernorm is None else own.layernorm.after_sum(hidden)[1]
 
 
@@ -173,7 +173,7 @@ def _table(rows: int, config: ModelConfig) -> nn.Embedding | None:
 
 
 class Embedding(PositionEmbeddings):
-    """All embeddings: int [T], int [len(ID_PLANES), T] -> [T, D]."""
+    """All embeddings: int [T], int [len(ID_FIELDS), T] -> [T, D]."""
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel):
         super().__init__(config, parallel)

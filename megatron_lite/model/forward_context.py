@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from data_utils.common.batch_fields import BLOCK_POSITION_IDS, ID_PLANES
+from data_utils.common.batch_fields import BLOCK_POSITION_IDS, ID_FIELDS
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention_backends.calls import AttentionPlan, PartsPlan
 from megatron_lite.model.kernels.dropout import Dropout, FeatureDropout
@@ -102,7 +102,7 @@ def flow_of(
     parallel: TensorParallel,
     condition: Condition | None = None,
 ) -> Flow:
-    """The layers' inputs beside the hidden state. Args: shape: of the tokens. ids: int [len(ID_PLANES), T]."""
+    """The layers' inputs beside the hidden state. Args: shape: of the tokens. ids: int [len(ID_FIELDS), T]."""
     rotary = None
     if config.positions == "rotary":
         whole = Rotary.of(config, ids)
@@ -121,8 +121,8 @@ def detached_memory(
 ) -> BeforeBlock:
     """Stops the gradient at the states of a memory that enter each block; weights still learn from their keys.
 
-    Args: ids: int [len(ID_PLANES), T]; a memory has block_position_ids 1.
+    Args: ids: int [len(ID_FIELDS), T]; a memory has block_position_ids 1.
     """
     own = own_tokens(ids, plan, parallel)
-    is_memory = (own[ID_PLANES.index(BLOCK_POSITION_IDS)] > 0)[:, None]
+    is_memory = (own[ID_FIELDS.index(BLOCK_POSITION_IDS)] > 0)[:, None]
     return lambda layer, hidden: torch.where(is_memory, hidden.detach(), hidden)

@@ -2,7 +2,7 @@
 
 Models predict tokens through their word embedding, after the final norm of pre-norm models. Options replace that by a
 matrix of its own (GLM-4), and add a layer before it (BERT; to the smaller embedding in ALBERT) and a bias, BERT's
-sentence head (classes at CLS), and SpanBERT's boundary head (a span's tokens from the tokens around it). The plane
+sentence head (classes at CLS), and SpanBERT's boundary head (a span's tokens from the tokens around it). The field
 `objective` decides which head predicts a token: `find_loss_rows`.
 
 Heads compute only the loss rows: the tokens that have a loss. Under tensor parallelism all ranks hold all loss rows;

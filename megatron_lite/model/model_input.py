@@ -10,15 +10,16 @@ of CLS that predict a class.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from data_utils.common.batch_fields import ID_PLANES, OBJECTIVE, SEGMENT_IDS, TARGETS, TOKENS
+from data_utils.common.batch_fields import ID_FIELDS, OBJECTIVE, SEGMENT_IDS, TARGETS, TOKENS
 from data_utils.common.losses import CLASS_LEVEL, MASKED_SPANS, SPAN_BOUNDARY
 from data_utils.common.random_streams import derive_seed
 from megatron_lite.config.model import ModelConfig
@@ -53,7 +54,7 @@ class ModelInput:
     """
 
     tokens: torch.Tensor  # int32 [T]
-    ids: torch.Tensor  # int32 [len(ID_PLANES), T]: for the other embeddings and for relative positions
+    ids: torch.Tensor  # int32 [len(ID_FIELDS), T]: for the other embeddings and for relative positions
     plan: Any  # on the host HostPlan or PartsPlan, on a device what `on_device` made of it
     loss_rows: LossRows  # where the model has a decoder, of its rows
     targets: torch.Tensor  # int32 [K + P + M], see LossRows
@@ -142,12 +143,12 @@ def plan_stack(
     return plan_layers(layout, device, kernel, multiple, config.attention_window, config.global_every)
 
 
-def _with_task_rows(plane: np.ndarray, config: ModelConfig) -> np.ndarray:
-    """The number of each token's loss. The plane then holds the loss's row of the task embedding."""
+def _with_task_rows(field: np.ndarray, config: ModelConfig) -> np.ndarray:
+    """The number of each token's loss. The field then holds the loss's row of the task embedding."""
     if not config.task_rows:
-        return plane
-    losses = plane.copy()
-    plane[:] = np.maximum(config.task_rows, 0)[losses]
+        return field
+    losses = field.copy()
+    field[:] = np.maximum(config.task_rows, 0)[losses]
     return losses
 
 
@@ -227,7 +228,7 @@ def prepare(
         few_counts: of rows with loss, see `find_loss_rows`.
         has_one_length: T is the same for all batches of a shape. has_graphs: the plan has fixed shapes, if it can.
     """
-    places, first = batch.planes[:, TOKENS].size, 0
+    places, first = batch.fields[:, TOKENS].size, 0
     if kernel == "auto":
         kernel = kernel_of(config, device)
     plan: HostPlan | PartsPlan
@@ -241,26 +242,26 @@ def prepare(
         multiple = places if has_one_length else multiple
         plan = plan_stack(batch.layout, device, config, kernel, multiple, has_graphs)
     is_padding = plan.order < 0
-    planes = batch.planes.swapaxes(0, 1)[[TOKENS, *ID_PLANES, TARGETS]]
-    planes = planes.reshape(len(planes), -1)[:, plan.order]
-    planes[:, is_padding] = 0
+    fields = batch.fields.swapaxes(0, 1)[[TOKENS, *ID_FIELDS, TARGETS]]
+    fields = fields.reshape(len(fields), -1)[:, plan.order]
+    fields[:, is_padding] = 0
     if config.segments == 1:
-        planes[1 + ID_PLANES.index(SEGMENT_IDS)] = 0
+        fields[1 + ID_FIELDS.index(SEGMENT_IDS)] = 0
     weights = batch.weights.reshape(-1)[plan.order]
     weights[is_padding] = 0.0
-    objectives = _with_task_rows(planes[1 + ID_PLANES.index(OBJECTIVE)], config)
+    objectives = _with_task_rows(fields[1 + ID_FIELDS.index(OBJECTIVE)], config)
     loss_rows, labelled = find_loss_rows(
         weights[first:], objectives[first:], of_decoder or config, few_counts=few_counts
     )
     parts = batch.host_parts(plan.order, first, labelled, few_counts, config)
     labelled = np.where(labelled < 0, -1, labelled + first)
-    targets = np.where(labelled < 0, 0, planes[-1][labelled])
+    targets = np.where(labelled < 0, 0, fields[-1][labelled])
     more, of_more = batch.more_weights(plan.order)
     if parts is not None:
         loss_rows, targets = parts.loss_rows() or (loss_rows, targets)
-    keys, place_salts, dropout = planes[0, :0], planes[0, :0], None
+    keys, place_salts, dropout = fields[0, :0], fields[0, :0], None
     if dropout_seed is not None:
-        keys = token_keys(dropout_seed, batch.samples, batch.planes.shape[2]).reshape(-1)[plan.order]
+        keys = token_keys(dropout_seed, batch.samples, batch.fields.shape[2]).reshape(-1)[plan.order]
         layers = config.total_layers + config.decoder_layers  # cross-attention has its own
         if of_decoder is not None:
             layers = max(layers, of_decoder.num_layers)
@@ -270,9 +271,9 @@ def prepare(
         step = derive_seed(dropout_seed, "distances") >> 33
         dropout = Dropout(torch.empty(0), torch.empty(0), kernel_seed, first_head, step)
     arrays = [
-        *(*plan.arrays(), planes[0], planes[1:-1], keys, place_salts),
+        *(*plan.arrays(), fields[0], fields[1:-1], keys, place_salts),
         np.r_[np.where(labelled < 0, np.float32(0.0), weights[labelled]), more].view(np.int32),
-        *(targets, *(getattr(loss_rows, field.name) for field in fields(loss_rows))),
+        *(targets, *(getattr(loss_rows, field.name) for field in dataclasses.fields(loss_rows))),
         *([] if parts is None else parts.arrays()),
     ]
     joined = np.concatenate([array.reshape(-1).astype(np.int32, copy=False) for array in arrays])

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from data_utils.common.batch_fields import ID_PLANES, POSITION_IDS, SEGMENT_IDS
+from data_utils.common.batch_fields import ID_FIELDS, POSITION_IDS, SEGMENT_IDS
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.disentangled import BucketEmbeddings, Disentangled
 from megatron_lite.model.kernels.dropout import Dropout
@@ -98,11 +98,11 @@ class Distances:
 
     @staticmethod
     def of(config: ModelConfig, ids: torch.Tensor, plan: Any, dropout: Dropout | None) -> Distances:
-        """The distances of a batch's tokens. Args: ids: int [len(ID_PLANES), T]. plan: a BiasedPlan.
+        """The distances of a batch's tokens. Args: ids: int [len(ID_FIELDS), T]. plan: a BiasedPlan.
 
         The sinusoids are dropped out as the embeddings are, once for all layers, as in XLNet's code.
         """
-        positions, segments = (ids[ID_PLANES.index(plane)] for plane in (POSITION_IDS, SEGMENT_IDS))
+        positions, segments = (ids[ID_FIELDS.index(field)] for field in (POSITION_IDS, SEGMENT_IDS))
         has_blocks, columns = not hasattr(plan, "pairs"), None
         # On a GPU the largest position would be waited for.
         longest = plan.row_length if positions.is_cuda or has_blocks else int(positions.max())

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from data_utils.common.batch_fields import BLOCK_POSITION_IDS, ID_PLANES, POSITION_IDS
+from data_utils.common.batch_fields import BLOCK_POSITION_IDS, ID_FIELDS, POSITION_IDS
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.kernels.fused import has_kernels
 
@@ -30,9 +30,9 @@ class Rotary:
     def of(config: ModelConfig, ids: torch.Tensor, base: float | None = None) -> Rotary:
         """The turns of tokens by their position and their position in a span.
 
-        Args: ids: int [len(ID_PLANES), T]. base: null = the configuration's.
+        Args: ids: int [len(ID_FIELDS), T]. base: null = the configuration's.
         """
-        text, span = ids[ID_PLANES.index(POSITION_IDS)], ids[ID_PLANES.index(BLOCK_POSITION_IDS)]
+        text, span = ids[ID_FIELDS.index(POSITION_IDS)], ids[ID_FIELDS.index(BLOCK_POSITION_IDS)]
         turning = {"added": [text + span], "halves": [text, span]}.get(config.block_positions, [text])
         width = config.rotary_size // len(turning)
         exponents = torch.arange(0, width, 2, dtype=torch.float32, device=ids.device) / width

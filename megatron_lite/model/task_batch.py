@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from data_utils.common.batch_fields import DOC, TOKENS
-from data_utils.common.parts import PartArrays
+from data_utils.common.target_groups import TargetGroups
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.model_input import LossRows, few_count
@@ -23,7 +23,7 @@ class Parts:
     loss: str  # of CHOICE_LOSSES, for choices
     # [N or more], indices into [T]; what follows the first N are fillers, see `few_counts`.
     rows: torch.Tensor
-    row_part: torch.Tensor  # [N]
+    position_group: torch.Tensor  # [N]
     targets: (
         torch.Tensor
     )  # choices, tags: [N]; classes: [P]; sets: [P K]; spans: [2 P], places in [N]; without labels [0]
@@ -39,7 +39,7 @@ class Parts:
 
 class TaskBatch(Batch):
     """Args:
-    planes: int32 [documents, fields, S].
+    fields: int32 [documents, fields, S].
     samples: int64 [documents], from which dropout follows: different for the documents of one sample.
     head: of data_utils.tasks.base.HEADS. With `tokens` the documents' own weights are the loss.
     loss: of CHOICE_LOSSES, for choices.
@@ -49,16 +49,16 @@ class TaskBatch(Batch):
 
     def __init__(
         self,
-        planes: np.ndarray,
+        fields: np.ndarray,
         samples: np.ndarray,
-        parts: PartArrays,
+        parts: TargetGroups,
         head: str,
         loss: str = "cross_entropy",
         has_language: bool = False,
         task: str = "",
         place: int = -1,
     ):
-        super().__init__(planes, samples)
+        super().__init__(fields, samples)
         self.parts, self.head, self.loss, self.has_language = parts, head, loss, has_language
         self.task, self.place = task, place
 
@@ -84,7 +84,7 @@ class TaskBatch(Batch):
         """Rows on which the vocabulary's head runs; others cost next to nothing."""
         if self.head == "tokens" or self.has_language:
             return super().loss_rows
-        return len(self.parts.rows) if self.head == "choices" else 0
+        return len(self.parts.positions) if self.head == "choices" else 0
 
     def loss_weights(self, num_losses: int) -> np.ndarray:
         if self.head == "tokens":
@@ -101,16 +101,18 @@ class TaskBatch(Batch):
         return HostTaskParts(self, order, first, few_counts, config.has_task_pool)
 
 
-def with_documents(batch: TaskBatch) -> PartArrays:
+def with_documents(batch: TaskBatch) -> TargetGroups:
     """Parts of one row each -> the same with the other tokens of their documents, padding left out, after it."""
-    doc = batch.planes[:, DOC]
+    doc = batch.fields[:, DOC]
     chosen = []
-    for row in batch.parts.rows.tolist():
+    for row in batch.parts.positions.tolist():
         number, place = divmod(row, doc.shape[1])
         members = np.flatnonzero(doc[number] == doc[number, place])
         chosen.append(np.r_[row, members[members != place] + number * doc.shape[1]])
-    owner = np.repeat(batch.parts.row_part, [len(rows) for rows in chosen])
-    return replace(batch.parts, rows=np.concatenate([batch.parts.rows[:0], *chosen]), row_part=owner)
+    owner = np.repeat(batch.parts.position_group, [len(rows) for rows in chosen])
+    return replace(
+        batch.parts, positions=np.concatenate([batch.parts.positions[:0], *chosen]), position_group=owner
+    )
 
 
 class HostTaskParts:
@@ -134,18 +136,18 @@ class HostTaskParts:
         pools: bool = False,
     ):
         parts = with_documents(batch) if pools else batch.parts
-        places = np.full(batch.planes[:, TOKENS].size, -1)
+        places = np.full(batch.fields[:, TOKENS].size, -1)
         places[order[order >= 0]] = np.flatnonzero(order >= 0) - first
         self._head, self._batch = batch.head, batch
         targets = parts.targets
         if batch.head == "spans":  # places among the rows of the part -> places among all rows
-            targets = targets + np.searchsorted(parts.row_part, parts.target_part)
-        rows = places[parts.rows]
+            targets = targets + np.searchsorted(parts.position_group, parts.target_group)
+        rows = places[parts.positions]
         assert (rows >= 0).all(), "parts are made of tokens that the head computes"
         self._fillers = few_count(len(rows)) - len(rows) if few_counts else 0
         self._rows, self._targets = self._filled(rows), targets
         right = parts.right + np.searchsorted(parts.sample, np.arange(len(parts.right)))
-        self._integers = (self._rows, parts.row_part, targets, parts.sample, right[parts.right >= 0])
+        self._integers = (self._rows, parts.position_group, targets, parts.sample, right[parts.right >= 0])
         self._numbers = (parts.value, parts.divisor, np.array([batch.loss_weight]))
 
     def _filled(self, of_rows: np.ndarray) -> np.ndarray:
@@ -168,8 +170,13 @@ class HostTaskParts:
 
     def on_device(self, arrays: list[torch.Tensor]) -> Parts:
         """Args: arrays: as `arrays` gave them."""
-        rows, row_part, targets, sample, right, value, divisor, weight = arrays
-        named: dict[str, Any] = {"row_part": row_part, "targets": targets, "sample": sample, "right": right}
+        rows, position_group, targets, sample, right, value, divisor, weight = arrays
+        named: dict[str, Any] = {
+            "position_group": position_group,
+            "targets": targets,
+            "sample": sample,
+            "right": right,
+        }
         return Parts(
             head=self._head,
             loss=self._batch.loss,

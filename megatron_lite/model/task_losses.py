@@ -24,12 +24,12 @@ def choice_scores(losses: torch.Tensor, parts: Parts) -> torch.Tensor:
 def part_sums(of_rows: torch.Tensor, parts: Parts) -> torch.Tensor:
     """Sums over the rows of each part, fp32 [N] -> [P]."""
     none = torch.zeros(len(parts.sample), device=of_rows.device)
-    return none.index_add(0, parts.row_part, of_rows.float())
+    return none.index_add(0, parts.position_group, of_rows.float())
 
 
 def first_places(parts: Parts) -> torch.Tensor:
     """The first row of each part among all rows, int64 [P]; every part has one."""
-    counts = part_sums(torch.ones_like(parts.row_part), parts).long()
+    counts = part_sums(torch.ones_like(parts.position_group), parts).long()
     return counts.cumsum(0) - counts
 
 
@@ -38,7 +38,7 @@ def part_pools(of_rows: torch.Tensor, parts: Parts) -> torch.Tensor:
 
     Source: concat pooling, ULMFiT, arXiv:1801.06146, section 3.3.
     """
-    rows, owner = of_rows[: len(parts.row_part)].float(), parts.row_part.long()
+    rows, owner = of_rows[: len(parts.position_group)].float(), parts.position_group.long()
     first = rows[first_places(parts)]
     none = torch.full_like(first, float("-inf"))
     most = none.scatter_reduce(0, owner[:, None].expand_as(rows), rows, "amax")
@@ -63,7 +63,7 @@ def task_loss(outputs: torch.Tensor, parts: Parts) -> torch.Tensor:
     if parts.head == "spans":
         first, last = parts.targets.view(-1, 2).long().unbind(1)
         ends = zip(outputs.unbind(1), (first, last), strict=True)
-        sums = [(_log_sums(x, parts.row_part, len(first)) - x[target]).sum() for x, target in ends]
+        sums = [(_log_sums(x, parts.position_group, len(first)) - x[target]).sum() for x, target in ends]
         return 0.5 * (sums[0] + sums[1])
     return F.cross_entropy(outputs, parts.targets.long(), reduction="sum")
 

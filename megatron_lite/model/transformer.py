@@ -184,7 +184,7 @@ class GLM(TrainedModel):
     ) -> torch.Tensor:
         """Output of the last block, before the final norm and without dropout: [..., D], or [Td, D]. One process.
 
-        Args: tokens: int [...]. ids: int [len(ID_PLANES), ...]. before_block: not with a decoder.
+        Args: tokens: int [...]. ids: int [len(ID_FIELDS), ...]. before_block: not with a decoder.
         """
         hidden = self.run(tokens, ids, plan, None, before_block)
         return hidden if self.config.decoder_layers else hidden.view(*tokens.shape, -1)
@@ -208,7 +208,7 @@ class GLM(TrainedModel):
             from megatron_lite.model.task_losses import choice_scores
 
             losses = self._row_losses(self._hidden(batch), batch)
-            outputs = choice_scores(losses[: len(batch.parts.row_part)], batch.parts)  # without fillers
+            outputs = choice_scores(losses[: len(batch.parts.position_group)], batch.parts)  # without fillers
             return self._task_loss(outputs, batch.parts)
         layers = self._layers(batch)
         loss, sums = self._task_loss(self._head_outputs(layers, batch, batch.parts), batch.parts)
@@ -242,7 +242,7 @@ class GLM(TrainedModel):
         from megatron_lite.model.task_losses import part_sums
 
         logits, _ = self._row_logits(self._hidden(batch), batch, whole=True)
-        rows = len(parts.row_part)
+        rows = len(parts.position_group)
         log_p, is_likeliest = row_scores(logits[:rows], batch.targets[:rows], self.embedding.word_embeddings)
         return part_sums(log_p, parts), part_sums(~is_likeliest, parts) == 0
 
@@ -264,7 +264,7 @@ class GLM(TrainedModel):
         from megatron_lite.model.predictions import task_rows
 
         outputs = task_rows(self.heads, layers, parts.rows, self.final_layernorm, batch.dropout, parts)
-        return outputs[: len(parts.row_part)]
+        return outputs[: len(parts.position_group)]
 
     def losses(self, batch: ModelInput, condition: Condition | None = None) -> torch.Tensor:
         """Cross entropies of the rows with loss, fp32 [K + P + M]. Args: condition: as for `run`."""

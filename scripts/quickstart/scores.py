@@ -158,8 +158,8 @@ def model_log_probabilities(  # type: ignore[no-untyped-def]
         text = np.array([*blank.before[1:], *blank.word, *blank.after])
         begin = len(blank.before) - 1
         example = rows.build(text, [(begin, begin + len(blank.word))], [0])
-        planes = np.stack([getattr(example, name).view(np.int32) for name in FIELDS])
-        host = prepare(Batch(planes[None]), device, model.config)
+        fields = np.stack([getattr(example, name).view(np.int32) for name in FIELDS])
+        host = prepare(Batch(fields[None]), device, model.config)
         is_wanted = (example.ord > 0) & (example.targets != special.eop)
         order = host.plan.order
         wanted = np.flatnonzero((order >= 0) & is_wanted[order])

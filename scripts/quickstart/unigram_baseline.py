@@ -118,8 +118,8 @@ def target_counts(loader: SampleLoader, samples: range, shape: tuple[int, int]) 
 
 def token_count(loader: SampleLoader, samples: range, loss: int) -> int:
     """Tokens of the samples whose texts have a loss."""
-    planes = (loader.batch(np.array([sample])) for sample in samples)
-    return sum(int(((one[:, OBJECTIVE] == loss) & (one[:, DOC] != PADDING_DOC)).sum()) for one in planes)
+    fields = (loader.batch(np.array([sample])) for sample in samples)
+    return sum(int(((one[:, OBJECTIVE] == loss) & (one[:, DOC] != PADDING_DOC)).sum()) for one in fields)
 
 
 def log_frequencies(counts: np.ndarray) -> np.ndarray:

@@ -73,7 +73,7 @@ def _texts(loader: SampleLoader, tokenizer: Tokenizer, num_samples: int) -> Iter
     special = tokenizer.special
     masks = {special.mask, special.smask, special.gmask}
     for index in range(num_samples):
-        for example in Example.from_planes(loader.batch(np.array([index]))[0]).documents():
+        for example in Example.from_fields(loader.batch(np.array([index]))[0]).documents():
             if example.objective[0] not in (TOKEN, SENTENCE, DOCUMENT):
                 continue
             spans = iter(spans_of(example, special))

@@ -33,9 +33,9 @@ def examples(rows=4):
     return [Examples(Batch(prefix_batch(0, rows=rows)), np.arange(rows))]
 
 
-def loss(model, planes):
+def loss(model, fields):
     with torch.no_grad():
-        return measures.loss_of(model, ModelInput.from_batch(Batch(planes), CPU, model.config)).item()
+        return measures.loss_of(model, ModelInput.from_batch(Batch(fields), CPU, model.config)).item()
 
 
 def scaled(model, head, factor):
@@ -57,12 +57,12 @@ def scaled(model, head, factor):
 )
 def test_importance_equals_differences_of_the_loss(options):
     model = model_of(**options)
-    planes = prefix_batch(0, rows=4)
+    fields = prefix_batch(0, rows=4)
     found = measures.importance(model, examples())
     assert sum(map(len, found.values())) == len(measures.heads_of(model))
     for head in measures.heads_of(model):
         differences = []
-        for row in planes:
+        for row in fields:
             ends = []
             for factor in (1.001, 0.999):
                 scaled(model, head, factor)
@@ -78,8 +78,8 @@ def test_documents_of_one_example_are_one():
     model = model_of()
     (one,) = examples(4)
     together = measures.importance(model, [replace(one, owner=np.array([0, 0, 1, 1]))])
-    planes = one.batch.planes
-    split = [[Examples(Batch(planes[rows]), np.zeros(2, int))] for rows in ([0, 1], [2, 3])]
+    fields = one.batch.fields
+    split = [[Examples(Batch(fields[rows]), np.zeros(2, int))] for rows in ([0, 1], [2, 3])]
     parts = [measures.importance(model, pair) for pair in split]
     for name, values in together.items():
         torch.testing.assert_close(values, (parts[0][name] + parts[1][name]) / 2, rtol=1e-5, atol=1e-7)
@@ -100,24 +100,24 @@ def test_importance_of_tokens_is_the_mean_over_them():
 
 def test_a_removed_head_is_a_gate_of_0_and_comes_back():
     model = model_of()
-    planes = prefix_batch(0, rows=2)
-    whole, head = loss(model, planes), Head("layer 1", 2)
+    fields = prefix_batch(0, rows=2)
+    whole, head = loss(model, fields), Head("layer 1", 2)
     groups = measures.projections(model)
     gates = {name: torch.ones(1, 3) for name in groups}
     gates[head.group][0, head.number] = 0.0
-    given = ModelInput.from_batch(Batch(planes), CPU, model.config)
+    given = ModelInput.from_batch(Batch(fields), CPU, model.config)
     owners = {name: torch.zeros(len(given.tokens), dtype=torch.int64) for name in groups}
     with measures._gated(groups, gates, owners), torch.no_grad():
         gated = measures.loss_of(model, given).item()
     with measures.without(model, [head]):
-        assert loss(model, planes) == pytest.approx(gated, rel=1e-9) != whole
-    assert loss(model, planes) == whole
+        assert loss(model, fields) == pytest.approx(gated, rel=1e-9) != whole
+    assert loss(model, fields) == whole
 
 
 def test_greedy_takes_the_cheapest_head_at_every_step():
     model = model_of()
-    planes = prefix_batch(0, rows=2)
-    score = lambda: -loss(model, planes)  # noqa: E731
+    fields = prefix_batch(0, rows=2)
+    score = lambda: -loss(model, fields)  # noqa: E731
     found = measures.greedy(model, score, 3)
     left, removed = measures.heads_of(model), []
     for head, after in found:

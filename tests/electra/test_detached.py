@@ -63,10 +63,10 @@ def names_of(config):
     return found
 
 
-def texts_of(planes):
+def texts_of(fields):
     return [
         (row, np.flatnonzero(documents == number))
-        for row, documents in enumerate(planes[:, DOC])
+        for row, documents in enumerate(fields[:, DOC])
         for number in set(documents[documents >= 0])
     ]
 
@@ -112,14 +112,14 @@ def test_losses_and_gradients_are_those_of_a_plain_model():
     loss, _ = model(inputs)
     loss.backward()
 
-    planes = batch.planes
-    tokens = torch.from_numpy(planes[:, TOKENS].astype(np.int64))
+    fields = batch.fields
+    tokens = torch.from_numpy(fields[:, TOKENS].astype(np.int64))
     chosen = torch.from_numpy(batch.weights > 0)
     order = made.plan.order
     rows = order[(order >= 0) & (batch.weights.reshape(-1)[order] > 0)]
     new = tokens.clone().flatten()
     new[torch.from_numpy(rows)] = drawn[: len(rows)]
-    texts, targets = texts_of(planes), torch.from_numpy(planes[:, TARGETS].astype(np.int64))
+    texts, targets = texts_of(fields), torch.from_numpy(fields[:, TARGETS].astype(np.int64))
     logits = by_texts(texts, tokens, lambda **given: pair[0](**given).logits)
     words = states[0][WORDS].detach() + states[1][WORDS]
     body = lambda **given: functional_call(pair[1].deberta, {WORDS[8:]: words}, (), given).last_hidden_state  # noqa: E731
@@ -130,7 +130,7 @@ def test_losses_and_gradients_are_those_of_a_plain_model():
     inner = F.gelu(F.linear(hidden, head["dense.weight"], head["dense.bias"]))
     scores = F.linear(inner, head["classifier.weight"], head["classifier.bias"])[..., 0]
     label = (new.view_as(tokens) != torch.where(chosen, targets, tokens)).float()
-    real = torch.from_numpy(planes[:, DOC] >= 0)
+    real = torch.from_numpy(fields[:, DOC] >= 0)
     found = F.binary_cross_entropy_with_logits(scores[real], label[real])
     expected = F.cross_entropy(logits[chosen], targets[chosen]) + 50.0 * found
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)

@@ -87,9 +87,9 @@ def test_the_golden_row(monkeypatch):
 def their_loss(pair, batch, drawn):
     """Both means from the classes' logits. Args: drawn: of the chosen tokens, row by row."""
     generator, discriminator = pair
-    planes = batch.planes
-    tensors = torch.from_numpy(planes.astype(np.int64))
-    visible = torch.from_numpy(allowed(planes[:, DOC], planes[:, ORD], planes[:, GRP]))
+    fields = batch.fields
+    tensors = torch.from_numpy(fields.astype(np.int64))
+    visible = torch.from_numpy(allowed(fields[:, DOC], fields[:, ORD], fields[:, GRP]))
     visible |= torch.eye(visible.shape[1], dtype=torch.bool) & ~visible.any(-1, keepdim=True)
     more = {
         "attention_mask": visible[:, None],
@@ -103,7 +103,7 @@ def their_loss(pair, batch, drawn):
     tokens[chosen] = drawn
     label = torch.zeros(chosen.shape)
     label[chosen] = (drawn != targets).float()
-    real = torch.from_numpy(planes[:, DOC] >= 0)
+    real = torch.from_numpy(fields[:, DOC] >= 0)
     scores = discriminator(tokens, **more).logits
     return F.cross_entropy(logits, targets), F.binary_cross_entropy_with_logits(scores[real], label[real])
 
@@ -179,7 +179,7 @@ def test_fifty_steps_are_those_of_the_classes():
     losses = []
     for step in range(50):
         batch = batch_of(4, first=4 * (step % 10))
-        batch.planes[:, TOKENS] += 4 * (batch.planes[:, TOKENS] < 4)  # their row of padding has no gradient
+        batch.fields[:, TOKENS] += 4 * (batch.fields[:, TOKENS] < 4)  # their row of padding has no gradient
         inputs = inputs_of(batch, config)
         loss, _ = model(inputs)
         with torch.no_grad():

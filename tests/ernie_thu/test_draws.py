@@ -12,9 +12,9 @@ SAMPLES, LENGTH = 500, 2000  # a million draws
 
 
 def test_shares_of_replaced_removed_and_kept_entities():
-    planes = np.zeros((SAMPLES, len(FIELDS), LENGTH), np.int32)
-    planes[:, BLOCK_POSITION_IDS] = 1 + np.arange(LENGTH) % 997
-    batch = EntityBatch(planes, np.arange(SAMPLES), NOISE, RandomVectors())
+    fields = np.zeros((SAMPLES, len(FIELDS), LENGTH), np.int32)
+    fields[:, BLOCK_POSITION_IDS] = 1 + np.arange(LENGTH) % 997
+    batch = EntityBatch(fields, np.arange(SAMPLES), NOISE, RandomVectors())
     _, which, begins = batch.candidates
     assert len(which) == SAMPLES * LENGTH and (np.diff(begins) == 997).all()
     given = batch.given
@@ -34,14 +34,14 @@ def test_shares_of_replaced_removed_and_kept_entities():
 
 def test_draws_depend_on_the_sample_alone():
     whole = batch_of(6)
-    example, row = whole.examples[0][whole.mentioned], whole.mentioned // whole.planes.shape[2]
+    example, row = whole.examples[0][whole.mentioned], whole.mentioned // whole.fields.shape[2]
     begins = whole.candidates[2]
     for number in range(6):
         alone = EntityBatch(rows_of(6)[number : number + 1], np.array([number]), NOISE, RandomVectors())
         own = whole.given[row == number]
         own = np.where(own < 0, -1, own - begins[example[row == number].min()])
         assert own.tolist() == alone.given.tolist()
-    other = EntityBatch(whole.planes, whole.samples + 1, NOISE, RandomVectors())
+    other = EntityBatch(whole.fields, whole.samples + 1, NOISE, RandomVectors())
     assert not np.array_equal(other.given, whole.given)
 
 

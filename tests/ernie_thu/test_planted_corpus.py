@@ -90,11 +90,11 @@ def run(tmp_path_factory):
 
 
 @torch.no_grad()
-def accuracy(model, config, planes, noise):
+def accuracy(model, config, fields, noise):
     """Share of the labels that the model predicts where all of them are masked, and nothing else."""
     vectors = Vectors(config.objective_choices[0].section.vectors, SIZE)
     inputs = prepare(
-        EntityBatch(planes, np.arange(len(planes)), noise, vectors), torch.device("cpu"), config.model
+        EntityBatch(fields, np.arange(len(fields)), noise, vectors), torch.device("cpu"), config.model
     )
     inputs = inputs.to(torch.device("cpu"))
     hidden = model.run(inputs.tokens, inputs.ids, inputs.plan, None, condition=inputs.parts)
@@ -110,20 +110,20 @@ def test_facts_of_entities_are_learnt_with_them_and_guessed_without(run):
     model = build_model(config, len(LOSSES)).eval()
     model.load_state_dict(weights)
     loader = open_datasets(config.data, config.objective_choices, tokenizer, 9).train
-    planes = loader.batch(np.arange(64))
-    masked = planes[:, WEIGHTS] != 0
-    planes[:, TOKENS] = np.where(masked, planes[:, TARGETS], planes[:, TOKENS])
-    labels = np.isin(planes[:, TOKENS], tokenizer.encode(" ".join(LABELS)))
+    fields = loader.batch(np.arange(64))
+    masked = fields[:, WEIGHTS] != 0
+    fields[:, TOKENS] = np.where(masked, fields[:, TARGETS], fields[:, TOKENS])
+    labels = np.isin(fields[:, TOKENS], tokenizer.encode(" ".join(LABELS)))
     for row, label in zip(
-        planes, labels, strict=True
+        fields, labels, strict=True
     ):  # a window may cut a text between its mention and its label
         label &= np.isin(row[DOC], row[DOC][row[BLOCK_POSITION_IDS] > 0])
-    planes[:, TARGETS] = np.where(labels, planes[:, TOKENS], 0)
-    planes[:, TOKENS] = np.where(labels, tokenizer.special.mask, planes[:, TOKENS])
-    planes[:, WEIGHTS].view(np.float32)[:] = labels
+    fields[:, TARGETS] = np.where(labels, fields[:, TOKENS], 0)
+    fields[:, TOKENS] = np.where(labels, tokenizer.special.mask, fields[:, TOKENS])
+    fields[:, WEIGHTS].view(np.float32)[:] = labels
     assert labels.sum() > 150
-    assert accuracy(model, config, planes, Noise(0, 0.0, 0.0)) == 1.0
-    assert 0.4 < accuracy(model, config, planes, Noise(0, 0.0, 1.0)) < 0.6
+    assert accuracy(model, config, fields, Noise(0, 0.0, 0.0)) == 1.0
+    assert 0.4 < accuracy(model, config, fields, Noise(0, 0.0, 1.0)) < 0.6
 
 
 def test_vectors_and_corpora_that_do_not_belong_together_are_refused(run, tmp_path):

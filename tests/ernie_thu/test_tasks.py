@@ -97,7 +97,7 @@ def test_the_answers_are_those_of_the_reference(tmp_path):
     weights = dict(model.named_parameters())
     reference = Reference(config, weights)
     vectors = torch.from_numpy(np.load(tmp_path / "vectors.npy"))
-    for row, own in zip(batch.planes, outputs, strict=True):
+    for row, own in zip(batch.fields, outputs, strict=True):
         row = row[:, row[DOC] >= 0]
         entities = torch.from_numpy(row[BLOCK_POSITION_IDS]).long()
         assert int((entities > 0).sum()) == 1
@@ -105,7 +105,7 @@ def test_the_answers_are_those_of_the_reference(tmp_path):
         m[0] = 1.0
         z = torch.where(entities[:, None] > 0, vectors[entities - 1], torch.zeros(()))
         tokens, positions, segments = (
-            torch.from_numpy(row[plane]).long() for plane in (TOKENS, POSITION_IDS, SEGMENT_IDS)
+            torch.from_numpy(row[field]).long() for field in (TOKENS, POSITION_IDS, SEGMENT_IDS)
         )
         x = reference(tokens, positions, segments, z, m)
         pooled = torch.tanh(reference.linear(x[0], "heads.sentence.dense"))

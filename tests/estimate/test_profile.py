@@ -80,9 +80,9 @@ def test_trees_extend_linearly():
 def test_batches_are_those_of_the_configuration():
     config = load_config([ROOT / "configs/glm-large.yaml", ROOT / "configs/objectives/paper.yaml"])
     first, second = random_batches(config, 2)
-    assert first.planes.shape == (16, 10, 568) and (first.planes != second.planes).any()
+    assert first.fields.shape == (16, 10, 568) and (first.fields != second.fields).any()
     assert first.tokens > 0.9 * 16 * 512 and 0.3 < first.loss_rows / first.tokens < 0.6
-    assert (random_batches(config, 1)[0].planes == first.planes).all()
+    assert (random_batches(config, 1)[0].fields == first.fields).all()
 
 
 def test_collectives_cost_what_a_ring_moves():

@@ -79,7 +79,7 @@ def plain_torch(task, steps):
         of_task, task_sums = model(ModelInput.from_batch(own, CPU, config.model))
         both = [data.sample(number) for number in numbers.tolist()]
         texts = [
-            replace(sample, documents=sample.documents[len(sample.documents) // 2 :], parts=())
+            replace(sample, documents=sample.documents[len(sample.documents) // 2 :], target_groups=())
             for sample in both
         ]
         batch = Batch(collate(texts)[0])

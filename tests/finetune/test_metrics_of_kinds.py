@@ -16,7 +16,7 @@ from support.task_inputs import renderer
 from support.tasks import task_of, write_lines, write_task
 
 from data_utils.common.errors import ConfigError, DataError
-from data_utils.tasks.base import Record
+from data_utils.tasks.base import TaskRecord
 from data_utils.tasks.metrics.metrics import BLEU, KNOWN, measure
 from data_utils.tasks.metrics.metrics_by_task import PERPLEXITIES, WITH_POSITIVE, check_metrics, metrics_of
 from megatron_lite.finetune.evaluation import Evaluation, Model
@@ -41,7 +41,7 @@ CONTEXT = "cold rain falls in the cold street of the wet street"
 
 def records(labels, **fields):
     return [
-        Record(n, {name: values[n] for name, values in fields.items()}, label, None, f"data:{n}")
+        TaskRecord(n, {name: values[n] for name, values in fields.items()}, label, None, f"data:{n}")
         for n, label in enumerate(labels)
     ]
 
@@ -59,7 +59,7 @@ def spans_of(made, given, found):
     """Outputs whose largest sum is at an answer's first and last token."""
     answers = []
     for record, text in zip(given, found, strict=True):
-        _, places = made.inputs.tokenizer.encode_with_places(record.fields["context"])
+        _, places = made.inputs.tokenizer.encode_with_offsets(record.fields["context"])
         start = record.fields["context"].index(text)
         rows = np.zeros((len(places) + 1, 2))
         rows[1 + [begin for begin, _ in places].index(start), 0] = 5.0
@@ -340,7 +340,9 @@ def test_questions_without_an_answer_choose_their_metrics_or_are_refused_at_the_
         assert metrics_of(made.renderer.inputs.config) == metrics_of(made.settings)
         (given,) = made.validation.values()
         evaluation = Evaluation(made.settings, made.renderer, given, ParallelContext.alone(), 8)
-        zeros = torch.zeros(sum(len(part.rows) for sample in evaluation._samples for part in sample.parts), 2)
+        zeros = torch.zeros(
+            sum(len(part.positions) for sample in evaluation._samples for part in sample.target_groups), 2
+        )
         measured = evaluation.run(Model(lambda batch, zeros=zeros: (zeros, zeros[:, 0]))).measured
         assert set(measured) == set(expected)
     with pytest.raises(ConfigError, match=r"names answer_em, but the files have questions without an answer"):

@@ -129,7 +129,7 @@ def test_one_task_has_the_samples_and_settings_that_it_has_alone(files, tmp_path
     several = SeveralTasks([data], Turns([3], 1234), 16)
     for batch in range(12):
         own, expected = (one.batch(np.arange(16) + 16 * batch) for one in (several, data))
-        for name in ("planes", "samples"):
+        for name in ("fields", "samples"):
             assert np.array_equal(getattr(own, name), getattr(expected, name))
         assert np.array_equal(own.parts.targets, expected.parts.targets)
         assert np.array_equal(own.loss_weights(5), expected.loss_weights(5))

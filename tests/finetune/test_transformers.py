@@ -116,10 +116,10 @@ def of_choices(model, samples):
     """GLMForMultipleChoice takes a sample with all its choices."""
     total = 0.0
     for sample in samples:
-        planes, parts = collate([sample])
-        tensors = torch.from_numpy(planes.astype(np.int64))
+        fields, parts = collate([sample])
+        tensors = torch.from_numpy(fields.astype(np.int64))
         labels = torch.full_like(tensors[:, TOKENS], -100)
-        labels.view(-1)[torch.from_numpy(parts.rows)] = torch.from_numpy(parts.targets)
+        labels.view(-1)[torch.from_numpy(parts.positions)] = torch.from_numpy(parts.targets)
         total = (
             total
             + model(
@@ -135,10 +135,10 @@ def of_choices(model, samples):
 
 
 def of_targets(model, samples):
-    planes, _ = collate(samples)
-    tensors = torch.from_numpy(planes.astype(np.int64))
-    logits = in_rows(model(**encoder_decoder_inputs(planes)).logits, planes)
-    rows = torch.from_numpy(planes[:, WEIGHTS] != 0)
+    fields, _ = collate(samples)
+    tensors = torch.from_numpy(fields.astype(np.int64))
+    logits = in_rows(model(**encoder_decoder_inputs(fields)).logits, fields)
+    rows = torch.from_numpy(fields[:, WEIGHTS] != 0)
     return F.cross_entropy(logits[rows], tensors[:, TARGETS][rows], label_smoothing=0.1)
 
 

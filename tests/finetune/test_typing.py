@@ -81,7 +81,7 @@ def test_the_loss_of_typing_is_the_mean_of_cross_entropies_of_yes_and_no(tmp_pat
     loss, sums = model(made)
     outputs, _ = model(made, answers=True)
     samples = [data.sample(number) for number in range(7)]
-    targets = torch.tensor(np.stack([sample.parts[0].targets for sample in samples])).float()
+    targets = torch.tensor(np.stack([sample.target_groups[0].targets for sample in samples])).float()
     mean = torch.nn.BCEWithLogitsLoss()(outputs, targets)
     assert loss.item() == pytest.approx(7 * mean.item(), rel=1e-5)
     assert sums[-1].tolist() == pytest.approx([loss.item(), 7.0])

@@ -83,8 +83,8 @@ def copy_weights(ours, theirs):
     assert not unexpected and all("glm" not in name for name in missing)
 
 
-def tensors(batch, *planes):
-    return [torch.from_numpy(batch[:, plane].astype(np.int64)) for plane in planes]
+def tensors(batch, *fields):
+    return [torch.from_numpy(batch[:, field].astype(np.int64)) for field in fields]
 
 
 def run(model, batch, mask=None):

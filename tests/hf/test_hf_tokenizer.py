@@ -10,9 +10,9 @@ from support.tokenizer_files import KIND_OF
 from transformers import AutoTokenizer, tokenization_utils_base
 
 from data_utils.common.errors import CheckpointError
-from data_utils.tasks.base import Record
+from data_utils.tasks.base import TaskRecord
 from data_utils.tasks.config import TaskConfig
-from data_utils.tasks.templates.forms import Form
+from data_utils.tasks.templates.forms import InputFormat
 from data_utils.tasks.templates.render import Renderer
 from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
 from megatron_lite.hf.glm.tokenization_glm import GLMSentencePieceTokenizer, GLMTokenizerFast
@@ -154,18 +154,18 @@ def test_a_task_and_its_export_have_the_same_inputs(exported, case):
         verbalizers=verbalizers,
         scoring="sum",
     )
-    renderer = Renderer(task, tokenizer, Form("glm", "blank_infilling"), 1)
-    sample = renderer.sample(Record(0, {"text": "The lazy dog jumps."}, "1"), 0)
+    renderer = Renderer(task, tokenizer, InputFormat("glm", "blank_infilling"), 1)
+    sample = renderer.sample(TaskRecord(0, {"text": "The lazy dog jumps."}, "1"), 0)
     choices = [f" {words}" for words in verbalizers.values()]
     theirs = hf.build_inputs_for_multiple_choice(hf(["The lazy dog jumps. It was [MASK], yes"]), [choices])
     for number, (example, part) in enumerate(zip(sample.documents, sample.parts, strict=True)):
         size = len(example.tokens)
-        for name, plane in (
+        for name, field in (
             ("input_ids", "tokens"),
             ("position_ids", "position_ids"),
             ("block_position_ids", "block_position_ids"),
         ):
-            assert theirs[name][0, number, -size:].tolist() == getattr(example, plane).tolist()
+            assert theirs[name][0, number, -size:].tolist() == getattr(example, field).tolist()
         labels = theirs["choice_labels"][0, number, -size:]
         assert labels[part.rows].tolist() == part.targets.tolist() and (labels >= 0).sum() == len(part.rows)
 

@@ -180,19 +180,19 @@ def test_the_memory_of_xlnet(longest, reused, kernel, tmp_path):
     rng = np.random.default_rng(8)
     memory, mems = None, None
     for length in (13, 9, 17, 13):
-        planes = np.zeros((2, len(FIELDS), length), np.int32)
-        planes[:, TOKENS] = rng.integers(5, 131, (2, length))
-        planes[:, POSITION_IDS] = np.arange(length)
-        planes[:, SEGMENT_IDS] = np.arange(length) // 5
-        inputs = {"input_ids": planes[:, TOKENS], "token_type_ids": planes[:, SEGMENT_IDS]}
+        fields = np.zeros((2, len(FIELDS), length), np.int32)
+        fields[:, TOKENS] = rng.integers(5, 131, (2, length))
+        fields[:, POSITION_IDS] = np.arange(length)
+        fields[:, SEGMENT_IDS] = np.arange(length) // 5
+        inputs = {"input_ids": fields[:, TOKENS], "token_type_ids": fields[:, SEGMENT_IDS]}
         out = theirs(
             **{k: torch.from_numpy(x.astype(np.int64)) for k, x in inputs.items()}, mems=mems, use_mems=True
         )
-        hidden, after = read_segment(model, planes, memory, longest=longest, reused=reused, kernel=kernel)
+        hidden, after = read_segment(model, fields, memory, longest=longest, reused=reused, kernel=kernel)
         logits = model.logits(hidden)
         assert (logits - out.logits).abs().max() <= TOLERANCE * max(1.0, out.logits.abs().max())
         if memory is not None and memory[0].shape[1]:
-            alone, _ = read_segment(model, planes)
+            alone, _ = read_segment(model, fields)
             assert (model.logits(alone) - out.logits).abs().max() > 0.1
         memory, mems = after, out.mems
         for ours, expected in zip(memory, mems, strict=True):

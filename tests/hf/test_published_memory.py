@@ -45,16 +45,16 @@ def classes(request, tmp_path_factory):
 def rows(size):
     """Three texts in a row, of which two have a memory and some have exchanged their second parts."""
     window = [text_of(40, False), text_of(15, True, 1100), text_of(35, False, 1200)]
-    planes = collate(make("xlnet", 110, memory_length=14, tokens_per_target=4), [window] * 3)
-    planes[:, TOKENS] %= size
-    planes[:, TARGETS] %= size
-    return planes
+    fields = collate(make("xlnet", 110, memory_length=14, tokens_per_target=4), [window] * 3)
+    fields[:, TOKENS] %= size
+    fields[:, TARGETS] %= size
+    return fields
 
 
-def their_loss(theirs, planes):
+def their_loss(theirs, fields):
     """The sum over all documents, each in two calls: the memory, and the rest with what the first has left."""
     total = torch.zeros(())
-    for row in planes:
+    for row in fields:
         for number in range(row[DOC].max() + 1):
             document = row[:, row[DOC] == number]
             is_memory = document[BLOCK_POSITION_IDS] == 1
@@ -74,7 +74,7 @@ def their_loss(theirs, planes):
     return total
 
 
-def our_gradients(source, planes, *, has_memory, recompute="none", kernel="auto"):
+def our_gradients(source, fields, *, has_memory, recompute="none", kernel="auto"):
     """Loss sum, and the gradients by name."""
     config = build(ModelConfig, {**source.settings, "attention_dropout": 0.0})
     model = GLM(config, num_losses=len(LOSSES), has_memory=has_memory, recompute=recompute)
@@ -83,7 +83,7 @@ def our_gradients(source, planes, *, has_memory, recompute="none", kernel="auto"
         for name, parameter in model.named_parameters():
             parameter.zero_()
             parameter[: len(weights.read(name))] = weights.read(name)
-    batch = Batch(planes)
+    batch = Batch(fields)
     loss, _ = model(ModelInput.from_batch(batch, torch.device("cpu"), config, kernel=kernel))
     loss.backward()
     return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -103,21 +103,21 @@ def largest_difference(source, grads, theirs):
 
 def test_loss_and_gradients_are_those_of_the_class(classes):
     theirs, source = classes
-    planes = rows(theirs.config.vocab_size)
-    assert planes.shape[1] == len(FIELDS) and (planes[:, DOC] == PADDING_DOC).any()
-    assert (planes[:, WEIGHTS] != 0).sum() > 40
+    fields = rows(theirs.config.vocab_size)
+    assert fields.shape[1] == len(FIELDS) and (fields[:, DOC] == PADDING_DOC).any()
+    assert (fields[:, WEIGHTS] != 0).sum() > 40
     theirs.zero_grad()
-    expected = their_loss(theirs, planes)
+    expected = their_loss(theirs, fields)
     expected.backward()
     for options in ({}, {"recompute": "full"}, {"kernel": "dense"}):
-        loss, grads = our_gradients(source, planes, has_memory=True, **options)
+        loss, grads = our_gradients(source, fields, has_memory=True, **options)
         assert loss == pytest.approx(expected.item(), rel=TOLERANCE)
         assert largest_difference(source, grads, theirs) <= TOLERANCE, options
     # What the memory is made of would learn too.
-    loss, grads = our_gradients(source, planes, has_memory=False)
+    loss, grads = our_gradients(source, fields, has_memory=False)
     assert loss == pytest.approx(expected.item(), rel=TOLERANCE)
     assert largest_difference(source, grads, theirs) > 1e-2
     # And it is read: without it the loss is another one.
-    alone = planes.copy()
-    alone[:, DOC][planes[:, BLOCK_POSITION_IDS] == 1] = PADDING_DOC
+    alone = fields.copy()
+    alone[:, DOC][fields[:, BLOCK_POSITION_IDS] == 1] = PADDING_DOC
     assert abs(our_gradients(source, alone, has_memory=True)[0] / expected.item() - 1) > 1e-2

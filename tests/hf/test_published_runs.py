@@ -223,7 +223,7 @@ def test_an_import_of_xlnet_is_proved_with_its_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(
         published_proof,
         "read_segment",
-        lambda model, planes, memory=None, **sizes: read_segment(model, planes, **sizes),
+        lambda model, fields, memory=None, **sizes: read_segment(model, fields, **sizes),
     )
     with pytest.raises(CheckpointError, match="the import of"):
         import_directory(tmp_path / "xlnet", tmp_path / "other", TREE | OBJECTIVE["xlnet"])

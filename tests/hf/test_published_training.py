@@ -121,9 +121,9 @@ def ours(context, run, batches):
     engine = make_engine(config, context, len(LOSSES))
     load_checkpoint(read_checkpoint(run / "checkpoints" / checkpoint_name(0)), engine, context)
     losses = []
-    for step, planes in enumerate(batches):
-        factor = 1.0 / np.count_nonzero(planes[:, WEIGHTS])
-        result = engine.train_step([engine.prepared(Batch(planes), step, factor)], LR)
+    for step, fields in enumerate(batches):
+        factor = 1.0 / np.count_nonzero(fields[:, WEIGHTS])
+        result = engine.train_step([engine.prepared(Batch(fields), step, factor)], LR)
         losses.append(float(result.objective_sums[:, 0].sum()) * factor)
     return losses
 
@@ -154,4 +154,4 @@ def test_losses_are_those_of_the_class(case, ranks, tmp_path):
     assert np.mean(expected[-10:]) < np.mean(expected[:10]) - 0.1  # it learns
     np.testing.assert_allclose(actual, expected, rtol=TOLERANCE)
     if case == "bert":
-        assert any((planes[:, OBJECTIVE] == 9).any() for planes in batches) and "masked_lm" in OBJECTIVES
+        assert any((fields[:, OBJECTIVE] == 9).any() for fields in batches) and "masked_lm" in OBJECTIVES

@@ -55,12 +55,12 @@ def decoder(model, config, **settings):
 
 def logits_of(model, tokens):
     """fp64 [N, V] by the batch of training, in which every place has a loss."""
-    planes = torch.zeros(len(FIELDS), len(tokens), dtype=torch.int32)
-    planes[TOKENS] = torch.tensor(tokens)
-    planes[POSITION_IDS] = torch.arange(len(tokens))
-    planes[WEIGHTS] = torch.ones(len(tokens)).view(torch.int32)
-    assert not planes[ORD].any() and not planes[DOC].any() and not planes[TARGETS].any()
-    batch = Batch(planes[None].numpy())
+    fields = torch.zeros(len(FIELDS), len(tokens), dtype=torch.int32)
+    fields[TOKENS] = torch.tensor(tokens)
+    fields[POSITION_IDS] = torch.arange(len(tokens))
+    fields[WEIGHTS] = torch.ones(len(tokens)).view(torch.int32)
+    assert not fields[ORD].any() and not fields[DOC].any() and not fields[TARGETS].any()
+    batch = Batch(fields[None].numpy())
     given = ModelInput.from_batch(batch, torch.device("cpu"), model.config)
     return model.logits(model._hidden(given)).double()[:, :VOCAB]
 

@@ -152,22 +152,22 @@ def test_the_weights_of_filled_blanks_are_those_of_training_written_out(model):
     best = [each[0] for each in found]
     rows, _ = worker.replay(context, best).shown["encoder"]
     blanks = [place for place, token in enumerate(context) if token in (3, 5)]
-    planes = np.zeros((1, len(FIELDS), len(rows)), np.int32)
-    planes[0, TOKENS] = [row.token for row in rows]
-    planes[0, POSITION_IDS, : len(context)] = range(len(context))
+    fields = np.zeros((1, len(FIELDS), len(rows)), np.int32)
+    fields[0, TOKENS] = [row.token for row in rows]
+    fields[0, POSITION_IDS, : len(context)] = range(len(context))
     end, order = len(context), 0
     for place, answer in zip(blanks, best, strict=True):
         count = len(answer.tokens) + 1
         span = slice(end, end + count)
-        planes[0, POSITION_IDS, span], planes[0, BLOCK_POSITION_IDS, span] = place, range(1, count + 1)
-        planes[0, ORD, span] = range(order + 1, order + count + 1)
+        fields[0, POSITION_IDS, span], fields[0, BLOCK_POSITION_IDS, span] = place, range(1, count + 1)
+        fields[0, ORD, span] = range(order + 1, order + count + 1)
         end, order = end + count, order + count
-    planes[0, WEIGHTS, -1] = np.float32(1.0).view(np.int32)
-    inputs = ModelInput.from_batch(Batch(planes), CPU, config)
-    pairs = list(zip(planes[0, POSITION_IDS].tolist(), planes[0, BLOCK_POSITION_IDS].tolist(), strict=True))
+    fields[0, WEIGHTS, -1] = np.float32(1.0).view(np.int32)
+    inputs = ModelInput.from_batch(Batch(fields), CPU, config)
+    pairs = list(zip(fields[0, POSITION_IDS].tolist(), fields[0, BLOCK_POSITION_IDS].tolist(), strict=True))
     ids = list(zip(*inputs.ids[:2].tolist(), strict=True))
     places = [ids.index(pair) for pair in pairs]  # the batch's order
-    seen = torch.from_numpy(allowed(planes[0, DOC], planes[0, ORD], np.zeros(len(rows), np.int32)))
+    seen = torch.from_numpy(allowed(fields[0, DOC], fields[0, ORD], np.zeros(len(rows), np.int32)))
     for layer, block in enumerate(run.model.layers):
         taken = []
         hook = block.attention.register_forward_pre_hook(

@@ -140,7 +140,7 @@ def check_views(doc, order, grp):
     """The derived structure against the rule, row by row. Returns the number of pairs that may see each other."""
     layout = make_layout(doc, order, grp)
     views = layout.views
-    exact = np.stack([mask_rule.allowed(*planes) for planes in zip(doc, order, grp, strict=True)])
+    exact = np.stack([mask_rule.allowed(*fields) for fields in zip(doc, order, grp, strict=True)])
     assert (allowed(doc, order, grp) == exact).all()
     rows, keys = (layout.rows // doc.shape[1], layout.rows % doc.shape[1])
     seen = exact[rows, keys][:, keys] & (rows[:, None] == rows)  # in the order of the layout
@@ -156,7 +156,7 @@ def check_views(doc, order, grp):
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_views_are_those_of_the_rule(recipe):
     batch = collate(make(recipe.name, 60, **recipe.config), windows(4, 60, 1))
-    pairs = check_views(*(batch[:, plane] for plane in (DOC, ORD, GRP)))
+    pairs = check_views(*(batch[:, field] for field in (DOC, ORD, GRP)))
     assert Batch(batch).visible_keys == pairs > 0
 
 
@@ -198,21 +198,21 @@ def test_a_batch_finds_its_structure_once(monkeypatch):
 
 
 def test_a_batch_counts_its_losses():
-    planes = prefix_batch(0)
-    batch = Batch(planes)
-    weights = planes[:, WEIGHTS].view(np.float32)
-    assert batch.tokens == (planes[:, DOC] >= 0).sum()
+    fields = prefix_batch(0)
+    batch = Batch(fields)
+    weights = fields[:, WEIGHTS].view(np.float32)
+    assert batch.tokens == (fields[:, DOC] >= 0).sum()
     assert batch.loss_rows == (weights != 0).sum() > 0
-    expected = [weights[planes[:, OBJECTIVE] == i].sum() for i in range(4)]
+    expected = [weights[fields[:, OBJECTIVE] == i].sum() for i in range(4)]
     assert batch.loss_weights(4).tolist() == expected and expected[0] > 0 and expected[3] == 0
 
 
 def test_rows_of_padding_add_nothing():
     batch = Batch(prefix_batch(0, rows=2))
     padded = batch.padded(5)
-    assert padded.planes.shape == (5, *batch.planes.shape[1:])
-    assert (padded.planes[:2] == batch.planes).all() and not padded.planes[2:, [TARGETS, WEIGHTS]].any()
+    assert padded.fields.shape == (5, *batch.fields.shape[1:])
+    assert (padded.fields[:2] == batch.fields).all() and not padded.fields[2:, [TARGETS, WEIGHTS]].any()
     for fact in ("tokens", "visible_keys", "loss_rows"):
         assert getattr(padded, fact) == getattr(batch, fact)
-    alone = Batch(batch.planes[:0]).padded(2)
+    alone = Batch(batch.fields[:0]).padded(2)
     assert (alone.tokens, alone.visible_keys, alone.loss_rows) == (0, 0, 0)

@@ -39,7 +39,7 @@ from megatron_lite.model.batch import Batch
 from megatron_lite.model.kernels import rule_attention, triton_attention
 
 EACH = pytest.mark.parametrize("recipe", [*RECIPES, "blank_infilling"])
-PLANES = (DOC, ORD, GRP, POSITION_IDS)
+FIELDS = (DOC, ORD, GRP, POSITION_IDS)
 CUDA = torch.device("cuda")
 # Positions of these begin again, or are not those of the order: CUDA's kernel has no window for them.
 SEVERAL_STRETCHES = {"blank_infilling", "t5", "ul2", "bart", "mass", "unilmv2"} | {
@@ -49,7 +49,7 @@ SEVERAL_STRETCHES = {"blank_infilling", "t5", "ul2", "bart", "mass", "unilmv2"} 
 
 def local_arrays(name, sequence_length, rows, seed):
     recipe = RECIPES.get(name) or Recipe(name, None, None)  # blank infilling has tests of its own
-    return recipe_arrays(recipe, sequence_length, rows, seed, PLANES)
+    return recipe_arrays(recipe, sequence_length, rows, seed, FIELDS)
 
 
 def small_model(**options):
@@ -247,7 +247,7 @@ def test_short_documents_keep_their_calls():
 
 def test_flops_count_what_local_layers_see():
     batch = Batch(prefix_batch(0))
-    arrays = [batch.planes[:, plane] for plane in PLANES]
+    arrays = [batch.fields[:, field] for field in FIELDS]
     whole, near = (int(mask_of(arrays, window).sum()) for window in (0, 7))
     assert near < whole == batch.visible_keys == batch.layer_keys(small_model())
     model = small_model(attention_window=7, global_every=3)  # layers 0, 3 and 6 are global

@@ -43,9 +43,9 @@ def test_packed_documents_are_those_that_are_alone(own, kernel):
     model.zero_grad()
     whole, alone = packed(lengths, 64), 0.0
     for number, length in enumerate(lengths):
-        planes = packed([length], length)
-        planes[:, TOKENS] = whole[:, TOKENS][whole[:, DOC] == number]
-        one = model(ModelInput.from_batch(Batch(planes), CPU, model.config, kernel="dense"))[0]
+        fields = packed([length], length)
+        fields[:, TOKENS] = whole[:, TOKENS][whole[:, DOC] == number]
+        one = model(ModelInput.from_batch(Batch(fields), CPU, model.config, kernel="dense"))[0]
         one.backward()
         alone += one.detach()
     assert torch.allclose(together, alone, rtol=1e-5)
@@ -56,7 +56,7 @@ def test_packed_documents_are_those_that_are_alone(own, kernel):
 
 def test_embeddings_are_dropped_out_in_each_layer_and_step_alike_for_all_samples():
     """The other places have no dropout here, so that rows with one text show no other difference."""
-    model, planes = small_model(output_dropout=0.5), np.repeat(packed([12], 12), 2, axis=0)
+    model, fields = small_model(output_dropout=0.5), np.repeat(packed([12], 12), 2, axis=0)
     rows = []
     model.layers[0].attention.query_key_value.register_forward_hook(
         lambda module, given, out: rows.append(given[0]) if len(given[0]) == 16 else None
@@ -65,7 +65,7 @@ def test_embeddings_are_dropped_out_in_each_layer_and_step_alike_for_all_samples
         lambda module, given, out: rows.append(given[0]) if len(given[0]) == 16 else None
     )
     for seed in (1, 1, 2):
-        model(ModelInput.from_batch(Batch(planes), CPU, model.config, dropout_seed=seed))
+        model(ModelInput.from_batch(Batch(fields), CPU, model.config, dropout_seed=seed))
     first, second, again, _, other, _ = ((x == 0).float() for x in rows)
     assert all(0.3 < x.mean() < 0.7 for x in (first, second, other))
     assert torch.equal(first, again) and not torch.equal(first, second) and not torch.equal(first, other)

@@ -74,12 +74,12 @@ def batch_of(name, sequence_length=40, rows=3, seed=1):
 class Reference:
     """The model written out on the tokens of a batch in place, [B, S]."""
 
-    def __init__(self, config, weights, planes):
+    def __init__(self, config, weights, fields):
         self.config, self.weights = config, weights
-        planes = planes.astype(np.int64)
-        self.is_target = torch.from_numpy((planes[:, ORD] > 0) & (planes[:, DOC] >= 0))
-        self.mask = torch.from_numpy(allowed(planes[:, DOC], planes[:, ORD], planes[:, GRP]))
-        self.planes = torch.from_numpy(planes)
+        fields = fields.astype(np.int64)
+        self.is_target = torch.from_numpy((fields[:, ORD] > 0) & (fields[:, DOC] >= 0))
+        self.mask = torch.from_numpy(allowed(fields[:, DOC], fields[:, ORD], fields[:, GRP]))
+        self.fields = torch.from_numpy(fields)
 
     def linear(self, name, x):
         return F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
@@ -126,13 +126,13 @@ class Reference:
         return x
 
     def embed(self, own):
-        x = self.weights["embedding.word_embeddings.weight"][self.planes[:, TOKENS]]
-        for name, plane in (
+        x = self.weights["embedding.word_embeddings.weight"][self.fields[:, TOKENS]]
+        for name, field in (
             (f"{own}.position_embeddings", POSITION_IDS), ("embedding.block_position_embeddings", BLOCK_POSITION_IDS),
             ("embedding.segment_embeddings", SEGMENT_IDS),
         ):  # fmt: skip
             if f"{name}.weight" in self.weights:
-                x = x + self.weights[f"{name}.weight"][self.planes[:, plane]]
+                x = x + self.weights[f"{name}.weight"][self.fields[:, field]]
         return self.norm(f"{own}.layernorm", x) if f"{own}.layernorm.weight" in self.weights else x
 
     def loss(self):
@@ -148,15 +148,15 @@ class Reference:
             y = self.norm("final_layernorm", y)
         words = self.weights["embedding.word_embeddings.weight"][: self.config.vocab_size]
         losses = F.cross_entropy(
-            (y @ words.T).flatten(0, 1), self.planes[:, TARGETS].flatten(), reduction="none"
+            (y @ words.T).flatten(0, 1), self.fields[:, TARGETS].flatten(), reduction="none"
         )
-        has_loss = (self.planes[:, WEIGHTS] != 0).flatten()
+        has_loss = (self.fields[:, WEIGHTS] != 0).flatten()
         return losses[has_loss].sum()
 
 
-def results(model, planes, kernel="auto", dropout_seed=None, **options):
+def results(model, fields, kernel="auto", dropout_seed=None, **options):
     data = ModelInput.from_batch(
-        Batch(planes), CPU, model.config, kernel=kernel, dropout_seed=dropout_seed, **options
+        Batch(fields), CPU, model.config, kernel=kernel, dropout_seed=dropout_seed, **options
     )
     loss, _ = model(data)
     return loss, torch.autograd.grad(loss, list(model.parameters()))
@@ -172,36 +172,36 @@ def assert_close(ours, expected):
 @EACH_CONFIG
 @pytest.mark.parametrize("name", ["t5", "bart", "mass"])
 def test_the_model_equals_blocks_and_attention_written_out(config, name):
-    model, planes = make(config), batch_of(name)
+    model, fields = make(config), batch_of(name)
     weights = dict(model.named_parameters())
-    expected = Reference(config, weights, planes).loss()
+    expected = Reference(config, weights, fields).loss()
     gradients = torch.autograd.grad(expected, list(weights.values()))
     assert all(gradient.any() for gradient in gradients)
     for kernel, options in (("auto", {}), ("dense", {}), ("calls", {"multiple": 16, "has_one_length": True})):
-        assert_close(results(model, planes, kernel, **options), (expected, gradients))
+        assert_close(results(model, fields, kernel, **options), (expected, gradients))
 
 
 @EACH_CONFIG
 def test_the_calls_of_cuda_give_the_same(config, emulated_kernel, monkeypatch):
-    model, planes = make(config), batch_of("mass")
-    assert_close(results(model, planes, "varlen", multiple=64), results(model, planes))
+    model, fields = make(config), batch_of("mass")
+    assert_close(results(model, fields, "varlen", multiple=64), results(model, fields))
 
 
 @EACH_CONFIG
 def test_padding_and_rows_that_fill_change_nothing(config):
-    model, planes = make(config), batch_of("t5")
-    assert_close(results(model, planes, multiple=64, few_counts=True), results(model, planes))
+    model, fields = make(config), batch_of("t5")
+    assert_close(results(model, fields, multiple=64, few_counts=True), results(model, fields))
 
 
 @EACH_CONFIG
 def test_kernels_and_recomputation_drop_the_same(config):
     config = dataclasses.replace(config, **DROPOUTS)
-    model, planes = make(config), batch_of("mass")
-    expected = results(model, planes, "dense", dropout_seed=5)
-    assert_close(results(model, planes, dropout_seed=5, multiple=8), expected)
+    model, fields = make(config), batch_of("mass")
+    expected = results(model, fields, "dense", dropout_seed=5)
+    assert_close(results(model, fields, dropout_seed=5, multiple=8), expected)
     for recompute in ("selective", "full"):
-        assert_close(results(make(config, recompute=recompute), planes, dropout_seed=5), expected)
-    others = [results(model, planes, dropout_seed=seed)[0].item() for seed in (None, 6)]
+        assert_close(results(make(config, recompute=recompute), fields, dropout_seed=5), expected)
+    others = [results(model, fields, dropout_seed=seed)[0].item() for seed in (None, 6)]
     assert len({expected[0].item(), *others}) == 3
 
 
@@ -249,21 +249,21 @@ def test_the_decoder_sees_nothing_of_mass_hidden_fragment():
     model = make(config)
     with torch.no_grad():  # the encoder's rows do not see each other
         model.layers[0].attention.dense.weight.zero_()
-    planes = batch_of("mass")
-    hidden = planes[:, ORD] < 0
+    fields = batch_of("mass")
+    hidden = fields[:, ORD] < 0
     losses = []
     for token in (1500, 1501):
-        planes[:, TOKENS][hidden] = token
-        losses.append(results(model, planes)[0].item())
-    planes[:, TOKENS][(planes[:, ORD] == 0) & (planes[:, DOC] >= 0)] = 1500
-    assert hidden.any() and losses[0] == losses[1] != results(model, planes)[0].item()
+        fields[:, TOKENS][hidden] = token
+        losses.append(results(model, fields)[0].item())
+    fields[:, TOKENS][(fields[:, ORD] == 0) & (fields[:, DOC] >= 0)] = 1500
+    assert hidden.any() and losses[0] == losses[1] != results(model, fields)[0].item()
 
 
 def test_a_batch_without_targets_has_no_loss_and_finite_gradients():
-    planes = prefix_batch(0)
-    planes[:, WEIGHTS] = 0
-    planes[:, DOC] = np.where(planes[:, ORD] > 0, -1, planes[:, DOC])
-    loss, gradients = results(make(BART), planes)
+    fields = prefix_batch(0)
+    fields[:, WEIGHTS] = 0
+    fields[:, DOC] = np.where(fields[:, ORD] > 0, -1, fields[:, DOC])
+    loss, gradients = results(make(BART), fields)
     assert loss == 0 and all(not gradient.any() for gradient in gradients)
 
 
@@ -279,22 +279,22 @@ PAIRS = [
 def pairs_batch():
     """int32 [rows, fields, 24], and the documents: context, input and labels of the decoder."""
     rng = np.random.default_rng(3)
-    planes = np.zeros((len(PAIRS), len(FIELDS), 26), np.int32)
-    planes[:, DOC] = -1
-    weights, documents = planes[:, WEIGHTS].view(np.float32), []
+    fields = np.zeros((len(PAIRS), len(FIELDS), 26), np.int32)
+    fields[:, DOC] = -1
+    weights, documents = fields[:, WEIGHTS].view(np.float32), []
     for row, lengths in enumerate(PAIRS):
         end = 0
         for number, (context, target) in enumerate(lengths):
             a, b, labels = (rng.integers(5, 90, size) for size in (context, target, target))
             start, middle, end = end, end + context, end + context + target
-            planes[row, TOKENS, start:end] = np.r_[a, b]
-            planes[row, POSITION_IDS, start:end] = np.r_[np.arange(context), np.arange(target)]
-            planes[row, ORD, middle:end] = np.arange(1, target + 1)
-            planes[row, TARGETS, middle:end] = labels
-            planes[row, DOC, start:end] = number
+            fields[row, TOKENS, start:end] = np.r_[a, b]
+            fields[row, POSITION_IDS, start:end] = np.r_[np.arange(context), np.arange(target)]
+            fields[row, ORD, middle:end] = np.arange(1, target + 1)
+            fields[row, TARGETS, middle:end] = labels
+            fields[row, DOC, start:end] = number
             weights[row, middle:end] = 1.0
             documents.append([torch.from_numpy(x)[None] for x in (a, b, labels)])
-    return planes, documents
+    return fields, documents
 
 
 def small(config, **changes):
@@ -303,8 +303,8 @@ def small(config, **changes):
 
 def compare(ours, theirs, named_pairs):
     """Loss of all documents in packed rows against each by itself, and the gradients of tied pairs of tensors."""
-    planes, documents = pairs_batch()
-    loss, gradients = results(ours, planes)
+    fields, documents = pairs_batch()
+    loss, gradients = results(ours, fields)
     expected = sum(
         F.cross_entropy(theirs(input_ids=a, decoder_input_ids=b).logits[0], labels[0], reduction="sum")
         for a, b, labels in documents

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from support.kernels import interpreted_kernels
 
-from data_utils.common.batch_fields import ID_PLANES
+from data_utils.common.batch_fields import ID_FIELDS
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.head_norms import HeadNorms
 from megatron_lite.model.kernels import fused
@@ -149,7 +149,7 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 def test_a_model_computes_the_same_with_and_without_kernels(monkeypatch, options):
     config = dataclasses.replace(CONFIG, **options)
-    ids = torch.zeros(len(ID_PLANES), 6, dtype=torch.int32)
+    ids = torch.zeros(len(ID_FIELDS), 6, dtype=torch.int32)
     ids[0], ids[1] = torch.tensor([0, 3, 5, 9, 9, 9]), torch.tensor([0, 0, 0, 1, 2, 3])
     rotary = Rotary.of(config, ids) if config.positions == "rotary" else None
     norms = HeadNorms(config, TensorParallel()) if config.query_key_norm else None

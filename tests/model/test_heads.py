@@ -56,10 +56,10 @@ def mixed_batch(seed: int, names=NAMES) -> np.ndarray:
         ObjectiveChoice(name, objective_class(name).config_class(**SECTIONS.get(name, {}))) for name in names
     ]
     made = make_objective(choices, vocabulary(), 5, 72)
-    pieces = [text_of(length, first=1000 + 40 * i) for i, length in enumerate((40, 20) * SAMPLES)]
-    lengths = np.array([len(piece) for piece in pieces])
+    chunks = [text_of(length, first=1000 + 40 * i) for i, length in enumerate((40, 20) * SAMPLES)]
+    lengths = np.array([len(chunk) for chunk in chunks])
     samples = np.arange(seed * SAMPLES, (seed + 1) * SAMPLES)
-    return collate(made, np.concatenate(pieces), lengths, np.full(SAMPLES, 2), samples)
+    return collate(made, np.concatenate(chunks), lengths, np.full(SAMPLES, 2), samples)
 
 
 def make_model(seed: int = 3, **options) -> GLM:
@@ -86,7 +86,7 @@ def test_rows_are_sorted_by_the_head_that_predicts_them():
     expected = []
     for number, row in enumerate(batch):
         used = int((row[DOC] >= 0).sum())
-        example = Example.from_planes(row[:, :used])
+        example = Example.from_fields(row[:, :used])
         if LOSS_NAMES[row[OBJECTIVE, 0]] == "masked_spans":
             borders = span_boundaries(example)
             borders[:, :3] += number * row.shape[1]
@@ -107,7 +107,7 @@ def reference_losses(model: GLM, row: np.ndarray) -> dict[str, list[float]]:
     inputs = ModelInput.from_batch(
         Batch(row[None]), torch.device("cpu"), model.config, kernel="dense"
     )  # in row order
-    ids = {plane: torch.from_numpy(row[plane].copy()).long() for plane in (TOKENS, POSITION_IDS, SEGMENT_IDS)}
+    ids = {field: torch.from_numpy(row[field].copy()).long() for field in (TOKENS, POSITION_IDS, SEGMENT_IDS)}
     embedded = (
         p["embedding.word_embeddings.weight"][ids[TOKENS]]
         + p["embedding.position_embeddings.weight"][ids[POSITION_IDS]]
@@ -132,7 +132,7 @@ def reference_losses(model: GLM, row: np.ndarray) -> dict[str, list[float]]:
         return F.cross_entropy(logits, torch.tensor(target)).item()
 
     losses: dict[str, list[float]] = {}
-    example = Example.from_planes(row)
+    example = Example.from_fields(row)
     borders = {r: rest for r, *rest in span_boundaries(example).tolist()}
     for i in np.flatnonzero(example.weights):
         name, target = LOSS_NAMES[row[OBJECTIVE, i]], int(row[TARGETS, i])
@@ -212,9 +212,9 @@ def test_rows_that_fill_change_nothing(seed):
 
 
 def test_a_batch_without_loss_has_no_rows_to_fill():
-    planes = mixed_batch(0)
-    planes[:, WEIGHTS] = 0
-    host = prepare(Batch(planes), torch.device("cpu"), make_model().config, few_counts=True)
+    fields = mixed_batch(0)
+    fields[:, WEIGHTS] = 0
+    host = prepare(Batch(fields), torch.device("cpu"), make_model().config, few_counts=True)
     assert len(host.weight_losses) == 0
 
 
@@ -377,7 +377,7 @@ def test_losses_become_means_of_their_own_rows():
     for i, total in enumerate(totals):
         found = weights[batch[:, OBJECTIVE] == i].sum()
         assert found == pytest.approx(factors[i] if total else 0.0, rel=1e-5)
-    assert all(half.planes is given.planes for half, given in zip(weighed, halves, strict=True))
+    assert all(half.fields is given.fields for half, given in zip(weighed, halves, strict=True))
     assert np.array_equal(batch, before)
 
 
@@ -385,8 +385,8 @@ def test_sections_say_which_segments_and_labels_they_make():
     for name, section in ((name, objective_class(name).config_class) for name in NAMES):
         config = section(**SECTIONS.get(name, {}))
         made = make(name, 72, **SECTIONS.get(name, {}))
-        piece, ones = text_of(60), np.ones(64, np.int64)
-        batch = collate(made, np.tile(piece, 64), ones * 60, ones, np.arange(64))
+        chunk, ones = text_of(60), np.ones(64, np.int64)
+        batch = collate(made, np.tile(chunk, 64), ones * 60, ones, np.arange(64))
         labels = np.isin(
             batch[:, OBJECTIVE], [LOSS_NAMES.index(n) for n in ("next_sentence", "sentence_order")]
         )

@@ -43,7 +43,7 @@ def test_varying_batches_have_few_lengths():
     shapes, tokens = set(), set()
     for seed in range(60):
         batch = Batch(collate(made, windows(16, 100, seed)))
-        multiple = few_lengths(batch.planes[:, 0].size, CUDA, torch.bfloat16)
+        multiple = few_lengths(batch.fields[:, 0].size, CUDA, torch.bfloat16)
         plan = model_input.plan_attention(batch.layout, CPU, multiple=multiple)
         shapes.add(len(plan.order))
         tokens.add(batch.tokens)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from support.latent import latent_batch, latent_config, random_sentences, sentence_planes
+from support.latent import latent_batch, latent_config, random_sentences, sentence_fields
 from support.published import write_random
 from torch.nn.functional import cross_entropy
 
@@ -30,13 +30,13 @@ def built(**changes):
     return config, model
 
 
-def prepared(config, planes, samples=None, **options):
-    batch = latent_batch(planes, config, samples)
+def prepared(config, fields, samples=None, **options):
+    batch = latent_batch(fields, config, samples)
     return prepare(batch, CPU, config.model, of_decoder=config.decoder, **options).to(CPU)
 
 
-def reconstructions(config, model, planes, z, **options):
-    return model.reconstruction(prepared(config, planes, **options), z)
+def reconstructions(config, model, fields, z, **options):
+    return model.reconstruction(prepared(config, fields, **options), z)
 
 
 def close(ours, expected, tolerance=TOLERANCE):
@@ -84,8 +84,8 @@ def published(tmp_path_factory):
 def test_the_encoder_is_bert(published):
     config, model, theirs = published
     sentences = random_sentences(0, 3, 2)
-    planes = sentence_planes(sentences)
-    mu, logvar = model.posterior(prepared(config, planes))
+    fields = sentence_fields(sentences)
+    mu, logvar = model.posterior(prepared(config, fields))
     pooled = []
     for encoded, _ in (pair for row in sentences for pair in row):
         tokens = torch.tensor([[1, *encoded, 2]])
@@ -102,9 +102,9 @@ def test_the_decoder_is_gpt2_with_a_cache_of_length_1(published):
 
     gpt2 = theirs["decoder"]
     sentences = random_sentences(1, 2, 3)
-    planes = sentence_planes(sentences)
+    fields = sentence_fields(sentences)
     z = torch.randn(6, latent_of(config).latent_size, generator=torch.Generator().manual_seed(2))
-    ours = reconstructions(config, model, planes, z)
+    ours = reconstructions(config, model, fields, z)
     heads, layers = gpt2.config.n_head, gpt2.config.n_layer
     for number, (_, decoded) in enumerate(pair for row in sentences for pair in row):
         memory = (model.latent.memory.weight @ z[number]).view(layers, 1, heads, 1, -1)
@@ -150,7 +150,7 @@ def test_the_slot_is_a_key_and_value_before_the_tokens(kernel):
     config, model = built()
     sentences = random_sentences(3, 2, 3)
     z = torch.randn(6, 8, requires_grad=True)
-    ours = reconstructions(config, model, sentence_planes(sentences), z, kernel=kernel)
+    ours = reconstructions(config, model, sentence_fields(sentences), z, kernel=kernel)
     decoded = [pair[1] for row in sentences for pair in row]
     expected = torch.stack([dense_reference(model, config, each, z[i]) for i, each in enumerate(decoded)])
     close(ours, expected)
@@ -170,11 +170,11 @@ def test_a_zero_memory_takes_its_share_of_attention():
     """A zero key scores 0, not minus infinity: z = 0 is not the same as no memory."""
     config, model = built(optimus={"embedding": False})
     sentences = random_sentences(4, 1, 2)
-    with_slot = reconstructions(config, model, sentence_planes(sentences), torch.zeros(2, 8))
+    with_slot = reconstructions(config, model, sentence_fields(sentences), torch.zeros(2, 8))
     without = latent_config(optimus={"embedding": False})
-    planes = sentence_planes(sentences)
+    fields = sentence_fields(sentences)
     model.latent.memory = None
-    plain = reconstructions(without, model, planes, torch.zeros(2, 8))
+    plain = reconstructions(without, model, fields, torch.zeros(2, 8))
     assert (with_slot - plain).abs().min() > 1e-3
 
 
@@ -182,8 +182,8 @@ def test_without_memory_the_decoder_is_the_plain_causal_run():
     config, model = built(optimus={"memory": False})
     model.latent.embedding.weight.data.zero_()
     sentences = random_sentences(5, 1, 2)
-    planes = sentence_planes(sentences, memory=False)
-    ours = reconstructions(config, model, planes, torch.randn(2, 8))
+    fields = sentence_fields(sentences, memory=False)
+    ours = reconstructions(config, model, fields, torch.randn(2, 8))
     for number, (_, decoded) in enumerate(sentences[0]):
         row = np.zeros((1, len(FIELDS), len(decoded) + 1), np.int32)
         row[0, TOKENS], row[0, TARGETS] = [3, *decoded], [*decoded, 4]
@@ -195,11 +195,11 @@ def test_without_memory_the_decoder_is_the_plain_causal_run():
 def test_sentences_of_a_row_cannot_read_each_others_vector():
     """Another vector for one sentence leaves the others bit-equal."""
     config, model = built()
-    planes = sentence_planes(random_sentences(6, 2, 3))
+    fields = sentence_fields(random_sentences(6, 2, 3))
     z = torch.randn(6, 8)
-    before = reconstructions(config, model, planes, z)
+    before = reconstructions(config, model, fields, z)
     z[2] += 1.0
-    after = reconstructions(config, model, planes, z)
+    after = reconstructions(config, model, fields, z)
     assert (before == after).tolist() == [True, True, False, True, True, True]
 
 
@@ -207,13 +207,13 @@ def test_packed_padded_and_filled_sentences_are_those_alone():
     config, model = built()
     sentences = random_sentences(7, 2, 3)
     flat = [pair for row in sentences for pair in row]
-    packed = prepared(config, sentence_planes(sentences, length=100), few_counts=True, multiple=64)
+    packed = prepared(config, sentence_fields(sentences, length=100), few_counts=True, multiple=64)
     mu, _ = model.posterior(packed)
     z = torch.randn(len(packed.parts.weight), 8)
     packed_losses = model.reconstruction(packed, z)
     assert packed.parts.weight.tolist() == [1.0] * 6 + [0.0] * (len(z) - 6)
     for number, pair in enumerate(flat):
-        alone = prepared(config, sentence_planes([[pair]]))
+        alone = prepared(config, sentence_fields([[pair]]))
         close(mu[number], model.posterior(alone)[0][0])
         close(packed_losses[number], model.reconstruction(alone, z[number : number + 1])[0])
 
@@ -224,8 +224,8 @@ def test_packed_padded_and_filled_sentences_are_those_alone():
 def test_the_loss_is_that_of_the_formula():
     config, model = built(optimus={"free_bits": 0.02, "beta": 0.7, "init_std": 0.02})
     model.beta = 0.3
-    planes = sentence_planes(random_sentences(8, 2, 2))
-    batch = prepared(config, planes)
+    fields = sentence_fields(random_sentences(8, 2, 2))
+    batch = prepared(config, fields)
     loss, sums = model(batch)
     mu, logvar = model.posterior(batch)
     z = mu + (logvar / 2).exp() * batch.parts.noise
@@ -241,7 +241,7 @@ def test_the_loss_is_that_of_the_formula():
 
 def test_an_autoencoder_decodes_the_mean():
     config, model = built(optimus={"beta": 0.0})
-    batch = prepared(config, sentence_planes(random_sentences(8, 2, 2)))
+    batch = prepared(config, sentence_fields(random_sentences(8, 2, 2)))
     loss, _ = model(batch)
     mu, _ = model.posterior(batch)
     assert torch.equal(loss, model.reconstruction(batch, mu).sum())
@@ -249,7 +249,7 @@ def test_an_autoencoder_decodes_the_mean():
 
 def test_a_noise_free_beginning_decodes_the_mean_while_the_weight_is_0():
     config, model = built(optimus={"noise_free": True})
-    batch = prepared(config, sentence_planes(random_sentences(8, 2, 2)))
+    batch = prepared(config, sentence_fields(random_sentences(8, 2, 2)))
     mu, logvar = model.posterior(batch)
     drawn = mu + (logvar / 2).exp() * batch.parts.noise
     observed = []
@@ -296,7 +296,7 @@ def test_length_weighted_losses_are_divided_by_the_tokens():
     """Those between and with BOS and EOS, as the released code counts."""
     config, model = built(optimus={"length_weighted": True, "beta": 0.0})
     sentences = random_sentences(9, 1, 3)
-    batch = prepared(config, sentence_planes(sentences))
+    batch = prepared(config, sentence_fields(sentences))
     loss, _ = model(batch)
     mu, _ = model.posterior(batch)
     rec = model.reconstruction(batch, mu)
@@ -306,17 +306,17 @@ def test_length_weighted_losses_are_divided_by_the_tokens():
 
 def test_the_noise_is_a_pure_function_of_seed_sample_and_sentence():
     config, _ = built()
-    planes = sentence_planes(random_sentences(10, 2, 3))
-    whole = latent_batch(planes, config, [7, 9]).noise
-    assert np.array_equal(latent_batch(planes[1:], config, [9]).noise, whole[3:])
+    fields = sentence_fields(random_sentences(10, 2, 3))
+    whole = latent_batch(fields, config, [7, 9]).noise
+    assert np.array_equal(latent_batch(fields[1:], config, [9]).noise, whole[3:])
     assert len(np.unique(whole)) == whole.size
-    assert not np.array_equal(latent_batch(planes, config, [7, 9], seed=6).noise, whole)
+    assert not np.array_equal(latent_batch(fields, config, [7, 9], seed=6).noise, whole)
 
 
 def test_noise_is_standard_normal():
     config = latent_config(optimus={"latent_size": 64})
-    planes = sentence_planes([[([], [])] * 4] * 50)
-    noise = latent_batch(planes, config).noise
+    fields = sentence_fields([[([], [])] * 4] * 50)
+    noise = latent_batch(fields, config).noise
     assert noise.shape == (200, 64)
     # 12,800 numbers: the standard errors of mean and variance are 0.009 and 0.0125; five of them.
     assert abs(noise.mean()) < 0.045 and abs(noise.var() - 1.0) < 0.0625
@@ -324,10 +324,10 @@ def test_noise_is_standard_normal():
 
 def test_a_batch_of_padding_has_no_loss():
     config, model = built()
-    planes = sentence_planes([[([6], [6])]])
-    padding = latent_batch(planes, config).padded(3)
+    fields = sentence_fields([[([6], [6])]])
+    padding = latent_batch(fields, config).padded(3)
     assert padding.loss_weight == 1.0
-    empty = latent_batch(planes[:0], config, []).padded(2)
+    empty = latent_batch(fields[:0], config, []).padded(2)
     loss, sums = model(prepare(empty, CPU, config.model, of_decoder=config.decoder).to(CPU))
     assert loss == 0.0 and not sums.any()
 
@@ -335,7 +335,7 @@ def test_a_batch_of_padding_has_no_loss():
 def test_counts_leave_the_other_stack_out():
     """Each token sees the tokens before it in its own stack alone, and the slot."""
     config, _ = built()
-    batch = latent_batch(sentence_planes([[([5, 6, 7], [8, 9])]]), config)
+    batch = latent_batch(sentence_fields([[([5, 6, 7], [8, 9])]]), config)
     assert batch.tokens == 5 + 4
     assert batch.target_keys == 1 + 2 + 3 + 4
     assert batch.visible_keys == 25 + 10
@@ -345,8 +345,8 @@ def test_counts_leave_the_other_stack_out():
 def test_dropout_differs_between_the_stacks():
     options = {"attention_dropout": 0.2, "output_dropout": 0.2}
     config, model = built(model=options, decoder=options)
-    planes = sentence_planes(random_sentences(11, 2, 3))
-    first = model(prepared(config, planes, dropout_seed=1))[0]
-    assert torch.equal(first, model(prepared(config, planes, dropout_seed=1))[0])
-    assert not torch.equal(first, model(prepared(config, planes, dropout_seed=2))[0])
-    assert not torch.equal(first, model(prepared(config, planes))[0])
+    fields = sentence_fields(random_sentences(11, 2, 3))
+    first = model(prepared(config, fields, dropout_seed=1))[0]
+    assert torch.equal(first, model(prepared(config, fields, dropout_seed=1))[0])
+    assert not torch.equal(first, model(prepared(config, fields, dropout_seed=2))[0])
+    assert not torch.equal(first, model(prepared(config, fields))[0])

@@ -14,7 +14,7 @@ from support.attention import CPU, draw, dropout_of, mask_of, recipe_arrays
 from support.kernels import interpreted_kernels
 from support.recipes import RECIPES, collate, make, windows
 
-from data_utils.common.batch_fields import DOC, GRP, ID_PLANES, ORD, POSITION_IDS, SEGMENT_IDS
+from data_utils.common.batch_fields import DOC, GRP, ID_FIELDS, ORD, POSITION_IDS, SEGMENT_IDS
 from data_utils.common.settings import build
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.model import ModelConfig
@@ -37,7 +37,7 @@ from megatron_lite.model.position_bias import Distances, DistanceScores
 from megatron_lite.model.tensor_parallel import TensorParallel
 from megatron_lite.model.transformer import GLM
 
-PLANES = (DOC, ORD, GRP, POSITION_IDS, SEGMENT_IDS)
+FIELDS = (DOC, ORD, GRP, POSITION_IDS, SEGMENT_IDS)
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ def scores_of(config, dtype):
 
 def written_out(arrays, qkv, of, width, dropout):
     """[T, 3, H, D] and the parameters -> [T, H, D], pair by pair, in the batch's order."""
-    position, segment = (torch.from_numpy(plane).flatten() for plane in arrays[3:])
+    position, segment = (torch.from_numpy(field).flatten() for field in arrays[3:])
     query, key, value = qkv.unbind(1)
     apart = (position[:, None] - position[None]).double()  # query less key
     steps = 10000.0 ** (torch.arange(0, width, 2).double() / width)
@@ -93,10 +93,10 @@ def by_kernels(arrays, qkv, terms, config, p):
     order = torch.from_numpy(plan.order)
     plan.on_device([torch.from_numpy(x) for x in plan.arrays()], CPU)
     padded = torch.where(order[:, None, None, None] >= 0, qkv[order.clamp(min=0)], 3.0)
-    ids = torch.zeros(len(ID_PLANES), len(order), dtype=torch.int32)
-    for plane, values in zip((POSITION_IDS, SEGMENT_IDS), arrays[3:], strict=True):
+    ids = torch.zeros(len(ID_FIELDS), len(order), dtype=torch.int32)
+    for field, values in zip((POSITION_IDS, SEGMENT_IDS), arrays[3:], strict=True):
         taken = torch.from_numpy(values).flatten()[order.clamp(min=0)]
-        ids[ID_PLANES.index(plane)] = torch.where(order >= 0, taken, 0)
+        ids[ID_FIELDS.index(field)] = torch.where(order >= 0, taken, 0)
     operands, bias = terms.biased(padded, Distances.of(config, ids, plan, None))
     dropout = dropout_of(arrays[:3], p, seed=5, plan=plan) if p else None
     out = plan.attend(0, [operands], dropout, bias)
@@ -135,7 +135,7 @@ def compare(arrays, size, dtype, p, tolerance):
 )
 def test_every_gradient(name, length, size, p):
     """Two streams, packed documents, padding and three segments; an odd head size; every parameter of the terms."""
-    arrays = recipe_arrays(RECIPES[name], length, 2, 1, PLANES)
+    arrays = recipe_arrays(RECIPES[name], length, 2, 1, FIELDS)
     if name == "xlnet":
         assert {0, 1, 2} == set(arrays[4].flatten().tolist()) and (arrays[0] < 0).any()
         assert (arrays[1] < 0).any() and arrays[0].max() > 0
@@ -143,7 +143,7 @@ def test_every_gradient(name, length, size, p):
 
 
 def test_half_precision():
-    compare(recipe_arrays(RECIPES["xlnet"], 23, 1, 2, PLANES), 16, torch.float16, 0.0, 8e-3)
+    compare(recipe_arrays(RECIPES["xlnet"], 23, 1, 2, FIELDS), 16, torch.float16, 0.0, 8e-3)
 
 
 def test_no_tokens():
@@ -178,9 +178,9 @@ def test_a_model_equals_its_dense_reference(recompute):
     model = GLM(config, recompute=recompute, num_losses=len(LOSS_NAMES), has_memory=True)
     initialize_parameters(model.named_parameters(), config, 3)
     wide = copy.deepcopy(model).double()
-    planes = collate(make("xlnet", 37, memory_length=4), windows(2, 37, 4))
+    fields = collate(make("xlnet", 37, memory_length=4), windows(2, 37, 4))
     for each, kernel in ((model, "query tables"), (wide, "dense")):
-        given = ModelInput.from_batch(Batch(planes), CPU, config, dropout_seed=3, kernel=kernel, multiple=8)
+        given = ModelInput.from_batch(Batch(fields), CPU, config, dropout_seed=3, kernel=kernel, multiple=8)
         assert isinstance(given.plan, DensePlan if kernel == "dense" else BlockPlan)
         with mock.patch.object(fused, "DEVICES", ("cuda",) if kernel == "dense" else ("cuda", "cpu")):
             each.loss = each(given)[0]
@@ -196,8 +196,8 @@ def test_a_model_equals_its_dense_reference(recompute):
 def test_what_the_kernel_cannot_take_is_dense_and_said_once(caplog):
     """Keys of one position; positions beyond the row. Queries that no token sees may share one with a key."""
     tables._say_slow.cache_clear()
-    repeated = recipe_arrays(RECIPES["unilmv2"], 40, 2, 1, PLANES[:4])
-    streams = recipe_arrays(RECIPES["xlnet"], 40, 2, 1, PLANES[:4])
+    repeated = recipe_arrays(RECIPES["unilmv2"], 40, 2, 1, FIELDS[:4])
+    streams = recipe_arrays(RECIPES["xlnet"], 40, 2, 1, FIELDS[:4])
     far = (*streams[:3], streams[3] + streams[3].shape[1])
     with caplog.at_level(logging.WARNING):
         for arrays in (repeated, repeated, far):

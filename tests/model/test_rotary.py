@@ -15,7 +15,7 @@ from megatron_lite.model.flops import parameter_count, step_flops
 from megatron_lite.model.forward_context import Flow
 from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.kernels.fused import Biased, activated
-from megatron_lite.model.model_input import ID_PLANES, ModelInput
+from megatron_lite.model.model_input import ID_FIELDS, ModelInput
 from megatron_lite.model.rope import Rotary, spread
 from megatron_lite.model.tensor_parallel import TensorParallel
 from megatron_lite.model.transformer import GLM
@@ -29,9 +29,9 @@ CONFIG = ModelConfig(
 
 
 def ids(positions, block_positions):
-    planes = torch.zeros(len(ID_PLANES), len(positions), dtype=torch.int32)
-    planes[0], planes[1] = torch.tensor(positions), torch.tensor(block_positions)
-    return planes
+    fields = torch.zeros(len(ID_FIELDS), len(positions), dtype=torch.int32)
+    fields[0], fields[1] = torch.tensor(positions), torch.tensor(block_positions)
+    return fields
 
 
 def test_pairs_of_features_are_turned_by_their_angle():
@@ -96,7 +96,7 @@ def test_the_model_tells_places_in_a_span(block_positions):
     assert step_flops(config, 10, 2, 30) == step_flops(CONFIG, 10, 2, 30)
     inputs = ModelInput.from_batch(Batch(prefix_batch(0)), CPU, CONFIG, kernel="dense")
     outs = [model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)]
-    places = inputs.ids[ID_PLANES.index(BLOCK_POSITION_IDS)]
+    places = inputs.ids[ID_FIELDS.index(BLOCK_POSITION_IDS)]
     assert places.max() > 2
     places.clamp_(max=1)
     outs.append(model.hidden_states(inputs.tokens, inputs.ids, inputs.plan))

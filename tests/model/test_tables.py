@@ -41,8 +41,8 @@ def small_blocks(monkeypatch):
 
 def written_out(arrays, qkv, vectors, rows, dropout=None):
     """[T, 3, H, D], [2, N, H, D], and the row of each distance, key less query -> [T, H, D], in the batch's order."""
-    planes, position = arrays[:3], torch.from_numpy(arrays[3]).flatten().long()
-    mask = torch.block_diag(*mask_of(planes).float()).bool()
+    fields, position = arrays[:3], torch.from_numpy(arrays[3]).flatten().long()
+    mask = torch.block_diag(*mask_of(fields).float()).bool()
     query, key, value = qkv.permute(1, 2, 0, 3)
     row = rows[(position[None] - position[:, None]) + len(rows) // 2]
     scores = query @ key.mT
@@ -157,10 +157,10 @@ def test_a_model_equals_its_dense_reference(own):
     """DeBERTa with dropout of attention: loss and every gradient, in fp64 written out on the CPU."""
     model = small_model(position_projections=own, output_dropout=0.0, attention_dropout=0.2, num_layers=1)
     wide = copy.deepcopy(model).double()
-    planes = np.concatenate([packed([7, 23, 5], 40), packed([33], 40)])
+    fields = np.concatenate([packed([7, 23, 5], 40), packed([33], 40)])
     for each, kernel in ((model, "tables"), (wide, "dense")):
         given = ModelInput.from_batch(
-            Batch(planes), CPU, model.config, dropout_seed=3, kernel=kernel, multiple=8
+            Batch(fields), CPU, model.config, dropout_seed=3, kernel=kernel, multiple=8
         )
         assert isinstance(given.plan, BlockPlan if kernel == "tables" else DensePlan)
         with mock.patch.object(fused, "DEVICES", ("cuda", "cpu") if kernel == "tables" else ("cuda",)):

@@ -47,8 +47,8 @@ def make_model(head: str, **options) -> GLM:
 
 def hidden_of(model: GLM, example: Example) -> torch.Tensor:
     """[S, D] after the final norm, of a document alone, under a mask of all pairs."""
-    planes = np.stack([getattr(example, name).view(np.int32) for name in Example.__dataclass_fields__])
-    batch = ModelInput.from_batch(Batch(planes[None]), CPU, model.config, kernel="dense")
+    fields = np.stack([getattr(example, name).view(np.int32) for name in Example.__dataclass_fields__])
+    batch = ModelInput.from_batch(Batch(fields[None]), CPU, model.config, kernel="dense")
     return model.final_layernorm(model.hidden_states(batch.tokens, batch.ids, batch.plan))
 
 
@@ -59,9 +59,11 @@ def expected_loss(model: GLM, head: str, loss: str, number: int) -> torch.Tensor
         logits = [model.heads.logits(x, model.embedding.word_embeddings) for x in hidden]
         scores = torch.stack(
             [
-                -F.cross_entropy(logits[p.document][p.rows], torch.tensor(p.targets).long(), reduction="sum")
+                -F.cross_entropy(
+                    logits[p.document][p.positions], torch.tensor(p.targets).long(), reduction="sum"
+                )
                 / p.divisor
-                for p in made.parts
+                for p in made.target_groups
             ]
         )
         right = scores[made.right]
@@ -73,8 +75,8 @@ def expected_loss(model: GLM, head: str, loss: str, number: int) -> torch.Tensor
             "generative": -right,
             "mix": entropy - right,
         }[loss]
-    (part,) = made.parts
-    rows = hidden[0][part.rows]
+    (part,) = made.target_groups
+    rows = hidden[0][part.positions]
     kind = model.config.task_pooler_kind
     if model.heads.task.has_pooler and kind == "transform":
         rows = model.heads.projection(rows)
@@ -154,7 +156,7 @@ def test_weights_count_what_has_a_label():
     assert task_batch("choices", range(5)).loss_weight == 5
     assert task_batch("spans", range(5)).loss_weight == 5
     assert task_batch("choices", range(5)).loss_rows > 0 == task_batch("classes", range(5)).loss_rows
-    tags = sum(len(sample("tags", n).parts[0].targets) for n in range(5))
+    tags = sum(len(sample("tags", n).target_groups[0].targets) for n in range(5))
     batch = task_batch("tags", range(5))
     assert batch.loss_weight == tags and batch.loss_weights(4).tolist() == [0, 0, 0, tags]
 
@@ -167,9 +169,9 @@ def test_scores_of_parts_are_log_probabilities():
     expected, flags = [], []
     for number in range(4):
         made = sample("choices", number)
-        for part in made.parts:
+        for part in made.target_groups:
             hidden = hidden_of(model, made.documents[part.document])
-            logits = model.heads.logits(hidden, model.embedding.word_embeddings)[part.rows]
+            logits = model.heads.logits(hidden, model.embedding.word_embeddings)[part.positions]
             targets = torch.tensor(part.targets).long()
             expected.append(-F.cross_entropy(logits, targets, reduction="sum").item())
             flags.append(bool((logits.argmax(-1) == targets).all()))

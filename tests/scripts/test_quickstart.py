@@ -131,13 +131,13 @@ def test_answers_stand_beside_the_word() -> None:
 
 
 def test_original_spans_in_text_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    planes = np.zeros((len(FIELDS), 10), np.int32)
-    planes[TOKENS] = [1, 20, 3, 21, 3, 6, 30, 31, 6, 40]  # the second blank comes first in part B
-    planes[TARGETS, 5:] = [30, 31, 7, 40, 7]
-    planes[POSITION_IDS] = [0, 1, 2, 3, 4, 4, 4, 4, 2, 2]
-    planes[ORD, 5:] = [1, 2, 3, 4, 5]
-    planes[OBJECTIVE] = 0
-    example = Example.from_planes(planes)
+    fields = np.zeros((len(FIELDS), 10), np.int32)
+    fields[TOKENS] = [1, 20, 3, 21, 3, 6, 30, 31, 6, 40]  # the second blank comes first in part B
+    fields[TARGETS, 5:] = [30, 31, 7, 40, 7]
+    fields[POSITION_IDS] = [0, 1, 2, 3, 4, 4, 4, 4, 2, 2]
+    fields[ORD, 5:] = [1, 2, 3, 4, 5]
+    fields[OBJECTIVE] = 0
+    example = Example.from_fields(fields)
     assert spans_of(example, SPECIAL) == [[40], [30, 31]]
     assert cut(example, SPECIAL) == Prompt([1, 20, 3, 21, 3], [[40], [30, 31]])
     monkeypatch.setattr(blanks, "MOST_BLANKS", 1)

@@ -302,5 +302,5 @@ def logits_of_inputs(run: Run, ids: list[int], segments: list[int] | None, start
     return logits if start is None else logits[-1:]
 
 
-def _lists(batch: np.ndarray, plane: int, chosen: np.ndarray) -> list[list[int]]:
-    return [row[plane][places].tolist() for row, places in zip(batch, chosen, strict=True)]
+def _lists(batch: np.ndarray, field: int, chosen: np.ndarray) -> list[list[int]]:
+    return [row[field][places].tolist() for row, places in zip(batch, chosen, strict=True)]

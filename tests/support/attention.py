@@ -17,22 +17,22 @@ CPU = torch.device("cpu")
 
 
 def arrays_of(batch):
-    return tuple(np.ascontiguousarray(batch[:, plane]) for plane in (DOC, ORD, GRP))
+    return tuple(np.ascontiguousarray(batch[:, field]) for field in (DOC, ORD, GRP))
 
 
-def recipe_arrays(recipe, sequence_length, rows, seed, planes=(DOC, ORD, GRP)):
+def recipe_arrays(recipe, sequence_length, rows, seed, fields=(DOC, ORD, GRP)):
     """doc, ord, grp of random packed and padded rows."""
     made = make(recipe.name, sequence_length, **recipe.config)
     batch = collate(made, windows(rows, sequence_length, seed))
-    return tuple(np.ascontiguousarray(batch[:, plane]) for plane in planes)
+    return tuple(np.ascontiguousarray(batch[:, field]) for field in fields)
 
 
 def random_arrays(seed):
     """Arrays that no objective makes: documents in several stretches, any order, any groups, rows that see nothing."""
     rng = np.random.default_rng(seed)
     shape = (2, int(rng.integers(1, 40)))
-    planes = rng.integers(-1, 3, shape), rng.integers(-5, 6, shape), rng.integers(0, 3, shape) * (seed % 2)
-    return tuple(plane.astype(np.int32) for plane in planes)
+    fields = rng.integers(-1, 3, shape), rng.integers(-5, 6, shape), rng.integers(0, 3, shape) * (seed % 2)
+    return tuple(field.astype(np.int32) for field in fields)
 
 
 def mask_of(arrays, window=0):

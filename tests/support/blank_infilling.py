@@ -37,29 +37,29 @@ def spans_of(example: Example) -> list[tuple[np.ndarray, np.ndarray, int, int]]:
 
 
 def masked_positions(example: Example) -> list[tuple[int, int]]:
-    """Spans as [start, end) in the piece, in text order."""
+    """Spans as [start, end) in the chunk, in text order."""
     found, removed = [], 0
     for _, targets, position, _ in sorted(spans_of(example), key=lambda span: span[2]):
         length = len(targets) - (targets[-1] == SPECIAL.eop)
-        start = position + removed - 1  # the CLS is not part of the piece
+        start = position + removed - 1  # the CLS is not part of the chunk
         found.append((start, start + length))
         removed += length - 1
     return found
 
 
 def rebuilt(example: Example) -> np.ndarray:
-    """The piece, put together from part A and the targets of part B."""
+    """The chunk, put together from part A and the targets of part B."""
     part_a = example.tokens[example.ord == 0]
     answers = {position: targets for _, targets, position, _ in spans_of(example)}
-    pieces = []
+    chunks = []
     for position, token in enumerate(part_a):
         if position in answers:
             targets = answers[position]
-            pieces.extend(targets[:-1] if targets[-1] == SPECIAL.eop else targets)
+            chunks.extend(targets[:-1] if targets[-1] == SPECIAL.eop else targets)
         else:
-            pieces.append(token)
-    assert pieces[0] == SPECIAL.cls
-    return np.array(pieces[1:], np.int32)
+            chunks.append(token)
+    assert chunks[0] == SPECIAL.cls
+    return np.array(chunks[1:], np.int32)
 
 
 def check_layout(example: Example, mask_token: int) -> None:

@@ -49,8 +49,8 @@ def trained_losses(
     groups = [{"params": decay, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, beta2), eps=eps)
     losses = []
-    for planes in batches:
-        loss = class_loss(model, planes)
+    for fields in batches:
+        loss = class_loss(model, fields)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip_grad_norm)
@@ -59,12 +59,12 @@ def trained_losses(
     return losses
 
 
-def class_loss(model: Any, planes: np.ndarray) -> torch.Tensor:
+def class_loss(model: Any, fields: np.ndarray) -> torch.Tensor:
     """The mean cross entropy of all positions with a loss, those of sentence labels included: a scalar in nats."""
-    tensors = torch.from_numpy(planes.astype(np.int64))
-    logits, inputs = outputs(model, planes)
-    labelled = planes[:, WEIGHTS] != 0
-    is_sentence = labelled & np.isin(planes[:, OBJECTIVE], SENTENCE_LOSSES)
+    tensors = torch.from_numpy(fields.astype(np.int64))
+    logits, inputs = outputs(model, fields)
+    labelled = fields[:, WEIGHTS] != 0
+    is_sentence = labelled & np.isin(fields[:, OBJECTIVE], SENTENCE_LOSSES)
     predicted = torch.from_numpy(labelled & ~is_sentence)
     loss = F.cross_entropy(logits[predicted], tensors[:, TARGETS][predicted], reduction="sum")
     if is_sentence.any():
@@ -73,22 +73,22 @@ def class_loss(model: Any, planes: np.ndarray) -> torch.Tensor:
     return loss / int(labelled.sum())
 
 
-def outputs(model, planes):
+def outputs(model, fields):
     """Logits of a batch in the places of its tokens [B, S, V], and the inputs of the class."""
     if model.config.is_encoder_decoder:
-        inputs = encoder_decoder_inputs(planes)
-        return in_rows(model(**inputs).logits, planes), inputs
+        inputs = encoder_decoder_inputs(fields)
+        return in_rows(model(**inputs).logits, fields), inputs
     if "perm_mask" in inspect.signature(model.forward).parameters:
-        return xlnet_logits(model, planes)[0], {}
+        return xlnet_logits(model, fields)[0], {}
     if hasattr(model.config, "position_buckets"):
-        return documents_alone(model, planes), {}
-    tensors = torch.from_numpy(planes.astype(np.int64))
-    visible = torch.from_numpy(allowed(planes[:, DOC], planes[:, ORD], planes[:, GRP]))
+        return documents_alone(model, fields), {}
+    tensors = torch.from_numpy(fields.astype(np.int64))
+    visible = torch.from_numpy(allowed(fields[:, DOC], fields[:, ORD], fields[:, GRP]))
     sees_nothing = ~visible.any(-1, keepdim=True)  # padding, which may see itself
     visible |= torch.eye(visible.shape[1], dtype=torch.bool) & sees_nothing
     inputs = {
         "input_ids": tensors[:, TOKENS],
-        "attention_mask": by_layers(visible[:, None], planes, model.config),
+        "attention_mask": by_layers(visible[:, None], fields, model.config),
         "position_ids": tensors[:, POSITION_IDS] + skipped_positions(model.config),
     }
     if hasattr(model.config, "type_vocab_size"):  # GPT-2's class takes types as well, and adds a word of each
@@ -97,26 +97,26 @@ def outputs(model, planes):
     return (out["logits"] if "logits" in out else out["prediction_logits"]), inputs
 
 
-def documents_alone(model, planes):
+def documents_alone(model, fields):
     """Logits of a class that takes no mask of pairs, whose texts are rows of their own: [B, S, V]."""
     texts = [
         (row, np.flatnonzero(documents == number))
-        for row, documents in enumerate(planes[:, DOC])
+        for row, documents in enumerate(fields[:, DOC])
         for number in set(documents[documents >= 0])
     ]
-    ids, mask = padded([planes[row, TOKENS, places] for row, places in texts], 0, "right")
+    ids, mask = padded([fields[row, TOKENS, places] for row, places in texts], 0, "right")
     logits = model(input_ids=ids, attention_mask=mask).logits
-    whole = logits.new_zeros(*planes[:, DOC].shape, logits.shape[-1])
+    whole = logits.new_zeros(*fields[:, DOC].shape, logits.shape[-1])
     for (row, places), found in zip(texts, logits, strict=True):
         whole[row, places] = found[: len(places)]
     return whole
 
 
-def by_layers(visible, planes, config):
+def by_layers(visible, fields, config):
     """The mask, bool [B, 1, S, S], or one for each kind of layer."""
     if not hasattr(config, "local_attention"):
         return visible
-    position = torch.from_numpy(planes[:, None, POSITION_IDS].astype(np.int64))
+    position = torch.from_numpy(fields[:, None, POSITION_IDS].astype(np.int64))
     distance = position[..., None] - position[..., None, :]
     is_decoder = config.model_type == "modernbert-decoder"
     near = (distance.abs() <= config.local_attention // 2) & (

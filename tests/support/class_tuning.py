@@ -53,11 +53,11 @@ def tuned_losses(
 
 def classification_loss(model: Any, samples: Sequence[TaskSample]) -> torch.Tensor:
     """The loss that a class of sequence classification computes itself."""
-    planes, parts = collate(samples)
-    tokens = torch.from_numpy(planes[:, TOKENS].astype(np.int64))
-    inputs = {"input_ids": tokens, "attention_mask": torch.from_numpy((planes[:, DOC] >= 0).astype(np.int64))}
+    fields, parts = collate(samples)
+    tokens = torch.from_numpy(fields[:, TOKENS].astype(np.int64))
+    inputs = {"input_ids": tokens, "attention_mask": torch.from_numpy((fields[:, DOC] >= 0).astype(np.int64))}
     if type(model).__name__.startswith(("Bert", "Electra")):
-        inputs["token_type_ids"] = torch.from_numpy(planes[:, SEGMENT_IDS].astype(np.int64))
+        inputs["token_type_ids"] = torch.from_numpy(fields[:, SEGMENT_IDS].astype(np.int64))
     return model(**inputs, labels=torch.from_numpy(parts.targets)).loss
 
 

@@ -91,12 +91,12 @@ def row(objective, special, text, answer):
 @torch.no_grad()
 def next_logits(run, text, answer):
     tokens, positions, order, grp, segments = row(run.objectives[0].name, run.tokenizer.special, text, answer)
-    planes = np.zeros((1, len(FIELDS), len(tokens)), np.int32)
-    planes[0, TOKENS], planes[0, POSITION_IDS], planes[0, ORD] = tokens, list(positions), list(order)
-    planes[0, GRP] = 0 if grp is None else grp
-    planes[0, SEGMENT_IDS] = 0 if segments is None else segments
-    planes[0, DOC] = 0
-    planes[0, WEIGHTS, -1] = np.float32(1.0).view(np.int32)
-    inputs = ModelInput.from_batch(Batch(planes), torch.device("cpu"), run.model.config)
+    fields = np.zeros((1, len(FIELDS), len(tokens)), np.int32)
+    fields[0, TOKENS], fields[0, POSITION_IDS], fields[0, ORD] = tokens, list(positions), list(order)
+    fields[0, GRP] = 0 if grp is None else grp
+    fields[0, SEGMENT_IDS] = 0 if segments is None else segments
+    fields[0, DOC] = 0
+    fields[0, WEIGHTS, -1] = np.float32(1.0).view(np.int32)
+    inputs = ModelInput.from_batch(Batch(fields), torch.device("cpu"), run.model.config)
     hidden = run.model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)
     return run.model.logits(hidden[inputs.loss_rows.tokens.long()])[0].float()

@@ -124,9 +124,9 @@ class Drawn(Case):
     def samples(self, step: int) -> np.ndarray:
         made = objective_of(self)
         texts = windows(self.num_samples, SEQUENCE_LENGTH, 2 * self.number + step)
-        for piece in (piece for pieces in texts for piece in pieces):
-            is_word = piece >= FIRST_TEXT_TOKEN
-            piece[is_word] = FIRST_WORD + piece[is_word] % (VOCAB_SIZE - FIRST_WORD)
+        for chunk in (chunk for chunks in texts for chunk in chunks):
+            is_word = chunk >= FIRST_TEXT_TOKEN
+            chunk[is_word] = FIRST_WORD + chunk[is_word] % (VOCAB_SIZE - FIRST_WORD)
         return collate(made, texts, step * self.num_samples)
 
     def __str__(self) -> str:

@@ -62,8 +62,8 @@ def batch_of(count: int, first: int = 0) -> ElectraBatch:
     return as_batch(rows_of(count, first), np.arange(first, first + count))
 
 
-def as_batch(planes: np.ndarray, samples: np.ndarray) -> ElectraBatch:
-    return ElectraBatch(planes, samples, SEED)
+def as_batch(fields: np.ndarray, samples: np.ndarray) -> ElectraBatch:
+    return ElectraBatch(fields, samples, SEED)
 
 
 @dataclass(frozen=True)
@@ -152,5 +152,5 @@ def ours_like(config: Config, pair: tuple[torch.nn.Module, torch.nn.Module]) -> 
     return model
 
 
-def real_tokens(planes: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(planes[:, DOC] >= 0)
+def real_tokens(fields: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(fields[:, DOC] >= 0)

@@ -56,17 +56,17 @@ def rows_of(
 ) -> np.ndarray:
     """int32 [count, fields, length + 4]: rows of the objective, several documents in each."""
     samples = windows(count, length, seed=3 + first)
-    pieces = [piece for sample in samples for piece in sample]
-    lengths, counts = ([len(part) for part in parts] for parts in (pieces, samples))
+    chunks = [chunk for sample in samples for chunk in sample]
+    lengths, counts = ([len(part) for part in parts] for parts in (chunks, samples))
     made = make("entities", length, row_length=length + 4, **options)
-    tokens = with_entities(np.concatenate(pieces), share, first)
+    tokens = with_entities(np.concatenate(chunks), share, first)
     rows = collate(made, tokens, np.array(lengths), np.array(counts), np.arange(first, first + count))
     rows[:, [TOKENS, TARGETS]] %= vocab
     return rows
 
 
-def as_batch(planes: np.ndarray, samples: np.ndarray) -> EntityBatch:
-    return EntityBatch(planes, samples, NOISE, RandomVectors())
+def as_batch(fields: np.ndarray, samples: np.ndarray) -> EntityBatch:
+    return EntityBatch(fields, samples, NOISE, RandomVectors())
 
 
 def batch_of(

@@ -104,23 +104,23 @@ def reference_losses(reference, batch, vectors):
     scores = []
     given, (of_all, _, begins), mentioned = batch.given, batch.candidates, batch.mentioned.tolist()
     example = -1
-    for row, planes in enumerate(batch.planes):
-        for doc in range(planes[DOC].max() + 1):
+    for row, fields in enumerate(batch.fields):
+        for doc in range(fields[DOC].max() + 1):
             example += 1
-            at = np.flatnonzero(planes[DOC] == doc)
-            own = planes[:, at]
+            at = np.flatnonzero(fields[DOC] == doc)
+            own = fields[:, at]
             true = own[BLOCK_POSITION_IDS]
             candidates = sorted(set(true[true > 0].tolist()))
             assert candidates == of_all[begins[example] : begins[example + 1]].tolist()
             read = np.zeros(len(at), int)
             for place, token in enumerate(at.tolist()):
                 if true[place]:
-                    which = given[mentioned.index(row * planes.shape[1] + token)]
+                    which = given[mentioned.index(row * fields.shape[1] + token)]
                     read[place] = of_all[which] if which >= 0 else 0
             m = torch.tensor(read > 0).float()
             m[0] = 1.0
             ids = (
-                torch.from_numpy(own[plane].astype(np.int64)) for plane in (TOKENS, POSITION_IDS, SEGMENT_IDS)
+                torch.from_numpy(own[field].astype(np.int64)) for field in (TOKENS, POSITION_IDS, SEGMENT_IDS)
             )
             x = reference(*ids, torch.from_numpy(vectors.of(read)), m)
             table = torch.from_numpy(vectors.of(np.array([0, *candidates])))

@@ -10,7 +10,7 @@ import pytest
 from data_utils.common.errors import UserError
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.readers.by_name import read_records
-from data_utils.tasks.readers.files import Records
+from data_utils.tasks.readers.files import TaskRecords
 
 
 def task(reader: str, name: str = "own", kind: str = "classification", **settings) -> TaskConfig:
@@ -29,7 +29,9 @@ class Files:
         path.write_bytes(content.encode() if isinstance(content, str) else content)
         return path
 
-    def read(self, config: TaskConfig, content, name: str = "train.txt", labelled: bool = True) -> Records:
+    def read(
+        self, config: TaskConfig, content, name: str = "train.txt", labelled: bool = True
+    ) -> TaskRecords:
         """Content: text, bytes, or a list of objects for lines of JSON."""
         if isinstance(content, list):
             content = "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in content)

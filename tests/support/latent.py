@@ -64,7 +64,7 @@ def latent_config(**changes):
     return build(Config, latent_tree(**changes))
 
 
-def sentence_planes(
+def sentence_fields(
     sentences,
     *,
     memory: bool = True,
@@ -78,16 +78,16 @@ def sentence_planes(
     """
     rows = [[_sentence(*pair, memory=memory) for pair in row] for row in sentences]
     length = length or max(sum(part.shape[1] for part in row) for row in rows)
-    planes = np.zeros((len(rows), len(FIELDS), length), np.int32)
-    planes[:, DOC] = -1
+    fields = np.zeros((len(rows), len(FIELDS), length), np.int32)
+    fields[:, DOC] = -1
     for row, parts in enumerate(rows):
         end = 0
         for number, part in enumerate(parts):
-            planes[row, :, end : end + part.shape[1]] = part
-            planes[row, DOC, end : end + part.shape[1]] = number
+            fields[row, :, end : end + part.shape[1]] = part
+            fields[row, DOC, end : end + part.shape[1]] = number
             end += part.shape[1]
-    planes[:, OBJECTIVE] = LOSS_NAMES.index("reconstruction")
-    return planes
+    fields[:, OBJECTIVE] = LOSS_NAMES.index("reconstruction")
+    return fields
 
 
 def _sentence(encoded, decoded, *, memory: bool) -> np.ndarray:
@@ -116,11 +116,11 @@ def random_sentences(seed: int, rows: int, per_row: int, longest: int = 9):
     ]
 
 
-def latent_batch(planes: np.ndarray, config: Config, samples=None, seed: int = 5) -> LatentBatch:
-    samples = np.arange(len(planes)) if samples is None else np.asarray(samples)
+def latent_batch(fields: np.ndarray, config: Config, samples=None, seed: int = 5) -> LatentBatch:
+    samples = np.arange(len(fields)) if samples is None else np.asarray(samples)
     latent = latent_of(config)
     assert latent is not None
-    return LatentBatch(planes, samples, seed, latent.latent_size, latent.memory)
+    return LatentBatch(fields, samples, seed, latent.latent_size, latent.memory)
 
 
 class RandomSentences:
@@ -134,8 +134,8 @@ class RandomSentences:
         assert latent is not None
         rows = [random_sentences(self._seed + int(i), 1, self._per_row)[0] for i in indices]
         length = 2 * self._per_row * 12
-        planes = sentence_planes(rows, memory=latent.memory, length=length)
-        return latent_batch(planes, self._config, indices)
+        fields = sentence_fields(rows, memory=latent.memory, length=length)
+        return latent_batch(fields, self._config, indices)
 
     def prefetch(self, indices: np.ndarray) -> None:
         pass

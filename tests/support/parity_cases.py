@@ -177,9 +177,9 @@ class Case:
         """All samples of a step, int32 [num_samples, fields, row length]."""
         return samples_of(step, has_memory=self.variant == MEMORY)
 
-    def batch(self, planes: np.ndarray, samples: np.ndarray) -> Batch:
+    def batch(self, fields: np.ndarray, samples: np.ndarray) -> Batch:
         """Some of them as the model takes them. Args: samples: int64 [B], their numbers."""
-        return Batch(planes, samples)
+        return Batch(fields, samples)
 
     @property
     def num_layers(self) -> int:

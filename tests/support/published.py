@@ -247,26 +247,26 @@ def random_model(
     return model.eval()
 
 
-def xlnet_inputs(planes: np.ndarray) -> tuple[dict[str, torch.Tensor], np.ndarray]:
+def xlnet_inputs(fields: np.ndarray) -> tuple[dict[str, torch.Tensor], np.ndarray]:
     """What the class takes for rows of the objective: content without the query stream, its mask, and the targets.
 
     Returns: its inputs, and bool [B, S]: our rows of the query stream, whose logits it gives one after another.
     """
-    is_content = (planes[:, DOC] >= 0) & (planes[:, ORD] >= 0)
-    is_query = (planes[:, DOC] >= 0) & (planes[:, ORD] < 0)
-    rows, width, targets = len(planes), is_content.sum(1).max(), is_query.sum(1).max()
+    is_content = (fields[:, DOC] >= 0) & (fields[:, ORD] >= 0)
+    is_query = (fields[:, DOC] >= 0) & (fields[:, ORD] < 0)
+    rows, width, targets = len(fields), is_content.sum(1).max(), is_query.sum(1).max()
     tokens, segments = np.zeros((2, rows, width), np.int64)
     hidden, mapping = np.ones((rows, width, width), np.float32), np.zeros((rows, targets, width), np.float32)
-    seen = allowed(planes[:, DOC], planes[:, ORD], planes[:, GRP])
+    seen = allowed(fields[:, DOC], fields[:, ORD], fields[:, GRP])
     for row, content, query in zip(range(rows), is_content, is_query, strict=True):
         places = np.flatnonzero(content)
         size = len(places)
-        tokens[row, :size], segments[row, :size] = planes[row][[TOKENS, SEGMENT_IDS]][:, places]
+        tokens[row, :size], segments[row, :size] = fields[row][[TOKENS, SEGMENT_IDS]][:, places]
         hidden[row, :size, :size] = ~seen[row][np.ix_(places, places)]
         for number, at in enumerate(np.flatnonzero(query)):
-            of_document = planes[row, DOC, places] == planes[row, DOC, at]
+            of_document = fields[row, DOC, places] == fields[row, DOC, at]
             same = np.flatnonzero(
-                of_document & (planes[row, POSITION_IDS, places] == planes[row, POSITION_IDS, at])
+                of_document & (fields[row, POSITION_IDS, places] == fields[row, POSITION_IDS, at])
             )
             (target,) = same
             mapping[row, number, target] = 1.0
@@ -277,12 +277,12 @@ def xlnet_inputs(planes: np.ndarray) -> tuple[dict[str, torch.Tensor], np.ndarra
     return {name: torch.from_numpy(array) for name, array in arrays.items()}, is_query
 
 
-def xlnet_logits(model: torch.nn.Module, planes: np.ndarray, mems: Any = None) -> tuple[torch.Tensor, Any]:
+def xlnet_logits(model: torch.nn.Module, fields: np.ndarray, mems: Any = None) -> tuple[torch.Tensor, Any]:
     """Logits of the class for the rows of the query stream, in the places of our rows: [B, S, V]; and its memories."""
-    inputs, is_query = xlnet_inputs(planes)
+    inputs, is_query = xlnet_inputs(fields)
     out = model(**inputs, mems=mems, use_mems=True)
     logits = out.logits
-    whole = logits.new_zeros(*planes[:, 0].shape, logits.shape[-1])
+    whole = logits.new_zeros(*fields[:, 0].shape, logits.shape[-1])
     for row, query in enumerate(is_query):
         whole[row, np.flatnonzero(query)] = logits[row, : query.sum()]
     return whole, out.mems

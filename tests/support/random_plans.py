@@ -131,10 +131,10 @@ class Start:
 
     @staticmethod
     def _read(mixture: Mixture, samples: np.ndarray, length: int) -> dict[int, Text]:
-        tokens, lengths, pieces = mixture.fetch(samples)
-        costs = np.add.reduceat(lengths + DOCUMENT_OVERHEAD, np.cumsum(pieces) - pieces) - DOCUMENT_OVERHEAD
-        assert pieces.min() >= 1 and costs.max() <= length, "every row has a text that fits"
-        sizes = np.add.reduceat(lengths, np.cumsum(pieces) - pieces)
+        tokens, lengths, chunks = mixture.fetch(samples)
+        costs = np.add.reduceat(lengths + DOCUMENT_OVERHEAD, np.cumsum(chunks) - chunks) - DOCUMENT_OVERHEAD
+        assert chunks.min() >= 1 and costs.max() <= length, "every row has a text that fits"
+        sizes = np.add.reduceat(lengths, np.cumsum(chunks) - chunks)
         texts = np.split(tokens, np.cumsum(sizes)[:-1])
         chosen, _ = mixture.deal(samples)
         return {

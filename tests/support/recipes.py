@@ -50,36 +50,36 @@ def make(
     )
 
 
-def many(made: Objective, piece: np.ndarray, samples: int) -> list[Example]:
-    """The Examples of the same piece under sample indices 0, 1, ..."""
+def many(made: Objective, chunk: np.ndarray, samples: int) -> list[Example]:
+    """The Examples of the same chunk under sample indices 0, 1, ..."""
     ones = np.ones(samples, np.int64)
-    batch = fill_rows(made, np.tile(piece, samples), ones * len(piece), ones, np.arange(samples))
-    return [Example.from_planes(row[:, row[5] >= 0]) for row in batch]
+    batch = fill_rows(made, np.tile(chunk, samples), ones * len(chunk), ones, np.arange(samples))
+    return [Example.from_fields(row[:, row[5] >= 0]) for row in batch]
 
 
 def windows(rows: int, sequence_length: int, seed: int) -> list[list[np.ndarray]]:
-    """Random windows of pieces with distinct tokens; half of them begin with the rest of a document."""
+    """Random windows of chunks with distinct tokens; half of them begin with the rest of a document."""
     rng = np.random.default_rng(seed)
     made = []
     for row in range(rows):
-        pieces, room, first = [], sequence_length, FIRST_TEXT_TOKEN
+        chunks, room, first = [], sequence_length, FIRST_TEXT_TOKEN
         while True:
-            reserve = 0 if not pieces and row % 2 else DOCUMENT_OVERHEAD
-            if room - reserve < 1 or (pieces and rng.random() < 0.1):
+            reserve = 0 if not chunks and row % 2 else DOCUMENT_OVERHEAD
+            if room - reserve < 1 or (chunks and rng.random() < 0.1):
                 break
             length = int(rng.integers(1, room - reserve + 1))
-            pieces.append(text_of(length, bool(rng.random() < 0.7), first))
+            chunks.append(text_of(length, bool(rng.random() < 0.7), first))
             first += length
             room -= length + reserve
-        made.append(pieces)
+        made.append(chunks)
     return made
 
 
 def collate(made: Objective, samples: list[list[np.ndarray]], first_index: int = 0) -> np.ndarray:
-    pieces = [piece for sample in samples for piece in sample]
-    lengths = np.array([len(piece) for piece in pieces])
+    chunks = [chunk for sample in samples for chunk in sample]
+    lengths = np.array([len(chunk) for chunk in chunks])
     counts = np.array([len(sample) for sample in samples])
-    return fill_rows(made, np.concatenate(pieces), lengths, counts, np.arange(len(samples)) + first_index)
+    return fill_rows(made, np.concatenate(chunks), lengths, counts, np.arange(len(samples)) + first_index)
 
 
 # Masks of one document, bool [rows, rows]: may the query row see the key row?

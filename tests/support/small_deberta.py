@@ -25,12 +25,12 @@ def small_model(**options):
 
 def packed(lengths, row_length):
     """int32 [1, fields, row_length]: documents of these lengths, one after another, whose every token has a loss."""
-    planes = np.zeros((1, len(FIELDS), row_length), np.int32)
-    planes[:, DOC] = PADDING_DOC
+    fields = np.zeros((1, len(FIELDS), row_length), np.int32)
+    fields[:, DOC] = PADDING_DOC
     ends = np.cumsum(lengths)
     for number, (length, end) in enumerate(zip(lengths, ends, strict=True)):
         places = slice(end - length, end)
-        planes[0, TOKENS, places] = np.random.default_rng(number).integers(1, 97, length)
-        planes[0, DOC, places], planes[0, POSITION_IDS, places] = number, np.arange(length)
-    planes[0, WEIGHTS, : ends[-1]] = np.float32(1).view(np.int32)
-    return planes
+        fields[0, TOKENS, places] = np.random.default_rng(number).integers(1, 97, length)
+        fields[0, DOC, places], fields[0, POSITION_IDS, places] = number, np.arange(length)
+    fields[0, WEIGHTS, : ends[-1]] = np.float32(1).view(np.int32)
+    return fields

@@ -34,7 +34,7 @@ from data_utils.tasks.readers.synthetic import (
     TASKS,
     WORDS,
     Drawn,
-    Task,
+    SyntheticTask,
     Values,
     best_all,
     generator,
@@ -235,34 +235,40 @@ _WORLD = {"world": (0, 0, 2**31)}
 _LENGTH = {"length": (8, 2, 256)}
 _NOISE = (0.1, 0.0, 0.49)
 _SEQUENCE = {"length": (6, 1, 128), "words": (16, 2, len(WORDS)), "noise": (0.0, 0.0, 0.49)}
-MORE: dict[str, Task] = {
-    "label_noise": Task(_CLASSES, {"noise": _NOISE, **_LENGTH}, _draw_label_noise, _best_but_noise, NO_YES),
-    "xor": Task(_CLASSES, _LENGTH, _draw_xor, _best_xor, NO_YES),
-    "word_pair": Task(_CLASSES, _WORLD, _draw_word_pair, best_all, NO_YES),
-    "choice": Task(
+MORE: dict[str, SyntheticTask] = {
+    "label_noise": SyntheticTask(
+        _CLASSES, {"noise": _NOISE, **_LENGTH}, _draw_label_noise, _best_but_noise, NO_YES
+    ),
+    "xor": SyntheticTask(_CLASSES, _LENGTH, _draw_xor, _best_xor, NO_YES),
+    "word_pair": SyntheticTask(_CLASSES, _WORLD, _draw_word_pair, best_all, NO_YES),
+    "choice": SyntheticTask(
         ("cloze", _LANGUAGE),
         {"keys": (8, 2, len(KEYS)), "choices": (4, 2, len(KEYS)), "noise": _NOISE, **_WORLD},
         _draw_choice,
         _best_but_noise,
     ),
-    "unequal_choice": Task(
+    "unequal_choice": SyntheticTask(
         ("cloze", _LANGUAGE),
         {"keys": (8, 1, len(KEYS)), "share": (0.6, 0.01, 0.99), "length": (3, 2, 16), **_WORLD},
         _draw_unequal_choice,
         _best_unequal_choice,
     ),
-    "copy": Task(("seq2seq",), _SEQUENCE, _draw_sequence(lambda words: words), _best_sequence),
-    "reverse": Task(("seq2seq",), _SEQUENCE, _draw_sequence(lambda words: words[::-1]), _best_sequence),
-    "sort": Task(("seq2seq",), _SEQUENCE, _draw_sequence(np.sort), _best_sequence),
-    "span": Task(("spans",), {"length": (16, 0, 256), "most": (3, 1, 16)}, _draw_span, _best_span),
-    "tags": Task(("tagging",), {**_LENGTH, "noise": _NOISE, **_WORLD}, _draw_tags, _best_tags, _TAGS),
-    "periodic": Task(
+    "copy": SyntheticTask(("seq2seq",), _SEQUENCE, _draw_sequence(lambda words: words), _best_sequence),
+    "reverse": SyntheticTask(
+        ("seq2seq",), _SEQUENCE, _draw_sequence(lambda words: words[::-1]), _best_sequence
+    ),
+    "sort": SyntheticTask(("seq2seq",), _SEQUENCE, _draw_sequence(np.sort), _best_sequence),
+    "span": SyntheticTask(("spans",), {"length": (16, 0, 256), "most": (3, 1, 16)}, _draw_span, _best_span),
+    "tags": SyntheticTask(
+        ("tagging",), {**_LENGTH, "noise": _NOISE, **_WORLD}, _draw_tags, _best_tags, _TAGS
+    ),
+    "periodic": SyntheticTask(
         ("blanks",),
         {"period": (4, 1, 32), "length": (24, 1, 256), "ratio": (0.1, 0.0, 1.0)},
         _draw_periodic,
         _best_periodic,
     ),
-    "markov": Task(
+    "markov": SyntheticTask(
         (_LANGUAGE,),
         {"states": (8, 2, len(WORDS)), "length": (64, 2, 4096), **_WORLD},
         _draw_markov,

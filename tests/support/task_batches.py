@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from data_utils.common.batch_fields import Example
-from data_utils.tasks.base import Part, TaskSample
+from data_utils.tasks.base import TargetGroup, TaskSample
 from data_utils.tasks.templates.collate import collate
 from megatron_lite.model.task_batch import TaskBatch
 
@@ -42,26 +42,30 @@ def sample(head: str, seed: int) -> TaskSample:
         spans = rng.integers(1, 5, rng.integers(2, 5))
         documents = [document(rng, 9, span) for span in spans]
         parts = [
-            Part(i, np.arange(9, 9 + span), rng.integers(0, VOCAB, span).astype(np.int32), divisor=1.0 + i)
+            TargetGroup(
+                i, np.arange(9, 9 + span), rng.integers(0, VOCAB, span).astype(np.int32), divisor=1.0 + i
+            )
             for i, span in enumerate(spans)
         ]
         return TaskSample(documents, parts, right=int(rng.integers(len(spans))))
     documents = [document(rng, int(rng.integers(6, 14)), 0)]
     length = len(documents[0].tokens)
     if head == "classes":
-        return TaskSample(documents, [Part(0, _rows(0), _rows(int(rng.integers(CLASSES))))])
+        return TaskSample(documents, [TargetGroup(0, _rows(0), _rows(int(rng.integers(CLASSES))))])
     if head == "values":
-        return TaskSample(documents, [Part(0, _rows(0), value=float(rng.normal()))])
+        return TaskSample(documents, [TargetGroup(0, _rows(0), value=float(rng.normal()))])
     if head == "tags":
         rows = np.flatnonzero(rng.random(length) < 0.5).astype(np.int32)
-        return TaskSample(documents, [Part(0, rows, rng.integers(0, CLASSES, len(rows)).astype(np.int32))])
+        return TaskSample(
+            documents, [TargetGroup(0, rows, rng.integers(0, CLASSES, len(rows)).astype(np.int32))]
+        )
     first = int(rng.integers(1, length - 2))
-    return TaskSample(documents, [Part(0, np.arange(1, length), _rows(first, first + 1))])
+    return TaskSample(documents, [TargetGroup(0, np.arange(1, length), _rows(first, first + 1))])
 
 
 def task_batch(head: str, numbers: range, loss: str = "cross_entropy") -> TaskBatch:
     """The samples of these numbers as one micro-batch."""
     samples = [sample(head, number) for number in numbers]
-    planes, parts = collate(samples)
+    fields, parts = collate(samples)
     names = [100 * n + i for n, s in zip(numbers, samples, strict=True) for i in range(len(s.documents))]
-    return TaskBatch(planes, np.array(names), parts, head, loss)
+    return TaskBatch(fields, np.array(names), parts, head, loss)

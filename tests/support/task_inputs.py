@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.common.batch_fields import Example
-from data_utils.tasks.base import Part, Record
+from data_utils.tasks.base import TargetGroup, TaskRecord
 from data_utils.tasks.config import TaskConfig
-from data_utils.tasks.templates.forms import FORM_OF_OBJECTIVE, Form
+from data_utils.tasks.templates.forms import FORMAT_OF_OBJECTIVE, InputFormat
 from data_utils.tasks.templates.inputs import Inputs
 from data_utils.tasks.templates.render import Renderer
 from data_utils.tokenizers.tokenizer import Tokenizer, load_tokenizer
@@ -46,8 +46,8 @@ def tokenizer(kind: str = "bert", added_tokens: str = "glm") -> Tokenizer:
         return load_tokenizer(config)
 
 
-def form(objective: str = "blank_infilling", **more: Any) -> Form:
-    return Form(FORM_OF_OBJECTIVE[objective], objective, **more)
+def form(objective: str = "blank_infilling", **more: Any) -> InputFormat:
+    return InputFormat(FORMAT_OF_OBJECTIVE[objective], objective, **more)
 
 
 def settings(**more: Any) -> TaskConfig:
@@ -69,8 +69,8 @@ def renderer(
     return made
 
 
-def record(label: Any = None, **fields: Any) -> Record:
-    return Record(0, fields, label, place="data.jsonl:1")
+def record(label: Any = None, **fields: Any) -> TaskRecord:
+    return TaskRecord(0, fields, label, location="data.jsonl:1")
 
 
 def shown(example: Example, made: Renderer, rows: slice = slice(None)) -> str:
@@ -78,5 +78,5 @@ def shown(example: Example, made: Renderer, rows: slice = slice(None)) -> str:
     return made.inputs.tokenizer.decode(example.tokens[rows])
 
 
-def predicted(part: Part, made: Renderer) -> str:
+def predicted(part: TargetGroup, made: Renderer) -> str:
     return made.inputs.tokenizer.decode(part.targets)

@@ -54,7 +54,7 @@ def word_class() -> dict:
     made = renderer("blank_infilling", labels=("noun", "verb"), kind="word_class")
     made.check()
     sample = made.sample(record(text_a="the river runs north", text_b="runs", label="verb"), 0)
-    (part,) = sample.parts
+    (part,) = sample.target_groups
     token = sample.documents[0].tokens[part.rows[0]]
     return {
         "word": tokenizer().token_to_text(token),

@@ -31,8 +31,8 @@ def test_restricted_scores_are_of_one_row_of_one_document():
     assert shown(example, made) == (
         "[CLS] rain falls it was [MASK] and he ran [PAD] <|startofpiece|>"
     )  # eos has the id of [PAD] in BERT's vocabulary
-    assert [part.rows.tolist() for part in sample.parts] == [[12], [12]] and sample.right == 1
-    assert [predicted(part, made) for part in sample.parts] == ["bad", "good"]
+    assert [part.positions.tolist() for part in sample.target_groups] == [[12], [12]] and sample.right == 1
+    assert [predicted(part, made) for part in sample.target_groups] == ["bad", "good"]
     assert example.position_ids.tolist() == [*range(12), 5] and example.block_position_ids[12] == 1
     assert example.ord.tolist() == [0] * 12 + [1] and not example.weights.any() and not example.targets.any()
 
@@ -42,19 +42,19 @@ def test_each_choice_is_a_document_with_its_end(scoring):
     choices = {"0": "bad", "1": "good red wet"}
     made = renderer(template=OWN["template"], verbalizers=choices, scoring=scoring, length_power=0.5)
     sample = one(made)
-    assert [predicted(part, made) for part in sample.parts] == [
+    assert [predicted(part, made) for part in sample.target_groups] == [
         "bad <|endofpiece|>",
         "good red wet <|endofpiece|>",
     ]
-    for number, (part, example) in enumerate(zip(sample.parts, sample.documents, strict=True)):
-        size, length = 12, len(part.rows)
-        assert part.document == number and part.rows.tolist() == [*range(size, size + length)]
+    for number, (part, example) in enumerate(zip(sample.target_groups, sample.documents, strict=True)):
+        size, length = 12, len(part.positions)
+        assert part.document == number and part.positions.tolist() == [*range(size, size + length)]
         assert part.divisor == (pytest.approx(length**0.5) if scoring == "mean" else 1.0)
         mask = allowed(example.doc, example.ord, example.grp)
         assert (mask == encoder_decoder(len(example.tokens), size)).all()
         assert set(example.position_ids[size:]) == {5} and not example.weights.any()
         answers = np.zeros_like(example.targets)
-        answers[part.rows] = part.targets
+        answers[part.positions] = part.targets
         assert not leaks(example.tokens, answers, np.where(answers > 0, 1.0, 0.0), mask)
 
 
@@ -66,12 +66,12 @@ def test_a_cloze_has_the_form_of_pretraining_and_of_use():
     text = np.array([*ids, special.eos], np.int32)
     built = BlankInfilling(BlankInfillingConfig(), vocabulary, 1, 64).build(text, [(2, 4)], [0])
     sample = one(made)
-    cloze, part = sample.documents[1], sample.parts[1]
+    cloze, part = sample.documents[1], sample.target_groups[1]
     for name in Example.__dataclass_fields__:
         if name not in ("targets", "weights"):
             assert (getattr(cloze, name) == getattr(built, name)).all(), name
-    assert (part.targets == built.targets[part.rows]).all()
-    assert (part.rows == np.flatnonzero(built.weights)).all()
+    assert (part.targets == built.targets[part.positions]).all()
+    assert (part.positions == np.flatnonzero(built.weights)).all()
     context = blank_context([*ids[:2], special.mask], special)
     assert cloze.tokens[: len(context)].tolist() == context
 
@@ -94,25 +94,27 @@ def test_models_that_predict_in_place(objective):
     made = renderer(objective, **OWN)
     sample = one(made)
     assert shown(sample.documents[0], made) == "[CLS] rain falls it was [MASK] and he ran [SEP]"
-    assert [part.rows.tolist() for part in sample.parts] == [[5], [5]]
+    assert [part.positions.tolist() for part in sample.target_groups] == [[5], [5]]
     assert not sample.documents[0].ord.any() and not sample.documents[0].segment_ids.any()
 
 
 def test_left_to_right_models_answer_after_the_pattern():
     made = renderer("causal", "gpt2", **AT_END, scoring="sum")
     sample = one(made)
-    example, part = sample.documents[1], sample.parts[1]
+    example, part = sample.documents[1], sample.target_groups[1]
     assert shown(example, made) == "<|endoftext|>rain falls It was good"
     assert predicted(part, made) == " good<|endoftext|>"
-    assert (example.tokens[part.rows[1:]] == part.targets[:-1]).all() and part.rows[-1] == len(
+    assert (example.tokens[part.positions[1:]] == part.targets[:-1]).all() and part.positions[-1] == len(
         example.tokens
     ) - 1
     assert example.ord.tolist() == [*range(len(example.tokens))]
     short = one(renderer("causal", **AT_END))
     assert shown(short.documents[0], made, slice(1, 1)) == ""
-    assert short.parts[0].rows.tolist() == [len(short.documents[0].tokens) - 1] == [4]
+    assert short.target_groups[0].positions.tolist() == [len(short.documents[0].tokens) - 1] == [4]
     prefix = one(renderer("prefix_lm", **AT_END))
-    assert prefix.parts[0].rows.tolist() == [5] and prefix.documents[0].ord.tolist() == [0] * 5 + [1]
+    assert prefix.target_groups[0].positions.tolist() == [5] and prefix.documents[0].ord.tolist() == [
+        0
+    ] * 5 + [1]
     with pytest.raises(ConfigError, match=r"text after its blank, which a run of causal cannot read"):
         renderer("causal", **OWN)
 
@@ -121,13 +123,13 @@ def test_a_verbalizer_brings_its_space_unless_it_begins_the_text():
     made = renderer(
         "blank_infilling", "gpt2", template="It [MASK]", verbalizers={"a": "x", "b": " y "}, scoring="sum"
     )
-    parts = made.sample(record("a"), 0).parts
+    parts = made.sample(record("a"), 0).target_groups
     assert [predicted(p, made) for p in parts] == [" x<|endofpiece|>", " y<|endofpiece|>"]
     made = renderer(
         "blank_infilling", "gpt2", template="[MASK] it", verbalizers={"a": "x", "b": "y"}, scoring="sum"
     )
     sample = made.sample(record("a"), 0)
-    assert [predicted(p, made) for p in sample.parts] == ["x<|endofpiece|>", "y<|endofpiece|>"]
+    assert [predicted(p, made) for p in sample.target_groups] == ["x<|endofpiece|>", "y<|endofpiece|>"]
 
 
 def test_a_long_text_is_cut_and_the_pattern_is_not():
@@ -191,7 +193,7 @@ def test_wsc_trains_on_true_samples_only():
     true, false = wsc(2), wsc(2, label="false")
     assert made.prepare([true, false], training=True) == [true]
     assert made.prepare([true, false], training=False) == [true, false]
-    assert [len(one(made, given).parts) for given in (true, false)] == [1, 1]
+    assert [len(one(made, given).target_groups) for given in (true, false)] == [1, 1]
     assert (one(made, true).right, one(made, false).right) == (0, None)
     assert made.kind.choices(wsc(2, candidates=("rain", "the river"))) == ("the man", "rain", "the river")
 
@@ -221,7 +223,7 @@ def test_record_trains_on_each_right_entity_with_wrong_ones():
 def test_choices_of_a_record():
     made = renderer(name="choices")
     sample = one(made, record(1, inputs="rain", choices=["falls", "is red"]))
-    assert [predicted(part, made) for part in sample.parts] == [
+    assert [predicted(part, made) for part in sample.target_groups] == [
         "falls <|endofpiece|>",
         "is red <|endofpiece|>",
     ]

@@ -106,12 +106,12 @@ def test_from_its_file_to_samples(name, files):
     for training in (True, False):
         prepared = made.prepare(records, training=training)
         samples = [made.sample(record, number, 0) for number, record in enumerate(prepared)]
-        planes, parts = collate(samples)
-        assert len(prepared) >= len(records) and planes.shape[0] >= len(samples)
+        fields, parts = collate(samples)
+        assert len(prepared) >= len(records) and fields.shape[0] >= len(samples)
         assert all(
             sample.right is not None for sample in samples if made.head == "choices" and task.kind == "cloze"
         )
-        assert made.head == "tokens" or len(parts.rows)
+        assert made.head == "tokens" or len(parts.positions)
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def test_a_damaged_file_is_read_or_refused_in_one_line(name, files, caplog):
         path.write_bytes(damage(content, draw))
         config = dataclasses.replace(task, skip_bad_lines=case % 3 == 0)
         try:
-            assert all(record.place for record in read_records(config, path, labelled=case % 5 > 0))
+            assert all(record.location for record in read_records(config, path, labelled=case % 5 > 0))
         except UserError as error:
             refused += 1
             assert "\n" not in str(error) and str(error).endswith(".")

@@ -36,10 +36,10 @@ def classify(objective, given=None, kind_of_tokenizer="bert", **more):
 )
 def test_a_pair_of_texts_in_every_form(objective, text, segments, row):
     made, sample = classify(objective)
-    (example,), (part,) = sample.documents, sample.parts
+    (example,), (part,) = sample.documents, sample.target_groups
     assert made.head == "classes" and shown(example, made) == text
     assert example.segment_ids.tolist() == segments
-    assert part.rows.tolist() == [row] and part.targets.tolist() == [1]
+    assert part.positions.tolist() == [row] and part.targets.tolist() == [1]
     assert example.ord.tolist() == ([*range(6)] if objective == "causal" else [0] * len(segments))
     assert not example.weights.any() and sample.right is None
 
@@ -76,13 +76,13 @@ def test_a_second_text_has_its_space_only_where_nothing_stands_between():
 
 def test_labels_and_numbers():
     _, sample = classify("masked_lm", record(None, text="rain"))
-    assert sample.parts[0].targets.tolist() == []
+    assert sample.target_groups[0].targets.tolist() == []
     with pytest.raises(DataError, match=r"data.jsonl:1: label 'up' is unknown; the labels are no, yes"):
         classify("masked_lm", record("up", text="rain"))
     with pytest.raises(ConfigError, match=r"needs two or more: set task\.labels"):
         renderer("masked_lm", kind="classification")
     made = renderer("masked_lm", kind="regression")
-    (part,) = made.sample(record(2.5, text="rain"), 0).parts
+    (part,) = made.sample(record(2.5, text="rain"), 0).target_groups
     assert made.head == "values" and part.value == 2.5 and part.targets.tolist() == []
     with pytest.raises(ConfigError, match=r"have the form encoder_decoder \(t5\)"):
         renderer("t5", kind="classification", labels=LABELS)
@@ -98,8 +98,8 @@ def test_the_first_piece_of_a_word_has_its_tag(objective):
     made = renderer(objective, kind="tagging", labels=TAGS)
     words = ("rain", "xyz", "\u200b", "falls")
     sample = made.sample(record(("O", "B-PER", "O", "B-PER"), words=words), 0)
-    (example,), (part,) = sample.documents, sample.parts
-    pieces = [made.inputs.tokenizer.token_to_text(i) for i in example.tokens[part.rows]]
+    (example,), (part,) = sample.documents, sample.target_groups
+    pieces = [made.inputs.tokenizer.token_to_text(i) for i in example.tokens[part.positions]]
     assert pieces == ["rain", "x", "[UNK]", "falls"], "a word that has no token gets one"
     assert made.head == "tags" and part.targets.tolist() == [0, 1, 0, 1]
 
@@ -111,15 +111,15 @@ def test_each_word_has_one_row_however_long_the_sentence(words, length):
     tags = tuple(TAGS[i % 2] for i in range(len(words)))
     sample = made.sample(record(tags, words=tuple(words)), 0)
     assert all(len(example.tokens) <= length for example in sample.documents)
-    assert np.concatenate([part.targets for part in sample.parts]).tolist() == [
+    assert np.concatenate([part.targets for part in sample.target_groups]).tolist() == [
         i % 2 for i in range(len(words))
     ]
     first = [made.inputs.tokenizer.encode(word)[0] for word in words]
-    found = [sample.documents[part.document].tokens[part.rows] for part in sample.parts]
+    found = [sample.documents[part.document].tokens[part.positions] for part in sample.target_groups]
     assert np.concatenate(found).tolist() == first
     unlabelled = made.sample(record(None, words=tuple(words)), 0)
-    assert sum(len(part.rows) for part in unlabelled.parts) == len(words)
-    assert not any(len(part.targets) for part in unlabelled.parts)
+    assert sum(len(part.positions) for part in unlabelled.target_groups) == len(words)
+    assert not any(len(part.targets) for part in unlabelled.target_groups)
 
 
 def test_words_and_tags_go_together():
@@ -156,13 +156,13 @@ def test_an_answer_is_found_and_cut_from_the_original_characters(objective, kind
     made = renderer(objective, kind_of_tokenizer, **SHORT, sequence_length=30)
     given = question(text)
     sample = made.sample(given, 0)
-    assert made.head == "spans" and len(sample.documents) == len(sample.parts) > 1
+    assert made.head == "spans" and len(sample.documents) == len(sample.target_groups) > 1
     found = []
-    for number, part in enumerate(sample.parts):
+    for number, part in enumerate(sample.target_groups):
         example = sample.documents[part.document]
         assert len(example.tokens) <= 30 and part.document == number
-        assert example.tokens[part.rows[0]] == made.inputs.special.cls
-        assert made.inputs.special.sep not in example.tokens[part.rows[1:]]
+        assert example.tokens[part.positions[0]] == made.inputs.special.cls
+        assert made.inputs.special.sep not in example.tokens[part.positions[1:]]
         answer = made.kind.answer_text(given, number, *part.targets.tolist())
         if part.targets.any():
             found.append(answer)
@@ -172,27 +172,27 @@ def test_an_answer_is_found_and_cut_from_the_original_characters(objective, kind
     trained = [made.sample(window, 0) for window in made.prepare([given], training=True)]
     assert made.prepare([given], training=False) == [given]
     for whole, part, (alone,) in zip(
-        sample.documents, sample.parts, (each.parts for each in trained), strict=True
+        sample.documents, sample.target_groups, (each.target_groups for each in trained), strict=True
     ):
         (document,) = trained[part.document].documents
         assert (document.tokens == whole.tokens).all() and alone.document == 0
-        assert (alone.rows == part.rows).all() and (alone.targets == part.targets).all()
+        assert (alone.positions == part.positions).all() and (alone.targets == part.targets).all()
 
 
 @given(st.integers(0, 300), st.integers(1, 60), st.integers(1, 80))
-def test_windows_cover_the_context(length, room, step):
-    windows = covering(length, room, step)
+def test_windows_cover_the_context(length, max_tokens, step):
+    windows = covering(length, max_tokens, step)
     assert windows[0][0] == 0 and windows[-1][1] == length
     assert {i for start, end in windows for i in range(start, end)} == set(range(length))
     assert all(end < length for _, end in windows[:-1]), "no window is more than needed"
-    assert all(end - start <= room for start, end in windows)
+    assert all(end - start <= max_tokens for start, end in windows)
 
 
 def test_questions_without_an_answer_and_without_a_label():
     made = renderer("masked_lm", **SHORT, sequence_length=30)
-    assert all(part.targets.tolist() == [0, 0] for part in made.sample(question(), 0).parts)
+    assert all(part.targets.tolist() == [0, 0] for part in made.sample(question(), 0).target_groups)
     unknown = record(None, question="who", context=CONTEXT, answers=())
-    assert all(part.targets.tolist() == [] for part in made.sample(unknown, 0).parts)
+    assert all(part.targets.tolist() == [] for part in made.sample(unknown, 0).target_groups)
 
 
 def test_settings_that_leave_no_room_are_refused():

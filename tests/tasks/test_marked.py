@@ -64,7 +64,7 @@ def test_a_relation_is_read_between_its_marks(objective):
     sample = made.sample(record("yes", text=text, head=(18, 22), tail=(0, 4)), 0)
     (example,) = sample.documents
     assert " * rain * falls in wet / city / he runs" in " " + shown(example, made)
-    assert sample.parts[0].targets.tolist() == [1]
+    assert sample.target_groups[0].targets.tolist() == [1]
 
 
 def test_long_texts_keep_their_marks():
@@ -99,7 +99,7 @@ def test_long_texts_keep_their_marks():
             tokens == ["[CLS]", *with_marks[first : first + 10], "[SEP]"]
             and sample.cut == len(words) + 2 - 10
         )
-        assert sample.parts[0].targets.tolist() == [0, 1, 0]
+        assert sample.target_groups[0].targets.tolist() == [0, 1, 0]
     long = record(("place",), text=text, mention=(0, len(text)))
     with pytest.raises(
         DataError, match=r"^data.jsonl:1: the marked .* need 19 tokens, but task.sequence_length is 12; set"

@@ -9,10 +9,10 @@ import pytest
 from support.task_inputs import inputs, predicted, record, renderer, settings, shown
 
 from data_utils.common.errors import ConfigError, DataError
-from data_utils.tasks.templates.inputs import Tokens
+from data_utils.tasks.templates.inputs import TokenSegment
 from data_utils.tasks.templates.patterns import (
     PATTERNS,
-    Piece,
+    TextSegment,
     pattern_of,
     rendered,
     require_one_blank,
@@ -61,9 +61,10 @@ def rendered_patterns():
         for number in range(len(patterns)):
             made = renderer(kind_of_tokenizer="gpt2", name=task, pattern=number, scoring="sum")
             sample = made.sample(record_of(task), 0)
-            answers = [predicted(part, made) for part in sample.parts]
+            answers = [predicted(part, made) for part in sample.target_groups]
             contexts = [
-                shown(e, made, slice(p.rows[0])) for e, p in zip(sample.documents, sample.parts, strict=True)
+                shown(e, made, slice(p.positions[0]))
+                for e, p in zip(sample.documents, sample.target_groups, strict=True)
             ]
             found[task].append([contexts[0] if len(set(contexts)) == 1 else contexts, answers, sample.right])
     return found
@@ -88,7 +89,7 @@ def test_patterns_have_one_blank_and_distinct_verbalizers(task):
 
 def text_of(template, **fields):
     before, after = rendered(slots_of(template), record(**fields), settings())
-    return "".join(piece.text for piece in before), "".join(piece.text for piece in after or [])
+    return "".join(segment.text for segment in before), "".join(segment.text for segment in after or [])
 
 
 def test_options_of_a_field():
@@ -114,22 +115,28 @@ def test_users_text_is_never_a_blank_nor_a_pattern():
 
 def test_only_shortenable_pieces_are_cut_the_longest_first():
     made = inputs(sequence_length=8)
-    pieces = [Tokens([1] * 5, True), Tokens([2] * 3, False), Tokens([3] * 7, True)]
-    for room, expected in ((15, (5, 3, 7)), (14, (5, 3, 6)), (11, (4, 3, 4)), (5, (1, 3, 1)), (3, (0, 3, 0))):
-        kept, cut = made.cut(pieces, room, record())
-        assert tuple(len(piece.ids) for piece in kept) == expected and cut == 15 - room
-        assert [piece.ids for piece in kept] == [
-            p.ids[: len(k.ids)] for p, k in zip(pieces, kept, strict=True)
+    segments = [TokenSegment([1] * 5, True), TokenSegment([2] * 3, False), TokenSegment([3] * 7, True)]
+    for max_tokens, expected in (
+        (15, (5, 3, 7)),
+        (14, (5, 3, 6)),
+        (11, (4, 3, 4)),
+        (5, (1, 3, 1)),
+        (3, (0, 3, 0)),
+    ):
+        kept, cut = made.cut(segments, max_tokens, record())
+        assert tuple(len(segment.ids) for segment in kept) == expected and cut == 15 - max_tokens
+        assert [segment.ids for segment in kept] == [
+            p.ids[: len(k.ids)] for p, k in zip(segments, kept, strict=True)
         ]
     with pytest.raises(DataError, match=r"data.jsonl:1: the sample needs 9 tokens .*sequence_length is 8"):
-        made.cut(pieces, 2, record())
+        made.cut(segments, 2, record())
 
 
 def test_names_of_tasks_and_fields():
     assert pattern_of(settings(name="SST-2")) is PATTERNS["sst2"][0]
     assert text_of("{text} [MASK]", text_a="it") == ("it", "")
     before, _ = rendered(slots_of("{body} [MASK]"), record(text_a="it"), settings(text_fields=("body",)))
-    assert before == [Piece("it", shortenable=True)]
+    assert before == [TextSegment("it", shortenable=True)]
     with pytest.raises(
         DataError, match=r"data.jsonl:1: the pattern needs the text 'body', but .* has text_a"
     ):

@@ -110,11 +110,11 @@ def test_an_answer_of_record_is_submitted_as_the_passage_spells_it(files):
     records = files.read(config, [line])
     made = renderer(name="record", reader="superglue")
     sample = made.sample(records[0], 0)
-    read = [predicted(part, made) for part in sample.parts]
+    read = [predicted(part, made) for part in sample.target_groups]
     assert not any(sign in "".join(read) for sign in "\u201c\u201d\u2019\u2013")
     found = []
-    for choice in range(len(sample.parts)):
-        answers = np.array([[float(part == choice), 0.0] for part in range(len(sample.parts))])
+    for choice in range(len(sample.target_groups)):
+        answers = np.array([[float(part == choice), 0.0] for part in range(len(sample.target_groups))])
         found.append(prediction(made, records[0], sample, answers))
         write_predictions(files.folder / "ReCoRD.jsonl", config, [records[0].index], [found[-1]])
         submitted = json.loads((files.folder / "ReCoRD.jsonl").read_text("utf-8"))["label"]
@@ -123,4 +123,4 @@ def test_an_answer_of_record_is_submitted_as_the_passage_spells_it(files):
     right = found[sample.right]
     assert right == quoted and measure(["answer_em"], [right], references(records)) == {"answer_em": 1.0}
     (trained,) = made.prepare(records, training=True)
-    assert predicted(made.sample(trained, 0).parts[0], made) == read[sample.right]
+    assert predicted(made.sample(trained, 0).target_groups[0], made) == read[sample.right]

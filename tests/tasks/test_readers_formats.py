@@ -35,7 +35,7 @@ def test_squad(files):
     assert records[0].fields == {"question": "where?", "context": CONTEXT, "answers": (("Rome", 17),)}
     assert [record.label for record in records] == [("Rome",), (), ("Rome", "in Rome")]
     assert [record.index for record in records] == ["q1", "q2", "q3"]
-    assert records[1].place.endswith("train.txt: data[0].paragraphs[0].qas[1]")
+    assert records[1].location.endswith("train.txt: data[0].paragraphs[0].qas[1]")
     (record,) = files.read(SQUAD, squad({"id": "q", "question": "who?"}), labelled=False)
     assert (record.label, record.fields["answers"]) == (None, ())
 
@@ -88,7 +88,7 @@ def test_iob1_becomes_bio(files):
     assert records[0].label == ("B-PER", "I-PER", "B-PER", "O", "B-LOC", "B-ORG", "I-ORG", "O", "B-MISC")
     assert records[1].label == ("O", "B-PER")
     assert records[0].fields == {"words": tuple(f"w{i}" for i in range(9))}
-    assert records[1].place.endswith("train.txt:13")
+    assert records[1].location.endswith("train.txt:13")
 
 
 def test_bio_stays(files):

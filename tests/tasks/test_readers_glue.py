@@ -85,7 +85,7 @@ def test_quotes_are_characters(files):
     records = files.read(glue("sst2"), text)
     assert [record.fields["text_a"] for record in records] == ['"an open quote', '"two" \'x']
     assert [record.label for record in records] == ["1", "0"]
-    assert [record.place.rpartition(":")[2] for record in records] == ["2", "3"]
+    assert [record.location.rpartition(":")[2] for record in records] == ["2", "3"]
 
 
 def test_byte_order_mark_and_other_ends_of_lines(files):

@@ -209,7 +209,7 @@ def test_compressed_lines_are_the_same(files, compress, monkeypatch):
     lines = [{"text": "x" * n, "label": "no"} for n in range(1, 9)]
     records = files.read(YES_NO, compress("".join(json.dumps(each) + "\n" for each in lines).encode()), name)
     assert [len(record.fields["text"]) for record in records] == list(range(1, 9))
-    assert [record.place.rpartition(":")[2] for record in records] == [*"12345678"]
+    assert [record.location.rpartition(":")[2] for record in records] == [*"12345678"]
 
 
 def test_labels_of_a_task_without_any(files):

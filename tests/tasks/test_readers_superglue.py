@@ -62,7 +62,7 @@ def test_simple_tasks(files, name):
     line, fields, label = SAMPLES[name]
     (record,) = files.read(superglue(name), [line])
     assert (record.fields, record.label, record.index, record.group) == (fields, label, 7, None)
-    assert record.place == f"{files.folder}/train.txt:1"
+    assert record.location == f"{files.folder}/train.txt:1"
     del line["label"]
     (record,) = files.read(superglue(name), [line], labelled=False)
     assert (record.fields, record.label) == (fields, None)

@@ -8,9 +8,9 @@ from support.project import ROOT
 from support.synthetic_tasks import MORE
 from support.task_inputs import ALL_MASKS, form, predicted, shown, tokenizer
 
-from data_utils.common.parts import NO_RIGHT
 from data_utils.common.setting_files import load_yaml
 from data_utils.common.settings import build
+from data_utils.common.target_groups import NO_RIGHT
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.readers.by_name import labels_of, read_records
 from data_utils.tasks.templates.collate import collate
@@ -122,10 +122,12 @@ def test_superglue_from_the_file_to_the_document(files, name):
         made.sample(record, number) for number, record in enumerate(made.prepare(records, training=False))
     ]
     sample = samples[0]
-    text = shown(sample.documents[0], made, slice(sample.parts[0].rows[0]))
+    text = shown(sample.documents[0], made, slice(sample.target_groups[0].positions[0]))
     assert text == f"[CLS]{context}<|endoftext|>"
     end = "<|endofpiece|>"
-    assert [predicted(part, made) for part in sample.parts] == [f" {answer}{end}" for answer in answers]
+    assert [predicted(part, made) for part in sample.target_groups] == [
+        f" {answer}{end}" for answer in answers
+    ]
     assert sample.right == right
     assert len(samples) == (2 if name == "MultiRC" else 1)
     trained = made.prepare(records, training=True)
@@ -162,6 +164,6 @@ def test_synthetic_tasks_become_batches(name):
     config = TaskConfig(name=name, kind=kind, reader="synthetic", train=path, **more)
     made = made_of(config, kind_of_tokenizer="bert")
     records = made.prepare(read_records(config, path, labelled=True), training=True)
-    planes, parts = collate([made.sample(record, number) for number, record in enumerate(records)])
-    assert len(records) >= 3 and planes.shape[2] <= 2 * 64
+    fields, parts = collate([made.sample(record, number) for number, record in enumerate(records)])
+    assert len(records) >= 3 and fields.shape[2] <= 2 * 64
     assert made.head == "tokens" or len(parts.targets)

@@ -11,8 +11,8 @@ from data_utils.common.errors import ConfigError, DataError
 from data_utils.tasks.base import HEADS
 from data_utils.tasks.config import KINDS
 from data_utils.tasks.templates.collate import collate
-from data_utils.tasks.templates.forms import FORM_OF_OBJECTIVE
-from data_utils.tasks.templates.render import KINDS_OF_TASK
+from data_utils.tasks.templates.forms import FORMAT_OF_OBJECTIVE
+from data_utils.tasks.templates.render import TASK_TYPES
 
 TEXT = "rain falls in wet city he runs north and south"
 # Settings and a record for each kind.
@@ -37,7 +37,7 @@ CASES = {
 
 
 def test_every_kind_is_rendered():
-    assert set(KINDS) == set(KINDS_OF_TASK) == set(CASES)
+    assert set(KINDS) == set(TASK_TYPES) == set(CASES)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -48,27 +48,31 @@ def test_samples_are_pure_and_found_again_in_a_batch(kind):
     records = [given, *made.prepare([given], training=True)] if kind != "language_modelling" else []
     records += made.prepare([given, given], training=False)
     samples = [made.sample(each, number, 1) for number, each in enumerate(records)]
-    planes, parts = collate(samples)
+    fields, parts = collate(samples)
     same, _ = collate([again.sample(each, number, 1) for number, each in enumerate(records)])
-    assert (planes == same).all()
-    assert (planes[:, WEIGHTS].any(axis=1) == (made.head == "tokens")).all(), "a loss by tokens, or by parts"
-    assert bool(len(parts.rows)) == (made.head != "tokens")
-    every = [part for sample in samples for part in sample.parts]
-    documents = [sample.documents[part.document].tokens for sample in samples for part in sample.parts]
-    tokens = planes[:, TOKENS].reshape(-1)
+    assert (fields == same).all()
+    assert (fields[:, WEIGHTS].any(axis=1) == (made.head == "tokens")).all(), "a loss by tokens, or by parts"
+    assert bool(len(parts.positions)) == (made.head != "tokens")
+    every = [part for sample in samples for part in sample.target_groups]
+    documents = [
+        sample.documents[part.document].tokens for sample in samples for part in sample.target_groups
+    ]
+    tokens = fields[:, TOKENS].reshape(-1)
     for number, (part, document) in enumerate(zip(every, documents, strict=True)):
-        mine = parts.row_part == number
-        assert (tokens[parts.rows[mine]] == document[part.rows]).all()
-        assert (parts.targets[parts.target_part == number] == part.targets).all()
+        mine = parts.position_group == number
+        assert (tokens[parts.positions[mine]] == document[part.positions]).all()
+        assert (parts.targets[parts.target_group == number] == part.targets).all()
     if made.head in ("choices", "tags"):
-        assert (parts.row_part == parts.target_part).all(), "a row for each target"
-    assert np.bincount(parts.sample, minlength=len(samples)).tolist() == [len(s.parts) for s in samples]
+        assert (parts.position_group == parts.target_group).all(), "a row for each target"
+    assert np.bincount(parts.sample, minlength=len(samples)).tolist() == [
+        len(s.target_groups) for s in samples
+    ]
 
 
 LONG = "rain falls " * 40
 
 
-@pytest.mark.parametrize("objective", FORM_OF_OBJECTIVE)
+@pytest.mark.parametrize("objective", FORMAT_OF_OBJECTIVE)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [20, 40])
 def test_no_position_exceeds_what_the_model_is_asked_for(kind, objective, length):

@@ -14,7 +14,7 @@ from support.task_inputs import ALL_MASKS, form, record, renderer, settings, sho
 from data_utils.common.batch_fields import FIELDS, Example
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.objectives import LOSSES
-from data_utils.tasks.templates.forms import Form
+from data_utils.tasks.templates.forms import InputFormat
 from data_utils.tasks.templates.render import Renderer
 from megatron_lite.inference.filling import blank_context
 from megatron_lite.model.batch import Batch
@@ -104,9 +104,9 @@ def test_masks_in_an_answer():
 
 
 def batch_of(example):
-    """int32 [1, fields, length]: the planes of one document."""
-    planes = [np.asarray(getattr(example, name)) for name in FIELDS]
-    return np.stack([p.view(np.int32) if p.dtype == np.float32 else p for p in planes])[None]
+    """int32 [1, fields, length]: the fields of one document."""
+    fields = [np.asarray(getattr(example, name)) for name in FIELDS]
+    return np.stack([p.view(np.int32) if p.dtype == np.float32 else p for p in fields])[None]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_positions_of_the_target(objective, first, segment):
 
 def test_a_published_bart_predicts_cls_and_a_published_t5_begins_with_pad():
     config = settings(kind="seq2seq")
-    made = Renderer(config, tokenizer(), Form("encoder_decoder", "bart", predict_cls=True), 7)
+    made = Renderer(config, tokenizer(), InputFormat("encoder_decoder", "bart", predict_cls=True), 7)
     example = one(made)
     rows = np.flatnonzero(example.weights)
     assert shown(example, made).endswith(f"<|startofpiece|> [CLS] {TARGET}")

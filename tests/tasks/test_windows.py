@@ -11,7 +11,7 @@ from support.mask_rule import allowed, reachable
 from support.task_inputs import ALL_MASKS, form, predicted, record, renderer, settings, shown, tokenizer
 
 from data_utils.common.errors import ConfigError, DataError
-from data_utils.tasks.base import Record
+from data_utils.tasks.base import TaskRecord
 from data_utils.tasks.templates.render import Renderer
 from data_utils.tasks.templates.windows import windows
 
@@ -41,7 +41,7 @@ def document_windows(made, tokens):
     ids, size = text_of(tokens), made.kind.size
     for window in windows(tokens, size, made.inputs.config.stride):
         fields = {"tokens": ids[window.start : window.end], "new": window.end - window.new}
-        yield window, made.sample(Record(0, fields), 0).documents[0]
+        yield window, made.sample(TaskRecord(0, fields), 0).documents[0]
 
 
 @example_count(max_examples=80, deadline=None)
@@ -133,9 +133,9 @@ def test_refusals():
 def test_the_last_word_is_predicted_without_an_end(objective, both, expected):
     made = renderer(objective, kind="lambada", bidirectional=both)
     sample = made.sample(record("xy", text=" rain falls in xy "), 0)
-    (example,), (part,) = sample.documents, sample.parts
+    (example,), (part,) = sample.documents, sample.target_groups
     assert shown(example, made) == expected and made.head == "choices" and sample.right == 0
-    assert predicted(part, made) == "xy" and part.rows.tolist() == [
+    assert predicted(part, made) == "xy" and part.positions.tolist() == [
         len(example.tokens) - 2,
         len(example.tokens) - 1,
     ]
@@ -147,8 +147,8 @@ def test_lambada_loses_the_beginning_of_its_context():
     sample = made.sample(record("xy", text="rain falls in the city xy"), 0)
     (example,) = sample.documents
     assert len(example.tokens) <= 12 and sample.cut > 0 and "city[MASK]" in shown(example, made)
-    assert predicted(sample.parts[0], made) == " xy"
+    assert predicted(sample.target_groups[0], made) == " xy"
     with pytest.raises(DataError, match="the text has one word"):
         made.sample(record("xy", text="xy"), 0)
-    with pytest.raises(DataError, match=r"the last word has \d+ tokens, which leave no room"):
+    with pytest.raises(DataError, match=r"the last word has \d+ tokens, which leave no max_tokens"):
         made.sample(record("xy", text="a " + "1" * 30), 0)

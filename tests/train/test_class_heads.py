@@ -193,7 +193,7 @@ def test_the_vocabulary_has_no_part_in_the_flops_of_classes():
     """Every ordinary token has one in token_document, whose rows would count as much as those of masked words."""
     batch = Batch(collate_windows(make("token_document", 60), windows(40, 60, 1)))
     predicted, of_words = batch.weights != 0, LOSS_NAMES.index("masked_parts")
-    words = predicted & (batch.planes[:, OBJECTIVE] == of_words)
+    words = predicted & (batch.fields[:, OBJECTIVE] == of_words)
     assert batch.loss_rows == words.sum() < predicted.sum() / 4
 
 
@@ -292,8 +292,8 @@ def test_a_small_model_reads_order_and_distance(name, best):
     for step in range(steps + 8):
         pieces = [numbered(rng) for _ in range(4 * size)]
         lengths, counts = np.array([len(p) for p in pieces]), np.full(size, 4)
-        planes = collate(made, np.concatenate(pieces), lengths, counts, np.arange(size) + size * step)
-        batch = ModelInput.from_batch(Batch(planes), torch.device("cpu"), config)
+        fields = collate(made, np.concatenate(pieces), lengths, counts, np.arange(size) + size * step)
+        batch = ModelInput.from_batch(Batch(fields), torch.device("cpu"), config)
         if step < steps:
             for group in optimizer.param_groups:
                 group["lr"] = 2e-3 * min(1.0, step / 50) * (1 - step / steps)

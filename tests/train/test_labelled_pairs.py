@@ -182,14 +182,14 @@ def loss_after(steps, told, size):
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0), []
     each, number = 9, CLASS_HEADS["relevance"]
     for step in range(steps + 40):
-        planes = collate(
+        fields = collate(
             made,
             noisy_pairs(rng, size * each, told),
             np.full(size * each, 6),
             np.full(size, each),
             np.arange(size) + size * step,
         )
-        batch = ModelInput.from_batch(Batch(planes), torch.device("cpu"), config)
+        batch = ModelInput.from_batch(Batch(fields), torch.device("cpu"), config)
         if step < steps:
             for group in optimizer.param_groups:
                 group["lr"] = 2e-3 * min(1.0, step / 50) * (1 - step / steps)

@@ -26,11 +26,11 @@ NUMBER = MASKED_DIFFUSION.number
 
 
 def row(weights, objective, length):
-    planes = np.zeros((1, len(FIELDS), length), np.int32)
-    planes[0, DOC, len(weights) :] = PADDING_DOC
-    planes[0, WEIGHTS, : len(weights)] = np.array(weights, np.float32).view(np.int32)
-    planes[0, OBJECTIVE, : len(weights)] = objective
-    return planes
+    fields = np.zeros((1, len(FIELDS), length), np.int32)
+    fields[0, DOC, len(weights) :] = PADDING_DOC
+    fields[0, WEIGHTS, : len(weights)] = np.array(weights, np.float32).view(np.int32)
+    fields[0, OBJECTIVE, : len(weights)] = objective
+    return fields
 
 
 @dataclass
@@ -57,7 +57,7 @@ def losses_of(batches, nats, normalization="global_tokens", factors=None):
     normaliser, inputs = make_normaliser(normalization, factors), []
     for batch, each in zip(batches, nats, strict=True):
         weighted = torch.from_numpy(batch.weights[batch.weights > 0])
-        of = batch.planes[:, OBJECTIVE][batch.weights > 0]
+        of = batch.fields[:, OBJECTIVE][batch.weights > 0]
         inputs.append(Input(weighted, of, torch.tensor(each)))
     counts = StepCounts(sum(b.loss_weights(COUNT) for b in batches).tolist())
     step = StepInputs(inputs, counts, [b.loss_weight for b in batches])
@@ -123,8 +123,8 @@ def validation_rows(trainer):
 
 def test_an_evaluation_divides_by_tokens(settings):
     """Where every token has ln V nats, the loss is ln V times the sum of weights over the tokens."""
-    ((found, vocabulary, planes),) = run_ranks(evaluated, 1, alone(settings))
-    weights, tokens = planes[:, WEIGHTS].view(np.float32).sum(), (planes[:, DOC] != PADDING_DOC).sum()
+    ((found, vocabulary, fields),) = run_ranks(evaluated, 1, alone(settings))
+    weights, tokens = fields[:, WEIGHTS].view(np.float32).sum(), (fields[:, DOC] != PADDING_DOC).sum()
     assert found["loss"] == pytest.approx(math.log(vocabulary) * weights / tokens, rel=1e-5)
     assert abs(weights / tokens - 1) > 1e-3  # else it would not tell
 

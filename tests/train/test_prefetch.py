@@ -218,12 +218,12 @@ def test_a_step_does_not_wait_for_its_own_outcome(settings):
 
 def test_weights_are_scaled_in_the_prepared_input_as_in_the_batch():
     config = build(Config, tree()).model
-    planes = prefix_batch(3, rows=2, vocab=500)
-    planes[1, OBJECTIVE] = 1
-    batch = Batch(planes)
+    fields = prefix_batch(3, rows=2, vocab=500)
+    fields[1, OBJECTIVE] = 1
+    batch = Batch(fields)
     scales = np.array([0.3, 7.0, 0.0], np.float32)
-    expected = Batch(planes)
-    expected.weights = planes[:, WEIGHTS].view(np.float32) * scales[planes[:, OBJECTIVE]]
+    expected = Batch(fields)
+    expected.weights = fields[:, WEIGHTS].view(np.float32) * scales[fields[:, OBJECTIVE]]
     scaled = prepare(batch, CPU, config, dropout_seed=1)
     scaled.scale_weights(scales)
     assert torch.equal(scaled.buffer, prepare(expected, CPU, config, dropout_seed=1).buffer)

@@ -93,7 +93,7 @@ class BlankInfillingConfig(ObjectiveConfig):
     )
     shuffle_spans: bool = setting(True, "false (ablation): part B keeps the order of the text")
     cross_document_attention: bool = setting(
-        False, "true (reference): the pieces of a row are one text, masked and attended to as a whole"
+        False, "true (reference): the chunks of a row are one text, masked and attended to as a whole"
     )
 
     @property
@@ -125,9 +125,9 @@ class BlankInfillingConfig(ObjectiveConfig):
         return max(0.0, 1.0 - self.token_prob - self.sentence_prob)
 
     def least_row_length(self, sequence_length: int) -> int:
-        """A row length, in tokens, that every valid window fits when each piece has the fewest spans.
+        """A row length, in tokens, that every valid window fits when each chunk has the fewest spans.
 
-        A piece of t tokens needs at most t + 3 + 2 * masked_ratio * (t + 1) / longest span. Documents
+        A chunk of t tokens needs at most t + 3 + 2 * masked_ratio * (t + 1) / longest span. Documents
         that begin in the window have `DOCUMENT_OVERHEAD` = 4 reserved, a continuing one nothing.
         """
         longest = min(self.max_span_length, max(1, sequence_length - 1))
@@ -152,7 +152,7 @@ class BlankInfillingConfig(ObjectiveConfig):
         return room
 
     def most_tokens(self, length: int) -> int:
-        """Row tokens of a piece of `length` tokens where there is room for any draw."""
+        """Row tokens of a chunk of `length` tokens where there is room for any draw."""
         return 3 * length + 8
 
     def max_position_needed(self, sequence_length: int) -> int:

@@ -6,8 +6,8 @@ piece index, attempt), so they do not depend on batch size, place in the batch, 
 docs/blank_infilling.md explains the options and the differences from the reference implementation.
 
 A row has a fixed length near the mean: room for the mean number of spans and one standard deviation. Where the spans of
-a piece do not fit, it loses its last tokens: a few in one row of ten, about one token of text in 2,500. So spans keep
-their distribution and rows are full. If the cut exceeded 1 / MOST_CUT of the piece, spans are drawn again; after
+a chunk do not fit, it loses its last tokens: a few in one row of ten, about one token of text in 2,500. So spans keep
+their distribution and rows are full. If the cut exceeded 1 / MOST_CUT of the chunk, spans are drawn again; after
 `ATTEMPTS` draws the fewest spans that mask enough are used, and those always fit. With a longer `row_length` nothing is
 lost, but rows have more padding.
 """
@@ -55,14 +55,14 @@ ATTEMPTS = 16  # draws of spans before the fewest are used
 
 @inlined
 def _fill_example(
-    row, used, limit, text, words, start, length, sample, piece, stream, w, sentence_end, cumulative, s
+    row, used, limit, text, words, start, length, sample, chunk, stream, w, sentence_end, cumulative, s
 ):
-    """Draw and write the Example of one piece at row[used:limit]. Returns the new end.
+    """Draw and write the Example of one chunk at row[used:limit]. Returns the new end.
 
     Attempt 0 decides what must not depend on whether the spans fit, so that a full row does not change the mix of
     objectives.
     """
-    open_stream(stream, s.key, sample, piece, 0)
+    open_stream(stream, s.key, sample, chunk, 0)
     next_word(stream)  # unused: so masks are those of the runs that drew a length here
     single = chance(stream, s.single_below)
     mode = next_word(stream)
@@ -76,7 +76,7 @@ def _fill_example(
     available = 3 * n if s.masked_lm else limit - used
     count, cut = 0, 0
     for attempt in range(1, ATTEMPTS + 2):
-        open_stream(stream, s.key, sample, piece, attempt)
+        open_stream(stream, s.key, sample, chunk, attempt)
         fewest, cut = attempt > ATTEMPTS, 0
         if objective == DOCUMENT:
             count = draw_document_span(stream, w, n, length, maskable, tail, s)
@@ -95,12 +95,12 @@ def _fill_example(
         w[ORDER, i] = i
     if s.shuffle_spans:
         shuffle(stream, w[ORDER], count)
-    return write_example(row, used, piece, text, start, length, count, objective, tail, stream, w, s)
+    return write_example(row, used, chunk, text, start, length, count, objective, tail, stream, w, s)
 
 
 @inlined
-def _fill_row(row, text, words, start, lengths, sample, first_piece, stream, w, sentence_end, cumulative, s):
-    """Write one sample, its pieces from number `first_piece` on, then padding. False: it cannot fit."""
+def _fill_row(row, text, words, start, lengths, sample, first_chunk, stream, w, sentence_end, cumulative, s):
+    """Write one sample, its chunks from number `first_chunk` on, then padding. False: it cannot fit."""
     needed, total = 0, 0
     for length in lengths:
         needed += least_tokens(length, s)
@@ -108,18 +108,18 @@ def _fill_row(row, text, words, start, lengths, sample, first_piece, stream, w, 
     row_length = row.shape[1]
     if needed > row_length or total > s.sequence_length:
         return False
-    for plane in range(len(FIELDS)):
-        if plane != TOKENS and plane != POSITION_IDS:  # these two are written everywhere
-            set_range(row, plane, 0, row_length, 0)
+    for field in range(len(FIELDS)):
+        if field != TOKENS and field != POSITION_IDS:  # these two are written everywhere
+            set_range(row, field, 0, row_length, 0)
     used = 0
-    piece = first_piece
+    chunk = first_chunk
     for length in lengths:
-        needed -= least_tokens(length, s)  # what the pieces after this one need
+        needed -= least_tokens(length, s)  # what the chunks after this one need
         limit = row_length - needed
         used = _fill_example(
-            row, used, limit, text, words, start, length, sample, piece, stream, w, sentence_end, cumulative, s
+            row, used, limit, text, words, start, length, sample, chunk, stream, w, sentence_end, cumulative, s
         )  # fmt: skip
-        piece += 1
+        chunk += 1
         start += length
     set_range(row, TOKENS, used, row_length, s.pad)
     set_range(row, POSITION_IDS, used, row_length, 0)
@@ -128,20 +128,20 @@ def _fill_row(row, text, words, start, lengths, sample, first_piece, stream, w, 
 
 
 @entry_point
-def _fill_rows(batch, pieces, tables, sentence_end, settings):
+def _fill_rows(batch, chunks, tables, sentence_end, settings):
     """Returns the index of the first sample that cannot fit, or -1."""
-    text, words, piece_lengths, pieces_per_sample, sample_indices, first_piece = pieces
+    text, words, chunk_lengths, chunks_per_sample, sample_indices, first_chunk = chunks
     cumulative, stream, w = tables
     s = settings[0]
-    piece, start = 0, 0
+    chunk, start = 0, 0
     for i in range(len(batch)):
-        lengths = piece_lengths[piece : piece + pieces_per_sample[i]]
+        lengths = chunk_lengths[chunk : chunk + chunks_per_sample[i]]
         row, sample = batch[i], sample_indices[i]
         if not _fill_row(
-            row, text, words, start, lengths, sample, first_piece, stream, w, sentence_end, cumulative, s
+            row, text, words, start, lengths, sample, first_chunk, stream, w, sentence_end, cumulative, s
         ):
             return i
-        piece += pieces_per_sample[i]
+        chunk += chunks_per_sample[i]
         for length in lengths:
             start += length
     return -1
@@ -211,55 +211,55 @@ class BlankInfilling(RowObjective):
         self,
         batch: np.ndarray,
         tokens: np.ndarray,
-        piece_lengths: np.ndarray,
-        pieces_per_sample: np.ndarray,
+        chunk_lengths: np.ndarray,
+        chunks_per_sample: np.ndarray,
         sample_indices: np.ndarray,
     ) -> None:
-        """See `Objective.fill`. The `doc` plane numbers the pieces of a sample from 0."""
+        """See `Objective.fill`. The `doc` field numbers the chunks of a sample from 0."""
         tokens = tokens if tokens.ndim == 1 else tokens[0]
-        failed = self._fill(batch, tokens, piece_lengths, pieces_per_sample, sample_indices, 0)
+        failed = self._fill(batch, tokens, chunk_lengths, chunks_per_sample, sample_indices, 0)
         if failed >= 0:
-            first = int(pieces_per_sample[:failed].sum())
-            lengths = piece_lengths[first : first + int(pieces_per_sample[failed])]
+            first = int(chunks_per_sample[:failed].sum())
+            lengths = chunk_lengths[first : first + int(chunks_per_sample[failed])]
             raise DataError(
-                f"sample {sample_indices[failed]} has {len(lengths)} pieces with {lengths.sum()} tokens, too "
+                f"sample {sample_indices[failed]} has {len(lengths)} chunks with {lengths.sum()} tokens, too "
                 f"many for sequence_length {self.sequence_length} and rows of {batch.shape[2]}; a window "
                 f"must keep its tokens and {DOCUMENT_OVERHEAD} more for each document within sequence_length."
             )
 
-    def example(self, piece: np.ndarray, sample_index: int, piece_index: int = 0) -> Example:
-        """The Example of one piece (int32 tokens without CLS) as `fill` draws it in a long enough row."""
+    def example(self, chunk: np.ndarray, sample_index: int, chunk_index: int = 0) -> Example:
+        """The Example of one chunk (int32 tokens without CLS) as `fill` draws it in a long enough row."""
         check(
-            len(piece) <= self.sequence_length,
-            f"the piece has {len(piece)} tokens; a sample may have sequence_length {self.sequence_length}.",
+            len(chunk) <= self.sequence_length,
+            f"the chunk has {len(chunk)} tokens; a sample may have sequence_length {self.sequence_length}.",
         )
-        return super().example(piece, sample_index, piece_index)
+        return super().example(chunk, sample_index, chunk_index)
 
-    def _fill(self, batch, tokens, piece_lengths, pieces_per_sample, sample_indices, first_piece) -> int:
+    def _fill(self, batch, tokens, chunk_lengths, chunks_per_sample, sample_indices, first_chunk) -> int:
         """Fill the rows; returns the index of the first sample that cannot fit, or -1."""
-        if self.config.cross_document_attention:  # the pieces of a row are one text
-            sums, ends = np.concatenate([[0], np.cumsum(piece_lengths)]), np.cumsum(pieces_per_sample)
-            not_empty = pieces_per_sample > 0
-            piece_lengths = (sums[ends] - sums[ends - pieces_per_sample])[not_empty]
-            pieces_per_sample = not_empty.astype(np.int64)
+        if self.config.cross_document_attention:  # the chunks of a row are one text
+            sums, ends = np.concatenate([[0], np.cumsum(chunk_lengths)]), np.cumsum(chunks_per_sample)
+            not_empty = chunks_per_sample > 0
+            chunk_lengths = (sums[ends] - sums[ends - chunks_per_sample])[not_empty]
+            chunks_per_sample = not_empty.astype(np.int64)
         sentence_end = self.vocabulary.sentence_end
         sentence_end = np.ascontiguousarray([] if sentence_end is None else sentence_end, np.bool_)
-        words = self._unit_starts(tokens, piece_lengths) if self.units else _NO_WORDS
-        pieces = (tokens, words, piece_lengths, pieces_per_sample, sample_indices, first_piece)
-        return self.entry(batch, pieces, self._tables(batch), sentence_end, self._settings)
+        words = self._unit_starts(tokens, chunk_lengths) if self.units else _NO_WORDS
+        chunks = (tokens, words, chunk_lengths, chunks_per_sample, sample_indices, first_chunk)
+        return self.entry(batch, chunks, self._tables(batch), sentence_end, self._settings)
 
     def build(
         self,
-        piece: np.ndarray,
+        chunk: np.ndarray,
         spans: list[tuple[int, int]],
         order: list[int],
         objective: int = TOKEN,
         tail: bool = False,
     ) -> Example:
-        """The Example for given spans of `piece` (`[start, end)`, in text order) in a given part-B order."""
-        text = np.ascontiguousarray(piece, np.int32)
+        """The Example for given spans of `chunk` (`[start, end)`, in text order) in a given part-B order."""
+        text = np.ascontiguousarray(chunk, np.int32)
         starts, ends = np.array(spans, np.int64).reshape(-1, 2).T
         batch = np.zeros((1, len(FIELDS), self.config.most_tokens(len(text))), np.int32)
         given = (np.ascontiguousarray(starts), np.ascontiguousarray(ends), np.array(order, np.int64))
         end = _write_given(batch[0], text, *given, objective, tail, self._tables(batch), self._settings)
-        return Example.from_planes(batch[0, :, :end])
+        return Example.from_fields(batch[0, :, :end])

@@ -19,7 +19,7 @@ from data_utils.common.random_streams import below, chance, shuffle
 from data_utils.objectives.blank_infilling.config import SENTENCE, TOKEN
 from data_utils.objectives.row_loops import compiled, copy_range, count_up, draw_length, inlined, set_range
 
-MOST_CUT = 32  # a piece whose spans do not fit loses at most length // MOST_CUT tokens at its end
+MOST_CUT = 32  # a chunk whose spans do not fit loses at most length // MOST_CUT tokens at its end
 
 # Lines of the scratch array `w`, see `RowObjective._tables`: the spans of the current Example in text order, the
 # order of part B, the place of each span's mask in part A, and marks of what is chosen.
@@ -28,7 +28,7 @@ STARTS, ENDS, ORDER, MASK_AT, MARKS = range(5)
 
 @compiled
 def least_tokens(length, s):
-    """Row tokens that a piece of `length` tokens needs with the fewest spans."""
+    """Row tokens that a chunk of `length` tokens needs with the fewest spans."""
     target = max(1, int(s.masked_ratio * (length + 1)))
     return length + 1 + 2 * ((target + s.longest_token_span - 1) // s.longest_token_span)
 

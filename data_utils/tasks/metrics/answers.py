@@ -1,8 +1,8 @@
 """Predictions from a model's answers, and the references that metrics compare them with.
 
-The answers of a sample are an array. Choices: [parts, 2], the log probability of each part's targets, and 1 if every
-target is the likeliest token. Other kinds: outputs of the task's head, one row for each part (classes, values) or for
-each predicted token of the parts (tags, spans).
+The answers of a sample are an array. Choices: [groups, 2], the log probability of each group's targets, and 1 if every
+target is the likeliest token. Other kinds: outputs of the task's head, one row for each group (classes, values) or for
+each predicted token of the groups (tags, spans).
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.tasks.base import Record, TaskSample
+from data_utils.tasks.base import TaskRecord, TaskSample
 from data_utils.tasks.metrics.metrics_by_task import metrics_of
 from data_utils.tasks.templates.cloze import Cloze
 from data_utils.tasks.templates.heads_input import Spans
 from data_utils.tasks.templates.render import Renderer
 
 
-def prediction(renderer: Renderer, record: Record, sample: TaskSample, answers: np.ndarray) -> Any:
-    """In the types of `Record.label`: a class, the number of a choice, a number, a list of tags or classes, a text."""
+def prediction(renderer: Renderer, record: TaskRecord, sample: TaskSample, answers: np.ndarray) -> Any:
+    """The prediction, of the type of `TaskRecord.label`: a class, the number of a choice, a number,
+    a list of tags or classes, a text.
+    """
     kind = renderer.kind
     if isinstance(kind, Cloze):
         return _of_choices(kind, record, sample, answers)
@@ -37,8 +39,8 @@ def prediction(renderer: Renderer, record: Record, sample: TaskSample, answers: 
 
 
 def choice_scores(sample: TaskSample, answers: np.ndarray) -> np.ndarray:
-    """The score of each choice, [parts]."""
-    return answers[:, 0] / np.array([part.divisor for part in sample.parts])
+    """The score of each choice, [groups]."""
+    return answers[:, 0] / np.array([group.divisor for group in sample.target_groups])
 
 
 def shares(
@@ -65,23 +67,23 @@ def shares(
     return dict(zip(names, found, strict=True)) if names else found
 
 
-def _of_choices(kind: Cloze, record: Record, sample: TaskSample, answers: np.ndarray) -> Any:
+def _of_choices(kind: Cloze, record: TaskRecord, sample: TaskSample, answers: np.ndarray) -> Any:
     best = int(choice_scores(sample, answers).argmax())  # of equal scores the first
     if kind.words:
         return kind.labels[best]
     if kind.task == "wsc":  # the first choice is the span that is asked about
-        alone = len(sample.parts) == 1
+        alone = len(sample.target_groups) == 1
         return "true" if (answers[0, 1] if alone else best == 0) else "false"
     return kind.choices(record)[best] if kind.task == "record" else best
 
 
-def _best_span(kind: Spans, record: Record, sample: TaskSample, answers: np.ndarray) -> str:
+def _best_span(kind: Spans, record: TaskRecord, sample: TaskSample, answers: np.ndarray) -> str:
     """The text whose first and last token have the highest sum of scores, "" where CLS has a higher one.
 
     Only tasks with questions that have no answer compare with CLS: its lowest sum in all windows counts (SQuAD 2.0).
     """
     config = kind.inputs.config
-    lengths = [len(part.rows) for part in sample.parts]
+    lengths = [len(group.positions) for group in sample.target_groups]
     spans, none = [], []
     for number, outputs in enumerate(np.split(answers, np.cumsum(lengths)[:-1])):
         first, last = outputs[1:, 0], outputs[1:, 1]
@@ -99,7 +101,7 @@ def _best_span(kind: Spans, record: Record, sample: TaskSample, answers: np.ndar
     return kind.answer_text(record, number, begin + 1, end + 1)
 
 
-def references(records: Sequence[Record]) -> list[Any]:
+def references(records: Sequence[TaskRecord]) -> list[Any]:
     """The labels of records, to compare predictions with; a list holds several right answers."""
     return [list(record.label) if isinstance(record.label, tuple) else record.label for record in records]
 

@@ -177,7 +177,7 @@ def perplexities(nll: float, tokens: int, words: int, size: int) -> dict[str, fl
         tokens, words, size: how many tokens are predicted, and how many words and UTF-8 bytes they are.
     """
     return {
-        "token_perplexity": math.exp(min(nll / tokens, 700.0)),  # beyond that a float has no room
+        "token_perplexity": math.exp(min(nll / tokens, 700.0)),  # beyond that a float has no value
         "word_perplexity": math.exp(min(nll / words, 700.0)),
         "bits_per_byte": nll / size / math.log(2.0),
     }

@@ -51,8 +51,8 @@ def write_predictions(
     """Write a file of predictions.
 
     Args:
-        indices: `Record.index` of each sample; of MultiRC (passage, question, answer).
-        predictions: in the types of `Record.label`: names of classes, numbers, texts, lists of tags.
+        indices: `TaskRecord.index` of each sample; of MultiRC (passage, question, answer).
+        predictions: in the types of `TaskRecord.label`: names of classes, numbers, texts, lists of tags.
         option: names the path, for messages.
         beside: more of each prediction, by its name, such as the shares of classes; servers take none of it.
     Raises: DataError for unequal counts, predictions that do not fit the task, or if the file cannot be written.

@@ -1,6 +1,6 @@
-"""Files of labelled samples -> Records, by the format that `task.reader` names.
+"""Files of labelled samples -> TaskRecords, by the format that `task.reader` names.
 
-Fields of a Record, and its label. Names of the format stay where patterns use them.
+Fields of a TaskRecord, and its label. Names of the format stay where patterns use them.
 
     task, reader           fields                                          label
     boolq                  question, passage                               false, true
@@ -44,14 +44,14 @@ from pathlib import Path
 from data_utils.common.errors import ConfigError
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.readers import conll, glue, superglue
-from data_utils.tasks.readers.files import BadLine, Intake, Records, label_name, plain_name
+from data_utils.tasks.readers.files import BadLine, Intake, TaskRecords, label_name, plain_name
 from data_utils.tasks.readers.json_lines import read_json_lines
 from data_utils.tasks.readers.pairs import read_pairs
 from data_utils.tasks.readers.questions import read_squad
 from data_utils.tasks.readers.synthetic import labels_of_synthetic, read_synthetic
 from data_utils.tasks.readers.texts import read_texts
 
-_READERS: dict[str, Callable[[Intake], Records]] = {
+_READERS: dict[str, Callable[[Intake], TaskRecords]] = {
     "jsonl": read_json_lines,
     "superglue": superglue.read_superglue,
     "glue": glue.read_glue,
@@ -74,7 +74,7 @@ _LABELS = {
 _NAMING = ("jsonl", "glue")  # readers of which one may name the fields
 
 
-def read_records(config: TaskConfig, path: Path | str, *, labelled: bool) -> Records:
+def read_records(config: TaskConfig, path: Path | str, *, labelled: bool) -> TaskRecords:
     """The samples of a file in its order.
 
     Args:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from data_utils.common.setting_files import shown
 from data_utils.corpus.json_records import UnusableRecord
-from data_utils.tasks.readers.files import BadLine, Intake, Records, decoded, numbered_lines
+from data_utils.tasks.readers.files import BadLine, Intake, TaskRecords, decoded, numbered_lines
 
 LABELS = {
     name: ("O", *(f"{begin}-{type_}" for type_ in ("PER", "ORG", "LOC", "MISC") for begin in "BI"))
@@ -27,7 +27,7 @@ _DOCUMENT = "-DOCSTART-"
 Lines = list[tuple[int, bytes]]
 
 
-def read_conll(intake: Intake) -> Records:
+def read_conll(intake: Intake) -> TaskRecords:
     """The sentences of a file: fields words, label tags. Raises DataError."""
     sentences = list(_sentences(numbered_lines(Path(intake.path))))
     has_entities = is_bio(intake.labels)

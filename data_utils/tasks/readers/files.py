@@ -31,7 +31,7 @@ from data_utils.corpus.stored_files import (
     read_errors,
     refuse_other_content,
 )
-from data_utils.tasks.base import Record
+from data_utils.tasks.base import TaskRecord
 from data_utils.tasks.config import TaskConfig
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class BadLine(Exception):
         self.line = line
 
 
-class Records(list[Record]):
+class TaskRecords(list[TaskRecord]):
     """The samples of one file in its order.
 
     Attributes:
@@ -75,24 +75,24 @@ class Intake:
         self, config: TaskConfig, path: Path | str, labelled: bool, labels: tuple[str, ...] = ()
     ) -> None:
         self.config, self.path, self.labelled, self.labels = config, path, labelled, labels
-        self.records = Records()
-        self._seen: dict[Any, str] = {}  # index that the file gives -> place
-        self._place = ""
+        self.records = TaskRecords()
+        self._seen: dict[Any, str] = {}  # index that the file gives -> location
+        self._location = ""
         self._first_problem = ""
 
     @contextlib.contextmanager
-    def at(self, place: int | str) -> Iterator[None]:
+    def at(self, location: int | str) -> Iterator[None]:
         """Context in which a line (its number, from 1) or another named part of the file is read.
 
         Raises: DataError for a bad line, unless task.skip_bad_lines counts and skips it.
         """
-        self._place = self._named(place)
+        self._location = self._named(location)
         count = len(self.records)
         try:
             yield
         except (BadLine, UnusableRecord) as problem:
             line = getattr(problem, "line", None)
-            message = f"{self._place if line is None else self._named(line)}: {problem}"
+            message = f"{self._location if line is None else self._named(line)}: {problem}"
             if not self.config.skip_bad_lines:
                 raise DataError(f"{message}; {_REMEDY}.") from None
             for record in self.records[count:]:
@@ -101,8 +101,8 @@ class Intake:
             self.records.skipped += 1
             self._first_problem = self._first_problem or message
 
-    def _named(self, place: int | str) -> str:
-        return f"{self.path}:{place}" if isinstance(place, int) else f"{self.path}: {place}"
+    def _named(self, location: int | str) -> str:
+        return f"{self.path}:{location}" if isinstance(location, int) else f"{self.path}: {location}"
 
     def add(self, fields: Mapping[str, Any], label: Any, index: Any = None, group: Any = None) -> None:
         """One sample. Index None: its number in the file, with those that were left out counted."""
@@ -120,8 +120,8 @@ class Intake:
         elif index in self._seen:
             raise BadLine(f"index {shown(index)} stands at {self._seen[index]} already; it must be unique")
         else:
-            self._seen[index] = self._place
-        self.records.append(Record(index, fields, label, group, self._place))
+            self._seen[index] = self._location
+        self.records.append(TaskRecord(index, fields, label, group, self._location))
 
     def class_name(self, value: Any) -> str | None:
         """The name of the class that a label says, None for none. Raises BadLine for an unknown one."""
@@ -137,7 +137,7 @@ class Intake:
             raise BadLine(f"label {shown(value)} is unknown; the labels are {listed(self.labels)}")
         return name
 
-    def finish(self) -> Records:
+    def finish(self) -> TaskRecords:
         """All samples. Raises DataError if there are none, or if only some have an index."""
         records = self.records
         if not records:
@@ -148,10 +148,10 @@ class Intake:
             )
             raise DataError(f"{self.path} holds no sample{left_out}; check the file and task.reader.")
         if self._seen and len(self._seen) != len(records):
-            without = next(record for record in records if self._seen.get(record.index) != record.place)
+            without = next(record for record in records if self._seen.get(record.index) != record.location)
             raise DataError(
-                f"{without.place}: there is no index (idx, id), which {len(self._seen)} other samples have; give all "
-                "one, or none."
+                f"{without.location}: there is no index (idx, id), which {len(self._seen)} other samples have; give "
+                "every sample an index, or none."
             )
         if records.skipped:
             log.warning(

@@ -19,7 +19,7 @@ from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.readers.files import (
     BadLine,
     Intake,
-    Records,
+    TaskRecords,
     decoded,
     finite,
     numbered_lines,
@@ -59,7 +59,7 @@ _COLUMNS = {
 _COLA = ("source", "label", "mark", "sentence")
 
 
-def read_glue(intake: Intake) -> Records:
+def read_glue(intake: Intake) -> TaskRecords:
     """The samples of a .tsv file: fields text_a and text_b, or those that task.text_fields names.
 
     Raises: DataError; ConfigError for an unknown task without names of columns.

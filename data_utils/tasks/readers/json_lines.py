@@ -28,7 +28,7 @@ from data_utils.tasks.readers.conll import checked_bio, is_bio, known_tags
 from data_utils.tasks.readers.files import (
     BadLine,
     Intake,
-    Records,
+    TaskRecords,
     choice_in,
     finite,
     index_in,
@@ -46,7 +46,7 @@ from data_utils.tasks.readers.texts import add_text
 _LETTERS = {letter: number for number, letter in enumerate(string.ascii_uppercase)}
 
 
-def read_json_lines(intake: Intake) -> Records:
+def read_json_lines(intake: Intake) -> TaskRecords:
     """The samples of a file. Raises DataError."""
     add = {
         "seq2seq": _add_pair,

@@ -13,7 +13,7 @@ from data_utils.corpus.mentions import EntityNames, read_names
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.readers.files import BadLine, Intake, value_in
 
-ENTITIES = "entities"  # field of a line and of a Record
+ENTITIES = "entities"  # field of a line and of a TaskRecord
 
 
 def marks_of(config: TaskConfig) -> Mapping[str, str]:
@@ -27,7 +27,7 @@ def is_marked(config: TaskConfig) -> bool:
 
 
 def mentions_in(config: TaskConfig, tree: Mapping[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of a Record that tell places in its text. Raises: BadLine, UnusableRecord; ConfigError; DataError."""
+    """The fields of a TaskRecord that hold offsets. Raises BadLine, UnusableRecord, ConfigError, DataError."""
     if len(texts) != 1:
         raise ConfigError(
             f"task.marks and task.entity_ids are for samples of one text, but these have {', '.join(texts)}; set "

@@ -14,7 +14,7 @@ from data_utils.common.errors import DataError
 from data_utils.tasks.readers.files import (
     BadLine,
     Intake,
-    Records,
+    TaskRecords,
     decoded,
     numbered_lines,
     plain_name,
@@ -31,7 +31,7 @@ def sentences_on_lines(text: str) -> str:
     return "\n".join(part for part in _MARKS.split(text) if part)
 
 
-def read_pairs(intake: Intake) -> Records:
+def read_pairs(intake: Intake) -> TaskRecords:
     """The pairs of a file of sources and the file of targets beside it. Raises DataError."""
     sources = Path(intake.path)
     targets = target_path(sources)

@@ -16,7 +16,7 @@ from data_utils.corpus.json_records import UnusableRecord, parse_json_object
 from data_utils.tasks.readers.files import (
     BadLine,
     Intake,
-    Records,
+    TaskRecords,
     index_in,
     numbered_lines,
     objects_in,
@@ -26,7 +26,7 @@ from data_utils.tasks.readers.files import (
 )
 
 
-def read_squad(intake: Intake) -> Records:
+def read_squad(intake: Intake) -> TaskRecords:
     """The questions of a file of SQuAD 1.1 or 2.0, in its order. Raises DataError."""
     data = b"\n".join(line for _, line in numbered_lines(Path(intake.path)))
     try:

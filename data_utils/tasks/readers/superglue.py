@@ -20,7 +20,7 @@ from data_utils.corpus.json_records import parse_json_object
 from data_utils.tasks.readers.files import (
     BadLine,
     Intake,
-    Records,
+    TaskRecords,
     choice_in,
     index_in,
     numbered_lines,
@@ -52,7 +52,7 @@ def in_ascii(text: str) -> str:
     return text.translate(_ASCII)
 
 
-def read_superglue(intake: Intake) -> Records:
+def read_superglue(intake: Intake) -> TaskRecords:
     """The samples of a file of one of the tasks. Raises DataError; ConfigError for an unknown task."""
     name = plain_name(intake.config.name)
     if name not in _TASKS:
@@ -68,7 +68,7 @@ def read_superglue(intake: Intake) -> Records:
 
 
 def _texts(**names: str) -> Callable[[Intake, dict[str, Any]], None]:
-    """A task whose samples are texts and a class. Args: name in the Record = name in the file."""
+    """A task whose samples are texts and a class. Args: name in the TaskRecord = name in the file."""
 
     def read(intake: Intake, tree: dict[str, Any]) -> None:
         fields = {name: text_in(tree, key) for name, key in names.items()}

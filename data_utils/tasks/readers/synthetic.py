@@ -23,7 +23,7 @@ import numpy as np
 from data_utils.common.errors import ConfigError
 from data_utils.common.random_streams import derive_seed
 from data_utils.common.setting_files import shown
-from data_utils.tasks.readers.files import Intake, Records
+from data_utils.tasks.readers.files import Intake, TaskRecords
 
 NO_YES = ("no", "yes")
 MARKS = ("blue", "red")  # of no and of yes
@@ -52,7 +52,7 @@ class Spec:
 
 
 @dataclass(frozen=True)
-class Task:
+class SyntheticTask:
     """A synthetic task.
 
     Args:
@@ -68,7 +68,7 @@ class Task:
     labels: tuple[str, ...] = ()
 
 
-def read_synthetic(intake: Intake) -> Records:
+def read_synthetic(intake: Intake) -> TaskRecords:
     """The samples that `intake.path` describes. Raises ConfigError for an unknown task, setting or value."""
     spec = parsed(str(intake.path))
     kinds = TASKS[spec.name].kinds
@@ -176,13 +176,13 @@ def _draw_recall(rng: np.random.Generator, values: Values) -> Drawn:
     return {"text": f"{said} {KEYS[keys[asked]]} {words[asked]}"}, words[asked]
 
 
-TASKS: dict[str, Task] = {
-    "noisy_votes": Task(
+TASKS: dict[str, SyntheticTask] = {
+    "noisy_votes": SyntheticTask(
         ("cloze", "classification"),
         {"n": (5, 1, 99), "p": (0.7, 0.5, 1.0), "fillers": (3, 0, 256)},
         _draw_votes,
         _best_votes,
         NO_YES,
     ),
-    "recall": Task(("lambada",), {"pairs": (4, 1, len(KEYS))}, _draw_recall, best_all),
+    "recall": SyntheticTask(("lambada",), {"pairs": (4, 1, len(KEYS))}, _draw_recall, best_all),
 }

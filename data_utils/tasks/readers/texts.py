@@ -18,7 +18,7 @@ from data_utils.corpus.json_records import UnusableRecord, parse_json_object
 from data_utils.tasks.readers.files import (
     BadLine,
     Intake,
-    Records,
+    TaskRecords,
     decoded,
     numbered_lines,
     plain_name,
@@ -52,7 +52,7 @@ _WIKITEXT_LAST: tuple[tuple[str, str], ...] = (
 )
 
 
-def read_texts(intake: Intake) -> Records:
+def read_texts(intake: Intake) -> TaskRecords:
     """The documents of a file. Raises DataError."""
     if plain_name(intake.config.name).startswith("wikitext"):
         return _read_wikitext(intake)
@@ -89,7 +89,7 @@ def add_text(intake: Intake, text: str, index: int | str | None = None) -> None:
 # Wikitext
 
 
-def _read_wikitext(intake: Intake) -> Records:
+def _read_wikitext(intake: Intake) -> TaskRecords:
     lines = []
     for number, line in numbered_lines(Path(intake.path)):
         try:
@@ -123,7 +123,7 @@ def wikitext_detokenized(text: str) -> str:
 # Lines with blanks
 
 
-def _read_blanks(intake: Intake) -> Records:
+def _read_blanks(intake: Intake) -> TaskRecords:
     """Lines with blanks, beside the lines that they were made of: `test.txt` for `blank/test.maskratio0.1.blank`."""
     path = Path(intake.path)
     name = f"{path.name.partition('.')[0]}.txt"

@@ -19,7 +19,7 @@ import numpy as np
 from data_utils.common.batch_fields import Example
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.common.setting_files import shown
-from data_utils.tasks.base import Part, Record, TaskSample, part_with_loss
+from data_utils.tasks.base import TargetGroup, TaskRecord, TaskSample, target_group_with_loss
 from data_utils.tasks.readers.files import plain_name
 from data_utils.tasks.templates import cloze_rules
 from data_utils.tasks.templates.examples import (
@@ -29,10 +29,10 @@ from data_utils.tasks.templates.examples import (
     left_to_right,
     without_loss,
 )
-from data_utils.tasks.templates.inputs import Inputs, Tokens, flat
+from data_utils.tasks.templates.inputs import Inputs, TokenSegment, flat
 from data_utils.tasks.templates.patterns import (
     Pattern,
-    Piece,
+    TextSegment,
     pattern_of,
     rendered,
     require_one_blank,
@@ -95,7 +95,7 @@ class Cloze:
 
     def check(self) -> None:
         inputs, form = self.inputs, self.inputs.form
-        inputs.refuse_forms(FORMS)
+        inputs.require_format(FORMS)
         if form.objective == "xlnet":
             raise ConfigError(
                 "XLNet has not learnt to fill a [MASK] among the words; give task.kind classification, or another run."
@@ -117,7 +117,7 @@ class Cloze:
                 "with [MASK]."
             )
         self._check_words()
-        fixed = [piece for side in self._fixed() for piece in inputs.encode(side)]
+        fixed = [segment for side in self._fixed() for segment in inputs.encode(side)]
         needed = len(flat(fixed)) + self._overhead([self._answer(words) for words in self.words])
         if needed > inputs.config.sequence_length:
             raise ConfigError(
@@ -125,8 +125,8 @@ class Cloze:
                 f"have {needed} tokens; set it to more."
             )
 
-    def _fixed(self) -> list[list[Piece]]:
-        return [[Piece(slot.text) for slot in self.slots if slot.text]]
+    def _fixed(self) -> list[list[TextSegment]]:
+        return [[TextSegment(slot.text) for slot in self.slots if slot.text]]
 
     def _check_words(self) -> None:
         answers = {words: self._answer(words) for words in self.words}
@@ -158,16 +158,16 @@ class Cloze:
 
     # ---- samples ----
 
-    def prepare(self, records: Sequence[Record], *, training: bool) -> list[Record]:
+    def prepare(self, records: Sequence[TaskRecord], *, training: bool) -> list[TaskRecord]:
         return cloze_rules.training_records(self.task, records) if training else list(records)
 
-    def choices(self, record: Record, number: int = 0) -> tuple[str, ...]:
-        """The names of a sample's parts, in order: the classes, or the texts of the record's choices."""
+    def choices(self, record: TaskRecord, number: int = 0) -> tuple[str, ...]:
+        """The names of a sample's groups, in order: the classes, or the texts of the record's choices."""
         if self.words:
             return self.labels
         return tuple(cloze_rules.choices_of(self.task, record, self.inputs.seed, number)[0])
 
-    def sample(self, record: Record, number: int, epoch: int) -> TaskSample:
+    def sample(self, record: TaskRecord, number: int, epoch: int) -> TaskSample:
         texts, right = self._answers(record, number)
         prepare = cloze_rules.PREPARED.get(self.task)
         prepared = prepare(record) if prepare and self.inputs.config.template is None else record
@@ -184,19 +184,19 @@ class Cloze:
         contexts = [self._context(each, answers) for each in asked]
         cut = max(cut for *_, cut in contexts)
         if self.scoring == "restricted":
-            documents, parts = self._restricted(*contexts[0][:2], answers)
+            documents, groups = self._restricted(*contexts[0][:2], answers)
         else:
-            documents, parts = self._each(contexts * (len(answers) // len(contexts)), answers)
-        return TaskSample(documents, parts, right, cut)
+            documents, groups = self._each(contexts * (len(answers) // len(contexts)), answers)
+        return TaskSample(documents, groups, right, cut)
 
-    def _answers(self, record: Record, number: int) -> tuple[list[str], int | None]:
+    def _answers(self, record: TaskRecord, number: int) -> tuple[list[str], int | None]:
         if not self.words:
             return cloze_rules.choices_of(self.task, record, self.inputs.seed, number)
         if record.label is None:
             return self.words, None
         if str(record.label) not in self.labels:
             raise DataError(
-                f"{record.place}: label {shown(record.label)} is unknown; the labels are {', '.join(self.labels)}."
+                f"{record.location}: label {shown(record.label)} is unknown; the labels are {', '.join(self.labels)}."
             )
         return self.words, self.labels.index(str(record.label))
 
@@ -206,12 +206,14 @@ class Cloze:
             return self.inputs.tokenizer.encode(text.strip())
         return self.inputs.continuation(text)
 
-    def _check_answers(self, texts: Sequence[str], answers: Sequence[Sequence[int]], record: Record) -> None:
+    def _check_answers(
+        self, texts: Sequence[str], answers: Sequence[Sequence[int]], record: TaskRecord
+    ) -> None:
         """Raise DataError for a record's choice without a token, or with several where task.scoring is restricted."""
         for text, answer in zip(texts, answers, strict=True):
             if not answer or (self.scoring == "restricted" and len(answer) != 1):
                 raise DataError(
-                    f"{record.place}: the choice {shown(text)} has {len(answer)} tokens, but task.scoring is "
+                    f"{record.location}: the choice {shown(text)} has {len(answer)} tokens, but task.scoring is "
                     f"{self.scoring}; {'set it to sum' if answer else 'correct the file'}."
                 )
 
@@ -222,22 +224,22 @@ class Cloze:
         return {"glm": 4, "causal": 1, "prefix": 2}.get(form, 3) + longest
 
     def _context(
-        self, record: Record, answers: Sequence[Sequence[int]]
-    ) -> tuple[list[Tokens], list[Tokens], int]:
+        self, record: TaskRecord, answers: Sequence[Sequence[int]]
+    ) -> tuple[list[TokenSegment], list[TokenSegment], int]:
         """Tokens before and after the blank, cut to fit the sequence, and the number of tokens cut."""
         inputs = self.inputs
         before, after = rendered(self.slots, record, inputs.config)
         first, second = inputs.encode(before), inputs.encode(after or [])
-        room = inputs.config.sequence_length - self._overhead(answers)
-        kept, cut = inputs.cut([*first, *second], room, record)
+        max_tokens = inputs.config.sequence_length - self._overhead(answers)
+        kept, cut = inputs.cut([*first, *second], max_tokens, record)
         return kept[: len(first)], kept[len(first) :], cut
 
     def _restricted(
-        self, before: list[Tokens], after: list[Tokens], answers: Sequence[Sequence[int]]
-    ) -> tuple[list[Example], list[Part]]:
+        self, before: list[TokenSegment], after: list[TokenSegment], answers: Sequence[Sequence[int]]
+    ) -> tuple[list[Example], list[TargetGroup]]:
         example, row = self._one_row(flat(before), flat(after))
         rows = np.array([row], np.int32)
-        return [example], [Part(0, rows, np.array(answer, np.int32)) for answer in answers]
+        return [example], [TargetGroup(0, rows, np.array(answer, np.int32)) for answer in answers]
 
     def _one_row(self, before: list[int], after: list[int]) -> tuple[Example, int]:
         """A document and the row that predicts the token in its blank."""
@@ -258,17 +260,19 @@ class Cloze:
         return document(tokens=tokens, objective=loss), len(before) + 1
 
     def _each(
-        self, contexts: Sequence[tuple[list[Tokens], list[Tokens], int]], answers: Sequence[Sequence[int]]
-    ) -> tuple[list[Example], list[Part]]:
+        self,
+        contexts: Sequence[tuple[list[TokenSegment], list[TokenSegment], int]],
+        answers: Sequence[Sequence[int]],
+    ) -> tuple[list[Example], list[TargetGroup]]:
         power = self.inputs.config.length_power if self.scoring == "mean" else 0.0
         documents: list[Example] = []
-        parts: list[Part] = []
+        groups: list[TargetGroup] = []
         for (before, after, _), answer in zip(contexts, answers, strict=True):
             example = self._with_answer(flat(before), flat(after), answer)
-            part = part_with_loss(example, len(documents))
+            group = target_group_with_loss(example, len(documents))
             documents.append(without_loss(example))
-            parts.append(replace(part, divisor=float(len(part.rows)) ** power))
-        return documents, parts
+            groups.append(replace(group, divisor=float(len(group.positions)) ** power))
+        return documents, groups
 
     def _with_answer(self, before: list[int], after: list[int], answer: Sequence[int]) -> Example:
         """A document whose rows with loss predict the answer and its end."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from data_utils.common.errors import DataError
 from data_utils.common.setting_files import shown
-from data_utils.tasks.base import Record
+from data_utils.tasks.base import TaskRecord
 from data_utils.tasks.readers.superglue import in_ascii
 from data_utils.tasks.templates.examples import Draws
 
@@ -23,21 +23,21 @@ NEGATIVES = 9  # wrong entities beside the right one in a training sample of ReC
 JOINTS = {"cause": " because", "effect": ", so"}
 
 
-def _copa(record: Record) -> Record:
+def _copa(record: TaskRecord) -> TaskRecord:
     question = record.fields.get("question")
     if question not in JOINTS:
         raise DataError(
-            f"{record.place}: the question of COPA is {shown(question)}; it must be cause or effect."
+            f"{record.location}: the question of COPA is {shown(question)}; it must be cause or effect."
         )
     return record.with_fields(joint=JOINTS[question])
 
 
-def _wsc(record: Record) -> Record:
+def _wsc(record: TaskRecord) -> TaskRecord:
     """Stars around the pronoun, whose index may be off by one word; punctuation glued to it stays outside."""
     pronoun, given = str(record.needed("span2_text")), str(record.needed("span2_index"))
     if not given.isdecimal():
         raise DataError(
-            f"{record.place}: span2_index is {shown(given)}; it must be the number of a word, from 0."
+            f"{record.location}: span2_index is {shown(given)}; it must be the number of a word, from 0."
         )
     index = int(given)
     words = record.needed("text").split()
@@ -53,21 +53,21 @@ def _wsc(record: Record) -> Record:
                 words[place] = f"{found[1]}*{inside}*{found[2]}"
                 return record.with_fields(text=" ".join(words), pronoun=pronoun)
     raise DataError(
-        f"{record.place}: the pronoun {shown(pronoun)} is not word {index} (from 0) of the text, nor next to it; "
+        f"{record.location}: the pronoun {shown(pronoun)} is not word {index} (from 0) of the text, nor next to it; "
         "correct span2_index."
     )
 
 
-def _record(record: Record) -> Record:
+def _record(record: TaskRecord) -> TaskRecord:
     query = record.needed("query")
     start, *rest = query.split("@placeholder")
     if len(rest) != 1:
-        raise DataError(f"{record.place}: the query has {len(rest)} times @placeholder; it must have one.")
+        raise DataError(f"{record.location}: the query has {len(rest)} times @placeholder; it must have one.")
     passage = re.sub(r"\s*@highlight\s*", "\n- ", record.needed("passage"))
     return record.with_fields(passage=passage, query_start=start, query_end=rest[0].rstrip())
 
 
-def _race(record: Record) -> Record:
+def _race(record: TaskRecord) -> TaskRecord:
     question = record.needed("question")
     start, blank, end = question.partition("_")
     if not blank:
@@ -75,7 +75,7 @@ def _race(record: Record) -> Record:
     return record.with_fields(query_start=start, query_end=end.lstrip("_"))
 
 
-PREPARED: dict[str, Callable[[Record], Record]] = {
+PREPARED: dict[str, Callable[[TaskRecord], TaskRecord]] = {
     "copa": _copa,
     "wsc": _wsc,
     "record": _record,
@@ -83,7 +83,7 @@ PREPARED: dict[str, Callable[[Record], Record]] = {
 }
 
 
-def training_records(task: str, records: Sequence[Record]) -> list[Record]:
+def training_records(task: str, records: Sequence[TaskRecord]) -> list[TaskRecord]:
     """The records that training sees. Args: task: its plain name."""
     if task == "copa":
         return [both for record in records for both in (record, _exchanged(record))]
@@ -98,14 +98,14 @@ def training_records(task: str, records: Sequence[Record]) -> list[Record]:
     return list(records)
 
 
-def _exchanged(record: Record) -> Record:
+def _exchanged(record: TaskRecord) -> TaskRecord:
     choices = {"choice1": record.needed("choice2"), "choice2": record.needed("choice1")}
     right = _right(record, 2)
     label = None if right is None else 1 - right
     return dataclasses.replace(record.with_fields(**choices), label=label)
 
 
-def choices_of(task: str, record: Record, seed: int, number: int) -> tuple[list[str], int | None]:
+def choices_of(task: str, record: TaskRecord, seed: int, number: int) -> tuple[list[str], int | None]:
     """The texts that may fill the blank of a record, and the number of the right one (None: not known).
 
     Args: seed, number: of the run and the sample, which decide the wrong entities of a training sample of ReCoRD.
@@ -122,7 +122,7 @@ def choices_of(task: str, record: Record, seed: int, number: int) -> tuple[list[
     given = fields.get("choices")
     if not isinstance(given, (list, tuple)) or len(given) < 2:
         raise DataError(
-            f"{record.place}: the sample has no two choices, and the pattern has no verbalizers; give the file "
+            f"{record.location}: the sample has no two choices, and the pattern has no verbalizers; give the file "
             "choices, or the task verbalizers."
         )
     return [str(choice) for choice in given], _right(record, len(given))
@@ -133,12 +133,12 @@ def as_read(task: str, choice: str) -> str:
     return in_ascii(choice) if task == "record" else choice
 
 
-def _right(record: Record, count: int) -> int | None:
+def _right(record: TaskRecord, count: int) -> int | None:
     """The number of the right choice. Raises DataError for a label that is no choice."""
     label = record.label
     if label is not None and str(label) not in map(str, range(count)):
         raise DataError(
-            f"{record.place}: label {shown(label)} is none of the {count} choices, counted from 0; correct it."
+            f"{record.location}: label {shown(label)} is none of the {count} choices, counted from 0; correct it."
         )
     return None if label is None else int(label)
 
@@ -148,7 +148,7 @@ def _as_in_pattern(choice: str) -> str:
     return choice[:1].lower() + choice[1:]
 
 
-def _entities(record: Record, seed: int, number: int) -> tuple[list[str], int | None]:
+def _entities(record: TaskRecord, seed: int, number: int) -> tuple[list[str], int | None]:
     entities = sorted({str(entity).strip() for entity in record.needed("entities")})
     known = [answer.strip() for answer in record.label or ()]
     if "answer" in record.fields:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from data_utils.common.batch_fields import Example
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.common.setting_files import shown
-from data_utils.tasks.base import Part, TaskSample, part_with_loss
+from data_utils.tasks.base import TargetGroup, TaskSample, target_group_with_loss
 from data_utils.tasks.templates.examples import (
     LOSS_OF_MASK,
     after_prefix,
@@ -100,7 +100,7 @@ class Continuations:
 
     def check(self) -> None:
         """Raise ConfigError for settings that no text can have."""
-        self.inputs.refuse_forms(FORMS)
+        self.inputs.require_format(FORMS)
         if self.allow_masks and self.form not in _WITH_BLANKS:
             raise ConfigError(
                 f"blanks in contexts are allowed, but inputs of {self.inputs.form.objective} have none; give a run of "
@@ -135,13 +135,13 @@ class Continuations:
                 f"the continuation {shown(continuation)} has no context, and the vocabulary no token that begins a "
                 "text; give it a context."
             )
-        room = self._room(len(following))
-        if room < 0:
+        max_tokens = self._max_context(len(following))
+        if max_tokens < 0:
             raise DataError(
-                f"the continuation {shown(continuation)} has {len(following)} tokens, but the model has room for "
-                f"{len(following) + room}; shorten it, or give a model with more positions."
+                f"the continuation {shown(continuation)} has {len(following)} tokens, but the model has positions for "
+                f"{len(following) + max_tokens}; shorten it, or give a model with more positions."
             )
-        return self._cut(Asked(tokens, following, blank, mask), room)
+        return self._cut(Asked(tokens, following, blank, mask), max_tokens)
 
     def _context(self, context: str) -> tuple[list[int], int | None, tuple[int, int]]:
         """Tokens, the place of the blank that the context spells out, and the blank's token."""
@@ -176,39 +176,39 @@ class Continuations:
             return before, whole[len(before) :]
         return before, self.inputs.tokenizer.encode(following)
 
-    def _room(self, following: int) -> int:
-        """Most tokens of a context before a continuation of `following` tokens; negative if there is no room."""
+    def _max_context(self, following: int) -> int:
+        """Most tokens of a context before a continuation of `following` tokens; negative if that does not fit."""
         form, end = self.inputs.form, int(self.score_end)
         if form.name == "encoder_decoder":
             of_decoder = self.longest - 1 - form.predict_cls - following
             return of_decoder if of_decoder < 0 else self.longest - overhead(form)
         if form.name == "causal":
             start = int(bool(self.inputs.start) and not self.no_start)
-            room = self.longest + 1 - start - following - end
+            max_tokens = self.longest + 1 - start - following - end
             # Without a start the context has a token, or nothing predicts the first.
-            return room if room or start else -1
+            return max_tokens if max_tokens or start else -1
         beside = {"glm": 4, "prefix": 1 + end, "xlnet": 0, "bert": 2}.get(self.form, 3)
         return self.longest - beside - following
 
-    def _cut(self, asked: Asked, room: int) -> Asked:
-        cut = max(0, len(asked.context) - room)
+    def _cut(self, asked: Asked, max_tokens: int) -> Asked:
+        cut = max(0, len(asked.context) - max_tokens)
         if cut > asked.blank:
             raise DataError(
-                f"a context has {len(asked.context) - asked.blank} tokens after its blank, which leave no room in a "
-                f"model of {self.longest}; shorten it, or give a model with more positions."
+                f"a context has {len(asked.context) - asked.blank} tokens after its blank, too many for "
+                f"a model of {self.longest} positions; shorten it, or give a model with more positions."
             )
         return Asked(asked.context[cut:], asked.continuation, asked.blank - cut, asked.mask, cut)
 
     def sample(self, asked: Asked) -> TaskSample:
-        """The sample whose parts' log probabilities sum to that of the continuation."""
+        """The sample whose groups' log probabilities sum to that of the continuation."""
         if self.form == "bert":
             return self._hidden_in_turn(asked)
         example = self._example(asked)
-        part = part_with_loss(example)
+        group = target_group_with_loss(example)
         first = self.inputs.form.predict_cls  # BART's CLS is no part of the continuation
         rows = slice(first, first + len(asked.continuation) + self.score_end)
-        part = Part(0, part.rows[rows], part.targets[rows])
-        return TaskSample([without_loss(example)], [part], cut=asked.cut)
+        group = TargetGroup(0, group.positions[rows], group.targets[rows])
+        return TaskSample([without_loss(example)], [group], cut=asked.cut)
 
     def _example(self, asked: Asked) -> Example:
         """A document in which the continuation, and maybe its end, have a loss."""
@@ -246,7 +246,7 @@ class Continuations:
         special, (mask, loss) = self.inputs.special, asked.mask
         before, after = asked.context[: asked.blank], asked.context[asked.blank :]
         whole = [special.cls, *before, *asked.continuation, *after, special.sep]
-        documents, parts = [], []
+        documents, groups = [], []
         for number, token in enumerate(asked.continuation):
             place = 1 + len(before) + number
             target = [0] * len(whole)
@@ -254,9 +254,9 @@ class Continuations:
             hidden = [*whole[:place], mask, *whole[place + 1 :]]
             weights = [float(i == place) for i in range(len(whole))]
             example = document(tokens=hidden, targets=target, weights=weights, objective=loss)
-            parts.append(part_with_loss(example, number))
+            groups.append(target_group_with_loss(example, number))
             documents.append(without_loss(example))
-        return TaskSample(documents, parts, cut=asked.cut)
+        return TaskSample(documents, groups, cut=asked.cut)
 
     # ---- whole texts ----
 
@@ -275,7 +275,7 @@ class Continuations:
             )
 
     def windows(self, text: str) -> list[TaskSample]:
-        """A text as windows (windows.py), a part in each, which predict every token once; the first if told."""
+        """A text as windows (windows.py), a group in each, which predict every token once; the first if told."""
         ids = list(self.inputs.tokenizer.encode(text))
         first = int(not self.first_token)
         samples = []
@@ -289,7 +289,7 @@ class Continuations:
                 if self.is_xlnet
                 else continued(self.inputs, tokens, new)
             )
-            samples.append(TaskSample([without_loss(example)], [part_with_loss(example)]))
+            samples.append(TaskSample([without_loss(example)], [target_group_with_loss(example)]))
         return samples
 
     # ---- texts to write on ----
@@ -297,7 +297,7 @@ class Continuations:
     def prompt(self, context: str, longest: int) -> tuple[list[int], int]:
         """The tokens before an answer of up to `longest` tokens, and how many were cut at the beginning.
 
-        Raises: ConfigError where such an answer leaves no room for a context; DataError as `asked`.
+        Raises: ConfigError where such an answer leaves no token for a context; DataError as `asked`.
         """
         form, special = self.inputs.form, self.inputs.special
         ids, blank, mask = self._context(context)
@@ -305,13 +305,13 @@ class Continuations:
             ids = list(self._encode(context))
             blank = len(ids)
         of_answer = 0 if form.name == "encoder_decoder" else longest
-        room = self.longest - overhead(form) - 1 - of_answer
-        if room < 1:
+        max_tokens = self.longest - overhead(form) - 1 - of_answer
+        if max_tokens < 1:
             raise ConfigError(
-                f"answers of up to {longest} tokens (max_gen_toks) leave no room for a context in a model of "
+                f"answers of up to {longest} tokens (max_gen_toks) leave no tokens for a context in a model of "
                 f"{self.longest}; lower max_gen_toks."
             )
-        asked = self._cut(Asked(ids, [], blank, mask), room)
+        asked = self._cut(Asked(ids, [], blank, mask), max_tokens)
         if form.name == "glm":
             before, after = asked.context[: asked.blank], asked.context[asked.blank :]
             return self.inputs.part_a([*before, mask[0], *after]), asked.cut

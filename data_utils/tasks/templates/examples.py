@@ -1,11 +1,11 @@
-"""Documents of labelled samples in the planes of pretraining, and random numbers of a sample.
+"""Documents of labelled samples in the fields of pretraining, and random numbers of a sample.
 
 blanks_filled     GLM: a context with blanks, and part B that fills them
 left_to_right     GPT: all from left to right
 after_prefix      prefix LM, T5, BART: a context that is read both ways, and what follows it
 beside_masks      UniLM, UniLMv2: the same, where a mask in the place of each token predicts it
 masked_answer     masked diffusion: a text, and an answer of which a random part is masks
-document          any other: planes given one by one
+document          any other: fields given one by one
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Draws:
 
 
 def document(
-    *, tokens: Sequence[int] | np.ndarray, objective: int, **planes: Sequence | np.ndarray
+    *, tokens: Sequence[int] | np.ndarray, objective: int, **fields: Sequence | np.ndarray
 ) -> Example:
-    """An Example of one document from sequences of one length; planes not given are 0, positions 0, 1, ..."""
+    """An Example of one document from sequences of one length; fields not given are 0, positions 0, 1, ..."""
     length = len(tokens)
-    given = {"tokens": tokens, "position_ids": np.arange(length), **planes}
+    given = {"tokens": tokens, "position_ids": np.arange(length), **fields}
     weights = np.asarray(given.pop("weights", np.zeros(length)), np.float32)
     arrays = {name: np.asarray(values, np.int32) for name, values in given.items()}
     for name in ("block_position_ids", "targets", "doc", "ord", "grp", "segment_ids"):

@@ -15,10 +15,10 @@ from data_utils.objectives.interface import Writing
 
 # Objective -> the form of its inputs; objectives without a form of their own are left out.
 _WRITINGS = {name: OBJECTIVES[name].writing for name in OBJECTIVES.own}
-FORM_OF_OBJECTIVE = {name: writing.form for name, writing in _WRITINGS.items() if writing is not None}
+FORMAT_OF_OBJECTIVE = {name: writing.form for name, writing in _WRITINGS.items() if writing is not None}
 # Forms that only a model of theirs can take: with a decoder, or with UniLM's six segments.
 _OWN_ONLY = ("encoder_decoder", "unilm")
-ROLES_OF_FORM: dict[str, tuple[str, ...]] = {
+ROLES_OF_FORMAT: dict[str, tuple[str, ...]] = {
     "glm": ("cls", "mask", "sop", "eop", "eos"),
     "causal": (),
     "prefix": ("cls", "sop", "eos"),
@@ -29,7 +29,7 @@ ROLES_OF_FORM: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Form:
+class InputFormat:
     """The layout of inputs.
 
     Args:
@@ -52,7 +52,7 @@ class Form:
         own = (*self.writing.before, *self.writing.after)
         if self.takes_masks_away:
             return ("mask", "eos")
-        return ROLES_OF_FORM.get(self.name, own)
+        return ROLES_OF_FORMAT.get(self.name, own)
 
     @property
     def takes_masks_away(self) -> bool:
@@ -67,11 +67,11 @@ class Form:
         return writing if self.before is None else replace(writing, before=self.before)
 
     def loss(self, number: int = 0) -> int:
-        """The number of the objective's loss, for the `objective` plane."""
+        """The number of the objective's loss, for the `objective` field."""
         return OBJECTIVES[self.objective].losses[number].number
 
 
-def form_of(setting: str, choices: Sequence[ObjectiveChoice]) -> Form:
+def input_format_of(setting: str, choices: Sequence[ObjectiveChoice]) -> InputFormat:
     """The form that `task.form` and the run's objectives give.
 
     Raises: ConfigError where the objectives have inputs of several forms, or none has the form that is asked for.
@@ -93,24 +93,24 @@ def form_of(setting: str, choices: Sequence[ObjectiveChoice]) -> Form:
             f"task.form is {setting}, but the run's objective is {', '.join(forms)}; set it to auto, or give a run of "
             f"{' or '.join(fitting)}."
         )
-    return Form(setting, fitting[0])
+    return InputFormat(setting, fitting[0])
 
 
 def _objectives_of(form: str) -> list[str]:
     """Those with this form, the ones of a single Transformer first."""
-    names = [name for name, its_form in FORM_OF_OBJECTIVE.items() if its_form == form]
+    names = [name for name, its_form in FORMAT_OF_OBJECTIVE.items() if its_form == form]
     return sorted(names, key=lambda name: OBJECTIVES[name].config_class.model_module is not None)
 
 
-def _natural(choice: ObjectiveChoice) -> Form:
+def _natural(choice: ObjectiveChoice) -> InputFormat:
     writing = OBJECTIVES[choice.name].writing_of(choice.section)
     if writing is None:
         raise ConfigError(
             f"the objective {choice.name} has no form of its own for tasks; set task.form to one of "
-            f"{', '.join(dict.fromkeys(FORM_OF_OBJECTIVE.values()))}."
+            f"{', '.join(dict.fromkeys(FORMAT_OF_OBJECTIVE.values()))}."
         )
     usual = OBJECTIVES[choice.name].writing
     if usual is not None and writing.form != usual.form:  # another objective's, by its settings
-        return Form(writing.form, _objectives_of(writing.form)[0])
-    form = Form(writing.form, choice.name, writing.masks, predict_cls=bool(writing.forced))
+        return InputFormat(writing.form, _objectives_of(writing.form)[0])
+    form = InputFormat(writing.form, choice.name, writing.masks, predict_cls=bool(writing.forced))
     return form if writing.before == form.writing.before else replace(form, before=writing.before)

@@ -18,12 +18,12 @@ import numpy as np
 from data_utils.common.batch_fields import Example
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.common.setting_files import shown
-from data_utils.tasks.base import Part, Record, TaskSample
+from data_utils.tasks.base import TargetGroup, TaskRecord, TaskSample
 from data_utils.tasks.readers.conll import is_bio
 from data_utils.tasks.readers.files import plain_name
 from data_utils.tasks.readers.marked import is_marked
 from data_utils.tasks.templates.examples import document
-from data_utils.tasks.templates.inputs import Inputs, Tokens, covering
+from data_utils.tasks.templates.inputs import Inputs, TokenSegment, covering
 from data_utils.tasks.templates.marked import check_marks, marked_tokens
 from data_utils.tasks.templates.patterns import field_text
 
@@ -101,17 +101,17 @@ class TextHead:
         self.head, self.answers = ("classes", "classes") if self.is_class else ("values", "numbers")
 
     def check(self) -> None:
-        self.inputs.refuse_forms(FORMS)
+        self.inputs.require_format(FORMS)
         check_marks(self.inputs)
         if self.is_class and len(set(self.labels)) < 2:
             raise ConfigError(
                 f"the task has the classes ({', '.join(self.labels)}); it needs two or more: set task.labels."
             )
 
-    def prepare(self, records: Sequence[Record], *, training: bool) -> list[Record]:
+    def prepare(self, records: Sequence[TaskRecord], *, training: bool) -> list[TaskRecord]:
         return list(records)
 
-    def sample(self, record: Record, number: int, epoch: int) -> TaskSample:
+    def sample(self, record: TaskRecord, number: int, epoch: int) -> TaskSample:
         inputs = self.inputs
         names = self._names(record)
         if is_marked(inputs.config):
@@ -119,25 +119,25 @@ class TextHead:
         texts = [field_text(name, record, inputs.config).strip() for name in names]
         is_joined = inputs.form.name == "causal"
         encoded = [
-            Tokens(inputs.tokenizer.encode(" " + text if is_joined and i else text), True)
+            TokenSegment(inputs.tokenizer.encode(" " + text if is_joined and i else text), True)
             for i, text in enumerate(texts)
         ]
-        room = inputs.config.sequence_length - overhead(inputs, len(texts))
-        kept, cut = inputs.cut(encoded, room, record)
+        max_tokens = inputs.config.sequence_length - overhead(inputs, len(texts))
+        kept, cut = inputs.cut(encoded, max_tokens, record)
         made = head_document(inputs, [piece.ids for piece in kept])
-        return TaskSample([made.example], [self._part(made.row, record)], cut=cut)
+        return TaskSample([made.example], [self._target_group(made.row, record)], cut=cut)
 
-    def _marked(self, record: Record, text: str) -> TaskSample:
-        room = self.inputs.config.sequence_length - overhead(self.inputs, 1)
-        ids, entities, cut = marked_tokens(self.inputs, text, record, room)
+    def _marked(self, record: TaskRecord, text: str) -> TaskSample:
+        max_tokens = self.inputs.config.sequence_length - overhead(self.inputs, 1)
+        ids, entities, cut = marked_tokens(self.inputs, text, record, max_tokens)
         made = head_document(self.inputs, [ids])
         if entities is not None:
             first = made.starts[0]
             beside = np.pad(entities, (first, len(made.example.tokens) - first - len(ids)))
             made = replace(made, example=replace(made.example, block_position_ids=beside))
-        return TaskSample([made.example], [self._part(made.row, record)], cut=cut)
+        return TaskSample([made.example], [self._target_group(made.row, record)], cut=cut)
 
-    def _names(self, record: Record) -> Sequence[str]:
+    def _names(self, record: TaskRecord) -> Sequence[str]:
         if self.inputs.config.text_fields:
             return self.inputs.config.text_fields
         known = _TEXTS.get(plain_name(self.inputs.config.name), ())
@@ -145,13 +145,13 @@ class TextHead:
             return known
         return ("text_a", "text_b") if "text_b" in record.fields else ("text_a",)
 
-    def _part(self, row: int, record: Record) -> Part:
+    def _target_group(self, row: int, record: TaskRecord) -> TargetGroup:
         rows = np.array([row], np.int32)
         if record.label is None:
-            return Part(0, rows)
+            return TargetGroup(0, rows)
         if self.is_class:
-            return Part(0, rows, np.array([label_number(record.label, self.labels, record)], np.int32))
-        return Part(0, rows, value=float(record.label))
+            return TargetGroup(0, rows, np.array([label_number(record.label, self.labels, record)], np.int32))
+        return TargetGroup(0, rows, value=float(record.label))
 
 
 class Typing(TextHead):
@@ -161,18 +161,18 @@ class Typing(TextHead):
         super().__init__(inputs, labels)
         self.head, self.answers = "sets", "label sets"
 
-    def _part(self, row: int, record: Record) -> Part:
+    def _target_group(self, row: int, record: TaskRecord) -> TargetGroup:
         rows = np.array([row], np.int32)
         if record.label is None:
-            return Part(0, rows)
-        return Part(0, rows, np.array([label in record.label for label in self.labels], np.int32))
+            return TargetGroup(0, rows)
+        return TargetGroup(0, rows, np.array([label in record.label for label in self.labels], np.int32))
 
 
-def label_number(label: object, labels: Sequence[str], record: Record) -> int:
+def label_number(label: object, labels: Sequence[str], record: TaskRecord) -> int:
     """The place of a label among the labels. Raises DataError for an unknown one."""
     if str(label) not in labels:
         raise DataError(
-            f"{record.place}: label {shown(label)} is unknown; the labels are {', '.join(labels)}."
+            f"{record.location}: label {shown(label)} is unknown; the labels are {', '.join(labels)}."
         )
     return labels.index(str(label))
 
@@ -191,24 +191,26 @@ class Tagging:
         self.answers = "entities" if is_bio(self.labels) else "tags"
 
     def check(self) -> None:
-        self.inputs.refuse_forms(FORMS)
+        self.inputs.require_format(FORMS)
         if len(set(self.labels)) < 2:
             raise ConfigError(
                 f"the task has the tags ({', '.join(self.labels)}); it needs two or more: set task.labels."
             )
 
-    def prepare(self, records: Sequence[Record], *, training: bool) -> list[Record]:
+    def prepare(self, records: Sequence[TaskRecord], *, training: bool) -> list[TaskRecord]:
         return list(records)
 
-    def sample(self, record: Record, number: int, epoch: int) -> TaskSample:
+    def sample(self, record: TaskRecord, number: int, epoch: int) -> TaskSample:
         words = record.needed("words")
         tags = record.label
         if tags is not None and len(tags) != len(words):
-            raise DataError(f"{record.place}: {len(words)} words have {len(tags)} tags; each word needs one.")
-        room = self.inputs.config.sequence_length - overhead(self.inputs, 1)
-        chunks, cut = self._chunks(words, room)
+            raise DataError(
+                f"{record.location}: {len(words)} words have {len(tags)} tags; each word needs one."
+            )
+        max_tokens = self.inputs.config.sequence_length - overhead(self.inputs, 1)
+        chunks, cut = self._chunks(words, max_tokens)
         documents: list[Example] = []
-        parts: list[Part] = []
+        groups: list[TargetGroup] = []
         done = 0
         for chunk in chunks:
             made = head_document(self.inputs, [[token for word in chunk for token in word]])
@@ -216,20 +218,20 @@ class Tagging:
             rows = made.starts[0] + np.cumsum([0, *lengths[:-1]])
             chosen = () if tags is None else tags[done : done + len(chunk)]
             numbers = [label_number(tag, self.labels, record) for tag in chosen]
-            parts.append(Part(len(documents), rows.astype(np.int32), np.array(numbers, np.int32)))
+            groups.append(TargetGroup(len(documents), rows.astype(np.int32), np.array(numbers, np.int32)))
             documents.append(made.example)
             done += len(chunk)
-        return TaskSample(documents, parts, cut=cut)
+        return TaskSample(documents, groups, cut=cut)
 
-    def _chunks(self, words: Sequence[str], room: int) -> tuple[list[list[list[int]]], int]:
-        """The words' tokens in chunks of at most `room` tokens, and how many of single words were cut."""
+    def _chunks(self, words: Sequence[str], max_tokens: int) -> tuple[list[list[list[int]]], int]:
+        """The words' tokens in chunks of at most `max_tokens` tokens, and how many of single words were cut."""
         chunks: list[list[list[int]]] = [[]]
         used = cut = 0
         for number, word in enumerate(words):
             whole = self.inputs.tokenizer.encode(" " + word if number else word)
-            ids = (whole or [self.inputs.special.unk])[:room]
-            cut += max(0, len(whole) - room)
-            if used + len(ids) > room:
+            ids = (whole or [self.inputs.special.unk])[:max_tokens]
+            cut += max(0, len(whole) - max_tokens)
+            if used + len(ids) > max_tokens:
                 chunks.append([])
                 used = 0
             chunks[-1].append(ids)
@@ -238,10 +240,10 @@ class Tagging:
 
 
 class Spans:
-    """The kind `spans`: an answer's first and last row in `question [SEP] window of the context`.
+    """The kind `spans`: an answer's first and last token in `question [SEP] window of the context`.
 
-    A long context has several windows, each a document and a part. The rows of a part are that of CLS, which says that
-    the window has no answer, and those of the context; so no answer lies in the question.
+    A long context has several windows, each with its own document and target group. The positions of a group are CLS,
+    which stands for "no answer in this window", and the tokens of the context; so no answer lies in the question.
     """
 
     head, answers = "spans", "texts"
@@ -252,19 +254,19 @@ class Spans:
 
     def check(self) -> None:
         inputs, config = self.inputs, self.inputs.config
-        inputs.refuse_forms(
+        inputs.require_format(
             tuple(form for form in FORMS if form != "causal"),
             {"causal": "sees no token after a row, so not where an answer ends"},
         )
-        room = config.sequence_length - overhead(inputs, 2) - config.question_length
-        if room < config.answer_length:
+        max_tokens = config.sequence_length - overhead(inputs, 2) - config.question_length
+        if max_tokens < config.answer_length:
             raise ConfigError(
-                f"task.sequence_length ({config.sequence_length}) leaves {room} tokens for the context beside "
+                f"task.sequence_length ({config.sequence_length}) leaves {max_tokens} tokens for the context beside "
                 f"question_length ({config.question_length}), fewer than answer_length ({config.answer_length}); "
                 "raise it."
             )
 
-    def prepare(self, records: Sequence[Record], *, training: bool) -> list[Record]:
+    def prepare(self, records: Sequence[TaskRecord], *, training: bool) -> list[TaskRecord]:
         """In training a record for each window, so that a long context does not make a large batch."""
         if not training:
             return list(records)
@@ -279,15 +281,15 @@ class Spans:
             found += alone or [record.with_fields(window=number) for number in range(count)]
         return found
 
-    def sample(self, record: Record, number: int, epoch: int) -> TaskSample:
+    def sample(self, record: TaskRecord, number: int, epoch: int) -> TaskSample:
         question, cut = self._question(record)
-        context, places = self.inputs.tokenizer.encode_with_places(record.needed("context"))
-        answer = self._answer(record, places)
+        context, offsets = self.inputs.tokenizer.encode_with_offsets(record.needed("context"))
+        answer = self._answer(record, offsets)
         windows = self._windows(len(question), len(context))
         if "window" in record.fields:
             windows = [windows[record.fields["window"]]]
         documents: list[Example] = []
-        parts: list[Part] = []
+        groups: list[TargetGroup] = []
         for start, end in windows:
             made = head_document(self.inputs, [question, context[start:end]])
             rows = np.array([made.row, *range(made.starts[1], made.starts[1] + end - start)], np.int32)
@@ -296,26 +298,26 @@ class Spans:
                 first, last = answer
                 inside = start <= first <= last < end
                 targets = [first - start + 1, last - start + 1] if inside else [0, 0]
-            parts.append(Part(len(documents), rows, np.array(targets, np.int32)))
+            groups.append(TargetGroup(len(documents), rows, np.array(targets, np.int32)))
             documents.append(made.example)
-        return TaskSample(documents, parts, cut=cut)
+        return TaskSample(documents, groups, cut=cut)
 
-    def answer_text(self, record: Record, part: int, first: int, last: int) -> str:
+    def answer_text(self, record: TaskRecord, group: int, first: int, last: int) -> str:
         """The text of an answer, cut from the context's own characters.
 
         Args:
-            part: of the record's sample. first, last: places among its rows; 0: no answer.
+            group: of the record's sample. first, last: offsets among its rows; 0: no answer.
         """
         if not 0 < first <= last:
             return ""
         context = record.needed("context")
-        ids, places = self.inputs.tokenizer.encode_with_places(context)
+        ids, offsets = self.inputs.tokenizer.encode_with_offsets(context)
         windows = self._windows(len(self._question(record)[0]), len(ids))
-        start, _ = windows[record.fields.get("window", part)]
-        begin, end = places[start + first - 1][0], places[start + last - 1][1]
+        start, _ = windows[record.fields.get("window", group)]
+        begin, end = offsets[start + first - 1][0], offsets[start + last - 1][1]
         return context[begin:end].strip()
 
-    def _question(self, record: Record) -> tuple[list[int], int]:
+    def _question(self, record: TaskRecord) -> tuple[list[int], int]:
         """Token ids of the question, and the number of tokens cut."""
         ids = self.inputs.tokenizer.encode(record.needed("question").strip())
         most = self.inputs.config.question_length
@@ -324,15 +326,15 @@ class Spans:
     def _windows(self, question: int, context: int) -> list[tuple[int, int]]:
         """[start, end) of each window in the context's tokens; they overlap, and the last one ends it."""
         config = self.inputs.config
-        room = config.sequence_length - overhead(self.inputs, 2) - question
-        return covering(context, room, config.stride)
+        max_tokens = config.sequence_length - overhead(self.inputs, 2) - question
+        return covering(context, max_tokens, config.stride)
 
-    def _answer(self, record: Record, places: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
+    def _answer(self, record: TaskRecord, offsets: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
         """First and last token of the first answer; (-1, -1) if the text has no answer; None without a label."""
         answers = record.fields.get("answers")
         if not answers:
             return None if record.label is None else (-1, -1)
         text, start = answers[0]
-        first = bisect.bisect_right([end for _, end in places], start)
-        last = bisect.bisect_left([begin for begin, _ in places], start + len(text)) - 1
+        first = bisect.bisect_right([end for _, end in offsets], start)
+        last = bisect.bisect_left([begin for begin, _ in offsets], start + len(text)) - 1
         return (first, last) if first <= last else (-1, -1)

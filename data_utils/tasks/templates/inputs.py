@@ -8,11 +8,11 @@ from typing import Protocol
 
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.objectives.interface import token_of
-from data_utils.tasks.base import Record, TaskSample
+from data_utils.tasks.base import TaskRecord, TaskSample
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.templates.examples import LOSS_OF_MASK
-from data_utils.tasks.templates.forms import Form
-from data_utils.tasks.templates.patterns import Piece
+from data_utils.tasks.templates.forms import InputFormat
+from data_utils.tasks.templates.patterns import TextSegment
 from data_utils.tokenizers.special_tokens import NO_TOKEN, SpecialTokens
 from data_utils.tokenizers.tokenizer import Tokenizer
 from data_utils.tokenizers.word_marks import is_chinese
@@ -25,7 +25,7 @@ _MASKS = {
 }
 
 
-class Kind(Protocol):
+class TaskType(Protocol):
     """A kind of task: how its records become samples."""
 
     head: str  # one of HEADS
@@ -37,16 +37,16 @@ class Kind(Protocol):
     def check(self) -> None:
         """Raise ConfigError for settings with which no sample can be made."""
 
-    def prepare(self, records: Sequence[Record], *, training: bool) -> list[Record]:
+    def prepare(self, records: Sequence[TaskRecord], *, training: bool) -> list[TaskRecord]:
         """The records that samples are made of: more, fewer or others than those of the file."""
         ...
 
-    def sample(self, record: Record, number: int, epoch: int) -> TaskSample: ...
+    def sample(self, record: TaskRecord, number: int, epoch: int) -> TaskSample: ...
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """A piece of a sample in tokens."""
+class TokenSegment:
+    """A segment of a sample in tokens."""
 
     ids: list[int]
     shortenable: bool
@@ -56,7 +56,7 @@ class Tokens:
 class Inputs:
     config: TaskConfig
     tokenizer: Tokenizer
-    form: Form
+    form: InputFormat
     seed: int
 
     @property
@@ -89,15 +89,17 @@ class Inputs:
         """The tokens and the end of a text, where the vocabulary has one."""
         return [*tokens] if self.special.eos == NO_TOKEN else [*tokens, self.special.eos]
 
-    def encode(self, pieces: Sequence[Piece]) -> list[Tokens]:
-        return [Tokens(self.tokenizer.encode(piece.text), piece.shortenable) for piece in pieces]
+    def encode(self, segments: Sequence[TextSegment]) -> list[TokenSegment]:
+        return [
+            TokenSegment(self.tokenizer.encode(segment.text), segment.shortenable) for segment in segments
+        ]
 
     def continuation(self, text: str) -> list[int]:
         """Tokens of a text that follows another: with the space before it, but for Chinese, which has none."""
         text = text.strip()
         return self.tokenizer.encode(text if is_chinese(text[:1]) else " " + text)
 
-    def refuse_forms(self, allowed: Sequence[str], why: Mapping[str, str] | None = None) -> None:
+    def require_format(self, allowed: Sequence[str], why: Mapping[str, str] | None = None) -> None:
         """Raise ConfigError unless the form is one of `allowed` and the vocabulary has its special tokens.
 
         Args: why: the reason for a form that is not.
@@ -117,40 +119,40 @@ class Inputs:
             )
 
     def cut(
-        self, pieces: Sequence[Tokens], room: int, record: Record, *, at_start: bool = False
-    ) -> tuple[list[Tokens], int]:
-        """The pieces in at most `room` tokens, and how many tokens were cut.
+        self, segments: Sequence[TokenSegment], max_tokens: int, record: TaskRecord, *, at_start: bool = False
+    ) -> tuple[list[TokenSegment], int]:
+        """The segments in at most `max_tokens` tokens, and how many tokens were cut.
 
-        Tokens go from the ends (`at_start`: the beginnings) of shortenable pieces, always of the longest one.
+        Tokens go from the ends (`at_start`: the beginnings) of shortenable segments, always of the longest one.
         Raises: DataError if what must not be cut does not fit.
         """
-        over = sum(len(piece.ids) for piece in pieces) - room
+        over = sum(len(segment.ids) for segment in segments) - max_tokens
         if over <= 0:
-            return list(pieces), 0
-        lengths = {i: len(piece.ids) for i, piece in enumerate(pieces) if piece.shortenable}
+            return list(segments), 0
+        lengths = {i: len(segment.ids) for i, segment in enumerate(segments) if segment.shortenable}
         if over > sum(lengths.values()):
             needed = self.config.sequence_length + over - sum(lengths.values())
             raise DataError(
-                f"{record.place}: the sample needs {needed} tokens with all that may be cut left out, but "
+                f"{record.location}: the sample needs {needed} tokens with all that may be cut left out, but "
                 f"task.sequence_length is {self.config.sequence_length}; set it to {needed} or more."
             )
         for _ in range(over):
             longest = max(lengths, key=lambda i: lengths[i])
             lengths[longest] -= 1
         kept = []
-        for i, piece in enumerate(pieces):
-            length = lengths.get(i, len(piece.ids))
-            ids = piece.ids[len(piece.ids) - length :] if at_start else piece.ids[:length]
-            kept.append(Tokens(ids, piece.shortenable))
+        for i, segment in enumerate(segments):
+            length = lengths.get(i, len(segment.ids))
+            ids = segment.ids[len(segment.ids) - length :] if at_start else segment.ids[:length]
+            kept.append(TokenSegment(ids, segment.shortenable))
         return kept, over
 
 
-def flat(pieces: Sequence[Tokens]) -> list[int]:
-    return [token for piece in pieces for token in piece.ids]
+def flat(segments: Sequence[TokenSegment]) -> list[int]:
+    return [token for segment in segments for token in segment.ids]
 
 
-def covering(length: int, room: int, step: int) -> list[tuple[int, int]]:
-    """[start, end) of windows of at most `room` that cover 0 .. length and start at most `step` apart."""
-    step = min(step, room)
-    starts = [0, *range(step, max(length - room + step, 1), step)]
-    return [(start, min(start + room, length)) for start in starts]
+def covering(length: int, max_tokens: int, step: int) -> list[tuple[int, int]]:
+    """[start, end) of windows of at most `max_tokens` that cover 0 .. length and start at most `step` apart."""
+    step = min(step, max_tokens)
+    starts = [0, *range(step, max(length - max_tokens + step, 1), step)]
+    return [(start, min(start + max_tokens, length)) for start in starts]

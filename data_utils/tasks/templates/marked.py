@@ -19,7 +19,7 @@ from data_utils.common.setting_files import shown
 from data_utils.corpus.json_records import UnusableRecord
 from data_utils.corpus.mentions import Mention, entities_of_tokens
 from data_utils.objectives import OBJECTIVES
-from data_utils.tasks.base import Record
+from data_utils.tasks.base import TaskRecord
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.readers.marked import ENTITIES, is_marked, marks_of
 from data_utils.tasks.templates.inputs import Inputs
@@ -58,13 +58,13 @@ class MarkedText:
         inserted += [(start, 1, -end, f"{mark} ") for start, end, mark in spans]
         self._at: list[int] = []
         self._before = [0]  # characters of the first marks
-        pieces, done = [], 0
+        texts, done = [], 0
         for place, _, _, mark in sorted(inserted):
-            pieces += [text[done:place], mark]
+            texts += [text[done:place], mark]
             done = place
             self._at.append(place)
             self._before.append(self._before[-1] + len(mark))
-        self.text = "".join([*pieces, text[done:]])
+        self.text = "".join([*texts, text[done:]])
 
     def start(self, place: int) -> int:
         """Where a mention begins that began at `place`: after all marks there."""
@@ -76,9 +76,9 @@ class MarkedText:
 
 
 def marked_tokens(
-    inputs: Inputs, text: str, record: Record, room: int
+    inputs: Inputs, text: str, record: TaskRecord, max_tokens: int
 ) -> tuple[list[int], np.ndarray | None, int]:
-    """The tokens of a text with its marks, at most `room`.
+    """The tokens of a text with its marks, at most `max_tokens`.
 
     Of a text that is too long the end is cut off, and so much of its beginning that all marks are there.
 
@@ -88,31 +88,31 @@ def marked_tokens(
     """
     spans = [(*record.needed(name), mark) for name, mark in marks_of(inputs.config).items()]
     marked = MarkedText(text, spans)
-    ids, places = inputs.tokenizer.encode_with_places(marked.text)
-    begin, cut = 0, max(0, len(ids) - room)
+    ids, offsets = inputs.tokenizer.encode_with_offsets(marked.text)
+    begin, cut = 0, max(0, len(ids) - max_tokens)
     if cut and spans:
-        ends = [end for _, end in places]
+        ends = [end for _, end in offsets]
         first = min(bisect.bisect_right(ends, marked.end(start)) for start, _, _ in spans)
         last = max(bisect.bisect_left(ends, marked.start(end)) for _, end, _ in spans) + 1
-        begin = max(0, min(last, len(ids)) - room)
+        begin = max(0, min(last, len(ids)) - max_tokens)
         if begin > first:
-            needed = inputs.config.sequence_length + last - first - room
+            needed = inputs.config.sequence_length + last - first - max_tokens
             raise DataError(
-                f"{record.place}: the marked mentions and what lies between them need {needed} tokens, but "
+                f"{record.location}: the marked mentions and what lies between them need {needed} tokens, but "
                 f"task.sequence_length is {inputs.config.sequence_length}; set it to {needed} or more."
             )
     entities = None
     if OBJECTIVES[inputs.form.objective].config_class.reads_beside == ENTITIES:
         entities = np.zeros(len(ids), np.int32)
-        for own in _aligned(record, marked, places):
+        for own in _aligned(record, marked, offsets):
             entities = np.where(own >= 0, own + 1, entities)
-        entities = entities[begin : begin + room]
-    return ids[begin : begin + room], entities, cut
+        entities = entities[begin : begin + max_tokens]
+    return ids[begin : begin + max_tokens], entities, cut
 
 
-def _aligned(record: Record, marked: MarkedText, places: list[tuple[int, int]]) -> Iterator[np.ndarray]:
+def _aligned(record: TaskRecord, marked: MarkedText, offsets: list[tuple[int, int]]) -> Iterator[np.ndarray]:
     """The tokens of each entity of a record, as `entities_of_tokens`; one that is half a token is left out."""
     for start, end, entity in record.fields.get(ENTITIES, ()):
         mention = Mention(marked.start(start), marked.end(end), entity)
         with contextlib.suppress(UnusableRecord):
-            yield entities_of_tokens([mention], places, marked.text)
+            yield entities_of_tokens([mention], offsets, marked.text)

@@ -20,7 +20,7 @@ from typing import Any
 
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.common.setting_files import shown
-from data_utils.tasks.base import Record
+from data_utils.tasks.base import TaskRecord
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.readers.files import label_name, plain_name
 
@@ -58,8 +58,8 @@ class Pattern:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A substring of a sample's text. Only shortenable pieces are cut."""
+class TextSegment:
+    """A substring of a sample's text. Only shortenable segments are cut."""
 
     text: str
     shortenable: bool = False
@@ -125,7 +125,7 @@ def _verbalizer(label: Any, words: Any) -> tuple[str, str]:
     return label_name(label), words
 
 
-def field_text(name: str, record: Record, config: TaskConfig) -> str:
+def field_text(name: str, record: TaskRecord, config: TaskConfig) -> str:
     """A text of a record. Raises DataError where it has none."""
     fields = record.fields
     places = dict(zip(config.text_fields, ("text_a", "text_b"), strict=False))
@@ -133,14 +133,14 @@ def field_text(name: str, record: Record, config: TaskConfig) -> str:
         if isinstance(fields.get(candidate), str):
             return fields[candidate]
     raise DataError(
-        f"{record.place}: the pattern needs the text {name!r}, but the sample has {', '.join(fields)}; name one of "
+        f"{record.location}: the pattern needs the text {name!r}, but the sample has {', '.join(fields)}; name one of "
         "these in the pattern, or correct the file."
     )
 
 
 def rendered(
-    slots: tuple[Slot, ...], record: Record, config: TaskConfig
-) -> tuple[list[Piece], list[Piece] | None]:
+    slots: tuple[Slot, ...], record: TaskRecord, config: TaskConfig
+) -> tuple[list[TextSegment], list[TextSegment] | None]:
     """The texts before and after the blank; after: None without a blank.
 
     A space goes to the beginning of what follows it, as tokenizers have it; before the blank there is none, because a
@@ -152,28 +152,28 @@ def rendered(
             sides.append([])
         else:
             sides[-1].append(slot)
-    before, *after = [list(_pieces(side, record, config)) for side in sides]
+    before, *after = [list(_segments(side, record, config)) for side in sides]
     return before, after[0] if after else None
 
 
-def _pieces(slots: list[Slot], record: Record, config: TaskConfig) -> Iterator[Piece]:
-    joined: list[Piece] = []
+def _segments(slots: list[Slot], record: TaskRecord, config: TaskConfig) -> Iterator[TextSegment]:
+    joined: list[TextSegment] = []
     for slot in slots:
         text = _transformed(slot, record, config) if slot.field else slot.text
         shortenable = bool(slot.field) and "fixed" not in slot.options
         if joined and not shortenable and not joined[-1].shortenable:
-            joined[-1] = Piece(joined[-1].text + text)
+            joined[-1] = TextSegment(joined[-1].text + text)
         else:
-            joined.append(Piece(text, shortenable))
+            joined.append(TextSegment(text, shortenable))
     space = ""
-    for piece in joined:
-        text = space + piece.text
+    for segment in joined:
+        text = space + segment.text
         space = " " if text.endswith(" ") else ""
         if text.strip(" "):
-            yield Piece(text.rstrip(" "), piece.shortenable)
+            yield TextSegment(text.rstrip(" "), segment.shortenable)
 
 
-def _transformed(slot: Slot, record: Record, config: TaskConfig) -> str:
+def _transformed(slot: Slot, record: TaskRecord, config: TaskConfig) -> str:
     text = field_text(slot.field, record, config)
     if "exact" not in slot.options:
         text = text.strip()

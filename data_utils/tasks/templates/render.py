@@ -1,4 +1,4 @@
-"""Records -> samples, for every kind of task and every form of inputs.
+"""TaskRecords -> samples, for every kind of task and every form of inputs.
 
 What a record gives, by kind; `prepare` may make several records of one, and fewer or more in training:
 
@@ -16,18 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from data_utils.tasks.base import Record, TaskSample
+from data_utils.tasks.base import TaskRecord, TaskSample
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.templates.cloze import Cloze
-from data_utils.tasks.templates.forms import Form
+from data_utils.tasks.templates.forms import InputFormat
 from data_utils.tasks.templates.heads_input import Spans, Tagging, TextHead, Typing
-from data_utils.tasks.templates.inputs import Inputs, Kind
+from data_utils.tasks.templates.inputs import Inputs, TaskType
 from data_utils.tasks.templates.marked import refuse_marks
 from data_utils.tasks.templates.sequence import Blanks, Seq2Seq
 from data_utils.tasks.templates.windows import Lambada, LanguageModelling
 from data_utils.tokenizers.tokenizer import Tokenizer
 
-KINDS_OF_TASK: dict[str, Callable[[Inputs, Sequence[str]], Kind]] = {
+TASK_TYPES: dict[str, Callable[[Inputs, Sequence[str]], TaskType]] = {
     "cloze": Cloze,
     "classification": TextHead,
     "regression": TextHead,
@@ -52,10 +52,15 @@ class Renderer:
     """
 
     def __init__(
-        self, config: TaskConfig, tokenizer: Tokenizer, form: Form, seed: int, labels: Sequence[str] = ()
+        self,
+        config: TaskConfig,
+        tokenizer: Tokenizer,
+        form: InputFormat,
+        seed: int,
+        labels: Sequence[str] = (),
     ) -> None:
         self.inputs = Inputs(config, tokenizer, form, seed)
-        self.kind = KINDS_OF_TASK[config.kind](self.inputs, labels)
+        self.kind = TASK_TYPES[config.kind](self.inputs, labels)
 
     @property
     def head(self) -> str:
@@ -84,11 +89,11 @@ class Renderer:
         if not isinstance(self.kind, TextHead):
             refuse_marks(self.inputs.config)
 
-    def prepare(self, records: Sequence[Record], *, training: bool) -> list[Record]:
+    def prepare(self, records: Sequence[TaskRecord], *, training: bool) -> list[TaskRecord]:
         """The records that `sample` takes: more or fewer than the file's where the kind says so."""
         return self.kind.prepare(records, training=training)
 
-    def sample(self, record: Record, number: int, epoch: int = 0) -> TaskSample:
+    def sample(self, record: TaskRecord, number: int, epoch: int = 0) -> TaskSample:
         """The sample of a prepared record.
 
         Args: number, epoch: decide what is drawn at random.
@@ -96,7 +101,7 @@ class Renderer:
         """
         return self.kind.sample(record, number, epoch)
 
-    def prompt(self, record: Record, number: int, epoch: int = 0) -> list[int]:
+    def prompt(self, record: TaskRecord, number: int, epoch: int = 0) -> list[int]:
         """Token ids that the model reads before it writes the answer of a record (seq2seq, blanks and lambada).
 
         In GLM's form they are part A, which ends with eos and has a mask for each blank.

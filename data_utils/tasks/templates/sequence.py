@@ -26,7 +26,7 @@ from data_utils.common.batch_fields import Example
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.objectives.interface import first_known, token_of
 from data_utils.objectives.masked_diffusion import MaskedDiffusionConfig
-from data_utils.tasks.base import Record, TaskSample
+from data_utils.tasks.base import TaskRecord, TaskSample
 from data_utils.tasks.readers.files import plain_name
 from data_utils.tasks.templates.examples import (
     Draws,
@@ -37,9 +37,9 @@ from data_utils.tasks.templates.examples import (
     left_to_right,
     masked_answer,
 )
-from data_utils.tasks.templates.forms import Form
-from data_utils.tasks.templates.inputs import Inputs, Tokens, covering, flat
-from data_utils.tasks.templates.patterns import MARK, Piece, Slot, rendered, require_one_blank, slots_of
+from data_utils.tasks.templates.forms import InputFormat
+from data_utils.tasks.templates.inputs import Inputs, TokenSegment, covering, flat
+from data_utils.tasks.templates.patterns import MARK, Slot, TextSegment, rendered, require_one_blank, slots_of
 from data_utils.tokenizers.special_tokens import NO_TOKEN, SpecialTokens
 from data_utils.tokenizers.vocabulary import vocabulary_of
 
@@ -57,14 +57,14 @@ NO_ANSWER = "N/A"
 _MASKED, _REPLACED = 0.8, 0.1
 
 
-def around(form: Form, special: SpecialTokens) -> tuple[list[int], list[int]]:
+def around(form: InputFormat, special: SpecialTokens) -> tuple[list[int], list[int]]:
     """Special tokens before and after a text that another text follows; GLM's form has its own."""
     writing = form.writing
     begin, end = ([token_of(role, special) for role in roles] for roles in (writing.before, writing.after))
     return [token for token in begin if token != NO_TOKEN], end
 
 
-def overhead(form: Form) -> int:
+def overhead(form: InputFormat) -> int:
     """Most tokens of what stands before a target, beside those of the source."""
     return 3 if form.name == "glm" else len(form.writing.before) + len(form.writing.after)
 
@@ -109,12 +109,12 @@ class Seq2Seq:
 
     def check(self) -> None:
         forms = (*FORMS, "bert") if self.inputs.form.takes_masks_away else FORMS
-        self.inputs.refuse_forms(forms, {"bert": "predicts single tokens and writes no text"})
+        self.inputs.require_format(forms, {"bert": "predicts single tokens and writes no text"})
         if not any(slot.field for slot in self.slots):
             raise ConfigError(
                 f"task.template {self.template!r} names no field; write the source's, like {{source}} {MARK}."
             )
-        fixed = [Piece(slot.text) for slot in self.slots if slot.text]
+        fixed = [TextSegment(slot.text) for slot in self.slots if slot.text]
         needed = len(flat(self.inputs.encode(fixed))) + self._overhead() + 1
         if needed > self.inputs.config.sequence_length:
             raise ConfigError(
@@ -137,33 +137,33 @@ class Seq2Seq:
             return config.target_length + form.predict_cls
         return config.sequence_length + config.target_length - form.takes_masks_away
 
-    def prepare(self, records: Sequence[Record], *, training: bool) -> list[Record]:
+    def prepare(self, records: Sequence[TaskRecord], *, training: bool) -> list[TaskRecord]:
         if not training:
             return list(records)
         if self.task == "squadanswers":
             records = [window for record in records for window in self._windows(record)]
         return [record for record in records if self._target(record) is not None]
 
-    def prompt(self, record: Record, number: int = 0, epoch: int = 0) -> list[int]:
+    def prompt(self, record: TaskRecord, number: int = 0, epoch: int = 0) -> list[int]:
         return self._context(record)[0]
 
     def written(self, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> str:
         return self.inputs.tokenizer.decode(answers[0], skip_special=True).strip()
 
-    def sample(self, record: Record, number: int, epoch: int) -> TaskSample:
+    def sample(self, record: TaskRecord, number: int, epoch: int) -> TaskSample:
         context, blank, cut = self._context(record)
         text = self._target(record)
         if text is None:
             return TaskSample([document(tokens=context, objective=self.inputs.form.loss())], cut=cut)
         whole = self._encoded_target(text)
         if not whole:
-            raise DataError(f"{record.place}: the target has no token; correct it or leave it out.")
+            raise DataError(f"{record.location}: the target has no token; correct it or leave it out.")
         target = whole[: self.inputs.config.target_length]
         draws = Draws(self.inputs.seed, "target", number, epoch)
         example = self._example(context, blank, target, draws)
         return TaskSample([example], cut=cut + len(whole) - len(target))
 
-    def _target(self, record: Record) -> str | None:
+    def _target(self, record: TaskRecord) -> str | None:
         fields = record.fields
         if self.task == "squadquestions":
             return fields.get("question")
@@ -174,7 +174,7 @@ class Seq2Seq:
     def _encoded_target(self, text: str) -> list[int]:
         return self.inputs.continuation(text) if self.goes_on else self.inputs.tokenizer.encode(text.strip())
 
-    def _context(self, record: Record) -> tuple[list[int], int, int]:
+    def _context(self, record: TaskRecord) -> tuple[list[int], int, int]:
         """Tokens before the target, the position of the blank (GLM's form), and the number of tokens cut."""
         inputs, special, form = self.inputs, self.inputs.special, self.inputs.form
         if self.task == "squadquestions":
@@ -182,9 +182,9 @@ class Seq2Seq:
         before, after = rendered(self.slots, record, inputs.config)
         first, second = inputs.encode(before), inputs.encode(after or [])
         if not flat([*first, *second]):
-            raise DataError(f"{record.place}: the source has no token; correct it or leave it out.")
-        room = inputs.config.sequence_length - self._overhead()
-        kept, cut = inputs.cut([*first, *second], room, record, at_start=self.cuts_start)
+            raise DataError(f"{record.location}: the source has no token; correct it or leave it out.")
+        max_tokens = inputs.config.sequence_length - self._overhead()
+        kept, cut = inputs.cut([*first, *second], max_tokens, record, at_start=self.cuts_start)
         tokens = flat(kept)
         blank = len(flat(kept[: len(first)]))
         if form.name == "glm":
@@ -197,33 +197,33 @@ class Seq2Seq:
         """Tokens of what stands before the target, beside those of the source."""
         return overhead(self.inputs.form)
 
-    def _windows(self, record: Record) -> list[Record]:
+    def _windows(self, record: TaskRecord) -> list[TaskRecord]:
         """A record for each window of a long context, half a window apart; one without the answer has none."""
         context, answers = record.needed("context"), record.fields.get("answers", ())
-        _, places = self.inputs.tokenizer.encode_with_places(context)
+        _, offsets = self.inputs.tokenizer.encode_with_offsets(context)
         question = self.inputs.tokenizer.encode(record.needed("question"))
-        room = self.inputs.config.sequence_length - self._overhead() - len(question) - 2
-        if len(places) <= room or room < 2:
+        max_tokens = self.inputs.config.sequence_length - self._overhead() - len(question) - 2
+        if len(offsets) <= max_tokens or max_tokens < 2:
             return [record]
         found = []
-        for start, end in covering(len(places), room, room // 2):
-            first, last = places[start][0], places[end - 1][1]
+        for start, end in covering(len(offsets), max_tokens, max_tokens // 2):
+            first, last = offsets[start][0], offsets[end - 1][1]
             inside = tuple(text for text, at in answers if first <= at and at + len(text) <= last)
             part = record.with_fields(context=context[first:last])
             found.append(part if record.label is None else replace(part, label=inside))
         return found
 
-    def _near_answer(self, record: Record) -> Record:
+    def _near_answer(self, record: TaskRecord) -> TaskRecord:
         """The record with the part of a long context that is around its first answer."""
         text, start = (*record.fields.get("answers", ()), ("", 0))[0]
         context = record.needed("context")
-        ids, places = self.inputs.tokenizer.encode_with_places(context)
+        ids, offsets = self.inputs.tokenizer.encode_with_offsets(context)
         others = self.inputs.tokenizer.encode(f"Question: Answer: {text}")
-        room = max(1, self.inputs.config.sequence_length - self._overhead() - len(others))
-        if len(ids) > room:
-            at = next((i for i, (_, end) in enumerate(places) if end > start), 0)
-            first = min(max(0, at - room // 2), len(ids) - room)
-            context = context[places[first][0] : places[first + room - 1][1]]
+        max_tokens = max(1, self.inputs.config.sequence_length - self._overhead() - len(others))
+        if len(ids) > max_tokens:
+            at = next((i for i, (_, end) in enumerate(offsets) if end > start), 0)
+            first = min(max(0, at - max_tokens // 2), len(ids) - max_tokens)
+            context = context[offsets[first][0] : offsets[first + max_tokens - 1][1]]
         return record.with_fields(context=context, answer=text)
 
     def _example(self, context: list[int], blank: int, target: list[int], draws: Draws) -> Example:
@@ -302,16 +302,16 @@ class Blanks:
         self.vocabulary = vocabulary_of(inputs.tokenizer)
 
     def check(self) -> None:
-        self.inputs.refuse_forms(("glm",))
+        self.inputs.require_format(("glm",))
         if self.vocabulary.word_start is None:
             raise ConfigError(
                 f"task.kind blanks hides words, but {self.vocabulary.words_unknown}; choose another run."
             )
 
-    def prepare(self, records: Sequence[Record], *, training: bool) -> list[Record]:
+    def prepare(self, records: Sequence[TaskRecord], *, training: bool) -> list[TaskRecord]:
         return list(records)
 
-    def prompt(self, record: Record, number: int = 0, epoch: int = 0) -> list[int]:
+    def prompt(self, record: TaskRecord, number: int = 0, epoch: int = 0) -> list[int]:
         return self._hidden(record, number, epoch)[0]
 
     def written(self, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> str:
@@ -321,7 +321,7 @@ class Blanks:
         whole = [token for item in prompt for token in (next(fillings, ()) if item == mask else (item,))]
         return self.inputs.tokenizer.decode(whole, skip_special=True).strip()
 
-    def sample(self, record: Record, number: int, epoch: int) -> TaskSample:
+    def sample(self, record: TaskRecord, number: int, epoch: int) -> TaskSample:
         context, blanks, cut = self._hidden(record, number, epoch)
         _, loss = self.inputs.mask()
         if any(not filling for _, filling in blanks):  # a file that does not say what it hides
@@ -329,7 +329,7 @@ class Blanks:
         return TaskSample([blanks_filled(context, blanks, self.inputs.special, loss)], cut=cut)
 
     def _hidden(
-        self, record: Record, number: int, epoch: int
+        self, record: TaskRecord, number: int, epoch: int
     ) -> tuple[list[int], list[tuple[int, list[int]]], int]:
         """Part A, position and tokens of each blank, and how many tokens of the text were cut."""
         made = self._as_in_file(record) if "masked" in record.fields else self._drawn(record, number, epoch)
@@ -343,7 +343,7 @@ class Blanks:
             tokens += [mask] if hidden else ids
         return self.inputs.part_a(tokens), blanks, cut
 
-    def _as_in_file(self, record: Record) -> tuple[list[tuple[list[int], bool]], int]:
+    def _as_in_file(self, record: TaskRecord) -> tuple[list[tuple[list[int], bool]], int]:
         texts = record.needed("masked").split(self.mark)
         given = record.fields.get("fillings") or [""] * (len(texts) - 1)
         stretches: list[tuple[list[int], bool]] = []
@@ -354,21 +354,21 @@ class Blanks:
             if number < len(given):
                 filling = given[number]
                 stretches.append((self._encoded(filling, not number and not words) if filling else [], True))
-        pieces = [Tokens(ids, not hidden) for ids, hidden in stretches if not hidden]
-        room = self.inputs.config.sequence_length - 2 - len(given)
-        kept, cut = self.inputs.cut(pieces, room, record)
+        segments = [TokenSegment(ids, not hidden) for ids, hidden in stretches if not hidden]
+        max_tokens = self.inputs.config.sequence_length - 2 - len(given)
+        kept, cut = self.inputs.cut(segments, max_tokens, record)
         shown = iter(kept)
         return [(ids, True) if hidden else (next(shown).ids, False) for ids, hidden in stretches], cut
 
     def _encoded(self, text: str, begins: bool) -> list[int]:
         return self.inputs.tokenizer.encode(text) if begins else self.inputs.continuation(text)
 
-    def _drawn(self, record: Record, number: int, epoch: int) -> tuple[list[tuple[list[int], bool]], int]:
+    def _drawn(self, record: TaskRecord, number: int, epoch: int) -> tuple[list[tuple[list[int], bool]], int]:
         config = self.inputs.config
         whole = self.inputs.tokenizer.encode(record.needed("text").strip())
         ids = np.array(whole[: config.sequence_length - 2], np.int32)
         if not len(ids):
-            raise DataError(f"{record.place}: the text has no token; correct it or leave it out.")
+            raise DataError(f"{record.location}: the text has no token; correct it or leave it out.")
         starts = self.vocabulary.word_starts(ids)
         starts[0] = True
         word = np.cumsum(starts) - 1

@@ -22,7 +22,7 @@ import numpy as np
 
 from data_utils.common.batch_fields import Example
 from data_utils.common.errors import ConfigError, DataError
-from data_utils.tasks.base import Record, TaskSample, part_with_loss
+from data_utils.tasks.base import TaskRecord, TaskSample, target_group_with_loss
 from data_utils.tasks.templates.examples import after_prefix, blanks_filled, left_to_right, without_loss
 from data_utils.tasks.templates.inputs import Inputs
 from data_utils.tasks.templates.sequence import around
@@ -70,28 +70,28 @@ class LanguageModelling:
         self.size = inputs.config.sequence_length - 1
 
     def check(self) -> None:
-        self.inputs.refuse_forms(FORMS, _NO_TEXT)
+        self.inputs.require_format(FORMS, _NO_TEXT)
         if self.inputs.config.stride >= self.size:
             raise ConfigError(
                 f"task.stride ({self.inputs.config.stride}) must be below sequence_length - 1 ({self.size}), so that "
                 "every predicted token has a context; lower it."
             )
 
-    def prepare(self, records: Sequence[Record], *, training: bool) -> list[Record]:
+    def prepare(self, records: Sequence[TaskRecord], *, training: bool) -> list[TaskRecord]:
         """A record for each window, with its tokens and how many of them are new."""
         found = []
         for record in records:
             ids = np.array(self.inputs.tokenizer.encode(record.needed("text")), np.int32)
             if len(ids) < 2:
                 raise DataError(
-                    f"{record.place}: the text has {len(ids)} tokens; it needs two, since the first is not predicted."
+                    f"{record.location}: the text has {len(ids)} tokens; it needs 2, as the first is not predicted."
                 )
             for number, window in enumerate(windows(len(ids), self.size, self.inputs.config.stride)):
                 fields = {"tokens": ids[window.start : window.end], "new": window.end - window.new}
-                found.append(Record((record.index, number), fields, None, record.index, record.place))
+                found.append(TaskRecord((record.index, number), fields, None, record.index, record.location))
         return found
 
-    def sample(self, record: Record, number: int, epoch: int) -> TaskSample:
+    def sample(self, record: TaskRecord, number: int, epoch: int) -> TaskSample:
         tokens = record.fields["tokens"].tolist()
         return TaskSample([continued(self.inputs, tokens, record.fields["new"])])
 
@@ -112,7 +112,7 @@ def continued(inputs: Inputs, tokens: list[int], new: int) -> Example:
 
 
 class Lambada:
-    """The kind `lambada`: one part, the last word of the text, which is right if its every token is the likeliest."""
+    """The kind `lambada`: one group, the last word of the text, which is right if its every token is the likeliest."""
 
     head, answers = "choices", "last words"
     labels = ()
@@ -121,18 +121,18 @@ class Lambada:
         self.inputs = inputs
 
     def check(self) -> None:
-        self.inputs.refuse_forms(FORMS, _NO_TEXT)
+        self.inputs.require_format(FORMS, _NO_TEXT)
 
-    def prepare(self, records: Sequence[Record], *, training: bool) -> list[Record]:
+    def prepare(self, records: Sequence[TaskRecord], *, training: bool) -> list[TaskRecord]:
         return list(records)
 
-    def sample(self, record: Record, number: int, epoch: int) -> TaskSample:
+    def sample(self, record: TaskRecord, number: int, epoch: int) -> TaskSample:
         kept, answer, cut = self._tokens(record)
         example = self._example(kept, answer)
-        parts = [part_with_loss(example)]
-        return TaskSample([without_loss(example)], parts, right=0, cut=cut)
+        groups = [target_group_with_loss(example)]
+        return TaskSample([without_loss(example)], groups, right=0, cut=cut)
 
-    def prompt(self, record: Record, number: int = 0, epoch: int = 0) -> list[int]:
+    def prompt(self, record: TaskRecord, number: int = 0, epoch: int = 0) -> list[int]:
         """Token ids that the model reads before it writes the word; in GLM's form the context is read both ways."""
         inputs, context = self.inputs, self._tokens(record)[0]
         if inputs.form.name == "glm":
@@ -143,28 +143,28 @@ class Lambada:
     def written(self, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> str:
         return self.inputs.tokenizer.decode(answers[0], skip_special=True).strip()
 
-    def predicted(self, record: Record, text: str, *, is_right: bool) -> str:
+    def predicted(self, record: TaskRecord, text: str, *, is_right: bool) -> str:
         """The first word of what the model writes. A right one ends where the last word does: no end is scored."""
         tokenizer, known = self.inputs.tokenizer, ""
         if is_right:
             known = tokenizer.decode(self._tokens(record)[1], skip_special=True).strip()
         return known if known and text.startswith(known) else next(iter(text.split()), "")
 
-    def _tokens(self, record: Record) -> tuple[list[int], list[int], int]:
+    def _tokens(self, record: TaskRecord) -> tuple[list[int], list[int], int]:
         """Those of the context, which is cut, and of the last word, and how many were cut off."""
         words = record.needed("text").rsplit(maxsplit=1)
         if len(words) < 2:
-            raise DataError(f"{record.place}: the text has one word; it needs a context and a last word.")
+            raise DataError(f"{record.location}: the text has one word; it needs a context and a last word.")
         context, word = words
         answer = self.inputs.continuation(word)
         before = self.inputs.tokenizer.encode(context.strip())
-        room = self.inputs.config.sequence_length - 4 - len(answer)
-        if room < 1:
+        max_tokens = self.inputs.config.sequence_length - 4 - len(answer)
+        if max_tokens < 1:
             raise DataError(
-                f"{record.place}: the last word has {len(answer)} tokens, which leave no room for a context; set "
+                f"{record.location}: the last word has {len(answer)} tokens, which leave no tokens for a context; set "
                 f"task.sequence_length to {len(answer) + 5} or more."
             )
-        return before[-room:], answer, max(0, len(before) - room)
+        return before[-max_tokens:], answer, max(0, len(before) - max_tokens)
 
     def _example(self, context: list[int], answer: list[int]) -> Example:
         inputs = self.inputs

@@ -282,5 +282,5 @@ def inputs_of(batch: np.ndarray) -> dict[str, torch.Tensor]:
     }
 
 
-def _tensor(batch: np.ndarray, plane: int) -> torch.Tensor:
-    return torch.from_numpy(batch[:, plane].astype(np.int64))
+def _tensor(batch: np.ndarray, field: int) -> torch.Tensor:
+    return torch.from_numpy(batch[:, field].astype(np.int64))

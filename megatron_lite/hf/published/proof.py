@@ -273,7 +273,7 @@ def _of_memory(theirs: Any, row: np.ndarray) -> Question:
     mems = None
     for part in (first, second):
         inputs = {
-            name: torch.from_numpy(part[:, plane].astype(np.int64)) for name, plane in _XLNET_INPUTS.items()
+            name: torch.from_numpy(part[:, field].astype(np.int64)) for name, field in _XLNET_INPUTS.items()
         }
         out = theirs(**inputs, mems=mems, use_mems=True)
         mems = out.mems
@@ -324,7 +324,7 @@ def our_output(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The last block's output and the logits, [B, S, D] and [B, S, V]; zeros where a decoder has no row.
 
-    Args: has_task_rows: whether the plane of losses holds rows of the task embedding instead.
+    Args: has_task_rows: whether the field of losses holds rows of the task embedding instead.
     """
     config = replace(model.config, task_rows=()) if has_task_rows else model.config
     kernel = "auto" if config.decoder_layers else "dense"
@@ -358,25 +358,25 @@ def in_rows(logits: torch.Tensor, batch: np.ndarray) -> torch.Tensor:
 def their_output(
     theirs: torch.nn.Module, config: ModelConfig, batch: np.ndarray
 ) -> Mapping[str, torch.Tensor]:
-    """Output of a class of transformers for a batch, int32 [B, planes, S], with every input that it takes."""
+    """Output of a class of transformers for a batch, int32 [B, fields, S], with every input that it takes."""
     if config.decoder_layers:
         return theirs(**encoder_decoder_inputs(batch))
     system = system_of(config).padded_with(theirs.config.pad_token_id)  # type: ignore[union-attr, arg-type]
 
-    def plane(number: int) -> torch.Tensor:
+    def field(number: int) -> torch.Tensor:
         return torch.from_numpy(batch[:, number].astype(np.int64))
 
     inputs = {
-        "input_ids": plane(TOKENS),
-        "attention_mask": (plane(DOC) != PADDING_DOC).long(),
-        "position_ids": plane(POSITION_IDS) + system.skipped_positions,
+        "input_ids": field(TOKENS),
+        "attention_mask": (field(DOC) != PADDING_DOC).long(),
+        "position_ids": field(POSITION_IDS) + system.skipped_positions,
     }
     if _segments(config):
-        inputs["token_type_ids"] = plane(SEGMENT_IDS)
+        inputs["token_type_ids"] = field(SEGMENT_IDS)
     if config.relative == "xlnet":
         del inputs["position_ids"]  # it counts the tokens itself
     if config.task_types:
-        inputs["task_type_ids"] = plane(OBJECTIVE)
+        inputs["task_type_ids"] = field(OBJECTIVE)
     return theirs(**inputs)
 
 

@@ -29,7 +29,7 @@ Memory = Sequence[torch.Tensor]  # of each block, [B, M, D]
 @torch.no_grad()
 def read_segment(
     model: GLM,
-    planes: np.ndarray,
+    fields: np.ndarray,
     memory: Memory | None = None,
     *,
     longest: int | None = None,
@@ -40,7 +40,7 @@ def read_segment(
 
     Args:
         model: with XLNet's relative positions, in one process on CPU.
-        planes: int32 [B, fields, S], as Batch: one text in each row, without padding. The query stream, if there is
+        fields: int32 [B, fields, S], as Batch: one text in each row, without padding. The query stream, if there is
             one, is of the same size in all rows.
         memory: of the segment before; None at the beginning.
         longest: tokens to remember (`mem_len` of transformers, where 0 is all); None: all.
@@ -51,12 +51,12 @@ def read_segment(
     """
     if model.config.relative != "xlnet":
         raise ValueError(f"model.relative is {model.config.relative}; only xlnet has positions for a memory.")
-    rows, _, size = planes.shape
-    is_content = planes[:, ORD] >= 0
-    if (planes[:, DOC] != 0).any() or len(set(is_content.sum(1).tolist())) > 1:
+    rows, _, size = fields.shape
+    is_content = fields[:, ORD] >= 0
+    if (fields[:, DOC] != 0).any() or len(set(is_content.sum(1).tolist())) > 1:
         raise ValueError("a segment needs one text in each row, all of the same length and without padding.")
     length = 0 if memory is None else memory[0].shape[1]
-    prepared = prepare(Batch(_with_places(planes, length)), torch.device("cpu"), model.config, kernel=kernel)
+    prepared = prepare(Batch(_with_places(fields, length)), torch.device("cpu"), model.config, kernel=kernel)
     order = torch.from_numpy(prepared.plan.order)
     place = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order))).view(rows, length + size)
     content = place[:, length:][torch.from_numpy(is_content)].view(rows, -1)
@@ -77,10 +77,10 @@ def read_segment(
     ]
 
 
-def _with_places(planes: np.ndarray, length: int) -> np.ndarray:
+def _with_places(fields: np.ndarray, length: int) -> np.ndarray:
     """Rows with `length` places before their tokens, which all of them see: [B, fields, length + S]."""
-    places = np.zeros((len(planes), len(FIELDS), length), np.int32)  # document, order and segment 0
+    places = np.zeros((len(fields), len(FIELDS), length), np.int32)  # document, order and segment 0
     places[:, POSITION_IDS] = np.arange(length)
-    moved = planes.copy()
+    moved = fields.copy()
     moved[:, POSITION_IDS] += length
     return np.concatenate([places, moved], axis=2)

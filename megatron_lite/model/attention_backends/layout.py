@@ -167,9 +167,9 @@ def padded_order(layout: Layout, length: int) -> np.ndarray:
     return order
 
 
-def allowed(*planes: np.ndarray, window: int = 0) -> np.ndarray:
+def allowed(*fields: np.ndarray, window: int = 0) -> np.ndarray:
     """The rule as a mask: `make_layout`'s int [B, S] arrays -> bool [B, S queries, S keys], False on padding."""
-    columns = make_layout(*planes).in_place()
+    columns = make_layout(*fields).in_place()
     return may_see(columns[..., None], columns[..., None, :], window=window)
 
 

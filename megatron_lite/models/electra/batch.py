@@ -27,10 +27,10 @@ class MaskedPositions:
 
 
 class ElectraBatch(Batch):
-    """Args: planes, samples: as for Batch. seed: of the draws."""
+    """Args: fields, samples: as for Batch. seed: of the draws."""
 
-    def __init__(self, planes: np.ndarray, samples: np.ndarray, seed: int):
-        super().__init__(planes, samples)
+    def __init__(self, fields: np.ndarray, samples: np.ndarray, seed: int):
+        super().__init__(fields, samples)
         self._seed = seed
 
     @property
@@ -51,12 +51,12 @@ class ElectraBatch(Batch):
         self, order: np.ndarray, first: int, predicted: np.ndarray, few_counts: bool, config: ModelConfig
     ) -> HostMaskedPositions:
         chosen = order[predicted]  # for padding any position
-        row, position = np.divmod(np.where(chosen < 0, 0, chosen), self.planes.shape[2])
+        row, position = np.divmod(np.where(chosen < 0, 0, chosen), self.fields.shape[2])
         return HostMaskedPositions(self._seed, self.samples[row], position)
 
     def padded(self, rows: int) -> ElectraBatch:
         samples = np.pad(self.samples, (0, rows - len(self.samples)))
-        return ElectraBatch(super().padded(rows).planes, samples, self._seed)
+        return ElectraBatch(super().padded(rows).fields, samples, self._seed)
 
 
 class HostMaskedPositions:

@@ -66,10 +66,10 @@ class Mentions:
 
 
 class EntityBatch(Batch):
-    """Args: planes, samples: as for Batch. vectors: of the entities."""
+    """Args: fields, samples: as for Batch. vectors: of the entities."""
 
-    def __init__(self, planes: np.ndarray, samples: np.ndarray, noise: Noise, vectors: Any):
-        super().__init__(planes, samples)
+    def __init__(self, fields: np.ndarray, samples: np.ndarray, noise: Noise, vectors: Any):
+        super().__init__(fields, samples)
         self._noise, self._vectors = noise, vectors
         self._parts: HostMentions | None = None
 
@@ -81,7 +81,7 @@ class EntityBatch(Batch):
     @cached_property
     def mentioned(self) -> np.ndarray:
         """Tokens at which an entity begins, int64, indices into the flattened batch."""
-        return np.flatnonzero(self.planes[:, BLOCK_POSITION_IDS].ravel())
+        return np.flatnonzero(self.fields[:, BLOCK_POSITION_IDS].ravel())
 
     def loss_weights(self, num_losses: int) -> np.ndarray:
         weights = super().loss_weights(num_losses)
@@ -103,7 +103,7 @@ class EntityBatch(Batch):
     @cached_property
     def examples(self) -> tuple[np.ndarray, np.ndarray]:
         """The Example of each token, -1 for padding, int64 [B * S], and the first token of each, CLS, int64 [N]."""
-        doc = self.planes[:, DOC].astype(np.int64)
+        doc = self.fields[:, DOC].astype(np.int64)
         rows = np.arange(len(doc))[:, None] * (int(doc.max(initial=0)) + 1)
         keys = np.where(doc < 0, -1, rows + doc).ravel()
         real = np.flatnonzero(keys >= 0)
@@ -116,7 +116,7 @@ class EntityBatch(Batch):
     def candidates(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The candidates of all Examples, sorted; the candidate of each mention; bounds of the Examples, [N + 1]."""
         numbers, heads = self.examples
-        entities = self.planes[:, BLOCK_POSITION_IDS].ravel()[self.mentioned]
+        entities = self.fields[:, BLOCK_POSITION_IDS].ravel()[self.mentioned]
         found, which = np.unique((numbers[self.mentioned] << 32) + entities, return_inverse=True)
         return found & 0xFFFFFFFF, which, np.searchsorted(found >> 32, np.arange(len(heads) + 1))
 
@@ -125,7 +125,7 @@ class EntityBatch(Batch):
         """The candidate that each mentioned token reads, int64, an index into all; -1 = none."""
         _, which, begins = self.candidates
         example = self.examples[0][self.mentioned]
-        length = self.planes.shape[2]
+        length = self.fields.shape[2]
         fate, choice = (
             self._noise.uniform(name, self.samples, length).ravel()[self.mentioned]
             for name in ("fate", "choice")
@@ -137,7 +137,7 @@ class EntityBatch(Batch):
 
     def padded(self, rows: int) -> EntityBatch:
         samples = np.pad(self.samples, (0, rows - len(self.samples)))
-        return EntityBatch(super().padded(rows).planes, samples, self._noise, self._vectors)
+        return EntityBatch(super().padded(rows).fields, samples, self._noise, self._vectors)
 
 
 class HostMentions:
@@ -229,8 +229,8 @@ class EntityTaskBatch(TaskBatch):
 
     def __init__(self, batch: TaskBatch, vectors: Vectors | NoVectors):
         scored = (batch.head, batch.loss, batch.has_language, batch.task, batch.place)
-        super().__init__(batch.planes, batch.samples, batch.parts, *scored)
-        self._entities = EntityBatch(batch.planes, batch.samples, _NONE, vectors)
+        super().__init__(batch.fields, batch.samples, batch.parts, *scored)
+        self._entities = EntityBatch(batch.fields, batch.samples, _NONE, vectors)
 
     def host_parts(self, *arguments: Any) -> Any:
         """`HostEntityParts`. Args: arguments: as for `Batch.host_parts`."""

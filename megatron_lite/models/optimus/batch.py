@@ -38,22 +38,22 @@ class Sentences:
 
 class LatentBatch(Batch):
     """Args:
-    planes, samples: as for Batch.
+    fields, samples: as for Batch.
     seed: of the noise, which is a pure function of it, the sample and the sentence's number in its sequence.
     latent_size: P.
     has_memory: the first of the decoder's tokens is the slot.
     """
 
     def __init__(
-        self, planes: np.ndarray, samples: np.ndarray, seed: int, latent_size: int, has_memory: bool
+        self, fields: np.ndarray, samples: np.ndarray, seed: int, latent_size: int, has_memory: bool
     ):
-        super().__init__(planes, samples)
+        super().__init__(fields, samples)
         self._seed, self.latent_size, self.has_memory = seed, latent_size, has_memory
 
     @cached_property
     def sentence_index(self) -> tuple[np.ndarray, np.ndarray]:
         """The sequence of each sentence and its number there, both int64 [N], in the order of the layout."""
-        width = self.planes[:, DOC].max(initial=0) + 1
+        width = self.fields[:, DOC].max(initial=0) + 1
         return np.divmod(np.unique(self.layout.document), width)
 
     @property
@@ -90,9 +90,9 @@ class LatentBatch(Batch):
         return HostSentences(self, order, first, predicted, few_counts)
 
     def padded(self, rows: int) -> LatentBatch:
-        planes = super().padded(rows).planes
+        fields = super().padded(rows).fields
         samples = np.pad(self.samples, (0, rows - len(self.samples)))
-        return LatentBatch(planes, samples, self._seed, self.latent_size, self.has_memory)
+        return LatentBatch(fields, samples, self._seed, self.latent_size, self.has_memory)
 
 
 class HostSentences:
@@ -111,10 +111,10 @@ class HostSentences:
         self, batch: LatentBatch, order: np.ndarray, first: int, loss_rows: np.ndarray, few_counts: bool
     ):
         layout = batch.layout
-        rank = np.full(batch.planes[:, DOC].size, -1)  # index in the batch -> index in the order
+        rank = np.full(batch.fields[:, DOC].size, -1)  # index in the batch -> index in the order
         rank[order[order >= 0]] = np.flatnonzero(order >= 0)
         known, number = np.unique(layout.document, return_inverse=True)
-        sentence = np.zeros(batch.planes[:, DOC].size, np.int64)
+        sentence = np.zeros(batch.fields[:, DOC].size, np.int64)
         sentence[layout.rows] = number
         token_sentence = np.where(order < 0, 0, sentence[order])[first:]
         real = len(known)

@@ -18,7 +18,7 @@ from data_utils.tokenizers.tokenizer import Tokenizer
 from data_utils.tokenizers.vocabulary import vocabulary_of
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.inference.cache import CachedPlan, id_planes, stack_rows
+from megatron_lite.inference.cache import CachedPlan, id_fields, stack_rows
 from megatron_lite.inference.open_run import OpenRun, open_run, usual_device, with_weights
 from megatron_lite.inference.search import Search
 from megatron_lite.model.build import build_model
@@ -118,14 +118,14 @@ class LatentRun:
         if self.decoder_tokenizer is self.tokenizer:
             pieces = pieces[::2]
         numbers = np.arange(len(sentences))
-        planes = collate(
+        fields = collate(
             self._objective,
             np.concatenate([np.asarray(piece, np.int32) for piece in pieces]),
             np.array([len(piece) for piece in pieces]),
             np.full(len(sentences), len(pieces) // len(sentences)),
             numbers,
         )
-        batch = LatentBatch(planes, numbers, 0, self.latent_size, self._has_memory)
+        batch = LatentBatch(fields, numbers, 0, self.latent_size, self._has_memory)
         return ModelInput.from_batch(batch, self.device, self.config.model, of_decoder=self._decoder)
 
 
@@ -156,7 +156,7 @@ class Rows:
         of_row = torch.arange(rows, device=tokens.device)
         slots = of_row * count if has_slot else of_row[:0]
         latent = self.model.latent.condition(self.z, of_row.repeat_interleave(count), slots)
-        hidden = stack_rows(self.model.decoder, tokens, id_planes(positions), self.plan, latent)
+        hidden = stack_rows(self.model.decoder, tokens, id_fields(positions), self.plan, latent)
         return self.model.decoder.logits(hidden).float()
 
     def select(self, rows: Sequence[int]) -> None:

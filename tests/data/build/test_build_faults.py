@@ -41,7 +41,7 @@ from support.corpora import files, make, texts_of, to_jsonl
 from support.waiting import random_delay, wait_until
 
 from data_utils.common.errors import DataError
-from data_utils.corpus.documents import Block, parse_block
+from data_utils.corpus.documents import RecordBlock, parse_block
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.manifest import manifest_bytes
 from data_utils.dataset.verification import verify
@@ -361,7 +361,7 @@ def test_a_large_document_under_a_memory_limit(tmp_path, name):
 
 def test_a_json_record_beyond_the_memory_is_not_called_malformed():
     """Else `--on-bad-record skip` would leave a good document out."""
-    block = Block("a.jsonl", "jsonl", 0, 1, b'{"text": "' + b"x" * (96 << 20) + b'"}', 0, 0)
+    block = RecordBlock("a.jsonl", "jsonl", 0, 1, b'{"text": "' + b"x" * (96 << 20) + b'"}', 0, 0)
 
     def work():
         limit_memory(4 << 20)

@@ -210,7 +210,7 @@ def test_capitals_are_those_of_the_text_on_the_first_token_of_each_word(corpus, 
     tokenizer = TokenizerConfig(kind="bert_wordpiece", path=str(corpus / "vocab.txt"))
     config = BuildConfig(inputs=[str(path)], output=str(tmp_path / "out"), capitals=True)
     report = build_corpus(config, partial(load_tokenizer, tokenizer))
-    _, places = load_tokenizer(tokenizer).encode_with_places(text)
+    _, places = load_tokenizer(tokenizer).encode_with_offsets(text)
     begins = {match.start(): int(match[0][0].isupper()) for match in re.finditer(r"[^\W\d_]\w*", text)}
     del begins[text.index("up")]
     expected = [begins.get(start, -1) for start, _ in places]

@@ -32,9 +32,9 @@ KNOWN_ANSWERS = [
 PINNED_SEED = 11015432257121145538
 
 
-def opened(key: int = 7, sample: int = 0, piece: int = 0, attempt: int = 0) -> np.record:
+def opened(key: int = 7, sample: int = 0, chunk: int = 0, attempt: int = 0) -> np.record:
     stream = new_stream()
-    open_stream(stream, np.uint64(key), sample, piece, attempt)
+    open_stream(stream, np.uint64(key), sample, chunk, attempt)
     return stream
 
 
@@ -48,16 +48,16 @@ def test_philox_known_answers(counter, key, expected):
 @given(
     key=st.integers(0, 2**64 - 1),
     sample=st.integers(0, 2**63 - 1),
-    piece=st.integers(0, 2**27 - 1),
+    chunk=st.integers(0, 2**27 - 1),
     attempt=st.integers(0, 31),
 )
-def test_address_maps_to_counter_and_key_without_collision(key, sample, piece, attempt):
-    stream = opened(key, sample, piece, attempt)
-    assert int(stream.counter_1) == piece * 32 + attempt < 2**32
+def test_address_maps_to_counter_and_key_without_collision(key, sample, chunk, attempt):
+    stream = opened(key, sample, chunk, attempt)
+    assert int(stream.counter_1) == chunk * 32 + attempt < 2**32
     assert int(stream.counter_2) + (int(stream.counter_3) << 32) == sample
     assert int(stream.key_0) + (int(stream.key_1) << 32) == key
     words = [int(next_word(stream)) for _ in range(6)]
-    again = opened(key, sample, piece, attempt)
+    again = opened(key, sample, chunk, attempt)
     assert words == [int(next_word(again)) for _ in range(6)]
     address = (stream.counter_1, stream.counter_2, stream.counter_3, stream.key_0, stream.key_1)
     blocks = [philox4x32(np.uint64(block), *address) for block in (0, 1)]

@@ -29,7 +29,7 @@ class Copies:
     row_length = 8
     sequence_length = 8
 
-    def fill(self, batch, tokens, piece_lengths, pieces_per_sample, sample_indices) -> None:
+    def fill(self, batch, tokens, chunk_lengths, chunks_per_sample, sample_indices) -> None:
         batch[:] = sample_indices[:, None, None]
 
 
@@ -38,13 +38,13 @@ def test_shape_and_dtype():
     batch = collate(made, TEXT, [30, 30], [1, 1], [0, 1])
     assert batch.shape == (2, len(FIELDS), made.row_length) and batch.dtype == np.int32
     assert made.row_length % 8 == 0
-    rows = [Example.from_planes(row) for row in batch]
+    rows = [Example.from_fields(row) for row in batch]
     assert all(row.weights.dtype == np.float32 and set(row.weights) == {0.0, 1.0} for row in rows)
     assert all(set(row.objective) == {LOSS_NAMES.index("token")} for row in rows)
 
 
 def test_an_example_gives_back_its_documents():
-    row = Example.from_planes(collate(objective(), TEXT[:40], [10, 30], [2], [0])[0])
+    row = Example.from_fields(collate(objective(), TEXT[:40], [10, 30], [2], [0])[0])
     first, second = row.documents()
     assert set(first.doc) == {0} and set(second.doc) == {1}
     assert len(first.tokens) + len(second.tokens) + (row.doc == -1).sum() == len(row.tokens)
@@ -59,10 +59,10 @@ def test_a_buffer_is_reused_and_leaves_no_trace_of_its_content():
     assert (buffer == fresh).all()
 
 
-def test_samples_without_pieces_are_padding():
+def test_samples_without_chunks_are_padding():
     batch = collate(objective(), TEXT[:0], [], [0, 0], [4, 5])
     for row in batch:
-        example = Example.from_planes(row)
+        example = Example.from_fields(row)
         assert (example.tokens == SPECIAL.pad).all() and (example.doc == -1).all()
         assert not example.weights.any() and example.documents() == []
 
@@ -77,7 +77,7 @@ def test_any_objective_will_do():
     [
         ((TEXT, [30, 31], [1, 1], [0, 1]), "61 for 60 tokens"),
         ((TEXT, [70, -10], [1, 1], [0, 1]), ">= 0"),
-        ((TEXT, [30, 30], [1, 2], [0, 1]), "3 for 2 pieces"),
+        ((TEXT, [30, 30], [1, 2], [0, 1]), "3 for 2 chunks"),
         ((TEXT, [30, 30], [3, -1], [0, 1]), ">= 0"),
         ((TEXT, [30, 30], [1, 1], [0]), "1 sample indices for 2"),
         ((TEXT, [30, 30], [1, 1], [0, -1]), "0 or more"),
@@ -89,13 +89,13 @@ def test_arrays_that_do_not_belong_together(arguments, part):
 
 
 def test_a_sample_that_is_too_long_is_named():
-    with pytest.raises(DataError, match=r"sample 12 has 1 pieces with 60 tokens.*sequence_length 32"):
+    with pytest.raises(DataError, match=r"sample 12 has 1 chunks with 60 tokens.*sequence_length 32"):
         collate(objective(32), np.concatenate([TEXT[:20], TEXT]), [20, 60], [1, 1], [11, 12])
 
 
 def test_too_many_documents_are_named():
     """Two-token documents fit only 10 to a window of 64: without the reserve they would need 165 tokens."""
-    with pytest.raises(DataError, match="sample 5 has 33 pieces"):
+    with pytest.raises(DataError, match="sample 5 has 33 chunks"):
         collate(objective(64), np.tile(TEXT[:1], 33), [1] * 33, [33], [5])
 
 

@@ -88,10 +88,10 @@ def test_a_sample_does_not_depend_on_its_batch_or_on_history(indexes, numbers, s
 def test_fetch_gives_the_tokens_of_the_located_windows(indexes, numbers):
     mixture = Mixture(list(zip(indexes, [1, 1, 1], strict=True)), seed=0)
     corpora, _, windows = mixture.locate(np.array(numbers, np.int64))
-    tokens, piece_lengths, pieces_per_sample = mixture.fetch(np.array(numbers, np.int64))
+    tokens, chunk_lengths, chunks_per_sample = mixture.fetch(np.array(numbers, np.int64))
     expected = [[0, 100, 9000][corpus] + window for corpus, window in zip(corpora, windows, strict=True)]
     assert tokens.tolist() == np.repeat(expected, WINDOW).tolist()
-    assert piece_lengths.tolist() == [WINDOW] * len(numbers) and pieces_per_sample.tolist() == [1] * len(
+    assert chunk_lengths.tolist() == [WINDOW] * len(numbers) and chunks_per_sample.tolist() == [1] * len(
         numbers
     )
 
@@ -100,8 +100,8 @@ def test_corpora_may_differ_in_window_length(tmp_path, indexes):
     longer = WindowIndex(indexes[1].dataset, 3 * WINDOW)
     mixture = Mixture([(indexes[0], 1), (longer, 1)], seed=0)
     corpora, _, _ = mixture.locate(np.arange(50))
-    _, piece_lengths, _ = mixture.fetch(np.arange(50))
-    assert piece_lengths.tolist() == [[WINDOW, 3 * WINDOW][corpus] for corpus in corpora]
+    _, chunk_lengths, _ = mixture.fetch(np.arange(50))
+    assert chunk_lengths.tolist() == [[WINDOW, 3 * WINDOW][corpus] for corpus in corpora]
 
 
 def test_sampling_order_is_frozen(indexes):

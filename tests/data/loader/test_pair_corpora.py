@@ -41,11 +41,11 @@ def test_windows_hold_whole_documents_as_many_as_fit(tmp_path, longest, overhead
         expected[-1].append(document.tolist())
         used += cost
     tokens, lengths, counts = index.gather(np.arange(index.num_windows))
-    pieces = [piece.tolist() for piece in np.split(tokens, np.cumsum(lengths)[:-1])]
+    chunks = [chunk.tolist() for chunk in np.split(tokens, np.cumsum(lengths)[:-1])]
     ends = np.cumsum(counts)
-    assert [pieces[end - count : end] for end, count in zip(ends, counts, strict=True)] == expected
+    assert [chunks[end - count : end] for end, count in zip(ends, counts, strict=True)] == expected
     assert index.too_long == sum(len(document) + overhead > longest for document in documents)
-    assert (index.pieces(1)[:, 1] - index.pieces(1)[:, 0]).tolist() == list(map(len, expected[1]))
+    assert (index.chunks(1)[:, 1] - index.chunks(1)[:, 0]).tolist() == list(map(len, expected[1]))
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +96,9 @@ def loader_of(tree):
 def read(loader, samples, size):
     """Rows of samples 0, 1, ... read in batches of `size`: the objective of each, and its pairs with their labels."""
     for first in range(0, samples, size):
-        for planes in loader.batch(np.arange(first, min(samples, first + size))):
+        for fields in loader.batch(np.arange(first, min(samples, first + size))):
             found, name = [], ""
-            for example in Example.from_planes(planes).documents():
+            for example in Example.from_fields(fields).documents():
                 name = LOSS_NAMES[example.objective[-1]]
                 whole = np.where(example.weights > 0, example.targets, example.tokens)
                 middle, label = int(example.segment_ids.argmax()), int(example.targets[0])

@@ -158,12 +158,12 @@ def test_every_token_comes_once_in_an_epoch_whatever_changes(tmp_path, monkeypat
         samples = np.arange(first, first + count)
         mixture = pickle.loads(pickle.dumps(mixture))
         mixture.prefetch(samples)
-        tokens, piece_lengths, pieces = mixture.fetch(samples)
+        tokens, chunk_lengths, chunks = mixture.fetch(samples)
         corpora, _ = mixture.deal(samples)
-        assert pieces.min() >= 1 and len(pieces) == count
-        row = np.repeat(np.arange(count), pieces)
-        assert np.all(np.bincount(row, piece_lengths) + DOCUMENT_OVERHEAD * (pieces - 1) <= length)
-        texts = np.split(tokens, np.cumsum(np.bincount(row, piece_lengths).astype(int))[:-1])
+        assert chunks.min() >= 1 and len(chunks) == count
+        row = np.repeat(np.arange(count), chunks)
+        assert np.all(np.bincount(row, chunk_lengths) + DOCUMENT_OVERHEAD * (chunks - 1) <= length)
+        texts = np.split(tokens, np.cumsum(np.bincount(row, chunk_lengths).astype(int))[:-1])
         for corpus, text in zip(corpora, texts, strict=True):
             read[corpus].append(text)
         single = mixture.fetch(samples[-1:])[0]

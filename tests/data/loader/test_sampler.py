@@ -105,12 +105,12 @@ def test_windows_cover_every_token_once(tmp_path_factory, lengths, extra, overhe
     window_length = overhead + extra
     dataset = make_dataset(tmp_path_factory.mktemp("windows") / "d", lengths)
     index = WindowIndex(dataset, window_length, overhead)
-    pieces = [index.pieces(window) for window in range(index.num_windows)]
+    chunks = [index.chunks(window) for window in range(index.num_windows)]
 
-    covered = [token for window in pieces for start, stop in window for token in range(start, stop)]
+    covered = [token for window in chunks for start, stop in window for token in range(start, stop)]
     assert covered == list(range(dataset.num_tokens))  # once, and in order
     starts = {sum(lengths[:number]) for number in range(len(lengths) + 1)}
-    for window in pieces:
+    for window in chunks:
         assert len(window) > 0
         cost = 0
         for start, stop in window:
@@ -124,17 +124,17 @@ def test_windows_cover_every_token_once(tmp_path_factory, lengths, extra, overhe
 
 @given(DOCUMENT_LENGTHS, st.integers(1, 50), st.integers(0, 4), st.lists(st.integers(0, 10**6), max_size=20))
 @settings(max_examples=60, deadline=None)
-def test_gather_gives_the_tokens_of_the_pieces(tmp_path_factory, lengths, extra, overhead, numbers):
+def test_gather_gives_the_tokens_of_the_chunks(tmp_path_factory, lengths, extra, overhead, numbers):
     dataset = make_dataset(tmp_path_factory.mktemp("gather") / "d", lengths)
     index = WindowIndex(dataset, overhead + extra, overhead)
     windows = np.array([number % index.num_windows for number in numbers], np.int64)
-    tokens, piece_lengths, pieces_per_window = index.gather(windows)
-    expected = [index.pieces(window) for window in windows]
+    tokens, chunk_lengths, chunks_per_window = index.gather(windows)
+    expected = [index.chunks(window) for window in windows]
     assert tokens.dtype == np.int32
-    assert pieces_per_window.tolist() == [len(pieces) for pieces in expected]
-    assert piece_lengths.tolist() == [stop - start for pieces in expected for start, stop in pieces]
+    assert chunks_per_window.tolist() == [len(chunks) for chunks in expected]
+    assert chunk_lengths.tolist() == [stop - start for chunks in expected for start, stop in chunks]
     assert tokens.tolist() == [
-        token for pieces in expected for start, stop in pieces for token in range(start, stop)
+        token for chunks in expected for start, stop in chunks for token in range(start, stop)
     ]
 
 
@@ -164,7 +164,7 @@ def test_windows_follow_the_definition(tmp_path):
     #  cost   0 1 2 3 | 4 5 6 7 8 ... 13 | 14 15 16
     #  token  - 0 1 2 | - 3 4 5 6 ... 11 |  - 12 13
     assert index.num_windows == 3
-    assert [index.pieces(w).tolist() for w in range(3)] == [[[0, 3], [3, 6]], [[6, 12], [12, 13]], [[13, 14]]]
+    assert [index.chunks(w).tolist() for w in range(3)] == [[[0, 3], [3, 6]], [[6, 12], [12, 13]], [[13, 14]]]
 
 
 def test_windows_of_a_wide_dtype(tmp_path):
@@ -175,7 +175,7 @@ def test_windows_of_a_wide_dtype(tmp_path):
 
 def test_empty_documents_of_a_foreign_dataset(tmp_path):
     index = WindowIndex(make_dataset(tmp_path / "d", [0, 0, 0, 2, 0, 1]), 4, 1)
-    assert [index.pieces(w).tolist() for w in range(index.num_windows)] == [[], [[0, 2]], [[2, 3]]]
+    assert [index.chunks(w).tolist() for w in range(index.num_windows)] == [[], [[0, 2]], [[2, 3]]]
 
 
 def test_a_window_index_pickles_without_its_data(tmp_path):
@@ -214,8 +214,8 @@ def test_prefetch_covers_the_windows(tmp_path_factory, lengths, extra, overhead)
     index.prefetch(np.arange(index.num_windows))
     ((starts, num_tokens),) = asked
     for window, start in enumerate(starts):
-        pieces = index.pieces(window)
-        assert start <= pieces[0, 0] and pieces[-1, 1] <= start + num_tokens
+        chunks = index.chunks(window)
+        assert start <= chunks[0, 0] and chunks[-1, 1] <= start + num_tokens
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 10, 97, 4096, 10_001])

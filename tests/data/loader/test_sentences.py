@@ -66,10 +66,10 @@ def greedy(sentences, row_length):
 
 
 def texts_of(gathered):
-    """The pieces of each place."""
+    """The chunks of each place."""
     tokens, lengths, counts = gathered
-    pieces = iter(np.split(tokens, np.cumsum(lengths)[:-1]) if len(lengths) else [])
-    return [[next(pieces).tolist() for _ in range(count)] for count in counts]
+    chunks = iter(np.split(tokens, np.cumsum(lengths)[:-1]) if len(lengths) else [])
+    return [[next(chunks).tolist() for _ in range(count)] for count in counts]
 
 
 def rows_of(index, windows=None):
@@ -97,7 +97,7 @@ def test_rows_are_packed_greedily_and_hold_each_sentence_once(
 )
 @settings(max_examples=80, deadline=None)
 def test_two_datasets_leave_out_what_either_does_not_fit(tmp_path_factory, pairs, row_length, wide):
-    """Pieces are the encoder's and the decoder's by turns, whatever the type of the tokens."""
+    """Chunks are the encoder's and the decoder's by turns, whatever the type of the tokens."""
     folder = tmp_path_factory.mktemp("pairs")
     encoders, first = dataset_of(folder / "e", [n for n, _ in pairs])
     decoders, second = dataset_of(
@@ -203,7 +203,7 @@ def test_no_sentence_at_all_is_an_error(tmp_path):
 
 
 def test_samples_of_a_run_with_one_tokenizer(corpus):
-    """Every sentence of at most 20 tokens is in the planes of one row of an epoch, for the encoder and the decoder."""
+    """Every sentence of at most 20 tokens is in the fields of one row of an epoch, for the encoder and the decoder."""
     tokenizer = load_tokenizer(TokenizerConfig(kind="bert_wordpiece", path=str(corpus / "vocab.txt")))
     data = DataConfig(train=(CorpusConfig(prefix=str(corpus / "corpus_train")),), sequence_length=20)
     opened = open_datasets(data, [ObjectiveChoice("optimus", OptimusConfig())], tokenizer, seed=3)
@@ -214,7 +214,7 @@ def test_samples_of_a_run_with_one_tokenizer(corpus):
     batch = opened.train.batch(np.arange(index.num_windows))
     assert batch.shape[2] == 4 * (2 * 20 + 4)
     read, written = [], []
-    for sentence in (part for planes in batch for part in Example.from_planes(planes).documents()):
+    for sentence in (part for fields in batch for part in Example.from_fields(fields).documents()):
         read.append(sentence.tokens[sentence.ord == 0][1:-1].tolist())
         written.append(sentence.targets[sentence.weights > 0].tolist())
         assert written[-1] == [*read[-1], special.eop]
@@ -267,7 +267,7 @@ def test_samples_of_a_run_with_two_tokenizers(tmp_path):
     (index,) = opened.train.mixture.indexes
     assert (index.num_sentences, index.too_long, index.empty) == (4, 1, 0)  # the blank line is no document
     batch = opened.train.batch(np.arange(index.num_windows))
-    sentences = [part for planes in batch for part in Example.from_planes(planes).documents()]
+    sentences = [part for fields in batch for part in Example.from_fields(fields).documents()]
     assert [gpt2.decode(s.targets[s.weights > 0]) for s in sentences] == [
         f"{text}<EOS>" for text in TEXTS if 0 < len(text) <= 32
     ]

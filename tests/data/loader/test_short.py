@@ -17,15 +17,15 @@ from megatron_lite.config.tree import load_config
 from megatron_lite.train.continuation import changed_samples
 
 
-def shortened(share, pieces, samples, first=0):
-    """(sample, piece) -> the kept tokens, which are their places in the piece."""
-    counts = np.full(samples, len(pieces))
-    text = np.tile(np.concatenate([np.arange(size) for size in pieces]), samples).astype(np.int32)
-    given = (text, np.tile(pieces, samples), counts, np.arange(first, first + samples))
+def shortened(share, chunks, samples, first=0):
+    """(sample, chunk) -> the kept tokens, which are their places in the chunk."""
+    counts = np.full(samples, len(chunks))
+    text = np.tile(np.concatenate([np.arange(size) for size in chunks]), samples).astype(np.int32)
+    given = (text, np.tile(chunks, samples), counts, np.arange(first, first + samples))
     tokens, lengths, same = Shortener(share, 5)(*given)
     assert np.array_equal(same, counts)
     cut = np.split(tokens, np.cumsum(lengths)[:-1])
-    return {(i // len(pieces), i % len(pieces)): one for i, one in enumerate(cut)}
+    return {(i // len(chunks), i % len(chunks)): one for i, one in enumerate(cut)}
 
 
 def test_a_tenth_of_the_parts_is_short_with_uniform_lengths_and_places():

@@ -86,13 +86,13 @@ def test_the_sentence_objective_uses_its_mask():
     length=st.integers(1, 300),
     with_eos=st.booleans(),
     sample=st.integers(0, 2**40),
-    piece=st.integers(0, 50),
+    chunk=st.integers(0, 50),
     mode=st.sampled_from([TOKEN, SENTENCE, DOCUMENT]),
     max_span_length=st.sampled_from([1, 2, 5, 39]),
     ratio=st.sampled_from([0.05, 0.15, 0.5, 1.0]),
     placement=st.sampled_from(["uniform", "reference"]),
 )
-def test_every_example(length, with_eos, sample, piece, mode, max_span_length, ratio, placement):
+def test_every_example(length, with_eos, sample, chunk, mode, max_span_length, ratio, placement):
     text = text_of(length, with_eos)
     made = objective(
         token_prob=float(mode == TOKEN),
@@ -102,10 +102,10 @@ def test_every_example(length, with_eos, sample, piece, mode, max_span_length, r
         sentence_ratio=ratio,
         placement=placement,
     )
-    example = made.example(text, sample, piece)
+    example = made.example(text, sample, chunk)
     check_layout(example, [SPECIAL.mask, SPECIAL.smask, SPECIAL.gmask][mode])
     assert (rebuilt(example) == text).all()
-    assert set(example.doc) == {piece} and set(example.objective) == {mode}
+    assert set(example.doc) == {chunk} and set(example.objective) == {mode}
     assert not leaks(
         example.tokens, example.targets, example.weights, allowed(example.doc, example.ord, example.grp)
     )
@@ -128,16 +128,16 @@ def test_every_example(length, with_eos, sample, piece, mode, max_span_length, r
 
 
 def window(sequence_length: int, longest: int, continues: bool, seed: int) -> list[int]:
-    """Piece lengths that obey the rule of windows: each document that begins has 4 tokens reserved."""
+    """Chunk lengths that obey the rule of windows: each document that begins has 4 tokens reserved."""
     rng = np.random.default_rng(seed)
-    pieces, used = [], 0
+    chunks, used = [], 0
     if continues:
-        pieces.append(int(rng.integers(1, min(longest, sequence_length) + 1)))
-        used = pieces[0]
+        chunks.append(int(rng.integers(1, min(longest, sequence_length) + 1)))
+        used = chunks[0]
     while (room := sequence_length - used - DOCUMENT_OVERHEAD) >= 1:
-        pieces.append(int(rng.integers(1, min(longest, room) + 1)))
-        used += pieces[-1] + DOCUMENT_OVERHEAD
-    return pieces
+        chunks.append(int(rng.integers(1, min(longest, room) + 1)))
+        used += chunks[-1] + DOCUMENT_OVERHEAD
+    return chunks
 
 
 @relaxed
@@ -152,25 +152,25 @@ def window(sequence_length: int, longest: int, continues: bool, seed: int) -> li
     with_eos=st.booleans(),
     sample=st.integers(0, 2**62),
 )
-def test_every_row_of_packed_pieces(
+def test_every_row_of_packed_chunks(
     sequence_length, longest, continues, mode, max_span_length, ratio, tight, with_eos, sample
 ):
     """Nothing overflows, spans stay in their document; rows as short as allowed, too.
 
-    Nothing is dropped but a few last tokens of pieces in full rows.
+    Nothing is dropped but a few last tokens of chunks in full rows.
     """
-    pieces = window(sequence_length, longest, continues, sample)
+    chunks = window(sequence_length, longest, continues, sample)
     config = mode | {"max_span_length": max_span_length, "masked_ratio": ratio}
     least = BlankInfillingConfig(**config).least_row_length(sequence_length)
     made = objective(sequence_length, row_length=least if tight else None, **config)
     texts, first = [], FIRST_TEXT_TOKEN
-    for length in pieces:
+    for length in chunks:
         texts.append(text_of(length, with_eos, first))
         first += length
-    batch = collate(made, np.concatenate(texts), pieces, [len(pieces)], [sample])
-    row = Example.from_planes(batch[0])
+    batch = collate(made, np.concatenate(texts), chunks, [len(chunks)], [sample])
+    row = Example.from_fields(batch[0])
     documents = row.documents()
-    assert len(documents) == len(pieces)
+    assert len(documents) == len(chunks)
     for document, text in zip(documents, texts, strict=True):
         mask_token = [SPECIAL.mask, SPECIAL.smask, SPECIAL.gmask][int(document.objective[0])]
         check_layout(document, mask_token)
@@ -212,9 +212,9 @@ def test_leak_test_fires_on_planted_leaks(placement):
 def test_all_punctuation_falls_back_to_one_span_and_still_masks_enough():
     """Every token is a sentence: 77 one-token spans would need 154 more tokens than the text has."""
     made = objective(token_prob=0.0, sentence_prob=1.0)
-    piece = np.full(512, FIRST_TEXT_TOKEN, np.int32)
-    for example in many(made, piece, 50):
-        assert (rebuilt(example) == piece).all()
+    chunk = np.full(512, FIRST_TEXT_TOKEN, np.int32)
+    for example in many(made, chunk, 50):
+        assert (rebuilt(example) == chunk).all()
         spans = spans_of(example)
         assert len(spans) == 1 and len(spans[0][1]) - 1 >= int(0.15 * 513)
 
@@ -231,7 +231,7 @@ def test_a_text_without_sentence_ends_is_one_sentence():
 
 
 @pytest.mark.parametrize(("token_prob", "sentence_prob"), [(1.0, 0.0), (0.0, 1.0)])
-def test_a_piece_of_only_eos_keeps_its_text_without_loss(token_prob, sentence_prob):
+def test_a_chunk_of_only_eos_keeps_its_text_without_loss(token_prob, sentence_prob):
     example = objective(token_prob=token_prob, sentence_prob=sentence_prob).example(
         np.array([SPECIAL.eos]), 0
     )
@@ -242,20 +242,20 @@ def test_an_example_does_not_depend_on_its_batch():
     made = objective(**MIXED)
     lengths = [[500], [100, 200, 180], [1] * 100]
     samples = [7, 2**33 + 1, 12345]
-    texts = [text_of(sum(pieces)) for pieces in lengths]
+    texts = [text_of(sum(chunks)) for chunks in lengths]
     together = collate(
         made,
         np.concatenate(texts),
-        [n for pieces in lengths for n in pieces],
+        [n for chunks in lengths for n in chunks],
         [len(p) for p in lengths],
         samples,
     )
-    for i, (text, pieces, sample) in enumerate(zip(texts, lengths, samples, strict=True)):
-        assert (collate(made, text, pieces, [len(pieces)], [sample])[0] == together[i]).all()
+    for i, (text, chunks, sample) in enumerate(zip(texts, lengths, samples, strict=True)):
+        assert (collate(made, text, chunks, [len(chunks)], [sample])[0] == together[i]).all()
     backwards = collate(
         made,
         np.concatenate(texts[::-1]),
-        [n for pieces in lengths[::-1] for n in pieces],
+        [n for chunks in lengths[::-1] for n in chunks],
         [len(p) for p in lengths[::-1]],
         samples[::-1],
     )
@@ -279,9 +279,9 @@ def mixed_batch() -> np.ndarray:
         {"sentinel_first": 2000, "sentinel_count": 3},
         {"masked_lm": True},
     ]
-    pieces = [40, 30, 30, 1]
-    tokens = np.tile(np.concatenate([text_of(n) for n in pieces]), 2)
-    batches = [collate(objective(128, **o), tokens, pieces * 2, [4, 4], [3, 2**35]) for o in options]
+    chunks = [40, 30, 30, 1]
+    tokens = np.tile(np.concatenate([text_of(n) for n in chunks]), 2)
+    batches = [collate(objective(128, **o), tokens, chunks * 2, [4, 4], [3, 2**35]) for o in options]
     return np.concatenate([batch.ravel() for batch in batches])
 
 

@@ -133,11 +133,11 @@ def test_shuffle_spans_off_keeps_the_order_of_the_text():
         assert positions == sorted(positions) and len(positions) > 1
 
 
-def test_cross_document_attention_joins_the_pieces():
+def test_cross_document_attention_joins_the_chunks():
     made = objective(cross_document_attention=True)
     texts = [text_of(100), text_of(150, first=1500), text_of(200, first=2000)]
     batch = collate(made, np.concatenate(texts), [100, 150, 200], [3], [1])
-    (document,) = Example.from_planes(batch[0]).documents()
+    (document,) = Example.from_fields(batch[0]).documents()
     check_layout(document, SPECIAL.mask)
     assert (rebuilt(document) == np.concatenate(texts)).all()
     assert (document.tokens == SPECIAL.cls).sum() == 1
@@ -179,7 +179,7 @@ def test_whole_words_fit_short_rows_and_long_words():
     for sample in range(300):
         text = text_of(40 + sample % 7)
         batch = collate(made, text, [len(text)], [1], [sample])
-        (example,) = Example.from_planes(batch[0]).documents()
+        (example,) = Example.from_fields(batch[0]).documents()
         kept = rebuilt(example)
         assert (kept == text[: len(kept)]).all() and len(text) - len(kept) <= len(text) // 32
         begins = {*word_begins(text).tolist(), len(kept) - 1, len(kept)}

@@ -26,12 +26,12 @@ def made(name, special, lacking=frozenset(), length=40, **settings):
     return make_one(name, OBJECTIVES[name].config_class(**settings), words, 5, length)
 
 
-def rows_of(objective, pieces):
-    """One row for each list of pieces: Examples without padding."""
-    tokens = np.concatenate([piece for row in pieces for piece in row]).astype(np.int32)
-    lengths = np.array([len(piece) for row in pieces for piece in row], np.int64)
-    counts = np.array([len(row) for row in pieces], np.int64)
-    return collate(objective, tokens, lengths, counts, np.arange(len(pieces)))
+def rows_of(objective, chunks):
+    """One row for each list of chunks: Examples without padding."""
+    tokens = np.concatenate([chunk for row in chunks for chunk in row]).astype(np.int32)
+    lengths = np.array([len(chunk) for row in chunks for chunk in row], np.int64)
+    counts = np.array([len(row) for row in chunks], np.int64)
+    return collate(objective, tokens, lengths, counts, np.arange(len(chunks)))
 
 
 def text(length, end=None):
@@ -52,7 +52,7 @@ def test_a_row_of_bert_has_one_sep_after_the_text_and_no_padding_in_it(name, end
         made(name, special).example(ended, 3).tokens.tolist()
         == made(name, special).example(open_end, 3).tokens.tolist()
     )
-    # Two documents, and one cut by the window: what follows a shortened piece must not move.
+    # Two documents, and one cut by the window: what follows a shortened chunk must not move.
     for row in rows_of(objective, [[text(9, special.eos), text(12, special.eos), text(5)]] * 30):
         tokens, doc = row[0], row[5]
         assert special.pad not in tokens[doc >= 0]
@@ -67,7 +67,7 @@ def test_an_end_of_its_own_stays_in_the_text(name):
 
 
 @pytest.mark.parametrize("name", WITH_SEP)
-def test_a_piece_of_only_an_end_still_has_an_example(name):
+def test_a_chunk_of_only_an_end_still_has_an_example(name):
     for row in rows_of(made(name, BERT), [[np.array([BERT.sep]), text(6)]]):
         assert set(row[5].tolist()) >= {0, 1}
         assert not row[4][row[5] == 0].any()
@@ -132,8 +132,8 @@ def test_random_tokens_are_tokens():
     words = replace(vocabulary(), num_tokens=FIRST_TEXT_TOKEN + 20)
     section = OBJECTIVES["masked_lm"].config_class(mask_token_prob=0.0, random_token_prob=1.0)
     objective = make_one("masked_lm", section, words, 5, 40)
-    piece = np.full(30, FIRST_TEXT_TOKEN, np.int32)
-    examples = [objective.example(piece, sample) for sample in range(200)]
+    chunk = np.full(30, FIRST_TEXT_TOKEN, np.int32)
+    examples = [objective.example(chunk, sample) for sample in range(200)]
     drawn = set(np.concatenate([example.tokens[example.weights > 0] for example in examples]).tolist())
     assert len(drawn) > 500 and max(drawn) < words.num_tokens < words.size
 

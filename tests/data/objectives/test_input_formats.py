@@ -31,9 +31,9 @@ def sentence(number, length=9):
     return [*inside[: length - 1], 1001 + 70 * number]
 
 
-def texts_of(planes):
+def texts_of(fields):
     """The tokens of each Example of a row."""
-    return [one.tokens.tolist() for one in Example.from_planes(planes).documents()]
+    return [one.tokens.tolist() for one in Example.from_fields(fields).documents()]
 
 
 S = [sentence(number) for number in range(5)]
@@ -52,10 +52,10 @@ BY_HAND = {
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_five_sentences_by_hand(name):
-    pieces = [np.array([*S[0], *S[1], *S[2], EOS], np.int32), np.array([*S[3], *S[4], *PART], np.int32)]
-    (row,) = collate(make("masked_lm", 80, input=name, **SHOWN), [pieces])
+    chunks = [np.array([*S[0], *S[1], *S[2], EOS], np.int32), np.array([*S[3], *S[4], *PART], np.int32)]
+    (row,) = collate(make("masked_lm", 80, input=name, **SHOWN), [chunks])
     assert texts_of(row) == BY_HAND[name]
-    documents = Example.from_planes(row).documents()
+    documents = Example.from_fields(row).documents()
     for example in documents:
         assert example.position_ids.tolist() == list(range(len(example.tokens)))
         middle = example.tokens.tolist().index(SEP) + 1 if name == "sentences" else len(example.tokens)
@@ -66,10 +66,10 @@ def test_five_sentences_by_hand(name):
 
 
 def test_a_window_that_ends_with_a_sentence_has_nothing_left():
-    pieces = [np.array([*S[0], *S[1]], np.int32), np.array([*S[2], *S[3]], np.int32)]
-    (row,) = collate(make("masked_lm", 80, input="full", **SHOWN), [pieces])
+    chunks = [np.array([*S[0], *S[1]], np.int32), np.array([*S[2], *S[3]], np.int32)]
+    (row,) = collate(make("masked_lm", 80, input="full", **SHOWN), [chunks])
     assert texts_of(row) == [[CLS, *S[0], *S[1], SEP, *S[2], *S[3], SEP]]
-    (row,) = collate(make("masked_lm", 80, input="full", **SHOWN), [[pieces[0], np.array(PART, np.int32)]])
+    (row,) = collate(make("masked_lm", 80, input="full", **SHOWN), [[chunks[0], np.array(PART, np.int32)]])
     assert texts_of(row) == [[CLS, *S[0], *S[1], SEP], [CLS, *PART, SEP]]
 
 
@@ -85,12 +85,12 @@ def test_every_token_comes_once_and_examples_end_with_sentences(name, length):
     a part of a document without eos, cuts a sentence."""
     made, seen = make("masked_lm", length, input=name, **SHOWN), Counter()
     all_windows = windows(200, length, 9)
-    for pieces, row in zip(all_windows, collate(made, all_windows), strict=True):
-        text = np.concatenate([np.zeros(0, np.int32), *pieces]).tolist()
+    for chunks, row in zip(all_windows, collate(made, all_windows), strict=True):
+        text = np.concatenate([np.zeros(0, np.int32), *chunks]).tolist()
         examples = texts_of(row)
         assert [t for tokens in examples for t in tokens if t not in (CLS, SEP)] == text
         assert (row[DOC] >= 0).sum() == sum(map(len, examples)) <= made.row_length
-        borders = np.cumsum([0, *map(len, pieces)]).tolist()
+        borders = np.cumsum([0, *map(len, chunks)]).tolist()
         at = 0
         for tokens in examples:
             assert tokens[0] == CLS and tokens[-1] == SEP and tokens.count(CLS) == 1
@@ -117,10 +117,10 @@ def test_every_token_comes_once_and_examples_end_with_sentences(name, length):
 def test_two_sentences_have_labels_and_exchange_seconds():
     """Half of the pairs have a wrong second sentence, of another pair; an odd sentence has no label."""
     made = make("masked_lm", 100, input="sentences", next_sentence=True, **SHOWN)
-    piece = np.array([token for number in range(5) for token in sentence(number)], np.int32)
+    chunk = np.array([token for number in range(5) for token in sentence(number)], np.int32)
     labels, count = Counter(), 2000
-    for row in collate(made, [[piece]] * count):
-        first, second, alone = Example.from_planes(row).documents()
+    for row in collate(made, [[chunk]] * count):
+        first, second, alone = Example.from_fields(row).documents()
         assert alone.objective[0] != NEXT_SENTENCE_LOSS.number and alone.weights[0] == 0
         for number, example in enumerate((first, second)):
             assert example.objective[0] == NEXT_SENTENCE_LOSS.number and example.weights[0] == 1
@@ -135,9 +135,9 @@ def test_two_sentences_have_labels_and_exchange_seconds():
 def test_masks_are_uniform_over_the_tokens_of_joined_documents():
     """Tokens on both sides of a separator are predicted as often as all others."""
     made, found = make("masked_lm", 60, input="full"), np.zeros(40)
-    pieces = [np.array([*S[0], *S[1], EOS], np.int32), np.array([*S[2], *S[3]], np.int32)]
-    for row in collate(made, [pieces] * 4000):
-        (example,) = Example.from_planes(row).documents()
+    chunks = [np.array([*S[0], *S[1], EOS], np.int32), np.array([*S[2], *S[3]], np.int32)]
+    for row in collate(made, [chunks] * 4000):
+        (example,) = Example.from_fields(row).documents()
         found[: len(example.weights)] += example.weights > 0
     text = [i for i, token in enumerate(texts_of(row)[0]) if i not in (0, 19, 20, 39)]
     assert found.sum() == found[text].sum() == 4000 * 6
@@ -175,8 +175,8 @@ def test_a_vocabulary_whose_eos_is_sep_has_one_between_documents():
     special = dataclasses.replace(SPECIAL, eos=SEP)
     known = Vocabulary(special, 3000, ENDS, vocabulary().word_start)
     made = make_one("masked_lm", OBJECTIVES["masked_lm"].config_class(input="full", **SHOWN), known, 5, 80)
-    pieces = [np.array([*S[0], SEP], np.int32), np.array([*S[1], SEP], np.int32), np.array(PART, np.int32)]
-    (row,) = collate(made, [pieces])
+    chunks = [np.array([*S[0], SEP], np.int32), np.array([*S[1], SEP], np.int32), np.array(PART, np.int32)]
+    (row,) = collate(made, [chunks])
     assert texts_of(row) == [[CLS, *S[0], SEP, *S[1], SEP], [CLS, *PART, SEP]]
 
 

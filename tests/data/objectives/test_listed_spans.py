@@ -18,16 +18,16 @@ KEPT = {"mask_token_prob": 0.0, "random_token_prob": 0.0}  # predicted tokens st
 WORDS = vocabulary().word_start
 
 
-def filled(made, pieces, spans, samples=1):
-    """The Examples of each sample; spans: for each piece (start, end), in tokens of it."""
-    lengths = [np.full(len(piece), -1, np.int32) for piece in pieces]
+def filled(made, chunks, spans, samples=1):
+    """The Examples of each sample; spans: for each chunk (start, end), in tokens of it."""
+    lengths = [np.full(len(chunk), -1, np.int32) for chunk in chunks]
     for own, listed in zip(lengths, spans, strict=True):
         for start, end in listed:
             own[start] = end - start
-    given = np.stack([np.tile(np.concatenate(rows), samples) for rows in (pieces, lengths)])
-    sizes = np.tile([len(piece) for piece in pieces], samples)
-    batch = collate(made, given, sizes, np.full(samples, len(pieces)), np.arange(samples))
-    return [Example.from_planes(planes).documents() for planes in batch]
+    given = np.stack([np.tile(np.concatenate(rows), samples) for rows in (chunks, lengths)])
+    sizes = np.tile([len(chunk) for chunk in chunks], samples)
+    batch = collate(made, given, sizes, np.full(samples, len(chunks)), np.arange(samples))
+    return [Example.from_fields(fields).documents() for fields in batch]
 
 
 def outcomes(size, spans, target, share):
@@ -107,32 +107,32 @@ def test_ernie_masks_all_of_a_listed_span_or_nothing(next_sentence):
     """In random windows, also where texts are cut into pairs; all else goes by words."""
     rng, masked = np.random.default_rng(3), Counter()
     made = make("ernie", 120, segmenter="listed", next_sentence=next_sentence, masked_ratio=0.3, **KEPT)
-    for pieces in windows(150, 120, 4):
-        spans = [random_spans(rng, len(piece) - (piece[-1] == SPECIAL.eos)) for piece in pieces]
-        ((*examples,),) = filled(made, pieces, spans)
+    for chunks in windows(150, 120, 4):
+        spans = [random_spans(rng, len(chunk) - (chunk[-1] == SPECIAL.eos)) for chunk in chunks]
+        ((*examples,),) = filled(made, chunks, spans)
         tokens = np.concatenate([np.where(e.weights > 0, e.targets, e.tokens) for e in examples])
         states = {}
         for example in examples:
-            for piece in pieces:
-                own = [token for token in piece if token != SPECIAL.eos]
+            for chunk in chunks:
+                own = [token for token in chunk if token != SPECIAL.eos]
                 here = set(np.where(example.weights > 0, example.targets, example.tokens).tolist())
                 if here & set(map(int, own)):
                     shown = [token for token in own if int(token) in here]
                     for token, state in zip(shown, places(example, shown), strict=True):
                         states[int(token)] = (*state, id(example))
         assert len(tokens)
-        for piece, listed in zip(pieces, spans, strict=True):
+        for chunk, listed in zip(chunks, spans, strict=True):
             covered = set()
             for start, end in listed:
-                found = {states[int(token)] for token in piece[start:end]}
-                assert len(found) == 1, (piece[start:end], found)
+                found = {states[int(token)] for token in chunk[start:end]}
+                assert len(found) == 1, (chunk[start:end], found)
                 masked[next(iter(found))[0]] += 1
                 covered |= set(range(start, end))
-            for i in range(1, len(piece)):
-                if {i - 1, i} & covered or piece[i] == SPECIAL.eos or WORDS[piece[i]]:
+            for i in range(1, len(chunk)):
+                if {i - 1, i} & covered or chunk[i] == SPECIAL.eos or WORDS[chunk[i]]:
                     continue
-                if states[int(piece[i - 1])][1:] == states[int(piece[i])][1:]:
-                    assert states[int(piece[i - 1])][0] == states[int(piece[i])][0]
+                if states[int(chunk[i - 1])][1:] == states[int(chunk[i])][1:]:
+                    assert states[int(chunk[i - 1])][0] == states[int(chunk[i])][0]
     assert min(masked.values()) > 60
 
 
@@ -163,7 +163,7 @@ def test_spans_that_a_window_cuts_and_texts_without_spans_go_by_words(name, opti
     one = np.ones(1, np.int64)
     chosen = {option: "listed", **({"span_prob": 0.0} if name == "spanbert" else {})}
     row = collate(make(name, 80, **chosen), cut, one * 50, one, one * 0)
-    assert np.array_equal(Example.from_planes(row[0]).documents()[0].tokens, alone[0].tokens)
+    assert np.array_equal(Example.from_fields(row[0]).documents()[0].tokens, alone[0].tokens)
     example = make(name, 80, **chosen).example(text, 0)  # no corpus beside it
     assert np.array_equal(example.tokens, alone[0].tokens)
 

@@ -48,16 +48,16 @@ def test_an_objective_can_join_later():
 def test_rows_are_those_of_each_objective_alone():
     names = ("masked_lm", "causal", "blank_infilling")
     made = mixture(*map(choice, names))
-    pieces = [text_of(n) for n in (20, 9, 30, 12, 17, 36) * 4]
+    chunks = [text_of(n) for n in (20, 9, 30, 12, 17, 36) * 4]
     counts = np.array([2, 1, 2, 1] * 4)
-    lengths = np.array([len(piece) for piece in pieces])
+    lengths = np.array([len(chunk) for chunk in chunks])
     samples = np.arange(100, 116)
-    batch = collate(made, np.concatenate(pieces), lengths, counts, samples)
+    batch = collate(made, np.concatenate(chunks), lengths, counts, samples)
     assert batch.shape == (16, len(FIELDS), made.row_length)
     ends = np.cumsum(counts)
     key = derive_seed(7, "objective")
     for i, objective in enumerate(made.choose(samples)):
-        mine = pieces[ends[i] - counts[i] : ends[i]]
+        mine = chunks[ends[i] - counts[i] : ends[i]]
         alone = make(names[objective], 40, seed=key, row_length=made.row_length)
         row = collate(alone, np.concatenate(mine), [len(p) for p in mine], [len(mine)], samples[i : i + 1])
         assert (row[0] == batch[i]).all()

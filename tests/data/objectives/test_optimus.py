@@ -63,9 +63,9 @@ def test_a_row_of_two_vocabularies():
     """Two sentences; the first is longer for the decoder, the second for the encoder. Documents end with their eos."""
     encoders = [[2000, 2001, BERT.eos], [2002, BERT.eos]]
     decoders = [[30000, 30001, 30002, 50256], [30003, 50256]]
-    pieces = [np.array(piece) for pair in zip(encoders, decoders, strict=True) for piece in pair]
+    chunks = [np.array(chunk) for pair in zip(encoders, decoders, strict=True) for chunk in pair]
     made = optimus(words=two_vocabularies(), row_length=32)
-    row = Example.from_planes(collate(made, [pieces], 9)[0])
+    row = Example.from_fields(collate(made, [chunks], 9)[0])
     first, second = row.documents()
     assert first.tokens.tolist() == [101, 2000, 2001, 102, 50258, 50258, 30000, 30001, 30002]
     assert first.targets.tolist() == [0] * 5 + [30000, 30001, 30002, 50259]
@@ -79,19 +79,19 @@ def test_a_row_of_two_vocabularies():
 @given(st.lists(SENTENCES, min_size=1, max_size=4), st.booleans(), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_rows_hold_what_their_sentences_need(rows, memory, with_eos):
-    """In the tightest row: every plane, and who sees whom, by the definition."""
+    """In the tightest row: every field, and who sees whom, by the definition."""
     made = optimus(memory=memory)
     needed = max(sum(made.config.tokens_needed(np.array(lengths))) for lengths in rows)
     made = optimus(memory=memory, row_length=max(needed, made.config.least_row_length(12)))
     samples = [[text_of(length, with_eos and length > 1) for length in lengths] for lengths in rows]
-    for planes, pieces in zip(collate(made, samples), samples, strict=True):
-        row = Example.from_planes(planes)
+    for fields, chunks in zip(collate(made, samples), samples, strict=True):
+        row = Example.from_fields(fields)
         mask = allowed(row.doc, row.ord, row.grp)
-        assert row.doc.max() + 1 == len(pieces) and not (row.grp.any() or row.segment_ids.any())
+        assert row.doc.max() + 1 == len(chunks) and not (row.grp.any() or row.segment_ids.any())
         assert row.position_ids.max() <= made.config.max_position_needed(12)
         assert set(row.objective[row.doc >= 0]) == {LOSS_NAMES.index("reconstruction")}
-        for number, piece in enumerate(pieces):
-            x = piece[piece != SPECIAL.eos]
+        for number, chunk in enumerate(chunks):
+            x = chunk[chunk != SPECIAL.eos]
             here = row.doc == number
             encoder, decoder = here & (row.ord == 0), here & (row.ord > 0)
             assert row.tokens[encoder].tolist() == [CLS, *x, SEP]
@@ -174,24 +174,24 @@ def test_it_stands_alone():
 
 def test_samples_that_cannot_be_rows_are_refused():
     two, one = optimus(words=two_vocabularies()), optimus()
-    with pytest.raises(DataError, match="sample 4 has 3 pieces, but every sentence has two"):
+    with pytest.raises(DataError, match="sample 4 has 3 chunks, but every sentence has two"):
         collate(two, [[text_of(3)] * 3], 4)
-    with pytest.raises(DataError, match="longest piece 13 tokens"):
+    with pytest.raises(DataError, match="longest chunk 13 tokens"):
         collate(one, [[text_of(13)]])
     too_many = one.row_length // 6 + 1  # a sentence of one token needs 6
-    with pytest.raises(DataError, match=f"{too_many} pieces that can need {6 * too_many} row tokens"):
+    with pytest.raises(DataError, match=f"{too_many} chunks that can need {6 * too_many} row tokens"):
         collate(one, [[text_of(1, False)] * too_many])
     most = one.row_length // 6
     assert collate(one, [[text_of(1, False)] * most])[0, 5].max() == most - 1
     too_many = two.row_length // 6 + 1
-    with pytest.raises(DataError, match=f"{2 * too_many} pieces that can need {6 * too_many} row tokens"):
+    with pytest.raises(DataError, match=f"{2 * too_many} chunks that can need {6 * too_many} row tokens"):
         collate(two, [[text_of(1, False)] * 2 * too_many])
 
 
-def test_a_piece_without_text_is_an_empty_sentence():
+def test_a_chunk_without_text_is_an_empty_sentence():
     """Only adopted datasets have such, whose documents may or may not end with eos."""
     made = optimus(row_length=40)
     batch = fill_rows(made, np.array([SPECIAL.eos, FIRST_TEXT_TOKEN], np.int32), [1, 1], [2], [0])
-    empty, other = Example.from_planes(batch[0]).documents()
+    empty, other = Example.from_fields(batch[0]).documents()
     assert columns(empty) == [[CLS, SEP, BOS, BOS], [0, 0, 1, 2], [0, 1, 0, 1], [0, 0, 0, EOS], [0, 0, 0, 1]]
     assert len(other.tokens) == 6

@@ -74,8 +74,8 @@ def test_wrong_next_sentences_come_from_other_documents():
     window = [text_of(20, False, FIRST_TEXT_TOKEN + 100 * k) for k in range(3)]
     batch = collate(made, [window] * 1000)
     wrong_pairs = 0
-    for planes in batch:
-        documents = Example.from_planes(planes).documents()
+    for fields in batch:
+        documents = Example.from_fields(fields).documents()
         wrong = [document.targets[0] == 1 for document in documents]
         for k, document in enumerate(documents):
             text = document.tokens[1:-1][document.tokens[1:-1] != SPECIAL.sep]
@@ -139,11 +139,11 @@ def test_ernie_masks_the_units_of_a_segmenter():
     segmenter = TextSegmenter(
         vocabulary.token_texts, lambda text: [text[i : i + 6] for i in range(0, len(text), 6)]
     )
-    piece = text_of(40, False)  # c ab c ab: units of four tokens
-    assert np.flatnonzero(segmenter(piece)).tolist() == list(range(0, 40, 4))
+    chunk = text_of(40, False)  # c ab c ab: units of four tokens
+    assert np.flatnonzero(segmenter(chunk)).tolist() == list(range(0, 40, 4))
     made = Ernie(ErnieConfig(segmenter="tokens"), vocabulary, 5, 60)
     made.units = segmenter
-    for example in many(made, piece, 100):
+    for example in many(made, chunk, 100):
         predicted = (example.weights[1:-1] > 0).reshape(-1, 4)
         assert (predicted.all(1) == predicted.any(1)).all() and predicted.any()
 
@@ -345,8 +345,8 @@ def test_segments_of_xlnet_are_those_of_its_pretraining():
     made = make("xlnet", 120)
     window = [text_of(30, False), text_of(31, True, FIRST_TEXT_TOKEN + 100)]
     foreign = Counter()
-    for planes in collate(made, [window] * 1000):
-        for k, document in enumerate(Example.from_planes(planes).documents()):
+    for fields in collate(made, [window] * 1000):
+        for k, document in enumerate(Example.from_fields(fields).documents()):
             content = document.ord >= 0
             tokens, segments = document.tokens[content], document.segment_ids[content]
             first, second = np.flatnonzero(tokens == SPECIAL.sep).tolist()
@@ -365,7 +365,7 @@ def test_segments_of_xlnet_are_those_of_its_pretraining():
     assert foreign[0, 1] == foreign[1, 1] and abs(foreign[0, 1] - 250) < 5 * np.sqrt(1000 * 3 / 16)
 
 
-def test_a_lone_piece_of_xlnet_keeps_its_second_text():
+def test_a_lone_chunk_of_xlnet_keeps_its_second_text():
     for example in many(make("xlnet", 40), text_of(30), 50):
         text = example.tokens[(example.ord >= 0) & (example.tokens != SPECIAL.sep)][:-1]
         assert (text == text_of(30)).all()

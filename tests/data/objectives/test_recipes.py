@@ -41,7 +41,7 @@ def paper_mask(row: Example, recipe: Recipe) -> np.ndarray:
     mask = np.zeros((len(row.doc), len(row.doc)), bool)
     for number in range(row.doc.max(initial=-1) + 1):
         here = np.flatnonzero(row.doc == number)
-        document = Example.from_planes(np.stack([getattr(row, f).view(np.int32)[here] for f in FIELDS]))
+        document = Example.from_fields(np.stack([getattr(row, f).view(np.int32)[here] for f in FIELDS]))
         mask[np.ix_(here, here)] = recipe.mask(document)
     return mask
 
@@ -68,8 +68,8 @@ def test_the_rule_gives_the_mask_of_the_paper_and_nothing_leaks(recipe):
     )
     samples = windows(CASES, SEQUENCE_LENGTH, 1)
     padded = 0
-    for planes, pieces in zip(collate(made, samples), samples, strict=True):
-        row = Example.from_planes(planes)
+    for fields, chunks in zip(collate(made, samples), samples, strict=True):
+        row = Example.from_fields(fields)
         mask = allowed(row.doc, row.ord, row.grp)
         assert (mask == paper_mask(row, recipe)).all()
         assert not leaks(row.tokens, row.targets, token_level(row), mask)
@@ -79,7 +79,7 @@ def test_the_rule_gives_the_mask_of_the_paper_and_nothing_leaks(recipe):
         for name in set(FIELDS) - {"tokens", "doc"}:
             assert not getattr(row, name)[padding].any()
         assert row.position_ids.max() <= made.config.max_position_needed(SEQUENCE_LENGTH)
-        assert row.doc.max() + 1 == len(pieces)
+        assert row.doc.max() + 1 == len(chunks)
     assert CASES // 10 < padded <= CASES
 
 
@@ -88,15 +88,15 @@ def test_the_text_can_be_rebuilt(recipe):
     """Nothing of a window is lost; where documents exchange their second texts, nothing is used twice."""
     made = make(recipe.name, 40, row_length=100, **recipe.config)  # ample
     samples = windows(300, 40, 2)
-    for planes, pieces in zip(collate(made, samples), samples, strict=True):
-        documents = Example.from_planes(planes).documents()
+    for fields, chunks in zip(collate(made, samples), samples, strict=True):
+        documents = Example.from_fields(fields).documents()
         assert all(document.position_ids.min() == 0 for document in documents)  # counted anew in each
         texts = [recipe.rebuilt(document) for document in documents]
         if any(map(is_exchanged, documents)):
-            assert sorted(np.concatenate(texts)) == sorted(np.concatenate(pieces))
+            assert sorted(np.concatenate(texts)) == sorted(np.concatenate(chunks))
             continue
-        for text, piece in zip(texts, pieces, strict=True):
-            assert (text == piece).all()
+        for text, chunk in zip(texts, chunks, strict=True):
+            assert (text == chunk).all()
 
 
 @EACH
@@ -140,22 +140,22 @@ def test_example_is_what_the_batch_holds(recipe):
 
 
 @EACH
-def test_the_smallest_pieces(recipe):
+def test_the_smallest_chunks(recipe):
     """One token, a lone eos, two tokens: every sample has a row, whether or not it has a loss."""
     made = make(recipe.name, 8, **recipe.config)
-    for piece in ([1000], [SPECIAL.eos], [1000, SPECIAL.eos], [1000, 1001]):
+    for chunk in ([1000], [SPECIAL.eos], [1000, SPECIAL.eos], [1000, 1001]):
         for sample in range(20):
-            example = made.example(np.array(piece), sample)
-            assert (recipe.rebuilt(example) == piece).all()
-            if len(piece) > 1 or recipe.name in ("causal", "prefix_lm", "bart"):
+            example = made.example(np.array(chunk), sample)
+            assert (recipe.rebuilt(example) == chunk).all()
+            if len(chunk) > 1 or recipe.name in ("causal", "prefix_lm", "bart"):
                 assert example.weights.sum() > 0 or recipe.name in ("t5", "ul2", "masked_diffusion")
 
 
 def test_a_sample_that_does_not_fit_is_named():
     made = make("masked_lm", 16)
-    with pytest.raises(DataError, match=r"sample 7 has 1 pieces.*sequence_length 16"):
+    with pytest.raises(DataError, match=r"sample 7 has 1 chunks.*sequence_length 16"):
         fill_rows(made, text_of(17), [17], [1], [7])
-    with pytest.raises(DataError, match="sample 3 has 9 pieces"):
+    with pytest.raises(DataError, match="sample 3 has 9 chunks"):
         fill_rows(made, np.tile(text_of(1), 9), [1] * 9, [9], [3])
 
 
@@ -190,7 +190,7 @@ def test_rows_that_are_too_short_are_refused(recipe):
         make(recipe.name, 64, row_length=config.least_row_length(64) - 1, **recipe.config)
 
 
-def test_samples_without_pieces_are_padding():
+def test_samples_without_chunks_are_padding():
     for recipe in RECIPES.values():
         batch = fill_rows(make(recipe.name, 16, **recipe.config), np.zeros(0, np.int32), [], [0, 0], [4, 5])
         assert (batch[:, FIELDS.index("doc")] == -1).all()
@@ -236,7 +236,7 @@ def test_no_draw_needs_more_row_than_its_bound(name, config):
 
 @pytest.mark.parametrize(("per_target", "orders"), [(1, 1), (2, 2), (6, 2), (40, 3)])
 def test_texts_that_xlnet_exchanges_fit_the_tightest_row(per_target, orders):
-    """B of another piece may be longer than the bound of this one: rows do not change where they have more room."""
+    """B of another chunk may be longer than the bound of this one: rows do not change where they have more room."""
     tight, samples = make("xlnet", 40, tokens_per_target=per_target, orders=orders), windows(400, 40, 6)
     tight = make(
         "xlnet",
@@ -250,7 +250,7 @@ def test_texts_that_xlnet_exchanges_fit_the_tightest_row(per_target, orders):
     wide, rows = collate(ample, samples), collate(tight, samples)
     assert (wide[..., : tight.row_length] == rows).all()
     assert (wide[:, FIELDS.index("doc"), tight.row_length :] == -1).all()
-    documents = [document for planes in rows for document in Example.from_planes(planes).documents()]
+    documents = [document for fields in rows for document in Example.from_fields(fields).documents()]
     assert sum(map(is_exchanged, documents)) > 100
     assert all(
         document.weights.any() for document in documents if (document.tokens >= FIRST_TEXT_TOKEN).any()

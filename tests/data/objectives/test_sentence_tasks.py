@@ -68,14 +68,14 @@ def test_a_text_of_few_sentences_has_few_segments():
 @pytest.mark.parametrize("far, wrong", [(0.25, 0.0), (1 / 3, 1 / 3), (0.0, 0.4)])
 def test_distances_are_those_of_the_text(far, wrong):
     made = make("sentence_distance", 400, far_prob=far, wrong_prob=wrong, **SHOWN)
-    pieces = [text_of(40, False, FIRST_TEXT_TOKEN + 40 * number) for number in range(8)]
+    chunks = [text_of(40, False, FIRST_TEXT_TOKEN + 40 * number) for number in range(8)]
     samples, found = 500, Counter()
-    for planes in collate(made, [pieces] * samples):
-        for number, example in enumerate(Example.from_planes(planes).documents()):
+    for fields in collate(made, [chunks] * samples):
+        for number, example in enumerate(Example.from_fields(fields).documents()):
             assert example.objective[0] == CLASS_HEADS["sentence_distance"]
             label, middle = int(example.targets[0]), int(np.argmax(example.tokens == SPECIAL.sep))
             first, second = example.tokens[1:middle], example.tokens[middle + 1 : -1]
-            own = pieces[number]
+            own = chunks[number]
             assert first[0] == own[0] and ENDS[first[-1]]
             if label == 2:
                 assert second[0] not in own
@@ -111,17 +111,17 @@ def test_tokens_know_whether_the_other_part_has_them():
 
 def test_words_know_their_capitals_and_other_objectives_do_not():
     """Those that are not masked, alone and in a mixture, whose other rows are as they are without capitals."""
-    rng, pieces = np.random.default_rng(1), [40, 30, 1] * 100
-    text = rng.integers(FIRST_TEXT_TOKEN, FIRST_TEXT_TOKEN + 30, sum(pieces)).astype(np.int32)
+    rng, chunks = np.random.default_rng(1), [40, 30, 1] * 100
+    text = rng.integers(FIRST_TEXT_TOKEN, FIRST_TEXT_TOKEN + 30, sum(chunks)).astype(np.int32)
     capitals = rng.integers(-1, 2, len(text)).astype(np.int32)
     made, other = make("capitalization", 80), make("sentence_distance", 80)
-    given = (np.array(pieces), np.full(100, 3), np.arange(100))
+    given = (np.array(chunks), np.full(100, 3), np.arange(100))
     seen, masked_words = Counter(), 0
     alone, plain = (collate_all(one, np.stack([text, capitals]), *given) for one in (made, other))
     assert np.array_equal(plain, collate_all(other, text, *given))
     without = collate_all(made, text, *given)
-    for planes, unlabelled, first in zip(alone, without, range(0, len(text), 71), strict=True):
-        example, before = Example.from_planes(planes), Example.from_planes(unlabelled)
+    for fields, unlabelled, first in zip(alone, without, range(0, len(text), 71), strict=True):
+        example, before = Example.from_fields(fields), Example.from_fields(unlabelled)
         of_text = np.isin(example.position_ids, 0, invert=True) & (example.tokens != SPECIAL.sep)
         labels = np.full(len(of_text), -1)
         labels[of_text] = capitals[first : first + 71]
@@ -131,7 +131,7 @@ def test_words_know_their_capitals_and_other_objectives_do_not():
         assert (example.targets[labelled] == labels[labelled]).all()
         assert (example.objective[labelled] == CLASS_HEADS["capitalization"]).all()
         assert (example.targets[masked] == before.targets[masked]).all()
-        assert not planes[BLOCK_POSITION_IDS].any()
+        assert not fields[BLOCK_POSITION_IDS].any()
         seen.update(labels[labelled].tolist())
         masked_words += int(masked.sum())
     assert near(seen[1], seen[0] + seen[1], 0.5) and near(masked_words, 100 * 78, 0.15)
@@ -149,7 +149,7 @@ def test_shares_of_distances_are_one_at_most():
 @pytest.mark.parametrize("name", ["discourse_relation", "relevance"])
 @pytest.mark.parametrize("with_eos", [True, False])
 def test_a_pair_is_two_texts_and_its_label_and_a_text_without_one_has_none(name, with_eos):
-    """By brute force from A, B and label of each piece; alone or in a window, a piece is the same Example."""
+    """By brute force from A, B and label of each chunk; alone or in a window, a chunk is the same Example."""
     rng, made = np.random.default_rng(5), make(name, 120)
     shown, number = make(name, 120, **SHOWN), CLASS_HEADS[name]
     for sample in range(200):
@@ -161,16 +161,16 @@ def test_a_pair_is_two_texts_and_its_label_and_a_text_without_one_has_none(name,
             marks[lengths[0]] = label
             pairs.append((np.stack([text, marks]), int(lengths[0]), label))
             first += len(text)
-        given = np.array([piece.shape[1] for piece, *_ in pairs]), np.array([len(pairs)]), np.array([sample])
-        (planes,), (plain,) = (
-            collate_all(each, np.concatenate([piece for piece, *_ in pairs], 1), *given)
+        given = np.array([chunk.shape[1] for chunk, *_ in pairs]), np.array([len(pairs)]), np.array([sample])
+        (fields,), (plain,) = (
+            collate_all(each, np.concatenate([chunk for chunk, *_ in pairs], 1), *given)
             for each in (made, shown)
         )
         documents = zip(
-            Example.from_planes(planes).documents(), Example.from_planes(plain).documents(), strict=True
+            Example.from_fields(fields).documents(), Example.from_fields(plain).documents(), strict=True
         )
-        for (piece, cut, label), (example, before) in zip(pairs, documents, strict=True):
-            body = piece[0].tolist()
+        for (chunk, cut, label), (example, before) in zip(pairs, documents, strict=True):
+            body = chunk[0].tolist()
             halves = [body[:cut], body[cut:]] if label >= 0 else [body]
             expected = [SPECIAL.cls, *(token for half in halves for token in (*half, SPECIAL.sep))]
             assert before.tokens.tolist() == expected

@@ -40,7 +40,7 @@ class Family:
         """Tokens, and for those that are known text of a word whether they are its first."""
         text = word_families.subword_nmt(text) if self.cut == "nmt" else text
         text = " ".join(text.split()) if self.tokenizer.config.kind == "sentencepiece" else text
-        ids, places = self.tokenizer.encode_with_places(text)
+        ids, places = self.tokenizer.encode_with_offsets(text)
         unknown = [self.tokenizer.is_unknown(token) for token in ids]
         # Unknown text of several words may be one token, or one word several.
         return np.array(ids, np.int32), {

@@ -1,4 +1,4 @@
-"""XLNet's memory in training: the first tokens of a piece, and then the row that the rest has without it."""
+"""XLNet's memory in training: the first tokens of a chunk, and then the row that the rest has without it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ MEMORY, REST = 12, 30
 
 
 def without_memory(example: Example, memory: int) -> dict[str, np.ndarray]:
-    """The planes of what follows the memory, counted as if it were not there."""
-    planes = {name: getattr(example, name)[memory:] for name in FIELDS}
-    return planes | {
-        "position_ids": planes["position_ids"] - memory,
-        "ord": planes["ord"] - np.sign(planes["ord"] + 0.5).astype(np.int32),
+    """The fields of what follows the memory, counted as if it were not there."""
+    fields = {name: getattr(example, name)[memory:] for name in FIELDS}
+    return fields | {
+        "position_ids": fields["position_ids"] - memory,
+        "ord": fields["ord"] - np.sign(fields["ord"] + 0.5).astype(np.int32),
     }
 
 
@@ -68,8 +68,8 @@ def test_the_rest_is_the_row_that_it_is_without_a_memory(
     assert (actual.block_position_ids == (np.arange(len(actual.tokens)) < kept)).all()
     for name in ("targets", "weights", "doc", "ord", "grp", "segment_ids"):
         assert not getattr(actual, name)[:kept].any(), name
-    for name, plane in without_memory(actual, kept).items():
-        assert (plane == getattr(expected, name)).all(), name
+    for name, field in without_memory(actual, kept).items():
+        assert (field == getattr(expected, name)).all(), name
 
 
 def test_texts_that_are_exchanged_leave_memories_where_they_are():
@@ -77,13 +77,13 @@ def test_texts_that_are_exchanged_leave_memories_where_they_are():
     long, short = text_of(MEMORY + REST, False), text_of(2 * MEMORY - 1, True, 1500)
     other = text_of(2 * MEMORY, False, 2000)
     foreign = 0
-    for planes in collate(made, [[long, short, other]] * 200):
-        documents = Example.from_planes(planes).documents()
-        for piece, document, memory in zip((long, short, other), documents, (MEMORY, 0, MEMORY), strict=True):
+    for fields in collate(made, [[long, short, other]] * 200):
+        documents = Example.from_fields(fields).documents()
+        for chunk, document, memory in zip((long, short, other), documents, (MEMORY, 0, MEMORY), strict=True):
             assert document.block_position_ids.sum() == memory
-            assert (document.tokens[: memory + 1] == piece[: memory + 1]).all()
+            assert (document.tokens[: memory + 1] == chunk[: memory + 1]).all()
             content = document.tokens[document.ord >= 0]
-            foreign += not np.isin(content[content >= 1000], piece).all()
+            foreign += not np.isin(content[content >= 1000], chunk).all()
     assert foreign > 100
 
 

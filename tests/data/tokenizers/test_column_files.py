@@ -10,7 +10,7 @@ from data_utils.build.config import BuildConfig
 from data_utils.build.corpus import build_corpus
 from data_utils.common.errors import DataError
 from data_utils.corpus import column_files
-from data_utils.corpus.documents import Piece, RecordCounts, read_blocks, read_documents
+from data_utils.corpus.documents import FileRange, RecordCounts, read_blocks, read_documents
 from data_utils.corpus.inputs import expand_inputs
 
 TEXTS = [f"row {i}" for i in range(1, 1501)]
@@ -72,7 +72,7 @@ def test_arrow_files_of_both_formats(tmp_path, as_file, kind):
     table = table_of(pyarrow.array(TEXTS).cast(kind))
     path = write_arrow(tmp_path / "cache-0123456789abcdef.arrow", table, as_file=as_file)
     assert read(path) == [(text, i) for i, text in enumerate(TEXTS, 1)]
-    blocks = list(read_blocks([Piece(path)]))
+    blocks = list(read_blocks([FileRange(path)]))
     assert max(block.num_lines for block in blocks) <= 512
     assert 0.9 * path.stat().st_size < sum(block.input_bytes for block in blocks) <= path.stat().st_size
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_utils.common.errors import DataError
-from data_utils.corpus.documents import Piece, RecordCounts, read_blocks, read_documents
+from data_utils.corpus.documents import FileRange, RecordCounts, read_blocks, read_documents
 
 TEXTS = ["plain", 'with "quotes", commas', "two\nlines", "tab\there", " spaces ", "\u00e9\u4e2d"]
 
@@ -46,7 +46,7 @@ def test_any_text_survives_a_table(tmp_path_factory, texts):
         pyarrow.table({"n": range(len(texts)), "text": pyarrow.array(texts, pyarrow.string())}), path
     )
     assert [text for text, _ in read(path)] == [text for text in texts if text.strip()]
-    assert sum(block.input_bytes for block in read_blocks([Piece(path)])) == (
+    assert sum(block.input_bytes for block in read_blocks([FileRange(path)])) == (
         path.stat().st_size if texts else 0
     )
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.corpus.documents import (
-    Piece,
+    FileRange,
     RecordCounts,
     lines_before,
     parse_block,
-    plan_pieces,
+    plan_shards,
     read_blocks,
     read_documents,
 )
@@ -195,7 +195,7 @@ def test_progress_adds_up_to_the_stored_size(tmp_path, suffix):
     compress = {**COMPRESS, "": bytes}[suffix]
     data = compress(b"".join(b'{"text": "%d"}\n' % (i * 7919) for i in range(5000)))
     path = write(tmp_path / f"a.jsonl{suffix}", data)
-    assert sum(block.input_bytes for block in read_blocks([Piece(path)], block_bytes=4096)) == len(data)
+    assert sum(block.input_bytes for block in read_blocks([FileRange(path)], block_bytes=4096)) == len(data)
 
 
 RECORD = st.sampled_from(
@@ -205,13 +205,13 @@ RECORD = st.sampled_from(
 
 @given(st.lists(RECORD, max_size=30), st.integers(1, 64), st.sampled_from(["jsonl", "lines", "blank_lines"]))
 @settings(deadline=None)
-def test_block_size_changes_nothing(tmp_path_factory, records, block_bytes, layout):
-    suffix = "jsonl" if layout == "jsonl" else "txt"
+def test_block_size_changes_nothing(tmp_path_factory, records, block_bytes, record_format):
+    suffix = "jsonl" if record_format == "jsonl" else "txt"
     path = write(tmp_path_factory.mktemp("blocks") / f"a.{suffix}", b"first\n" + b"\n".join(records))
 
     def read(size):
         counts, found = RecordCounts(), []
-        for block in read_blocks([Piece(path)], text_split=layout, block_bytes=size):
+        for block in read_blocks([FileRange(path)], text_split=record_format, block_bytes=size):
             parsed = parse_block(block)
             counts.merge(parsed.counts)
             found += zip(parsed.lines, parsed.texts, strict=True)
@@ -226,33 +226,36 @@ def test_block_size_changes_nothing(tmp_path_factory, records, block_bytes, layo
     st.sampled_from(["jsonl", "lines", "blank_lines", "file"]),
 )
 @settings(deadline=None)
-def test_pieces_hold_each_record_once_with_its_line(tmp_path_factory, contents, piece_bytes, text_split):
-    directory, suffix = tmp_path_factory.mktemp("pieces"), "jsonl" if text_split == "jsonl" else "txt"
+def test_pieces_hold_each_record_once_with_its_line(tmp_path_factory, contents, shard_bytes, text_split):
+    directory, suffix = tmp_path_factory.mktemp("file_ranges"), "jsonl" if text_split == "jsonl" else "txt"
     paths = [write(directory / f"{i}.{suffix}", b"\n".join(records)) for i, records in enumerate(contents)]
-    groups = plan_pieces(paths, text_split, piece_bytes)
-    assert all(len({piece.path for piece in group}) == len(group) for group in groups)
+    groups = plan_shards(paths, text_split, shard_bytes)
+    assert all(len({file_range.path for file_range in group}) == len(group) for group in groups)
 
-    def read(pieces):
+    def read(file_ranges):
         found, bad = [], []
-        for piece in pieces:
-            before = lines_before(piece, text_split)
-            for block in read_blocks([piece], text_split=text_split, block_bytes=16):
+        for file_range in file_ranges:
+            before = lines_before(file_range, text_split)
+            for block in read_blocks([file_range], text_split=text_split, block_bytes=16):
                 parsed = parse_block(block)
                 lines = [line + before for line in parsed.lines]
                 found += [(block.source, *pair) for pair in zip(lines, parsed.texts, strict=True)]
                 bad += [(place.source, place.line + before) for place in parsed.counts.examples]
         return found, bad
 
-    whole = read(Piece(path) for path in paths)
-    assert read(piece for group in groups for piece in group) == whole
+    whole = read(FileRange(path) for path in paths)
+    assert read(file_range for group in groups for file_range in group) == whole
 
 
 def test_files_that_cannot_be_cut_stay_whole(tmp_path):
     names = ("a.jsonl.gz", "b.txt", "c.parquet", "d.jsonl", "e.jsonl")
     paths = [write(tmp_path / name, b"x" * 250) for name in names]
     write(paths[-1], b"")
-    groups = plan_pieces(paths, "file", 100)
-    assert [[(piece.path.name, piece.start, piece.stop) for piece in group] for group in groups] == [
+    groups = plan_shards(paths, "file", 100)
+    assert [
+        [(file_range.path.name, file_range.start, file_range.stop) for file_range in group]
+        for group in groups
+    ] == [
         [("a.jsonl.gz", 0, None)],
         [("b.txt", 0, None)],
         [("c.parquet", 0, None)],
@@ -321,7 +324,7 @@ def test_parquet_rows_keep_their_numbers_across_batches(tmp_path):
     texts = [f"row {i}" for i in range(1, 1501)]
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=400)
     assert [(d.text, d.line) for d in read_documents([path])] == [(t, i) for i, t in enumerate(texts, 1)]
-    assert sum(block.input_bytes for block in read_blocks([Piece(path)])) == path.stat().st_size
+    assert sum(block.input_bytes for block in read_blocks([FileRange(path)])) == path.stat().st_size
 
 
 def test_inputs(tmp_path):
@@ -345,7 +348,7 @@ def test_a_huge_record_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("data_utils.corpus.documents.MAX_RECORD_BYTES", 1000)
     path = write(tmp_path / "a.jsonl", b"{}\n" + b"x" * 2000)
     with pytest.raises(DataError, match=r"a\.jsonl:2: a record is longer than 1000 bytes"):
-        list(read_blocks([Piece(path)], block_bytes=100))
+        list(read_blocks([FileRange(path)], block_bytes=100))
 
 
 def test_options_are_checked():

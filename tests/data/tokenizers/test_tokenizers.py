@@ -39,7 +39,7 @@ def test_gpt2_ids_agree_with_transformers(tokenizer_files, loaded, text):
 @settings(deadline=None, max_examples=60)
 def test_places_of_tokens_in_the_text(loaded, text):
     for name, tokenizer in loaded.items():
-        ids, places = tokenizer.encode_with_places(text)
+        ids, places = tokenizer.encode_with_offsets(text)
         assert ids == tokenizer.encode(text) and len(places) == len(ids)
         assert all(0 <= start <= end <= len(text) for start, end in places)
         assert [start for start, _ in places] == sorted(start for start, _ in places)
@@ -55,7 +55,7 @@ def test_places_of_tokens_in_the_text(loaded, text):
 
 def test_places_show_the_words_of_tokens(loaded):
     text = "The  quick cafe, naive"
-    _, places = loaded["bert"].encode_with_places(text)
+    _, places = loaded["bert"].encode_with_offsets(text)
     words = [text[start:end] for start, end in places]
     assert "".join(words) == "Thequickcafe,naive" and words[:2] == ["The", "quick"]
 
