@@ -29,17 +29,19 @@ class BuildConfig:
     text_split: str = "file"  # see documents.TEXT_SPLITS
     split: str = ""  # "train=0.98,validation=0.02"; empty: one dataset under the bare prefix
     split_seed: int = 0  # key of the hash that decides the split
-    workers: int = setting(0, "processes that tokenize, for each rank; 0: none beside this one", at_least=0)
+    workers: int = setting(0, "Tokenizer processes per rank; 0 = tokenize in the main process.", at_least=0)
     on_bad_record: str = "error"
     max_bad_records: int = DEFAULT_MAX_BAD_RECORDS
     deduplicate: bool = False  # keep the first of exactly equal texts
     evaluation_inputs: Sequence[str] = ()  # report documents that share word sequences with these texts
     shard_bytes: int = setting(
-        DEFAULT_SHARD_BYTES, "input, as stored, of a shard; does not change the output", at_least=1
+        DEFAULT_SHARD_BYTES, "Stored input bytes per shard; does not change the output.", at_least=1
     )
     entities_key: str | None = None  # field of JSON lines with the entities that a text mentions
     entity_ids: str | None = None  # file that gives each of their names a number
-    min_score: float = setting(0.0, "of a mention, where it has a score; others are left out", at_least=0)
+    min_score: float = setting(
+        0.0, "Minimum score of a mention; mentions with a lower score are dropped.", at_least=0
+    )
     capitals: bool = False  # store which words begin with one, instead of entities
     spans_key: str | None = None  # field of JSON lines with spans without numbers, instead of both
     second_key: str | None = None  # field of JSON lines with the second text of a labelled pair

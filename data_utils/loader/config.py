@@ -14,18 +14,24 @@ from data_utils.objectives import ObjectiveChoice
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("data.train")
 class CorpusConfig:
-    prefix: str = setting(REQUIRED, "dataset path without .bin/.idx/.json", is_path=True)
+    prefix: str = setting(REQUIRED, "Dataset path without .bin/.idx/.json.", is_path=True)
     weight: float = setting(
         1.0,
-        "share of the samples drawn from this corpus, relative to the others; 0 = no part (before a later phase)",
+        "Sampling weight, relative to the other corpora; 0 = not sampled (for example before a later phase).",
         at_least=0,
     )
-    name: str | None = setting(None, "by which the weights of a phase name it; null = the end of its prefix")
+    name: str | None = setting(
+        None, "Name by which the weights of a phase refer to this corpus; null = last component of prefix."
+    )
     objective: str | None = setting(
-        None, "of a corpus of pairs, the only one that reads it; null = those of text"
+        None,
+        "For a corpus of pairs: the objective that reads it; null = every objective that reads plain text.",
     )
     decoder_prefix: str | None = setting(
-        None, "the same texts built with decoder_tokenizer; null where the run has none", is_path=True
+        None,
+        "Prefix of the same texts tokenized with decoder_tokenizer; null if the run has no "
+        "decoder_tokenizer.",
+        is_path=True,
     )
 
     @property
@@ -37,23 +43,30 @@ class CorpusConfig:
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("data")
 class DataConfig:
-    train: tuple[CorpusConfig, ...] = setting((), "list of {prefix, weight, name, objective, decoder_prefix}")
-    validation: tuple[CorpusConfig, ...] = setting((), "as train; empty = no evaluation")
-    sequence_length: int = setting(512, "tokens of source text per sample (before corruption)", at_least=16)
-    short_prob: float = fraction(0.0, "part of texts cropped to a uniform length from 2 tokens (BERT: 0.1)")
+    train: tuple[CorpusConfig, ...] = setting(
+        (), "Training corpora: list of {prefix, weight, name, objective, decoder_prefix}."
+    )
+    validation: tuple[CorpusConfig, ...] = setting((), "Validation corpora, as train; [] = no evaluation.")
+    sequence_length: int = setting(512, "Source tokens per sample, before masking.", at_least=16)
+    short_prob: float = fraction(
+        0.0,
+        "Fraction of the texts that is cropped to a uniform random length of at least 2 tokens (BERT: 0.1).",
+    )
     region: int = setting(
         0,
-        "where the length of samples changes in phases: tokens that stay together in the shuffled order, such as "
-        "8192; 0 = all of a corpus",
+        "For phases that change sequence_length: number of tokens kept contiguous in the shuffled order, "
+        "such as 8192; 0 = the whole corpus.",
         at_least=0,
     )
     local_directory: str | None = setting(
         None,
-        "node-local directory to which the corpora are copied before training; null = read where they are",
+        "Node-local directory to copy the corpora to before training; null = read them in place.",
         is_path=True,
     )
     row_length: int | None = setting(
-        None, "padded length of a row; null = derived from sequence_length and the objective", at_least=1
+        None,
+        "Padded length of a sequence; null = derived from sequence_length and the objective.",
+        at_least=1,
     )
 
     def __post_init__(self) -> None:

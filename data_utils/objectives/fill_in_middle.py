@@ -44,11 +44,15 @@ _ROLES = {"prefix_token": "cls", "suffix_token": "sep", "middle_token": "mask"}
 class FillInMiddleConfig(CausalConfig):
     """How often pieces are cut, the ids of the three tokens, and the token before a text."""
 
-    rate: float = fraction(0.5, "part of the pieces that are cut in three; the others are as in causal")
-    suffix_first_rate: float = fraction(0.5, "part of the cut pieces that begin with their last part (SPM)")
-    prefix_token: int | None = setting(None, "id of the token before a prefix; null = [CLS]", at_least=0)
-    suffix_token: int | None = setting(None, "id of the token before a suffix; null = [SEP]", at_least=0)
-    middle_token: int | None = setting(None, "id of the token before a middle; null = [MASK]", at_least=0)
+    rate: float = fraction(
+        0.5, "Fraction of the samples that is split in three; the others are as in causal."
+    )
+    suffix_first_rate: float = fraction(
+        0.5, "Fraction of the split samples that begin with the suffix (SPM order)."
+    )
+    prefix_token: int | None = setting(None, "Token id that precedes the prefix; null = [CLS].", at_least=0)
+    suffix_token: int | None = setting(None, "Token id that precedes the suffix; null = [SEP].", at_least=0)
+    middle_token: int | None = setting(None, "Token id that precedes the middle; null = [MASK].", at_least=0)
 
     def __post_init__(self) -> None:
         given = [
