@@ -14,7 +14,6 @@ import argparse
 import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from support import house
 
