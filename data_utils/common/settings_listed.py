@@ -10,13 +10,25 @@ from typing import Any
 from data_utils.common.settings import keys_of, section_in, to_yaml_scalar
 
 
-def describe(cls: type, path: str = "") -> Iterator[str]:
-    """One line for every setting below `cls`: dotted key, type, range, default and help."""
+def describe(cls: type, path: str = "", listed: dict[type, str] | None = None) -> Iterator[str]:
+    """One line for every setting below `cls`: dotted key, type, range, default and help.
+
+    A section with the keys of one before it is one line: `decoder (section like model, ...)`.
+
+    Args: listed: the sections before it, with the path of each.
+    """
+    listed = {} if listed is None else listed
     for key, (hint, field) in keys_of(cls).items():
         nested = section_in(hint)
-        if nested is not None:
+        if nested in listed and field.metadata.get("help"):
             yield ""
-            yield from describe(nested, f"{path}{key}.")
+            yield f"  {path}{key} (section like {listed[nested]}, {_default_text(field)})"
+            yield f"      {field.metadata['help']}"
+            continue
+        if nested is not None:
+            listed[nested] = f"{path}{key}"
+            yield ""
+            yield from describe(nested, f"{path}{key}.", listed)
             continue
         allowed = field.metadata.get("range")
         kind = _type_name(hint).replace("str", "path") if field.metadata.get("is_path") else _type_name(hint)

@@ -14,7 +14,7 @@ from data_utils.objectives import ObjectiveChoice
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("data.train")
 class CorpusConfig:
-    prefix: str = setting(REQUIRED, "dataset path without .bin/.idx/.json", is_path=True)
+    prefix: str = setting(REQUIRED, "Dataset path without .bin/.idx/.json.", is_path=True)
     weight: float = setting(
         1.0,
         "sampling weight, relative to the other corpora; 0 = not used (until a later phase)",

@@ -60,12 +60,14 @@ class BartConfig(RowSizes):
 
     needed_roles = ("cls", "mask")
 
-    masked_ratio: float = fraction(0.3, "part of the tokens that is removed")
-    mean_span_length: float = setting(
-        3.0, "mean of the Poisson distribution of span lengths, tokens", above=0
+    masked_ratio: float = fraction(
+        0.3, "Fraction of the tokens removed by text infilling; each removed span becomes one [MASK]."
     )
-    permute_sentences: bool = setting(True, "put the sentences of the context into random order")
-    predict_cls: bool = setting(False, "predict CLS before the text, as the published model does")
+    mean_span_length: float = setting(
+        3.0, "Mean of the Poisson distribution of span lengths, in tokens.", above=0
+    )
+    permute_sentences: bool = setting(True, "Shuffle the sentences of the encoder input.")
+    predict_cls: bool = setting(False, "Predict CLS before the text, as the published model does.")
 
     @property
     def length_weights(self) -> np.ndarray:

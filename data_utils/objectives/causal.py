@@ -35,8 +35,8 @@ class CausalConfig(RowSizes):
 
     begin: str = setting(
         "eos",
-        "what stands before a text and predicts its first token: eos (GPT-2), cls (the beginning of Llama's and "
-        "Mistral's texts), or none, so that nothing does (Qwen)",
+        "Token before a text, from which its first token is predicted: eos (GPT-2), cls (BOS of Llama and "
+        "Mistral) or none (Qwen; the first token is not predicted).",
         one_of=("eos", "cls", "none"),
     )
 

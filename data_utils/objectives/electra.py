@@ -32,23 +32,25 @@ _FIXED = {
 class ElectraConfig(MaskedTextConfig):
     """`model` is the discriminator. The generator has its depth, its embeddings, and a part of its width."""
 
-    mask_token_prob: float = fraction(0.85, "probability that a chosen token becomes [MASK]")
+    mask_token_prob: float = fraction(0.85, "Probability that a selected token becomes [MASK].")
     random_token_prob: float = fraction(
-        0.0, "probability that a chosen token becomes a random one; the rest is kept"
+        0.0, "Probability that a selected token becomes a random token; otherwise it is kept."
     )
     generator_size: float = setting(
-        0.25, "hidden_size of the generator, as a part of model.hidden_size", above=0, at_most=1
+        0.25, "Generator hidden_size as a fraction of model.hidden_size.", above=0, at_most=1
     )
     generator_heads: int | None = setting(
-        None, "attention heads of the generator; null = its hidden_size / 64, at least 1", at_least=1
+        None, "Attention heads of the generator; null = generator hidden_size / 64, at least 1.", at_least=1
     )
     generator_layers: int | None = setting(
-        None, "blocks of the generator (DeBERTa-v3: half); null = the discriminator's", at_least=1
+        None,
+        "Blocks of the generator (DeBERTa-v3: half the discriminator's); null = as the discriminator.",
+        at_least=1,
     )
     embeddings: str = setting(
         "shared",
-        "shared: both stacks learn one table of words; detached: the discriminator reads the generator's without "
-        "giving it a gradient, plus a table of its own that begins as 0 (DeBERTa-v3)",
+        "shared = generator and discriminator share one word embedding; detached = the discriminator reads "
+        "the generator's without gradient, plus an embedding that starts at 0 (DeBERTa-v3).",
         one_of=("shared", "detached"),
     )
 

@@ -39,19 +39,21 @@ class EntitiesConfig(MaskedTextConfig):
 
     vectors: str | None = setting(
         None,
-        ".npy file of float32 with a row for each entity, made by scripts/dataset.py vectors",
+        ".npy file of float32 entity vectors, one row per entity, written by scripts/dataset.py vectors.",
         is_path=True,
     )
-    size: int = setting(100, "width of the entities' vectors and of their stream", at_least=1)
-    heads: int = setting(4, "attention heads of that stream, which divide size", at_least=1)
+    size: int = setting(100, "Size of the entity vectors and of the entity hidden states.", at_least=1)
+    heads: int = setting(4, "Attention heads over entities; must divide size.", at_least=1)
     layer_types: tuple[str, ...] = setting(
         (),
-        "kind of each block: sim (tokens alone), mix (entities join them), norm (entities also attend to each other); "
-        "empty = half of them sim, one mix, the rest norm, as published",
+        "Type of each block: sim (tokens only), mix (entities are fused in) or norm (entities also attend "
+        "to each other); [] = half sim, one mix, the rest norm, as published.",
     )
-    replaced_ratio: float = fraction(0.05, "probability that an entity is replaced by one of the Example")
-    removed_ratio: float = fraction(0.15, "probability that it is left out")
-    next_sentence: bool = setting(True, "two texts per Example and a next-sentence label on CLS")
+    replaced_ratio: float = fraction(
+        0.05, "Probability that an entity is replaced by another entity of the sample."
+    )
+    removed_ratio: float = fraction(0.15, "Probability that an entity is dropped.")
+    next_sentence: bool = setting(True, "Two segments per sample and a next-sentence label on CLS.")
 
     model_module = "megatron_lite.models.ernie_thu.model_spec"
     two_stacks = (

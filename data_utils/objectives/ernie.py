@@ -41,11 +41,13 @@ class ErnieConfig(MaskedTextConfig):
 
     segmenter: str = setting(
         "words",
-        "units masked as one: tokens, words, jieba (words of Chinese text; needs the package jieba), or listed (the "
-        "spans of a corpus built with --spans-key, else words)",
+        "Unit of masking: tokens, words, jieba (Chinese words; needs the package jieba) or listed (spans of"
+        " a corpus built with --spans-key, otherwise words).",
         one_of=SEGMENTERS,
     )
-    next_sentence: bool = setting(False, "two texts per Example and a next-sentence label on CLS (ERNIE 1.0)")
+    next_sentence: bool = setting(
+        False, "Two segments per sample and a next-sentence label on CLS (ERNIE 1.0)."
+    )
 
     units_of_tokens = "segmenter=tokens"
 

@@ -33,17 +33,18 @@ SHORTEST = 8  # tokens of a sentence, where inputs are pairs of them
 class MaskedLmConfig(MaskedTextConfig):
     """BERT without next-sentence prediction by default, that is RoBERTa."""
 
-    whole_words: bool = setting(False, "mask the tokens of a word together")
-    next_sentence: bool = setting(False, "two texts per Example and a next-sentence label on CLS (BERT)")
+    whole_words: bool = setting(False, "Mask whole words.")
+    next_sentence: bool = setting(False, "Two segments per sample and a next-sentence label on CLS (BERT).")
     static_copies: int = setting(
         0,
-        "masks drawn beforehand for each text and used in turn (BERT: 10); 0 = drawn for each sample",
+        "Precomputed maskings per text, used in turn (BERT: 10); 0 = a new masking for each sample.",
         at_least=0,
     )
     input: str = setting(
         "segments",
-        "what an Example is, RoBERTa's four: segments (a part of a document; with next_sentence it is cut in two), "
-        "sentences (two sentences), full (whole sentences, across documents), document (whole sentences of one)",
+        "Input format, as in RoBERTa: segments (a span of one document; split in two with next_sentence), "
+        "sentences (two sentences), full (full sentences, across documents) or document (full sentences of "
+        "one document).",
         one_of=("segments", "sentences", "full", "document"),
     )
 

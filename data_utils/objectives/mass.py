@@ -41,11 +41,15 @@ class MassConfig(RowSizes):
 
     needed_roles = ("cls", "sep", "mask")
 
-    fragment_ratio: float = fraction(0.5, "length of the fragment as a part of the text")
-    head_prob: float = fraction(0.2, "probability that the fragment is at the head of the text")
-    tail_prob: float = fraction(0.2, "probability that it is at the tail; else anywhere")
-    mask_token_prob: float = fraction(0.8, "probability that a token of the fragment becomes [MASK]")
-    random_token_prob: float = fraction(0.1, "probability that it becomes a random one; the rest is kept")
+    fragment_ratio: float = fraction(0.5, "Length of the masked fragment as a fraction of the text.")
+    head_prob: float = fraction(0.2, "Probability that the fragment is at the start of the text.")
+    tail_prob: float = fraction(
+        0.2, "Probability that the fragment is at the end of the text; otherwise it is anywhere."
+    )
+    mask_token_prob: float = fraction(0.8, "Probability that a token of the fragment becomes [MASK].")
+    random_token_prob: float = fraction(
+        0.1, "Probability that a token of the fragment becomes a random token; otherwise it is kept."
+    )
 
     def __post_init__(self) -> None:
         check_treatment("mass", self.mask_token_prob, self.random_token_prob)

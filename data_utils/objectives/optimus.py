@@ -53,45 +53,45 @@ _FIXED = {
 class OptimusConfig(RowSizes):
     """The latent vector, what carries it to the decoder, and the weight of its divergence over the steps."""
 
-    latent_size: int = setting(32, "components of the latent vector", at_least=1)
+    latent_size: int = setting(32, "Dimension of the latent vector.", at_least=1)
     feature: str = setting(
         "pooler",
-        "what of the encoder gives the latent vector: pooler (a dense layer and tanh on CLS, as the released code has "
-        "it) or cls (the last layer's CLS itself, as the paper has it)",
+        "Encoder output that parametrises the posterior: pooler (dense layer and tanh on CLS, as in the "
+        "released code) or cls (last hidden state of CLS, as in the paper).",
         one_of=FEATURES,
     )
-    memory: bool = setting(
-        True, "whether the latent vector is a key and value of each of the decoder's layers"
+    memory: bool = setting(True, "Add the latent vector as a key and value to every decoder layer.")
+    embedding: bool = setting(True, "Add the latent vector to the decoder's embeddings.")
+    beta: float = setting(1.0, "Maximum weight of the KL term; 0 = plain autoencoder.", at_least=0)
+    cycles: int = setting(
+        1, "Annealing cycles of the KL weight, spread evenly over training.steps.", at_least=1
     )
-    embedding: bool = setting(True, "whether the latent vector is added to the decoder's embeddings")
-    beta: float = setting(1.0, "the largest weight of the divergence; 0 = an autoencoder", at_least=0)
-    cycles: int = setting(1, "how often the weight rises from 0, evenly over training.steps", at_least=1)
-    zero_share: float = setting(0.5, "part of a cycle in which the weight is 0", at_least=0, at_most=1)
-    rise_share: float = setting(0.25, "part of a cycle in which it rises to beta", at_least=0, at_most=1)
+    zero_share: float = setting(
+        0.5, "Fraction of a cycle during which the KL weight is 0.", at_least=0, at_most=1
+    )
+    rise_share: float = setting(
+        0.25, "Fraction of a cycle during which the KL weight rises linearly to beta.", at_least=0, at_most=1
+    )
     free_bits: float = setting(
-        1.0, "nats of each component's divergence below which it is not lowered further", at_least=0
+        1.0, "Minimum KL per latent dimension, in nats; below it the KL term has no gradient.", at_least=0
     )
     noise_free: bool = setting(
         False,
-        "while the weight is 0, decode the mean of the latent vector: an autoencoder. false = with noise then too, as "
-        "the released code does",
+        "Decode the posterior mean while the KL weight is 0 (plain autoencoder); false = sample then too, "
+        "as the released code does.",
     )
     init_std: float | None = setting(
         None,
-        "standard deviation of the latent matrices' initial weights; null = 1/sqrt(hidden_size) of the stack that a "
-        "matrix belongs to (posterior: the encoder; memory, embedding: the decoder), and that stack's init_std where "
-        "it begins with trained weights",
+        "Standard deviation of the initial latent matrices; null = 1/sqrt(hidden_size) of the stack a "
+        "matrix belongs to (posterior: encoder; memory, embedding: decoder), or that stack's init_std if it"
+        " starts from trained weights.",
         above=0,
     )
     length_weighted: bool = setting(
-        False, "divide each sentence's reconstruction loss by its number of tokens"
+        False, "Divide the reconstruction loss of each sentence by its length in tokens."
     )
-    encoder_from: str | None = setting(
-        None, "run or checkpoint with whose weights the encoder begins", is_path=True
-    )
-    decoder_from: str | None = setting(
-        None, "run or checkpoint with whose weights the decoder begins", is_path=True
-    )
+    encoder_from: str | None = setting(None, "Run or checkpoint that initializes the encoder.", is_path=True)
+    decoder_from: str | None = setting(None, "Run or checkpoint that initializes the decoder.", is_path=True)
 
     segments = 1
     needed_roles = ("cls", "sep")  # of the encoder; the decoder's: see check_vocabulary

@@ -21,8 +21,8 @@ from data_utils.objectives.registry import register
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("sentence_distance")
 class SentenceDistanceConfig(LabelledTextConfig):
-    far_prob: float = fraction(1 / 3, "probability of two texts of a document with text between them")
-    wrong_prob: float = fraction(1 / 3, "probability of texts of two documents")
+    far_prob: float = fraction(1 / 3, "Probability of two non-adjacent texts of one document.")
+    wrong_prob: float = fraction(1 / 3, "Probability of texts of two documents.")
 
     def __post_init__(self) -> None:
         super(SentenceDistanceConfig, self).__post_init__()

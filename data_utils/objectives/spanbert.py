@@ -33,17 +33,18 @@ class SpanBertConfig(MaskedTextConfig):
     treat_spans_alike = True
 
     geometric_p: float = setting(
-        0.2, "parameter of the geometric distribution of span lengths, words", above=0, below=1
+        0.2, "Parameter of the geometric distribution of span lengths, in words.", above=0, below=1
     )
-    max_span_length: int = setting(10, "longest span, words", at_least=1)
-    whole_words: bool = setting(True, "count and mask words; false: tokens")
+    max_span_length: int = setting(10, "Longest span, in words.", at_least=1)
+    whole_words: bool = setting(True, "Count and mask whole words; false = tokens.")
     spans: str = setting(
         "words",
-        "words: spans of words; listed: also those that a corpus built with --spans-key lists",
+        "words = spans of words; listed = also the spans listed by a corpus built with --spans-key.",
         one_of=("words", "listed"),
     )
     span_prob: float = fraction(
-        0.5, "spans listed: probability that a listed span is drawn, where one still fits, not one of words"
+        0.5,
+        "spans listed: probability of drawing a listed span, if one still fits, instead of a span of words.",
     )
 
     @property

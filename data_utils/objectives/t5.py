@@ -51,12 +51,14 @@ class SentinelConfig(RowSizes):
 
     sentinel_first: int | None = setting(
         None,
-        "id of the first sentinel; the k-th has id sentinel_first - k, as T5 counts. null = the vocabulary's own "
-        "(<extra_id_0>, <extra_id_1>, ...), without them [MASK] for all: the order of the spans distinguishes them",
+        "Id of the first sentinel; sentinel k has id sentinel_first - k, as in T5. null = the vocabulary's "
+        "<extra_id_0>, <extra_id_1>, ...; if it has none, [MASK] for every span, told apart by their order.",
         at_least=0,
     )
-    sentinels_ascend: bool = setting(False, "the k-th sentinel has id sentinel_first + k instead")
-    sentinel_count: int = setting(100, "sentinels; more spans start again at the first", at_least=1)
+    sentinels_ascend: bool = setting(False, "Sentinel k has id sentinel_first + k instead.")
+    sentinel_count: int = setting(
+        100, "Number of sentinels; further spans start again with the first.", at_least=1
+    )
 
     needed_roles = ("eos",)
 
@@ -118,8 +120,8 @@ class SentinelConfig(RowSizes):
 class T5Config(SentinelConfig):
     """Settings of the noise spans."""
 
-    noise_ratio: float = fraction(0.15, "part of the tokens that is noise")
-    mean_span_length: float = setting(3.0, "mean length of a noise span, tokens", at_least=1)
+    noise_ratio: float = fraction(0.15, "Fraction of the tokens that is noise.")
+    mean_span_length: float = setting(3.0, "Mean length of a noise span, in tokens.", at_least=1)
 
     @property
     def growth(self) -> float:

@@ -49,7 +49,7 @@ class DenoiserConfig:
     share: float = setting(1.0, "share of the chunks, relative to the others", above=0)
     noise_ratio: float = fraction(0.15, "part of the tokens that is predicted; sequential: on average")
     mean_span_length: float = setting(
-        3.0, "mean length of a noise span, tokens; sequential: unused", at_least=1
+        3.0, "Mean length of a noise span, in tokens; not used by sequential.", at_least=1
     )
 
     @property
@@ -79,14 +79,18 @@ class Ul2Config(SentinelConfig):
 
     denoisers: tuple[DenoiserConfig, ...] = setting(
         (),
-        "list of denoisers; empty = UL2's seven (mean length, rate): R (3, 0.15), (8, 0.15), X (3, 0.5), (8, 0.5), "
-        "(64, 0.15), (64, 0.5), and S with a quarter",
+        "List of denoisers; [] = the seven of UL2 (mean span length, noise ratio): R (3, 0.15), (8, 0.15), "
+        "X (3, 0.5), (8, 0.5), (64, 0.15), (64, 0.5), and S (0.25 on average).",
     )
     regular_token: int | None = setting(
-        None, "id of the token before a context in mode R ([NLU]); null = none", at_least=0
+        None, "Token id that precedes the input in mode R ([NLU]); null = none.", at_least=0
     )
-    extreme_token: int | None = setting(None, "id of that in mode X ([NLG])", at_least=0)
-    sequential_token: int | None = setting(None, "id of that in mode S ([S2S])", at_least=0)
+    extreme_token: int | None = setting(
+        None, "Token id that precedes the input in mode X ([NLG]); null = none.", at_least=0
+    )
+    sequential_token: int | None = setting(
+        None, "Token id that precedes the input in mode S ([S2S]); null = none.", at_least=0
+    )
 
     def __post_init__(self) -> None:
         SentinelConfig.__post_init__(self)

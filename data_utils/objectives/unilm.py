@@ -22,11 +22,15 @@ from data_utils.objectives.registry import register
 class UniLmConfig(MaskedTextConfig):
     """Settings of the mixture of language models, and of the masked tokens."""
 
-    bidirectional_prob: float = fraction(1 / 3, "probability of the bidirectional kind")
-    seq2seq_prob: float = fraction(1 / 3, "probability of the sequence-to-sequence kind")
-    left_to_right_prob: float = fraction(1 / 6, "probability of the left-to-right kind; the rest is reversed")
-    single_token_prob: float = fraction(0.8, "probability of masking one token; else a bigram or trigram")
-    next_sentence: bool = setting(True, "next-sentence label on CLS of the bidirectional kind")
+    bidirectional_prob: float = fraction(1 / 3, "Probability of a bidirectional sample.")
+    seq2seq_prob: float = fraction(1 / 3, "Probability of a sequence-to-sequence sample.")
+    left_to_right_prob: float = fraction(
+        1 / 6, "Probability of a left-to-right sample; otherwise right-to-left."
+    )
+    single_token_prob: float = fraction(
+        0.8, "Probability of masking a single token; otherwise a bigram or trigram."
+    )
+    next_sentence: bool = setting(True, "Next-sentence label on CLS of bidirectional samples.")
 
     segments = 6
 

@@ -44,9 +44,13 @@ class UniLmV2Config(RowSizes):
 
     needed_roles = ("cls", "sep", "mask")
 
-    masked_ratio: float = fraction(0.15, "part of the tokens (CLS and SEP counted) that is predicted")
-    span_prob: float = fraction(0.4, "probability that a block is a span; else it is one token")
-    max_span_length: int = setting(6, "spans have 2..this tokens, each length equally likely", at_least=2)
+    masked_ratio: float = fraction(0.15, "Fraction of the tokens, CLS and SEP included, that is predicted.")
+    span_prob: float = fraction(
+        0.4, "Probability that a masked block is a span; otherwise it is a single token."
+    )
+    max_span_length: int = setting(
+        6, "Longest span, in tokens; lengths 2..max_span_length are equally likely.", at_least=2
+    )
 
     @property
     def length_weights(self) -> list[float]:

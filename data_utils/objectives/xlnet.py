@@ -78,13 +78,17 @@ class XlnetConfig(RowSizes):
     segments = 3
     needed_roles = ("cls", "sep", "mask")
 
-    tokens_per_target: int = setting(6, "predict one token in this number (K of the paper)", at_least=1)
-    max_ngram: int = setting(5, "longest n-gram of targets, tokens; n has probability ~ 1/n", at_least=1)
+    tokens_per_target: int = setting(6, "Predict one in this many tokens (K in the paper).", at_least=1)
+    max_ngram: int = setting(
+        5,
+        "Longest n-gram of targets, in tokens; n is drawn with probability proportional to 1/n.",
+        at_least=1,
+    )
     orders: int = setting(
         2, "equal parts of a chunk, each with its own order; a part sees those before it", at_least=1
     )
     two_texts: bool = setting(
-        True, "the last part is `A SEP B SEP CLS`, as in XLNet's pretraining; false: `text SEP CLS`"
+        True, "End a sample with `A SEP B SEP CLS`, as in XLNet's pretraining; false = `text SEP CLS`."
     )
     memory_length: int = setting(
         0,

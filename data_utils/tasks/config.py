@@ -27,51 +27,86 @@ MASKS = ("auto", "mask", "smask", "gmask")
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("task")
 class TaskConfig:
-    name: str = setting(REQUIRED, "the task, which gives fields, patterns and metrics; any name for your own")
-    kind: str = setting(REQUIRED, "what the model does", one_of=tuple(KINDS))
-    reader: str = setting(REQUIRED, "the format of the files", one_of=READERS)
-    train: str | None = setting(None, "file to train on; for pairs, the one with the sources", is_path=True)
-    validation: tuple[str, ...] = setting((), "files to evaluate on", is_path=True)
-    test: tuple[str, ...] = setting((), "files to predict, whose labels may be missing", is_path=True)
-    labels: tuple[str, ...] = setting((), "classes or tags, in the order of numbers; () = the task's own")
-    text_fields: tuple[str, ...] = setting((), "fields of the texts, one or two; () = the task's own")
-    label_field: str | None = setting(None, "field of the label; null = the task's own")
-    form: str = setting("auto", "inputs of which model; auto = that of the run's objective", one_of=FORMS)
-    pattern: int = setting(0, "cloze: number of the task's pattern", at_least=0)
-    template: str | None = setting(None, "your own pattern, like '{text} It was [MASK].'; null = the task's")
-    verbalizers: dict[str, Any] = setting_mapping("cloze, own pattern: label -> the words that say it")
+    name: str = setting(
+        REQUIRED,
+        "Name of the task. A built-in name sets fields, patterns and metrics; any other name is your own "
+        "task.",
+    )
+    kind: str = setting(REQUIRED, "Type of task: what the model predicts.", one_of=tuple(KINDS))
+    reader: str = setting(REQUIRED, "File format.", one_of=READERS)
+    train: str | None = setting(None, "Training file; for pairs, the file of sources.", is_path=True)
+    validation: tuple[str, ...] = setting((), "Validation files.", is_path=True)
+    test: tuple[str, ...] = setting((), "Test files to predict; labels may be missing.", is_path=True)
+    labels: tuple[str, ...] = setting(
+        (), "Classes or tags in the order of their ids; [] = the task's default."
+    )
+    text_fields: tuple[str, ...] = setting(
+        (), "One or two fields that hold the text; [] = the task's default."
+    )
+    label_field: str | None = setting(None, "Field that holds the label; null = the task's default.")
+    form: str = setting(
+        "auto", "Input format of this model family; auto = the run's objective decides.", one_of=FORMS
+    )
+    pattern: int = setting(0, "Cloze: index of the task's built-in pattern.", at_least=0)
+    template: str | None = setting(
+        None, "Your own pattern, such as '{text} It was [MASK].'; null = the task's default."
+    )
+    verbalizers: dict[str, Any] = setting_mapping(
+        "Cloze with your own pattern: label -> the words that stand for it."
+    )
     scoring: str = setting(
         "auto",
-        "cloze: restricted (logits of one token of each answer), sum or mean of log probabilities; auto = restricted "
-        "where all answers are one token, else sum",
+        "Cloze: restricted (logits of single-token choices), sum or mean of log-probabilities; auto = "
+        "restricted if every choice is one token, otherwise sum.",
         one_of=SCORINGS,
     )
-    length_power: float = setting(1.0, "mean: power of the answer's tokens that divides the sum", at_least=0)
-    loss: str = setting("cross_entropy", "cloze: of the choices' scores", one_of=LOSSES)
+    length_power: float = setting(
+        1.0, "Scoring mean: the sum of log-probabilities is divided by length^length_power.", at_least=0
+    )
+    loss: str = setting("cross_entropy", "Cloze: loss on the scores of the choices.", one_of=LOSSES)
     marks: dict[str, Any] = setting_mapping(
-        "typing, classification: field with a span of the text -> what stands around it; {} = typing: {mention: 。}"
+        "Typing and classification: field that marks a span of the text -> marker placed around it; {} = "
+        "for typing {mention: 。}, otherwise none."
     )
-    entity_ids: str | None = setting(None, "numbers of entities that lines name", is_path=True)
-    min_score: float = setting(0.0, "entities of a lower score are left out")
-    mask: str = setting("auto", "the blank's token; auto = the one that the run has learnt", one_of=MASKS)
-    sequence_length: int = setting(256, "most tokens of an input, special ones counted", at_least=8)
-    target_length: int = setting(64, "most tokens of an output", at_least=1)
-    question_length: int = setting(64, "spans: most tokens of a question", at_least=1)
-    answer_length: int = setting(30, "spans: most tokens of an answer", at_least=1)
-    stride: int = setting(128, "spans, language modelling: tokens between the starts of windows", at_least=1)
-    bidirectional: bool = setting(True, "language modelling, lambada: the context is read both ways")
-    masked_ratio: float = setting(0.7, "unilm: part of the target that is masked", above=0, at_most=1)
+    entity_ids: str | None = setting(
+        None, "File with the ids of the entities named in the data.", is_path=True
+    )
+    min_score: float = setting(0.0, "Minimum entity score; entities with a lower score are dropped.")
+    mask: str = setting(
+        "auto", "Mask token of the blank; auto = the one the run was trained with.", one_of=MASKS
+    )
+    sequence_length: int = setting(
+        256, "Maximum input length in tokens, special tokens included.", at_least=8
+    )
+    target_length: int = setting(64, "Maximum output length in tokens.", at_least=1)
+    question_length: int = setting(64, "Spans: maximum question length in tokens.", at_least=1)
+    answer_length: int = setting(30, "Spans: maximum answer length in tokens.", at_least=1)
+    stride: int = setting(
+        128,
+        "Spans and language modelling: distance between the starts of consecutive windows, in tokens.",
+        at_least=1,
+    )
+    bidirectional: bool = setting(
+        True, "Language modelling and lambada: bidirectional attention over the context."
+    )
+    masked_ratio: float = setting(
+        0.7, "UniLM: fraction of the target tokens that is masked.", above=0, at_most=1
+    )
     target_mask_prob: float = fraction(
-        0.5, "unilmv2: tokens of the target that others see as [MASK] or another token"
+        0.5, "UniLMv2: probability that a target token is seen by the others as [MASK] or another token."
     )
-    blank_ratio: float = setting(0.1, "blanks: part of the words that is hidden", above=0, below=1)
-    train_samples: int | None = setting(None, "samples to draw by the seed; null = all", at_least=1)
-    skip_bad_lines: bool = setting(False, "leave out lines that cannot be read, and count them")
-    metrics: tuple[str, ...] = setting((), "metrics to compute; () = the task's own")
+    blank_ratio: float = setting(0.1, "Blanks: fraction of the words that is blanked.", above=0, below=1)
+    train_samples: int | None = setting(
+        None, "Number of training samples, drawn by the seed; null = all.", at_least=1
+    )
+    skip_bad_lines: bool = setting(False, "Skip lines that cannot be read, and count them.")
+    metrics: tuple[str, ...] = setting((), "Metrics to compute; [] = the task's default.")
     positive: str | None = setting(
-        None, "f1, f1a: the class, or the choice's number; null = the second of two"
+        None, "f1 and f1a: the positive class (label or index of the choice); null = the second of two."
     )
-    negative: str | None = setting(None, "micro_f1: the class that says nothing, such as no_relation")
+    negative: str | None = setting(
+        None, "micro_f1: the class that stands for no relation, such as no_relation; it is not counted."
+    )
 
     @property
     def writes_text(self) -> bool:

@@ -44,30 +44,34 @@ _ORDINARY_BYTES = {0x09, 0x0A, *range(0x20, 0x7F), *range(0x80, 0xC0), 0xC3, 0xE
 class TokenizerConfig:
     """A tokenizer's kind, files and options. Options of other kinds are ignored."""
 
-    kind: str = setting(REQUIRED, "file format", one_of=KINDS)
+    kind: str = setting(REQUIRED, "Tokenizer file format.", one_of=KINDS)
     path: str = setting(
         REQUIRED,
-        "vocab.txt, vocab.json, .model or tokenizer.json, or its directory, or a name of the Hugging Face hub: "
-        "org/name or org/name@revision",
+        "vocab.txt, vocab.json, .model or tokenizer.json, its directory, or a Hugging Face hub name: "
+        "org/name or org/name@revision.",
         is_path=True,
     )
     added_tokens: str = setting(
         "glm",
-        "tokens after those of the files: GLM's that they lack (glm), none, so that the vocabulary is the published "
-        "one (BERT, RoBERTa, GPT-2, ...), T5's 100 sentinels (t5; its tokenizer.json has them), or <PAD>, <BOS> and "
-        "<EOS> where the files have no such token (optimus)",
+        "Tokens appended to the vocabulary of the files: glm = GLM's special tokens that are missing; none "
+        "= keep the published vocabulary (BERT, RoBERTa, GPT-2, ...); t5 = 100 sentinels (a T5 "
+        "tokenizer.json has them already); optimus = <PAD>, <BOS> and <EOS> if missing.",
         one_of=ADDED_TOKENS,
     )
     vocab_size: int | None = setting(
         None,
-        "ids of the vocabulary, the last ones without a token (T5 32128 for 32100, ERNIE 1.0 18000 for 17964); "
-        "null = those that have a token",
+        "Size of the vocabulary if larger than the number of tokens (T5: 32128 for 32100; ERNIE 1.0: 18000 "
+        "for 17964); null = number of tokens.",
         at_least=1,
         at_most=MAX_VOCAB_SIZE,
     )
-    lowercase: bool = setting(True, "bert_wordpiece: lower-case, strip accents; false for cased models")
+    lowercase: bool = setting(
+        True, "bert_wordpiece: lower-case the text and strip accents; set to false for cased models."
+    )
     fixed_command_tokens: bool = setting(
-        True, "sentencepiece: gMASK has its own id (GLM-large-Chinese); false: that of eop (GLM-10B-Chinese)"
+        True,
+        "sentencepiece: gMASK has its own id (GLM-large-Chinese); false = it shares the id of eop "
+        "(GLM-10B-Chinese).",
     )
 
     @property

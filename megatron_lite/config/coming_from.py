@@ -33,12 +33,15 @@ def _arguments(*rows: tuple[str, str] | tuple[str, str, str]) -> tuple[Argument,
 
 
 _RECOMPUTE = "training.recompute=full"
-_OF_LAUNCHER = "it belongs before the script's name: it is the launcher's"
+_OF_LAUNCHER = "it is a launcher option: put it before the script's name"
 _OPTIMIZER = "adam is adamw"
-_DATA = "a list of token datasets; scripts/preprocess_data.py makes them, scripts/dataset.py adopt takes Megatron's"
-_EVALUATION = "samples instead of batches"
-_PASSES = "it follows: batch.global_batch_size / (micro-batch x data-parallel ranks)"
-_POSITIONS = "the largest position id: one less"
+_DATA = (
+    "a list of token datasets; scripts/preprocess_data.py builds them, scripts/dataset.py adopt "
+    "converts Megatron's"
+)
+_EVALUATION = "in samples instead of batches"
+_PASSES = "derived: batch.global_batch_size / (micro-batch x data-parallel ranks)"
+_POSITIONS = "the largest position id, which is one less"
 
 SOURCES: dict[str, tuple[Argument, ...]] = {
     "Megatron-LM and Megatron-DeepSpeed": _arguments(
@@ -62,7 +65,7 @@ SOURCES: dict[str, tuple[Argument, ...]] = {
         ("init_method_std", "model.init_std={}"),
         ("hidden_dropout", "model.output_dropout={}", "model.embedding_dropout too"),
         ("attention_dropout", "model.attention_dropout={}"),
-        ("make_vocab_size_divisible_by", "", "the table is padded by itself"),
+        ("make_vocab_size_divisible_by", "", "the embedding is padded automatically"),
         ("micro_batch_size", "batch.micro_batch_size={}"),
         ("global_batch_size", "batch.global_batch_size={}"),
         ("rampup_batch_size", "batch.ramp", "its three numbers are start, by and samples"),
@@ -70,15 +73,15 @@ SOURCES: dict[str, tuple[Argument, ...]] = {
         (
             "train_samples",
             "training.steps",
-            "samples / batch.global_batch_size; with a ramp phases count samples",
+            "samples / batch.global_batch_size; with a ramp, phases count samples",
         ),
         ("optimizer", "optimizer.kind", _OPTIMIZER),
         ("lr", "optimizer.lr={}"),
-        ("min_lr", "schedule.min_lr_ratio", "a part of optimizer.lr"),
+        ("min_lr", "schedule.min_lr_ratio", "a fraction of optimizer.lr"),
         ("lr_decay_style", "schedule.kind={}", "inverse-square-root is inverse_sqrt, WSD is schedule.parts"),
         ("lr_decay_iters", "schedule.decay_steps={}"),
         ("lr_warmup_iters", "schedule.warmup_steps={}"),
-        ("lr_warmup_fraction", "schedule.warmup_steps", "a number of steps"),
+        ("lr_warmup_fraction", "schedule.warmup_steps", "in steps"),
         ("weight_decay", "optimizer.weight_decay={}"),
         ("adam_beta1", "optimizer.beta1={}"),
         ("adam_beta2", "optimizer.beta2={}"),
@@ -87,7 +90,7 @@ SOURCES: dict[str, tuple[Argument, ...]] = {
         ("fp16", "training.precision=fp16"),
         ("bf16", "training.precision=bf16"),
         ("loss_scale", "deepspeed.fp16.loss_scale={}"),
-        ("initial_loss_scale", "deepspeed.fp16.initial_scale_power", "its power of 2"),
+        ("initial_loss_scale", "deepspeed.fp16.initial_scale_power", "as a power of 2"),
         ("loss_scale_window", "deepspeed.fp16.loss_scale_window={}"),
         ("seed", "training.seed={}"),
         ("recompute_activations", "training.recompute=selective"),
@@ -104,37 +107,41 @@ SOURCES: dict[str, tuple[Argument, ...]] = {
         (
             "split",
             "data.validation",
-            "another dataset; scripts/preprocess_data.py --split makes both",
+            "a separate dataset; scripts/preprocess_data.py --split builds both",
         ),
         ("tokenizer_type", "tokenizer.kind", "BertWordPiece is bert_wordpiece, GPT2BPE gpt2_bpe"),
         ("tokenizer_model vocab_file", "tokenizer.path={}"),
         ("vocab_size", "model.vocab_size={}"),
         ("save", "run.directory={}"),
-        ("load", "checkpoint.initialize_from={}", "a run continues from its own directory by itself"),
+        ("load", "checkpoint.initialize_from={}", "a run resumes from its own directory automatically"),
         ("finetune", "checkpoint.initialize=weights"),
         ("save_interval", "checkpoint.save_interval={}"),
         ("eval_interval", "training.eval_interval={}"),
         ("eval_iters", "training.eval_samples", _EVALUATION),
         ("log_interval", "run.log_interval={}"),
-        ("tensorboard_dir", "run.tensorboard", "true: event files go below run.directory"),
+        ("tensorboard_dir", "run.tensorboard", "true; event files go to run.directory/tensorboard"),
         ("wandb_project", "trackers.wandb.project={}"),
         ("wandb_exp_name", "trackers.wandb.name={}"),
         ("mask_prob", "masked_lm.masked_ratio={}"),
         ("short_seq_prob", "data.short_prob={}"),
         ("exit_interval", "training.stop_after_step={}"),
-        ("distributed_backend", "", "it is nccl on GPUs and gloo on CPUs"),
-        ("use_flash_attn", "", "attention chooses its kernels by itself"),
-        ("num_workers", "", "a thread of each process makes the next batch"),
+        ("distributed_backend", "", "nccl on GPUs and gloo on CPUs, chosen automatically"),
+        ("use_flash_attn", "", "the attention kernel is chosen automatically"),
+        ("num_workers", "", "a thread of each process prepares the next batch"),
     ),
     "Hugging Face's Trainer and its scripts": _arguments(
         ("learning_rate", "optimizer.lr={}"),
         ("per_device_train_batch_size per_gpu_train_batch_size", "batch.micro_batch_size={}"),
         ("gradient_accumulation_steps", "batch.global_batch_size", "micro-batch x passes x processes"),
         ("max_steps", "training.steps={}"),
-        ("num_train_epochs", "training.steps", "in fine-tuning finetune.epochs"),
+        ("num_train_epochs", "training.steps", "for fine-tuning finetune.epochs"),
         ("warmup_steps", "schedule.warmup_steps={}"),
-        ("warmup_ratio", "schedule.warmup_steps", "a number of steps; in fine-tuning finetune.warmup_share"),
-        ("lr_scheduler_type", "schedule.kind={}", "its linear and cosine end at 0: schedule.min_lr_ratio=0"),
+        ("warmup_ratio", "schedule.warmup_steps", "in steps; for fine-tuning finetune.warmup_share"),
+        (
+            "lr_scheduler_type",
+            "schedule.kind={}",
+            "its linear and cosine schedules end at 0: schedule.min_lr_ratio=0",
+        ),
         ("weight_decay", "optimizer.weight_decay={}"),
         ("adam_beta1", "optimizer.beta1={}"),
         ("adam_beta2", "optimizer.beta2={}"),
@@ -151,22 +158,26 @@ SOURCES: dict[str, tuple[Argument, ...]] = {
         (
             "overwrite_output_dir",
             "checkpoint.resume",
-            "a run continues; choose another run.directory to start again",
+            "a run resumes; choose another run.directory to start over",
         ),
-        ("resume_from_checkpoint", "checkpoint.resume", "a run continues from its own directory by itself"),
+        ("resume_from_checkpoint", "checkpoint.resume", "a run resumes from its own directory automatically"),
         ("logging_steps", "run.log_interval={}"),
         ("save_steps", "checkpoint.save_interval={}"),
         ("save_total_limit", "checkpoint.keep_last={}"),
         ("eval_steps", "training.eval_interval={}"),
-        ("report_to", "trackers", "trackers.wandb.project or trackers.mlflow.uri; TensorBoard is on"),
+        (
+            "report_to",
+            "trackers",
+            "trackers.wandb.project or trackers.mlflow.uri; TensorBoard is on by default",
+        ),
         ("run_name", "trackers.wandb.name={}"),
         (
             "model_name_or_path",
             "checkpoint.initialize_from",
-            "scripts/convert_checkpoint.py import makes a run of it",
+            "scripts/convert_checkpoint.py import converts it to a run",
         ),
         ("config_name model_type", "model.system", "or a file of configs/ with --config"),
-        ("tokenizer_name", "tokenizer.path", "a directory with its files"),
+        ("tokenizer_name", "tokenizer.path", "a directory with the tokenizer files"),
         ("train_file", "data.train", _DATA),
         ("validation_file", "data.validation", _DATA),
         ("max_seq_length block_size", "data.sequence_length={}"),
@@ -180,15 +191,15 @@ SOURCES: dict[str, tuple[Argument, ...]] = {
         (
             "dataloader_num_workers preprocessing_num_workers",
             "",
-            "a thread of each process makes the next batch",
+            "a thread of each process prepares the next batch",
         ),
-        ("torch_compile", "", "the kernels are this project's own; leave it out"),
+        ("torch_compile", "", "the kernels are already fused; leave it out"),
     ),
     "THUDM/GLM": _arguments(
         ("num_layers", "model.num_layers={}"),
         ("hidden_size", "model.hidden_size={}"),
         ("num_attention_heads", "model.num_attention_heads={}"),
-        ("max_position_embeddings", "model.max_position", "the largest position id: one less"),
+        ("max_position_embeddings", "model.max_position", "the largest position id, which is one less"),
         ("seq_length", "data.sequence_length={}"),
         ("batch_size", "batch.micro_batch_size={}"),
         ("gradient_accumulation_steps", "batch.global_batch_size", "micro-batch x passes x processes"),
@@ -197,7 +208,7 @@ SOURCES: dict[str, tuple[Argument, ...]] = {
         ("lr_decay_style", "schedule.kind={}", "inverse-square-root is inverse_sqrt, WSD is schedule.parts"),
         ("lr_decay_iters", "schedule.decay_steps={}"),
         ("lr_decay_ratio", "schedule.min_lr_ratio={}"),
-        ("warmup", "schedule.warmup_steps", "a number of steps, not a part of all"),
+        ("warmup", "schedule.warmup_steps", "in steps, not as a fraction"),
         ("weight_decay", "optimizer.weight_decay={}"),
         ("adam_beta1", "optimizer.beta1={}"),
         ("adam_beta2", "optimizer.beta2={}"),
@@ -209,9 +220,9 @@ SOURCES: dict[str, tuple[Argument, ...]] = {
         ("train_data", "data.train", _DATA),
         ("valid_data", "data.validation", _DATA),
         ("tokenizer_type", "tokenizer.kind", "BertWordPiece is bert_wordpiece, GPT2BPE gpt2_bpe"),
-        ("tokenizer_model_type", "tokenizer.path", "the vocabulary's file"),
+        ("tokenizer_model_type", "tokenizer.path", "the vocabulary file"),
         ("save", "run.directory={}"),
-        ("load", "checkpoint.initialize_from={}", "a run continues from its own directory by itself"),
+        ("load", "checkpoint.initialize_from={}", "a run resumes from its own directory automatically"),
         ("experiment_name", "run.directory={}"),
         ("save_interval", "checkpoint.save_interval={}"),
         ("eval_interval", "training.eval_interval={}"),
@@ -236,7 +247,7 @@ SOURCES: dict[str, tuple[Argument, ...]] = {
         ("no_block_position", "model.block_positions=none"),
         ("sentinel_token", "blank_infilling.sentinel_first", "the id of the first pair"),
         ("task_mask", "", "each objective has its own mask token"),
-        ("cloze_eval pattern_id", "", "the section task says it, for scripts/finetune.py"),
+        ("cloze_eval pattern_id", "", "set in the section task, for scripts/finetune.py"),
         ("epochs", "finetune.epochs={}"),
         ("switch_linear num_workers no_lazy_loader resume_dataloader sandwich_ln", "", "leave it out"),
     ),
@@ -265,7 +276,7 @@ def with_deepspeed_file(arguments: Sequence[str]) -> list[str]:
             made[place] = "--deepspeed_config"
     if sum(word.partition("=")[0] == "--deepspeed_config" for word in made) > 1:
         raise ConfigError(
-            "--deepspeed_config is given twice, and a run has one DeepSpeed file; leave one out."
+            "--deepspeed_config is given twice, but a run takes one DeepSpeed file; remove one."
         )
     return made
 

@@ -80,7 +80,7 @@ def read_options(given: Mapping[str, Any]) -> Said:
     for written, key, value in _leaves(given, "", ""):
         if key in seen and seen[key][1] != value:
             said.problems.append(
-                f"deepspeed.{written} and deepspeed.{seen[key][0]} are one option; remove one."
+                f"deepspeed.{written} and deepspeed.{seen[key][0]} are the same option; remove one."
             )
         row = KEYS.get(key)
         if key in seen or (row is not None and (value is None or value == "auto")):
@@ -222,7 +222,7 @@ def _contradictions(of_file: Mapping[str, Any], typed: Mapping[str, Any], path: 
         if isinstance(one, Mapping) and isinstance(other, Mapping):
             yield from _contradictions(one, other, f"{path}{key}.")
         elif one not in (None, "auto") and other not in (None, "auto") and not _equal(one, other):
-            yield f"{path}{key} is {shown(one)} in the file and {shown(other)} as an override; make them equal."
+            yield f"{path}{key} is {shown(one)} in the file but {shown(other)} as an override; make them equal."
 
 
 def _idle_line(idle: Mapping[str, str]) -> str:
@@ -241,11 +241,11 @@ _ADAM = {
 }  # fmt: skip
 # Parameters under which DeepSpeed's Adam computes other numbers than ours: the value that is fine, and the remedy.
 _ADAM_REFUSED = {
-    "bias_correction": (True, "AdamW here corrects the moments of the first steps"),
-    "amsgrad": (False, "AdamW here has no AMSGrad"),
-    "maximize": (False, "a loss is made smaller"),
-    "fp32_optimizer_states": (True, "the optimizer's state is fp32 here"),
-    "eps_inside_sqrt": (False, "AdamW here adds eps to the root"),
+    "bias_correction": (True, "AdamW here uses bias correction"),
+    "amsgrad": (False, "AMSGrad is not supported"),
+    "maximize": (False, "the loss is always minimized"),
+    "fp32_optimizer_states": (True, "the optimizer state is always fp32"),
+    "eps_inside_sqrt": (False, "AdamW here adds eps outside the square root"),
 }
 _ADAM_KERNELS = (
     "torch_adam",
@@ -255,11 +255,11 @@ _ADAM_KERNELS = (
     "differentiable",
 )  # which compute the same numbers
 _OTHER_OPTIMIZERS = {
-    "lamb": "its factors are clamped; optimizer.kind=lamb does not clamp them",
-    "onebitadam": "it exchanges one bit of each momentum",
-    "zerooneadam": "it exchanges one bit of each momentum",
-    "onebitlamb": "it exchanges one bit of each momentum",
-    "muon": "it orthogonalizes other matrices with other factors than optimizer.kind=muon",
+    "lamb": "DeepSpeed's LAMB clamps the trust ratio, optimizer.kind=lamb does not",
+    "onebitadam": "1-bit compression is not supported",
+    "zerooneadam": "1-bit compression is not supported",
+    "onebitlamb": "1-bit compression is not supported",
+    "muon": "DeepSpeed's Muon covers other matrices and uses other scale factors than optimizer.kind=muon",
 }
 _WARMUP = {"warmup_num_steps": "count", "warmup_type": "text", "last_batch_iteration": "whole"}
 _SCHEDULES = {  # DeepSpeed's class -> our kind, and its parameters
@@ -305,7 +305,7 @@ class _Translation:
             typed = _lookup(self._overrides, setting)
             if typed is not None and not _equal(typed, value):
                 self._said.problems.append(
-                    f"{setting}={typed} contradicts deepspeed.{key}, which makes it {value}; leave one of them out."
+                    f"{setting}={typed} contradicts deepspeed.{key}, which sets it to {value}; remove one of them."
                 )
 
     def value(self, setting: str) -> Any:
@@ -338,7 +338,7 @@ class _Translation:
     def _precision(self) -> None:
         enabled = {name: self._said.ours.get(f"{name}.enabled") for name in ("fp16", "bf16")}
         if all(enabled.values()):
-            self._refuse("fp16.enabled", True, "bf16.enabled is true as well: keep one of them")
+            self._refuse("fp16.enabled", True, "bf16.enabled is true too: keep one of them")
             return
         for name, on in enabled.items():
             if on:
@@ -351,16 +351,16 @@ class _Translation:
         ours = self._said.ours
         stage = ours.get("zero_optimization.stage")
         if stage is not None:
-            same = " 0, whose numbers stage 1 computes in less memory" if stage == 0 else ""
+            same = " 0; stage 1 gives the same results with less memory" if stage == 0 else ""
             self._set("parallel.zero_stage", max(1, stage), f"zero_optimization.stage{same}")
         device = "zero_optimization.offload_optimizer.device"
         if device in ours:
             self._set("parallel.offload_optimizer", True, device)
             if ours[device] == "nvme":
-                self._said.idle[f"{device} nvme"] = "the optimizer's state is kept in CPU memory"
+                self._said.idle[f"{device} nvme"] = "the optimizer state stays in CPU memory"
         shards, sequence = ours.get("tensor_parallel.autotp_size", 0), ours.get("sequence_parallel_size", 1)
         if shards > 1 < sequence != shards:
-            remedy = f"ranks that split the layers split sequences too: make sequence_parallel_size {shards}"
+            remedy = f"tensor-parallel ranks also shard the sequence: set sequence_parallel_size to {shards}"
             self._refuse("sequence_parallel_size", sequence, remedy)
         if sequence > 1:
             self._set("parallel.sequence_parallel", True, "sequence_parallel_size")
@@ -383,8 +383,8 @@ class _Translation:
             size, micro = self._derived(size, micro, passes, ranks)
             if size % (micro * ranks):
                 self._said.problems.append(
-                    f"deepspeed.{key} makes batches of {size} samples, which must be a multiple of {micro} samples for "
-                    f"each of {ranks} data-parallel ranks: change it, another of the batch's three options, or the "
+                    f"deepspeed.{key} gives a global batch of {size} samples, but it must be a multiple of {micro} "
+                    f"samples x {ranks} data-parallel ranks; change it, one of the other two batch options, or the "
                     "number of processes."
                 )
                 return
@@ -414,15 +414,14 @@ class _Translation:
         )
         if whole and part and whole % (part * passes):
             self._said.problems.append(
-                f"deepspeed.train_batch_size {whole} is no multiple of deepspeed.train_micro_batch_size_per_gpu "
-                f"{part} x gradient_accumulation_steps {passes}, so that no number of ranks makes such batches: "
-                "change one of them, or remove it."
+                f"deepspeed.train_batch_size ({whole}) must be a multiple of train_micro_batch_size_per_gpu "
+                f"({part}) x gradient_accumulation_steps ({passes}); change or remove one of them."
             )
             return
         size, micro = self.value("batch.global_batch_size"), self.value("batch.micro_batch_size")
         if _whole(size) and _whole(micro) and size != passes * micro * ranks:
             self._said.idle["gradient_accumulation_steps"] = (
-                f"batches of {size} in micro-batches of {micro} on {ranks} data-parallel ranks decide it"
+                f"derived from global batch {size}, micro-batch {micro} and {ranks} data-parallel ranks"
             )
 
     def _data_parallel_size(self) -> int:
@@ -437,14 +436,14 @@ class _Translation:
             return
         name, given = block.get("type"), block.get("params") or {}
         if block.get("legacy_fusion"):
-            self._said.idle["optimizer.legacy_fusion"] = "optimizer.kernel says whose AdamW runs"
+            self._said.idle["optimizer.legacy_fusion"] = "set optimizer.kernel instead"
         if name is None:
             if given:
-                self._said.idle["optimizer.params"] = "optimizer.type is not given"
+                self._said.idle["optimizer.params"] = "optimizer.type is missing"
             return
         kind = str(name).lower()
         if kind not in ("adam", "adamw"):
-            why = _OTHER_OPTIMIZERS.get(kind, "this project has no such optimizer")
+            why = _OTHER_OPTIMIZERS.get(kind, "there is no such optimizer here")
             remedy = (
                 "set optimizer.kind, one of " + _default_range("optimizer.kind") + ", and remove the block"
             )
@@ -456,10 +455,10 @@ class _Translation:
                 self._refuse(f"optimizer.params.{param}", params[param], f"{why}: set it to {shown(fine)}")
         for param in _ADAM_KERNELS:
             if params.get(param):
-                self._said.idle[f"optimizer.params.{param}"] = "optimizer.kernel says whose AdamW runs"
+                self._said.idle[f"optimizer.params.{param}"] = "set optimizer.kernel instead"
         betas = params.get("betas")
         if betas is not None and len(betas) != 2:
-            self._refuse("optimizer.params.betas", list(betas), "give two numbers")
+            self._refuse("optimizer.params.betas", list(betas), "it must be two numbers")
             betas = None
         self._set("optimizer.kind", "adamw", "optimizer.type")
         for setting in ("bias_correction", "momentum"):  # other optimizers' own, which AdamW does not read
@@ -478,11 +477,11 @@ class _Translation:
                 self._set(f"optimizer.{setting}", value, f"optimizer.params.{param}")
         decay = self.value("optimizer.weight_decay")
         if kind == "adam" and params.get("adam_w_mode") is False and not _equal(decay, 0):
-            remedy = "weight decay is decoupled here: set adam_w_mode to true, or weight_decay to 0"
+            remedy = "weight decay is always decoupled: set adam_w_mode to true, or weight_decay to 0"
             self._refuse("optimizer.params.adam_w_mode", False, remedy)
         clip, other = params.get("max_grad_norm"), self._said.ours.get("gradient_clipping")
         if clip and other is not None and clip != other:
-            remedy = f"gradient_clipping is {other}: remove one of them"
+            remedy = f"but gradient_clipping is {other}: remove one of them"
             self._refuse("optimizer.params.max_grad_norm", clip, remedy)
         elif clip:
             self._set("optimizer.clip_grad_norm", clip, "optimizer.params.max_grad_norm")
@@ -493,23 +492,23 @@ class _Translation:
         name, given = block.get("type"), block.get("params") or {}
         if name is None:
             if given:
-                self._said.idle["scheduler.params"] = "scheduler.type is not given"
+                self._said.idle["scheduler.params"] = "scheduler.type is missing"
             return
         if not isinstance(name, str) or name not in _SCHEDULES:
             known = ", ".join(_SCHEDULES)
-            remedy = f"of DeepSpeed's {known} are known here: set the section schedule, and remove the block"
+            remedy = f"only DeepSpeed's {known} are supported: use the section schedule instead, and remove this block"
             self._refuse("scheduler.type", name, remedy)
             return
         kind, kinds = _SCHEDULES[name]
         problems = len(self._said.problems)
         params = self._parameters("scheduler", given, kinds)
         if params.get("last_batch_iteration", -1) != -1:
-            remedy = "the step decides the rate: remove it"
+            remedy = "the schedule depends on the step only: remove it"
             self._refuse("scheduler.params.last_batch_iteration", params["last_batch_iteration"], remedy)
         if params.get("warmup_type", "log") not in ("log", "linear"):
-            self._refuse("scheduler.params.warmup_type", params["warmup_type"], "give log or linear")
+            self._refuse("scheduler.params.warmup_type", params["warmup_type"], "it must be log or linear")
         if "total_num_steps" in kinds and "total_num_steps" not in given:
-            self._refuse("scheduler.type", name, "give total_num_steps among its params, or auto")
+            self._refuse("scheduler.type", name, "set total_num_steps in its params, or auto")
         first = floor = self._lowest(name, given, params)
         if name == "WarmupCosineLR":
             first = params.get("warmup_min_ratio", 0.0)
@@ -546,7 +545,7 @@ class _Translation:
         except (TypeError, ValueError):
             return 0.0  # the settings refuse it
         if not 0 <= lowest <= peak or peak == 0:
-            remedy = f"it must be between 0 and the peak, {shown(peak)}, which must be above 0"
+            remedy = f"it must be between 0 and the peak ({shown(peak)}), and the peak must be above 0"
             self._refuse("scheduler.params.warmup_min_lr", lowest, remedy)
             return 0.0
         return float(lowest / peak)
@@ -558,7 +557,7 @@ class _Translation:
             self._said.problems.append(remedy)
         params = block.get("params")
         if not isinstance(params, Mapping) and params not in (None, "auto"):
-            self._refuse(f"{name}.params", params, "write its keys, or remove it")
+            self._refuse(f"{name}.params", params, "it must be a mapping: write its keys, or remove it")
             return False
         return not wrong and params != "auto"
 

@@ -44,7 +44,7 @@ def _handed(kind: str) -> Key:
     return Key(kind, Policy.HANDED)
 
 
-def _stage_3(kind: str, *fine: Any, reason: str = "it concerns weights that are split, as at ZeRO 3") -> Key:
+def _stage_3(kind: str, *fine: Any, reason: str = "it applies to ZeRO 3 only") -> Key:
     return Key(kind, Policy.STAGE_3, fine, reason)
 
 
@@ -67,18 +67,18 @@ KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "switch": (dict[str, Any], {}),
 }  # fmt: skip
 
-_BUCKETS = "buckets, their memory and the order of exchanges are this project's own at ZeRO 1 and 2"
-_PLACES = "it moves the division of gradient sums, which are fp32 here"
-_CHECKPOINTS = "checkpoints are this project's own, see the section checkpoint"
-_RECOMPUTE = "training.recompute says what the backward pass recomputes"
-_OFFLOAD = "parallel.offload_optimizer keeps the whole optimizer in pinned CPU memory"
-_WEIGHTS_STAY = "weights stay in the memory of the device"
-_STAGES = "parallel.pipeline_parallel_size makes the stages, and training.recompute says what they recompute"
-_LAYERS = "the layers of this project's models are split by design"
-_INFERENCE = "deepspeed.init_inference alone reads it"
-_UNREAD = "DeepSpeed does not read it either"
-_FP32_STATE = "weights, gradients and moments of the optimizer are fp32 here: remove it"
-_OTHER_TRAINING = "this project has no such training: remove it, or set its enabled to false"
+_BUCKETS = "at ZeRO 1 and 2 this project has its own buckets and communication order"
+_PLACES = "it changes when gradients are averaged, which happens in fp32 here"
+_CHECKPOINTS = "checkpoints are not DeepSpeed's, see the section checkpoint"
+_RECOMPUTE = "use training.recompute"
+_OFFLOAD = "parallel.offload_optimizer keeps the whole optimizer state in pinned CPU memory"
+_WEIGHTS_STAY = "parameter offload is not supported; weights stay on the device"
+_STAGES = "use parallel.pipeline_parallel_size and training.recompute"
+_LAYERS = "the models have their own tensor-parallel layers"
+_INFERENCE = "it is read by deepspeed.init_inference only"
+_UNREAD = "DeepSpeed ignores it too"
+_FP32_STATE = "weights, gradients and moments in the optimizer are always fp32: remove it"
+_OTHER_TRAINING = "this feature is not supported: remove it, or set its enabled to false"
 _LOSS_SCALE = "bf16 needs no loss scale"
 
 KEYS = {
@@ -89,7 +89,7 @@ KEYS = {
     "gradient_clipping": _ours("number", "optimizer.clip_grad_norm"),
     "optimizer": _ours("free", "the section optimizer"),
     "scheduler": _ours("free", "the section schedule"),
-    "managed_gradient_accumulation": _idle("flag", True, reason="the loop says where a step ends"),
+    "managed_gradient_accumulation": _idle("flag", True, reason="the training loop decides when a step ends"),
     # precision
     "fp16.enabled": _ours("flag", "training.precision"),
     "fp16.loss_scale": _handed("number"),
@@ -98,12 +98,12 @@ KEYS = {
     "fp16.hysteresis": _handed("size"),
     "fp16.consecutive_hysteresis": _handed("flag"),
     "fp16.min_loss_scale": _handed("count"),
-    "fp16.auto_cast": _idle("flag", False, reason="inputs are token ids"),
+    "fp16.auto_cast": _idle("flag", False, reason="model inputs are token ids"),
     "fp16.fp16_master_weights_and_grads": _refused("flag", False, remedy=_FP32_STATE),
     "bf16.enabled": _ours("flag", "training.precision"),
     "bf16.immediate_grad_update": _idle("flag", False, reason="gradients are applied at the end of a step"),
     "bf16.check_grad_overflow": _refused(
-        "flag", True, remedy="gradients that are not finite are never applied here: remove it"
+        "flag", True, remedy="steps with non-finite gradients are always skipped: remove it"
     ),
     "bf16.bf16_master_weights_and_grads": _refused("flag", False, remedy=_FP32_STATE),
     "bf16.bf16_optimizer_states": _refused("flag", False, remedy=_FP32_STATE),
@@ -112,20 +112,20 @@ KEYS = {
     "bf16.loss_scale_window": _idle("count", reason=_LOSS_SCALE),
     "bf16.hysteresis": _idle("count", reason=_LOSS_SCALE),
     "bf16.min_loss_scale": _idle("count", reason=_LOSS_SCALE),
-    "bf16.auto_cast": _idle("flag", False, reason="inputs are token ids"),
-    "amp": _refused("switch", remedy="set training.precision=bf16 or fp16 instead, and remove it"),
+    "bf16.auto_cast": _idle("flag", False, reason="model inputs are token ids"),
+    "amp": _refused("switch", remedy="use training.precision=bf16 or fp16 instead, and remove it"),
     "torch_autocast": _refused(
-        "switch", remedy="it keeps weights in fp32: set training.precision=bf16 or fp16 instead, and remove it"
+        "switch", remedy="it keeps weights in fp32: use training.precision=bf16 or fp16 instead, and remove it"
     ),
     "data_types.grad_accum_dtype": _refused(
-        "text", "fp32", "float32", remedy="gradients are summed in fp32 here: remove it"
+        "text", "fp32", "float32", remedy="gradients are always accumulated in fp32: remove it"
     ),
-    "data_types.param_dtype": _idle("text", reason="training.precision says it"),
-    "data_types.buffer_dtype": _idle("text", reason="training.precision says it"),
+    "data_types.param_dtype": _idle("text", reason="use training.precision"),
+    "data_types.buffer_dtype": _idle("text", reason="use training.precision"),
     "data_types.keep_in_fp32_modules": _idle("names", reason="the models have no such buffers"),
     "communication_data_type": _handed("dtype"),
     "seq_parallel_communication_data_type": _idle(
-        "dtype", "fp32", reason="what sequence-parallel ranks exchange has the precision of the pass"
+        "dtype", "fp32", reason="sequence-parallel communication uses the training precision"
     ),
     # ZeRO
     "zero_optimization.stage": _ours("stage", "parallel.zero_stage"),
@@ -139,15 +139,15 @@ KEYS = {
     "zero_optimization.round_robin_gradients": _idle("flag", False, reason=_BUCKETS),
     "zero_optimization.parameter_alignment": _idle("flag", False, reason=_BUCKETS),
     "zero_optimization.ignore_unused_parameters": _idle(
-        "flag", True, reason="the configuration says which parameters have a part in the loss"
+        "flag", True, reason="unused parameters follow from the configuration"
     ),
-    "zero_optimization.legacy_stage1": _idle("flag", False, reason="DeepSpeed no longer has it"),
-    "zero_optimization.compute_grad_norm": _idle("flag", True, reason="every step computes the norm"),
+    "zero_optimization.legacy_stage1": _idle("flag", False, reason="DeepSpeed removed it"),
+    "zero_optimization.compute_grad_norm": _idle("flag", True, reason="the gradient norm is computed at every step"),
     "zero_optimization.load_from_fp32_weights": _idle("flag", True, reason=_CHECKPOINTS),
     "zero_optimization.elastic_checkpoint": _idle("flag", False, reason=_CHECKPOINTS),
     "zero_optimization.pipeline_loading_checkpoint": _idle("flag", False, reason=_CHECKPOINTS),
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": _idle(
-        "flag", False, reason="scripts/convert_checkpoint.py export writes whole weights"
+        "flag", False, reason="scripts/convert_checkpoint.py export writes full weights"
     ),
     "zero_optimization.offload_optimizer.device": _ours("device", "parallel.offload_optimizer"),
     "zero_optimization.offload_optimizer.pin_memory": _idle("flag", True, reason=_OFFLOAD),
@@ -184,15 +184,15 @@ KEYS = {
     "zero_optimization.enable_sanity_checks": _stage_3("flag", False),
     "zero_optimization.leaf_module": _idle("free", {}, reason="the models have no such modules"),
     "zero_optimization.save_muon_momentum_buffer_in_memory": _idle("flag", False, reason=_OFFLOAD),
-    "zero_optimization.mics_shard_size": _idle("whole", -1, reason="DeepSpeed no longer has it"),
+    "zero_optimization.mics_shard_size": _idle("whole", -1, reason="DeepSpeed removed it"),
     "zero_optimization.mics_hierarchical_params_gather": _idle(
-        "flag", False, reason="DeepSpeed no longer has it"
+        "flag", False, reason="DeepSpeed removed it"
     ),
     "zero_optimization.zeropp_loco_param": _refused(
-        "free", {}, remedy="DeepSpeed no longer has it: remove it"
+        "free", {}, remedy="DeepSpeed removed it: remove it here too"
     ),
-    "zero_allow_untested_optimizer": _idle("flag", True, False, reason="every optimizer here is tested"),
-    "zero_force_ds_cpu_optimizer": _idle("flag", True, False, reason="torch's AdamW steps on the CPU"),
+    "zero_allow_untested_optimizer": _idle("flag", True, False, reason="all optimizers here are tested"),
+    "zero_force_ds_cpu_optimizer": _idle("flag", True, False, reason="PyTorch's AdamW runs on the CPU"),
     # exchange of gradients
     "prescale_gradients": _idle("flag", False, reason=_PLACES),
     "gradient_predivide_factor": _idle("number", 1.0, reason=_PLACES),
@@ -202,7 +202,7 @@ KEYS = {
         remedy="a sum would multiply gradients by the number of ranks: remove it, or raise optimizer.lr",
     ),
     "disable_allgather": _idle("flag", False, reason=_BUCKETS),
-    "sparse_gradients": _idle("flag", False, reason="gradients of embeddings are dense"),
+    "sparse_gradients": _idle("flag", False, reason="embedding gradients are dense"),
     # layout
     "tensor_parallel.autotp_size": _ours("count", "parallel.tensor_parallel_size"),
     "sequence_parallel_size": _ours("size", "parallel.tensor_parallel_size with parallel.sequence_parallel"),
@@ -210,7 +210,7 @@ KEYS = {
     "tensor_parallel.tp_grain_size": _idle("count", 1, 64, reason=_INFERENCE),
     "tensor_parallel.tensor_parallel": _idle("free", {}, reason=_LAYERS),
     "tensor_parallel.tp": _idle("free", {}, reason=_LAYERS),
-    "tensor_parallel.dtype": _idle("text", reason="training.precision says it"),
+    "tensor_parallel.dtype": _idle("text", reason="use training.precision"),
     "tensor_parallel.tp_overlap_comm": _idle("flag", False, reason=_LAYERS),
     "tensor_parallel.vocab_parallel_lm_head": _idle("flag", reason=_LAYERS),
     "tensor_parallel.vocab_parallel_ce_backend": _idle("text", "torch", reason=_LAYERS),
@@ -221,8 +221,8 @@ KEYS = {
     "tensor_parallel.replace_with_kernel_inject": _idle("flag", False, reason=_INFERENCE),
     "tensor_parallel.kernel_inject": _idle("flag", False, reason=_INFERENCE),
     "pipeline": _idle("free", {}, reason=_STAGES),
-    "expert_parallel": _idle("free", {}, reason="the models have no experts"),
-    "use_data_before_expert_parallelism": _idle("flag", False, reason="the models have no experts"),
+    "expert_parallel": _idle("free", {}, reason="there are no MoE layers"),
+    "use_data_before_expert_parallelism": _idle("flag", False, reason="there are no MoE layers"),
     "activation_checkpointing.partition_activations": _idle("flag", False, reason=_RECOMPUTE),
     "activation_checkpointing.partitioned_activations": _idle("flag", False, reason=_RECOMPUTE),
     "activation_checkpointing.cpu_checkpointing": _idle("flag", False, reason=_RECOMPUTE),
@@ -252,36 +252,36 @@ KEYS = {
     "wandb.group": _handed("text"),
     "wandb.team": _handed("text"),
     "wandb.project": _handed("text"),
-    "comet": _idle("switch", reason="the section trackers names those that are written to"),
-    "steps_per_print": _idle("size", reason="run.log_interval says how often lines come"),
-    "comms_logger": _idle("switch", reason="collectives are torch's; scripts/profile_step.py shows them"),
-    "timers": _idle("free", reason="every line of the log has the throughput"),
-    "log_level": _idle("text", reason="DeepSpeed's own lines are off"),
-    "autotuning": _idle("switch", reason="--dry-run PROCESSES advises a layout"),
-    "disable_python_gc": _idle("flag", False, reason="the loop does without it"),
-    "vocabulary_size": _idle("count", reason="the tokenizer says it"),
-    "dataloader_drop_last": _idle("flag", False, reason="samples are not read in epochs"),
+    "comet": _idle("switch", reason="use the section trackers"),
+    "steps_per_print": _idle("size", reason="use run.log_interval"),
+    "comms_logger": _idle("switch", reason="collectives are called through torch; scripts/profile_step.py lists them"),
+    "timers": _idle("free", reason="every log line has the throughput"),
+    "log_level": _idle("text", reason="DeepSpeed's own log lines are off"),
+    "autotuning": _idle("switch", reason="--dry-run PROCESSES recommends a parallel layout"),
+    "disable_python_gc": _idle("flag", False, reason="the training loop does not need it"),
+    "vocabulary_size": _idle("count", reason="it is the tokenizer's"),
+    "dataloader_drop_last": _idle("flag", False, reason="data is not read in epochs"),
     # files
     "checkpoint": _idle("free", {}, reason=_CHECKPOINTS),
     "nebula": _idle("switch", reason=_CHECKPOINTS),
     "datastates_ckpt": _idle("free", reason=_CHECKPOINTS),
-    "aio": _idle("free", reason="nothing is read from or written to NVMe"),
+    "aio": _idle("free", reason="NVMe is not used"),
     # another training
     "elasticity": _refused(
-        "switch", remedy="set the section batch, which fits every number of processes that divides it"
+        "switch", remedy="use the section batch; any number of processes that divides the batch works"
     ),
     "compression_training": _refused("switch", {}, remedy=_OTHER_TRAINING),
     "curriculum_learning": _refused(
-        "switch", remedy="phases with a sequence_length each do this: set them, and its enabled to false"
+        "switch", remedy="use phases with a sequence_length each instead, and set its enabled to false"
     ),
     "data_efficiency": _refused("switch", {}, remedy=_OTHER_TRAINING),
     "progressive_layer_drop": _refused("switch", remedy=_OTHER_TRAINING),
     "quantize_training": _refused("switch", remedy=_OTHER_TRAINING),
     "weight_quantization": _refused("free", {}, remedy=_OTHER_TRAINING),
     "sparse_attention": _refused("free", {}, remedy=_OTHER_TRAINING),
-    "eigenvalue": _idle("switch", reason="nothing is quantized"),
-    "hybrid_engine": _idle("switch", reason="nothing is generated between steps"),
-    "graph_harvesting": _idle("flag", False, reason="training.cuda_graphs says it"),
+    "eigenvalue": _idle("switch", reason="quantization is not supported"),
+    "hybrid_engine": _idle("switch", reason="there is no generation during training"),
+    "graph_harvesting": _idle("flag", False, reason="use training.cuda_graphs"),
     # written beside them in published files
     "comms_config": _idle("free", {}, reason=_UNREAD),
     "monitor_config": _idle("free", {}, reason=_UNREAD),

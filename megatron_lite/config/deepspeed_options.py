@@ -48,12 +48,13 @@ def deepspeed_options(
         ours, source = derived.get(key, (None, KEYS[key].reason))
         if key not in derived:
             said.problems.append(
-                f"deepspeed.{key} belongs to {source}; set that, or give the option in a file or as an override."
+                f"deepspeed.{key} corresponds to {source}; set that instead, or set the option in a file or as an "
+                "override."
             )
         elif ours is not None and value != ours:
             said.problems.append(
-                f"deepspeed.{key} is {shown(value)}, but {source} makes it {ours!r}; make them agree, or remove the "
-                "DeepSpeed key: it is derived."
+                f"deepspeed.{key} is {shown(value)}, but {source} makes it {ours!r}; make them equal, or remove "
+                "the DeepSpeed option, which is derived."
             )
     said.refuse()
     options = merge(DEFAULTS, said.for_deepspeed(parallel.zero_stage))
@@ -88,8 +89,8 @@ def _derived(
         "gradient_clipping": (optimizer.clip_grad_norm, "optimizer.clip_grad_norm"),
         "zero_optimization.stage": (parallel.zero_stage, "parallel.zero_stage"),
         # torch's AdamW, which needs no compile step
-        "zero_allow_untested_optimizer": (True, "this project's optimizer"),
-        "data_types.grad_accum_dtype": ("fp32", "this project's fp32 accumulation"),
+        "zero_allow_untested_optimizer": (True, "the optimizer used here"),
+        "data_types.grad_accum_dtype": ("fp32", "fp32 gradient accumulation"),
         "bf16.enabled": (training.precision == "bf16", precision),
         "fp16.enabled": (training.precision == "fp16", precision),
     }
@@ -102,5 +103,5 @@ def _derived(
     if parallel.pipeline_parallel_size > 1:
         # Splitting what stages send over tensor-parallel ranks contradicts sequence parallelism, which did it already.
         for key in ("pipe_partitioned", "grad_partitioned"):
-            derived[f"pipeline.{key}"] = (False, "this project's pipeline")
+            derived[f"pipeline.{key}"] = (False, "the pipeline engine used here")
     return derived

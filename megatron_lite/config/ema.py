@@ -13,30 +13,29 @@ from megatron_lite.config.sections import ParallelConfig
 class EmaConfig:
     decay: float | None = setting(
         None,
-        "keep an exponential moving average of the weights with this factor, such as 0.999, at 4 bytes per parameter "
-        "owned; smaller in the first steps; null = none",
+        "Decay of an exponential moving average (EMA) of the weights, such as 0.999; lower during the first"
+        " steps. Costs 4 bytes per parameter owned. null = no EMA.",
         above=0,
         below=1,
     )
-    interval: int = setting(1, "steps between updates of the average, each by decay^interval", at_least=1)
-    use: bool = setting(
-        False, "evaluate the average instead of the weights, also where the run's checkpoints are read"
-    )
+    interval: int = setting(1, "Steps between EMA updates; each uses decay^interval.", at_least=1)
+    use: bool = setting(False, "Evaluate with the EMA weights, and read them from the run's checkpoints.")
 
     def __post_init__(self) -> None:
         check(
             self.decay is not None or not self.use,
-            "ema.use is true, but ema.decay is null; set that to a factor such as 0.999, or use to false.",
+            "ema.use is true, but ema.decay is null; set ema.decay to a value such as 0.999, or ema.use to "
+            "false.",
         )
 
     def check_run(self, parallel: ParallelConfig, has_task: bool) -> None:
         """Raise ConfigError unless averages can be kept in this layout, for what is trained."""
         check(
             self.decay is None or not has_task,
-            f"ema.decay is {self.decay} with a task, whose best checkpoint is of the weights; set it to null.",
+            f"ema.decay is {self.decay}, but fine-tuning keeps no EMA; set it to null.",
         )
         check(
             self.decay is None or parallel.zero_stage < 3,
-            f"ema.decay is {self.decay} with parallel.zero_stage 3, where DeepSpeed holds the weights; set zero_stage "
-            "to 1 or 2, or ema.decay to null.",
+            f"ema.decay is {self.decay} with parallel.zero_stage 3, where DeepSpeed owns the weights; set "
+            "zero_stage to 1 or 2, or ema.decay to null.",
         )

@@ -15,34 +15,34 @@ from data_utils.common.settings import REQUIRED, check, checked, setting
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("events.skip_samples")
 class SkippedSamples:
-    first: int = setting(REQUIRED, "first sample not to train on", at_least=0)
-    end: int = setting(REQUIRED, "sample from which training goes on", at_least=0)
+    first: int = setting(REQUIRED, "First sample to skip.", at_least=0)
+    end: int = setting(REQUIRED, "First sample to train on again.", at_least=0)
 
     def __post_init__(self) -> None:
         check(
             self.first < self.end,
-            f"events.skip_samples has first {self.first} and end {self.end}; first must be the smaller.",
+            f"events.skip_samples has first {self.first} and end {self.end}; first must be smaller than end.",
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("events.learning_rate")
 class LearningRateChange:
-    from_step: int = setting(REQUIRED, "first step with the change", at_least=0)
-    until_step: int | None = setting(None, "last step with it; null = to the end", at_least=0)
-    factor: float | None = setting(None, "what the scheduled rate is multiplied with", at_least=0)
-    value: float | None = setting(None, "the rate instead of the scheduled one", at_least=0)
+    from_step: int = setting(REQUIRED, "First step of the change.", at_least=0)
+    until_step: int | None = setting(None, "Last step of the change; null = until the end.", at_least=0)
+    factor: float | None = setting(None, "Multiplies the scheduled learning rate.", at_least=0)
+    value: float | None = setting(None, "Replaces the scheduled learning rate.", at_least=0)
 
     def __post_init__(self) -> None:
         check(
             self.until_step is None or self.from_step <= self.until_step,
-            f"events.learning_rate has from_step {self.from_step} and until_step {self.until_step}; the first "
-            f"must not be the larger.",
+            f"events.learning_rate has from_step {self.from_step} and until_step {self.until_step}; from_step "
+            "must not be larger than until_step.",
         )
         given = [number for number in (self.factor, self.value) if number is not None]
         check(
             len(given) == 1,
-            f"events.learning_rate has factor {self.factor} and value {self.value}; give one of them.",
+            f"events.learning_rate has factor {self.factor} and value {self.value}; set exactly one of them.",
         )
 
     def includes(self, step: int) -> bool:
@@ -56,8 +56,8 @@ class LearningRateChange:
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("events.embedding_gradient_shrink")
 class ShrinkChange:
-    from_step: int = setting(REQUIRED, "first step with the change", at_least=0)
-    value: float = setting(REQUIRED, "model.embedding_gradient_shrink from then on", above=0, at_most=1)
+    from_step: int = setting(REQUIRED, "First step of the change.", at_least=0)
+    value: float = setting(REQUIRED, "model.embedding_gradient_shrink from this step on.", above=0, at_most=1)
 
     def __str__(self) -> str:
         return f"embedding gradient x {self.value:g} from step {self.from_step}"
@@ -66,13 +66,13 @@ class ShrinkChange:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EventsConfig:
     skip_samples: tuple[SkippedSamples, ...] = setting(
-        (), "list of {first, end}: no step is made of a batch that touches these samples"
+        (), "List of {first, end}: batches that contain any of these samples are skipped."
     )
     learning_rate: tuple[LearningRateChange, ...] = setting(
-        (), "list of {from_step, until_step, factor or value}; the last that includes a step counts"
+        (), "List of {from_step, until_step, factor or value}; the last entry that covers a step applies."
     )
     embedding_gradient_shrink: tuple[ShrinkChange, ...] = setting(
-        (), "list of {from_step, value}; the last that has begun counts"
+        (), "List of {from_step, value}; the last entry whose from_step has been reached applies."
     )
 
     def next_sample(self, consumed: int, batch_size: int) -> int:

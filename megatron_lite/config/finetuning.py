@@ -11,53 +11,57 @@ from data_utils.common.settings import check, checked, fraction, setting
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("finetune")
 class FinetuneConfig:
-    epochs: int = setting(3, "passes over the training samples; training.steps follows from it", at_least=1)
-    warmup_share: float = fraction(0.1, "part of the steps in which the learning rate rises")
+    epochs: int = setting(3, "Passes over the training samples; determines training.steps.", at_least=1)
+    warmup_share: float = fraction(0.1, "Fraction of the steps used for learning rate warm-up.")
     seeds: tuple[int, ...] = setting(
-        (), "a run for each, of initial heads, order and dropout; () = training.seed"
+        (), "One run per seed (initial heads, sample order, dropout); [] = training.seed only."
     )
-    evaluations_per_epoch: int = setting(1, "evaluations on the validation files in each epoch", at_least=1)
+    evaluations_per_epoch: int = setting(1, "Evaluations on the validation files per epoch.", at_least=1)
     best: str | None = setting(
         None,
-        "the metric by which the best checkpoint is kept; null = the mean of those that the task is known by",
+        "Metric that selects the best checkpoint; null = mean of the task's main metrics.",
     )
     patience: int | None = setting(
-        None, "evaluations without a better one after which the training ends; null = never", at_least=1
+        None,
+        "Early stopping: stop after this many evaluations without improvement; null = never.",
+        at_least=1,
     )
     tasks_alpha: float = fraction(
-        1.0, "several tasks: their batches in an epoch ~ batches of their samples ^ tasks_alpha; 0 = equal"
+        1.0, "Several tasks: batches per epoch in proportion to (batches of the task)^tasks_alpha; 0 = equal."
     )
     trained: str = setting(
         "all",
-        "which parameters are trained beside the head that the task adds: all, biases (BitFit), adapters (of "
-        "model.adapter_size, and LayerNorms), or head: none; lora is refused",
+        "Parameters trained in addition to the new task head: all, biases (BitFit), adapters (with "
+        "model.adapter_size; LayerNorms too) or head (none). lora is refused.",
         one_of=("all", "biases", "adapters", "head", "lora"),
     )
     unfreeze: str = setting(
         "all",
-        "all: from the first step on; gradual: the head and the top block in the first epoch, one block more downwards "
-        "in each further epoch, then the embeddings (ULMFiT); siatl: the head alone, from epoch 2 on the blocks, from "
-        "5 on the embeddings",
+        "all = train everything from the first step; gradual = head and top block in epoch 1, one more "
+        "block per epoch, then the embeddings (ULMFiT); siatl = head only, blocks from epoch 2, embeddings "
+        "from epoch 5.",
         one_of=("all", "gradual", "siatl"),
     )
     layer_decay: float = setting(
         1.0,
-        "factor of the learning rate for each layer down from the head: lr x layer_decay^d, with d 0 for the head, 1 "
-        "for the top block, num_layers + 1 for the embeddings (ULMFiT 1/2.6 = 0.385, XLNet 0.75, ELECTRA 0.8)",
+        "Layer-wise learning rate decay: lr x layer_decay^d with d = 0 for the head, 1 for the top block, "
+        "num_layers + 1 for the embeddings (ULMFiT 1/2.6 = 0.385, XLNet 0.75, ELECTRA 0.8).",
         above=0,
         at_most=1,
     )
     lm_weight: float = setting(
         0.0,
-        "weight of the run's own objective on the texts of the samples, beside the loss of a task with a head (SiATL: "
-        "0.2); 0 = none",
+        "Weight of the run's pretraining loss on the samples' texts, added to the loss of a task head "
+        "(SiATL: 0.2); 0 = off.",
         at_least=0,
     )
     lm_weight_last: float | None = setting(
-        None, "what lm_weight has become in epoch lm_weight_epochs (SiATL: 0.1); null = it stays", above=0
+        None,
+        "Value that lm_weight reaches in epoch lm_weight_epochs (SiATL: 0.1); null = constant lm_weight.",
+        above=0,
     )
     lm_weight_epochs: int = setting(
-        15, "the epochs in which lm_weight becomes lm_weight_last, by equal factors", at_least=2
+        15, "Epochs over which lm_weight decays geometrically to lm_weight_last.", at_least=2
     )
 
     def __post_init__(self) -> None:
@@ -68,15 +72,15 @@ class FinetuneConfig:
         )
         check(
             self.trained != "head" or not self.lm_weight,
-            f"finetune.lm_weight is {self.lm_weight} with finetune.trained head, so nothing that the language model is "
-            "made of is trained; set it to 0, or train more.",
+            f"finetune.lm_weight is {self.lm_weight}, but finetune.trained head freezes the language model; "
+            "set lm_weight to 0, or train more parameters.",
         )
         for seed in self.seeds:
             check(
                 0 <= seed < 2**63,
-                f"finetune.seeds has {shown(seed)}; a seed must be a whole number from 0 to 2^63 - 1.",
+                f"finetune.seeds contains {shown(seed)}; a seed must be an integer from 0 to 2^63 - 1.",
             )
         check(
             len(set(self.seeds)) == len(self.seeds),
-            f"finetune.seeds ({', '.join(map(str, self.seeds))}) names a seed twice; each is one run.",
+            f"finetune.seeds ({', '.join(map(str, self.seeds))}) contains a duplicate; each seed is one run.",
         )

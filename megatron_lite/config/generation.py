@@ -19,44 +19,54 @@ ONLY_FOR = {
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("generation")
 class GenerationConfig:
-    strategy: str = setting("greedy", "greedy, sample or beam", one_of=STRATEGIES)
-    max_length: int = setting(64, "most tokens per blank", at_least=1)
-    min_length: int = setting(0, "fewest tokens per blank", at_least=0)
+    strategy: str = setting("greedy", "greedy, sample or beam.", one_of=STRATEGIES)
+    max_length: int = setting(64, "Maximum tokens per blank.", at_least=1)
+    min_length: int = setting(0, "Minimum tokens per blank.", at_least=0)
     no_repeat_ngram_size: int = setting(
-        0, "no n-gram of this length may repeat in an answer; 0 = off", at_least=0
+        0, "No n-gram of this size occurs twice in an answer; 0 = off.", at_least=0
     )
     no_repeat_except: str = setting(
-        "", "no_repeat_ngram_size: tokens, separated by spaces, after which n-grams may repeat, such as '.'"
+        "",
+        "Tokens, separated by spaces, after which n-grams may repeat despite no_repeat_ngram_size, such as "
+        "'.'.",
     )
     # Far beyond what makes a difference, so that no sum overflows: at 1e-6 the likeliest token is sure.
-    temperature: float = setting(1.0, "sample: divides the logits", at_least=1e-6, at_most=1e6)
-    top_k: int = setting(0, "sample: only the k likeliest tokens; 0 = all", at_least=0)
+    temperature: float = setting(1.0, "Sample: sampling temperature.", at_least=1e-6, at_most=1e6)
+    top_k: int = setting(0, "Sample: keep the k most likely tokens; 0 = all.", at_least=0)
     top_p: float = setting(
-        1.0, "sample: only the likeliest tokens that together reach this probability", above=0, at_most=1
+        1.0,
+        "Sample: keep the smallest set of most likely tokens whose probabilities sum to top_p.",
+        above=0,
+        at_most=1,
     )
-    num_beams: int = setting(4, f"beam: hypotheses kept, at most {MAX_BEAMS}", at_least=1, at_most=MAX_BEAMS)
+    num_beams: int = setting(4, "Beam: number of beams.", at_least=1, at_most=MAX_BEAMS)
     length_penalty: float = setting(
-        1.0, "beam: scores are divided by length to this power", at_least=-50, at_most=50
+        1.0, "Beam: scores are divided by length^length_penalty.", at_least=-50, at_most=50
     )
     length_penalty_form: str = setting(
-        "power", "beam: base of length_penalty: power = the length; gnmt = (5 + length) / 6", one_of=PENALTIES
+        "power",
+        "Beam: length in length_penalty: power = the length; gnmt = (5 + length) / 6.",
+        one_of=PENALTIES,
     )
     mode: str = setting(
         "",
-        "ul2: the denoiser whose token stands before a text: regular or extreme (blanks), or sequential (the text "
-        "goes on; default)",
+        "UL2: denoiser mode token before the input: regular or extreme (fill blanks) or sequential "
+        "(continue the text; default).",
         one_of=("", "regular", "extreme", "sequential"),
     )
     unmask_steps: int = setting(
-        0, "masked_diffusion: steps in which an answer's masks are taken away; 0 = max_length", at_least=0
+        0, "masked_diffusion: denoising steps per answer; 0 = max_length.", at_least=0
     )
     unmask_block: int = setting(
-        0, "masked_diffusion: tokens that are written before the next ones; 0 = the whole answer", at_least=0
+        0,
+        "masked_diffusion: block length of semi-autoregressive decoding, in tokens; 0 = the whole answer at"
+        " once.",
+        at_least=0,
     )
     guidance: float = setting(
-        0.0, "masked_diffusion: how much more the text counts than without guidance", at_least=0, at_most=1000
+        0.0, "masked_diffusion: scale of classifier-free guidance; 0 = off.", at_least=0, at_most=1000
     )
-    seed: int = setting(0, "sample: seed of the draws", at_least=0, below=2**63)
+    seed: int = setting(0, "Sample: random seed.", at_least=0, below=2**63)
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -64,17 +74,17 @@ class GenerationConfig:
             check(
                 strategy == self.strategy or value == field.default,
                 f"{field.name} is {value}, but strategy is {self.strategy}, which does not use it; set strategy to "
-                f"{strategy}, or leave {field.name} out.",
+                f"{strategy}, or remove {field.name}.",
             )
         check(
             self.min_length < self.max_length,
-            f"min_length ({self.min_length}) must be below max_length ({self.max_length}), which counts the end too; "
-            "lower it, or raise max_length.",
+            f"min_length ({self.min_length}) must be smaller than max_length ({self.max_length}), which "
+            "includes the end token; lower it, or raise max_length.",
         )
         check(
             not self.no_repeat_except or self.no_repeat_ngram_size > 0,
-            f"no_repeat_except is {self.no_repeat_except!r}, but no_repeat_ngram_size is 0; set that too, or leave "
-            "no_repeat_except out.",
+            f"no_repeat_except is {self.no_repeat_except!r}, but no_repeat_ngram_size is 0; set "
+            "no_repeat_ngram_size, or remove no_repeat_except.",
         )
 
     def score(self, log_probability: float, length: int) -> float:

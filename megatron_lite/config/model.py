@@ -32,8 +32,10 @@ FORMER_SETTINGS: Former = {
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("model.mup")
 class MupConfig:
-    base_hidden_size: int = setting(REQUIRED, "hidden_size of the narrow model", at_least=1)
-    base_head_size: int | None = setting(None, "width of its heads; null = that of this model", at_least=1)
+    base_hidden_size: int = setting(REQUIRED, "hidden_size of the base model.", at_least=1)
+    base_head_size: int | None = setting(
+        None, "head_dim of the base model; null = as this model.", at_least=1
+    )
 
 
 VOCAB_MULTIPLE = 128  # the reference pads vocabularies to a multiple of this, which suits GPU matrix units
@@ -50,208 +52,254 @@ def padded_vocab_size(vocab_size: int, tensor_parallel_size: int = 1) -> int:
 class ModelConfig:
     system: str | None = setting(
         None,
-        "a published system, which sets the options of its architecture where the file does not; null = glm",
+        "Published system; sets the architecture options that the file leaves out. null = glm.",
         one_of=tuple(SYSTEMS),
         left_out=LEFT_OUT,
     )
-    num_layers: int = setting(REQUIRED, "Transformer blocks; with decoder_layers the encoder's", at_least=1)
+    num_layers: int = setting(
+        REQUIRED, "Number of Transformer blocks; of the encoder if decoder_layers > 0.", at_least=1
+    )
     decoder_layers: int = setting(
-        0, "blocks of a decoder with cross-attention (T5, BART, MASS); 0 = one stack", at_least=0
+        0, "Number of decoder blocks with cross-attention (T5, BART, MASS); 0 = no decoder.", at_least=0
     )
-    hidden_size: int = setting(REQUIRED, "width of the residual stream", at_least=1)
+    hidden_size: int = setting(REQUIRED, "Hidden size.", at_least=1)
     num_attention_heads: int = setting(
-        REQUIRED, "attention heads; must divide hidden_size where head_dim is null", at_least=1
+        REQUIRED, "Number of attention heads; must divide hidden_size if head_dim is null.", at_least=1
     )
-    head_dim: int | None = setting(None, "width of a head; null = hidden_size / number of heads", at_least=1)
+    head_dim: int | None = setting(
+        None, "Size of an attention head; null = hidden_size / num_attention_heads.", at_least=1
+    )
     num_key_value_heads: int | None = setting(
         None,
-        "heads of keys and values, each shared by a group of attention heads (GLM-4: 2); null = num_attention_heads",
+        "Number of key/value heads (grouped-query attention; GLM-4: 2); null = num_attention_heads.",
         at_least=1,
     )
     ffn: str = setting(
         "plain",
-        "plain: W2 activation(W1 x); gated: W2 (activation(Wg x) * W1 x), with both in one matrix (GLM-4, GLM-130B)",
+        "plain: W2 activation(W1 x); gated: W2 (activation(Wg x) * W1 x), with Wg and W1 fused into one "
+        "matrix (GLM-4, GLM-130B).",
         one_of=FFNS,
     )
-    ffn_size: int | None = setting(None, "inner width of the FFN; null = 4 hidden_size", at_least=1)
+    ffn_size: int | None = setting(None, "Inner size of the FFN; null = 4 hidden_size.", at_least=1)
     vocab_size: int | None = setting(
-        None, "ids of the tokenizer, special ones counted, unpadded; null = the tokenizer's", at_least=1
+        None, "Vocabulary size, special tokens included, before padding; null = the tokenizer's.", at_least=1
     )
-    max_position: int = setting(512, "largest position id; the tables have max_position + 1 rows", at_least=1)
+    max_position: int = setting(
+        512, "Largest position id; position embeddings have max_position + 1 rows.", at_least=1
+    )
     positions: str = setting(
         "learned_blocks",
-        "tables of position ids: learned_blocks (GLM: in the text, and in the span), learned (in the text); rotary: no "
-        "table, queries and keys are turned (GLM-4); none",
+        "learned_blocks = two learned tables, position in the text and position in the span (GLM); learned "
+        "= one learned table; rotary = RoPE (GLM-4); none = no position embedding.",
         one_of=POSITIONS,
     )
     block_positions: str = setting(
         "added",
-        "what rotary positions do with the position in a span: added (to that in the text: spans continue from their "
-        "mask), table (a learned one, as in learned_blocks), halves (it turns the second half of the features that "
-        "are turned, that in the text the first; ChatGLM-6B), none (nothing: GLM's ablation, for learned ones too)",
+        "Position in the span with rotary positions: added = added to the position in the text, so that a "
+        "span continues from its mask; table = a learned table as in learned_blocks; halves = rotates the "
+        "second half of the rotary features, the position in the text rotates the first (ChatGLM-6B); none "
+        "= ignored (ablation; also for learned positions).",
         one_of=BLOCK_POSITIONS,
     )
     rotary_share: float = setting(
-        1.0, "part of the features of each head that rotary positions turn (GLM-4: 0.5)", above=0, at_most=1
+        1.0, "Fraction of each head's features that are rotated (GLM-4: 0.5).", above=0, at_most=1
     )
-    rotary_base: float = setting(10000.0, "base of the wavelengths of rotary positions", above=1)
+    rotary_base: float = setting(10000.0, "RoPE base (theta).", above=1)
     rotary_base_local: float | None = setting(
-        None, "rotary_base of local layers (ModernBERT: 10000); null = rotary_base", above=1
+        None, "RoPE base of local layers (ModernBERT: 10000); null = rotary_base.", above=1
     )
     rotary_scaling: tuple[float, ...] = setting(
         (),
-        "Llama 3's longer wavelengths: factor, low and high frequency factor, original length, as [8, 1, 4, 8192]; "
-        "[] = none",
+        "Llama 3 RoPE scaling: [factor, low frequency factor, high frequency factor, original context "
+        "length], such as [8, 1, 4, 8192]; [] = off.",
     )
-    query_key_norm: bool = setting(False, "RMSNorm of each head's queries and keys (Qwen3)")
+    query_key_norm: bool = setting(False, "RMSNorm on the queries and keys of each head (Qwen3).")
     attention_window: int = setting(
         0,
-        "local layers see tokens whose position ids differ by this many at most (ModernBERT: 64); 0 = all are global",
+        "Sliding window: local layers attend to tokens at most this many positions away (ModernBERT: 64); 0"
+        " = all layers are global.",
         at_least=0,
     )
     global_every: int = setting(
-        1, "layers 0, n, 2n, ... are global, with attention_window others local (ModernBERT: 3)", at_least=1
+        1,
+        "With attention_window: every n-th layer (0, n, 2n, ...) is global, the others are local "
+        "(ModernBERT: 3).",
+        at_least=1,
     )
     relative: str = setting(
         "none",
-        "relative positions in the scores of attention: none; buckets of distances (T5, UniLMv2); xlnet: also "
-        "segments, and one vector for what is predicted; disentangled: buckets with queries and keys (DeBERTa)",
+        "Relative positions in attention scores: none; buckets = bias per distance bucket (T5, UniLMv2); "
+        "xlnet = Transformer-XL terms, segment terms and a query stream; disentangled = content-to-position"
+        " and position-to-content (DeBERTa).",
         one_of=RELATIVE,
     )
     position_buckets: int = setting(
-        0, "buckets of each direction, half of them logarithmic (DeBERTa-v3: 256); 0 = all apart", at_least=0
+        0,
+        "Relative position buckets per direction, half of them logarithmic (DeBERTa-v3: 256); 0 = one per "
+        "distance.",
+        at_least=0,
     )
-    position_projections: bool = setting(False, "buckets have matrices of queries and keys of their own")
-    position_norm: bool = setting(False, "a norm of the buckets' embeddings, of relative disentangled")
-    unscaled_scores: bool = setting(False, "scores without the factor 1/sqrt(width of a head) (T5)")
+    position_projections: bool = setting(
+        False, "Separate query and key projections for relative positions; false = shared with the tokens."
+    )
+    position_norm: bool = setting(
+        False, "Norm on the relative position embeddings (with relative disentangled)."
+    )
+    unscaled_scores: bool = setting(False, "Do not divide attention scores by sqrt(head size) (T5).")
     norm: str = setting(
         "pre",
-        "pre: x + f(LayerNorm(x)) and a final LayerNorm (GLM, GPT-2); post: LayerNorm(x + f(x)) (BERT, GPT); deepnorm: "
-        "LayerNorm(sqrt(2L) x + f(x)) (GLM-130B)",
+        "pre: x + f(LayerNorm(x)) and a final LayerNorm (GLM, GPT-2); post: LayerNorm(x + f(x)) (BERT, "
+        "GPT); deepnorm: LayerNorm(sqrt(2L) x + f(x)) (GLM-130B).",
         one_of=NORMS,
     )
-    sandwich_norm: bool = setting(False, "LayerNorm on the outputs of attention and FFN too (GLM-4-0414)")
-    embedding_norm: bool = setting(False, "LayerNorm on the sum of the embeddings (BERT, ALBERT, BART)")
-    first_norm: bool = setting(True, "with norm pre also before the first attention (ModernBERT: false)")
-    norm_bias: bool = setting(True, "a bias in every LayerNorm; false: a weight alone (ModernBERT)")
-    rms_norm: bool = setting(False, "divide by the root mean square instead of LayerNorm (T5)")
-    layernorm_epsilon: float = setting(1e-5, "epsilon of every LayerNorm", above=0)
+    sandwich_norm: bool = setting(
+        False, "Additional LayerNorm on the outputs of attention and FFN (GLM-4-0414)."
+    )
+    embedding_norm: bool = setting(False, "LayerNorm on the sum of the embeddings (BERT, ALBERT, BART).")
+    first_norm: bool = setting(
+        True, "With norm pre: LayerNorm before the first attention; false for ModernBERT."
+    )
+    norm_bias: bool = setting(True, "LayerNorm has a bias; false = weight only (ModernBERT).")
+    rms_norm: bool = setting(False, "RMSNorm instead of LayerNorm (T5).")
+    layernorm_epsilon: float = setting(1e-5, "Epsilon of every LayerNorm.", above=0)
     activation: str = setting(
         "gelu_tanh",
-        "of the FFN and of heads. GLM was trained with gelu_tanh; its Hugging Face code computes gelu_erf",
+        "Activation of the FFN and of the heads. GLM was trained with gelu_tanh; its Hugging Face code "
+        "computes gelu_erf.",
         one_of=ACTIVATIONS,
     )
     biases: str = setting(
-        "all", "which products of a block have a bias: all, qkv, mlp (XLNet) or none (T5)", one_of=BIASES
+        "all", "Linear layers of a block that have a bias: all, qkv, mlp (XLNet) or none (T5).", one_of=BIASES
     )
-    embedding_dropout: float = setting(0.1, "dropout probability after the embeddings", at_least=0, below=1)
-    attention_dropout: float = setting(0.1, "dropout probability on attention weights", at_least=0, below=1)
+    embedding_dropout: float = setting(0.1, "Dropout probability after the embeddings.", at_least=0, below=1)
+    attention_dropout: float = setting(0.1, "Dropout probability on attention weights.", at_least=0, below=1)
     activation_dropout: float = setting(
-        0.0, "dropout probability within the FFN, after the activation (MASS)", at_least=0, below=1
+        0.0, "Dropout probability inside the FFN, after the activation (MASS).", at_least=0, below=1
     )
     output_dropout: float = setting(
-        0.1, "dropout probability on the output of attention and FFN", at_least=0, below=1
+        0.1, "Dropout probability on the outputs of attention and FFN.", at_least=0, below=1
     )
     final_dropout: float = setting(
-        0.0, "dropout probability after the last norm of each stack (T5, XLNet)", at_least=0, below=1
+        0.0, "Dropout probability after the final norm of each stack (T5, XLNet).", at_least=0, below=1
     )
     init: str = setting(
         "gpt2",
-        "initial weights: plain = all N(0, init_std^2); uniform = all between -init_std and init_std (NeoBERT); gpt2 = "
-        "output projections init_std/sqrt(2L); t5 = by the widths of each matrix; deepnorm = in blocks Xavier's, of "
-        "values, output projections and FFN over sqrt(2L)",
+        "Weight initialization: plain = N(0, init_std^2); uniform = U(-init_std, init_std) (NeoBERT); gpt2 "
+        "= plain, but output projections with init_std/sqrt(2L); t5 = scaled by the size of each matrix; "
+        "deepnorm = Xavier in the blocks, with value, output and FFN matrices divided by sqrt(2L).",
         one_of=INITS,
     )
-    init_std: float = setting(0.02, "standard deviation of initial weights", above=0)
+    init_std: float = setting(0.02, "Standard deviation of the initial weights.", above=0)
     mup: MupConfig | None = setting(
         None,
-        "initial scales, rates and logits follow the width, so that a learning rate found on a narrow model of the "
-        "same proportions serves this one (muP, arXiv:2203.03466); null = no",
+        "muP (arXiv:2203.03466): scale initial weights, learning rates and logits with the width, so that a"
+        " learning rate tuned on a narrow base model transfers; null = off.",
     )
     init_cutoff: float | None = setting(
-        None, "standard deviations beyond which initial weights are drawn again (ModernBERT: 2)", above=0
+        None,
+        "Truncate the initial weights at this many standard deviations (ModernBERT: 2); null = not "
+        "truncated.",
+        above=0,
     )
     init_words_std: float | None = setting(
-        None, "standard deviation of initial word embeddings; null = as init and init_std say", above=0
+        None, "Standard deviation of the initial word embedding; null = as init and init_std.", above=0
     )
     init_positions_std: float | None = setting(
-        None, "standard deviation of initial tables of positions; null = as init and init_std say", above=0
+        None, "Standard deviation of the initial position embeddings; null = as init and init_std.", above=0
     )
     embedding_gradient_shrink: float = setting(
-        1.0, "factor on the gradient of embeddings (GLM-130B: 0.1); 1 = off", above=0, at_most=1
+        1.0, "Multiplies the gradient of the embeddings (GLM-130B: 0.1); 1 = off.", above=0, at_most=1
     )
-    scale_embedding: bool = setting(False, "multiply word embeddings by sqrt(hidden_size) (MASS)")
+    scale_embedding: bool = setting(False, "Multiply word embeddings by sqrt(hidden_size) (MASS).")
     segments: int = setting(
         0,
-        "rows of a segment embedding: BERT 2 (texts A and B), UniLM 6 (kinds of language model), RoBERTa 1 (added to "
-        "every token), 0 = none",
+        "Rows of the segment embedding: 2 for BERT (segments A and B), 6 for UniLM (types of language "
+        "model), 1 for RoBERTa (added to every token); 0 = none.",
         at_least=0,
     )
-    task_types: int = setting(0, "rows of an embedding of objectives (ERNIE 2.0: 16), 0 = none", at_least=0)
+    task_types: int = setting(
+        0, "Rows of the task embedding, one per objective (ERNIE 2.0: 16); 0 = none.", at_least=0
+    )
     task_rows: tuple[int, ...] = setting(
         (),
-        "row of that embedding for each loss, by its number; a start fills it in: objectives take rows 0, 1, ... in "
-        "their order, and a checkpoint's rows stay. () in a checkpoint: the loss's number itself",
+        "Row of the task embedding for each loss, by loss number. Filled in at the start: objectives take "
+        "rows 0, 1, ... in order, and rows of a checkpoint are kept. [] in a checkpoint = the loss number.",
     )
     tie_word_embeddings: bool = setting(
-        True, "predict tokens through the word embedding; false: through a matrix of its own (GLM-4)"
+        True, "Share the word embedding with the output projection; false = a separate output matrix (GLM-4)."
     )
-    scale_head: bool = setting(False, "multiply what the output projection takes by 1/sqrt(hidden_size) (T5)")
+    scale_head: bool = setting(
+        False, "Multiply the input of the output projection by 1/sqrt(hidden_size) (T5)."
+    )
     logit_soft_cap: float | None = setting(
-        None, "bound k of the logits of tokens, k tanh(logit / k) (Gemma 2); null = none", above=0
+        None, "Soft cap k on the token logits, k tanh(logit / k) (Gemma 2); null = none.", above=0
     )
-    head_transform: bool = setting(False, "a layer with activation and norm before the output matrix (BERT)")
-    head_transform_bias: bool = setting(True, "a bias in that layer's product")
-    head_bias: bool = setting(False, "a bias for each token of the output projection (BERT, XLNet)")
+    head_transform: bool = setting(
+        False, "Dense layer with activation and norm before the output projection (BERT)."
+    )
+    head_transform_bias: bool = setting(True, "Bias in the dense layer of head_transform.")
+    head_bias: bool = setting(False, "Per-token bias in the output projection (BERT, XLNet).")
     sentence_classes: int = setting(
-        0, "classes of a head on CLS for two sentences: 2 (BERT, ALBERT, UniLM), 0 = none", at_least=0
+        0, "Classes of the sentence-pair head on CLS: 2 for BERT, ALBERT, UniLM; 0 = no head.", at_least=0
     )
-    class_heads: tuple[str, ...] = setting((), "further heads of classes: sentence_reordering:9, ...")
+    class_heads: tuple[str, ...] = setting(
+        (), "Additional classification heads as NAME:CLASSES, such as sentence_reordering:9."
+    )
     sentence_dropout: float = setting(
-        0.0, "dropout probability before the classes of the head on CLS (ALBERT: 0.1)", at_least=0, below=1
+        0.0,
+        "Dropout probability before the classifier of the sentence-pair head (ALBERT: 0.1).",
+        at_least=0,
+        below=1,
     )
     task_head: str = setting(
         "none",
-        "a head that fine-tuning adds: classes or values (of a text), tags (of words), spans (first and last token of "
-        "an answer); none = tasks are solved by predicting tokens",
+        "Head added by fine-tuning: classes or values (per text), tags (per word), spans (first and last "
+        "token of an answer); none = tasks are solved by predicting tokens.",
         one_of=TASK_HEADS,
     )
-    task_classes: int = setting(0, "classes or tags of the task's head", at_least=0)
+    task_classes: int = setting(0, "Number of classes or tags of the task head.", at_least=0)
     task_heads: tuple[str, ...] = setting(
-        (), "heads of several tasks, each NAME:KIND:CLASSES, as fine-tuning on several tasks fills them in"
+        (), "Heads of several tasks, each NAME:TYPE:CLASSES; filled in by fine-tuning on several tasks."
     )
     task_pooler: bool | None = setting(
         None,
-        "a layer (task_pooler_kind) before the head of classes or values: that of the head on CLS where the model has "
-        "one, else a new one; null = where the model has one",
+        "Pooler (task_pooler_kind) before a head of classes or values: the pretrained one if the model has "
+        "it, otherwise a new one; null = only if the model has one.",
     )
     task_pooler_kind: str = setting(
         "tanh",
-        "that layer's activation: tanh, or gelu (ELECTRA); transform: it is head_transform, also for tags and spans "
-        "(ModernBERT)",
+        "Activation of the task pooler: tanh or gelu (ELECTRA); transform = use head_transform as pooler, "
+        "for tags and spans too (ModernBERT).",
         one_of=("tanh", "gelu", "transform"),
     )
     task_mix: bool = setting(
         False,
-        "the task's head reads a learned mix of the embeddings' and all blocks' outputs, not the last one's (ELMo)",
+        "The task head reads a learned weighted average of the outputs of the embeddings and all blocks "
+        "instead of the last output (ELMo).",
     )
     task_pool: str = setting(
         "token",
-        "what the head of classes or values reads of a text: token (the one that stands for it), or concat (that one, "
-        "the maximum and the mean of all of them, through a layer with ReLU; ULMFiT)",
+        "Input of a head of classes or values: token = the classification token; concat = that token, max "
+        "pooling and mean pooling over all tokens, through a ReLU layer (ULMFiT).",
         one_of=("token", "concat"),
     )
-    task_dropout: float = setting(0.1, "dropout probability before the task's head", at_least=0, below=1)
+    task_dropout: float = setting(0.1, "Dropout probability before the task head.", at_least=0, below=1)
     span_boundary_places: int = setting(
-        0, "places of SpanBERT's head, which predicts a span from the tokens around it; 0 = none", at_least=0
+        0,
+        "Positions that SpanBERT's boundary head predicts from the tokens around a span; 0 = no such head.",
+        at_least=0,
     )
-    embedding_size: int | None = setting(None, "width of embeddings (ALBERT: 128); null = same", at_least=1)
+    embedding_size: int | None = setting(
+        None, "Size of the word embedding (ALBERT: 128); null = hidden_size.", at_least=1
+    )
     share_layers: str = setting(
         "none",
-        "weights that all blocks share: none, those of attention, of ffn (both without norms), or all (ALBERT)",
+        "Weights shared by all blocks: none, attention, ffn (both without norms) or all (ALBERT).",
         one_of=("none", "attention", "ffn", "all"),
     )
-    adapter_size: int = setting(0, "inner width of fine-tuning's adapters: 64; 0 = none", at_least=0)
+    adapter_size: int = setting(
+        0, "Bottleneck size of the adapters that fine-tuning adds, such as 64; 0 = none.", at_least=0
+    )
 
     def __post_init__(self) -> None:
         from megatron_lite.config.model_rules import check_model

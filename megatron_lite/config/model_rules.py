@@ -42,25 +42,25 @@ def check_model(model: ModelConfig) -> None:
     )
     check(
         model.positions == "rotary" or (model.positions, model.block_positions) in _WITHOUT_ROTARY,
-        f"model.block_positions is {model.block_positions} with model.positions {model.positions}, but it is for "
-        "rotary positions; set positions to rotary, or leave block_positions out.",
+        f"model.block_positions is {model.block_positions} with model.positions {model.positions}, but it "
+        "needs rotary positions; set positions to rotary, or remove block_positions.",
     )
     divisor, rule = (4, "a multiple of 4") if model.block_positions == "halves" else (2, "an even number")
     check(
         model.positions != "rotary" or (model.rotary_size > 0 and model.rotary_size % divisor == 0),
-        f"model.rotary_share ({model.rotary_share}) of a head's {model.head_size} features is {model.rotary_size}; "
-        f"rotary positions turn pairs of features: choose a share that gives {rule}.",
+        f"model.rotary_share ({model.rotary_share}) of head size {model.head_size} gives "
+        f"{model.rotary_size} rotated features, which must be {rule}; change rotary_share.",
     )
     scaling = model.rotary_scaling
     check(
         not scaling or (len(scaling) == 4 and min(scaling) > 0 and scaling[1] < scaling[2]),
-        f"model.rotary_scaling is {list(scaling)}; it must be [] or four numbers above 0, the second below the third: "
-        "factor, low and high frequency factor, original length.",
+        f"model.rotary_scaling is {list(scaling)}; it must be [] or four positive numbers: factor, low "
+        "frequency factor, high frequency factor (above the low one), original context length.",
     )
     check(
         not model.decoder_layers or model.share_layers == "none",
-        f"model.decoder_layers is {model.decoder_layers} with model.share_layers {model.share_layers}, but blocks of "
-        "encoder and decoder differ; set share_layers to none.",
+        f"model.share_layers is {model.share_layers} with model.decoder_layers ({model.decoder_layers}), "
+        "but encoder and decoder blocks cannot share weights; set share_layers to none.",
     )
     of_one_stack = {
         "positions": model.positions == "rotary",
@@ -76,11 +76,12 @@ def check_model(model: ModelConfig) -> None:
         check(
             not (model.decoder_layers and is_chosen),
             f"model.{name} is {getattr(model, name)} with model.decoder_layers ({model.decoder_layers}), but "
-            f"cross-attention does not have that; set decoder_layers to 0, or leave {name} out.",
+            f"cross-attention does not support it; set decoder_layers to 0, or remove {name}.",
         )
     check(
         model.sentence_classes != 1,
-        "model.sentence_classes is 1; a head needs at least 2 classes: set it to 2, or to 0 for no head.",
+        "model.sentence_classes is 1; a classification head needs at least 2 classes: set it to 2, or to "
+        "0 for no head.",
     )
     _check_class_heads(model)
     _check_norms(model)
@@ -95,18 +96,18 @@ def check_model(model: ModelConfig) -> None:
     )
     check(
         model.task_pool == "token" or model.task_pooler is None,
-        f"model.task_pool is {model.task_pool} with model.task_pooler {model.task_pooler}; a pool has a layer of its "
-        "own: leave task_pooler out.",
+        f"model.task_pool is {model.task_pool} with model.task_pooler {model.task_pooler}, but the pool "
+        "has its own layer; remove task_pooler.",
     )
     check(
         model.task_pooler_kind != "transform" or (model.head_transform and model.embedding_size is None),
-        "model.task_pooler_kind is transform, but the model has no layer before its output projection that is as wide "
-        "as its blocks (head_transform without embedding_size); set it to tanh or gelu.",
+        "model.task_pooler_kind is transform, which needs model.head_transform and no "
+        "model.embedding_size; set it to tanh or gelu.",
     )
     check(
         model.task_head == "none" or not model.decoder_layers,
-        f"model.task_head is {model.task_head} with model.decoder_layers ({model.decoder_layers}), whose tokens are "
-        "of two stacks; solve the task by predicting tokens, and leave task_head out.",
+        f"model.task_head is {model.task_head} with model.decoder_layers ({model.decoder_layers}), but "
+        "task heads need a single stack; remove task_head and solve the task by predicting tokens.",
     )
 
 
@@ -115,43 +116,44 @@ def _check_class_heads(model: ModelConfig) -> None:
     fit = all(name in CLASS_HEADS and n.isdecimal() and 1 < int(n) < 10_000 for name, n in heads.items())
     check(
         fit and len(heads) == len(model.class_heads),
-        f"model.class_heads is {list(model.class_heads)}; each must be NAME:CLASSES, once, with 2 classes or more and "
-        f"a name of {', '.join(CLASS_HEADS)}.",
+        f"model.class_heads is {list(model.class_heads)}; each entry must be NAME:CLASSES with at least 2 "
+        f"classes and a distinct NAME of {', '.join(CLASS_HEADS)}.",
     )
     check(
         model.sentence_classes > 0 or not model.class_heads,
-        f"model.class_heads is {list(model.class_heads)} without sentence_classes, whose layer these heads read; set "
-        "sentence_classes to 2.",
+        f"model.class_heads is {list(model.class_heads)}, but these heads use the pooler of "
+        "model.sentence_classes, which is 0; set sentence_classes to 2.",
     )
 
 
 def _check_norms(model: ModelConfig) -> None:
     check(
         model.first_norm or (model.norm == "pre" and model.share_layers != "all"),
-        f"model.first_norm is false with model.norm {model.norm} and model.share_layers {model.share_layers}, but it "
-        "is for norm pre and blocks of their own; leave first_norm out.",
+        f"model.first_norm is false with model.norm {model.norm} and model.share_layers "
+        f"{model.share_layers}, but it needs norm pre and separate blocks; remove first_norm.",
     )
     check(
         model.norm_bias or not model.rms_norm,
-        "model.norm_bias is false with model.rms_norm, which has none; leave one of them out.",
+        "model.norm_bias is false with model.rms_norm, but RMSNorm has no bias; remove one of them.",
     )
 
 
 def _check_windows(model: ModelConfig) -> None:
     check(
         (model.attention_window > 0) == (model.global_every > 1),
-        f"model.attention_window is {model.attention_window} with model.global_every {model.global_every}; local "
-        "layers need a window above 0 and every second layer or fewer global: set both, or leave both out.",
+        f"model.attention_window is {model.attention_window} with model.global_every "
+        f"{model.global_every}; local layers need attention_window above 0 and global_every above 1: set "
+        "both, or remove both.",
     )
     check(
         model.rotary_base_local is None or (model.attention_window > 0 and model.positions == "rotary"),
-        f"model.rotary_base_local is {model.rotary_base_local}, but it is for rotary positions of local layers; set "
-        "positions to rotary and attention_window, or leave it out.",
+        f"model.rotary_base_local is {model.rotary_base_local}, but it needs local layers with rotary "
+        "positions; set positions to rotary and attention_window, or remove it.",
     )
     check(
         not model.attention_window or model.relative == "none",
-        f"model.relative is {model.relative} with model.attention_window ({model.attention_window}), whose local "
-        "layers take no bias of the scores; leave one of them out.",
+        f"model.relative is {model.relative} with model.attention_window ({model.attention_window}), but "
+        "local layers do not support relative positions; remove one of them.",
     )
 
 
@@ -162,13 +164,14 @@ def _check_disentangled(model: ModelConfig) -> None:
         value = getattr(model, name)
         check(
             is_chosen or value == usual,
-            f"model.{name} is {value} with model.relative {model.relative}; set relative to disentangled, or leave "
-            f"{name} out.",
+            f"model.{name} is {value} with model.relative {model.relative}; set relative to disentangled, or "
+            f"remove {name}.",
         )
     check(
         not model.position_buckets or (model.position_buckets == 2 * half and 2 <= half < model.max_position),
-        f"model.position_buckets is {model.position_buckets} with model.max_position ({model.max_position}); it must "
-        "be even, and half of it 2 or more and below max_position: choose another, or 0 for one of each distance.",
+        f"model.position_buckets is {model.position_buckets} with model.max_position "
+        f"({model.max_position}); it must be even, and half of it at least 2 and below max_position, or 0 "
+        "for one bucket per distance.",
     )
     others = {
         "positions": model.positions == "rotary",
@@ -178,8 +181,8 @@ def _check_disentangled(model: ModelConfig) -> None:
     for name, is_other in others.items():
         check(
             not (is_chosen and is_other),
-            f"model.{name} is {getattr(model, name)} with model.relative disentangled, whose buckets have no such "
-            "queries and keys; leave one of them out.",
+            f"model.{name} is {getattr(model, name)} with model.relative disentangled, which does not support "
+            "it; remove one of them.",
         )
 
 
@@ -195,8 +198,8 @@ def _check_mup(model: ModelConfig) -> None:
     for name, is_chosen in not_covered.items():
         check(
             not (model.mup and is_chosen),
-            f"model.{name} is {getattr(model, name)} with model.mup, whose rules do not cover that; leave one of them "
-            "out.",
+            f"model.{name} is {getattr(model, name)} with model.mup, which does not cover it; remove one of "
+            "them.",
         )
 
 

@@ -67,21 +67,22 @@ class PhasedPlan(Plan):
             is_last = number == len(self.configs) - 1
             check(
                 phase.has_length or is_last,
-                f"phases[{number}] has no length, and phases follow it; give its steps, samples or tokens.",
+                f"phases[{number}] has no length, which only the last phase may leave out; set its steps, samples "
+                "or tokens.",
             )
             stages = list(_stages(of_phase, phase, steps - self.first_steps[-1]))
             self.stages += stages
             self.first_steps.append(self.first_steps[-1] + sum(int(stage.steps) for stage in stages))
             check(
                 len(stages) > 0,
-                f"phases[{number}] has no length, and the phases before it take all of training.steps ({steps:,}); "
-                "raise that, or remove the phase.",
+                f"phases[{number}] has no steps left: the phases before it take all of training.steps "
+                f"({steps:,}); raise training.steps, or remove the phase.",
             )
         ends = self.first_steps[-1]
         check(
             ends == steps,
-            f"the phases have {ends:,} steps, and training.steps is {steps:,}; set it to {ends:,}, or leave out the "
-            "length of the last phase.",
+            f"the phases have {ends:,} steps in total, but training.steps is {steps:,}; set it to {ends:,}, "
+            "or leave out the length of the last phase.",
         )
         self._check_lengths(config)
         micro_batches = {each.batch.micro_batch_size for each in self.configs} | {
@@ -89,8 +90,8 @@ class PhasedPlan(Plan):
         }
         check(
             len(micro_batches) == 1 or config.parallel.pipeline_parallel_size == 1,
-            f"the phases have micro-batches of {', '.join(map(str, sorted(micro_batches)))} samples, and the run has "
-            "pipeline stages, which send each other one size; set batch.micro_batch_size once, outside phases.",
+            f"the phases have micro-batches of {', '.join(map(str, sorted(micro_batches)))} samples, but "
+            "pipeline stages need a single size; set batch.micro_batch_size once, outside phases.",
         )
         self.timetable = Timetable(self.stages, config.events)
         self.parts = self._parts(config.schedule)
@@ -110,18 +111,18 @@ class PhasedPlan(Plan):
         ]
         check(
             not self.has_streams or not whole,
-            f"{whole and whole[0]} has rows of whole documents, which are packed for one sequence_length; leave it out "
-            "of phases, and data.region at 0.",
+            f"{whole and whole[0]} packs whole documents for one sequence_length; remove it from the phases, "
+            "and set data.region to 0.",
         )
         check(
             not self.has_streams or min(lengths) >= SHORTEST,
-            f"the phases have samples of {min(lengths)} tokens; where the length changes or data.region is set, give "
-            f"{SHORTEST} or more, so that every row has text.",
+            f"the phases have samples of {min(lengths)} tokens; with phases that change sequence_length, or "
+            f"with data.region, samples need at least {SHORTEST} tokens.",
         )
         check(
             len(rows) == 1 or config.parallel.pipeline_parallel_size == 1,
-            f"the phases have rows of {', '.join(map(str, sorted(rows)))} tokens, and the run has pipeline stages, "
-            f"which send each other one size; set data.row_length ({max(rows)}), or train without stages.",
+            f"the phases have sequences of {', '.join(map(str, sorted(rows)))} tokens, but pipeline stages "
+            f"need a single size; set data.row_length to {max(rows)}, or pipeline_parallel_size to 1.",
         )
 
     def _parts(self, schedule: ScheduleConfig) -> list[RatePart]:
@@ -138,7 +139,8 @@ class PhasedPlan(Plan):
             begin, rate = end, parts[-1].factor(end)
         check(
             begin <= self.first_steps[-1],
-            f"schedule.parts have {begin:,} steps or more, training.steps is {self.first_steps[-1]:,}; shorten them.",
+            f"schedule.parts have at least {begin:,} steps, but training.steps is {self.first_steps[-1]:,}; "
+            "shorten the parts.",
         )
         return parts
 
@@ -246,7 +248,7 @@ def _stages(config: Config, phase: PhaseConfig, rest: int) -> Iterator[Stage]:
         left, samples = left - steps, max(0, samples - steps * stage.batch_size)
         if not (left and samples) and stage is not every[-1]:
             raise ConfigError(
-                f"a phase ends with batches of {stage.batch_size}, before batch.ramp has reached "
+                f"a phase ends at batch size {stage.batch_size}, before batch.ramp reaches "
                 f"{batch.global_batch_size}; make the phase longer, or ramp.samples smaller."
             )
 
@@ -257,14 +259,15 @@ def _of_phase(config: Config, number: int, phase: PhaseConfig) -> Config:
     for name in phase.weights:
         check(
             names.count(name) == 1,
-            f"phases[{number}].weights names {shown(name)}, which {'no' if name not in names else 'more than one'} "
-            f"corpus of data.train is called; name one of {', '.join(names)}, or give corpora a name.",
+            f"phases[{number}].weights contains {shown(name)}, which is the name of "
+            f"{'no' if name not in names else 'more than one'} corpus of data.train; use one of "
+            f"{', '.join(names)}, or set the name of each corpus.",
         )
     run = [choice.name for choice in config.objective_choices]
     for name in phase.objectives:
         check(
             name in run,
-            f"phases[{number}].objectives names {shown(name)}, but the model is built for {', '.join(run)}; add it to "
+            f"phases[{number}].objectives contains {shown(name)}, but the run has {', '.join(run)}; add it to "
             "objectives, or remove it here.",
         )
     try:
@@ -274,7 +277,7 @@ def _of_phase(config: Config, number: int, phase: PhaseConfig) -> Config:
     idle = phase.objective_settings.keys() - {choice.name for choice in made.objective_choices}
     check(
         not idle,
-        f"phases[{number}] sets {', '.join(sorted(idle))}, which has no part in the phase; add it to objectives, or "
-        "remove it here.",
+        f"phases[{number}] sets {', '.join(sorted(idle))}, which the phase does not train; add it to its "
+        "objectives, or remove it here.",
     )
     return made

@@ -25,30 +25,37 @@ _LENGTHS = ("steps", "samples", "tokens")
 @checked("phases")
 class PhaseConfig:
     steps: int | None = setting(
-        None, "length in optimizer steps; the last phase may have no length: to training.steps", at_least=1
+        None,
+        "Length in optimizer steps; the last phase may leave out its length and then runs to training.steps.",
+        at_least=1,
     )
-    samples: int | None = setting(None, "length in samples instead, rounded up to whole steps", at_least=1)
+    samples: int | None = setting(None, "Length in samples, rounded up to whole steps.", at_least=1)
     tokens: int | None = setting(
-        None, "length in tokens instead: sequence_length for each sample", at_least=1
+        None, "Length in tokens (sequence_length per sample), rounded up to whole steps.", at_least=1
     )
-    sequence_length: int | None = setting(None, "instead of data.sequence_length", at_least=16)
+    sequence_length: int | None = setting(None, "Replaces data.sequence_length.", at_least=16)
     row_length: int | None = setting(
-        None, "instead of data.row_length, null = derived where a sequence_length is given", at_least=1
+        None, "Replaces data.row_length; null = derived if the phase sets sequence_length.", at_least=1
     )
-    weights: dict[str, Any] = setting_mapping("name of a corpus -> its weight; not named = no part")
-    batch: dict[str, Any] = setting_mapping("what of the section batch differs")
-    objectives: dict[str, Any] = setting_mapping("instead of the run's objectives, among which they must be")
-    loss_weights: dict[str, Any] = setting_mapping("instead of training.loss_weights")
-    embedding_gradient_shrink: float | None = setting(None, "instead of that of model", above=0, at_most=1)
+    weights: dict[str, Any] = setting_mapping(
+        "Corpus name -> sampling weight; corpora not listed are not sampled."
+    )
+    batch: dict[str, Any] = setting_mapping("Overrides of the section batch.")
+    objectives: dict[str, Any] = setting_mapping("Replaces objectives; a subset of the run's objectives.")
+    loss_weights: dict[str, Any] = setting_mapping("Replaces training.loss_weights.")
+    embedding_gradient_shrink: float | None = setting(
+        None, "Replaces model.embedding_gradient_shrink.", above=0, at_most=1
+    )
     objective_settings: dict[str, Any] = inline_sections(
-        OBJECTIVES, lambda name: dict[str, Any], "what of it differs"
+        OBJECTIVES, lambda name: dict[str, Any], "Overrides of this objective's section."
     )
 
     def __post_init__(self) -> None:
         given = {name: getattr(self, name) for name in _LENGTHS if getattr(self, name) is not None}
         check(
             len(given) <= 1,
-            f"a phase has {' and '.join(f'{name} {value}' for name, value in given.items())}; give one of them.",
+            f"a phase has {' and '.join(f'{name} {value}' for name, value in given.items())}; set only one of "
+            "them.",
         )
 
     @property

@@ -69,9 +69,9 @@ class Plan:
             per_pass = config.batch.micro_batch_size * data_parallel_size
             if size % per_pass:
                 raise ConfigError(
-                    f"batch.global_batch_size ({size}) after step {begin} must be a multiple of batch.micro_batch_size "
-                    f"({config.batch.micro_batch_size}) x data-parallel ranks ({data_parallel_size}) = {per_pass}; "
-                    "start a number of processes that divides every batch of the run, or change batch."
+                    f"batch.global_batch_size ({size}) after step {begin} must be a multiple of "
+                    f"batch.micro_batch_size ({config.batch.micro_batch_size}) x data-parallel ranks "
+                    f"({data_parallel_size}) = {per_pass}; change the number of processes, or the batch."
                 )
 
     def _batches(self) -> Iterator[tuple[Config, int, int]]:

@@ -20,7 +20,7 @@ def check_together(config: Config) -> None:
     train = config.data.train
     check(
         bool(config.phases) or not train or any(corpus.weight > 0 for corpus in train),
-        "all corpora of data.train have weight 0, so there is nothing to read; give one a weight above 0.",
+        "all corpora of data.train have weight 0; set at least one weight above 0.",
     )
     _check_lengths(config)
     _check_heads(config)
@@ -41,21 +41,21 @@ def _check_steps(config: Config) -> None:
     check(
         schedule.warmup_steps < config.decay_steps
         or schedule.is_deepspeeds,  # DeepSpeed stops in the warm-up
-        f"schedule.warmup_steps ({schedule.warmup_steps}) must be smaller than the step at which the "
-        f"schedule ends ({config.decay_steps}); lower it or raise training.steps ({steps}).",
+        f"schedule.warmup_steps ({schedule.warmup_steps}) must be smaller than the end of the schedule "
+        f"({config.decay_steps}); lower it, or raise training.steps ({steps}).",
     )
     first = config.profiler.first_step
     check(
         first is None or first <= steps,
-        f"profiler.first_step is {first}, but training.steps is {steps}; trace an earlier step.",
+        f"profiler.first_step is {first}, but training.steps is {steps}; lower first_step.",
     )
     check(
         not config.phases or config.batch.ramp is None,
-        "batch.ramp is set beside phases; set it in the batch of a phase.",
+        "batch.ramp is set together with phases; set it in the batch of a phase instead.",
     )
     check(
         not config.phases or config.task is None,
-        "phases is set with a task, which is learnt in one; set it to [].",
+        "phases is set, but fine-tuning has a single phase; set it to [].",
     )
 
 
@@ -67,16 +67,16 @@ def _check_lengths(config: Config) -> None:
     check(
         needed <= model.max_position or model.positions == "none",
         f"data.sequence_length ({data.sequence_length}) needs position ids up to {needed}, but "
-        f"model.max_position is {model.max_position}; set model.max_position={needed}, or a "
-        "shorter data.sequence_length.",
+        f"model.max_position is {model.max_position}; set model.max_position={needed}, or lower "
+        "data.sequence_length.",
     )
     if data.row_length is not None:
         least = max(section.least_row_length(data.sequence_length) for section in chosen)
         usual = max(section.row_length_for(data.sequence_length) for section in chosen)
         check(
             data.row_length >= least,
-            f"data.row_length ({data.row_length}) is too short for data.sequence_length ({data.sequence_length}) "
-            f"and its masks; it must be at least {least}, null chooses {usual}.",
+            f"data.row_length ({data.row_length}) is too short for data.sequence_length "
+            f"({data.sequence_length}) and its masks; it must be at least {least} (null = {usual}).",
         )
     if model.vocab_size is not None:
         for section in chosen:
@@ -93,7 +93,8 @@ def _check_objectives(config: Config) -> None:
     for name, first in config.objective_starts.items():
         check(
             name in config.objectives,
-            f"objective_starts names {shown(name)}, which is not among objectives; add it there or remove it.",
+            f"objective_starts contains {shown(name)}, which is not in objectives; add it there, or remove it "
+            "here.",
         )
         whole = isinstance(first, int) and not isinstance(first, bool)
         check(
@@ -102,8 +103,8 @@ def _check_objectives(config: Config) -> None:
         )
     check(
         any(choice.first_sample == 0 for choice in config.objective_choices),
-        "no objective takes part from sample 0 on; give one in objectives a positive weight and no "
-        "entry in objective_starts.",
+        "no objective starts at sample 0; give one of objectives a positive weight and no entry in "
+        "objective_starts.",
     )
 
 
@@ -113,41 +114,41 @@ def _check_heads(config: Config) -> None:
     labelled = [choice.name for choice in chosen if choice.section.has_sentence_label]
     check(
         model.sentence_classes > 0 or not labelled,
-        f"model.sentence_classes is 0, but {', '.join(labelled)} makes next-sentence or sentence-order "
-        "labels; set it to 2, or switch the labels off in that section.",
+        f"model.sentence_classes is 0, but {', '.join(labelled)} has next-sentence or sentence-order "
+        "labels; set it to 2, or turn the labels off in that section.",
     )
     needed = [f"{name}:{count}" for choice in chosen for name, count in choice.section.class_heads.items()]
     check(
         set(needed) <= set(model.class_heads),
-        f"model.class_heads is {shown(list(model.class_heads))}, but the objectives make labels for {shown(needed)}; "
-        "set it to these.",
+        f"model.class_heads is {shown(list(model.class_heads))}, but the objectives have labels for "
+        f"{shown(needed)}; set it to these.",
     )
     if model.span_boundary_places and not any(choice.section.has_span_boundaries for choice in chosen):
         raise ConfigError(
-            f"model.span_boundary_places is {model.span_boundary_places} without the objective "
-            f"{_with_ability('has_span_boundaries')}; set it to 0, or add that to objectives."
+            f"model.span_boundary_places is {model.span_boundary_places}, but only "
+            f"{_with_ability('has_span_boundaries')} uses it; set it to 0, or add that objective."
         )
     segments = max(choice.section.segments for choice in chosen)
     check(
         model.segments in (0, 1) or model.segments >= segments,
-        f"model.segments is {model.segments}, but the objectives use {segments}; set it to {segments}, to 1 for "
-        "one row that all tokens share, or to 0 for no segment embedding.",
+        f"model.segments is {model.segments}, but the objectives use {segments} segments; set it to "
+        f"{segments}, to 1 for one shared row, or to 0 for no segment embedding.",
     )
     check(
         not model.task_types or len(chosen) <= model.task_types,
-        f"model.task_types is {model.task_types}, but {len(chosen)} objectives take a row each; set it to "
-        f"{len(chosen)} or more, or to 0 for no task embedding.",
+        f"model.task_types is {model.task_types}, but there are {len(chosen)} objectives with one row "
+        f"each; set it to at least {len(chosen)}, or to 0 for no task embedding.",
     )
     check(
         all(row < model.task_types for row in model.task_rows),
-        f"model.task_rows is {shown(list(model.task_rows))}, but the table has {model.task_types} rows; leave it "
-        "out: a start fills it in.",
+        f"model.task_rows is {shown(list(model.task_rows))}, but the task embedding has "
+        f"{model.task_types} rows; remove it: it is filled in at the start.",
     )
     in_blocks = [choice.name for choice in chosen if choice.section.has_block_positions]
     check(
         model.positions in ("learned_blocks", "rotary") or model.block_positions == "none" or not in_blocks,
-        f"model.positions is {model.positions}, but {', '.join(in_blocks)} tells the positions in a span by a table "
-        "of their own; set it to learned_blocks or rotary, or to do without model.block_positions to none.",
+        f"model.positions is {model.positions}, but {', '.join(in_blocks)} needs positions in the span; "
+        "set it to learned_blocks or rotary, or set model.block_positions to none to ignore them.",
     )
 
 
@@ -156,13 +157,13 @@ def _check_fillings(config: Config) -> None:
     whole = parallel.tensor_parallel_size == parallel.pipeline_parallel_size == 1 and parallel.zero_stage < 3
     check(
         not count or whole,
-        f"training.eval_fillings is {count}, but in this layout no rank holds the whole model; set it to 0 and "
-        "fill blanks with scripts/generate.py, or set tensor_parallel_size and pipeline_parallel_size to 1 and "
-        "zero_stage to 1 or 2.",
+        f"training.eval_fillings is {count}, but no rank holds the whole model; set it to 0 and use "
+        "scripts/generate.py, or set tensor_parallel_size and pipeline_parallel_size to 1 and zero_stage "
+        "to 1 or 2.",
     )
     check(
         not count or any(choice.name == "blank_infilling" for choice in config.objective_choices),
-        f"training.eval_fillings is {count} without the objective blank_infilling; set it to 0.",
+        f"training.eval_fillings is {count}, but it needs the objective blank_infilling; set it to 0.",
     )
 
 
@@ -179,27 +180,32 @@ def _check_graphs(config: Config) -> None:
     )
     summed_as = config.deepspeed.get("communication_data_type", "fp32")
     for name, value, needed, why in (
-        ("parallel.pipeline_parallel_size", parallel.pipeline_parallel_size, 1, "stages wait for each other"),
+        (
+            "parallel.pipeline_parallel_size",
+            parallel.pipeline_parallel_size,
+            1,
+            "pipeline stages are not captured",
+        ),
         ("parallel.tensor_parallel_size", parallel.tensor_parallel_size, 1, "blocks communicate"),
-        ("parallel.zero_stage", parallel.zero_stage, 1, "sums of gradients, or weights, move"),
-        ("deepspeed.communication_data_type", summed_as, "fp32", "sums of gradients move"),
-        ("training.recompute", training.recompute, "none", "blocks run twice"),
-        ("training.kernels", training.kernels, "fused", "blocks are many functions"),
-        ("training.layernorm", training.layernorm, "torch", "blocks are many functions"),
-        ("model.share_layers", model.share_layers, "none", "gradients of a block are several"),
-        ("model.decoder_layers", model.decoder_layers, 0, "a decoder's blocks have no graph"),
+        ("parallel.zero_stage", parallel.zero_stage, 1, "gradient or weight buffers are reallocated"),
+        ("deepspeed.communication_data_type", summed_as, "fp32", "gradient buffers are reallocated"),
+        ("training.recompute", training.recompute, "none", "recomputation runs blocks twice"),
+        ("training.kernels", training.kernels, "fused", "blocks are not a single fused function"),
+        ("training.layernorm", training.layernorm, "torch", "blocks are not a single fused function"),
+        ("model.share_layers", model.share_layers, "none", "shared blocks accumulate several gradients"),
+        ("model.decoder_layers", model.decoder_layers, 0, "decoder blocks are not captured"),
     ):
         check(
-            value == needed, f"{given}{name} is {value}: {why}; set it to {needed}, or cuda_graphs to false."
+            value == needed, f"{given}{name} is {value} ({why}); set it to {needed}, or cuda_graphs to false."
         )
     rest = "set cuda_graphs to false."
     check(
         training.precision != "fp32", f"{given}training.precision is fp32; set it to bf16 or fp16, or {rest}"
     )
-    check(config.task is None, f"{given}a task is learnt, whose parameters may be frozen; {rest}")
+    check(config.task is None, f"{given}fine-tuning may freeze parameters; {rest}")
     check(
         replace(model, **_MODERN).is_plain and model.has_plain_blocks and model.query_factor == 1.0,
-        f"{given}the model has options under which its blocks have no graph; {rest}",
+        f"{given}the model has options that graphs do not support; {rest}",
     )
 
 
@@ -218,35 +224,36 @@ def _check_layout(config: Config) -> None:
     )
     check(
         pp <= model.total_layers,
-        f"parallel.pipeline_parallel_size ({pp}) exceeds model.num_layers ({model.num_layers}) and decoder_layers "
-        f"({model.decoder_layers}); a stage needs a block.",
+        f"parallel.pipeline_parallel_size ({pp}) exceeds model.num_layers ({model.num_layers}) + "
+        f"decoder_layers ({model.decoder_layers}); each stage needs at least one block.",
     )
     check(
         pp == 1 or model.share_layers == "none",
-        f"parallel.pipeline_parallel_size is {pp} with model.share_layers {model.share_layers}, but weights that all "
-        "blocks share cannot be on several stages; set the size to 1, or share_layers to none.",
+        f"parallel.pipeline_parallel_size is {pp} with model.share_layers {model.share_layers}, but "
+        "blocks that share weights must be on one stage; set pipeline_parallel_size to 1, or "
+        "share_layers to none.",
     )
     check(
         pp == 1 or config.training.precision != "fp16",
         "training.precision is fp16 with pipeline_parallel_size > 1, where DeepSpeed lets the tied "
-        "embedding of the first and last stage drift apart; use bf16.",
+        "embeddings of the first and last stage diverge; use bf16.",
     )
     check(
         config.optimizer.kernel == "torch" or not parallel.offload_optimizer,
-        f"optimizer.kernel is {config.optimizer.kernel}, which runs on GPUs only, with parallel.offload_optimizer; "
-        "set the kernel to torch, or do not offload.",
+        f"optimizer.kernel is {config.optimizer.kernel}, which runs on GPUs only, but "
+        "parallel.offload_optimizer is true; set the kernel to torch, or offload_optimizer to false.",
     )
     config.optimizer.check_layout(parallel)
     config.ema.check_run(parallel, config.task is not None)
     check(
         model.inner_size % tp == 0,
-        f"the inner width of the FFN ({model.inner_size}) must be divisible by parallel.tensor_parallel_size "
-        f"({tp}); change model.ffn_size.",
+        f"model.ffn_size ({model.inner_size}) must be divisible by parallel.tensor_parallel_size ({tp}); "
+        "change ffn_size.",
     )
     tokens = config.batch.micro_batch_size * config.row_length
     check(
         not parallel.sequence_parallel or tokens % tp == 0,
-        f"batch.micro_batch_size x row length = {tokens} tokens must be divisible by "
+        f"batch.micro_batch_size x data.row_length = {tokens} tokens must be divisible by "
         f"parallel.tensor_parallel_size ({tp}) for sequence_parallel; change data.row_length.",
     )
 
@@ -255,37 +262,39 @@ def _check_task(config: Config) -> None:
     task, head = config.task, config.model.task_head
     check(
         task is not None or head == "none",
-        f"model.task_head is {head} without a task; give one to scripts/finetune.py, or set task_head to none.",
+        f"model.task_head is {head}, but the run has no task; use scripts/finetune.py, or set task_head "
+        "to none.",
     )
     check(
         bool(config.tasks) or not config.model.task_heads,
-        f"model.task_heads is {shown(list(config.model.task_heads))} without tasks, which fill it in; leave it out.",
+        f"model.task_heads is {shown(list(config.model.task_heads))}, but the run has no tasks; remove "
+        "it: fine-tuning on several tasks fills it in.",
     )
     if task is None:
         check(
             not config.model.task_mix,
-            f"model.task_mix is true with model.task_head {head}, but the head is what mixes; set it to false.",
+            f"model.task_mix is true, but it needs a task head and model.task_head is {head}; set it to false.",
         )
         check(
             config.model.task_pool == "token",
-            f"model.task_pool is {config.model.task_pool} with model.task_head {head}, but the head is what pools; "
-            "set it to token.",
+            f"model.task_pool is {config.model.task_pool}, but it needs a task head and model.task_head is "
+            f"{head}; set it to token.",
         )
         return
     check(
         config.finetune.trained != "adapters" or config.model.adapter_size > 0,
-        "finetune.trained is adapters, but model.adapter_size is 0; set it to their inner width, such as 64.",
+        "finetune.trained is adapters, but model.adapter_size is 0; set it to a bottleneck size such as 64.",
     )
     stages, normalization = config.parallel.pipeline_parallel_size, config.training.loss_normalization
     check(
         stages == 1,
-        f"parallel.pipeline_parallel_size is {stages} with a task, whose losses read several tokens together; set "
-        "it to 1 and use tensor parallelism: checkpoints of any layout can be fine-tuned.",
+        f"parallel.pipeline_parallel_size is {stages}, but fine-tuning does not support pipeline stages; "
+        "set it to 1 and use tensor parallelism. Checkpoints of any layout can be fine-tuned.",
     )
     check(
         normalization == "global_tokens",
-        f"training.loss_normalization is {normalization} with a task, whose loss is divided by what has a label in "
-        "the step; set it to global_tokens.",
+        f"training.loss_normalization is {normalization}, but fine-tuning divides the loss by the number "
+        "of labels in the step; set it to global_tokens.",
     )
 
 
@@ -295,13 +304,13 @@ def _check_decoder(config: Config) -> None:
     without = [choice.name for choice in config.objective_choices if not choice.section.has_target]
     check(
         not count or not without,
-        f"model.decoder_layers is {count}, but {', '.join(without)} predicts tokens that are no decoder's; set it "
-        "to 0, or choose objectives with a target: t5, bart, mass, prefix_lm, blank_infilling.",
+        f"model.decoder_layers is {count}, but {', '.join(without)} does not train a decoder; set it to "
+        "0, or use only t5, bart, mass, prefix_lm or blank_infilling.",
     )
     check(
         not count or not config.training.eval_fillings,
-        f"training.eval_fillings is {config.training.eval_fillings} with model.decoder_layers ({count}), but blanks "
-        "are filled by one stack only; set it to 0.",
+        f"training.eval_fillings is {config.training.eval_fillings} with model.decoder_layers ({count}), "
+        "but blanks are filled by single-stack models only; set it to 0.",
     )
 
 
@@ -310,8 +319,8 @@ def _check_second_stack(config: Config) -> None:
         for name, model in (("model", config.model), ("decoder", config.decoder)):
             check(
                 not model.attention_window,
-                f"{name}.attention_window is {model.attention_window}, but two stacks have no "
-                "local layers; set it to 0.",
+                f"{name}.attention_window is {model.attention_window}, but local layers are not supported with a "
+                "decoder section; set it to 0.",
             )
     if any(choice.section.has_second_stack for choice in config.objective_choices):
         return
@@ -319,7 +328,7 @@ def _check_second_stack(config: Config) -> None:
         if getattr(config, name) is not None:
             with_two = _with_ability("has_second_stack")
             raise ConfigError(
-                f"{name} is set without the objective {with_two}; set it to null, or objectives to "
+                f"{name} is set, but only the objective {with_two} uses it; set it to null, or objectives to "
                 f"{{{with_two.partition(' ')[0]}: 1}}."
             )
 

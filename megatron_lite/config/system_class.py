@@ -12,6 +12,7 @@ def require_class(model: ModelConfig) -> None:
     for name, value in FIXED.get(model.system or "", {}).items():
         check(
             getattr(model, name) == value,
-            f"model.{name} is {getattr(model, name)} with model.system {model.system}, whose class computes "
-            f"{value} in its head, so that no export could be used; set it to {value}, or choose another system.",
+            f"model.{name} is {getattr(model, name)} with model.system {model.system}, but its transformers "
+            f"class requires {value}, so the model could not be exported; set it to {value}, or choose "
+            "another system.",
         )

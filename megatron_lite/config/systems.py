@@ -97,8 +97,11 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "gpt2": {"positions": "learned", "max_position": 1023},
 }  # fmt: skip
 
-_OF_LSTMS = "left out: a body of LSTMs carries a state from batch to batch; docs/objectives.md says what is here of it"
-_BY_NAME = "left out: the sources name it and do not describe it; docs/objectives.md has what is left out"
+_OF_LSTMS = (
+    "not supported: an LSTM carries a state from batch to batch; docs/objectives.md says what is "
+    "supported of it"
+)
+_BY_NAME = "not supported: its sources do not describe it; see docs/objectives.md"
 LEFT_OUT = dict.fromkeys(("alum", "kbert", "t_cvae", "tinybert", "q_bert", "pkd", "xlm"), _BY_NAME)
 LEFT_OUT |= dict.fromkeys(("elmo", "ulmfit", "siatl"), _OF_LSTMS)
 # Options that a system's class has not: these heads compute the erf form, whatever is said of the blocks.

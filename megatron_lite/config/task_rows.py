@@ -37,9 +37,8 @@ def rows_of(
         row = max(rows) + 1
         if row >= task_types:
             raise ConfigError(
-                f"model.task_types is {task_types}, but the objective {choice.name} takes row {row}, since each "
-                f"takes the next one; set model.task_types to {row + 1} or more where nothing is imported, or leave "
-                "objectives out."
+                f"model.task_types is {task_types}, but the objective {choice.name} needs row {row} of the task "
+                f"embedding; set task_types to at least {row + 1} for a new model, or remove objectives."
             )
         for number in own:
             rows[number] = row if rows[number] == NO_ROW else rows[number]

@@ -58,29 +58,26 @@ from megatron_lite.config.sections import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
-    model: ModelConfig = setting(REQUIRED, "the Transformer")
-    training: TrainingConfig = setting(REQUIRED, "the loop")
+    model: ModelConfig = setting(REQUIRED, "The Transformer.")
+    training: TrainingConfig = setting(REQUIRED, "The training loop.")
     batch: BatchConfig = section(BatchConfig)
     optimizer: OptimizerConfig = section(OptimizerConfig)
     schedule: ScheduleConfig = section(ScheduleConfig)
     ema: EmaConfig = section(EmaConfig)
     parallel: ParallelConfig = section(ParallelConfig)
-    tokenizer: TokenizerConfig | None = setting(
-        None, "the tokenizer the corpora were built with; required for training"
-    )
-    decoder: ModelConfig | None = setting(
-        None, "the decoder's own Transformer, where a latent vector joins two (objective optimus); else null"
-    )
+    tokenizer: TokenizerConfig | None = setting(None, "Tokenizer of the corpora; required for training.")
+    decoder: ModelConfig | None = setting(None, "Decoder of the objective optimus; null otherwise.")
     decoder_tokenizer: TokenizerConfig | None = setting(
-        None, "of that decoder's texts (decoder_prefix of the corpora); null = the same as the encoder's"
+        None, "Tokenizer of the decoder's texts (decoder_prefix of the corpora); null = as tokenizer."
     )
     data: DataConfig = section(DataConfig)
     objectives: dict[str, Any] = setting_mapping(
-        "objective -> share of the samples, relative to the others; empty = blank_infilling alone. The section "
-        "of the same name says how it works"
+        "Objective -> share of the samples, relative to the others; {} = blank_infilling only. The section "
+        "of the same name configures an objective."
     )
     objective_starts: dict[str, Any] = setting_mapping(
-        "objective -> first sample from which it takes part, 0 if not named (a cumulative schedule of tasks)"
+        "Objective -> first sample at which it takes part; 0 if not listed (a cumulative schedule of "
+        "objectives)."
     )
     objective_sections: dict[str, ObjectiveConfig] = inline_sections(  # those of `objectives` alone
         OBJECTIVES, section_class
@@ -92,8 +89,9 @@ class Config:
     task: TaskConfig | None = setting(
         None, "what scripts/finetune.py trains instead of objectives; null = pretraining"
     )
+    task: TaskConfig | None = setting(None, "Task for scripts/finetune.py; null = pretraining.")
     tasks: tuple[TaskConfig, ...] = setting(
-        (), "several tasks to train side by side: files of configs/tasks/ or sections `task`; () = one"
+        (), "Several tasks trained together: files of configs/tasks/ or sections like `task`; [] = one task."
     )
     finetune: FinetuneConfig = section(FinetuneConfig)
     generation: GenerationConfig = section(GenerationConfig)
@@ -224,8 +222,8 @@ def _plan_of(config: Config) -> Plan:
 def _with_size(key: str, model: ModelConfig, size: int) -> ModelConfig:
     if model.vocab_size not in (None, size):
         raise ConfigError(
-            f"{key}.vocab_size is {model.vocab_size}, but the tokenizer has {size} tokens; use "
-            f"the tokenizer of this model, or set {key}.vocab_size=null."
+            f"{key}.vocab_size is {model.vocab_size}, but the tokenizer has {size} tokens; use the model's "
+            f"tokenizer, or set {key}.vocab_size to null."
         )
     return replace(model, vocab_size=size)
 
@@ -290,8 +288,8 @@ def require_objectives(tree: Mapping[str, Any], program: Mapping[str, Any] | Non
     for name in named if isinstance(named, Mapping) else ():
         if name not in OBJECTIVES and name in packages:
             raise ConfigError(
-                f"the objective {name} belongs to the package {shorten(str(packages[name]))}, which is not installed; "
-                "install it."
+                f"the objective {name} belongs to the package {shorten(str(packages[name]))}, which is not "
+                "installed; install it."
             )
         objective_class(name)
 
@@ -310,7 +308,7 @@ def load_tree(
     for path in files:
         tree = load_yaml(path)
         if _is_deepspeed_file(tree):
-            raise ConfigError(f"{path} is a DeepSpeed file; give it as --deepspeed_config {path}.")
+            raise ConfigError(f"{path} is a DeepSpeed file; pass it as --deepspeed_config {path}.")
         of_files = merge(of_files, tree)
     given: dict[str, Any] = {}
     for override in overrides:
@@ -330,8 +328,8 @@ def load_tree(
         return tree, given, usual, []
     shorter = warmup * steps // usual
     note = (
-        f"schedule.warmup_steps is {shorter:,} for training.steps={steps:,}, not {warmup:,} as for the {usual:,} steps "
-        "of the files; set it to have another"
+        f"schedule.warmup_steps is scaled to {shorter:,} for training.steps={steps:,} (the files have "
+        f"{warmup:,} for {usual:,} steps); set it to use another value"
     )
     return merge(tree, {"schedule": {"warmup_steps": shorter}}), given, usual, [note]
 
@@ -360,7 +358,10 @@ def _first_steps(tree: Mapping[str, Any], usual: int) -> str:
         build(Config, merge(tree, {"training": {"steps": usual, "stop_after_step": steps}}))
     except ConfigError:
         return ""
-    return f" For the first {steps} steps of that plan set training.stop_after_step={steps} instead."
+    return (
+        f" To run only the first {steps} steps of that schedule, set training.stop_after_step={steps} "
+        "instead."
+    )
 
 
 def _require_chosen(given: Mapping[str, Any], config: Config) -> None:
@@ -369,8 +370,8 @@ def _require_chosen(given: Mapping[str, Any], config: Config) -> None:
     for name in given.keys() & OBJECTIVES.keys():
         if name not in chosen and config.task is None:
             raise ConfigError(
-                f"{name} is set, but the run trains {', '.join(chosen)}, which does not read it; set "
-                f"objectives={{{name}: 1}} to train it, or leave the setting out."
+                f"{name} is set, but the run trains {', '.join(chosen)}; set objectives={{{name}: 1}} to train "
+                "it, or remove the setting."
             )
 
 
@@ -382,6 +383,6 @@ def require_validation(overrides: Iterable[str], config: Config) -> None:
         key = override.partition("=")[0]
         if key.startswith("training.eval_"):
             raise ConfigError(
-                f"{key} is set, but data.validation is not, so nothing is evaluated; set data.validation, or leave it "
-                "out."
+                f"{key} is set, but data.validation is not, so there are no evaluations; set data.validation, or "
+                "remove it."
             )

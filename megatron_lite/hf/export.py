@@ -86,13 +86,15 @@ _PIPELINES = {
 class ExportOptions:
     layout: str = setting(
         "huggingface",
-        "huggingface, or released (names and vocabulary rows of the released GLM)",
+        "huggingface, or released (tensor names and vocabulary order of the released GLM checkpoints).",
         one_of=("huggingface", "released"),
     )
-    dtype: str = setting("fp32", "type of the written weights", one_of=tuple(DTYPES))
-    max_shard_bytes: int = setting(5 * 10**9, "largest weight file; one tensor may exceed it", at_least=1)
-    verify: bool = setting(True, "run both models and compare logits")
-    tolerance: float = setting(proof.TOLERANCE, "largest logit difference that passes")
+    dtype: str = setting("fp32", "Data type of the exported weights.", one_of=tuple(DTYPES))
+    max_shard_bytes: int = setting(
+        5 * 10**9, "Maximum size of a weight file in bytes; a single tensor may exceed it.", at_least=1
+    )
+    verify: bool = setting(True, "Run both models and compare their logits.")
+    tolerance: float = setting(proof.TOLERANCE, "Maximum logit difference that passes verification.")
 
 
 def export_run(

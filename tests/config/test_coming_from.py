@@ -62,7 +62,7 @@ def test_options_are_answered_all_at_once():
     for part in (
         "--num-layers 12 is model.num_layers=12;", "--micro-batch-size 4 is batch.micro_batch_size=4;",
         "--learning_rate 1e-4 is optimizer.lr=1e-4;", "--fp16 is training.precision=fp16;",
-        "--max-position-embeddings 1024 is model.max_position=1023;", "schedule.warmup_steps (a number",
+        "--max-position-embeddings 1024 is model.max_position=1023;", "schedule.warmup_steps (in steps",
         "model.hidden_size", "--training.steps 7 is training.steps=7", "--nothing-like-it is not known",
     ):  # fmt: skip
         assert part in answer

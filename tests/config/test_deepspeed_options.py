@@ -162,7 +162,10 @@ def test_what_a_file_leaves_out_of_the_batch_stays_where_it_fits(tmp_path):
     assert (batch.global_batch_size, batch.micro_batch_size) == (24, 3)
     given = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
     config, said = read(tmp_path, {**given, "gradient_accumulation_steps": 5}, yaml_tree=here)
-    assert config.batch.global_batch_size == 24 and "gradient_accumulation_steps (batches of 24" in said[0]
+    assert (
+        config.batch.global_batch_size == 24
+        and "gradient_accumulation_steps (derived from global batch 24" in said[0]
+    )
 
 
 def test_a_file_stands_between_yaml_and_the_command_line(tmp_path):
@@ -446,7 +449,7 @@ WRONG_OPTIONS = {
     "deepspeed.steps_per_print=0": "deepspeed.steps_per_print is 0; it must be at least 1",
     "deepspeed.communication_data_type=fp8": "is 'fp8'; it must be one of fp32, fp16, bf16",
     "deepspeed.gradient_clipping=[1]": "deepspeed.gradient_clipping must be a finite number, not [1]",
-    "deepspeed.optimizer={type: AdamW}": "deepspeed.optimizer belongs to the section optimizer",
+    "deepspeed.optimizer={type: AdamW}": "deepspeed.optimizer corresponds to the section optimizer",
 }
 
 
@@ -541,7 +544,7 @@ def test_fine_tuning_reads_the_same_file(tmp_path):
 def test_three_options_of_the_batch_that_no_number_of_ranks_makes_are_refused(tmp_path):
     given = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 16, "gradient_accumulation_steps": 4}
     with pytest.raises(
-        ConfigError, match=r"train_batch_size 32 is no multiple of .*16 x .*4, so that no number"
+        ConfigError, match=r"train_batch_size \(32\) must be a multiple of .*\(16\) x .*\(4\)"
     ):
         read(tmp_path, given)
     config, _ = read(tmp_path, {**given, "gradient_accumulation_steps": 2})

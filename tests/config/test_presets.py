@@ -126,7 +126,7 @@ def test_the_first_steps_of_every_recipe_are_tried_by_one_setting(path):
     warmup, decay = written.schedule.warmup_steps, written.schedule.decay_steps
     is_scaled = decay is None and warmup >= 30
     assert config.schedule.warmup_steps == (warmup * 30 // written.training.steps if is_scaled else warmup)
-    assert len(notes) == is_scaled and all(f"{warmup:,} as for" in note for note in notes)
+    assert len(notes) == is_scaled and all(f"{warmup:,}" in note for note in notes)
 
 
 def test_a_warm_up_that_is_given_stays():

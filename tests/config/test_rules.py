@@ -109,7 +109,7 @@ def as_configuration(directory):
     ("case", "message"),
     zip(
         BAD_FILES,
-        ["not valid JSON", "not list", "is 5 in the file and 6 as", "check the path", "give it as --deepspeed_config"],
+        ["not valid JSON", "not list", "is 5 in the file but 6 as", "check the path", "pass it as --deepspeed_config"],
         strict=True,
     ),
 )  # fmt: skip

@@ -299,7 +299,7 @@ def test_the_dry_run_loads_no_fake_devices():
     ("arguments", "message"),
     [
         (["--dry-run", "0"], "--dry-run is 0; it must be a number of processes"),
-        (["--dry-run", "5"], "start a number of processes that divides"),
+        (["--dry-run", "5"], "number of processes that divides"),
         (["--dry-run", "8", "--gpu", "z80"], "--gpu is 'z80'; it must be one of"),
         (
             ["--dry-run", "8", "model.vocab_size=null", "tokenizer.path=absent"],

@@ -201,7 +201,7 @@ CLOZE = {"kind": "cloze", "template": "{text} [MASK]", "verbalizers": {"0": "bad
         (
             ["finetune.lm_weight=0.2", "finetune.trained=head"],
             {},
-            "nothing that the language model is made of",
+            "finetune.lm_weight is",
         ),
         (
             ["finetune.lm_weight=0.2", "model.max_position=23", "data.sequence_length=16"],

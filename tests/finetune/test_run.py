@@ -381,7 +381,7 @@ BAD = {
     "unknown metric": (["task.metrics=[acuracy]"], "unknown metric"),
     "a metric of numbers": (["task.metrics=[pearson]"], "names pearson, but this task .* predicts classes"),
     "a metric of spans": (["task.metrics=[entity_f1]"], "names entity_f1, but this task .* predicts classes"),
-    "stages": (["parallel.pipeline_parallel_size=2"], "pipeline_parallel_size is 2 with a task"),
+    "stages": (["parallel.pipeline_parallel_size=2"], "pipeline_parallel_size is 2"),
 }
 
 

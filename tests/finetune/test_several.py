@@ -220,7 +220,7 @@ BAD = {
     "skipped": (("events.skip_samples=[{first: 1, end: 2}]",), {}, "events.skip_samples is set with several"),
     "alpha": (("finetune.tasks_alpha=2",), {}, "finetune.tasks_alpha is 2.0; it must be in [0, 1]"),
     "no task": (("tasks=[3, {}]",), {}, "tasks has 3; each must be a file with a section task"),
-    "heads alone": (("model.task_heads=['a:values:0']", "tasks=[]"), {}, "without tasks, which fill it in"),
+    "heads alone": (("model.task_heads=['a:values:0']", "tasks=[]"), {}, "model.task_heads is"),
 }
 
 

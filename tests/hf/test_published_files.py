@@ -130,7 +130,7 @@ def test_an_ernie_of_three_task_rows_trains_the_one_its_class_reads(tmp_path):
     export_run(tmp_path / "run", tmp_path / "export", ExportOptions())
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("ernie", "export"))
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
-    with pytest.raises(ConfigError, match="task_types is 3, but 4 objectives take a row each"):
+    with pytest.raises(ConfigError, match="task_types is 3"):
         import_directory(tmp_path / "ernie", tmp_path / "other", TREE | {"objectives": three | {"causal": 1}})
 
 

@@ -207,7 +207,7 @@ def test_an_export_of_ernie_2_records_no_objectives_and_its_heads_come_with_thos
     import_directory(tmp_path / "out", tmp_path / "plain", merge(least, {"objectives": {"ernie": 1}}))
     assert not load_run(tmp_path / "plain").config.model.class_heads
     with_task = merge(least, {"objectives": {"token_document": 1}})
-    with pytest.raises(ConfigError, match=r"class_heads is \[\], but the objectives make labels for"):
+    with pytest.raises(ConfigError, match=r"class_heads is \[\]"):
         import_directory(tmp_path / "out", tmp_path / "refused", with_task)
     assert not (tmp_path / "refused").exists()
     import_directory(

@@ -211,7 +211,7 @@ def test_repeats_by_hand():
 
 
 def test_settings_that_contradict_are_refused():
-    with pytest.raises(ConfigError, match=r"min_length \(64\) must be below max_length \(64\)"):
+    with pytest.raises(ConfigError, match=r"min_length \(64\) must be smaller than max_length \(64\)"):
         GenerationConfig(min_length=64)
     with pytest.raises(ConfigError, match=r"length_penalty_form is gnmt, but strategy is greedy"):
         GenerationConfig(length_penalty_form="gnmt")

@@ -259,7 +259,7 @@ def test_flops_count_what_local_layers_see():
     [
         ({"attention_window": 4}, "model.attention_window is 4 with model.global_every 1; local"),
         ({"global_every": 3}, "model.attention_window is 0 with model.global_every 3; local"),
-        ({"rotary_base_local": 1e4}, "model.rotary_base_local is 10000.0, but it is for rotary"),
+        ({"rotary_base_local": 1e4}, "model.rotary_base_local is 10000.0"),
         ({"attention_window": 4, "global_every": 2, "relative": "buckets"}, "model.relative is buckets with"),
         ({"attention_window": 4, "global_every": 2, "decoder_layers": 1}, "model.attention_window is 4 with model.dec"),
     ],

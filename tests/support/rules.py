@@ -23,7 +23,12 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "max_position": (over("model.max_position=-1"), ("model.max_position is -1", "at least 1")),
     "phases of a task": (
         over("phases=[{}]", "task={name: x, kind: classification, reader: jsonl, train: a, labels: [a, b]}"),
-        ("phases is set with a task", "set it to []"),
+        (
+            (
+                "phases is set",
+                "set it to []",
+            )
+        ),
     ),
     "weights of no corpus": (
         over("data.train=[{prefix: a, weight: 0}]"),
@@ -38,7 +43,12 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
             "schedule={kind: constant, warmup_steps: 9}",
             "schedule.parts=[{kind: linear, steps: 3, start: 0, end: 1}]",
         ),
-        ("schedule has also kind constant, warmup_steps 9", "schedule={} before schedule.parts"),
+        (
+            (
+                "kind constant, warmup_steps 9",
+                "schedule={} before schedule.parts",
+            )
+        ),
     ),
     "uneven ramp": (
         over("batch.ramp={start: 1, by: 1, samples: 9}"),
@@ -46,7 +56,12 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "ramp beside phases": (
         over("phases=[{}]", "batch.ramp={start: 8, by: 8, samples: 9}"),
-        ("batch.ramp is set beside phases", "in the batch of a phase"),
+        (
+            (
+                "batch.ramp is set",
+                "in the batch of a phase",
+            )
+        ),
     ),
     "heads": (
         over("model.num_attention_heads=5"),
@@ -95,15 +110,18 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "an odd part of a head": (
         over("model.positions=rotary", "model.rotary_share=0.19"),
-        ("rotary_share (0.19)", "16 features is 3", "an even number"),
+        ("rotary_share (0.19)", "an even number"),
     ),
     "a part of a head without halves of pairs": (
         over("model.positions=rotary", "model.block_positions=halves", "model.rotary_share=0.4"),
-        ("rotary_share (0.4)", "16 features is 6", "a multiple of 4"),
+        ("rotary_share (0.4)", "a multiple of 4"),
     ),
     "block positions without rotary positions": (
         over("model.block_positions=table"),
-        ("model.block_positions is table", "model.positions learned_blocks", "leave block_positions out"),
+        (
+            "model.block_positions is table",
+            "model.positions learned_blocks",
+        ),
     ),
     "initial words": (over("model.init_words_std=0"), ("model.init_words_std is 0.0", "above 0", "or null")),
     "initial positions": (
@@ -113,17 +131,27 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "one class": (over("model.sentence_classes=1"), ("model.sentence_classes is 1", "at least 2 classes")),
     "inner width": (
         over("model.ffn_size=101", "parallel.tensor_parallel_size=2"),
-        ("FFN (101)", "divisible by parallel.tensor_parallel_size (2)", "change model.ffn_size"),
+        (
+            "model.ffn_size (101)",
+            "divisible by parallel.tensor_parallel_size (2)",
+        ),
     ),
     "few task types": (
         over(
             "model.task_types=1", "objectives={blank_infilling: 1, masked_lm: 1}", "data.sequence_length=100"
         ),
-        ("model.task_types is 1", "2 objectives take a row each", "set it to 2 or more"),
+        (
+            "model.task_types is 1",
+            "2 objectives",
+            "at least 2",
+        ),
     ),
     "task rows without a table": (
         over("model.task_rows=[3]"),
-        ("model.task_rows is [3]", "the table has 0 rows", "leave it out"),
+        (
+            "model.task_rows is [3]",
+            "0 rows",
+        ),
     ),
     "no block positions": (
         over("model.positions=learned"),
@@ -144,7 +172,10 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "profiler after the end": (
         over("profiler.first_step=901", "training.steps=900"),
-        ("profiler.first_step is 901", "training.steps is 900", "earlier step"),
+        (
+            "profiler.first_step is 901",
+            "training.steps is 900",
+        ),
     ),
     "zero": (over("parallel.zero_stage=0"), ("parallel.zero_stage is 0", "one of 1, 2, 3")),
     "tensor": (over("parallel.tensor_parallel_size=0"), ("tensor_parallel_size is 0", "at least 1")),
@@ -154,15 +185,25 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "offloading under a pipeline": (
         over("parallel.pipeline_parallel_size=2", "parallel.offload_optimizer=true"),
-        ("offload_optimizer is true", "pipeline_parallel_size 2", "drift apart", "set one of them"),
+        (
+            "offload_optimizer is true",
+            "pipeline_parallel_size 2",
+        ),
     ),
     "sequence parallelism alone": (
         over("parallel.sequence_parallel=true"),
-        ("sequence_parallel is true", "tensor_parallel_size 1", "set it to false"),
+        (
+            "sequence_parallel is true",
+            "tensor_parallel_size 1",
+            "to false",
+        ),
     ),
     "processes": (
         lambda: ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=2).data_parallel_size(6),
-        ("6 processes", "(2) x pipeline_parallel_size (2) = 4", "start a multiple of 4"),
+        (
+            "6 processes",
+            "(2) x pipeline_parallel_size (2) = 4",
+        ),
     ),
     "heads over ranks": (
         over("parallel.tensor_parallel_size=8"),
@@ -170,11 +211,14 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "stages": (
         over("parallel.pipeline_parallel_size=8"),
-        ("pipeline_parallel_size (8)", "num_layers (2)", "needs a block"),
+        (
+            "pipeline_parallel_size (8)",
+            "num_layers (2)",
+        ),
     ),
     "fp16 under a pipeline": (
         over("parallel.pipeline_parallel_size=2", "training.precision=fp16"),
-        ("precision is fp16", "drift apart", "use bf16"),
+        ("precision is fp16", "use bf16"),
     ),
     "tokens over ranks": (
         over(
@@ -191,7 +235,10 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "evaluations without a validation set": (
         lambda: require_validation(["training.eval_samples=5"], tiny("data.validation=[]")),
-        ("training.eval_samples is set", "data.validation is not", "leave it out"),
+        (
+            "training.eval_samples is set",
+            "data.validation is not",
+        ),
     ),
     "steps": (over("training.steps=0"), ("training.steps is 0", "at least 1")),
     "eval_interval": (over("training.eval_interval=-1"), ("training.eval_interval is -1", "at least 0")),
@@ -213,7 +260,10 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "kernel on GPUs only": (
         over("optimizer.kernel=apex", "parallel.offload_optimizer=true"),
-        ("optimizer.kernel is apex", "GPUs only", "parallel.offload_optimizer; set the kernel to torch"),
+        (
+            "optimizer.kernel is apex",
+            "GPUs only",
+        ),
     ),
     "normalization": (
         over("training.loss_normalization=mean"),
@@ -221,7 +271,10 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "loss weights without their mode": (
         over("training.loss_weights={token: 2}"),
-        ("loss_normalization is global_tokens", "set that to per_objective, or remove the weights"),
+        (
+            "loss_normalization is global_tokens",
+            "per_objective",
+        ),
     ),
     "loss weight of an unknown loss": (
         over("training.loss_weights={words: 2}", "training.loss_normalization=per_objective"),
@@ -235,14 +288,40 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "embedding_size": (over("model.embedding_size=0"), ("embedding_size is 0", "at least 1, or null")),
     "labels without a head": (
         over("objectives={albert: 1}", "model.max_position=600"),
-        ("model.sentence_classes is 0", "albert makes", "set it to 2, or switch the labels off"),
+        (
+            "model.sentence_classes is 0",
+            "albert",
+            "set it to 2",
+        ),
     ),
     "system": (over("model.system=glmm"), ("model.system is 'glmm'; it must be one of glm, ",)),
-    "system of LSTMs": (over("model.system=elmo"), ("'elmo' (left out: a body of LSTMs", "docs/objectives")),
-    "system by name": (over("model.system=pkd"), ("'pkd' (left out: the sources name it", "one of glm, ")),
+    "system of LSTMs": (
+        over("model.system=elmo"),
+        (
+            (
+                "'elmo'",
+                "docs/objectives",
+            )
+        ),
+    ),
+    "system by name": (
+        over("model.system=pkd"),
+        (
+            (
+                "'pkd'",
+                "one of glm, ",
+            )
+        ),
+    ),
     "boundary head without spans": (
         over("model.span_boundary_places=20"),
-        ("span_boundary_places is 20 without the objective spanbert", "set it to 0, or add"),
+        (
+            (
+                "span_boundary_places is 20",
+                "spanbert",
+                "set it to 0",
+            )
+        ),
     ),
     "too few segments": (
         over(
@@ -256,7 +335,7 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "averages that there are not": (
         over("ema.use=true"),
-        ("ema.use is true, but ema.decay is null", "set that to a factor"),
+        ("ema.use is true, but ema.decay is null",),
     ),
     "muon at ZeRO 3": (
         over("optimizer.kind=muon", "parallel.zero_stage=3"),
@@ -269,27 +348,44 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "muP and T5's scales": (
         over("model.mup={base_hidden_size: 8}", "model.init=t5"),
-        ("model.init is t5 with model.mup", "leave one of them out"),
+        (
+            "model.init is t5",
+            "model.mup",
+        ),
     ),
     "muP and ALBERT's embedding": (
         over("model.mup={base_hidden_size: 8}", "model.embedding_size=16"),
-        ("model.embedding_size is 16 with model.mup", "leave one of them out"),
+        ("model.embedding_size is 16 with model.mup",),
     ),
     "lamb on the CPU": (
         over("optimizer.kind=lamb", "parallel.offload_optimizer=true"),
-        ("optimizer.kind is lamb with parallel.offload_optimizer", "set that to false"),
+        ("optimizer.kind is lamb with parallel.offload_optimizer",),
     ),
     "adafactor of apex": (
         over("optimizer.kind=adafactor", "optimizer.kernel=apex"),
-        ("optimizer.kernel is apex, which has no adafactor", "set it to torch"),
+        (
+            (
+                "optimizer.kernel is apex",
+                "adafactor",
+                "set it to torch",
+            )
+        ),
     ),
     "momentum of AdamW": (
         over("optimizer.momentum=0.9"),
-        ("optimizer.momentum is 0.9 with optimizer.kind adamw", "leave it out"),
+        (
+            "optimizer.momentum is 0.9",
+            "optimizer.kind adamw",
+            "remove it",
+        ),
     ),
     "moments of adafactor": (
         over("optimizer.kind=adafactor", "optimizer.beta2=0.95"),
-        ("optimizer.beta2 is 0.95 with optimizer.kind adafactor", "leave it out"),
+        (
+            "optimizer.beta2 is 0.95",
+            "optimizer.kind adafactor",
+            "remove it",
+        ),
     ),
     "memory longer than half of a text": (
         over("objectives={xlnet: 1}", "model.system=xlnet", "xlnet.memory_length=300"),
@@ -307,7 +403,11 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "a second stack without its objective": (
         over("decoder_tokenizer={kind: bert_wordpiece, path: vocab.txt}"),
-        ("decoder_tokenizer is set without the objective optimus", "to null, or objectives to {optimus: 1}"),
+        (
+            "decoder_tokenizer is set",
+            "optimus",
+            "to null, or objectives to {optimus: 1}",
+        ),
     ),
     "shared layers in stages": (
         over("model.share_layers=attention", "parallel.pipeline_parallel_size=2"),
@@ -329,11 +429,19 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "warmup beyond the run": (
         over("schedule.warmup_steps=100"),
-        ("schedule.warmup_steps (100)", "smaller than", "lower it or raise training.steps (100)"),
+        (
+            "schedule.warmup_steps (100)",
+            "smaller than",
+        ),
     ),
     "fewer steps than a plan": (
         lambda: load_config([ROOT / "configs/t5-base.yaml"], ["training.steps=30"]),
-        ("schedule.parts have 1,000,000 steps", "set training.stop_after_step=30 instead"),
+        (
+            (
+                "1,000,000 steps",
+                "set training.stop_after_step=30 instead",
+            )
+        ),
     ),
     "decoder's texts": (
         over("data.train=[{prefix: a, decoder_prefix: b}]"),
@@ -345,7 +453,14 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         over("data.sequence_length=513"),
         ("data.sequence_length (513)", "up to 513", "max_position is 512", "set model.max_position=513, or"),
     ),
-    "row": (over("data.row_length=512"), ("data.row_length (512)", "at least 518", "null chooses 568")),
+    "row": (
+        over("data.row_length=512"),
+        (
+            "data.row_length (512)",
+            "at least 518",
+            "568",
+        ),
+    ),
     "keep": (over("checkpoint.keep_last=-1"), ("checkpoint.keep_last is -1", "at least 0")),
     "keep_every": (
         over("checkpoint.keep_every=2500"),
@@ -366,20 +481,23 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "initialize from nothing": (
         over("checkpoint.initialize=all"),
-        ("checkpoint.initialize is all", "initialize_from is null", "name a checkpoint"),
+        (
+            "checkpoint.initialize is all",
+            "initialize_from is null",
+        ),
     ),
     "timeouts": (over("timeouts.step_seconds=0"), ("timeouts.step_seconds is 0", "at least 1")),
     "skipped samples": (
         over("events.skip_samples=[{first: 8, end: 8}]"),
-        ("first 8 and end 8", "first must be the smaller"),
+        ("first 8 and end 8",),
     ),
     "learning rate steps": (
         over("events.learning_rate=[{from_step: 9, until_step: 8, factor: 1}]"),
-        ("from_step 9 and until_step 8", "must not be the larger"),
+        ("from_step 9 and until_step 8",),
     ),
     "learning rate": (
         over("events.learning_rate=[{from_step: 9}]"),
-        ("factor None and value None", "give one of them"),
+        ("factor None and value None",),
     ),
     "shrink event": (
         over("events.embedding_gradient_shrink=[{from_step: 9, value: 2}]"),
@@ -396,23 +514,43 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "fillings of blanks": (
         over("training.eval_fillings=2", "objectives.causal=1"),
-        ("training.eval_fillings is 2", "without the objective blank_infilling"),
+        (
+            "training.eval_fillings is 2",
+            "blank_infilling",
+        ),
     ),
     "fillings with a decoder": (
         over("training.eval_fillings=2", "model.decoder_layers=3"),
-        ("training.eval_fillings is 2 with model.decoder_layers (3)", "one stack", "set it to 0"),
+        ("training.eval_fillings is 2 with model.decoder_layers (3)", "set it to 0"),
     ),
     "decoder of shared layers": (
         over("model.decoder_layers=3", "model.share_layers=ffn"),
-        ("model.decoder_layers is 3 with model.share_layers ffn", "set share_layers to none"),
+        (
+            (
+                "model.share_layers is ffn",
+                "model.decoder_layers (3)",
+                "set share_layers to none",
+            )
+        ),
     ),
     "decoder without targets": (
         over("model.decoder_layers=3", "objectives={causal: 1, t5: 1}"),
-        ("model.decoder_layers is 3, but causal predicts", "set it to 0", "t5, bart, mass"),
+        (
+            "model.decoder_layers is 3",
+            "causal",
+            "set it to 0",
+            "t5, bart, mass",
+        ),
     ),
     "decoder for masked tokens": (
         over("model.decoder_layers=3", "blank_infilling.masked_lm=true"),
-        ("model.decoder_layers is 3, but blank_infilling predicts", "set it to 0"),
+        (
+            (
+                "model.decoder_layers is 3",
+                "blank_infilling",
+                "set it to 0",
+            )
+        ),
     ),
     "peak": (over("run.peak_tflops=0"), ("run.peak_tflops is 0.0", "above 0, or null")),
     "sentinels": (
@@ -427,7 +565,13 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "objective weight": (over("objectives.causal=-1"), ("objectives.causal is -1", "0 or more")),
     "objective start without objective": (
         over("objective_starts.causal=5"),
-        ("names 'causal'", "not among objectives", "add it"),
+        (
+            (
+                "objective_starts",
+                "'causal'",
+                "add it",
+            )
+        ),
     ),
     "objective start": (
         over("objectives={causal: 1}", "objective_starts={causal: soon}"),
@@ -435,43 +579,68 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "no objective from the start": (
         over("objectives={causal: 1, t5: 0}", "objective_starts={causal: 5}"),
-        ("from sample 0 on", "give one"),
+        (
+            (
+                "sample 0",
+                "objective_starts",
+            )
+        ),
     ),
     "tokenizer": (
         lambda: tiny().with_vocab_size(301),
-        ("model.vocab_size is 300", "tokenizer has 301", "set model.vocab_size=null"),
+        (
+            "model.vocab_size is 300",
+            "tokenizer has 301",
+            "null",
+        ),
     ),
     "deepspeed contradiction": (
         over("deepspeed.train_batch_size=17"),
         (
             "deepspeed.train_batch_size is 17",
             "batch.global_batch_size makes it 16",
-            "remove the DeepSpeed key",
         ),
     ),
     "profiler without first step": (
         over("profiler.last_step=3"),
-        ("profiler.last_step or profiler.memory is set", "first_step is null", "set that too"),
+        (
+            "profiler.last_step or profiler.memory is set",
+            "first_step is null",
+        ),
     ),
     "profiler order": (
         over("profiler={first_step: 3, last_step: 2}"),
-        ("profiler.first_step is 3 and profiler.last_step 2", "must not be the larger"),
+        ("profiler.first_step is 3 and profiler.last_step 2",),
     ),
     "profiler ranks": (
         over("profiler={first_step: 3, ranks: []}"),
-        ("profiler.ranks is []", "must name ranks"),
+        ("profiler.ranks is []",),
     ),
     "profiler ranks of the run": (
         lambda: tiny("profiler={first_step: 3, ranks: [2]}").profiler.require_ranks(2),
-        ("profiler.ranks is [2]", "2 processes", "name ranks below that"),
+        (
+            "profiler.ranks is [2]",
+            "2 processes",
+        ),
     ),
     "password of MLflow": (
         over("trackers.mlflow.uri=https://me:secret@example.org"),
-        ("trackers.mlflow.uri holds a name or password", "set MLFLOW_TRACKING_USERNAME"),
+        (
+            (
+                "trackers.mlflow.uri",
+                "set MLFLOW_TRACKING_USERNAME",
+            )
+        ),
     ),
     "a token in an address": (
         over("trackers.mlflow.uri=https://example.org/store?sslmode=require&access_token=abc"),
-        ("trackers.mlflow.uri holds 'access_token'", "set MLFLOW_TRACKING_TOKEN"),
+        (
+            (
+                "trackers.mlflow.uri",
+                "'access_token'",
+                "set MLFLOW_TRACKING_TOKEN",
+            )
+        ),
     ),
     "deepspeed section": (
         over("deepspeed.fp16=true"),
@@ -479,39 +648,109 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "deepspeed refused": (
         over("deepspeed.bf16.check_grad_overflow=false"),
-        ("deepspeed.bf16.check_grad_overflow is False", "never applied", "remove it"),
+        ("deepspeed.bf16.check_grad_overflow is False", "remove it"),
     ),
     "warm-up of DeepSpeed's schedules": (
         over("schedule.warmup_kind=log"),
-        ("warmup_kind is log", "with schedule.kind cosine", "deepspeed_linear"),
+        ("warmup_kind is log", "deepspeed_linear"),
     ),
     "head without classes": (over(TASK, "model.task_head=tags"), ("task_classes is 0", "2 or more")),
     "classes without head": (over(TASK, "model.task_classes=3"), ("task_classes is 3", "set it to 0")),
     "task head of an encoder": (
         over("model.task_head=spans", "model.decoder_layers=2", TASK),
-        ("model.task_head is spans", "model.decoder_layers (2)", "leave task_head out"),
+        (
+            "model.task_head is spans",
+            "model.decoder_layers (2)",
+        ),
     ),
-    "head without task": (over("model.task_head=spans"), ("task_head is spans without a task", "to none")),
+    "head without task": (
+        over("model.task_head=spans"),
+        (
+            (
+                "task_head is spans",
+                "to none",
+            )
+        ),
+    ),
     "lora": (over("finetune.trained=lora"), ("trained is lora", "PEFT on an exported model", "adapters")),
     "head alone": (over("finetune.lm_weight=0.2", "finetune.trained=head"), ("lm_weight is 0.2", "to 0")),
-    "pool without head": (over("model.task_pool=concat"), ("is concat with model.task_head", "to token")),
-    "pooler": (over("model.task_pool=concat", "model.task_pooler=true"), ("concat with", "leave task_p")),
-    "transform": (over("model.task_pooler_kind=transform"), ("no layer before", "to tanh or gelu")),
-    "mix without head": (over("model.task_mix=true"), ("is true with model.task_head none", "false")),
+    "pool without head": (
+        over("model.task_pool=concat"),
+        (
+            (
+                "task_pool is concat",
+                "model.task_head is none",
+                "to token",
+            )
+        ),
+    ),
+    "pooler": (
+        over("model.task_pool=concat", "model.task_pooler=true"),
+        (
+            "task_pool is concat",
+            "remove task_pooler",
+        ),
+    ),
+    "transform": (
+        over("model.task_pooler_kind=transform"),
+        (
+            (
+                "task_pooler_kind is transform",
+                "to tanh or gelu",
+            )
+        ),
+    ),
+    "mix without head": (
+        over("model.task_mix=true"),
+        (
+            (
+                "task_mix is true",
+                "model.task_head is none",
+                "false",
+            )
+        ),
+    ),
     "adapters of no width": (over(TASK, "finetune.trained=adapters"), ("adapter_size is 0", "such as 64")),
     "averages in fine-tuning": (
         over(TASK, "ema.decay=0.9"),
-        ("ema.decay is 0.9 with a task", "set it to null"),
+        (
+            (
+                "ema.decay is 0.9",
+                "set it to null",
+            )
+        ),
     ),
-    "task in stages": (over(TASK, "parallel.pipeline_parallel_size=2"), ("2 with a task", "set it to 1")),
+    "task in stages": (
+        over(TASK, "parallel.pipeline_parallel_size=2"),
+        (
+            (
+                "pipeline_parallel_size is 2",
+                "set it to 1",
+            )
+        ),
+    ),
     "task with means": (
         over(TASK, "training.loss_normalization=mean_of_means"),
-        ("loss_normalization is mean_of_means with a task", "set it to global_tokens"),
+        (
+            (
+                "loss_normalization is mean_of_means",
+                "set it to global_tokens",
+            )
+        ),
     ),
-    "seed of fine-tuning": (over("finetune.seeds=[1, -2]"), ("finetune.seeds has -2", "from 0 to 2^63")),
+    "seed of fine-tuning": (
+        over("finetune.seeds=[1, -2]"),
+        (
+            (
+                "finetune.seeds",
+                "-2",
+                "from 0 to 2^63",
+            )
+        ),
+    ),
     "objective of a package": (
         lambda: require_objectives({"objectives": {"mine": 1}}, {"packages": {"mine": "theirs 1.0"}}),
         ("objective mine belongs to the package theirs 1.0", "install it"),
     ),
-    "seed twice": (over("finetune.seeds=[3, 3]"), ("finetune.seeds (3, 3) names a seed twice",)),
+    "seed twice": (over("finetune.seeds=[3, 3]"), ("finetune.seeds (3, 3)",)),
 }

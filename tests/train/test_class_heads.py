@@ -141,20 +141,20 @@ def test_capitals_join_in_a_later_phase_and_are_asked_of_the_corpus(settings, co
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"model": {"class_heads": []}}, r"model.class_heads is \[\], but the objectives make labels for"),
+        ({"model": {"class_heads": []}}, r"model.class_heads is \[\]"),
         (
             {"model": {"class_heads": ["other:3"]}},
-            "each must be NAME:CLASSES, once, .* a name of sentence_reordering",
+            "each entry must be NAME:CLASSES .* NAME of sentence_reordering",
         ),
-        ({"model": {"sentence_classes": 0}}, "without sentence_classes, whose layer these heads read"),
+        ({"model": {"sentence_classes": 0}}, "set sentence_classes to 2"),
         ({"sentence_reordering": {"parts": 4}}, "'sentence_reordering:33'"),
-        ({"model": {"class_heads": [*HEADS, HEADS[0]]}}, "each must be NAME:CLASSES, once"),
-        ({"model": {"class_heads": [*HEADS[:3], "capitalization:1"]}}, "with 2 classes or more"),
-        ({"model": {"class_heads": [*HEADS[:3], "capitalization:two"]}}, "each must be NAME:CLASSES"),
-        ({"model": {"class_heads": HEADS[:3]}}, "make labels for .*'capitalization:2'"),
+        ({"model": {"class_heads": [*HEADS, HEADS[0]]}}, "each entry must be NAME:CLASSES"),
+        ({"model": {"class_heads": [*HEADS[:3], "capitalization:1"]}}, "at least 2 classes"),
+        ({"model": {"class_heads": [*HEADS[:3], "capitalization:two"]}}, "each entry must be NAME:CLASSES"),
+        ({"model": {"class_heads": HEADS[:3]}}, "have labels for .*'capitalization:2'"),
         (
             {"model": {"class_heads": ["token_document:3", *HEADS[:2], HEADS[3]]}},
-            "make labels for .*'token_document:2'",
+            "have labels for .*'token_document:2'",
         ),
         (
             {"model": {"segments": 0}, "sentence_reordering": {"parts": 5}},

@@ -130,7 +130,7 @@ MISTAKES = {
         f"glm-base.yaml: No such file or directory; there is {ROOT}/configs/glm-base.yaml.",
     ),
     "a task's": (["--config", "boolq"], {}, f"there is {ROOT}/configs/tasks/boolq.yaml."),
-    "world size": ([], {"WORLD_SIZE": "3", "RANK": "0"}, "data-parallel ranks (3) = 48; start a number of"),
+    "world size": ([], {"WORLD_SIZE": "3", "RANK": "0"}, "data-parallel ranks (3) = 48"),
     "environment": ([], {"WORLD_SIZE": "two"}, "environment variable WORLD_SIZE is 'two'"),
     "no tokenizer": (["tokenizer.path=absent"], {}, "absent does not exist; set path"),
 }

@@ -27,71 +27,85 @@ class BlankInfillingConfig(ObjectiveConfig):
     has_block_positions = True
 
     token_prob: float = fraction(
-        1.0, "probability of the token objective (short spans, [MASK]); bert_prob in the reference"
+        1.0, "Probability of the token objective (short spans, [MASK]); bert_prob in the reference code."
     )
     sentence_prob: float = fraction(
-        0.0, "probability of the sentence objective (whole sentences, [sMASK]); the rest is document"
+        0.0,
+        "Probability of the sentence objective (whole sentences, [sMASK]); the document objective takes the"
+        " rest.",
     )
-    masked_ratio: float = fraction(0.15, "token objective: at least this part of the tokens is masked")
-    sentence_ratio: float = fraction(0.15, "sentence objective: at least this part of the tokens is masked")
+    masked_ratio: float = fraction(0.15, "Token objective: minimum fraction of the tokens that is masked.")
+    sentence_ratio: float = fraction(
+        0.15, "Sentence objective: minimum fraction of the tokens that is masked."
+    )
     mean_span_length: float = setting(
         3.0,
-        "token objective: mean of the Poisson distribution of span lengths, before truncation, tokens",
+        "Token objective: mean of the Poisson distribution of span lengths before truncation, in tokens.",
         above=0,
     )
     max_span_length: int = setting(
-        39, "token objective: the Poisson is truncated to 1..this, tokens", at_least=1
+        39,
+        "Token objective: longest span; the Poisson distribution is truncated to 1..max_span_length tokens.",
+        at_least=1,
     )
     whole_words: bool = setting(
-        False, "token objective: mask whole words; its ratio and span lengths then count words"
+        False, "Token objective: mask whole words; masked_ratio and span lengths then count words."
     )
     placement: str = setting(
         "uniform",
-        "token objective: 'uniform' over all placements with a token between spans; 'reference' sorts "
-        "independent offsets, which favours spans a single token apart",
+        "Token objective: uniform = uniform over all placements with at least one token between spans; "
+        "reference = sorted independent offsets, which favours spans that are one token apart.",
         one_of=PLACEMENTS,
     )
     document_min_ratio: float = fraction(
-        0.5, "document objective: shortest span as a part of n; gpt_min_ratio in the reference"
+        0.5,
+        "Document objective: shortest span as a fraction of the text; gpt_min_ratio in the reference code.",
     )
-    document_max_ratio: float = fraction(1.0, "document objective: longest span as a part of n")
+    document_max_ratio: float = fraction(1.0, "Document objective: longest span as a fraction of the text.")
     document_min_context: int = setting(
         2,
-        "document objective: tokens, CLS included, that are never masked (reference 2; paper 1)",
+        "Document objective: tokens, CLS included, that are never masked (reference code: 2; paper: 1).",
         at_least=1,
     )
     document_tail_prob: float = fraction(
         0.5,
-        "document objective: probability that the span is the tail of the text (ends with eos, no eop) and "
-        "not placed anywhere; gpt_infill_prob in the reference, which despite its name selects the tail",
+        "Document objective: probability that the span is the end of the text (followed by eos, without "
+        "eop) instead of anywhere; gpt_infill_prob in the reference code, which despite its name selects "
+        "the end.",
     )
     single_span_prob: float = fraction(
-        0.0, "probability of one short span only, drawn before the objective is; counts as token objective"
+        0.0, "Probability of a single short span, drawn before the objective; counted as token objective."
     )
-    short_seq_prob: float = fraction(0.0, "the former name of data.short_prob, read where that is 0")
+    short_seq_prob: float = fraction(0.0, "Old name of data.short_prob; read if data.short_prob is 0.")
     block_mask_prob: float = fraction(
-        0.0, "token objective: probability of replacing each part-B input after sop by dBLOCK"
+        0.0, "Token objective: probability that an input token of part B, except sop, is replaced by dBLOCK."
     )
     context_mask_ratio: float = fraction(
-        0.0, "token objective: replace int(this x n) part-A tokens near masks by dBLOCK, no loss on them"
+        0.0,
+        "Token objective: fraction of the tokens of part A replaced by dBLOCK near masks; no loss on them.",
     )
-    context_mask_range: int = setting(3, "how near to a mask context_mask_ratio acts, tokens", at_least=1)
+    context_mask_range: int = setting(
+        3, "Maximum distance from a mask at which context_mask_ratio applies, in tokens.", at_least=1
+    )
     random_position: bool = setting(
-        False, "shift the position ids of an Example by a uniform offset that keeps them <= sequence_length"
+        False,
+        "Shift the position ids of a sample by a uniform random offset such that they stay <= "
+        "sequence_length.",
     )
     sentinel_first: int | None = setting(
         None,
-        "ablation: id of the first of sentinel_count token pairs (mask, start). The k-th span of part B uses "
-        "pair k - 1 instead of [MASK] and sop; the first keeps those. Part-B positions are sequence_length",
+        "Ablation: id of the first of sentinel_count token pairs (mask, start). Span k of part B uses pair "
+        "k - 1 instead of [MASK] and sop; the first span keeps [MASK] and sop. The position of part B is "
+        "sequence_length.",
         at_least=0,
     )
     sentinel_count: int = setting(
-        100, "pairs from sentinel_first on; more spans start again at the first", at_least=1
+        100, "Number of sentinel pairs; further spans start again with the first pair.", at_least=1
     )
     masked_lm: bool = setting(
-        False, "ablation: BERT-style, spans are replaced by [MASK] in place and predicted there; no part B"
+        False, "Ablation: replace spans by [MASK] in place and predict them there, as BERT does; no part B."
     )
-    shuffle_spans: bool = setting(True, "false (ablation): part B keeps the order of the text")
+    shuffle_spans: bool = setting(True, "Shuffle the spans of part B; false (ablation) = text order.")
     cross_document_attention: bool = setting(
         False, "true (reference): the chunks of a row are one text, masked and attended to as a whole"
     )

@@ -209,7 +209,7 @@ def test_objectives_of_pairs_alone_and_a_validation_of_pairs(corpus, pairs):
         ({"data": {"short_prob": 0.1}}, "data.short_prob is 0.1, but pairs are never cut; set it to 0"),
         (
             {"phases": [{"steps": 3, "sequence_length": 32}, {}]},
-            "relevance has rows of whole documents, which are packed for one sequence_length",
+            "relevance packs whole documents",
         ),
         ({"phases": [{"steps": 3, "weights": {"corpus_train": 1}}, {}]}, r"phases\[0\]: relevance has a share"),
         ({"relevance": {"classes": 1}}, "relevance.classes is 1; it must be at least 2"),
