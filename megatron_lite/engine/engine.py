@@ -29,8 +29,9 @@ from megatron_lite.config.sections import OptimizerConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.deepspeed_engines import deepspeed_engine
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.block import Block, PositionEmbeddings
+from megatron_lite.model.block import Block
 from megatron_lite.model.build import kind_of
+from megatron_lite.model.embedding import PositionEmbeddings
 from megatron_lite.model.lengths import builds_kernels, few_lengths
 from megatron_lite.model.model_input import ModelInput, dense_reason, prepare
 from megatron_lite.model.tensor_parallel import (

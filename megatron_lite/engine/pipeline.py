@@ -23,8 +23,8 @@ from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import SHARED_BY_STAGES, Engine, StepResult, without_chatter
 from megatron_lite.model.attention_backends.calls import PartsPlan
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.block import Block, PositionEmbeddings, Stream, final_layernorm
-from megatron_lite.model.chunked_loss import loss_logits
+from megatron_lite.model.block import Block, Stream
+from megatron_lite.model.embedding import PositionEmbeddings
 from megatron_lite.model.encoder_decoder import (
     DecoderBlock,
     DecoderEmbedding,
@@ -42,8 +42,10 @@ from megatron_lite.model.forward_context import (
     own_lengths,
 )
 from megatron_lite.model.init import initialize_parameters
-from megatron_lite.model.lm_head import Heads, sum_losses
+from megatron_lite.model.lm_head import Heads
+from megatron_lite.model.loss import loss_logits, sum_losses
 from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.norms import final_layernorm
 from megatron_lite.model.position_bias import Table, relative_tables, with_bias
 from megatron_lite.model.tensor_parallel import TensorParallel, VocabParallelEmbedding
 from megatron_lite.parallel.context import ParallelContext

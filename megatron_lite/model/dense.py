@@ -10,7 +10,8 @@ from torch import nn
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.kernels import fused
 from megatron_lite.model.kernels.fused import Biased
-from megatron_lite.model.tensor_parallel import TensorParallel, linear, make_norm
+from megatron_lite.model.norms import make_norm
+from megatron_lite.model.tensor_parallel import TensorParallel, linear
 
 
 class Linear(nn.Module):

@@ -24,7 +24,8 @@ from torch import nn
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.kernels.dropout import Dropout
 from megatron_lite.model.kernels.fused import Biased, add
-from megatron_lite.model.tensor_parallel import ColumnParallelLinear, TensorParallel, make_norm
+from megatron_lite.model.norms import make_norm
+from megatron_lite.model.tensor_parallel import ColumnParallelLinear, TensorParallel
 
 Flow = Any  # that of forward_context.py, which is above
 

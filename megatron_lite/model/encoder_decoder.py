@@ -17,19 +17,15 @@ import torch
 from torch import nn
 
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.activation_checkpoint import recomputed
 from megatron_lite.model.attention_backends.calls import AttentionPlan, PartsPlan
-from megatron_lite.model.block import Block, PositionEmbeddings, Stream, recomputed
+from megatron_lite.model.block import Block, Stream
+from megatron_lite.model.embedding import PositionEmbeddings
 from megatron_lite.model.forward_context import Flow, own_lengths
 from megatron_lite.model.kernels.dropout import Dropout
 from megatron_lite.model.kernels.fused import Biased
-from megatron_lite.model.tensor_parallel import (
-    ColumnParallelLinear,
-    LayerNorm,
-    RMSNorm,
-    RowParallelLinear,
-    TensorParallel,
-    make_norm,
-)
+from megatron_lite.model.norms import LayerNorm, RMSNorm, make_norm
+from megatron_lite.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallel
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from torch import nn
 
 from megatron_lite.model.attention_backends.varlen import VarlenPlan
 from megatron_lite.model.attention_backends.window import LayeredPlan
-from megatron_lite.model.head_norms import head_form
 from megatron_lite.model.kernels.dropout import AttentionDropout, FeatureDropout
 from megatron_lite.model.kernels.fused import (
     NO_DROPOUT,
@@ -31,8 +30,8 @@ from megatron_lite.model.kernels.fused import (
     finish_sums_kernel,
 )
 from megatron_lite.model.kernels.qkv_heads import HeadForm, spread_heads_kernel, turn_heads_kernel
-from megatron_lite.model.rope import Rotary
-from megatron_lite.model.tensor_parallel import LayerNorm, RMSNorm
+from megatron_lite.model.norms import LayerNorm, RMSNorm
+from megatron_lite.model.rope import Rotary, head_form
 
 _MOST_SUMS = 4  # that one kernel finishes
 # Sums over tokens, and the parameters whose gradients they are, one after another; None = there is none.

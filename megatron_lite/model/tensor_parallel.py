@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +25,7 @@ from torch import nn
 
 from megatron_lite.config.model import ModelConfig, padded_vocab_size
 from megatron_lite.model.kernels.compat import widens
-from megatron_lite.model.kernels.dropout import FeatureDropout
-from megatron_lite.model.kernels.fused import Biased, add, add_and_normalize, has_kernels
+from megatron_lite.model.kernels.fused import Biased, has_kernels
 from megatron_lite.parallel.collectives import (
     SINGLE,
     Group,
@@ -317,71 +315,6 @@ class VocabParallelEmbedding(nn.Module):
         elsewhere = (local < 0) | (local >= len(self.weight))
         rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
         return self.parallel.leave(rows.masked_fill(elsewhere[:, None], 0.0))
-
-
-class LayerNorm(nn.Module):
-    """LayerNorm between tensor-parallel regions. `normalize` may be another kernel with F.layer_norm's arguments."""
-
-    def __init__(self, hidden_size: int, epsilon: float, parallel: TensorParallel, has_bias: bool = True):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(hidden_size))
-        self.bias: Any = nn.Parameter(torch.empty(hidden_size)) if has_bias else None
-        self.epsilon = epsilon
-        self.parallel = parallel
-        parallel.mark_replicated(*self.parameters())
-        self.normalize: Callable[..., torch.Tensor] = F.layer_norm
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight, bias = self._replicated()
-        return self.normalize(x, weight.shape, weight, bias, self.epsilon)
-
-    def _replicated(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        bias = None if self.bias is None else self.parallel.replicated(self.bias)
-        return self.parallel.replicated(self.weight), bias
-
-    def after_sum(
-        self, hidden: torch.Tensor, x: Biased | None = None, dropout: FeatureDropout | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden + dropout(x), or hidden alone, and its norm: [T, D] each."""
-        if has_kernels(hidden) and self.normalize is F.layer_norm:
-            return add_and_normalize(hidden, x, dropout, *self._replicated(), self.epsilon)
-        total = hidden if x is None else add(hidden, x, dropout)
-        return total, self(total)
-
-
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + epsilon) * weight, as LayerNorm between tensor-parallel regions (arXiv:1910.07467)."""
-
-    def __init__(self, hidden_size: int, epsilon: float, parallel: TensorParallel):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(hidden_size))
-        self.epsilon = epsilon
-        self.parallel = parallel
-        parallel.mark_replicated(self.weight)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if has_kernels(x):
-            return self.after_sum(x)[1]
-        weight = self.parallel.replicated(self.weight)
-        return F.rms_norm(x, weight.shape, weight, self.epsilon)
-
-    def after_sum(
-        self, hidden: torch.Tensor, x: Biased | None = None, dropout: FeatureDropout | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum and its norm, as `LayerNorm.after_sum`."""
-        if has_kernels(hidden):  # where torch takes up to six kernels
-            weight = self.parallel.replicated(self.weight)
-            return add_and_normalize(hidden, x, dropout, weight, None, self.epsilon, centered=False)
-        total = hidden if x is None else add(hidden, x, dropout)
-        return total, self(total)
-
-
-def make_norm(config: ModelConfig, width: int, parallel: TensorParallel) -> LayerNorm | RMSNorm:
-    """The norm that a configuration chooses."""
-    if not config.norm_bias:
-        return LayerNorm(width, config.layernorm_epsilon, parallel, has_bias=False)
-    norm = RMSNorm if config.rms_norm else LayerNorm
-    return norm(width, config.layernorm_epsilon, parallel)
 
 
 def local_shard(whole: torch.Tensor, partition: Partition, rank: int, size: int, rows: int) -> torch.Tensor:

@@ -18,7 +18,8 @@ from torch import nn
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention_backends.calls import AttentionPlan, PartsPlan
-from megatron_lite.model.block import Embedding, Stream, final_layernorm, stack
+from megatron_lite.model.block import Stream, stack
+from megatron_lite.model.embedding import Embedding
 from megatron_lite.model.forward_context import (
     BeforeBlock,
     Condition,
@@ -28,9 +29,11 @@ from megatron_lite.model.forward_context import (
     own_lengths,
 )
 from megatron_lite.model.kernels.dropout import Dropout
-from megatron_lite.model.lm_head import Heads, row_losses, sum_losses
+from megatron_lite.model.lm_head import Heads
+from megatron_lite.model.loss import row_losses, sum_losses
 from megatron_lite.model.model_input import ModelInput
-from megatron_lite.model.tensor_parallel import LayerNorm, RMSNorm, TensorParallel
+from megatron_lite.model.norms import LayerNorm, RMSNorm, final_layernorm
+from megatron_lite.model.tensor_parallel import TensorParallel
 from megatron_lite.model.trained_model import TrainedModel
 from megatron_lite.parallel.collectives import SINGLE
 
@@ -287,6 +290,6 @@ class GLM(TrainedModel):
         borders = len(batch.loss_rows.borders)
         if whole or not self.heads.loss_rows:
             return self.heads.vocabulary_logits(vectors, words, borders), classes
-        from megatron_lite.model.chunked_loss import loss_logits
+        from megatron_lite.model.loss import loss_logits
 
         return loss_logits(self.heads, vectors, words, borders), classes

@@ -19,7 +19,7 @@ from support.kernels import interpreted_kernels
 from support.project import ROOT
 
 from megatron_lite.config.model import ACTIVATIONS
-from megatron_lite.model import lm_head as heads_module
+from megatron_lite.model import loss as loss_module
 from megatron_lite.model.kernels import cross_entropy as cross_entropy_kernels
 from megatron_lite.model.kernels import fused
 from megatron_lite.model.kernels import sums as sums_module
@@ -216,11 +216,11 @@ def test_cross_entropy_of_a_shard(dtype, first, valid):
     targets = torch.tensor([0, 4199, 4200, 8299, 8300, 9000, 17], dtype=torch.int32)
     grad = torch.rand(rows, generator=torch.Generator().manual_seed(1))
     ours = cross_entropy_kernels.log_sums_kernel(logits, targets, first, valid)
-    theirs = heads_module._sums_by_torch(logits, targets, first, valid)
+    theirs = loss_module._sums_by_torch(logits, targets, first, valid)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
     written = logits.clone(), logits.clone()
     cross_entropy_kernels.write_gradient_kernel(written[0], targets, theirs[0], grad, first, valid)
-    heads_module._gradient_by_torch(written[1], targets, theirs[0], grad, first, valid)
+    loss_module._gradient_by_torch(written[1], targets, theirs[0], grad, first, valid)
     assert_close(written[:1], written[1:], dtype)
 
 
@@ -309,7 +309,7 @@ def test_no_rows(what, p):
         out, sums = fused.activated(Biased(x, bias), "silu", gated=True, dropout=dropout), [bias]
     else:
         weight = draw(WIDTH, 40)
-        out, sums = heads_module.cross_entropy(x @ weight, torch.empty(0, dtype=torch.int32)), [weight]
+        out, sums = loss_module.cross_entropy(x @ weight, torch.empty(0, dtype=torch.int32)), [weight]
     assert len(out) == 0
     found = torch.autograd.grad(out.sum(), [x, *sums])
     assert [gradient.shape for gradient in found] == [tensor.shape for tensor in (x, *sums)]
@@ -343,7 +343,7 @@ def test_torch_computes_instead(monkeypatch):
     test_sums(torch.float32, 0.3, True, True)
     test_activations(torch.float32, "gelu_tanh", True, True, 0.3)
     logits = draw(5, 40)
-    heads_module.cross_entropy(logits * 1, torch.arange(5)).sum().backward()
+    loss_module.cross_entropy(logits * 1, torch.arange(5)).sum().backward()
     expected = torch.softmax(logits.detach(), -1) - F.one_hot(torch.arange(5), 40)
     torch.testing.assert_close(logits.grad, expected, atol=1e-6, rtol=0)
     fused.choose_kernels("fused")

@@ -26,7 +26,7 @@ from megatron_lite.model.dense import Linear
 from megatron_lite.model.kernels import fused
 from megatron_lite.model.kernels.dropout import Dropout
 from megatron_lite.model.kernels.fused import Biased
-from megatron_lite.model.lm_head import row_losses
+from megatron_lite.model.loss import row_losses
 from megatron_lite.model.model_input import ModelInput
 from megatron_lite.model.tensor_parallel import VocabParallelEmbedding
 from megatron_lite.model.trained_model import TrainedModel

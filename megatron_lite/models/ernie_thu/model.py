@@ -21,18 +21,19 @@ from torch import nn
 from data_utils.common.losses import ENTITIES
 from data_utils.objectives.entities import EntitiesConfig
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.block import Block, Stream, recomputed
+from megatron_lite.model.activation_checkpoint import recomputed
+from megatron_lite.model.block import Block, Stream
 from megatron_lite.model.dense import Linear, Transform
 from megatron_lite.model.forward_context import Flow
 from megatron_lite.model.kernels.dropout import Dropout, FeatureDropout, pairs_formula, stays
 from megatron_lite.model.kernels.fused import Biased, activated
 from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.norms import make_norm
 from megatron_lite.model.tensor_parallel import (
     ColumnParallelLinear,
     Partition,
     RowParallelLinear,
     TensorParallel,
-    make_norm,
     sharded,
 )
 from megatron_lite.model.transformer import GLM, BeforeBlock
