@@ -265,7 +265,7 @@ class Engine(ABC):
             if isinstance(layer, Block):
                 layer.take_gradients(optimizer.take)
                 if graphs is not None:
-                    layer.parts = graphs.put(layer.parts)
+                    layer.fused = graphs.put(layer.fused)
 
     def _treatment(self, name: str, parameter: nn.Parameter) -> Treatment:
         """How the optimizer treats a parameter of this global name."""

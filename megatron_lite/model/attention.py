@@ -13,11 +13,15 @@ from megatron_lite.model.attention_backends.calls import PartsPlan
 from megatron_lite.model.disentangled import own_projection
 from megatron_lite.model.forward_context import Flow
 from megatron_lite.model.kernels.dropout import AttentionDropout
-from megatron_lite.model.kernels.fused import Biased
 from megatron_lite.model.norms import HeadNorms
 from megatron_lite.model.position_bias import DistanceScores
 from megatron_lite.model.rope import Rotary, spread
-from megatron_lite.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, TensorParallel
+from megatron_lite.model.tensor_parallel import (
+    ColumnParallelLinear,
+    DeferredBias,
+    RowParallelLinear,
+    TensorParallel,
+)
 
 
 class Attention(nn.Module):
@@ -51,12 +55,15 @@ class Attention(nn.Module):
         if self.is_disentangled:
             self.position_query_key = own_projection(config, parallel, self.query_key_value)
 
-    def forward(self, hidden: torch.Tensor, flow: Flow, layer: int) -> Biased:
-        qkv = self.query_key_value(hidden).x
+    def forward(
+        self, x: torch.Tensor, flow: Flow, layer: int, skip_bias_add: bool = False
+    ) -> torch.Tensor | DeferredBias:
+        """[T, D] -> [T, D]. Args: skip_bias_add: as for RowParallelLinear."""
+        qkv = self.query_key_value(x)
         if self.is_disentangled:
             flow = flow.distances.projected(flow, self.position_query_key or self.query_key_value, layer)
         out = recomputed(self.recompute, self._attend, qkv, flow, layer)
-        return self.dense(out.reshape(math.prod(flow.shape), -1))
+        return self.dense(out.reshape(math.prod(flow.shape), -1), skip_bias_add=skip_bias_add)
 
     def _attend(self, qkv: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
         assert not isinstance(flow.plan, PartsPlan)

@@ -11,69 +11,61 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.model import fused_block
 from megatron_lite.model.activation_checkpoint import recomputed
 from megatron_lite.model.adapter import Adapter
 from megatron_lite.model.attention import Attention
 from megatron_lite.model.forward_context import Flow
-from megatron_lite.model.fused_block import Parts
-from megatron_lite.model.kernels.dropout import FeatureDropout
-from megatron_lite.model.kernels.fused import Biased, add, has_kernels
+from megatron_lite.model.fused_block import FusedParameters, Hidden, Residual
+from megatron_lite.model.kernels.fused import dropout_add, has_kernels
 from megatron_lite.model.mlp import MLP
-from megatron_lite.model.norms import LayerNorm, RMSNorm, make_norm
+from megatron_lite.model.norms import Norm, make_norm
 from megatron_lite.model.tensor_parallel import TensorParallel
 
 
-class Stream(NamedTuple):
-    """The hidden state between blocks: hidden + dropout(x), [T, D]. The next norm's kernel makes the sum.
-
-    A tuple, so that DeepSpeed finds the tensors in it.
-    """
-
-    hidden: torch.Tensor
-    x: Biased | None = None
-    dropout: FeatureDropout | None = None
-
-    def summed(self) -> torch.Tensor:
-        return self.hidden if self.x is None else add(self.hidden, self.x, self.dropout)
-
-
 class Block(nn.Module):
-    """Attention and MLP. `layer` is its index, for dropout and caches.
+    """Attention and MLP, each with a norm and a residual: [T, D] -> [T, D].
 
-    Pre-norm: x + dropout(attention(norm(x))), then the same with the MLP. Post-norm: norm(x + dropout(attention(x))),
-    then the same with the MLP. In both `post_attention_layernorm` lies between the two. DeepNorm: post-norm with the
-    residual times sqrt(2L). A sandwich has a norm on the outputs of attention and MLP besides, after their adapters.
+    Where Triton's kernels run, fused_block.py computes the same: there a kernel adds bias and residual, drops out and
+    norms at once. Tests compare the two.
+
+    Args:
+        recompute: "none", "selective" (attention) or "full": what the backward pass computes again.
+        is_first: whether it is the model's first block, which may have no norm (`model.first_norm`).
     """
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel, recompute: str, is_first: bool = False):
         super().__init__()
 
-        def norm() -> LayerNorm | RMSNorm:
-            return make_norm(config, config.hidden_size, parallel)
+        def norm(exists: bool) -> Norm | nn.Identity:
+            return make_norm(config, config.hidden_size, parallel) if exists else nn.Identity()
 
-        is_normed = config.first_norm or not is_first
-        self.input_layernorm = norm() if config.norm == "pre" and is_normed else None
+        self.is_pre_norm = config.norm == "pre"
+        # Checkpoints name the norms by their place, so `post_attention_layernorm` lies before the MLP in a pre-norm
+        # block, and after attention in a post-norm block.
+        self.input_layernorm = norm(self.is_pre_norm and (config.first_norm or not is_first))
         self.attention = Attention(config, parallel, recompute == "selective")
-        self.post_attention_layernorm = norm()
+        self.post_attention_layernorm = make_norm(config, config.hidden_size, parallel)
         self.mlp = MLP(config, parallel)
-        self.output_layernorm = norm() if config.norm != "pre" else None
-        self.attention_adapter: Adapter | None = None
-        self.mlp_adapter: Adapter | None = None
-        if config.adapter_size:
-            self.attention_adapter, self.mlp_adapter = Adapter(config, parallel), Adapter(config, parallel)
-        more = [norm() if config.sandwich_norm else None for _ in range(2)]
-        self.attended_layernorm, self.expanded_layernorm = more
+        self.output_layernorm = norm(not self.is_pre_norm)
+        # Within the residual branches: adapters, and the norms of a sandwich.
+        self.has_branch_layers = config.sandwich_norm or config.adapter_size > 0
+        self.attention_adapter, self.mlp_adapter = (
+            Adapter(config, parallel) if config.adapter_size else nn.Identity() for _ in range(2)
+        )
+        self.attended_layernorm, self.expanded_layernorm = (norm(config.sandwich_norm) for _ in range(2))
+        # DeepNorm, arXiv:2203.00555
         self.residual_scale = math.sqrt(2 * config.num_layers) if config.norm == "deepnorm" else 1.0
         self.dropout = config.output_dropout
         self.parallel, self.recompute = parallel, recompute == "full"
-        self.may_fuse = config.has_plain_blocks and recompute == "none" and parallel.group.size == 1
-        self.parts: Parts | None = None  # of a block that is one function of autograd
+        is_plain = config.has_plain_blocks and not self.has_branch_layers
+        self.may_fuse = is_plain and recompute == "none" and parallel.group.size == 1
+        self.fused: FusedParameters | None = None  # of a block that is one function of autograd
 
     def take_gradients(self, take: Callable[[nn.Parameter, torch.Tensor], None]) -> None:
         """Have gradients of parameters, which are used once in a pass, taken in by an optimizer; so may `fused_block`.
@@ -81,58 +73,41 @@ class Block(nn.Module):
         After `take_products` of the weights.
         """
         if self.may_fuse and has_kernels(next(self.parameters())):
-            self.parts = Parts.of(self, take)
+            self.fused = FusedParameters.of(self, take)
 
-    def forward(self, stream: Stream, flow: Flow, layer: int) -> Stream:
-        if self.recompute and torch.is_grad_enabled():
-            return Stream(recomputed(True, self._summed, stream.summed(), flow, layer))
-        hidden = stream.hidden
-        is_trained = hidden.requires_grad and torch.is_grad_enabled() and flow.condition is None
-        is_chosen = self.parts is not None and is_trained and has_kernels(hidden)
-        if is_chosen and (plan := self.parts.plan_of(flow.plan, layer)):  # type: ignore[union-attr]
-            return self._fused(stream, flow, layer, self.parts, plan)  # type: ignore[arg-type]
-        if self.parallel.sums_at_once:  # at ZeRO 3 this block's bias is gone when the next block runs
-            return Stream(self._summed(stream.hidden, flow, layer))
-        return self._forward(stream, flow, layer)
+    def forward(self, x: Hidden, flow: Flow, layer: int) -> Hidden:
+        """Where no kernels run, x is a tensor, and so is the result. Args: layer: its index, for dropout and caches."""
+        if isinstance(x, Residual) or has_kernels(x):
+            return fused_block.forward(self, x, flow, layer)
+        return recomputed(self.recompute, self._forward, x, flow, layer)
 
-    def _fused(self, stream: Stream, flow: Flow, layer: int, parts: Parts, plan: Any) -> Stream:
-        """`_forward` as one function of autograd. Args: plan: of this layer."""
-        dropout = self.attention.dropout_of(flow, layer)
-        after = flow.features(self.dropout, layer, "attended")
-        hidden, x = parts.block(*stream, after, dropout, plan, self.attention.rotary_of(flow, layer))
-        return Stream(hidden, x, flow.features(self.dropout, layer, "expanded"))
+    def _forward(self, x: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
+        def drop_add(branch: torch.Tensor, residual: torch.Tensor, place: str) -> torch.Tensor:
+            return dropout_add(branch, residual, flow.features(self.dropout, layer, place))
 
-    def _summed(self, hidden: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
-        return self._forward(Stream(hidden), flow, layer).summed()
+        def attention(x: torch.Tensor) -> torch.Tensor:
+            return self.after_attention(self.attention(x, flow, layer))
 
-    def _forward(self, stream: Stream, flow: Flow, layer: int) -> Stream:
-        hidden, normed = self._attended(stream, flow, layer, self.post_attention_layernorm)
-        return self._expanded(hidden, normed, flow, layer)
+        def mlp(x: torch.Tensor) -> torch.Tensor:
+            return self.after_mlp(self.mlp(x, flow, layer))
 
-    def _attended(
-        self, stream: Stream, flow: Flow, layer: int, norm: LayerNorm | RMSNorm
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """With attention: the sum, and its norm."""
-        if self.input_layernorm is None:
-            hidden = normed = stream.summed()
-        else:
-            hidden, normed = self.input_layernorm.after_sum(*stream)
-        x = _adapted(self.attention(normed, flow, layer), self.attention_adapter)
-        x = _normed(x, self.attended_layernorm)
-        dropout = flow.features(self.dropout, layer, "attended")
-        return norm.after_sum(self._residual(hidden), x, dropout)
+        if self.is_pre_norm:
+            x = drop_add(attention(self.input_layernorm(x)), x, "attended")
+            return drop_add(mlp(self.post_attention_layernorm(x)), x, "expanded")
+        x = self.post_attention_layernorm(drop_add(attention(x), self.scaled(x), "attended"))
+        return self.output_layernorm(drop_add(mlp(x), self.scaled(x), "expanded"))
 
-    def _expanded(self, hidden: torch.Tensor, normed: torch.Tensor, flow: Flow, layer: int) -> Stream:
-        """With the MLP. Args: hidden, normed: a sum and its norm."""
-        x = _adapted(self.mlp(normed, flow, layer), self.mlp_adapter)
-        x = _normed(x, self.expanded_layernorm)
-        dropout = flow.features(self.dropout, layer, "expanded")
-        if self.output_layernorm is None:
-            return Stream(hidden, x, dropout)
-        return Stream(self.output_layernorm.after_sum(self._residual(normed), x, dropout)[1])
+    def after_attention(self, x: torch.Tensor) -> torch.Tensor:
+        """The rest of attention's branch: [T, D] -> [T, D]."""
+        return self.attended_layernorm(self.attention_adapter(x))
 
-    def _residual(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden if self.residual_scale == 1.0 else hidden * self.residual_scale
+    def after_mlp(self, x: torch.Tensor) -> torch.Tensor:
+        """The rest of the MLP's branch: [T, D] -> [T, D]."""
+        return self.expanded_layernorm(self.mlp_adapter(x))
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        """The residual, times sqrt(2 L) under DeepNorm."""
+        return x if self.residual_scale == 1.0 else x * self.residual_scale
 
 
 def stack(config: ModelConfig, parallel: TensorParallel, recompute: str) -> nn.ModuleList:
@@ -144,11 +119,3 @@ def stack(config: ModelConfig, parallel: TensorParallel, recompute: str) -> nn.M
         delattr(block, part)
         block.__dict__[part] = getattr(first, part)
     return nn.ModuleList(made)
-
-
-def _adapted(x: Biased, adapter: Adapter | None) -> Biased:
-    return x if adapter is None else adapter(x)
-
-
-def _normed(x: Biased, norm: nn.Module | None) -> Biased:
-    return x if norm is None else Biased(norm(x.added()))

@@ -23,7 +23,7 @@ from torch import nn
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.kernels.dropout import Dropout
-from megatron_lite.model.kernels.fused import Biased, add
+from megatron_lite.model.kernels.fused import dropout_add
 from megatron_lite.model.norms import make_norm
 from megatron_lite.model.tensor_parallel import ColumnParallelLinear, TensorParallel
 
@@ -115,8 +115,8 @@ class Disentangled:
         numbers = torch.arange(len(rows), device=rows.device, dtype=torch.int32)
         dropped = None if self.dropout is None else self.dropout.distances(self.p, numbers, layer)
         if dropped is not None:
-            rows = add(None, Biased(rows), dropped)
-        return replace(flow, distances=replace(self, of_layer=product(rows, whole_rows=True).x))
+            rows = dropout_add(rows, None, dropped)
+        return replace(flow, distances=replace(self, of_layer=product(rows, whole_rows=True)))
 
     def bias_of(self, qkv: torch.Tensor) -> Any:
         """A ScoreBias, or the TableBias of a BlockPlan. Args: qkv: [T, 3, H, d], queries times the factor."""

@@ -17,7 +17,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention_backends.calls import PartsPlan
 from megatron_lite.model.dense import Linear
 from megatron_lite.model.forward_context import Flow, by_ranks, own_lengths, own_tokens
-from megatron_lite.model.kernels.fused import Biased, add
+from megatron_lite.model.kernels.fused import dropout_add
 from megatron_lite.model.norms import LayerNorm, RMSNorm, make_norm
 from megatron_lite.model.tensor_parallel import TensorParallel, VocabParallelEmbedding, linear
 
@@ -106,7 +106,7 @@ class PositionEmbeddings(nn.Module):
             hidden = hidden + flow.condition.added
         dropout = flow.features(self.dropout, -1, "embedding")
         if dropout is not None:
-            hidden = add(None, Biased(hidden), dropout)
+            hidden = dropout_add(hidden, None, dropout)
         if self.projection is not None:
             weight, bias = map(self.parallel.replicated, (self.projection.weight, self.projection.bias))
             hidden = linear(hidden, weight, bias)

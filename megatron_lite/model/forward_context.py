@@ -12,7 +12,7 @@ from data_utils.common.batch_fields import BLOCK_POSITION_IDS, ID_PLANES
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention_backends.calls import AttentionPlan, PartsPlan
 from megatron_lite.model.kernels.dropout import Dropout, FeatureDropout
-from megatron_lite.model.kernels.fused import Biased, add
+from megatron_lite.model.kernels.fused import dropout_add
 from megatron_lite.model.rope import Rotary
 from megatron_lite.model.tensor_parallel import TensorParallel
 
@@ -90,7 +90,7 @@ class Flow:
     def last(self, x: torch.Tensor, p: float, layer: int) -> torch.Tensor:
         """The end of a stack, [T, D], after dropout. Args: layer: its last one."""
         dropout = self.features(p, layer, "final")
-        return x if dropout is None else add(None, Biased(x), dropout)
+        return x if dropout is None else dropout_add(x, None, dropout)
 
 
 def flow_of(

@@ -21,7 +21,6 @@ from megatron_lite.config.model import ModelConfig, padded_vocab_size
 from megatron_lite.model.dense import Transform
 from megatron_lite.model.kernels import fused
 from megatron_lite.model.kernels.dropout import Dropout
-from megatron_lite.model.kernels.fused import Biased
 from megatron_lite.model.model_input import LossRows
 from megatron_lite.model.task_heads import SentenceHead, SpanBoundaryHead, TaskHead, TaskHeads, task_head
 from megatron_lite.model.tensor_parallel import (
@@ -85,7 +84,7 @@ class Heads(nn.Module):
         rows = final_layernorm(hidden.index_select(0, loss_rows.tokens))
         last = None if dropout is None else dropout.features(self.dropout, -1, "final")
         if last is not None:
-            rows = fused.add(None, Biased(rows), last.of_rows(loss_rows.tokens))
+            rows = fused.dropout_add(rows, None, last.of_rows(loss_rows.tokens))
         if self.projection is not None:
             rows = self.projection(rows)
         if self.span_boundary is not None:

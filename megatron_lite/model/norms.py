@@ -11,7 +11,7 @@ from torch import nn
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.kernels.dropout import FeatureDropout
-from megatron_lite.model.kernels.fused import Biased, add, add_and_normalize, has_kernels
+from megatron_lite.model.kernels.fused import add_and_normalize, dropout_add, has_kernels
 from megatron_lite.model.tensor_parallel import TensorParallel
 
 
@@ -36,12 +36,16 @@ class LayerNorm(nn.Module):
         return self.parallel.replicated(self.weight), bias
 
     def after_sum(
-        self, hidden: torch.Tensor, x: Biased | None = None, dropout: FeatureDropout | None = None
+        self,
+        residual: torch.Tensor,
+        x: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        dropout: FeatureDropout | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden + dropout(x), or hidden alone, and its norm: [T, D] each."""
-        if has_kernels(hidden) and self.normalize is F.layer_norm:
-            return add_and_normalize(hidden, x, dropout, *self._replicated(), self.epsilon)
-        total = hidden if x is None else add(hidden, x, dropout)
+        """residual + dropout(x + bias), or residual alone, and its norm: [T, D] each. One kernel on a GPU."""
+        if has_kernels(residual) and self.normalize is F.layer_norm:
+            return add_and_normalize(residual, x, bias, dropout, *self._replicated(), self.epsilon)
+        total = residual if x is None else dropout_add(x, residual, dropout, bias)
         return total, self(total)
 
 
@@ -62,17 +66,24 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, weight.shape, weight, self.epsilon)
 
     def after_sum(
-        self, hidden: torch.Tensor, x: Biased | None = None, dropout: FeatureDropout | None = None
+        self,
+        residual: torch.Tensor,
+        x: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        dropout: FeatureDropout | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The sum and its norm, as `LayerNorm.after_sum`."""
-        if has_kernels(hidden):  # where torch takes up to six kernels
+        if has_kernels(residual):  # where torch takes up to six kernels
             weight = self.parallel.replicated(self.weight)
-            return add_and_normalize(hidden, x, dropout, weight, None, self.epsilon, centered=False)
-        total = hidden if x is None else add(hidden, x, dropout)
+            return add_and_normalize(residual, x, bias, dropout, weight, None, self.epsilon, centered=False)
+        total = residual if x is None else dropout_add(x, residual, dropout, bias)
         return total, self(total)
 
 
-def make_norm(config: ModelConfig, width: int, parallel: TensorParallel) -> LayerNorm | RMSNorm:
+Norm = LayerNorm | RMSNorm
+
+
+def make_norm(config: ModelConfig, width: int, parallel: TensorParallel) -> Norm:
     """The norm that a configuration chooses."""
     if not config.norm_bias:
         return LayerNorm(width, config.layernorm_epsilon, parallel, has_bias=False)

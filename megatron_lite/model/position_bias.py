@@ -33,7 +33,7 @@ from data_utils.common.batch_fields import ID_PLANES, POSITION_IDS, SEGMENT_IDS
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.disentangled import BucketEmbeddings, Disentangled
 from megatron_lite.model.kernels.dropout import Dropout
-from megatron_lite.model.kernels.fused import Biased, add
+from megatron_lite.model.kernels.fused import dropout_add
 from megatron_lite.model.tensor_parallel import Partition, TensorParallel, linear, sharded
 
 Flow = Any  # that of forward_context.py, which is above
@@ -117,7 +117,7 @@ class Distances:
         sinusoids = torch.cat([angles.sin(), angles.cos()], dim=1)
         dropped = None if dropout is None else dropout.distances(config.embedding_dropout, line)
         if dropped is not None:
-            sinusoids = add(None, Biased(sinusoids), dropped)
+            sinusoids = dropout_add(sinusoids, None, dropped)
         return Distances(positions, segments, longest, sinusoids, columns)
 
 

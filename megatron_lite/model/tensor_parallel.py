@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,6 @@ from torch import nn
 
 from megatron_lite.config.model import ModelConfig, padded_vocab_size
 from megatron_lite.model.kernels.compat import widens
-from megatron_lite.model.kernels.fused import Biased, has_kernels
 from megatron_lite.parallel.collectives import (
     SINGLE,
     Group,
@@ -230,12 +230,24 @@ def sharded(parameter: nn.Parameter, partition: Partition) -> nn.Parameter:
     return parameter
 
 
+class DeferredBias(NamedTuple):
+    """x [T, D] + bias [D], not added yet: the kernel that reads x adds it, at no extra pass through memory.
+
+    A tuple, so that DeepSpeed finds the tensors in it.
+    """
+
+    x: torch.Tensor
+    bias: torch.Tensor | None = None
+
+    def added(self) -> torch.Tensor:
+        return self.x if self.bias is None else self.x + self.bias
+
+
 class ColumnParallelLinear(nn.Module):
     """y = x W^T + b with the output features split: weight [out/size, in]; x [T, in], or this rank's tokens of it.
 
     Args:
         parts: blocks of the output, as for Partition.
-        leaves_bias: to the next function, where kernels run.
     """
 
     def __init__(
@@ -246,10 +258,8 @@ class ColumnParallelLinear(nn.Module):
         *,
         parts: int | tuple[int, ...] = 1,
         has_bias: bool = True,
-        leaves_bias: bool = False,
     ):
         super().__init__()
-        self.leaves_bias = leaves_bias
         size = parallel.group.size
         partition = Partition(dim=0, parts=parts)
         rows = sum(partition.part_rows(out_features // size)) * size
@@ -258,13 +268,21 @@ class ColumnParallelLinear(nn.Module):
         self.weight = sharded(nn.Parameter(torch.empty(out_features // size, in_features)), partition)
         self.bias = sharded(nn.Parameter(torch.empty(out_features // size)), partition) if has_bias else None
 
-    def forward(self, x: torch.Tensor, *, whole_rows: bool = False) -> Biased:
-        """Args: whole_rows: x is no token's but the same on all ranks, which sum its gradient elsewhere."""
-        later = self.bias if self.leaves_bias and has_kernels(x) else None
-        bias = self.bias if later is None else None
+    def forward(
+        self, x: torch.Tensor, *, skip_bias_add: bool = False, whole_rows: bool = False
+    ) -> torch.Tensor | DeferredBias:
+        """[T, in] -> [T, out/size].
+
+        Args:
+            skip_bias_add: return the product and the bias apart, for a kernel that adds it.
+            whole_rows: x is no token's but the same on all ranks, which sum its gradient elsewhere.
+        """
+        bias = None if skip_bias_add else self.bias
         if self.parallel.group.size == 1 or whole_rows:
-            return Biased(linear(x, self.weight, bias), later)
-        return Biased(_ColumnParallel.apply(x, self.weight, bias, self.parallel), later)
+            product = linear(x, self.weight, bias)
+        else:
+            product = _ColumnParallel.apply(x, self.weight, bias, self.parallel)
+        return DeferredBias(product, self.bias) if skip_bias_add else product
 
 
 class RowParallelLinear(nn.Module):
@@ -282,13 +300,16 @@ class RowParallelLinear(nn.Module):
         if self.bias is not None:
             parallel.mark_replicated(self.bias)
 
-    def forward(self, x: torch.Tensor) -> Biased:
-        if self.parallel.group.size == 1:
-            if has_kernels(x):
-                return Biased(linear(x, self.weight), self.bias)
-            return Biased(linear(x, self.weight, self.bias))
-        bias = None if self.bias is None else self.parallel.replicated(self.bias)
-        return Biased(self.parallel.leave(linear(x, self.weight)), bias)
+    def forward(self, x: torch.Tensor, *, skip_bias_add: bool = False) -> torch.Tensor | DeferredBias:
+        """[T, in/size] -> [T, out]. Args: skip_bias_add: as for ColumnParallelLinear."""
+        if self.parallel.group.size == 1 and not skip_bias_add:
+            return linear(x, self.weight, self.bias)
+        deferred = DeferredBias(linear(x, self.weight), self.bias)
+        if self.parallel.group.size > 1:
+            # The bias is added after the sum over the ranks: each rank's product is a part of it.
+            bias = None if self.bias is None else self.parallel.replicated(self.bias)
+            deferred = DeferredBias(self.parallel.leave(deferred.x), bias)
+        return deferred if skip_bias_add else deferred.added()
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -18,7 +18,7 @@ from torch import nn
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention_backends.calls import AttentionPlan, PartsPlan
-from megatron_lite.model.block import Stream, stack
+from megatron_lite.model.block import stack
 from megatron_lite.model.embedding import Embedding
 from megatron_lite.model.forward_context import (
     BeforeBlock,
@@ -28,6 +28,7 @@ from megatron_lite.model.forward_context import (
     flow_of,
     own_lengths,
 )
+from megatron_lite.model.fused_block import Hidden, settled
 from megatron_lite.model.kernels.dropout import Dropout
 from megatron_lite.model.lm_head import Heads
 from megatron_lite.model.loss import row_losses, sum_losses
@@ -115,14 +116,14 @@ class GLM(TrainedModel):
             self.before_use(self.decoder_embedding)
         hidden = self.embedding(tokens.flatten(), ids.flatten(1), flow, self.decoder_embedding)
         if self.config.decoder_layers:
-            stream = self._run_parts(hidden, flow, ids[0].flatten())
+            hidden = self._run_parts(hidden, flow, ids[0].flatten())
         else:
             if self.has_memory and before_block is None:
                 before_block = detached_memory(ids.flatten(1), plan, self.parallel)
-            stream = self.run_blocks(hidden, flow, ids[0].flatten(), before_block)
+            hidden = self.run_blocks(hidden, flow, ids[0].flatten(), before_block)
         self.before_use(self.final_layernorm)
         self.before_use(self.heads)
-        return stream.summed()
+        return hidden
 
     def _block(self, layer: int) -> nn.Module:
         block = self.layers[layer % len(self.layers)]
@@ -144,17 +145,17 @@ class GLM(TrainedModel):
         flow: Flow,
         positions: torch.Tensor,
         before_block: BeforeBlock | None = None,
-    ) -> Stream:
+    ) -> torch.Tensor:
         """The first `num_layers` blocks: [T, D] -> [T, D]. Args: positions: int, of the plan's tokens."""
         flow = self._biased(flow, self.relative_bias, positions)
-        stream = Stream(hidden)
+        x: Hidden = hidden
         for layer in range(self.config.num_layers):
             if before_block is not None:
-                stream = Stream(before_block(layer, stream.summed()))
-            stream = self._block(layer)(stream, flow, layer)
-        return stream
+                x = before_block(layer, settled(x))
+            x = self._block(layer)(x, flow, layer)
+        return settled(x)
 
-    def _run_parts(self, hidden: torch.Tensor, flow: Flow, positions: torch.Tensor) -> Stream:
+    def _run_parts(self, hidden: torch.Tensor, flow: Flow, positions: torch.Tensor) -> torch.Tensor:
         """The encoder's blocks, then the decoder's: [Te + Td, D], int [Te + Td] -> [Td, D]."""
         from megatron_lite.model.encoder_decoder import part_flows
 
@@ -162,7 +163,7 @@ class GLM(TrainedModel):
         plan = cast(PartsPlan, flow.plan)
         encoded, decoded = hidden.split(own_lengths(plan, self.parallel))
         of_encoder, of_decoder = positions.split(plan.lengths)
-        encoded = self.run_blocks(encoded, encoder, of_encoder).summed()
+        encoded = self.run_blocks(encoded, encoder, of_encoder)
         if self.encoder_layernorm is not None:
             self.before_use(self.encoder_layernorm)
             encoded = self.encoder_layernorm(encoded)
@@ -171,12 +172,12 @@ class GLM(TrainedModel):
 
     def run_decoder(
         self, decoded: torch.Tensor, encoded: torch.Tensor, flow: DecoderFlow, positions: torch.Tensor
-    ) -> Stream:
+    ) -> torch.Tensor:
         """The decoder's blocks: [Td, D], [Te, D] -> [Td, D]. Args: positions: int, of the plan's tokens."""
         flow = cast("DecoderFlow", self._biased(flow, self.decoder_relative_bias, positions))
         for layer in range(self.config.num_layers, len(self.layers)):
             decoded = self._block(layer)(decoded, encoded, flow, layer)
-        return Stream(decoded)
+        return decoded
 
     def hidden_states(
         self,
