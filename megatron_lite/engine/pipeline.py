@@ -40,6 +40,7 @@ from megatron_lite.model.forward_context import (
     detached_memory,
     flow_of,
     own_lengths,
+    with_bias,
 )
 from megatron_lite.model.fused_block import Hidden, Residual, settled
 from megatron_lite.model.init import initialize_parameters
@@ -47,7 +48,7 @@ from megatron_lite.model.lm_head import Heads
 from megatron_lite.model.loss import loss_logits, sum_losses
 from megatron_lite.model.model_input import ModelInput
 from megatron_lite.model.norms import final_layernorm
-from megatron_lite.model.position_bias import Table, relative_tables, with_bias
+from megatron_lite.model.position_bias import Table, relative_tables
 from megatron_lite.model.tensor_parallel import TensorParallel, VocabParallelEmbedding
 from megatron_lite.parallel.context import ParallelContext
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from torch import nn
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.activation_checkpoint import recomputed
 from megatron_lite.model.attention_backends.calls import PartsPlan
-from megatron_lite.model.disentangled import own_projection
+from megatron_lite.model.disentangled import Disentangled, own_projection
 from megatron_lite.model.forward_context import Flow
 from megatron_lite.model.kernels.dropout import AttentionDropout
 from megatron_lite.model.norms import HeadNorms
@@ -51,8 +52,7 @@ class Attention(nn.Module):
         self.relative: DistanceScores | None = None
         if config.has_distance_scores:
             self.relative = DistanceScores(config, parallel)
-        self.is_disentangled = config.relative == "disentangled"
-        if self.is_disentangled:
+        if config.relative == "disentangled":
             self.position_query_key = own_projection(config, parallel, self.query_key_value)
 
     def forward(
@@ -60,8 +60,9 @@ class Attention(nn.Module):
     ) -> torch.Tensor | DeferredBias:
         """[T, D] -> [T, D]. Args: skip_bias_add: as for RowParallelLinear."""
         qkv = self.query_key_value(x)
-        if self.is_disentangled:
-            flow = flow.distances.projected(flow, self.position_query_key or self.query_key_value, layer)
+        if isinstance(flow.distances, Disentangled):
+            product = self.position_query_key or self.query_key_value
+            flow = replace(flow, distances=flow.distances.projected(product, layer))
         out = recomputed(self.recompute, self._attend, qkv, flow, layer)
         return self.dense(out.reshape(math.prod(flow.shape), -1), skip_bias_add=skip_bias_add)
 
@@ -74,9 +75,10 @@ class Attention(nn.Module):
             qkv = flow.condition.remembered(qkv, layer)
         qkv = qkv.view(*flow.shape, *qkv.shape[1:])
         dropout, bias = self.dropout_of(flow, layer), flow.bias
-        if self.is_disentangled:
+        if isinstance(flow.distances, Disentangled):
             bias = flow.distances.bias_of(qkv)
         elif self.relative is not None:
+            assert flow.distances is not None
             qkv, bias = self.relative.biased(qkv, flow.distances)
         return flow.plan.attend(layer, [qkv], dropout, bias)
 

@@ -27,8 +27,6 @@ from megatron_lite.model.kernels.fused import dropout_add
 from megatron_lite.model.norms import make_norm
 from megatron_lite.model.tensor_parallel import ColumnParallelLinear, TensorParallel
 
-Flow = Any  # that of forward_context.py, which is above
-
 
 @functools.lru_cache(maxsize=8)
 def bucket_line(buckets: int, positions: int, device: torch.device) -> torch.Tensor:
@@ -109,14 +107,14 @@ class Disentangled:
     factor: float  # of queries, those of tokens and of positions
     of_layer: torch.Tensor | None = None  # [N, 2 H d]: P and R
 
-    def projected(self, flow: Flow, product: ColumnParallelLinear, layer: int) -> Flow:
-        """The flow with the layer's projections. Args: product: its first outputs are of queries and of keys."""
+    def projected(self, product: ColumnParallelLinear, layer: int) -> Disentangled:
+        """With the layer's projections. Args: product: its first outputs are of queries and of keys."""
         rows = self.shared.rows
         numbers = torch.arange(len(rows), device=rows.device, dtype=torch.int32)
         dropped = None if self.dropout is None else self.dropout.distances(self.p, numbers, layer)
         if dropped is not None:
             rows = dropout_add(rows, None, dropped)
-        return replace(flow, distances=replace(self, of_layer=product(rows, whole_rows=True)))
+        return replace(self, of_layer=product(rows, whole_rows=True))
 
     def bias_of(self, qkv: torch.Tensor) -> Any:
         """A ScoreBias, or the TableBias of a BlockPlan. Args: qkv: [T, 3, H, d], queries times the factor."""
