@@ -47,7 +47,7 @@ from megatron_lite.model.batch import Batch
 from megatron_lite.model.flops import step_flops
 from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.lengths import builds_kernels, few_lengths
-from megatron_lite.model.lm_head import cross_entropy
+from megatron_lite.model.loss import cross_entropy
 from megatron_lite.model.model_input import ModelInput
 from megatron_lite.model.tensor_parallel import linear
 from megatron_lite.model.transformer import GLM

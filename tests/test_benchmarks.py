@@ -32,7 +32,7 @@ from data_utils.dataset.writer import IndexedDatasetWriter
 from data_utils.objectives import OBJECTIVES
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import load_config, require_validation
-from megatron_lite.model import lm_head as heads
+from megatron_lite.model import loss as lm_loss
 from megatron_lite.model.attention_backends.calls import KERNELS
 from megatron_lite.model.attention_backends.layout import make_layout
 from megatron_lite.model.attention_backends.plan import plan_attention
@@ -438,7 +438,7 @@ def test_dropping_padding_changes_nothing(dtype):
 
 @pytest.mark.parametrize("chunk_bytes", [1, 4 * 11 * 3, 1 << 20])
 def test_cross_entropy_and_its_gradient_match_float64(monkeypatch, chunk_bytes):
-    monkeypatch.setattr(heads, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(lm_loss, "_CHUNK_BYTES", chunk_bytes)
     generator = torch.Generator().manual_seed(0)
     logits = 5 * torch.randn(7, 11, generator=generator)
     targets = torch.randint(0, 11, (7,), generator=generator)
@@ -447,7 +447,7 @@ def test_cross_entropy_and_its_gradient_match_float64(monkeypatch, chunk_bytes):
     expected = F.cross_entropy(exact, targets, reduction="none")
     (expected * weights).sum().backward()
     leaf = logits.clone().requires_grad_()
-    loss = heads.cross_entropy(leaf * 1.0, targets)
+    loss = lm_loss.cross_entropy(leaf * 1.0, targets)
     (loss * weights).sum().backward()
     # fp32 arithmetic on values up to 20: absolute error of a few 1e-6.
     torch.testing.assert_close(loss.double(), expected, rtol=0, atol=1e-5)

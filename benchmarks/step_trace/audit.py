@@ -21,7 +21,7 @@ from benchmarks.step_trace.trace import Case, Steps, fake_rank
 from megatron_lite.estimate.batches import random_batches
 from megatron_lite.model import cuda_graphs as graphs
 from megatron_lite.model import fused_block
-from megatron_lite.model.fused_block import Parts
+from megatron_lite.model.fused_block import FusedParameters
 from megatron_lite.model.model_input import ModelInput
 
 _SEARCHED = 24  # batches, among which two are of one length
@@ -86,7 +86,7 @@ def differences(case: Case) -> list[str]:
     graphs.MOST_SHAPES = 0
     notes, block = Notes(), fused_block._FusedBlock
     with fake_rank(replace(case, micro_batches=1)) as rank:
-        Parts.block = notes.within(Parts.block)  # type: ignore[method-assign]
+        FusedParameters.forward = notes.within(FusedParameters.forward)  # type: ignore[method-assign]
         block.backward = staticmethod(notes.within(block.backward))
         batches = random_batches(rank.config, _SEARCHED)
         pair = _of_one_length([rank.engine.prepared(batch, 1 + i) for i, batch in enumerate(batches)])

@@ -25,8 +25,9 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention_backends import varlen
 from megatron_lite.model.attention_backends.layout import make_layout
 from megatron_lite.model.attention_backends.plan import plan_attention
-from megatron_lite.model.block import Block, Stream
+from megatron_lite.model.block import Block
 from megatron_lite.model.forward_context import Flow
+from megatron_lite.model.fused_block import Hidden, settled
 from megatron_lite.model.kernels import fused
 from megatron_lite.model.kernels.dropout import AttentionDropout, Dropout, salts
 from megatron_lite.model.tensor_parallel import (
@@ -122,10 +123,10 @@ def layer_cost() -> tuple[float, float]:
 
     def step() -> None:
         bucket.await_gradients(1)
-        stream = Stream(hidden)
+        x: Hidden = hidden
         for layer, block in enumerate(blocks):
-            stream = block(stream, flow, layer)
-        out = stream.summed()
+            x = block(x, flow, layer)
+        out = settled(x)
         out.backward(out)
 
     with _Operations() as operations:

@@ -31,8 +31,9 @@ from megatron_lite.engine.deepspeed_engines import deepspeed_engine, quiet_deeps
 from megatron_lite.engine.parameter_groups import decays, make_adamw, parameter_groups, weight_decay
 from megatron_lite.engine.zero3 import Zero3
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.block import Block, PositionEmbeddings
+from megatron_lite.model.block import Block
 from megatron_lite.model.cuda_graphs import BlockGraphs
+from megatron_lite.model.embedding import PositionEmbeddings
 from megatron_lite.model.length_table import length_table
 from megatron_lite.model.lengths import builds_kernels, few_lengths
 from megatron_lite.model.model_input import ModelInput, dense_reason, prepare
@@ -217,7 +218,7 @@ class Engine(ABC):
             if isinstance(layer, Block):
                 layer.take_gradients(optimizer.take)
                 if graphs is not None:
-                    layer.parts = graphs.put(layer.parts)
+                    layer.fused = graphs.put(layer.fused)
 
     def _param_group(self, name: str, parameter: nn.Parameter) -> ParamGroup:
         """The optimizer's group of a parameter, by its global name."""

@@ -24,8 +24,8 @@ from megatron_lite.engine.deepspeed_engines import quiet_deepspeed
 from megatron_lite.engine.engine import SHARED_BY_STAGES, Engine, StepResult
 from megatron_lite.model.attention_backends.calls import PartsPlan
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.block import Block, PositionEmbeddings, Stream, final_layernorm
-from megatron_lite.model.chunked_loss import loss_logits
+from megatron_lite.model.block import Block
+from megatron_lite.model.embedding import PositionEmbeddings
 from megatron_lite.model.encoder_decoder import (
     DecoderBlock,
     DecoderEmbedding,
@@ -41,11 +41,15 @@ from megatron_lite.model.forward_context import (
     detached_memory,
     flow_of,
     own_lengths,
+    with_bias,
 )
+from megatron_lite.model.fused_block import Hidden, Residual, settled
 from megatron_lite.model.init import initialize_parameters
-from megatron_lite.model.lm_head import Heads, sum_losses
+from megatron_lite.model.lm_head import Heads
+from megatron_lite.model.loss import loss_logits, sum_losses
 from megatron_lite.model.model_input import ModelInput
-from megatron_lite.model.position_bias import Table, relative_tables, with_bias
+from megatron_lite.model.norms import final_layernorm
+from megatron_lite.model.position_bias import Table, relative_tables
 from megatron_lite.model.tensor_parallel import TensorParallel, VocabParallelEmbedding
 from megatron_lite.parallel.context import ParallelContext
 
@@ -139,11 +143,11 @@ class _Block(Block):
         self.layer = layer
         self.feed = feed
 
-    def forward(self, given: torch.Tensor | Stream) -> Stream:  # type: ignore[override]
-        stream, current = given if isinstance(given, Stream) else Stream(given), self.feed.current
+    def forward(self, x: Hidden) -> Hidden:  # type: ignore[override]
+        current = self.feed.current
         if current.before_block is not None:
-            stream = Stream(current.before_block(self.layer, stream.summed()))
-        return super().forward(stream, current.flow, self.layer)
+            x = current.before_block(self.layer, settled(x))
+        return super().forward(x, current.flow, self.layer)
 
 
 class _EncoderBlock(_Block):
@@ -152,7 +156,7 @@ class _EncoderBlock(_Block):
     def forward(self, parts: _Parts) -> _Parts:  # type: ignore[override]
         assert self.feed.current.parts is not None
         flow, _ = self.feed.current.parts
-        return Block.forward(self, Stream(parts[0]), flow, self.layer).summed(), parts[1]
+        return settled(Block.forward(self, parts[0], flow, self.layer)), parts[1]
 
 
 class _DecoderBlock(DecoderBlock):
@@ -186,10 +190,9 @@ class _Readout(nn.Module):
         self.heads = Heads(config, parallel, loss_rows)
         self.feed = feed
 
-    def forward(self, given: torch.Tensor | Stream | _Parts) -> tuple[Heads, *_Rows]:
-        hidden = given.summed() if isinstance(given, Stream) else given
-        hidden = hidden[1] if isinstance(hidden, tuple) else hidden  # of encoder and decoder
+    def forward(self, given: Hidden | _Parts) -> tuple[Heads, *_Rows]:
         current = self.feed.current
+        hidden = given[1] if current.parts is not None else settled(cast(Hidden, given))  # the decoder's
         flow = current.flow if current.parts is None else current.parts[1]
         return self.heads, *self.heads(hidden, current.input.loss_rows, self.final_layernorm, flow.dropout)
 
@@ -264,7 +267,7 @@ class _Stages(PipelineModule):
         self._feed.advance()
         if self._feed.current.parts is None:
             out = super().forward(hidden)
-            return out.summed() if isinstance(out, Stream) else out  # what a stage sends is one tensor
+            return settled(out) if isinstance(out, Residual) else out  # what a stage sends is one tensor
         out = super().forward(self._feed.split(hidden) if self._local_start >= _FIRST_BLOCK else hidden)
         is_last = self._local_stop == len(self._layer_specs)
         return out if is_last or isinstance(out, torch.Tensor) else torch.cat(out)

@@ -23,9 +23,11 @@ def stages(config: Config) -> list[Stage]:
     import torch
     from torch import nn
 
-    from megatron_lite.model.block import PositionEmbeddings, final_layernorm, stack
+    from megatron_lite.model.block import stack
+    from megatron_lite.model.embedding import PositionEmbeddings
     from megatron_lite.model.encoder_decoder import DecoderBlock, DecoderEmbedding, encoder_layernorm
     from megatron_lite.model.lm_head import Heads
+    from megatron_lite.model.norms import final_layernorm
     from megatron_lite.model.position_bias import relative_tables
     from megatron_lite.model.tensor_parallel import TensorParallel, VocabParallelEmbedding
     from megatron_lite.parallel.collectives import Group

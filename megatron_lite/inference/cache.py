@@ -176,7 +176,7 @@ def stack_rows(
     """
     flow = flow_of(model.config, tokens.shape, ids.flatten(1), plan, None, model.parallel, condition)
     hidden = model.embedding(tokens.flatten(), ids.flatten(1), flow)
-    return model.run_blocks(hidden, flow, plan.positions).summed().view(*tokens.shape, -1)
+    return model.run_blocks(hidden, flow, plan.positions).view(*tokens.shape, -1)
 
 
 def encoded_rows(model: GLM, tokens: torch.Tensor, ids: torch.Tensor, plan: CachedPlan) -> torch.Tensor:
@@ -202,4 +202,4 @@ def decoder_rows(
     flow = DecoderFlow(tokens.shape, plan, None, None, cross=cross, both=None)
     whole = Flow((tokens.numel(),), parts, None, None)
     hidden = model.embedding(tokens.flatten(), ids.flatten(1), whole, model.decoder_embedding)
-    return model.run_decoder(hidden, rows, flow, plan.positions).summed().view(*tokens.shape, -1)
+    return model.run_decoder(hidden, rows, flow, plan.positions).view(*tokens.shape, -1)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.dense import Linear
-from megatron_lite.model.kernels.fused import Biased, activated
+from megatron_lite.model.kernels.fused import activated
 from megatron_lite.model.tensor_parallel import TensorParallel, linear
 
 
@@ -23,9 +24,8 @@ class Adapter(nn.Module):
         self.parallel = parallel
         parallel.mark_replicated(*self.parameters())
 
-    def forward(self, branch: Biased) -> Biased:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts = (self.down.weight, self.down.bias, self.up.weight, self.up.bias)
         down, down_bias, up, up_bias = map(self.parallel.replicated, parts)
-        x = branch.added()
-        inner = activated(Biased(linear(x, down, down_bias)), "gelu_erf")
-        return Biased(x + linear(inner, up, up_bias))
+        inner = activated(linear(x, down, down_bias), "gelu_erf")
+        return x + linear(inner, up, up_bias)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from megatron_lite.model.fused_block import Parts, _FusedBlock, _Product
+from megatron_lite.model.fused_block import FusedParameters, _FusedBlock, _Product
 from megatron_lite.model.kernels.qkv_heads import HeadForm
 
 MOST_SHAPES = 4  # with a graph; batches of others run without
@@ -71,7 +71,7 @@ class BlockGraphs:
         self.angles: dict[Any, tuple[torch.Tensor, ...]] = {}  # where graphs find cosines and sines
         self.turning: torch.Tensor | None = None  # the cosines that lie there
 
-    def put(self, parts: Parts | None) -> Parts | None:
+    def put(self, parts: FusedParameters | None) -> FusedParameters | None:
         """The parts of a block, which then runs as graphs where it can."""
         return None if parts is None else parts._replace(run=_Block(parts, self).run)
 
@@ -109,7 +109,7 @@ class BlockGraphs:
 class _Block:
     """A block's graphs by shape."""
 
-    def __init__(self, parts: Parts, graphs: BlockGraphs):
+    def __init__(self, parts: FusedParameters, graphs: BlockGraphs):
         self.parts, self.graphs = parts, graphs
         self.warm: set[Any] = set()
         self.passes: dict[Any, _Pass] = {}
@@ -173,7 +173,7 @@ class _Pass:
     Args: others: arguments of `_FusedBlock` beside the tensors, with the bias of x in place of the parameters.
     """
 
-    def __init__(self, parts: Parts, graphs: BlockGraphs, others: tuple[Any, ...]):
+    def __init__(self, parts: FusedParameters, graphs: BlockGraphs, others: tuple[Any, ...]):
         self.graphs, self.others, self.take = graphs, others, parts.take
         self.products = [part.weight for part in parts if isinstance(part, _Product)]
         self.taken: dict[bool, Taken] = {False: [], True: []}

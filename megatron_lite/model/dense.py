@@ -9,8 +9,8 @@ from torch import nn
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.kernels import fused
-from megatron_lite.model.kernels.fused import Biased
-from megatron_lite.model.tensor_parallel import TensorParallel, linear, make_norm
+from megatron_lite.model.norms import make_norm
+from megatron_lite.model.tensor_parallel import TensorParallel, linear
 
 
 class Linear(nn.Module):
@@ -36,4 +36,4 @@ class Transform(nn.Module):
         self.activation = config.activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layernorm(fused.activated(Biased(self.dense(x)), self.activation))
+        return self.layernorm(fused.activated(self.dense(x), self.activation))

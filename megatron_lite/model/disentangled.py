@@ -23,10 +23,9 @@ from torch import nn
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.kernels.dropout import Dropout
-from megatron_lite.model.kernels.fused import Biased, add
-from megatron_lite.model.tensor_parallel import ColumnParallelLinear, TensorParallel, make_norm
-
-Flow = Any  # that of forward_context.py, which is above
+from megatron_lite.model.kernels.fused import dropout_add
+from megatron_lite.model.norms import make_norm
+from megatron_lite.model.tensor_parallel import ColumnParallelLinear, TensorParallel
 
 
 @functools.lru_cache(maxsize=8)
@@ -108,14 +107,14 @@ class Disentangled:
     factor: float  # of queries, those of tokens and of positions
     of_layer: torch.Tensor | None = None  # [N, 2 H d]: P and R
 
-    def projected(self, flow: Flow, product: ColumnParallelLinear, layer: int) -> Flow:
-        """The flow with the layer's projections. Args: product: its first outputs are of queries and of keys."""
+    def projected(self, product: ColumnParallelLinear, layer: int) -> Disentangled:
+        """With the layer's projections. Args: product: its first outputs are of queries and of keys."""
         rows = self.shared.rows
         numbers = torch.arange(len(rows), device=rows.device, dtype=torch.int32)
         dropped = None if self.dropout is None else self.dropout.distances(self.p, numbers, layer)
         if dropped is not None:
-            rows = add(None, Biased(rows), dropped)
-        return replace(flow, distances=replace(self, of_layer=product(rows, whole_rows=True).x))
+            rows = dropout_add(rows, None, dropped)
+        return replace(self, of_layer=product(rows, whole_rows=True))
 
     def bias_of(self, qkv: torch.Tensor) -> Any:
         """A ScoreBias, or the TableBias of a BlockPlan. Args: qkv: [T, 3, H, d], queries times the factor."""

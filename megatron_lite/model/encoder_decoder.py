@@ -17,18 +17,20 @@ import torch
 from torch import nn
 
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.activation_checkpoint import recomputed
 from megatron_lite.model.attention_backends.calls import AttentionPlan, PartsPlan
-from megatron_lite.model.block import Block, PositionEmbeddings, Stream, recomputed
+from megatron_lite.model.block import Block
+from megatron_lite.model.embedding import PositionEmbeddings
 from megatron_lite.model.forward_context import Flow, own_lengths
+from megatron_lite.model.fused_block import Residual, attention_sublayer, mlp_sublayer, settled
 from megatron_lite.model.kernels.dropout import Dropout
-from megatron_lite.model.kernels.fused import Biased
+from megatron_lite.model.kernels.fused import dropout_add, has_kernels
+from megatron_lite.model.norms import LayerNorm, RMSNorm, make_norm
 from megatron_lite.model.tensor_parallel import (
     ColumnParallelLinear,
-    LayerNorm,
-    RMSNorm,
+    DeferredBias,
     RowParallelLinear,
     TensorParallel,
-    make_norm,
 )
 
 
@@ -87,13 +89,23 @@ class CrossAttention(nn.Module):
         self.key_value = ColumnParallelLinear(hidden, 2 * size, parallel, parts=2, has_bias=has_bias)
         self.dense = RowParallelLinear(size, hidden, parallel, has_bias=config.has_bias("attention"))
 
-    def forward(self, hidden: torch.Tensor, encoded: torch.Tensor, flow: DecoderFlow, layer: int) -> Biased:
-        """[Td, D], [Te, D] -> [Td, D]; under sequence parallelism of this rank's tokens."""
-        q = self.query(hidden).x.unflatten(1, (1, -1, self.head_size))
+    def forward(
+        self,
+        x: torch.Tensor,
+        encoded: torch.Tensor,
+        flow: DecoderFlow,
+        layer: int,
+        skip_bias_add: bool = False,
+    ) -> torch.Tensor | DeferredBias:
+        """[Td, D], [Te, D] -> [Td, D]; under sequence parallelism of this rank's tokens.
+
+        Args: skip_bias_add: as for RowParallelLinear.
+        """
+        q = self.query(x).unflatten(1, (1, -1, self.head_size))
         q = q if self.query_factor == 1.0 else q * self.query_factor
-        key_value = self.key_value(encoded).x.unflatten(1, (2, -1, self.head_size))
+        key_value = self.key_value(encoded).unflatten(1, (2, -1, self.head_size))
         out = recomputed(self.recompute, self._attend, q, key_value, flow, layer)
-        return self.dense(out.flatten(1))
+        return self.dense(out.flatten(1), skip_bias_add=skip_bias_add)
 
     def _attend(
         self, q: torch.Tensor, key_value: torch.Tensor, flow: DecoderFlow, layer: int
@@ -118,20 +130,48 @@ class DecoderBlock(Block):
         self.layers_to_cross = config.decoder_layers  # to dropout cross-attention is a layer of its own
 
     def forward(  # type: ignore[override]
-        self, hidden: torch.Tensor, encoded: torch.Tensor, flow: DecoderFlow, layer: int
+        self, x: torch.Tensor, encoded: torch.Tensor, flow: DecoderFlow, layer: int
     ) -> torch.Tensor:
         """[Td, D], [Te, D] -> [Td, D]"""
-        return recomputed(self.recompute, self._forward_over, hidden, encoded, flow, layer)
+        function = self._forward_by_kernels if has_kernels(x) else self._forward_over
+        return recomputed(self.recompute, function, x, encoded, flow, layer)
 
     def _forward_over(
-        self, hidden: torch.Tensor, encoded: torch.Tensor, flow: DecoderFlow, layer: int
+        self, x: torch.Tensor, encoded: torch.Tensor, flow: DecoderFlow, layer: int
     ) -> torch.Tensor:
-        after_attention, after_cross = self.cross_layernorm, self.post_attention_layernorm
-        if self.output_layernorm is not None:
+        cross_layer = layer + self.layers_to_cross
+
+        def drop_add(branch: torch.Tensor, residual: torch.Tensor, place: str, layer: int) -> torch.Tensor:
+            return dropout_add(branch, residual, flow.features(self.dropout, layer, place))
+
+        def attention(x: torch.Tensor) -> torch.Tensor:
+            return self.after_attention(self.attention(x, flow, layer))
+
+        def cross_attention(x: torch.Tensor) -> torch.Tensor:
+            return self.cross_attention(x, encoded, flow, cross_layer)
+
+        def mlp(x: torch.Tensor) -> torch.Tensor:
+            return self.after_mlp(self.mlp(x, flow, layer))
+
+        if self.is_pre_norm:
+            x = drop_add(attention(self.input_layernorm(x)), x, "attended", layer)
+            x = drop_add(cross_attention(self.cross_layernorm(x)), x, "attended", cross_layer)
+            return drop_add(mlp(self.post_attention_layernorm(x)), x, "expanded", layer)
+        x = self.post_attention_layernorm(drop_add(attention(x), self.scaled(x), "attended", layer))
+        x = self.cross_layernorm(drop_add(cross_attention(x), x, "attended", cross_layer))
+        return self.output_layernorm(drop_add(mlp(x), self.scaled(x), "expanded", layer))
+
+    def _forward_by_kernels(
+        self, x: torch.Tensor, encoded: torch.Tensor, flow: DecoderFlow, layer: int
+    ) -> torch.Tensor:
+        """`_forward_over` with each sum and its norm as one kernel, see fused_block.py."""
+        after_attention, after_cross = self.post_attention_layernorm, self.cross_layernorm
+        if self.is_pre_norm:
             after_attention, after_cross = after_cross, after_attention
-        hidden, normed = self._attended(Stream(hidden), flow, layer, after_attention)
-        residual = hidden if self.output_layernorm is None else normed
-        cross = layer + self.layers_to_cross
-        x = self.cross_attention(normed, encoded, flow, cross)
-        dropout = flow.features(self.dropout, cross, "attended")
-        return self._expanded(*after_cross.after_sum(residual, x, dropout), flow, layer).summed()
+        total, normed = attention_sublayer(self, Residual(x), flow, layer, after_attention)
+        cross_layer = layer + self.layers_to_cross
+        x_cross = self.cross_attention(normed, encoded, flow, cross_layer, skip_bias_add=True)
+        dropout = flow.features(self.dropout, cross_layer, "attended")
+        residual = Residual(total if self.is_pre_norm else normed, x_cross, dropout)
+        total, normed = residual.norm(after_cross)
+        return settled(mlp_sublayer(self, total, normed, flow, layer))

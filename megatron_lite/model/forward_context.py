@@ -10,9 +10,12 @@ import torch
 
 from data_utils.common.batch_fields import BLOCK_POSITION_IDS, ID_FIELDS
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.attention_backends.blocks import DistanceBias
 from megatron_lite.model.attention_backends.calls import AttentionPlan, PartsPlan
+from megatron_lite.model.disentangled import BucketEmbeddings, Disentangled
 from megatron_lite.model.kernels.dropout import Dropout, FeatureDropout
-from megatron_lite.model.kernels.fused import Biased, add
+from megatron_lite.model.kernels.fused import dropout_add
+from megatron_lite.model.position_bias import Distances, Table
 from megatron_lite.model.rope import Rotary
 from megatron_lite.model.tensor_parallel import TensorParallel
 
@@ -65,7 +68,7 @@ class Flow:
     bias: Any = None  # of all layers' scores: a ScoreBias, or what a BlockPlan takes
     # For all tokens, in global layers and in local ones.
     rotary: tuple[Rotary, Rotary] | None = field(default=None, kw_only=True)
-    distances: Any = field(default=None, kw_only=True)  # of all tokens: Distances, or Disentangled positions
+    distances: Distances | Disentangled | None = field(default=None, kw_only=True)  # of all tokens
     condition: Condition | None = field(default=None, kw_only=True)
 
     @staticmethod
@@ -75,7 +78,7 @@ class Flow:
         dropout: Dropout | None,
         parallel: TensorParallel,
         rotary: tuple[Rotary, Rotary] | None = None,
-        distances: Any = None,
+        distances: Distances | None = None,
         condition: Condition | None = None,
     ) -> Flow:
         own = dropout
@@ -90,7 +93,7 @@ class Flow:
     def last(self, x: torch.Tensor, p: float, layer: int) -> torch.Tensor:
         """The end of a stack, [T, D], after dropout. Args: layer: its last one."""
         dropout = self.features(p, layer, "final")
-        return x if dropout is None else add(None, Biased(x), dropout)
+        return x if dropout is None else dropout_add(x, None, dropout)
 
 
 def flow_of(
@@ -110,10 +113,20 @@ def flow_of(
         rotary = (whole, Rotary.of(config, ids, config.rotary_base_local) if has_own else whole)
     distances = None
     if config.has_distance_scores:
-        from megatron_lite.model.position_bias import Distances
-
         distances = Distances.of(config, ids, plan, dropout)
     return Flow.of(shape, plan, dropout, parallel, rotary, distances, condition)
+
+
+def with_bias(flow: Flow, table: Table | None, positions: torch.Tensor) -> Flow:
+    """A context with the relative positions that all layers share. Args: positions: int [T]."""
+    if table is None:
+        return flow
+    made = table(flow.plan, positions)
+    if isinstance(table, BucketEmbeddings):
+        return replace(flow, distances=Disentangled(made, flow.dropout, table.dropout, table.factor))
+    if isinstance(made, tuple):
+        return replace(flow, bias=DistanceBias.of(*made))
+    return replace(flow, bias=lambda call, queries, keys: made[call])
 
 
 def detached_memory(

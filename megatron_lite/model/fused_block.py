@@ -1,9 +1,14 @@
-"""A pre-norm block as one autograd function: the host's cheapest way through it on a GPU.
+"""The block where Triton's kernels run. block.py says what a block computes; tests prove that this is the same.
 
-block.py says what a block computes. There each product, kernel and attention call is an autograd function of its own,
-whose two calls cost the host more than the launch; here they are plain calls. And a block's sums over tokens, for
-biases, norms and norms of heads, are finished by one kernel instead of four. Gradients of parameters go straight to the
-optimizer.
+A sum and its norm are one kernel: it adds a product's bias, drops out, adds the residual and norms (`after_sum`). So a
+product leaves its bias (`DeferredBias`) and a pre-norm block its last sum (`Residual`) to the next norm, which may be
+that of the next block. In block.py each of them is a pass of its own through memory, in both directions: three or four
+launches more a sublayer.
+
+A plain pre-norm block is one autograd function, `_FusedBlock`, where an optimizer of ours takes its gradients. In other
+blocks each product, kernel and attention call is an autograd function of its own, whose two calls cost the host more
+than the launch; in this one they are plain calls. And a block's sums over tokens, for biases, norms and norms of heads,
+are finished by one kernel instead of four. Gradients of parameters go straight to the optimizer.
 
 Shapes: T tokens, D hidden size.
 """
@@ -11,28 +16,108 @@ Shapes: T tokens, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megatron_lite.model.activation_checkpoint import recomputed
 from megatron_lite.model.attention_backends.varlen import VarlenPlan
 from megatron_lite.model.attention_backends.window import LayeredPlan
-from megatron_lite.model.head_norms import head_form
-from megatron_lite.model.kernels.dropout import AttentionDropout, FeatureDropout
+from megatron_lite.model.forward_context import Flow
+from megatron_lite.model.kernels.dropout import FeatureDropout
 from megatron_lite.model.kernels.fused import (
     NO_DROPOUT,
-    Biased,
     activate_backward_kernel,
     activate_kernel,
     add_norm_backward_kernel,
     add_norm_kernel,
+    dropout_add,
     finish_sums_kernel,
 )
 from megatron_lite.model.kernels.qkv_heads import HeadForm, spread_heads_kernel, turn_heads_kernel
-from megatron_lite.model.rope import Rotary
-from megatron_lite.model.tensor_parallel import LayerNorm, RMSNorm
+from megatron_lite.model.norms import LayerNorm, Norm, RMSNorm
+from megatron_lite.model.rope import head_form
+from megatron_lite.model.tensor_parallel import DeferredBias
+
+if TYPE_CHECKING:
+    from megatron_lite.model.block import Block  # a circle: its forward is here where kernels run
+
+
+class Residual(NamedTuple):
+    """The hidden state between two blocks as a sum that the next norm's kernel makes: hidden + dropout(x), [T, D].
+
+    A tuple, so that DeepSpeed finds the tensors in it.
+    """
+
+    hidden: torch.Tensor
+    x: DeferredBias | None = None
+    dropout: FeatureDropout | None = None
+
+    def norm(self, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum and its norm, [T, D] each."""
+        x, bias = self.x or (None, None)
+        return norm.after_sum(self.hidden, x, bias, self.dropout)
+
+
+Hidden = torch.Tensor | Residual  # between blocks: on a CPU always a tensor
+
+
+def settled(x: Hidden) -> torch.Tensor:
+    """The hidden state as a tensor [T, D]."""
+    if isinstance(x, torch.Tensor):
+        return x
+    return x.hidden if x.x is None else dropout_add(x.x.x, x.hidden, x.dropout, x.x.bias)
+
+
+def forward(block: Block, x: Hidden, flow: Flow, layer: int) -> Hidden:
+    """`Block.forward` by kernels."""
+    if block.recompute and torch.is_grad_enabled():
+        return recomputed(True, _tensor_forward, block, settled(x), flow, layer)
+    residual = x if isinstance(x, Residual) else Residual(x)
+    is_trained = residual.hidden.requires_grad and torch.is_grad_enabled() and flow.condition is None
+    if block.fused is not None and is_trained and (plan := block.fused.plan_of(flow.plan, layer)):
+        return block.fused.forward(block, residual, flow, layer, plan)
+    if block.parallel.sums_at_once:  # at ZeRO 3 this block's bias is gone when the next block runs
+        return _tensor_forward(block, residual.hidden, flow, layer)
+    return _forward(block, residual, flow, layer)
+
+
+def _tensor_forward(block: Block, x: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
+    return settled(_forward(block, Residual(x), flow, layer))
+
+
+def _forward(block: Block, residual: Residual, flow: Flow, layer: int) -> Hidden:
+    total, normed = attention_sublayer(block, residual, flow, layer, block.post_attention_layernorm)
+    return mlp_sublayer(block, total, normed, flow, layer)
+
+
+def attention_sublayer(
+    block: Block, residual: Residual, flow: Flow, layer: int, norm: Norm
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum after attention and its norm, [T, D] each."""
+    if isinstance(block.input_layernorm, nn.Identity):
+        hidden = normed = settled(residual)
+    else:
+        hidden, normed = residual.norm(block.input_layernorm)
+    x: DeferredBias = block.attention(normed, flow, layer, skip_bias_add=True)
+    if block.has_branch_layers:
+        x = DeferredBias(block.after_attention(x.added()))
+    dropout = flow.features(block.dropout, layer, "attended")
+    return Residual(block.scaled(hidden), x, dropout).norm(norm)
+
+
+def mlp_sublayer(block: Block, total: torch.Tensor, normed: torch.Tensor, flow: Flow, layer: int) -> Hidden:
+    """The hidden state after the MLP. Args: total, normed: a sum and its norm, which the MLP reads."""
+    x: DeferredBias = block.mlp(normed, flow, layer, skip_bias_add=True)
+    if block.has_branch_layers:
+        x = DeferredBias(block.after_mlp(x.added()))
+    dropout = flow.features(block.dropout, layer, "expanded")
+    if isinstance(block.output_layernorm, nn.Identity):
+        return Residual(total, x, dropout)
+    return Residual(block.scaled(normed), x, dropout).norm(block.output_layernorm)[1]
+
 
 _MOST_SUMS = 4  # that one kernel finishes
 # Sums over tokens, and the parameters whose gradients they are, one after another; None = there is none.
@@ -52,7 +137,7 @@ class _Product(NamedTuple):
     take: Callable[[torch.Tensor, torch.Tensor], None]  # of the weight, see `take_products`
 
 
-class Parts(NamedTuple):
+class FusedParameters(NamedTuple):
     """Parameters of one block, looked up once: module attribute access costs the host 100 us per pass."""
 
     first: _Norm
@@ -68,10 +153,10 @@ class Parts(NamedTuple):
     run: Callable[..., Any] | None = None  # instead of `_FusedBlock.apply`: with CUDA graphs (graphs.py)
 
     @staticmethod
-    def of(block: Any, take: Callable[[nn.Parameter, torch.Tensor], None]) -> Parts | None:
+    def of(block: Block, take: Callable[[nn.Parameter, torch.Tensor], None]) -> FusedParameters | None:
         """The parameters of a block; None if its norms have no kernel, or its sums need more than one.
 
-        Args: block: a plain one of block.py. take: takes in a parameter's gradient.
+        Args: block: one that `may_fuse`. take: takes in a parameter's gradient.
         """
         norms = []
         for norm in (block.input_layernorm, block.post_attention_layernorm):
@@ -83,7 +168,7 @@ class Parts(NamedTuple):
                 return None
         attention, mlp = block.attention, block.mlp
         heads = head_form(None, attention.head_norms, attention.key_value_heads, attention.query_factor)
-        parts = Parts(
+        parts = FusedParameters(
             norms[0], _product(attention.query_key_value), _product(attention.dense),
             norms[1], _product(mlp.dense_h_to_4h), _product(mlp.dense_4h_to_h),
             heads, attention.head_size, (mlp.activation, mlp.is_gated), take,
@@ -97,25 +182,22 @@ class Parts(NamedTuple):
         chosen = plan.of(layer) if isinstance(plan, LayeredPlan) else plan
         return chosen if isinstance(chosen, VarlenPlan) else None
 
-    def block(
-        self,
-        hidden: torch.Tensor,
-        x: Biased | None,
-        dropout: FeatureDropout | None,
-        attended_dropout: FeatureDropout | None,
-        attention_dropout: AttentionDropout | None,
-        plan: VarlenPlan,
-        rotary: Rotary | None,
-    ) -> tuple[torch.Tensor, Biased]:
-        """Forward pass on hidden + dropout(x): the hidden state after attention, and the MLP's output to add."""
-        p = plan.prepare(self.head_size, hidden.device, attention_dropout)
-        added, added_bias = x or (None, None)
-        dropouts = dropout or NO_DROPOUT, attended_dropout or NO_DROPOUT
+    def forward(self, block: Block, residual: Residual, flow: Flow, layer: int, plan: VarlenPlan) -> Residual:
+        """`_forward` of a block as one function of autograd. Args: plan: of this layer."""
+        attention_dropout, rotary = (
+            block.attention.dropout_of(flow, layer),
+            block.attention.rotary_of(flow, layer),
+        )
+        p = plan.prepare(self.head_size, residual.hidden.device, attention_dropout)
+        added, added_bias = residual.x or (None, None)
+        attended_dropout = flow.features(block.dropout, layer, "attended")
+        dropouts = residual.dropout or NO_DROPOUT, attended_dropout or NO_DROPOUT
         form = self.heads if rotary is None else self.heads._replace(cos=rotary.cos, sin=rotary.sin)
         # Parameters are no arguments of their own: autograd would call the hooks of those that have been taken.
         run = self.run or _FusedBlock.apply
-        total, out = run(hidden, added, (added_bias, self), dropouts, p, form, plan)
-        return total, Biased(out, self.shrink.bias)
+        total, out = run(residual.hidden, added, (added_bias, self), dropouts, p, form, plan)
+        x = DeferredBias(out, self.shrink.bias)
+        return Residual(total, x, flow.features(block.dropout, layer, "expanded"))
 
 
 def _product(layer: Any) -> _Product:
@@ -176,7 +258,9 @@ def _operands(
     return form, spread_heads_kernel(heads, *form), None if form.query_scale is None else heads
 
 
-def _mlp_backward(ctx: Any, parts: Parts, d_total: torch.Tensor, d_out: torch.Tensor) -> tuple[Any, ...]:
+def _mlp_backward(
+    ctx: Any, parts: FusedParameters, d_total: torch.Tensor, d_out: torch.Tensor
+) -> tuple[Any, ...]:
     """Gradients of the sum after attention and of attention's part of it; sums of biases and of the norm."""
     normed, stats, expanded, inner = ctx.of_mlp
     ctx.of_mlp = None
@@ -199,7 +283,11 @@ def _mlp_backward(ctx: Any, parts: Parts, d_total: torch.Tensor, d_out: torch.Te
 
 
 def _attention_backward(
-    ctx: Any, parts: Parts, d_sum: torch.Tensor, d_projected: torch.Tensor, x_bias: nn.Parameter | None
+    ctx: Any,
+    parts: FusedParameters,
+    d_sum: torch.Tensor,
+    d_projected: torch.Tensor,
+    x_bias: nn.Parameter | None,
 ) -> tuple[Any, ...]:
     """Gradients of the hidden state and of x; sums of the bias of Q, K and V, of norms and of x's bias."""
     summed, normed, stats, heads, attended, flat, kept = ctx.of_attention

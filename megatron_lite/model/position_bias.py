@@ -22,7 +22,7 @@ Transformer-XL, arXiv:1901.02860, section 3.3.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -31,12 +31,10 @@ from torch import nn
 
 from data_utils.common.batch_fields import ID_FIELDS, POSITION_IDS, SEGMENT_IDS
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.disentangled import BucketEmbeddings, Disentangled
+from megatron_lite.model.disentangled import BucketEmbeddings
 from megatron_lite.model.kernels.dropout import Dropout
-from megatron_lite.model.kernels.fused import Biased, add
+from megatron_lite.model.kernels.fused import dropout_add
 from megatron_lite.model.tensor_parallel import Partition, TensorParallel, linear, sharded
-
-Flow = Any  # that of forward_context.py, which is above
 
 BUCKETS = 32
 LONGEST = 128  # distances from here on share a bucket
@@ -117,7 +115,7 @@ class Distances:
         sinusoids = torch.cat([angles.sin(), angles.cos()], dim=1)
         dropped = None if dropout is None else dropout.distances(config.embedding_dropout, line)
         if dropped is not None:
-            sinusoids = add(None, Biased(sinusoids), dropped)
+            sinusoids = dropout_add(sinusoids, None, dropped)
         return Distances(positions, segments, longest, sinusoids, columns)
 
 
@@ -190,17 +188,3 @@ def relative_tables(config: ModelConfig, parallel: TensorParallel) -> dict[str, 
     if config.decoder_layers:
         tables["decoder_relative_bias"] = RelativeBuckets(config, parallel, is_causal=True)
     return tables
-
-
-def with_bias(flow: Flow, table: Table | None, positions: torch.Tensor) -> Flow:
-    """A flow with the relative positions that all layers share. Args: positions: int [T]."""
-    if table is None:
-        return flow
-    made = table(flow.plan, positions)
-    if isinstance(table, BucketEmbeddings):
-        return replace(flow, distances=Disentangled(made, flow.dropout, table.dropout, table.factor))
-    if isinstance(made, tuple):
-        from megatron_lite.model.attention_backends.blocks import DistanceBias
-
-        return replace(flow, bias=DistanceBias.of(*made))
-    return replace(flow, bias=lambda call, queries, keys: made[call])

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron_lite.model.kernels.dropout import Dropout
-from megatron_lite.model.lm_head import Heads, cross_entropy, local_columns
+from megatron_lite.model.lm_head import Heads
+from megatron_lite.model.loss import cross_entropy, local_columns
 from megatron_lite.model.task_batch import Parts
 from megatron_lite.model.tensor_parallel import VocabParallelEmbedding
 from megatron_lite.parallel.collectives import all_reduce

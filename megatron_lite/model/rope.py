@@ -17,6 +17,8 @@ import torch
 from data_utils.common.batch_fields import BLOCK_POSITION_IDS, ID_FIELDS, POSITION_IDS
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.kernels.fused import has_kernels
+from megatron_lite.model.kernels.qkv_heads import HeadForm, Spread
+from megatron_lite.model.norms import HeadNorms
 
 
 @dataclass(frozen=True)
@@ -79,21 +81,22 @@ def _turned(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
 
 
 def spread(
-    heads: torch.Tensor, key_value_heads: int, rotary: Rotary | None, norms: Any = None, factor: float = 1.0
+    heads: torch.Tensor,
+    key_value_heads: int,
+    rotary: Rotary | None,
+    norms: HeadNorms | None = None,
+    factor: float = 1.0,
 ) -> torch.Tensor:
     """Queries, keys and values as attention takes them: [T, H + 2 K, D] -> [T, 3 H, D].
 
     Queries and keys are normed and turned, then queries multiplied. Each of the K keys and values is repeated for the
-    H / K queries of its group. Args: norms: HeadNorms.
+    H / K queries of its group.
     """
     groups, rest = divmod(heads.shape[1] - 2 * key_value_heads, key_value_heads)
     assert rest == 0, "configuration checks that heads divide"
     if rotary is None and norms is None and groups == 1 and factor == 1.0:
         return heads
     if has_kernels(heads):
-        from megatron_lite.model.head_norms import head_form
-        from megatron_lite.model.kernels.qkv_heads import Spread
-
         form = head_form(rotary, norms, key_value_heads, factor)
         return Spread.apply(heads.contiguous(), form.query_scale, form.key_scale, form).flatten(1, 2)
     if norms is not None:
@@ -106,6 +109,15 @@ def spread(
         queries, keys = rotary.turn(turned).split(sizes, dim=1)
     queries = queries if factor == 1.0 else queries * factor
     return torch.cat([queries, _repeated(keys, groups), _repeated(values, groups)], dim=1)
+
+
+def head_form(
+    rotary: Rotary | None, norms: HeadNorms | None, key_value_heads: int, factor: float
+) -> HeadForm:
+    """`spread` as one kernel takes it."""
+    cos, sin = (None, None) if rotary is None else (rotary.cos, rotary.sin)
+    query, key = (None, None) if norms is None else norms.scales()
+    return HeadForm(cos, sin, query, key, 0.0 if norms is None else norms.epsilon, key_value_heads, factor)
 
 
 def _repeated(heads: torch.Tensor, times: int) -> torch.Tensor:

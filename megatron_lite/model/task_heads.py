@@ -16,7 +16,6 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.dense import Linear, Transform
 from megatron_lite.model.kernels import fused
 from megatron_lite.model.kernels.dropout import Dropout, FeatureDropout
-from megatron_lite.model.kernels.fused import Biased
 from megatron_lite.model.tensor_parallel import TensorParallel
 from megatron_lite.parallel.collectives import gather_tokens
 
@@ -51,7 +50,7 @@ class SentenceHead(nn.Module):
     ) -> torch.Tensor:
         """Args: dropout: of these rows, before the classifiers. objectives: int, the losses of them, as last."""
         pooled = torch.tanh(self.dense(rows))
-        pooled = pooled if dropout is None else fused.add(None, Biased(pooled), dropout)
+        pooled = pooled if dropout is None else fused.dropout_add(pooled, None, dropout)
         classes = self.classifier(pooled)
         if not self.classifiers or objectives is None:
             return classes
@@ -121,7 +120,7 @@ class TaskHead(nn.Module):
         # The embedding has no attention: the salt of that place is free.
         dropped = None if dropout is None else dropout.features(self.dropout, -1, "attended")
         if dropped is not None:
-            chosen = fused.add(None, Biased(chosen), dropped.of_rows(rows))
+            chosen = fused.dropout_add(chosen, None, dropped.of_rows(rows))
         return self.classifier(chosen)
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +26,6 @@ from torch import nn
 
 from megatron_lite.config.model import ModelConfig, padded_vocab_size
 from megatron_lite.model.kernels.compat import widens
-from megatron_lite.model.kernels.dropout import FeatureDropout
-from megatron_lite.model.kernels.fused import Biased, add, add_and_normalize, has_kernels
 from megatron_lite.parallel.collectives import (
     SINGLE,
     Group,
@@ -232,12 +230,24 @@ def sharded(parameter: nn.Parameter, partition: Partition) -> nn.Parameter:
     return parameter
 
 
+class DeferredBias(NamedTuple):
+    """x [T, D] + bias [D], not added yet: the kernel that reads x adds it, at no extra pass through memory.
+
+    A tuple, so that DeepSpeed finds the tensors in it.
+    """
+
+    x: torch.Tensor
+    bias: torch.Tensor | None = None
+
+    def added(self) -> torch.Tensor:
+        return self.x if self.bias is None else self.x + self.bias
+
+
 class ColumnParallelLinear(nn.Module):
     """y = x W^T + b with the output features split: weight [out/size, in]; x [T, in], or this rank's tokens of it.
 
     Args:
         parts: blocks of the output, as for Partition.
-        leaves_bias: to the next function, where kernels run.
     """
 
     def __init__(
@@ -248,10 +258,8 @@ class ColumnParallelLinear(nn.Module):
         *,
         parts: int | tuple[int, ...] = 1,
         has_bias: bool = True,
-        leaves_bias: bool = False,
     ):
         super().__init__()
-        self.leaves_bias = leaves_bias
         size = parallel.group.size
         partition = Partition(dim=0, parts=parts)
         rows = sum(partition.part_rows(out_features // size)) * size
@@ -260,13 +268,21 @@ class ColumnParallelLinear(nn.Module):
         self.weight = sharded(nn.Parameter(torch.empty(out_features // size, in_features)), partition)
         self.bias = sharded(nn.Parameter(torch.empty(out_features // size)), partition) if has_bias else None
 
-    def forward(self, x: torch.Tensor, *, whole_rows: bool = False) -> Biased:
-        """Args: whole_rows: x is no token's but the same on all ranks, which sum its gradient elsewhere."""
-        later = self.bias if self.leaves_bias and has_kernels(x) else None
-        bias = self.bias if later is None else None
+    def forward(
+        self, x: torch.Tensor, *, skip_bias_add: bool = False, whole_rows: bool = False
+    ) -> torch.Tensor | DeferredBias:
+        """[T, in] -> [T, out/size].
+
+        Args:
+            skip_bias_add: return the product and the bias apart, for a kernel that adds it.
+            whole_rows: x is no token's but the same on all ranks, which sum its gradient elsewhere.
+        """
+        bias = None if skip_bias_add else self.bias
         if self.parallel.group.size == 1 or whole_rows:
-            return Biased(linear(x, self.weight, bias), later)
-        return Biased(_ColumnParallel.apply(x, self.weight, bias, self.parallel), later)
+            product = linear(x, self.weight, bias)
+        else:
+            product = _ColumnParallel.apply(x, self.weight, bias, self.parallel)
+        return DeferredBias(product, self.bias) if skip_bias_add else product
 
 
 class RowParallelLinear(nn.Module):
@@ -284,13 +300,16 @@ class RowParallelLinear(nn.Module):
         if self.bias is not None:
             parallel.mark_replicated(self.bias)
 
-    def forward(self, x: torch.Tensor) -> Biased:
-        if self.parallel.group.size == 1:
-            if has_kernels(x):
-                return Biased(linear(x, self.weight), self.bias)
-            return Biased(linear(x, self.weight, self.bias))
-        bias = None if self.bias is None else self.parallel.replicated(self.bias)
-        return Biased(self.parallel.leave(linear(x, self.weight)), bias)
+    def forward(self, x: torch.Tensor, *, skip_bias_add: bool = False) -> torch.Tensor | DeferredBias:
+        """[T, in/size] -> [T, out]. Args: skip_bias_add: as for ColumnParallelLinear."""
+        if self.parallel.group.size == 1 and not skip_bias_add:
+            return linear(x, self.weight, self.bias)
+        deferred = DeferredBias(linear(x, self.weight), self.bias)
+        if self.parallel.group.size > 1:
+            # The bias is added after the sum over the ranks: each rank's product is a part of it.
+            bias = None if self.bias is None else self.parallel.replicated(self.bias)
+            deferred = DeferredBias(self.parallel.leave(deferred.x), bias)
+        return deferred if skip_bias_add else deferred.added()
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -317,71 +336,6 @@ class VocabParallelEmbedding(nn.Module):
         elsewhere = (local < 0) | (local >= len(self.weight))
         rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
         return self.parallel.leave(rows.masked_fill(elsewhere[:, None], 0.0))
-
-
-class LayerNorm(nn.Module):
-    """LayerNorm between tensor-parallel regions. `normalize` may be another kernel with F.layer_norm's arguments."""
-
-    def __init__(self, hidden_size: int, epsilon: float, parallel: TensorParallel, has_bias: bool = True):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(hidden_size))
-        self.bias: Any = nn.Parameter(torch.empty(hidden_size)) if has_bias else None
-        self.epsilon = epsilon
-        self.parallel = parallel
-        parallel.mark_replicated(*self.parameters())
-        self.normalize: Callable[..., torch.Tensor] = F.layer_norm
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight, bias = self._replicated()
-        return self.normalize(x, weight.shape, weight, bias, self.epsilon)
-
-    def _replicated(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        bias = None if self.bias is None else self.parallel.replicated(self.bias)
-        return self.parallel.replicated(self.weight), bias
-
-    def after_sum(
-        self, hidden: torch.Tensor, x: Biased | None = None, dropout: FeatureDropout | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden + dropout(x), or hidden alone, and its norm: [T, D] each."""
-        if has_kernels(hidden) and self.normalize is F.layer_norm:
-            return add_and_normalize(hidden, x, dropout, *self._replicated(), self.epsilon)
-        total = hidden if x is None else add(hidden, x, dropout)
-        return total, self(total)
-
-
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + epsilon) * weight, as LayerNorm between tensor-parallel regions (arXiv:1910.07467)."""
-
-    def __init__(self, hidden_size: int, epsilon: float, parallel: TensorParallel):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(hidden_size))
-        self.epsilon = epsilon
-        self.parallel = parallel
-        parallel.mark_replicated(self.weight)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if has_kernels(x):
-            return self.after_sum(x)[1]
-        weight = self.parallel.replicated(self.weight)
-        return F.rms_norm(x, weight.shape, weight, self.epsilon)
-
-    def after_sum(
-        self, hidden: torch.Tensor, x: Biased | None = None, dropout: FeatureDropout | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum and its norm, as `LayerNorm.after_sum`."""
-        if has_kernels(hidden):  # where torch takes up to six kernels
-            weight = self.parallel.replicated(self.weight)
-            return add_and_normalize(hidden, x, dropout, weight, None, self.epsilon, centered=False)
-        total = hidden if x is None else add(hidden, x, dropout)
-        return total, self(total)
-
-
-def make_norm(config: ModelConfig, width: int, parallel: TensorParallel) -> LayerNorm | RMSNorm:
-    """The norm that a configuration chooses."""
-    if not config.norm_bias:
-        return LayerNorm(width, config.layernorm_epsilon, parallel, has_bias=False)
-    norm = RMSNorm if config.rms_norm else LayerNorm
-    return norm(width, config.layernorm_epsilon, parallel)
 
 
 def local_shard(whole: torch.Tensor, partition: Partition, rank: int, size: int, rows: int) -> torch.Tensor:

@@ -11,14 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention_backends.calls import AttentionPlan, PartsPlan
-from megatron_lite.model.block import Embedding, Stream, final_layernorm, stack
+from megatron_lite.model.block import stack
+from megatron_lite.model.embedding import Embedding
+from megatron_lite.model.encoder_decoder import (
+    DecoderBlock,
+    DecoderEmbedding,
+    DecoderFlow,
+    encoder_layernorm,
+    part_flows,
+)
 from megatron_lite.model.forward_context import (
     BeforeBlock,
     Condition,
@@ -26,18 +34,21 @@ from megatron_lite.model.forward_context import (
     detached_memory,
     flow_of,
     own_lengths,
+    with_bias,
 )
+from megatron_lite.model.fused_block import Hidden, settled
 from megatron_lite.model.kernels.dropout import Dropout
-from megatron_lite.model.lm_head import Heads, row_losses, sum_losses
+from megatron_lite.model.lm_head import Heads
+from megatron_lite.model.loss import loss_logits, row_losses, sum_losses
 from megatron_lite.model.model_input import ModelInput
-from megatron_lite.model.tensor_parallel import LayerNorm, RMSNorm, TensorParallel
+from megatron_lite.model.norms import LayerNorm, RMSNorm, final_layernorm
+from megatron_lite.model.position_bias import Table, relative_tables
+from megatron_lite.model.predictions import row_scores, task_rows
+from megatron_lite.model.task_batch import Parts
+from megatron_lite.model.task_losses import choice_scores, part_sums, sums_of_task, task_loss
+from megatron_lite.model.tensor_parallel import TensorParallel
 from megatron_lite.model.trained_model import TrainedModel
 from megatron_lite.parallel.collectives import SINGLE
-
-if TYPE_CHECKING:
-    from megatron_lite.model.encoder_decoder import DecoderEmbedding, DecoderFlow
-    from megatron_lite.model.position_bias import Table
-    from megatron_lite.model.task_batch import Parts
 
 
 class GLM(TrainedModel):
@@ -74,12 +85,6 @@ class GLM(TrainedModel):
         self.decoder_embedding: DecoderEmbedding | None = None
         self.encoder_layernorm: LayerNorm | RMSNorm | None = None
         if config.decoder_layers:
-            from megatron_lite.model.encoder_decoder import (
-                DecoderBlock,
-                DecoderEmbedding,
-                encoder_layernorm,
-            )
-
             self.layers.extend(
                 DecoderBlock(config, self.parallel, recompute) for _ in range(config.decoder_layers)
             )
@@ -88,8 +93,6 @@ class GLM(TrainedModel):
         self.relative_bias: Table | None = None
         self.decoder_relative_bias: Table | None = None
         if config.relative != "none":
-            from megatron_lite.model.position_bias import relative_tables
-
             for name, table in relative_tables(config, self.parallel).items():
                 setattr(self, name, table)
         self.final_layernorm = final_layernorm(config)
@@ -112,14 +115,14 @@ class GLM(TrainedModel):
             self.before_use(self.decoder_embedding)
         hidden = self.embedding(tokens.flatten(), ids.flatten(1), flow, self.decoder_embedding)
         if self.config.decoder_layers:
-            stream = self._run_parts(hidden, flow, ids[0].flatten())
+            hidden = self._run_parts(hidden, flow, ids[0].flatten())
         else:
             if self.has_memory and before_block is None:
                 before_block = detached_memory(ids.flatten(1), plan, self.parallel)
-            stream = self.run_blocks(hidden, flow, ids[0].flatten(), before_block)
+            hidden = self.run_blocks(hidden, flow, ids[0].flatten(), before_block)
         self.before_use(self.final_layernorm)
         self.before_use(self.heads)
-        return stream.summed()
+        return hidden
 
     def _block(self, layer: int) -> nn.Module:
         block = self.layers[layer % len(self.layers)]
@@ -128,11 +131,8 @@ class GLM(TrainedModel):
 
     def _biased(self, flow: Flow, table: Table | None, positions: torch.Tensor) -> Flow:
         """See `with_bias`."""
-        if table is None:
-            return flow
-        from megatron_lite.model.position_bias import with_bias
-
-        self.before_use(table)
+        if table is not None:
+            self.before_use(table)
         return with_bias(flow, table, positions)
 
     def run_blocks(
@@ -141,25 +141,23 @@ class GLM(TrainedModel):
         flow: Flow,
         positions: torch.Tensor,
         before_block: BeforeBlock | None = None,
-    ) -> Stream:
+    ) -> torch.Tensor:
         """The first `num_layers` blocks: [T, D] -> [T, D]. Args: positions: int, of the plan's tokens."""
         flow = self._biased(flow, self.relative_bias, positions)
-        stream = Stream(hidden)
+        x: Hidden = hidden
         for layer in range(self.config.num_layers):
             if before_block is not None:
-                stream = Stream(before_block(layer, stream.summed()))
-            stream = self._block(layer)(stream, flow, layer)
-        return stream
+                x = before_block(layer, settled(x))
+            x = self._block(layer)(x, flow, layer)
+        return settled(x)
 
-    def _run_parts(self, hidden: torch.Tensor, flow: Flow, positions: torch.Tensor) -> Stream:
+    def _run_parts(self, hidden: torch.Tensor, flow: Flow, positions: torch.Tensor) -> torch.Tensor:
         """The encoder's blocks, then the decoder's: [Te + Td, D], int [Te + Td] -> [Td, D]."""
-        from megatron_lite.model.encoder_decoder import part_flows
-
         encoder, decoder = part_flows(flow, self.parallel)
         plan = cast(PartsPlan, flow.plan)
         encoded, decoded = hidden.split(own_lengths(plan, self.parallel))
         of_encoder, of_decoder = positions.split(plan.lengths)
-        encoded = self.run_blocks(encoded, encoder, of_encoder).summed()
+        encoded = self.run_blocks(encoded, encoder, of_encoder)
         if self.encoder_layernorm is not None:
             self.before_use(self.encoder_layernorm)
             encoded = self.encoder_layernorm(encoded)
@@ -168,12 +166,12 @@ class GLM(TrainedModel):
 
     def run_decoder(
         self, decoded: torch.Tensor, encoded: torch.Tensor, flow: DecoderFlow, positions: torch.Tensor
-    ) -> Stream:
+    ) -> torch.Tensor:
         """The decoder's blocks: [Td, D], [Te, D] -> [Td, D]. Args: positions: int, of the plan's tokens."""
-        flow = cast("DecoderFlow", self._biased(flow, self.decoder_relative_bias, positions))
+        flow = cast(DecoderFlow, self._biased(flow, self.decoder_relative_bias, positions))
         for layer in range(self.config.num_layers, len(self.layers)):
             decoded = self._block(layer)(decoded, encoded, flow, layer)
-        return Stream(decoded)
+        return decoded
 
     def hidden_states(
         self,
@@ -205,8 +203,6 @@ class GLM(TrainedModel):
         if batch.parts is None:
             return self._token_loss(self._hidden(batch), batch)
         if batch.parts.head == "choices":
-            from megatron_lite.model.task_losses import choice_scores
-
             losses = self._row_losses(self._hidden(batch), batch)
             outputs = choice_scores(losses[: len(batch.parts.position_group)], batch.parts)  # without fillers
             return self._task_loss(outputs, batch.parts)
@@ -223,8 +219,6 @@ class GLM(TrainedModel):
         return sum_losses(rows, batch, words, self.num_losses, self.label_smoothing, self.z_loss)
 
     def _task_loss(self, outputs: torch.Tensor, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
-        from megatron_lite.model.task_losses import sums_of_task, task_loss
-
         loss = task_loss(outputs, parts)
         return loss, sums_of_task(loss, parts, self.num_losses)
 
@@ -238,9 +232,6 @@ class GLM(TrainedModel):
         if parts.head != "choices":
             outputs = self._head_outputs(self._layers(batch), batch, parts).float()
             return outputs, outputs.new_empty(0)
-        from megatron_lite.model.predictions import row_scores
-        from megatron_lite.model.task_losses import part_sums
-
         logits, _ = self._row_logits(self._hidden(batch), batch, whole=True)
         rows = len(parts.position_group)
         log_p, is_likeliest = row_scores(logits[:rows], batch.targets[:rows], self.embedding.word_embeddings)
@@ -261,8 +252,6 @@ class GLM(TrainedModel):
         return layers
 
     def _head_outputs(self, layers: list[torch.Tensor], batch: ModelInput, parts: Parts) -> torch.Tensor:
-        from megatron_lite.model.predictions import task_rows
-
         outputs = task_rows(self.heads, layers, parts.rows, self.final_layernorm, batch.dropout, parts)
         return outputs[: len(parts.position_group)]
 
@@ -287,6 +276,4 @@ class GLM(TrainedModel):
         borders = len(batch.loss_rows.borders)
         if whole or not self.heads.loss_rows:
             return self.heads.vocabulary_logits(vectors, words, borders), classes
-        from megatron_lite.model.chunked_loss import loss_logits
-
         return loss_logits(self.heads, vectors, words, borders), classes

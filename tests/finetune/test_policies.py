@@ -260,8 +260,8 @@ def test_a_mix_of_layers_is_elmos(tmp_path):
     given = ModelInput.from_batch(batch, torch.device("cpu"), task.config.model)
     outputs = []
     for block in model.layers:
-        block.register_forward_pre_hook(lambda _, inputs: outputs.append(inputs[0].summed()))
-    model.layers[-1].register_forward_hook(lambda _, inputs, output: outputs.append(output.summed()))
+        block.register_forward_pre_hook(lambda _, inputs: outputs.append(inputs[0]))
+    model.layers[-1].register_forward_hook(lambda _, inputs, output: outputs.append(output))
     mix = model.heads.task.mix
     scores, gain = torch.tensor([0.3, -1.0, 2.0]), 1.7
     with torch.no_grad():

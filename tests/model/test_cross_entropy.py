@@ -6,24 +6,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.sections import ParallelConfig
-from megatron_lite.model import lm_head as heads
-from megatron_lite.model.chunked_loss import loss_logits
+from megatron_lite.model import loss as lm_loss
 from megatron_lite.model.init import initialize_parameters
-from megatron_lite.model.lm_head import row_losses
-from megatron_lite.model.loss_terms import Terms
+from megatron_lite.model.loss import Terms, loss_logits, row_losses
 from megatron_lite.model.transformer import GLM
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 4 * 11 * 3, 1 << 24])  # one row, three rows, all rows at a time
 def test_equals_torch_for_every_chunking(monkeypatch, chunk_bytes):
-    monkeypatch.setattr(heads, "_CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(lm_loss, "_CHUNK_BYTES", chunk_bytes)
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(7, 11, generator=generator, requires_grad=True)
     targets = torch.randint(0, 11, (7,), generator=generator)
     weights = torch.rand(7, generator=generator)
     expected = F.cross_entropy(logits, targets, reduction="none")
     (expected_grad,) = torch.autograd.grad((expected * weights).sum(), logits)
-    ours = heads.cross_entropy(logits * 1.0, targets)
+    ours = lm_loss.cross_entropy(logits * 1.0, targets)
     (grad,) = torch.autograd.grad((ours * weights).sum(), logits)
     # fp32 with another order of summation.
     torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
@@ -32,7 +30,7 @@ def test_equals_torch_for_every_chunking(monkeypatch, chunk_bytes):
 
 def test_bf16_logits_are_summed_in_fp32():
     logits = torch.zeros(1, 50_000, dtype=torch.bfloat16)
-    loss = heads.cross_entropy(logits, torch.tensor([3]))
+    loss = lm_loss.cross_entropy(logits, torch.tensor([3]))
     assert loss.dtype == torch.float32
     # ln 50000; a bf16 sum of 50000 ones would stop at 256.
     torch.testing.assert_close(loss, torch.tensor([10.819778]), rtol=1e-6, atol=0)
@@ -40,7 +38,7 @@ def test_bf16_logits_are_summed_in_fp32():
 
 def test_no_rows_give_no_loss_and_a_zero_gradient():
     weight = torch.randn(5, 4, requires_grad=True)
-    loss = heads.cross_entropy(torch.empty(0, 4) @ weight.T, torch.empty(0, dtype=torch.int64)).sum()
+    loss = lm_loss.cross_entropy(torch.empty(0, 4) @ weight.T, torch.empty(0, dtype=torch.int64)).sum()
     loss.backward()
     assert loss == 0 and not weight.grad.any()
 
@@ -53,10 +51,10 @@ def test_shards_of_the_vocabulary_equal_fp64(dtype, first, valid):
     logits = (5 * torch.randn(30, 11, generator=generator)).to(dtype)
     targets = torch.randint(0, 22, (30,), generator=generator).int()
     grad = torch.rand(30, generator=generator)
-    log_sums, _ = heads._sums_by_torch(logits, targets, first, valid)
+    log_sums, _ = lm_loss._sums_by_torch(logits, targets, first, valid)
     assert (log_sums == -torch.inf).all() == (valid == 0)
     copy = logits.clone()
-    heads._gradient_by_torch(copy, targets, log_sums if valid else torch.zeros(30), grad, first, valid)
+    lm_loss._gradient_by_torch(copy, targets, log_sums if valid else torch.zeros(30), grad, first, valid)
     assert not copy[:, valid:].any()
     if valid:
         exact = logits[:, :valid].double().requires_grad_()
@@ -73,7 +71,7 @@ def losses_of_a_shard(context, logits, targets, weights, terms):
     """Losses, and the gradient of this rank's 8 columns of a vocabulary of 11."""
     first, valid = 8 * context.tp.rank, 8 - 5 * context.tp.rank
     part = logits[:, first : first + 8].clone().requires_grad_()
-    losses = heads.cross_entropy(part * 1.0, targets, context.tp, first, valid, terms)
+    losses = lm_loss.cross_entropy(part * 1.0, targets, context.tp, first, valid, terms)
     (grad,) = torch.autograd.grad((losses * weights).sum(), part)
     return losses.detach(), grad
 

@@ -129,7 +129,7 @@ def test_a_model_of_fused_blocks(emulated_kernel, counted, body):
         taken, autograds = take_gradients(model)
         loss = run(model, batch, dropout_seed)
     fused = list(model.layers)[2 - count :]
-    assert counted == [block.parts for block in fused]
+    assert counted == [block.fused for block in fused]
     torch.testing.assert_close(loss.double(), expected.double(), rtol=1e-6, atol=0)
     if count == 2:
         of_blocks = {name for name, _ in model.named_parameters() if name.startswith("layers.")}

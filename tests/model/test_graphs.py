@@ -85,7 +85,7 @@ class Trained:
         for block in model.layers:
             block.take_gradients(self.take)
             if has_graphs:
-                block.parts = self.graphs.put(block.parts)
+                block.fused = self.graphs.put(block.fused)
         model.layers[-1].mlp.dense_4h_to_h.bias.register_post_accumulate_grad_hook(
             lambda parameter: self.bucket.add(parameter)
         )
@@ -138,7 +138,7 @@ def steps(monkeypatch):
             trained = Trained(copy.deepcopy(model), has_graphs)
             found.append([trained.step(inputs[i : i + 2]) for i in range(0, len(inputs), 2)])
             if has_graphs:
-                blocks = [block.parts.run.__self__ for block in trained.model.layers]
+                blocks = [block.fused.run.__self__ for block in trained.model.layers]
         return *found, blocks
 
     return run

@@ -14,10 +14,10 @@ from support.kernels import interpreted_kernels
 
 from data_utils.common.batch_fields import ID_FIELDS
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.head_norms import HeadNorms
 from megatron_lite.model.kernels import fused
 from megatron_lite.model.kernels import qkv_heads as heads
 from megatron_lite.model.kernels.qkv_heads import HeadForm
+from megatron_lite.model.norms import HeadNorms
 from megatron_lite.model.rope import Rotary, spread
 from megatron_lite.model.tensor_parallel import TensorParallel
 

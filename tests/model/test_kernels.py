@@ -19,7 +19,7 @@ from support.kernels import interpreted_kernels
 from support.project import ROOT
 
 from megatron_lite.config.model import ACTIVATIONS
-from megatron_lite.model import lm_head as heads_module
+from megatron_lite.model import loss as loss_module
 from megatron_lite.model.kernels import cross_entropy as cross_entropy_kernels
 from megatron_lite.model.kernels import fused
 from megatron_lite.model.kernels import sums as sums_module
@@ -32,7 +32,6 @@ from megatron_lite.model.kernels.dropout import (
     stays,
     token_keys,
 )
-from megatron_lite.model.kernels.fused import Biased
 
 # An odd number of tokens, and a width that is no power of two.
 TOKENS, WIDTH = 11, 72
@@ -91,9 +90,9 @@ def test_sums(dtype, p, with_bias, with_hidden):
     x = draw(TOKENS, WIDTH, seed=1, dtype=dtype)
     bias = draw(WIDTH, seed=2, dtype=dtype) if with_bias else None
     inputs = hidden, x, bias
-    ours = fused.add(hidden, Biased(x, bias), dropout_of(p))
+    ours = fused.dropout_add(x, hidden, dropout_of(p), bias)
     hidden, x, bias = others = wide(*inputs)
-    theirs = drop(Biased(x, bias).added(), hidden, dropout_of(p))
+    theirs = drop(x if bias is None else x + bias, hidden, dropout_of(p))
     assert_equal_gradients([ours], [theirs], inputs, others, dtype)
 
 
@@ -119,10 +118,9 @@ def test_sums_and_their_norm(dtype, p, kind, norm, has_shift):
     bias = draw(WIDTH, seed=2, dtype=dtype) if kind == "sum with bias" else None
     dropout = None if x is None else dropout_of(p)
     inputs = hidden, x, bias, gain, shift
-    added = None if x is None else Biased(x, bias)
-    ours = fused.add_and_normalize(hidden, added, dropout, gain, shift, 1e-5, centered=norm is layer_norm)
+    ours = fused.add_and_normalize(hidden, x, bias, dropout, gain, shift, 1e-5, centered=norm is layer_norm)
     hidden, x, bias, gain, shift = others = wide(*inputs)
-    total = hidden if x is None else drop(Biased(x, bias).added(), hidden, dropout)
+    total = hidden if x is None else drop(x if bias is None else x + bias, hidden, dropout)
     stored = total + (ours[0].double() - total).detach()
     theirs = total, norm(stored, gain, shift)
     assert_equal_gradients(ours, theirs, inputs, others, dtype)
@@ -134,8 +132,7 @@ def test_a_norm_without_bias(dtype, with_x):
     hidden, gain = draw(TOKENS, WIDTH, dtype=dtype), draw(WIDTH, seed=3, dtype=dtype)
     x = draw(TOKENS, WIDTH, seed=1, dtype=dtype) if with_x else None
     inputs = hidden, x, gain
-    added = None if x is None else Biased(x, None)
-    ours = fused.add_and_normalize(hidden, added, None, gain, None, 1e-5)
+    ours = fused.add_and_normalize(hidden, x, None, None, gain, None, 1e-5)
     hidden, x, gain = others = wide(*inputs)
     total = hidden if x is None else hidden + x
     assert_equal_gradients(
@@ -145,7 +142,7 @@ def test_a_norm_without_bias(dtype, with_x):
 
 def test_a_norm_whose_sum_nobody_uses():
     inputs = hidden, gain, shift = draw(TOKENS, WIDTH), draw(WIDTH, seed=3), draw(WIDTH, seed=4)
-    _, ours = fused.add_and_normalize(hidden, None, None, gain, shift, 1e-5)
+    _, ours = fused.add_and_normalize(hidden, None, None, None, gain, shift, 1e-5)
     hidden, gain, shift = others = wide(*inputs)
     assert_equal_gradients([ours], [F.layer_norm(hidden, (WIDTH,), gain, shift, 1e-5)], inputs, others)
 
@@ -155,7 +152,7 @@ def test_more_tokens_than_programs_and_a_wide_row(monkeypatch, programs):
     monkeypatch.setattr(sums_module, "programs_of", lambda width, device: programs)
     tokens, width = 11, 1100
     inputs = hidden, gain, shift = draw(tokens, width), draw(width, seed=3), draw(width, seed=4)
-    ours = fused.add_and_normalize(hidden, None, None, gain, shift, 1e-5)
+    ours = fused.add_and_normalize(hidden, None, None, None, gain, shift, 1e-5)
     hidden, gain, shift = others = wide(*inputs)
     assert_equal_gradients(ours, (hidden, F.layer_norm(hidden, (width,), gain, shift, 1e-5)), inputs, others)
 
@@ -163,7 +160,7 @@ def test_more_tokens_than_programs_and_a_wide_row(monkeypatch, programs):
 @pytest.mark.parametrize("p", [0.1, 0.7])
 def test_kernels_drop_what_the_cpu_drops(p):
     dropout, ones = dropout_of(p), torch.ones(TOKENS, WIDTH)
-    kept = fused.add(None, Biased(ones), dropout) > 0
+    kept = fused.dropout_add(ones, None, dropout) > 0
     assert torch.equal(kept, keep_features(dropout.keys, dropout.salt, WIDTH, p))
 
 
@@ -187,9 +184,9 @@ def test_activations(dtype, activation, with_bias, gated, p):
     shape = (1 + gated) * width
     x, bias = draw(TOKENS, shape, dtype=dtype), draw(shape, seed=1, dtype=dtype) if with_bias else None
     inputs = x, bias
-    ours = fused.activated(Biased(x, bias), activation, gated=gated, dropout=dropout_of(p))
+    ours = fused.activated(x, activation, bias=bias, gated=gated, dropout=dropout_of(p))
     x, bias = others = wide(*inputs)
-    value = Biased(x, bias).added()
+    value = x if bias is None else x + bias
     theirs = FORMULAS[activation](value[:, :width]) * (value[:, width:] if gated else 1)
     if p:
         dropout = dropout_of(p)
@@ -202,7 +199,7 @@ def test_activations(dtype, activation, with_bias, gated, p):
 def test_activations_of_large_numbers(activation):
     x = torch.tensor([[-1e4, -60.0, -9.0, 0.0, 9.0, 60.0, 1e4]]).requires_grad_()
     by_torch = {"gelu_tanh": FORMULAS["gelu_tanh"], "gelu_erf": F.gelu, "relu": F.relu, "silu": F.silu}
-    ours, theirs = fused.activated(Biased(x), activation), by_torch[activation](x)
+    ours, theirs = fused.activated(x, activation), by_torch[activation](x)
     torch.testing.assert_close(ours, theirs)
     ours, theirs = (torch.autograd.grad(out.sum(), x)[0] for out in (ours, theirs))
     torch.testing.assert_close(ours, theirs)
@@ -216,11 +213,11 @@ def test_cross_entropy_of_a_shard(dtype, first, valid):
     targets = torch.tensor([0, 4199, 4200, 8299, 8300, 9000, 17], dtype=torch.int32)
     grad = torch.rand(rows, generator=torch.Generator().manual_seed(1))
     ours = cross_entropy_kernels.log_sums_kernel(logits, targets, first, valid)
-    theirs = heads_module._sums_by_torch(logits, targets, first, valid)
+    theirs = loss_module._sums_by_torch(logits, targets, first, valid)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
     written = logits.clone(), logits.clone()
     cross_entropy_kernels.write_gradient_kernel(written[0], targets, theirs[0], grad, first, valid)
-    heads_module._gradient_by_torch(written[1], targets, theirs[0], grad, first, valid)
+    loss_module._gradient_by_torch(written[1], targets, theirs[0], grad, first, valid)
     assert_close(written[:1], written[1:], dtype)
 
 
@@ -302,15 +299,15 @@ def test_no_rows(what, p):
     hidden, x = draw(0, WIDTH), draw(0, WIDTH, seed=1)
     bias, gain, shift = (draw(WIDTH, seed=seed) for seed in (2, 3, 4))
     if what == "sum":
-        out, sums = fused.add(hidden, Biased(x, bias), dropout), [bias]
+        out, sums = fused.dropout_add(x, hidden, dropout, bias), [bias]
     elif what == "sum and norm":
-        _, out = fused.add_and_normalize(hidden, Biased(x, bias), dropout, gain, shift, 1e-5)
+        _, out = fused.add_and_normalize(hidden, x, bias, dropout, gain, shift, 1e-5)
         sums = [bias, gain, shift]
     elif what == "activation":
-        out, sums = fused.activated(Biased(x, bias), "silu", gated=True, dropout=dropout), [bias]
+        out, sums = fused.activated(x, "silu", bias=bias, gated=True, dropout=dropout), [bias]
     else:
         weight = draw(WIDTH, 40)
-        out, sums = heads_module.cross_entropy(x @ weight, torch.empty(0, dtype=torch.int32)), [weight]
+        out, sums = loss_module.cross_entropy(x @ weight, torch.empty(0, dtype=torch.int32)), [weight]
     assert len(out) == 0
     found = torch.autograd.grad(out.sum(), [x, *sums])
     assert [gradient.shape for gradient in found] == [tensor.shape for tensor in (x, *sums)]
@@ -321,7 +318,7 @@ def test_tensors_with_gaps_are_refused():
     """Their addresses would be computed as if there were none."""
     x = torch.ones(WIDTH, TOKENS).t()
     with pytest.raises(ValueError, match="needs contiguous tensors"):
-        fused.add(x, Biased(torch.ones(TOKENS, WIDTH), torch.ones(WIDTH)), None)
+        fused.dropout_add(torch.ones(TOKENS, WIDTH), x, None, torch.ones(WIDTH))
 
 
 @pytest.fixture
@@ -344,7 +341,7 @@ def test_torch_computes_instead(monkeypatch):
     test_sums(torch.float32, 0.3, True, True)
     test_activations(torch.float32, "gelu_tanh", True, True, 0.3)
     logits = draw(5, 40)
-    heads_module.cross_entropy(logits * 1, torch.arange(5)).sum().backward()
+    loss_module.cross_entropy(logits * 1, torch.arange(5)).sum().backward()
     expected = torch.softmax(logits.detach(), -1) - F.one_hot(torch.arange(5), 40)
     torch.testing.assert_close(logits.grad, expected, atol=1e-6, rtol=0)
     fused.choose_kernels("fused")

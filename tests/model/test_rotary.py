@@ -10,11 +10,11 @@ from support.batches import prefix_batch
 from data_utils.common.batch_fields import BLOCK_POSITION_IDS
 from megatron_lite.config.model import BLOCK_POSITIONS, ModelConfig
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.block import Block, Stream
+from megatron_lite.model.block import Block
 from megatron_lite.model.flops import parameter_count, step_flops
 from megatron_lite.model.forward_context import Flow
 from megatron_lite.model.init import initialize_parameters
-from megatron_lite.model.kernels.fused import Biased, activated
+from megatron_lite.model.kernels.fused import activated
 from megatron_lite.model.model_input import ID_FIELDS, ModelInput
 from megatron_lite.model.rope import Rotary, spread
 from megatron_lite.model.tensor_parallel import TensorParallel
@@ -153,7 +153,7 @@ def test_a_gate_multiplies_the_other_half(activation):
     }  # fmt: skip
     y = x + bias
     torch.testing.assert_close(
-        activated(Biased(x, bias), activation, gated=True), functions[activation](y[:, :5]) * y[:, 5:]
+        activated(x, activation, bias=bias, gated=True), functions[activation](y[:, :5]) * y[:, 5:]
     )
 
 
@@ -183,7 +183,7 @@ def test_deepnorm_scales_the_residual_and_the_initial_values():
         for layer, bias in ((block.attention.dense, attended), (block.mlp.dense_4h_to_h, expanded)):
             layer.weight.zero_()
             layer.bias.copy_(bias)
-        out = block(Stream(hidden), flow, 0).summed()
+        out = block(hidden, flow, 0)
     normed = torch.nn.functional.layer_norm(4 * hidden + attended, (256,))
     expected = torch.nn.functional.layer_norm(4 * normed + expanded, (256,))
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)

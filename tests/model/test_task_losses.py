@@ -15,8 +15,7 @@ from megatron_lite.config.tree import Config
 from megatron_lite.engine.plain import make_engine
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.init import initialize_parameters
-from megatron_lite.model.lm_head import cross_entropy
-from megatron_lite.model.loss_terms import Terms
+from megatron_lite.model.loss import Terms, cross_entropy
 from megatron_lite.model.model_input import ModelInput
 from megatron_lite.model.predictions import row_scores
 from megatron_lite.model.transformer import GLM

@@ -8,8 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_lite.model import block, fused_block
-from megatron_lite.model import lm_head as heads
+from megatron_lite.model import fused_block
+from megatron_lite.model import loss as lm_loss
 from megatron_lite.model.attention_backends import varlen
 from megatron_lite.model.kernels import fused
 from megatron_lite.model.kernels import qkv_heads as kernels_of_heads
@@ -187,7 +187,11 @@ def by_torch(monkeypatch):
     for module in (fused_block, kernels_of_heads):
         monkeypatch.setattr(module, "turn_heads_kernel", turn_heads_kernel)
     monkeypatch.setattr(varlen, "join_pair_kernel", join_pair_kernel)
-    monkeypatch.setattr(heads, "_functions", lambda logits: (heads._sums_by_torch, heads._gradient_by_torch))
-    monkeypatch.setattr(block, "add", lambda hidden, x, dropout: drop(x.added(), hidden, dropout))
+    monkeypatch.setattr(
+        lm_loss, "_functions", lambda logits: (lm_loss._sums_by_torch, lm_loss._gradient_by_torch)
+    )
+    monkeypatch.setattr(
+        fused_block, "dropout_add", lambda x, residual, dropout, bias: drop(x + bias, residual, dropout)
+    )
     monkeypatch.setattr(fused, "DEVICES", ("cuda", "cpu"))
     monkeypatch.setattr(varlen, "varlen_kernel", lambda dtype: Operators)

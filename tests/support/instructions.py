@@ -99,10 +99,9 @@ def main() -> None:
 
     found: list[tuple[str, Any]] = []
     without_gpu.compile_only(found)
-    from megatron_lite.model.kernels import triton_cross_entropy, triton_kernels
-    from megatron_lite.model.kernels import triton_qkv_heads as triton_heads
+    from megatron_lite.model.kernels import triton_cross_entropy, triton_kernels, triton_qkv_heads
 
-    kernels = {**vars(triton_kernels), **vars(triton_cross_entropy), **vars(triton_heads)}
+    kernels = {**vars(triton_kernels), **vars(triton_cross_entropy), **vars(triton_qkv_heads)}
     for name, function, arguments, numbers, turns in cases():
         if sys.argv[1:] and name not in sys.argv[1:]:
             continue

@@ -147,7 +147,7 @@ LOSSES = (
     ),
     Plant(
         "cross entropy counts the padding rows of the vocabulary",
-        "megatron_lite/model/lm_head.py",
+        "megatron_lite/model/loss.py",
         "    real = logits[:, :valid]\n    chunks",
         "    real = logits\n    chunks",
         ("tests/model/test_cross_entropy.py",),
@@ -449,7 +449,7 @@ INSIDE = (
     ),
     Plant(
         "norms of heads whose scales each rank trains for itself",
-        "megatron_lite/model/head_norms.py",
+        "megatron_lite/model/norms.py",
         "[self.parallel.copy(norm.weight) for",
         "[norm.weight for",
         (f"{FURTHER}[2x2x1]",),

@@ -49,7 +49,7 @@ KERNELS = (
     ),
     Plant(
         "logits in parts have the weight's gradient of the last part alone",
-        "megatron_lite/model/chunked_loss.py",
+        "megatron_lite/model/loss.py",
         "begun=part.start > 0",
         "begun=False",
         ("tests/model/test_cross_entropy.py",),

@@ -122,8 +122,8 @@ OBJECTIVES = (
     Plant(
         "only tokens with an entity have the bias of the joined streams",
         "megatron_lite/models/ernie_thu/model.py",
-        "attended).added() + self.entity_bias",
-        "attended).added() + self.entity_bias * (flow.plan is None)",
+        "attended) + self.entity_bias",
+        "attended) + self.entity_bias * (flow.plan is None)",
         ("tests/ernie_thu/test_model.py::test_losses_and_gradients_are_those_of_the_reference",),
     ),
     *VARIANTS,

@@ -125,18 +125,18 @@ def plant(kind):
         ]
         trace.LOSS_NAMES = [*trace.LOSS_NAMES, kind]
         return
-    forward = Block._forward
+    forward = Block.forward
 
-    def planted(self, stream, *rest):
-        hidden = stream.hidden
+    def planted(self, x, *rest):
+        hidden = getattr(x, "hidden", x)
         if kind == "wait":
             hidden.sum().item()
         else:
             heads = hidden.view(1, len(hidden), -1, 64).transpose(1, 2)
             F.scaled_dot_product_attention(heads, heads, heads)
-        return forward(self, stream, *rest)
+        return forward(self, x, *rest)
 
-    Block._forward = planted
+    Block.forward = planted
 
 
 def main():

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -73,16 +73,6 @@ def operator(
         return (registered if is_watched() else run)(*arguments)
 
     return call
-
-
-class Biased(NamedTuple):
-    """x [T, D] + bias [D], not added yet; None = no bias. A tuple, so that DeepSpeed finds the tensors in it."""
-
-    x: torch.Tensor
-    bias: torch.Tensor | None = None
-
-    def added(self) -> torch.Tensor:
-        return self.x if self.bias is None else self.x + self.bias
 
 
 # The operators: what each makes, empty, and what the kernel writes there. p: probability of dropout.
@@ -214,16 +204,22 @@ class _Activate(torch.autograd.Function):
         return d_x, None if bias is None else finish_sums_kernel([sums], bias), None, None, None
 
 
-def add(hidden: torch.Tensor | None, x: Biased, dropout: FeatureDropout | None) -> torch.Tensor:
-    """hidden + dropout(x), [T, D]. Without `hidden` the second term alone."""
-    if has_kernels(x.x):
-        return _AddNorm.apply(hidden, *x, None, None, 0.0, False, dropout)[0]
-    return drop(x.added(), hidden, dropout)
+def dropout_add(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    dropout: FeatureDropout | None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """residual + dropout(x + bias), [T, D]. Without `residual` the second term alone."""
+    if has_kernels(x):
+        return _AddNorm.apply(residual, x, bias, None, None, 0.0, False, dropout)[0]
+    return drop(x if bias is None else x + bias, residual, dropout)
 
 
 def add_and_normalize(
-    hidden: torch.Tensor,
-    x: Biased | None,
+    residual: torch.Tensor,
+    x: torch.Tensor | None,
+    x_bias: torch.Tensor | None,
     dropout: FeatureDropout | None,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -231,21 +227,29 @@ def add_and_normalize(
     *,
     centered: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """hidden + dropout(x), or hidden alone, and its LayerNorm or, not centered, RMSNorm: [T, D] each. On a GPU."""
-    added, added_bias = (None, None) if x is None else x
-    return _AddNorm.apply(hidden, added, added_bias, weight, bias, epsilon, centered, dropout)
+    """residual + dropout(x + x_bias), or residual alone, and its LayerNorm or, not centered, RMSNorm: [T, D] each.
+
+    On a GPU.
+    """
+    return _AddNorm.apply(residual, x, x_bias, weight, bias, epsilon, centered, dropout)
 
 
 def activated(
-    x: Biased, activation: str, *, gated: bool = False, dropout: FeatureDropout | None = None
+    x: torch.Tensor,
+    activation: str,
+    *,
+    bias: torch.Tensor | None = None,
+    gated: bool = False,
+    dropout: FeatureDropout | None = None,
 ) -> torch.Tensor:
-    """dropout(activation(x)), [T, D].
+    """dropout(activation(x + bias)), [T, D].
 
     Args: gated: x is [T, 2 D]; the activation of the first half multiplies the second (arXiv:2002.05202).
     """
-    if has_kernels(x.x):
-        return _Activate.apply(x.x.contiguous(), x.bias, activation, gated, dropout)
-    return activated_by_torch(x.added(), activation, gated=gated, dropout=dropout)
+    if has_kernels(x):
+        return _Activate.apply(x.contiguous(), bias, activation, gated, dropout)
+    x = x if bias is None else x + bias
+    return activated_by_torch(x, activation, gated=gated, dropout=dropout)
 
 
 def activated_by_torch(

@@ -71,9 +71,9 @@ def gather_heads(
     return d_q.new_empty(tokens, count + 2 * key_heads, size), sums
 
 
-spread_heads_kernel = operator(spread_heads, module="triton_heads")
-turn_heads_kernel = operator(turn_heads, ("heads",), "triton_heads")
-gather_heads_kernel = operator(gather_heads, module="triton_heads")
+spread_heads_kernel = operator(spread_heads, module="triton_qkv_heads")
+turn_heads_kernel = operator(turn_heads, ("heads",), "triton_qkv_heads")
+gather_heads_kernel = operator(gather_heads, module="triton_qkv_heads")
 
 
 def of_heads(

@@ -25,8 +25,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.dense import Linear
 from megatron_lite.model.kernels import fused
 from megatron_lite.model.kernels.dropout import Dropout
-from megatron_lite.model.kernels.fused import Biased
-from megatron_lite.model.lm_head import row_losses
+from megatron_lite.model.loss import row_losses
 from megatron_lite.model.model_input import ModelInput
 from megatron_lite.model.tensor_parallel import VocabParallelEmbedding
 from megatron_lite.model.trained_model import TrainedModel
@@ -65,9 +64,7 @@ class ReplacedHead(nn.Module):
         self.activation = config.activation
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return (
-            self.classifier(fused.activated(Biased(self.dense(hidden)), self.activation)).squeeze(-1).float()
-        )
+        return self.classifier(fused.activated(self.dense(hidden), self.activation)).squeeze(-1).float()
 
 
 class DiscriminatorCounts:

@@ -21,18 +21,20 @@ from torch import nn
 from data_utils.common.losses import ENTITIES
 from data_utils.objectives.entities import EntitiesConfig
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.block import Block, Stream, recomputed
+from megatron_lite.model.activation_checkpoint import recomputed
+from megatron_lite.model.block import Block
 from megatron_lite.model.dense import Linear, Transform
 from megatron_lite.model.forward_context import Flow
+from megatron_lite.model.fused_block import Hidden, settled
 from megatron_lite.model.kernels.dropout import Dropout, FeatureDropout, pairs_formula, stays
-from megatron_lite.model.kernels.fused import Biased, activated
+from megatron_lite.model.kernels.fused import activated
 from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.norms import make_norm
 from megatron_lite.model.tensor_parallel import (
     ColumnParallelLinear,
     Partition,
     RowParallelLinear,
     TensorParallel,
-    make_norm,
     sharded,
 )
 from megatron_lite.model.transformer import GLM, BeforeBlock
@@ -101,7 +103,10 @@ class EntityBlock(Block):
     def _joined(
         self, hidden: torch.Tensor, states: torch.Tensor, flow: Flow, layer: int, mentions: Mentions
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        _, attended = self._attended(Stream(hidden), flow, layer, self.post_attention_layernorm)
+        x = self.after_attention(self.attention(hidden, flow, layer))
+        assert not isinstance(self.output_layernorm, nn.Identity), "a post-norm block"
+        dropped = flow.features(self.dropout, layer, "attended")
+        _, attended = self.post_attention_layernorm.after_sum(hidden, x, dropout=dropped)
         is_real, rows = mentions.positions >= 0, mentions.positions.clamp(min=0).flatten()
         dropout = entity_dropout(flow.dropout, rows)
 
@@ -109,18 +114,17 @@ class EntityBlock(Block):
             return None if dropout is None else dropout.features(self.dropout, layer, place)
 
         if self.entity_attention is not None and self.attended_entity_layernorm is not None:
-            x = Biased(self.entity_attention(states, is_real, dropout, layer))
-            states = self.attended_entity_layernorm.after_sum(states, x, features("attended"))[1]
+            x = self.entity_attention(states, is_real, dropout, layer)
+            states = self.attended_entity_layernorm.after_sum(states, x, dropout=features("attended"))[1]
         states = states * is_real.flatten()[:, None].to(states.dtype)
-        inner = self.mlp.dense_h_to_4h(attended).added() + self.entity_bias
-        inner = inner.index_add(0, rows, self.entity_h_to_4h(states).added())
-        inner = activated(Biased(inner), self.mlp.activation, gated=False, dropout=None)
+        inner = self.mlp.dense_h_to_4h(attended) + self.entity_bias
+        inner = inner.index_add(0, rows, self.entity_h_to_4h(states))
+        inner = activated(inner, self.mlp.activation, gated=False, dropout=None)
         x = self.mlp.dense_4h_to_h(inner)
-        after = self.output_layernorm
-        assert after is not None
-        hidden = after.after_sum(attended, x, flow.features(self.dropout, layer, "expanded"))[1]
+        dropped = flow.features(self.dropout, layer, "expanded")
+        hidden = self.output_layernorm.after_sum(attended, x, dropout=dropped)[1]
         more = self.entity_4h_to_h(inner.index_select(0, rows))
-        return hidden, self.entity_layernorm.after_sum(states, more, features("expanded"))[1]
+        return hidden, self.entity_layernorm.after_sum(states, more, dropout=features("expanded"))[1]
 
 
 def entity_dropout(dropout: Dropout | None, rows: torch.Tensor) -> Dropout | None:
@@ -153,22 +157,21 @@ class EntityTransformer(GLM):
         flow: Flow,
         positions: torch.Tensor,
         before_block: BeforeBlock | None = None,
-    ) -> Stream:
+    ) -> torch.Tensor:
         mentions: Any = flow.condition
         flow = replace(flow, condition=None)
         states = mentions.input_vectors().flatten(0, 1).to(hidden.dtype)
-        stream = Stream(hidden)
+        x: Hidden = hidden
         for layer in range(self.config.num_layers):
             if before_block is not None:
-                stream = Stream(before_block(layer, stream.summed()))
+                x = before_block(layer, settled(x))
             block = self._block(layer)
             if isinstance(block, EntityBlock):
-                summed, states = block(stream.summed(), states, flow, layer, mentions)
-                stream = Stream(summed)
+                x, states = block(settled(x), states, flow, layer, mentions)
             else:
-                stream = block(stream, flow, layer)
+                x = block(x, flow, layer)
         # No layer reads the last entity states. The empty sum makes the gradient of their weights zero instead of None.
-        return Stream(stream.summed() + states[:0].sum())
+        return settled(x) + states[:0].sum()
 
     def forward(self, batch: ModelInput, *, answers: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum of the losses (fp32 scalar, nats); without gradient, fp32 [losses, 2]: sum and weight of each."""

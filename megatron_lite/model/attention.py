@@ -1,0 +1,91 @@
+"""Self-attention of a block: the projections around the attention of a plan (attention_backends)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.activation_checkpoint import recomputed
+from megatron_lite.model.attention_backends.calls import PartsPlan
+from megatron_lite.model.disentangled import Disentangled, own_projection
+from megatron_lite.model.forward_context import Flow
+from megatron_lite.model.kernels.dropout import AttentionDropout
+from megatron_lite.model.norms import HeadNorms
+from megatron_lite.model.position_bias import DistanceScores
+from megatron_lite.model.rope import Rotary, spread
+from megatron_lite.model.tensor_parallel import (
+    ColumnParallelLinear,
+    DeferredBias,
+    RowParallelLinear,
+    TensorParallel,
+)
+
+
+class Attention(nn.Module):
+    """Fused Q|K|V projection (contiguous; K and V may have fewer heads), the plan's kernel, output projection."""
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel, recompute: bool):
+        super().__init__()
+        self.head_size = config.head_size
+        self.query_factor, self.is_local = config.query_factor, config.is_local
+        self.dropout = config.attention_dropout
+        self.parallel, self.recompute = parallel, recompute
+        heads, key_value_heads = config.num_attention_heads, config.key_value_heads
+        self.key_value_heads = key_value_heads // parallel.group.size
+        self.query_key_value = ColumnParallelLinear(
+            config.hidden_size,
+            (heads + 2 * key_value_heads) * self.head_size,
+            parallel,
+            parts=(heads // key_value_heads, 1, 1),
+            has_bias=config.has_bias("qkv"),
+        )
+        self.dense = RowParallelLinear(
+            config.attention_size, config.hidden_size, parallel, has_bias=config.has_bias("attention")
+        )
+        self.head_norms: HeadNorms | None = None
+        if config.query_key_norm:
+            self.head_norms = HeadNorms(config, parallel)
+        self.relative: DistanceScores | None = None
+        if config.has_distance_scores:
+            self.relative = DistanceScores(config, parallel)
+        if config.relative == "disentangled":
+            self.position_query_key = own_projection(config, parallel, self.query_key_value)
+
+    def forward(
+        self, x: torch.Tensor, flow: Flow, layer: int, skip_bias_add: bool = False
+    ) -> torch.Tensor | DeferredBias:
+        """[T, D] -> [T, D]. Args: skip_bias_add: as for RowParallelLinear."""
+        qkv = self.query_key_value(x)
+        if isinstance(flow.distances, Disentangled):
+            product = self.position_query_key or self.query_key_value
+            flow = replace(flow, distances=flow.distances.projected(product, layer))
+        out = recomputed(self.recompute, self._attend, qkv, flow, layer)
+        return self.dense(out.reshape(math.prod(flow.shape), -1), skip_bias_add=skip_bias_add)
+
+    def _attend(self, qkv: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
+        assert not isinstance(flow.plan, PartsPlan)
+        heads, rotary = qkv.view(len(qkv), -1, self.head_size), self.rotary_of(flow, layer)
+        heads = spread(heads, self.key_value_heads, rotary, self.head_norms, self.query_factor)
+        qkv = heads.view(len(qkv), 3, -1, self.head_size)
+        if flow.condition is not None:
+            qkv = flow.condition.remembered(qkv, layer)
+        qkv = qkv.view(*flow.shape, *qkv.shape[1:])
+        dropout, bias = self.dropout_of(flow, layer), flow.bias
+        if isinstance(flow.distances, Disentangled):
+            bias = flow.distances.bias_of(qkv)
+        elif self.relative is not None:
+            assert flow.distances is not None
+            qkv, bias = self.relative.biased(qkv, flow.distances)
+        return flow.plan.attend(layer, [qkv], dropout, bias)
+
+    def rotary_of(self, flow: Flow, layer: int) -> Rotary | None:
+        return None if flow.rotary is None else flow.rotary[self.is_local(layer)]
+
+    def dropout_of(self, flow: Flow, layer: int) -> AttentionDropout | None:
+        if not self.dropout or flow.dropout is None:
+            return None
+        return flow.dropout.attention(self.dropout, layer)
