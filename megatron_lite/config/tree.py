@@ -84,10 +84,7 @@ class Config:
     )
     phases: tuple[PhaseConfig, ...] = setting(
         (),
-        "list of phases, each with its length and what changes: see docs/data_mixtures.md; empty = one phase",
-    )
-    task: TaskConfig | None = setting(
-        None, "what scripts/finetune.py trains instead of objectives; null = pretraining"
+        "Phases, each with its length and the settings that it changes (docs/data_mixtures.md); [] = one phase.",
     )
     task: TaskConfig | None = setting(None, "Task for scripts/finetune.py; null = pretraining.")
     tasks: tuple[TaskConfig, ...] = setting(
