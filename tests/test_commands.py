@@ -140,7 +140,8 @@ DIFFERENT = {"diff": 1}  # exit status of a command that does what it should
 def commands(page: Path) -> list[str]:
     """The commands in the blocks of a page, continued lines joined, comments and assignments before them left out."""
     found = []
-    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M):
+    text = page.read_text(encoding="utf-8")
+    for language, block in re.findall(r"^ *```(\w*)\n(.*?)^ *```", text, re.S | re.M):
         if language in ("bash", "sh", ""):
             lines = re.sub(r"\\\n\s*", " ", block).splitlines()
             found += [re.sub(r"^(\w+=\S+\s+)+", "", line.partition("  #")[0].strip()) for line in lines]
