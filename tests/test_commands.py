@@ -61,6 +61,14 @@ TABLE = [
     Row("diff", HERE),
     Row("python scripts/generate.py", SLOW),
     Row("python scripts/try.py", "tests/scripts/test_try.py: serves a page until Ctrl-C"),
+    Row(
+        "python scripts/finetune.py --checkpoint runs/ernie-thu-base",
+        "tests/finetune/test_typing.py: needs a run with entities",
+    ),
+    Row(
+        "python scripts/finetune.py --checkpoint runs/optimus",
+        "tests/finetune/test_latent_encoder.py: needs a run of OPTIMUS",
+    ),
     Row("python scripts/finetune.py", SLOW),
     Row("python scripts/evaluate.py", SLOW),
     Row("python scripts/harness.py", "tests/finetune/test_lm_eval.py: needs lm_eval"),
@@ -121,6 +129,8 @@ SMALLER = {
     "rewind RUN_DIRECTORY 1000": "rewind RUN_DIRECTORY 3",
     "merge runs/base 8000 9000 10000": "merge runs/base runs/other",
     "RUN_DIRECTORY": "runs/base",
+    "seed_1234": "seed_7",
+    "--checkpoint runs/small": "--checkpoint runs/base",
     "--config A ": "--config configs/glm-base.yaml ",
     "--config B ": "--config configs/glm-large.yaml ",
 }
@@ -130,7 +140,8 @@ DIFFERENT = {"diff": 1}  # exit status of a command that does what it should
 def commands(page: Path) -> list[str]:
     """The commands in the blocks of a page, continued lines joined, comments and assignments before them left out."""
     found = []
-    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M):
+    text = page.read_text(encoding="utf-8")
+    for language, block in re.findall(r"^ *```(\w*)\n(.*?)^ *```", text, re.S | re.M):
         if language in ("bash", "sh", ""):
             lines = re.sub(r"\\\n\s*", " ", block).splitlines()
             found += [re.sub(r"^(\w+=\S+\s+)+", "", line.partition("  #")[0].strip()) for line in lines]
@@ -265,6 +276,9 @@ def scratch(stock, tmp_path):
     copied_project(tmp_path)
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    shutil.copytree(
+        ROOT / "benchmarks", tmp_path / "benchmarks", ignore=shutil.ignore_patterns("*.png", "*.json")
+    )
     smaller = {
         "model": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 2},
         "batch": {"micro_batch_size": 2, "global_batch_size": 4},
@@ -320,8 +334,20 @@ def with_own_objective(scratch: Path) -> None:
     change(scratch / "configs/small.yaml", {"tokenizer": {"kind": "bert_wordpiece", "path": "vocab.txt"}})
 
 
+def with_labelled_texts(scratch: Path) -> None:
+    """Labelled lines, and tasks that take an epoch and ask by words of the vocabulary."""
+    (scratch / "data/own").mkdir()
+    for name in ("train", "validation"):
+        lines = [{"text": f"word{i}", "label": ("negative", "positive")[i % 2]} for i in range(16)]
+        (scratch / f"data/own/{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = {"verbalizers": {"negative": "word1", "positive": "word2"}}
+    change(scratch / "configs/tasks/own-small.yaml", {"task": words, "finetune": {"epochs": 1}})
+    change(scratch / "configs/tasks/noisy_votes.yaml", {"finetune": {"epochs": 1}})
+
+
 PREPARATIONS = {
     "README.md": without_corpus, "data.md": without_corpus, "own_objective.md": with_own_objective,
+    "tasks.md": with_labelled_texts, "fine_tuning.md": with_labelled_texts,
 }  # fmt: skip
 
 

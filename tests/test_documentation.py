@@ -5,6 +5,7 @@ import io
 import re
 import subprocess
 import sys
+import textwrap
 import tokenize
 import tomllib
 from pathlib import PurePath
@@ -136,7 +137,11 @@ def test_settings_exist(page):
 
 
 def blocks(page, language):
-    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
+    """Those of a list too, which are indented."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        textwrap.dedent(block) for block in re.findall(rf"^ *```{language}\n(.*?)^ *```", text, re.S | re.M)
+    ]
 
 
 def names_in(tree, prefix=""):
