@@ -160,7 +160,7 @@ def config_of_import(
 
 def _task_length(model: ModelConfig) -> dict[str, int]:
     """The setting task.sequence_length of a model whose table of positions is shorter than the usual length."""
-    usual = TaskConfig.__dataclass_fields__["sequence_length"].default
+    usual: Any = TaskConfig.__dataclass_fields__["sequence_length"].default
     is_short = model.has_position_tables and model.max_position < usual
     return {"sequence_length": model.max_position} if is_short else {}
 
