@@ -5,7 +5,7 @@ The order is: configuration, data, context, model, engine, Trainer.fit.
 
 from __future__ import annotations
 
-import data_utils.base.entry  # noqa: F401
+import data_utils.common.entry  # noqa: F401
 
 # isort: split
 import argparse
@@ -23,25 +23,25 @@ from typing import Any
 
 import yaml
 
-from data_utils.base.errors import ArgumentParser, ConfigError, ExitStatus, expanded_path, run_command
-from data_utils.base.files import require_writable
-from data_utils.base.settings import to_tree
+from data_utils.common.errors import ArgumentParser, ConfigError, ExitStatus, expanded_path, run_command
+from data_utils.common.files import require_writable
+from data_utils.common.settings import to_tree
+from data_utils.loader.drawn_shares import drawn_shares
+from data_utils.loader.extent import extent, overlap
+from data_utils.loader.loader import Datasets, open_datasets
 from data_utils.objectives import OBJECTIVES
-from data_utils.samples.drawn_shares import drawn_shares
-from data_utils.samples.extent import extent, overlap
-from data_utils.samples.loader import Datasets, open_datasets
-from data_utils.text.tokenizers import Tokenizer, load_tokenizer
-from megatron_lite.checkpoint.places import model_at, require_own_directory
+from data_utils.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from megatron_lite.checkpoint.resolve_path import model_at, require_own_directory
 from megatron_lite.config.coming_from import explain_options, with_deepspeed_file
 from megatron_lite.config.sections import CheckpointConfig
 from megatron_lite.config.tree import Config, load_config, require_validation
 from megatron_lite.parallel.launch import Launch, is_first_of_node, prepare_environment
 from megatron_lite.parallel.meeting import Meeting
-from megatron_lite.train.guard.control import RunControl
-from megatron_lite.train.guard.kept_tokenizer import KeptTokenizer, kept_tokenizer
-from megatron_lite.train.guard.lease import held
-from megatron_lite.train.guard.run_state import RunState, state_of
-from megatron_lite.train.guard.watchdog import Section, Watchdog
+from megatron_lite.runtime.control import RunControl
+from megatron_lite.runtime.hub_tokenizer import KeptTokenizer, kept_tokenizer
+from megatron_lite.runtime.lease import held
+from megatron_lite.runtime.run_state import RunState, state_of
+from megatron_lite.runtime.watchdog import Section, Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class _Help(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: Any, value: Any, option: Any = None
     ) -> None:
-        from data_utils.base.settings_listed import describe
+        from data_utils.common.settings_listed import describe
 
         for name in OBJECTIVES if value == "all" else (value,):
             if name in OBJECTIVES:
@@ -135,7 +135,7 @@ def main(meeting: Meeting | None = None) -> ExitStatus:
         return ExitStatus.FINISHED
     if arguments.dry_run is not None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # it is asked for its stages, and would look for a GPU
-        from megatron_lite.profile.dry_run import dry_run
+        from megatron_lite.estimate.dry_run import dry_run
 
         print("".join(f"{note}\n" for note in notes), end="")
         dry_run(config, arguments.dry_run, arguments.gpu)
@@ -164,11 +164,11 @@ def train(config: Config, launch: Launch, meeting: Meeting, notes: Iterable[str]
     found = require_start(directory, config.checkpoint)
     control.refuse_if_halted()
     if config.settings_for_apex:
-        from megatron_lite.train.engine.nvidia_apex import require_apex
+        from megatron_lite.engine.nvidia_apex import require_apex
 
         require_apex(config)
     if launch.rank == 0 and config.trackers.is_used:
-        from megatron_lite.train.observe.trackers import require_trackers
+        from megatron_lite.metrics.trackers import require_trackers
 
         require_trackers(config.trackers)
     if config.tokenizer is None:
@@ -188,7 +188,7 @@ def train(config: Config, launch: Launch, meeting: Meeting, notes: Iterable[str]
         decoder_tokenizer=None if of_decoder is None else of_decoder.recorded,
     )
     if found.newest is not None:
-        from megatron_lite.train.guard.finished import nothing_to_do
+        from megatron_lite.runtime.finished_runs import nothing_to_do
 
         reason = nothing_to_do(config, found)
         if reason is not None:
@@ -222,13 +222,13 @@ def train_with(
     if launch.rank == 0:
         log.info("processes %d, run.directory %s; loading libraries", launch.world_size, config.run.directory)
     prepare_environment(config.training.deterministic)
-    from megatron_lite.model.trunk.build import kind_of
+    from megatron_lite.engine.engine import memory_advice
+    from megatron_lite.engine.plain import make_engine
+    from megatron_lite.model.build import kind_of
     from megatron_lite.parallel.context import ParallelContext
-    from megatron_lite.train.engine.engine import memory_advice
-    from megatron_lite.train.engine.plain import make_engine
-    from megatron_lite.train.guard.process import meet, together
-    from megatron_lite.train.loop.resume import check_beginning, keep_task_rows
-    from megatron_lite.train.loop.trainer import Trainer
+    from megatron_lite.runtime.process import meet, together
+    from megatron_lite.train.resume import check_beginning, keep_task_rows
+    from megatron_lite.train.trainer import Trainer
 
     watchdog.at("checking the checkpoint to begin with")
     check_beginning(config)  # before corpora are copied and the model is built, which takes minutes
@@ -271,7 +271,7 @@ def sample_fillings(config: Config, data: Datasets, tokenizer: Tokenizer) -> Any
     """The callback that fills blanks at each evaluation; None unless training.eval_fillings asks for it."""
     if not config.training.eval_fillings or data.validation is None:
         return None
-    from megatron_lite.generate.samples import SampleFillings
+    from megatron_lite.inference.samples import SampleFillings
 
     return SampleFillings(
         data.validation, tokenizer, config.training.eval_fillings, config.training.eval_samples

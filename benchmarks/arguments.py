@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.files import require_directory, require_writable, write_whole
+from data_utils.common.errors import ConfigError
+from data_utils.common.files import require_directory, require_writable, write_whole
 
 
 def check_at_least(options: argparse.Namespace, least: float, *names: str) -> None:

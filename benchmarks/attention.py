@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What attention costs: per objective the plan's calls beside one dense masked call, and the kernels of a call.
 
-The second table has the three kernels of megatron_lite/model/attention/calls.py, casts included, and the
+The second table has the three kernels of megatron_lite/model/attention_backends/calls.py, casts included, and the
 one that a plan takes, for calls of [batch, heads, tokens, head size] in which every query sees every key.
 
 Rows come from each objective's own Examples, filled with one document or packed with documents as long as those of a
@@ -28,7 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import data_utils.base.entry  # noqa: F401
+import data_utils.common.entry  # noqa: F401
 
 # isort: split
 import numpy as np
@@ -37,15 +37,15 @@ import yaml
 
 from benchmarks.arguments import check_at_least, check_places, write_json
 from benchmarks.collate import make_vocabulary
-from data_utils.base.errors import ArgumentParser, ConfigError, expanded_path, run_command
-from data_utils.base.memory import keep_freed_memory
-from data_utils.base.planes import DOC
+from data_utils.common.batch_fields import DOC
+from data_utils.common.errors import ArgumentParser, ConfigError, expanded_path, run_command
+from data_utils.common.memory import keep_freed_memory
+from data_utils.loader.loader import collate
 from data_utils.objectives import OBJECTIVES, make_one
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD
-from data_utils.samples.loader import collate
-from megatron_lite.model.attention.calls import KERNELS, Kernel, choose
-from megatron_lite.model.attention.plan import plan_attention
-from megatron_lite.model.input.batch import Batch
+from megatron_lite.model.attention_backends.calls import KERNELS, Kernel, choose
+from megatron_lite.model.attention_backends.plan import plan_attention
+from megatron_lite.model.batch import Batch
 from megatron_lite.model.kernels.compat import widens
 
 SHAPES = ("32,4,136,32", "4,4,136,32", "1,16,568,64", "4,16,512,64", "1,16,2048,64")

@@ -28,18 +28,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import data_utils.base.entry  # noqa: F401
+import data_utils.common.entry  # noqa: F401
 
 # isort: split
 import numpy as np
 
 from benchmarks.arguments import check_at_least, check_places, write_json
 from benchmarks.quickstart_runs import ROOT, records, settings_of, start
-from data_utils.base.errors import ArgumentParser, expanded_path, run_command
-from data_utils.base.files import require_directory
-from data_utils.base.setting_files import load_json
+from data_utils.common.errors import ArgumentParser, expanded_path, run_command
+from data_utils.common.files import require_directory
+from data_utils.common.setting_files import load_json
 from megatron_lite.config.tree import load_config
-from megatron_lite.model.trunk.counts import parameter_count
+from megatron_lite.model.flops import parameter_count
 from scripts.quickstart.unigram_baseline import unigram_losses
 
 MODERN = ("model.rms_norm=true", "model.ffn=gated", "model.ffn_size=344", "model.biases=none")

@@ -30,24 +30,24 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import data_utils.base.entry  # noqa: F401
+import data_utils.common.entry  # noqa: F401
 
 # isort: split
 import torch
 
 from benchmarks.arguments import check_at_least, check_places, write_json
-from data_utils.base.errors import ArgumentParser, run_command
-from data_utils.base.settings import build
+from data_utils.common.errors import ArgumentParser, run_command
+from data_utils.common.settings import build
 from megatron_lite.checkpoint.manifest import KINDS
 from megatron_lite.checkpoint.read import load_checkpoint, newest_valid
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.sections import CheckpointConfig, ParallelConfig
 from megatron_lite.config.tree import Config
+from megatron_lite.engine.engine import Engine
+from megatron_lite.engine.plain import make_engine
 from megatron_lite.parallel.context import ParallelContext, initialize
 from megatron_lite.parallel.launch import Launch
-from megatron_lite.train.engine.engine import Engine
-from megatron_lite.train.engine.plain import make_engine
 
 SIZES = {"tiny": (2, 64, 2), "base": (12, 768, 12), "large": (24, 1024, 16)}  # layers, hidden size, heads
 STEP, WRITE_BYTES = 1, 16 << 20

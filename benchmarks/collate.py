@@ -24,18 +24,18 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import data_utils.base.entry  # noqa: F401
+import data_utils.common.entry  # noqa: F401
 
 # isort: split
 import numpy as np
 
-from data_utils.base.errors import ArgumentParser, run_command
-from data_utils.base.planes import FIELDS
+from data_utils.common.batch_fields import FIELDS
+from data_utils.common.errors import ArgumentParser, run_command
+from data_utils.loader.loader import collate
 from data_utils.objectives import OBJECTIVES, make_one
 from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
-from data_utils.samples.loader import collate
-from data_utils.text.special_tokens import SpecialTokens
-from data_utils.text.vocabulary import Vocabulary
+from data_utils.tokenizers.special_tokens import SpecialTokens
+from data_utils.tokenizers.vocabulary import Vocabulary
 
 SPECIAL = SpecialTokens(
     cls=101, sep=102, mask=103, smask=104, gmask=105, sop=30522, eop=30523, eos=0, pad=0, unk=100, dblock=99

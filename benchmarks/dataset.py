@@ -30,22 +30,22 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import data_utils.base.entry  # noqa: F401
+import data_utils.common.entry  # noqa: F401
 
 # isort: split
 import numpy as np
 
 from benchmarks.arguments import check_at_least, check_places
-from data_utils.base.errors import ArgumentParser, expanded_path, run_command
+from data_utils.common.errors import ArgumentParser, expanded_path, run_command
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.tools import adopt_dataset
 from data_utils.dataset.writer import IndexedDatasetWriter, index_pieces
+from data_utils.loader.loader import SampleLoader
+from data_utils.loader.mixture import Mixture
+from data_utils.loader.sampler import WindowIndex
 from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
-from data_utils.samples.loader import SampleLoader
-from data_utils.samples.mixture import Mixture
-from data_utils.samples.sampler import WindowIndex
-from data_utils.text.special_tokens import SpecialTokens
-from data_utils.text.vocabulary import Vocabulary
+from data_utils.tokenizers.special_tokens import SpecialTokens
+from data_utils.tokenizers.vocabulary import Vocabulary
 
 WINDOW = 512  # tokens
 BATCH = 64  # samples

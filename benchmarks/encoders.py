@@ -29,15 +29,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import data_utils.base.entry  # noqa: F401
+import data_utils.common.entry  # noqa: F401
 
 # isort: split
 import numpy as np
 import tokenizers
 
 from benchmarks.arguments import check_at_least
-from data_utils.base.errors import ArgumentParser, DataError, run_command
-from data_utils.text.fast.encoders import SAMPLE, LibraryEncoder, fast_encoder
+from data_utils.common.errors import ArgumentParser, DataError, run_command
+from data_utils.tokenizers.fast.encoders import SAMPLE, LibraryEncoder, fast_encoder
 
 PACKAGES = {"BPE": "gigatoken", "WordPiece": "nanotoken"}
 BATCH_CHARACTERS = 1 << 20

@@ -29,29 +29,29 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import data_utils.base.entry  # noqa: F401
+import data_utils.common.entry  # noqa: F401
 
 # isort: split
 import numpy as np
 import torch
 
 from benchmarks.arguments import check_at_least, check_places, write_json
-from data_utils.base.errors import ArgumentParser, expanded_path, run_command
-from data_utils.base.memory import keep_freed_memory
-from data_utils.base.settings import build
+from data_utils.common.errors import ArgumentParser, expanded_path, run_command
+from data_utils.common.memory import keep_freed_memory
+from data_utils.common.settings import build
+from data_utils.loader.loader import collate
 from data_utils.objectives import LOSS_NAMES, make_objective
-from data_utils.samples.loader import collate
 from data_utils.tasks.base import Record
-from data_utils.tasks.layouts.render import Renderer
-from data_utils.text.tokenizers import load_tokenizer
-from data_utils.text.vocabulary import vocabulary_of
+from data_utils.tasks.templates.render import Renderer
+from data_utils.tokenizers.tokenizer import load_tokenizer
+from data_utils.tokenizers.vocabulary import vocabulary_of
 from megatron_lite.config.tree import Config
+from megatron_lite.engine.plain import PlainEngine
 from megatron_lite.finetune.data import as_batch
 from megatron_lite.finetune.setup import make_renderer
-from megatron_lite.model.input.batch import Batch
+from megatron_lite.model.batch import Batch
 from megatron_lite.parallel.context import ParallelContext, initialize
 from megatron_lite.parallel.launch import Launch
-from megatron_lite.train.engine.plain import PlainEngine
 
 WORDS = 4000
 CHOICES = {"one token": ("w1", "w2", "w3", "w4"), "several": ("w1 w5", "w2 w6 w7", "w3", "w4 w8 w9 w10")}

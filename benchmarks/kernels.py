@@ -3,7 +3,7 @@
     python benchmarks/kernels.py                                      # on a GPU: also times, beside the expected ones
     TRITON_INTERPRET=1 python benchmarks/kernels.py --device cpu      # in Triton's interpreter, on few tokens
 
-On a GPU it also measures constants of megatron_lite/profile/gpus.yaml, which `scripts/gpu_day.py --calibrate` takes.
+On a GPU it also measures constants of megatron_lite/estimate/gpus.yaml, which `scripts/gpu_day.py --calibrate` takes.
 """
 
 from __future__ import annotations
@@ -18,22 +18,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import data_utils.base.entry  # noqa: F401
+import data_utils.common.entry  # noqa: F401
 
 # isort: split
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from data_utils.base.errors import ArgumentParser, ConfigError, run_command
+from data_utils.common.errors import ArgumentParser, ConfigError, run_command
 from megatron_lite.config.model import ACTIVATIONS
-from megatron_lite.model.attention.blocks import BlockPlan
-from megatron_lite.model.attention.layout import make_layout, may_see
-from megatron_lite.model.kernels import cross_entropy, fused, heads, rule_attention
-from megatron_lite.model.kernels.dropout import FeatureDropout, drop, pairs_formula, salts, stays, token_keys
-from megatron_lite.model.kernels.sums import sum_programs
-from megatron_lite.profile.gpus import GPUS, Gpu
-from megatron_lite.profile.roofline import (
+from megatron_lite.estimate.gpus import GPUS, Gpu
+from megatron_lite.estimate.roofline import (
     FINISH_ROWS,
     ISSUE,
     Work,
@@ -41,6 +36,12 @@ from megatron_lite.profile.roofline import (
     attention_micros,
     kernel_micros,
 )
+from megatron_lite.model.attention_backends.blocks import BlockPlan
+from megatron_lite.model.attention_backends.layout import make_layout, may_see
+from megatron_lite.model.kernels import cross_entropy, fused, rule_attention
+from megatron_lite.model.kernels import qkv_heads as heads
+from megatron_lite.model.kernels.dropout import FeatureDropout, drop, pairs_formula, salts, stays, token_keys
+from megatron_lite.model.kernels.sums import sum_programs
 
 TOLERANCE = 2.0**-7  # of the largest number: results are rounded to bf16 once, and so are torch's inputs
 EPSILON, P = 1e-5, 0.1

@@ -36,7 +36,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import data_utils.base.entry  # noqa: F401
+import data_utils.common.entry  # noqa: F401
 
 # isort: split
 import numpy as np
@@ -44,17 +44,17 @@ import torch
 import yaml
 
 from benchmarks.arguments import check_at_least, check_places, write_json
-from data_utils.base.errors import ArgumentParser, DataError, run_command
-from data_utils.base.settings import merge
 from data_utils.build.corpus import BuildConfig, build_corpus
-from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
+from data_utils.common.errors import ArgumentParser, DataError, run_command
+from data_utils.common.settings import merge
+from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
 from megatron_lite.config.generation import GenerationConfig
-from megatron_lite.optimus import uses
-from megatron_lite.optimus.bounds import measure, posteriors, summarize
-from megatron_lite.optimus.inputs import Sampling
-from megatron_lite.optimus.interface import LatentModel
-from megatron_lite.optimus.open_run import open_latent
-from megatron_lite.optimus.probe import accuracies
+from megatron_lite.models.optimus import uses
+from megatron_lite.models.optimus.bounds import measure, posteriors, summarize
+from megatron_lite.models.optimus.inputs import Sampling
+from megatron_lite.models.optimus.interface import LatentModel
+from megatron_lite.models.optimus.open_run import open_latent
+from megatron_lite.models.optimus.probe import accuracies
 
 ROOT = Path(__file__).resolve().parents[1]
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")

@@ -22,13 +22,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import data_utils.base.entry  # noqa: F401
+import data_utils.common.entry  # noqa: F401
 
 # isort: split
 import numpy as np
 
-from data_utils.base.errors import ArgumentParser, DataError, run_command
-from data_utils.base.files import require_writable
+from data_utils.common.errors import ArgumentParser, DataError, run_command
+from data_utils.common.files import require_writable
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 20

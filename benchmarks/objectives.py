@@ -21,17 +21,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import data_utils.base.entry  # noqa: F401
+import data_utils.common.entry  # noqa: F401
 
 # isort: split
 import yaml
 from tqdm import tqdm
 
 from benchmarks.arguments import check_at_least
-from data_utils.base.errors import ArgumentParser, DataError, run_command
+from data_utils.common.errors import ArgumentParser, DataError, run_command
 from data_utils.objectives import OBJECTIVES, SENTENCE_LEVEL
 from megatron_lite.config.tree import load_config
-from megatron_lite.train.observe.records import last_validation
+from megatron_lite.metrics.records import last_validation
 from scripts.quickstart.unigram_baseline import unigram_losses
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -20,26 +20,26 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import data_utils.base.entry  # noqa: F401
+import data_utils.common.entry  # noqa: F401
 
 # isort: split
 import torch
 
 from benchmarks.arguments import check_at_least, check_places, write_json
 from benchmarks.train_step import VOCAB_SIZE, make_batch
-from data_utils.base.errors import ArgumentParser, run_command
-from data_utils.base.memory import keep_freed_memory
-from data_utils.base.settings import build
+from data_utils.common.errors import ArgumentParser, run_command
+from data_utils.common.memory import keep_freed_memory
+from data_utils.common.settings import build
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.model.input.batch import Batch
+from megatron_lite.engine.engine import Engine
+from megatron_lite.engine.plain import make_engine
+from megatron_lite.estimate.gpus import gpu_named
+from megatron_lite.estimate.rows import average_rows
+from megatron_lite.estimate.step_estimate import estimate
+from megatron_lite.model.batch import Batch
 from megatron_lite.parallel.context import initialize
 from megatron_lite.parallel.launch import Launch
-from megatron_lite.profile.estimate import estimate
-from megatron_lite.profile.gpus import gpu_named
-from megatron_lite.profile.rows import average_rows
-from megatron_lite.train.engine.engine import Engine
-from megatron_lite.train.engine.plain import make_engine
 
 KINDS = ("adamw", "lamb", "stable_adamw", "adafactor", "muon")
 EMA = {"decay": 0.999, "interval": 1}

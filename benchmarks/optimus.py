@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import data_utils.base.entry  # noqa: F401
+import data_utils.common.entry  # noqa: F401
 
 # isort: split
 import argparse
@@ -31,20 +31,20 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.arguments import check_at_least, check_places, write_json
-from data_utils.base.errors import ArgumentParser, ConfigError, run_command
-from data_utils.base.memory import keep_freed_memory
-from data_utils.base.settings import build
+from data_utils.common.errors import ArgumentParser, ConfigError, run_command
+from data_utils.common.memory import keep_freed_memory
+from data_utils.common.settings import build
+from data_utils.loader.loader import collate
 from data_utils.objectives import LOSS_NAMES, make_objective
-from data_utils.samples.loader import collate
-from data_utils.text.special_tokens import SpecialTokens
-from data_utils.text.vocabulary import Vocabulary
+from data_utils.tokenizers.special_tokens import SpecialTokens
+from data_utils.tokenizers.vocabulary import Vocabulary
 from megatron_lite.config.tree import Config
-from megatron_lite.model.input.lengths import builds_kernels, few_lengths
-from megatron_lite.model.input.model_input import ModelInput
-from megatron_lite.model.trunk.build import build_model, kind_of
-from megatron_lite.optimus.batch import LatentBatch
-from megatron_lite.optimus.model import Optimus
-from megatron_lite.optimus.sections import latent_of
+from megatron_lite.model.build import build_model, kind_of
+from megatron_lite.model.lengths import builds_kernels, few_lengths
+from megatron_lite.model.model_input import ModelInput
+from megatron_lite.models.optimus.batch import LatentBatch
+from megatron_lite.models.optimus.model import Optimus
+from megatron_lite.models.optimus.sections import latent_of
 
 VOCAB_SIZE = 30000
 LONGEST = 64

@@ -15,23 +15,23 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import data_utils.base.entry  # noqa: F401
+import data_utils.common.entry  # noqa: F401
 
 # isort: split
 import numpy as np
 
 from benchmarks.arguments import check_at_least
 from benchmarks.collate import SENTENCE_LENGTH, SPECIAL, WORDS_PER_TOKEN
-from data_utils.base.errors import ArgumentParser, ConfigError, expanded_path, run_command
-from data_utils.base.planes import DOC
+from data_utils.common.batch_fields import DOC
+from data_utils.common.errors import ArgumentParser, ConfigError, expanded_path, run_command
 from data_utils.dataset.indexed_dataset import IndexedDataset
+from data_utils.loader.loader import collate
+from data_utils.loader.mixture import Mixture
+from data_utils.loader.sampler import WindowIndex
+from data_utils.loader.sentences import SentenceIndex
 from data_utils.objectives import OBJECTIVES, make_one
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD
-from data_utils.samples.loader import collate
-from data_utils.samples.mixture import Mixture
-from data_utils.samples.sampler import WindowIndex
-from data_utils.samples.sentences import SentenceIndex
-from data_utils.text.vocabulary import Vocabulary
+from data_utils.tokenizers.vocabulary import Vocabulary
 
 # name: config of blank infilling, beside the objectives with their defaults
 MORE_CASES = {

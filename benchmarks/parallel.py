@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # the ranks are forked by the tests' harness
 
-import data_utils.base.entry  # noqa: F401, E402
+import data_utils.common.entry  # noqa: F401, E402
 
 # isort: split
 import numpy as np  # noqa: E402
@@ -36,17 +36,17 @@ import torch.distributed as dist  # noqa: E402
 
 from benchmarks import train_step  # noqa: E402
 from benchmarks.arguments import check_at_least, check_places, write_json  # noqa: E402
-from data_utils.base.errors import ArgumentParser, ConfigError, run_command  # noqa: E402
-from data_utils.base.planes import DOC, WEIGHTS  # noqa: E402
-from data_utils.base.settings import build  # noqa: E402
+from data_utils.common.batch_fields import DOC, WEIGHTS  # noqa: E402
+from data_utils.common.errors import ArgumentParser, ConfigError, run_command  # noqa: E402
+from data_utils.common.settings import build  # noqa: E402
 from megatron_lite.config.sections import ParallelConfig  # noqa: E402
 from megatron_lite.config.tree import Config  # noqa: E402
-from megatron_lite.model.input.batch import Batch  # noqa: E402
-from megatron_lite.model.trunk.counts import step_flops  # noqa: E402
+from megatron_lite.engine.plain import make_engine  # noqa: E402
+from megatron_lite.metrics.peak_flops import known_peak_tflops  # noqa: E402
+from megatron_lite.model.batch import Batch  # noqa: E402
+from megatron_lite.model.flops import step_flops  # noqa: E402
 from megatron_lite.parallel.context import ParallelContext, initialize  # noqa: E402
 from megatron_lite.parallel.launch import Launch  # noqa: E402
-from megatron_lite.train.engine.plain import make_engine  # noqa: E402
-from megatron_lite.train.observe.machine import known_peak_tflops  # noqa: E402
 
 DEFAULT_LAYOUTS = [
     "1x1x1", "1x1x1+selective", "1x1x1+full", "1x1x2", "1x1x2+zero2", "1x1x2+zero3", "1x1x2+offload", "2x1x1",

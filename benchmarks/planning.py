@@ -1,11 +1,11 @@
 """The time that planning of the next step takes from the thread that launches kernels: `python benchmarks/planning.py`.
 
-The thread reads rows, counts them and plans their attention while the step before computes (train/loop/step.py). It
+The thread reads rows, counts them and plans their attention while the step before computes (train/step.py). It
 costs that step only what it holds the interpreter for: compiled functions and numpy's passes release it.
 
 Both are printed for each row, for a GPU's plan: CPU time, and that with the interpreter held. A timer of the
 process's CPU time interrupts the thread, and a compiled handler looks whether the interpreter is taken. So other work
-on the machine disturbs neither much. `row_us` of the host in megatron_lite/profile/gpus.yaml is of this.
+on the machine disturbs neither much. `row_us` of the host in megatron_lite/estimate/gpus.yaml is of this.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import data_utils.base.entry  # noqa: F401
+import data_utils.common.entry  # noqa: F401
 
 # isort: split
 import numpy as np
@@ -30,19 +30,19 @@ from numba.extending import intrinsic
 
 from benchmarks.arguments import check_at_least, check_places, write_json
 from benchmarks.dataset import write_random
-from data_utils.base.errors import ArgumentParser, expanded_path, run_command
+from data_utils.common.errors import ArgumentParser, expanded_path, run_command
 from data_utils.dataset.indexed_dataset import IndexedDataset
+from data_utils.loader.loader import SampleLoader
+from data_utils.loader.mixture import Mixture
+from data_utils.loader.sampler import WindowIndex
 from data_utils.objectives import make_objective
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD
-from data_utils.samples.loader import SampleLoader
-from data_utils.samples.mixture import Mixture
-from data_utils.samples.sampler import WindowIndex
 from megatron_lite.config.tree import Config, load_config
-from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.length_table import length_table
-from megatron_lite.model.input.model_input import ModelInput, prepare
-from megatron_lite.profile.batches import vocabulary
-from megatron_lite.profile.estimate import with_vocabulary
+from megatron_lite.estimate.batches import vocabulary
+from megatron_lite.estimate.step_estimate import with_vocabulary
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.length_table import length_table
+from megatron_lite.model.model_input import ModelInput, prepare
 
 PROCESSORS = 132  # of the GPU that is planned for
 TICK_SECONDS = 0.001  # between two looks, in CPU time; the kernel may make it 4 ms

@@ -45,7 +45,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import data_utils.base.entry  # noqa: F401
+import data_utils.common.entry  # noqa: F401
 
 # isort: split
 import numpy as np
@@ -56,9 +56,9 @@ from tokenizers import models, normalizers, pre_tokenizers
 from tqdm import tqdm
 
 from benchmarks.arguments import check_at_least
-from data_utils.base.errors import ArgumentParser, DataError, run_command
-from data_utils.base.files import require_writable
-from data_utils.text.byte_symbols import byte_symbols
+from data_utils.common.errors import ArgumentParser, DataError, run_command
+from data_utils.common.files import require_writable
+from data_utils.tokenizers.byte_symbols import byte_symbols
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {

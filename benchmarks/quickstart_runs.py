@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from data_utils.base.errors import DataError
+from data_utils.common.errors import DataError
 
 ROOT = Path(__file__).resolve().parents[1]
 LOSSES = {"loss": "all", "loss/token": "short spans", "loss/document": "long spans"}

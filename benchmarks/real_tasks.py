@@ -34,14 +34,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import data_utils.base.entry  # noqa: F401
+import data_utils.common.entry  # noqa: F401
 
 # isort: split
 import yaml
 
 from benchmarks.arguments import check_at_least, check_places, write_json
-from data_utils.base.errors import ArgumentParser, DataError, expanded_path, run_command
-from data_utils.base.files import require_writable
+from data_utils.common.errors import ArgumentParser, DataError, expanded_path, run_command
+from data_utils.common.files import require_writable
 from data_utils.tasks.base import Record
 from megatron_lite.finetune.setup import load_tree, prepare
 

@@ -21,14 +21,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import data_utils.base.entry  # noqa: F401
+import data_utils.common.entry  # noqa: F401
 
 # isort: split
 from benchmarks.arguments import check_at_least, check_places, write_json
 from benchmarks.quickstart_runs import ROOT, records
 from benchmarks.second_positions import Curves, draw
-from data_utils.base.errors import ArgumentParser, DataError, expanded_path, run_command
-from data_utils.base.files import require_writable
+from data_utils.common.errors import ArgumentParser, DataError, expanded_path, run_command
+from data_utils.common.files import require_writable
 from data_utils.tasks.readers.synthetic import synthetic_vocabulary
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")

@@ -26,16 +26,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import data_utils.base.entry  # noqa: F401
+import data_utils.common.entry  # noqa: F401
 
 # isort: split
 from benchmarks.arguments import check_at_least, write_json
 from benchmarks.quickstart_runs import LOSSES, ROOT, settings_of, train
-from data_utils.base.errors import ArgumentParser, run_command
-from data_utils.base.files import require_directory, require_writable
-from data_utils.base.setting_files import load_json
+from data_utils.common.errors import ArgumentParser, run_command
+from data_utils.common.files import require_directory, require_writable
+from data_utils.common.setting_files import load_json
 from megatron_lite.config.tree import load_config
-from megatron_lite.model.trunk.counts import parameter_count
+from megatron_lite.model.flops import parameter_count
 
 HEAD = 64  # features of a head
 EVALUATIONS = 4  # of a run

@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import data_utils.base.entry  # noqa: F401
+import data_utils.common.entry  # noqa: F401
 
 # isort: split
 import numpy as np
@@ -34,23 +34,23 @@ from torch import nn
 from tqdm import tqdm
 
 from benchmarks.arguments import check_at_least, check_places, write_json
-from data_utils.base.errors import ArgumentParser, ConfigError, run_command
-from data_utils.base.memory import keep_freed_memory
-from data_utils.base.planes import DOC, ORD, TARGETS
+from data_utils.common.batch_fields import DOC, ORD, TARGETS
+from data_utils.common.errors import ArgumentParser, ConfigError, run_command
+from data_utils.common.memory import keep_freed_memory
+from data_utils.loader.loader import collate
 from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
-from data_utils.samples.loader import collate
-from data_utils.text.special_tokens import SpecialTokens
-from data_utils.text.vocabulary import Vocabulary
+from data_utils.tokenizers.special_tokens import SpecialTokens
+from data_utils.tokenizers.vocabulary import Vocabulary
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.lengths import builds_kernels, few_lengths
-from megatron_lite.model.input.model_input import ModelInput
-from megatron_lite.model.layers.tensor_parallel import linear
-from megatron_lite.model.trunk.counts import step_flops
-from megatron_lite.model.trunk.glm import GLM
-from megatron_lite.model.trunk.heads import cross_entropy
-from megatron_lite.model.trunk.initial_weights import initialize_parameters
-from megatron_lite.train.observe.machine import known_peak_tflops
+from megatron_lite.metrics.peak_flops import known_peak_tflops
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.flops import step_flops
+from megatron_lite.model.init import initialize_parameters
+from megatron_lite.model.lengths import builds_kernels, few_lengths
+from megatron_lite.model.lm_head import cross_entropy
+from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.tensor_parallel import linear
+from megatron_lite.model.transformer import GLM
 
 SEQUENCE_LENGTH = 512
 VOCAB_SIZE = 30524  # BERT's WordPiece with sop and eop

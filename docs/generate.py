@@ -18,13 +18,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from support import house
 
-from data_utils.base.settings_listed import describe
+from data_utils.common.settings_listed import describe
 from megatron_lite.config.coming_from import SOURCES
 from megatron_lite.config.deepspeed_keys import KEYS, Policy
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.files.left_out import BUFFERS, OF_OTHER_CLASSES
 from megatron_lite.hf.published.systems import OF_MODEL, PUBLISHED
-from megatron_lite.train.guard.run_state import MEANINGS
+from megatron_lite.runtime.run_state import MEANINGS
 
 ROOT = house.ROOT
 STATES = ("<!-- the table of states: written by docs/generate.py -->", "<!-- end of the table -->")

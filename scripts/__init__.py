@@ -2,7 +2,7 @@
 
 import importlib
 
-import data_utils.base.entry  # noqa: F401
+import data_utils.common.entry  # noqa: F401
 
 
 def try_page() -> None:

@@ -26,25 +26,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 # isort: split
-from data_utils.base.errors import ArgumentParser, ConfigError, expanded_path, run_command
-from data_utils.base.files import (
+from data_utils.common.errors import ArgumentParser, ConfigError, expanded_path, run_command
+from data_utils.common.files import (
     require_named,
     require_new_directory,
     require_writable,
     write_whole,
 )
-from data_utils.base.progress import progress_bar
-from data_utils.base.setting_files import load_yaml
-from data_utils.base.settings import check, merge, parse_override
-from megatron_lite.checkpoint.places import model_at
-from megatron_lite.optimus.inputs import read_lines, require_labels
+from data_utils.common.progress import progress_bar
+from data_utils.common.setting_files import load_yaml
+from data_utils.common.settings import check, merge, parse_override
+from megatron_lite.checkpoint.resolve_path import model_at
+from megatron_lite.models.optimus.inputs import read_lines, require_labels
 
 if TYPE_CHECKING:  # they import torch
     import torch
 
-    from megatron_lite.analyze.heads import Head
-    from megatron_lite.analyze.words import Text
-    from megatron_lite.generate.open_run import Run
+    from megatron_lite.analysis.heads import Head
+    from megatron_lite.analysis.words import Text
+    from megatron_lite.inference.open_run import Run
 
 Add = Callable[..., Any]
 
@@ -164,8 +164,8 @@ def opened(arguments: argparse.Namespace, least: int = 1) -> tuple[Run, list[Tex
     """The run and the texts of --input as it reads them, `least` of which have a word."""
     lines = read_lines(arguments.input, "--input", "text")
     # Imported here: mistakes in the arguments must not wait for torch.
-    from megatron_lite.analyze.words import inputs_of, read, require_words
-    from megatron_lite.generate.open_run import open_run
+    from megatron_lite.analysis.words import inputs_of, read, require_words
+    from megatron_lite.inference.open_run import open_run
 
     closed = open_run(arguments.checkpoint, arguments.tokenizer)
     closed.require_one_transformer()
@@ -179,7 +179,7 @@ def opened(arguments: argparse.Namespace, least: int = 1) -> tuple[Run, list[Tex
 
 def vectors_of(arguments: argparse.Namespace, run: Run, texts: Sequence[Text]) -> list[torch.Tensor]:
     """The words of each text in all layers: [words, layers + 1, D]."""
-    from megatron_lite.analyze.words import batches, layers_of
+    from megatron_lite.analysis.words import batches, layers_of
 
     found: list[torch.Tensor] = []
     with progress_bar(total=len(texts), unit="text") as bar:
@@ -191,8 +191,8 @@ def vectors_of(arguments: argparse.Namespace, run: Run, texts: Sequence[Text]) -
 
 def contextuality(arguments: argparse.Namespace) -> None:
     run, texts = opened(arguments, 2)
-    from megatron_lite.analyze.contextuality import measure
-    from megatron_lite.analyze.tables import contextuality_table
+    from megatron_lite.analysis.contextuality import measure
+    from megatron_lite.analysis.tables import contextuality_table
 
     texts = [text for text in texts if text.words]
     vectors = vectors_of(arguments, run, texts)
@@ -219,7 +219,7 @@ def contextuality(arguments: argparse.Namespace) -> None:
     }
     write_json(arguments, {"texts": len(texts), "measured": measured, "baseline": baseline, "words": words})
     if arguments.plot is not None:
-        from megatron_lite.analyze.pictures import lines
+        from megatron_lite.analysis.pictures import lines
 
         lines(arguments.plot, measured, "cosine, or share of variance", baseline)
 
@@ -232,10 +232,10 @@ def heads(arguments: argparse.Namespace) -> None:
         )
     for override in arguments.overrides:
         tree = merge(tree, parse_override(override))
-    from megatron_lite.analyze import heads as measures
-    from megatron_lite.analyze.judges import judge_of, write_pruned
-    from megatron_lite.analyze.tables import by_group, head_table
-    from megatron_lite.generate.open_run import open_run
+    from megatron_lite.analysis import heads as measures
+    from megatron_lite.analysis.judges import judge_of, write_pruned
+    from megatron_lite.analysis.tables import by_group, head_table
+    from megatron_lite.inference.open_run import open_run
 
     closed = open_run(arguments.checkpoint, arguments.tokenizer)
     closed.require_one_transformer()
@@ -282,7 +282,7 @@ def heads(arguments: argparse.Namespace) -> None:
             )
     write_json(arguments, result)
     if arguments.plot is not None:
-        from megatron_lite.analyze.pictures import head_picture
+        from megatron_lite.analysis.pictures import head_picture
 
         crossed = {name: [head.number for head in removed if head.group == name] for name in sizes}
         head_picture(
@@ -292,8 +292,8 @@ def heads(arguments: argparse.Namespace) -> None:
 
 def attention(arguments: argparse.Namespace) -> None:
     run, texts = opened(arguments)
-    from megatron_lite.analyze.maps import habits, mean_habits, weights_of
-    from megatron_lite.analyze.tables import habit_table
+    from megatron_lite.analysis.maps import habits, mean_habits, weights_of
+    from megatron_lite.analysis.tables import habit_table
 
     shown = [text for text in texts if text.words][: arguments.count]
     weights = [weights_of(run, text) for text in shown]
@@ -306,7 +306,7 @@ def attention(arguments: argparse.Namespace) -> None:
     print(habit_table(means))
     write_json(arguments, {"texts": len(shown), "means": means})
     if arguments.plot is not None:
-        from megatron_lite.analyze.pictures import maps
+        from megatron_lite.analysis.pictures import maps
 
         ids = shown[0].sample.documents[0].tokens
         maps(
@@ -341,7 +341,7 @@ def probe(arguments: argparse.Namespace) -> None:
 
     import torch
 
-    from megatron_lite.optimus.probe import accuracies, largest_class
+    from megatron_lite.models.optimus.probe import accuracies, largest_class
 
     means = torch.stack(
         [each.mean(0) for each in vectors_of(arguments, run, texts)], dim=1
@@ -353,7 +353,7 @@ def probe(arguments: argparse.Namespace) -> None:
     print(f"the largest class: {largest:.4f}")
     write_json(arguments, {"texts": len(labels), "accuracies": found, "largest_class": largest})
     if arguments.plot is not None:
-        from megatron_lite.analyze.pictures import lines
+        from megatron_lite.analysis.pictures import lines
 
         curve = {"mean of a text's words": [mean(each) for each in found]}
         lines(arguments.plot, curve, "accuracy of a linear classifier", {})

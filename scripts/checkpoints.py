@@ -30,16 +30,16 @@ from typing import TYPE_CHECKING, Annotated, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from data_utils.base.errors import ArgumentParser, CheckpointError, ConfigError, expanded_path, run_command
-from data_utils.base.files import require_new_directory
-from data_utils.base.foreign import conform
-from data_utils.base.progress import progress_bar
-from data_utils.base.setting_files import shown
+from data_utils.common.errors import ArgumentParser, CheckpointError, ConfigError, expanded_path, run_command
+from data_utils.common.files import require_new_directory
+from data_utils.common.progress import progress_bar
+from data_utils.common.setting_files import shown
+from data_utils.common.untrusted import conform
 from megatron_lite.checkpoint.manifest import checkpoints_in, checkpoints_of, list_checkpoints
-from megatron_lite.checkpoint.places import Place, place_of, require_own_directory, run_at
-from megatron_lite.train.guard.lease import held
-from megatron_lite.train.guard.run_state import state_of
-from megatron_lite.train.observe.metrics import record_rewind
+from megatron_lite.checkpoint.resolve_path import Place, place_of, require_own_directory, run_at
+from megatron_lite.metrics.writer import record_rewind
+from megatron_lite.runtime.lease import held
+from megatron_lite.runtime.run_state import state_of
 
 if TYPE_CHECKING:  # imports torch, which takes seconds: functions import it after the arguments are checked
     from megatron_lite.checkpoint.manifest import Checkpoint

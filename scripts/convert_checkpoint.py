@@ -17,9 +17,9 @@ from pathlib import Path
 
 import yaml
 
-from data_utils.base.errors import ArgumentParser, ConfigError, expanded_path, run_command
-from data_utils.base.files import require_directory, require_new_directory, write_whole
-from data_utils.base.hub import (
+from data_utils.common.errors import ArgumentParser, ConfigError, expanded_path, run_command
+from data_utils.common.files import require_directory, require_new_directory, write_whole
+from data_utils.common.hub import (
     HubName,
     Snapshot,
     could_be_hub_name,
@@ -29,11 +29,11 @@ from data_utils.base.hub import (
     require_hub_name,
     require_token,
 )
-from data_utils.base.settings import to_tree
+from data_utils.common.settings import to_tree
 from data_utils.tasks.config import TaskConfig
-from megatron_lite.checkpoint.places import model_at, require_export
+from megatron_lite.checkpoint.resolve_path import model_at, require_export
 from megatron_lite.config.tree import load_config, load_tree
-from megatron_lite.hf.files.of_hub import wanted
+from megatron_lite.hf.files.hub_files import wanted
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -112,7 +112,7 @@ def main() -> None:
         max_shard_bytes = parse_size(arguments.max_shard_size)
         model_at(arguments.checkpoint, "--checkpoint")
         to_push = require_push(arguments)
-        from megatron_lite.hf.doors.export import ExportOptions, export_run
+        from megatron_lite.hf.export import ExportOptions, export_run
 
         options = ExportOptions(
             layout=arguments.layout,
@@ -127,7 +127,7 @@ def main() -> None:
         require_export(Path(arguments.input), "--input")
         tree, *_, notes = load_tree(arguments.config, arguments.overrides)
         source = find_source(arguments.input, is_hub=arguments.command == "import")
-        from megatron_lite.hf.doors.importing import import_directory, import_megatron
+        from megatron_lite.hf.importing import import_directory, import_megatron
 
         convert = import_directory if arguments.command == "import" else import_megatron
         result = convert(

@@ -24,17 +24,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data_utils.base.errors import ArgumentParser, ConfigError, DataError, expanded_path, run_command
-from data_utils.base.files import require_writable
+from data_utils.common.errors import ArgumentParser, ConfigError, DataError, expanded_path, run_command
+from data_utils.common.files import require_writable
 from megatron_lite.config.model import ModelConfig, MupConfig
 from megatron_lite.config.tree import Config, load_config
 
 if TYPE_CHECKING:
     import torch
 
-    from megatron_lite.model.input.batch import Batch
+    from megatron_lite.engine.engine import Engine
+    from megatron_lite.model.batch import Batch
     from megatron_lite.parallel.context import ParallelContext
-    from megatron_lite.train.engine.engine import Engine
 
 WAYS = {"standard": False, "muP": True}
 Changes = dict[str, list[float]]  # "block 1", ..., "logits" -> mean size of the change at each width
@@ -62,7 +62,7 @@ def outputs(engine: Engine, batch: Batch) -> dict[str, torch.Tensor]:
     """The outputs of blocks and head for a batch, without dropout."""
     import torch
 
-    from megatron_lite.model.trunk.block import Stream
+    from megatron_lite.model.block import Stream
 
     model: Any = engine.model  # type: ignore[attr-defined]
     found: dict[str, torch.Tensor] = {}
@@ -94,10 +94,10 @@ def changes(context: ParallelContext, config: Config, steps: int) -> dict[str, f
     """Mean size of the change of each output on the first batch, after some steps."""
     import numpy as np
 
-    from data_utils.base.planes import WEIGHTS
+    from data_utils.common.batch_fields import WEIGHTS
     from data_utils.objectives import LOSS_NAMES
-    from megatron_lite.profile.batches import random_batches
-    from megatron_lite.train.engine.plain import make_engine
+    from megatron_lite.engine.plain import make_engine
+    from megatron_lite.estimate.batches import random_batches
 
     batches = random_batches(config, steps)
     engine = make_engine(config, context, len(LOSS_NAMES))
@@ -187,9 +187,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.output:
         require_writable(Path(options.output), "--output")
     config = load_config(options.config, [*options.overrides, "training.precision=fp32"])
+    from megatron_lite.estimate.step_estimate import with_vocabulary
     from megatron_lite.parallel.context import initialize
     from megatron_lite.parallel.launch import Launch, prepare_environment
-    from megatron_lite.profile.estimate import with_vocabulary
 
     config = with_vocabulary(config)
 

@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.base.errors import ArgumentParser, ConfigError, DataError, expanded_path, run_command
-from data_utils.base.files import require_named
-from data_utils.base.setting_files import shorten
+from data_utils.common.errors import ArgumentParser, ConfigError, DataError, expanded_path, run_command
+from data_utils.common.files import require_named
+from data_utils.common.setting_files import shorten
 from data_utils.dataset import verification
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.manifest import tokenizer_name
@@ -36,7 +36,7 @@ from data_utils.dataset.tools import (
     upgrade_dataset,
 )
 from data_utils.dataset.vectors import convert_vectors
-from data_utils.text.tokenizers import Tokenizer, TokenizerConfig, load_tokenizer
+from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 
 TEXT_CHARACTERS = 600  # of a sample document
 

@@ -10,4 +10,4 @@ _FOLDER = os.path.dirname(os.path.realpath(__file__))
 # Without the scripts themselves: some have the names of packages that others import (evaluate).
 sys.path[:] = [os.path.dirname(_FOLDER), *(path for path in sys.path if os.path.realpath(path) != _FOLDER)]
 
-import data_utils.base.entry  # noqa: E402, F401
+import data_utils.common.entry  # noqa: E402, F401

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 # isort: split
-from data_utils.base.errors import ArgumentParser, ConfigError, DataError, expanded_path, run_command
-from data_utils.base.files import require_named, require_writable, write_whole
-from data_utils.base.setting_files import load_yaml
-from data_utils.base.settings import merge, parse_override
-from megatron_lite.checkpoint.places import models_at
+from data_utils.common.errors import ArgumentParser, ConfigError, DataError, expanded_path, run_command
+from data_utils.common.files import require_named, require_writable, write_whole
+from data_utils.common.setting_files import load_yaml
+from data_utils.common.settings import merge, parse_override
+from megatron_lite.checkpoint.resolve_path import models_at
 from megatron_lite.finetune.setup import is_export
 
 if TYPE_CHECKING:

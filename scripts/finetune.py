@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 
 # isort: split
-from data_utils.base.errors import (
+from data_utils.common.errors import (
     ArgumentParser,
     ConfigError,
     DataError,
@@ -30,18 +30,18 @@ from data_utils.base.errors import (
     expanded_path,
     run_command,
 )
-from data_utils.base.files import require_writable
-from data_utils.base.settings import merge
+from data_utils.common.files import require_writable
+from data_utils.common.settings import merge
 from megatron_lite.checkpoint.existing import find_manifest
-from megatron_lite.checkpoint.places import A_MODEL_OR_EXPORT, model_at, require_own_directory
+from megatron_lite.checkpoint.resolve_path import A_MODEL_OR_EXPORT, model_at, require_own_directory
 from megatron_lite.config.coming_from import explain_options, with_deepspeed_file
+from megatron_lite.engine.nvidia_apex import require_apex
 from megatron_lite.finetune.setup import Task, check_output, for_import, is_export, load_tree, prepare
 from megatron_lite.parallel.launch import Launch, is_first_of_node, prepare_environment
 from megatron_lite.parallel.meeting import Meeting
-from megatron_lite.train.engine.nvidia_apex import require_apex
-from megatron_lite.train.guard.control import RunControl
-from megatron_lite.train.guard.lease import held
-from megatron_lite.train.guard.watchdog import Section, Watchdog
+from megatron_lite.runtime.control import RunControl
+from megatron_lite.runtime.lease import held
+from megatron_lite.runtime.watchdog import Section, Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ def imported(source: Path, run: Path, arguments: argparse.Namespace, launch: Lau
             f"{source} is an exported directory, which one process imports; run `python scripts/convert_checkpoint.py "
             f"import --input {source} --output {run}` first, and give --checkpoint {run}."
         )
-    from megatron_lite.hf.doors.importing import import_directory
+    from megatron_lite.hf.importing import import_directory
 
     tree = load_tree(arguments.config, arguments.task, arguments.overrides, tasks=arguments.tasks)
     import_directory(source, run, for_import(tree))
@@ -150,8 +150,8 @@ def train(
     from megatron_lite.finetune.data import digest
     from megatron_lite.finetune.run import finetune
     from megatron_lite.parallel.context import ParallelContext
-    from megatron_lite.train.guard.process import meet, together
-    from megatron_lite.train.loop.resume import check_beginning
+    from megatron_lite.runtime.process import meet, together
+    from megatron_lite.train.resume import check_beginning
 
     # The runs of the seeds are below; here only what all of them begin with is looked at.
     check_beginning(replace(config, run=replace(config.run, directory=str(output / "none"))))

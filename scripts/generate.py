@@ -17,11 +17,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_command
-from data_utils.text.tokenizers import PROMPT_MARKERS
-from megatron_lite.checkpoint.places import model_at
+from data_utils.common.errors import ArgumentParser, ConfigError, DataError, run_command
+from data_utils.tokenizers.tokenizer import PROMPT_MARKERS
+from megatron_lite.checkpoint.resolve_path import model_at
 from megatron_lite.config.generation import GenerationConfig
-from megatron_lite.optimus.inputs import read_lines
+from megatron_lite.models.optimus.inputs import read_lines
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -56,8 +56,8 @@ def main() -> None:
         require_blanks(texts)
     model_at(arguments.checkpoint, "--checkpoint")
     # Imported here: mistakes in the arguments must not wait for torch.
-    from megatron_lite.generate.open_run import open_run
-    from megatron_lite.generate.texts import answers, fills_blanks, worker_of
+    from megatron_lite.inference.open_run import open_run
+    from megatron_lite.inference.texts import answers, fills_blanks, worker_of
 
     opened = open_run(arguments.checkpoint, arguments.tokenizer)
     fills = fills_blanks(opened, blanks)

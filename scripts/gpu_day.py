@@ -3,7 +3,7 @@
 Runs the tests marked `gpu` (attention, ZeRO and every layout against plain torch on the CPU, every objective, exact
 resume, NCCL on all GPUs, apex if it is installed), then the benchmarks, and writes one report, as report.md and as
 report.json. First comes each fused kernel beside torch's operators: the first that differs is named, and the constants
-of megatron_lite/profile/gpus.yaml are measured, which `--calibrate gpu_day/report.json` writes there. The exit status
+of megatron_lite/estimate/gpus.yaml are measured, which `--calibrate gpu_day/report.json` writes there. The exit status
 is 0 if everything passed, 1 if anything failed, 2 without a GPU.
 """
 
@@ -26,9 +26,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from data_utils.base.errors import ArgumentParser, ConfigError, ExitStatus, run_command
-from data_utils.base.files import require_writable
-from megatron_lite.profile.gpus import CONSTANTS, calibrated, named_by_device
+from data_utils.common.errors import ArgumentParser, ConfigError, ExitStatus, run_command
+from data_utils.common.files import require_writable
+from megatron_lite.estimate.gpus import CONSTANTS, calibrated, named_by_device
 
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = "kernels beside torch's operators"

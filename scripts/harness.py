@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 # isort: split
-from data_utils.base.errors import ArgumentParser, ConfigError, run_command
-from data_utils.base.files import require_directory, require_writable, write_whole
-from data_utils.base.settings import merge, parse_override
+from data_utils.common.errors import ArgumentParser, ConfigError, run_command
+from data_utils.common.files import require_directory, require_writable, write_whole
+from data_utils.common.settings import merge, parse_override
 from data_utils.tasks.config import FORMS, MASKS
-from megatron_lite.checkpoint.places import A_MODEL_OR_EXPORT, model_at
+from megatron_lite.checkpoint.resolve_path import A_MODEL_OR_EXPORT, model_at
 
 BOOTSTRAP = 100  # draws for standard errors of perplexities and F1
 

@@ -11,9 +11,9 @@ if __name__ == "__main__":
 import time
 from pathlib import Path
 
-from data_utils.base.errors import ArgumentParser, DataError, run_command
-from megatron_lite.checkpoint.places import run_at
-from megatron_lite.train.guard.heartbeats import heartbeat_directory, read_heartbeats
+from data_utils.common.errors import ArgumentParser, DataError, run_command
+from megatron_lite.checkpoint.resolve_path import run_at
+from megatron_lite.runtime.heartbeats import heartbeat_directory, read_heartbeats
 
 
 def main() -> None:

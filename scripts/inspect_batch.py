@@ -28,19 +28,19 @@ from pathlib import Path
 
 import numpy as np
 
-from data_utils.base.errors import ArgumentParser, ConfigError, DataError, expanded_path, run_command
-from data_utils.base.files import require_writable
-from data_utils.base.planes import FIELDS, Example
-from data_utils.base.settings import build, parse_override
+from data_utils.common.batch_fields import FIELDS, Example
+from data_utils.common.errors import ArgumentParser, ConfigError, DataError, expanded_path, run_command
+from data_utils.common.files import require_writable
+from data_utils.common.settings import build, parse_override
+from data_utils.loader.loader import collate, open_datasets
 from data_utils.objectives import LOSS_NAMES, OBJECTIVES, SENTENCE_LEVEL, ObjectiveChoice, make_objective
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD
-from data_utils.samples.loader import collate, open_datasets
 from data_utils.tasks.base import TaskSample
-from data_utils.text.special_tokens import NO_TOKEN, SpecialTokens
-from data_utils.text.tokenizers import Tokenizer, load_tokenizer
-from data_utils.text.vocabulary import Vocabulary, vocabulary_of
+from data_utils.tokenizers.special_tokens import NO_TOKEN, SpecialTokens
+from data_utils.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from data_utils.tokenizers.vocabulary import Vocabulary, vocabulary_of
 from megatron_lite.config.tree import Config, load_config
-from megatron_lite.model.attention.layout import allowed
+from megatron_lite.model.attention_backends.layout import allowed
 
 ROLE_NAMES = ("cls", "sep", "mask", "smask", "gmask", "sop", "eop", "eos", "pad", "unk", "dblock")
 SENTENCES = LOSS_NAMES.index("reconstruction")

@@ -28,17 +28,17 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data_utils.base.errors import ArgumentParser, ConfigError, run_command
-from data_utils.base.files import PICTURES, require_named, require_writable, write_whole
-from data_utils.base.settings import check
-from megatron_lite.checkpoint.places import model_at
+from data_utils.common.errors import ArgumentParser, ConfigError, run_command
+from data_utils.common.files import PICTURES, require_named, require_writable, write_whole
+from data_utils.common.settings import check
+from megatron_lite.checkpoint.resolve_path import model_at
 from megatron_lite.config.generation import GenerationConfig
-from megatron_lite.optimus.inputs import Sampling, read_lines, require_labels
+from megatron_lite.models.optimus.inputs import Sampling, read_lines, require_labels
 
 if TYPE_CHECKING:  # they import torch
     import torch
 
-    from megatron_lite.optimus.interface import LatentModel, Sentence
+    from megatron_lite.models.optimus.interface import LatentModel, Sentence
 
 TEXTS = "a sentence; may be repeated"
 WRITING = (
@@ -150,7 +150,7 @@ def main(given: Sequence[str] | None = None) -> None:
         require_labels(labels, len(texts), arguments.labels_per_class, f"--labels {arguments.labels}")
     model_at(arguments.checkpoint, "--checkpoint")
     # Imported here: mistakes in the arguments must not wait for torch.
-    from megatron_lite.optimus.open_run import open_latent
+    from megatron_lite.models.optimus.open_run import open_latent
 
     model = open_latent(arguments.checkpoint, arguments.tokenizer, arguments.decoder_tokenizer)
     sentences = model.read(texts)
@@ -227,7 +227,7 @@ def generation(arguments: argparse.Namespace) -> GenerationConfig:
 
 
 def evaluate(arguments: argparse.Namespace, model: LatentModel, sentences: Sequence[Sentence]) -> None:
-    from megatron_lite.optimus.bounds import measure, summarize
+    from megatron_lite.models.optimus.bounds import measure, summarize
 
     require_components(arguments, model)
     sampling = Sampling(
@@ -273,7 +273,7 @@ def encode(arguments: argparse.Namespace, model: LatentModel, sentences: Sequenc
 def posteriors_of(
     arguments: argparse.Namespace, model: LatentModel, sentences: Sequence[Sentence]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from megatron_lite.optimus.bounds import posteriors
+    from megatron_lite.models.optimus.bounds import posteriors
 
     require_components(arguments, model)
     return posteriors(model, sentences, arguments.batch)
@@ -291,7 +291,7 @@ def require_components(arguments: argparse.Namespace, model: LatentModel) -> Non
 def draw_posteriors(
     arguments: argparse.Namespace, mu: torch.Tensor, logvar: torch.Tensor, labels: Sequence[str] | None
 ) -> None:
-    from megatron_lite.optimus.gaussian import gaussian_kl
+    from megatron_lite.models.optimus.gaussian import gaussian_kl
 
     if arguments.picture is not None:
         draw_picture(arguments, mu, gaussian_kl(mu, logvar), labels)
@@ -300,7 +300,7 @@ def draw_posteriors(
 def draw_picture(
     arguments: argparse.Namespace, mu: torch.Tensor, divergence: torch.Tensor, labels: Sequence[str] | None
 ) -> None:
-    from megatron_lite.optimus.picture import draw
+    from megatron_lite.models.optimus.picture import draw
 
     draw(arguments.picture, mu, divergence, labels, arguments.axes and tuple(arguments.axes))
     print(arguments.picture)
@@ -308,8 +308,8 @@ def draw_picture(
 
 def write(arguments: argparse.Namespace, model: LatentModel, sentences: Sequence[Sentence]) -> None:
     """The commands whose result is texts: a line for each, after its place."""
-    from megatron_lite.optimus import uses
-    from megatron_lite.optimus.bounds import posteriors
+    from megatron_lite.models.optimus import uses
+    from megatron_lite.models.optimus.bounds import posteriors
 
     if arguments.command == "sample":
         z = uses.prior(arguments.count, model.latent_size, arguments.seed)
@@ -334,7 +334,7 @@ def write(arguments: argparse.Namespace, model: LatentModel, sentences: Sequence
 def probe(
     arguments: argparse.Namespace, model: LatentModel, sentences: Sequence[Sentence], labels: Sequence[str]
 ) -> None:
-    from megatron_lite.optimus.probe import accuracies, largest_class
+    from megatron_lite.models.optimus.probe import accuracies, largest_class
 
     mu, logvar = posteriors_of(arguments, model, sentences)
     probed = {

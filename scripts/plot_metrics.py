@@ -22,11 +22,11 @@ matplotlib.use("Agg")  # writes files, needs no display
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
-from data_utils.base.errors import ArgumentParser, ConfigError, DataError, run_command
-from data_utils.base.files import require_writable
-from megatron_lite.checkpoint.places import run_at
+from data_utils.common.errors import ArgumentParser, ConfigError, DataError, run_command
+from data_utils.common.files import require_writable
+from megatron_lite.checkpoint.resolve_path import run_at
+from megatron_lite.metrics.records import read_metrics
 from megatron_lite.report.run import read_unigram
-from megatron_lite.train.observe.records import read_metrics
 
 COLORS = pyplot.rcParams["axes.prop_cycle"].by_key()["color"]
 DOTTED: dict[str, Any] = {"linestyle": ":", "linewidth": 1.5}

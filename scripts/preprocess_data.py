@@ -20,8 +20,11 @@ from functools import partial
 
 import numpy as np
 
-from data_utils.base.cores import usable_cores
-from data_utils.base.errors import (
+from data_utils.build.config import DEFAULT_SHARD_BYTES, BuildConfig
+from data_utils.build.corpus import build_corpus
+from data_utils.build.ranks import Ranks
+from data_utils.common.cores import usable_cores
+from data_utils.common.errors import (
     INTERRUPTED_STATUS,
     ArgumentParser,
     ConfigError,
@@ -30,17 +33,14 @@ from data_utils.base.errors import (
     expanded_path,
     run_command,
 )
-from data_utils.build.config import DEFAULT_SHARD_BYTES, BuildConfig
-from data_utils.build.corpus import build_corpus
-from data_utils.build.ranks import Ranks
+from data_utils.corpus.documents import BAD_RECORD_POLICIES, DEFAULT_MAX_BAD_RECORDS, TEXT_SPLITS
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.verification import verify
-from data_utils.samples.drawn_shares import unknown_share, word_shares
-from data_utils.text.documents import BAD_RECORD_POLICIES, DEFAULT_MAX_BAD_RECORDS, TEXT_SPLITS
-from data_utils.text.special_tokens import ADDED_TOKENS
-from data_utils.text.tokenizer_readers import KINDS
-from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
-from data_utils.text.vocabulary import vocabulary_of
+from data_utils.loader.drawn_shares import unknown_share, word_shares
+from data_utils.tokenizers.special_tokens import ADDED_TOKENS
+from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
+from data_utils.tokenizers.tokenizer_readers import KINDS
+from data_utils.tokenizers.vocabulary import vocabulary_of
 
 _TOKENS_READ = 2**16  # of the output, to say where words begin
 INTERRUPTED = "interrupted before the output was complete; run the command again to continue"

@@ -18,10 +18,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data_utils.base.errors import ArgumentParser, ConfigError, expanded_path, run_command
-from data_utils.base.files import require_writable
+from data_utils.common.errors import ArgumentParser, ConfigError, expanded_path, run_command
+from data_utils.common.files import require_writable
 from megatron_lite.config.tree import load_config
-from megatron_lite.profile.gpus import gpu_named
+from megatron_lite.estimate.gpus import gpu_named
 
 if TYPE_CHECKING:
     from benchmarks.step_trace.request import Profile, Request
@@ -66,7 +66,7 @@ def main() -> None:
     require_checkout()
     from benchmarks.step_trace.report import report
     from benchmarks.step_trace.request import TRACED_LAYERS, Request, profile
-    from megatron_lite.profile.estimate import with_vocabulary
+    from megatron_lite.estimate.step_estimate import with_vocabulary
 
     config = with_vocabulary(load_config(arguments.config, arguments.overrides))
     gpu = gpu_named(arguments.gpu)

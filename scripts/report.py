@@ -15,8 +15,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from data_utils.base.errors import ArgumentParser, ConfigError, run_command
-from data_utils.base.files import require_writable, write_whole
+from data_utils.common.errors import ArgumentParser, ConfigError, run_command
+from data_utils.common.files import require_writable, write_whole
 from megatron_lite.report.page import MAX_RUNS, page
 from megatron_lite.report.run import read_run
 

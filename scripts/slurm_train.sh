@@ -107,7 +107,7 @@ end_chain() { # nothing is left to do for the tasks behind this one, or they wou
     scancel --state=PENDING "$SLURM_ARRAY_JOB_ID"
 }
 
-case $status in # data_utils/base/errors.py: ExitStatus
+case $status in # data_utils/common/errors.py: ExitStatus
     0) end_chain ;;
     75)
         rm -f "$logs/failures"

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
-from data_utils.base.errors import ArgumentParser, ConfigError, DataError, expanded_path, run_command
-from data_utils.base.files import disk_errors, new_file, require_writable
-from data_utils.text.documents import (
+from data_utils.common.errors import ArgumentParser, ConfigError, DataError, expanded_path, run_command
+from data_utils.common.files import disk_errors, new_file, require_writable
+from data_utils.corpus.documents import (
     BAD_RECORD_POLICIES,
     DEFAULT_MAX_BAD_RECORDS,
     TEXT_SPLITS,

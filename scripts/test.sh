@@ -16,8 +16,8 @@ if (($#)); then
 fi
 
 # The first takes these, the second takes everything else.
-first=(tests/data tests/config tests/parallel tests/model tests/checkpoint tests/generate tests/hf tests/profile tests/scripts
-    tests/latent tests/tasks)
+first=(tests/data tests/config tests/parallel tests/model tests/checkpoint tests/inference tests/hf tests/estimate tests/scripts
+    tests/optimus tests/tasks)
 output=$(mktemp -d)
 touch "$output/first" "$output/second" # tail may begin before the tests do
 trap 'rm -rf "$output"' EXIT

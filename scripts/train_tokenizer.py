@@ -26,7 +26,7 @@ import tokenizers
 import yaml
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from data_utils.base.errors import (
+from data_utils.common.errors import (
     ArgumentParser,
     ConfigError,
     DataError,
@@ -34,9 +34,9 @@ from data_utils.base.errors import (
     expanded_path,
     run_command,
 )
-from data_utils.base.files import require_writable, write_whole
-from data_utils.base.progress import progress_bar
-from data_utils.text.documents import (
+from data_utils.common.files import require_writable, write_whole
+from data_utils.common.progress import progress_bar
+from data_utils.corpus.documents import (
     BAD_RECORD_POLICIES,
     DEFAULT_MAX_BAD_RECORDS,
     TEXT_SPLITS,
@@ -47,10 +47,10 @@ from data_utils.text.documents import (
     parse_block,
     read_blocks,
 )
-from data_utils.text.inputs import expand_inputs
-from data_utils.text.special_tokens import SPECIAL_NAMES
-from data_utils.text.stored_files import stored_bytes
-from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
+from data_utils.corpus.inputs import expand_inputs
+from data_utils.corpus.stored_files import stored_bytes
+from data_utils.tokenizers.special_tokens import SPECIAL_NAMES
+from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
 
 MAX_VOCAB_SIZE = 1 << 22  # far beyond any tokenizer; the libraries fail at larger numbers
 MIN_FREQUENCY = 2  # a pair that occurs once is not worth a token

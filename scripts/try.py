@@ -18,9 +18,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from data_utils.base.errors import ArgumentParser, UserError, run_command
-from megatron_lite.checkpoint.places import model_at
-from megatron_lite.generate.server import HOST, Server
+from data_utils.common.errors import ArgumentParser, UserError, run_command
+from megatron_lite.checkpoint.resolve_path import model_at
+from megatron_lite.inference.server import HOST, Server
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -34,8 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model_at(args.checkpoint)
     server = Server(args.port)
     # Imported here: mistakes in the arguments must not wait for torch.
-    from megatron_lite.generate.open_run import open_run
-    from megatron_lite.generate.trial import Trial
+    from megatron_lite.inference.open_run import open_run
+    from megatron_lite.inference.trial import Trial
 
     server.trial = Trial(open_run(args.checkpoint, args.tokenizer))
     print(f"http://{HOST}:{server.server_port}", flush=True)

@@ -14,7 +14,7 @@ import pytest
 from support import cpu_answers, gpus, package_index
 from support.project import small_corpus, small_run
 
-import data_utils.base.entry  # noqa: F401
+import data_utils.common.entry  # noqa: F401
 
 signal.signal(
     signal.SIGINT, signal.default_int_handler
@@ -121,6 +121,8 @@ def emulated_kernel(monkeypatch):
     """Lets a VarlenPlan run on CPU."""
     from support.attention import EmulatedKernel
 
-    monkeypatch.setattr("megatron_lite.model.attention.varlen.varlen_kernel", lambda dtype: EmulatedKernel)
+    monkeypatch.setattr(
+        "megatron_lite.model.attention_backends.varlen.varlen_kernel", lambda dtype: EmulatedKernel
+    )
     monkeypatch.setattr(EmulatedKernel, "calls", 0)
     return EmulatedKernel

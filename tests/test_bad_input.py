@@ -11,7 +11,7 @@ import yaml
 from support.commands import forked
 from support.project import ROOT
 
-from data_utils.base.settings import merge
+from data_utils.common.settings import merge
 
 
 def other_vocabulary(tmp_path, corpus):
@@ -124,7 +124,7 @@ EARLY_MISTAKES = {
 }
 RUN_ALL = """
 import importlib, sys
-from data_utils.base.errors import UserError
+from data_utils.common.errors import UserError
 for module, arguments in {}.items():
     sys.argv = [module, *arguments]
     try:

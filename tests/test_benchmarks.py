@@ -26,21 +26,21 @@ from benchmarks import (
     planning,
     train_step,
 )
-from data_utils.base.errors import ConfigError
-from data_utils.base.planes import DOC, GRP, ORD, WEIGHTS
+from data_utils.common.batch_fields import DOC, GRP, ORD, WEIGHTS
+from data_utils.common.errors import ConfigError
 from data_utils.dataset.writer import IndexedDatasetWriter
 from data_utils.objectives import OBJECTIVES
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import load_config, require_validation
-from megatron_lite.model.attention.calls import KERNELS
-from megatron_lite.model.attention.layout import make_layout
-from megatron_lite.model.attention.plan import plan_attention
-from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import ModelInput
-from megatron_lite.model.trunk import heads
-from megatron_lite.model.trunk.counts import parameter_count
-from megatron_lite.model.trunk.glm import GLM
-from megatron_lite.model.trunk.initial_weights import initialize_parameters
+from megatron_lite.model import lm_head as heads
+from megatron_lite.model.attention_backends.calls import KERNELS
+from megatron_lite.model.attention_backends.layout import make_layout
+from megatron_lite.model.attention_backends.plan import plan_attention
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.flops import parameter_count
+from megatron_lite.model.init import initialize_parameters
+from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.transformer import GLM
 
 CPU = torch.device("cpu")
 
@@ -366,7 +366,7 @@ def test_checkpoint_times_every_way_and_all_bring_the_state_back(tmp_path, deeps
 
 
 def rule(doc, order, grp, q, k):
-    """May q look at k? The sentence in megatron_lite/model/attention/layout.py, one pair at a time."""
+    """May q look at k? The sentence in megatron_lite/model/attention_backends/layout.py, one pair at a time."""
     key_time = order[k] if order[k] >= 0 else float("inf")
     query_bound = order[q] if order[q] >= 0 else -order[q] - 1
     return doc[q] == doc[k] >= 0 and (key_time <= query_bound or grp[q] == grp[k] != 0)
@@ -461,7 +461,7 @@ def test_keep_freed_memory(keep):
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "import resource, torch\n"
-        "from data_utils.base.memory import keep_freed_memory\n"
+        "from data_utils.common.memory import keep_freed_memory\n"
         "if sys.argv[2] == 'True': keep_freed_memory()\n"
         "for _ in range(40): torch.ones(1 << 24)\n"  # the heap settles
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"

@@ -29,10 +29,10 @@ from support.project import ROOT, copied_project, small_run
 from support.report_runs import fit_and_fill, interrupted
 from support.tokenizer_files import byte_bpe_json
 
-from data_utils.base.settings import merge
-from data_utils.text.special_tokens import SPECIAL_NAMES
+from data_utils.common.settings import merge
+from data_utils.tokenizers.special_tokens import SPECIAL_NAMES
 from megatron_lite.config.tree import load_config
-from megatron_lite.train.guard.heartbeats import Heartbeat, heartbeat_directory
+from megatron_lite.runtime.heartbeats import Heartbeat, heartbeat_directory
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/README.md"]
 COMMAND = re.compile(r"(python|deepspeed|bash|make|pip|wandb|mpirun|srun|sbatch|diff|docker) ")
@@ -75,7 +75,7 @@ TABLE = [
     Row("python pretrain_glm.py --config configs/optimus-tiny.yaml", SLOW),
     Row(
         "python pretrain_glm.py --config configs/glm-10b.yaml",
-        "tests/profile: here its settings are read",
+        "tests/estimate: here its settings are read",
     ),
     Row(
         "python pretrain_glm.py --config runs/long/config.yaml",
@@ -88,7 +88,7 @@ TABLE = [
     Row("python scripts/profile_step.py", SLOW),
     Row("python scripts/coordinate_check.py", "tests/train/test_mup.py: trains 24 models"),
     Row("python scripts/convert_checkpoint.py import", "tests/hf: needs released weights"),
-    Row("python scripts/analyze.py", "tests/analyze/test_command.py: needs a trained run"),
+    Row("python scripts/analyze.py", "tests/analysis/test_command.py: needs a trained run"),
     Row("python scripts/latent.py", "tests/scripts/test_latent_script.py: needs a run of OPTIMUS"),
     Row("deepspeed --num_gpus 8 benchmarks", "tests/test_benchmarks.py: needs 8 GPUs"),
     Row("deepspeed", "tests/train/test_launcher.py: a large model, here its settings are read"),

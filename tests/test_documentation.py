@@ -14,7 +14,7 @@ import yaml
 from support import house
 from support.project import ROOT
 
-from data_utils.base.settings import setting_names
+from data_utils.common.settings import setting_names
 from docs.generate import PAGES as GENERATED
 from megatron_lite.config.tree import Config
 
@@ -24,7 +24,7 @@ SECTIONS = {name.partition(".")[0] for name in SETTINGS}
 # A command of the guide: the script, and the rest of its line, continued lines included.
 COMMANDS = re.compile(r"(?:python|deepspeed(?: --\S+ \d+)?) ((?:\w+/)*\w+\.py)((?:\\\n|.)*)")
 ENVIRONMENT_READERS = {
-    "data_utils/base/entry.py",  # names of caches, for libraries that are imported later
+    "data_utils/common/entry.py",  # names of caches, for libraries that are imported later
     "megatron_lite/parallel/launch.py",
     "megatron_lite/parallel/context.py",
 }
@@ -164,7 +164,7 @@ def prose(source):
 
 
 def missing_files(source, files):
-    """The Python files that comments and docstrings name and that are nowhere: loop/step.py may be in any folder."""
+    """The Python files that comments and docstrings name and that are nowhere: train/step.py may be in any folder."""
     named = set(re.findall(r"(?<![\w/.{}*-])(?:[\w-]+/)*[\w-]+\.py\b", prose(source)))
     return sorted(name for name in named if not any(file.match(name) for file in files))
 
@@ -175,7 +175,7 @@ def test_files_that_comments_name_exist():
     files += [path.relative_to(ROOT) for folder in folders for path in (ROOT / folder).rglob("*.py")]
     found = {name: missing_files(text, files) for name, text in sources().items()}
     assert {name: missing for name, missing in found.items() if missing} == {}
-    source = '"""See gone.py and loop/step.py."""\n# as in old/step.py, not {name}.py\nx = "other.py"\n'
+    source = '"""See gone.py and train/step.py."""\n# as in old/step.py, not {name}.py\nx = "other.py"\n'
     assert missing_files(source, files) == ["gone.py", "old/step.py"]
 
 

@@ -10,7 +10,7 @@ from support import planted
 from support.plants import PLANTS, Plant
 from support.project import ROOT
 
-from data_utils.base.errors import ConfigError
+from data_utils.common.errors import ConfigError
 
 
 @pytest.fixture(scope="module")

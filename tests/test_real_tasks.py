@@ -11,7 +11,7 @@ from support.tasks import write_vocabulary
 
 from benchmarks import real_tasks
 from benchmarks.real_tasks import Review
-from data_utils.base.errors import DataError
+from data_utils.common.errors import DataError
 
 FILMS = 40
 

@@ -12,7 +12,7 @@ from support.commands import forked
 
 from benchmarks import quickstart_runs, scaling_ladder
 from benchmarks.scaling_ladder import descend, exponent, lowest
-from data_utils.base.settings import parse_override
+from data_utils.common.settings import parse_override
 from megatron_lite.config.tree import load_config
 
 

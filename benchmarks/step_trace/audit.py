@@ -18,10 +18,11 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.step_trace.record import place
 from benchmarks.step_trace.trace import Case, Steps, fake_rank
-from megatron_lite.model.input.model_input import ModelInput
-from megatron_lite.model.trunk import fused_block, graphs
-from megatron_lite.model.trunk.fused_block import Parts
-from megatron_lite.profile.batches import random_batches
+from megatron_lite.estimate.batches import random_batches
+from megatron_lite.model import cuda_graphs as graphs
+from megatron_lite.model import fused_block
+from megatron_lite.model.fused_block import Parts
+from megatron_lite.model.model_input import ModelInput
 
 _SEARCHED = 24  # batches, among which two are of one length
 Note = tuple[str, str, tuple[Any, ...]]  # operation, place in the code, numbers and tensors

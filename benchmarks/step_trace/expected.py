@@ -16,15 +16,15 @@ from typing import Any, cast
 from benchmarks.step_trace.counts import difference, extended, scaled
 from benchmarks.step_trace.request import Details, Expected, Request
 from benchmarks.step_trace.trace import Case, layer_units, with_layers
-from data_utils.base.settings import build
+from data_utils.common.settings import build
 from megatron_lite.config.tree import Config
-from megatron_lite.model.trunk.counts import step_flops
-from megatron_lite.profile.gpus import HOST, gpu_named
-from megatron_lite.profile.parameters import Stage, buckets, stages
-from megatron_lite.profile.sizes import Sizes
-from megatron_lite.profile.step_costs import add_gradients
-from megatron_lite.profile.tally import Tally
-from megatron_lite.train.engine.stage_counts import stage_shares
+from megatron_lite.engine.stage_counts import stage_shares
+from megatron_lite.estimate.gpus import HOST, gpu_named
+from megatron_lite.estimate.parameters import Stage, buckets, stages
+from megatron_lite.estimate.sizes import Sizes
+from megatron_lite.estimate.step_costs import add_gradients
+from megatron_lite.estimate.tally import Tally
+from megatron_lite.model.flops import step_flops
 
 TRACED_MICRO_BATCHES = 2
 # Phases that every micro-batch has, those of all but the last one, and those of a step.

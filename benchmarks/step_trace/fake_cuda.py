@@ -16,8 +16,8 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from benchmarks.step_trace.record import Recorder
-from megatron_lite.model.trunk import graphs
-from megatron_lite.profile.gpus import Gpu
+from megatron_lite.estimate.gpus import Gpu
+from megatron_lite.model import cuda_graphs as graphs
 
 
 class _Stub:

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from data_utils.base.errors import ConfigError
+from data_utils.common.errors import ConfigError
 
 _CUDA, _META = 1, 14  # c10::DeviceType
 _DEVICE_TYPES = 22  # entries of the table

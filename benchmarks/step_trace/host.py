@@ -22,21 +22,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.step_trace import without_gpu
 from benchmarks.step_trace.request import CUDA_LAUNCH_US
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.attention import varlen
-from megatron_lite.model.attention.layout import make_layout
-from megatron_lite.model.attention.plan import plan_attention
+from megatron_lite.model.attention_backends import varlen
+from megatron_lite.model.attention_backends.layout import make_layout
+from megatron_lite.model.attention_backends.plan import plan_attention
+from megatron_lite.model.block import Block, Stream
+from megatron_lite.model.forward_context import Flow
 from megatron_lite.model.kernels import fused
 from megatron_lite.model.kernels.dropout import AttentionDropout, Dropout, salts
-from megatron_lite.model.layers.tensor_parallel import (
+from megatron_lite.model.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     TensorParallel,
     take_products,
 )
-from megatron_lite.model.trunk.block import Block, Stream
-from megatron_lite.model.trunk.forward import Flow
+from megatron_lite.optim.buckets import Bucket, Treatment
 from megatron_lite.parallel.collectives import SINGLE
-from megatron_lite.train.engine.buckets import Bucket, Treatment
 
 _ROUNDS, _LAYERS = 25, 8
 _CONFIG = ModelConfig(num_layers=_LAYERS, hidden_size=16, num_attention_heads=2, vocab_size=1, max_position=1)

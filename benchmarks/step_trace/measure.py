@@ -17,15 +17,15 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.step_trace.request import Request
-from data_utils.base.errors import run_command
-from data_utils.base.settings import build
+from data_utils.common.errors import run_command
+from data_utils.common.settings import build
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.tree import Config
-from megatron_lite.model.trunk.counts import step_flops
+from megatron_lite.engine.plain import make_engine
+from megatron_lite.estimate.batches import random_batches
+from megatron_lite.model.flops import step_flops
 from megatron_lite.parallel.context import initialize
 from megatron_lite.parallel.launch import Launch
-from megatron_lite.profile.batches import random_batches
-from megatron_lite.train.engine.plain import make_engine
 
 WARM_UP, STEPS = 3, 5
 
@@ -58,7 +58,7 @@ def measure(request: Request, trace: str | None = None) -> Measured:
     for _ in range(WARM_UP):
         step()
     step_ms, host_ms = times(step, context.device)
-    from megatron_lite.profile.gpus import gpu_named
+    from megatron_lite.estimate.gpus import gpu_named
 
     flops = step_flops(
         config.model,

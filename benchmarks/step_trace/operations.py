@@ -10,9 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._pytree import tree_leaves
 
-from megatron_lite.model.kernels.rule_attention import BLOCK
-from megatron_lite.profile.gpus import Gpu
-from megatron_lite.profile.roofline import (
+from megatron_lite.estimate.gpus import Gpu
+from megatron_lite.estimate.roofline import (
     FINISH_ROWS,
     ISSUE,
     SORT_KERNELS,
@@ -24,6 +23,7 @@ from megatron_lite.profile.roofline import (
     product_micros,
     ring_micros,
 )
+from megatron_lite.model.kernels.rule_attention import BLOCK
 
 _DROPOUT = {  # operator -> its argument
     "_flash_attention_forward": 7, "_flash_attention_backward": 10,

@@ -25,7 +25,7 @@ def connect_stages(context: ParallelContext, blocks: int, received: Sent | None)
     """
     from deepspeed.runtime.pipe import p2p
 
-    from megatron_lite.train.engine import pipeline
+    from megatron_lite.engine import pipeline
 
     stage, sent = context.pp.rank, []  # type: ignore[var-annotated]
     bounds, send, receive = pipeline.stage_bounds, p2p.send, p2p.recv

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from benchmarks.step_trace.counts import PHASES, Counts
 from benchmarks.step_trace.operations import collective_micros, cost_of
-from megatron_lite.profile.gpus import Gpu
-from megatron_lite.profile.roofline import Members
+from megatron_lite.estimate.gpus import Gpu
+from megatron_lite.estimate.roofline import Members
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT_ELEMENTS = 1 << 18  # of the largest result that is computed on the host beside the device

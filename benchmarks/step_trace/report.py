@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 
 from benchmarks.step_trace.request import CUDA_LAUNCH_US, Profile
-from data_utils.base.errors import ConfigError
+from data_utils.common.errors import ConfigError
 from megatron_lite.config.tree import Config
-from megatron_lite.profile.gpus import Gpu
+from megatron_lite.estimate.gpus import Gpu
 
 SHOWN_PLACES = 12  # of each kind
 _TITLES = {

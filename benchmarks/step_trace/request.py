@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from data_utils.base.errors import ConfigError, ExitStatus
-from data_utils.base.settings import to_tree
+from data_utils.common.errors import ConfigError, ExitStatus
+from data_utils.common.settings import to_tree
 from megatron_lite.config.tree import Config
-from megatron_lite.profile.estimate import require_one_transformer
-from megatron_lite.profile.gpus import Gpu
+from megatron_lite.estimate.gpus import Gpu
+from megatron_lite.estimate.step_estimate import require_one_transformer
 
 # Assumed: microseconds that cudaLaunchKernel and the caching allocator take beyond an operation on the CPU.
 CUDA_LAUNCH_US = 2.5

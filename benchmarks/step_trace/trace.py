@@ -23,20 +23,20 @@ from benchmarks.step_trace import guards
 from benchmarks.step_trace.fake_cuda import patch
 from benchmarks.step_trace.pipes import Sent, connect_stages
 from benchmarks.step_trace.record import Recorder
-from data_utils.base.settings import build
+from data_utils.common.settings import build
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.model.input.model_input import ModelInput
+from megatron_lite.engine import plain
+from megatron_lite.engine.engine import Engine
+from megatron_lite.estimate.batches import random_batches
+from megatron_lite.estimate.gpus import gpu_named
+from megatron_lite.estimate.roofline import Members
+from megatron_lite.model import build as models
 from megatron_lite.model.kernels.fused import choose_kernels
-from megatron_lite.model.trunk import build as models
+from megatron_lite.model.model_input import ModelInput
 from megatron_lite.parallel.context import ParallelContext, initialize
 from megatron_lite.parallel.launch import Launch
-from megatron_lite.profile.batches import random_batches
-from megatron_lite.profile.gpus import gpu_named
-from megatron_lite.profile.roofline import Members
-from megatron_lite.train.engine import plain
-from megatron_lite.train.engine.engine import Engine
 
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -168,7 +168,7 @@ def _engine(config: Config, context: ParallelContext, recorder: Recorder) -> Eng
     models.initialize_parameters = lambda *_, **__: None  # type: ignore[assignment]
     plain.build_model = _on_device(plain.build_model, config)
     if context.pp.size > 1:
-        from megatron_lite.train.engine import pipeline
+        from megatron_lite.engine import pipeline
 
         pipeline.initialize_parameters = models.initialize_parameters
         pipeline._Stages.__init__ = _on_device(pipeline._Stages.__init__, config)  # type: ignore[method-assign]

@@ -22,7 +22,7 @@ from benchmarks.step_trace.expected import expect
 from benchmarks.step_trace.host import launch_us
 from benchmarks.step_trace.request import Request
 from benchmarks.step_trace.trace import Case, run_case
-from data_utils.base.errors import UserError, run_command
+from data_utils.common.errors import UserError, run_command
 
 
 def load_libraries() -> None:

@@ -14,8 +14,8 @@ from data_utils.build.config import BuildConfig
 from data_utils.build.mentions import EntityReader, open_entities
 from data_utils.build.pairs import PairReader, open_pairs
 from data_utils.build.spans import open_spans
+from data_utils.corpus.mentions import KEPT
 from data_utils.dataset.manifest import CAPITALS
-from data_utils.text.mentions import KEPT
 
 
 class CapitalReader:

@@ -8,10 +8,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.files import require_prefix
-from data_utils.base.settings import checked, setting
-from data_utils.text.documents import DEFAULT_MAX_BAD_RECORDS, check_options
+from data_utils.common.errors import ConfigError
+from data_utils.common.files import require_prefix
+from data_utils.common.settings import checked, setting
+from data_utils.corpus.documents import DEFAULT_MAX_BAD_RECORDS, check_options
 
 DEFAULT_SHARD_BYTES = 16 << 20
 _HASH_RANGE = 1 << 64

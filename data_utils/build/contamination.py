@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from data_utils.base.errors import DataError
 from data_utils.build.config import BuildConfig
-from data_utils.text.documents import Document, documents_of
+from data_utils.common.errors import DataError
+from data_utils.corpus.documents import Document, documents_of
 
 NGRAM_WORDS = 13
 

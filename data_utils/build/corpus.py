@@ -25,10 +25,6 @@ import numpy as np
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from data_utils.base.errors import DataError
-from data_utils.base.foreign import conform
-from data_utils.base.memory import return_freed_memory
-from data_utils.base.progress import progress_bar
 from data_utils.build.capitals import Reader, open_reader
 from data_utils.build.config import BuildConfig, output_prefixes, parse_split
 from data_utils.build.contamination import EvaluationTexts, read_evaluation_texts
@@ -37,10 +33,11 @@ from data_utils.build.ranks import Ranks
 from data_utils.build.shards import BuildDirectory
 from data_utils.build.summary import BuildReport, DocumentStatistics
 from data_utils.build.workers import Job, ShardRecord, build_shards, uses_workers
-from data_utils.dataset.manifest import damaged, dataset_path, existing_files, read_manifest
-from data_utils.dataset.sources import described_sources
-from data_utils.dataset.writer import IndexedDatasetWriter, remove_dataset, token_dtype
-from data_utils.text.documents import (
+from data_utils.common.errors import DataError
+from data_utils.common.memory import return_freed_memory
+from data_utils.common.progress import progress_bar
+from data_utils.common.untrusted import conform
+from data_utils.corpus.documents import (
     MAX_EXAMPLES,
     Place,
     RecordCounts,
@@ -48,10 +45,13 @@ from data_utils.text.documents import (
     is_whole,
     plan_pieces,
 )
-from data_utils.text.inputs import expand_inputs
-from data_utils.text.mentions import KEPT
-from data_utils.text.special_tokens import NO_TOKEN
-from data_utils.text.stored_files import stored_bytes
+from data_utils.corpus.inputs import expand_inputs
+from data_utils.corpus.mentions import KEPT
+from data_utils.corpus.stored_files import stored_bytes
+from data_utils.dataset.manifest import damaged, dataset_path, existing_files, read_manifest
+from data_utils.dataset.sources import described_sources
+from data_utils.dataset.writer import IndexedDatasetWriter, remove_dataset, token_dtype
+from data_utils.tokenizers.special_tokens import NO_TOKEN
 
 _PLAN_VERSION = 1
 _Number = Annotated[int, Field(ge=0, lt=1 << 63)]
@@ -65,7 +65,7 @@ def build_corpus(
 
     Args:
         make_tokenizer: gives an object with `encode_batch`, `special.eos`, `vocab_size`, `fingerprint` and
-            `config` (see data_utils/text/tokenizers.py). Called here and in each worker, so it must pickle.
+            `config` (see data_utils/tokenizers/tokenizer.py). Called here and in each worker, so it must pickle.
         ranks: the MPI ranks that share the work, all with the same `config` and file system.
     Raises: DataError for bad input, a split without documents, output that exists or cannot be written,
         another build that was started and not finished, a dead worker.

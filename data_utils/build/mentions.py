@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.base.errors import ConfigError
 from data_utils.build.config import BuildConfig
-from data_utils.text.documents import Block, ParsedBlock, Place, RecordCounts
-from data_utils.text.inputs import layout_of
-from data_utils.text.json_records import UnusableRecord, parse_json_object
-from data_utils.text.mentions import EntityNames, Mention, entities_of_tokens, read_names
+from data_utils.common.errors import ConfigError
+from data_utils.corpus.documents import Block, ParsedBlock, Place, RecordCounts
+from data_utils.corpus.inputs import layout_of
+from data_utils.corpus.json_records import UnusableRecord, parse_json_object
+from data_utils.corpus.mentions import EntityNames, Mention, entities_of_tokens, read_names
 
 
 @dataclass(frozen=True)

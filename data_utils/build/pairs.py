@@ -22,14 +22,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.setting_files import read_text, shown
 from data_utils.build.config import BuildConfig
 from data_utils.build.mentions import require_json_lines
+from data_utils.common.errors import ConfigError
+from data_utils.common.setting_files import read_text, shown
+from data_utils.corpus.documents import Block, ParsedBlock, Place, RecordCounts
+from data_utils.corpus.json_records import UnusableRecord, json_type, parse_json_object
+from data_utils.corpus.mentions import KEPT
 from data_utils.dataset.manifest import LABELS
-from data_utils.text.documents import Block, ParsedBlock, Place, RecordCounts
-from data_utils.text.json_records import UnusableRecord, json_type, parse_json_object
-from data_utils.text.mentions import KEPT
 
 WITHOUT = "without"  # texts in which no pair was found
 _PARAGRAPHS = re.compile(r"\n[ \t\r]*\n")

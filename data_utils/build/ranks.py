@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from data_utils.base.errors import UserError
+from data_utils.common.errors import UserError
 
 _POLL_SECONDS = 0.02
 _Result = TypeVar("_Result")

@@ -28,9 +28,9 @@ import numpy as np
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from data_utils.base.errors import DataError
-from data_utils.base.files import disk_errors, sync_directory, sync_file, write_atomically, write_synced
-from data_utils.base.foreign import conform, parse_json, read_bounded
+from data_utils.common.errors import DataError
+from data_utils.common.files import disk_errors, sync_directory, sync_file, write_atomically, write_synced
+from data_utils.common.untrusted import conform, parse_json, read_bounded
 
 _PLAN, _COMMITTING, _STOP, _RECORD = "plan.json", "committing", "stop", "record.json"
 _MAX_BYTES = 256 << 20  # of a plan or a record

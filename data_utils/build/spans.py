@@ -14,8 +14,8 @@ import numpy as np
 
 from data_utils.build.config import BuildConfig
 from data_utils.build.mentions import EntityReader, require_json_lines
+from data_utils.corpus.mentions import UNKNOWN, Mention, tokens_of
 from data_utils.dataset.manifest import SPANS
-from data_utils.text.mentions import UNKNOWN, Mention, tokens_of
 
 
 class SpanReader(EntityReader):

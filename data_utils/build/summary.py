@@ -10,7 +10,7 @@ import numpy as np
 from numba import njit
 
 from data_utils.build.contamination import NGRAM_WORDS
-from data_utils.text.documents import RecordCounts
+from data_utils.corpus.documents import RecordCounts
 
 SHORT_DOCUMENT = 64  # tokens; a median below it is worth a warning
 MANY_DUPLICATES = 0.05

@@ -24,9 +24,6 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.base.errors import DataError
-from data_utils.base.memory import return_freed_memory
-from data_utils.base.progress import progress_bar
 from data_utils.build.capitals import Reader
 from data_utils.build.config import BuildConfig, SplitRule, parse_split, split_rule
 from data_utils.build.contamination import EvaluationTexts
@@ -34,8 +31,10 @@ from data_utils.build.mentions import encode_with_entities
 from data_utils.build.pairs import PairReader, encode_pairs
 from data_utils.build.ranks import Ranks
 from data_utils.build.shards import BuildDirectory, ShardWriter
-from data_utils.dataset.writer import to_token_dtype
-from data_utils.text.documents import (
+from data_utils.common.errors import DataError
+from data_utils.common.memory import return_freed_memory
+from data_utils.common.progress import progress_bar
+from data_utils.corpus.documents import (
     MAX_EXAMPLES,
     Block,
     Piece,
@@ -46,7 +45,8 @@ from data_utils.text.documents import (
     read_blocks,
     with_line_of_file,
 )
-from data_utils.text.special_tokens import NO_TOKEN
+from data_utils.dataset.writer import to_token_dtype
+from data_utils.tokenizers.special_tokens import NO_TOKEN
 
 _POLL_SECONDS = 0.2
 # The progress of a shard. The entries of what is being read are 0 before and after.

@@ -33,8 +33,8 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.base.checksums import damage_at, damaged_block
-from data_utils.base.errors import DataError
+from data_utils.common.checksums import damage_at, damaged_block
+from data_utils.common.errors import DataError
 from data_utils.dataset.manifest import (
     ENTITIES,
     SUFFIXES,

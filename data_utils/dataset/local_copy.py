@@ -14,10 +14,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from data_utils.base.checksums import FileChecksums, difference
-from data_utils.base.errors import DataError
-from data_utils.base.files import disk_errors, new_file, open_locked, write_atomically
-from data_utils.base.progress import progress_bar
+from data_utils.common.checksums import FileChecksums, difference
+from data_utils.common.errors import DataError
+from data_utils.common.files import disk_errors, new_file, open_locked, write_atomically
+from data_utils.common.progress import progress_bar
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.manifest import POSSIBLE_SUFFIXES, dataset_path, manifest_bytes
 

@@ -16,10 +16,10 @@ from typing import Annotated, Any, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from data_utils.base.checksums import check_entry
-from data_utils.base.errors import DataError
-from data_utils.base.foreign import conform, parse_json, read_bounded
-from data_utils.base.setting_files import shorten, shown
+from data_utils.common.checksums import check_entry
+from data_utils.common.errors import DataError
+from data_utils.common.setting_files import shorten, shown
+from data_utils.common.untrusted import conform, parse_json, read_bounded
 from data_utils.dataset.sources import Source, SourceGroup
 
 SUFFIXES = (".bin", ".idx", ".json")

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from data_utils.base.errors import DataError
+from data_utils.common.errors import DataError
 
 LISTED = 1000  # files, up to which each has its object
 MAX_BYTES = 192 << 20  # of their description; a manifest of more than 256 MiB is not read

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.base.checksums import describe_file, identity
-from data_utils.base.errors import DataError
-from data_utils.base.files import disk_errors, locked, require_prefix, write_atomically
-from data_utils.base.progress import progress_bar
+from data_utils.common.checksums import describe_file, identity
+from data_utils.common.errors import DataError
+from data_utils.common.files import disk_errors, locked, require_prefix, write_atomically
+from data_utils.common.progress import progress_bar
 from data_utils.dataset.indexed_dataset import IndexedDataset, document_starts, file_sizes, read_header
 from data_utils.dataset.manifest import (
     damaged,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_utils.base.errors import DataError
+from data_utils.common.errors import DataError
 
 
 class FileTokens:

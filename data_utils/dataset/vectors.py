@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from data_utils.base.checksums import describe_file, identity
-from data_utils.base.errors import DataError
-from data_utils.base.files import disk_errors, new_file, require_named
-from data_utils.text.stored_files import open_regular
+from data_utils.common.checksums import describe_file, identity
+from data_utils.common.errors import DataError
+from data_utils.common.files import disk_errors, new_file, require_named
+from data_utils.corpus.stored_files import open_regular
 
 _ROWS = 1 << 16  # at a time
 _REMEDY = "make it with: python scripts/dataset.py vectors TEXT --output FILE.npy"

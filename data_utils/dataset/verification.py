@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from data_utils.base.checksums import FileChecksums, difference
-from data_utils.base.progress import progress_bar
+from data_utils.common.checksums import FileChecksums, difference
+from data_utils.common.progress import progress_bar
 from data_utils.dataset.indexed_dataset import CHUNK, IndexedDataset
 from data_utils.dataset.manifest import ENTITIES, dataset_path
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.base.checksums import FileChecksums
-from data_utils.base.errors import DataError
-from data_utils.base.files import (
+from data_utils.common.checksums import FileChecksums
+from data_utils.common.errors import DataError
+from data_utils.common.files import (
     disk_errors,
     open_locked,
     open_new,

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.random_streams import derive_seed
-from data_utils.base.setting_files import shown
+from data_utils.common.errors import ConfigError
+from data_utils.common.random_streams import derive_seed
+from data_utils.common.setting_files import shown
 from data_utils.objectives.declared import declared_in
 from data_utils.objectives.interface import Objective
 from data_utils.objectives.packages import GROUP
 from data_utils.objectives.registry import Objectives
-from data_utils.text.vocabulary import Vocabulary
+from data_utils.tokenizers.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from data_utils.objectives.rows import RowObjective

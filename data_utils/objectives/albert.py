@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data_utils.base.losses import SENTENCE_ORDER_LOSS, Loss
-from data_utils.base.settings import checked, setting
+from data_utils.common.losses import SENTENCE_ORDER_LOSS, Loss
+from data_utils.common.settings import checked, setting
 from data_utils.objectives.interface import Writing
 from data_utils.objectives.masked_text import NO_PAIR, SENTENCE_ORDER, MaskedText, MaskedTextConfig
 from data_utils.objectives.registry import register

@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.base.losses import Loss
-from data_utils.base.planes import ORD, POSITION_IDS, SEGMENT_IDS, TOKENS
-from data_utils.base.random_streams import below, chance, chance_threshold, rewind, shuffle
-from data_utils.base.settings import check, checked, fraction, setting
+from data_utils.common.batch_fields import ORD, POSITION_IDS, SEGMENT_IDS, TOKENS
+from data_utils.common.losses import Loss
+from data_utils.common.random_streams import below, chance, chance_threshold, rewind, shuffle
+from data_utils.common.settings import check, checked, fraction, setting
 from data_utils.objectives.interface import Writing
 from data_utils.objectives.masking import draw_spans, masked_target
 from data_utils.objectives.registry import register
@@ -47,7 +47,7 @@ from data_utils.objectives.row_loops import (
     span_count_moments,
 )
 from data_utils.objectives.rows import RowObjective, RowSizes
-from data_utils.text.vocabulary import Vocabulary
+from data_utils.tokenizers.vocabulary import Vocabulary
 
 LONGEST_SPAN = 39  # tokens; the Poisson distribution is cut there, as in blank infilling
 ROOM_DEVIATIONS = 1.0  # a row has room for the mean number of masks and this many standard deviations

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data_utils.base.losses import CLASS_HEADS, Loss
-from data_utils.base.planes import BLOCK_POSITION_IDS, OBJECTIVE, TARGETS, WEIGHTS
-from data_utils.base.settings import checked
+from data_utils.common.batch_fields import BLOCK_POSITION_IDS, OBJECTIVE, TARGETS, WEIGHTS
+from data_utils.common.losses import CLASS_HEADS, Loss
+from data_utils.common.settings import checked
 from data_utils.objectives.interface import Writing
 from data_utils.objectives.labelled_text import LabelledTextConfig
 from data_utils.objectives.masked_text import NumberedText

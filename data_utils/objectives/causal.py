@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from data_utils.base.losses import Loss
-from data_utils.base.planes import ORD, POSITION_IDS, TOKENS
-from data_utils.base.settings import checked, setting
+from data_utils.common.batch_fields import ORD, POSITION_IDS, TOKENS
+from data_utils.common.losses import Loss
+from data_utils.common.settings import checked, setting
 from data_utils.objectives.interface import Writing
 from data_utils.objectives.registry import register
 from data_utils.objectives.row_loops import (
@@ -25,7 +25,7 @@ from data_utils.objectives.row_loops import (
     predict_range,
 )
 from data_utils.objectives.rows import RowObjective, RowSizes
-from data_utils.text.special_tokens import NO_TOKEN
+from data_utils.tokenizers.special_tokens import NO_TOKEN
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

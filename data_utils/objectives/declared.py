@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_utils.base import losses as known
-from data_utils.base.errors import ConfigError
-from data_utils.base.losses import Loss
+from data_utils.common import losses as known
+from data_utils.common.errors import ConfigError
+from data_utils.common.losses import Loss
 
 _MARK = re.compile(r"^@(?:\w+\.)?register\b[^\n]*\n", re.MULTILINE)
 
@@ -70,7 +70,7 @@ def _of_class(cls: ast.ClassDef, path: Path, module: str, package: str) -> Decla
 
 
 def _loss(value: Any) -> Loss:
-    """`Loss("name", number)`, or the name of one in base/losses.py."""
+    """`Loss("name", number)`, or the name of one in common/losses.py."""
     if isinstance(value, ast.Name):
         return getattr(known, value.id)
     return Loss(*map(ast.literal_eval, value.args))

@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from data_utils.base.losses import MASKED, REPLACED
-from data_utils.base.settings import check, checked, fraction, setting
+from data_utils.common.losses import MASKED, REPLACED
+from data_utils.common.settings import check, checked, fraction, setting
 from data_utils.objectives.masked_text import MaskedText, MaskedTextConfig
 from data_utils.objectives.own_model import NO_OPTIONS, require, require_alone
 from data_utils.objectives.registry import register
@@ -52,7 +52,7 @@ class ElectraConfig(MaskedTextConfig):
         one_of=("shared", "detached"),
     )
 
-    model_module = "megatron_lite.electra.kind"
+    model_module = "megatron_lite.models.electra.kind"
     two_stacks = (
         "trains a generator and a discriminator; tune the latter with scripts/finetune.py, or export both with "
         "scripts/convert_checkpoint.py."

@@ -1,9 +1,9 @@
 """Entities beside tokens, ERNIE of Tsinghua (arXiv:1905.07129): masked tokens, next sentences, and denoised entities.
 
 Rows are BERT's (masked_text.py). The first token of a mention has its entity, in the plane block_position_ids, from 1
-on. What the model reads of them is drawn in the same way for each sample (megatron_lite/knowledge/batch.py): another
-entity of the Example, none, or the entity itself; what it predicts at all of them is the entity, among those of the
-Example and none.
+on. What the model reads of them is drawn in the same way for each sample (megatron_lite/models/ernie_thu/batch.py):
+another entity of the Example, none, or the entity itself; what it predicts at all of them is the entity, among those of
+the Example and none.
 
 The published code's candidates are the entities of the micro-batch; those of the Example do not depend on ranks. It
 drops samples with fewer than five entities; windows of a corpus are all read here. Source: thunlp/ERNIE.
@@ -14,9 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from data_utils.base.losses import ENTITIES, MASKED, NEXT_SENTENCE_LOSS
-from data_utils.base.setting_files import shown
-from data_utils.base.settings import check, checked, fraction, setting
+from data_utils.common.losses import ENTITIES, MASKED, NEXT_SENTENCE_LOSS
+from data_utils.common.setting_files import shown
+from data_utils.common.settings import check, checked, fraction, setting
 from data_utils.objectives.interface import Writing
 from data_utils.objectives.masked_text import NEXT_SENTENCE, NO_PAIR, MaskedTextConfig, NumberedText
 from data_utils.objectives.own_model import NO_OPTIONS, require, require_alone
@@ -53,7 +53,7 @@ class EntitiesConfig(MaskedTextConfig):
     removed_ratio: float = fraction(0.15, "probability that it is left out")
     next_sentence: bool = setting(True, "two texts per Example and a next-sentence label on CLS")
 
-    model_module = "megatron_lite.knowledge.kind"
+    model_module = "megatron_lite.models.ernie_thu.kind"
     two_stacks = (
         "reads entities beside its tokens; it is trained, tuned on tasks and measured; it writes no text."
     )

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.losses import NEXT_SENTENCE_LOSS, Loss
-from data_utils.base.settings import checked, setting
+from data_utils.common.errors import ConfigError
+from data_utils.common.losses import NEXT_SENTENCE_LOSS, Loss
+from data_utils.common.settings import checked, setting
 from data_utils.objectives.interface import Writing
 from data_utils.objectives.masked_text import (
     ANYWHERE,
@@ -29,7 +29,7 @@ from data_utils.objectives.masked_text import (
     MaskedTextConfig,
 )
 from data_utils.objectives.registry import register
-from data_utils.text.vocabulary import Vocabulary
+from data_utils.tokenizers.vocabulary import Vocabulary
 
 SEGMENTERS = ("tokens", "words", "jieba", "listed")
 

@@ -16,10 +16,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from data_utils.base.losses import Loss
-from data_utils.base.planes import ORD, POSITION_IDS, TARGETS, TOKENS
-from data_utils.base.random_streams import below, chance, chance_threshold
-from data_utils.base.settings import check, checked, fraction, setting
+from data_utils.common.batch_fields import ORD, POSITION_IDS, TARGETS, TOKENS
+from data_utils.common.losses import Loss
+from data_utils.common.random_streams import below, chance, chance_threshold
+from data_utils.common.settings import check, checked, fraction, setting
 from data_utils.objectives.causal import Causal, CausalConfig
 from data_utils.objectives.registry import register
 from data_utils.objectives.row_loops import (
@@ -33,7 +33,7 @@ from data_utils.objectives.row_loops import (
     predict_range,
 )
 from data_utils.objectives.rows import check_token
-from data_utils.text.vocabulary import Vocabulary
+from data_utils.tokenizers.vocabulary import Vocabulary
 
 # Setting -> the role of the token that stands for it in a vocabulary without one of its own.
 _ROLES = {"prefix_token": "cls", "suffix_token": "sep", "middle_token": "mask"}

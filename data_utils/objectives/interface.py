@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from data_utils.text.special_tokens import SpecialTokens
-from data_utils.text.vocabulary import Vocabulary
+from data_utils.tokenizers.special_tokens import SpecialTokens
+from data_utils.tokenizers.vocabulary import Vocabulary
 
 # Row tokens that a window reserves for each document that begins in it. CLS and one span of blank infilling need 3; no
 # objective needs more than it reserves.
@@ -69,7 +69,7 @@ class ObjectiveConfig(ABC):
     reads_beside: str | None = None
     sample_settings: tuple[str, ...] | None = None  # keys on which samples depend; None = the whole section
     units_of_tokens = "whole_words=false"  # the setting with which an objective of words hides tokens instead
-    # The module whose KIND is the kind of model that the objective trains (megatron_lite/model/trunk/build.py); None =
+    # The module whose KIND is the kind of model that the objective trains (megatron_lite/model/build.py); None =
     # one Transformer.
     model_module: str | None = None
     two_stacks: str | None = (

@@ -2,7 +2,7 @@
 
 A piece is a pair of a corpus of pairs (data_utils/build/pairs.py): A, then B, whose first token has the label beside
 it. The Example is `[CLS] A [SEP] B [SEP]` with whole words masked, and CLS predicts the label. The samples of such an
-objective come from corpora that name it, and from no others (data_utils/samples/pair_corpora.py).
+objective come from corpora that name it, and from no others (data_utils/loader/pair_corpora.py).
 
 Source: ERNIE 2.0, arXiv:1907.12412, sections 4.2.2 and 4.2.3.
 """
@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.base.losses import CLASS_HEADS, Loss
-from data_utils.base.settings import checked, setting
+from data_utils.common.losses import CLASS_HEADS, Loss
+from data_utils.common.settings import checked, setting
 from data_utils.objectives.labelled_text import LabelledText, LabelledTextConfig, label_documents
 from data_utils.objectives.masked_text import GIVEN
 from data_utils.objectives.own_corpora import check_corpora

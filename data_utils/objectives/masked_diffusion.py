@@ -3,7 +3,7 @@
 Each piece draws t, uniform in [0, 1), and each of its tokens, eos included, becomes [MASK] with the probability
 p = least_share + (1 - least_share) t, independently; none is replaced by another token or kept. Masked tokens are
 predicted at their own places by a model that sees the whole text, and their losses have the weight 1 / p. The sum is
-divided by all tokens of the texts, masked or not (`BY_TOKENS` in base/losses.py): so it estimates a bound of the
+divided by all tokens of the texts, masked or not (`BY_TOKENS` in common/losses.py): so it estimates a bound of the
 negative log likelihood of a token, in nats.
 
 The source draws one t for a row of 4096 tokens; here documents of one row have a t each. Its rows of random length, one
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data_utils.base.losses import MASKED_DIFFUSION
-from data_utils.base.planes import POSITION_IDS, TARGETS, TOKENS, WEIGHTS
-from data_utils.base.random_streams import uniform
-from data_utils.base.settings import checked, setting
+from data_utils.common.batch_fields import POSITION_IDS, TARGETS, TOKENS, WEIGHTS
+from data_utils.common.losses import MASKED_DIFFUSION
+from data_utils.common.random_streams import uniform
+from data_utils.common.settings import checked, setting
 from data_utils.objectives.interface import Writing
 from data_utils.objectives.registry import register
 from data_utils.objectives.row_loops import (

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from data_utils.base.losses import MASKED, NEXT_SENTENCE_LOSS
-from data_utils.base.settings import check, checked, setting
+from data_utils.common.losses import MASKED, NEXT_SENTENCE_LOSS
+from data_utils.common.settings import check, checked, setting
 from data_utils.objectives.interface import Writing
 from data_utils.objectives.masked_text import (
     ANYWHERE,
@@ -23,7 +23,7 @@ from data_utils.objectives.masked_text import (
     MaskedTextConfig,
 )
 from data_utils.objectives.registry import register
-from data_utils.text.vocabulary import Vocabulary
+from data_utils.tokenizers.vocabulary import Vocabulary
 
 SHORTEST = 8  # tokens of a sentence, where inputs are pairs of them
 

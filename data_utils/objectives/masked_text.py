@@ -16,10 +16,17 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from data_utils.base.losses import NEXT_SENTENCE_LOSS, SENTENCE_ORDER_LOSS, Loss
-from data_utils.base.planes import BLOCK_POSITION_IDS, OBJECTIVE, ORD, POSITION_IDS, SEGMENT_IDS, TOKENS
-from data_utils.base.random_streams import chance, chance_threshold, next_word, open_stream
-from data_utils.base.settings import fraction
+from data_utils.common.batch_fields import (
+    BLOCK_POSITION_IDS,
+    OBJECTIVE,
+    ORD,
+    POSITION_IDS,
+    SEGMENT_IDS,
+    TOKENS,
+)
+from data_utils.common.losses import NEXT_SENTENCE_LOSS, SENTENCE_ORDER_LOSS, Loss
+from data_utils.common.random_streams import chance, chance_threshold, next_word, open_stream
+from data_utils.common.settings import fraction
 from data_utils.objectives.masking import draw_spans, draw_treatment, masked_target, treated
 from data_utils.objectives.pairs import (
     A_END,

@@ -7,7 +7,7 @@ tries; with 15 % of the text masked, one or two.
 
 from __future__ import annotations
 
-from data_utils.base.random_streams import below, chance, next_word
+from data_utils.common.random_streams import below, chance, next_word
 from data_utils.objectives.row_loops import ENDS, FREE, PLACES, STARTS, TAKEN, UNIT, compiled, draw_length
 
 PLACES_TRIED = 32  # random places tried for a span before it is halved

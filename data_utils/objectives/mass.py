@@ -12,10 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from data_utils.base.losses import Loss
-from data_utils.base.planes import GRP, ORD, POSITION_IDS, SEGMENT_IDS, TOKENS
-from data_utils.base.random_streams import below, chance_threshold, next_word
-from data_utils.base.settings import check, checked, fraction
+from data_utils.common.batch_fields import GRP, ORD, POSITION_IDS, SEGMENT_IDS, TOKENS
+from data_utils.common.losses import Loss
+from data_utils.common.random_streams import below, chance_threshold, next_word
+from data_utils.common.settings import check, checked, fraction
 from data_utils.objectives.interface import Writing
 from data_utils.objectives.masking import draw_treatment, treated
 from data_utils.objectives.registry import register

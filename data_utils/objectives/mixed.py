@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 from numba import njit
 
-from data_utils.base import random_streams
-from data_utils.base.errors import ConfigError
-from data_utils.base.planes import FIELDS
-from data_utils.base.random_streams import new_stream, open_stream, source_digest, uniform
-from data_utils.base.settings import check
+from data_utils.common import random_streams
+from data_utils.common.batch_fields import FIELDS
+from data_utils.common.errors import ConfigError
+from data_utils.common.random_streams import new_stream, open_stream, source_digest, uniform
+from data_utils.common.settings import check
 from data_utils.objectives.interface import Objective
 
 

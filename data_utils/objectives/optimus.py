@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.base.errors import DataError
-from data_utils.base.losses import Loss
-from data_utils.base.planes import ONE_AS_INT32, ORD, POSITION_IDS, TARGETS, TOKENS, WEIGHTS
-from data_utils.base.settings import check, checked, setting
+from data_utils.common.batch_fields import ONE_AS_INT32, ORD, POSITION_IDS, TARGETS, TOKENS, WEIGHTS
+from data_utils.common.errors import DataError
+from data_utils.common.losses import Loss
+from data_utils.common.settings import check, checked, setting
 from data_utils.objectives.own_model import NO_OPTIONS, require, require_alone
 from data_utils.objectives.registry import register
 from data_utils.objectives.row_loops import (
@@ -36,7 +36,7 @@ from data_utils.objectives.row_loops import (
     set_range,
 )
 from data_utils.objectives.rows import RowObjective, RowSizes
-from data_utils.text.vocabulary import Vocabulary
+from data_utils.tokenizers.vocabulary import Vocabulary
 
 FEATURES = ("pooler", "cls")
 LONGEST_PER_ROW = 4  # sentences of the greatest length in a row of the usual length
@@ -96,7 +96,7 @@ class OptimusConfig(RowSizes):
     segments = 1
     needed_roles = ("cls", "sep")  # of the encoder; the decoder's: see check_vocabulary
     whole_documents = True
-    model_module = "megatron_lite.optimus.kind"
+    model_module = "megatron_lite.models.optimus.kind"
     has_second_stack = True
     two_stacks = "joins two Transformers by a latent vector; use scripts/latent.py for it."
     sample_settings = ("optimus.memory", "data.row_length")

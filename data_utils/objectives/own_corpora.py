@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.settings import check
+from data_utils.common.errors import ConfigError
+from data_utils.common.settings import check
 from data_utils.objectives import ObjectiveChoice
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from data_utils.base.settings import check, to_yaml_scalar
+from data_utils.common.settings import check, to_yaml_scalar
 
 NO_OPTIONS = {
     "label_smoothing": 0.0,

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.losses import MOST_LOSSES, Loss
+from data_utils.common.errors import ConfigError
+from data_utils.common.losses import MOST_LOSSES, Loss
 from data_utils.objectives.declared import Declared, declared_class
 
 GROUP = "megatron_lite.objectives"
@@ -96,7 +96,7 @@ def _claimed(name: str, losses: Iterable[Loss]) -> Iterable[tuple[str, object]]:
 
 
 def _is_shared(claim: tuple[str, object], one: Declared, other: Declared) -> bool:
-    """Whether both take a loss of base/losses.py."""
+    """Whether both take a loss of common/losses.py."""
     field = "name" if claim[0] == "loss" else "number"
     return any(loss.is_own and getattr(loss, field) == claim[1] for loss in one.losses)
 

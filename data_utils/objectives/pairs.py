@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from data_utils.base.random_streams import below
+from data_utils.common.random_streams import below
 from data_utils.objectives.row_loops import PLACES, compiled
 from data_utils.objectives.rows import RowObjective
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from data_utils.base.losses import Loss
-from data_utils.base.planes import ORD, POSITION_IDS, TOKENS
-from data_utils.base.random_streams import below
-from data_utils.base.settings import check, checked, fraction
+from data_utils.common.batch_fields import ORD, POSITION_IDS, TOKENS
+from data_utils.common.losses import Loss
+from data_utils.common.random_streams import below
+from data_utils.common.settings import check, checked, fraction
 from data_utils.objectives.interface import Writing
 from data_utils.objectives.registry import register
 from data_utils.objectives.row_loops import (

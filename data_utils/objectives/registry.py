@@ -11,9 +11,9 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.losses import MOST_LOSSES, Loss
-from data_utils.base.setting_files import one_line
+from data_utils.common.errors import ConfigError
+from data_utils.common.losses import MOST_LOSSES, Loss
+from data_utils.common.setting_files import one_line
 from data_utils.objectives.declared import Declared
 from data_utils.objectives.packages import of_packages
 
@@ -124,6 +124,6 @@ def losses_by_number(objectives: Iterable[Declared]) -> tuple[Loss, ...]:
     if len(losses) > MOST_LOSSES:
         raise ConfigError(
             f"there are {len(losses)} losses, but the task embedding has {MOST_LOSSES} rows; raise MOST_LOSSES in "
-            "data_utils/base/losses.py."
+            "data_utils/common/losses.py."
         )
     return tuple(sorted(losses, key=lambda loss: loss.number))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from data_utils.base.planes import (
+from data_utils.common.batch_fields import (
     DOC,
     FIELDS,
     OBJECTIVE,
@@ -21,7 +21,7 @@ from data_utils.base.planes import (
     TOKENS,
     WEIGHTS,
 )
-from data_utils.base.random_streams import below, open_stream
+from data_utils.common.random_streams import below, open_stream
 
 # Without `_nrt`, numba's memory management, functions borrow their caller's arrays and can make none: counting
 # references, atomically at every call, took a quarter of the time. The upper levels are inlined, which saves a third of

@@ -17,15 +17,16 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from data_utils.base import planes, random_streams
-from data_utils.base.errors import DataError
-from data_utils.base.losses import Loss
-from data_utils.base.planes import DOC, FIELDS, Example
-from data_utils.base.random_streams import chance_threshold, new_stream, source_digest
-from data_utils.base.settings import check
+from data_utils.common import batch_fields as planes
+from data_utils.common import random_streams
+from data_utils.common.batch_fields import DOC, FIELDS, Example
+from data_utils.common.errors import DataError
+from data_utils.common.losses import Loss
+from data_utils.common.random_streams import chance_threshold, new_stream, source_digest
+from data_utils.common.settings import check
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD, ObjectiveConfig, Writing
 from data_utils.objectives.row_loops import WORK_LINES, cumulative_table, entry_point
-from data_utils.text.vocabulary import Vocabulary
+from data_utils.tokenizers.vocabulary import Vocabulary
 
 
 class RowSizes(ObjectiveConfig):

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from data_utils.base.losses import Loss
-from data_utils.base.settings import check, checked, fraction
+from data_utils.common.losses import Loss
+from data_utils.common.settings import check, checked, fraction
 from data_utils.objectives.labelled_text import LabelledText, LabelledTextConfig
 from data_utils.objectives.masked_text import DISTANCE
 from data_utils.objectives.registry import register

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data_utils.base.losses import CLASS_HEADS, Loss
-from data_utils.base.random_streams import below, new_stream, open_stream
-from data_utils.base.settings import checked, setting
+from data_utils.common.losses import CLASS_HEADS, Loss
+from data_utils.common.random_streams import below, new_stream, open_stream
+from data_utils.common.settings import checked, setting
 from data_utils.objectives import pairs
 from data_utils.objectives.labelled_text import LabelledText, LabelledTextConfig, label_documents
 from data_utils.objectives.registry import register

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data_utils.base.losses import MASKED_SPANS, SPAN_BOUNDARY
-from data_utils.base.settings import checked, fraction, setting
+from data_utils.common.losses import MASKED_SPANS, SPAN_BOUNDARY
+from data_utils.common.settings import checked, fraction, setting
 from data_utils.objectives.interface import Writing
 from data_utils.objectives.masked_text import MaskedText, MaskedTextConfig
 from data_utils.objectives.registry import register

@@ -12,10 +12,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from data_utils.base.losses import Loss
-from data_utils.base.planes import ONE_AS_INT32, ORD, POSITION_IDS, SEGMENT_IDS, TARGETS, TOKENS, WEIGHTS
-from data_utils.base.random_streams import below
-from data_utils.base.settings import check, checked, fraction, setting
+from data_utils.common.batch_fields import (
+    ONE_AS_INT32,
+    ORD,
+    POSITION_IDS,
+    SEGMENT_IDS,
+    TARGETS,
+    TOKENS,
+    WEIGHTS,
+)
+from data_utils.common.losses import Loss
+from data_utils.common.random_streams import below
+from data_utils.common.settings import check, checked, fraction, setting
 from data_utils.objectives.interface import Writing
 from data_utils.objectives.registry import register
 from data_utils.objectives.row_loops import (
@@ -32,7 +40,7 @@ from data_utils.objectives.row_loops import (
     set_range,
 )
 from data_utils.objectives.rows import RowObjective, RowSizes, check_token
-from data_utils.text.vocabulary import Vocabulary
+from data_utils.tokenizers.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

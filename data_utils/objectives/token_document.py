@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data_utils.base.losses import CLASS_HEADS, Loss
-from data_utils.base.planes import DOC, OBJECTIVE, TOKENS, WEIGHTS
-from data_utils.base.random_streams import new_stream, open_stream
-from data_utils.base.settings import checked
+from data_utils.common.batch_fields import DOC, OBJECTIVE, TOKENS, WEIGHTS
+from data_utils.common.losses import CLASS_HEADS, Loss
+from data_utils.common.random_streams import new_stream, open_stream
+from data_utils.common.settings import checked
 from data_utils.objectives import masking, pairs
 from data_utils.objectives.labelled_text import LabelledText, LabelledTextConfig
 from data_utils.objectives.masking import is_special

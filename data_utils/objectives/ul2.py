@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from data_utils.base.losses import Loss
-from data_utils.base.planes import POSITION_IDS, TOKENS
-from data_utils.base.random_streams import below, uniform
-from data_utils.base.settings import check, checked, fraction, setting
+from data_utils.common.batch_fields import POSITION_IDS, TOKENS
+from data_utils.common.losses import Loss
+from data_utils.common.random_streams import below, uniform
+from data_utils.common.settings import check, checked, fraction, setting
 from data_utils.objectives import t5
 from data_utils.objectives.interface import Writing
 from data_utils.objectives.registry import register
@@ -33,7 +33,7 @@ from data_utils.objectives.row_loops import (
 )
 from data_utils.objectives.rows import check_token
 from data_utils.objectives.t5 import T5, SentinelConfig, corrupt, lay_out_target
-from data_utils.text.special_tokens import NO_TOKEN
+from data_utils.tokenizers.special_tokens import NO_TOKEN
 
 MODES = ("regular", "extreme", "sequential")  # in the order of their losses
 SEQUENTIAL = MODES.index("sequential")

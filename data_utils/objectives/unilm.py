@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from data_utils.base.losses import NEXT_SENTENCE_LOSS, Loss
-from data_utils.base.settings import check, checked, fraction, setting
+from data_utils.common.losses import NEXT_SENTENCE_LOSS, Loss
+from data_utils.common.settings import check, checked, fraction, setting
 from data_utils.objectives.interface import Writing
 from data_utils.objectives.masked_text import NEXT_SENTENCE, PAIR_ONLY, MaskedText, MaskedTextConfig
 from data_utils.objectives.registry import register

@@ -15,9 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from data_utils.base.losses import Loss
-from data_utils.base.planes import GRP, TOKENS
-from data_utils.base.settings import checked, fraction, setting
+from data_utils.common.batch_fields import GRP, TOKENS
+from data_utils.common.losses import Loss
+from data_utils.common.settings import checked, fraction, setting
 from data_utils.objectives.interface import Writing
 from data_utils.objectives.masking import draw_spans, masked_target
 from data_utils.objectives.registry import register

@@ -14,7 +14,7 @@ Segments are 0 for the first half and A, 1 for B, 2 for CLS; a SEP has that of t
 
 The first `memory_length` tokens of a piece are the memory of the rest, as in XLNet's recurrence over segments: they see
 each other, are seen by all later tokens, predict nothing, have segment 0, and are read without a gradient
-(megatron_lite/model/trunk/glm.py). The row described above follows at the next positions. A piece shorter than
+(megatron_lite/model/transformer.py). The row described above follows at the next positions. A piece shorter than
 2 * `memory_length` has no memory, so at least half of every text is trained.
 
 Differences: in a window of one piece B always continues A. The memory is the text before in the same sample, read with
@@ -29,10 +29,10 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.base.losses import Loss
-from data_utils.base.planes import BLOCK_POSITION_IDS, ORD, POSITION_IDS, SEGMENT_IDS, TOKENS
-from data_utils.base.random_streams import below, chance, chance_threshold, open_stream, shuffle
-from data_utils.base.settings import check, checked, setting
+from data_utils.common.batch_fields import BLOCK_POSITION_IDS, ORD, POSITION_IDS, SEGMENT_IDS, TOKENS
+from data_utils.common.losses import Loss
+from data_utils.common.random_streams import below, chance, chance_threshold, open_stream, shuffle
+from data_utils.common.settings import check, checked, setting
 from data_utils.objectives.interface import Writing
 from data_utils.objectives.pairs import (
     A_END,

@@ -3,8 +3,9 @@
     file --reader--> Record --kind of task, form of the model--> TaskSample --collate--> batch
 
 A reader knows one format, and nothing of models or tokenizers. A kind of task turns a Record into a TaskSample:
-documents in the planes of pretraining (data_utils/base/planes.py), and the parts of them that the task's loss and
-scores read. Both are pure functions. Where a kind masks at random, the seed, the sample and the epoch decide.
+documents in the fields of pretraining's batches (data_utils/common/batch_fields.py), and the tokens of them that the
+task's loss and metrics read. Both are pure functions. Where a task masks at random, the seed, the sample and the epoch
+decide.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.base.errors import DataError
-from data_utils.base.planes import Example
+from data_utils.common.batch_fields import Example
+from data_utils.common.errors import DataError
 
 # Kinds of predictions, which say how the loss and the scores of a TaskSample's parts are computed.
 #   tokens    tokens, by the documents' own targets and weights; there are no parts

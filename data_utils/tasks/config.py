@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from data_utils.base.settings import REQUIRED, checked, fraction, setting, setting_mapping
+from data_utils.common.settings import REQUIRED, checked, fraction, setting, setting_mapping
 
 # Metrics that follow from a text's log probability, not from predictions.
 PERPLEXITIES = ("token_perplexity", "word_perplexity", "bits_per_byte")

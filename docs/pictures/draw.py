@@ -24,11 +24,11 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
-from data_utils.text.special_tokens import SpecialTokens
-from data_utils.text.vocabulary import Vocabulary
-from megatron_lite.checkpoint.boxes import runs
-from megatron_lite.model.attention.layout import allowed
-from megatron_lite.model.layers.tensor_parallel import Partition
+from data_utils.tokenizers.special_tokens import SpecialTokens
+from data_utils.tokenizers.vocabulary import Vocabulary
+from megatron_lite.checkpoint.shard_slices import runs
+from megatron_lite.model.attention_backends.layout import allowed
+from megatron_lite.model.tensor_parallel import Partition
 
 TEXT = ["the", "cat", "sat", "on", "the", "old", "mat"]
 SPANS, ORDER = [(1, 2), (4, 6)], [1, 0]  # "cat" and "the old"; part B begins with the second

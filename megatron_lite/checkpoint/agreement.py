@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from data_utils.base.errors import MESSAGE_LENGTH, CheckpointError
-from data_utils.base.setting_files import one_line
+from data_utils.common.errors import MESSAGE_LENGTH, CheckpointError
+from data_utils.common.setting_files import one_line
 from megatron_lite.checkpoint.manifest import list_checkpoints, step_of
 from megatron_lite.parallel.context import ParallelContext
 

@@ -13,11 +13,10 @@ from typing import Annotated, Any, NotRequired
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from data_utils.base.checksums import check_entry, damaged_block
-from data_utils.base.errors import CheckpointError
-from data_utils.base.foreign import conform, parse_json, read_bounded
-from data_utils.base.setting_files import shown
-from megatron_lite.checkpoint.boxes import Box, matrix_shape
+from data_utils.common.checksums import check_entry, damaged_block
+from data_utils.common.errors import CheckpointError
+from data_utils.common.setting_files import shown
+from data_utils.common.untrusted import conform, parse_json, read_bounded
 from megatron_lite.checkpoint.manifest import (
     ADAPTER,
     FORMAT,
@@ -35,7 +34,8 @@ from megatron_lite.checkpoint.manifest import (
     none_is_valid,
     step_of,
 )
-from megatron_lite.checkpoint.places import model_at
+from megatron_lite.checkpoint.resolve_path import model_at
+from megatron_lite.checkpoint.shard_slices import Box, matrix_shape
 
 _MAX_MANIFEST_BYTES = 1 << 30
 

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron_lite.checkpoint.boxes import Run, runs
-from megatron_lite.model.layers.tensor_parallel import Partition
+from megatron_lite.checkpoint.shard_slices import Run, runs
+from megatron_lite.model.tensor_parallel import Partition
 from megatron_lite.parallel.collectives import Group
 
 
@@ -35,7 +35,7 @@ class Fragment:
 
 
 class StateOwner(Protocol):
-    """Weights and optimizer state under any layout; megatron_lite/train/engine/engine.py is one."""
+    """Weights and optimizer state under any layout; megatron_lite/engine/engine.py is one."""
 
     before_update: Callable[[], None]  # called before each change of the fragments
 

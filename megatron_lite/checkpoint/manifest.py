@@ -5,7 +5,8 @@
         manifest.json            every box, size and checksums of every file, parameter shapes, training state
         manifest.json.sha256     the manifest's own checksum; `sha256sum -c` reads it
 
-Every rank writes what it owns. A box (boxes.py) says where its elements lie in the whole parameter, not who owned them.
+Every rank writes what it owns. A box (shard_slices.py) says where its elements lie in the whole parameter, not who
+owned them.
 Padding rows of the vocabulary are left out, since their number depends on the layout. Rank 0 writes the manifest last,
 and an atomic rename gives the directory its name after everything is on disk, so a name that exists is a complete
 checkpoint. There is no "latest" pointer: the newest checkpoint is the newest directory whose manifest and checksums are
@@ -24,9 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_utils.base.errors import CheckpointError
-from data_utils.base.files import write_synced
-from megatron_lite.checkpoint.boxes import Box
+from data_utils.common.errors import CheckpointError
+from data_utils.common.files import write_synced
+from megatron_lite.checkpoint.shard_slices import Box
 from megatron_lite.checkpoint.state import TrainerState
 
 FORMAT = "megatron-lite-checkpoint"

@@ -20,10 +20,9 @@ from typing import Any
 
 import torch
 
-from data_utils.base.errors import CheckpointError, ConfigError
-from data_utils.base.files import new_directory
-from data_utils.base.progress import progress_bar
-from megatron_lite.checkpoint.boxes import matrix_shape
+from data_utils.common.errors import CheckpointError, ConfigError
+from data_utils.common.files import new_directory
+from data_utils.common.progress import progress_bar
 from megatron_lite.checkpoint.existing import check_model
 from megatron_lite.checkpoint.manifest import (
     CHECKPOINTS,
@@ -33,6 +32,7 @@ from megatron_lite.checkpoint.manifest import (
     write_manifest,
 )
 from megatron_lite.checkpoint.read import weight_reader
+from megatron_lite.checkpoint.shard_slices import matrix_shape
 from megatron_lite.checkpoint.tensor_files import write_tensors
 
 # The integral from 0 to x of the factor of the learning rate, where x is the share of the decay that is over.

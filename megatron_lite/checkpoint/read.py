@@ -9,10 +9,9 @@ from typing import TypeVar
 
 import torch
 
-from data_utils.base.errors import CheckpointError
-from data_utils.base.progress import progress_bar
+from data_utils.common.errors import CheckpointError
+from data_utils.common.progress import progress_bar
 from megatron_lite.checkpoint.agreement import agreed_steps, agreement
-from megatron_lite.checkpoint.boxes import Box, matrix_shape
 from megatron_lite.checkpoint.existing import (
     blocks,
     check_same_number,
@@ -32,9 +31,10 @@ from megatron_lite.checkpoint.manifest import (
     none_is_valid,
     step_of,
 )
-from megatron_lite.checkpoint.places import model_at
+from megatron_lite.checkpoint.resolve_path import model_at
+from megatron_lite.checkpoint.shard_slices import Box, matrix_shape
 from megatron_lite.checkpoint.tensor_files import TensorFile
-from megatron_lite.model.layers.tensor_parallel import whole_shape
+from megatron_lite.model.tensor_parallel import whole_shape
 from megatron_lite.parallel.context import ParallelContext
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from data_utils.base.errors import CheckpointError
+from data_utils.common.errors import CheckpointError
 from megatron_lite.checkpoint.fragments import Fragment, StateOwner
 from megatron_lite.checkpoint.manifest import list_checkpoints, manifest_header
 from megatron_lite.checkpoint.write import Save, Watch, retain, unwatched

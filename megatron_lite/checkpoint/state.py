@@ -6,7 +6,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from data_utils.base.errors import CheckpointError
+from data_utils.common.errors import CheckpointError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class TrainerState:
     restarts: int = 0  # how often the run was continued from a checkpoint
     events: dict[str, Any] = field(default_factory=dict)  # EventLog.state
     program: dict[str, Any] = field(default_factory=dict)  # version and commit (version.py); {}: not recorded
-    machine_rates: dict[str, float] = field(default_factory=dict)  # Yardstick.rates (machine.py)
+    machine_rates: dict[str, float] = field(default_factory=dict)  # Yardstick.rates (peak_flops.py)
 
     @staticmethod
     def beginning(config: dict[str, Any]) -> TrainerState:

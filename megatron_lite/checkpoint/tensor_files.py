@@ -1,7 +1,7 @@
 """Safetensors files: written in one pass with their checksums, read box by box.
 
-A file's checksums are CRC-32 of each 16 MiB (data_utils/base/checksums.py says what they find). They are computed while
-the block before them is being written; several ranks can check one file, and a message can say where the damage is.
+A file's checksums are CRC-32 of each 16 MiB (data_utils/common/checksums.py says what they find). They are computed
+while the previous block is being written; several ranks can check one file, and a message can name the damaged block.
 The writer needs two blocks of memory beside the tensor at hand, where the safetensors library holds a whole file. The
 reader reads by position: the library maps the file, which counts against a process as if it held it.
 """
@@ -20,8 +20,8 @@ from typing import IO, Any
 
 import torch
 
-from data_utils.base.errors import CheckpointError
-from megatron_lite.checkpoint.boxes import Box
+from data_utils.common.errors import CheckpointError
+from megatron_lite.checkpoint.shard_slices import Box
 
 BLOCK_BYTES = 16 << 20  # written, and checked, at once
 READ_BYTES = 4 << 20  # read at once: fits in a processor's cache

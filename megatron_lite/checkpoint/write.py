@@ -16,9 +16,8 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-from data_utils.base.files import sync_directory, write_synced
+from data_utils.common.files import sync_directory, write_synced
 from megatron_lite.checkpoint.agreement import describe_error, failed_together
-from megatron_lite.checkpoint.boxes import matrix_shape
 from megatron_lite.checkpoint.fragments import Fragment, StateOwner
 from megatron_lite.checkpoint.manifest import (
     BEST,
@@ -33,8 +32,9 @@ from megatron_lite.checkpoint.manifest import (
     step_of,
     write_manifest,
 )
+from megatron_lite.checkpoint.shard_slices import matrix_shape
 from megatron_lite.checkpoint.tensor_files import write_tensors
-from megatron_lite.model.layers.tensor_parallel import whole_shape
+from megatron_lite.model.tensor_parallel import whole_shape
 from megatron_lite.parallel.context import ParallelContext
 
 log = logging.getLogger(__name__)

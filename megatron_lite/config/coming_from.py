@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.setting_files import shorten
-from data_utils.base.settings import setting_names, to_yaml_scalar
+from data_utils.common.errors import ConfigError
+from data_utils.common.setting_files import shorten
+from data_utils.common.settings import setting_names, to_yaml_scalar
 from megatron_lite.config.tree import Config
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Any
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.setting_files import load_hjson, shown
-from data_utils.base.settings import build, merge, nest, section, to_tree
+from data_utils.common.errors import ConfigError
+from data_utils.common.setting_files import load_hjson, shown
+from data_utils.common.settings import build, merge, nest, section, to_tree
 from megatron_lite.config.deepspeed_keys import (
     ALIASES,
     FORMER_FLAGS,

@@ -18,7 +18,7 @@ from dataclasses import make_dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
-from data_utils.base.settings import section, setting
+from data_utils.common.settings import section, setting
 
 
 class Policy(Enum):

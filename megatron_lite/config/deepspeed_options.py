@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from data_utils.base.setting_files import shown
-from data_utils.base.settings import merge, nest
+from data_utils.common.setting_files import shown
+from data_utils.common.settings import merge, nest
 from megatron_lite.config.deepspeed_file import read_options
 from megatron_lite.config.deepspeed_keys import KEYS
 from megatron_lite.config.sections import BatchConfig, OptimizerConfig, ParallelConfig, TrainingConfig

@@ -1,10 +1,10 @@
-"""The section `ema`: averages of the weights (megatron_lite/train/engine/averages.py)."""
+"""The section `ema`: averages of the weights (megatron_lite/optim/ema.py)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from data_utils.base.settings import check, checked, setting
+from data_utils.common.settings import check, checked, setting
 from megatron_lite.config.sections import ParallelConfig
 
 

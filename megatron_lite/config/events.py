@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from data_utils.base.settings import REQUIRED, check, checked, setting
+from data_utils.common.settings import REQUIRED, check, checked, setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from data_utils.base.setting_files import shown
-from data_utils.base.settings import check, checked, fraction, setting
+from data_utils.common.setting_files import shown
+from data_utils.common.settings import check, checked, fraction, setting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from data_utils.base.settings import check, checked, setting
+from data_utils.common.settings import check, checked, setting
 
 STRATEGIES = ("greedy", "sample", "beam")
 PENALTIES = ("power", "gnmt")

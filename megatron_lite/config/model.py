@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from data_utils.base.losses import MOST_LOSSES
-from data_utils.base.settings import REQUIRED, Former, checked, setting
+from data_utils.common.losses import MOST_LOSSES
+from data_utils.common.settings import REQUIRED, Former, checked, setting
 from megatron_lite.config.systems import LEFT_OUT, SYSTEMS
 
 ACTIVATIONS = ("gelu_tanh", "gelu_erf", "relu", "silu")

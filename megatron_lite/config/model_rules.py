@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from data_utils.base.losses import CLASS_HEADS
-from data_utils.base.settings import check
+from data_utils.common.losses import CLASS_HEADS
+from data_utils.common.settings import check
 
 ModelConfig = Any  # that of model.py, which imports this file
 # Options that leave a trained model as it is.

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from urllib.parse import parse_qsl
 
-from data_utils.base.setting_files import shown
-from data_utils.base.settings import REQUIRED, check, checked, setting
+from data_utils.common.setting_files import shown
+from data_utils.common.settings import REQUIRED, check, checked, setting
 
 # Names of a parameter of an address that lets somebody in.
 _SECRET = re.compile(r"token|key|secret|pass|pwd|auth|credential|sig(nature)?$|session", re.IGNORECASE)

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.setting_files import shown
-from data_utils.base.settings import build, check, to_tree
-from data_utils.samples.config import PhaseSamples
+from data_utils.common.errors import ConfigError
+from data_utils.common.setting_files import shown
+from data_utils.common.settings import build, check, to_tree
+from data_utils.loader.config import PhaseSamples
 from megatron_lite.config.phases import PhaseConfig
 from megatron_lite.config.plan import Config, Plan
 from megatron_lite.config.schedule import ScheduleConfig

@@ -6,8 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from data_utils.base.setting_files import shown
-from data_utils.base.settings import check, checked, inline_sections, merge, setting, setting_mapping, to_tree
+from data_utils.common.setting_files import shown
+from data_utils.common.settings import (
+    check,
+    checked,
+    inline_sections,
+    merge,
+    setting,
+    setting_mapping,
+    to_tree,
+)
 from data_utils.objectives import OBJECTIVES
 
 _LENGTHS = ("steps", "samples", "tokens")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from data_utils.base.errors import ConfigError
-from data_utils.samples.config import PhaseSamples
+from data_utils.common.errors import ConfigError
+from data_utils.loader.config import PhaseSamples
 
 Config = Any  # that of tree.py, which imports this file
 

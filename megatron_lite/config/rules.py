@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.setting_files import shown
-from data_utils.base.settings import check
+from data_utils.common.errors import ConfigError
+from data_utils.common.setting_files import shown
+from data_utils.common.settings import check
 from data_utils.objectives import OBJECTIVES
 
 Config = Any  # that of tree.py, which imports this file

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from data_utils.base.settings import REQUIRED, check, checked, fraction, setting
+from data_utils.common.settings import REQUIRED, check, checked, fraction, setting
 
 DEEPSPEED_KINDS = ("deepspeed_constant", "deepspeed_linear", "deepspeed_cosine")
 

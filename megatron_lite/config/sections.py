@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.setting_files import shown
-from data_utils.base.settings import REQUIRED, check, checked, setting, setting_mapping
+from data_utils.common.errors import ConfigError
+from data_utils.common.setting_files import shown
+from data_utils.common.settings import REQUIRED, check, checked, setting, setting_mapping
 from data_utils.objectives import LOSS_NAMES
 
 OPTIMIZERS = ("adamw", "lamb", "stable_adamw", "adafactor", "muon")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from data_utils.base.settings import check
+from data_utils.common.settings import check
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.systems import FIXED
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from data_utils.base.errors import ConfigError
+from data_utils.common.errors import ConfigError
 from data_utils.objectives import LOSSES, OBJECTIVES, ObjectiveChoice
 from megatron_lite.config.tree import Config
 

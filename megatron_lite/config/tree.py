@@ -1,6 +1,6 @@
 """Every setting of a run: one tree of frozen dataclasses, checked before any process group exists.
 
-The sections are in sections.py, model.py, events.py, observation.py, data_utils/samples/config.py and beside each
+The sections are in sections.py, model.py, events.py, observation.py, data_utils/loader/config.py and beside each
 objective. rules.py checks what concerns several. A component that needs one section takes that one; those that put a
 run together take the tree. Derived values are properties, so that nothing is stored twice.
 """
@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.setting_files import load_yaml, setting_lines, shorten, yaml_path
-from data_utils.base.settings import (
+from data_utils.common.errors import ConfigError
+from data_utils.common.setting_files import load_yaml, setting_lines, shorten, yaml_path
+from data_utils.common.settings import (
     REQUIRED,
     SettingsError,
     build,
@@ -27,11 +27,11 @@ from data_utils.base.settings import (
     setting_mapping,
     wrong_settings,
 )
+from data_utils.loader.config import DataConfig
 from data_utils.objectives import OBJECTIVES, ObjectiveChoice, loss_share, objective_class, section_class
 from data_utils.objectives.interface import ObjectiveConfig
-from data_utils.samples.config import DataConfig
 from data_utils.tasks.config import TaskConfig
-from data_utils.text.tokenizer_readers import TokenizerConfig
+from data_utils.tokenizers.tokenizer_readers import TokenizerConfig
 from megatron_lite.config.deepspeed_file import with_deepspeed
 from megatron_lite.config.deepspeed_keys import KEYS
 from megatron_lite.config.deepspeed_options import deepspeed_options

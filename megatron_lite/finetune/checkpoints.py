@@ -11,19 +11,19 @@ from typing import Any
 
 import torch
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.setting_files import shown
-from data_utils.base.settings import merge, to_tree
+from data_utils.common.errors import ConfigError
+from data_utils.common.setting_files import shown
+from data_utils.common.settings import merge, to_tree
 from megatron_lite.checkpoint.manifest import checkpoints_in, is_checkpoint, list_checkpoints
 from megatron_lite.config.tree import Config
 from megatron_lite.finetune.evaluation import Answer, Evaluated, Evaluation, Model
 from megatron_lite.finetune.setup import HEADED, HEADLESS, Task, for_import, is_export, prepare
 from megatron_lite.finetune.writing import writer
-from megatron_lite.generate.open_run import OpenRun, Run, open_run
-from megatron_lite.model.input.model_input import ModelInput
-from megatron_lite.model.input.task_batch import TaskBatch
-from megatron_lite.model.trunk.build import kind_of
-from megatron_lite.model.trunk.special_heads import configs_of_tasks
+from megatron_lite.inference.open_run import OpenRun, Run, open_run
+from megatron_lite.model.build import kind_of
+from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.task_batch import TaskBatch
+from megatron_lite.model.task_heads import configs_of_tasks
 from megatron_lite.parallel.context import ParallelContext
 
 
@@ -50,7 +50,7 @@ def opened(path: Path, tokenizer: Path | None, tree: Mapping[str, Any]) -> Itera
     if not is_export(path):
         yield open_run(path, tokenizer)
         return
-    from megatron_lite.hf.doors.importing import import_directory
+    from megatron_lite.hf.importing import import_directory
 
     with tempfile.TemporaryDirectory(prefix="glm_evaluate_") as directory:
         run = Path(directory) / "run"

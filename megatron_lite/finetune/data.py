@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from data_utils.base.random_streams import derive_seed
+from data_utils.common.random_streams import derive_seed
 from data_utils.tasks.base import Record, TaskSample
-from data_utils.tasks.layouts.collate import collate
-from data_utils.tasks.layouts.render import Renderer
+from data_utils.tasks.templates.collate import collate
+from data_utils.tasks.templates.render import Renderer
 from megatron_lite.finetune.several import Turns
-from megatron_lite.model.input.task_batch import TaskBatch
+from megatron_lite.model.task_batch import TaskBatch
 
 MOST_DOCUMENTS = 1 << 12  # of a sample, so that each of them drops other elements
 

@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from data_utils.base.errors import DataError
+from data_utils.common.errors import DataError
 from data_utils.tasks.base import Record, TaskSample, part_with_loss
 from data_utils.tasks.config import TaskConfig
-from data_utils.tasks.layouts.render import Renderer
-from data_utils.tasks.layouts.windows import Lambada
+from data_utils.tasks.metrics.answers import positive_label, prediction, references, shares
+from data_utils.tasks.metrics.metrics import measure
+from data_utils.tasks.metrics.metrics_by_task import LOSS, metrics_of, perplexities
 from data_utils.tasks.readers.pairs import sentences_on_lines
-from data_utils.tasks.scores.answers import positive_label, prediction, references, shares
-from data_utils.tasks.scores.metrics import measure
-from data_utils.tasks.scores.metrics_by_task import LOSS, metrics_of, perplexities
+from data_utils.tasks.templates.render import Renderer
+from data_utils.tasks.templates.windows import Lambada
 from megatron_lite.finetune.data import as_batch
 from megatron_lite.finetune.writing import Write
-from megatron_lite.model.input.task_batch import TaskBatch
+from megatron_lite.model.task_batch import TaskBatch
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.gather import gather_arrays
 
@@ -169,7 +169,7 @@ class Evaluation:
         return by_record
 
     def _answers(self, answer: Answer, samples: Sequence[TaskSample]) -> list[np.ndarray]:
-        """The answers of each sample (data_utils/tasks/scores/answers.py), on all ranks. Raises: DataError for NaN."""
+        """The answers of each sample (data_utils/tasks/metrics/answers.py), on all ranks. Raises: DataError for NaN."""
         dp, mine = self._context.dp, []
         per_pass = self._size * dp.size
         for start in range(0, len(samples), per_pass):

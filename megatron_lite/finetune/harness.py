@@ -17,21 +17,21 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.planes import Example
-from data_utils.base.settings import check
+from data_utils.common.batch_fields import Example
+from data_utils.common.errors import ConfigError
+from data_utils.common.settings import check
 from data_utils.tasks.base import Part, TaskSample
 from data_utils.tasks.config import TaskConfig
-from data_utils.tasks.layouts.collate import collate
-from data_utils.tasks.layouts.continuations import Continuations
-from data_utils.tasks.layouts.forms import form_of
-from data_utils.tasks.layouts.inputs import Inputs
+from data_utils.tasks.templates.collate import collate
+from data_utils.tasks.templates.continuations import Continuations
+from data_utils.tasks.templates.forms import form_of
+from data_utils.tasks.templates.inputs import Inputs
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.finetune.checkpoints import answer_of
-from megatron_lite.generate.decoders import Decoder, decoder_for
-from megatron_lite.generate.open_run import Run
-from megatron_lite.model.input.task_batch import TaskBatch
+from megatron_lite.inference.decoders import Decoder, decoder_for
+from megatron_lite.inference.open_run import Run
+from megatron_lite.model.task_batch import TaskBatch
 
 MOST_WRITTEN = 256  # tokens of an answer, where a task does not say how many (lm_eval's own default)
 # Names that tasks have for the most tokens of an answer, the first that is given counts, as in lm_eval.

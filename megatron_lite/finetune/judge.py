@@ -10,12 +10,12 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from data_utils.base.files import sync_directory
-from data_utils.tasks.scores.metrics_by_task import Metrics
+from data_utils.common.files import sync_directory
+from data_utils.tasks.metrics.metrics_by_task import Metrics
 from megatron_lite.checkpoint.manifest import BEST, CHECKPOINTS, checkpoint_name, list_checkpoints, step_of
 from megatron_lite.finetune.evaluation import Evaluation, Model
+from megatron_lite.metrics.records import read_metrics
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.train.observe.records import read_metrics
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ FAR = 0.1  # relative, below the best possible score
 
 
 class TaskJudge:
-    """A run's judge (loop/evaluation.py). With several validation files the mean of their scores counts.
+    """A run's judge (train/evaluation.py). With several validation files the mean of their scores counts.
 
     Args:
         evaluations: name -> Evaluation, for each validation file.

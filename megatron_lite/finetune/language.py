@@ -12,14 +12,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from data_utils.base.planes import DOC, PADDING_DOC, Example
+from data_utils.common.batch_fields import DOC, PADDING_DOC, Example
+from data_utils.loader.loader import collate
 from data_utils.objectives import LOSSES, make_objective
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD
-from data_utils.samples.loader import collate
 from data_utils.tasks.base import TaskSample
-from data_utils.text.special_tokens import NO_TOKEN
-from data_utils.text.tokenizers import Tokenizer
-from data_utils.text.vocabulary import vocabulary_of
+from data_utils.tokenizers.special_tokens import NO_TOKEN
+from data_utils.tokenizers.tokenizer import Tokenizer
+from data_utils.tokenizers.vocabulary import vocabulary_of
 from megatron_lite.config.tree import Config
 from megatron_lite.finetune.data import MOST_DOCUMENTS
 

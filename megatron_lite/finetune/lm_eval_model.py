@@ -11,8 +11,8 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 from lm_eval.tasks import TaskManager
 
-from data_utils.base.errors import DataError, UserError
-from data_utils.base.setting_files import one_line
+from data_utils.common.errors import DataError, UserError
+from data_utils.common.setting_files import one_line
 from megatron_lite.finetune.harness import Harness
 
 

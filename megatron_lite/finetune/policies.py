@@ -13,12 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.settings import check
+from data_utils.common.errors import ConfigError
+from data_utils.common.settings import check
 from megatron_lite.checkpoint.manifest import ADAPTER, TASK_HEAD
 from megatron_lite.config.tree import Config
-from megatron_lite.model.trunk.build import kind_of
-from megatron_lite.train.engine.buckets import NEVER, Rate
+from megatron_lite.model.build import kind_of
+from megatron_lite.optim.buckets import NEVER, Rate
 
 _ABOVE = ("heads.", "final_layernorm.")
 

@@ -23,16 +23,18 @@ from typing import Any
 
 import torch
 
-from data_utils.base.errors import ExitStatus
-from data_utils.base.files import write_whole
+from data_utils.common.errors import ExitStatus
+from data_utils.common.files import write_whole
 from data_utils.objectives import LOSS_NAMES
 from data_utils.tasks.config import TaskConfig
+from data_utils.tasks.metrics.metrics_by_task import LOSS, Metrics, compared_by
+from data_utils.tasks.metrics.predictions import file_name, write_predictions
 from data_utils.tasks.readers.synthetic import optimum
-from data_utils.tasks.scores.metrics_by_task import LOSS, Metrics, compared_by
-from data_utils.tasks.scores.predictions import file_name, write_predictions
 from megatron_lite.checkpoint.manifest import BEST, RESULTS, TASK_HEAD
 from megatron_lite.checkpoint.read import find_checkpoint, load_weights_only
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.engine.engine import memory_advice
+from megatron_lite.engine.plain import PlainEngine
 from megatron_lite.finetune import policies
 from megatron_lite.finetune.data import SeveralTasks, TaskData
 from megatron_lite.finetune.evaluation import Evaluated, Evaluation, Model
@@ -41,16 +43,14 @@ from megatron_lite.finetune.language import LanguageDocuments
 from megatron_lite.finetune.setup import Task, run_directory, settings_of
 from megatron_lite.finetune.several import Turns
 from megatron_lite.finetune.writing import writer
-from megatron_lite.model.input.task_batch import TaskBatch
-from megatron_lite.model.trunk.build import kind_of
+from megatron_lite.metrics.records import read_metrics
+from megatron_lite.model.build import kind_of
+from megatron_lite.model.task_batch import TaskBatch
+from megatron_lite.optim.buckets import USUAL, Rate
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.train.engine.buckets import USUAL, Rate
-from megatron_lite.train.engine.engine import memory_advice
-from megatron_lite.train.engine.plain import PlainEngine
-from megatron_lite.train.guard.control import RunControl
-from megatron_lite.train.guard.watchdog import NoWatchdog, Section, Watchdog
-from megatron_lite.train.loop.trainer import Trainer
-from megatron_lite.train.observe.records import read_metrics
+from megatron_lite.runtime.control import RunControl
+from megatron_lite.runtime.watchdog import NoWatchdog, Section, Watchdog
+from megatron_lite.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
 

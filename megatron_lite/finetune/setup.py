@@ -12,25 +12,25 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.random_streams import derive_seed
-from data_utils.base.setting_files import load_json, load_yaml, shown
-from data_utils.base.settings import build, check, merge, parse_override, to_tree
+from data_utils.common.errors import ConfigError
+from data_utils.common.random_streams import derive_seed
+from data_utils.common.setting_files import load_json, load_yaml, shown
+from data_utils.common.settings import build, check, merge, parse_override, to_tree
 from data_utils.tasks.base import Record
 from data_utils.tasks.config import TaskConfig
-from data_utils.tasks.layouts.forms import form_of
-from data_utils.tasks.layouts.render import Renderer
+from data_utils.tasks.metrics.metrics_by_task import check_metrics, compared_by, with_no_answers
 from data_utils.tasks.readers.by_name import labels_of, read_records
-from data_utils.tasks.scores.metrics_by_task import check_metrics, compared_by, with_no_answers
-from data_utils.text.tokenizers import Tokenizer, load_tokenizer
+from data_utils.tasks.templates.forms import form_of
+from data_utils.tasks.templates.render import Renderer
+from data_utils.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megatron_lite.checkpoint.manifest import RESULTS
-from megatron_lite.checkpoint.places import Place, place_of
+from megatron_lite.checkpoint.resolve_path import Place, place_of
 from megatron_lite.config.deepspeed_file import with_deepspeed
 from megatron_lite.config.sections import BatchConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.electra.sections import discriminator_alone
 from megatron_lite.finetune.several import batches_of, joined, with_sections
-from megatron_lite.optimus.sections import encoder_alone
+from megatron_lite.models.electra.sections import discriminator_alone
+from megatron_lite.models.optimus.sections import encoder_alone
 
 # How what a task predicts is called as a head in the section `model`, and that section without any.
 HEADED = {"classes": "classes", "sets": "classes", "values": "values", "tags": "tags", "spans": "spans"}

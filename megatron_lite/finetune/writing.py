@@ -7,14 +7,14 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from data_utils.base.errors import ConfigError
+from data_utils.common.errors import ConfigError
 from data_utils.objectives import ObjectiveChoice
-from data_utils.tasks.layouts.forms import form_of
-from data_utils.text.tokenizers import Tokenizer
+from data_utils.tasks.templates.forms import form_of
+from data_utils.tokenizers.tokenizer import Tokenizer
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.generate.decoders import BlankDecoder, decoder_for
-from megatron_lite.model.trunk.glm import GLM
+from megatron_lite.inference.decoders import BlankDecoder, decoder_for
+from megatron_lite.model.transformer import GLM
 
 log = logging.getLogger(__name__)
 

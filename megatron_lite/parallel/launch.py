@@ -13,8 +13,8 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_utils.base.cores import usable_cores
-from data_utils.base.errors import ConfigError
+from data_utils.common.cores import usable_cores
+from data_utils.common.errors import ConfigError
 
 # Rank, number of ranks, rank within the node.
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")

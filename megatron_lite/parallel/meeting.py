@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
-from data_utils.base.errors import ConfigError, ExitStatus, UserError
-from data_utils.base.foreign import conform_to, parse_json
-from data_utils.base.setting_files import one_line, shorten
+from data_utils.common.errors import ConfigError, ExitStatus, UserError
+from data_utils.common.setting_files import one_line, shorten
+from data_utils.common.untrusted import conform_to, parse_json
 from megatron_lite.parallel.launch import Launch, attempt, check_port_is_free, meeting_place, report_status
 
 if TYPE_CHECKING:

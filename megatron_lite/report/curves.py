@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_lite.train.observe.metrics import FILE
-from megatron_lite.train.observe.records import valid_records
+from megatron_lite.metrics.records import valid_records
+from megatron_lite.metrics.writer import FILE
 
 COLUMNS = 500
 BUFFERED = 1024  # values of a curve that are taken in together

@@ -12,13 +12,13 @@ from typing import Any
 
 import yaml
 
-from data_utils.base.setting_files import shorten
+from data_utils.common.setting_files import shorten
+from megatron_lite.metrics.formatting import format_count, format_duration
 from megatron_lite.report.charts import Chart, Line, draw, swatch
 from megatron_lite.report.html import Html, element, joined, table
 from megatron_lite.report.phases import phase_table
 from megatron_lite.report.run import RunReport, flat
 from megatron_lite.report.style import STYLE
-from megatron_lite.train.observe.formatting import format_count, format_duration
 
 MAX_RUNS = 8  # as many as there are colours
 MAX_TEXT = 400  # characters of a value

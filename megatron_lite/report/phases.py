@@ -5,14 +5,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from data_utils.base.errors import UserError
-from data_utils.base.settings import build
-from data_utils.samples.extent_ahead import extent_if_here
+from data_utils.common.errors import UserError
+from data_utils.common.settings import build
+from data_utils.loader.extent_ahead import extent_if_here
 from megatron_lite.config.tree import Config
+from megatron_lite.metrics.formatting import format_count, format_duration
 from megatron_lite.report.html import Html, table
 from megatron_lite.report.run import RunReport
-from megatron_lite.train.loop.lr_schedule import step_rate
-from megatron_lite.train.observe.formatting import format_count, format_duration
+from megatron_lite.train.lr_schedule import step_rate
 
 HEAD: list[object] = [
     "phase",

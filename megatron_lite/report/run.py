@@ -15,16 +15,16 @@ from typing import Any
 
 from typing_extensions import TypedDict
 
-from data_utils.base.errors import DataError, UserError
-from data_utils.base.foreign import conform, parse_json, read_bounded
-from data_utils.base.setting_files import MAX_BYTES, parse_yaml
-from data_utils.base.settings import build, to_tree
+from data_utils.common.errors import DataError, UserError
+from data_utils.common.setting_files import MAX_BYTES, parse_yaml
+from data_utils.common.settings import build, to_tree
+from data_utils.common.untrusted import conform, parse_json, read_bounded
 from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import Checkpoint, list_checkpoints, step_of
-from megatron_lite.checkpoint.places import run_at
+from megatron_lite.checkpoint.resolve_path import run_at
 from megatron_lite.config.tree import Config
 from megatron_lite.report.curves import Records, read_records
-from megatron_lite.train.guard.run_state import MEANINGS, state_of
+from megatron_lite.runtime.run_state import MEANINGS, state_of
 
 MAX_CHECKPOINTS = 20  # of a run, that are looked at
 # Written by scripts/quickstart/scores.py, and by scripts/finetune.py in the directory of each seed.

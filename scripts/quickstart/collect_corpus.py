@@ -29,10 +29,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from data_utils.base.cores import usable_cores
-from data_utils.base.errors import ArgumentParser, ConfigError, DataError, expanded_path, run_command
-from data_utils.base.files import require_writable, write_whole
-from data_utils.base.progress import progress_bar
+from data_utils.common.cores import usable_cores
+from data_utils.common.errors import ArgumentParser, ConfigError, DataError, expanded_path, run_command
+from data_utils.common.files import require_writable, write_whole
+from data_utils.common.progress import progress_bar
 
 SUFFIXES = (".py", ".md", ".rst", ".txt")
 SKIPPED_DIRECTORIES = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "testing"}

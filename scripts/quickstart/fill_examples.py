@@ -12,9 +12,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from data_utils.base.errors import ArgumentParser, ConfigError, run_command
-from data_utils.base.files import require_directory
-from data_utils.text.tokenizers import Tokenizer
+from data_utils.common.errors import ArgumentParser, ConfigError, run_command
+from data_utils.common.files import require_directory
+from data_utils.tokenizers.tokenizer import Tokenizer
 from megatron_lite.config.generation import GenerationConfig
 from scripts.quickstart.words import WordBlank, add_arguments, open_loader, word_blanks
 
@@ -29,8 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     require_directory(args.run, "give a run directory")
     # Imported here: mistakes in the arguments must not wait for torch.
-    from megatron_lite.generate.filling import BlankFiller
-    from megatron_lite.generate.open_run import load_run
+    from megatron_lite.inference.filling import BlankFiller
+    from megatron_lite.inference.open_run import load_run
 
     run = load_run(args.run)
     run.require_blank_infilling(["[MASK]"])
@@ -55,7 +55,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def render(tokenizer: Tokenizer, blank: WordBlank, answers: Sequence[tuple[float, list[int]]]) -> str:
     """The text around the blank, then the word and the answers; `=` marks the word among them."""
-    from megatron_lite.generate.filling import span_text
+    from megatron_lite.inference.filling import span_text
 
     sides = (tokenizer.decode(side, skip_special=True) for side in (blank.before, blank.after))
     before, after = (" ".join(side.split()) for side in sides)

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from data_utils.base.errors import ArgumentParser, run_command
-from data_utils.base.files import require_directory
+from data_utils.common.errors import ArgumentParser, run_command
+from data_utils.common.files import require_directory
 from megatron_lite.config.generation import GenerationConfig
 
 DIFFERENT_STATUS = 1
@@ -26,8 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     require_directory(args.checkpoint, "give a run directory or one of its checkpoints")
     from transformers import pipeline
 
-    from megatron_lite.generate.filling import BlankFiller, blank_context
-    from megatron_lite.generate.open_run import load_run
+    from megatron_lite.inference.filling import BlankFiller, blank_context
+    from megatron_lite.inference.open_run import load_run
 
     # The task is one that the export itself brings.
     fill = pipeline("blank-infilling", model=str(args.export), trust_remote_code=True)  # type: ignore[call-overload]

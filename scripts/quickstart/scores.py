@@ -21,13 +21,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from data_utils.base.errors import ArgumentParser, ConfigError, run_command
-from data_utils.base.files import require_directory, write_whole
-from data_utils.base.planes import FIELDS
+from data_utils.common.batch_fields import FIELDS
+from data_utils.common.errors import ArgumentParser, ConfigError, run_command
+from data_utils.common.files import require_directory, write_whole
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
-from data_utils.text.special_tokens import SpecialTokens
-from data_utils.text.vocabulary import Vocabulary
+from data_utils.tokenizers.special_tokens import SpecialTokens
+from data_utils.tokenizers.vocabulary import Vocabulary
 from megatron_lite.config.generation import GenerationConfig
 from scripts.quickstart.ngram import ORDER, NGram
 from scripts.quickstart.words import LONGEST, WordBlank, add_arguments, open_loader, word_blanks
@@ -45,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
     require_directory(args.run, "give the directory of a run that has begun")
     # Imported here: mistakes in the arguments must not wait for torch.
-    from megatron_lite.generate.filling import BlankFiller
-    from megatron_lite.generate.open_run import load_run
+    from megatron_lite.inference.filling import BlankFiller
+    from megatron_lite.inference.open_run import load_run
 
     run = load_run(args.run)
     run.require_blank_infilling(["[MASK]"])
@@ -148,8 +148,8 @@ def model_log_probabilities(  # type: ignore[no-untyped-def]
     """(target id, log probabilities [V] without eop) of each token of the blanks, a forward pass for each blank."""
     import torch
 
-    from megatron_lite.model.input.batch import Batch
-    from megatron_lite.model.input.model_input import prepare
+    from megatron_lite.model.batch import Batch
+    from megatron_lite.model.model_input import prepare
 
     device, vocab_size = next(model.parameters()).device, model.config.vocab_size
     longest = max(len(blank.before) + len(blank.word) + len(blank.after) for blank in blanks)

@@ -23,9 +23,9 @@ from pathlib import Path
 
 import numpy as np
 
-from data_utils.base.errors import ArgumentParser, DataError, run_command
-from data_utils.base.files import require_directory, write_whole
-from data_utils.base.setting_files import load_yaml
+from data_utils.common.errors import ArgumentParser, DataError, run_command
+from data_utils.common.files import require_directory, write_whole
+from data_utils.common.setting_files import load_yaml
 from data_utils.tasks.readers.synthetic import optimum, parsed, samples, synthetic_vocabulary
 from scripts.quickstart.ngram import NGram
 

@@ -20,15 +20,15 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.base.errors import ArgumentParser, ConfigError, run_command
-from data_utils.base.files import require_directory, write_whole
-from data_utils.base.losses import BY_TOKENS
-from data_utils.base.planes import DOC, OBJECTIVE, PADDING_DOC, TARGETS, WEIGHTS
+from data_utils.common.batch_fields import DOC, OBJECTIVE, PADDING_DOC, TARGETS, WEIGHTS
+from data_utils.common.errors import ArgumentParser, ConfigError, run_command
+from data_utils.common.files import require_directory, write_whole
+from data_utils.common.losses import BY_TOKENS
+from data_utils.loader.loader import SampleLoader, open_datasets
 from data_utils.objectives import SENTENCE_LEVEL
-from data_utils.samples.loader import SampleLoader, open_datasets
-from data_utils.text.tokenizers import load_tokenizer
+from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.config.tree import Config, load_config
-from megatron_lite.train.observe.records import last_validation
+from megatron_lite.metrics.records import last_validation
 
 BATCH = 64  # samples read at a time
 NOT_BETTER_STATUS = 1
@@ -60,7 +60,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def unigram_losses(config: Config) -> dict[str, float]:
     """Loss of the unigram model on the run's validation targets: {"loss": ..., "loss/token": ...}, nats."""
-    from megatron_lite.train.observe.reports import objective_losses  # here: torch takes seconds to load
+    from megatron_lite.metrics.reports import objective_losses  # here: torch takes seconds to load
 
     if config.tokenizer is None:
         raise ConfigError("the run's configuration names no tokenizer; give a directory of pretrain_glm.py.")

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from data_utils.base.errors import DataError
-from data_utils.base.planes import Example
+from data_utils.common.batch_fields import Example
+from data_utils.common.errors import DataError
+from data_utils.loader.blanks import spans_of
+from data_utils.loader.config import CorpusConfig, DataConfig
+from data_utils.loader.loader import SampleLoader, open_datasets
 from data_utils.objectives.blank_infilling import DOCUMENT, SENTENCE, TOKEN
-from data_utils.samples.blanks import spans_of
-from data_utils.samples.config import CorpusConfig, DataConfig
-from data_utils.samples.loader import SampleLoader, open_datasets
-from data_utils.text.tokenizers import Tokenizer
-from data_utils.text.vocabulary import vocabulary_of
+from data_utils.tokenizers.tokenizer import Tokenizer
+from data_utils.tokenizers.vocabulary import vocabulary_of
 
 if TYPE_CHECKING:  # it brings torch
-    from megatron_lite.generate.open_run import Run
+    from megatron_lite.inference.open_run import Run
 
 SIDE = 8  # tokens that a text has at least on each side of the blank
 LONGEST = 6  # tokens of a word

@@ -14,14 +14,14 @@ from support.distributed import run_ranks
 from support.engines import expected, fill, layout, make_engine, placed, run_layout, tree
 from support.whole_weights import load_weights
 
-from data_utils.base.errors import CheckpointError
+from data_utils.common.errors import CheckpointError
 from megatron_lite.checkpoint import tensor_files
-from megatron_lite.checkpoint.boxes import Box, matrix_shape, runs
 from megatron_lite.checkpoint.existing import _overlapping, read_checkpoint
 from megatron_lite.checkpoint.manifest import checkpoint_name, list_checkpoints, write_manifest
 from megatron_lite.checkpoint.read import load_checkpoint, newest_valid
+from megatron_lite.checkpoint.shard_slices import Box, matrix_shape, runs
 from megatron_lite.checkpoint.write import retain, save_checkpoint
-from megatron_lite.model.layers.tensor_parallel import Partition, local_shard, partition_of, whole_shape
+from megatron_lite.model.tensor_parallel import Partition, local_shard, partition_of, whole_shape
 from megatron_lite.parallel.context import ParallelContext
 
 ALONE = ParallelContext.alone()

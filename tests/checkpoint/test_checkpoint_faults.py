@@ -15,7 +15,7 @@ from support.distributed import run_ranks, start_ranks
 from support.stub_engine import StubEngine, whole_state_is
 from support.waiting import random_delay, wait_until
 
-from data_utils.base.errors import CheckpointError
+from data_utils.common.errors import CheckpointError
 from megatron_lite.checkpoint import read, tensor_files
 from megatron_lite.checkpoint.existing import read_checkpoint, verify_checkpoint
 from megatron_lite.checkpoint.manifest import checkpoint_name, list_checkpoints

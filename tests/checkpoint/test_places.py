@@ -7,10 +7,10 @@ import pytest
 from support.commands import assert_refused, forked
 from support.stub_engine import StubEngine
 
-from data_utils.base.errors import CheckpointError
+from data_utils.common.errors import CheckpointError
 from megatron_lite.checkpoint.existing import find_manifest
-from megatron_lite.checkpoint.places import Place, best_of_seeds, place_of, require_own_directory
 from megatron_lite.checkpoint.read import find_checkpoint
+from megatron_lite.checkpoint.resolve_path import Place, best_of_seeds, place_of, require_own_directory
 from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.parallel.context import ParallelContext
 from scripts import checkpoints
@@ -158,7 +158,7 @@ def test_a_directory_that_may_not_be_read_is_refused(places, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("megatron_lite.checkpoint.places._place_of", refuse)
+    monkeypatch.setattr("megatron_lite.checkpoint.resolve_path._place_of", refuse)
     monkeypatch.setattr(sys, "argv", ["checkpoints.py", "list", str(places / "runs/base")])
     with pytest.raises(CheckpointError, match="Permission denied; get permission"):
         checkpoints.main()

@@ -12,17 +12,17 @@ from support.distributed import run_ranks
 from support.engines import SAMPLES, expected, fill, layout, make_engine, placed, run_layout, tree
 from support.whole_weights import compare_steps, compare_weights, placed_weights
 
-from data_utils.base.planes import WEIGHTS
-from data_utils.base.settings import build
-from megatron_lite.checkpoint.boxes import Box, matrix_shape
+from data_utils.common.batch_fields import WEIGHTS
+from data_utils.common.settings import build
 from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import KINDS, list_checkpoints
 from megatron_lite.checkpoint.read import _Reader, load_checkpoint, newest_valid
+from megatron_lite.checkpoint.shard_slices import Box, matrix_shape
 from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.trunk.counts import parameter_shapes
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.flops import parameter_shapes
 
 MAX_RANKS = 8
 ORIGIN = Box(0, 0, 0, 0)  # boxes within it are indices into the whole parameter

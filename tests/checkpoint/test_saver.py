@@ -10,7 +10,7 @@ from support.engines import SAMPLES, layout, make_engine, run_layout
 from support.stub_engine import StubEngine, whole_state_is
 from support.waiting import wait_until
 
-from data_utils.base.errors import CheckpointError
+from data_utils.common.errors import CheckpointError
 from megatron_lite.checkpoint import write
 from megatron_lite.checkpoint.agreement import describe_error
 from megatron_lite.checkpoint.existing import read_checkpoint, verify_checkpoint
@@ -18,7 +18,7 @@ from megatron_lite.checkpoint.manifest import list_checkpoints
 from megatron_lite.checkpoint.read import load_checkpoint, newest_valid
 from megatron_lite.checkpoint.saver import Saver
 from megatron_lite.config.sections import CheckpointConfig
-from megatron_lite.model.input.batch import Batch
+from megatron_lite.model.batch import Batch
 from megatron_lite.parallel.context import ParallelContext
 
 ALONE = ParallelContext.alone()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from data_utils.base.errors import CheckpointError
+from data_utils.common.errors import CheckpointError
 from megatron_lite.checkpoint.state import TrainerState
 
 WHOLE = TrainerState(

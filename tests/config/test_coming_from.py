@@ -7,8 +7,8 @@ import re
 import pytest
 from support.configs import tiny
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.settings import setting_names
+from data_utils.common.errors import ConfigError
+from data_utils.common.settings import setting_names
 from megatron_lite.config.coming_from import SOURCES, explain_options, with_deepspeed_file
 from megatron_lite.config.deepspeed_keys import KEYS
 from megatron_lite.config.tree import Config

@@ -12,7 +12,7 @@ from support.distributed import run_ranks
 
 from megatron_lite.config.deepspeed_file import read_options
 from megatron_lite.config.deepspeed_keys import ALIASES, FORMER_FLAGS, KEYS, KINDS, Policy
-from megatron_lite.train.engine.plain import make_engine
+from megatron_lite.engine.plain import make_engine
 
 
 def deepspeed_models():

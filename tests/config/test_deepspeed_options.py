@@ -10,13 +10,13 @@ import pytest
 import yaml
 from support.configs import TINY, tiny, with_json
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.settings import to_tree
+from data_utils.common.errors import ConfigError
+from data_utils.common.settings import to_tree
 from megatron_lite.config.deepspeed_keys import KEYS, Policy
 from megatron_lite.config.deepspeed_options import DEFAULTS
 from megatron_lite.config.tree import Config, load_config
 from megatron_lite.finetune.setup import load_tree
-from megatron_lite.train.guard.finished import different_run
+from megatron_lite.runtime.finished_runs import different_run
 
 
 def read(tmp_path, given: Any, *overrides: str, yaml_tree: Any = None, processes: int = 1):

@@ -5,8 +5,8 @@ import re
 import pytest
 from support.latent import latent_config, latent_tree
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.settings import build
+from data_utils.common.errors import ConfigError
+from data_utils.common.settings import build
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 

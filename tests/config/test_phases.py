@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from support.project import small_run
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.settings import build, merge, to_tree
+from data_utils.common.errors import ConfigError
+from data_utils.common.settings import build, merge, to_tree
 from megatron_lite.config.tree import Config
-from megatron_lite.train.loop.lr_schedule import learning_rate
+from megatron_lite.train.lr_schedule import learning_rate
 
 TRAIN = [{"prefix": "x/web"}, {"prefix": "x/b", "name": "books"}]
 MIXED = {"objectives": {"blank_infilling": 1, "masked_lm": 1}, "model": {"max_position": 66}}

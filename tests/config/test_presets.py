@@ -8,13 +8,13 @@ import pytest
 from support.commands import assert_refused, forked
 from support.project import ROOT
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.setting_files import load_yaml
+from data_utils.common.errors import ConfigError
+from data_utils.common.setting_files import load_yaml
 from megatron_lite.config.tree import load_config
-from megatron_lite.model.trunk.counts import parameter_count
-from megatron_lite.profile.estimate import RESERVED_GIB, estimate
-from megatron_lite.profile.gpus import GPUS
-from megatron_lite.profile.rows import average_rows
+from megatron_lite.estimate.gpus import GPUS
+from megatron_lite.estimate.rows import average_rows
+from megatron_lite.estimate.step_estimate import RESERVED_GIB, estimate
+from megatron_lite.model.flops import parameter_count
 
 # Layers, hidden size, heads, tokens of the vocabulary that the file's comment assumes, parameters.
 PRESETS = {

@@ -11,15 +11,15 @@ import pytest
 import yaml
 from support.project import ROOT
 
-from data_utils.base.settings import build, to_tree
-from data_utils.text.sentencepiece_tokenizer import sentencepiece_special_tokens
-from data_utils.text.special_tokens import assign_special_tokens
+from data_utils.common.settings import build, to_tree
+from data_utils.tokenizers.sentencepiece_tokenizer import sentencepiece_special_tokens
+from data_utils.tokenizers.special_tokens import assign_special_tokens
 from megatron_lite.config.model import padded_vocab_size
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config, load_config
-from megatron_lite.model.trunk.counts import parameter_count
-from megatron_lite.optimus.sections import latent_of
-from megatron_lite.profile.dry_run import dry_run
+from megatron_lite.estimate.dry_run import dry_run
+from megatron_lite.model.flops import parameter_count
+from megatron_lite.models.optimus.sections import latent_of
 
 MODELS = ROOT / "configs"
 
@@ -78,7 +78,7 @@ def test_a_successor_has_the_published_size(name):
 
 def test_glm_130b_fits_the_gpus_it_was_trained_on():
     """A100s of 40 GB: 16 bytes of weights and Adam's state per parameter of the fullest stage, the moments shared."""
-    from megatron_lite.train.engine.stage_counts import stages
+    from megatron_lite.engine.stage_counts import stages
 
     config = published("glm-130b")
     fullest = max(stage.parameters for stage in stages(config))
@@ -106,8 +106,8 @@ def test_the_parameter_count_is_that_of_the_real_module(path):
     """And what --dry-run says that one rank holds."""
     import torch
 
-    from megatron_lite.model.trunk.glm import GLM
-    from megatron_lite.train.engine.stage_counts import stages
+    from megatron_lite.engine.stage_counts import stages
+    from megatron_lite.model.transformer import GLM
 
     config = load_config([path])
     if config.model.vocab_size is None:
@@ -455,8 +455,8 @@ def test_optimus_is_bert_gpt2_and_three_matrices():
     """BertForPreTraining, GPT-2 with three more tokens, and W_E [64, 768], W_M [12 x 768, 32], W_D [768, 32]."""
     import torch
 
-    from megatron_lite.model.trunk.build import kind_of
-    from megatron_lite.optimus.model import Optimus
+    from megatron_lite.model.build import kind_of
+    from megatron_lite.models.optimus.model import Optimus
 
     config = published("optimus-base")
     assert (config.model.vocab_size, config.decoder.vocab_size) == (28_996, 50_257 + 3)
@@ -488,7 +488,7 @@ def test_every_configuration_is_in_a_table():
     continued = {name for name, *_ in CONTINUED}
     named -= {
         name for name in named if name.startswith(("electra-", "ernie-thu-")) or name.endswith("-rtd")
-    }  # tests/electra, tests/knowledge
+    }  # tests/electra, tests/ernie_thu
     assert named == {*own, "ernie2-base", *PUBLISHED, *SUCCESSORS, *SYSTEMS, *continued}
 
 

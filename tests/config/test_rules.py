@@ -15,7 +15,7 @@ from support.configs import with_json
 from support.project import ROOT
 from support.rules import RULES
 
-from data_utils.base.errors import ConfigError
+from data_utils.common.errors import ConfigError
 from megatron_lite.config import deepspeed_options as deepspeed_module
 from megatron_lite.config import events as events_module
 from megatron_lite.config import finetuning as finetuning_module

@@ -6,8 +6,8 @@ import pytest
 import yaml
 from support.configs import TINY, tiny
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.settings import build
+from data_utils.common.errors import ConfigError
+from data_utils.common.settings import build
 from megatron_lite.config.model import padded_vocab_size
 from megatron_lite.config.tree import (
     Config,

@@ -7,16 +7,16 @@ import pytest
 import torch
 from support.project import ROOT
 
-from data_utils.base.settings import build, merge, to_tree
+from data_utils.common.settings import build, merge, to_tree
 from megatron_lite.config.tree import Config, load_config
-from megatron_lite.electra.model import Electra
-from megatron_lite.electra.sections import generator_of
-from megatron_lite.model.trunk.build import kind_of
-from megatron_lite.model.trunk.counts import parameter_count
-from megatron_lite.profile.dry_run import dry_run
-from megatron_lite.profile.estimate import estimate
-from megatron_lite.profile.gpus import gpu_named
-from megatron_lite.profile.rows import average_rows
+from megatron_lite.estimate.dry_run import dry_run
+from megatron_lite.estimate.gpus import gpu_named
+from megatron_lite.estimate.rows import average_rows
+from megatron_lite.estimate.step_estimate import estimate
+from megatron_lite.model.build import kind_of
+from megatron_lite.model.flops import parameter_count
+from megatron_lite.models.electra.model import Electra
+from megatron_lite.models.electra.sections import generator_of
 
 MODELS = ROOT / "configs"
 ELECTRAS = {  # discriminator and generator of the released classes, each with the tables that both share

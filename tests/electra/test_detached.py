@@ -9,16 +9,16 @@ from support.electra import DETACHED, batch_of, electra_config
 from support.plugs import NO_DROPOUT
 from torch.func import functional_call
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.losses import REPLACED
-from data_utils.base.planes import DOC, TARGETS, TOKENS
+from data_utils.common.batch_fields import DOC, TARGETS, TOKENS
+from data_utils.common.errors import ConfigError
+from data_utils.common.losses import REPLACED
 from data_utils.objectives import LOSSES
-from megatron_lite.electra.sections import generator_of
 from megatron_lite.hf.published.conversion import parts_of
 from megatron_lite.hf.published.systems import DEBERTA
-from megatron_lite.model.input.batch import mean_scales
-from megatron_lite.model.input.model_input import prepare
-from megatron_lite.model.trunk.build import build_model, kind_of
+from megatron_lite.model.batch import mean_scales
+from megatron_lite.model.build import build_model, kind_of
+from megatron_lite.model.model_input import prepare
+from megatron_lite.models.electra.sections import generator_of
 
 CPU = torch.device("cpu")
 WORDS = "deberta.embeddings.word_embeddings.weight"

@@ -9,19 +9,19 @@ from support.distributed import run_ranks
 from support.published import random_model
 from support.published_tokenizers import write_files
 
-from data_utils.base.errors import CheckpointError
-from data_utils.base.setting_files import load_yaml
-from data_utils.base.settings import build, merge
+from data_utils.common.errors import CheckpointError
+from data_utils.common.setting_files import load_yaml
+from data_utils.common.settings import build, merge
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.electra import huggingface
-from megatron_lite.electra.sections import discriminator_alone
-from megatron_lite.hf.doors.export import ExportOptions, export_run
-from megatron_lite.hf.doors.importing import import_directory
+from megatron_lite.engine.plain import make_engine
+from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published.heads import OTHER_HEADS
-from megatron_lite.train.engine.plain import make_engine
-from megatron_lite.train.loop.resume import check_beginning, load_beginning
+from megatron_lite.models.electra import huggingface
+from megatron_lite.models.electra.sections import discriminator_alone
+from megatron_lite.train.resume import check_beginning, load_beginning
 
 TREE = {"training": {"steps": 6, "precision": "fp32", "seed": 7}, "data": {"sequence_length": 60}}
 OF_OURS, OF_THEIRS = "embedding.word_embeddings.weight", "embeddings.word_embeddings.weight"

@@ -7,21 +7,21 @@ from support.electra import TREE
 from support.tasks import write_task, write_vocabulary
 from support.whole_weights import load_weights
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.settings import build, merge
+from data_utils.common.errors import ConfigError
+from data_utils.common.settings import build, merge
 from data_utils.objectives import LOSSES
-from data_utils.text.tokenizers import load_tokenizer
+from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.checkpoint.existing import find_manifest
 from megatron_lite.config.tree import Config
+from megatron_lite.estimate.step_estimate import require_one_transformer
 from megatron_lite.finetune.checkpoints import evaluate
 from megatron_lite.finetune.run import finetune
 from megatron_lite.finetune.setup import load_tree, prepare
-from megatron_lite.generate.open_run import load_run
 from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.files.weights import Weights
-from megatron_lite.model.trunk.build import build_model, kind_of
-from megatron_lite.profile.estimate import require_one_transformer
-from megatron_lite.train.loop.resume import check_beginning
+from megatron_lite.inference.open_run import load_run
+from megatron_lite.model.build import build_model, kind_of
+from megatron_lite.train.resume import check_beginning
 
 SETTINGS = [
     "batch.global_batch_size=16",

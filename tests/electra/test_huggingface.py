@@ -12,9 +12,9 @@ from support.engines import layout
 from support.published_files import edit
 from support.tokenizer_files import bert_vocab, write_bert
 
-from data_utils.base.errors import CheckpointError, ConfigError
-from data_utils.base.setting_files import load_yaml
-from data_utils.base.settings import build
+from data_utils.common.errors import CheckpointError, ConfigError
+from data_utils.common.setting_files import load_yaml
+from data_utils.common.settings import build
 from data_utils.objectives import LOSSES
 from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import checkpoint_name
@@ -23,10 +23,10 @@ from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.electra import huggingface
-from megatron_lite.hf.doors.export import ExportOptions, export_run
-from megatron_lite.hf.doors.importing import import_directory
-from megatron_lite.train.engine.plain import make_engine
+from megatron_lite.engine.plain import make_engine
+from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.hf.importing import import_directory
+from megatron_lite.models.electra import huggingface
 
 TREE = {"training": {"steps": 6, "precision": "fp32", "seed": 7}, "data": {"sequence_length": 60}}
 SIZES = {

@@ -7,16 +7,26 @@ import torch.nn.functional as F
 from support.electra import batch_of, electra_config, ours_like, their_names, their_pair
 from support.plugs import NO_DROPOUT
 
-from data_utils.base.losses import MASKED, REPLACED
-from data_utils.base.planes import DOC, FIELDS, GRP, ORD, POSITION_IDS, SEGMENT_IDS, TARGETS, TOKENS, WEIGHTS
+from data_utils.common.batch_fields import (
+    DOC,
+    FIELDS,
+    GRP,
+    ORD,
+    POSITION_IDS,
+    SEGMENT_IDS,
+    TARGETS,
+    TOKENS,
+    WEIGHTS,
+)
+from data_utils.common.losses import MASKED, REPLACED
 from data_utils.objectives import LOSSES
-from megatron_lite.electra import model as electra_model
-from megatron_lite.electra.batch import ElectraBatch
-from megatron_lite.model.attention.layout import allowed
-from megatron_lite.model.input.batch import mean_scales
-from megatron_lite.model.input.model_input import prepare
-from megatron_lite.model.trunk.build import build_model, kind_of
-from megatron_lite.train.engine.engine import parameter_groups
+from megatron_lite.engine.engine import parameter_groups
+from megatron_lite.model.attention_backends.layout import allowed
+from megatron_lite.model.batch import mean_scales
+from megatron_lite.model.build import build_model, kind_of
+from megatron_lite.model.model_input import prepare
+from megatron_lite.models.electra import model as electra_model
+from megatron_lite.models.electra.batch import ElectraBatch
 
 CPU = torch.device("cpu")
 SMALL = {"model": NO_DROPOUT}

@@ -6,11 +6,11 @@ import torch
 from support.chi_square import chi_square, chi_square_limit
 from support.distributed import run_ranks
 
-from data_utils.base.settings import build
+from data_utils.common.settings import build
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.sections import ParallelConfig
-from megatron_lite.electra.sampling import draw, gumbel, philox
-from megatron_lite.model.layers.tensor_parallel import TensorParallel, VocabParallelEmbedding
+from megatron_lite.model.tensor_parallel import TensorParallel, VocabParallelEmbedding
+from megatron_lite.models.electra.sampling import draw, gumbel, philox
 
 VOCAB = 301
 SIZES = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "vocab_size": VOCAB}

@@ -7,13 +7,13 @@ from support.distributed import run_ranks
 from support.electra import CASES, TREE, as_batch, electra_config, rows_of
 from support.parity import outcomes_of
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.settings import build, merge
+from data_utils.common.errors import ConfigError
+from data_utils.common.settings import build, merge
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.train.engine.plain import make_engine
-from megatron_lite.train.loop.resume import check_beginning, load_beginning
+from megatron_lite.engine.plain import make_engine
+from megatron_lite.train.resume import check_beginning, load_beginning
 
 
 @pytest.mark.parametrize(

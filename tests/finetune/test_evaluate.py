@@ -8,12 +8,12 @@ import torch
 from support.distributed import run_ranks
 from support.tasks import votes, write_lines, write_task
 
-from data_utils.base.settings import merge
+from data_utils.common.settings import merge
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.finetune.checkpoints import evaluate
 from megatron_lite.finetune.run import finetune
 from megatron_lite.finetune.setup import load_tree, prepare
-from megatron_lite.hf.doors.export import ExportOptions, export_run
+from megatron_lite.hf.export import ExportOptions, export_run
 from scripts import evaluate as script
 
 

@@ -8,14 +8,14 @@ import torch
 from support.decoder_rows import next_logits
 from support.harness_runs import harness_run
 
-from data_utils.base.errors import ConfigError, DataError
-from data_utils.base.planes import DOC, FIELDS, ORD, POSITION_IDS, TOKENS, WEIGHTS
+from data_utils.common.batch_fields import DOC, FIELDS, ORD, POSITION_IDS, TOKENS, WEIGHTS
+from data_utils.common.errors import ConfigError, DataError
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.finetune.harness import PSEUDO, Asking, Harness, before_first
-from megatron_lite.generate.decoders import decoder_of
-from megatron_lite.generate.filling import BlankFiller
-from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import ModelInput
+from megatron_lite.inference.decoders import decoder_of
+from megatron_lite.inference.filling import BlankFiller
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.model_input import ModelInput
 
 PAIRS = [
     ("the quick brown", " fox"),

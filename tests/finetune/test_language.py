@@ -10,19 +10,19 @@ from support.distributed import run_ranks
 from support.tasks import task_of, write_task
 from support.whole_weights import load_weights
 
-from data_utils.base.errors import ConfigError
+from data_utils.common.errors import ConfigError
 from data_utils.objectives import LOSS_NAMES
-from data_utils.tasks.layouts.collate import collate
+from data_utils.tasks.templates.collate import collate
 from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.finetune import policies
 from megatron_lite.finetune.data import TaskData
 from megatron_lite.finetune.run import finetune, task_rates, training_data
-from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import ModelInput
-from megatron_lite.model.trunk.build import build_model
-from megatron_lite.train.loop.lr_schedule import learning_rate
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.build import build_model
+from megatron_lite.model.model_input import ModelInput
+from megatron_lite.train.lr_schedule import learning_rate
 
 CPU = torch.device("cpu")
 SIATL = ["finetune.lm_weight=0.8", "finetune.lm_weight_last=0.2", "finetune.lm_weight_epochs=3"]

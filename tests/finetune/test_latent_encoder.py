@@ -9,14 +9,14 @@ from support.optimus_runs import write_run
 from support.tasks import votes, write_task, write_vocabulary
 from support.whole_weights import load_weights
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.settings import merge
+from data_utils.common.errors import ConfigError
+from data_utils.common.settings import merge
 from megatron_lite.checkpoint.existing import find_manifest
 from megatron_lite.finetune.checkpoints import evaluate
 from megatron_lite.finetune.run import finetune
 from megatron_lite.finetune.setup import load_tree, prepare
-from megatron_lite.optimus.open_run import open_latent
-from megatron_lite.train.loop.resume import check_beginning
+from megatron_lite.models.optimus.open_run import open_latent
+from megatron_lite.train.resume import check_beginning
 
 SETTINGS = [
     "batch.global_batch_size=16",

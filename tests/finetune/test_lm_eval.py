@@ -15,13 +15,13 @@ from support.published import random_model
 from support.tasks import write_lines
 from support.tokenizer_files import BYTE_SYMBOLS, write_gpt2
 
-from data_utils.base.errors import ConfigError, DataError
-from data_utils.base.settings import merge
+from data_utils.common.errors import ConfigError, DataError
+from data_utils.common.settings import merge
 from megatron_lite.finetune.checkpoints import evaluate
 from megatron_lite.finetune.harness import Harness
-from megatron_lite.generate.open_run import load_run
-from megatron_lite.hf.doors.export import ExportOptions, export_run
-from megatron_lite.hf.doors.importing import import_directory
+from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.hf.importing import import_directory
+from megatron_lite.inference.open_run import load_run
 from scripts import harness as script
 
 pytest.importorskip(

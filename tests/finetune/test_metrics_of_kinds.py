@@ -15,10 +15,10 @@ import torch
 from support.task_inputs import renderer
 from support.tasks import task_of, write_lines, write_task
 
-from data_utils.base.errors import ConfigError, DataError
+from data_utils.common.errors import ConfigError, DataError
 from data_utils.tasks.base import Record
-from data_utils.tasks.scores.metrics import BLEU, KNOWN, measure
-from data_utils.tasks.scores.metrics_by_task import PERPLEXITIES, WITH_POSITIVE, check_metrics, metrics_of
+from data_utils.tasks.metrics.metrics import BLEU, KNOWN, measure
+from data_utils.tasks.metrics.metrics_by_task import PERPLEXITIES, WITH_POSITIVE, check_metrics, metrics_of
 from megatron_lite.finetune.evaluation import Evaluation, Model
 from megatron_lite.finetune.run import write_file_predictions
 from megatron_lite.parallel.context import ParallelContext

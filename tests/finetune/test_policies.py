@@ -7,19 +7,19 @@ from support.distributed import run_ranks
 from support.tasks import task_of, write_task
 from support.whole_weights import load_weights
 
-from data_utils.base.errors import CheckpointError, ConfigError
+from data_utils.common.errors import CheckpointError, ConfigError
 from megatron_lite.checkpoint.existing import new_parameters, read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints
 from megatron_lite.config.sections import ParallelConfig
+from megatron_lite.engine.plain import PlainEngine
 from megatron_lite.finetune import policies
 from megatron_lite.finetune.data import TaskData
 from megatron_lite.finetune.run import finetune, task_rates
-from megatron_lite.model.input.model_input import ModelInput
-from megatron_lite.model.trunk.build import build_model, kind_of
-from megatron_lite.model.trunk.counts import parameter_shapes
-from megatron_lite.train.engine.buckets import NEVER, USUAL, Rate
-from megatron_lite.train.engine.plain import PlainEngine
-from megatron_lite.train.loop.lr_schedule import learning_rate
+from megatron_lite.model.build import build_model, kind_of
+from megatron_lite.model.flops import parameter_shapes
+from megatron_lite.model.model_input import ModelInput
+from megatron_lite.optim.buckets import NEVER, USUAL, Rate
+from megatron_lite.train.lr_schedule import learning_rate
 
 ULMFIT = ["finetune.layer_decay=0.5", "finetune.unfreeze=gradual"]
 STEPS = ["finetune.epochs=3", "batch.micro_batch_size=4", "optimizer.clip_grad_norm=0.1"]  # 4 steps an epoch

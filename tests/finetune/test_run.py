@@ -14,9 +14,9 @@ from support.distributed import run_ranks
 from support.tasks import task_of, votes, write_lines, write_task
 from support.whole_weights import load_weights
 
-from data_utils.base.errors import CheckpointError, ConfigError, ExitStatus
-from data_utils.base.settings import build, parse_override
-from data_utils.tasks.scores.metrics_by_task import compared_by
+from data_utils.common.errors import CheckpointError, ConfigError, ExitStatus
+from data_utils.common.settings import build, parse_override
+from data_utils.tasks.metrics.metrics_by_task import compared_by
 from megatron_lite.checkpoint import write as write_module
 from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints, step_of
@@ -29,8 +29,8 @@ from megatron_lite.finetune.run import finetune, loss_of_guess, warn_of_export, 
 from megatron_lite.finetune.setup import check_output
 from megatron_lite.hf.published.heads import class_of_model
 from megatron_lite.hf.published.systems import OF_MODEL
+from megatron_lite.metrics.records import read_metrics
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.train.observe.records import read_metrics
 
 CLOZE = {
     "kind": "cloze",

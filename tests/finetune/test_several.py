@@ -15,8 +15,8 @@ from support.synthetic_tasks import MORE
 from support.tasks import votes, write_lines, write_task
 from support.whole_weights import load_weights
 
-from data_utils.base.errors import CheckpointError, ConfigError
-from data_utils.base.settings import merge
+from data_utils.common.errors import CheckpointError, ConfigError
+from data_utils.common.settings import merge
 from data_utils.tasks.readers.synthetic import optimum, synthetic_vocabulary
 from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints
@@ -26,9 +26,9 @@ from megatron_lite.finetune.data import SeveralTasks
 from megatron_lite.finetune.run import finetune, training_data
 from megatron_lite.finetune.setup import load_tree, prepare
 from megatron_lite.finetune.several import Turns, batches_of
-from megatron_lite.hf.doors.export import ExportOptions, export_run
+from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.metrics.records import read_metrics
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.train.observe.records import read_metrics
 
 assert MORE  # the synthetic task `tags` is in tests/support
 KINDS = ("weight", "exp_avg", "exp_avg_sq")

@@ -11,7 +11,7 @@ import yaml
 from support.distributed import run_ranks
 from support.synthetic_tasks import MORE
 
-from data_utils.base.settings import merge
+from data_utils.common.settings import merge
 from data_utils.tasks.readers.synthetic import optimum, synthetic_vocabulary
 from megatron_lite.finetune.run import finetune
 from megatron_lite.finetune.setup import load_tree, prepare

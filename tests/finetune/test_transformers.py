@@ -16,19 +16,19 @@ from support.published import random_model
 from support.tasks import write_lines
 from support.tokenizer_files import write_bert
 
-from data_utils.base.planes import TARGETS, TOKENS, WEIGHTS
-from data_utils.base.settings import merge
-from data_utils.tasks.layouts.collate import collate
+from data_utils.common.batch_fields import TARGETS, TOKENS, WEIGHTS
+from data_utils.common.settings import merge
+from data_utils.tasks.templates.collate import collate
 from megatron_lite.finetune.checkpoints import evaluate
 from megatron_lite.finetune.run import finetune
 from megatron_lite.finetune.setup import load_tree, prepare
-from megatron_lite.generate.open_run import load_run
-from megatron_lite.hf.doors.export import ExportOptions, export_run
-from megatron_lite.hf.doors.importing import import_directory
+from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.glm.modeling_glm import GLMForMultipleChoice, GLMForSequenceClassification
+from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published.heads import TASK_CLASSES
 from megatron_lite.hf.published.proof import encoder_decoder_inputs, in_rows
-from megatron_lite.train.observe.records import read_metrics
+from megatron_lite.inference.open_run import load_run
+from megatron_lite.metrics.records import read_metrics
 
 STEPS, BATCH, LR, DECAY, WARMUP = 50, 8, 1e-3, 0.05, 5
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", *(f"word{i}" for i in range(394))]

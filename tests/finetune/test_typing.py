@@ -11,16 +11,16 @@ from support.mention_tasks import RELATIONS, TYPES, write_task
 from support.plugs import weights_of
 from support.tasks import task_of
 
-from data_utils.base.errors import ConfigError
-from data_utils.tasks.scores.metrics import loose_micro_f1
+from data_utils.common.errors import ConfigError
+from data_utils.tasks.metrics.metrics import loose_micro_f1
 from megatron_lite.finetune import run as run_module
 from megatron_lite.finetune.data import TaskData
 from megatron_lite.finetune.run import finetune
-from megatron_lite.generate.open_run import open_run
-from megatron_lite.hf.doors.export import ExportOptions, export_run
-from megatron_lite.hf.doors.importing import import_directory
-from megatron_lite.model.input.model_input import ModelInput
-from megatron_lite.model.trunk.build import build_model
+from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.hf.importing import import_directory
+from megatron_lite.inference.open_run import open_run
+from megatron_lite.model.build import build_model
+from megatron_lite.model.model_input import ModelInput
 
 CPU = torch.device("cpu")
 

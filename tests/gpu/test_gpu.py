@@ -19,7 +19,7 @@ from support.distributed import run_ranks
 from support.gpu_checks import GpuCase
 from support.recipes import RECIPES
 
-from data_utils.base.settings import merge
+from data_utils.common.settings import merge
 from data_utils.objectives import OBJECTIVES
 
 TOLERANCES = {

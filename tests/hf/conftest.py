@@ -5,7 +5,7 @@ import shutil
 import pytest
 from support.hf_runs import tree, write_run, write_vocabulary
 
-from megatron_lite.hf.doors.export import ExportOptions, export_run
+from megatron_lite.hf.export import ExportOptions, export_run
 
 
 @pytest.fixture(scope="session")

@@ -13,11 +13,11 @@ from support.published import random_model
 from support.published_files import OBJECTIVE, TREE, edit, write_directory, write_tokenizer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from data_utils.base.errors import CheckpointError
-from data_utils.base.settings import merge
-from megatron_lite.hf.doors.export import ExportOptions, export_run
-from megatron_lite.hf.doors.importing import import_directory
+from data_utils.common.errors import CheckpointError
+from data_utils.common.settings import merge
+from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.glm.modeling_glm import GLMForBlankInfilling
+from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published.conversion import open_published
 from megatron_lite.hf.published.systems import PUBLISHED
 

@@ -7,8 +7,8 @@ import yaml
 from support.hf_directories import write_model_parallel
 from support.hf_runs import tree
 
-from data_utils.base.errors import UserError
-from megatron_lite.generate.open_run import load_run
+from data_utils.common.errors import UserError
+from megatron_lite.inference.open_run import load_run
 from scripts import convert_checkpoint
 
 # Command line

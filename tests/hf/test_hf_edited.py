@@ -10,8 +10,8 @@ import transformers
 from support.edited_configs import edits
 from support.published import CASES, write_random
 
-from data_utils.base.errors import CheckpointError, UserError
-from megatron_lite.hf.doors.importing import import_directory, open_source
+from data_utils.common.errors import CheckpointError, UserError
+from megatron_lite.hf.importing import import_directory, open_source
 from megatron_lite.hf.published.conversion import is_published, open_published
 
 SYSTEMS = (

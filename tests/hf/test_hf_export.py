@@ -14,21 +14,21 @@ from support.engines import layout, placed
 from support.hf_runs import make_config, make_model, settings_of, tree, without_padding, write_run
 from support.project import ROOT
 
-from data_utils.base.errors import CheckpointError, ConfigError, DataError
-from data_utils.base.settings import merge
+from data_utils.common.errors import CheckpointError, ConfigError, DataError
+from data_utils.common.settings import merge
 from megatron_lite.checkpoint.manifest import write_manifest
 from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.model import BLOCK_POSITIONS
 from megatron_lite.config.sections import ParallelConfig
-from megatron_lite.generate.open_run import load_run
-from megatron_lite.hf.doors.export import ExportOptions, export_run
-from megatron_lite.hf.doors.importing import import_directory
-from megatron_lite.hf.files.described import by_transformers
+from megatron_lite.engine.plain import make_engine
+from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.hf.files.config_json import by_transformers
 from megatron_lite.hf.files.weights import new_directory, open_directory
 from megatron_lite.hf.glm import proof
 from megatron_lite.hf.glm.modeling_glm import GLMForBlankInfilling
-from megatron_lite.train.engine.plain import make_engine
+from megatron_lite.hf.importing import import_directory
+from megatron_lite.inference.open_run import load_run
 
 # Processes and layout of the run that saved the checkpoint: all with TP x PP up to 4, a few of them always.
 LAYOUTS = [
@@ -223,11 +223,11 @@ from pathlib import Path
 import torch
 sys.path[:0] = [{root!r}, {tests!r}]
 from support.hf_runs import settings_of, tree, make_config
-from megatron_lite.hf.doors.export import ExportOptions, export_run
-from megatron_lite.hf.doors.importing import import_directory
-from megatron_lite.hf.doors.importing import write_training_checkpoint
+from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.hf.importing import import_directory
+from megatron_lite.hf.importing import write_training_checkpoint
 from megatron_lite.hf.files.weights import Weights
-from megatron_lite.model.trunk.counts import parameter_shapes
+from megatron_lite.model.flops import parameter_shapes
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

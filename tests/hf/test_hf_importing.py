@@ -12,14 +12,14 @@ from support.hf_runs import make_config, settings_of, write_run
 from support.training import fit
 from support.whole_weights import load_weights
 
-from data_utils.base.settings import merge
+from data_utils.common.settings import merge
 from megatron_lite.checkpoint.manifest import list_checkpoints
 from megatron_lite.checkpoint.read import load_checkpoint, newest_valid
 from megatron_lite.config.sections import ParallelConfig
-from megatron_lite.generate.open_run import load_run
-from megatron_lite.hf.doors.export import ExportOptions, export_run
-from megatron_lite.hf.doors.importing import import_directory
-from megatron_lite.train.engine.plain import make_engine
+from megatron_lite.engine.plain import make_engine
+from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.hf.importing import import_directory
+from megatron_lite.inference.open_run import load_run
 
 # Round trips
 

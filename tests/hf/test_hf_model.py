@@ -7,13 +7,11 @@ import torch.nn.functional as F
 from support.batches import prefix_batch
 from support.hf_runs import make_config, make_model, tree, write_vocabulary
 
-from data_utils.base.errors import CheckpointError
-from data_utils.base.planes import BLOCK_POSITION_IDS, DOC, GRP, ORD, POSITION_IDS, TOKENS
-from data_utils.text.tokenizers import load_tokenizer
+from data_utils.common.batch_fields import BLOCK_POSITION_IDS, DOC, GRP, ORD, POSITION_IDS, TOKENS
+from data_utils.common.errors import CheckpointError
+from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.config.model import BLOCK_POSITIONS
-from megatron_lite.generate.filling import BlankFiller, blank_context
-from megatron_lite.generate.filling import GenerationConfig as TrainingGeneration
-from megatron_lite.hf.doors.export import generation_config, glm_config
+from megatron_lite.hf.export import generation_config, glm_config
 from megatron_lite.hf.glm import proof
 from megatron_lite.hf.glm.modeling_glm import (
     GLMForBlankInfilling,
@@ -25,10 +23,12 @@ from megatron_lite.hf.glm.modeling_glm import (
 from megatron_lite.hf.glm.pipeline_glm import BlankInfillingPipeline
 from megatron_lite.hf.glm.tokenization_glm import GLMTokenizerFast
 from megatron_lite.hf.glm.tokenizer_files import write_tokenizer
-from megatron_lite.model.attention.layout import allowed
-from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import ModelInput
+from megatron_lite.inference.filling import BlankFiller, blank_context
+from megatron_lite.inference.filling import GenerationConfig as TrainingGeneration
+from megatron_lite.model.attention_backends.layout import allowed
+from megatron_lite.model.batch import Batch
 from megatron_lite.model.kernels import dropout
+from megatron_lite.model.model_input import ModelInput
 
 # fp32: the same sums in another order; logits are of order 1.
 TOLERANCE = {"rtol": 0, "atol": 1e-5}

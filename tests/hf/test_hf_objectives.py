@@ -9,13 +9,13 @@ from support.commands import forked
 from support.hf_runs import make_config, tree, write_run
 from transformers import pipeline
 
-from data_utils.base.errors import CheckpointError
-from data_utils.base.settings import build, merge
+from data_utils.common.errors import CheckpointError
+from data_utils.common.settings import build, merge
 from megatron_lite.config.tree import Config
-from megatron_lite.generate.open_run import open_run
-from megatron_lite.hf.doors.export import ExportOptions, export_run
-from megatron_lite.hf.doors.importing import import_directory
+from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.glm.modeling_glm import GLMForBlankInfilling
+from megatron_lite.hf.importing import import_directory
+from megatron_lite.inference.open_run import open_run
 
 # Each section's own settings changed, so that a default in their place is noticed.
 RUNS = {

@@ -18,9 +18,9 @@ import torch
 from support.hf_runs import tree, write_run, write_vocabulary
 from support.project import ROOT
 
-from megatron_lite.generate.filling import BlankFiller, GenerationConfig, blank_context
-from megatron_lite.generate.open_run import load_run
-from megatron_lite.hf.doors.export import ExportOptions, export_run
+from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.inference.filling import BlankFiller, GenerationConfig, blank_context
+from megatron_lite.inference.open_run import load_run
 
 TEXTS = ["word1 word2 [MASK] word3 . [sMASK] word4", "word9 word8 [MASK] .", "word3 word5 [gMASK]"]
 LENGTH = 12

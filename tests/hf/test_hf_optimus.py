@@ -11,14 +11,14 @@ from support.optimus_runs import write_run
 from support.tokenizer_files import byte_bpe_json
 from support.whole_weights import load_weights
 
-from data_utils.base.errors import CheckpointError, ConfigError
+from data_utils.common.errors import CheckpointError, ConfigError
 from megatron_lite.checkpoint.existing import find_manifest
-from megatron_lite.generate.open_run import open_run
-from megatron_lite.hf.doors.export import ExportOptions, export_run
-from megatron_lite.hf.doors.importing import import_directory
-from megatron_lite.optimus.huggingface import prove, their_logits
-from megatron_lite.optimus.open_run import open_latent
-from megatron_lite.optimus.sections import latent_of
+from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.hf.importing import import_directory
+from megatron_lite.inference.open_run import open_run
+from megatron_lite.models.optimus.huggingface import prove, their_logits
+from megatron_lite.models.optimus.open_run import open_latent
+from megatron_lite.models.optimus.sections import latent_of
 
 TEXT = "The quick brown fox."
 

@@ -4,7 +4,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from support.hf_runs import tree, write_run, write_vocabulary
 
-from megatron_lite.hf.doors.export import ExportOptions, export_run
+from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.glm.modeling_glm import GLMForBlankInfilling, GLMForSequenceClassification
 from megatron_lite.hf.glm.tokenization_glm import GLMTokenizerFast
 

@@ -11,13 +11,13 @@ from safetensors.torch import load_file, save_file
 from support.hf_directories import repack, write_model_parallel
 from support.hf_runs import tree
 
-from data_utils.base.errors import CheckpointError, ConfigError, DataError
-from data_utils.base.settings import build, merge, parse_override
+from data_utils.common.errors import CheckpointError, ConfigError, DataError
+from data_utils.common.settings import build, merge, parse_override
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.hf.doors.export import ExportOptions, export_run, require_usual_logits
-from megatron_lite.hf.doors.importing import import_directory, import_megatron
+from megatron_lite.hf.export import ExportOptions, export_run, require_usual_logits
 from megatron_lite.hf.glm.modeling_glm import GLMForBlankInfilling
+from megatron_lite.hf.importing import import_directory, import_megatron
 from megatron_lite.hf.published.conversion import hf_config
 
 

@@ -8,13 +8,13 @@ from safetensors.torch import load_file, save_file
 from support.hf_directories import assert_same_weights, repack, weights_of, write_model_parallel
 from support.hf_runs import tree
 
-from data_utils.base.errors import CheckpointError
-from data_utils.base.settings import merge
-from megatron_lite.generate.open_run import load_run
-from megatron_lite.hf.doors.export import ExportOptions, export_run
-from megatron_lite.hf.doors.importing import import_directory, import_megatron
+from data_utils.common.errors import CheckpointError
+from data_utils.common.settings import merge
+from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.files.weights import PADDING_ROWS, WORDS
 from megatron_lite.hf.glm import released
+from megatron_lite.hf.importing import import_directory, import_megatron
+from megatron_lite.inference.open_run import load_run
 
 
 def expected_released_names(layers):

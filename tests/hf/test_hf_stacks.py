@@ -9,17 +9,17 @@ from support.distributed import run_ranks
 from support.optimus_runs import GPT2_NAMES, optimus_tree
 from support.published import random_model
 
-from data_utils.base.errors import CheckpointError
-from data_utils.base.setting_files import load_yaml
-from data_utils.base.settings import build, to_tree
+from data_utils.common.errors import CheckpointError
+from data_utils.common.setting_files import load_yaml
+from data_utils.common.settings import build, to_tree
 from data_utils.objectives import LOSS_NAMES
-from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
+from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.hf.doors.importing import import_directory
-from megatron_lite.model.trunk.build import build_model
-from megatron_lite.train.engine.plain import PlainEngine
-from megatron_lite.train.loop.resume import check_beginning, load_beginning
+from megatron_lite.engine.plain import PlainEngine
+from megatron_lite.hf.importing import import_directory
+from megatron_lite.model.build import build_model
+from megatron_lite.train.resume import check_beginning, load_beginning
 
 WORDS = "decoder.embedding.word_embeddings.weight"
 RUN = {"training": {"steps": 5}, "data": {"sequence_length": 24}}
@@ -58,7 +58,7 @@ def begin(context, config):
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    logger = logging.getLogger("megatron_lite.optimus.begin_stacks")
+    logger = logging.getLogger("megatron_lite.models.optimus.begin_stacks")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     load_beginning(config, engine, context, [], {})

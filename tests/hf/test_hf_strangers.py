@@ -9,13 +9,13 @@ import pytest
 import yaml
 from support.optimus_runs import write_run as write_optimus
 
-from data_utils.base.errors import CheckpointError
-from data_utils.base.settings import build, keys_of, section_in, setting_names, to_tree
+from data_utils.common.errors import CheckpointError
+from data_utils.common.settings import build, keys_of, section_in, setting_names, to_tree
 from data_utils.objectives.ul2 import DenoiserConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.hf.doors.export import ExportOptions, export_run
-from megatron_lite.hf.doors.importing import import_directory
+from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.files.recipe import read_recipe, recipe_of
+from megatron_lite.hf.importing import import_directory
 
 CANARY = "/a/path/of/a/stranger"
 # What a stranger may decide, as a user would expect it. Sections of which he decides all, by name:

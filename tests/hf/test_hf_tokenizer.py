@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from support.tokenizer_files import KIND_OF
 from transformers import AutoTokenizer, tokenization_utils_base
 
-from data_utils.base.errors import CheckpointError
+from data_utils.common.errors import CheckpointError
 from data_utils.tasks.base import Record
 from data_utils.tasks.config import TaskConfig
-from data_utils.tasks.layouts.forms import Form
-from data_utils.tasks.layouts.render import Renderer
-from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
+from data_utils.tasks.templates.forms import Form
+from data_utils.tasks.templates.render import Renderer
+from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
 from megatron_lite.hf.glm.tokenization_glm import GLMSentencePieceTokenizer, GLMTokenizerFast
 from megatron_lite.hf.glm.tokenizer_files import prove_tokenizer, training_tokenizer, write_tokenizer
 

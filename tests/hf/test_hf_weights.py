@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from data_utils.base.errors import CheckpointError
+from data_utils.common.errors import CheckpointError
 from megatron_lite.checkpoint.tensor_files import write_tensors
 from megatron_lite.hf.files.weights import (
     DTYPES,

@@ -12,11 +12,11 @@ from support.hub import Hub
 from support.published_files import write_released
 from support.tokenizer_files import bert_vocab, write_bert
 
-from data_utils.base.errors import DataError
-from data_utils.base.hub import HubName, fetch, hub_name
-from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
-from megatron_lite.hf.doors.importing import import_directory
-from megatron_lite.hf.files.of_hub import wanted
+from data_utils.common.errors import DataError
+from data_utils.common.hub import HubName, fetch, hub_name
+from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
+from megatron_lite.hf.files.hub_files import wanted
+from megatron_lite.hf.importing import import_directory
 
 CONVERT = "scripts/convert_checkpoint.py"
 SECRET = "hf_TheSecretOfThisTest"

@@ -12,7 +12,7 @@ from support.project import ROOT
 from support.published_files import write_directory, write_released
 from support.published_tokenizers import SCRIPTS
 
-from data_utils.base.setting_files import load_yaml
+from data_utils.common.setting_files import load_yaml
 from megatron_lite.hf.published.systems import OF_MODEL
 from megatron_lite.hf.published.usual import with_objective
 

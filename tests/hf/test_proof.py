@@ -11,16 +11,16 @@ from support.optimus_runs import write_run as write_optimus
 from support.published import random_model
 from transformers import GenerationConfig, PreTrainedModel
 
-from data_utils.base.errors import CheckpointError
-from megatron_lite.generate.open_run import load_model, open_run
-from megatron_lite.hf.doors import export, importing
-from megatron_lite.hf.doors.export import ExportOptions, export_run
-from megatron_lite.hf.doors.importing import import_directory
+from data_utils.common.errors import CheckpointError
+from megatron_lite.hf import export, importing
+from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.glm import proof
 from megatron_lite.hf.glm.modeling_glm import GLMModel
+from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published import runs as published_runs
 from megatron_lite.hf.published.proof import ask
-from megatron_lite.optimus import huggingface as optimus
+from megatron_lite.inference.open_run import load_model, open_run
+from megatron_lite.models.optimus import huggingface as optimus
 
 TREE = {"training": {"steps": 6, "precision": "fp32"}, "data": {"sequence_length": 60}}
 CAUSAL = {**TREE, "objectives": {"causal": 1}}
@@ -215,12 +215,12 @@ def test_an_export_without_a_proof_says_so(run, tmp_path):
 
 
 def test_an_import_trusts_no_report(exports, tmp_path):
-    """The directory has the report of a proof that held, and another weight."""
+    """The directory has the report of a proof that held, and a weight that is damaged since."""
     copy = shutil.copytree(exports / "huggingface", tmp_path / "copy")
     state = load_file(copy / "model.safetensors")
-    state["glm.layers.1.attention.dense.weight"][0, 0] += 1.0
+    state["glm.layers.1.attention.dense.weight"][0, 0] = float("nan")
     save_file(state, copy / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match="does not compute what its source computes"):
+    with pytest.raises(CheckpointError, match="layers.1.attention.dense.weight.* not finite"):
         import_directory(copy, tmp_path / "run", {})
     assert not (tmp_path / "run").exists()
 

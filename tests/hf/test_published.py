@@ -9,17 +9,26 @@ from support.published import CASES, write_random, xlnet_logits
 from support.recipes import collate, make, text_of, windows
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from data_utils.base.planes import DOC, FIELDS, GRP, ORD, PADDING_DOC, POSITION_IDS, SEGMENT_IDS, TOKENS
-from data_utils.base.settings import build
+from data_utils.common.batch_fields import (
+    DOC,
+    FIELDS,
+    GRP,
+    ORD,
+    PADDING_DOC,
+    POSITION_IDS,
+    SEGMENT_IDS,
+    TOKENS,
+)
+from data_utils.common.settings import build
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.files.weights import Weights
 from megatron_lite.hf.published import conversion
 from megatron_lite.hf.published.proof import in_rows, our_output, proof_batch, their_output
 from megatron_lite.hf.published.segment_memory import read_segment
-from megatron_lite.model.attention.layout import allowed
-from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import prepare
-from megatron_lite.model.trunk.glm import GLM
+from megatron_lite.model.attention_backends.layout import allowed
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.model_input import prepare
+from megatron_lite.model.transformer import GLM
 
 # fp32, the same sums in another order; times the largest value beyond 1.
 TOLERANCE = 1e-5

@@ -10,17 +10,17 @@ from support.published import random_model
 from support.published_files import OBJECTIVE, TREE, edit, write_directory
 from support.tokenizer_files import bert_vocab, write_bert
 
-from data_utils.base.errors import CheckpointError, ConfigError
-from data_utils.base.settings import build, merge
+from data_utils.common.errors import CheckpointError, ConfigError
+from data_utils.common.settings import build, merge
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.tree import Config
-from megatron_lite.generate.open_run import open_run
-from megatron_lite.hf.doors.export import ExportOptions, export_run
-from megatron_lite.hf.doors.importing import import_directory
+from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.files.weights import Weights
-from megatron_lite.model.trunk.counts import parameter_shapes
-from megatron_lite.train.loop.resume import check_beginning, keep_task_rows
+from megatron_lite.hf.importing import import_directory
+from megatron_lite.inference.open_run import open_run
+from megatron_lite.model.flops import parameter_shapes
+from megatron_lite.train.resume import check_beginning, keep_task_rows
 
 
 def old_names(state):

@@ -7,10 +7,10 @@ from support.published import CASES, random_model
 from support.tokenizer_files import bert_vocab, write_bert
 
 from megatron_lite.config.generation import GenerationConfig
-from megatron_lite.generate.decoders import decoder_of
-from megatron_lite.generate.open_run import load_run
-from megatron_lite.hf.doors.export import ExportOptions, export_run
-from megatron_lite.hf.doors.importing import import_directory
+from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.hf.importing import import_directory
+from megatron_lite.inference.decoders import decoder_of
+from megatron_lite.inference.open_run import load_run
 
 TREE = {"training": {"steps": 6, "precision": "fp32", "seed": 7}, "data": {"sequence_length": 60}}
 OBJECTIVES = {

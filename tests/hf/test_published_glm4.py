@@ -11,16 +11,16 @@ from support.blank_infilling import MIXED, SPECIAL, objective
 from support.published import random_model, write_random
 from support.recipes import collate, windows
 
-from data_utils.base.errors import CheckpointError
-from data_utils.base.planes import BLOCK_POSITION_IDS, DOC, PADDING_DOC, POSITION_IDS, TOKENS
-from data_utils.base.settings import build
+from data_utils.common.batch_fields import BLOCK_POSITION_IDS, DOC, PADDING_DOC, POSITION_IDS, TOKENS
+from data_utils.common.errors import CheckpointError
+from data_utils.common.settings import build
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.published import conversion
 from megatron_lite.hf.published.conversion import is_published, open_published
-from megatron_lite.model.attention.layout import may_see
-from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import ModelInput
-from megatron_lite.model.trunk.glm import GLM
+from megatron_lite.model.attention_backends.layout import may_see
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.transformer import GLM
 
 SIZE = 3000
 

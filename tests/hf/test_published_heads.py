@@ -9,17 +9,17 @@ from support.hf_runs import tree, write_run, write_vocabulary
 from support.published import random_model
 from support.published_files import write_tokenizer
 
-from data_utils.base.errors import CheckpointError, ConfigError
-from data_utils.base.settings import build, merge
+from data_utils.common.errors import CheckpointError, ConfigError
+from data_utils.common.settings import build, merge
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.generate.open_run import load_run
-from megatron_lite.hf.doors.export import ExportOptions, export_run
-from megatron_lite.hf.doors.importing import import_directory
+from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.files.weights import TRAINING_JSON
 from megatron_lite.hf.glm import proof
+from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published.conversion import hf_config
 from megatron_lite.hf.published.heads import OTHER_HEADS, TASK_CLASSES
 from megatron_lite.hf.published.proof import ask
+from megatron_lite.inference.open_run import load_run
 
 KINDS = ("text", "tags", "spans")
 CLASSES = [(case, kind) for case, kinds in TASK_CLASSES.items() for kind in kinds]

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from support.published import random_model, xlnet_inputs
 from support.recipes import collate, make, text_of
 
-from data_utils.base.planes import (
+from data_utils.common.batch_fields import (
     BLOCK_POSITION_IDS,
     DOC,
     FIELDS,
@@ -19,14 +19,14 @@ from data_utils.base.planes import (
     TOKENS,
     WEIGHTS,
 )
-from data_utils.base.settings import build
+from data_utils.common.settings import build
 from data_utils.objectives import LOSSES
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.files.weights import Weights
 from megatron_lite.hf.published import conversion
-from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import ModelInput
-from megatron_lite.model.trunk.glm import GLM
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.transformer import GLM
 
 # fp32, the same sums in another order; of the largest value.
 TOLERANCE = 1e-5

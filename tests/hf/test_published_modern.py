@@ -9,18 +9,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.published import random_model, write_random
 
-from data_utils.base.errors import CheckpointError
-from data_utils.base.planes import DOC, ORD, PADDING_DOC, POSITION_IDS, TOKENS
-from data_utils.base.settings import build
+from data_utils.common.batch_fields import DOC, ORD, PADDING_DOC, POSITION_IDS, TOKENS
+from data_utils.common.errors import CheckpointError
+from data_utils.common.settings import build
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.generate.cache import CachedPlan, id_planes, stack_rows
 from megatron_lite.hf.files.published_form import SAME, TURNED
 from megatron_lite.hf.published import conversion
 from megatron_lite.hf.published.conversion import open_published
 from megatron_lite.hf.published.proof import our_output, text_rows
-from megatron_lite.model.trunk.counts import parameter_shapes
-from megatron_lite.model.trunk.glm import GLM
-from megatron_lite.model.trunk.initial_weights import initialize_parameters
+from megatron_lite.inference.cache import CachedPlan, id_planes, stack_rows
+from megatron_lite.model.flops import parameter_shapes
+from megatron_lite.model.init import initialize_parameters
+from megatron_lite.model.transformer import GLM
 
 SIZES = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 97}
 # fp32, the same sums in another order; times the largest value beyond 1.

@@ -10,19 +10,19 @@ from support.published import random_model
 from support.published_files import TREE, edit
 from support.tokenizer_files import bert_vocab, write_bert
 
-from data_utils.base.errors import CheckpointError
-from data_utils.base.settings import build
+from data_utils.common.errors import CheckpointError
+from data_utils.common.settings import build
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.generate.open_run import load_run
-from megatron_lite.hf.doors.export import ExportOptions, export_run
-from megatron_lite.hf.doors.importing import import_directory
+from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published import conversion
 from megatron_lite.hf.published.conversion import open_published
 from megatron_lite.hf.published.neobert import _BY_HEAD as BY_HEAD
 from megatron_lite.hf.published.proof import our_output, text_rows
-from megatron_lite.model.trunk.counts import parameter_shapes
-from megatron_lite.model.trunk.glm import GLM
-from megatron_lite.model.trunk.initial_weights import initialize_parameters
+from megatron_lite.inference.open_run import load_run
+from megatron_lite.model.flops import parameter_shapes
+from megatron_lite.model.init import initialize_parameters
+from megatron_lite.model.transformer import GLM
 
 SIZES = {"num_layers": 1, "hidden_size": 128, "num_attention_heads": 4, "vocab_size": 97}
 MASKED = TREE | {"objectives": {"masked_lm": 1}}

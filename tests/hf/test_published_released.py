@@ -10,14 +10,14 @@ from support.published import random_model
 from support.published_files import OBJECTIVE, TREE, edit, tensors_once, write_tokenizer
 from support.released_facts import RELEASED, write_released
 
-from data_utils.base.errors import CheckpointError, ConfigError
-from megatron_lite.generate.open_run import load_run, open_run
-from megatron_lite.hf.doors.export import ExportOptions, export_run
-from megatron_lite.hf.doors.importing import import_directory
+from data_utils.common.errors import CheckpointError, ConfigError
+from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.glm.proof import compare
+from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published.conversion import open_published
 from megatron_lite.hf.published.proof import ask
 from megatron_lite.hf.published.systems import PUBLISHED
+from megatron_lite.inference.open_run import load_run, open_run
 
 CAUSAL = {"objectives": {"causal": 1}}
 WITHOUT_LABELS = {  # of sentences, for which the files have no head

@@ -18,9 +18,9 @@ from support.published_files import (
     write_directory,
 )
 
-from data_utils.base.errors import CheckpointError, ConfigError
-from data_utils.base.setting_files import load_yaml
-from data_utils.base.settings import build
+from data_utils.common.errors import CheckpointError, ConfigError
+from data_utils.common.setting_files import load_yaml
+from data_utils.common.settings import build
 from data_utils.objectives import LOSSES
 from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import checkpoint_name
@@ -29,12 +29,12 @@ from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.generate.open_run import open_run
-from megatron_lite.hf.doors.export import ExportOptions, export_run
-from megatron_lite.hf.doors.importing import import_directory
+from megatron_lite.engine.plain import make_engine
+from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published import proof as published_proof
 from megatron_lite.hf.published.segment_memory import read_segment
-from megatron_lite.train.engine.plain import make_engine
+from megatron_lite.inference.open_run import open_run
 
 SENTENCE = "The quick brown fox jumps over the lazy dog."
 

@@ -11,9 +11,9 @@ import sys
 import pytest
 from support.published_tokenizers import BYTES, SCRIPTS, add_json, combinations, theirs_of, write_files
 
-from data_utils.base.errors import CheckpointError, ConfigError
-from data_utils.base.settings import build
-from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
+from data_utils.common.errors import CheckpointError, ConfigError
+from data_utils.common.settings import build
+from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
 from megatron_lite.hf.files.tokenizer_proof import awkward_texts, load_theirs, prove_exported, tokenizer_proof
 from megatron_lite.hf.published.tokenizers import (
     brought_tokenizer,

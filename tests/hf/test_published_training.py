@@ -13,20 +13,20 @@ from support.published import random_model
 from support.published_tokenizers import write_files
 from support.tokenizer_files import BYTE_SYMBOLS, byte_bpe_json, write_bert, write_gpt2
 
-from data_utils.base.planes import OBJECTIVE, WEIGHTS
-from data_utils.base.setting_files import load_yaml
-from data_utils.base.settings import build
+from data_utils.common.batch_fields import OBJECTIVE, WEIGHTS
+from data_utils.common.setting_files import load_yaml
+from data_utils.common.settings import build
 from data_utils.objectives import LOSSES, OBJECTIVES, make_one
-from data_utils.text.vocabulary import vocabulary_of
+from data_utils.tokenizers.vocabulary import vocabulary_of
 from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import checkpoint_name
 from megatron_lite.checkpoint.read import load_checkpoint
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.generate.open_run import open_run
-from megatron_lite.hf.doors.importing import import_directory
-from megatron_lite.model.input.batch import Batch
-from megatron_lite.train.engine.plain import make_engine
+from megatron_lite.engine.plain import make_engine
+from megatron_lite.hf.importing import import_directory
+from megatron_lite.inference.open_run import open_run
+from megatron_lite.model.batch import Batch
 
 STEPS, ROWS, LR = 50, 4, 2e-3
 TREE = {

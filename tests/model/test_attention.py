@@ -21,15 +21,15 @@ from support.attention import (
 from support.kernels import interpreted_kernels
 from support.recipes import RECIPES
 
-from megatron_lite.model.attention import calls
-from megatron_lite.model.attention import layout as attention_layout
-from megatron_lite.model.attention import plan as plans
-from megatron_lite.model.attention.blocks import BlockPlan
-from megatron_lite.model.attention.calls import KERNELS, choose
-from megatron_lite.model.attention.dense import DensePlan
-from megatron_lite.model.attention.layout import make_layout
-from megatron_lite.model.attention.plan import CallPlan, LongUnit, UnitGroup, plan_attention
-from megatron_lite.model.attention.varlen import VarlenPlan, _joined
+from megatron_lite.model.attention_backends import calls
+from megatron_lite.model.attention_backends import layout as attention_layout
+from megatron_lite.model.attention_backends import plan as plans
+from megatron_lite.model.attention_backends.blocks import BlockPlan
+from megatron_lite.model.attention_backends.calls import KERNELS, choose
+from megatron_lite.model.attention_backends.dense import DensePlan
+from megatron_lite.model.attention_backends.layout import make_layout
+from megatron_lite.model.attention_backends.plan import CallPlan, LongUnit, UnitGroup, plan_attention
+from megatron_lite.model.attention_backends.varlen import VarlenPlan, _joined
 from megatron_lite.model.kernels.fused import join_pair_kernel
 
 WITHOUT_MASKS = {name: recipe for name, recipe in RECIPES.items() if recipe.name != "unilmv2"}

@@ -22,18 +22,18 @@ from support.kernels import interpreted_kernels
 from support.mask_rule import allowed
 from support.recipes import RECIPES, collate, make, windows
 
-from data_utils.base.errors import ConfigError
+from data_utils.common.errors import ConfigError
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.attention import blocks as blocks_module
-from megatron_lite.model.attention.blocks import BlockPlan, block_lists
-from megatron_lite.model.attention.layout import make_layout
-from megatron_lite.model.attention.plan import plan_attention
-from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import ModelInput
+from megatron_lite.model.attention_backends import blocks as blocks_module
+from megatron_lite.model.attention_backends.blocks import BlockPlan, block_lists
+from megatron_lite.model.attention_backends.layout import make_layout
+from megatron_lite.model.attention_backends.plan import plan_attention
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.kernels import fused
-from megatron_lite.model.trunk.glm import GLM
-from megatron_lite.model.trunk.initial_weights import initialize_parameters
+from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.transformer import GLM
 
 EACH = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 # In the interpreter a recipe takes seconds: by default one of those that have the same rule.

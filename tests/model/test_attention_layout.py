@@ -10,11 +10,19 @@ from support import mask_rule
 from support.batches import prefix_batch
 from support.recipes import RECIPES, collate, make, windows
 
-from data_utils.base.planes import DOC, GRP, OBJECTIVE, ORD, TARGETS, WEIGHTS
-from megatron_lite.model.attention import layout as attention_layout
-from megatron_lite.model.attention.layout import BLIND, CAUSAL, FULL, MASKED, allowed, make_layout, make_units
-from megatron_lite.model.input import batch as host_batch
-from megatron_lite.model.input.batch import Batch
+from data_utils.common.batch_fields import DOC, GRP, OBJECTIVE, ORD, TARGETS, WEIGHTS
+from megatron_lite.model import batch as host_batch
+from megatron_lite.model.attention_backends import layout as attention_layout
+from megatron_lite.model.attention_backends.layout import (
+    BLIND,
+    CAUSAL,
+    FULL,
+    MASKED,
+    allowed,
+    make_layout,
+    make_units,
+)
+from megatron_lite.model.batch import Batch
 
 
 def calls(doc, order, grp=None, square_causal_only=False):

@@ -22,21 +22,21 @@ from support.batches import prefix_batch
 from support.kernels import interpreted_kernels
 from support.recipes import RECIPES, Recipe
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.planes import DOC, GRP, ORD, POSITION_IDS
-from data_utils.base.settings import build
+from data_utils.common.batch_fields import DOC, GRP, ORD, POSITION_IDS
+from data_utils.common.errors import ConfigError
+from data_utils.common.settings import build
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.attention import blocks
-from megatron_lite.model.attention import layout as attention_layout
-from megatron_lite.model.attention import window as windows
-from megatron_lite.model.attention.blocks import BlockPlan, block_lists
-from megatron_lite.model.attention.layout import MASKED, make_layout, make_units
-from megatron_lite.model.attention.plan import CallPlan
-from megatron_lite.model.attention.varlen import VarlenPlan
-from megatron_lite.model.attention.window import LayeredPlan, near_keys, near_units, plan_layers
-from megatron_lite.model.input.batch import Batch
+from megatron_lite.estimate.roofline import tile_pairs
+from megatron_lite.model.attention_backends import blocks
+from megatron_lite.model.attention_backends import layout as attention_layout
+from megatron_lite.model.attention_backends import window as windows
+from megatron_lite.model.attention_backends.blocks import BlockPlan, block_lists
+from megatron_lite.model.attention_backends.layout import MASKED, make_layout, make_units
+from megatron_lite.model.attention_backends.plan import CallPlan
+from megatron_lite.model.attention_backends.varlen import VarlenPlan
+from megatron_lite.model.attention_backends.window import LayeredPlan, near_keys, near_units, plan_layers
+from megatron_lite.model.batch import Batch
 from megatron_lite.model.kernels import rule_attention, triton_attention
-from megatron_lite.profile.roofline import tile_pairs
 
 EACH = pytest.mark.parametrize("recipe", [*RECIPES, "blank_infilling"])
 PLANES = (DOC, ORD, GRP, POSITION_IDS)
@@ -110,7 +110,7 @@ def block_sizes(request, monkeypatch):
         for name, value in (("BLOCK_ROWS", 7), ("JOINED_ROWS", 10), ("LEAST_FULL_ROWS", 2)):
             for module in (attention_layout, windows):
                 monkeypatch.setattr(module, name, value, raising=False)
-        monkeypatch.setattr("megatron_lite.model.attention.plan.SHORT_PRODUCTS", 0)
+        monkeypatch.setattr("megatron_lite.model.attention_backends.plan.SHORT_PRODUCTS", 0)
 
 
 @EACH

@@ -7,10 +7,10 @@ import torch
 from support.house import product_files
 from support.project import ROOT
 
-from data_utils.base.errors import ConfigError
-from megatron_lite.model.input.lengths import builds_kernels
+from data_utils.common.errors import ConfigError
 from megatron_lite.model.kernels import compat
 from megatron_lite.model.kernels.compat import widens
+from megatron_lite.model.lengths import builds_kernels
 
 
 def test_the_installed_torch_has_all_of_it():

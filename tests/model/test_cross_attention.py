@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from support.attention import CPU, dropout_of, mask_of, random_arrays, recipe_arrays
 from support.recipes import RECIPES
 
-from megatron_lite.model.attention.cross_attention import constant_length, plan_parts
-from megatron_lite.model.attention.layout import make_layout
-from megatron_lite.model.attention.plan import CallPlan, LongUnit, UnitGroup
-from megatron_lite.model.attention.varlen import VarlenPlan
+from megatron_lite.model.attention_backends.cross_attention import constant_length, plan_parts
+from megatron_lite.model.attention_backends.layout import make_layout
+from megatron_lite.model.attention_backends.plan import CallPlan, LongUnit, UnitGroup
+from megatron_lite.model.attention_backends.varlen import VarlenPlan
 from megatron_lite.model.kernels.dropout import salts
 
 NAMES = ("t5", "bart", "mass", "prefix_lm")
@@ -132,7 +132,7 @@ def _with_keys(dropout, arrays, order):
 def test_calls_on_cpu_equal_the_rule(name, products, monkeypatch):
     """In groups of short documents, and each document by itself."""
     if products is not None:
-        monkeypatch.setattr("megatron_lite.model.attention.plan.SHORT_PRODUCTS", products)
+        monkeypatch.setattr("megatron_lite.model.attention_backends.plan.SHORT_PRODUCTS", products)
     for seed, sequence_length in ((1, 40), (2, 150)):
         arrays = arrays_of(name, sequence_length, seed=seed)
         plan = plan_parts(make_layout(*arrays), CPU, multiple=16)

@@ -6,12 +6,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.sections import ParallelConfig
-from megatron_lite.model.trunk import heads
-from megatron_lite.model.trunk.glm import GLM
-from megatron_lite.model.trunk.heads import row_losses
-from megatron_lite.model.trunk.initial_weights import initialize_parameters
-from megatron_lite.model.trunk.loss_in_parts import loss_logits
-from megatron_lite.model.trunk.loss_terms import Terms
+from megatron_lite.model import lm_head as heads
+from megatron_lite.model.chunked_loss import loss_logits
+from megatron_lite.model.init import initialize_parameters
+from megatron_lite.model.lm_head import row_losses
+from megatron_lite.model.loss_terms import Terms
+from megatron_lite.model.transformer import GLM
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 4 * 11 * 3, 1 << 24])  # one row, three rows, all rows at a time

@@ -6,15 +6,15 @@ import torch
 from support.small_deberta import SIZES, packed, small_model
 from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.planes import DOC, TOKENS
-from data_utils.base.settings import build
+from data_utils.common.batch_fields import DOC, TOKENS
+from data_utils.common.errors import ConfigError
+from data_utils.common.settings import build
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import ModelInput, dense_reason, kernel_of
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.disentangled import bucket_line
+from megatron_lite.model.flops import step_flops
 from megatron_lite.model.kernels import fused
-from megatron_lite.model.layers.disentangled import bucket_line
-from megatron_lite.model.trunk.counts import step_flops
+from megatron_lite.model.model_input import ModelInput, dense_reason, kernel_of
 
 CPU = torch.device("cpu")
 

@@ -5,11 +5,11 @@ import pytest
 import torch
 from support.recipes import collate, make, text_of
 
-from data_utils.base.settings import build
+from data_utils.common.settings import build
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import ModelInput
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.kernels.dropout import (
     PLACES,
     Dropout,
@@ -21,9 +21,9 @@ from megatron_lite.model.kernels.dropout import (
     stays,
     token_keys,
 )
-from megatron_lite.model.layers.relative import Distances
-from megatron_lite.model.trunk.glm import GLM
-from megatron_lite.model.trunk.initial_weights import initialize_parameters
+from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.position_bias import Distances
+from megatron_lite.model.transformer import GLM
 
 KEYS = torch.from_numpy(token_keys(7, np.arange(8), 500).reshape(-1))
 SALTS = torch.from_numpy(salts(24))

@@ -17,12 +17,12 @@ from support.recipes import collate, windows
 from support.recipes import make as make_objective
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import ModelInput
-from megatron_lite.model.layers.tensor_parallel import ColumnParallelLinear, RowParallelLinear, take_products
-from megatron_lite.model.trunk import fused_block
-from megatron_lite.model.trunk.glm import GLM
-from megatron_lite.model.trunk.initial_weights import initialize_parameters
+from megatron_lite.model import fused_block
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.init import initialize_parameters
+from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, take_products
+from megatron_lite.model.transformer import GLM
 
 CONFIG = ModelConfig(
     num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=3000, max_position=64,

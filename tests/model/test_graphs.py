@@ -14,19 +14,19 @@ from support.graphs import by_torch, capture
 from support.kernels import interpreted_kernels
 from support.recipes import RECIPES, collate, make, windows
 
-from data_utils.base.errors import ConfigError
+from data_utils.common.errors import ConfigError
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import load_config
-from megatron_lite.model.attention.layout import make_layout
-from megatron_lite.model.attention.plan import plan_attention
-from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import prepare
-from megatron_lite.model.layers.tensor_parallel import ColumnParallelLinear, RowParallelLinear, take_products
-from megatron_lite.model.trunk import graphs
-from megatron_lite.model.trunk.glm import GLM
-from megatron_lite.model.trunk.initial_weights import initialize_parameters
+from megatron_lite.model import cuda_graphs as graphs
+from megatron_lite.model.attention_backends.layout import make_layout
+from megatron_lite.model.attention_backends.plan import plan_attention
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.init import initialize_parameters
+from megatron_lite.model.model_input import prepare
+from megatron_lite.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, take_products
+from megatron_lite.model.transformer import GLM
+from megatron_lite.optim.buckets import Bucket, Treatment
 from megatron_lite.parallel.collectives import SINGLE
-from megatron_lite.train.engine.buckets import Bucket, Treatment
 
 FIXED = ("t5", "roberta", "causal")  # GLM's pair of calls, a full one, a causal one
 

@@ -12,13 +12,14 @@ import torch
 import torch.nn.functional as F
 from support.kernels import interpreted_kernels
 
-from data_utils.base.planes import ID_PLANES
+from data_utils.common.batch_fields import ID_PLANES
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.kernels import fused, heads
-from megatron_lite.model.kernels.heads import HeadForm
-from megatron_lite.model.layers.head_norms import HeadNorms
-from megatron_lite.model.layers.rotary import Rotary, spread
-from megatron_lite.model.layers.tensor_parallel import TensorParallel
+from megatron_lite.model.head_norms import HeadNorms
+from megatron_lite.model.kernels import fused
+from megatron_lite.model.kernels import qkv_heads as heads
+from megatron_lite.model.kernels.qkv_heads import HeadForm
+from megatron_lite.model.rope import Rotary, spread
+from megatron_lite.model.tensor_parallel import TensorParallel
 
 # Tokens, heads of queries, of keys, size of a head, features that are turned, whether heads are normed, factor
 FORMS = {

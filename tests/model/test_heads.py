@@ -10,8 +10,7 @@ from support.distributed import run_ranks
 from support.recipes import make, span_boundaries, text_of, vocabulary
 from support.whole_weights import compare_weights, placed_weights
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.planes import (
+from data_utils.common.batch_fields import (
     BLOCK_POSITION_IDS,
     DOC,
     OBJECTIVE,
@@ -22,20 +21,21 @@ from data_utils.base.planes import (
     WEIGHTS,
     Example,
 )
-from data_utils.base.settings import build
+from data_utils.common.errors import ConfigError
+from data_utils.common.settings import build
+from data_utils.loader.loader import collate
 from data_utils.objectives import LOSS_NAMES, ObjectiveChoice, make_objective, objective_class
-from data_utils.samples.loader import collate
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import ModelInput, few_count, find_loss_rows, prepare
+from megatron_lite.engine.gradient_norms import GradientNorms
+from megatron_lite.engine.plain import make_engine
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.flops import parameter_count, step_flops
+from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.kernels.dropout import keep_features
-from megatron_lite.model.trunk.counts import parameter_count, step_flops
-from megatron_lite.model.trunk.glm import GLM
-from megatron_lite.model.trunk.initial_weights import initialize_parameters
-from megatron_lite.train.engine.gradient_norms import GradientNorms
-from megatron_lite.train.engine.plain import make_engine
+from megatron_lite.model.model_input import ModelInput, few_count, find_loss_rows, prepare
+from megatron_lite.model.transformer import GLM
 
 NAMES = ("masked_lm", "spanbert", "albert", "unilm")
 SECTIONS = {"masked_lm": {"next_sentence": True}}

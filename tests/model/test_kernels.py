@@ -19,6 +19,7 @@ from support.kernels import interpreted_kernels
 from support.project import ROOT
 
 from megatron_lite.config.model import ACTIVATIONS
+from megatron_lite.model import lm_head as heads_module
 from megatron_lite.model.kernels import cross_entropy as cross_entropy_kernels
 from megatron_lite.model.kernels import fused
 from megatron_lite.model.kernels import sums as sums_module
@@ -32,7 +33,6 @@ from megatron_lite.model.kernels.dropout import (
     token_keys,
 )
 from megatron_lite.model.kernels.fused import Biased
-from megatron_lite.model.trunk import heads as heads_module
 
 # An odd number of tokens, and a width that is no power of two.
 TOKENS, WIDTH = 11, 72

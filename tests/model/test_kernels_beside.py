@@ -7,8 +7,9 @@ import torch
 from support.kernels import interpreted_kernels
 
 from benchmarks import kernels
-from megatron_lite.model.kernels import cross_entropy, fused, heads, rule_attention
-from megatron_lite.profile.gpus import GPUS
+from megatron_lite.estimate.gpus import GPUS
+from megatron_lite.model.kernels import cross_entropy, fused, rule_attention
+from megatron_lite.model.kernels import qkv_heads as heads
 
 H100, SIZES = GPUS["h100"], (11, 128, 300)
 

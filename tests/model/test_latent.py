@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributions import Normal, kl_divergence
 
-from megatron_lite.optimus.gaussian import draw, gaussian_kl, with_free_bits
+from megatron_lite.models.optimus.gaussian import draw, gaussian_kl, with_free_bits
 
 
 @pytest.fixture

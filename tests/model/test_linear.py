@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_lite.model.kernels import compat as module
-from megatron_lite.model.layers.tensor_parallel import add_product, linear
+from megatron_lite.model.tensor_parallel import add_product, linear
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

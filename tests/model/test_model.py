@@ -8,15 +8,15 @@ from support.kernels import interpreted_kernels
 from support.recipes import RECIPES, collate, windows
 from support.recipes import make as make_objective
 
-from data_utils.base.planes import DOC, TARGETS, TOKENS, WEIGHTS
+from data_utils.common.batch_fields import DOC, TARGETS, TOKENS, WEIGHTS
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import ModelInput
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.flops import parameter_count
+from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.kernels.dropout import keep_features
-from megatron_lite.model.trunk.counts import parameter_count
-from megatron_lite.model.trunk.glm import GLM
-from megatron_lite.model.trunk.initial_weights import initialize_parameters
+from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.transformer import GLM
 
 CPU = torch.device("cpu")
 CONFIG = ModelConfig(

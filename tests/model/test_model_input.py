@@ -10,10 +10,10 @@ import torch
 from support.recipes import RECIPES, collate, make, windows
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.input import lengths, model_input
-from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.length_table import length_table
-from megatron_lite.model.input.lengths import LENGTHS, few_lengths
+from megatron_lite.model import lengths, model_input
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.length_table import length_table
+from megatron_lite.model.lengths import LENGTHS, few_lengths
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

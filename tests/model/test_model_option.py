@@ -13,7 +13,7 @@ import yaml
 from support.documented_changes import apply, changed_files, diff_in, sections
 from support.project import copied_project
 
-from data_utils.base.settings import merge
+from data_utils.common.settings import merge
 
 OPTION, TITLE = "layer_scale", "Adding a model option"
 

@@ -7,13 +7,13 @@ from support.latent import latent_batch, latent_config, random_sentences, senten
 from support.published import write_random
 from torch.nn.functional import cross_entropy
 
-from data_utils.base.planes import FIELDS, ORD, POSITION_IDS, TARGETS, TOKENS, WEIGHTS
+from data_utils.common.batch_fields import FIELDS, ORD, POSITION_IDS, TARGETS, TOKENS, WEIGHTS
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.hf.published import conversion
-from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import ModelInput, prepare
-from megatron_lite.model.trunk.build import build_model, kind_of
-from megatron_lite.optimus.sections import latent_of
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.build import build_model, kind_of
+from megatron_lite.model.model_input import ModelInput, prepare
+from megatron_lite.models.optimus.sections import latent_of
 
 CPU = torch.device("cpu")
 # fp32, the same sums in another order; of the largest value.

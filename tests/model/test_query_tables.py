@@ -14,23 +14,28 @@ from support.attention import CPU, draw, dropout_of, mask_of, recipe_arrays
 from support.kernels import interpreted_kernels
 from support.recipes import RECIPES, collate, make, windows
 
-from data_utils.base.planes import DOC, GRP, ID_PLANES, ORD, POSITION_IDS, SEGMENT_IDS
-from data_utils.base.settings import build
+from data_utils.common.batch_fields import DOC, GRP, ID_PLANES, ORD, POSITION_IDS, SEGMENT_IDS
+from data_utils.common.settings import build
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.attention import blocks, tables
-from megatron_lite.model.attention.blocks import BlockPlan
-from megatron_lite.model.attention.dense import DensePlan
-from megatron_lite.model.attention.layout import make_layout
-from megatron_lite.model.attention.plan import plan_attention
-from megatron_lite.model.attention.tables import MOST_SEGMENTS, segment_columns, segment_places, vectors_of
-from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import ModelInput, dense_reason, kernel_of
+from megatron_lite.model.attention_backends import blocks, tables
+from megatron_lite.model.attention_backends.blocks import BlockPlan
+from megatron_lite.model.attention_backends.dense import DensePlan
+from megatron_lite.model.attention_backends.layout import make_layout
+from megatron_lite.model.attention_backends.plan import plan_attention
+from megatron_lite.model.attention_backends.tables import (
+    MOST_SEGMENTS,
+    segment_columns,
+    segment_places,
+    vectors_of,
+)
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.kernels import fused, rule_attention, triton_attention
-from megatron_lite.model.layers.relative import Distances, DistanceScores
-from megatron_lite.model.layers.tensor_parallel import TensorParallel
-from megatron_lite.model.trunk.glm import GLM
-from megatron_lite.model.trunk.initial_weights import initialize_parameters
+from megatron_lite.model.model_input import ModelInput, dense_reason, kernel_of
+from megatron_lite.model.position_bias import Distances, DistanceScores
+from megatron_lite.model.tensor_parallel import TensorParallel
+from megatron_lite.model.transformer import GLM
 
 PLANES = (DOC, ORD, GRP, POSITION_IDS, SEGMENT_IDS)
 

@@ -7,18 +7,18 @@ import pytest
 import torch
 from support.batches import prefix_batch
 
-from data_utils.base.planes import BLOCK_POSITION_IDS
+from data_utils.common.batch_fields import BLOCK_POSITION_IDS
 from megatron_lite.config.model import BLOCK_POSITIONS, ModelConfig
-from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import ID_PLANES, ModelInput
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.block import Block, Stream
+from megatron_lite.model.flops import parameter_count, step_flops
+from megatron_lite.model.forward_context import Flow
+from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.kernels.fused import Biased, activated
-from megatron_lite.model.layers.rotary import Rotary, spread
-from megatron_lite.model.layers.tensor_parallel import TensorParallel
-from megatron_lite.model.trunk.block import Block, Stream
-from megatron_lite.model.trunk.counts import parameter_count, step_flops
-from megatron_lite.model.trunk.forward import Flow
-from megatron_lite.model.trunk.glm import GLM
-from megatron_lite.model.trunk.initial_weights import initialize_parameters
+from megatron_lite.model.model_input import ID_PLANES, ModelInput
+from megatron_lite.model.rope import Rotary, spread
+from megatron_lite.model.tensor_parallel import TensorParallel
+from megatron_lite.model.transformer import GLM
 from megatron_lite.parallel.collectives import Group
 
 CPU = torch.device("cpu")

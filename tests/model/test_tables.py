@@ -15,17 +15,17 @@ from support.kernels import interpreted_kernels
 from support.recipes import RECIPES
 from support.small_deberta import packed, small_model
 
-from data_utils.base.planes import DOC, GRP, ORD, POSITION_IDS
-from megatron_lite.model.attention import blocks, tables
-from megatron_lite.model.attention.blocks import BlockPlan
-from megatron_lite.model.attention.dense import DensePlan
-from megatron_lite.model.attention.layout import make_layout
-from megatron_lite.model.attention.plan import plan_attention
-from megatron_lite.model.attention.tables import TableBias
-from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import ModelInput
+from data_utils.common.batch_fields import DOC, GRP, ORD, POSITION_IDS
+from megatron_lite.model.attention_backends import blocks, tables
+from megatron_lite.model.attention_backends.blocks import BlockPlan
+from megatron_lite.model.attention_backends.dense import DensePlan
+from megatron_lite.model.attention_backends.layout import make_layout
+from megatron_lite.model.attention_backends.plan import plan_attention
+from megatron_lite.model.attention_backends.tables import TableBias
+from megatron_lite.model.batch import Batch
 from megatron_lite.model.kernels import fused, rule_attention, triton_attention
 from megatron_lite.model.kernels.rule_attention import MOST_ROWS, SUMMED, table_places
+from megatron_lite.model.model_input import ModelInput
 
 HEADS, ROWS = 2, 6
 

@@ -7,19 +7,19 @@ import torch.nn.functional as F
 from support.distributed import run_ranks
 from support.task_batches import CLASSES, VOCAB, sample, task_batch
 
-from data_utils.base.planes import Example
-from data_utils.base.settings import build
+from data_utils.common.batch_fields import Example
+from data_utils.common.settings import build
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import ModelInput
-from megatron_lite.model.trunk.answers import row_scores
-from megatron_lite.model.trunk.glm import GLM
-from megatron_lite.model.trunk.heads import cross_entropy
-from megatron_lite.model.trunk.initial_weights import initialize_parameters
-from megatron_lite.model.trunk.loss_terms import Terms
-from megatron_lite.train.engine.plain import make_engine
+from megatron_lite.engine.plain import make_engine
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.init import initialize_parameters
+from megatron_lite.model.lm_head import cross_entropy
+from megatron_lite.model.loss_terms import Terms
+from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.predictions import row_scores
+from megatron_lite.model.transformer import GLM
 
 CPU = torch.device("cpu")
 HEADS = ("choices", "classes", "values", "tags", "spans")

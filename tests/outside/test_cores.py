@@ -18,7 +18,7 @@ from scripts import preprocess_data
 def test_one_function_asks_the_system_for_cores():
     asks = re.compile(r"sched_getaffinity|cpu_count|process_cpu")
     found = [str(path.relative_to(ROOT)) for path in product_files() if asks.search(path.read_text("utf-8"))]
-    assert found == ["data_utils/base/cores.py"]
+    assert found == ["data_utils/common/cores.py"]
 
 
 def test_only_cores_that_a_process_may_use_count():
@@ -26,7 +26,7 @@ def test_only_cores_that_a_process_may_use_count():
     one = min(os.sched_getaffinity(0))
     code = (
         f"import os; os.sched_setaffinity(0, {{{one}}})\n"
-        "from data_utils.base.cores import usable_cores; print(usable_cores())"
+        "from data_utils.common.cores import usable_cores; print(usable_cores())"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("1\n", "")

@@ -13,14 +13,14 @@ import pytest
 from safetensors.torch import load_file, save_file
 from support.alone import CASES, TEXTS, Case, answers, logits_of_inputs, wordpiece, write_run
 
-from data_utils.base.errors import CheckpointError
-from megatron_lite.generate.open_run import load_run
-from megatron_lite.hf.doors.export import ExportOptions, export_run
+from data_utils.common.errors import CheckpointError
+from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.glm.proof import prove
 from megatron_lite.hf.published.conversion import system_of
 from megatron_lite.hf.published.heads import class_of_model
 from megatron_lite.hf.published.proof import ask
 from megatron_lite.hf.published.runs import trained_layout
+from megatron_lite.inference.open_run import load_run
 
 # fp32, the same sums in another order; times the largest value beyond 1.
 TOLERANCE = 1e-5

@@ -22,18 +22,18 @@ from data_utils.dataset import manifest as dataset_manifest
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.verification import verify
 from data_utils.tasks.readers.by_name import read_records
-from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
+from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
 from megatron_lite.checkpoint.existing import read_checkpoint, verify_checkpoint
 from megatron_lite.checkpoint.read import load_checkpoint
 from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.checkpoint.write import save_checkpoint
-from megatron_lite.hf.doors.export import ExportOptions, export_run
-from megatron_lite.hf.doors.importing import import_directory
+from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.hf.importing import import_directory
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.report.page import page
 from megatron_lite.report.run import read_run
-from megatron_lite.train.guard import lease
-from megatron_lite.train.guard.heartbeats import Heartbeat, read_heartbeats
+from megatron_lite.runtime import lease
+from megatron_lite.runtime.heartbeats import Heartbeat, read_heartbeats
 from scripts.checkpoints import examine
 
 SEEDS = 2_000  # of the large matrix, over all targets

@@ -182,11 +182,11 @@ def test_a_user_without_a_home_runs_commands(installation, stranger):
 
 CACHES = ("XDG_CACHE_HOME", "TRITON_HOME", "MPLCONFIGDIR")
 LOOK_AT_CACHES = f"""
-import data_utils.base.entry
+import data_utils.common.entry
 import os, stat, subprocess, sys
 (place,) = {{os.environ[name] for name in {CACHES}}}
 status = os.stat(place)
-code = "import data_utils.base.entry, os; print(os.environ['XDG_CACHE_HOME'])"
+code = "import data_utils.common.entry, os; print(os.environ['XDG_CACHE_HOME'])"
 child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 print(oct(stat.S_IMODE(status.st_mode)), status.st_uid == os.getuid(), child.stdout.strip() == place)
 print(place)
@@ -203,7 +203,7 @@ def test_caches_of_a_user_without_a_home_are_private(installation, stranger):
 
 
 def test_caches_of_a_user_with_a_home_stay_there(tmp_path):
-    code = f"import data_utils.base.entry, os; print([name for name in {CACHES} if name in os.environ])"
+    code = f"import data_utils.common.entry, os; print([name for name in {CACHES} if name in os.environ])"
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True

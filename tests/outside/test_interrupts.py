@@ -16,7 +16,7 @@ TRACE = "import time:"  # begins a line about a module that Python has imported
 
 # A moment is the end of a module's import.
 MOMENTS = [
-    (INSPECT, "data_utils.base.entry"),  # the first import
+    (INSPECT, "data_utils.common.entry"),  # the first import
     (INSPECT, "argparse"),
     (INSPECT, "numpy.linalg"),
     (INSPECT, "numba.core.types"),
@@ -51,9 +51,9 @@ def test_an_interrupted_start_is_one_line(command, module, tmp_path):
 
 
 COMMAND = """
-import data_utils.base.entry
+import data_utils.common.entry
 import os, signal, sys
-from data_utils.base.errors import run_command
+from data_utils.common.errors import run_command
 
 def interrupt():
     os.kill(os.getpid(), signal.SIGINT)

@@ -10,10 +10,10 @@ from support.published import random_model
 from support.published_files import tensors_once
 from support.published_tokenizers import write_files
 
-from megatron_lite.generate.open_run import open_run
-from megatron_lite.hf.doors.export import ExportOptions, export_run
-from megatron_lite.hf.doors.importing import import_directory
+from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.files.tokenizer_proof import awkward_texts
+from megatron_lite.hf.importing import import_directory
+from megatron_lite.inference.open_run import open_run
 
 # Reads {directory: texts} and prints {directory: ids}. Nothing of this project can be imported where it runs.
 PROGRAM = """

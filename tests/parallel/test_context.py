@@ -12,13 +12,13 @@ from support.distributed import run_ranks
 from support.engines import tree
 from support.fake_ranks import fake_context
 
-from data_utils.base.settings import build
+from data_utils.common.settings import build
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
+from megatron_lite.engine.plain import make_engine
 from megatron_lite.parallel import context as contexts
 from megatron_lite.parallel.context import device_number, place_in_environment
 from megatron_lite.parallel.launch import Launch
-from megatron_lite.train.engine.plain import make_engine
 
 
 def groups_of_a_run(context, rank, world_size, parallel):

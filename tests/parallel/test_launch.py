@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from data_utils.base.errors import ConfigError
+from data_utils.common.errors import ConfigError
 from megatron_lite.parallel.launch import (
     MPI_VARIABLES,
     Launch,

@@ -13,14 +13,14 @@ from support.project import ROOT
 from support.stub_engine import StubEngine
 from support.whole_weights import load_weights
 
-from data_utils.base.errors import DataError
-from data_utils.base.files import new_directory
+from data_utils.common.errors import DataError
+from data_utils.common.files import new_directory
 from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints, rewinds
 from megatron_lite.checkpoint.merge import shares_of
 from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.train.guard.lease import LeaseError, held
+from megatron_lite.runtime.lease import LeaseError, held
 from scripts import checkpoints
 
 SCRIPT = ROOT / "scripts" / "checkpoints.py"

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.project import ROOT
 
-from data_utils.base.errors import ConfigError, DataError
+from data_utils.common.errors import ConfigError, DataError
 from scripts.quickstart.collect_corpus import (
     collect,
     english_paragraphs,

@@ -13,13 +13,13 @@ from support.commands import forked
 from support.hf_runs import tree, write_run, write_vocabulary
 from support.project import ROOT
 
-from data_utils.base.errors import ConfigError, DataError
-from data_utils.base.settings import merge
-from megatron_lite.generate.decoders import TextDecoder, decoder_of
-from megatron_lite.generate.filling import BlankFiller, GenerationConfig
-from megatron_lite.generate.open_run import load_run
-from megatron_lite.hf.doors.export import ExportOptions, export_run
-from megatron_lite.hf.doors.importing import import_directory
+from data_utils.common.errors import ConfigError, DataError
+from data_utils.common.settings import merge
+from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.hf.importing import import_directory
+from megatron_lite.inference.decoders import TextDecoder, decoder_of
+from megatron_lite.inference.filling import BlankFiller, GenerationConfig
+from megatron_lite.inference.open_run import load_run
 from scripts import generate as generate_script
 
 
@@ -84,7 +84,7 @@ def test_more_beams_than_memory_are_refused(run, monkeypatch):
     opened = load_run(run)
     config = GenerationConfig(strategy="beam", num_beams=8)
     filler = BlankFiller(opened.model, opened.tokenizer.special, config)
-    monkeypatch.setattr("megatron_lite.generate.memory.MAX_BYTES", 3 * 4 * (2 * 2 * 32 * (4 + 64) + 4 * 72))
+    monkeypatch.setattr("megatron_lite.inference.memory.MAX_BYTES", 3 * 4 * (2 * 2 * 32 * (4 + 64) + 4 * 72))
     with pytest.raises(DataError, match=r"num_beams \(8\) need .* set it to 3 or less"):
         filler.fill([2, 10, 4, 3])
     three = dataclasses.replace(config, num_beams=3)

@@ -10,8 +10,8 @@ from support.commands import assert_refused, forked, python
 from support.project import ROOT
 from support.waiting import wait_until
 
-from data_utils.base.errors import ConfigError, ExitStatus
-from megatron_lite.profile import gpus
+from data_utils.common.errors import ConfigError, ExitStatus
+from megatron_lite.estimate import gpus
 from scripts import gpu_day
 from scripts.gpu_day import Step
 

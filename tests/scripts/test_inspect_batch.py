@@ -14,10 +14,10 @@ from support.project import ROOT
 from support.recipes import make, text_of
 from support.tasks import write_lines, write_task
 
-from data_utils.base.errors import ConfigError, UserError
 from data_utils.build.corpus import BuildConfig, build_corpus
+from data_utils.common.errors import ConfigError, UserError
 from data_utils.objectives import OBJECTIVES
-from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
+from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
 from scripts import inspect_batch
 
 TEXT = "the cat sat on the mat . then it slept all day long"

@@ -12,8 +12,8 @@ from support.report_runs import train, write_records
 from support.training import fit
 
 import pretrain_glm
-from data_utils.base.errors import ConfigError
-from data_utils.base.settings import merge
+from data_utils.common.errors import ConfigError
+from data_utils.common.settings import merge
 from scripts import checkpoints, evaluate, generate, inspect_batch, plot_metrics, profile_step, report
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.linear_gaussian import LinearGaussian
 
-from data_utils.base.errors import ConfigError, DataError
+from data_utils.common.errors import ConfigError, DataError
 from scripts import latent
 
 WEIGHT = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 2.0], [0.5, 0.0, 0.0]])
@@ -33,7 +33,7 @@ def run(model, tmp_path, monkeypatch, capsys):
         return model
 
     module = SimpleNamespace(open_latent=open_latent)
-    monkeypatch.setitem(sys.modules, "megatron_lite.optimus.open_run", module)
+    monkeypatch.setitem(sys.modules, "megatron_lite.models.optimus.open_run", module)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run/checkpoints").mkdir(parents=True)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from matplotlib import pyplot
 
-from data_utils.base.errors import CheckpointError, DataError
+from data_utils.common.errors import CheckpointError, DataError
 from scripts.plot_metrics import draw_objectives, draw_total, main, series
 
 TRAIN = [{"kind": "train", "step": step, "loss": 8.0 - step / 10} for step in range(1, 30)]

@@ -12,7 +12,7 @@ from support.commands import forked
 from support.project import ROOT
 
 from data_utils.dataset.indexed_dataset import IndexedDataset
-from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
+from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
 
 SCRIPT = ROOT / "scripts" / "preprocess_data.py"
 MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from support.project import ROOT
 
-from data_utils.base.planes import FIELDS, OBJECTIVE, ORD, POSITION_IDS, TARGETS, TOKENS, Example
-from data_utils.samples import blanks
-from data_utils.samples.blanks import Prompt, cut, spans_of
-from data_utils.text.special_tokens import SpecialTokens
+from data_utils.common.batch_fields import FIELDS, OBJECTIVE, ORD, POSITION_IDS, TARGETS, TOKENS, Example
+from data_utils.loader import blanks
+from data_utils.loader.blanks import Prompt, cut, spans_of
+from data_utils.tokenizers.special_tokens import SpecialTokens
 from megatron_lite.config.tree import load_config
-from megatron_lite.model.trunk.counts import parameter_count
+from megatron_lite.model.flops import parameter_count
 from scripts.quickstart.fill_examples import render
 from scripts.quickstart.words import WordBlank
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from data_utils.base.errors import DataError
+from data_utils.common.errors import DataError
 from scripts.quickstart import tasks
 from scripts.quickstart.tasks import ngram_recall, table
 

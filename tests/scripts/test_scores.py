@@ -10,18 +10,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_utils.base.errors import ConfigError, DataError
+from data_utils.common.errors import ConfigError, DataError
+from data_utils.loader.config import CorpusConfig, DataConfig
+from data_utils.loader.loader import collate
 from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
-from data_utils.samples.config import CorpusConfig, DataConfig
-from data_utils.samples.loader import collate
-from data_utils.text.special_tokens import SpecialTokens
-from data_utils.text.vocabulary import Vocabulary
-from data_utils.text.word_marks import WordMarks, WordToken
+from data_utils.tokenizers.special_tokens import SpecialTokens
+from data_utils.tokenizers.vocabulary import Vocabulary
+from data_utils.tokenizers.word_marks import WordMarks, WordToken
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.generate.filling import BlankFiller
-from megatron_lite.model.trunk.glm import GLM
-from megatron_lite.model.trunk.initial_weights import initialize_parameters
+from megatron_lite.inference.filling import BlankFiller
+from megatron_lite.model.init import initialize_parameters
+from megatron_lite.model.transformer import GLM
 from scripts.quickstart import words
 from scripts.quickstart.ngram import BEAMS, DISCOUNT, NGram
 from scripts.quickstart.scores import (

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_utils.base.errors import ConfigError, DataError, UserError
+from data_utils.common.errors import ConfigError, DataError, UserError
 from scripts.split_sentences import main, sentences_of
 
 

@@ -10,9 +10,9 @@ import pytest
 import yaml
 from support.project import ROOT
 
-from data_utils.base.errors import ConfigError, DataError
-from data_utils.text.special_tokens import SPECIAL_NAMES
-from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
+from data_utils.common.errors import ConfigError, DataError
+from data_utils.tokenizers.special_tokens import SPECIAL_NAMES
+from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
 from scripts import train_tokenizer
 from scripts.train_tokenizer import main
 

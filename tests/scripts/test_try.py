@@ -15,11 +15,11 @@ from support.hf_runs import tree, write_run, write_vocabulary
 from support.project import ROOT
 from support.trials import generated, made_run, served
 
-from data_utils.base.errors import ConfigError, DataError
-from data_utils.base.settings import merge
-from megatron_lite.generate.open_run import open_run
-from megatron_lite.generate.server import MOST_BYTES
-from megatron_lite.generate.trial import KEPT, MOST_TOKENS, Trial
+from data_utils.common.errors import ConfigError, DataError
+from data_utils.common.settings import merge
+from megatron_lite.inference.open_run import open_run
+from megatron_lite.inference.server import MOST_BYTES
+from megatron_lite.inference.trial import KEPT, MOST_TOKENS, Trial
 
 
 @pytest.fixture(scope="module")
@@ -230,7 +230,7 @@ def test_a_long_text_is_answered_without_its_attention(tmp_path):
 
 def test_a_run_that_does_neither_is_refused_before_its_weights_are_loaded(tmp_path, monkeypatch):
     opened = open_run(made_run(tmp_path, "masked_lm"))
-    monkeypatch.setattr("megatron_lite.generate.open_run.load_model", None)
+    monkeypatch.setattr("megatron_lite.inference.open_run.load_model", None)
     with pytest.raises(
         ConfigError, match=r"trained on masked_lm, which .* give a run of one of blank_infilling, causal"
     ):

@@ -7,10 +7,10 @@ from support import chromium
 from support.trials import address, generated, made_run, served
 from support.waiting import wait_until
 
-from data_utils.base.errors import DataError
-from megatron_lite.generate.open_run import open_run
-from megatron_lite.generate.server import MOST_BYTES
-from megatron_lite.generate.trial import Trial
+from data_utils.common.errors import DataError
+from megatron_lite.inference.open_run import open_run
+from megatron_lite.inference.server import MOST_BYTES
+from megatron_lite.inference.trial import Trial
 
 HOSTILE = "<img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
 

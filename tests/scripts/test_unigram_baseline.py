@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from support.project import small_corpus, small_run
 
-from data_utils.base.errors import DataError
-from data_utils.base.planes import FIELDS, OBJECTIVE, TARGETS, WEIGHTS
-from data_utils.base.settings import build, merge
-from data_utils.samples.loader import open_datasets
-from data_utils.text.tokenizers import load_tokenizer
+from data_utils.common.batch_fields import FIELDS, OBJECTIVE, TARGETS, WEIGHTS
+from data_utils.common.errors import DataError
+from data_utils.common.settings import build, merge
+from data_utils.loader.loader import open_datasets
+from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.config.tree import Config
-from megatron_lite.train.observe.records import last_validation, read_metrics
-from megatron_lite.train.observe.reports import objective_losses
+from megatron_lite.metrics.records import last_validation, read_metrics
+from megatron_lite.metrics.reports import objective_losses
 from scripts.quickstart.unigram_baseline import (
     classes_of,
     log_frequencies,

@@ -17,24 +17,24 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from data_utils.base.planes import DOC, OBJECTIVE, ORD, SEGMENT_IDS, TARGETS, TOKENS, WEIGHTS
-from data_utils.base.settings import build
+from data_utils.common.batch_fields import DOC, OBJECTIVE, ORD, SEGMENT_IDS, TARGETS, TOKENS, WEIGHTS
+from data_utils.common.settings import build
+from data_utils.loader.loader import collate
 from data_utils.objectives import OBJECTIVES, make_objective
-from data_utils.samples.loader import collate
-from data_utils.text.special_tokens import SPECIAL_NAMES
-from data_utils.text.tokenizers import load_tokenizer
-from data_utils.text.vocabulary import vocabulary_of
+from data_utils.tokenizers.special_tokens import SPECIAL_NAMES
+from data_utils.tokenizers.tokenizer import load_tokenizer
+from data_utils.tokenizers.vocabulary import vocabulary_of
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.model import BLOCK_POSITIONS
 from megatron_lite.config.tree import Config
-from megatron_lite.generate.decoders import decoder_of
-from megatron_lite.generate.filling import BlankFiller, blank_context
-from megatron_lite.generate.open_run import Run, load_run
 from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.files.weights import Weights
 from megatron_lite.hf.published.proof import our_output, text_rows
-from megatron_lite.model.trunk.counts import parameter_shapes
-from megatron_lite.train.loop.resume import keep_task_rows
+from megatron_lite.inference.decoders import decoder_of
+from megatron_lite.inference.filling import BlankFiller, blank_context
+from megatron_lite.inference.open_run import Run, load_run
+from megatron_lite.model.flops import parameter_shapes
+from megatron_lite.train.resume import keep_task_rows
 from support.tokenizer_files import BERT_SPECIALS, bert_vocab, byte_bpe_json, roberta_vocab, write_gpt2
 
 SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "max_position": 63}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from data_utils.base.planes import (
+from data_utils.common.batch_fields import (
     BLOCK_POSITION_IDS,
     DOC,
     FIELDS,

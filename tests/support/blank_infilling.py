@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from data_utils.base.planes import Example
+from data_utils.common.batch_fields import Example
 from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
-from data_utils.text.special_tokens import SpecialTokens
-from data_utils.text.vocabulary import Vocabulary
+from data_utils.tokenizers.special_tokens import SpecialTokens
+from data_utils.tokenizers.vocabulary import Vocabulary
 from support.recipes import FIRST_TEXT_TOKEN
 
 SPECIAL = SpecialTokens(

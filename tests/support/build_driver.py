@@ -9,10 +9,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from data_utils.base.errors import UserError, run_command
 from data_utils.build.config import BuildConfig
 from data_utils.build.corpus import build_corpus
 from data_utils.build.ranks import Ranks
+from data_utils.common.errors import UserError, run_command
 from support import byte_tokenizer
 
 

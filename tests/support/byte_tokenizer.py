@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from data_utils.base.errors import DataError
-from data_utils.text.special_tokens import NO_TOKEN
+from data_utils.common.errors import DataError
+from data_utils.tokenizers.special_tokens import NO_TOKEN
 from support.waiting import slow_work
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from data_utils.base.planes import (
+from data_utils.common.batch_fields import (
     DOC,
     GRP,
     OBJECTIVE,
@@ -24,7 +24,7 @@ from data_utils.base.planes import (
 from data_utils.objectives import LOSSES
 from megatron_lite.hf.published.proof import encoder_decoder_inputs, in_rows, padded
 from megatron_lite.hf.published.systems import PUBLISHED
-from megatron_lite.model.attention.layout import allowed
+from megatron_lite.model.attention_backends.layout import allowed
 from support.published import xlnet_logits
 
 SENTENCE_LOSSES = [loss.number for loss in LOSSES if loss.sentence_level]

@@ -46,7 +46,7 @@ def heads(size, dtype):
     """Those of heads, with all that they can have: normed, turned, and two queries for each key."""
     import torch
 
-    from megatron_lite.model.kernels import heads
+    from megatron_lite.model.kernels import qkv_heads as heads
 
     given, angles, scale = (
         torch.zeros(64, 8, size, dtype=dtype),

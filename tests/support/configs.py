@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from data_utils.base.settings import build, merge, parse_override
+from data_utils.common.settings import build, merge, parse_override
 from megatron_lite.config.tree import (
     Config,
     load_config,

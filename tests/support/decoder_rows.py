@@ -7,14 +7,14 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from data_utils.base.planes import DOC, FIELDS, GRP, ORD, POSITION_IDS, SEGMENT_IDS, TOKENS, WEIGHTS
+from data_utils.common.batch_fields import DOC, FIELDS, GRP, ORD, POSITION_IDS, SEGMENT_IDS, TOKENS, WEIGHTS
 from data_utils.objectives import OBJECTIVES
-from data_utils.text.special_tokens import SpecialTokens
+from data_utils.tokenizers.special_tokens import SpecialTokens
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import ModelInput
-from megatron_lite.model.trunk.glm import GLM
-from megatron_lite.model.trunk.initial_weights import initialize_parameters
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.init import initialize_parameters
+from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.transformer import GLM
 
 TWO_STACKS = {"decoder_layers": 2, "segments": 2}
 # Objective -> options of its model. T5 and UniLMv2 have relative positions; BART's layers are post-norm.

@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 
-from data_utils.base.errors import ConfigError, run_command
-from data_utils.base.settings import build
+from data_utils.common.errors import ConfigError, run_command
+from data_utils.common.settings import build
 from data_utils.objectives import LOSS_NAMES, OBJECTIVES, make_objective
 from data_utils.objectives.interface import Objective
 from megatron_lite.config.model import ACTIVATIONS, BIASES, BLOCK_POSITIONS, INITS, NORMS, POSITIONS, RELATIVE

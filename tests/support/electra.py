@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from data_utils.base.planes import DOC, TARGETS, TOKENS
-from data_utils.base.settings import build, merge
+from data_utils.common.batch_fields import DOC, TARGETS, TOKENS
+from data_utils.common.settings import build, merge
 from data_utils.objectives import LOSSES
 from megatron_lite.config.tree import Config
-from megatron_lite.electra.batch import ElectraBatch
-from megatron_lite.electra.sections import generator_of
-from megatron_lite.model.trunk.build import build_model
+from megatron_lite.model.build import build_model
+from megatron_lite.models.electra.batch import ElectraBatch
+from megatron_lite.models.electra.sections import generator_of
 from support.plugs import PlugCase
 from support.recipes import collate, make, windows
 
@@ -122,7 +122,7 @@ def their_names(config: Config) -> dict[str, list[tuple[int, str]]]:
     """Our parameter -> its parts: 0 for the generator's class or 1 for the other, and the name there."""
     from megatron_lite.hf.published.conversion import parts_of
     from megatron_lite.hf.published.systems import ELECTRA
-    from megatron_lite.model.trunk.build import kind_of
+    from megatron_lite.model.build import kind_of
 
     found: dict[str, list[tuple[int, str]]] = {}
     stacks = (("generator.", generator_of(config)), ("encoder.", config.model))

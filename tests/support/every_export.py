@@ -18,11 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data_utils.base.settings import merge
+from data_utils.common.settings import merge
 from megatron_lite.config.model import BLOCK_POSITIONS
 from megatron_lite.config.systems import SYSTEMS
-from megatron_lite.hf.doors.export import ExportOptions, export_run
-from megatron_lite.hf.doors.importing import import_directory
+from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published.heads import TASK_CLASSES
 from megatron_lite.hf.published.systems import OF_MODEL
 from support import hf_runs, optimus_runs

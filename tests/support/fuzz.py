@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_utils.base.errors import UserError
+from data_utils.common.errors import UserError
 
 ALARM_SECONDS = (
     120  # far beyond what a reader takes on a busy machine; one that waits for ever would never end

@@ -8,13 +8,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_lite.model.attention import varlen
+from megatron_lite.model import block, fused_block
+from megatron_lite.model import lm_head as heads
+from megatron_lite.model.attention_backends import varlen
 from megatron_lite.model.kernels import fused
-from megatron_lite.model.kernels import heads as kernels_of_heads
+from megatron_lite.model.kernels import qkv_heads as kernels_of_heads
 from megatron_lite.model.kernels.dropout import drop, features_formula, stays
 from megatron_lite.model.kernels.varlen_kernels import VarlenKernel
-from megatron_lite.model.layers.rotary import Rotary
-from megatron_lite.model.trunk import block, fused_block, heads
+from megatron_lite.model.rope import Rotary
 
 
 class _Capture(TorchDispatchMode):

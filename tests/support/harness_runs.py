@@ -6,12 +6,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from data_utils.base.settings import build
-from data_utils.text.tokenizers import load_tokenizer
+from data_utils.common.settings import build
+from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.config.tree import Config
-from megatron_lite.generate.open_run import Run
-from megatron_lite.model.trunk.glm import GLM
-from megatron_lite.model.trunk.initial_weights import initialize_parameters
+from megatron_lite.inference.open_run import Run
+from megatron_lite.model.init import initialize_parameters
+from megatron_lite.model.transformer import GLM
 from support.decoder_rows import MODELS
 from support.tokenizer_files import bert_vocab
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import torch
 
-from data_utils.base.settings import build, merge
-from data_utils.text.tokenizers import load_tokenizer
+from data_utils.common.settings import build, merge
+from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.files.weights import Weights
-from megatron_lite.model.trunk.counts import parameter_shapes
-from megatron_lite.model.trunk.glm import GLM
-from megatron_lite.model.trunk.initial_weights import initialize_parameters
+from megatron_lite.model.flops import parameter_shapes
+from megatron_lite.model.init import initialize_parameters
+from megatron_lite.model.transformer import GLM
 
 WORDPIECE = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ".", ",", *(f"word{i}" for i in range(60))]
 

@@ -11,40 +11,40 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # From the ground up: a room may import itself and those before it.
 ROOMS = (
-    "data_utils.base",
-    "data_utils.text",
+    "data_utils.common",
+    "data_utils.tokenizers",
+    "data_utils.corpus",
     "data_utils.objectives",
     "data_utils.tasks",
     "data_utils.tasks.readers",
-    "data_utils.tasks.layouts",
-    "data_utils.tasks.scores",
+    "data_utils.tasks.templates",
+    "data_utils.tasks.metrics",
     "data_utils.dataset",
     "data_utils.build",
-    "data_utils.samples",
+    "data_utils.loader",
     "megatron_lite.config",
     "megatron_lite.parallel",
     "megatron_lite.model.kernels",
-    "megatron_lite.model.attention",
-    "megatron_lite.model.layers",
-    "megatron_lite.model.input",
-    "megatron_lite.model.trunk",
+    "megatron_lite.model.attention_backends",
+    "megatron_lite.model",
     "megatron_lite.checkpoint",
-    "megatron_lite.train.engine",
-    "megatron_lite.train.observe",
-    "megatron_lite.train.guard",
-    "megatron_lite.train.loop",
+    "megatron_lite.optim",
+    "megatron_lite.engine",
+    "megatron_lite.metrics",
+    "megatron_lite.runtime",
+    "megatron_lite.train",
     "megatron_lite.report",
-    "megatron_lite.profile",
-    "megatron_lite.generate",
+    "megatron_lite.estimate",
+    "megatron_lite.inference",
     "megatron_lite.hf.files",
     "megatron_lite.hf.glm",
     "megatron_lite.hf.published",
-    "megatron_lite.optimus",
-    "megatron_lite.electra",
-    "megatron_lite.knowledge",
-    "megatron_lite.hf.doors",
+    "megatron_lite.models.optimus",
+    "megatron_lite.models.electra",
+    "megatron_lite.models.ernie_thu",
+    "megatron_lite.hf",
     "megatron_lite.finetune",
-    "megatron_lite.analyze",
+    "megatron_lite.analysis",
     "pretrain_glm",
     "scripts",
 )
@@ -64,7 +64,7 @@ def test_files() -> list[Path]:
 
 
 def module_name(path: Path) -> str:
-    """`data_utils.base.files` for data_utils/base/files.py; a package for its __init__.py."""
+    """`data_utils.common.files` for data_utils/common/files.py; a package for its __init__.py."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 

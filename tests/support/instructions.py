@@ -99,7 +99,8 @@ def main() -> None:
 
     found: list[tuple[str, Any]] = []
     without_gpu.compile_only(found)
-    from megatron_lite.model.kernels import triton_cross_entropy, triton_heads, triton_kernels
+    from megatron_lite.model.kernels import triton_cross_entropy, triton_kernels
+    from megatron_lite.model.kernels import triton_qkv_heads as triton_heads
 
     kernels = {**vars(triton_kernels), **vars(triton_cross_entropy), **vars(triton_heads)}
     for name, function, arguments, numbers, turns in cases():

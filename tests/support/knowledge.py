@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.base.planes import TARGETS, TOKENS
-from data_utils.base.settings import build, merge
-from data_utils.samples.loader import collate
+from data_utils.common.batch_fields import TARGETS, TOKENS
+from data_utils.common.settings import build, merge
+from data_utils.loader.loader import collate
 from megatron_lite.config.tree import Config
-from megatron_lite.knowledge.batch import EntityBatch, Noise
+from megatron_lite.models.ernie_thu.batch import EntityBatch, Noise
 from support.parity_cases import ROW_LENGTH, VOCAB_SIZE
 from support.plugs import PlugCase
 from support.recipes import make, windows

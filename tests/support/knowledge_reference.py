@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from data_utils.base.losses import ENTITIES, MASKED, NEXT_SENTENCE_LOSS
-from data_utils.base.planes import (
+from data_utils.common.batch_fields import (
     BLOCK_POSITION_IDS,
     DOC,
     OBJECTIVE,
@@ -19,6 +18,7 @@ from data_utils.base.planes import (
     TARGETS,
     TOKENS,
 )
+from data_utils.common.losses import ENTITIES, MASKED, NEXT_SENTENCE_LOSS
 from megatron_lite.config.tree import Config
 
 EPSILON = 1e-12

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from data_utils.base.errors import UserError
+from data_utils.common.errors import UserError
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.readers.by_name import read_records
 from data_utils.tasks.readers.files import Records

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.base.planes import DOC, FIELDS, OBJECTIVE, ORD, POSITION_IDS, TARGETS, TOKENS, WEIGHTS
-from data_utils.base.settings import build
+from data_utils.common.batch_fields import DOC, FIELDS, OBJECTIVE, ORD, POSITION_IDS, TARGETS, TOKENS, WEIGHTS
+from data_utils.common.settings import build
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.tree import Config
-from megatron_lite.optimus.batch import LatentBatch
-from megatron_lite.optimus.sections import latent_of
+from megatron_lite.models.optimus.batch import LatentBatch
+from megatron_lite.models.optimus.sections import latent_of
 
 VOCAB, OF_DECODER = 90, 70
 SIZES = {

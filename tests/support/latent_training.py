@@ -7,17 +7,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from data_utils.base.settings import build
+from data_utils.common.settings import build
+from data_utils.loader.loader import open_datasets
 from data_utils.objectives import LOSS_NAMES
-from data_utils.samples.loader import open_datasets
-from data_utils.text.tokenizers import load_tokenizer
+from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.config.tree import Config
-from megatron_lite.model.input.model_input import ModelInput
-from megatron_lite.model.trunk.build import build_model, kind_of
-from megatron_lite.optimus.annealing import beta
-from megatron_lite.optimus.model import Optimus
-from megatron_lite.optimus.open_run import LatentRun
-from megatron_lite.optimus.sections import latent_of
+from megatron_lite.model.build import build_model, kind_of
+from megatron_lite.model.model_input import ModelInput
+from megatron_lite.models.optimus.annealing import beta
+from megatron_lite.models.optimus.model import Optimus
+from megatron_lite.models.optimus.open_run import LatentRun
+from megatron_lite.models.optimus.sections import latent_of
 
 
 def learn(tree: dict[str, Any]) -> LatentRun:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.distributions import MultivariateNormal
 
-from data_utils.base.errors import DataError
+from data_utils.common.errors import DataError
 from megatron_lite.config.generation import GenerationConfig
-from megatron_lite.optimus.interface import Sentence
+from megatron_lite.models.optimus.interface import Sentence
 
 Posterior = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # x [N, D] -> mu, logvar [N, P]
 

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from megatron_lite.config.sections import OptimizerConfig
-from megatron_lite.model.layers.tensor_parallel import Partition, partition_of
+from megatron_lite.model.tensor_parallel import Partition, partition_of
+from megatron_lite.optim.buckets import USUAL, Bucket, Treatment, allocate_moments
+from megatron_lite.optim.kinds import KINDS, Layout
 from megatron_lite.parallel.collectives import SINGLE
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.train.engine.buckets import USUAL, Bucket, Treatment, allocate_moments
-from megatron_lite.train.engine.optimizers.kinds import KINDS, Layout
 
 ALL = tuple(KINDS)
 State = dict[str, Any]

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 import yaml
 
-from data_utils.base.settings import build, merge, to_tree
+from data_utils.common.settings import build, merge, to_tree
 from data_utils.objectives import LOSS_NAMES
-from data_utils.text.tokenizers import load_tokenizer
+from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.checkpoint.manifest import checkpoint_name
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.files.weights import Weights
-from megatron_lite.model.trunk.build import build_model, kind_of
+from megatron_lite.model.build import build_model, kind_of
 from support.latent import SIZES
 from support.tokenizer_files import BYTE_SYMBOLS, bert_vocab, write_gpt2
 

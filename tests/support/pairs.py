@@ -9,7 +9,7 @@ from pathlib import Path
 
 from data_utils.build.config import BuildConfig
 from data_utils.build.corpus import build_corpus
-from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
+from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
 
 
 def write_pairs(

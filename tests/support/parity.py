@@ -32,18 +32,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 import torch
 
-from data_utils.base.errors import ConfigError, run_command
-from data_utils.base.planes import WEIGHTS
-from megatron_lite.checkpoint.boxes import matrix_shape
+from data_utils.common.batch_fields import WEIGHTS
+from data_utils.common.errors import ConfigError, run_command
 from megatron_lite.checkpoint.fragments import Fragment
+from megatron_lite.checkpoint.shard_slices import matrix_shape
 from megatron_lite.config.sections import ParallelConfig
-from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import ModelInput
-from megatron_lite.model.layers.tensor_parallel import whole_shape
-from megatron_lite.model.trunk.build import build_model, kind_of
+from megatron_lite.engine.engine import TYPES, Engine, parameter_groups
+from megatron_lite.engine.plain import make_engine
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.build import build_model, kind_of
+from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.tensor_parallel import whole_shape
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.train.engine.engine import TYPES, Engine, parameter_groups
-from megatron_lite.train.engine.plain import make_engine
 from support.distributed import run_ranks
 from support.electra import CASES as GENERATOR_AND_DISCRIMINATOR
 from support.knowledge import CASES as ENTITIES

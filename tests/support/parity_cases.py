@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from data_utils.base.planes import BLOCK_POSITION_IDS, DOC, ORD, POSITION_IDS, SEGMENT_IDS
-from data_utils.base.settings import build
+from data_utils.common.batch_fields import BLOCK_POSITION_IDS, DOC, ORD, POSITION_IDS, SEGMENT_IDS
+from data_utils.common.settings import build
 from megatron_lite.config.sections import OPTIMIZERS as KINDS_OF_OPTIMIZER
 from megatron_lite.config.tree import Config
-from megatron_lite.model.input.batch import Batch
+from megatron_lite.model.batch import Batch
 from support.batches import prefix_batch
 
 MAX_RANKS = 8

@@ -28,7 +28,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from data_utils.base.errors import ConfigError, run_command
+from data_utils.common.errors import ConfigError, run_command
 from support.plants import PLANTS, Plant
 from support.project import ROOT, copied_project
 

@@ -13,16 +13,16 @@ PARITY = "tests/train/test_parity.py::test_layouts_equal_one_process"
 FURTHER = "tests/train/test_parity.py::test_some_further_cases_equal_one_process"
 HALF = "tests/train/test_parity.py::test_stages_of_zero_agree_in_half_precision"
 SAME_SAMPLES = "tests/train/test_trainer.py::test_another_number_of_ranks_sees_the_same_samples"
-EPOCHS = "tests/data/samples/test_mixture.py::test_each_epoch_visits_every_window_once_in_another_order"
+EPOCHS = "tests/data/loader/test_mixture.py::test_each_epoch_visits_every_window_once_in_another_order"
 VIEWS = "tests/model/test_attention_layout.py::test_views_are_those_of_the_rule"
 HEADS = "tests/model/test_heads.py::test_heads_and_options_are_the_same_in_every_layout"
 RESUMED = "tests/train/test_trainer.py::test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit"
 PAIR, DRAWS = "tests/electra/test_model.py", "tests/electra/test_sampling.py"
-SHARDED = "megatron_lite/train/engine/sharded.py"
-BUCKETS = "megatron_lite/train/engine/buckets.py"
-TENSOR = "megatron_lite/model/layers/tensor_parallel.py"
-ENGINE = "megatron_lite/train/engine/engine.py"
-TRAINER = "megatron_lite/train/loop/trainer.py"
+SHARDED = "megatron_lite/optim/sharded.py"
+BUCKETS = "megatron_lite/optim/buckets.py"
+TENSOR = "megatron_lite/model/tensor_parallel.py"
+ENGINE = "megatron_lite/engine/engine.py"
+TRAINER = "megatron_lite/train/trainer.py"
 WRITE = "data_utils/objectives/blank_infilling/spans.py"
 
 GRADIENTS = (
@@ -50,7 +50,7 @@ GRADIENTS = (
     ),
     Plant(
         "gradient of the final norm differs on tensor-parallel ranks under sequence parallelism",
-        "megatron_lite/model/trunk/heads.py",
+        "megatron_lite/model/lm_head.py",
         "hidden = gather_tokens(hidden, self.parallel.group)\n        rows",
         "rows_of_all = gather_tokens(hidden, self.parallel.group)\n"
         "            own = rows_of_all * 0\n"
@@ -129,7 +129,7 @@ GRADIENTS = (
     ),
     Plant(
         "gradients of pipeline stages divided by the micro-batches once too often",
-        "megatron_lite/train/engine/pipeline.py",
+        "megatron_lite/engine/pipeline.py",
         "scale = len(micro_batches) * self._zero.loss_factor",
         "scale = self._zero.loss_factor",
         (f"{FURTHER}[1x2x1]",),
@@ -139,7 +139,7 @@ GRADIENTS = (
 LOSSES = (
     Plant(
         "loss divided by each micro-batch's own tokens",
-        "megatron_lite/train/loop/step.py",
+        "megatron_lite/train/step.py",
         '        if self._normalization == "global_tokens":\n            return 1.0 / max(loss_weight, 1.0)\n',
         "",
         (SAME_SAMPLES,),
@@ -147,7 +147,7 @@ LOSSES = (
     ),
     Plant(
         "cross entropy counts the padding rows of the vocabulary",
-        "megatron_lite/model/trunk/heads.py",
+        "megatron_lite/model/lm_head.py",
         "    real = logits[:, :valid]\n    chunks",
         "    real = logits\n    chunks",
         ("tests/model/test_cross_entropy.py",),
@@ -184,7 +184,7 @@ LOSSES = (
     ),
     Plant(
         "evaluation with dropout",
-        "megatron_lite/train/engine/plain.py",
+        "megatron_lite/engine/plain.py",
         "sums[:, :2] += self._model(self._input(batch, None))[1]",
         "sums[:, :2] += self._model(self._input(batch, 1))[1]",
         ("tests/train/test_engine.py::test_an_evaluation_has_no_dropout",),
@@ -194,7 +194,7 @@ LOSSES = (
 DROPOUT = (
     Plant(
         "dropout of attention equal on all tensor-parallel ranks",
-        "megatron_lite/model/input/model_input.py",
+        "megatron_lite/model/model_input.py",
         "first_head = config.num_attention_heads // tensor_parallel_size * tensor_parallel_rank",
         "first_head = 0",
         (f"{FURTHER}[2x1x1]",),
@@ -202,7 +202,7 @@ DROPOUT = (
     ),
     Plant(
         "dropout of hidden states different on tensor-parallel ranks",
-        "megatron_lite/model/input/model_input.py",
+        "megatron_lite/model/model_input.py",
         "keys = token_keys(dropout_seed, batch.samples,",
         "keys = token_keys(dropout_seed + tensor_parallel_rank, batch.samples,",
         (f"{FURTHER}[2x1x1]",),
@@ -210,7 +210,7 @@ DROPOUT = (
     ),
     Plant(
         "dropout drawn by the place in the micro-batch, not by the sample",
-        "megatron_lite/train/loop/step.py",
+        "megatron_lite/train/step.py",
         "else Batch(made, samples)",
         "else Batch(made)",
         (SAME_SAMPLES,),
@@ -241,10 +241,10 @@ DROPOUT = (
 SAMPLES = (
     Plant(
         "all data-parallel ranks take the same samples",
-        "data_utils/samples/mixture.py",
+        "data_utils/loader/mixture.py",
         "return samples.reshape(-1, dp_size, micro_batch_size)[:, dp_rank]",
         "return samples.reshape(-1, dp_size, micro_batch_size)[:, 0]",
-        ("tests/data/samples/test_mixture.py::test_ranks_and_micro_batches_share_the_step_exactly",),
+        ("tests/data/loader/test_mixture.py::test_ranks_and_micro_batches_share_the_step_exactly",),
     ),
     Plant(
         "a micro-batch counted twice after a resume",
@@ -257,31 +257,31 @@ SAMPLES = (
     ),
     Plant(
         "every epoch in the same order",
-        "data_utils/samples/sampler.py",
+        "data_utils/loader/sampler.py",
         "count, derive_key(seed, corpus + 1, epochs[i]))",
         "count, derive_key(seed, corpus + 1, 0))",
         (EPOCHS,),
     ),
     Plant(
         "a window repeated where an epoch begins",
-        "data_utils/samples/sampler.py",
+        "data_utils/loader/sampler.py",
         "windows[i] = permute(ordinals[i] % count, count,",
         "windows[i] = permute(min(max(ordinals[i] % count, 1), count - 1), count,",
         (EPOCHS,),
     ),
     Plant(
         "the last window of an epoch skipped",
-        "data_utils/samples/sampler.py",
+        "data_utils/loader/sampler.py",
         "self.num_windows = -(-self.cost // window_length)",
         "self.num_windows = max(1, self.cost // window_length)",
-        ("tests/data/samples/test_sampler.py::test_windows_cover_every_token_once",),
+        ("tests/data/loader/test_sampler.py::test_windows_cover_every_token_once",),
     ),
     Plant(
         "the order of blocks repeats after the first",
-        "data_utils/samples/sampler.py",
+        "data_utils/loader/sampler.py",
         "ordinals[i] = used[corpus] + block * (starts[corpus + 1] - starts[corpus]) + ranks_of_places[place]",
         "ordinals[i] = used[corpus] + ranks_of_places[place]",
-        ("tests/data/samples/test_mixture.py",),
+        ("tests/data/loader/test_mixture.py",),
     ),
     Plant(
         "Adam's count of steps not restored",
@@ -293,7 +293,7 @@ SAMPLES = (
     ),
     Plant(
         "Q, K and V cut as one matrix when a checkpoint changes its tensor-parallel size",
-        "megatron_lite/checkpoint/boxes.py",
+        "megatron_lite/checkpoint/shard_slices.py",
         "bounds = [0, *accumulate(partition.part_rows(rows))] if partition.dim == 0 else [0, rows]",
         "bounds = [0, rows]",
         ("tests/checkpoint/test_checkpoint.py::test_state_is_bit_equal_on_any_layout",),
@@ -304,21 +304,21 @@ SAMPLES = (
 ROWS = (
     Plant(
         "a token sees the one after it",
-        "megatron_lite/model/attention/layout.py",
+        "megatron_lite/model/attention_backends/layout.py",
         "seen = time <= bound",
         "seen = time <= bound + 1",
         (VIEWS,),
     ),
     Plant(
         "the query stream sees the token that it predicts",
-        "megatron_lite/model/attention/layout.py",
+        "megatron_lite/model/attention_backends/layout.py",
         "query_bound=np.where(step >= 0, step, -step - 1)",
         "query_bound=np.where(step >= 0, step, -step)",
         (VIEWS,),
     ),
     Plant(
         "attention across the documents of a row",
-        "megatron_lite/model/attention/layout.py",
+        "megatron_lite/model/attention_backends/layout.py",
         "document = rows // doc.shape[1] * (flat_doc.max(initial=0) + 1) + flat_doc[rows]",
         "document = rows // doc.shape[1]",
         (VIEWS,),
@@ -397,21 +397,21 @@ ROWS = (
 WIDTHS = (
     Plant(
         "rates of matrices that do not follow the width under muP",
-        "megatron_lite/train/engine/width_rates.py",
+        "megatron_lite/optim/lr_multipliers.py",
         "lr_factor=rate.lr_factor * (m**-0.5 if is_relative or is_orthogonal else 1 / m),",
         "lr_factor=rate.lr_factor,",
         ("tests/train/test_mup.py",),
     ),
     Plant(
         "logits that are not divided by the width under muP",
-        "megatron_lite/model/trunk/heads.py",
+        "megatron_lite/model/lm_head.py",
         "config.hidden_size**-0.5 if config.scale_head else 1 / config.width_ratio",
         "config.hidden_size**-0.5 if config.scale_head else 1.0",
         ("tests/train/test_mup.py",),
     ),
     Plant(
         "initial values of matrices that do not follow the width under muP",
-        "megatron_lite/model/trunk/initial_weights.py",
+        "megatron_lite/model/init.py",
         "std *= config.width_ratio**-0.5 if is_hidden(name) else 1.0",
         "std *= 1.0",
         ("tests/train/test_mup.py",),
@@ -421,17 +421,17 @@ WIDTHS = (
 INSIDE = (
     Plant(
         "importance of a head with its sign, so that examples cancel",
-        "megatron_lite/analyze/heads.py",
+        "megatron_lite/analysis/heads.py",
         "sums[name] += gradient.abs().sum(0).double()",
         "sums[name] += gradient.sum(0).abs().double()",
-        ("tests/analyze/test_heads.py",),
+        ("tests/analysis/test_heads.py",),
     ),
     Plant(
         "self-similarity of a word that counts each context with itself",
-        "megatron_lite/analyze/contextuality.py",
+        "megatron_lite/analysis/contextuality.py",
         "return (total - count) / (count * count - count)",
         "return total / (count * count)",
-        ("tests/analyze/test_contextuality.py",),
+        ("tests/analysis/test_contextuality.py",),
     ),
     Plant(
         "Llama's norms of heads in their own order of features",
@@ -449,7 +449,7 @@ INSIDE = (
     ),
     Plant(
         "norms of heads whose scales each rank trains for itself",
-        "megatron_lite/model/layers/head_norms.py",
+        "megatron_lite/model/head_norms.py",
         "[self.parallel.copy(norm.weight) for",
         "[norm.weight for",
         (f"{FURTHER}[2x2x1]",),
@@ -459,35 +459,35 @@ INSIDE = (
 ELECTRA = (
     Plant(
         "a draw that is the text's token counts as replaced",
-        "megatron_lite/electra/model.py",
+        "megatron_lite/models/electra/model.py",
         "is_new = (of_chosen > 0) & (drawn != batch.targets)",
         "is_new = of_chosen > 0",
         (f"{PAIR}::test_the_golden_row",),
     ),
     Plant(
         "each shard of the vocabulary draws from the noise of the first",
-        "megatron_lite/electra/sampling.py",
+        "megatron_lite/models/electra/sampling.py",
         "gumbel(seed, samples[part], places[part], first, count)",
         "gumbel(seed, samples[part], places[part], 0, count)",
         (f"{DRAWS}::test_every_split_of_the_vocabulary_draws_the_same",),
     ),
     Plant(
         "draws that do not depend on the sample",
-        "megatron_lite/electra/sampling.py",
+        "megatron_lite/models/electra/sampling.py",
         "[blocks[None], places.long()[:, None], *words], (seed & _LOW, seed >> 32 & _LOW)",
         "[blocks[None], places.long()[:, None], *(0 * word for word in words)], (seed & _LOW, seed >> 32 & _LOW)",
         (f"{DRAWS}::test_the_noise_depends_on_seed_sample_and_position",),
     ),
     Plant(
         "the discriminator's tokens keep their weights when a step's losses become means",
-        "megatron_lite/electra/batch.py",
+        "megatron_lite/models/electra/batch.py",
         "np.full(len(order), REPLACED.number)",
         "np.full(len(order), MASKED.number)",
         (f"{PAIR}::test_losses_and_gradients_are_those_of_the_classes",),
     ),
     Plant(
         "a generator with a table of positions of its own",
-        "megatron_lite/electra/model.py",
+        "megatron_lite/models/electra/model.py",
         '("word_embeddings", "position_embeddings", "segment_embeddings", "layernorm")',
         '("word_embeddings", "segment_embeddings", "layernorm")',
         (f"{PAIR}::test_losses_and_gradients_are_those_of_the_classes",),

@@ -9,7 +9,7 @@ MENTIONS = "tests/data/build/test_mentions.py"
 SHIFTED = "tests/data/objectives/test_decoder_inputs.py::test_a_decoder_reads_its_labels_shifted_right"
 PAIRS = "tests/data/build/test_pairs.py"
 WORDS = "tests/data/objectives/test_whole_words.py::test_words_begin_where_the_text_has_them"
-PAIR_CORPORA = "tests/data/samples/test_pair_corpora.py"
+PAIR_CORPORA = "tests/data/loader/test_pair_corpora.py"
 
 OBJECTIVES = (
     Plant(
@@ -30,14 +30,14 @@ OBJECTIVES = (
     ),
     Plant(
         "masked diffusion divided by the weights of its masks",
-        "megatron_lite/model/input/batch.py",
+        "megatron_lite/model/batch.py",
         "return np.where(by_tokens, np.float32(1.0), self.weights)",
         "return self.weights",
         ("tests/train/test_masked_diffusion.py",),
     ),
     Plant(
         "an evaluation of masked diffusion divided by the weights of its masks",
-        "megatron_lite/train/loop/evaluation.py",
+        "megatron_lite/train/evaluation.py",
         "sums = self._shares.divided(sums, context.sum_of_hosts(np.sum(own, axis=0).tolist()))",
         "context.sum_of_hosts(np.sum(own, axis=0).tolist())",
         ("tests/train/test_masked_diffusion.py",),
@@ -51,21 +51,21 @@ OBJECTIVES = (
     ),
     Plant(
         "masks fixed by the probability with noise",
-        "megatron_lite/generate/unmasking.py",
+        "megatron_lite/inference/unmasking.py",
         "sure = logits.softmax(-1)",
         "sure = noisy.softmax(-1)",
-        ("tests/generate/test_unmasking.py",),
+        ("tests/inference/test_unmasking.py",),
     ),
     Plant(
         "guidance that keeps the text",
-        "megatron_lite/generate/unmasking.py",
+        "megatron_lite/inference/unmasking.py",
         "alone[:first] = self._mask",
         "alone[:0] = self._mask",
-        ("tests/generate/test_unmasking.py",),
+        ("tests/inference/test_unmasking.py",),
     ),
     Plant(
         "a mode that is asked for but not written",
-        "megatron_lite/generate/decoders.py",
+        "megatron_lite/inference/decoders.py",
         "writing.modes.get(mode, writing.before)",
         "writing.before",
         ("tests/scripts/test_generate_script.py::test_a_mode_chooses_the_token_before_the_text",),
@@ -79,7 +79,7 @@ OBJECTIVES = (
     ),
     Plant(
         "an entity on the last token of its mention",
-        "data_utils/text/mentions.py",
+        "data_utils/corpus/mentions.py",
         "for first, _, entity in tokens_of(mentions, places, text):\n        entities[first] = entity",
         "for _, last, entity in tokens_of(mentions, places, text):\n        entities[last - 1] = entity",
         (f"{MENTIONS}::test_an_entity_stands_on_the_first_token_of_its_mention",),
@@ -93,38 +93,38 @@ OBJECTIVES = (
     ),
     Plant(
         "entities that are drawn from another Example",
-        "megatron_lite/knowledge/batch.py",
+        "megatron_lite/models/ernie_thu/batch.py",
         "drawn = begins[example] + (choice * counts)",
         "drawn = (choice * counts)",
-        ("tests/knowledge/test_draws.py::test_shares_of_replaced_removed_and_kept_entities",),
+        ("tests/ernie_thu/test_draws.py::test_shares_of_replaced_removed_and_kept_entities",),
     ),
     Plant(
         "entities of a task that the marks before them do not move",
-        "data_utils/tasks/layouts/marked.py",
+        "data_utils/tasks/templates/marked.py",
         "mention = Mention(marked.start(start), marked.end(end), entity)",
         "mention = Mention(start, end, entity)",
         ("tests/tasks/test_marked.py::test_entities_stand_on_the_first_tokens_of_their_mentions",),
     ),
     Plant(
         "keys and values of entities exchanged in the published layout",
-        "megatron_lite/knowledge/huggingface.py",
+        "megatron_lite/models/ernie_thu/huggingface.py",
         '("query", "key", "value")',
         '("query", "value", "key")',
-        ("tests/knowledge/test_huggingface.py::test_the_run_computes_what_the_source_does",),
+        ("tests/ernie_thu/test_huggingface.py::test_the_run_computes_what_the_source_does",),
     ),
     Plant(
         "a task whose model reads its tokens alone",
-        "megatron_lite/knowledge/model.py",
+        "megatron_lite/models/ernie_thu/model.py",
         "mentions: Any = batch.parts.mentions",
         "mentions: Any = replace(batch.parts.mentions, vectors=batch.parts.mentions.vectors * 0)",
-        ("tests/knowledge/test_tasks.py::test_the_answers_are_those_of_the_reference",),
+        ("tests/ernie_thu/test_tasks.py::test_the_answers_are_those_of_the_reference",),
     ),
     Plant(
         "only tokens with an entity have the bias of the joined streams",
-        "megatron_lite/knowledge/model.py",
+        "megatron_lite/models/ernie_thu/model.py",
         "attended).added() + self.entity_bias",
         "attended).added() + self.entity_bias * (flow.plan is None)",
-        ("tests/knowledge/test_model.py::test_losses_and_gradients_are_those_of_the_reference",),
+        ("tests/ernie_thu/test_model.py::test_losses_and_gradients_are_those_of_the_reference",),
     ),
     *VARIANTS,
     Plant(
@@ -136,14 +136,14 @@ OBJECTIVES = (
     ),
     Plant(
         "samples of corpora of pairs whose objective is drawn",
-        "data_utils/samples/pair_corpora.py",
+        "data_utils/loader/pair_corpora.py",
         "return np.where(own >= 0, own, super().choose(sample_indices))",
         "return super().choose(sample_indices)",
         (f"{PAIR_CORPORA}::test_each_pair_comes_once_in_an_epoch_of_its_corpus_and_for_its_objective",),
     ),
     Plant(
         "pairs cut where a window ends",
-        "data_utils/samples/pair_corpora.py",
+        "data_utils/loader/pair_corpora.py",
         "return self._starts[windows], self._stops[windows]",
         "return super().costs(windows)",
         (f"{PAIR_CORPORA}::test_windows_hold_whole_documents_as_many_as_fit",),
@@ -171,14 +171,14 @@ OBJECTIVES = (
     ),
     Plant(
         "words by `##`, whatever prefix a tokenizer has",
-        "data_utils/text/word_marks.py",
+        "data_utils/tokenizers/word_marks.py",
         "continues = rest and name.startswith(self.mark)",
         'continues = rest and name.startswith("##")',
         (f"{WORDS}[wordpiece @@]",),
     ),
     Plant(
         "no word begins after a token that ends one",
-        "data_utils/text/vocabulary.py",
+        "data_utils/tokenizers/vocabulary.py",
         "starts[1:] |= self.word_end[tokens[:-1]]",
         "starts[1:] |= self.word_end[tokens[1:]]",
         (f"{WORDS}[bpe with a suffix]", f"{WORDS}[byte level]"),

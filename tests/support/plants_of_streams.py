@@ -1,11 +1,11 @@
-"""Bugs in the stream of a corpus whose windows change their length (data_utils/samples/streams.py)."""
+"""Bugs in the stream of a corpus whose windows change their length (data_utils/loader/corpus_streams.py)."""
 
 from __future__ import annotations
 
 from support.plant import Plant
 
 STREAMS = tuple(
-    Plant(name, "data_utils/samples/streams.py", old, new, ("tests/data/samples/test_streams.py",))
+    Plant(name, "data_utils/loader/corpus_streams.py", old, new, ("tests/data/loader/test_streams.py",))
     for name, old, new in (
         (
             "empty positions before regions not counted in an epoch",

@@ -6,7 +6,7 @@ from support.plant import Plant
 
 _LISTED = "tests/data/objectives/test_listed_spans.py"
 _FORMATS = "tests/data/objectives/test_input_formats.py"
-_SHORT = "tests/data/samples/test_short.py"
+_SHORT = "tests/data/loader/test_short.py"
 
 VARIANTS = (
     Plant(
@@ -32,7 +32,7 @@ VARIANTS = (
     ),
     Plant(
         "a corpus without spans taken for one whose texts have none, in later phases",
-        "data_utils/samples/loader.py",
+        "data_utils/loader/loader.py",
         "[choice.section for choice in self.all_choices]",
         "[choice.section for choice in self.choices]",
         ("tests/train/test_listed_spans.py::test_a_phase_may_begin_to_read_spans",),
@@ -53,7 +53,7 @@ VARIANTS = (
     ),
     Plant(
         "short samples that all begin with the text",
-        "data_utils/samples/short.py",
+        "data_utils/loader/short_samples.py",
         "first = start + below(stream, length - size + 1)",
         "first = start",
         (f"{_SHORT}::test_a_tenth_of_the_parts_is_short_with_uniform_lengths_and_places",),

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from data_utils.base.errors import ConfigError
+from data_utils.common.errors import ConfigError
 from data_utils.objectives import LOSS_NAMES, LOSSES
 from megatron_lite.checkpoint.existing import find_manifest
 from megatron_lite.config.tree import Config
-from megatron_lite.model.input.batch import Batch
-from megatron_lite.train.engine.plain import make_engine
-from megatron_lite.train.loop.trainer import Trainer
+from megatron_lite.engine.plain import make_engine
+from megatron_lite.model.batch import Batch
+from megatron_lite.train.trainer import Trainer
 from support.parity_cases import ROW_LENGTH, VOCAB_SIZE, Case
 from support.whole_weights import load_weights
 

@@ -46,7 +46,7 @@ def small_run(corpus: Path, directory: Path) -> dict:
 def small_corpus(directory: Path) -> Path:
     """A directory with vocab.txt and the datasets corpus_train, corpus_validation: 1 to 60 random words a document."""
     from data_utils.build.corpus import BuildConfig, build_corpus
-    from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
+    from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
 
     words = [f"word{i}" for i in range(60)]
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 import transformers
 
-from data_utils.base.planes import DOC, GRP, ORD, POSITION_IDS, SEGMENT_IDS, TOKENS
-from megatron_lite.model.attention.layout import allowed
+from data_utils.common.batch_fields import DOC, GRP, ORD, POSITION_IDS, SEGMENT_IDS, TOKENS
+from megatron_lite.model.attention_backends.layout import allowed
 from support import neobert
 
 BERT = {

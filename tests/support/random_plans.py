@@ -25,16 +25,16 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.settings import build, to_tree
+from data_utils.common.errors import ConfigError
+from data_utils.common.settings import build, to_tree
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.writer import IndexedDatasetWriter
+from data_utils.loader import corpus_streams as streams
+from data_utils.loader import mixture as mixture_module
+from data_utils.loader.loader import mixtures_of
+from data_utils.loader.mixture import Mixture, batch_indices
+from data_utils.loader.sampler import WindowIndex
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD
-from data_utils.samples import mixture as mixture_module
-from data_utils.samples import streams
-from data_utils.samples.loader import mixtures_of
-from data_utils.samples.mixture import Mixture, batch_indices
-from data_utils.samples.sampler import WindowIndex
 from megatron_lite.config.tree import Config
 
 CORPORA = 3

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.base.planes import Example
+from data_utils.common.batch_fields import Example
+from data_utils.loader.loader import collate as fill_rows
 from data_utils.objectives import LOSS_NAMES, OBJECTIVES, make_one
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD, Objective
-from data_utils.samples.loader import collate as fill_rows
-from data_utils.text.special_tokens import SpecialTokens
-from data_utils.text.vocabulary import Vocabulary
+from data_utils.tokenizers.special_tokens import SpecialTokens
+from data_utils.tokenizers.vocabulary import Vocabulary
 
 SPECIAL = SpecialTokens(
     cls=101, sep=102, mask=103, smask=104, gmask=105, sop=106, eop=107, eos=0, pad=1, unk=100, dblock=99

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from data_utils.base.settings import build, merge
-from data_utils.samples.loader import open_datasets
-from data_utils.text.tokenizers import load_tokenizer
+from data_utils.common.settings import build, merge
+from data_utils.loader.loader import open_datasets
+from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.config.tree import Config
-from megatron_lite.generate.samples import SampleFillings
-from megatron_lite.train.engine.plain import make_engine
-from megatron_lite.train.loop.trainer import Trainer
+from megatron_lite.engine.plain import make_engine
+from megatron_lite.inference.samples import SampleFillings
+from megatron_lite.train.trainer import Trainer
 
 FILLED = {
     "training": {"eval_fillings": 2, "eval_interval": 2},

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from data_utils.base.planes import DOC, FIELDS, PADDING_DOC, POSITION_IDS, TOKENS, WEIGHTS
-from data_utils.base.settings import build
+from data_utils.common.batch_fields import DOC, FIELDS, PADDING_DOC, POSITION_IDS, TOKENS, WEIGHTS
+from data_utils.common.settings import build
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.trunk.glm import GLM
-from megatron_lite.model.trunk.initial_weights import initialize_parameters
+from megatron_lite.model.init import initialize_parameters
+from megatron_lite.model.transformer import GLM
 
 SIZES = {
     "system": "deberta_v3", "num_layers": 2, "hidden_size": 24, "num_attention_heads": 3, "vocab_size": 97,

@@ -11,11 +11,11 @@ import zlib
 
 import torch
 
-from megatron_lite.checkpoint.boxes import Box, matrix_shape
 from megatron_lite.checkpoint.fragments import Fragment
 from megatron_lite.checkpoint.manifest import KINDS, Checkpoint
 from megatron_lite.checkpoint.read import _Reader
-from megatron_lite.model.layers.tensor_parallel import Partition
+from megatron_lite.checkpoint.shard_slices import Box, matrix_shape
+from megatron_lite.model.tensor_parallel import Partition
 from megatron_lite.parallel.collectives import SINGLE
 
 SHAPES = {"words": (300, 32), "dense.weight": (64, 48), "dense.bias": (48,), "norm": (7,)}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from data_utils.base.planes import Example
+from data_utils.common.batch_fields import Example
 from data_utils.tasks.base import Part, TaskSample
-from data_utils.tasks.layouts.collate import collate
-from megatron_lite.model.input.task_batch import TaskBatch
+from data_utils.tasks.templates.collate import collate
+from megatron_lite.model.task_batch import TaskBatch
 
 VOCAB, CLASSES = 90, 3
 

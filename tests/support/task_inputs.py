@@ -8,14 +8,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from data_utils.base.planes import Example
+from data_utils.common.batch_fields import Example
 from data_utils.tasks.base import Part, Record
 from data_utils.tasks.config import TaskConfig
-from data_utils.tasks.layouts.forms import FORM_OF_OBJECTIVE, Form
-from data_utils.tasks.layouts.inputs import Inputs
-from data_utils.tasks.layouts.render import Renderer
-from data_utils.text.tokenizer_readers import TokenizerConfig
-from data_utils.text.tokenizers import Tokenizer, load_tokenizer
+from data_utils.tasks.templates.forms import FORM_OF_OBJECTIVE, Form
+from data_utils.tasks.templates.inputs import Inputs
+from data_utils.tasks.templates.render import Renderer
+from data_utils.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from data_utils.tokenizers.tokenizer_readers import TokenizerConfig
 from support.tokenizer_files import BERT_SPECIALS, bert_vocab, byte_bpe_json, write_gpt2
 
 ALL_MASKS = ("mask", "smask", "gmask")

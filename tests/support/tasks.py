@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from data_utils.base.settings import merge
+from data_utils.common.settings import merge
 from megatron_lite.finetune.setup import Task, load_tree, prepare
 
 WORDS = ["good", "bad", "film", "plot", "Yes", "No", "yes", "no", "It", "was", ".", "?", ",", '"']

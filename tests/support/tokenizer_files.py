@@ -10,8 +10,8 @@ import tokenizers
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers, trainers
 
-from data_utils.text.library_tokenizer import HIDDEN
-from data_utils.text.special_tokens import SPECIAL_NAMES
+from data_utils.tokenizers.library_tokenizer import HIDDEN
+from data_utils.tokenizers.special_tokens import SPECIAL_NAMES
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. It's 1999, isn't it? Yes; they're here!\n\nNew line: done…",

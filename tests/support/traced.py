@@ -105,7 +105,7 @@ def config_of(files, processes, micro_batches, settings):
 
 def request_of(files, processes, micro_batches, settings, layers):
     from benchmarks.step_trace.request import Request
-    from megatron_lite.profile.gpus import GPUS
+    from megatron_lite.estimate.gpus import GPUS
 
     config = config_of(files, processes, micro_batches, settings)
     return Request.of(config, processes, GPUS["h100"], layers)
@@ -116,7 +116,7 @@ def plant(kind):
     import torch.nn.functional as F
 
     from benchmarks.step_trace import trace
-    from megatron_lite.model.trunk.block import Block
+    from megatron_lite.model.block import Block
     from support.task_batches import task_batch
 
     if kind in TASKS:

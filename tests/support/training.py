@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from data_utils.base.settings import build
-from data_utils.samples.loader import open_datasets
-from data_utils.text.tokenizers import load_tokenizer
+from data_utils.common.settings import build
+from data_utils.loader.loader import open_datasets
+from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.config.tree import Config
-from megatron_lite.model.trunk.build import kind_of
-from megatron_lite.train.engine.plain import make_engine
-from megatron_lite.train.loop.trainer import Trainer
+from megatron_lite.engine.plain import make_engine
+from megatron_lite.model.build import kind_of
+from megatron_lite.train.trainer import Trainer
 
 
 def open_data(tree):

@@ -5,8 +5,8 @@ import json
 import sys
 import threading
 
-from data_utils.base.settings import merge
-from megatron_lite.generate.server import Server
+from data_utils.common.settings import merge
+from megatron_lite.inference.server import Server
 from scripts import generate
 from support.hf_runs import tree, write_run, write_vocabulary
 

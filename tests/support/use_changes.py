@@ -16,7 +16,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 def fasttext_file(directory: Path) -> dict:
-    from data_utils.base.errors import DataError
+    from data_utils.common.errors import DataError
     from data_utils.tasks.config import TaskConfig
     from data_utils.tasks.readers.by_name import read_records
 
@@ -48,7 +48,7 @@ def flux() -> dict:
 
 
 def word_class() -> dict:
-    from data_utils.tasks.scores.metrics_by_task import metrics_of
+    from data_utils.tasks.metrics.metrics_by_task import metrics_of
     from support.task_inputs import record, renderer, tokenizer
 
     made = renderer("blank_infilling", labels=("noun", "verb"), kind="word_class")
@@ -65,8 +65,8 @@ def word_class() -> dict:
 
 
 def characters(directory: Path) -> dict:
-    from data_utils.text.tokenizer_readers import TokenizerConfig
-    from data_utils.text.tokenizers import load_tokenizer
+    from data_utils.tokenizers.tokenizer import load_tokenizer
+    from data_utils.tokenizers.tokenizer_readers import TokenizerConfig
 
     (directory / "characters.txt").write_text("abc de\n")
     made = load_tokenizer(TokenizerConfig(kind="characters", path=str(directory)))
@@ -114,12 +114,12 @@ def lion() -> dict:
     import torch
     from torch import nn
 
-    from data_utils.base.errors import ConfigError
-    from data_utils.base.settings import build
+    from data_utils.common.errors import ConfigError
+    from data_utils.common.settings import build
     from megatron_lite.config.sections import OptimizerConfig
-    from megatron_lite.profile.estimate import estimate
-    from megatron_lite.profile.gpus import GPUS
-    from megatron_lite.profile.rows import average_rows
+    from megatron_lite.estimate.gpus import GPUS
+    from megatron_lite.estimate.rows import average_rows
+    from megatron_lite.estimate.step_estimate import estimate
     from support.optimizers import Ours
     from support.traced import PAPER, config_of
 

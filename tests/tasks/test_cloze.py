@@ -8,12 +8,12 @@ from support.mask_rule import allowed, leaks
 from support.recipes import encoder_decoder
 from support.task_inputs import ALL_MASKS, form, predicted, record, renderer, settings, shown, tokenizer
 
-from data_utils.base.errors import ConfigError, DataError
-from data_utils.base.planes import Example
+from data_utils.common.batch_fields import Example
+from data_utils.common.errors import ConfigError, DataError
 from data_utils.objectives.blank_infilling import BlankInfilling, BlankInfillingConfig
-from data_utils.tasks.layouts.render import Renderer
-from data_utils.text.vocabulary import Vocabulary
-from megatron_lite.generate.filling import blank_context
+from data_utils.tasks.templates.render import Renderer
+from data_utils.tokenizers.vocabulary import Vocabulary
+from megatron_lite.inference.filling import blank_context
 
 OWN = {"template": "{text} It was [MASK] and he ran", "verbalizers": {"0": "bad", "1": "good"}}
 AT_END = {"template": "{text} It was [MASK]", "verbalizers": {"0": "bad", "1": "good"}}

@@ -8,10 +8,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_utils.base.parts import NO_RIGHT
-from data_utils.base.planes import FIELDS, TOKENS, WEIGHTS, Example
+from data_utils.common.batch_fields import FIELDS, TOKENS, WEIGHTS, Example
+from data_utils.common.parts import NO_RIGHT
 from data_utils.tasks.base import Part, TaskSample
-from data_utils.tasks.layouts.collate import collate
+from data_utils.tasks.templates.collate import collate
 
 
 def example(first: int, length: int) -> Example:

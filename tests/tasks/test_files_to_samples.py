@@ -12,16 +12,16 @@ import pytest
 from support.project import ROOT
 from support.task_inputs import form, tokenizer
 
-from data_utils.base.errors import UserError
-from data_utils.base.setting_files import load_yaml
-from data_utils.base.settings import build
+from data_utils.common.errors import UserError
+from data_utils.common.setting_files import load_yaml
+from data_utils.common.settings import build
 from data_utils.tasks.base import HEADS
 from data_utils.tasks.config import TaskConfig
-from data_utils.tasks.layouts.collate import collate
-from data_utils.tasks.layouts.render import Renderer
 from data_utils.tasks.readers import files as module
 from data_utils.tasks.readers.by_name import labels_of, read_records
 from data_utils.tasks.readers.files import plain_name
+from data_utils.tasks.templates.collate import collate
+from data_utils.tasks.templates.render import Renderer
 
 FILES = sorted(path.stem for path in (ROOT / "configs/tasks").glob("*.yaml") if "task" in load_yaml(path))
 OBJECTIVE = {"unilm": "unilm", "unilmv2": "unilmv2"}  # by the end of the file's name

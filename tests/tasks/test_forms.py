@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from support.task_inputs import record, renderer
 
-from data_utils.base.errors import ConfigError
+from data_utils.common.errors import ConfigError
 from data_utils.objectives import OBJECTIVES, ObjectiveChoice
 from data_utils.tasks.config import FORMS
-from data_utils.tasks.layouts.forms import FORM_OF_OBJECTIVE, Form, form_of
+from data_utils.tasks.templates.forms import FORM_OF_OBJECTIVE, Form, form_of
 
 
 def choice(name, **section):

@@ -9,8 +9,8 @@ from hypothesis import settings as example_count
 from hypothesis import strategies as st
 from support.task_inputs import record, renderer, shown
 
-from data_utils.base.errors import ConfigError, DataError
-from data_utils.tasks.layouts.inputs import covering
+from data_utils.common.errors import ConfigError, DataError
+from data_utils.tasks.templates.inputs import covering
 
 PAIR = {"text_a": "rain falls", "text_b": "it is wet"}
 LABELS = ("no", "yes")

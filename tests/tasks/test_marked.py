@@ -5,11 +5,11 @@ import pytest
 from support.labelled_files import task
 from support.task_inputs import form, record, renderer, settings, shown, tokenizer
 
-from data_utils.base.errors import ConfigError, DataError
-from data_utils.base.planes import Example
-from data_utils.tasks.layouts.marked import MarkedText
-from data_utils.tasks.layouts.render import Renderer
+from data_utils.common.batch_fields import Example
+from data_utils.common.errors import ConfigError, DataError
 from data_utils.tasks.readers.marked import marks_of
+from data_utils.tasks.templates.marked import MarkedText
+from data_utils.tasks.templates.render import Renderer
 
 LABELS = ("person", "place", "work")
 PAIR = {"kind": "classification", "labels": ("no", "yes"), "marks": {"head": "#", "tail": "$"}}

@@ -7,8 +7,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from data_utils.base.errors import ConfigError, DataError
-from data_utils.tasks.scores.metrics import KNOWN, entities, measure, require_metrics
+from data_utils.common.errors import ConfigError, DataError
+from data_utils.tasks.metrics.metrics import KNOWN, entities, measure, require_metrics
 
 CASES = 1000
 # sklearn, scipy and sacrebleu take milliseconds for a case.

@@ -2,10 +2,10 @@ import math
 
 import pytest
 
-from data_utils.base.errors import ConfigError
+from data_utils.common.errors import ConfigError
 from data_utils.tasks.config import PERPLEXITIES, TaskConfig
-from data_utils.tasks.scores.metrics import require_metrics
-from data_utils.tasks.scores.metrics_by_task import (
+from data_utils.tasks.metrics.metrics import require_metrics
+from data_utils.tasks.metrics.metrics_by_task import (
     BY_KIND,
     BY_TASK,
     metrics_of,

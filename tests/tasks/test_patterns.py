@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from support.task_inputs import inputs, predicted, record, renderer, settings, shown
 
-from data_utils.base.errors import ConfigError, DataError
-from data_utils.tasks.layouts.inputs import Tokens
-from data_utils.tasks.layouts.patterns import (
+from data_utils.common.errors import ConfigError, DataError
+from data_utils.tasks.templates.inputs import Tokens
+from data_utils.tasks.templates.patterns import (
     PATTERNS,
     Piece,
     pattern_of,

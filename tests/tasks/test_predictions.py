@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from support.task_inputs import predicted, renderer
 
-from data_utils.base.errors import DataError
+from data_utils.common.errors import DataError
 from data_utils.tasks.config import TaskConfig
-from data_utils.tasks.scores.answers import prediction, references
-from data_utils.tasks.scores.metrics import measure
-from data_utils.tasks.scores.predictions import file_name, write_predictions
+from data_utils.tasks.metrics.answers import prediction, references
+from data_utils.tasks.metrics.metrics import measure
+from data_utils.tasks.metrics.predictions import file_name, write_predictions
 
 
 def task(name, reader):

@@ -8,8 +8,8 @@ import pytest
 import zstandard
 from support.labelled_files import task
 
-from data_utils.base.errors import ConfigError, DataError
-from data_utils.base.settings import build
+from data_utils.common.errors import ConfigError, DataError
+from data_utils.common.settings import build
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.readers.by_name import labels_of, read_records
 

@@ -3,7 +3,7 @@
 import pytest
 from support.labelled_files import task
 
-from data_utils.base.errors import ConfigError
+from data_utils.common.errors import ConfigError
 from data_utils.tasks.readers.by_name import labels_of
 
 PASSAGE = {

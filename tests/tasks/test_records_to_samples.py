@@ -8,13 +8,13 @@ from support.project import ROOT
 from support.synthetic_tasks import MORE
 from support.task_inputs import ALL_MASKS, form, predicted, shown, tokenizer
 
-from data_utils.base.parts import NO_RIGHT
-from data_utils.base.setting_files import load_yaml
-from data_utils.base.settings import build
+from data_utils.common.parts import NO_RIGHT
+from data_utils.common.setting_files import load_yaml
+from data_utils.common.settings import build
 from data_utils.tasks.config import TaskConfig
-from data_utils.tasks.layouts.collate import collate
-from data_utils.tasks.layouts.render import Renderer
 from data_utils.tasks.readers.by_name import labels_of, read_records
+from data_utils.tasks.templates.collate import collate
+from data_utils.tasks.templates.render import Renderer
 
 FILES = {path.stem: load_yaml(path) for path in sorted((ROOT / "configs/tasks").glob("*.yaml"))}
 CONFIGS = {name: tree["task"] for name, tree in FILES.items() if "task" in tree}  # others list files of these

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from support.task_inputs import record, renderer
 
-from data_utils.base.errors import ConfigError, DataError
-from data_utils.base.planes import TOKENS, WEIGHTS
+from data_utils.common.batch_fields import TOKENS, WEIGHTS
+from data_utils.common.errors import ConfigError, DataError
 from data_utils.tasks.base import HEADS
 from data_utils.tasks.config import KINDS
-from data_utils.tasks.layouts.collate import collate
-from data_utils.tasks.layouts.forms import FORM_OF_OBJECTIVE
-from data_utils.tasks.layouts.render import KINDS_OF_TASK
+from data_utils.tasks.templates.collate import collate
+from data_utils.tasks.templates.forms import FORM_OF_OBJECTIVE
+from data_utils.tasks.templates.render import KINDS_OF_TASK
 
 TEXT = "rain falls in wet city he runs north and south"
 # Settings and a record for each kind.

@@ -11,13 +11,13 @@ from support.mask_rule import allowed, leaks
 from support.recipes import encoder_decoder
 from support.task_inputs import ALL_MASKS, form, record, renderer, settings, shown, tokenizer
 
-from data_utils.base.errors import ConfigError, DataError
-from data_utils.base.planes import FIELDS, Example
+from data_utils.common.batch_fields import FIELDS, Example
+from data_utils.common.errors import ConfigError, DataError
 from data_utils.objectives import LOSSES
-from data_utils.tasks.layouts.forms import Form
-from data_utils.tasks.layouts.render import Renderer
-from megatron_lite.generate.filling import blank_context
-from megatron_lite.model.input.batch import Batch
+from data_utils.tasks.templates.forms import Form
+from data_utils.tasks.templates.render import Renderer
+from megatron_lite.inference.filling import blank_context
+from megatron_lite.model.batch import Batch
 
 SOURCE, TARGET = "rain falls in wet city", "he runs north"
 PAIR = record(TARGET, source=SOURCE, target=TARGET)

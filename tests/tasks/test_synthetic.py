@@ -12,7 +12,7 @@ import pytest
 from support.labelled_files import task
 from support.synthetic_tasks import markov_chain
 
-from data_utils.base.errors import ConfigError
+from data_utils.common.errors import ConfigError
 from data_utils.tasks.readers.by_name import labels_of, read_records
 from data_utils.tasks.readers.synthetic import (
     TASKS,

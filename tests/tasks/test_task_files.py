@@ -3,12 +3,12 @@
 import pytest
 from support.project import ROOT
 
-from data_utils.base.setting_files import load_yaml
-from data_utils.base.settings import build, merge
+from data_utils.common.setting_files import load_yaml
+from data_utils.common.settings import build, merge
 from data_utils.tasks.config import TaskConfig
-from data_utils.tasks.layouts.patterns import PATTERNS, pattern_of
+from data_utils.tasks.metrics.metrics_by_task import BY_TASK, plain_name
 from data_utils.tasks.readers.by_name import labels_of
-from data_utils.tasks.scores.metrics_by_task import BY_TASK, plain_name
+from data_utils.tasks.templates.patterns import PATTERNS, pattern_of
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.finetune.setup import load_tree

@@ -9,8 +9,8 @@ from support.labelled_files import task
 from support.project import ROOT
 from support.synthetic_tasks import MORE
 
-from data_utils.base.errors import DataError
-from data_utils.base.settings import build
+from data_utils.common.errors import DataError
+from data_utils.common.settings import build
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.readers.by_name import labels_of, read_records
 from data_utils.tasks.readers.synthetic import TASKS, optimum, parsed

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from support.mask_rule import allowed, reachable
 from support.task_inputs import ALL_MASKS, form, predicted, record, renderer, settings, shown, tokenizer
 
-from data_utils.base.errors import ConfigError, DataError
+from data_utils.common.errors import ConfigError, DataError
 from data_utils.tasks.base import Record
-from data_utils.tasks.layouts.render import Renderer
-from data_utils.tasks.layouts.windows import windows
+from data_utils.tasks.templates.render import Renderer
+from data_utils.tasks.templates.windows import windows
 
 FORMS = [("blank_infilling", True), ("blank_infilling", False), ("causal", True), ("prefix_lm", True)]
 

@@ -7,9 +7,9 @@ from support.distributed import run_ranks
 from support.project import ROOT, small_run
 from support.training import fit, open_data, records
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.setting_files import load_yaml
-from data_utils.base.settings import merge, to_tree
+from data_utils.common.errors import ConfigError
+from data_utils.common.setting_files import load_yaml
+from data_utils.common.settings import merge, to_tree
 from megatron_lite.config.tree import load_config
 
 FILES = sorted((ROOT / "configs/objectives/ablations").glob("*.yaml"))

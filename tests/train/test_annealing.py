@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_lite.optimus.annealing import beta
+from megatron_lite.models.optimus.annealing import beta
 
 
 def schedule(steps, cycles, peak=1.0, zero_share=0.5, rise_share=0.25, until=None):

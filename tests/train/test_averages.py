@@ -15,8 +15,8 @@ from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.read import load_checkpoint
 from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.sections import ParallelConfig
-from megatron_lite.model.input.batch import Batch
-from megatron_lite.train.engine import averages
+from megatron_lite.model.batch import Batch
+from megatron_lite.optim import ema as averages
 
 STEPS, DECAY = 5, 0.6
 KEPT = {"ema": {"decay": DECAY, "use": True}}

@@ -11,20 +11,20 @@ from support.distributed import run_ranks
 from support.project import small_run
 from support.training import fit
 
-from data_utils.base.errors import CheckpointError
-from data_utils.base.random_streams import derive_seed
-from data_utils.base.settings import build, merge, to_tree
+from data_utils.common.errors import CheckpointError
+from data_utils.common.random_streams import derive_seed
+from data_utils.common.settings import build, merge, to_tree
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.writer import IndexedDatasetWriter
+from data_utils.loader.loader import SampleLoader
+from data_utils.loader.mixture import Mixture, samples_of_corpora
+from data_utils.loader.sampler import WindowIndex
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD
-from data_utils.samples.loader import SampleLoader
-from data_utils.samples.mixture import Mixture, samples_of_corpora
-from data_utils.samples.sampler import WindowIndex
 from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints
 from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.config.tree import Config
-from megatron_lite.train.guard.changed_corpora import changed_corpora, require_same_corpora
+from megatron_lite.runtime.changed_corpora import changed_corpora, require_same_corpora
 
 LENGTH = 16  # of a window; a document of 12 tokens fills one
 CONSUMED, NEXT = 200_000, 40_000

@@ -17,29 +17,29 @@ from support.recipes import collate as collate_windows
 from support.training import fit, make_trainer, records
 from support.whole_weights import load_weights
 
-from data_utils.base.errors import ConfigError, DataError
-from data_utils.base.losses import CLASS_HEADS, NEXT_SENTENCE_LOSS
-from data_utils.base.planes import OBJECTIVE
-from data_utils.base.settings import build, merge
 from data_utils.build.config import BuildConfig
 from data_utils.build.corpus import build_corpus
+from data_utils.common.batch_fields import OBJECTIVE
+from data_utils.common.errors import ConfigError, DataError
+from data_utils.common.losses import CLASS_HEADS, NEXT_SENTENCE_LOSS
+from data_utils.common.settings import build, merge
+from data_utils.loader.loader import collate
 from data_utils.objectives import LOSS_NAMES, OBJECTIVES, make_one
 from data_utils.objectives.mixed import Mixed
-from data_utils.samples.loader import collate
-from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
-from data_utils.text.vocabulary import Vocabulary
+from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
+from data_utils.tokenizers.vocabulary import Vocabulary
 from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config, load_config
-from megatron_lite.generate.open_run import load_run
-from megatron_lite.hf.doors.export import ExportOptions, export_run
-from megatron_lite.hf.doors.importing import import_directory
+from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published.heads import OTHER_HEADS
-from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import ModelInput
-from megatron_lite.model.trunk.glm import GLM
-from megatron_lite.model.trunk.special_heads import SentenceHead
+from megatron_lite.inference.open_run import load_run
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.task_heads import SentenceHead
+from megatron_lite.model.transformer import GLM
 
 HEADS = ("sentence_reordering:9", "sentence_distance:3", "token_document:2", "capitalization:2")
 NAMES = tuple(head.partition(":")[0] for head in HEADS)  # those of pairs: tests/train/test_labelled_pairs.py

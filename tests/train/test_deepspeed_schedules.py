@@ -10,7 +10,7 @@ import yaml
 from support.configs import TINY
 
 from megatron_lite.config.tree import load_config
-from megatron_lite.train.loop.lr_schedule import step_rate
+from megatron_lite.train.lr_schedule import step_rate
 
 STEPS = 60
 

@@ -12,8 +12,8 @@ from support.project import ROOT
 from support.training import make_trainer
 from support.waiting import wait_until
 
-from data_utils.base.errors import ExitStatus, TrainingError
-from data_utils.base.settings import merge
+from data_utils.common.errors import ExitStatus, TrainingError
+from data_utils.common.settings import merge
 
 PRECISIONS = ("bf16", "fp16", "fp32")
 ENDS = {

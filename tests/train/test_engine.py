@@ -11,17 +11,17 @@ from support.configs import tiny
 from support.distributed import run_ranks
 from support.engines import SAMPLES, tree
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.settings import build, merge
+from data_utils.common.errors import ConfigError
+from data_utils.common.settings import build, merge
 from megatron_lite.checkpoint.read import load_checkpoint, newest_valid
 from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.model.input.batch import Batch
+from megatron_lite.engine.engine import parameter_groups, say_slow_attention
+from megatron_lite.engine.plain import make_engine
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.build import build_model
 from megatron_lite.model.kernels import fused
-from megatron_lite.model.trunk.build import build_model
-from megatron_lite.train.engine.engine import parameter_groups, say_slow_attention
-from megatron_lite.train.engine.plain import make_engine
 
 
 def poisoned_steps(context, settings):

@@ -12,12 +12,12 @@ from support.recipes import RECIPES, collate, make, windows
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from data_utils.objectives import LOSS_NAMES
-from megatron_lite.model.input import lengths as lengths_of
-from megatron_lite.model.input.batch import Batch
+from megatron_lite.engine.engine import Engine
+from megatron_lite.model import lengths as lengths_of
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.kernels import compat
-from megatron_lite.model.trunk.glm import GLM
-from megatron_lite.model.trunk.initial_weights import initialize_parameters
-from megatron_lite.train.engine.engine import Engine
+from megatron_lite.model.transformer import GLM
 
 CPU = torch.device("cpu")
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")

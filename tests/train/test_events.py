@@ -8,7 +8,7 @@ import torch
 from support.distributed import run_ranks
 from support.training import fit, make_trainer
 
-from data_utils.base.settings import build, merge
+from data_utils.common.settings import build, merge
 from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints
 from megatron_lite.config.events import EventLog, EventsConfig

@@ -12,10 +12,10 @@ from support.distributed import run_ranks
 from support.parity import Case
 from support.training import fit
 
-from data_utils.base.settings import merge
+from data_utils.common.settings import merge
 from megatron_lite.config.sections import ParallelConfig
-from megatron_lite.train.engine.gradient_norms import GradientNorms, layer_names
-from megatron_lite.train.engine.plain import make_engine
+from megatron_lite.engine.gradient_norms import GradientNorms, layer_names
+from megatron_lite.engine.plain import make_engine
 
 LAYERS = ("embedding.", "layers.", "final_layernorm")
 

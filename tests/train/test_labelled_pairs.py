@@ -16,21 +16,21 @@ from support.recipes import SPECIAL
 from support.training import fit, records
 from support.whole_weights import load_weights
 
-from data_utils.base.losses import CLASS_HEADS
-from data_utils.base.settings import merge
+from data_utils.common.losses import CLASS_HEADS
+from data_utils.common.settings import merge
+from data_utils.loader.loader import collate
 from data_utils.objectives import LOSS_NAMES, OBJECTIVES, make_one
-from data_utils.samples.loader import collate
-from data_utils.text.vocabulary import Vocabulary
+from data_utils.tokenizers.vocabulary import Vocabulary
 from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.generate.open_run import load_run
-from megatron_lite.hf.doors.export import ExportOptions, export_run
-from megatron_lite.hf.doors.importing import import_directory
+from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published.heads import OTHER_HEADS
-from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import ModelInput
-from megatron_lite.model.trunk.glm import GLM
+from megatron_lite.inference.open_run import load_run
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.transformer import GLM
 
 NAMES = ("relevance", "discourse_relation")
 HEADS = ["relevance:3", "discourse_relation:4"]

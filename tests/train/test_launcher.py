@@ -18,7 +18,7 @@ from support.project import ROOT
 from support.training import fit
 from support.waiting import wait_until
 
-from data_utils.base.settings import merge
+from data_utils.common.settings import merge
 
 pytestmark = pytest.mark.launcher
 # Ranks see that their launcher is gone. The first that ends makes what is left of the launcher signal the others.

@@ -8,11 +8,11 @@ import pytest
 from support.distributed import run_ranks
 from support.training import make_trainer
 
-from data_utils.base.planes import DOC, OBJECTIVE
-from data_utils.base.settings import merge
+from data_utils.common.batch_fields import DOC, OBJECTIVE
+from data_utils.common.settings import merge
 from megatron_lite.config.sections import ParallelConfig
-from megatron_lite.train.guard.control import RunControl
-from megatron_lite.train.observe.metrics import Metrics
+from megatron_lite.metrics.writer import Metrics
+from megatron_lite.runtime.control import RunControl
 
 MIXED = {
     "objectives": {

@@ -13,14 +13,14 @@ import yaml
 from support.project import ROOT
 from support.waiting import HANG_SECONDS, wait_until
 
-from data_utils.base.errors import ConfigError, ExitStatus
-from megatron_lite.train.guard import lease
-from megatron_lite.train.guard.lease import LeaseError, acquire, held
+from data_utils.common.errors import ConfigError, ExitStatus
+from megatron_lite.runtime import lease
+from megatron_lite.runtime.lease import LeaseError, acquire, held
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from megatron_lite.train.guard import lease
+from megatron_lite.runtime import lease
 lease.RENEW_SECONDS = 0.1
 try:
     ours = lease.acquire(Path(sys.argv[1]), "trains")
@@ -186,8 +186,8 @@ def test_a_directory_that_cannot_be_made_is_one_line(tmp_path):
 TAKEN = """
 import sys, time
 from pathlib import Path
-from megatron_lite.train.guard import lease
-from megatron_lite.train.guard.watchdog import Watchdog
+from megatron_lite.runtime import lease
+from megatron_lite.runtime.watchdog import Watchdog
 lease.RENEW_SECONDS = 0.1
 run = Path(sys.argv[1])
 dog = Watchdog({"setup": 60}, run, 0, 1, 0.5, lease.acquire(run, "trains"))

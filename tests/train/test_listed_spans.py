@@ -10,12 +10,12 @@ from support.distributed import run_ranks
 from support.training import fit, open_data, records
 from support.whole_weights import load_weights
 
-from data_utils.base.errors import ConfigError, DataError
-from data_utils.base.planes import WEIGHTS
-from data_utils.base.settings import merge
 from data_utils.build.config import BuildConfig
 from data_utils.build.corpus import build_corpus
-from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
+from data_utils.common.batch_fields import WEIGHTS
+from data_utils.common.errors import ConfigError, DataError
+from data_utils.common.settings import merge
+from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
 from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints
 

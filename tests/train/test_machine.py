@@ -7,12 +7,12 @@ import torch
 from support.distributed import run_ranks
 from support.training import make_trainer
 
-from data_utils.base.settings import merge
+from data_utils.common.settings import merge
 from megatron_lite.checkpoint.existing import newest_readable
+from megatron_lite.estimate.gpus import GPUS
+from megatron_lite.metrics import peak_flops as machine
+from megatron_lite.metrics.peak_flops import Yardstick, best_seconds, device_name, known_peak_tflops
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.profile.gpus import GPUS
-from megatron_lite.train.observe import machine
-from megatron_lite.train.observe.machine import Yardstick, best_seconds, device_name, known_peak_tflops
 
 
 @pytest.mark.parametrize(

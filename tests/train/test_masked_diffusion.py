@@ -12,13 +12,13 @@ from support.configs import tiny
 from support.distributed import run_ranks
 from support.training import fit, make_trainer, records
 
-from data_utils.base.losses import MASKED_DIFFUSION
-from data_utils.base.planes import DOC, FIELDS, OBJECTIVE, PADDING_DOC, WEIGHTS
-from data_utils.base.settings import merge
+from data_utils.common.batch_fields import DOC, FIELDS, OBJECTIVE, PADDING_DOC, WEIGHTS
+from data_utils.common.losses import MASKED_DIFFUSION
+from data_utils.common.settings import merge
 from data_utils.objectives import LOSS_NAMES
-from megatron_lite.model.input.batch import Batch
-from megatron_lite.train.loop.step import HostStep, LossShares
-from megatron_lite.train.observe.metrics import Metrics
+from megatron_lite.metrics.writer import Metrics
+from megatron_lite.model.batch import Batch
+from megatron_lite.train.step import HostStep, LossShares
 
 COUNT = len(LOSS_NAMES)
 NUMBER = MASKED_DIFFUSION.number

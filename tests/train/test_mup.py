@@ -12,12 +12,12 @@ from support.engines import tree
 from support.optimizers import ALL
 from support.parity_cases import Case
 
-from data_utils.base.settings import build
+from data_utils.common.settings import build
 from megatron_lite.config.model import ModelConfig, MupConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.model.trunk.glm import GLM
-from megatron_lite.model.trunk.initial_weights import initialize_parameters
-from megatron_lite.model.trunk.mup import is_hidden
+from megatron_lite.model.init import initialize_parameters
+from megatron_lite.model.mup import is_hidden
+from megatron_lite.model.transformer import GLM
 from scripts.coordinate_check import at_width, check, draw, slope
 
 WIDTHS = (64, 128, 256, 512)

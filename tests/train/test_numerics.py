@@ -11,10 +11,10 @@ import yaml
 from support.commands import pretrain
 from support.distributed import run_ranks
 
-from data_utils.base.settings import merge
+from data_utils.common.settings import merge
 from megatron_lite.config.sections import TrainingConfig
 from megatron_lite.parallel.launch import prepare_environment
-from megatron_lite.train.guard.process import set_numerics
+from megatron_lite.runtime.process import set_numerics
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")
 

@@ -17,16 +17,16 @@ from support.distributed import run_ranks
 from support.engines import SAMPLES, layout, tree
 from support.project import ROOT
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.settings import build, merge
+from data_utils.common.errors import ConfigError
+from data_utils.common.settings import build, merge
 from megatron_lite.checkpoint.read import load_checkpoint, newest_valid
 from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.layers.tensor_parallel import LayerNorm, TensorParallel
-from megatron_lite.train.engine import nvidia_apex
-from megatron_lite.train.engine.plain import make_engine
+from megatron_lite.engine import nvidia_apex
+from megatron_lite.engine.plain import make_engine
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.tensor_parallel import LayerNorm, TensorParallel
 
 STAND_IN = ROOT / "tests/support/nvidia_apex"
 APEX = {"optimizer": {"kernel": "apex"}, "training": {"layernorm": "apex"}}

@@ -9,8 +9,8 @@ import torch
 from support.distributed import run_ranks
 from support.training import fit, make_trainer, records
 
-from data_utils.base.planes import BLOCK_POSITION_IDS, DOC
-from data_utils.base.settings import build, merge
+from data_utils.common.batch_fields import BLOCK_POSITION_IDS, DOC
+from data_utils.common.settings import build, merge
 from data_utils.objectives import OBJECTIVES
 from megatron_lite.config.tree import Config
 

@@ -15,16 +15,16 @@ from support.parity_cases import with_optimizer
 from support.stub_engine import StubEngine
 from torch import nn
 
-from data_utils.base.errors import CheckpointError
-from data_utils.base.settings import build
+from data_utils.common.errors import CheckpointError
+from data_utils.common.settings import build
 from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.read import load_checkpoint
 from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.sections import OptimizerConfig, ParallelConfig
+from megatron_lite.engine.plain import make_engine
+from megatron_lite.optim.muon import cost, is_served, orthogonal, owners
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.train.engine.optimizers.muon import cost, is_served, orthogonal, owners
-from megatron_lite.train.engine.plain import make_engine
-from megatron_lite.train.loop.continuation import require_same_optimizer
+from megatron_lite.train.continuation import require_same_optimizer
 
 WEIGHTS = [[0.5, -0.25, 0.125], [1.0, 0.75, -0.5]]
 FIRST = [[0.1, -0.2, 0.3], [-0.4, 0.5, -0.6]]

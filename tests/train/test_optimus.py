@@ -10,18 +10,18 @@ from support.distributed import run_ranks
 from support.latent import RandomSentences, latent_config
 from support.whole_weights import load_weights
 
-from data_utils.base.errors import CheckpointError
-from data_utils.base.settings import build, to_tree
+from data_utils.common.errors import CheckpointError
+from data_utils.common.settings import build, to_tree
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.checkpoint.existing import find_manifest
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
+from megatron_lite.engine.plain import PlainEngine, make_engine
 from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.files.weights import Weights
-from megatron_lite.model.trunk.counts import parameter_shapes
-from megatron_lite.train.engine.plain import PlainEngine, make_engine
-from megatron_lite.train.loop.resume import check_beginning, load_beginning
-from megatron_lite.train.loop.trainer import Trainer
+from megatron_lite.model.flops import parameter_shapes
+from megatron_lite.train.resume import check_beginning, load_beginning
+from megatron_lite.train.trainer import Trainer
 
 STEPS = 6
 # After six AdamW steps in fp32: sums over ranks in another order. Weights are about 0.02, a step moves them by 1e-3.

@@ -11,11 +11,11 @@ from support import parity, parity_cases
 from support.distributed import run_ranks
 from support.parity import Case, by_layout, outcomes_of
 
-from data_utils.base.errors import ConfigError
+from data_utils.common.errors import ConfigError
 from megatron_lite.config.sections import ParallelConfig
-from megatron_lite.model.layers.tensor_parallel import TensorParallel
-from megatron_lite.train.engine.engine import Engine
-from megatron_lite.train.engine.plain import make_engine
+from megatron_lite.engine.engine import Engine
+from megatron_lite.engine.plain import make_engine
+from megatron_lite.model.tensor_parallel import TensorParallel
 
 
 def failures(cases):

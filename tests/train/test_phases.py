@@ -9,13 +9,13 @@ import torch
 from support.distributed import run_ranks
 from support.training import fit, make_trainer, records
 
-from data_utils.base.errors import CheckpointError
-from data_utils.base.settings import build, merge
+from data_utils.common.errors import CheckpointError
+from data_utils.common.settings import build, merge
 from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints
 from megatron_lite.config.tree import Config
-from megatron_lite.train.guard.changed_corpora import require_same_corpora
-from megatron_lite.train.observe.records import read_metrics
+from megatron_lite.metrics.records import read_metrics
+from megatron_lite.runtime.changed_corpora import require_same_corpora
 
 BOTH = {"objectives": {"blank_infilling": 1, "masked_lm": 1}, "model": {"max_position": 66}}
 PHASES = [

@@ -12,14 +12,14 @@ from support.engines import tree
 from support.training import fit, make_trainer
 from support.waiting import HANG_SECONDS
 
-from data_utils.base.errors import DataError, ExitStatus
-from data_utils.base.planes import OBJECTIVE, WEIGHTS
-from data_utils.base.settings import build, merge
+from data_utils.common.batch_fields import OBJECTIVE, WEIGHTS
+from data_utils.common.errors import DataError, ExitStatus
+from data_utils.common.settings import build, merge
 from megatron_lite.config.tree import Config
-from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import prepare
-from megatron_lite.train.guard import control
-from megatron_lite.train.loop.step import Place, Prefetch
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.model_input import prepare
+from megatron_lite.runtime import control
+from megatron_lite.train.step import Place, Prefetch
 
 CPU = torch.device("cpu")
 

@@ -15,12 +15,12 @@ from support.distributed import run_ranks
 from support.project import ROOT
 from support.training import fit
 
-from data_utils.base.settings import build, merge, parse_override, setting_names, to_tree
+from data_utils.common.settings import build, merge, parse_override, setting_names, to_tree
 from megatron_lite.checkpoint.manifest import Checkpoint
 from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.config.tree import Config, load_config
-from megatron_lite.train.guard.finished import nothing_to_do
-from megatron_lite.train.guard.run_state import Condition, RunState
+from megatron_lite.runtime.finished_runs import nothing_to_do
+from megatron_lite.runtime.run_state import Condition, RunState
 
 BASE = str(ROOT / "configs" / "glm-base.yaml")
 ENTRY = "pretrain_glm.py"

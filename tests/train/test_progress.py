@@ -4,7 +4,7 @@ import io
 import logging
 import sys
 
-from megatron_lite.train.observe.progress import progress_bar
+from megatron_lite.metrics.progress_bar import progress_bar
 
 
 class Terminal(io.StringIO):

@@ -3,11 +3,11 @@ import torch
 from support.distributed import run_ranks
 from support.engines import tree
 
-from data_utils.base.settings import build
+from data_utils.common.settings import build
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.train.engine.plain import make_engine
-from megatron_lite.train.guard.replicas import differing_replicas, fingerprint
+from megatron_lite.engine.plain import make_engine
+from megatron_lite.runtime.replicas import differing_replicas, fingerprint
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

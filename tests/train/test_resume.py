@@ -14,13 +14,13 @@ from support.project import small_run
 from support.training import fit
 from support.waiting import random_delay, wait_until
 
-from data_utils.base.errors import CheckpointError
-from data_utils.base.settings import build, merge
-from data_utils.text.tokenizers import load_tokenizer
+from data_utils.common.errors import CheckpointError
+from data_utils.common.settings import build, merge
+from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.checkpoint.manifest import checkpoint_name, list_checkpoints
 from megatron_lite.config.tree import Config
-from megatron_lite.train.loop.resume import check_beginning
-from megatron_lite.train.observe.records import read_metrics
+from megatron_lite.metrics.records import read_metrics
+from megatron_lite.train.resume import check_beginning
 
 # Before the start
 

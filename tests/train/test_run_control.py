@@ -13,11 +13,11 @@ from support.distributed import run_ranks
 from support.project import ROOT
 from support.training import make_trainer
 
-from data_utils.base.errors import ExitStatus, HaltedError
+from data_utils.common.errors import ExitStatus, HaltedError
 from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints
 from megatron_lite.parallel.launch import LauncherWatch
-from megatron_lite.train.guard.control import SAME_REQUEST_SECONDS, STOP_SIGNALS, Requests, RunControl
+from megatron_lite.runtime.control import SAME_REQUEST_SECONDS, STOP_SIGNALS, Requests, RunControl
 
 
 def fit(context, tree):
@@ -48,7 +48,7 @@ def test_a_file_save_that_cannot_be_deleted_is_obeyed_once(tmp_path, monkeypatch
     def deny(path, missing_ok=False):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("megatron_lite.train.guard.control.FILE_CHECK_SECONDS", 0.0)
+    monkeypatch.setattr("megatron_lite.runtime.control.FILE_CHECK_SECONDS", 0.0)
     control = RunControl(tmp_path, is_main=True)
     (tmp_path / "SAVE").touch()
     assert control.agreed(control.local_requests()).save
@@ -78,9 +78,9 @@ def test_requests_of_any_rank_count():
 STUCK = """
 import ctypes, sys
 from pathlib import Path
-from megatron_lite.train.guard.lease import acquire
+from megatron_lite.runtime.lease import acquire
 from megatron_lite.parallel.launch import LauncherWatch
-from megatron_lite.train.guard.control import Phase, RunControl
+from megatron_lite.runtime.control import Phase, RunControl
 control = RunControl(Path(sys.argv[2]), is_main=sys.argv[3] == "0")
 control.enter(Phase[sys.argv[1]])
 if sys.argv[3] == "0":
@@ -163,7 +163,7 @@ def test_signals_to_a_rank_that_is_leaving_are_ignored(tmp_path):
 RANK = """
 import os, time
 from pathlib import Path
-from megatron_lite.train.guard.control import Phase, RunControl
+from megatron_lite.runtime.control import Phase, RunControl
 control = RunControl(Path(os.environ["RUN"]), is_main=True)
 control.enter(Phase.TRAINING)
 print("training", flush=True)

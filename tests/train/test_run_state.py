@@ -15,12 +15,12 @@ from support.distributed import run_ranks
 from support.project import small_run
 from support.training import fit, records
 
-from data_utils.base.errors import CheckpointError
-from data_utils.base.settings import merge
+from data_utils.common.errors import CheckpointError
+from data_utils.common.settings import merge
 from megatron_lite.checkpoint.manifest import list_checkpoints
 from megatron_lite.config.sections import CheckpointConfig
 from megatron_lite.report.run import read_run
-from megatron_lite.train.guard.run_state import MEANINGS, Condition, Start, state_of
+from megatron_lite.runtime.run_state import MEANINGS, Condition, Start, state_of
 from pretrain_glm import require_start
 from scripts import checkpoints
 

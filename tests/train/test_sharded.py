@@ -17,17 +17,17 @@ from support.fake_ranks import fake_context
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from data_utils.base.settings import build
+from data_utils.common.settings import build
 from megatron_lite.config.deepspeed_options import default_bucket_size
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.model.input.batch import Batch
+from megatron_lite.engine.plain import make_engine
+from megatron_lite.model.batch import Batch
 from megatron_lite.model.kernels.fused import Biased
-from megatron_lite.model.layers.tensor_parallel import is_partial
+from megatron_lite.model.tensor_parallel import is_partial
+from megatron_lite.optim.buckets import ALIGNMENT, Bucket, Treatment, assign
 from megatron_lite.parallel import collectives
 from megatron_lite.parallel.collectives import Group
-from megatron_lite.train.engine.buckets import ALIGNMENT, Bucket, Treatment, assign
-from megatron_lite.train.engine.plain import make_engine
 
 WORLD, BUCKET = 8, 20_000
 

@@ -16,10 +16,10 @@ from support.project import ROOT
 from support.slurm_cluster import Cluster, reason_to_skip, running_cluster
 from support.waiting import HANG_SECONDS, wait_until
 
-from data_utils.base.errors import ExitStatus
-from data_utils.base.settings import merge
+from data_utils.common.errors import ExitStatus
+from data_utils.common.settings import merge
 from megatron_lite.checkpoint.manifest import list_checkpoints
-from megatron_lite.train.guard.heartbeats import read_heartbeats
+from megatron_lite.runtime.heartbeats import read_heartbeats
 
 pytestmark = pytest.mark.launcher
 

@@ -7,13 +7,13 @@ import torch
 from support.distributed import run_ranks
 from support.project import ROOT
 
-from data_utils.base.settings import build, merge, to_tree
+from data_utils.common.settings import build, merge, to_tree
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config, load_config
-from megatron_lite.model.trunk.counts import layer_costs, parameter_count
-from megatron_lite.model.trunk.glm import GLM
-from megatron_lite.train.engine.plain import make_engine
-from megatron_lite.train.engine.stage_counts import stages
+from megatron_lite.engine.plain import make_engine
+from megatron_lite.engine.stage_counts import stages
+from megatron_lite.model.flops import layer_costs, parameter_count
+from megatron_lite.model.transformer import GLM
 
 MODEL = {
     "model": {"num_layers": 5, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 300, "max_position": 64},

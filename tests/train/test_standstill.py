@@ -9,8 +9,8 @@ import pytest
 from support.distributed import run_ranks
 from support.training import make_trainer
 
-from data_utils.base.settings import merge
-from megatron_lite.train.observe.standstill import LEAST_EVALUATIONS, Standstill
+from data_utils.common.settings import merge
+from megatron_lite.metrics.standstill import LEAST_EVALUATIONS, Standstill
 
 
 def said(losses, rate=1.0, interval=100) -> list[str]:
@@ -49,7 +49,7 @@ def test_nothing_is_said_too_early_or_where_the_rate_has_fallen() -> None:
 
 def warnings_of_fit(context, tree) -> list[str]:
     found: list[str] = []
-    log = logging.getLogger("megatron_lite.train.loop.evaluation")
+    log = logging.getLogger("megatron_lite.train.evaluation")
     log.handle = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
     make_trainer(context, tree).fit()
     return found

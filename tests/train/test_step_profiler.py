@@ -9,10 +9,10 @@ from support.commands import assert_refused, pretrain
 from support.distributed import run_ranks
 from support.training import fit, records
 
-from data_utils.base.errors import ConfigError
+from data_utils.common.errors import ConfigError
 from megatron_lite.config.observation import ProfilerConfig
-from megatron_lite.train.observe import step_profiler
-from megatron_lite.train.observe.step_profiler import StepProfiler
+from megatron_lite.metrics import step_profiler
+from megatron_lite.metrics.step_profiler import StepProfiler
 
 
 def events_of(path):

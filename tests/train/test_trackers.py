@@ -19,11 +19,11 @@ from support.project import small_run
 from support.training import fit
 from support.waiting import HANG_SECONDS
 
-from data_utils.base.settings import build
+from data_utils.common.settings import build
 from megatron_lite.config.tree import Config
-from megatron_lite.train.observe.metrics import Metrics
-from megatron_lite.train.observe.records import read_metrics
-from megatron_lite.train.observe.trackers import Background, TrackerError, make_trackers, require_trackers
+from megatron_lite.metrics.records import read_metrics
+from megatron_lite.metrics.trackers import Background, TrackerError, make_trackers, require_trackers
+from megatron_lite.metrics.writer import Metrics
 
 
 @pytest.fixture(autouse=True)

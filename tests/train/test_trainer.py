@@ -13,19 +13,19 @@ from support.project import small_run
 from support.training import fit, make_trainer, records
 from support.whole_weights import load_weights, placed_weights
 
-from data_utils.base.errors import DataError, DeviceMemoryError, TrainingError
-from data_utils.base.settings import merge
+from data_utils.common.errors import DataError, DeviceMemoryError, TrainingError
+from data_utils.common.settings import merge
 from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import list_checkpoints, write_manifest
 from megatron_lite.checkpoint.write import rewind
 from megatron_lite.config.tree import load_config
-from megatron_lite.train.engine.engine import memory_advice
-from megatron_lite.train.loop.continuation import changed_samples, config_changes
+from megatron_lite.engine.engine import memory_advice
+from megatron_lite.train.continuation import changed_samples, config_changes
 
 
 def warnings_of_fit(context, tree):
     said = []
-    log = logging.getLogger("megatron_lite.train.loop.continuation")
+    log = logging.getLogger("megatron_lite.train.continuation")
     log.handle = lambda record: said.append(record.getMessage())
     fit(context, tree)
     return said
@@ -120,7 +120,7 @@ def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(settings, tmp_p
 def test_the_program_is_recorded_and_a_change_is_said(settings, tmp_path, monkeypatch):
     for number, stop in ((1, 1), (1, 2), (2, 3)):
         new = {"version": str(number), "commit": "abc", "changed": False}
-        monkeypatch.setattr("megatron_lite.train.observe.version.program", lambda packages=(), new=new: new)
+        monkeypatch.setattr("megatron_lite.metrics.version.program", lambda packages=(), new=new: new)
         said, _ = run_ranks(warnings_of_fit, 2, merge(settings, {"training": {"stop_after_step": stop}}))
         assert read_checkpoint(list_checkpoints(tmp_path / "run/checkpoints")[-1]).state["program"] == new
         resolved = (tmp_path / "run/config.yaml").read_text()

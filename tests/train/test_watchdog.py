@@ -20,13 +20,13 @@ from support.project import ROOT
 from support.training import make_trainer
 from support.waiting import HANG_SECONDS, wait_until
 
-from data_utils.base.errors import ExitStatus, RankError
-from data_utils.base.settings import merge
+from data_utils.common.errors import ExitStatus, RankError
+from data_utils.common.settings import merge
 from megatron_lite.checkpoint import write as checkpoint_write
 from megatron_lite.config.sections import ParallelConfig, TimeoutsConfig
 from megatron_lite.parallel.launch import Launch
-from megatron_lite.train.guard.heartbeats import Heartbeat, read_heartbeats, who_is_behind
-from megatron_lite.train.guard.watchdog import Section, Watchdog
+from megatron_lite.runtime.heartbeats import Heartbeat, read_heartbeats, who_is_behind
+from megatron_lite.runtime.watchdog import Section, Watchdog
 
 
 def watch(trainer):
@@ -163,8 +163,8 @@ def start(directory, program, limit=1.0, backstop=30.0):
     head = f"""
 import ctypes, os, threading, time
 from pathlib import Path
-from megatron_lite.train.guard import watchdog
-from megatron_lite.train.guard.watchdog import Section, Watchdog
+from megatron_lite.runtime import watchdog
+from megatron_lite.runtime.watchdog import Section, Watchdog
 watchdog.BACKSTOP_SECONDS, watchdog.EXIT_SECONDS = {backstop}, 1.0
 dog = Watchdog({{"setup": {limit}, "step": {limit}}}, Path({str(directory)!r}), 0, 1, 0.5)
 dog.joined()

@@ -12,13 +12,13 @@ from support import parity
 from support.distributed import run_ranks
 from support.parity_cases import VOCAB_SIZE, Case
 
-from data_utils.base.planes import WEIGHTS
+from data_utils.common.batch_fields import WEIGHTS
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.model.input.model_input import ModelInput
-from megatron_lite.model.trunk.build import build_model
-from megatron_lite.model.trunk.glm import GLM
-from megatron_lite.train.observe.reports import objective_losses, train_line
+from megatron_lite.metrics.reports import objective_losses, train_line
+from megatron_lite.model.build import build_model
+from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.transformer import GLM
 
 FACTOR, SMOOTHING = 0.05, 0.1
 NAMES = ["a", "b", "c"]

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data_utils.base.settings import check, checked, fraction, setting
+from data_utils.common.settings import check, checked, fraction, setting
 from data_utils.objectives.interface import ObjectiveConfig
 from data_utils.objectives.row_loops import cumulative_table, span_count_moments
-from data_utils.text.vocabulary import Vocabulary
+from data_utils.tokenizers.vocabulary import Vocabulary
 
 TOKEN, SENTENCE, DOCUMENT = range(3)  # the objectives, and the numbers of their losses
 ROOM_DEVIATIONS = 1.0  # a row has room for the mean number of spans and this many standard deviations

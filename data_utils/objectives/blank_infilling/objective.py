@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.base.errors import DataError
-from data_utils.base.losses import Loss
-from data_utils.base.planes import DOC, FIELDS, PADDING_DOC, POSITION_IDS, TOKENS, Example
-from data_utils.base.random_streams import chance, chance_threshold, next_word, open_stream, shuffle
-from data_utils.base.settings import check
+from data_utils.common.batch_fields import DOC, FIELDS, PADDING_DOC, POSITION_IDS, TOKENS, Example
+from data_utils.common.errors import DataError
+from data_utils.common.losses import Loss
+from data_utils.common.random_streams import chance, chance_threshold, next_word, open_stream, shuffle
+from data_utils.common.settings import check
 from data_utils.objectives.blank_infilling import config, spans
 from data_utils.objectives.blank_infilling.config import (
     DOCUMENT,

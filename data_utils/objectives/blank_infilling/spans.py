@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from data_utils.base.planes import (
+from data_utils.common.batch_fields import (
     BLOCK_POSITION_IDS,
     DOC,
     OBJECTIVE,
@@ -15,7 +15,7 @@ from data_utils.base.planes import (
     TOKENS,
     WEIGHTS,
 )
-from data_utils.base.random_streams import below, chance, shuffle
+from data_utils.common.random_streams import below, chance, shuffle
 from data_utils.objectives.blank_infilling.config import SENTENCE, TOKEN
 from data_utils.objectives.row_loops import compiled, copy_range, count_up, draw_length, inlined, set_range
 

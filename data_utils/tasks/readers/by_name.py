@@ -41,7 +41,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from data_utils.base.errors import ConfigError
+from data_utils.common.errors import ConfigError
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.readers import conll, glue, superglue
 from data_utils.tasks.readers.files import BadLine, Intake, Records, label_name, plain_name

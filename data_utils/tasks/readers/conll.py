@@ -13,9 +13,9 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from data_utils.base.setting_files import shown
+from data_utils.common.setting_files import shown
+from data_utils.corpus.json_records import UnusableRecord
 from data_utils.tasks.readers.files import BadLine, Intake, Records, decoded, numbered_lines
-from data_utils.text.json_records import UnusableRecord
 
 LABELS = {
     name: ("O", *(f"{begin}-{type_}" for type_ in ("PER", "ORG", "LOC", "MISC") for begin in "BI"))

@@ -20,19 +20,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from data_utils.base.errors import ConfigError, DataError
-from data_utils.base.setting_files import shorten, shown
-from data_utils.tasks.base import Record
-from data_utils.tasks.config import TaskConfig
-from data_utils.text.inputs import ending_of
-from data_utils.text.json_records import UTF8_BOM, UnusableRecord, field_at, json_type, not_utf8
-from data_utils.text.stored_files import (
+from data_utils.common.errors import ConfigError, DataError
+from data_utils.common.setting_files import shorten, shown
+from data_utils.corpus.inputs import ending_of
+from data_utils.corpus.json_records import UTF8_BOM, UnusableRecord, field_at, json_type, not_utf8
+from data_utils.corpus.stored_files import (
     compression_of,
     decompressed,
     open_regular,
     read_errors,
     refuse_other_content,
 )
+from data_utils.tasks.base import Record
+from data_utils.tasks.config import TaskConfig
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_utils.base.errors import ConfigError, DataError
-from data_utils.base.setting_files import shorten, shown
+from data_utils.common.errors import ConfigError, DataError
+from data_utils.common.setting_files import shorten, shown
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.readers.files import (
     BadLine,

@@ -21,7 +21,8 @@ import string
 from pathlib import Path
 from typing import Any
 
-from data_utils.base.setting_files import shown
+from data_utils.common.setting_files import shown
+from data_utils.corpus.json_records import parse_json_object
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.readers.conll import checked_bio, is_bio, known_tags
 from data_utils.tasks.readers.files import (
@@ -41,7 +42,6 @@ from data_utils.tasks.readers.files import (
 from data_utils.tasks.readers.marked import class_names, is_marked, mentions_in
 from data_utils.tasks.readers.questions import add_question
 from data_utils.tasks.readers.texts import add_text
-from data_utils.text.json_records import parse_json_object
 
 _LETTERS = {letter: number for number, letter in enumerate(string.ascii_uppercase)}
 

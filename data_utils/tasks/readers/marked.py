@@ -7,11 +7,11 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.setting_files import shown
+from data_utils.common.errors import ConfigError
+from data_utils.common.setting_files import shown
+from data_utils.corpus.mentions import EntityNames, read_names
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.readers.files import BadLine, Intake, value_in
-from data_utils.text.mentions import EntityNames, read_names
 
 ENTITIES = "entities"  # field of a line and of a Record
 

@@ -10,7 +10,7 @@ import re
 from itertools import zip_longest
 from pathlib import Path
 
-from data_utils.base.errors import DataError
+from data_utils.common.errors import DataError
 from data_utils.tasks.readers.files import (
     BadLine,
     Intake,

@@ -10,8 +10,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from data_utils.base.errors import DataError
-from data_utils.base.setting_files import shown
+from data_utils.common.errors import DataError
+from data_utils.common.setting_files import shown
+from data_utils.corpus.json_records import UnusableRecord, parse_json_object
 from data_utils.tasks.readers.files import (
     BadLine,
     Intake,
@@ -23,7 +24,6 @@ from data_utils.tasks.readers.files import (
     text_in,
     whole_number_in,
 )
-from data_utils.text.json_records import UnusableRecord, parse_json_object
 
 
 def read_squad(intake: Intake) -> Records:

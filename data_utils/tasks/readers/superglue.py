@@ -14,8 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.setting_files import shown
+from data_utils.common.errors import ConfigError
+from data_utils.common.setting_files import shown
+from data_utils.corpus.json_records import parse_json_object
 from data_utils.tasks.readers.files import (
     BadLine,
     Intake,
@@ -29,7 +30,6 @@ from data_utils.tasks.readers.files import (
     text_in,
     whole_number_in,
 )
-from data_utils.text.json_records import parse_json_object
 
 _YES_NO = ("false", "true")
 _TWO_WAY = ("entailment", "not_entailment")

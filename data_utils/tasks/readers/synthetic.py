@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.random_streams import derive_seed
-from data_utils.base.setting_files import shown
+from data_utils.common.errors import ConfigError
+from data_utils.common.random_streams import derive_seed
+from data_utils.common.setting_files import shown
 from data_utils.tasks.readers.files import Intake, Records
 
 NO_YES = ("no", "yes")

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 
-from data_utils.base.errors import DataError
-from data_utils.base.setting_files import shown
+from data_utils.common.errors import DataError
+from data_utils.common.setting_files import shown
+from data_utils.corpus.json_records import UnusableRecord, parse_json_object
 from data_utils.tasks.readers.files import (
     BadLine,
     Intake,
@@ -24,7 +25,6 @@ from data_utils.tasks.readers.files import (
     suffix_of,
     text_in,
 )
-from data_utils.text.json_records import UnusableRecord, parse_json_object
 
 BLANK = "<blank>"  # in lines whose words are hidden
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from data_utils.base.errors import CheckpointError
-from data_utils.base.progress import progress_bar
-from data_utils.base.settings import to_tree
-from megatron_lite.checkpoint.boxes import Box, matrix_shape
+from data_utils.common.errors import CheckpointError
+from data_utils.common.progress import progress_bar
+from data_utils.common.settings import to_tree
 from megatron_lite.checkpoint.manifest import KINDS, manifest_header, write_manifest
+from megatron_lite.checkpoint.shard_slices import Box, matrix_shape
 from megatron_lite.checkpoint.state import TrainerState
 from megatron_lite.checkpoint.tensor_files import write_tensors
 from megatron_lite.config.tree import Config

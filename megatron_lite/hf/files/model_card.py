@@ -12,7 +12,7 @@ from typing import Any
 from data_utils.objectives import ObjectiveChoice
 from megatron_lite.checkpoint.manifest import Checkpoint
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.generate.open_run import OpenRun, blank_shares, objective_names
+from megatron_lite.inference.open_run import OpenRun, blank_shares, objective_names
 
 _CARD = """---
 library_name: transformers

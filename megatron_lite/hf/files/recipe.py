@@ -16,12 +16,12 @@ from typing import Any, NotRequired
 
 from typing_extensions import TypedDict
 
-from data_utils.base.errors import CheckpointError, ConfigError
-from data_utils.base.foreign import conform
-from data_utils.base.setting_files import shorten
-from data_utils.base.settings import build, keys_of, section_in, to_tree
+from data_utils.common.errors import CheckpointError, ConfigError
+from data_utils.common.setting_files import shorten
+from data_utils.common.settings import build, keys_of, section_in, to_tree
+from data_utils.common.untrusted import conform
 from data_utils.objectives import OBJECTIVES
-from data_utils.text.tokenizers import Tokenizer, TokenizerConfig
+from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.files.weights import TRAINING_JSON, read_json
 

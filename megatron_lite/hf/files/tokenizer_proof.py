@@ -11,11 +11,11 @@ from typing import Any
 from transformers import AutoTokenizer, TokenizersBackend
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
 
-from data_utils.base.errors import CheckpointError
-from data_utils.base.setting_files import one_line, shorten, shown
-from data_utils.text.special_tokens import SPECIAL_NAMES
-from data_utils.text.tokenizers import Tokenizer
-from megatron_lite.hf.files.described import quiet
+from data_utils.common.errors import CheckpointError
+from data_utils.common.setting_files import one_line, shorten, shown
+from data_utils.tokenizers.special_tokens import SPECIAL_NAMES
+from data_utils.tokenizers.tokenizer import Tokenizer
+from megatron_lite.hf.files.config_json import quiet
 from megatron_lite.hf.files.weights import read_json
 
 _SUPPORTED = "tokenizers of vocab.txt, vocab.json with merges.txt, spiece.model and tokenizer.json"

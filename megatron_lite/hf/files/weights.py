@@ -19,11 +19,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from data_utils.base import files
-from data_utils.base.errors import CheckpointError
-from data_utils.base.foreign import conform, parse_json, read_bounded
-from data_utils.base.progress import progress_bar
-from data_utils.base.setting_files import one_line
+from data_utils.common import files
+from data_utils.common.errors import CheckpointError
+from data_utils.common.progress import progress_bar
+from data_utils.common.setting_files import one_line
+from data_utils.common.untrusted import conform, parse_json, read_bounded
 from megatron_lite.checkpoint.tensor_files import write_tensors
 from megatron_lite.hf.files.left_out import is_buffer, listed
 

@@ -20,20 +20,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from data_utils.base.planes import DOC, FIELDS, PADDING_DOC, POSITION_IDS, TOKENS, WEIGHTS
-from data_utils.text.special_tokens import SpecialTokens
-from data_utils.text.tokenizers import Tokenizer
+from data_utils.common.batch_fields import DOC, FIELDS, PADDING_DOC, POSITION_IDS, TOKENS, WEIGHTS
+from data_utils.tokenizers.special_tokens import SpecialTokens
+from data_utils.tokenizers.tokenizer import Tokenizer
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.generate.filling import BlankFiller, blank_context
-from megatron_lite.hf.files.described import by_transformers
+from megatron_lite.hf.files.config_json import by_transformers
 from megatron_lite.hf.files.weights import Weights
 from megatron_lite.hf.glm import proof
 from megatron_lite.hf.glm.modeling_glm import GLMForBlankInfilling
 from megatron_lite.hf.glm.pipeline_glm import BlankInfillingPipeline
 from megatron_lite.hf.glm.proof import Question
 from megatron_lite.hf.glm.tokenizer_files import exported_tokenizer
-from megatron_lite.model.trunk.glm import GLM
+from megatron_lite.inference.filling import BlankFiller, blank_context
+from megatron_lite.model.transformer import GLM
 
 _STEPS = 4  # tokens that are written for a blank
 _LONGEST = 24  # tokens of a text

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from data_utils.base.errors import CheckpointError
-from data_utils.base.planes import (
+from data_utils.common.batch_fields import (
     BLOCK_POSITION_IDS,
     DOC,
     FIELDS,
@@ -28,15 +27,16 @@ from data_utils.base.planes import (
     TOKENS,
     WEIGHTS,
 )
+from data_utils.common.errors import CheckpointError
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.hf.files.described import by_transformers
+from megatron_lite.hf.files.config_json import by_transformers
 from megatron_lite.hf.files.weights import Weights
 from megatron_lite.hf.glm.modeling_glm import GLMForSequenceClassification
 from megatron_lite.hf.glm.released import reference_logits
-from megatron_lite.model.attention.layout import allowed
-from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.trunk.answers import task_rows
-from megatron_lite.model.trunk.glm import GLM, ModelInput
+from megatron_lite.model.attention_backends.layout import allowed
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.predictions import task_rows
+from megatron_lite.model.transformer import GLM, ModelInput
 
 TOLERANCE = 1e-5  # fp32: the same sums in another order
 # Two computations in fp32 that are both right differ by the sum of their errors; the larger one is measured.

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from data_utils.base.errors import CheckpointError
+from data_utils.common.errors import CheckpointError
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.files.weights import Weights, from_state_dict, load_pickle
 

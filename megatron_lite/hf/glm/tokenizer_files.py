@@ -14,10 +14,10 @@ from typing import Any
 import tokenizers
 from tokenizers import processors
 
-from data_utils.base.errors import CheckpointError, DataError
-from data_utils.text.library_tokenizer import HIDDEN, HuggingFaceTokenizer
-from data_utils.text.sentencepiece_tokenizer import SentencePieceTokenizer
-from data_utils.text.tokenizers import Tokenizer, TokenizerConfig, read_files
+from data_utils.common.errors import CheckpointError, DataError
+from data_utils.tokenizers.library_tokenizer import HIDDEN, HuggingFaceTokenizer
+from data_utils.tokenizers.sentencepiece_tokenizer import SentencePieceTokenizer
+from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig, read_files
 from megatron_lite.hf.files.tokenizer_proof import TokenizerProof, awkward_texts
 from megatron_lite.hf.glm.tokenization_glm import MARKERS, GLMSentencePieceTokenizer, GLMTokenizerFast
 

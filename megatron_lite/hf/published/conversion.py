@@ -18,12 +18,12 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from data_utils.base.errors import CheckpointError, ConfigError
-from data_utils.base.setting_files import shown
-from data_utils.base.settings import build
+from data_utils.common.errors import CheckpointError, ConfigError
+from data_utils.common.setting_files import shown
+from data_utils.common.settings import build
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.model_rules import OF_TRAINING
-from megatron_lite.hf.files.described import (
+from megatron_lite.hf.files.config_json import (
     CONFIG_JSON,
     by_transformers,
     check_fields,
@@ -58,7 +58,7 @@ from megatron_lite.hf.published.recognition import (
     with_its_names,
 )
 from megatron_lite.hf.published.systems import GLM4, OF_MODEL, PUBLISHED
-from megatron_lite.model.trunk.counts import parameter_shapes
+from megatron_lite.model.flops import parameter_shapes
 
 log = logging.getLogger(__name__)
 

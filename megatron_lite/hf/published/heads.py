@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from data_utils.base.errors import CheckpointError
-from data_utils.base.setting_files import shown
+from data_utils.common.errors import CheckpointError
+from data_utils.common.setting_files import shown
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.files.published_form import Row, System
 

@@ -12,12 +12,12 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from data_utils.base.errors import CheckpointError
-from data_utils.text.special_tokens import NO_TOKEN
-from data_utils.text.tokenizers import Tokenizer
-from megatron_lite.generate.states import Layout
+from data_utils.common.errors import CheckpointError
+from data_utils.tokenizers.special_tokens import NO_TOKEN
+from data_utils.tokenizers.tokenizer import Tokenizer
 from megatron_lite.hf.files.published_form import System
 from megatron_lite.hf.files.weights import read_json, write_json
+from megatron_lite.inference.states import Layout
 
 GENERATION_JSON = "generation_config.json"
 

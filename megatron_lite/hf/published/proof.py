@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from data_utils.base.planes import (
+from data_utils.common.batch_fields import (
     DOC,
     FIELDS,
     OBJECTIVE,
@@ -39,15 +39,15 @@ from data_utils.base.planes import (
     WEIGHTS,
 )
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.hf.files.described import by_transformers, quiet
+from megatron_lite.hf.files.config_json import by_transformers, quiet
 from megatron_lite.hf.glm.proof import Question
 from megatron_lite.hf.published.conversion import PublishedSource, load_class, system_of
 from megatron_lite.hf.published.recognition import is_body
 from megatron_lite.hf.published.segment_memory import read_segment
-from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import prepare
-from megatron_lite.model.trunk.answers import task_rows
-from megatron_lite.model.trunk.glm import GLM
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.model_input import prepare
+from megatron_lite.model.predictions import task_rows
+from megatron_lite.model.transformer import GLM
 
 log = logging.getLogger(__name__)
 

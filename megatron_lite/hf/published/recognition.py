@@ -14,9 +14,9 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from data_utils.base.errors import CheckpointError
-from data_utils.base.setting_files import shorten
-from megatron_lite.hf.files.described import CONFIG_JSON
+from data_utils.common.errors import CheckpointError
+from data_utils.common.setting_files import shorten
+from megatron_lite.hf.files.config_json import CONFIG_JSON
 from megatron_lite.hf.files.left_out import reason
 from megatron_lite.hf.files.published_form import System
 from megatron_lite.hf.files.weights import Weights

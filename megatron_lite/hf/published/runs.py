@@ -15,23 +15,20 @@ from typing import Any
 import torch
 import yaml
 
-from data_utils.base.errors import CheckpointError, ConfigError
-from data_utils.base.setting_files import shown
-from data_utils.base.settings import build, merge, to_tree
+from data_utils.common.errors import CheckpointError, ConfigError
+from data_utils.common.setting_files import shown
+from data_utils.common.settings import build, merge, to_tree
 from data_utils.objectives import OBJECTIVES
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.readers.by_name import labels_of
-from data_utils.text.tokenizers import Tokenizer, TokenizerConfig, load_tokenizer
+from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.checkpoint.manifest import checkpoint_name
 from megatron_lite.checkpoint.tensor_files import write_tensors
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.task_rows import with_task_rows
 from megatron_lite.config.tree import Config
-from megatron_lite.generate.decoders import layout_of
-from megatron_lite.generate.open_run import OpenRun, load_model
-from megatron_lite.generate.states import Layout
-from megatron_lite.hf.files.described import write_config
+from megatron_lite.hf.files.config_json import write_config
 from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.files.model_card import published_card
 from megatron_lite.hf.files.weights import (
@@ -71,8 +68,11 @@ from megatron_lite.hf.published.tokenizers import (
 )
 from megatron_lite.hf.published.usual import with_objective, with_sizes
 from megatron_lite.hf.published.versions import oldest_version
-from megatron_lite.model.trunk.counts import parameter_shapes
-from megatron_lite.model.trunk.initial_weights import initialize_parameters
+from megatron_lite.inference.decoders import layout_of
+from megatron_lite.inference.open_run import OpenRun, load_model
+from megatron_lite.inference.states import Layout
+from megatron_lite.model.flops import parameter_shapes
+from megatron_lite.model.init import initialize_parameters
 
 log = logging.getLogger(__name__)
 

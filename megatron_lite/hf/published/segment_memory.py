@@ -18,10 +18,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from data_utils.base.planes import DOC, FIELDS, ORD, POSITION_IDS
-from megatron_lite.model.input.batch import Batch
-from megatron_lite.model.input.model_input import prepare
-from megatron_lite.model.trunk.glm import GLM
+from data_utils.common.batch_fields import DOC, FIELDS, ORD, POSITION_IDS
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.model_input import prepare
+from megatron_lite.model.transformer import GLM
 
 Memory = Sequence[torch.Tensor]  # of each block, [B, M, D]
 

@@ -130,7 +130,7 @@ CAMEMBERT = replace(
     ROBERTA, model_type="camembert", class_of=lambda config: "CamembertForMaskedLM",
     classes={"CamembertForMaskedLM": "camembert"},
 )  # fmt: skip
-ELECTRA = System(  # `replaced` is no part of one Transformer: see megatron_lite/electra
+ELECTRA = System(  # `replaced` is no part of one Transformer: see megatron_lite/models/electra
     model_type="electra", prefix="electra.",
     rows=(
         *_bert_rows(

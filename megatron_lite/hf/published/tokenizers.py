@@ -10,11 +10,11 @@ from typing import Any
 from tokenizers import processors
 from transformers import TokenizersBackend
 
-from data_utils.base.errors import CheckpointError, ConfigError, DataError, UserError
-from data_utils.base.setting_files import shown
-from data_utils.base.settings import build
-from data_utils.text.library_tokenizer import HuggingFaceTokenizer
-from data_utils.text.tokenizers import Tokenizer, TokenizerConfig, load_tokenizer, read_files
+from data_utils.common.errors import CheckpointError, ConfigError, DataError, UserError
+from data_utils.common.setting_files import shown
+from data_utils.common.settings import build
+from data_utils.tokenizers.library_tokenizer import HuggingFaceTokenizer
+from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer, read_files
 from megatron_lite.hf.files.tokenizer_proof import compare, encoded, load_theirs, tokenizer_proof
 from megatron_lite.hf.files.weights import read_json, write_json
 from megatron_lite.hf.glm.tokenizer_files import visible_backend

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from data_utils.base.settings import build, check, merge
+from data_utils.common.settings import build, check, merge
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.sections import BatchConfig
 from megatron_lite.config.tree import Config

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from data_utils.base.errors import ConfigError
+from data_utils.common.errors import ConfigError
 
 
 def _undocumented(owner: Any, name: str) -> Any:

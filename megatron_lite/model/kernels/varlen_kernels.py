@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from data_utils.base.errors import ConfigError
+from data_utils.common.errors import ConfigError
 from megatron_lite.model.kernels.compat import Gradients
 
 

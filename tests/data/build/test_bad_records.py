@@ -12,7 +12,7 @@ from support.builds import (
 )
 from support.corpora import files, texts_of, to_jsonl
 
-from data_utils.base.errors import DataError
+from data_utils.common.errors import DataError
 from data_utils.dataset.indexed_dataset import IndexedDataset
 
 # ------------------------------------------------------------------------------------------------------------

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from support.byte_tokenizer import ByteTokenizer, EndlessTokenizer, NarrowTokenizer, SilentTokenizer
 from support.corpora import files, make, texts_of, write_corpus
 
-from data_utils.base.errors import ConfigError, DataError
 from data_utils.build.config import parse_split, split_rule
 from data_utils.build.corpus import BuildConfig, build_corpus
+from data_utils.common.errors import ConfigError, DataError
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.manifest import SUFFIXES
 from data_utils.dataset.verification import verify

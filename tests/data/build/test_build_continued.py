@@ -11,7 +11,7 @@ from support.byte_tokenizer import (
 from support.corpora import to_jsonl
 from support.waiting import wait_until
 
-from data_utils.base.errors import DataError
+from data_utils.common.errors import DataError
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.verification import verify
 

@@ -40,11 +40,11 @@ from support.byte_tokenizer import (
 from support.corpora import files, make, texts_of, to_jsonl
 from support.waiting import random_delay, wait_until
 
-from data_utils.base.errors import DataError
+from data_utils.common.errors import DataError
+from data_utils.corpus.documents import Block, parse_block
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.manifest import manifest_bytes
 from data_utils.dataset.verification import verify
-from data_utils.text.documents import Block, parse_block
 
 
 def run_in_fork(work, seconds=0):

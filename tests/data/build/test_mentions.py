@@ -11,18 +11,18 @@ import pytest
 from support.byte_tokenizer import ByteTokenizer
 from support.project import small_corpus
 
-from data_utils.base.errors import ConfigError, DataError
 from data_utils.build.capitals import CapitalReader
 from data_utils.build.config import BuildConfig
 from data_utils.build.corpus import build_corpus
+from data_utils.common.errors import ConfigError, DataError
+from data_utils.corpus.mentions import read_names
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.local_copy import local_copy
 from data_utils.dataset.tools import merge_datasets
 from data_utils.dataset.verification import verify
+from data_utils.loader.sampler import WindowIndex
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD
-from data_utils.samples.sampler import WindowIndex
-from data_utils.text.mentions import read_names
-from data_utils.text.tokenizers import TokenizerConfig, load_tokenizer
+from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
 
 TEXT = "word1 word2 word1 ."
 

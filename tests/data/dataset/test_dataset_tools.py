@@ -12,10 +12,10 @@ from support.byte_tokenizer import ByteTokenizer, OtherTokenizer
 from support.corpora import build, make, to_jsonl
 from support.crash_shim import at_every_operation, fill_disk, record_and_kill
 
-from data_utils.base.checksums import identity
-from data_utils.base.errors import DataError, run_command
 from data_utils.build.config import BuildConfig
 from data_utils.build.corpus import build_corpus
+from data_utils.common.checksums import identity
+from data_utils.common.errors import DataError, run_command
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.tools import (
     LengthStatistics,

@@ -8,12 +8,12 @@ from datatrove.utils.dataset import DatatroveFileDataset
 from megatron.core.datasets.indexed_dataset import IndexedDataset as MegatronDataset
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from data_utils.base.errors import DataError
+from data_utils.common.errors import DataError
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.tools import adopt_dataset
 from data_utils.dataset.verification import verify
 from data_utils.dataset.writer import IndexedDatasetWriter
-from data_utils.samples.sampler import WindowIndex
+from data_utils.loader.sampler import WindowIndex
 
 VOCABULARIES = [5000, 70000]  # uint16 and int32
 

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.corpora import build, damage
 
-from data_utils.base import files
-from data_utils.base.errors import DataError
+from data_utils.common import files
+from data_utils.common.errors import DataError
 from data_utils.dataset import indexed_dataset, writer
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.tools import adopt_dataset
 from data_utils.dataset.verification import verify
 from data_utils.dataset.writer import IndexedDatasetWriter, index_pieces, remove_dataset, token_dtype
-from data_utils.samples.sampler import WindowIndex
+from data_utils.loader.sampler import WindowIndex
 
 
 def names(directory):

@@ -5,7 +5,7 @@ import pytest
 from support.corpora import build, damage
 from support.crash_shim import at_every_operation, fill_disk
 
-from data_utils.base.errors import DataError, run_command
+from data_utils.common.errors import DataError, run_command
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.local_copy import local_copy
 from data_utils.dataset.verification import verify

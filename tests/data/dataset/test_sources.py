@@ -6,9 +6,9 @@ import random
 import pytest
 from support.byte_tokenizer import ByteTokenizer
 
-from data_utils.base.errors import DataError
 from data_utils.build.config import BuildConfig
 from data_utils.build.corpus import build_corpus
+from data_utils.common.errors import DataError
 from data_utils.dataset import sources
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.manifest import checksum, manifest_bytes

@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from data_utils.base.errors import DataError
+from data_utils.common.errors import DataError
 from data_utils.dataset.vectors import Vectors, convert_vectors
 
 

@@ -26,10 +26,11 @@ from support.mask_rule import allowed, leaks
 from support.project import ROOT
 from support.recipes import FIRST_TEXT_TOKEN, many, text_of
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.planes import FIELDS, Example
-from data_utils.base.setting_files import load_yaml
-from data_utils.base.settings import build
+from data_utils.common.batch_fields import FIELDS, Example
+from data_utils.common.errors import ConfigError
+from data_utils.common.setting_files import load_yaml
+from data_utils.common.settings import build
+from data_utils.loader.loader import collate
 from data_utils.objectives.blank_infilling import (
     DOCUMENT,
     MOST_CUT,
@@ -39,8 +40,7 @@ from data_utils.objectives.blank_infilling import (
     BlankInfillingConfig,
 )
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD
-from data_utils.samples.loader import collate
-from data_utils.text.vocabulary import Vocabulary
+from data_utils.tokenizers.vocabulary import Vocabulary
 
 PRESETS = sorted((ROOT / "configs" / "objectives").glob("*.yaml"))
 

@@ -20,10 +20,10 @@ from support.blank_infilling import (
 from support.chi_square import chi_square, chi_square_limit
 from support.recipes import many, text_of
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.planes import Example
+from data_utils.common.batch_fields import Example
+from data_utils.common.errors import ConfigError
+from data_utils.loader.loader import collate
 from data_utils.objectives.blank_infilling import TOKEN, BlankInfilling, BlankInfillingConfig
-from data_utils.samples.loader import collate
 
 
 def test_single_span_prob_precedes_the_mode():

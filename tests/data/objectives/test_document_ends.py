@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from support.recipes import FIRST_TEXT_TOKEN, SPECIAL, vocabulary
 
-from data_utils.base.errors import ConfigError
+from data_utils.common.errors import ConfigError
+from data_utils.loader.loader import collate
 from data_utils.objectives import OBJECTIVES, make_one
-from data_utils.samples.loader import collate
-from data_utils.text.published_tokens import own_special_tokens
-from data_utils.text.special_tokens import NO_TOKEN
+from data_utils.tokenizers.published_tokens import own_special_tokens
+from data_utils.tokenizers.special_tokens import NO_TOKEN
 
 WITH_SEP = ("masked_lm", "spanbert", "albert", "ernie", "unilm", "unilmv2", "mass", "xlnet")
 BERT, BERT_LACKS = own_special_tokens({"pad": 0, "unk": 100, "cls": 101, "sep": 102, "mask": 103})

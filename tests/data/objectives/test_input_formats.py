@@ -10,12 +10,12 @@ from support.chi_square import chi_square, chi_square_limit
 from support.project import ROOT
 from support.recipes import SPECIAL, collate, make, vocabulary, windows
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.losses import NEXT_SENTENCE_LOSS
-from data_utils.base.planes import DOC, TOKENS, Example
+from data_utils.common.batch_fields import DOC, TOKENS, Example
+from data_utils.common.errors import ConfigError
+from data_utils.common.losses import NEXT_SENTENCE_LOSS
 from data_utils.objectives import OBJECTIVES, make_one
 from data_utils.objectives.masked_lm import SHORTEST
-from data_utils.text.vocabulary import Vocabulary
+from data_utils.tokenizers.vocabulary import Vocabulary
 from megatron_lite.config.tree import load_config
 
 SHOWN = {"mask_token_prob": 0.0, "random_token_prob": 0.0}  # predicted tokens stay as they are

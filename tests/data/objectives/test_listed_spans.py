@@ -10,9 +10,9 @@ import pytest
 from support.chi_square import chi_square, chi_square_limit
 from support.recipes import FIRST_TEXT_TOKEN, SPECIAL, make, text_of, vocabulary, windows
 
-from data_utils.base.planes import Example
+from data_utils.common.batch_fields import Example
+from data_utils.loader.loader import collate
 from data_utils.objectives.mixed import Mixed
-from data_utils.samples.loader import collate
 
 KEPT = {"mask_token_prob": 0.0, "random_token_prob": 0.0}  # predicted tokens stay as they are
 WORDS = vocabulary().word_start

@@ -15,7 +15,7 @@ from numba import njit
 from support.chi_square import chi_square, chi_square_limit
 from support.recipes import FIRST_TEXT_TOKEN, SIZE, SPECIAL, make, many, text_of
 
-from data_utils.base.random_streams import new_stream, open_stream
+from data_utils.common.random_streams import new_stream, open_stream
 from data_utils.objectives.bart import BartConfig
 from data_utils.objectives.masking import draw_spans
 from data_utils.objectives.row_loops import (

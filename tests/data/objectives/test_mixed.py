@@ -7,13 +7,13 @@ import pytest
 from support.chi_square import chi_square, chi_square_limit
 from support.recipes import SPECIAL, make, text_of, vocabulary
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.planes import FIELDS, OBJECTIVE
-from data_utils.base.random_streams import derive_seed
+from data_utils.common.batch_fields import FIELDS, OBJECTIVE
+from data_utils.common.errors import ConfigError
+from data_utils.common.random_streams import derive_seed
+from data_utils.loader.loader import collate
 from data_utils.objectives import LOSS_NAMES, OBJECTIVES, ObjectiveChoice, make_objective, objective_class
 from data_utils.objectives.mixed import Mixed
-from data_utils.samples.loader import collate
-from data_utils.text.vocabulary import Vocabulary
+from data_utils.tokenizers.vocabulary import Vocabulary
 
 
 def choice(name: str, weight: float = 1.0, first_sample: int = 0) -> ObjectiveChoice:

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from support.mask_rule import allowed
 from support.recipes import FIRST_TEXT_TOKEN, SPECIAL, collate, make, text_of, vocabulary
 
-from data_utils.base.errors import ConfigError, DataError
-from data_utils.base.planes import Example
+from data_utils.common.batch_fields import Example
+from data_utils.common.errors import ConfigError, DataError
+from data_utils.loader.loader import collate as fill_rows
 from data_utils.objectives import LOSS_NAMES, OBJECTIVES, ObjectiveChoice, make_objective, make_one
-from data_utils.samples.loader import collate as fill_rows
-from data_utils.text.published_tokens import own_special_tokens
-from data_utils.text.vocabulary import Vocabulary
+from data_utils.tokenizers.published_tokens import own_special_tokens
+from data_utils.tokenizers.vocabulary import Vocabulary
 
 CLS, SEP, BOS, EOS = SPECIAL.cls, SPECIAL.sep, SPECIAL.sop, SPECIAL.eop
 # GPT-2 with the three tokens of OPTIMUS, and BERT as published.

@@ -12,13 +12,13 @@ import yaml
 from support.configs import tiny
 from support.project import ROOT, copied_project, small_run
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.losses import Loss
-from data_utils.base.settings import merge
+from data_utils.common.errors import ConfigError
+from data_utils.common.losses import Loss
+from data_utils.common.settings import merge
 from data_utils.objectives.declared import Declared
 from data_utils.objectives.registry import Objectives
 from megatron_lite.checkpoint.existing import find_manifest
-from megatron_lite.train.guard.alike import facts
+from megatron_lite.runtime.rank_agreement import facts
 
 CAUSAL = (ROOT / "data_utils/objectives/causal.py").read_text()
 OWN = [Declared("some", (Loss("a", 0),), "here", "Some")]

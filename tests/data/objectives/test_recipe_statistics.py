@@ -29,15 +29,15 @@ from support.recipes import (
     xlnet,
 )
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.planes import Example
-from data_utils.base.settings import build
+from data_utils.common.batch_fields import Example
+from data_utils.common.errors import ConfigError
+from data_utils.common.settings import build
 from data_utils.objectives import LOSS_NAMES, OBJECTIVES
 from data_utils.objectives.ernie import Ernie, ErnieConfig, TextSegmenter, jieba_segmenter
 from data_utils.objectives.fill_in_middle import FillInMiddleConfig
 from data_utils.objectives.t5 import T5, T5Config
 from data_utils.objectives.ul2 import PUBLISHED, DenoiserConfig, Ul2Config
-from data_utils.text.vocabulary import Vocabulary
+from data_utils.tokenizers.vocabulary import Vocabulary
 
 
 def uniform(counts: Counter, cases: int) -> bool:

@@ -24,12 +24,12 @@ from support.recipes import (
     windows,
 )
 
-from data_utils.base.errors import ConfigError, DataError
-from data_utils.base.losses import CLASS_LEVEL
-from data_utils.base.planes import FIELDS, Example
+from data_utils.common.batch_fields import FIELDS, Example
+from data_utils.common.errors import ConfigError, DataError
+from data_utils.common.losses import CLASS_LEVEL
+from data_utils.loader.loader import collate as fill_rows
 from data_utils.objectives import LOSS_NAMES, OBJECTIVES
 from data_utils.objectives.ul2 import DenoiserConfig
-from data_utils.samples.loader import collate as fill_rows
 
 CASES = 2000
 SEQUENCE_LENGTH = 20

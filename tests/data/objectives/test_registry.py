@@ -14,10 +14,11 @@ import yaml
 from support.project import ROOT, copied_project
 from support.recipes import RECIPES, SPECIAL, make, vocabulary
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.losses import MOST_LOSSES, Loss
-from data_utils.base.planes import DOC, WEIGHTS
-from data_utils.base.settings import merge
+from data_utils.common.batch_fields import DOC, WEIGHTS
+from data_utils.common.errors import ConfigError
+from data_utils.common.losses import MOST_LOSSES, Loss
+from data_utils.common.settings import merge
+from data_utils.loader.loader import collate
 from data_utils.objectives import (
     LOSS_NAMES,
     OBJECTIVES,
@@ -28,7 +29,6 @@ from data_utils.objectives import (
 )
 from data_utils.objectives.declared import Declared, declared_in
 from data_utils.objectives.registry import Objectives, losses_by_number
-from data_utils.samples.loader import collate
 from megatron_lite.config.tree import load_config
 
 
@@ -97,7 +97,7 @@ def test_an_objective_that_is_not_written_out_is_refused(line, tmp_path):
 
 LOADED = """
 import sys
-from data_utils.base.settings import build, to_tree
+from data_utils.common.settings import build, to_tree
 from megatron_lite.config.tree import Config
 least = {"training": {"steps": 4}, "model": {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 4}}
 config = build(Config, {**least, **%r})
@@ -242,8 +242,8 @@ def test_tasks_and_generation_need_no_other_file(settings, tmp_path):
 CAUSAL_ROW = """
 import numpy as np
 from data_utils.objectives import make_one
-from data_utils.text.vocabulary import Vocabulary
-from data_utils.text.special_tokens import SpecialTokens
+from data_utils.tokenizers.vocabulary import Vocabulary
+from data_utils.tokenizers.special_tokens import SpecialTokens
 from data_utils.objectives.causal import CausalConfig, _fill_rows
 special = SpecialTokens(*range(11))
 make_one("causal", CausalConfig(), Vocabulary(special, 99), 1, 24).example(np.arange(20, 30), 0)

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from support.recipes import FIRST_TEXT_TOKEN, SPECIAL, collate, make, many, text_of, vocabulary
 
-from data_utils.base.errors import ConfigError
-from data_utils.base.losses import CLASS_HEADS
-from data_utils.base.planes import BLOCK_POSITION_IDS, Example
+from data_utils.common.batch_fields import BLOCK_POSITION_IDS, Example
+from data_utils.common.errors import ConfigError
+from data_utils.common.losses import CLASS_HEADS
+from data_utils.loader.loader import collate as collate_all
 from data_utils.objectives import OBJECTIVES
 from data_utils.objectives.mixed import Mixed
-from data_utils.samples.loader import collate as collate_all
 
 SHOWN = {"mask_token_prob": 0.0, "random_token_prob": 0.0}  # predicted tokens stay as they are
 ENDS = vocabulary().sentence_end

@@ -10,11 +10,11 @@ from support import word_families
 from support.word_families import CHINESE, MARKED, MODELS, PROSE
 from tokenizers import decoders, pre_tokenizers
 
-from data_utils.base.errors import ConfigError
+from data_utils.common.errors import ConfigError
+from data_utils.loader.blanks import spans_of
 from data_utils.objectives import OBJECTIVES
-from data_utils.samples.blanks import spans_of
-from data_utils.text.tokenizers import Tokenizer, TokenizerConfig, load_tokenizer
-from data_utils.text.vocabulary import Vocabulary, vocabulary_of
+from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
+from data_utils.tokenizers.vocabulary import Vocabulary, vocabulary_of
 
 FAMILIES = word_families.families()
 # Each with the settings that make it mask words; those that read labels beside the text fill rows as these do.

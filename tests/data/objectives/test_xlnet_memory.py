@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.recipes import collate, make, many, text_of
 
-from data_utils.base.planes import FIELDS, Example
+from data_utils.common.batch_fields import FIELDS, Example
 
 MEMORY, REST = 12, 30
 

@@ -23,15 +23,15 @@ from support.class_tuning import classification_loss, initial_head, tuned_losses
 from support.commands import forked
 from support.real_packages import MINILM, RXNFP, RXNMAPPER, folder_of
 
-from data_utils.base.setting_files import load_yaml
-from data_utils.base.settings import build, merge
-from data_utils.samples.loader import open_datasets
-from data_utils.text.tokenizers import load_tokenizer
+from data_utils.common.setting_files import load_yaml
+from data_utils.common.settings import build, merge
+from data_utils.loader.loader import open_datasets
+from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.config.tree import Config
 from megatron_lite.finetune.setup import load_tree, prepare
-from megatron_lite.generate.open_run import load_run
 from megatron_lite.hf.published.proof import our_output, text_rows
-from megatron_lite.train.observe.records import read_metrics
+from megatron_lite.inference.open_run import load_run
+from megatron_lite.metrics.records import read_metrics
 
 pytestmark = pytest.mark.index
 

@@ -1,0 +1,322 @@
+"""Reads YAML and JSON files of settings, with limits, and shortens values for messages."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import re
+import sysconfig
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from data_utils.common.errors import ConfigError
+
+# Far beyond what a configuration needs; a larger one is a mistake and could take all memory.
+MAX_BYTES = 1 << 20
+MAX_DEPTH = 20
+MAX_ALIASES = 10  # each may stand for a large part of the file
+SHOWN_LENGTH = 160  # characters of a value in a message
+
+
+# YAML 1.1 reads some plain words as what few people mean: `yes` and `off` are true and false, 1:30 is 90, 2024-01-01 a
+# date. Here they are text, as in YAML 1.2; a setting that is true or false takes yes, no, on and off (settings.py).
+_BOOL, _INT, _FLOAT, _OCTAL = (f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "float", "octal"))
+_PLAIN = (
+    (_BOOL, r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    (_OCTAL, r"[-+]?0[0-7_]+", "-+0"),
+    (_INT, r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)", "-+0123456789"),
+    (_FLOAT, r"[-+]?[0-9][0-9_]*\.[0-9_]*([eE][-+][0-9]+)?|\.[0-9][0-9_]*([eE][-+][0-9]+)?", "-+.0123456789"),
+    (_FLOAT, r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+."),
+)
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with limits and YAML 1.2's plain words.
+
+    It refuses a key written twice, where plain YAML silently takes the last one.
+    """
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self.depth = self.aliases = 0
+        self.open_anchors: list[str] = []
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()
+        if isinstance(event, yaml.AliasEvent):
+            self.aliases += 1
+            if self.aliases > MAX_ALIASES:
+                raise _refusal(f"more than {MAX_ALIASES} aliases (*name); write the values out", event)
+            if event.anchor in self.open_anchors:
+                raise _refusal(f"alias *{shorten(event.anchor)} holds itself; write the value out", event)
+            return super().compose_node(parent, index)
+        if self.depth == MAX_DEPTH:
+            raise _refusal(f"more than {MAX_DEPTH} levels; a configuration has fewer", event)
+        self.depth += 1
+        self.open_anchors.append(event.anchor)
+        node = super().compose_node(parent, index)
+        self.open_anchors.pop()
+        self.depth -= 1
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                if key.value in seen:
+                    raise _refusal(
+                        f"key {shown(key.value)} appears twice in one mapping; keep one of them", key
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _refusal(reason: str, where: Any) -> yaml.MarkedYAMLError:
+    """The error at an event or a node of YAML."""
+    return yaml.MarkedYAMLError(problem=reason, problem_mark=where.start_mark)
+
+
+def _refuse_octal(loader: _Loader, node: yaml.ScalarNode) -> Any:
+    raise _refusal(
+        f"{node.value} is {int(node.value.replace('_', ''), 8)} to some readers of YAML and "
+        f"{int(node.value.replace('_', ''))} to others; write the number without its first 0, or text in quotes",
+        node,
+    )
+
+
+# Without those for which _PLAIN has others; those of null and << stay.
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] in ("null", "merge")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _tag, _pattern, _first in _PLAIN:
+    _Loader.add_implicit_resolver(_tag, re.compile(f"(?:{_pattern})$"), list(_first))
+_Loader.add_constructor(_OCTAL, _refuse_octal)
+
+
+def yaml_comment(text: str) -> tuple[str, bool]:
+    """What follows the value of a YAML text, a comment or "", and whether the value is one plain word or none.
+
+    Raises: ValueError in one short line, also for signs that YAML would drop: an anchor that nothing uses, and `---`.
+    """
+    try:
+        tokens = [
+            token
+            for token in yaml.scan(text, yaml.SafeLoader)
+            if token.start_mark.index < token.end_mark.index
+        ]
+    except yaml.YAMLError as error:
+        raise ValueError(one_line(error, 400)) from None
+    kinds = {type(token) for token in tokens}
+    if yaml.AnchorToken in kinds and yaml.AliasToken not in kinds:
+        raise ValueError("& would begin the name of a value, which nothing uses")
+    if kinds & {yaml.DocumentStartToken, yaml.DocumentEndToken, yaml.DirectiveToken}:
+        raise ValueError("--- and ... would begin and end a document")
+    is_plain = (
+        all(isinstance(token, yaml.ScalarToken) and token.plain for token in tokens) and len(tokens) < 2
+    )
+    return text[tokens[-1].end_mark.index if tokens else 0 :].strip(), is_plain
+
+
+class YamlError(ValueError):
+    """A YAML text that is none, in one short line. `line`: where, from 1; None: not known."""
+
+    def __init__(self, reason: str, line: int | None):
+        super().__init__(reason)
+        self.line = line
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML text. Raises YamlError, a ValueError."""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        raise _yaml_error(error, text) from None
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a number or date that Python cannot hold
+        raise YamlError(one_line(error, 400), None) from None
+
+
+def _yaml_error(error: yaml.MarkedYAMLError, text: str) -> YamlError:
+    """The library's error with the line that it draws, in words."""
+    reason, mark = error.problem or error.context or "", error.problem_mark or error.context_mark
+    lines = text.split("\n")
+    line = lines[mark.line] if mark is not None and mark.line < len(lines) else ""
+    if "\t" in line[: mark.column + 1 if mark is not None else 0] and "cannot start any token" in reason:
+        reason = "a tab indents, where YAML takes spaces alone"
+    if (
+        error.context
+        and error.context_mark is not None
+        and mark is not None
+        and error.context_mark.line < mark.line
+    ):
+        reason += f" ({error.context} that begins in line {error.context_mark.line + 1})"
+    if not isinstance(error, yaml.constructor.ConstructorError) and line.strip() and len(lines) > 1:
+        reason += f", in {shown(shorten(line.strip(), 60))}"
+    return YamlError(one_line(reason, 400), None if mark is None else mark.line + 1)
+
+
+def setting_lines(path: str | Path) -> dict[str, int]:
+    """Dotted keys of a YAML file that can be read -> their lines, from 1."""
+    lines: dict[str, int] = {}
+
+    def walk(node: yaml.Node, place: str) -> None:
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                name = f"{place}.{key.value}" if place else str(key.value)
+                lines[name] = key.start_mark.line + 1
+                walk(value, name)
+        elif isinstance(node, yaml.SequenceNode):
+            for number, item in enumerate(node.value):
+                lines[f"{place}[{number}]"] = item.start_mark.line + 1
+                walk(item, f"{place}[{number}]")
+
+    root = yaml.compose(read_text(path, "configuration file"), _Loader)
+    if root is not None:
+        walk(root, "")
+    return lines
+
+
+def read_text(path: str | Path, name: str) -> str:
+    """A file of text of limited size, that the user named. Raises ConfigError, which calls it `name`.
+
+    The shell's `<(command)` is a pipe that is open already, at /dev/fd or /proc. Opening another FIFO would wait for
+    its other end, so it is refused. A file that the user did not name is read by `foreign.read_bounded`.
+    """
+    if Path(path).is_fifo() and Path(path).parts[:2] not in (("/", "dev"), ("/", "proc")):
+        raise ConfigError(f"{name} {path} is not a regular file; check the path.")
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{name} {path}: {error.strerror}; check the path.") from None
+    if len(data) > MAX_BYTES:
+        raise ConfigError(f"{name} {path} is longer than {MAX_BYTES} bytes; check the path.")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{name} {path} is not UTF-8 text; convert it.") from None
+
+
+def load_yaml(path: str | Path, folder: str = "") -> dict[str, Any]:
+    """Read one YAML file as a mapping. Raises ConfigError when it is missing, malformed or not a mapping.
+
+    Args:
+        path: a file, or the name of a configuration in this `folder` of the project's own, such as small.
+    """
+    path = yaml_path(path, folder)
+    text = read_text(path, "configuration file")
+    try:
+        tree = parse_yaml(text)
+    except YamlError as error:
+        place = path if error.line is None else f"{path}:{error.line}"
+        raise ConfigError(f"configuration file {place} is not valid YAML: {error}.") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(
+            f"configuration file {path} must hold a mapping of sections, not {type(tree).__name__}; see configs/."
+        )
+    return tree
+
+
+def yaml_path(path: str | Path, folder: str = "") -> Path:
+    """The file that `load_yaml` reads. Raises: ConfigError where there is none."""
+    if not os.path.lexists(path) or os.path.isdir(path):
+        return _named(Path(path), folder)
+    return Path(path)
+
+
+def _named(path: Path, folder: str) -> Path:
+    """The project's configuration of this name. Raises ConfigError where there is none and nothing is at `path`."""
+    # In a checkout, or where pip puts them (pyproject.toml).
+    schemes = (sysconfig.get_default_scheme(), sysconfig.get_preferred_scheme("user"))
+    installed = (Path(sysconfig.get_path("data", scheme)) / "share/megatron-lite-glm" for scheme in schemes)
+    roots = [root / "configs" for root in (Path(__file__).resolve().parents[2], *installed)]
+    names = {file.stem: file for root in reversed(roots) for file in (root / folder).glob("*.yaml")}
+    if str(path) in names or os.path.isdir(path):
+        return names.get(str(path), path)
+    name = path.name.removesuffix(".yaml")
+    found = [file for root in roots for file in sorted(root.rglob("*.yaml")) if file.stem == name]
+    close = difflib.get_close_matches(name, names, n=5, cutoff=0.5)
+    remedy = f"check the path, or give the name of a file in configs/{folder}{'/' if folder else ''}"
+    if close:
+        remedy += f", such as {', '.join(close)}"
+    if found:
+        remedy = f"there is {' and '.join(map(str, dict.fromkeys(found)))}"
+    raise ConfigError(f"configuration file {shorten(str(path))}: No such file or directory; {remedy}.")
+
+
+def load_json(path: str | Path, name: str) -> dict[str, Any]:
+    """Read one JSON file as an object. Raises ConfigError, which calls it `name`."""
+    return _load_object(path, name, json.loads)
+
+
+def load_hjson(path: str | Path, name: str) -> dict[str, Any]:
+    """The same of JSON with comments, trailing commas and keys without quotes, as DeepSpeed reads its files."""
+    return _load_object(path, name, _parse_hjson)
+
+
+def _parse_hjson(text: str, **options: Any) -> Any:
+    try:
+        return json.loads(text, **options)
+    except json.JSONDecodeError as error:
+        import hjson  # of DeepSpeed; few files need it
+
+        try:
+            return hjson.loads(text, **options)
+        except (hjson.HjsonDecodeError, LookupError, TypeError):  # it reads beyond the end of a cut-off text
+            raise error from None  # its message is the plainer one
+
+
+def _load_object(path: str | Path, name: str, parse: Callable[..., Any]) -> dict[str, Any]:
+    text = read_text(path, name)
+    try:
+        tree = parse(text, object_pairs_hook=_without_repetition)
+        too_deep = _depth(tree) > MAX_DEPTH
+    except RecursionError:
+        too_deep = True
+    except ValueError as error:
+        message = shorten(str(error), 400)
+        raise ConfigError(f"{name} {path} is not valid JSON: {message}; correct it.") from None
+    if too_deep:
+        raise ConfigError(f"{name} {path} has more than {MAX_DEPTH} levels; a configuration has fewer.")
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{name} {path} must hold a JSON object, not {type(tree).__name__}.")
+    return tree
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    for key, count in Counter(key for key, _ in pairs).items():
+        if count > 1:
+            raise ValueError(f"key {shown(key)} appears twice in one object")
+    return dict(pairs)
+
+
+def _depth(tree: Any) -> int:
+    children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    return 1 + max(map(_depth, children), default=0)
+
+
+def shorten(text: str, length: int = SHOWN_LENGTH) -> str:
+    """`text` with its middle left out where it is longer than `length`."""
+    half = (length - 5) // 2
+    return text if len(text) <= length else f"{text[:half]} ... {text[-half:]}"
+
+
+def one_line(error: BaseException | str, length: int = 300) -> str:
+    """A library's message in one line of bounded length, its kind if it has none; foreign names in it are escaped."""
+    text = shorten(" ".join(str(error).split()) or type(error).__name__, length)
+    return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
+
+
+def shown(value: Any) -> str:
+    """A value as messages show it: `repr` of bounded length."""
+    try:
+        return shorten(repr(value))
+    except ValueError:  # Python prints no number of more than 4300 digits
+        return "a number of thousands of digits"

@@ -1,0 +1,251 @@
+"""The files that an input names, and what the ending of a name says about a file.
+
+An input is a path, a glob, or a directory that another program wrote: one of Hugging Face `save_to_disk`, or one of
+part files, as Spark and Dask write (`c.jsonl/part-00000.json`). Nothing that an input names is left out in silence.
+What cannot be read is refused before any work, all in one message; what is rightly left out (`_SUCCESS`) is said.
+"""
+
+from __future__ import annotations
+
+import glob
+import logging
+import os
+import re
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+from data_utils.common.errors import DataError
+from data_utils.common.setting_files import shorten
+from data_utils.corpus.column_files import is_saved_dataset, saved_dataset_files
+from data_utils.corpus.stored_files import COMPRESSIONS, compression_of, why_not_regular
+
+log = logging.getLogger(__name__)
+
+TABLES = (".parquet", ".arrow")
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_TEXT = ".txt"
+_LAYOUTS = {
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl"),
+    **dict.fromkeys((*DELIMITERS, *TABLES), "rows"),
+    _TEXT: "text",
+}
+_SUPPORTED = (
+    ".jsonl, .ndjson, .json (one object per line), .csv, .tsv and .txt, each also with "
+    f"{', '.join(COMPRESSIONS)}; .parquet and .arrow"
+)
+_ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar")
+_BOOKKEEPING = ("_", ".")  # how Spark, Hive and Arrow begin the names of files that are no data
+_MOST_PROBLEMS = 30  # in a message
+
+
+def ending_of(path: Path) -> str:
+    """The ending that says what a file holds, in lower case and without that of its compression; "" = none."""
+    name = path.name[: len(path.name) - len(compression_of(path))]
+    return Path(name).suffix.lower()
+
+
+def layout_of(path: Path, text_split: str) -> str:
+    """How the records of a file lie in it: "jsonl", "rows" of a table, or `text_split` for .txt. Raises DataError."""
+    ending = ending_of(path)
+    layout = _LAYOUTS.get(ending)
+    if layout is None or (ending in TABLES and compression_of(path)):
+        raise DataError(f"input {path} {_unknown(path, ending)}.")
+    return text_split if layout == "text" else layout
+
+
+def _unknown(path: Path, ending: str) -> str:
+    if ending in TABLES:
+        return f"is a {ending} file in {compression_of(path)}, which cannot be read at any place; unpack it"
+    if any(suffix.lower() in _ARCHIVES for suffix in path.suffixes[-2:]):  # .tar.gz too
+        return "is an archive; unpack it and name its files"
+    return f"has an unknown suffix; supported are {_SUPPORTED}"
+
+
+def expand_inputs(patterns: Iterable[str | Path]) -> list[Path]:
+    """The files that paths and globs (`**` too) name: in the given order, sorted within a glob, each once.
+
+    A path that exists as it is written is no glob, nor are such first folders of a glob. Logs a warning for files
+    that are empty, that are named again, and that are no data by their name.
+
+    Raises: DataError that names all that is missing, cannot be read, is no regular file or has an unknown suffix, and
+        patterns without a match.
+    """
+    inputs = _Inputs()
+    for pattern in map(str, patterns):
+        inputs.add_named(pattern)
+    return inputs.finish()
+
+
+class _Inputs:
+    """Collects files, and whatever must be said about the others."""
+
+    def __init__(self) -> None:
+        self._files: dict[tuple[int, int], Path] = {}  # device and inode: two names may be one file
+        self._problems: dict[str, None] = {}
+        self._said: dict[str, dict[str, None]] = {"empty": {}, "again": {}, "bookkeeping": {}}
+
+    def finish(self) -> list[Path]:
+        self._raise_problems()
+        if not self._files and not self._said["bookkeeping"]:
+            raise DataError("no input was given; name at least one file or pattern.")
+        for kind, words in (
+            ("empty", "are empty"),
+            ("again", "are named twice, and read once"),
+            ("bookkeeping", "are left out, since a name that begins with _ or . is not one of data"),
+        ):
+            if names := list(self._said[kind]):
+                log.warning(f"{len(names)} inputs {words}: {shorten(', '.join(names), 600)}")
+        if not self._files:
+            raise DataError("the inputs name no file of data; name at least one.")
+        return list(self._files.values())
+
+    def _raise_problems(self) -> None:
+        problems = list(self._problems)
+        if len(problems) == 1:
+            raise DataError(f"input {problems[0]}.")
+        if problems:
+            listed = "; ".join(f"({i}) {text}" for i, text in enumerate(problems[:_MOST_PROBLEMS], 1))
+            more = len(problems) - _MOST_PROBLEMS
+            raise DataError(
+                f"{len(problems)} inputs cannot be read: {listed}{f'; and {more} more' if more > 0 else ''}."
+            )
+
+    def add_named(self, pattern: str) -> None:
+        """What a user wrote: a path, or else a glob."""
+        try:
+            os.lstat(pattern)
+        except (FileNotFoundError, NotADirectoryError, ValueError):
+            self._add_glob(pattern) if glob.has_magic(pattern) else self._refuse(
+                f"{pattern} does not exist; {_other_input(pattern)}"
+            )
+        except OSError as error:
+            self._refuse(f"{pattern} cannot be reached ({error.strerror}); check its permissions")
+        else:
+            self._add(Path(pattern))
+
+    def _add_glob(self, pattern: str) -> None:
+        written, folders = _on_the_way(pattern)
+        locked = [folder for folder in folders if not os.access(folder, os.R_OK | os.X_OK)]
+        for folder in locked:
+            self._refuse(f"{folder} is a folder that cannot be read; check its permissions")
+        matches = sorted(dict.fromkeys(str(Path(match)) for match in glob.glob(written, recursive=True)))
+        if not matches and not locked:
+            hint = ""
+            if "[" in pattern:
+                hint = "; [...] stands for one of the characters in it, and [[] for a bracket"
+            self._refuse(f"pattern {pattern} matches no file; check it (and quote it in the shell){hint}")
+        # `**` names a folder and what is in it, so that nothing of the folder is left out.
+        entered = (
+            {str(parent) for match in matches for parent in Path(match).parents} if "**" in pattern else ()
+        )
+        for match in map(Path, matches):
+            if match.name.startswith("_") and not ending_of(match) and match.is_file():
+                self._said["bookkeeping"][str(match)] = None
+            elif str(match) not in entered:
+                self._add(match, is_match=True)
+
+    def _add(self, path: Path, is_match: bool = False) -> None:
+        """A file, or the files of a directory. Args: is_match: a glob found it."""
+        try:
+            state = os.stat(path)
+        except OSError as error:
+            where = f"is a link to {os.readlink(path)}, which" if path.is_symlink() else "is a name that"
+            remedy = "fetch what it points to, or remove the link"
+            self._refuse(f"{path} {where} cannot be reached ({error.strerror}); {remedy}")
+            return
+        if stat.S_ISDIR(state.st_mode):
+            self._add_directory(path, is_match)
+        elif problem := why_not_regular(state.st_mode):
+            self._refuse(f"{path} {problem}; write its content to a file")
+        elif not os.access(path, os.R_OK):
+            self._refuse(f"{path} cannot be read (Permission denied); check its permissions")
+        else:
+            self._add_file(path, state)
+
+    def _add_file(self, path: Path, state: os.stat_result) -> None:
+        try:
+            layout_of(path, "")
+        except DataError as error:
+            self._refuse_for(error)
+            return
+        if not state.st_size:
+            kind = {".parquet": "parquet", ".arrow": "Arrow"}.get(ending_of(path))
+            if kind or compression_of(path):
+                what = f"not a readable {kind} file" if kind else "the compressed data is cut off"
+                self._refuse(f"{path}: {what} (it is empty); fetch it again")
+                return
+            self._said["empty"][str(path)] = None
+        first = self._files.setdefault((state.st_dev, state.st_ino), path)
+        if first is not path:
+            self._said["again"][str(path) if path == first else f"{path} (is {first})"] = None
+
+    def _add_directory(self, path: Path, is_match: bool) -> None:
+        try:
+            if is_saved_dataset(path):
+                for file in saved_dataset_files(path):
+                    self._add(file)
+            elif ending_of(path) in _LAYOUTS:
+                if not self._add_parts(path, set()):
+                    self._refuse(f"{path} is a directory without part files; fetch it again")
+            elif not is_match or any(not name.startswith(".") for name in os.listdir(path)):
+                self._refuse(
+                    f"{path} is a directory, but not one of Hugging Face `save_to_disk` (no state.json); name files, "
+                    f"or a glob like {path}/*.jsonl, or give a directory of part files an ending (NAME.jsonl/)"
+                )
+        except DataError as error:
+            self._refuse_for(error)
+        except OSError as error:
+            self._refuse(f"{path} is a folder that cannot be read ({error.strerror}); check its permissions")
+
+    def _add_parts(self, directory: Path, entered: set[tuple[int, int]]) -> int:
+        """The part files of a directory, in its folders too (`lang=en/`). Returns: how many there are."""
+        state = directory.stat()
+        if (state.st_dev, state.st_ino) in entered:  # a link to a folder above
+            return 0
+        entered.add((state.st_dev, state.st_ino))
+        count = 0
+        for path in sorted(directory.iterdir()):
+            if path.name.startswith(_BOOKKEEPING):
+                self._said["bookkeeping"][str(path)] = None
+            elif path.is_dir():
+                count += self._add_parts(path, entered)
+            else:
+                self._add(path)
+                count += 1
+        return count
+
+    def _refuse(self, problem: str) -> None:
+        self._problems[problem] = None
+
+    def _refuse_for(self, error: DataError) -> None:
+        self._refuse(str(error).removeprefix("input ").removesuffix("."))
+
+
+def _on_the_way(pattern: str) -> tuple[str, list[str]]:
+    """A glob whose first folders stand for themselves if they exist as written, and the folders that it looks into."""
+    parts = pattern.split("/")
+    known = 0
+    while known < len(parts) - 1 and os.path.isdir("/".join(parts[: known + 1]) or "/"):
+        known += 1
+    start = "/".join(parts[:known]) + "/" * (known > 0)
+    folders = [start or "."]
+    written = glob.escape(start)
+    for part in parts[known:-1]:
+        written += f"{part}/"
+        folders += filter(os.path.isdir, glob.glob(written.rstrip("/"), recursive=True))
+    return written + parts[-1], list(dict.fromkeys(str(Path(folder)) for folder in folders))
+
+
+def _other_input(pattern: str) -> str:
+    """The remedy for an input that is not there."""
+    if "://" in pattern:
+        return "only files are read: copy it here first, for example with curl -LO, aws s3 cp or hf download"
+    if re.search(r"\{[^}]*,[^}]*\}", pattern):
+        return "{a,b} is expanded by the shell alone: leave out the quotes around it"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", pattern) and not Path(pattern).suffix:  # as names of the hub are
+        return (
+            f"check the path (relative to {Path.cwd()}); a data set of the Hugging Face hub becomes a directory with "
+            f"datasets.load_dataset('{pattern}', split='train').save_to_disk('DIRECTORY')"
+        )
+    return "check the path" if Path(pattern).is_absolute() else f"check the path (relative to {Path.cwd()})"

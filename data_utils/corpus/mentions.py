@@ -1,0 +1,168 @@
+"""Entities that texts mention: the numbers of their names, places in a text, and the tokens on which they stand.
+
+A mention is `[start, end, name]` or `[start, end, name, score]`: characters of its text, `end` not included. A file
+gives each name a number: its first line is their count, each other line `name<TAB>number`, as in the entity2id.txt of
+knowledge bases (OpenKE). An entity stands on the first token of its mention.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from data_utils.common.errors import DataError
+from data_utils.common.setting_files import shown
+from data_utils.corpus.json_records import UnusableRecord
+from data_utils.corpus.stored_files import open_regular
+
+KEPT, UNKNOWN, LOW_SCORE = "kept", "unknown", "low_score"  # what became of a mention
+_SCHEMA = '[start, end, "name"] or [start, end, "name", score]'
+
+
+class Mention(NamedTuple):
+    start: int  # characters of the text
+    end: int
+    entity: int
+
+
+@dataclass(frozen=True)
+class EntityNames:
+    """The numbers of entities by their names, which stand in one text: so millions need little memory."""
+
+    fingerprint: str  # of the file of numbers
+    names: bytes  # sorted, one after another
+    ends: np.ndarray  # int64: of each name in it
+    numbers: np.ndarray  # int32
+
+    @property
+    def count(self) -> int:
+        return len(self.ends)
+
+    def number(self, name: str) -> int:
+        """The entity of a name, -1 if it has none."""
+        wanted = name.encode("utf-8", "surrogatepass")
+        at = bisect.bisect_left(range(len(self.ends)), wanted, key=self._name)
+        return int(self.numbers[at]) if at < len(self.ends) and self._name(at) == wanted else -1
+
+    def _name(self, place: int) -> bytes:
+        return self.names[self.ends[place - 1] if place else 0 : self.ends[place]]
+
+    def mentions(
+        self, tree: Mapping[str, Any], key: str, text: str, min_score: float, hint: str = ""
+    ) -> tuple[list[Mention], dict[str, int]]:
+        """The mentions of an object in order, and how many were kept or left out. Raises UnusableRecord.
+
+        Args: key: field of the list. hint: follows what is said where there is none.
+        """
+        found = tree.get(key)
+        if not isinstance(found, list):
+            raise UnusableRecord("no_entities", f"there is no list {key!r} of {_SCHEMA}{hint}")
+        mentions, counts = [], {KEPT: 0, UNKNOWN: 0, LOW_SCORE: 0}
+        for entry in found:
+            start, end, name, score = _parsed(entry)
+            if not 0 <= start < end <= len(text):
+                problem = f"the mention {shown(entry)} is not within the text of {len(text)} characters"
+                raise UnusableRecord("bad_mention", problem)
+            entity = self.number(name)
+            fate = LOW_SCORE if score < min_score else UNKNOWN if entity < 0 else KEPT
+            counts[fate] += 1
+            if fate == KEPT:
+                mentions.append(Mention(start, end, entity))
+        mentions.sort()
+        for first, second in itertools.pairwise(mentions):
+            if second.start < first.end:
+                problem = f"two mentions overlap: {[*first[:2]]} and {[*second[:2]]}"
+                raise UnusableRecord("bad_mention", problem)
+        return mentions, counts
+
+
+def _parsed(entry: object) -> tuple[int, int, str, float]:
+    """Start, end, name and score (1 where there is none). Raises UnusableRecord."""
+    if isinstance(entry, list) and len(entry) in (3, 4):
+        start, end, name, score = (*entry, 1.0)[:4]
+        if type(start) is int and type(end) is int and isinstance(name, str) and type(score) in (int, float):
+            return start, end, name, score
+    raise UnusableRecord("bad_mention", f"the mention {shown(entry)} is not {_SCHEMA}")
+
+
+def entities_of_tokens(mentions: list[Mention], places: list[tuple[int, int]], text: str) -> np.ndarray:
+    """The entity that begins at each token, int32 [tokens], -1 = none. Args and errors: as `tokens_of`."""
+    entities = np.full(len(places), -1, np.int32)
+    for first, _, entity in tokens_of(mentions, places, text):
+        entities[first] = entity
+    return entities
+
+
+def tokens_of(
+    mentions: list[Mention], places: list[tuple[int, int]], text: str
+) -> Iterator[tuple[int, int, int]]:
+    """First token, end and entity of each mention. Raises UnusableRecord for half a token.
+
+    Args: places: first character and end of each token.
+    """
+    token = 0
+    for start, end, entity in mentions:
+        while token < len(places) and places[token][1] <= start:
+            token += 1
+        last = token
+        while last < len(places) and places[last][0] < end:
+            last += 1
+        words = shown(text[start:end])
+        if last == token:
+            raise UnusableRecord("bad_mention", f"the mention {words} at {start} has no token")
+        before, after = text[places[token][0] : start], text[end : places[last - 1][1]]
+        if before.strip() or after.strip():  # a token may begin with the space before a word
+            problem = f"the mention {words} at {start} begins or ends within a token"
+            raise UnusableRecord("bad_mention", problem)
+        yield token, last, entity
+        token = last
+
+
+def read_names(path: str, option: str) -> EntityNames:
+    """Read the numbers of entities. Args: option: names the path, for messages. Raises DataError."""
+    try:
+        with open_regular(path) as file:
+            data = file.read()
+    except OSError as error:
+        raise DataError(f"{option} {path}: {error.strerror}; give the file of entity numbers.") from None
+    first, *lines = data.split(b"\n")
+    lines = lines[:-1] if lines and not lines[-1] else lines
+    if _number(first.strip()) != len(lines) or not lines:
+        raise DataError(
+            f"{path}:1: the first line is {shown(first[:40].decode(errors='replace'))}, and {len(lines)} lines follow; "
+            "it must be their count, 1 or more."
+        )
+    names, numbers = [], np.full(len(lines), -1, np.int32)
+    for place, line in enumerate(lines):
+        name, _, digits = line.rstrip(b"\r").rpartition(b"\t")
+        number = _number(digits)
+        if not name or not 0 <= number < len(lines):
+            raise DataError(
+                f"{path}:{place + 2}: the line is {shown(line[:80].decode(errors='replace'))}; it must be a name, a "
+                f"tab, and a number below {len(lines)}."
+            )
+        names.append(name)
+        numbers[place] = number
+    order = sorted(range(len(names)), key=names.__getitem__)
+    names = [names[place] for place in order]
+    name_again = next((name for name, following in itertools.pairwise(names) if name == following), None)
+    values, counts = np.unique(numbers, return_counts=True)
+    for what, again in (
+        ("name", None if name_again is None else shown(name_again.decode(errors="replace"))),
+        ("number", next(iter(values[counts > 1].tolist()), None)),
+    ):
+        if again is not None:
+            raise DataError(f"{path}: the {what} {again} stands there twice; give each entity its own.")
+    ends = np.cumsum([len(name) for name in names])
+    return EntityNames(hashlib.sha256(data).hexdigest(), b"".join(names), ends, numbers[order])
+
+
+def _number(digits: bytes) -> int:
+    """A whole number, -1 for anything else; of thousands of digits Python makes none."""
+    return int(digits) if digits.isdigit() and len(digits) < 19 else -1

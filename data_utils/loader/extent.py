@@ -1,0 +1,107 @@
+"""Report of the tokens and epochs of each corpus that a whole run reads, with warnings of unusual numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import PurePath
+
+from data_utils.loader.loader import Datasets, SampleLoader
+from data_utils.loader.mixture import Index, Mixture
+
+# BERT read its corpus 40 times. Muennighoff et al. (arXiv:2305.16264): up to 4 times is nearly as good as new text.
+MANY_EPOCHS, USEFUL_EPOCHS = 40, 4
+MOST_LEFT_OUT = 0.1  # of a corpus's documents, before that is warned of
+_SHOWN = 8  # corpora in a line
+
+
+def extent(mixtures: Sequence[Mixture], samples: int, batch_size: int) -> Iterator[str]:
+    """The amount of text that a run of `samples` samples reads, one line; of its phases; then warnings, one line each.
+
+    Args: mixtures: of the phases.
+    """
+    ends = [*(mixture.start.first_sample for mixture in mixtures[1:]), samples]
+    epochs_after = [
+        mixture.epochs(end - mixture.start.first_sample) for mixture, end in zip(mixtures, ends, strict=True)
+    ]
+    indexes = mixtures[0].indexes
+    corpora = [
+        (str(index.dataset.prefix), tokens_of(index), epochs, index.num_windows)
+        for index, epochs in zip(indexes, epochs_after[-1], strict=True)
+    ]
+    parts = [f"{name} ({tokens:,} tokens) {_times(epochs)}" for name, tokens, epochs, _ in corpora[:_SHOWN]]
+    more = [f"and {len(corpora) - _SHOWN} more corpora"] if len(corpora) > _SHOWN else []
+    total = sum(tokens * epochs for _, tokens, epochs, _ in corpora)
+    yield f"the whole run reads {total:,.0f} tokens of text: {', '.join(parts + more)}"
+    before = [0.0] * len(indexes)
+    for number, after in enumerate(epochs_after if len(mixtures) > 1 else (), start=1):
+        read = [
+            (PurePath(index.dataset.prefix).name, last - first, tokens_of(index))
+            for index, first, last in zip(indexes, before, after, strict=True)
+        ]
+        parts = [f"{name} {_times(epochs)}" for name, epochs, _ in read if epochs][:_SHOWN]
+        total = sum(epochs * tokens for _, epochs, tokens in read)
+        yield f"phase {number} reads {total:,.0f} tokens of text: {', '.join(parts)}"
+        before = after
+    yield from _left_out(indexes)
+    for name, tokens, epochs, windows in corpora:
+        if epochs > MANY_EPOCHS:
+            yield (
+                f"warning: {name} is read {_times(epochs)}; beyond {USEFUL_EPOCHS} epochs repetition teaches less, and "
+                f"beyond {MANY_EPOCHS} a model memorizes the text. Add text, lower training.steps, or give this corpus "
+                "a smaller weight."
+            )
+        if windows < batch_size:
+            yield (
+                f"warning: {name} has {tokens:,} tokens, {windows:,} samples, less than a batch "
+                f"({batch_size:,}): a step reads text more than once."
+            )
+
+
+def tokens_of(index: Index) -> int:
+    """Tokens that an epoch reads: of rows of sentences those of the documents that are not left out."""
+    return getattr(index, "num_tokens", index.dataset.num_tokens)
+
+
+def _left_out(indexes: Sequence[Index]) -> Iterator[str]:
+    """Warnings of corpora whose documents are mostly longer than a sentence may be."""
+    for index in indexes:
+        too_long = getattr(index, "too_long", 0)
+        if too_long > MOST_LEFT_OUT * len(index.dataset):
+            yield (
+                f"warning: {too_long:,} of {len(index.dataset):,} documents of {index.dataset.prefix} are longer than "
+                "data.sequence_length and left out: each document must be a sentence. Split the texts with "
+                "scripts/split_sentences.py and build the corpus again, or raise data.sequence_length."
+            )
+
+
+def overlap(data: Datasets) -> Iterator[str]:
+    """Warnings of corpora with the same texts: of training twice, and of validation on what is trained."""
+    entries, names = (
+        data.train.fingerprint(),
+        [str(each.dataset.prefix) for each in data.train.mixture.indexes],
+    )
+    seen: dict[str, str] = {}
+    for entry, name in zip(entries, names, strict=True):
+        first = seen.setdefault(str(entry["sha256"]), name)
+        if first != name:
+            yield (
+                f"warning: data.train has the same tokens twice, as {first} and {name}: a run reads them as often as "
+                "both weights say; leave one out and give the other the sum of the weights."
+            )
+    trained = _by_content(data.train)
+    for content, name in _by_content(data.validation).items() if data.validation else ():
+        if content in trained:
+            yield (
+                f"warning: the validation corpus {name} has the same tokens as the training corpus {trained[content]}, "
+                "so that its loss says nothing of text that the model has not seen; build both with --split."
+            )
+
+
+def _by_content(loader: SampleLoader) -> dict[str, str]:
+    """Checksum of a corpus's tokens -> its name."""
+    prefixes = [str(index.dataset.prefix) for index in loader.mixture.indexes]
+    return {str(entry["sha256"]): name for entry, name in zip(loader.fingerprint(), prefixes, strict=True)}
+
+
+def _times(epochs: float) -> str:
+    return f"{epochs:,.0f} times" if epochs >= 10 else f"{epochs:.2g} times"

@@ -1,0 +1,319 @@
+"""Corpora and objective -> batches by sample number. This module connects the other data modules.
+
+A batch is one int32 array of fixed shape. The price is padding, 1 to 2 % of a row
+(benchmarks/padding.py); in return kernels, compilers and pipeline buffers see one shape.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from data_utils.common.batch_fields import FIELDS
+from data_utils.common.checksums import identity
+from data_utils.common.errors import DataError
+from data_utils.common.random_streams import derive_seed
+from data_utils.dataset.indexed_dataset import IndexedDataset
+from data_utils.dataset.manifest import LABELS
+from data_utils.loader.config import CorpusConfig, DataConfig, PhaseSamples
+from data_utils.loader.mixture import Index, Mixture
+from data_utils.loader.sampler import WindowIndex
+from data_utils.objectives import LOSS_NAMES, ObjectiveChoice, make_objective
+from data_utils.objectives.interface import DOCUMENT_OVERHEAD, Objective
+from data_utils.tokenizers.tokenizer import Tokenizer
+from data_utils.tokenizers.vocabulary import Vocabulary, vocabulary_of
+
+_BLOCKS_CHECKED = 4  # MiB of each file of a corpus, by each rank at its start
+
+
+class SampleLoader:
+    """Sample numbers -> batch. Stateless: the caller's count of consumed samples is the only state."""
+
+    def __init__(self, mixture: Mixture, objective: Objective, shorten: Any = None):
+        """Args: shorten: a `Shortener` of short_samples.py."""
+        self.mixture, self.objective, self.shorten = mixture, objective, shorten
+
+    @property
+    def mixtures(self) -> list[Mixture]:
+        """Those of the phases of the run."""
+        return [self.mixture]
+
+    def batch(self, indices: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        """Samples int64 [B] as int32 [B, len(FIELDS), row_length], in `out` if given: a new array costs more."""
+        tokens, lengths, counts = self.mixture.fetch(indices)
+        if self.shorten is not None:
+            tokens, lengths, counts = self.shorten(tokens, lengths, counts, indices)
+        return collate(self.objective, tokens, lengths, counts, indices, out)
+
+    def prefetch(self, indices: np.ndarray) -> None:
+        """Let the kernel start to read samples int64 [B] of a later batch; see `Mixture.prefetch`."""
+        self.mixture.prefetch(indices)
+
+    def fingerprint(self) -> list[dict[str, object]]:
+        """The corpora of the samples, each with the checksum of its token file."""
+        return [
+            {
+                "documents": len(index.dataset),
+                "tokens": index.dataset.num_tokens,
+                "sha256": identity(index.dataset.manifest["files"][".bin"]),
+                **_entities_identity(index),
+                "weight": weight,
+                **_decoders_identity(index),
+            }
+            for index, weight in self.mixture.corpora
+        ]
+
+
+class PhasedLoader(SampleLoader):
+    """The loaders of a run's phases, as one. A batch is of one phase."""
+
+    def __init__(self, loaders: Sequence[SampleLoader]):
+        super().__init__(loaders[0].mixture, loaders[0].objective)
+        self._loaders = list(loaders)
+        self._first_samples = [mixture.start.first_sample for mixture in self.mixtures]
+
+    @property
+    def mixtures(self) -> list[Mixture]:
+        return [loader.mixture for loader in self._loaders]
+
+    def batch(self, indices: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+        return self._of(indices).batch(indices, out)
+
+    def prefetch(self, indices: np.ndarray) -> None:
+        self._of(indices).prefetch(indices)
+
+    def _of(self, indices: np.ndarray) -> SampleLoader:
+        number = bisect_right(self._first_samples, int(indices.min())) - 1
+        following = self._first_samples[number + 1 : number + 2]
+        assert not following or indices.max() < following[0]
+        return self._loaders[number]
+
+
+def _decoders_identity(index: Index) -> dict[str, object]:
+    """Checksum of the decoder's token file; empty where encoder and decoder read the same file."""
+    decoder = getattr(index, "decoder_dataset", None)
+    return {} if decoder is None else {"decoder_sha256": identity(decoder.manifest["files"][".bin"])}
+
+
+def _entities_identity(index: Index) -> dict[str, object]:
+    """Checksum of the file of entities, where there is one."""
+    entry = index.dataset.manifest["files"].get(".ent")
+    return {} if entry is None else {"entities_sha256": identity(entry)}
+
+
+def collate(
+    objective: Objective,
+    tokens: np.ndarray,
+    piece_lengths: np.ndarray,
+    pieces_per_sample: np.ndarray,
+    sample_indices: np.ndarray,
+    out: np.ndarray | None = None,
+) -> np.ndarray:
+    """The batch of the given samples; the objective's compiled code writes every row.
+
+    Args:
+        tokens: int32, the pieces of all samples one after the other, without CLS; with entities as from `gather`.
+        piece_lengths: int64, tokens per piece.
+        pieces_per_sample: int64 [B].
+        sample_indices: int64 [B], >= 0, the address of each sample's random numbers.
+        out: int32 [B, len(FIELDS), row_length], C-contiguous, to be reused; None: a new array.
+    Returns: int32 [B, len(FIELDS), row_length]; the weights plane holds float32 bits.
+    Raises: DataError if the arrays do not belong together or a sample does not fit a row.
+    """
+    tokens = np.ascontiguousarray(tokens, np.int32)
+    piece_lengths = np.ascontiguousarray(piece_lengths, np.int64)
+    pieces_per_sample = np.ascontiguousarray(pieces_per_sample, np.int64)
+    sample_indices = np.ascontiguousarray(sample_indices, np.int64)
+    _check_lengths(tokens, piece_lengths, pieces_per_sample, sample_indices)
+    shape = (len(sample_indices), len(FIELDS), objective.row_length)
+    if out is None:
+        out = np.empty(shape, np.int32)
+    elif out.shape != shape or out.dtype != np.int32 or not out.flags.c_contiguous:
+        raise DataError(f"the batch buffer is {out.dtype} {out.shape}; it must be contiguous int32 {shape}.")
+    objective.fill(out, tokens, piece_lengths, pieces_per_sample, sample_indices)
+    return out
+
+
+def _check_lengths(
+    tokens: np.ndarray, piece_lengths: np.ndarray, pieces_per_sample: np.ndarray, sample_indices: np.ndarray
+) -> None:
+    """The compiled code reads without bounds checks, so the counts must add up."""
+    total = piece_lengths.sum()
+    if piece_lengths.min(initial=0) < 0 or total != tokens.shape[-1]:
+        raise DataError(
+            f"piece lengths sum to {total} for {tokens.shape[-1]} tokens; they must be >= 0 and equal their "
+            "number: the dataset's index and its data disagree, verify the dataset."
+        )
+    total = pieces_per_sample.sum()
+    if pieces_per_sample.min(initial=0) < 0 or total != len(piece_lengths):
+        raise DataError(
+            f"pieces per sample sum to {total} for {len(piece_lengths)} pieces; they must be >= 0 and equal "
+            "their number: the sampler's windows are inconsistent."
+        )
+    if len(sample_indices) != len(pieces_per_sample) or sample_indices.min(initial=0) < 0:
+        raise DataError(
+            f"{len(sample_indices)} sample indices for {len(pieces_per_sample)} samples; give each sample "
+            "one index, 0 or more."
+        )
+
+
+@dataclass(frozen=True)
+class Datasets:
+    train: SampleLoader
+    validation: SampleLoader | None
+    loss_names: Sequence[str]
+    notes: Sequence[str] = ()  # what a user should know of the corpora, one line each
+
+
+def open_datasets(
+    data: DataConfig,
+    objectives: Sequence[ObjectiveChoice],
+    tokenizer: Tokenizer,
+    seed: int,
+    decoder_tokenizer: Tokenizer | None = None,
+    phases: Sequence[PhaseSamples] = (),
+) -> Datasets:
+    """Open the corpora of a run and check that `tokenizer` made them.
+
+    Args:
+        objectives: `Config.objective_choices`.
+        decoder_tokenizer: that of each `decoder_prefix`, where the decoder has one of its own.
+        phases: of the training samples, where the run has several; validation is that of `data` in all.
+    Raises: ConfigError without a training corpus or for objectives that do not suit the vocabulary;
+        DataError for a missing, damaged or foreign dataset.
+    """
+    data.require_train()
+    data.check_decoder(decoder_tokenizer is not None)
+    vocabulary = vocabulary_of(tokenizer, decoder_tokenizer)
+    objective = make_objective(objectives, vocabulary, seed, data.sequence_length, data.row_length)
+    choices = [*objectives, *(choice for phase in phases for choice in phase.objectives)]
+    opened = _Corpora(data, objectives, choices, objective.row_length, tokenizer, decoder_tokenizer)
+    shorten = None
+    if data.short_prob:
+        from data_utils.loader.short_samples import Shortener
+
+        shorten = Shortener(data.short_prob, seed)
+    loaders = [
+        _loader(opened.mixture(corpora, derive_seed(seed, name)), objective, corpora, objectives, shorten)
+        for name, corpora in (("train", data.train), ("validation", data.validation))
+        if corpora
+    ]
+    if phases:
+        loaders[0] = _phased(loaders[0], phases, vocabulary, seed)
+    indexes = [index for loader in loaders for index in loader.mixture.indexes]
+    notes = [str(index) for index in indexes if type(index) is not WindowIndex]
+    return Datasets(loaders[0], loaders[1] if data.validation else None, LOSS_NAMES, notes)
+
+
+def _loader(
+    mixture: Mixture, objective: Objective, corpora: Sequence[CorpusConfig], its: Sequence[ObjectiveChoice],
+    shorten: Any,
+) -> SampleLoader:  # fmt: skip
+    """A loader of samples, in which those of corpora of pairs are their objectives'."""
+    if any(corpus.objective for corpus in corpora):
+        from data_utils.loader.pair_corpora import linked
+
+        objective = linked(objective, mixture, corpora, its)
+    return SampleLoader(mixture, objective, shorten)
+
+
+def _phased(
+    run: SampleLoader, phases: Sequence[PhaseSamples], vocabulary: Vocabulary, seed: int
+) -> SampleLoader:
+    """The loader of all phases. Args: run: that of the run, whose corpora they share. seed: of the run."""
+    mixtures = mixtures_of(run.mixture.indexes, run.mixture.seed, phases)
+    loaders = []
+    for mixture, (_, data, choices) in zip(mixtures, phases, strict=True):
+        objective = make_objective(choices, vocabulary, seed, data.sequence_length, data.row_length)
+        loaders.append(
+            _loader(mixture, objective, data.train, choices, run.shorten)
+        )  # `short_prob` is the run's
+    return PhasedLoader(loaders)
+
+
+def weights_of(corpora: Sequence[CorpusConfig], objectives: Sequence[ObjectiveChoice]) -> list[float]:
+    """Shares of the samples. Raises ConfigError where corpora of pairs and the objectives do not go together."""
+    if not any(corpus.objective for corpus in corpora):
+        return [corpus.weight for corpus in corpora]
+    from data_utils.objectives.own_corpora import shares
+
+    return shares(corpora, objectives)
+
+
+def mixtures_of(indexes: Sequence[Index], seed: int, phases: Sequence[PhaseSamples]) -> list[Mixture]:
+    """The mixture of each phase. Args: seed: of the mixtures."""
+    weights = [weights_of(phase.data.train, phase.objectives) for phase in phases]
+    lengths = [phase.data.sequence_length for phase in phases]
+    region = phases[0].data.region
+    if isinstance(indexes[0], WindowIndex) and indexes[0].window_length != lengths[0]:
+        indexes = [
+            type(index)(index.dataset, lengths[0], DOCUMENT_OVERHEAD, index.has_entities)
+            for index in indexes
+            if isinstance(index, WindowIndex)
+        ]
+    mixtures = [Mixture(list(zip(indexes, weights[0], strict=True)), seed)]
+    if region or len(set(lengths)) > 1:
+        mixtures = [mixtures[0].as_streams(region)]
+    for phase, its_weights, length in zip(phases[1:], weights[1:], lengths[1:], strict=True):
+        mixtures.append(mixtures[-1].following(phase.first_sample, its_weights, length))
+    return mixtures
+
+
+@dataclass(frozen=True)
+class _Corpora:
+    """Opens corpora as samples of one objective.
+
+    Args: choices: the objectives; in a mixture all read windows. all_choices: with those of phases.
+    """
+
+    data: DataConfig
+    choices: Sequence[ObjectiveChoice]
+    all_choices: Sequence[ObjectiveChoice]
+    row_length: int
+    tokenizer: Tokenizer
+    decoder_tokenizer: Tokenizer | None
+
+    def mixture(self, corpora: Sequence[CorpusConfig], seed: int) -> Mixture:
+        weights = weights_of(corpora, self.choices)
+        return Mixture(list(zip(map(self._index, corpora), weights, strict=True)), seed)
+
+    def _index(self, corpus: CorpusConfig) -> Index:
+        length = self.data.sequence_length
+        dataset = self._open(corpus.prefix, self.tokenizer)
+        if corpus.objective is not None:
+            from data_utils.loader.pair_corpora import open_pairs
+
+            return open_pairs(corpus, dataset, length, self.choices)
+        sections = [choice.section for choice in self.all_choices]
+        if not sections[0].whole_documents:
+            kinds = {each.reads_beside for each in sections if each.reads_beside not in (None, LABELS)}
+            if kinds:
+                from data_utils.loader.required_vectors import require_beside  # most read tokens alone
+
+                require_beside(dataset, kinds)
+            return WindowIndex(dataset, length, DOCUMENT_OVERHEAD, bool(kinds))
+        from data_utils.loader.sentences import SentenceIndex
+
+        paired = None
+        if corpus.decoder_prefix is not None and self.decoder_tokenizer is not None:
+            paired = self._open(corpus.decoder_prefix, self.decoder_tokenizer)
+        overhead = sections[0].least_row_length(0)  # of a sentence without text
+        return SentenceIndex(dataset, length, overhead, self.row_length, paired)
+
+    def _open(self, prefix: str, tokenizer: Tokenizer) -> IndexedDataset:
+        if self.data.local_directory is not None:
+            from data_utils.dataset.local_copy import local_copy
+
+            prefix = str(local_copy(prefix, self.data.local_directory))
+        dataset = IndexedDataset(prefix)
+        dataset.require_tokenizer(tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.special.eos)
+        try:
+            dataset.verify_some(_BLOCKS_CHECKED)
+        except DataError as error:
+            error.only_here = True  # other ranks draw other blocks
+            raise
+        return dataset

@@ -1,0 +1,265 @@
+"""Weighted corpora: global sample number -> (corpus, epoch, window), a pure function of seed and number.
+
+Samples form blocks of BLOCK_SIZE. In every block each corpus has an exact quota of the places (largest remainder), and
+a keyed permutation, different for each block, decides which. The j-th sample of a corpus is window
+`permute(j % num_windows)` of epoch `j // num_windows`. So each window comes exactly once in an epoch, for any batch
+size, any number of ranks and any point of resumption. The state of a loader is one integer.
+
+Where weights change with a phase of the run, blocks count from its first sample, and each corpus goes on with the
+ordinal that the phases before it left: a corpus is one stream over all phases, and its epochs have no gap.
+
+The price of exact quotas: weights are rounded to 1/BLOCK_SIZE, and a weight that rounds to 0 is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from data_utils.common.errors import ConfigError, DataError
+from data_utils.dataset.indexed_dataset import IndexedDataset
+from data_utils.loader.sampler import (
+    CHOICE_STREAM,
+    PHASE_BITS,
+    WindowIndex,
+    block_table,
+    deal_samples,
+    derive_key,
+    gather,
+    place_windows,
+)
+
+if TYPE_CHECKING:
+    from data_utils.loader.corpus_streams import Stream
+    from data_utils.loader.sentences import SentenceIndex
+
+Index: TypeAlias = "WindowIndex | SentenceIndex"
+
+BLOCK_SIZE = 4096
+_MASK_64 = (1 << 64) - 1
+
+
+def quotas(weights: Sequence[float]) -> np.ndarray:
+    """Places of each corpus in a block, int64 [corpora], by largest remainder; their sum is BLOCK_SIZE.
+
+    Raises: ConfigError for a weight that is negative or not finite, or too small for one place, and if all are 0.
+    """
+    shares = np.asarray(weights, np.float64)
+    if not np.any(shares) or not np.all(np.isfinite(shares) & (shares >= 0)):
+        raise ConfigError(
+            f"corpus weights are {list(weights)}; give numbers, 0 or more, of which one is positive."
+        )
+    takes_part = shares > 0
+    shares = shares / shares.sum() * BLOCK_SIZE
+    places = np.floor(shares).astype(np.int64)
+    largest_remainders = np.argsort(places - shares, kind="stable")  # stable: ties go to the earlier corpus
+    places[largest_remainders[: BLOCK_SIZE - int(places.sum())]] += 1
+    if not places[takes_part].all():
+        raise ConfigError(
+            f"corpus weight {weights[int(np.argmin(places + ~takes_part))]} is below 1/{BLOCK_SIZE} of the total; "
+            "raise it or leave the corpus out."
+        )
+    return places
+
+
+def samples_of_corpora(seed: int, weights: Sequence[float], count: int, phase: int = 0) -> np.ndarray:
+    """How many of a phase's first `count` samples are of each corpus, int64 [corpora]. Args: seed: of the mixture."""
+    places = quotas(weights)
+    blocks, rest = divmod(count, BLOCK_SIZE)
+    key = derive_key(np.uint64(seed & _MASK_64), CHOICE_STREAM, phase << PHASE_BITS | blocks)
+    corpora, _ = block_table(np.concatenate([[0], np.cumsum(places)]), BLOCK_SIZE, np.uint64(key))
+    return blocks * places + np.bincount(corpora[:rest], minlength=len(places))
+
+
+class Start(NamedTuple):
+    """Where a phase of the run begins."""
+
+    phase: int = 0  # phases before it
+    first_sample: int = 0
+    used: tuple[int, ...] = ()  # samples of each corpus before it; () = none
+
+
+_AT_ONCE = Start()
+
+
+class Mixture:
+    """Corpora mixed by weight (samples, not tokens), without end, from the start of a phase. Weight 0 = no part.
+
+    Raises: ConfigError for bad weights; DataError for a corpus without windows, or for corpora whose
+    manifests name different tokenizers.
+    """
+
+    def __init__(
+        self,
+        corpora: Sequence[tuple[Index, float]],
+        seed: int,
+        start: Start = _AT_ONCE,
+        streams: Sequence[Stream] = (),
+    ) -> None:
+        """Args: streams: of the corpora, where they have regions or the length changes: then no windows are read."""
+        self.corpora = list(corpora)
+        self.seed = seed
+        self.start = start
+        self.streams = list(streams)
+        self.quotas = quotas([weight for _, weight in self.corpora])
+        self.indexes = [index for index, _ in self.corpora]
+        for index in self.indexes:
+            if not index.num_windows:
+                raise DataError(f"dataset {index.dataset.prefix} has no window; leave it out.")
+        _require_one_tokenizer([index.dataset for index in self.indexes])
+        self._starts = np.concatenate([[0], np.cumsum(self.quotas)])
+        self._num_windows = np.array([index.num_windows for index in self.indexes], np.int64)
+        self._used = np.array(start.used or [0] * len(self.corpora), np.int64)
+        self._key_seed = np.uint64(seed & _MASK_64)
+        key = derive_key(self._key_seed, CHOICE_STREAM, start.phase << PHASE_BITS)
+        self._table = (0, *block_table(self._starts, BLOCK_SIZE, np.uint64(key)))  # of the last block used
+
+    def __reduce__(self) -> tuple[type, tuple[list[tuple[Index, float]], int, Start, list[Stream]]]:
+        return type(self), (self.corpora, self.seed, self.start, self.streams)
+
+    def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The places of samples: indices int64 [B], each of the phase -> corpus, epoch, window, each int64 [B]."""
+        corpora, ordinals = self.deal(indices)
+        return corpora, *place_windows(self._key_seed, corpora, ordinals, self._num_windows)
+
+    def deal(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Corpus, and how many samples of it precede, each int64 [B], of samples."""
+        indices = np.ascontiguousarray(indices, np.int64)
+        phase, first_sample, _ = self.start
+        assert not len(indices) or indices.min() >= first_sample
+        table = self._table  # one read: another thread may replace it
+        corpora, ordinals, *table = deal_samples(
+            self._key_seed, indices, phase, first_sample, self._used, self._starts, *table
+        )
+        self._table = tuple(table)
+        return corpora, ordinals
+
+    def after(self, count: int) -> tuple[int, ...]:
+        """Samples of each corpus before the sample `count` of the phase, with those of former phases of its length."""
+        weights = [weight for _, weight in self.corpora]
+        return tuple((self._used + samples_of_corpora(self.seed, weights, count, self.start.phase)).tolist())
+
+    def epochs(self, count: int) -> list[float]:
+        """How often each corpus was read before the sample `count` of the phase, former phases included."""
+        used = self.after(count)
+        if self.streams:
+            return [stream.epochs(samples) for stream, samples in zip(self.streams, used, strict=True)]
+        return (np.array(used) / self._num_windows).tolist()
+
+    def following(self, first_sample: int, weights: Sequence[float], length: int | None = None) -> Mixture:
+        """The mixture of the next phase, from its first sample on, with weights and maybe a length of its own."""
+        used = self.after(first_sample - self.start.first_sample)
+        indexes, streams = self.indexes, self.streams
+        if streams and length not in (None, streams[0].length):
+            streams = [stream.following(count, length) for stream, count in zip(streams, used, strict=True)]
+            indexes = [
+                WindowIndex(index.dataset, stream.length, stream.axis.overhead, index.has_entities)  # type: ignore[union-attr]
+                for index, stream in zip(indexes, streams, strict=True)
+            ]
+            used = ()
+        start = Start(self.start.phase + 1, first_sample, used)
+        return Mixture(list(zip(indexes, weights, strict=True)), self.seed, start, streams)
+
+    def as_streams(self, region: int) -> Mixture:
+        """The same corpora with regions of `region` costs, 0 = none, and lengths that may change."""
+        from data_utils.loader.corpus_streams import Axis, Stream  # few runs have regions
+
+        streams = []
+        for corpus, index in enumerate(self.indexes):
+            assert isinstance(index, WindowIndex)
+            key = functools.partial(derive_key, self._key_seed, corpus + 1)
+            axis = Axis(index.cost, region, index.document_overhead, key, index.text_end)
+            streams.append(Stream(axis, index.window_length))
+        return Mixture(self.corpora, self.seed, self.start, streams)
+
+    def fetch(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The tokens of samples, indices int64 [B], in their order.
+
+        Returns: tokens int32 [all pieces], piece lengths int64 [pieces], pieces per sample int64 [B].
+        """
+        if self.streams:
+            return self._fetch_ranges(indices)
+        corpora, _, windows = self.locate(indices)
+        return type(self.indexes[0]).gather_all(self._by_corpus(corpora, windows))
+
+    def _ranges(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Ranges of the corpora, int64 [ranges, 3]: corpus, start, stop; how many each sample has, int64 [B]."""
+        corpora, ordinals = self.deal(indices)
+        samples = [
+            [(corpus, *each) for each in self.streams[corpus].sample(ordinal)[1]]
+            for corpus, ordinal in zip(corpora.tolist(), ordinals.tolist(), strict=True)
+        ]
+        ranges = np.array([each for ranges in samples for each in ranges], np.int64).reshape(-1, 3)
+        return ranges, np.array([len(each) for each in samples], np.int64)
+
+    def _fetch_ranges(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        ranges, counts = self._ranges(indices)
+        parts = []
+        for corpus, index in enumerate(self.indexes):
+            rows = np.flatnonzero(ranges[:, 0] == corpus)
+            if len(rows):
+                parts.append((index, *np.ascontiguousarray(ranges[rows, 1:].T), rows))
+        tokens, piece_lengths, pieces = gather(parts)
+        return tokens, piece_lengths, np.add.reduceat(pieces, np.cumsum(counts) - counts)
+
+    def prefetch(self, indices: np.ndarray) -> None:
+        """Let the kernel start to read samples, indices int64 [B], that will be fetched soon.
+
+        Worth its few microseconds a sample where the corpora do not fit in memory.
+        """
+        if self.streams:
+            ranges, _ = self._ranges(indices)
+            for corpus, index in enumerate(self.indexes):
+                assert isinstance(index, WindowIndex)
+                index.prefetch_from(np.ascontiguousarray(ranges[ranges[:, 0] == corpus, 1]))
+            return
+        corpora, _, windows = self.locate(indices)
+        for index, its_windows, _ in self._by_corpus(corpora, windows):
+            index.prefetch(its_windows)
+
+    def _by_corpus(
+        self, corpora: np.ndarray, windows: np.ndarray
+    ) -> list[tuple[Index, np.ndarray, np.ndarray]]:
+        """For each corpus: its index, its windows and their rows."""
+        if len(self.indexes) == 1:
+            return [(self.indexes[0], windows, np.arange(len(windows)))]
+        rows = [np.flatnonzero(corpora == corpus) for corpus in range(len(self.indexes))]
+        return [(index, windows[its], its) for index, its in zip(self.indexes, rows, strict=True) if len(its)]
+
+
+def _require_one_tokenizer(datasets: Sequence[IndexedDataset]) -> None:
+    first: tuple[IndexedDataset, tuple[Any, Any]] | None = None
+    for dataset in datasets:
+        if dataset.manifest.get("adopted"):
+            continue
+        tokenizer = dataset.manifest.get("tokenizer") or {}
+        identity = tokenizer.get("fingerprint"), dataset.manifest.get("eos")
+        first = first or (dataset, identity)
+        if identity != first[1]:
+            raise DataError(
+                f"datasets {first[0].prefix} and {dataset.prefix} were built with different tokenizers; "
+                f"rebuild one of them."
+            )
+
+
+def batch_indices(
+    consumed_samples: int, *, global_batch_size: int, micro_batch_size: int, dp_rank: int, dp_size: int
+) -> np.ndarray:
+    """The samples of one data-parallel rank in one step, int64 [micro-batches, micro_batch_size].
+
+    All ranks together take [consumed_samples, consumed_samples + global_batch_size), each sample once:
+    micro-batch m of rank r starts at consumed_samples + (m * dp_size + r) * micro_batch_size.
+    Raises: ConfigError if the global batch is not a whole number of micro-batches for every rank.
+    """
+    per_micro_batch = micro_batch_size * dp_size
+    if per_micro_batch < 1 or global_batch_size < 1 or global_batch_size % per_micro_batch:
+        raise ConfigError(
+            f"global_batch_size ({global_batch_size}) must be a positive multiple of micro_batch_size "
+            f"({micro_batch_size}) x data-parallel size ({dp_size}); choose a multiple of {per_micro_batch}."
+        )
+    assert 0 <= dp_rank < dp_size
+    samples = np.arange(consumed_samples, consumed_samples + global_batch_size, dtype=np.int64)
+    return samples.reshape(-1, dp_size, micro_batch_size)[:, dp_rank]

@@ -1,0 +1,143 @@
+"""Corpora of labelled pairs: whole pairs packed into samples, and the objective that reads them and nothing else.
+
+A corpus of `data.train` names its `objective`. The shares of the objectives then become shares of the corpora: each
+objective with corpora of its own divides its share among them by their weights, the other objectives theirs among the
+rest. So a sample's corpus says its objective, and the mixture counts pairs as it counts text: exact quotas, each pair
+once in an epoch, phases that go on where the one before ended.
+
+A window is as many whole pairs, one after another, as fit. Those that do not fit alone are left out and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from data_utils.common.errors import DataError
+from data_utils.common.setting_files import shown
+from data_utils.common.settings import check
+from data_utils.dataset.indexed_dataset import IndexedDataset
+from data_utils.dataset.manifest import LABELS
+from data_utils.loader.config import CorpusConfig
+from data_utils.loader.mixture import Mixture
+from data_utils.loader.required_vectors import require_beside
+from data_utils.loader.sampler import WindowIndex
+from data_utils.objectives import ObjectiveChoice
+from data_utils.objectives.interface import DOCUMENT_OVERHEAD, Objective
+from data_utils.objectives.mixed import Mixed
+from data_utils.objectives.own_corpora import owner_of
+
+
+def open_pairs(
+    corpus: CorpusConfig, dataset: IndexedDataset, length: int, choices: Sequence[ObjectiveChoice]
+) -> PairIndex:
+    """The windows of a corpus of pairs.
+
+    Raises: ConfigError for an objective that the run has not or that reads text; DataError for a dataset without pairs,
+        or with another number of labels than the objective.
+    """
+    section: Any = next((choice.section for choice in choices if owner_of(choice) == corpus.objective), None)
+    check(
+        section is not None,
+        f"corpus {corpus.prefix} has objective {shown(corpus.objective)}, which is not among the run's objectives that "
+        f"read pairs ({', '.join(filter(None, map(owner_of, choices))) or 'none'}); add it to objectives, or leave the "
+        "corpus out.",
+    )
+    require_beside(dataset, {LABELS})
+    count = dataset.manifest["entities"]["count"]
+    if count != section.classes:
+        raise DataError(
+            f"dataset {corpus.prefix} has {count} labels, but {corpus.objective}.classes is {section.classes}; set it "
+            f"and the head in model.class_heads to {count}, or build the dataset with other labels."
+        )
+    return PairIndex(dataset, length, DOCUMENT_OVERHEAD)
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _pack(costs, longest, starts, stops):
+    """Write the first cost and the end of each window of whole documents; return how many there are."""
+    windows, at, is_open = 0, np.int64(0), False
+    for document in range(costs.shape[0]):
+        end = at + costs[document]
+        if costs[document] > longest:
+            is_open = False
+        else:
+            if not is_open or end - starts[windows - 1] > longest:
+                starts[windows] = at
+                windows += 1
+                is_open = True
+            stops[windows - 1] = end
+        at = end
+    return windows
+
+
+class PairIndex(WindowIndex):
+    """Windows of whole documents with their labels: as many, one after another, as fit `window_length`.
+
+    Attributes: too_long: documents that do not fit alone and are in no window.
+    Raises: DataError if none fits.
+    """
+
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        window_length: int,
+        document_overhead: int = 0,
+        has_entities: bool = True,
+    ) -> None:
+        super().__init__(dataset, window_length, document_overhead, has_entities)
+        costs = dataset.read_lengths(0, len(dataset)).astype(np.int64) + document_overhead
+        starts, stops = np.empty_like(costs), np.empty_like(costs)
+        self.num_windows = int(_pack(costs, window_length, starts, stops))
+        self._starts, self._stops = (each[: self.num_windows].copy() for each in (starts, stops))
+        self.too_long = int((costs > window_length).sum())
+        if not self.num_windows:
+            raise DataError(
+                f"dataset {dataset.prefix} has no pair of at most {window_length - document_overhead} tokens; raise "
+                "data.sequence_length."
+            )
+
+    def __str__(self) -> str:
+        """Number of pairs and samples, and of the pairs left out, for the log."""
+        pairs = len(self.dataset) - self.too_long
+        return (
+            f"{self.dataset.prefix}: {pairs:,} labelled pairs in {self.num_windows:,} samples; left out: "
+            f"{self.too_long:,} of more than {self.window_length - self.document_overhead} tokens"
+        )
+
+    def costs(self, windows: Any) -> tuple[Any, Any]:
+        return self._starts[windows], self._stops[windows]
+
+
+class Linked(Mixed):
+    """Objectives of a run of which some read corpora of their own.
+
+    Args:
+        mixture: the run's. owners: of its corpora, the number of the objective that reads each, -1 = those of text.
+    """
+
+    def __init__(self, mixed: Mixed, mixture: Mixture, owners: Sequence[int]) -> None:
+        super().__init__(
+            mixed.objectives, mixed.weights.tolist(), mixed.first_samples.tolist(), int(mixed._key)
+        )
+        self._mixture, self._owners = mixture, np.array(owners)
+        self.weights[[number for number in owners if number >= 0]] = 0.0
+
+    def choose(self, sample_indices: np.ndarray) -> np.ndarray:
+        own = self._owners[self._mixture.deal(sample_indices)[0]]
+        return np.where(own >= 0, own, super().choose(sample_indices))
+
+
+def linked(
+    objective: Objective,
+    mixture: Mixture,
+    corpora: Sequence[CorpusConfig],
+    choices: Sequence[ObjectiveChoice],
+) -> Objective:
+    """The objectives of a run or phase, in which samples of a corpus of pairs are its objective's."""
+    names = [owner_of(choice) for choice in choices]
+    owners = [names.index(c.objective) if c.objective in names and c.objective else -1 for c in corpora]
+    return Linked(objective, mixture, owners) if isinstance(objective, Mixed) else objective

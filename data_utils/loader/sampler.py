@@ -1,0 +1,396 @@
+"""Shuffled windows over a dataset without shuffle arrays: every sample is a pure function of its number.
+
+`permute` is a keyed permutation of [0, n) computed point by point, so that "the i-th sample of this epoch" needs no
+array, no index file and no state. `WindowIndex` cuts a document stream into windows of equal cost and finds the
+documents of a window by a search in the mapped index.
+
+An access takes O(1) memory. Where long and short documents are mixed, it takes two or three page reads from the index;
+in an index sorted by length, O(log documents). Windows are fixed by position, so every epoch has the same windows in
+another order.
+
+Source of the permutation: generalised Feistel rounds over [0, a) x [0, b) and cycle walking, Black and
+Rogaway, "Ciphers with arbitrary finite domains", 2002.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from data_utils.common.errors import ConfigError
+from data_utils.dataset.indexed_dataset import IndexedDataset
+
+_U64 = np.uint64
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_ROUNDS = 4  # pairs of half rounds
+_GUESSES = 3  # each about as far off as the square root of the one before
+PHASE_BITS = 40  # a block's number, below which the number of its phase stands in its key
+CHOICE_STREAM = 0  # key stream of the order within blocks; corpus c orders its windows with stream c + 1
+
+# All compiled functions of sampling are in this file: numba's cache notices a change of the file of a cached function,
+# but not of another file that it calls into.
+#
+# The integer functions have explicit signatures: a key beyond 2^63 that comes from Python is a uint64.
+
+
+@njit("uint64(uint64)", cache=True, error_model="numpy")
+def _mix(x):
+    """SplitMix64's finaliser: uint64 -> uint64, a bijection that spreads every bit."""
+    x = (x ^ (x >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> _U64(27))) * _U64(0x94D049BB133111EB)
+    return x ^ (x >> _U64(31))
+
+
+@njit("uint64(uint64, uint64)", cache=True, error_model="numpy")
+def _below(limit, bits):
+    """Random bits scaled to [0, limit) for limit < 2^32, without a slow division."""
+    return ((bits >> _U64(32)) * limit) >> _U64(32)
+
+
+@njit("uint64(uint64, uint64, uint64)", cache=True, error_model="numpy")
+def derive_key(seed, stream, number):
+    """A uint64 key for `permute` from three integers in [0, 2^64); different triples give unrelated keys."""
+    key = _mix(_U64(seed) + _GOLDEN)
+    key = _mix(key ^ _U64(stream))
+    return _mix((key + _GOLDEN) ^ _U64(number))
+
+
+@njit("int64(int64, int64, uint64)", cache=True, error_model="numpy")
+def permute(index, n, key):
+    """The image of `index` under the permutation of [0, n) that `key` (uint64) selects, int64.
+
+    Requires 0 <= index < n < 2^62. The domain rows x columns barely exceeds n, so cycle walking is rare.
+    """
+    size = _U64(n)
+    rows = _U64(np.sqrt(np.float64(n)))
+    while rows * rows < size:
+        rows += _U64(1)
+    columns = (size + rows - _U64(1)) // rows
+    value = _U64(index)
+    while True:
+        left = value // columns
+        right = value % columns
+        round_key = _U64(key)
+        for _ in range(_ROUNDS):
+            round_key += _GOLDEN
+            left += _below(rows, _mix(right ^ round_key))
+            left -= rows if left >= rows else _U64(0)
+            round_key += _GOLDEN
+            right += _below(columns, _mix(left ^ round_key))
+            right -= columns if right >= columns else _U64(0)
+        value = left * columns + right
+        if value < size:
+            return np.int64(value)
+
+
+@njit("int64(int64, int64, uint64)", cache=True, error_model="numpy")
+def unpermute(image, n, key):
+    """The inverse of `permute`: the index of which `image` is the image, int64."""
+    size = _U64(n)
+    rows = _U64(np.sqrt(np.float64(n)))
+    while rows * rows < size:
+        rows += _U64(1)
+    columns = (size + rows - _U64(1)) // rows
+    value = _U64(image)
+    while True:
+        left = value // columns
+        right = value % columns
+        round_key = _U64(key) + _U64(2 * _ROUNDS) * _GOLDEN
+        for _ in range(_ROUNDS):
+            shift = _below(columns, _mix(left ^ round_key))
+            right = right - shift if right >= shift else right + columns - shift
+            round_key -= _GOLDEN
+            shift = _below(rows, _mix(right ^ round_key))
+            left = left - shift if left >= shift else left + rows - shift
+            round_key -= _GOLDEN
+        value = left * columns + right
+        if value < size:
+            return np.int64(value)
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def block_table(starts, block_size, key):
+    """The corpus of each place of a block, and how many of its places precede it: two int64 [block_size]."""
+    corpora = np.empty(block_size, np.int64)
+    ranks = np.empty(block_size, np.int64)
+    seen = np.zeros(starts.shape[0] - 1, np.int64)
+    for place in range(block_size):
+        slot = permute(place, block_size, key)
+        corpus = np.searchsorted(starts, slot, side="right") - 1
+        corpora[place] = corpus
+        ranks[place] = seen[corpus]
+        seen[corpus] += 1
+    return corpora, ranks
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def deal_samples(seed, indices, phase, first_sample, used, starts, block, corpora_of_places, ranks_of_places):
+    """Corpus and ordinal in it, each int64 [B], of a phase's samples; see mixture.py.
+
+    Args:
+        phase, first_sample: the phase's number and its first sample, from which its blocks count.
+        used: int64 [corpora], ordinals that the phases before it took.
+        block: the one whose table `block_table` made; it serves the samples of that block.
+    Returns: corpora, ordinals, and number and table of the last block.
+    """
+    corpora = np.empty(indices.shape[0], np.int64)
+    ordinals = np.empty(indices.shape[0], np.int64)
+    block_size = starts[starts.shape[0] - 1]
+    for i in range(indices.shape[0]):
+        index = indices[i] - first_sample
+        if index // block_size != block:
+            block = index // block_size
+            key = derive_key(seed, CHOICE_STREAM, phase << PHASE_BITS | block)
+            corpora_of_places, ranks_of_places = block_table(starts, block_size, key)
+        place = index - block * block_size
+        corpus = corpora_of_places[place]
+        corpora[i] = corpus
+        ordinals[i] = used[corpus] + block * (starts[corpus + 1] - starts[corpus]) + ranks_of_places[place]
+    return corpora, ordinals, block, corpora_of_places, ranks_of_places
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def place_windows(seed, corpora, ordinals, num_windows):
+    """Epoch and window, each int64 [B], of samples by corpus and ordinal; num_windows: int64 [corpora]."""
+    epochs = np.empty(corpora.shape[0], np.int64)
+    windows = np.empty(corpora.shape[0], np.int64)
+    for i in range(corpora.shape[0]):
+        corpus, count = corpora[i], num_windows[corpora[i]]
+        epochs[i] = ordinals[i] // count
+        windows[i] = permute(ordinals[i] % count, count, derive_key(seed, corpus + 1, epochs[i]))
+    return epochs, windows
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _cost(pointers, shift, overhead, document):
+    """The summed cost of all documents before this one, in tokens; see `WindowIndex`."""
+    return (pointers[document] >> shift) + overhead * document
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _guess_document(pointers, shift, num_tokens, overhead, start):
+    """A document near the cost `start`: guessed from the mean cost of a document, then corrected."""
+    num_documents = pointers.shape[0]
+    mean = (num_tokens + overhead * num_documents) / num_documents
+    document = np.int64(0)
+    for _ in range(_GUESSES):
+        document += np.int64((start - _cost(pointers, shift, overhead, document)) / mean)
+        document = min(max(document, np.int64(0)), np.int64(num_documents - 1))
+    return document
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _first_document(pointers, shift, num_tokens, overhead, start):
+    """The last document that begins at or before the cost `start`.
+
+    Searches outward from a guess in doubling steps, then by halves. This is nearly always within one page of the
+    index; a search by halves from the ends would read another page at almost every step.
+    """
+    low = _guess_document(pointers, shift, num_tokens, overhead, start)
+    high = low + 1
+    step = np.int64(1)
+    while low > 0 and _cost(pointers, shift, overhead, low) > start:
+        high = low
+        low = max(low - step, np.int64(0))
+        step *= 2
+    while high < pointers.shape[0] and _cost(pointers, shift, overhead, high) <= start:
+        low = high
+        high = min(high + step, pointers.shape[0])
+        step *= 2
+    while high - low > 1:
+        middle = (low + high) >> 1
+        if _cost(pointers, shift, overhead, middle) <= start:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _first_tokens(pointers, shift, num_tokens, overhead, starts):
+    """A token at or shortly before the first one after each cost of starts, int64 [B]."""
+    tokens = np.empty(starts.shape[0], np.int64)
+    for i in range(starts.shape[0]):
+        start = starts[i]
+        document = _first_document(pointers, shift, num_tokens, overhead, start)
+        tokens[i] = max(pointers[document] >> shift, start - overhead * (document + 1))
+    return tokens
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _window_pieces(pointers, shift, num_tokens, overhead, start, stop, pieces):
+    """Write the token ranges of the cost range [start, stop) into pieces [*, 2]; return their number."""
+    num_documents = pointers.shape[0]
+    count = 0
+    document = _first_document(pointers, shift, num_tokens, overhead, start)
+    begin = pointers[document] >> shift
+    while document < num_documents and begin + overhead * document < stop:
+        end = pointers[document + 1] >> shift if document + 1 < num_documents else num_tokens
+        lag = overhead * (document + 1)  # cost minus token offset, for the tokens of this document
+        piece_start = max(begin, start - lag)
+        piece_stop = min(end, stop - lag)
+        if piece_stop > piece_start:
+            pieces[count, 0] = piece_start
+            pieces[count, 1] = piece_stop
+            count += 1
+        document += 1
+        begin = end
+    return count
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _plan_rows(
+    pointers, shift, num_tokens, overhead, starts, stops, rows, first_tokens, piece_lengths, counts
+):
+    """Where the tokens of the costs [starts[i], stops[i]) begin and how long their pieces are, into row rows[i]."""
+    pieces = np.empty((piece_lengths.shape[1], 2), np.int64)
+    for i in range(starts.shape[0]):
+        row = rows[i]
+        count = _window_pieces(pointers, shift, num_tokens, overhead, starts[i], stops[i], pieces)
+        first_tokens[row] = pieces[0, 0] if count else 0
+        for piece in range(count):
+            piece_lengths[row, piece] = pieces[piece, 1] - pieces[piece, 0]
+        counts[row] = count
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _pack_rows(piece_lengths, counts):
+    """Piece lengths one after the other, and the position of each row's tokens, int64 [rows + 1]."""
+    packed = np.empty(counts.sum(), np.int64)
+    positions = np.zeros(counts.shape[0] + 1, np.int64)
+    number = 0
+    for row in range(counts.shape[0]):
+        total = np.int64(0)
+        for piece in range(counts[row]):
+            packed[number] = piece_lengths[row, piece]
+            total += packed[number]
+            number += 1
+        positions[row + 1] = positions[row] + total
+    return packed, positions
+
+
+@njit(cache=True, error_model="numpy", nogil=True)
+def _copy_rows(tokens, first_tokens, positions, rows, out):
+    """Copy the tokens of rows. The pieces of a window adjoin, so a row is one range of the stream."""
+    for i in range(rows.shape[0]):
+        start, stop = positions[rows[i]], positions[rows[i] + 1]
+        first = first_tokens[rows[i]]
+        source, target = tokens[first : first + stop - start], out[start:stop]
+        for k in range(stop - start):
+            target[k] = source[k]
+
+
+class WindowIndex:
+    """The windows of a dataset: window w covers the costs [w * window_length, (w + 1) * window_length).
+
+    A document costs its tokens plus `document_overhead` positions before them for what an objective adds to each
+    document ([CLS] and others), so that the pieces of a window with their additions fit `window_length`. A
+    document that does not fit is cut and continues in the next window; each token is in exactly one window. Only
+    the last window may be shorter.
+
+    Raises: ConfigError for lengths that are out of range.
+    """
+
+    def __init__(
+        self,
+        dataset: IndexedDataset,
+        window_length: int,
+        document_overhead: int = 0,
+        has_entities: bool = False,
+    ) -> None:
+        if document_overhead < 0 or window_length <= document_overhead:
+            raise ConfigError(
+                f"window_length ({window_length}) must exceed document_overhead ({document_overhead}), which "
+                f"must not be negative; choose a longer sequence."
+            )
+        self.dataset, self.has_entities = dataset, has_entities
+        self.window_length = window_length
+        self.document_overhead = document_overhead
+        self.cost = dataset.num_tokens + document_overhead * dataset.num_documents
+        self.num_windows = -(-self.cost // window_length)
+        self.max_pieces = min(dataset.num_documents, window_length // (document_overhead + 1) + 2)
+        self._shift = np.int64(dataset.dtype.itemsize.bit_length() - 1)
+
+    def __reduce__(self) -> tuple[type, tuple[IndexedDataset, int, int, bool]]:
+        # Reopen the arrays instead of copying them.
+        return type(self), (self.dataset, self.window_length, self.document_overhead, self.has_entities)
+
+    @property
+    def _geometry(self) -> tuple[np.ndarray, np.int64, int, int]:
+        """The arguments of the compiled search that describe the documents."""
+        dataset = self.dataset
+        return dataset.pointers, self._shift, dataset.num_tokens, self.document_overhead
+
+    def costs(self, windows: Any) -> tuple[Any, Any]:
+        """Where windows begin and end."""
+        return windows * self.window_length, (windows + 1) * self.window_length
+
+    def pieces(self, window: int) -> np.ndarray:
+        """The token ranges of one window, int64 [pieces, 2], each [start, stop) within one document."""
+        assert 0 <= window < self.num_windows
+        pieces = np.empty((self.max_pieces, 2), np.int64)
+        return pieces[: _window_pieces(*self._geometry, *self.costs(window), pieces)]
+
+    def gather(self, windows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The tokens of windows, int64 [B]; see `gather`."""
+        windows = np.asarray(windows, np.int64)
+        return self.gather_all([(self, windows, np.arange(len(windows)))])
+
+    @staticmethod
+    def gather_all(
+        parts: Sequence[tuple[Any, np.ndarray, np.ndarray]],
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The tokens of windows int64 [k] of several datasets, each in its row; see `gather`."""
+        for index, windows, _ in parts:
+            assert not len(windows) or (windows.min() >= 0 and windows.max() < index.num_windows)
+        return gather([(index, *index.costs(windows), rows) for index, windows, rows in parts])
+
+    def prefetch(self, windows: np.ndarray) -> None:
+        """Let the kernel start to read windows, int64 [k], that will be gathered soon."""
+        self.prefetch_from(self.costs(windows)[0])
+
+    def prefetch_from(self, starts: np.ndarray) -> None:
+        """As `prefetch`, of as much as a window has from each of some costs, int64 [k], on."""
+        self.dataset.prefetch(_first_tokens(*self._geometry, starts), self.window_length)
+
+    def text_end(self, start: int, stop: int) -> int:
+        """The end of the last token in the costs [start, stop); start if there is none."""
+        while stop > start:
+            document = _first_document(*self._geometry, stop - 1)
+            begin = int(self.dataset.pointers[document] >> self._shift) + self.document_overhead * document
+            if stop > begin + self.document_overhead:
+                return stop
+            stop = begin
+        return start
+
+
+def gather(
+    parts: Sequence[tuple[WindowIndex, np.ndarray, np.ndarray, np.ndarray]],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The tokens of ranges of one or several datasets, one after the other; each token is copied once.
+
+    Args: parts: an index, starts and stops int64 [k] of costs at most a window apart, and the rows int64 [k] to which
+        they go; together all rows once.
+    Returns: tokens int32 [all pieces], piece lengths int64 [pieces], pieces of each row int64. Where the indexes have
+        entities, [2, all pieces]: the tokens, and the entity that begins at each, -1 = none.
+    """
+    num_rows = sum(len(part[-1]) for part in parts)
+    first_tokens = np.empty(num_rows, np.int64)
+    piece_lengths = np.empty((num_rows, max((part[0].max_pieces for part in parts), default=0)), np.int32)
+    counts = np.zeros(num_rows, np.int64)
+    for index, starts, stops, rows in parts:
+        _plan_rows(*index._geometry, starts, stops, rows, first_tokens, piece_lengths, counts)
+    packed, positions = _pack_rows(piece_lengths, counts)
+    out = np.full((1 + any(part[0].has_entities for part in parts), positions[-1]), -1, np.int32)
+    for index, _, _, rows in parts:
+        for source, plane in zip((index.dataset.tokens, index.dataset.entities), out, strict=False):
+            if isinstance(source, np.ndarray):
+                _copy_rows(source, first_tokens, positions, rows, plane)
+                continue
+            for row in rows.tolist() if source is not None else ():  # not mapped: one read for each window
+                start, stop, first = int(positions[row]), int(positions[row + 1]), int(first_tokens[row])
+                plane[start:stop] = source[first : first + stop - start]
+    return out if len(out) > 1 else out[0], packed, counts

@@ -1,0 +1,68 @@
+"""Short samples: a part of the documents' parts is cropped to a uniform length, anywhere in them (`data.short_prob`).
+
+BERT's and GLM's recipes have them, so that models meet lengths other than that of a row. A crop of n tokens has 2, 3,
+... or n, all equally likely, and so has its place. Which parts and which crop is a pure function of (seed, sample,
+number of the part). The rest of the text is left out in this epoch, and the rest of the row is padding: rows have one
+length. BERT's code cuts the rest into further samples; here a window is one sample.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from numba import njit
+
+from data_utils.common import random_streams
+from data_utils.common.random_streams import (
+    below,
+    chance,
+    chance_threshold,
+    derive_seed,
+    new_stream,
+    open_stream,
+    source_digest,
+)
+
+SHORTEST = 2  # tokens
+
+
+def _entry_point(digest: int):
+    @njit(cache=True, nogil=True)
+    def crop(piece_lengths, counts, samples, threshold, key, stream, kept):
+        _ = digest  # part of the cache key
+        piece, start = 0, 0
+        for i in range(len(samples)):
+            for number in range(counts[i]):
+                length = piece_lengths[piece]
+                open_stream(stream, key, samples[i], number, 0)
+                if chance(stream, threshold) and length > SHORTEST:
+                    size = SHORTEST + below(stream, length - SHORTEST + 1)
+                    first = start + below(stream, length - size + 1)
+                    for k in range(start, start + length):
+                        kept[k] = first <= k < first + size
+                    piece_lengths[piece] = size
+                start += length
+                piece += 1
+
+    return crop
+
+
+_crop = _entry_point(source_digest(random_streams.__file__, str(Path(__file__))))
+
+
+class Shortener:
+    """Crops the parts of samples with a probability. Args: seed: the run's."""
+
+    def __init__(self, probability: float, seed: int) -> None:
+        self._threshold = chance_threshold(probability)
+        self._key = np.uint64(derive_seed(seed, "short samples"))
+
+    def __call__(
+        self, tokens: np.ndarray, piece_lengths: np.ndarray, counts: np.ndarray, samples: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The same with shorter pieces. Args: as `collate` in loader.py takes them."""
+        lengths, kept = piece_lengths.astype(np.int64), np.ones(tokens.shape[-1], np.bool_)
+        counts, samples = (np.ascontiguousarray(each, np.int64) for each in (counts, samples))
+        _crop(lengths, counts, samples, self._threshold, self._key, new_stream(), kept)
+        return tokens[..., kept], lengths, counts

@@ -1,0 +1,382 @@
+"""Metrics of predictions, in NumPy and plain Python; BLEU and ROUGE are those of sacrebleu and rouge-score.
+
+    metric                            prediction        reference
+    accuracy                          a label           a label: a name or a number, both of one kind
+    f1                                a label           a label; of the class `positive`
+    macro_f1                          a label           a label; mean of the classes that occur in either
+    micro_f1                          a label           a label; of all that are not `negative` (TACRED)
+    matthews                          a label           a label; two classes or more
+    strict_accuracy, loose_macro_f1,  a list of labels  a list of labels; which are all right, F1 of the means of their
+    loose_micro_f1                                      precision and recall, F1 of all labels together
+    f1a, group_em                     a label           a label; MultiRC: F1 of all answers, and the share of groups in
+                                                        which every label is right
+    pearson, spearman                 a number          a number
+    exact_match                       a text            a text or a list of them; white space does not count
+    answer_em, answer_f1              a text            a text or a list of them: SQuAD 1.1, ReCoRD
+    answer_em_v2, answer_f1_v2        a text, "" = no   a list of texts, empty where there is no answer: SQuAD 2.0
+    entity_f1                         a list of tags    a list of tags: O, B-TYPE, I-TYPE
+    tag_accuracy                      a list of tags    a list of tags: the share of words whose tag is right
+    bleu, bleu_char, bleu_zh,         a text            a text or a list of them; sacrebleu's tokenizers 13a, char, zh,
+    multi_bleu                                          and none without smoothing
+    rouge1, rouge2, rougeL, rougeLsum a text            a text or a list of them; F with stems. With _char at the end:
+                                                        of characters, for texts that are not in Latin letters
+
+BLEU goes up to 100, as published figures do; all others up to 1. Correlations and `matthews` are 0 where one side is
+constant. Where there are several references the best one counts. rougeLsum wants a sentence in each line.
+
+Source: the evaluation scripts of SQuAD 1.1 and 2.0, ReCoRD and CoNLL-2000 (conlleval); thunlp/ERNIE, its evaluation of
+typing and TACRED, for label sets and `micro_f1`; Gorodkin 2004 for `matthews` of several classes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from data_utils.common.errors import ConfigError, DataError
+from data_utils.common.setting_files import shorten
+
+ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+BLEU: dict[str, dict[str, Any]] = {
+    "bleu": {"tokenize": "13a"},
+    "bleu_char": {"tokenize": "char"},
+    "bleu_zh": {"tokenize": "zh"},
+    "multi_bleu": {"tokenize": "none", "smooth_method": "none", "force": True},
+}
+
+
+def measure(
+    names: Iterable[str],
+    predictions: Sequence[Any],
+    references: Sequence[Any],
+    *,
+    groups: Sequence[Any] | None = None,
+    positive: Any = "1",
+    negative: Any = None,
+) -> dict[str, float]:
+    """The metrics of these names, in their order.
+
+    Args:
+        predictions, references: of the same samples, in the types of the table above.
+        groups: f1a and group_em: what counts together, any values that can be hashed; None = each sample itself alone.
+            A sample whose group is None is alone.
+        positive: f1 and f1a: the label whose F1 is measured.
+        negative: micro_f1: the label that does not count.
+    Raises:
+        ConfigError for an unknown metric, or if its package is not installed.
+        DataError without samples, for unequal counts, and if `positive` is no label of this kind.
+    """
+    names = list(names)
+    require_metrics(names)
+    _require_samples(predictions, references)
+    of_rouge = [name for name in names if name.removesuffix("_char") in ROUGE]
+    rouge: dict[str, float] = {}
+    for is_char in (False, True):
+        types = [name.removesuffix("_char") for name in of_rouge if name.endswith("_char") == is_char]
+        if types:
+            scores = _rouge(types, predictions, references, is_char)
+            rouge |= {name + "_char" * is_char: score for name, score in scores.items()}
+    measured = {}
+    for name in names:
+        if name in rouge:
+            measured[name] = rouge[name]
+        elif name in BLEU:
+            measured[name] = _bleu(predictions, references, BLEU[name])
+        elif name == "group_em":
+            measured[name] = group_exact(predictions, references, groups)
+        elif name in ("f1", "f1a"):
+            measured[name] = f1(predictions, references, positive)
+        elif name == "micro_f1":
+            measured[name] = micro_f1(predictions, references, negative)
+        else:
+            measured[name] = PLAIN[name](predictions, references)
+    return measured
+
+
+def require_metrics(names: Iterable[str]) -> None:
+    """Raise ConfigError for an unknown metric, or one whose package is not installed. Imports nothing."""
+    for name in names:
+        if name not in KNOWN:
+            close = difflib.get_close_matches(name, KNOWN, n=1)
+            hint = f"the nearest is {close[0]}" if close else f"there are {', '.join(sorted(KNOWN))}"
+            raise ConfigError(f"unknown metric {shorten(str(name))!r}; {hint}.")
+        package = "sacrebleu" if name in BLEU else "rouge-score" if name.startswith("rouge") else None
+        if package and importlib.util.find_spec(package.replace("-", "_")) is None:
+            raise ConfigError(
+                f"metric {name} needs the package {package}, which is not installed; pip install {package}, or choose "
+                "other metrics."
+            )
+
+
+def _require_samples(predictions: Sequence[Any], references: Sequence[Any]) -> None:
+    if len(predictions) != len(references):
+        raise DataError(
+            f"there are {len(predictions)} predictions for {len(references)} references; give one for each."
+        )
+    if not len(references):
+        raise DataError("there are no samples to measure; give at least one.")
+
+
+def accuracy(predictions: Sequence[Any], references: Sequence[Any]) -> float:
+    return _mean(p == r for p, r in zip(predictions, references, strict=True))
+
+
+def f1(predictions: Sequence[Any], references: Sequence[Any], positive: Any = "1") -> float:
+    """2 tp / (predicted + there) of one class; 0 where it is neither predicted nor there."""
+    labels = {*predictions, *references}
+    if positive not in labels and any(
+        isinstance(label, str) != isinstance(positive, str) for label in labels
+    ):
+        some = ", ".join(sorted(map(repr, labels))[:4])
+        raise DataError(f"f1 is of the class {positive!r}, but labels are {some}; say which one is positive.")
+    return _f1_of(positive, predictions, references)
+
+
+def _f1_of(label: Any, predictions: Sequence[Any], references: Sequence[Any]) -> float:
+    right = sum(p == r == label for p, r in zip(predictions, references, strict=True))
+    both = sum(p == label for p in predictions) + sum(r == label for r in references)
+    return 2 * right / both if both else 0.0
+
+
+def macro_f1(predictions: Sequence[Any], references: Sequence[Any]) -> float:
+    """Mean F1 of the classes that are predicted or there. A class that is neither does not count."""
+    return _mean(_f1_of(label, predictions, references) for label in {*predictions, *references})
+
+
+def micro_f1(predictions: Sequence[Any], references: Sequence[Any], negative: Any) -> float:
+    """2 right / (predicted + there) of all labels but one; 0 where there are no others."""
+    right = sum(p == r != negative for p, r in zip(predictions, references, strict=True))
+    both = sum(label != negative for side in (predictions, references) for label in side)
+    return 2 * right / both if both else 0.0
+
+
+def strict_accuracy(predictions: Sequence[Any], references: Sequence[Any]) -> float:
+    """The share of samples whose labels are all right."""
+    return _mean(set(p) == set(r) for p, r in zip(predictions, references, strict=True))
+
+
+def loose_macro_f1(predictions: Sequence[Any], references: Sequence[Any]) -> float:
+    """F1 of precision and recall, each the mean over samples; a sample without labels on a side has 0 there."""
+    pairs = [(set(p), set(r)) for p, r in zip(predictions, references, strict=True)]
+    precision, recall = (
+        _mean(len(p & r) / max(1, len(pair[i])) for pair in pairs for p, r in [pair]) for i in (0, 1)
+    )
+    return 2 * precision * recall / (precision + recall) if recall else 0.0
+
+
+def loose_micro_f1(predictions: Sequence[Any], references: Sequence[Any]) -> float:
+    """2 right / (predicted + there) of the labels of all samples."""
+    right = sum(len({*p} & {*r}) for p, r in zip(predictions, references, strict=True))
+    both = sum(len({*labels}) for side in (predictions, references) for labels in side)
+    return 2 * right / both if both else 0.0
+
+
+def matthews(predictions: Sequence[Any], references: Sequence[Any]) -> float:
+    """Correlation of predicted and true classes, one indicator for each class."""
+    labels = {label: number for number, label in enumerate({*predictions, *references})}
+    indicators = np.eye(len(labels))
+    p, r = (indicators[[labels[label] for label in side]] for side in (predictions, references))
+    return _correlation(p, r)
+
+
+def pearson(predictions: Sequence[float], references: Sequence[float]) -> float:
+    return _correlation(*(_finite(side)[:, None] for side in (predictions, references)))
+
+
+def spearman(predictions: Sequence[float], references: Sequence[float]) -> float:
+    """Pearson's correlation of the ranks; equal values share their mean rank."""
+    return pearson(*(_ranks(_finite(side)).tolist() for side in (predictions, references)))
+
+
+def _finite(values: Sequence[float]) -> np.ndarray:
+    """Raises: DataError for NaN and infinity, which have no rank and no deviation."""
+    numbers = np.asarray(values, float)
+    if not np.isfinite(numbers).all():
+        number = int(np.flatnonzero(~np.isfinite(numbers))[0])
+        raise DataError(f"value {number} is {numbers[number]}; a correlation needs finite numbers.")
+    return numbers
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[place]
+
+
+def _correlation(one: np.ndarray, other: np.ndarray) -> float:
+    """Covariance over deviations, summed over columns: [samples, columns]."""
+    # A constant side is found exactly: its deviations from a rounded mean would be noise over noise.
+    if (one == one[0]).all() or (other == other[0]).all():
+        return 0.0
+    one, other = one - one.mean(0), other - other.mean(0)
+    return float((one * other).sum() / np.sqrt((one * one).sum() * (other * other).sum()))
+
+
+def group_exact(
+    predictions: Sequence[Any], references: Sequence[Any], groups: Sequence[Any] | None = None
+) -> float:
+    """The share of groups whose labels are all right (MultiRC's EM)."""
+    names = groups if groups is not None else [None] * len(references)
+    right: dict[Any, bool] = {}
+    for number, (p, r, group) in enumerate(zip(predictions, references, names, strict=True)):
+        key = (True, number) if group is None else (False, group)
+        right[key] = right.get(key, True) and p == r
+    return _mean(right.values())
+
+
+def exact_match(predictions: Sequence[str], references: Sequence[Any]) -> float:
+    """The share of texts that are equal to a reference, but for the amount of white space."""
+
+    def words(text: str) -> list[str]:
+        return text.split()
+
+    return _best_mean(lambda p, r: words(p) == words(r), predictions, references)
+
+
+def normal_answer(text: str) -> str:
+    """SQuAD's form of an answer: lower case, no punctuation (ASCII), no articles, single blanks."""
+    text = "".join(letter for letter in text.lower() if letter not in _PUNCTUATION)
+    return " ".join(_ARTICLES.sub(" ", text).split())
+
+
+_PUNCTUATION = frozenset(string.punctuation)
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+
+
+def _answer_em(prediction: str, reference: str) -> float:
+    return normal_answer(prediction) == normal_answer(reference)
+
+
+def _answer_f1(prediction: str, reference: str) -> float:
+    p, r = normal_answer(prediction).split(), normal_answer(reference).split()
+    common = sum((Counter(p) & Counter(r)).values())
+    return 2 * common / (len(p) + len(r)) if common else 0.0
+
+
+def _answer_f1_v2(prediction: str, reference: str) -> float:
+    is_empty = not normal_answer(reference) or not normal_answer(prediction)
+    return _answer_em(prediction, reference) if is_empty else _answer_f1(prediction, reference)
+
+
+def _v2(score: Callable[[str, str], float]) -> Callable[[Sequence[str], Sequence[Any]], float]:
+    """References that say nothing are left out; without any, the one right answer is none."""
+
+    def mean(predictions: Sequence[str], references: Sequence[Any]) -> float:
+        kept = [[r for r in _several(each) if normal_answer(r)] or [""] for each in references]
+        return _best_mean(score, predictions, kept)
+
+    return mean
+
+
+def _best_mean(
+    score: Callable[[str, str], float], predictions: Sequence[str], references: Sequence[Any]
+) -> float:
+    """The mean over samples of the best score against a reference."""
+    best = []
+    for number, (p, each) in enumerate(zip(predictions, references, strict=True)):
+        if not _several(each):
+            raise DataError(f"sample {number} has no reference; give one, or use the metrics of SQuAD 2.0.")
+        best.append(max(score(p, r) for r in _several(each)))
+    return _mean(best)
+
+
+def _several(references: str | Sequence[str]) -> Sequence[str]:
+    return [references] if isinstance(references, str) else references
+
+
+def _mean(values: Iterable[float]) -> float:
+    return float(np.mean(list(values)))
+
+
+def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
+    """(type, first, last) of the entities in a sentence's tags, as conlleval finds them.
+
+    An I- after O or after another type begins an entity: taggers write such tags.
+    """
+    found, start, before = set(), 0, "O"
+    for place, tag in enumerate([*tags, "O"]):
+        kind, was = tag.partition("-")[2], before.partition("-")[2]
+        begins = tag != "O" and (tag.startswith("B") or before == "O" or kind != was)
+        if before != "O" and (begins or tag == "O"):
+            found.add((was, start, place - 1))
+        start, before = place if begins else start, tag
+    return found
+
+
+def entity_f1(predictions: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> float:
+    """2 right / (predicted + there), of entities: type, first and last word must be right."""
+    right = both = 0
+    for number, (p, r) in enumerate(zip(predictions, references, strict=True)):
+        if len(p) != len(r):
+            raise DataError(f"sentence {number} has {len(p)} tags for {len(r)} words; give one for each.")
+        predicted, there = entities(p), entities(r)
+        right, both = right + len(predicted & there), both + len(predicted) + len(there)
+    return 2 * right / both if both else 0.0
+
+
+def tag_accuracy(predictions: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> float:
+    """The share of all words whose tag is right."""
+    tags = [pair for p, r in zip(predictions, references, strict=True) for pair in zip(p, r, strict=True)]
+    return _mean(p == r for p, r in tags)
+
+
+def _bleu(predictions: Sequence[str], references: Sequence[Any], options: dict[str, Any]) -> float:
+    import sacrebleu
+
+    several = [_several(each) for each in references]
+    most = max(map(len, several))
+    streams: Any = [[each[i] if i < len(each) else None for each in several] for i in range(most)]
+    return float(sacrebleu.corpus_bleu(list(predictions), streams, **options).score)
+
+
+class _Characters:
+    """rouge-score's own tokenizer drops all but ASCII letters and digits."""
+
+    def tokenize(self, text: str) -> list[str]:
+        return [letter for letter in text.lower() if not letter.isspace()]
+
+
+def _rouge(
+    types: list[str], predictions: Sequence[str], references: Sequence[Any], is_char: bool
+) -> dict[str, float]:
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scorer = RougeScorer(types, use_stemmer=not is_char, tokenizer=_Characters() if is_char else None)
+    scores = []
+    for number, (p, each) in enumerate(zip(predictions, references, strict=True)):
+        for r in _several(each):
+            if not is_char and r.strip() and not re.search("[a-z0-9]", r.lower()):
+                raise DataError(
+                    f"reference {number}, {shorten(r)!r}, has no ASCII letters or digits, which are all "
+                    f"that {types[0]} counts; use {types[0]}_char."
+                )
+        scores.append(scorer.score_multi(_several(each), p))
+    return {name: _mean(score[name].fmeasure for score in scores) for name in types}
+
+
+PLAIN: dict[str, Callable[[Sequence[Any], Sequence[Any]], float]] = {
+    "accuracy": accuracy,
+    "macro_f1": macro_f1,
+    "matthews": matthews,
+    "strict_accuracy": strict_accuracy,
+    "loose_macro_f1": loose_macro_f1,
+    "loose_micro_f1": loose_micro_f1,
+    "pearson": pearson,
+    "spearman": spearman,
+    "exact_match": exact_match,
+    "answer_em": lambda p, r: _best_mean(_answer_em, p, r),
+    "answer_f1": lambda p, r: _best_mean(_answer_f1, p, r),
+    "answer_em_v2": _v2(_answer_em),
+    "answer_f1_v2": _v2(_answer_f1_v2),
+    "entity_f1": entity_f1,
+    "tag_accuracy": tag_accuracy,
+}
+KNOWN: Collection[str] = frozenset(
+    [*PLAIN, *BLEU, *ROUGE, *(f"{name}_char" for name in ROUGE), "f1", "f1a", "micro_f1", "group_em"]
+)

@@ -1,0 +1,183 @@
+"""Which metrics a task has, and the one number by which evaluations of it are compared.
+
+Tasks are found by their name without case and signs: `SST-2`, `sst2` and `sst_2` are one. A task that is not in the
+table has the metrics of its kind. What a task's predictions are decides which metrics it can have (ANSWERS).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from data_utils.common.errors import ConfigError
+from data_utils.common.setting_files import shown
+from data_utils.tasks.config import KINDS, PERPLEXITIES, TaskConfig
+from data_utils.tasks.metrics.metrics import BLEU, ROUGE, require_metrics
+from data_utils.tasks.readers.files import plain_name
+
+LOSS = "loss"  # of each target token, nats: what can be had where the model does not write
+
+_OF_LABELS = ("accuracy", "f1", "macro_f1", "matthews", "f1a", "group_em")
+_OF_TEXTS = (
+    *("exact_match", "answer_em", "answer_f1", "answer_em_v2", "answer_f1_v2"),
+    *BLEU,
+    *(name + form for name in ROUGE for form in ("", "_char")),
+)
+WITH_POSITIVE = ("f1", "f1a")  # of one class, `task.positive`
+# Type of predictions (answers.py) -> the metrics that compare them with labels. Every other pair is refused.
+ANSWERS: dict[str, tuple[str, ...]] = {
+    "classes": (*_OF_LABELS, "micro_f1"),
+    "numbers of choices": _OF_LABELS,
+    "label sets": ("strict_accuracy", "loose_macro_f1", "loose_micro_f1"),
+    "numbers": ("pearson", "spearman"),
+    "texts": _OF_TEXTS,
+    "entities": ("entity_f1", "tag_accuracy"),
+    "tags": ("tag_accuracy",),
+    "likelihoods": PERPLEXITIES,
+    "last words": ("accuracy", "word_perplexity"),
+}
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """The metrics of a task.
+
+    Args:
+        names: in the order in which they are shown.
+        compared: the metrics whose mean ranks evaluations; () = all.
+    """
+
+    names: tuple[str, ...]
+    compared: tuple[str, ...] = ()
+
+    def score(self, measured: Mapping[str, float]) -> float:
+        """The number that ranks evaluations; higher is better.
+
+        Perplexities and losses are negative, and BLEU is a share, as the others are.
+        """
+        numbers = [measured[name] * _WEIGHTS.get(name, 1.0) for name in self.compared or self.names]
+        return sum(numbers) / len(numbers)
+
+
+_WEIGHTS = {**dict.fromkeys((*PERPLEXITIES, LOSS), -1.0), **dict.fromkeys(BLEU, 0.01)}
+
+
+_COMPARED = {
+    "language_modelling": ("token_perplexity",), "lambada": ("accuracy",), "spans": ("answer_f1",),
+    "typing": ("loose_micro_f1",),
+}  # fmt: skip
+BY_KIND = {kind: Metrics(names, _COMPARED.get(kind, ())) for kind, names in KINDS.items()}
+
+_ACCURACY_F1 = Metrics(("accuracy", "f1"))
+_ANSWERS_OR_NONE = Metrics(("answer_em_v2", "answer_f1_v2"), ("answer_f1_v2",))
+_SUMMARIES = Metrics(("rouge1", "rouge2", "rougeLsum"))
+
+SUPERGLUE = ("boolq", "cb", "copa", "multirc", "record", "rte", "wic", "wsc")
+BY_TASK = {
+    **dict.fromkeys((*SUPERGLUE, "axg", "sst2", "mnli", "mnlimm", "qnli", "wnli"), BY_KIND["classification"]),
+    "cb": Metrics(("accuracy", "macro_f1")),
+    "multirc": Metrics(("f1a", "group_em")),
+    "record": Metrics(("answer_f1", "answer_em")),
+    **dict.fromkeys(("cola", "ax", "axb"), Metrics(("matthews",))),
+    **dict.fromkeys(("mrpc", "qqp"), _ACCURACY_F1),
+    "stsb": BY_KIND["regression"],
+    **dict.fromkeys(("squad", "squadv1", "squad11"), BY_KIND["spans"]),
+    **dict.fromkeys(("squad2", "squadv2", "squad20"), _ANSWERS_OR_NONE),
+    **dict.fromkeys(("gigaword", "cnndm", "cnndailymail", "xsum"), _SUMMARIES),
+    "fewrel": Metrics(("accuracy", "macro_f1"), ("accuracy",)), "tacred": Metrics(("micro_f1",)),
+    "squadquestions": Metrics(("bleu", "rougeL")),
+}  # fmt: skip
+
+
+def metrics_of(task: TaskConfig) -> Metrics:
+    """The metrics that the configuration names, else those of the task, else those of its kind.
+
+    Raises: ConfigError for a metric that is unknown, or whose package is not installed.
+    """
+    found = BY_TASK.get(plain_name(task.name), BY_KIND[task.kind])
+    if task.metrics:
+        known = [m for m in (found, BY_KIND["lambada"], _ANSWERS_OR_NONE) if m.names == task.metrics]
+        found = known[0] if known else Metrics(task.metrics)
+    require_metrics(name for name in found.names if name not in PERPLEXITIES)
+    return found
+
+
+def check_metrics(task: TaskConfig, answers: str, labels: Sequence[str]) -> None:
+    """Raise ConfigError unless the task's metrics compare what it predicts.
+
+    Args:
+        answers: what predictions are, see ANSWERS.
+        labels: the classes; () where there are none.
+    """
+    names = metrics_of(task).names
+    for name in names:
+        if name not in ANSWERS[answers]:
+            whose = "task.metrics names" if task.metrics else f"task.name is {task.name}, whose metrics are"
+            raise ConfigError(
+                f"{whose} {name}, but this task of kind {task.kind} predicts {answers}, which {name} does not measure; "
+                f"set task.metrics to some of {', '.join(ANSWERS[answers])}."
+            )
+    if ("micro_f1" in names) != (task.negative is not None) or task.negative not in (None, *labels):
+        given = shown(task.negative)
+        raise ConfigError(
+            f"task.negative is {given}, and the metrics are {', '.join(names)}; micro_f1 needs one of the classes "
+            f"{', '.join(labels)}, which says nothing; without it leave negative out."
+        )
+    of_one_class = [name for name in names if name in WITH_POSITIVE]
+    if not of_one_class:
+        if task.positive is not None:
+            raise ConfigError(
+                f"task.positive is {shown(task.positive)}, but no metric of the task ({', '.join(names)}) is of one "
+                "class; add f1 to task.metrics, or set it to null."
+            )
+    elif task.positive is None:
+        if len(labels) != 2:
+            known = f"one of {', '.join(labels)}" if labels else "the number of a choice, from 0"
+            raise ConfigError(
+                f"{of_one_class[0]} is of one class, and task.positive is null; set it to {known}, or measure macro_f1."
+            )
+    elif not (task.positive in labels if labels else task.positive.isascii() and task.positive.isdigit()):
+        known = f"one of {', '.join(labels)}" if labels else "the number of a choice, from 0"
+        raise ConfigError(f"task.positive is {shown(task.positive)}; it must be {known}.")
+
+
+def with_no_answers(task: TaskConfig) -> TaskConfig:
+    """The task with metrics for questions that have no answer. Raises: ConfigError where it names others."""
+    if set(metrics_of(task).names) <= set(_ANSWERS_OR_NONE.names):
+        return task
+    if task.metrics:
+        raise ConfigError(
+            f"task.metrics names {', '.join(task.metrics)}, but the files have questions without an answer "
+            f"(is_impossible), which need others; set it to [{', '.join(_ANSWERS_OR_NONE.names)}]."
+        )
+    return replace(task, metrics=_ANSWERS_OR_NONE.names)
+
+
+def compared_by(task: TaskConfig, best: str | None) -> Metrics:
+    """The metrics of a task, compared by `finetune.best` where that names one.
+
+    Raises: ConfigError if it names no metric of the task, and as `metrics_of`.
+    """
+    metrics = metrics_of(task)
+    if task.writes_text:
+        metrics = Metrics((*metrics.names, LOSS), metrics.compared or metrics.names)
+    if best is not None and best not in metrics.names:
+        raise ConfigError(
+            f"finetune.best is {best}, but the task measures {', '.join(metrics.names)}; choose one of them."
+        )
+    return metrics if best is None else Metrics(metrics.names, (best,))
+
+
+def perplexities(nll: float, tokens: int, words: int, size: int) -> dict[str, float]:
+    """exp of the mean over tokens, and over words; and bits for each byte.
+
+    Args:
+        nll: sum of the negative log probabilities of all predicted tokens, nats.
+        tokens, words, size: how many tokens are predicted, and how many words and UTF-8 bytes they are.
+    """
+    return {
+        "token_perplexity": math.exp(min(nll / tokens, 700.0)),  # beyond that a float has no room
+        "word_perplexity": math.exp(min(nll / words, 700.0)),
+        "bits_per_byte": nll / size / math.log(2.0),
+    }

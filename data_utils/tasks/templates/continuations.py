@@ -1,0 +1,321 @@
+"""Log probability of a text after another, as evaluation harnesses ask for it, in the layout of every objective.
+
+    glm               [CLS] context [gMASK]    sop continuation
+    causal            <eos> context continuation
+    prefix            [CLS] context            sop continuation
+    xlnet             context continuation     a query in the place of each token of the continuation
+    unilm, unilmv2    [CLS] context [SEP] continuation [SEP]    a [MASK] in the place of each, as its decoder appends it
+    t5, bart, mass    as sequence to sequence: the encoder reads the context, the decoder writes the continuation
+    bert              [CLS] context continuation [SEP]    a document for each token, in which it alone is hidden
+
+All but the last give the log probability of the continuation. The last gives a pseudo log likelihood, the sum of the
+log probabilities of each token given all others (arXiv:1910.14659): it is no probability of the text.
+
+GLM's blank is a [gMASK], without an end behind it, or the one that the run has learnt. With `allow_masks` a [MASK],
+[sMASK] or [gMASK] that a context spells out is its blank, in the layouts of glm and bert.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from data_utils.common.batch_fields import Example
+from data_utils.common.errors import ConfigError, DataError
+from data_utils.common.setting_files import shown
+from data_utils.tasks.base import Part, TaskSample, part_with_loss
+from data_utils.tasks.templates.examples import (
+    LOSS_OF_MASK,
+    after_prefix,
+    beside_masks,
+    blanks_filled,
+    document,
+    left_to_right,
+    without_loss,
+)
+from data_utils.tasks.templates.inputs import Inputs
+from data_utils.tasks.templates.sequence import around, decoded, overhead
+from data_utils.tasks.templates.windows import FORMS as FORMS_OF_TEXTS
+from data_utils.tasks.templates.windows import continued, windows
+from data_utils.tokenizers.special_tokens import NO_TOKEN
+
+FORMS = ("glm", "causal", "prefix", "bert", "unilm", "unilmv2", "encoder_decoder")
+# Forms whose continuation is a text of its own; elsewhere it goes on after the context.
+_SEPARATE = ("unilm", "unilmv2", "encoder_decoder")
+_WITH_BLANKS = ("glm", "bert")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A context and what follows it, in tokens.
+
+    Args:
+        blank: how many tokens of the context stand before the blank.
+        mask: the blank's token and its loss in pretraining.
+        cut: tokens that the context has lost at its beginning.
+    """
+
+    context: list[int]
+    continuation: list[int]
+    blank: int
+    mask: tuple[int, int]
+    cut: int = 0
+
+
+class Continuations:
+    """
+    Args:
+        inputs: `config.sequence_length` is the longest document; `config.stride` and `bidirectional` are those of
+            language modelling.
+        score_end: the end of a text after the continuation is part of it.
+        allow_masks: a blank that a context spells out is one.
+        first_token: `windows` predicts the first token of a text too.
+        no_start: causal: contexts begin with their own first token, not with eos, as lm_eval's models read them.
+    """
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        *,
+        score_end: bool = False,
+        allow_masks: bool = False,
+        first_token: bool = True,
+        no_start: bool = False,
+    ) -> None:
+        self.inputs, self.score_end, self.allow_masks = inputs, score_end, allow_masks
+        self.no_start = no_start
+        self.longest = inputs.config.sequence_length
+        self.is_xlnet = inputs.form.objective == "xlnet"
+        self.form = "xlnet" if self.is_xlnet else inputs.form.name
+        has_start = self.form != "causal" or bool(inputs.start)
+        # Nothing stands before a first token that could predict it.
+        self.first_token = first_token and has_start
+        self._encode = functools.lru_cache(maxsize=64)(inputs.tokenizer.encode)  # choices share their context
+
+    @property
+    def is_pseudo(self) -> bool:
+        """Whether the score is a pseudo log-likelihood, not a probability."""
+        return self.form == "bert"
+
+    def check(self) -> None:
+        """Raise ConfigError for settings that no text can have."""
+        self.inputs.refuse_forms(FORMS)
+        if self.allow_masks and self.form not in _WITH_BLANKS:
+            raise ConfigError(
+                f"blanks in contexts are allowed, but inputs of {self.inputs.form.objective} have none; give a run of "
+                "blank_infilling or masked_lm, or do not allow them."
+            )
+        if self.no_start and self.form != "causal":
+            raise ConfigError(
+                f"contexts are to have no start token, but inputs of {self.inputs.form.objective} begin as its "
+                "training texts do; give a run of causal, or leave it out."
+            )
+        if self.score_end and self.form in ("bert", "xlnet"):
+            raise ConfigError(
+                f"the end is to be scored, but {self.inputs.form.objective} predicts none; leave it out."
+            )
+        if self.score_end and self.form == "causal" and self.inputs.special.eos == NO_TOKEN:
+            raise ConfigError("the end is to be scored, but the vocabulary has no eos; leave it out.")
+
+    # ---- a context and its continuation ----
+
+    def asked(self, context: str, continuation: str) -> Asked:
+        """Raises: DataError for a continuation without a token, or one that is longer than the model."""
+        tokens, blank, mask = self._context(context)
+        if blank is None:
+            tokens, following = self._both(context, continuation)
+            blank = len(tokens)
+        else:
+            following = list(self._encode(continuation))
+        if not following:
+            raise DataError(f"the continuation {shown(continuation)} has no token; correct the task.")
+        if not tokens and self.form == "causal" and not self.first_token and not self.inputs.start:
+            raise DataError(
+                f"the continuation {shown(continuation)} has no context, and the vocabulary no token that begins a "
+                "text; give it a context."
+            )
+        room = self._room(len(following))
+        if room < 0:
+            raise DataError(
+                f"the continuation {shown(continuation)} has {len(following)} tokens, but the model has room for "
+                f"{len(following) + room}; shorten it, or give a model with more positions."
+            )
+        return self._cut(Asked(tokens, following, blank, mask), room)
+
+    def _context(self, context: str) -> tuple[list[int], int | None, tuple[int, int]]:
+        """Tokens, the place of the blank that the context spells out, and the blank's token."""
+        if not self.allow_masks:
+            return [], None, self.inputs.mask()
+        special = self.inputs.special
+        kinds = {getattr(special, name): name for name in ("gmask", "smask", "mask")}
+        ids = self.inputs.tokenizer.encode_with_specials(context)
+        places = [place for place, token in enumerate(ids) if token in kinds]
+        if len(places) > 1:
+            raise DataError(
+                f"the context {shown(context)} has {len(places)} blanks; a continuation fills one."
+            )
+        if not places:
+            return [], None, self.inputs.mask()
+        token = ids.pop(places[0])
+        is_glm = self.form == "glm"  # BERT has learnt [MASK] alone
+        return ids, places[0], (token, LOSS_OF_MASK[kinds[token]]) if is_glm else self.inputs.mask()
+
+    def _both(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        """Token ids of a context and of its continuation.
+
+        Both are tokenized together and cut where the context ends: in training a text is one. The two are tokenized
+        apart where a token would reach over the border.
+        """
+        if self.form in _SEPARATE:
+            return list(self._encode(context)), self.inputs.tokenizer.encode(continuation.strip())
+        kept = context.rstrip()  # a space belongs to the word after it
+        following = context[len(kept) :] + continuation
+        before, whole = list(self._encode(kept)), self.inputs.tokenizer.encode(kept + following)
+        if len(whole) > len(before) and whole[: len(before)] == before:
+            return before, whole[len(before) :]
+        return before, self.inputs.tokenizer.encode(following)
+
+    def _room(self, following: int) -> int:
+        """Most tokens of a context before a continuation of `following` tokens; negative if there is no room."""
+        form, end = self.inputs.form, int(self.score_end)
+        if form.name == "encoder_decoder":
+            of_decoder = self.longest - 1 - form.predict_cls - following
+            return of_decoder if of_decoder < 0 else self.longest - overhead(form)
+        if form.name == "causal":
+            start = int(bool(self.inputs.start) and not self.no_start)
+            room = self.longest + 1 - start - following - end
+            # Without a start the context has a token, or nothing predicts the first.
+            return room if room or start else -1
+        beside = {"glm": 4, "prefix": 1 + end, "xlnet": 0, "bert": 2}.get(self.form, 3)
+        return self.longest - beside - following
+
+    def _cut(self, asked: Asked, room: int) -> Asked:
+        cut = max(0, len(asked.context) - room)
+        if cut > asked.blank:
+            raise DataError(
+                f"a context has {len(asked.context) - asked.blank} tokens after its blank, which leave no room in a "
+                f"model of {self.longest}; shorten it, or give a model with more positions."
+            )
+        return Asked(asked.context[cut:], asked.continuation, asked.blank - cut, asked.mask, cut)
+
+    def sample(self, asked: Asked) -> TaskSample:
+        """The sample whose parts' log probabilities sum to that of the continuation."""
+        if self.form == "bert":
+            return self._hidden_in_turn(asked)
+        example = self._example(asked)
+        part = part_with_loss(example)
+        first = self.inputs.form.predict_cls  # BART's CLS is no part of the continuation
+        rows = slice(first, first + len(asked.continuation) + self.score_end)
+        part = Part(0, part.rows[rows], part.targets[rows])
+        return TaskSample([without_loss(example)], [part], cut=asked.cut)
+
+    def _example(self, asked: Asked) -> Example:
+        """A document in which the continuation, and maybe its end, have a loss."""
+        inputs, special, form = self.inputs, self.inputs.special, self.inputs.form
+        context, following = asked.context, asked.continuation
+        if self.form == "glm":
+            before, after = context[: asked.blank], context[asked.blank :]
+            mask, loss = asked.mask
+            part_a = inputs.part_a([*before, mask, *after])
+            return blanks_filled(part_a, [(len(before) + 1, following)], special, loss, ends=self.score_end)
+        if self.form in ("causal", "prefix"):
+            following = inputs.ended(following) if self.score_end else following
+        if self.form == "causal":
+            start = [] if self.no_start and context else inputs.start
+            return left_to_right([*context, *following], len(following), start, form.loss())
+        if self.form == "prefix":
+            return after_prefix([special.cls, *context], special.sop, following, form.loss())
+        if self.form == "xlnet":
+            return self._queried(context, following)
+        begin, end = around(form, special)
+        whole = [*begin, *context, *end]
+        if form.name == "encoder_decoder":
+            return decoded(inputs, whole, following)
+        target = [*following, special.sep]
+        segments = (4, 5) if form.name == "unilm" else (0, 1)
+        masks = [special.mask] * len(target)
+        return beside_masks(whole, target, masks, target, form.loss(1), segments=segments)
+
+    def _queried(self, context: Sequence[int], following: Sequence[int]) -> Example:
+        masks = [self.inputs.special.mask] * len(following)
+        loss = self.inputs.form.loss()
+        return beside_masks(context, following, masks, following, loss, sees_itself=False)
+
+    def _hidden_in_turn(self, asked: Asked) -> TaskSample:
+        special, (mask, loss) = self.inputs.special, asked.mask
+        before, after = asked.context[: asked.blank], asked.context[asked.blank :]
+        whole = [special.cls, *before, *asked.continuation, *after, special.sep]
+        documents, parts = [], []
+        for number, token in enumerate(asked.continuation):
+            place = 1 + len(before) + number
+            target = [0] * len(whole)
+            target[place] = token
+            hidden = [*whole[:place], mask, *whole[place + 1 :]]
+            weights = [float(i == place) for i in range(len(whole))]
+            example = document(tokens=hidden, targets=target, weights=weights, objective=loss)
+            parts.append(part_with_loss(example, number))
+            documents.append(without_loss(example))
+        return TaskSample(documents, parts, cut=asked.cut)
+
+    # ---- whole texts ----
+
+    def check_texts(self) -> None:
+        """Raise ConfigError if the run does not tell how likely a text is."""
+        if self.form not in (*FORMS_OF_TEXTS, "xlnet"):
+            raise ConfigError(
+                f"the task asks how likely texts are (perplexity), which a run of {self.inputs.form.objective} does "
+                f"not tell; give a run of the form {', '.join(FORMS_OF_TEXTS)}, or of xlnet."
+            )
+        size, stride = self.longest - 1, self.inputs.config.stride
+        if stride >= size:
+            raise ConfigError(
+                f"the stride ({stride}) must be below the tokens of a window ({size}), so that every token has a "
+                "context; lower it."
+            )
+
+    def windows(self, text: str) -> list[TaskSample]:
+        """A text as windows (windows.py), a part in each, which predict every token once; the first if told."""
+        ids = list(self.inputs.tokenizer.encode(text))
+        first = int(not self.first_token)
+        samples = []
+        for window in windows(len(ids), self.longest - 1, self.inputs.config.stride, first):
+            tokens, new = ids[window.start : window.end], window.end - window.new
+            if new < 1:
+                continue
+            known = len(tokens) - new
+            example = (
+                self._queried(tokens[:known], tokens[known:])
+                if self.is_xlnet
+                else continued(self.inputs, tokens, new)
+            )
+            samples.append(TaskSample([without_loss(example)], [part_with_loss(example)]))
+        return samples
+
+    # ---- texts to write on ----
+
+    def prompt(self, context: str, longest: int) -> tuple[list[int], int]:
+        """The tokens before an answer of up to `longest` tokens, and how many were cut at the beginning.
+
+        Raises: ConfigError where such an answer leaves no room for a context; DataError as `asked`.
+        """
+        form, special = self.inputs.form, self.inputs.special
+        ids, blank, mask = self._context(context)
+        if blank is None:
+            ids = list(self._encode(context))
+            blank = len(ids)
+        of_answer = 0 if form.name == "encoder_decoder" else longest
+        room = self.longest - overhead(form) - 1 - of_answer
+        if room < 1:
+            raise ConfigError(
+                f"answers of up to {longest} tokens (max_gen_toks) leave no room for a context in a model of "
+                f"{self.longest}; lower max_gen_toks."
+            )
+        asked = self._cut(Asked(ids, [], blank, mask), room)
+        if form.name == "glm":
+            before, after = asked.context[: asked.blank], asked.context[asked.blank :]
+            return self.inputs.part_a([*before, mask[0], *after]), asked.cut
+        begin, end = around(form, special)
+        if self.no_start and asked.context:
+            begin = []
+        return [*begin, *asked.context, *end], asked.cut

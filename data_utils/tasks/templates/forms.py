@@ -1,0 +1,116 @@
+"""The form of a model's inputs: the layout of the objective that it was trained with.
+
+A task's inputs must look like those of pretraining, or the model meets something new in every row. So the run's
+objective decides, unless `task.form` says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from data_utils.common.errors import ConfigError
+from data_utils.objectives import OBJECTIVES, ObjectiveChoice
+from data_utils.objectives.interface import Writing
+
+# Objective -> the form of its inputs; objectives without a form of their own are left out.
+_WRITINGS = {name: OBJECTIVES[name].writing for name in OBJECTIVES.own}
+FORM_OF_OBJECTIVE = {name: writing.form for name, writing in _WRITINGS.items() if writing is not None}
+# Forms that only a model of theirs can take: with a decoder, or with UniLM's six segments.
+_OWN_ONLY = ("encoder_decoder", "unilm")
+ROLES_OF_FORM: dict[str, tuple[str, ...]] = {
+    "glm": ("cls", "mask", "sop", "eop", "eos"),
+    "causal": (),
+    "prefix": ("cls", "sop", "eos"),
+    "bert": ("cls", "sep", "mask"),
+    "unilm": ("cls", "sep", "mask"),
+    "unilmv2": ("cls", "sep", "mask"),
+}
+
+
+@dataclass(frozen=True)
+class Form:
+    """The layout of inputs.
+
+    Args:
+        name: one of FORMS, but not "auto".
+        objective: the objective whose layout it is; decides between T5, BART and MASS.
+        masks: the blank's tokens that the run has learnt ("mask", "smask", "gmask").
+        predict_cls: BART: CLS is predicted before the text.
+        before: the role of the token before a text, where the objective's section decides (causal).
+    """
+
+    name: str
+    objective: str
+    masks: tuple[str, ...] = ("mask",)
+    predict_cls: bool = False
+    before: tuple[str | int, ...] | None = None
+
+    @property
+    def roles(self) -> tuple[str | int, ...]:
+        """The special tokens that the layout writes, and that a vocabulary must therefore have."""
+        own = (*self.writing.before, *self.writing.after)
+        if self.takes_masks_away:
+            return ("mask", "eos")
+        return ROLES_OF_FORM.get(self.name, own)
+
+    @property
+    def takes_masks_away(self) -> bool:
+        """Whether an answer is written in the place of masks, in any order (masked diffusion)."""
+        return self.writing.way == "unmasking"
+
+    @property
+    def writing(self) -> Writing:
+        """The objective's declaration."""
+        writing = OBJECTIVES[self.objective].writing
+        assert writing is not None, "an objective without one has no form"
+        return writing if self.before is None else replace(writing, before=self.before)
+
+    def loss(self, number: int = 0) -> int:
+        """The number of the objective's loss, for the `objective` plane."""
+        return OBJECTIVES[self.objective].losses[number].number
+
+
+def form_of(setting: str, choices: Sequence[ObjectiveChoice]) -> Form:
+    """The form that `task.form` and the run's objectives give.
+
+    Raises: ConfigError where the objectives have inputs of several forms, or none has the form that is asked for.
+    """
+    forms = {choice.name: _natural(choice) for choice in choices}
+    if setting == "auto":
+        if len({form.name for form in forms.values()}) > 1:
+            raise ConfigError(
+                f"task.form is auto, but the objectives {', '.join(forms)} have inputs of different forms; set it to "
+                f"one of {', '.join(sorted({form.name for form in forms.values()}))}."
+            )
+        return next(iter(forms.values()))
+    for form in forms.values():
+        if form.name == setting:
+            return form
+    fitting = _objectives_of(setting)
+    if setting in _OWN_ONLY:
+        raise ConfigError(
+            f"task.form is {setting}, but the run's objective is {', '.join(forms)}; set it to auto, or give a run of "
+            f"{' or '.join(fitting)}."
+        )
+    return Form(setting, fitting[0])
+
+
+def _objectives_of(form: str) -> list[str]:
+    """Those with this form, the ones of a single Transformer first."""
+    names = [name for name, its_form in FORM_OF_OBJECTIVE.items() if its_form == form]
+    return sorted(names, key=lambda name: OBJECTIVES[name].config_class.model_module is not None)
+
+
+def _natural(choice: ObjectiveChoice) -> Form:
+    writing = OBJECTIVES[choice.name].writing_of(choice.section)
+    if writing is None:
+        raise ConfigError(
+            f"the objective {choice.name} has no form of its own for tasks; set task.form to one of "
+            f"{', '.join(dict.fromkeys(FORM_OF_OBJECTIVE.values()))}."
+        )
+    usual = OBJECTIVES[choice.name].writing
+    if usual is not None and writing.form != usual.form:  # another objective's, by its settings
+        return Form(writing.form, _objectives_of(writing.form)[0])
+    form = Form(writing.form, choice.name, writing.masks, predict_cls=bool(writing.forced))
+    return form if writing.before == form.writing.before else replace(form, before=writing.before)

@@ -1,0 +1,338 @@
+"""Inputs of the heads: classes and numbers of texts, tags of words, spans of an answer.
+
+glm              [CLS] a [SEP] b <eos>          the row of CLS
+bert, unilm      [CLS] a [SEP] b [SEP]          segments 0 and 1; the row of CLS
+XLNet            a [SEP] b [SEP] [CLS]          as in its pretraining
+prefix           [CLS] a [SEP] b
+causal           <eos> a b                      the last row, which alone has read everything
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from data_utils.common.batch_fields import Example
+from data_utils.common.errors import ConfigError, DataError
+from data_utils.common.setting_files import shown
+from data_utils.tasks.base import Part, Record, TaskSample
+from data_utils.tasks.readers.conll import is_bio
+from data_utils.tasks.readers.files import plain_name
+from data_utils.tasks.readers.marked import is_marked
+from data_utils.tasks.templates.examples import document
+from data_utils.tasks.templates.inputs import Inputs, Tokens, covering
+from data_utils.tasks.templates.marked import check_marks, marked_tokens
+from data_utils.tasks.templates.patterns import field_text
+
+FORMS = ("glm", "bert", "unilm", "unilmv2", "prefix", "causal")
+# The texts of tasks whose files name them otherwise than text_a and text_b.
+_NLI = ("premise", "hypothesis")
+_TEXTS = {
+    **dict.fromkeys(("cb", "rte", "axb", "axg"), _NLI),
+    "boolq": ("passage", "question"),
+    "multirc": ("passage", "question", "answer"),
+    "wic": ("sentence1", "sentence2", "word"),
+}
+_SPECIALS = 2  # tokens of a document beside its texts and what stands between them
+
+
+@dataclass(frozen=True)
+class HeadDocument:
+    """A document for a head. Args: row: the row that stands for all of it. starts: first row of each text."""
+
+    example: Example
+    row: int
+    starts: tuple[int, ...]
+
+
+def head_document(inputs: Inputs, texts: Sequence[Sequence[int]]) -> HeadDocument:
+    """One document of the texts' tokens; its length is that of `overhead` and the texts."""
+    special, form = inputs.special, inputs.form
+    is_causal, is_xlnet = form.name == "causal", form.objective == "xlnet"
+    between = _between(inputs)
+    tokens: list[int] = []
+    if is_causal:
+        tokens = inputs.start
+    elif not is_xlnet:
+        tokens = [special.cls]
+    segments = [0] * len(tokens)
+    starts = []
+    for number, text in enumerate(texts):
+        starts.append(len(tokens))
+        last = number == len(texts) - 1
+        tokens += [*text, *(_end(inputs) if last else between)]
+        has_segments = form.name in ("bert", "unilm", "unilmv2")
+        segments += [min(number, 1) * has_segments] * (len(tokens) - len(segments))
+    order = np.arange(len(tokens)) if is_causal else np.zeros(len(tokens))
+    row = len(tokens) - 1 if is_causal or is_xlnet else 0
+    example = document(tokens=tokens, ord=order, segment_ids=segments, objective=form.loss())
+    return HeadDocument(example, row, tuple(starts))
+
+
+def overhead(inputs: Inputs, texts: int) -> int:
+    """Most tokens of a document beside those of its texts."""
+    return _SPECIALS + (texts - 1) * len(_between(inputs))
+
+
+def _between(inputs: Inputs) -> list[int]:
+    has_sep = inputs.form.name != "causal" and "sep" not in inputs.tokenizer.lacking
+    return [inputs.special.sep] if has_sep else []
+
+
+def _end(inputs: Inputs) -> list[int]:
+    special, form = inputs.special, inputs.form
+    if form.objective == "xlnet":
+        return [special.sep, special.cls]
+    return {"glm": [special.eos], "causal": [], "prefix": []}.get(form.name, [special.sep])
+
+
+class TextHead:
+    """The kinds `classification` and `regression`.
+
+    Args: labels: the classes in the order of their numbers; () for numbers.
+    """
+
+    def __init__(self, inputs: Inputs, labels: Sequence[str] = ()) -> None:
+        self.inputs, self.labels = inputs, tuple(labels)
+        self.is_class = inputs.config.kind != "regression"
+        self.head, self.answers = ("classes", "classes") if self.is_class else ("values", "numbers")
+
+    def check(self) -> None:
+        self.inputs.refuse_forms(FORMS)
+        check_marks(self.inputs)
+        if self.is_class and len(set(self.labels)) < 2:
+            raise ConfigError(
+                f"the task has the classes ({', '.join(self.labels)}); it needs two or more: set task.labels."
+            )
+
+    def prepare(self, records: Sequence[Record], *, training: bool) -> list[Record]:
+        return list(records)
+
+    def sample(self, record: Record, number: int, epoch: int) -> TaskSample:
+        inputs = self.inputs
+        names = self._names(record)
+        if is_marked(inputs.config):
+            return self._marked(record, field_text(names[0], record, inputs.config))
+        texts = [field_text(name, record, inputs.config).strip() for name in names]
+        is_joined = inputs.form.name == "causal"
+        encoded = [
+            Tokens(inputs.tokenizer.encode(" " + text if is_joined and i else text), True)
+            for i, text in enumerate(texts)
+        ]
+        room = inputs.config.sequence_length - overhead(inputs, len(texts))
+        kept, cut = inputs.cut(encoded, room, record)
+        made = head_document(inputs, [piece.ids for piece in kept])
+        return TaskSample([made.example], [self._part(made.row, record)], cut=cut)
+
+    def _marked(self, record: Record, text: str) -> TaskSample:
+        room = self.inputs.config.sequence_length - overhead(self.inputs, 1)
+        ids, entities, cut = marked_tokens(self.inputs, text, record, room)
+        made = head_document(self.inputs, [ids])
+        if entities is not None:
+            first = made.starts[0]
+            beside = np.pad(entities, (first, len(made.example.tokens) - first - len(ids)))
+            made = replace(made, example=replace(made.example, block_position_ids=beside))
+        return TaskSample([made.example], [self._part(made.row, record)], cut=cut)
+
+    def _names(self, record: Record) -> Sequence[str]:
+        if self.inputs.config.text_fields:
+            return self.inputs.config.text_fields
+        known = _TEXTS.get(plain_name(self.inputs.config.name), ())
+        if known and all(name in record.fields for name in known):
+            return known
+        return ("text_a", "text_b") if "text_b" in record.fields else ("text_a",)
+
+    def _part(self, row: int, record: Record) -> Part:
+        rows = np.array([row], np.int32)
+        if record.label is None:
+            return Part(0, rows)
+        if self.is_class:
+            return Part(0, rows, np.array([label_number(record.label, self.labels, record)], np.int32))
+        return Part(0, rows, value=float(record.label))
+
+
+class Typing(TextHead):
+    """The kind `typing`: which of the labels hold of the mention between two marks."""
+
+    def __init__(self, inputs: Inputs, labels: Sequence[str] = ()) -> None:
+        super().__init__(inputs, labels)
+        self.head, self.answers = "sets", "label sets"
+
+    def _part(self, row: int, record: Record) -> Part:
+        rows = np.array([row], np.int32)
+        if record.label is None:
+            return Part(0, rows)
+        return Part(0, rows, np.array([label in record.label for label in self.labels], np.int32))
+
+
+def label_number(label: object, labels: Sequence[str], record: Record) -> int:
+    """The place of a label among the labels. Raises DataError for an unknown one."""
+    if str(label) not in labels:
+        raise DataError(
+            f"{record.place}: label {shown(label)} is unknown; the labels are {', '.join(labels)}."
+        )
+    return labels.index(str(label))
+
+
+class Tagging:
+    """The kind `tagging`: a tag for the first piece of every word; other pieces have none.
+
+    A sentence that is too long continues in further documents, so that each word gets a tag.
+    Args: labels: the tags in the order of their numbers.
+    """
+
+    head = "tags"
+
+    def __init__(self, inputs: Inputs, labels: Sequence[str] = ()) -> None:
+        self.inputs, self.labels = inputs, tuple(labels)
+        self.answers = "entities" if is_bio(self.labels) else "tags"
+
+    def check(self) -> None:
+        self.inputs.refuse_forms(FORMS)
+        if len(set(self.labels)) < 2:
+            raise ConfigError(
+                f"the task has the tags ({', '.join(self.labels)}); it needs two or more: set task.labels."
+            )
+
+    def prepare(self, records: Sequence[Record], *, training: bool) -> list[Record]:
+        return list(records)
+
+    def sample(self, record: Record, number: int, epoch: int) -> TaskSample:
+        words = record.needed("words")
+        tags = record.label
+        if tags is not None and len(tags) != len(words):
+            raise DataError(f"{record.place}: {len(words)} words have {len(tags)} tags; each word needs one.")
+        room = self.inputs.config.sequence_length - overhead(self.inputs, 1)
+        chunks, cut = self._chunks(words, room)
+        documents: list[Example] = []
+        parts: list[Part] = []
+        done = 0
+        for chunk in chunks:
+            made = head_document(self.inputs, [[token for word in chunk for token in word]])
+            lengths = [len(word) for word in chunk]
+            rows = made.starts[0] + np.cumsum([0, *lengths[:-1]])
+            chosen = () if tags is None else tags[done : done + len(chunk)]
+            numbers = [label_number(tag, self.labels, record) for tag in chosen]
+            parts.append(Part(len(documents), rows.astype(np.int32), np.array(numbers, np.int32)))
+            documents.append(made.example)
+            done += len(chunk)
+        return TaskSample(documents, parts, cut=cut)
+
+    def _chunks(self, words: Sequence[str], room: int) -> tuple[list[list[list[int]]], int]:
+        """The words' tokens in chunks of at most `room` tokens, and how many of single words were cut."""
+        chunks: list[list[list[int]]] = [[]]
+        used = cut = 0
+        for number, word in enumerate(words):
+            whole = self.inputs.tokenizer.encode(" " + word if number else word)
+            ids = (whole or [self.inputs.special.unk])[:room]
+            cut += max(0, len(whole) - room)
+            if used + len(ids) > room:
+                chunks.append([])
+                used = 0
+            chunks[-1].append(ids)
+            used += len(ids)
+        return chunks, cut
+
+
+class Spans:
+    """The kind `spans`: an answer's first and last row in `question [SEP] window of the context`.
+
+    A long context has several windows, each a document and a part. The rows of a part are that of CLS, which says that
+    the window has no answer, and those of the context; so no answer lies in the question.
+    """
+
+    head, answers = "spans", "texts"
+    labels = ()
+
+    def __init__(self, inputs: Inputs, labels: Sequence[str] = ()) -> None:
+        self.inputs = inputs
+
+    def check(self) -> None:
+        inputs, config = self.inputs, self.inputs.config
+        inputs.refuse_forms(
+            tuple(form for form in FORMS if form != "causal"),
+            {"causal": "sees no token after a row, so not where an answer ends"},
+        )
+        room = config.sequence_length - overhead(inputs, 2) - config.question_length
+        if room < config.answer_length:
+            raise ConfigError(
+                f"task.sequence_length ({config.sequence_length}) leaves {room} tokens for the context beside "
+                f"question_length ({config.question_length}), fewer than answer_length ({config.answer_length}); "
+                "raise it."
+            )
+
+    def prepare(self, records: Sequence[Record], *, training: bool) -> list[Record]:
+        """In training a record for each window, so that a long context does not make a large batch."""
+        if not training:
+            return list(records)
+        lengths: dict[str, int] = {}  # several questions have one context
+        found = []
+        for record in records:
+            context = record.needed("context")
+            if context not in lengths:
+                lengths[context] = len(self.inputs.tokenizer.encode(context))
+            count = len(self._windows(len(self._question(record)[0]), lengths[context]))
+            alone = [record] if count == 1 else []
+            found += alone or [record.with_fields(window=number) for number in range(count)]
+        return found
+
+    def sample(self, record: Record, number: int, epoch: int) -> TaskSample:
+        question, cut = self._question(record)
+        context, places = self.inputs.tokenizer.encode_with_places(record.needed("context"))
+        answer = self._answer(record, places)
+        windows = self._windows(len(question), len(context))
+        if "window" in record.fields:
+            windows = [windows[record.fields["window"]]]
+        documents: list[Example] = []
+        parts: list[Part] = []
+        for start, end in windows:
+            made = head_document(self.inputs, [question, context[start:end]])
+            rows = np.array([made.row, *range(made.starts[1], made.starts[1] + end - start)], np.int32)
+            targets: list[int] = []
+            if answer is not None:
+                first, last = answer
+                inside = start <= first <= last < end
+                targets = [first - start + 1, last - start + 1] if inside else [0, 0]
+            parts.append(Part(len(documents), rows, np.array(targets, np.int32)))
+            documents.append(made.example)
+        return TaskSample(documents, parts, cut=cut)
+
+    def answer_text(self, record: Record, part: int, first: int, last: int) -> str:
+        """The text of an answer, cut from the context's own characters.
+
+        Args:
+            part: of the record's sample. first, last: places among its rows; 0: no answer.
+        """
+        if not 0 < first <= last:
+            return ""
+        context = record.needed("context")
+        ids, places = self.inputs.tokenizer.encode_with_places(context)
+        windows = self._windows(len(self._question(record)[0]), len(ids))
+        start, _ = windows[record.fields.get("window", part)]
+        begin, end = places[start + first - 1][0], places[start + last - 1][1]
+        return context[begin:end].strip()
+
+    def _question(self, record: Record) -> tuple[list[int], int]:
+        """Token ids of the question, and the number of tokens cut."""
+        ids = self.inputs.tokenizer.encode(record.needed("question").strip())
+        most = self.inputs.config.question_length
+        return ids[:most], max(0, len(ids) - most)
+
+    def _windows(self, question: int, context: int) -> list[tuple[int, int]]:
+        """[start, end) of each window in the context's tokens; they overlap, and the last one ends it."""
+        config = self.inputs.config
+        room = config.sequence_length - overhead(self.inputs, 2) - question
+        return covering(context, room, config.stride)
+
+    def _answer(self, record: Record, places: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
+        """First and last token of the first answer; (-1, -1) if the text has no answer; None without a label."""
+        answers = record.fields.get("answers")
+        if not answers:
+            return None if record.label is None else (-1, -1)
+        text, start = answers[0]
+        first = bisect.bisect_right([end for _, end in places], start)
+        last = bisect.bisect_left([begin for begin, _ in places], start + len(text)) - 1
+        return (first, last) if first <= last else (-1, -1)

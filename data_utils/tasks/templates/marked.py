@@ -1,0 +1,118 @@
+"""Texts with marks around mentions, and the entities that stand on their tokens.
+
+    typing      . Bob Dylan . wrote a song     {mention: .}, written as an ideographic full stop
+    relations   # Bob Dylan # wrote $ a song $     {head: #, tail: $}
+
+A space stands between a mark and its mention. Source: thunlp/ERNIE, code for typing and FewRel.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from data_utils.common.errors import ConfigError, DataError
+from data_utils.common.setting_files import shown
+from data_utils.corpus.json_records import UnusableRecord
+from data_utils.corpus.mentions import Mention, entities_of_tokens
+from data_utils.objectives import OBJECTIVES
+from data_utils.tasks.base import Record
+from data_utils.tasks.config import TaskConfig
+from data_utils.tasks.readers.marked import ENTITIES, is_marked, marks_of
+from data_utils.tasks.templates.inputs import Inputs
+
+
+def check_marks(inputs: Inputs) -> None:
+    """Raise ConfigError for marks that are not one token of the vocabulary each."""
+    for name, mark in marks_of(inputs.config).items():
+        ids = inputs.tokenizer.encode(mark) if isinstance(mark, str) else []
+        # A tokenizer may have a token of its own for the space that it thinks before a text.
+        if len(ids) > 1 and not inputs.tokenizer.decode(ids[:1]).strip():
+            ids = ids[1:]
+        if len(ids) != 1 or inputs.special.unk in ids:
+            what = f"{len(ids)} tokens" if len(ids) > 1 and inputs.special.unk not in ids else "no token"
+            raise ConfigError(
+                f"task.marks.{name} is {shown(mark)}, which is {what} of the vocabulary; choose a sign that is one, in "
+                "quotes."
+            )
+
+
+def refuse_marks(config: TaskConfig) -> None:
+    """Raise ConfigError for marks or entities of a kind that does not read them."""
+    if is_marked(config):
+        raise ConfigError(
+            f"task.marks or task.entity_ids is set, and task.kind {config.kind} does not read them; leave them out, or "
+            "set it to typing, classification or regression."
+        )
+
+
+class MarkedText:
+    """A text with its marks. Args: spans: (start, end, mark) in characters of the text."""
+
+    def __init__(self, text: str, spans: Sequence[tuple[int, int, str]]):
+        # Where both stand at one place, what ends comes before what begins; of two that end, the one that began last.
+        inserted = [(end, 0, -start, f" {mark}") for start, end, mark in spans]
+        inserted += [(start, 1, -end, f"{mark} ") for start, end, mark in spans]
+        self._at: list[int] = []
+        self._before = [0]  # characters of the first marks
+        pieces, done = [], 0
+        for place, _, _, mark in sorted(inserted):
+            pieces += [text[done:place], mark]
+            done = place
+            self._at.append(place)
+            self._before.append(self._before[-1] + len(mark))
+        self.text = "".join([*pieces, text[done:]])
+
+    def start(self, place: int) -> int:
+        """Where a mention begins that began at `place`: after all marks there."""
+        return place + self._before[bisect.bisect_right(self._at, place)]
+
+    def end(self, place: int) -> int:
+        """Where a mention ends that ended at `place`: before all marks there."""
+        return place + self._before[bisect.bisect_left(self._at, place)]
+
+
+def marked_tokens(
+    inputs: Inputs, text: str, record: Record, room: int
+) -> tuple[list[int], np.ndarray | None, int]:
+    """The tokens of a text with its marks, at most `room`.
+
+    Of a text that is too long the end is cut off, and so much of its beginning that all marks are there.
+
+    Returns: token ids, what `block_position_ids` holds of their entities (1 + the entity, 0 = none; None for models
+        without), and the number of tokens cut off.
+    Raises: DataError if the marks and what lies between them do not fit.
+    """
+    spans = [(*record.needed(name), mark) for name, mark in marks_of(inputs.config).items()]
+    marked = MarkedText(text, spans)
+    ids, places = inputs.tokenizer.encode_with_places(marked.text)
+    begin, cut = 0, max(0, len(ids) - room)
+    if cut and spans:
+        ends = [end for _, end in places]
+        first = min(bisect.bisect_right(ends, marked.end(start)) for start, _, _ in spans)
+        last = max(bisect.bisect_left(ends, marked.start(end)) for _, end, _ in spans) + 1
+        begin = max(0, min(last, len(ids)) - room)
+        if begin > first:
+            needed = inputs.config.sequence_length + last - first - room
+            raise DataError(
+                f"{record.place}: the marked mentions and what lies between them need {needed} tokens, but "
+                f"task.sequence_length is {inputs.config.sequence_length}; set it to {needed} or more."
+            )
+    entities = None
+    if OBJECTIVES[inputs.form.objective].config_class.reads_beside == ENTITIES:
+        entities = np.zeros(len(ids), np.int32)
+        for own in _aligned(record, marked, places):
+            entities = np.where(own >= 0, own + 1, entities)
+        entities = entities[begin : begin + room]
+    return ids[begin : begin + room], entities, cut
+
+
+def _aligned(record: Record, marked: MarkedText, places: list[tuple[int, int]]) -> Iterator[np.ndarray]:
+    """The tokens of each entity of a record, as `entities_of_tokens`; one that is half a token is left out."""
+    for start, end, entity in record.fields.get(ENTITIES, ()):
+        mention = Mention(marked.start(start), marked.end(end), entity)
+        with contextlib.suppress(UnusableRecord):
+            yield entities_of_tokens([mention], places, marked.text)

@@ -1,0 +1,115 @@
+"""Records -> samples, for every kind of task and every form of inputs.
+
+What a record gives, by kind; `prepare` may make several records of one, and fewer or more in training:
+
+    cloze                       choices    right: the class or the choice; parts in the order of `kind.choices(record)`
+    classification, regression  classes, values    one part
+    typing                      sets       one part
+    tagging                     tags       parts of one sentence, which follow each other
+    spans                       spans      a part for each window; `kind.answer_text` cuts the answer's characters
+    seq2seq, blanks             tokens     `prompt` is what stands before the answer in use, `written` the text it gives
+    language_modelling          tokens     a record for each window (group: the document)
+    lambada                     choices    one part, whose tokens must all be the likeliest; `prompt` and `written` too
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from data_utils.tasks.base import Record, TaskSample
+from data_utils.tasks.config import TaskConfig
+from data_utils.tasks.templates.cloze import Cloze
+from data_utils.tasks.templates.forms import Form
+from data_utils.tasks.templates.heads_input import Spans, Tagging, TextHead, Typing
+from data_utils.tasks.templates.inputs import Inputs, Kind
+from data_utils.tasks.templates.marked import refuse_marks
+from data_utils.tasks.templates.sequence import Blanks, Seq2Seq
+from data_utils.tasks.templates.windows import Lambada, LanguageModelling
+from data_utils.tokenizers.tokenizer import Tokenizer
+
+KINDS_OF_TASK: dict[str, Callable[[Inputs, Sequence[str]], Kind]] = {
+    "cloze": Cloze,
+    "classification": TextHead,
+    "regression": TextHead,
+    "tagging": Tagging,
+    "typing": Typing,
+    "spans": Spans,
+    "seq2seq": Seq2Seq,
+    "blanks": Blanks,
+    "language_modelling": LanguageModelling,
+    "lambada": Lambada,
+}
+
+
+class Renderer:
+    """Makes the samples of a task. All of it is pure: (seed, number, epoch, record) -> sample.
+
+    Args:
+        form: of the run's inputs (forms.py).
+        seed: that of the run.
+        labels: the classes or tags in the order of their numbers; () where the kind has none.
+    Raises: ConfigError for a pattern or verbalizers that do not exist or do not go together.
+    """
+
+    def __init__(
+        self, config: TaskConfig, tokenizer: Tokenizer, form: Form, seed: int, labels: Sequence[str] = ()
+    ) -> None:
+        self.inputs = Inputs(config, tokenizer, form, seed)
+        self.kind = KINDS_OF_TASK[config.kind](self.inputs, labels)
+
+    @property
+    def head(self) -> str:
+        """How the samples' parts are scored: one of HEADS."""
+        return self.kind.head
+
+    @property
+    def answers(self) -> str:
+        """The type of predictions, a key of ANSWERS (metrics_by_task.py)."""
+        return self.kind.answers
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The classes or tags in the order of their numbers."""
+        return getattr(self.kind, "labels", ())
+
+    @property
+    def max_position_needed(self) -> int:
+        """Largest position id, of text or block, that a sample can have; the model needs one row more."""
+        last = self.inputs.config.sequence_length - 1
+        return max(last, self.kind.last_position) if isinstance(self.kind, Seq2Seq) else last
+
+    def check(self) -> None:
+        """Raise ConfigError for what can be known before any record is read: form, tokens, lengths."""
+        self.kind.check()
+        if not isinstance(self.kind, TextHead):
+            refuse_marks(self.inputs.config)
+
+    def prepare(self, records: Sequence[Record], *, training: bool) -> list[Record]:
+        """The records that `sample` takes: more or fewer than the file's where the kind says so."""
+        return self.kind.prepare(records, training=training)
+
+    def sample(self, record: Record, number: int, epoch: int = 0) -> TaskSample:
+        """The sample of a prepared record.
+
+        Args: number, epoch: decide what is drawn at random.
+        Raises: DataError for a record that gives no sample.
+        """
+        return self.kind.sample(record, number, epoch)
+
+    def prompt(self, record: Record, number: int, epoch: int = 0) -> list[int]:
+        """Token ids that the model reads before it writes the answer of a record (seq2seq, blanks and lambada).
+
+        In GLM's form they are part A, which ends with eos and has a mask for each blank.
+        """
+        return self._writer().prompt(record, number, epoch)
+
+    def written(self, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> str:
+        """The text that answers give: the target, or the whole text with its blanks filled.
+
+        Args: answers: tokens that the model has written, without an end; several where the prompt has several blanks.
+        """
+        return self._writer().written(prompt, answers)
+
+    def _writer(self) -> Seq2Seq | Blanks | Lambada:
+        assert isinstance(self.kind, (Seq2Seq, Blanks, Lambada)), f"{self.inputs.config.kind} writes no text"
+        return self.kind

@@ -1,0 +1,175 @@
+"""Language modelling and LAMBADA: log probabilities of a text, window by window.
+
+Window i begins at token i x stride of a document and has W = sequence_length - 1 of its tokens (CLS and the blank are
+not counted, as in published figures). It predicts what the window before did not reach. So each token but the first is
+predicted exactly once.
+
+    glm, both ways        [CLS] what the window before reached [MASK]   sop the new tokens
+    glm, left to right    [CLS] first token [MASK]                      sop the rest, of which the new have a loss
+    prefix                [CLS] what the window before reached          sop the new tokens
+    causal                <eos> all, of which the new have a loss
+
+LAMBADA predicts the last word from all before it: `[CLS] context [MASK] <eos>` and `sop word`. Its context is cut at
+the beginning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from data_utils.common.batch_fields import Example
+from data_utils.common.errors import ConfigError, DataError
+from data_utils.tasks.base import Record, TaskSample, part_with_loss
+from data_utils.tasks.templates.examples import after_prefix, blanks_filled, left_to_right, without_loss
+from data_utils.tasks.templates.inputs import Inputs
+from data_utils.tasks.templates.sequence import around
+
+FORMS = ("glm", "causal", "prefix")
+_NO_TEXT = {
+    form: "does not tell how likely a text is" for form in ("bert", "unilm", "unilmv2", "encoder_decoder")
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Tokens [start, end) of a document; those from `new` on are predicted."""
+
+    start: int
+    new: int
+    end: int
+
+
+def windows(tokens: int, size: int, stride: int, first: int = 1) -> list[Window]:
+    """The windows of a document.
+
+    Args:
+        size: tokens of a window.
+        stride: tokens between the starts of two, below `size`.
+        first: the first token that is predicted, 0 or 1.
+    """
+    assert 1 <= stride < size
+    found = [Window(0, first, min(size, tokens))]
+    while found[-1].end < tokens:
+        before = found[-1]
+        start = before.start + stride
+        found.append(Window(start, before.end, min(start + size, tokens)))
+    return found
+
+
+class LanguageModelling:
+    """The kind `language_modelling`. `prepare` makes a record for each window; its `group` is the document's index."""
+
+    head, answers = "tokens", "likelihoods"
+    labels = ()
+
+    def __init__(self, inputs: Inputs, labels: Sequence[str] = ()) -> None:
+        self.inputs = inputs
+        self.size = inputs.config.sequence_length - 1
+
+    def check(self) -> None:
+        self.inputs.refuse_forms(FORMS, _NO_TEXT)
+        if self.inputs.config.stride >= self.size:
+            raise ConfigError(
+                f"task.stride ({self.inputs.config.stride}) must be below sequence_length - 1 ({self.size}), so that "
+                "every predicted token has a context; lower it."
+            )
+
+    def prepare(self, records: Sequence[Record], *, training: bool) -> list[Record]:
+        """A record for each window, with its tokens and how many of them are new."""
+        found = []
+        for record in records:
+            ids = np.array(self.inputs.tokenizer.encode(record.needed("text")), np.int32)
+            if len(ids) < 2:
+                raise DataError(
+                    f"{record.place}: the text has {len(ids)} tokens; it needs two, since the first is not predicted."
+                )
+            for number, window in enumerate(windows(len(ids), self.size, self.inputs.config.stride)):
+                fields = {"tokens": ids[window.start : window.end], "new": window.end - window.new}
+                found.append(Record((record.index, number), fields, None, record.index, record.place))
+        return found
+
+    def sample(self, record: Record, number: int, epoch: int) -> TaskSample:
+        tokens = record.fields["tokens"].tolist()
+        return TaskSample([continued(self.inputs, tokens, record.fields["new"])])
+
+
+def continued(inputs: Inputs, tokens: list[int], new: int) -> Example:
+    """A text whose last `new` tokens have a loss, and no end."""
+    special, form = inputs.special, inputs.form
+    if form.name == "causal":
+        return left_to_right(tokens, new, inputs.start, form.loss())
+    known = len(tokens) - new
+    if form.name == "prefix":
+        return after_prefix([special.cls, *tokens[:known]], special.sop, tokens[known:], form.loss())
+    mask, loss = inputs.mask()
+    if not inputs.config.bidirectional:
+        known = min(known, 1)
+    context = [special.cls, *tokens[:known], mask]
+    return blanks_filled(context, [(known + 1, tokens[known:])], special, loss, ends=False, loss=new)
+
+
+class Lambada:
+    """The kind `lambada`: one part, the last word of the text, which is right if its every token is the likeliest."""
+
+    head, answers = "choices", "last words"
+    labels = ()
+
+    def __init__(self, inputs: Inputs, labels: Sequence[str] = ()) -> None:
+        self.inputs = inputs
+
+    def check(self) -> None:
+        self.inputs.refuse_forms(FORMS, _NO_TEXT)
+
+    def prepare(self, records: Sequence[Record], *, training: bool) -> list[Record]:
+        return list(records)
+
+    def sample(self, record: Record, number: int, epoch: int) -> TaskSample:
+        kept, answer, cut = self._tokens(record)
+        example = self._example(kept, answer)
+        parts = [part_with_loss(example)]
+        return TaskSample([without_loss(example)], parts, right=0, cut=cut)
+
+    def prompt(self, record: Record, number: int = 0, epoch: int = 0) -> list[int]:
+        """Token ids that the model reads before it writes the word; in GLM's form the context is read both ways."""
+        inputs, context = self.inputs, self._tokens(record)[0]
+        if inputs.form.name == "glm":
+            return inputs.part_a([*context, inputs.mask()[0]])
+        begin, end = around(inputs.form, inputs.special)
+        return [*begin, *context, *end]
+
+    def written(self, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> str:
+        return self.inputs.tokenizer.decode(answers[0], skip_special=True).strip()
+
+    def predicted(self, record: Record, text: str, *, is_right: bool) -> str:
+        """The first word of what the model writes. A right one ends where the last word does: no end is scored."""
+        tokenizer, known = self.inputs.tokenizer, ""
+        if is_right:
+            known = tokenizer.decode(self._tokens(record)[1], skip_special=True).strip()
+        return known if known and text.startswith(known) else next(iter(text.split()), "")
+
+    def _tokens(self, record: Record) -> tuple[list[int], list[int], int]:
+        """Those of the context, which is cut, and of the last word, and how many were cut off."""
+        words = record.needed("text").rsplit(maxsplit=1)
+        if len(words) < 2:
+            raise DataError(f"{record.place}: the text has one word; it needs a context and a last word.")
+        context, word = words
+        answer = self.inputs.continuation(word)
+        before = self.inputs.tokenizer.encode(context.strip())
+        room = self.inputs.config.sequence_length - 4 - len(answer)
+        if room < 1:
+            raise DataError(
+                f"{record.place}: the last word has {len(answer)} tokens, which leave no room for a context; set "
+                f"task.sequence_length to {len(answer) + 5} or more."
+            )
+        return before[-room:], answer, max(0, len(before) - room)
+
+    def _example(self, context: list[int], answer: list[int]) -> Example:
+        inputs = self.inputs
+        if inputs.form.name != "glm" or not inputs.config.bidirectional:
+            return continued(inputs, [*context, *answer], len(answer))
+        mask, loss = inputs.mask()
+        part_a = inputs.part_a([*context, mask])
+        return blanks_filled(part_a, [(len(context) + 1, answer)], inputs.special, loss, ends=False)

@@ -1,0 +1,248 @@
+"""Reads, parses and checks the files of a tokenizer; tokenizers.py makes tokenizers of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from data_utils.common.errors import DataError
+from data_utils.common.hub import HubName, fetch_small, hub_name
+from data_utils.common.setting_files import one_line
+from data_utils.common.settings import REQUIRED, checked, setting
+from data_utils.common.untrusted import read_bounded
+from data_utils.tokenizers.byte_symbols import byte_symbols
+from data_utils.tokenizers.special_tokens import ADDED_TOKENS
+
+log = logging.getLogger(__name__)
+
+# Kind -> names of its files in a directory.
+FILES = {
+    "bert_wordpiece": ("vocab.txt",),
+    "gpt2_bpe": ("vocab.json", "merges.txt"),
+    "gpt_bpe": ("vocab.json", "merges.txt"),
+    "sentencepiece": ("*.model",),
+    "hf_json": ("tokenizer.json",),
+}
+KINDS = tuple(FILES)
+
+MAX_FILE_BYTES = 256 * 2**20
+MAX_VOCAB_SIZE = 2**22
+_UTF8_BYTES = {*range(0xC0), *range(0xC2, 0xF5)}
+# Printable ASCII and white space, the second and later bytes of all characters, the first of accented letters and of
+# typographic quotes.
+_ORDINARY_BYTES = {0x09, 0x0A, *range(0x20, 0x7F), *range(0x80, 0xC0), 0xC3, 0xE2}
+
+
+@dataclass(frozen=True, kw_only=True)
+@checked("tokenizer")
+class TokenizerConfig:
+    """A tokenizer's kind, files and options. Options of other kinds are ignored."""
+
+    kind: str = setting(REQUIRED, "file format", one_of=KINDS)
+    path: str = setting(
+        REQUIRED,
+        "vocab.txt, vocab.json, .model or tokenizer.json, or its directory, or a name of the Hugging Face hub: "
+        "org/name or org/name@revision",
+        is_path=True,
+    )
+    added_tokens: str = setting(
+        "glm",
+        "tokens after those of the files: GLM's that they lack (glm), none, so that the vocabulary is the published "
+        "one (BERT, RoBERTa, GPT-2, ...), T5's 100 sentinels (t5; its tokenizer.json has them), or <PAD>, <BOS> and "
+        "<EOS> where the files have no such token (optimus)",
+        one_of=ADDED_TOKENS,
+    )
+    vocab_size: int | None = setting(
+        None,
+        "ids of the vocabulary, the last ones without a token (T5 32128 for 32100, ERNIE 1.0 18000 for 17964); "
+        "null = those that have a token",
+        at_least=1,
+        at_most=MAX_VOCAB_SIZE,
+    )
+    lowercase: bool = setting(True, "bert_wordpiece: lower-case, strip accents; false for cased models")
+    fixed_command_tokens: bool = setting(
+        True, "sentencepiece: gMASK has its own id (GLM-large-Chinese); false: that of eop (GLM-10B-Chinese)"
+    )
+
+    @property
+    def hub_name(self) -> HubName | None:
+        """The path, if it is a name of the hub."""
+        return hub_name(self.path)
+
+    def local(self) -> TokenizerConfig:
+        """The configuration with a path on this machine: of a name of the hub that of its files in the cache.
+
+        Raises: DataError for a name that cannot be fetched.
+        """
+        if (name := self.hub_name) is None:
+            return self
+        found = fetch_small(name, "tokenizer.path", "tokenizer.path=DIR", FILES[self.kind])
+        return replace(self, path=str(found.directory))
+
+    def absolute(self) -> TokenizerConfig:
+        """The configuration with an absolute path, so that a run can be opened from any working directory."""
+        return replace(self, path=os.path.abspath(self.local().path))
+
+
+def parse_merges(text: str, path: Path) -> list[tuple[str, str]]:
+    lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n")
+    first = 1 if lines[0].startswith("#version") else 0
+    merges = []
+    for number, line in enumerate(lines[first:], start=first + 1):
+        left, space, right = line.partition(" ")
+        if not (left and space and right) or " " in right:
+            raise DataError(f"{path}: line {number} of merges.txt ({line[:50]!r}) must be two pieces.")
+        merges.append((left, right))
+    return merges
+
+
+def model_vocab(model: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    vocab = model.get("vocab")
+    if isinstance(vocab, dict):
+        return dict(vocab)
+    if isinstance(vocab, list) and all(isinstance(v, list) and len(v) == 2 for v in vocab):  # Unigram
+        return {str(piece): i for i, (piece, _) in enumerate(vocab)}
+    raise DataError(f"{path}: the model has no vocabulary; give a tokenizer.json of the tokenizers library.")
+
+
+def merge_results(model: Mapping[str, Any], path: Path) -> set[str]:
+    """The tokens that a BPE model makes by merging two others, hence ordinary text."""
+    merges, prefix = model.get("merges") or [], model.get("continuing_subword_prefix") or ""
+    pairs = (
+        [m.split(" ") if isinstance(m, str) else m for m in merges] if isinstance(merges, list) else [merges]
+    )
+    for pair in pairs:
+        if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(piece, str) for piece in pair)):
+            raise DataError(f"{path}: merge {str(pair)[:50]!r} must be two pieces; the file is damaged.")
+        if not (
+            isinstance(prefix, str) and pair[1].startswith(prefix)
+        ):  # the library would abort the process
+            raise DataError(
+                f"{path}: merge {str(pair)[:50]!r} lacks the prefix {prefix!r}; the file is damaged."
+            )
+    return {left + right.removeprefix(prefix) for left, right in pairs}
+
+
+def read_files(config: TokenizerConfig) -> dict[str, bytes]:
+    """Contents of the tokenizer's files under their usual names. Raises: DataError."""
+    path = Path(config.path)
+    if not path.exists():
+        raise DataError(
+            f"tokenizer {path} does not exist; set path to the tokenizer's file or directory, or to a name of the "
+            "Hugging Face hub, org/name@main."
+        )
+    if config.kind == "sentencepiece":
+        return {"model": _read(_find_sentencepiece_model(path))}
+    first, *others = FILES[config.kind]
+    directory = path if path.is_dir() else path.parent
+    read = {first: _read(path / first if path.is_dir() else path)}
+    return read | {name: _read(directory / name) for name in others}
+
+
+def _find_sentencepiece_model(path: Path) -> Path:
+    if path.is_file():
+        return path
+    candidates = sorted(path.glob("*.model"))
+    if len(candidates) != 1:
+        names = ", ".join(candidate.name for candidate in candidates) or "none"
+        raise DataError(f"{path} must hold one .model file, but has {names}; set path to the file itself.")
+    return candidates[0]
+
+
+def _read(path: Path) -> bytes:
+    try:
+        content = read_bounded(path, MAX_FILE_BYTES)
+    except FileNotFoundError as error:
+        raise DataError(f"tokenizer file {path}: {error.strerror}; check its kind and path.") from None
+    except ValueError as error:
+        raise DataError(f"tokenizer file {path} {error}; check its kind and path.") from None
+    if not content:
+        raise DataError(f"tokenizer file {path} is empty; fetch it again.")
+    return content
+
+
+def decode_utf8(content: bytes, path: Path) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError:
+        raise DataError(f"tokenizer file {path} is not UTF-8 text; check its kind and path.") from None
+
+
+def parse_json(content: bytes, path: Path) -> dict[str, Any]:
+    try:
+        tree = orjson.loads(decode_utf8(content, path))
+    except orjson.JSONDecodeError as error:
+        raise DataError(
+            f"tokenizer file {path} is not valid JSON: {one_line(error)}; check its kind and path, or fetch it again."
+        ) from None
+    if not isinstance(tree, dict):
+        raise DataError(
+            f"tokenizer file {path} must hold a JSON object, not {type(tree).__name__}; check its kind and path."
+        )
+    return tree
+
+
+def check_vocab(ids: Mapping[str, Any], path: Path) -> None:
+    if not ids:
+        raise DataError(f"{path}: the vocabulary is empty; fetch the file again.")
+    for token, token_id in ids.items():
+        if type(token_id) is not int or not 0 <= token_id < MAX_VOCAB_SIZE:
+            raise DataError(
+                f"{path}: id of {token[:50]!r} is {token_id!r}; it must be 0 .. {MAX_VOCAB_SIZE - 1}."
+            )
+
+
+def check_unique(ids: Mapping[str, int], path: Path) -> None:
+    """Raise DataError for an id of two tokens: which of them text gets would be chance."""
+    first: dict[int, str] = {}
+    for token, token_id in ids.items():
+        other = first.setdefault(token_id, token)
+        if other != token:
+            raise DataError(
+                f"{path}: {other[:50]!r} and {token[:50]!r} both have the id {token_id}; give each token its own id, "
+                "or remove one."
+            )
+
+
+def check_byte_alphabet(ids: Mapping[str, int], path: Path) -> None:
+    """Raise DataError if bytes of ordinary text have no token, for the library drops them; warn of rare ones.
+
+    UTF-8 has no byte C0, C1 or F5 to FF. Released vocabularies lack more: SmolLM2's has no token for some control
+    characters and for bytes that begin rare scripts.
+    """
+    missing = [
+        byte for byte, symbol in enumerate(byte_symbols()) if symbol not in ids and byte in _UTF8_BYTES
+    ]
+    if needed := [byte for byte in missing if byte in _ORDINARY_BYTES]:
+        raise DataError(
+            f"{path}: {len(needed)} bytes of ordinary text have no token ({_shown_bytes(needed)}), so text would be "
+            "lost; train with the whole byte alphabet."
+        )
+    if missing:
+        log.warning(
+            "%s has no token for %d bytes that UTF-8 can have (%s); as in the tokenizers library, text loses them, for "
+            "example %s",
+            path,
+            len(missing),
+            _shown_bytes(missing),
+            ", ".join(f"U+{point:04X}" for point in map(_character_with, missing[:8])),
+        )
+
+
+def _shown_bytes(values: list[int]) -> str:
+    return " ".join(f"{byte:02X}" for byte in values[:12]) + " ..." * (len(values) > 12)
+
+
+def _character_with(byte: int) -> int:
+    """The first character whose UTF-8 has a byte below 80 or of C2 to F4, the first of several."""
+    lead = bytes([byte]) if byte < 0x80 else b""
+    if byte >= 0xC2:
+        second = {0xE0: 0xA0, 0xF0: 0x90}.get(byte, 0x80)
+        lead = bytes([byte, second, 0x80, 0x80][: 2 + (byte >= 0xE0) + (byte >= 0xF0)])
+    return ord(lead.decode())

@@ -1,0 +1,135 @@
+"""Judges of heads: a task's samples and metrics, or the loss on a run's validation corpora; and a pruned run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from data_utils.common.errors import ConfigError
+from data_utils.common.files import new_directory
+from data_utils.loader.loader import SampleLoader, open_datasets
+from data_utils.tasks.metrics.metrics_by_task import compared_by
+from megatron_lite.analysis.heads import Examples, Head, loss_of
+from megatron_lite.checkpoint.manifest import CHECKPOINTS
+from megatron_lite.checkpoint.merge import write_weights
+from megatron_lite.finetune.checkpoints import answer_of, task_of
+from megatron_lite.finetune.data import as_batch
+from megatron_lite.finetune.evaluation import Evaluation, Model
+from megatron_lite.finetune.setup import Task
+from megatron_lite.finetune.writing import writer
+from megatron_lite.inference.open_run import OpenRun, Run
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.model_input import ModelInput
+from megatron_lite.parallel.context import ParallelContext
+
+
+class Judge(Protocol):
+    measure: str  # of the score, for people
+
+    def examples(self) -> Iterator[Examples]: ...
+
+    def score(self) -> float:
+        """Higher is better."""
+        ...
+
+
+def judge_of(run: OpenRun, tree: Mapping[str, Any], path: Path, samples: int, size: int) -> tuple[Judge, Run]:
+    """A judge, and the run with its weights.
+
+    Args:
+        tree: sections of a task, {} = the run's own; a run without one is judged by its validation corpora.
+        samples: most of them. size: samples of a forward pass.
+    Raises: ConfigError where there is nothing to judge by.
+    """
+    if run.config.task is not None or tree:
+        task = task_of(run, tree, path)
+        loaded = run.with_model()
+        return TaskJudge(loaded, task, samples, size), loaded
+    if not run.config.data.validation:
+        raise ConfigError(
+            f"{path} has no data.validation to judge its heads by; give a task with --task FILE."
+        )
+    data = open_datasets(
+        run.config.data, run.config.objective_choices, run.tokenizer, run.config.training.seed
+    )
+    assert data.validation is not None
+    loaded = run.with_model()
+    return LossJudge(loaded, data.validation, samples, size), loaded
+
+
+@dataclass(frozen=True)
+class LossJudge:
+    """Mean loss of validation samples, negative. An example is a sample."""
+
+    run: Run
+    loader: SampleLoader
+    samples: int
+    size: int
+    measure = "validation loss, negative (nats)"
+
+    def examples(self) -> Iterator[Examples]:
+        for start in range(0, self.samples, self.size):
+            numbers = np.arange(start, min(start + self.size, self.samples))
+            yield Examples(Batch(self.loader.batch(numbers), numbers), np.arange(len(numbers)))
+
+    @torch.no_grad()
+    def score(self) -> float:
+        device = next(self.run.model.parameters()).device
+        loss = weight = 0.0
+        for one in self.examples():
+            given = ModelInput.from_batch(one.batch, device, self.run.config.model)
+            loss -= float(loss_of(self.run.model, given))
+            weight += one.batch.loss_weight
+        return loss / weight
+
+
+class TaskJudge:
+    """A task's metrics on its validation files. An example is a sample, of which each has a label."""
+
+    def __init__(self, run: Run, task: Task, samples: int, size: int):
+        self._run, self._task, self._size = run, task, size
+        metrics = compared_by(task.settings, task.config.finetune.best)
+        self.measure = " and ".join(metrics.compared or metrics.names)
+        self._score = metrics.score
+        records = {path: [*given[:samples]] for path, given in task.validation.items()}
+        if not records:
+            raise ConfigError("heads are judged by labelled samples; set task.validation.")
+        alone = ParallelContext.alone()
+        self._evaluations = [
+            Evaluation(task.settings, task.renderer, each, alone, size) for each in records.values()
+        ]
+        self._records = [record for evaluation in self._evaluations for record in evaluation.records]
+
+    def examples(self) -> Iterator[Examples]:
+        renderer = self._task.renderer
+        samples = [renderer.sample(record, number) for number, record in enumerate(self._records)]
+        for start in range(0, len(samples), self._size):
+            chosen = samples[start : start + self._size]
+            batch = as_batch(chosen, range(start, start + len(chosen)), renderer)
+            yield Examples(batch, np.repeat(np.arange(len(chosen)), [len(each.documents) for each in chosen]))
+
+    def score(self) -> float:
+        run = self._run
+        write = writer(
+            run.model, self._task.config, self._task.tokenizer, run.objectives, str(run.checkpoint.path)
+        )
+        model = Model(answer_of(run), write)
+        found = [self._score(each.run(model).measured) for each in self._evaluations]
+        return sum(found) / len(found)
+
+
+def write_pruned(run: Run, removed: Sequence[Head], output: Path) -> Path:
+    """Write a run's weights as they are now as a checkpoint of the run directory `output`. Returns its path."""
+    parameters, shapes = dict(run.model.named_parameters()), run.checkpoint.shapes
+    weights = (
+        parameters[name].detach()[: shape[0]] for name, shape in shapes.items()
+    )  # without rows of padding
+    described = {"removed_heads": [list(head) for head in removed]}
+    with new_directory(output) as directory:
+        path = write_weights(run.checkpoint, weights, directory / CHECKPOINTS, described)
+    return output / path.relative_to(directory)

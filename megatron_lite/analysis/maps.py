@@ -1,0 +1,106 @@
+"""The weights of attention of texts, head by head, and what each head looks at.
+
+Kernels return no weights. Here they are computed beside them under a mask of all pairs, and shown only if they give
+the same output.
+"""
+
+# N tokens, H heads
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from data_utils.common.errors import CheckpointError
+from data_utils.tasks.templates.collate import collate
+from megatron_lite.analysis.words import Text
+from megatron_lite.inference.open_run import Run
+from megatron_lite.inference.watch import attention_weights
+from megatron_lite.model.attention_backends.dense import DensePlan
+from megatron_lite.model.attention_backends.window import LayeredPlan
+from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.task_batch import TaskBatch
+
+CLOSE = 1e-4  # most difference of both outputs, as a share of the largest
+
+
+class _Watched:
+    """A dense plan of one text that keeps the weights of each layer. Args: weights: where, fp32 [H, N, N] each."""
+
+    def __init__(self, plan: DensePlan, weights: list[torch.Tensor]):
+        self._plan, self.weights = plan, weights
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plan, name)
+
+    def attend(self, layer: int, inputs: Any, dropout: Any, bias: Any = None) -> torch.Tensor:
+        out = self._plan.attend(layer, inputs, dropout, bias)
+        q, k, v = (x.unflatten(0, self._plan.shape) for packed in inputs for x in packed.unbind(1))
+        mask = self._plan.mask
+        if bias is not None:
+            added = bias(0, *self._plan.pairs(q.device)[0]).float()
+            mask = added.masked_fill(~mask, float("-inf"))
+        weights = attention_weights(q, k, mask)
+        again = torch.einsum("rhnk,rkhd->rnhd", weights, v.float()).flatten(0, 1)
+        difference = (again - out.float()).abs().max().item()
+        if not difference <= CLOSE * max(1.0, out.abs().max().item()):
+            raise CheckpointError(
+                f"the weights of layer {layer} give an output that differs by {difference:.2e} from the kernel's; "
+                "the checkpoint's activations are not finite or too large to be shown."
+            )
+        self.weights.append(weights[0].cpu())
+        return out
+
+
+@torch.no_grad()
+def weights_of(run: Run, text: Text) -> torch.Tensor:
+    """Weights of all layers over the tokens of a text's document, fp32 [layers, H, N, N]."""
+    planes, parts = collate([text.sample])
+    batch = TaskBatch(planes, np.zeros(1, np.int64), parts, "tags")
+    device = next(run.model.parameters()).device
+    given = ModelInput.from_batch(batch, device, run.config.model, kernel="dense")
+    weights: list[torch.Tensor] = []
+    watched: Any
+    plan = given.plan
+    if isinstance(plan, LayeredPlan):
+        watched = LayeredPlan(_Watched(plan.whole, weights), _Watched(plan.near, weights), plan.global_every)
+    else:
+        watched = _Watched(plan, weights)
+    run.model.run(given.tokens, given.ids, watched, None)  # type: ignore[arg-type]
+    return torch.stack(weights)
+
+
+def habits(weights: torch.Tensor, first: int, last: int) -> dict[str, torch.Tensor]:
+    """Means over queries, fp64 [layers, H].
+
+    Args:
+        weights: [layers, H, N, N].
+        first, last: number of tokens that the layout puts before and after the text.
+    Returns: entropy in nats, distance in tokens, and the shares of weight on tokens of the layout before the text,
+        after it, on the query itself, on the token before it, and on the one after it.
+    """
+    wide = weights.double()
+    count = wide.shape[-1]
+    places = torch.arange(count)
+    away = places[None] - places[:, None]  # key - query
+
+    def on(pairs: torch.Tensor) -> torch.Tensor:
+        return (wide * pairs).sum(-1).mean(-1)
+
+    keys = places[None].expand(count, count)
+    return {
+        "entropy": -(wide * wide.clamp(min=torch.finfo(torch.float64).tiny).log()).sum(-1).mean(-1),
+        "distance": on(away.abs()),
+        "before_text": on(keys < first),
+        "after_text": on(keys >= count - last),
+        "itself": on(away == 0),
+        "previous": on(away == -1),
+        "next": on(away == 1),
+    }
+
+
+def mean_habits(found: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([one[name] for one in found]).mean(0) for name in found[0]}

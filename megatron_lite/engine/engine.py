@@ -1,0 +1,504 @@
+"""The interface of trainer and checkpoint to DeepSpeed; config/deepspeed_options.py derives its dictionary.
+
+An `Engine` makes training steps and evaluations, and gives the fragments of fp32 weights and Adam moments that this
+rank owns under ZeRO. plain.py and pipeline.py hold the two kinds. DeepSpeed runs the passes; the optimizer is that of
+sharded.py at ZeRO 1 and 2, and DeepSpeed's own at ZeRO 3 (zero3.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import logging
+import math
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from data_utils.common.errors import DeviceMemoryError
+from megatron_lite.checkpoint.fragments import Fragment
+from megatron_lite.config.deepspeed_options import default_bucket_size
+from megatron_lite.config.sections import OptimizerConfig
+from megatron_lite.config.tree import Config
+from megatron_lite.engine.deepspeed_engines import deepspeed_engine
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.block import Block, PositionEmbeddings
+from megatron_lite.model.build import kind_of
+from megatron_lite.model.lengths import builds_kernels, few_lengths
+from megatron_lite.model.model_input import ModelInput, dense_reason, prepare
+from megatron_lite.model.tensor_parallel import (
+    ColumnParallelLinear,
+    Partition,
+    RowParallelLinear,
+    is_partial,
+    partition_of,
+    take_products,
+)
+from megatron_lite.model.trained_model import usual_measures
+from megatron_lite.optim.buckets import MOMENTS, USUAL, Bucket, Rate, Treatment
+from megatron_lite.optim.sharded import Outcome, ShardedOptimizer
+from megatron_lite.parallel.collectives import SINGLE
+from megatron_lite.parallel.context import ParallelContext
+
+if TYPE_CHECKING:
+    from megatron_lite.engine.zero3 import Zero3
+    from megatron_lite.optim.ema import Averages
+
+log = logging.getLogger(__name__)
+
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TIED = "embedding.word_embeddings.weight"  # also the output projection, which the last pipeline stage holds
+# Tables that all layers of a stack share, so that each pipeline stage has a copy.
+SHARED_BY_STAGES = ("relative_bias.", "decoder_relative_bias.")
+SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def parameter_groups(
+    named: Mapping[str, nn.Parameter], config: Config, rates: Mapping[str, Rate] | None = None
+) -> list[dict[str, Any]]:
+    """Matrices with weight decay; LayerNorm, biases and heads that have no part in the loss without. By rate."""
+    groups: dict[tuple[float, Rate], list[nn.Parameter]] = {}
+    for name, parameter in named.items():
+        rate = (rates or {}).get(name, USUAL)
+        key = _weight_decay(name, config) * rate.decay_factor, rate
+        groups.setdefault(key, []).append(parameter)
+    return [
+        {"params": parameters, "weight_decay": decay, "rate": rate}
+        for (decay, rate), parameters in groups.items()
+    ]
+
+
+def _weight_decay(name: str, config: Config) -> float:
+    return config.optimizer.weight_decay if _decays(name, config) else 0.0
+
+
+def _decays(name: str, config: Config) -> bool:
+    return not (name.endswith("bias") or "layernorm" in name or kind_of(config).is_unused(name, config))
+
+
+def make_adamw(groups: list[dict[str, Any]], settings: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW of torch or apex."""
+    groups = [{**group, "eps": settings.eps * group["rate"].eps_factor} for group in groups]
+    # The rate is set at every step; DeepSpeed makes one of its own to allocate state at ZeRO 3.
+    common: dict[str, Any] = {"lr": 0.0, "betas": (settings.beta1, settings.beta2)}
+    if settings.kernel == "apex":
+        from megatron_lite.engine import nvidia_apex
+
+        return nvidia_apex.make_adamw(groups, **common)
+    return torch.optim.AdamW(groups, fused=True, **common)
+
+
+@contextlib.contextmanager
+def without_chatter() -> Iterator[None]:
+    """DeepSpeed prints topologies and memory tables at no log level; they go to the log, at level debug."""
+    with contextlib.redirect_stdout(io.StringIO()) as chatter:
+        yield
+    log.debug("%s", chatter.getvalue())
+
+
+@contextlib.contextmanager
+def memory_advice(config: Config) -> Iterator[None]:
+    """Turn a device's out-of-memory error into a DeviceMemoryError that names the settings that need less."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        batch, recompute, layout = config.batch, config.training.recompute, config.parallel
+        advised = DeviceMemoryError(
+            f"out of memory: {' '.join(str(error).split()[:20])} ... Lower batch.micro_batch_size "
+            f"({batch.micro_batch_size}), set training.recompute ({recompute}) to full, or raise parallel.zero_stage "
+            f"({layout.zero_stage}) or tensor_parallel_size ({layout.tensor_parallel_size}); --dry-run PROCESSES "
+            "estimates what a layout needs."
+        )
+        advised.only_here = True
+        raise advised from error
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step. Its outcome may still be computed by the device: reading it waits, once."""
+
+    # fp64 [objectives, 3] of this rank's samples: loss, weight, z-loss; zeros without the model's last layer.
+    objective_sums: torch.Tensor
+    outcome: Callable[[], Outcome]
+
+    @property
+    def grad_norm(self) -> float:
+        return self.outcome().grad_norm
+
+    @property
+    def skipped(self) -> bool:
+        return self.outcome().skipped
+
+    @property
+    def loss_scale(self) -> float:
+        return self.outcome().loss_scale
+
+
+GradientObserver = Callable[[Fragment, torch.Tensor], None]
+
+
+def say_slow_attention(config: Config, context: ParallelContext) -> None:
+    """Tell of attention under a mask of all pairs, once for each start."""
+    reason = dense_reason(config.model, context.device)
+    if reason is not None and context.is_main:
+        log.warning("%s", reason)
+
+
+class Engine(ABC):
+    """A model under DeepSpeed in any layout."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        named: dict[str, nn.Parameter],
+        config: Config,
+        context: ParallelContext,
+        mpu: Any,
+        rates: Mapping[str, Rate] | None = None,
+    ):
+        """Args:
+        named: the parameters of this rank under their global names.
+        rates: of those that are not trained with the learning rate of the step from the first step on.
+        """
+        from deepspeed.accelerator import get_accelerator
+
+        # DeepSpeed 0.19.8 calls a name that torch 2.13 deprecates, at every step.
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+        if context.device.type == "cpu":
+            # DeepSpeed asks for fp16 matrix instructions; without them our layers multiply in fp32 (`linear`).
+            get_accelerator().is_fp16_supported = lambda: True
+        if config.training.layernorm == "apex":
+            from megatron_lite.engine import nvidia_apex
+
+            nvidia_apex.use_layernorm(module, context.device)
+        say_slow_attention(config, context)
+        self.context = context
+        self._config = config
+        self._has_graphs = config.training.cuda_graphs and context.device.type == "cuda"
+        self._named = named
+        self._rates = rates or {}
+        if config.model.mup is not None:
+            self._rates = {name: self._by_width(name, parameter) for name, parameter in named.items()}
+        self._step = 1
+        options = config.deepspeed_options(context.dp.size)
+        with without_chatter():
+            if config.parallel.zero_stage == 3:
+                from megatron_lite.engine.zero3 import Zero3
+
+                self._engine = self._stage_3(module, options, mpu)
+                self._zero: ShardedOptimizer | Zero3 = Zero3(
+                    self._engine.optimizer,
+                    context.dp,
+                    {named[name]: rate for name, rate in self._rates.items()},
+                )
+            else:
+                self._engine = deepspeed_engine(module, options, mpu, self._sharded)
+                self._zero = self._engine.optimizer
+                self._sum_products(module, self._engine.optimizer)
+        # At the lowest scale DeepSpeed would raise a bare Exception: training.max_nonfinite_steps decides instead.
+        self._zero.loss_scaler.raise_error_at_min_scale = False
+        self._averages: Averages | None = None
+        if config.ema.decay is not None:
+            from megatron_lite.optim.ema import Averages
+
+            assert isinstance(self._zero, ShardedOptimizer), "configuration checks the stage"
+            self._averages = Averages(self._zero, config.ema)
+        self.before_update: Callable[[], None] = lambda: None  # called before each change of the fragments
+        self._announce_updates()
+
+    def _stage_3(self, module: nn.Module, options: dict[str, Any], mpu: Any) -> Any:
+        import deepspeed
+
+        settings = self._config.optimizer
+        optimizer = make_adamw(parameter_groups(self._named, self._config, self._rates), settings)
+        return deepspeed.initialize(
+            model=module, optimizer=optimizer, config=options, mpu=mpu, dist_init_required=False
+        )[0]
+
+    def _sharded(self, options: dict[str, Any], loss_scaler: Any) -> ShardedOptimizer:
+        # The backward pass finishes gradients about in the reverse order of the layers.
+        treatments = {p: self._treatment(name, p) for name, p in reversed(self._named.items())}
+        return ShardedOptimizer(
+            treatments,
+            self.context,
+            stage=self._config.parallel.zero_stage,
+            bucket_size=options["zero_optimization"].get(
+                "reduce_bucket_size", default_bucket_size(self.context.dp.size)
+            ),
+            clip_grad_norm=self._config.optimizer.clip_grad_norm,
+            communication_type=TYPES[options["communication_data_type"]],
+            loss_scaler=loss_scaler,
+            make_optimizer=self._make_optimizer,
+            offload=self._config.parallel.offload_optimizer,
+        )
+
+    def _make_optimizer(self, groups: list[dict[str, Any]], buckets: list[Bucket]) -> torch.optim.Optimizer:
+        config, names = self._config, {parameter: name for name, parameter in self._named.items()}
+        if config.optimizer.kind == "adamw":
+            return make_adamw(groups, config.optimizer)
+        from megatron_lite.optim.kinds import make_optimizer
+
+        decays = functools.partial(_decays, config=config)
+        return make_optimizer(groups, buckets, names, decays, config, self.context)
+
+    def _sum_products(self, module: nn.Module, optimizer: ShardedOptimizer) -> None:
+        """Have the blocks' parameters, which are used once in a pass, taken in where their gradients are computed."""
+        if self._config.model.share_layers != "none":
+            return
+        graphs = None
+        if self._has_graphs:
+            from megatron_lite.model.cuda_graphs import BlockGraphs
+
+            graphs = BlockGraphs(optimizer)
+        for layer in module.modules():
+            if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
+                take_products(layer.weight, functools.partial(optimizer.take_product, layer.weight))
+        for layer in module.modules():
+            if isinstance(layer, Block):
+                layer.take_gradients(optimizer.take)
+                if graphs is not None:
+                    layer.parts = graphs.put(layer.parts)
+
+    def _treatment(self, name: str, parameter: nn.Parameter) -> Treatment:
+        """How the optimizer treats a parameter of this global name."""
+        tp, pp = self.context.tp, self.context.pp
+        is_split = partition_of(parameter).dim is not None
+        rate = self._rates.get(name, USUAL)
+        summed_over = None
+        if is_partial(parameter):
+            summed_over = tp
+        elif name.startswith(SHARED_BY_STAGES) and pp.size > 1:
+            summed_over = pp
+        elif pp.size > 1 and name == TIED and self._config.model.tie_word_embeddings:
+            summed_over = self.context.pipeline_ends()
+        return Treatment(
+            weight_decay=_weight_decay(name, self._config) * rate.decay_factor,
+            counts=(is_split or tp.rank == 0) and not self._is_tied_copy(name),
+            summed_over=summed_over,
+            rate=rate,
+            moments=self._moments(name, parameter),
+            is_of_stages=name.startswith(SHARED_BY_STAGES),
+        )
+
+    def _moments(self, name: str, parameter: nn.Parameter) -> tuple[str, ...]:
+        """The optimizer's state of each element of a parameter."""
+        kind = self._config.optimizer.kind
+        if kind == "adamw":
+            return MOMENTS
+        from megatron_lite.optim.kinds import moments_of
+
+        return moments_of(kind, name, parameter)
+
+    def _by_width(self, name: str, parameter: nn.Parameter) -> Rate:
+        from megatron_lite.optim.lr_multipliers import by_width
+
+        # Muon keeps one moment of what it makes orthogonal; other optimizers may keep one of everything.
+        is_muon = self._config.optimizer.kind == "muon"
+        is_orthogonal = is_muon and self._moments(name, parameter) == MOMENTS[:1]
+        return by_width(self._rates.get(name, USUAL), name, self._config, is_orthogonal)
+
+    @property
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of this rank under their global names, with the values of the last step."""
+        self._zero.await_weights()
+        return self._named
+
+    @abstractmethod
+    def train_step(self, micro_batches: Sequence[ModelInput], lr: float) -> StepResult:
+        """Forward and backward of the micro-batches, then one optimizer step with learning rate `lr`."""
+
+    @abstractmethod
+    def evaluate(self, batches: Sequence[Batch]) -> torch.Tensor:
+        """fp64 [objectives, 3] as in StepResult, of batches of the training shape, without dropout."""
+
+    def prepared(self, batch: Batch, dropout_seed: int | None, loss_factor: float = 1.0) -> ModelInput:
+        """A batch as the model takes it in this layout, on the host. Args: loss_factor: see ModelInput."""
+        rows, length = batch.layout.shape
+        has_stages, has_parts = self.context.pp.size > 1, self._config.model.decoder_layers > 0
+        device, dtype = self.context.device, TYPES[self._config.training.precision]
+        multiple = few_lengths(rows * length, device, dtype) if not has_stages or has_parts else 1
+        if device.type == "cuda" and not (has_stages or has_parts or self._config.decoder):
+            table = self._length_table(rows * length)
+            multiple = int(table[np.searchsorted(table, batch.tokens)])
+        elif self._config.parallel.sequence_parallel:
+            multiple = math.lcm(multiple, self.context.tp.size)  # the tokens are split evenly
+        made = prepare(
+            batch,
+            device,
+            self._config.model,
+            of_decoder=self._config.decoder,
+            dropout_seed=dropout_seed,
+            multiple=multiple,
+            few_counts=builds_kernels(device, dtype),
+            has_one_length=has_stages,  # what stages send
+            has_graphs=self._has_graphs,
+            tensor_parallel_rank=self.context.tp.rank,
+            tensor_parallel_size=self.context.tp.size,
+        )
+        return replace(made, loss_factor=loss_factor)
+
+    def _length_table(self, places: int) -> np.ndarray:
+        from megatron_lite.model.length_table import length_table
+
+        processors = torch.cuda.get_device_properties(self.context.device).multi_processor_count
+        return length_table(places, self._config.model, processors, self.context.tp.size, self._has_graphs)
+
+    def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Within the context the model computes with the averages of its weights, if `ema.use` says so."""
+        if self._averages is None or not self._config.ema.use:
+            return contextlib.nullcontext()
+        return self._averages.in_the_model()
+
+    def _announce_updates(self) -> None:
+        """Call `before_update` before each optimizer step: until then the fragments do not change and can be copied."""
+        optimizer = self._engine.optimizer
+        step = optimizer.step
+
+        def announced_step(*args: Any, **kwargs: Any) -> None:
+            self.before_update()
+            step(*args, **kwargs)
+            if self._averages is not None:
+                self._averages.update(self._step)
+
+        optimizer.step = announced_step
+
+    def set_embedding_gradient_shrink(self, factor: float) -> None:
+        """Scale the embeddings' gradients by `factor` from the next step on."""
+        for module in self._engine.module.modules():
+            if isinstance(module, PositionEmbeddings):
+                module.gradient_shrink = factor
+
+    def set_step(self, step: int) -> None:
+        """The number of the next step, from 1: it decides which parameters are trained."""
+        self._step = step
+        if self._rates:
+            self._zero.set_step(step)
+
+    def more_measures(self, loss: float) -> dict[str, float]:
+        """Measures of the last evaluation beside its losses. Args: loss: mean over predicted tokens, nats."""
+        return usual_measures(loss)
+
+    @property
+    def annealed(self) -> dict[str, float]:
+        """Weights that the loss of the last step had, by name, for the records."""
+        return {}
+
+    def _begin_step(self, micro_batches: int, lr: float) -> None:
+        self._zero.begin(micro_batches)
+        for group in self._zero.param_groups:
+            rate: Rate = group["rate"]
+            group["lr"] = lr * rate.lr_factor if rate.is_trained(self._step) else 0.0
+
+    def _result(self, objective_sums: torch.Tensor) -> StepResult:
+        return StepResult(objective_sums, self._zero.outcome)
+
+    # Gradients
+
+    @contextlib.contextmanager
+    def observed_gradients(self, observer: GradientObserver) -> Iterator[None]:
+        """Within the context, every optimizer step gives `observer` each owned fragment and its gradient fp32 [numel].
+
+        The gradient is that of the step's loss over all samples as AdamW takes it: reduced, unscaled and clipped
+        (`clip_divisor` undoes the clipping). A skipped step calls nothing.
+        """
+
+        def show(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if self._zero.is_skipping():
+                return
+            flats = [flat for group in optimizer.param_groups for flat in group["params"]]
+            for fragment in self.fragments():
+                weight = fragment.tensors.get("weight")
+                gradient = None if weight is None else _gradient_of(weight, flats)
+                if gradient is not None:
+                    observer(fragment, gradient)
+
+        # Every stage of ZeRO ends in a step of this optimizer on flat fp32 partitions, of one group or of all.
+        hook = self._zero.optimizer.register_step_pre_hook(show)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def clip_divisor(self, grad_norm: float) -> float:
+        """The number by which clipping divided a step's gradients, from their norm before clipping."""
+        clip_grad_norm = self._config.optimizer.clip_grad_norm
+        if clip_grad_norm == 0:
+            return 1.0
+        return max(1.0, (grad_norm + 1e-6) / clip_grad_norm)  # DeepSpeed's formula
+
+    # State for checkpoints
+
+    def fragments(self) -> Iterator[Fragment]:
+        """The fragments this rank owns. Together the ranks own every element, some elements several times."""
+        tp = self.context.tp
+        for name, parameter in self._named.items():
+            owned = self._zero.owned(parameter)
+            if owned is None:
+                continue
+            shape, start, tensors = owned
+            partition = partition_of(parameter)
+            is_copy = (partition.dim is None and tp.rank > 0) or self._is_tied_copy(name)
+            if self._averages is not None:
+                tensors["ema"] = self._averages.part(parameter)
+            yield Fragment(name, shape, partition, tp, start, tensors, is_copy)
+            for kind, values in self._zero.whole_state(name).items():
+                is_copy |= start > 0 or tp.rank > 0
+                yield Fragment(
+                    name, tuple(values.shape), Partition(), SINGLE, 0, {kind: values.flatten()}, is_copy
+                )
+
+    def count_parameters(self) -> int:
+        """Parameter tensors of the whole model, over all pipeline stages."""
+        context = self.context
+        mine = [name for name in self._named if not self._is_tied_copy(name)]
+        counts = context.dp.rank == 0 and context.tp.rank == 0
+        return int(context.sum(torch.tensor([len(mine) * counts], device=context.device)).item())
+
+    def _is_tied_copy(self, name: str) -> bool:
+        """True for another pipeline stage's copy of the word embedding, or of a table that all stages share."""
+        return name.startswith(("embedding.", *SHARED_BY_STAGES)) and self.context.pp.rank > 0
+
+    def scalar_state(self) -> dict[str, Any]:
+        """Kind and step count of the optimizer, other counts by parameter, and the loss scaler; JSON values."""
+        self._zero.outcome()  # it adapts the loss scale
+        counts = {name: self._zero.step_count(parameter) for name, parameter in self._named.items()}
+        read = {id(count): float(count) for count in counts.values()}  # few: each read waits for the device
+        most = max(read.values())
+        others = {name: read[id(count)] for name, count in counts.items() if read[id(count)] != most}
+        scaler = self._zero.loss_scaler
+        values = {key: getattr(scaler, key) for key in SCALER_STATE if hasattr(scaler, key)}
+        return {
+            "kind": self._config.optimizer.kind,
+            "adam_step": most,
+            "adam_steps": others,
+            "loss_scaler": values,
+        }
+
+    def load_scalar_state(self, state: dict[str, Any]) -> None:
+        others = state.get("adam_steps", {})
+        for name, parameter in self._named.items():
+            self._zero.step_count(parameter).fill_(others.get(name, state["adam_step"]))
+        scaler = self._zero.loss_scaler
+        for key, value in state["loss_scaler"].items():
+            if key in SCALER_STATE and hasattr(scaler, key):
+                setattr(scaler, key, value)
+
+    def publish_weights(self) -> None:
+        """Copy the fp32 masters to the model weights, on every rank; called after fragments were changed."""
+        self._zero.publish_weights()
+
+
+def _gradient_of(weight: torch.Tensor, flats: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The gradient of a fragment's fp32 weight, which is a view of one of the optimizer's flat partitions."""
+    for flat in flats:
+        start, byte = divmod(weight.data_ptr() - flat.data_ptr(), flat.element_size())
+        if flat.grad is not None and byte == 0 and 0 <= start < flat.numel():
+            return flat.grad[start : start + weight.numel()]
+    return None

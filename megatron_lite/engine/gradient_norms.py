@@ -1,0 +1,54 @@
+"""Gradient norms of single layers, which show the layer that makes the global norm grow.
+
+Each rank adds up the squares of the elements it owns under ZeRO, each element on one rank only; one reduction of a few
+numbers joins them. No gradient is copied or gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from megatron_lite.checkpoint.fragments import Fragment
+from megatron_lite.config.tree import Config
+from megatron_lite.model.build import kind_of
+from megatron_lite.model.trained_model import DECODER, ENCODER
+from megatron_lite.parallel.context import ParallelContext
+
+
+def layer_of(parameter: str) -> str:
+    """The layer of a parameter: an embedding table or projection, a block, the final LayerNorm, a head."""
+    parts = 3 if parameter.startswith((ENCODER, DECODER)) else 2
+    return ".".join(parameter.split(".")[:parts]).removesuffix(".weight").removesuffix(".bias")
+
+
+def layer_names(config: Config) -> list[str]:
+    """The layers of the whole model, in the same order on every rank."""
+    return list(dict.fromkeys(map(layer_of, kind_of(config).shapes(config))))
+
+
+def norms_line(step: int, norms: Mapping[str, float]) -> str:
+    """The console line of a step's norms."""
+    largest = max(norms, key=norms.__getitem__)
+    return f"gradient norms at step {step} | largest: {largest} {norms[largest]:.4g}"
+
+
+class GradientNorms:
+    """Norms of one step's gradients: `add` is the observer of `Engine.observed_gradients`."""
+
+    def __init__(self, config: Config, context: ParallelContext):
+        self._context = context
+        self._names = layer_names(config)
+        self._squares = torch.zeros(len(self._names), dtype=torch.float64, device=context.device)
+
+    def add(self, fragment: Fragment, gradient: torch.Tensor) -> None:
+        if fragment.is_copy:
+            return
+        norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+        self._squares[self._names.index(layer_of(fragment.name))] += norm.to(self._squares.device) ** 2
+
+    def norms(self, clip_divisor: float) -> dict[str, float]:
+        """Layer -> norm before clipping, over all ranks; called by every rank."""
+        norms = self._context.sum(self._squares.clone()).sqrt() * clip_divisor
+        return dict(zip(self._names, norms.tolist(), strict=True))

@@ -1,0 +1,114 @@
+"""The engine of layouts without pipeline stages, and the choice between it and the engine of pipeline.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_lite.config.tree import Config
+from megatron_lite.engine.engine import Engine, StepResult
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.build import build_model
+from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.tensor_parallel import TensorParallel
+from megatron_lite.model.transformer import GLM
+from megatron_lite.optim.buckets import Rate
+from megatron_lite.parallel.context import Mpu, ParallelContext
+
+if TYPE_CHECKING:
+    from megatron_lite.model.task_batch import TaskBatch
+
+
+class PlainEngine(Engine):
+    """Every process holds all layers: data parallelism, ZeRO and tensor parallelism."""
+
+    def __init__(
+        self,
+        config: Config,
+        context: ParallelContext,
+        num_losses: int,
+        rates: Mapping[str, Rate] | None = None,
+    ):
+        """Args: rates: as for `Engine`."""
+        parallel = TensorParallel(
+            context.tp, config.parallel.sequence_parallel, sums_at_once=config.parallel.zero_stage == 3
+        )
+        self._model = build_model(config, num_losses, parallel)
+        super().__init__(
+            self._model, dict(self._model.named_parameters()), config, context, Mpu(context), rates
+        )
+        self._model.before_use = self._zero.await_weights
+        self._buffer = torch.empty(0, dtype=torch.int32, device=context.device)
+
+    @property
+    def model(self) -> GLM:
+        """The model with the weights of the last step, where it is one Transformer."""
+        self._zero.await_weights()
+        assert isinstance(self._model, GLM)
+        return self._model
+
+    def train_step(self, micro_batches: Sequence[ModelInput], lr: float) -> StepResult:
+        self._begin_step(len(micro_batches), lr)
+        sums = self._no_sums()
+        for number, micro in enumerate(micro_batches, start=1):
+            self._engine.set_gradient_accumulation_boundary(number == len(micro_batches))
+            batch = micro.to(self.context.device, self._buffer_for(micro))
+            loss_sum, per_objective = self._engine(batch)
+            self._engine.backward(
+                loss_sum * (micro.loss_factor * self._zero.loss_factor), scale_wrt_gas=False
+            )
+            self._engine.step()
+            sums[:, : per_objective.shape[1]] += per_objective
+        return self._result(sums)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch]) -> torch.Tensor:
+        sums = self._no_sums()
+        self._model.begin_evaluation()
+        try:
+            for batch in batches:
+                sums[:, :2] += self._model(self._input(batch, None))[1]
+        finally:
+            self._model.end_evaluation()
+        return sums
+
+    def set_step(self, step: int) -> None:
+        super().set_step(step)
+        self._model.set_step(step, self._config.training.steps)
+
+    def more_measures(self, loss: float) -> dict[str, float]:
+        return self._model.measures(self.context, loss)
+
+    @property
+    def annealed(self) -> dict[str, float]:
+        return self._model.annealed
+
+    @torch.no_grad()
+    def answers(self, batch: TaskBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The model's answers to a task's parts, without dropout, on all ranks of a replica. See `GLM.forward`."""
+        return self._model(self._input(batch, None), answers=True)
+
+    def _input(self, batch: Batch, dropout_seed: int | None) -> ModelInput:
+        return self.prepared(batch, dropout_seed).to(self.context.device)
+
+    def _buffer_for(self, micro: ModelInput) -> torch.Tensor | None:
+        """Where CUDA graphs read their batches; None = anywhere."""
+        if not self._has_graphs:
+            return None
+        if len(self._buffer) < len(micro.buffer):  # graphs of the smaller one are not used again
+            self._buffer = torch.empty(2 * len(micro.buffer), dtype=torch.int32, device=self.context.device)
+        return self._buffer
+
+    def _no_sums(self) -> torch.Tensor:
+        return torch.zeros(self._model.num_losses, 3, dtype=torch.float64, device=self.context.device)
+
+
+def make_engine(config: Config, context: ParallelContext, num_losses: int) -> Engine:
+    """Build, initialise and shard the model of a configuration for its layout."""
+    if context.pp.size == 1:
+        return PlainEngine(config, context, num_losses)
+    from megatron_lite.engine.pipeline import PipelineEngine
+
+    return PipelineEngine(config, context, num_losses)

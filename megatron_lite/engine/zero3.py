@@ -1,0 +1,114 @@
+"""ZeRO stage 3: DeepSpeed's own optimizer, with the interface of `ShardedOptimizer`."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_lite.optim.buckets import MOMENTS, Rate, allocate_moments
+from megatron_lite.optim.sharded import Outcome
+from megatron_lite.parallel.collectives import Group
+
+
+class Zero3:
+    """Reads and writes the parts of DeepSpeed's stage-3 optimizer (0.19.8) that hold this rank's state.
+
+    DeepSpeed cannot freeze a parameter and train it later, and keeps no fp32 weights of one that it knows to be frozen.
+    So it is told nothing: the gradient of a frozen parameter becomes 0, as are its learning rate and its step count.
+    """
+
+    def __init__(self, optimizer: Any, dp: Group, rates: Mapping[nn.Parameter, Rate]):
+        self._deepspeed = optimizer
+        self._dp = dp
+        allocate_moments(self.optimizer, optimizer.fp32_partitioned_groups_flat)
+        self._late = {parameter: rate for parameter, rate in rates.items() if rate.first_step > 1}
+        for parameter, rate in self._late.items():
+            parameter.register_hook(functools.partial(self._gradient, rate))
+        self.optimizer.register_step_post_hook(self._forget_steps)
+        self.set_step(1)
+
+    def set_step(self, step: int) -> None:
+        """The number of the next step, as `ShardedOptimizer.set_step`."""
+        self._step = step
+        frozen = [self._state(p) for p, rate in self._late.items() if not rate.is_trained(step)]
+        self._frozen = list({id(state): state for state in frozen}.values())
+
+    def _forget_steps(self, *_: Any) -> None:
+        for state in self._frozen:
+            state["step"].zero_()
+
+    def _gradient(self, rate: Rate, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient if rate.is_trained(self._step) else torch.zeros_like(gradient)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of flat fp32 partitions."""
+        return self._deepspeed.optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._deepspeed.param_groups
+
+    @property
+    def loss_scaler(self) -> Any:
+        return self._deepspeed.loss_scaler
+
+    @property
+    def loss_factor(self) -> float:
+        """DeepSpeed scales the loss itself, and takes the mean over the data-parallel ranks, where a sum is wanted."""
+        return float(self._dp.size)
+
+    def begin(self, micro_batches: int) -> None:
+        """DeepSpeed counts them itself."""
+
+    @property
+    def outcome(self) -> Callable[[], Outcome]:
+        """Outcome of the last step, which DeepSpeed has waited for."""
+        skipped = bool(self._deepspeed.overflow)
+        norm = math.inf if skipped else float(self._deepspeed._global_grad_norm)
+        outcome = Outcome(norm, skipped, float(self.loss_scaler.cur_scale))
+        return lambda: outcome
+
+    def await_weights(self, part: nn.Module | None = None) -> None:
+        """DeepSpeed gathers weights when they are used."""
+
+    def is_skipping(self) -> bool:
+        """DeepSpeed calls the inner optimizer only for gradients that are finite."""
+        return False
+
+    def owned(self, parameter: Any) -> tuple[tuple[int, ...], int, dict[str, torch.Tensor]] | None:
+        """As `ShardedOptimizer.owned`: an equal range of every parameter, the last ones padded."""
+        length = parameter.ds_tensor.numel()
+        start = self._dp.rank * length
+        count = min(length, parameter.ds_numel - start)
+        if count <= 0:
+            return None
+        keys = {"weight": None, **{key: key for key in MOMENTS}}
+        read = self._deepspeed._get_fp32_opt_state_partition
+        tensors = {kind: read(parameter, True, key)[0][:count] for kind, key in keys.items()}
+        return tuple(parameter.ds_shape), start, tensors
+
+    def whole_state(self, name: str) -> dict[str, torch.Tensor]:
+        """None: AdamW alone runs at stage 3."""
+        return {}
+
+    def publish_weights(self) -> None:
+        """Copy the fp32 weights of every rank's part to the model on all ranks."""
+        for group in range(len(self._deepspeed.fp32_partitioned_groups_flat)):
+            self._deepspeed._reassign_or_swap_out_partitioned_parameters(group)
+        if self._deepspeed.persistent_parameters:  # small ones, whole on every rank
+            self._deepspeed.persistent_parameters[0].all_gather(self._deepspeed.persistent_parameters)
+
+    def step_count(self, parameter: Any) -> torch.Tensor:
+        """Adam's count of a parameter's steps, as `ShardedOptimizer.step_count`."""
+        return self._state(parameter)["step"]
+
+    def _state(self, parameter: Any) -> dict[str, torch.Tensor]:
+        """Adam's, of the flat partition with the parameter: only those of one rate share it."""
+        group, *_ = self._deepspeed.grad_position[self._deepspeed.get_param_id(parameter)]
+        return self.optimizer.state[self._deepspeed.fp32_partitioned_groups_flat[group]]

@@ -1,0 +1,82 @@
+"""Batches of a configuration's own objectives over random documents, without a corpus or a tokenizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from data_utils.loader.loader import collate
+from data_utils.loader.short_samples import Shortener
+from data_utils.objectives import make_objective
+from data_utils.objectives.interface import DOCUMENT_OVERHEAD
+from data_utils.tokenizers.special_tokens import SpecialTokens
+from data_utils.tokenizers.vocabulary import Vocabulary
+from megatron_lite.config.tree import Config
+from megatron_lite.model.batch import Batch
+
+# Tokens of a document of the quickstart's corpus; lengths are log-normal.
+MEDIAN_DOCUMENT, MEAN_DOCUMENT = 440, 870
+SENTENCE_LENGTH, TOKENS_PER_WORD = 20, 4 / 3
+SPECIAL_TOKENS = SpecialTokens(*range(11))
+
+
+def _document_lengths(rng: np.random.Generator) -> Iterator[int]:
+    sigma = math.sqrt(2 * math.log(MEAN_DOCUMENT / MEDIAN_DOCUMENT))
+    while True:
+        yield max(4, int(rng.lognormal(math.log(MEDIAN_DOCUMENT), sigma)))
+
+
+def vocabulary(size: int, rng: np.random.Generator) -> Vocabulary:
+    """Random word starts and sentence ends; the first ids are the special tokens."""
+    ends = rng.random(size) < 1 / SENTENCE_LENGTH
+    starts = rng.random(size) < 1 / TOKENS_PER_WORD
+    return Vocabulary(SPECIAL_TOKENS, size, ends, starts, tuple(map(str, range(size))))
+
+
+def random_batches(config: Config, count: int) -> list[Batch]:
+    """The first `count` micro-batches of a rank: windows of data.sequence_length over documents, as in training."""
+    rng = np.random.default_rng(config.training.seed)
+    assert config.model.vocab_size is not None
+    objective = make_objective(
+        config.objective_choices,
+        vocabulary(config.model.vocab_size, rng),
+        config.training.seed,
+        config.data.sequence_length,
+        config.data.row_length,
+    )
+    shorten = Shortener(config.data.short_prob, config.training.seed) if config.data.short_prob else None
+    first = max(choice.first_sample for choice in config.objective_choices)  # from where all take part
+    source = _document_lengths(np.random.default_rng(0))  # as in benchmarks/attention.py
+    rest, batches, rows = 0, [], config.batch.micro_batch_size
+    for number in range(count):
+        lengths: list[int] = []
+        pieces: list[int] = []
+        for _ in range(rows):
+            window, rest = _window(config.data.sequence_length, rest, source)
+            lengths += window
+            pieces.append(len(window))
+        low = len(vars(SPECIAL_TOKENS)) if config.model.vocab_size > 100 else 0
+        tokens = rng.integers(low, config.model.vocab_size, sum(lengths)).astype(np.int32)
+        samples = first + np.arange(number * rows, (number + 1) * rows)
+        text = tokens, np.array(lengths), np.array(pieces)
+        if shorten is not None:
+            text = shorten(*text, samples)
+        batches.append(Batch(collate(objective, *text, samples)))
+    return batches
+
+
+def _window(length: int, rest: int, source: Iterator[int]) -> tuple[list[int], int]:
+    """Lengths of the document pieces in a window of `length` tokens, and the rest of the last document, tokens."""
+    room, pieces = length, []
+    while room > DOCUMENT_OVERHEAD:
+        if not rest:
+            rest = next(source)
+            room -= DOCUMENT_OVERHEAD
+        piece = min(rest, room)
+        if piece <= 0:
+            break
+        pieces.append(piece)
+        rest, room = rest - piece, room - piece
+    return pieces, rest

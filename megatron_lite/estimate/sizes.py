@@ -1,0 +1,193 @@
+"""The sizes of one rank's part of a layout: tokens, widths, groups of ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megatron_lite.config.deepspeed_options import default_bucket_size
+from megatron_lite.config.model import padded_vocab_size
+from megatron_lite.config.tree import Config
+from megatron_lite.estimate.roofline import Members
+from megatron_lite.estimate.rows import Rows, Stack
+from megatron_lite.model.attention_backends.cross_attention import constant_length
+from megatron_lite.model.length_table import length_table
+
+_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a micro-batch on the first rank of a layout. Widths are those of this rank's part."""
+
+    config: Config
+    processes: int
+    rows: Rows
+    processors: int = 132  # of a GPU
+
+    @cached_property
+    def dp(self) -> int:
+        return self.config.parallel.data_parallel_size(self.processes)
+
+    @cached_property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step."""
+        return self.config.batch.accumulation_steps(self.dp)
+
+    @cached_property
+    def bucket_size(self) -> int:
+        """Numbers of a bucket of gradients at ZeRO 1 and 2."""
+        given = (self.config.deepspeed.get("zero_optimization") or {}).get("reduce_bucket_size")
+        return default_bucket_size(self.dp) if given is None else int(float(given))
+
+    @cached_property
+    def element(self) -> int:
+        """Bytes of a number in training precision."""
+        return _BYTES[self.config.training.precision]
+
+    @property
+    def tp(self) -> int:
+        return self.config.parallel.tensor_parallel_size
+
+    @property
+    def pp(self) -> int:
+        return self.config.parallel.pipeline_parallel_size
+
+    @cached_property
+    def share(self) -> int:
+        """Ranks over which tokens are split outside the tensor-parallel layers."""
+        return self.tp if self.config.parallel.sequence_parallel else 1
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether a block is one function of autograd, see `Block.may_fuse`."""
+        model, training = self.config.model, self.config.training
+        chosen = training.recompute == "none" and training.kernels == "fused"
+        is_whole = self.tp == 1 and self.config.parallel.zero_stage < 3
+        return model.has_plain_blocks and chosen and is_whole and self.rows.stack.kernel == "varlen"
+
+    # Tokens
+
+    def stack(self, is_decoder: bool = False) -> Stack:
+        if is_decoder:
+            assert self.rows.decoder is not None
+            return self.rows.decoder
+        return self.rows.stack
+
+    def tokens(self, is_decoder: bool = False) -> float:
+        """T of a stack on average."""
+        return sum(length * share for length, share in self.lengths[is_decoder].items())
+
+    @cached_property
+    def lengths(self) -> tuple[dict[float, float], dict[float, float]]:
+        """T of the only stack or the encoder, and of the decoder -> share of micro-batches; one T in pipelines."""
+        rows, micro = self.rows, self.config.batch.micro_batch_size
+        places = micro * rows.length
+        multiple = rows.multiple(micro)
+        if rows.decoder is None:
+            if self.pp > 1:
+                return {places: 1.0}, {}
+            table = length_table(
+                places, self.config.model, self.processors, self.tp, self.config.training.cuda_graphs
+            )
+            return rows.stack.lengths(micro, table), {}
+        if self.pp == 1 and self.share > 1:
+            multiple = math.lcm(multiple, self.share)
+        table = np.arange(multiple, places + multiple, multiple)
+        encoder, decoder = (stack.lengths(micro, table) for stack in (rows.stack, rows.decoder))
+        if self.pp > 1:
+            mean = sum(length * share for length, share in encoder.items())
+            decoder = {constant_length(places, multiple) - mean: 1.0}
+        return encoder, decoder
+
+    @cached_property
+    def all_tokens(self) -> float:
+        """Tokens of both stacks."""
+        return self.tokens() + (self.tokens(True) if self.rows.decoder is not None else 0.0)
+
+    @cached_property
+    def predicted(self) -> float:
+        """Rows with loss of a micro-batch, which predict a token."""
+        return self.rows.loss_rows * self.config.batch.micro_batch_size
+
+    # Widths
+
+    @property
+    def width(self) -> int:
+        """D."""
+        return self.config.model.hidden_size
+
+    @property
+    def embedding(self) -> int:
+        """Width of the embeddings."""
+        return self.config.model.embedding_size or self.width
+
+    @cached_property
+    def heads(self) -> int:
+        return self.config.model.num_attention_heads // self.tp
+
+    @cached_property
+    def attended(self) -> int:
+        """Width of this rank's queries."""
+        return self.heads * self.config.model.head_size
+
+    @cached_property
+    def qkv(self) -> int:
+        """Width of queries, keys and values together."""
+        model = self.config.model
+        return (self.heads + 2 * (model.key_value_heads // self.tp)) * model.head_size
+
+    @property
+    def normed(self) -> int:
+        """Width of queries and keys together."""
+        return (self.qkv + self.attended) // 2
+
+    @cached_property
+    def inner(self) -> int:
+        return self.config.model.inner_size // self.tp
+
+    @cached_property
+    def expanded(self) -> int:
+        """Width of the FFN's first product: gate and up together where it has both."""
+        return self.inner * (2 if self.config.model.ffn == "gated" else 1)
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """Columns of the logits."""
+        assert self.config.model.vocab_size is not None
+        return padded_vocab_size(self.config.model.vocab_size, self.tp) // self.tp
+
+    @property
+    def distances(self) -> int:
+        """Distances between the tokens of a row, in both directions: XLNet's."""
+        return 2 * self.rows.length + 1
+
+    # Groups
+
+    @cached_property
+    def tp_group(self) -> Members:
+        return Members("tp", tuple(range(self.tp)))
+
+    @cached_property
+    def dp_group(self) -> Members:
+        return Members("dp", tuple(range(0, self.dp * self.tp, self.tp)))
+
+    @cached_property
+    def neighbours(self) -> Members:
+        """Two pipeline stages."""
+        return Members("pp", (0, self.processes // self.pp))
+
+    @cached_property
+    def ends(self) -> Members:
+        """The stages that hold a tied word embedding."""
+        ranks = (0, self.processes // self.pp * (self.pp - 1))
+        return Members("pp" if self.pp == 2 else "other", ranks)
+
+    @cached_property
+    def world(self) -> Members:
+        """All ranks, under the name of the group that they are."""
+        names = {self.tp: "tp", self.dp: "dp", self.pp: "pp"}
+        return Members(names.get(self.processes, "world"), tuple(range(self.processes)))

@@ -1,0 +1,400 @@
+"""Export a training checkpoint of any layout as our Hugging Face model, or in the released layout, proved on logits.
+
+Tensors are streamed; only the proof holds a whole model. The output directory gets its name when everything, the proof
+included, has succeeded. Rows that pad the vocabulary take no part in training: an import from the released layout keeps
+them in a file of the run directory, and an export to that layout takes them from there (zeros where a run has none).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from data_utils.common.errors import CheckpointError
+from data_utils.common.settings import checked, setting
+from data_utils.tasks.readers.by_name import labels_of
+from data_utils.tokenizers.special_tokens import SpecialTokens
+from data_utils.tokenizers.tokenizer import Tokenizer
+from megatron_lite.checkpoint.read import weight_reader
+from megatron_lite.config.model import ModelConfig, padded_vocab_size
+from megatron_lite.config.tree import Config
+from megatron_lite.hf.files.config_json import OwnLayout, write_config
+from megatron_lite.hf.files.model_card import model_card
+from megatron_lite.hf.files.recipe import FORMAT, recipe_of, tokenizer_options
+from megatron_lite.hf.files.tokenizer_proof import prove_exported
+from megatron_lite.hf.files.weights import (
+    DTYPES,
+    PADDING_ROWS,
+    SCORE,
+    TASK_CLASSIFIER,
+    TRAINING_JSON,
+    WORDS,
+    Weights,
+    check_shapes,
+    new_directory,
+    open_directory,
+    open_safetensors,
+    write_json,
+    write_sharded,
+)
+from megatron_lite.hf.glm import glm_proof, proof, released
+from megatron_lite.hf.glm.configuration_glm import GLMConfig
+from megatron_lite.hf.glm.proof import Question
+from megatron_lite.hf.glm.tokenizer_files import prove_tokenizer, write_tokenizer
+from megatron_lite.hf.proof_report import Report, write_report
+from megatron_lite.hf.published import proof as published_proof
+from megatron_lite.hf.published.heads import SEVERAL_LABELS
+from megatron_lite.hf.published.runs import trained_layout, write_published
+from megatron_lite.hf.published.systems import OF_MODEL
+from megatron_lite.inference.open_run import OpenRun, load_model, objective_names, open_run
+from megatron_lite.model.flops import parameter_shapes
+from megatron_lite.model.trained_model import DECODER, ENCODER
+from megatron_lite.models.electra import huggingface as electra
+from megatron_lite.models.electra.sections import is_electra
+from megatron_lite.models.ernie_thu.huggingface import has_knowledge, write_knowledge
+from megatron_lite.models.optimus import huggingface as optimus
+from megatron_lite.models.optimus.card import optimus_card
+
+_PREFIX = "glm."
+_CODE = [f"{part}_glm.py" for part in ("configuration", "positions", "modeling", "tokenization", "pipeline")]
+_AUTO_MAP = {
+    "AutoConfig": "configuration_glm.GLMConfig",
+    "AutoModel": "modeling_glm.GLMModel",
+    "AutoModelForSeq2SeqLM": "modeling_glm.GLMForBlankInfilling",
+    "AutoModelForSequenceClassification": "modeling_glm.GLMForSequenceClassification",
+    "AutoModelForMultipleChoice": "modeling_glm.GLMForMultipleChoice",
+}
+_PIPELINES = {
+    "blank-infilling": {
+        "impl": "pipeline_glm.BlankInfillingPipeline",
+        "pt": ["AutoModelForSeq2SeqLM"],
+        "type": "text",
+    }
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+@checked("")
+class ExportOptions:
+    layout: str = setting(
+        "huggingface",
+        "huggingface, or released (names and vocabulary rows of the released GLM)",
+        one_of=("huggingface", "released"),
+    )
+    dtype: str = setting("fp32", "type of the written weights", one_of=tuple(DTYPES))
+    max_shard_bytes: int = setting(5 * 10**9, "largest weight file; one tensor may exceed it", at_least=1)
+    verify: bool = setting(True, "run both models and compare logits")
+    tolerance: float = setting(proof.TOLERANCE, "largest logit difference that passes")
+
+
+def export_run(
+    path: Path,
+    output: Path,
+    options: ExportOptions,
+    tokenizer_path: Path | None = None,
+    decoder_tokenizer_path: Path | None = None,
+) -> proof.Proof | None:
+    """Write the model of a run directory, or of one of its checkpoints, as a Hugging Face directory.
+
+    Returns: None without `options.verify`. Raises: CheckpointError, DataError or ConfigError; `output` then does not
+    exist.
+    """
+    with new_directory(output) as directory:
+        run = open_run(path, tokenizer_path, decoder_tokenizer_path)
+        require_usual_logits(run.config, run.checkpoint.path)
+        if run.config.model.task_heads:
+            message = "has heads of several tasks; tune it on one (scripts/finetune.py --task FILE), and export that"
+            raise CheckpointError(f"checkpoint {run.checkpoint.path} {message}.")
+        if run.config.decoder is not None:
+            return _export_optimus(directory, run, options)
+        if is_electra(run.config):
+            return _export_electra(directory, run, options)
+        if has_knowledge(run.config):
+            _refuse_released(run, options, "a stream of entities")
+            write_knowledge(directory, run, options.dtype, options.max_shard_bytes, options.verify)
+            write_report(directory, None)
+            return None
+        _check_exportable(run, options.layout)
+        checkpoint, model = run.checkpoint, run.config.model
+        weights = Weights(checkpoint.shapes, weight_reader(checkpoint))
+        check_shapes(weights, parameter_shapes(model), checkpoint.path)
+        if model.system in OF_MODEL and options.layout == "huggingface":
+            class_name = write_published(directory, weights, run, options.dtype, options.max_shard_bytes)
+            return _reported(
+                directory, options, lambda: _prove_published(directory, run, options, class_name)
+            )
+        if options.layout == "released":
+            padded = _with_padding_rows(weights, model, checkpoint.path.parent.parent / PADDING_ROWS)
+            _write_released(directory, padded, model, options)
+        else:
+            _write_huggingface(directory, weights, run, options)
+            _write_provenance(directory, run, model_card(run))
+        return _reported(directory, options, lambda: _prove_export(directory, run, options))
+
+
+def _reported(directory: Path, options: ExportOptions, prove: Callable[[], Report]) -> proof.Proof | None:
+    """The proof, if it is asked for, and its report in the directory."""
+    report = prove() if options.verify else None
+    write_report(directory, report)
+    return None if report is None else proof.joined(report.comparisons)
+
+
+def _refuse_released(run: OpenRun, options: ExportOptions, what: str) -> None:
+    if options.layout == "released":
+        message = f"has {what}, which the released layout does not have; use --layout huggingface"
+        raise CheckpointError(f"checkpoint {run.checkpoint.path} {message}.")
+
+
+def _export_optimus(directory: Path, run: OpenRun, options: ExportOptions) -> proof.Proof | None:
+    _refuse_released(run, options, "two Transformers joined by a latent vector")
+    optimus.write_optimus(directory, run, options.dtype, options.max_shard_bytes)
+    _write_provenance(directory, run, optimus_card(run))
+    what = f"the export of {run.checkpoint.path}"
+
+    def prove() -> Report:
+        found = optimus.prove(run, directory, options.dtype, options.tolerance, what)
+        parts = {ENCODER: run.tokenizer, DECODER: run.decoder_tokenizer or run.tokenizer}
+        names = {optimus.directory_of(part): tokenizer for part, tokenizer in parts.items()}
+        tokenizers = {name: _compared(tokenizer, directory / name) for name, tokenizer in names.items()}
+        return Report(found, options.tolerance, tokenizers)
+
+    return _reported(directory, options, prove)
+
+
+def _export_electra(directory: Path, run: OpenRun, options: ExportOptions) -> proof.Proof | None:
+    _refuse_released(run, options, "a generator and a discriminator")
+    electra.write_electra(directory, run, options.dtype, options.max_shard_bytes)
+    (directory / "README.md").write_text(electra.electra_card(run), encoding="utf-8")
+    what = f"the export of {run.checkpoint.path}"
+
+    def prove() -> Report:
+        found = electra.prove(run.checkpoint, run.config, directory, options.dtype, options.tolerance, what)
+        names = electra.GENERATOR_OF, electra.DISCRIMINATOR_OF
+        tokenizers = {name: _compared(run.tokenizer, directory / name) for name in names}
+        return Report(found, options.tolerance, tokenizers)
+
+    return _reported(directory, options, prove)
+
+
+def require_usual_logits(config: Config, path: Path) -> None:
+    """Raise CheckpointError for a checkpoint whose logits have a bound or muP's factors: no class written here does."""
+    stacks = (("model", config.model), ("decoder", config.decoder))
+    for (name, model), option in itertools.product(stacks, ("logit_soft_cap", "mup")):
+        if model is not None and getattr(model, option) is not None:
+            raise CheckpointError(
+                f"checkpoint {path} has {name}.{option}, which the class of transformers has not; use the run itself, "
+                "with scripts/generate.py and scripts/evaluate.py."
+            )
+
+
+# Options of blocks that GLM's classes have beside its own, and their values in GLM.
+_AS_GLM: dict[str, Any] = {
+    "rms_norm": False, "ffn": "plain", "ffn_size": None, "biases": "all", "attention_window": 0, "global_every": 1,
+    "rotary_base_local": None,
+}  # fmt: skip
+
+
+def _check_exportable(run: OpenRun, layout: str) -> None:
+    path, names, model = run.checkpoint.path, objective_names(run.objectives), run.config.model
+    if model.has_task_pool:
+        raise CheckpointError(
+            f"checkpoint {path} has a head with model.task_pool {model.task_pool}, which no class of transformers has; "
+            "only heads of one token (task_pool token) can be exported."
+        )
+    if model.system in OF_MODEL and layout == "huggingface":
+        return
+    plain = replace(model, **_AS_GLM)
+    if not plain.is_plain or model.biases not in ("all", "none"):
+        raise CheckpointError(
+            f"checkpoint {path} is of a model with options that GLM's Hugging Face classes do not have; only models of "
+            f"GLM's own layers, or with model.system {', '.join(OF_MODEL)}, can be exported."
+        )
+    if lacking := sorted({"cls", "mask", "sop", "eop", "eos"} & run.tokenizer.lacking):
+        raise CheckpointError(
+            f"the vocabulary of checkpoint {path} lacks {', '.join(lacking)}, with which GLM's classes fill blanks; "
+            "only runs with tokenizer.added_tokens=glm can be exported."
+        )
+    for name, is_there in (
+        ("the head of a task", model.task_head != "none"),
+        ("rotary positions", model.positions == "rotary"),
+        ("local layers, another norm or FFN, or no biases", plain != model),
+    ):
+        if layout == "released" and is_there:
+            raise CheckpointError(
+                f"checkpoint {path} has {name}, which the released layout does not have; use --layout huggingface."
+            )
+    if layout == "released" and "blank_infilling" not in names:
+        raise CheckpointError(
+            f"checkpoint {path} was trained on {', '.join(names)}, which the released layout, that of models that "
+            "fill blanks, cannot say; use --layout huggingface."
+        )
+
+
+def _write_huggingface(directory: Path, weights: Weights, run: OpenRun, options: ExportOptions) -> None:
+    config, tokenizer = run.config, run.tokenizer
+    exported = weights.renamed({exported_name(name): name for name in weights.shapes})
+    write_sharded(directory, exported, DTYPES[options.dtype], options.max_shard_bytes)
+    described = glm_config(config.model, tokenizer.special, DTYPES[options.dtype])
+    described.trained_objectives = objective_names(run.objectives)
+    # In config.json too: `pipeline` of versions before 4.57 loads no tokenizer for a model that it does not know.
+    described.tokenizer_class = write_tokenizer(tokenizer, directory, config.model.max_position + 1)
+    if config.model.task_head != "none":
+        _describe_head(described, run)
+    write_config(directory, described, {})
+    generation_config(tokenizer.special).save_pretrained(directory)
+    for name in _CODE:
+        shutil.copyfile(Path(glm_proof.__file__).with_name(name), directory / name)
+
+
+def exported_name(name: str) -> str:
+    """The name of a parameter in transformers' classes."""
+    if name.startswith(TASK_CLASSIFIER):
+        return SCORE + name.removeprefix(TASK_CLASSIFIER)
+    return _PREFIX + name
+
+
+def _describe_head(described: GLMConfig, run: OpenRun) -> None:
+    task = run.config.task
+    described.architectures = ["GLMForSequenceClassification"]
+    if run.config.model.task_head == "values":
+        described.num_labels = 1
+        return
+    names = () if task is None else labels_of(task)
+    described.problem_type = SEVERAL_LABELS if task is not None and task.kind == "typing" else None
+    described.id2label = dict(enumerate(names or map(str, range(run.config.model.task_classes))))
+    described.label2id = {name: number for number, name in described.id2label.items()}
+
+
+def _write_released(directory: Path, weights: Weights, config: ModelConfig, options: ExportOptions) -> None:
+    write_sharded(
+        directory, released.in_released_layout(weights), DTYPES[options.dtype], options.max_shard_bytes
+    )
+    described = {
+        "model_type": "glm",
+        "vocab_size": weights.shapes[WORDS][0],
+        "hidden_size": config.hidden_size,
+        "num_layers": config.num_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "max_sequence_length": config.max_position,
+        "block_position_encoding": True,
+        "initializer_range": config.init_std,
+        "output_predict": True,
+        **{theirs: getattr(config, ours) for ours, theirs in released.SETTINGS.items()},
+    }
+    write_json(directory / "config.json", described)
+
+
+def _with_padding_rows(weights: Weights, config: ModelConfig, kept: Path) -> Weights:
+    """The vocabulary padded with the rows that the import kept, or with zeros to a multiple of 128."""
+    assert config.vocab_size is not None
+    if not kept.exists():
+        return weights.with_rows(WORDS, padded_vocab_size(config.vocab_size))
+    padding = open_safetensors(kept)
+    rows, columns = padding.shapes.get(WORDS, (0, 0))
+    if columns != config.hidden_size:
+        raise CheckpointError(
+            f"{kept} has no rows of {config.hidden_size} columns for {WORDS}; remove it to pad with zeros."
+        )
+
+    def read(name: str) -> torch.Tensor:
+        tensor = weights.read(name)
+        return torch.cat([tensor, padding.read(WORDS)]) if name == WORDS else tensor
+
+    return Weights({**weights.shapes, WORDS: (config.vocab_size + rows, columns)}, read)
+
+
+def glm_config(config: ModelConfig, special: SpecialTokens, dtype: torch.dtype) -> GLMConfig:
+    """The transformers configuration of a training configuration."""
+    assert config.vocab_size is not None
+    described = GLMConfig(
+        **{name: getattr(config, name) for name in OwnLayout.__annotations__ if name != "gelu"},
+        initializer_range=config.init_std,
+        gelu=config.activation.removeprefix("gelu_"),
+        cls_token_id=special.cls,
+        sop_token_id=special.sop,
+        eop_token_id=special.eop,
+        eos_token_id=special.eos,
+        pad_token_id=special.pad,
+        mask_token_ids=sorted({special.mask, special.smask, special.gmask}),
+        architectures=["GLMForBlankInfilling"],
+        dtype=dtype,
+    )
+    described.auto_map = dict(_AUTO_MAP)
+    described.custom_pipelines = _PIPELINES
+    return described
+
+
+def generation_config(special: SpecialTokens) -> GenerationConfig:
+    """Settings of generation, as in scripts/generate.py: greedy, spans end at eop or eos, no other special tokens."""
+    ends = {special.eop, special.eos}
+    return GenerationConfig(
+        eos_token_id=sorted(ends),
+        pad_token_id=special.pad,
+        suppress_tokens=sorted(set(asdict(special).values()) - ends),
+        max_new_tokens=64,
+    )
+
+
+def _write_provenance(directory: Path, run: OpenRun, card: str) -> None:
+    """Write training.json, which an import reads, and the model card."""
+    checkpoint = run.checkpoint
+    described = {
+        "format": FORMAT,
+        "step": checkpoint.step,
+        "config": recipe_of(run.config),
+        "tokenizer": tokenizer_options(run.tokenizer),
+        "state": {key: value for key, value in checkpoint.state.items() if key != "config"},
+    }
+    if run.config.decoder is not None:
+        described["decoder_tokenizer"] = tokenizer_options(run.decoder_tokenizer or run.tokenizer)
+    (directory / TRAINING_JSON).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
+    (directory / "README.md").write_text(card, encoding="utf-8")
+
+
+def _prove_published(directory: Path, run: OpenRun, options: ExportOptions, class_name: str) -> Report:
+    dtype, config, layout = DTYPES[options.dtype], run.config.model, trained_layout(run)
+    start = None if layout is None else next(iter(layout.start), None)
+    tokenizers = {"tokenizer": _compared(run.tokenizer, directory)}
+    found = proof.prove(
+        lambda computed: published_proof.ask(directory, class_name, config, start, computed),
+        lambda: load_model(run.checkpoint, config, lambda weight: weight.to(dtype).float()),
+        options.tolerance,
+        f"the export of {run.checkpoint.path}",
+        run.checkpoint.shapes,
+    )
+    return Report(found, options.tolerance, tokenizers)
+
+
+def _compared(tokenizer: Tokenizer, directory: Path) -> dict[str, Any]:
+    """The record of a published directory's tokenizer. Raises: CheckpointError if it gives other ids."""
+    return prove_exported(tokenizer, directory).as_record()
+
+
+def _prove_export(directory: Path, run: OpenRun, options: ExportOptions) -> Report:
+    """A model that is rounded to half precision is compared with the rounded training model."""
+    dtype, config, tokenizers = DTYPES[options.dtype], run.config.model, {}
+    if options.layout == "huggingface":
+        tokenizers["tokenizer"] = prove_tokenizer(run.tokenizer, directory).as_record()
+    writer = run.tokenizer if "blank_infilling" in objective_names(run.objectives) else None
+
+    def ask(computed: torch.dtype) -> list[Question]:
+        if options.layout == "huggingface":
+            return glm_proof.ask(directory, config, writer, is_export=True, dtype=computed)
+        return glm_proof.ask_released([open_directory(directory)], config, computed)
+
+    found = proof.prove(
+        ask,
+        lambda: load_model(run.checkpoint, config, lambda weight: weight.to(dtype).float()),
+        options.tolerance,
+        f"the export of {run.checkpoint.path}",
+        run.checkpoint.shapes,
+    )
+    return Report(found, options.tolerance, tokenizers)

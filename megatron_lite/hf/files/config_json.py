@@ -1,0 +1,196 @@
+"""Reads config.json files of unknown origin: checked before a model is built from them. Writes those of exports.
+
+Types are checked strictly. Sizes are compared with the tensors that the weights' headers list, so that an absurd one
+costs nothing. What would make transformers load another model than the one in the directory is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import typing
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, NotRequired
+
+from pydantic import Field as Limits
+from transformers import PretrainedConfig
+from transformers.utils import logging as transformers_logging
+from typing_extensions import TypedDict
+
+from data_utils.common.errors import CheckpointError, UserError
+from data_utils.common.setting_files import one_line, shown
+from data_utils.common.settings import keys_of
+from data_utils.common.untrusted import conform
+from megatron_lite.config.model import BLOCK_POSITIONS, ModelConfig
+from megatron_lite.hf.files.published_form import System
+from megatron_lite.hf.files.weights import Weights, read_json, write_json
+
+CONFIG_JSON = "config.json"
+MAX_POSITION = 1 << 24
+MAX_LABELS = 1 << 16  # transformers makes a name for each
+Size = Annotated[int, Limits(ge=1)]
+Rate = Annotated[float, Limits(ge=0, lt=1)]
+
+# Files and fields with which a directory is not the model that its weights and sizes say.
+_OTHER_WEIGHTS = {
+    "quantization_config": "quantised weights are not supported; fetch the model in fp32, bf16 or fp16",
+    "transformers_weights": "weights under another name are not read; fetch the model as it was published",
+}
+_ADAPTER = "adapter_config.json"
+
+
+class _Every(TypedDict, total=False):
+    """Fields of config.json that are read whatever the model is."""
+
+    model_type: str
+    architectures: list[str] | None
+    num_labels: Annotated[int, Limits(ge=0, le=MAX_LABELS)] | None
+    id2label: dict[Annotated[str, Limits(pattern=r"^\d{1,9}$")], str] | None
+    label2id: dict[str, int] | None
+    problem_type: str | None
+
+
+class OwnLayout(TypedDict):
+    """Fields of GLM in our layout, also in a directory that transformers saved again."""
+
+    vocab_size: Size
+    hidden_size: Size
+    num_layers: Size
+    num_attention_heads: Size
+    max_position: Size
+    positions: NotRequired[typing.Literal["learned_blocks", "rotary"]]
+    block_positions: NotRequired[typing.Literal[BLOCK_POSITIONS]]  # type: ignore[valid-type]
+    rotary_share: NotRequired[Annotated[float, Limits(gt=0, le=1)]]
+    rotary_base: NotRequired[Annotated[float, Limits(gt=1)]]
+    attention_window: NotRequired[Annotated[int, Limits(ge=0, le=MAX_POSITION)]]
+    global_every: NotRequired[Size]
+    rotary_base_local: NotRequired[Annotated[float, Limits(gt=1)] | None]
+    rms_norm: NotRequired[bool]
+    ffn: NotRequired[typing.Literal["plain", "gated"]]
+    ffn_size: NotRequired[Size | None]
+    biases: NotRequired[typing.Literal["all", "none"]]
+    layernorm_epsilon: Annotated[float, Limits(gt=0)]
+    gelu: typing.Literal["tanh", "erf"]
+    embedding_dropout: Rate
+    attention_dropout: Rate
+    output_dropout: Rate
+
+
+class _ReleasedLayout(TypedDict):
+    """Fields of a released GLM that are read; the other sizes follow from its tensors."""
+
+    num_attention_heads: NotRequired[Size]
+    embedding_dropout_prob: NotRequired[Rate]
+    attention_dropout_prob: NotRequired[Rate]
+    output_dropout_prob: NotRequired[Rate]
+
+
+@contextlib.contextmanager
+def by_transformers(path: Path) -> Iterator[None]:
+    """Context that turns any exception of transformers, over files that may be damaged, into a CheckpointError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        reason = one_line(error)
+        raise CheckpointError(
+            f"{path}: transformers cannot use it ({type(error).__name__}: {reason}); correct its JSON files, or "
+            "fetch them again."
+        ) from error
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without the reports of transformers, which stand among the lines of a command: what matters of them is said."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+
+
+def read_described(directory: Path) -> dict[str, Any]:
+    """config.json of a directory of weights. Raises: CheckpointError for what no import takes."""
+    _require_files(directory)
+    if (directory / _ADAPTER).exists():
+        raise CheckpointError(
+            f"{directory} has {_ADAPTER}, of an adapter on another model; merge it into that (PEFT's "
+            "merge_and_unload), and import what save_pretrained then writes."
+        )
+    path = directory / CONFIG_JSON
+    described = read_json(path)
+    for name, reason in _OTHER_WEIGHTS.items():
+        if described.get(name) is not None:
+            raise CheckpointError(f"{path} has {name}; {reason}.")
+    _conformed(path, described, _Every)
+    return described
+
+
+def write_config(directory: Path, described: PretrainedConfig, former: Mapping[str, Any]) -> None:
+    """Write config.json, with `former`, the fields that other versions of transformers read."""
+    described.save_pretrained(directory)
+    values = read_json(directory / CONFIG_JSON)
+    values |= {**former, "torch_dtype": values["dtype"]}  # its name to 4.55
+    write_json(directory / CONFIG_JSON, dict(sorted(values.items())))
+
+
+def own_layout(path: Path, described: Mapping[str, Any]) -> dict[str, Any]:
+    """The section `model` of GLM in our layout, and `vocab_size`. Raises: CheckpointError."""
+    found = _conformed(path / CONFIG_JSON, described, OwnLayout)
+    return {**{k: v for k, v in found.items() if k != "gelu"}, "activation": f"gelu_{found['gelu']}"}
+
+
+def released_layout(path: Path, described: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a released GLM by their names. Raises: CheckpointError."""
+    return _conformed(path / CONFIG_JSON, described, _ReleasedLayout)
+
+
+def check_fields(path: Path, described: Mapping[str, Any], system: System) -> None:
+    """Raise CheckpointError for a field of a published system that is not of the type of its setting."""
+    hints, shape = keys_of(ModelConfig), {}
+    for entry in system.fields:
+        outer, _, inner = entry.theirs.partition(".")
+        kind = hints[entry.ours][0] if entry.names is None else type(next(iter(entry.names)))
+        kind = kind if entry.reads is None else Any
+        shape[outer] = dict[str, Any] | None if inner else kind
+    _conformed(path / CONFIG_JSON, described, TypedDict(f"_{system.model_type}", shape, total=False))  # type: ignore[operator]
+
+
+def check_sizes(path: Path, settings: Mapping[str, Any], weights: Weights, file: str = CONFIG_JSON) -> None:
+    """Raise CheckpointError for sizes beyond all tensors, before a model of such sizes is described.
+
+    Args: settings: of the section `model`, from the file of this name.
+    """
+    largest = max((size for shape in weights.shapes.values() for size in shape), default=0)
+    most = {"max_position": MAX_POSITION}  # rotary positions have no table; rows of tables are compared later
+    blocks = (
+        0 if settings.get("system") == "albert" else settings.get("num_layers", 0)
+    )  # whose blocks are one
+    if blocks + settings.get("decoder_layers", 0) > len(weights.shapes):
+        raise CheckpointError(
+            f"{path / file} says {blocks + settings.get('decoder_layers', 0)} layers, but the weights have "
+            f"{len(weights.shapes)} tensors in all; fetch both again."
+        )
+    for name, value in settings.items():
+        limit = most.get(name, max(largest, len(weights.shapes)))
+        if isinstance(value, int) and value > limit:
+            raise CheckpointError(
+                f"{path / file} gives model.{name} {shown(value)}; with these weights it can be {limit} at "
+                "most. Fetch both again."
+            )
+
+
+def _require_files(directory: Path) -> None:
+    """Raise CheckpointError for a pipe or a device among the files, for which a reader would wait for ever."""
+    for path in sorted(directory.iterdir()):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise CheckpointError(f"{path} is not a regular file; fetch the directory again.")
+
+
+def _conformed(path: Path, described: Mapping[str, Any], shape: Any) -> dict[str, Any]:
+    try:
+        return conform(dict(described), shape)
+    except ValueError as error:
+        raise CheckpointError(f"{path} {error}; fetch it again, or correct it.") from None

@@ -1,0 +1,254 @@
+"""Fill blanks: encode the texts once, then write each span token by token against cached keys and values.
+
+The layout is that of training. Part A is the text with its mask tokens, bidirectional. Each blank is a span of part B
+that starts with sop, has its mask's position, counts block positions 1, 2, ... and ends with eop (or eos). Blanks are
+filled in text order; later ones see earlier answers. Beam search keeps several hypotheses for a blank, and only the
+best of them for the next. Several texts are filled together: the k-th blanks of all of them at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict
+
+import torch
+
+from data_utils.common.errors import ConfigError, DataError
+from data_utils.common.random_streams import derive_seed
+from data_utils.tokenizers.special_tokens import SpecialTokens
+from data_utils.tokenizers.tokenizer import Tokenizer
+from megatron_lite.config.generation import GenerationConfig
+from megatron_lite.inference.cache import CachedPlan, id_planes, padded, stack_rows
+from megatron_lite.inference.memory import most_texts, require_memory
+from megatron_lite.inference.search import Found, Search
+from megatron_lite.inference.watch import ONE_STACK, Replay, Row, Watch, stretch
+from megatron_lite.model.transformer import GLM
+
+
+class BlankFiller:
+    """Fills the blanks of texts.
+
+    Args:
+        model: in eval mode, on its device.
+        special: the tokenizer's special ids.
+        ignored: tokens of `no_repeat_except`.
+        stops: see Search.
+    """
+
+    def __init__(
+        self,
+        model: GLM,
+        special: SpecialTokens,
+        config: GenerationConfig,
+        ignored: Collection[int] = (),
+        stops: Callable[[list[int]], bool] | None = None,
+    ):
+        self.model = model
+        self.special = special
+        self.config = config
+        self.device = next(model.parameters()).device
+        ends = {special.eop, special.eos}
+        self.search = Search(config, ends, set(asdict(special).values()), ignored, stops=stops)
+        self._of_ended = Search(config, ends, set(asdict(special).values()), ignored, takes_cut=False)
+        self._texts = 0  # filled so far
+
+    def fill(self, context: Sequence[int]) -> list[list[int]]:
+        """`fill_all` of one text."""
+        return self.fill_all([context])[0]
+
+    def fill_all(self, contexts: Sequence[Sequence[int]]) -> list[list[list[int]]]:
+        """For each text the spans for its mask tokens, in text order, without sop, eop or eos.
+
+        They are those of the text alone. All texts are computed together, as far as memory allows.
+
+        Args:
+            contexts: part A of each: CLS, the text with its mask tokens, and eos where the text is complete.
+        Raises: DataError without a mask, or if positions exceed the model's tables.
+        """
+        return [[found[0].tokens for found in text] for text in self.found(contexts)]
+
+    def answers(self, context: Sequence[int]) -> list[list[tuple[float, list[int]]]]:
+        """For each blank up to `num_beams` spans with their probabilities, the likeliest first.
+
+        Spans that do not end within max_length are left out, unless none does. Later blanks see the likeliest span.
+        Beams may miss a likely span that begins unlikely.
+
+        Args: context: as for `fill_all`.
+        """
+        assert self.config.strategy == "beam" and self.config.length_penalty == 0.0, (
+            "scores are log probabilities"
+        )
+        answers = []
+        for found in self.found([context], self._of_ended)[0]:
+            totals: dict[tuple[int, ...], float] = {}
+            for each in found:  # a span may end with eop and with eos
+                span = tuple(each.tokens)
+                totals[span] = totals.get(span, 0.0) + math.exp(each.score)
+            answers.append(sorted(((p, list(span)) for span, p in totals.items()), reverse=True))
+        return answers
+
+    @torch.no_grad()
+    def found(
+        self, contexts: Sequence[Sequence[int]], search: Search | None = None
+    ) -> list[list[list[Found]]]:
+        """The spans found for each text and each of its blanks, the best first. Args: search: None = the settings'."""
+        blanks = [self._blanks(context) for context in contexts]
+        for context in contexts:
+            self.require_room(context)
+        longest = max(map(len, contexts)) + self._longest()
+        most = most_texts(self.model.config, self.config, longest)
+        return [
+            found
+            for first in range(0, len(contexts), most)
+            for found in self._together(
+                contexts[first : first + most], blanks[first : first + most], search or self.search
+            )
+        ]
+
+    def _together(
+        self, contexts: Sequence[Sequence[int]], blanks: Sequence[list[int]], search: Search
+    ) -> list[list[list[Found]]]:
+        generators = [self._generator() for _ in contexts]
+        found: list[list[list[Found]]] = [[] for _ in contexts]
+        plan, texts = self.encoded(contexts), list(range(len(contexts)))
+        for number in range(max(map(len, blanks))):
+            state = _Span(self, plan.copy(), [blanks[text][number] for text in texts])
+            limits = [self._longest()] * len(texts)
+            results = search.run(state, limits, [generators[text] for text in texts])
+            for text, result in zip(texts, results, strict=True):
+                found[text].append(result)
+            kept = [row for row, text in enumerate(texts) if len(blanks[text]) > number + 1]
+            if not kept:
+                break
+            texts = [texts[row] for row in kept]
+            plan.select(kept)
+            spans = [[self.special.sop, *found[text][number][0].tokens] for text in texts]
+            self.write(plan, spans, [blanks[text][number] for text in texts])
+        return found
+
+    def _blanks(self, context: Sequence[int]) -> list[int]:
+        masks = {self.special.mask, self.special.smask, self.special.gmask}
+        blanks = [position for position, token in enumerate(context) if token in masks]
+        if not blanks:
+            raise DataError("the text has no blank; mark at least one with [MASK], [sMASK] or [gMASK].")
+        return blanks
+
+    def encoded(self, contexts: Sequence[Sequence[int]], watch: Watch | None = None) -> CachedPlan:
+        """The cache that holds part A of each text."""
+        tokens, real = padded(contexts, self.device)
+        positions = torch.arange(tokens.shape[1], device=self.device).expand(tokens.shape)
+        plan = CachedPlan(self.model.config, watch)
+        plan.expect(positions, real=real)
+        stack_rows(self.model, tokens, id_planes(positions), plan)
+        return plan
+
+    def write(
+        self, plan: CachedPlan, spans: Sequence[Sequence[int]], positions: Sequence[int], first: int = 1
+    ) -> torch.Tensor:
+        """Add tokens of part B to a cache. Returns: logits [rows, longest span, V] of the next token after each.
+
+        Args:
+            spans: for each row.
+            positions: of each row's blank.
+            first: block position of the spans' first tokens.
+        """
+        tokens, real = padded(spans, self.device)
+        places = torch.tensor(positions, device=self.device)[:, None].expand(tokens.shape)
+        steps = torch.arange(first, first + tokens.shape[1], device=self.device)
+        steps = steps.clamp(max=self.model.config.max_position).expand(tokens.shape)
+        plan.expect(places, real=real, is_causal=True)
+        return self.model.logits(stack_rows(self.model, tokens, id_planes(places, steps), plan)).float()
+
+    @torch.no_grad()
+    def replay(self, context: Sequence[int], found: Sequence[Found], watch: Watch | None = None) -> Replay:
+        """A text with the answers to its blanks, read once more. Args: watch: what to keep of it."""
+        plan, rows, logits = self.encoded([context], watch), stretch(context, []), []
+        for place, each in zip(self._blanks(context), found, strict=True):
+            span = [self.special.sop, *each.tokens]
+            logits.append(self.write(plan, [span], [place])[0, : len(each.tokens) + each.ended])
+            rows += stretch([], span)
+            rows[-1] = Row(span[-1], each.ended)
+        return Replay(logits, {ONE_STACK: (rows, [row.token for row in rows])})
+
+    def context(self, tokens: Sequence[int]) -> list[int]:
+        """See `blank_context`."""
+        return blank_context(tokens, self.special)
+
+    def _generator(self) -> torch.Generator:
+        """Random numbers of the next text, so that its draws do not depend on the other texts of its batch."""
+        self._texts += 1
+        seed = derive_seed(self.config.seed, "generate", self._texts)
+        return torch.Generator(device=self.device).manual_seed(seed)
+
+    def require_room(self, context: Sequence[int]) -> None:
+        """Raise DataError if part A has more tokens than the model has positions, or its beams need too much memory."""
+        limit = self.model.config.max_position + 1
+        if len(context) > limit:
+            raise DataError(
+                f"a text has {len(context)} tokens with [CLS] and the end, but the model has positions for {limit}; "
+                f"shorten it by {len(context) - limit} tokens, or give a model with a larger model.max_position."
+            )
+        require_memory(self.model.config, self.config, len(context) + self._longest())
+
+    def _longest(self) -> int:
+        return min(self.config.max_length, self.model.config.max_position)
+
+
+class _Span:
+    """The k-th blanks of some texts (a `State` of search.py)."""
+
+    def __init__(self, filler: BlankFiller, plan: CachedPlan, positions: list[int]):
+        self.filler, self.plan, self.positions, self.step = filler, plan, positions, 0
+
+    def first(self) -> torch.Tensor:
+        return self.next([self.filler.special.sop] * len(self.positions))
+
+    def next(self, tokens: Sequence[int]) -> torch.Tensor:
+        self.step += 1
+        return self.filler.write(self.plan, [[token] for token in tokens], self.positions, self.step)[:, -1]
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.plan.select(rows)
+        self.positions = [self.positions[row] for row in rows]
+
+
+def blank_context(tokens: Sequence[int], special: SpecialTokens) -> list[int]:
+    """Part A for a text's tokens: CLS first; eos last unless the text is to be continued at a final [gMASK]."""
+    is_open = bool(tokens) and tokens[-1] == special.gmask and special.gmask != special.mask
+    return [special.cls, *tokens] if is_open else [special.cls, *tokens, special.eos]
+
+
+def insert_spans(
+    tokens: Sequence[int], spans: Sequence[Sequence[int]], special: SpecialTokens
+) -> list[list[int]]:
+    """The text's tokens cut at the blanks: [text, span, text, span, ..., text]."""
+    masks = {special.mask, special.smask, special.gmask}
+    parts: list[list[int]] = [[]]
+    remaining = iter(spans)
+    for token in tokens:
+        if token in masks:
+            parts += [list(next(remaining)), []]
+        else:
+            parts[-1].append(token)
+    if next(remaining, None) is not None:
+        raise ConfigError("there are more spans than blanks.")
+    return parts
+
+
+def span_text(tokenizer: Tokenizer, span: Sequence[int]) -> str:
+    """A span for people, without the spaces around it. A blank that holds nothing else, or no token, says so."""
+    text = tokenizer.decode(span)
+    nothing = "(line break)" if "\n" in text else "(space)" if text else "(nothing)"
+    return text.strip() or nothing
+
+
+def numbered_text(tokenizer: Tokenizer, context: Sequence[int], spans: Sequence[Sequence[int]]) -> str:
+    """The text for people, ___1___ in the place of its first blank. Args: spans: what stood in the blanks."""
+    hidden = {tokenizer.special.cls, tokenizer.special.eos}
+    parts = insert_spans([token for token in context if token not in hidden], spans, tokenizer.special)
+    texts = [tokenizer.decode(part) for part in parts]
+    for number, place in enumerate(range(1, len(texts), 2), start=1):
+        space = " " if texts[place].startswith(" ") else ""  # byte-level tokens carry the space before a word
+        texts[place] = f"{space}___{number}___"
+    return " ".join("".join(texts).split())

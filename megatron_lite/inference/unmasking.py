@@ -1,0 +1,106 @@
+"""Answers of masked diffusion (LLaDA, arXiv:2502.09992): all tokens are masks, and the likeliest are fixed first.
+
+An answer of n tokens has blocks of `unmask_block` tokens, written one after another; each has its share of the
+`unmask_steps`. Step i of s of a block of m masks fixes m // s of them, one more if i < m % s: those whose chosen tokens
+have the largest probability. What is fixed stays. A strategy of `sample` chooses tokens with Gumbel's noise, `greedy`
+without. An answer ends before its first end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+
+from data_utils.common.errors import ConfigError
+from megatron_lite.inference.cache import CachedPlan, id_planes, stack_rows
+from megatron_lite.inference.search import NEVER, Found, Search
+from megatron_lite.inference.states import Layout
+from megatron_lite.inference.watch import ONE_STACK, Replay, Watch, stretch
+from megatron_lite.model.transformer import GLM
+
+
+def fixed_counts(masks: int, steps: int) -> list[int]:
+    """How many of the masks of a block each step fixes: 10 in 4 are 3, 3, 2, 2."""
+    return [masks // steps + (step < masks % steps) for step in range(steps)]
+
+
+class Unmasking:
+    """Texts whose answers are written in any order. Args: as those of `LeftToRight`."""
+
+    def __init__(
+        self, model: GLM, contexts: Sequence[Sequence[int]], layout: Layout, watch: Watch | None = None
+    ):
+        self._model, self._contexts, self._mask, self._watch = model, contexts, layout.mask, watch
+        self._device = next(model.parameters()).device
+
+    def written(
+        self, search: Search, limits: Sequence[int], generators: Sequence[torch.Generator]
+    ) -> list[Found]:
+        """The answer to each text, with the settings of the search. Raises: ConfigError for those of another way."""
+        config = search.config
+        if config.strategy == "beam" or config.top_k or config.top_p < 1 or config.no_repeat_ngram_size:
+            raise ConfigError(
+                "strategy beam, top_k, top_p or no_repeat_ngram_size is set, but the run writes by taking masks away, "
+                "which none of them suits; set strategy to greedy or sample, and leave the others out."
+            )
+        return [
+            self._one(context, search, limit, generator)
+            for context, limit, generator in zip(self._contexts, limits, generators, strict=True)
+        ]
+
+    def _one(self, context: Sequence[int], search: Search, limit: int, generator: torch.Generator) -> Found:
+        config, first = search.config, len(context)
+        tokens = torch.tensor([*context, *[self._mask] * limit], device=self._device)
+        borders = [*range(0, limit, config.unmask_block or limit), limit]
+        steps = max(1, (config.unmask_steps or limit) // (len(borders) - 1))
+        for start, stop in pairwise(borders):
+            for count in filter(None, fixed_counts(stop - start, steps)):
+                logits = self._guided(tokens, first, config.guidance)[start:stop]
+                logits[:, search.banned] = NEVER
+                logits[: max(0, config.min_length - start), [end for end in search.ends if end >= 0]] = NEVER
+                noisy = logits
+                if config.strategy == "sample":
+                    drawn = torch.rand(
+                        logits.shape, dtype=logits.dtype, device=self._device, generator=generator
+                    )
+                    noisy = logits - config.temperature * (-drawn.log()).log()
+                chosen = noisy.argmax(-1)
+                sure = logits.softmax(-1).gather(1, chosen[:, None])[:, 0]
+                block = tokens[first + start : first + stop]
+                fixed = sure.masked_fill(block != self._mask, NEVER).topk(count).indices
+                block[fixed] = chosen[fixed]
+        answer = tokens[first:].tolist()
+        ends = [place for place, token in enumerate(answer) if token in search.ends]
+        return Found(answer[: ends[0]] if ends else answer, ended=bool(ends))
+
+    def _guided(self, tokens: torch.Tensor, first: int, guidance: float) -> torch.Tensor:
+        """fp64 logits [N, V] of the places of an answer that begins at `first`.
+
+        With guidance c, u + (1 + c) (l - u), where u are those of the answer without its text.
+        """
+        if not guidance:
+            return self._logits(tokens[None])[0, first:]
+        alone = tokens.clone()
+        alone[:first] = self._mask
+        with_text, without = self._logits(torch.stack([tokens, alone]))[:, first:]
+        return without + (1 + guidance) * (with_text - without)
+
+    def _logits(self, tokens: torch.Tensor, watch: Watch | None = None) -> torch.Tensor:
+        """fp64 [R, N, V] of tokens [R, N] that all see each other."""
+        plan = CachedPlan(self._model.config, watch and watch.of(ONE_STACK))
+        positions = torch.arange(tokens.shape[1], device=self._device).expand(tokens.shape)
+        plan.expect(positions)
+        return self._model.logits(stack_rows(self._model, tokens, id_planes(positions), plan)).double()
+
+    def replayed(self, answer: Found, end: int) -> Replay:
+        """Each token's logits where all others stand, its end's too. Args: end: the first token of ends."""
+        (context,), written = self._contexts, [*answer.tokens, *[end] * answer.ended]
+        whole = torch.tensor([*context, *written], device=self._device)
+        places = torch.arange(len(context), len(whole), device=self._device)
+        rows = whole.repeat(len(places), 1)
+        rows[torch.arange(len(places)), places] = self._mask
+        logits = self._logits(rows)[torch.arange(len(places)), places].float()
+        self._logits(whole[None], self._watch)
+        return Replay([logits], {ONE_STACK: (stretch(context, written), whole.tolist())})

@@ -1,0 +1,163 @@
+"""Reports of a run: its configuration, a log line at the start and one per interval, and the arithmetic behind them."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+
+from data_utils.common.errors import ConfigError
+from data_utils.common.settings import to_tree
+from megatron_lite.config.tree import Config
+from megatron_lite.metrics import version
+from megatron_lite.metrics.formatting import fitted, format_count, format_duration
+from megatron_lite.metrics.peak_flops import Yardstick
+from megatron_lite.model.build import kind_of
+from megatron_lite.parallel.context import ParallelContext
+
+_MEASURES = ("perplexity", "mutual_information", "active_units")
+_AGAIN = ("span_boundary", "kl")  # losses of what has another loss already
+SHOWN = 0.05  # share of padding, or of the time waited for data, from which it is said
+
+
+@dataclass
+class Interval:
+    """Sums over the steps since the last log line, all ranks together."""
+
+    objective_sums: torch.Tensor  # fp64 [objectives, 3], on the device: loss sum, loss weight, z-loss
+    steps: int = 0
+    tokens: int = 0
+    computed: int = 0  # tokens and their padding
+    flops: float = 0.0
+    data_seconds: float = 0.0  # in which the loop waited for data
+    started: float = field(default_factory=time.perf_counter)
+
+    @staticmethod
+    def begin(losses: int, device: torch.device) -> Interval:
+        return Interval(torch.zeros(losses, 3, dtype=torch.float64, device=device))
+
+
+def objective_losses(
+    sums: np.ndarray,
+    names: Sequence[str],
+    factors: Mapping[str, float] | None = None,
+    last_divides: bool = False,
+) -> dict[str, float]:
+    """The loss in total and the mean of each that occurred, {"loss": ..., "loss/token": ...}, from [objectives, 3].
+
+    The total, with `z_loss` beside it where there is one, is what training minimises. Without `factors` it is the sum
+    of all losses divided by the number of predicted tokens (of OPTIMUS by that of sentences); what SpanBERT's second
+    loss predicts, and the sentences of OPTIMUS's divergence, are counted once. With `factors` (`per_objective`) it is
+    the sum of the means, each times its factor; with `last_divides` the sum of all over the weight of the last.
+    """
+    losses, weights, of_z = sums[:, 0], sums[:, 1], sums[:, 2:]
+    means = {
+        name: float(of / weight) for name, of, weight in zip(names, losses, weights, strict=True) if weight
+    }
+    if factors is None:
+        counted = names[-1:] if last_divides else [name for name in names if name not in _AGAIN]
+        tokens = sum(weight for name, weight in zip(names, weights, strict=True) if name in counted)
+        total = float(losses.sum() / tokens) if tokens else float("nan")
+    else:
+        total = sum(factors.get(name, 1.0) * mean for name, mean in means.items()) if means else float("nan")
+    found = {"loss": total, **{f"loss/{name}": mean for name, mean in means.items()}}
+    if not of_z.any():
+        return found
+    apart = objective_losses(np.column_stack([of_z, weights]), names, factors, last_divides)
+    return {**found, "z_loss": apart["loss"]}
+
+
+def train_line(step: int, steps: int, values: dict[str, Any]) -> str:
+    """The console line of a training interval. metrics.jsonl holds every number; what is unusual is shown as well."""
+    share = (
+        f"machine {values['machine_share']:.1%}" if "machine_share" in values else f"MFU {values['mfu']:.1%}"
+    )
+    parts = [
+        f"step {step}/{steps}",
+        f"loss {values['loss']:.4f}",
+        *([f"z loss {values['z_loss']:.2g}"] if "z_loss" in values else []),
+        f"lr {values['lr']:.2e}",
+        f"grad norm {values['grad_norm']:.3g}",
+        f"{format_count(values['tokens_per_second'])} tokens/s",
+        share,
+    ]
+    if values["skipped_steps"]:
+        parts.append(f"skipped {values['skipped_steps']}")
+    if values["data_share"] >= SHOWN:
+        parts.append(f"data wait {values['data_share']:.0%}")
+    if values["padding"] >= SHOWN:
+        parts.append(f"padding {values['padding']:.0%}")
+    return fitted([*parts, f"{format_duration(values['eta_seconds'])} left"])
+
+
+def validation_line(step: int, values: dict[str, Any]) -> str:
+    """The console line of an evaluation."""
+    parts = [
+        f"validation at step {step}",
+        f"loss {values['loss']:.4f}",
+        *(f"{name.replace('_', ' ')} {values[name]:.4g}" for name in _MEASURES if name in values),
+    ]
+    by_loss = {name.removeprefix("loss/"): values[name] for name in values if name.startswith("loss/")}
+    return fitted([*parts, *(f"{name} {value:.4f}" for name, value in by_loss.items())])
+
+
+def scores_line(step: int, values: Mapping[str, float]) -> str:
+    """The console line of a task's evaluation."""
+    return fitted([f"scores at step {step}", *(f"{name} {value:.4f}" for name, value in values.items())])
+
+
+def memory_gib(device: torch.device) -> float:
+    """Peak memory: allocated on the GPU, or the process's resident set on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def save_resolved(config: Config, program: dict[str, Any]) -> None:
+    """Write run.directory/config.yaml: every setting, a valid configuration itself. Raises ConfigError.
+
+    Args: program: of `version.program`, for a comment.
+    """
+    path = Path(config.run.directory) / "config.yaml"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = yaml.safe_dump(to_tree(config), sort_keys=False)
+        path.write_text(f"# {version.NAME} {version.describe(program)}\n{text}", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"run.directory {path.parent}: {error.strerror}; choose a writable directory."
+        ) from None
+
+
+def start_line(config: Config, context: ParallelContext, step: int) -> str:
+    """The console line before the first step, which takes minutes if kernels must be compiled."""
+    return (
+        f"{kind_of(config).count(config):,} parameters | {layout(context)} | {config.training.precision} on "
+        f"{context.device.type} | step {step} to {config.training.steps}; the first step on a machine compiles"
+    )
+
+
+def start_values(
+    config: Config, context: ParallelContext, yardstick: Yardstick, restarts: int, program: dict[str, Any]
+) -> dict[str, Any]:
+    """Who trains from here on. Args: restarts: how often the run was continued from a checkpoint."""
+    return {
+        "restarts": restarts,
+        "processes": context.world_size,
+        "layout": layout(context),
+        "device": yardstick.name,
+        "compared_with": str(yardstick),
+        "program": version.describe(program),
+        "parameters": kind_of(config).count(config),
+    }
+
+
+def layout(context: ParallelContext) -> str:
+    return f"pipeline {context.pp.size} x data {context.dp.size} x tensor {context.tp.size}"

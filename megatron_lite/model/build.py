@@ -1,0 +1,98 @@
+"""The model of a configuration: what training, checkpoints and reports ask of it.
+
+A configuration trains one Transformer, unless its objective names a module with a model of its own
+(`ObjectiveConfig.model_module`), whose `KIND` is then asked. `build_model` and the other functions below are the
+questions, so that no caller needs to know which model it is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_lite.config.tree import Config
+from megatron_lite.model.batch import Samples
+from megatron_lite.model.flops import shapes_of, step_flops
+from megatron_lite.model.init import initialize_parameters
+from megatron_lite.model.tensor_parallel import TensorParallel
+from megatron_lite.model.trained_model import TrainedModel
+from megatron_lite.model.transformer import GLM
+
+
+class OneTransformer:
+    """A configuration with one Transformer, and the base of other kinds of models."""
+
+    def build(self, config: Config, num_losses: int, parallel: TensorParallel | None) -> TrainedModel:
+        """The initialised fp32 model; DeepSpeed casts it to the training precision."""
+        training = config.training
+        model = GLM(
+            config.model, recompute=training.recompute, num_losses=num_losses, parallel=parallel,
+            label_smoothing=training.label_smoothing, z_loss=training.z_loss, loss_rows=training.loss_rows,
+            has_memory=config.has_memory,
+        )  # fmt: skip
+        initialize_parameters(model.named_parameters(), config.model, training.seed, model.parallel)
+        return model
+
+    def made_of(self, config: Config) -> tuple[Any, ...]:
+        """The class of the model, and what tells its shapes: the first arguments."""
+        return GLM, config.model
+
+    def shapes(self, config: Config) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every parameter, without padding rows, as checkpoints hold them."""
+        return dict(shapes_of(*self.made_of(config))[1])
+
+    def count(self, config: Config) -> int:
+        """Trainable parameters, with the rows that pad vocabularies."""
+        return sum(map(math.prod, shapes_of(*self.made_of(config))[0].values()))
+
+    def flops(self, config: Config, *counts: int) -> float:
+        """FLOPs of a training step. Args: counts: tokens, loss rows, ... of `step_flops`, in its order."""
+        return step_flops(config.model, *counts)
+
+    def is_unused(self, name: str, config: Config) -> bool:
+        """Whether a parameter has no part in the loss. It has no gradient, and stays as it is."""
+        if config.task is None:
+            return name.startswith("heads.sentence.") and not config.has_sentence_labels
+        pooler = {"transform": "heads.projection."}.get(
+            config.model.task_pooler_kind, "heads.sentence.dense."
+        )
+        if config.model.has_task_pooler and name.startswith(pooler):
+            return False
+        if name.startswith("heads.sentence."):
+            return True
+        is_of_tokens = name.startswith("heads.") and not name.startswith("heads.task.")
+        all_headed = config.model.task_head != "none" or 0 < len(config.tasks) == len(config.model.task_heads)
+        if config.finetune.lm_weight:
+            return False  # the tokens of the samples' texts are predicted as well
+        return is_of_tokens and (all_headed or "bound" in name)
+
+    def samples(self, config: Config, loader: Any, purpose: str) -> Samples:
+        """The samples of a loader, or of a task, as the model reads them. Args: purpose: "train" or "validation"."""
+        return loader
+
+    def task_batches(self, config: Config) -> Callable[[Any], Any]:
+        """The function that makes a TaskBatch one that the model reads."""
+        return lambda batch: batch
+
+    def check_beginning(self, config: Config) -> None:
+        """Raise CheckpointError unless a new run can begin as its objective's section says."""
+
+    def begin(self, config: Config, engine: Any, context: Any) -> None:
+        """Load what a new run begins with, by its objective's section; called by every rank after `check_beginning`."""
+
+    def check_continuation(self, config: Config, before: Mapping[str, Any], checkpoint: Path) -> None:
+        """Raise CheckpointError unless a run of the configuration tree `before` may be continued."""
+
+
+def kind_of(config: Config) -> OneTransformer:
+    """The kind of model that a configuration trains."""
+    modules = {choice.section.model_module for choice in config.objective_choices} - {None}
+    return importlib.import_module(modules.pop()).KIND if modules else OneTransformer()
+
+
+def build_model(config: Config, num_losses: int, parallel: TensorParallel | None = None) -> TrainedModel:
+    """The initialised fp32 model of a configuration."""
+    return kind_of(config).build(config, num_losses, parallel)

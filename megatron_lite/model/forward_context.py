@@ -1,0 +1,128 @@
+"""Inputs of the blocks for a micro-batch, made alike in a model, in a pipeline stage and with a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+
+from data_utils.common.batch_fields import BLOCK_POSITION_IDS, ID_PLANES
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.attention_backends.calls import AttentionPlan, PartsPlan
+from megatron_lite.model.kernels.dropout import Dropout, FeatureDropout
+from megatron_lite.model.kernels.fused import Biased, add
+from megatron_lite.model.rope import Rotary
+from megatron_lite.model.tensor_parallel import TensorParallel
+
+# Number of a block and its input [T, D] -> the input that it takes instead.
+BeforeBlock = Callable[[int, torch.Tensor], torch.Tensor]
+
+
+def by_ranks(x: torch.Tensor, plan: AttentionPlan | PartsPlan, parallel: TensorParallel) -> torch.Tensor:
+    """Tokens [..., T] in the order in which sequence parallelism splits them: each rank has its share of each part."""
+    if not parallel.sequence_parallel or not isinstance(plan, PartsPlan):
+        return x
+    shares = [part.chunk(parallel.group.size, -1) for part in x.split(plan.lengths, -1)]
+    return torch.cat([share for of_rank in zip(*shares, strict=True) for share in of_rank], -1)
+
+
+def own_tokens(x: torch.Tensor, plan: AttentionPlan | PartsPlan, parallel: TensorParallel) -> torch.Tensor:
+    """This rank's part of tokens [..., T] outside tensor-parallel layers: all, or 1 / tp under sequence parallelism."""
+    if not parallel.sequence_parallel:
+        return x
+    return by_ranks(x, plan, parallel).chunk(parallel.group.size, -1)[parallel.group.rank]
+
+
+def own_lengths(plan: PartsPlan, parallel: TensorParallel) -> list[int]:
+    """Number of encoder and decoder tokens on this rank."""
+    size = parallel.group.size if parallel.sequence_parallel else 1
+    return [length // size for length in plan.lengths]
+
+
+class Condition(Protocol):
+    """A condition on which the texts of a stack depend beside their tokens, such as latent vectors."""
+
+    @property
+    def added(self) -> torch.Tensor | None:
+        """[T, D], added to the embeddings of all tokens; None = nothing is."""
+        ...
+
+    def remembered(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
+        """Queries, keys and values of a layer, [T, 3, H, size of a head], some of them replaced."""
+        ...
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Inputs of all layers for one micro-batch, beside the hidden state."""
+
+    shape: tuple[int, ...]  # of the tokens: [T] in training
+    plan: AttentionPlan | PartsPlan
+    dropout: Dropout | None  # of all tokens
+    own_dropout: Dropout | None  # of this rank's tokens: all but under sequence parallelism
+    bias: Any = None  # of all layers' scores: a ScoreBias, or what a BlockPlan takes
+    # For all tokens, in global layers and in local ones.
+    rotary: tuple[Rotary, Rotary] | None = field(default=None, kw_only=True)
+    distances: Any = field(default=None, kw_only=True)  # of all tokens: Distances, or Disentangled positions
+    condition: Condition | None = field(default=None, kw_only=True)
+
+    @staticmethod
+    def of(
+        shape: tuple[int, ...],
+        plan: AttentionPlan | PartsPlan,
+        dropout: Dropout | None,
+        parallel: TensorParallel,
+        rotary: tuple[Rotary, Rotary] | None = None,
+        distances: Any = None,
+        condition: Condition | None = None,
+    ) -> Flow:
+        own = dropout
+        if dropout is not None:
+            own = replace(dropout, keys=own_tokens(dropout.keys, plan, parallel))
+        return Flow(shape, plan, dropout, own, rotary=rotary, distances=distances, condition=condition)
+
+    def features(self, p: float, layer: int, place: str) -> FeatureDropout | None:
+        """Dropout of this rank's hidden states, None if there is none. Args: as for `Dropout.features`."""
+        return None if self.own_dropout is None else self.own_dropout.features(p, layer, place)
+
+    def last(self, x: torch.Tensor, p: float, layer: int) -> torch.Tensor:
+        """The end of a stack, [T, D], after dropout. Args: layer: its last one."""
+        dropout = self.features(p, layer, "final")
+        return x if dropout is None else add(None, Biased(x), dropout)
+
+
+def flow_of(
+    config: ModelConfig,
+    shape: tuple[int, ...],
+    ids: torch.Tensor,
+    plan: AttentionPlan | PartsPlan,
+    dropout: Dropout | None,
+    parallel: TensorParallel,
+    condition: Condition | None = None,
+) -> Flow:
+    """The layers' inputs beside the hidden state. Args: shape: of the tokens. ids: int [len(ID_PLANES), T]."""
+    rotary = None
+    if config.positions == "rotary":
+        whole = Rotary.of(config, ids)
+        has_own = config.rotary_base_local is not None
+        rotary = (whole, Rotary.of(config, ids, config.rotary_base_local) if has_own else whole)
+    distances = None
+    if config.has_distance_scores:
+        from megatron_lite.model.position_bias import Distances
+
+        distances = Distances.of(config, ids, plan, dropout)
+    return Flow.of(shape, plan, dropout, parallel, rotary, distances, condition)
+
+
+def detached_memory(
+    ids: torch.Tensor, plan: AttentionPlan | PartsPlan, parallel: TensorParallel
+) -> BeforeBlock:
+    """Stops the gradient at the states of a memory that enter each block; weights still learn from their keys.
+
+    Args: ids: int [len(ID_PLANES), T]; a memory has block_position_ids 1.
+    """
+    own = own_tokens(ids, plan, parallel)
+    is_memory = (own[ID_PLANES.index(BLOCK_POSITION_IDS)] > 0)[:, None]
+    return lambda layer, hidden: torch.where(is_memory, hidden.detach(), hidden)

@@ -1,0 +1,93 @@
+"""Initial weights: a pure function of the seed and each parameter's name, the same in every layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from data_utils.common.random_streams import derive_seed
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.tensor_parallel import TensorParallel, local_shard, partition_of, whole_shape
+
+
+def _initial_std(name: str, config: ModelConfig) -> float:
+    words, into_block = config.init_words_std, config.hidden_size**-0.5
+    by_ending = {"word_embeddings.weight": words, "position_embeddings.weight": config.init_positions_std}
+    if config.init == "t5":
+        by_ending |= {
+            "word_embeddings.weight": words or 1.0,
+            "query_key_value.weight": into_block,
+            "cross_attention.query.weight": into_block * config.head_size**-0.5,
+            "cross_attention.key_value.weight": into_block,
+            "attention.dense.weight": config.attention_size**-0.5,
+            "mlp.dense_h_to_4h.weight": into_block,
+            "mlp.dense_4h_to_h.weight": config.inner_size**-0.5,
+            "relative_bias.weight": into_block,
+        }
+    elif config.init == "gpt2":
+        output = config.init_std / math.sqrt(2 * config.num_layers)
+        by_ending |= {"attention.dense.weight": output, "mlp.dense_4h_to_h.weight": output}
+    return next((std for end, std in by_ending.items() if std and name.endswith(end)), config.init_std)
+
+
+@torch.no_grad()
+def initialize_parameters(
+    named: Iterable[tuple[str, nn.Parameter]],
+    config: ModelConfig,
+    seed: int,
+    parallel: TensorParallel | None = None,
+) -> None:
+    """Draw every parameter whole, as a pure function of (seed, name), and keep this rank's part.
+
+    Weights are normal with mean 0 (`_deviation`; `init: uniform`: within it), biases 0, LayerNorm 1 and 0; padding rows
+    of the vocabulary 0.
+    """
+    group = (parallel or TensorParallel()).group
+    for name, parameter in named:
+        if "layernorm" in name:
+            parameter.fill_(1.0 if name.endswith("weight") else 0.0)
+        elif name.endswith("bias"):
+            parameter.zero_()
+        else:
+            partition = partition_of(parameter)
+            shape = whole_shape(tuple(parameter.shape), partition, group.size)
+            generator = torch.Generator().manual_seed(derive_seed(seed, name))
+            whole = torch.empty(shape)
+            parts = whole.split(partition.part_rows(shape[0]))
+            first, *others = (_deviation(name, index, part, config) for index, part in enumerate(parts))
+            if config.init == "uniform":
+                whole.uniform_(-first, first, generator=generator)
+            elif config.init_cutoff and first:
+                most = config.init_cutoff * first
+                nn.init.trunc_normal_(whole, 0.0, first, -most, most, generator=generator)
+            else:
+                whole.normal_(0.0, first, generator=generator)
+            for part, std in zip(parts[1:], others, strict=True):
+                part *= std / first
+            parameter.copy_(local_shard(whole, partition, group.rank, group.size, len(parameter)))
+
+
+def _deviation(name: str, index: int, part: torch.Tensor, config: ModelConfig) -> float:
+    """Standard deviation of the initial values of a parameter's part, such as V of Q|K|V.
+
+    init_std, or a table's own setting; with `init: gpt2` output projections over sqrt(2L) (GPT-2's scheme, as in the
+    reference), with `init: t5` by the widths of each matrix, as T5's code has it; times muP's factor. DeepNorm: the
+    matrices of blocks Xavier's, of values, output projections and FFN over sqrt(2L) (arXiv:2210.02414, section 2.1).
+    Adapters begin as 0.
+    """
+    is_fused = name.endswith("query_key_value.weight")
+    if name.endswith("_adapter.up.weight"):
+        return 0.0
+    if config.init == "deepnorm" and name.startswith("layers."):
+        xavier = math.sqrt(2 / sum(part.shape))
+        return xavier if is_fused and index < 2 else xavier / math.sqrt(2 * config.num_layers)
+    queries = config.head_size**-0.5 if config.init == "t5" and is_fused and index == 0 else 1.0
+    std = _initial_std(name, config) * queries
+    if config.mup is not None:
+        from megatron_lite.model.mup import is_hidden
+
+        std *= config.width_ratio**-0.5 if is_hidden(name) else 1.0
+    return std

@@ -1,0 +1,56 @@
+"""A fine-tuned model's answers: scores of tokens, and the outputs of a task's head.
+
+Shapes: K rows that score a token, N rows of a task, P parts, T tokens, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_lite.model.kernels.dropout import Dropout
+from megatron_lite.model.lm_head import Heads, cross_entropy, local_columns
+from megatron_lite.model.task_batch import Parts
+from megatron_lite.model.tensor_parallel import VocabParallelEmbedding
+from megatron_lite.parallel.collectives import all_reduce
+
+
+def row_scores(
+    logits: torch.Tensor, targets: torch.Tensor, embedding: VocabParallelEmbedding
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log probability of each target, fp32 [K], and whether no token is likelier, bool [K]; on all ranks.
+
+    Args: logits: [K, local V with padding]. targets: int [K].
+    """
+    group, first, valid = embedding.parallel.group, embedding.first, embedding.local_vocab
+    log_p = -cross_entropy(logits, targets, group, first, valid)
+    largest, picked = torch.full_like(log_p, float("-inf")), torch.zeros_like(log_p)
+    if valid:
+        local, is_here = local_columns(targets, first, valid)
+        largest = logits[:, :valid].amax(-1).float()
+        picked = logits.gather(1, local[:, None]).squeeze(1).float().masked_fill(~is_here, 0.0)
+    if group.size > 1:
+        all_reduce(largest, group, dist.ReduceOp.MAX)
+        all_reduce(picked, group)
+    return log_p, picked >= largest
+
+
+def task_rows(
+    heads: Heads,
+    layers: Sequence[torch.Tensor],
+    rows: torch.Tensor,
+    final_layernorm: nn.Module,
+    dropout: Dropout | None,
+    parts: Parts | None = None,
+) -> torch.Tensor:
+    """Outputs of the task's head for rows int [N]: [N, outputs]; with a pool of the parts, [P, outputs].
+
+    Args: layers: [T, D] of the last block; for a mix those of the embeddings and of all. dropout: of all rows.
+    """
+    assert heads.task is not None
+    pooler: Any = heads.projection if heads.task.pooled is None else getattr(heads.sentence, "dense", None)
+    return heads.task.outputs(layers, rows, final_layernorm, dropout, parts, pooler)

@@ -1,0 +1,192 @@
+"""Heads that not every model has: BERT's sentence head, SpanBERT's boundary head, and the head of a task."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from data_utils.common.losses import CLASS_HEADS, MOST_LOSSES, SENTENCE_LEVEL
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.dense import Linear, Transform
+from megatron_lite.model.kernels import fused
+from megatron_lite.model.kernels.dropout import Dropout, FeatureDropout
+from megatron_lite.model.kernels.fused import Biased
+from megatron_lite.model.tensor_parallel import TensorParallel
+from megatron_lite.parallel.collectives import gather_tokens
+
+if TYPE_CHECKING:
+    from megatron_lite.model.task_batch import Parts
+
+SPAN_PLACE_SIZE = 200  # width of the place embedding of SpanBERT's head
+
+
+class SentenceHead(nn.Module):
+    """BERT's pooler and classifier: [M, D] -> [M, classes]. Class 0: the original pair of texts, 1: a changed one."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.dense = Linear(config.hidden_size, config.hidden_size)
+        self.classifier = Linear(config.hidden_size, config.sentence_classes, 1 / config.width_ratio)
+        # Other losses than those of two sentences have their own; those of tokens read no pooler.
+        counts = {name: int(count) for name, count in (head.split(":") for head in config.class_heads)}
+        self.classifiers = nn.ModuleDict(
+            {
+                name: Linear(config.hidden_size, count, 1 / config.width_ratio)
+                for name, count in counts.items()
+            }
+        )
+        self._columns = _columns_of([config.sentence_classes, *counts.values()], list(counts))
+
+    def forward(
+        self,
+        rows: torch.Tensor,
+        dropout: FeatureDropout | None = None,
+        objectives: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Args: dropout: of these rows, before the classifiers. objectives: int, the losses of them, as last."""
+        pooled = torch.tanh(self.dense(rows))
+        pooled = pooled if dropout is None else fused.add(None, Biased(pooled), dropout)
+        classes = self.classifier(pooled)
+        if not self.classifiers or objectives is None:
+            return classes
+        others = [
+            head(pooled if CLASS_HEADS[name] in SENTENCE_LEVEL else rows)
+            for name, head in self.classifiers.items()
+        ]
+        none = classes.new_full((len(rows), 1), float("-inf"))
+        self._columns = self._columns.to(rows.device)
+        columns = self._columns[objectives[len(objectives) - len(rows) :].long()]
+        return torch.cat([classes, *others, none], dim=1).gather(1, columns)
+
+
+def _columns_of(counts: Sequence[int], names: Sequence[str]) -> torch.Tensor:
+    """The columns of each loss's classes among those of all heads, int64 [losses, most classes].
+
+    The last column, which says that there is no such class, fills up. Losses without a head have the first one's.
+    """
+    first = np.cumsum([0, *counts])
+    columns = np.full((MOST_LOSSES, max(counts)), first[-1])
+    columns[:, : counts[0]] = np.arange(counts[0])
+    for number, name in enumerate(names, start=1):
+        own = columns[CLASS_HEADS[name]]
+        own[:] = first[-1]
+        own[: counts[number]] = np.arange(first[number], first[number + 1])
+    return torch.tensor(columns, device="cpu")
+
+
+class TaskHead(nn.Module):
+    """The head that fine-tuning adds: one linear layer on rows, after a pooler where the model lacks one it needs."""
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel):
+        super().__init__()
+        self.parallel = parallel
+        self.has_pooler, self.dropout = config.has_task_pooler, config.task_dropout
+        self.pooled: Any = {"tanh": torch.tanh, "gelu": F.gelu}.get(config.task_pooler_kind)
+        needs_pooler = config.has_task_pooler and not config.sentence_classes and self.pooled is not None
+        self.pooler = Linear(config.hidden_size, config.hidden_size) if needs_pooler else None
+        self.pool = Linear(3 * config.hidden_size, config.hidden_size) if config.has_task_pool else None
+        self.mix = LayerMix(config) if config.task_mix else None
+        self.classifier = Linear(config.hidden_size, config.task_outputs, 1 / config.width_ratio)
+
+    def outputs(
+        self,
+        layers: Sequence[torch.Tensor],
+        rows: torch.Tensor,
+        final_layernorm: nn.Module,
+        dropout: Dropout | None,
+        parts: Parts | None,
+        pooler: Linear | Transform | None,
+    ) -> torch.Tensor:
+        """See `task_rows`. Args: pooler: another head's, which is used where this one has none."""
+        if self.parallel.sequence_parallel:
+            layers = [gather_tokens(hidden, self.parallel.group) for hidden in layers]
+        of_rows = [hidden.index_select(0, rows) for hidden in layers]
+        mix = self.mix
+        chosen = final_layernorm(of_rows[-1]) if mix is None else mix(torch.stack(of_rows))
+        if self.has_pooler:
+            pooler = self.pooler or pooler
+            assert pooler is not None
+            chosen = pooler(chosen) if self.pooled is None else self.pooled(pooler(chosen))
+        if self.pool is not None:
+            from megatron_lite.model.task_losses import first_places, part_pools
+
+            assert parts is not None
+            chosen, rows = torch.relu(self.pool(part_pools(chosen, parts))), rows[first_places(parts)]
+        # The embedding has no attention: the salt of that place is free.
+        dropped = None if dropout is None else dropout.features(self.dropout, -1, "attended")
+        if dropped is not None:
+            chosen = fused.add(None, Biased(chosen), dropped.of_rows(rows))
+        return self.classifier(chosen)
+
+
+def configs_of_tasks(config: ModelConfig) -> dict[str, ModelConfig]:
+    """The names of `model.task_heads`, and the configuration with the head of each alone."""
+    heads = [head.split(":") for head in config.task_heads]
+    return {
+        name: replace(config, task_heads=(), task_head=kind, task_classes=int(classes))
+        for name, kind, classes in heads
+    }
+
+
+class TaskHeads(nn.Module):
+    """A head for each of several tasks, under the task's name: a batch passes one of them.
+
+    Source: MT-DNN, arXiv:1901.11504, section 3.
+    """
+
+    def __init__(self, config: ModelConfig, parallel: TensorParallel):
+        super().__init__()
+        for name, of_task in configs_of_tasks(config).items():
+            head = self._modules[name] = TaskHead(of_task, parallel)  # any name, those of torch's methods too
+        self.pooled: Any = head.pooled
+
+    def outputs(self, *arguments: Any) -> torch.Tensor:
+        """As `TaskHead.outputs`."""
+        *_, parts, _ = arguments
+        return cast(TaskHead, self._modules[parts.task]).outputs(*arguments)
+
+
+def task_head(config: ModelConfig, parallel: TensorParallel) -> TaskHead | TaskHeads | None:
+    """The head or heads that fine-tuning adds to a model."""
+    if config.task_heads:
+        return TaskHeads(config, parallel)
+    return TaskHead(config, parallel) if config.task_outputs else None
+
+
+class LayerMix(nn.Module):
+    """gain * sum over layers of share * norm(h): [L + 1, N, D] -> [N, D], L blocks and the embeddings.
+
+    It begins as the mean. The norm has no parameters: what the head learns would hide them.
+    Source: ELMo, arXiv:1802.05365, section 3.2.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.layer_bias = nn.Parameter(torch.empty(config.num_layers + 1))  # shares before the softmax
+        self.gain_bias = nn.Parameter(torch.empty(1))  # gain - 1
+        self.epsilon = config.layernorm_epsilon
+
+    def forward(self, layers: torch.Tensor) -> torch.Tensor:
+        normed = F.layer_norm(layers.float(), layers.shape[-1:], eps=self.epsilon)
+        shares = self.layer_bias.float().softmax(0) * (1.0 + self.gain_bias.float())
+        return (shares[:, None, None] * normed).sum(0).to(layers.dtype)
+
+
+class SpanBoundaryHead(nn.Module):
+    """SpanBERT's f(x before, x after, place): two layers over their concatenation (arXiv:1907.10529, section 3.2)."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.place_embeddings = nn.Embedding(config.span_boundary_places, SPAN_PLACE_SIZE)
+        self.inner = Transform(2 * config.hidden_size + SPAN_PLACE_SIZE, config.hidden_size, config)
+        self.outer = Transform(config.hidden_size, config.embedding_size or config.hidden_size, config)
+
+    def forward(self, before: torch.Tensor, after: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """[P, D], [P, D], int64 [P] -> [P, E]"""
+        return self.outer(self.inner(torch.cat([before, after, self.place_embeddings(places)], dim=1)))

@@ -1,0 +1,292 @@
+"""One Transformer for every system. Input: tokens, their ids (positions, segment, task), an attention plan.
+
+By default it is GLM: pre-LN blocks, learned tables for both position ids, output projection tied to the word embedding
+without a bias (arXiv:2103.10360). The options of `ModelConfig` make it the Transformer of the other systems.
+docs/huggingface.md compares the module names with those of released checkpoints. The parts are in block.py.
+
+Shapes: T tokens, D hidden size, V vocabulary (unpadded).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.attention_backends.calls import AttentionPlan, PartsPlan
+from megatron_lite.model.block import Embedding, Stream, final_layernorm, stack
+from megatron_lite.model.forward_context import (
+    BeforeBlock,
+    Condition,
+    Flow,
+    detached_memory,
+    flow_of,
+    own_lengths,
+)
+from megatron_lite.model.kernels.dropout import Dropout
+from megatron_lite.model.lm_head import Heads, row_losses, sum_losses
+from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.tensor_parallel import LayerNorm, RMSNorm, TensorParallel
+from megatron_lite.model.trained_model import TrainedModel
+from megatron_lite.parallel.collectives import SINGLE
+
+if TYPE_CHECKING:
+    from megatron_lite.model.encoder_decoder import DecoderEmbedding, DecoderFlow
+    from megatron_lite.model.position_bias import Table
+    from megatron_lite.model.task_batch import Parts
+
+
+class GLM(TrainedModel):
+    """Embedding, blocks, final LayerNorm and heads. With `decoder_layers` the last blocks are a decoder's.
+
+    Args:
+        parallel: None = one process holds every layer whole.
+        label_smoothing: part of the targets' probability that training spreads over the vocabulary.
+        z_loss: see `sum_losses`.
+        loss_rows: rows of logits at a time in the loss, 0 for all.
+        has_memory: whether batches hold tokens that are a memory, see `detached_memory`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        recompute: str = "none",
+        num_losses: int = 1,
+        parallel: TensorParallel | None = None,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        loss_rows: int = 0,
+        has_memory: bool = False,
+    ):
+        super().__init__()
+        self.config = config
+        self.num_losses = num_losses
+        self.label_smoothing, self.z_loss = label_smoothing, z_loss
+        self.has_memory = has_memory
+        self.parallel = parallel or TensorParallel(SINGLE)
+        self.embedding = Embedding(config, self.parallel)
+        self.layers = stack(config, self.parallel, recompute)
+        self.decoder_embedding: DecoderEmbedding | None = None
+        self.encoder_layernorm: LayerNorm | RMSNorm | None = None
+        if config.decoder_layers:
+            from megatron_lite.model.encoder_decoder import (
+                DecoderBlock,
+                DecoderEmbedding,
+                encoder_layernorm,
+            )
+
+            self.layers.extend(
+                DecoderBlock(config, self.parallel, recompute) for _ in range(config.decoder_layers)
+            )
+            self.decoder_embedding = DecoderEmbedding(config, self.parallel)
+            self.encoder_layernorm = encoder_layernorm(config, self.parallel)
+        self.relative_bias: Table | None = None
+        self.decoder_relative_bias: Table | None = None
+        if config.relative != "none":
+            from megatron_lite.model.position_bias import relative_tables
+
+            for name, table in relative_tables(config, self.parallel).items():
+                setattr(self, name, table)
+        self.final_layernorm = final_layernorm(config)
+        self.heads = Heads(config, self.parallel, loss_rows)
+        self.before_use: Callable[[nn.Module], None] = lambda part: None
+
+    def run(
+        self,
+        tokens: torch.Tensor,
+        ids: torch.Tensor,
+        plan: AttentionPlan | PartsPlan,
+        dropout: Dropout | None,
+        before_block: BeforeBlock | None = None,
+        condition: Condition | None = None,
+    ) -> torch.Tensor:
+        """Output of the last block: [T, D], or [Td, D]. Args: condition: what the texts depend on."""
+        flow = flow_of(self.config, tokens.shape, ids.flatten(1), plan, dropout, self.parallel, condition)
+        self.before_use(self.embedding)
+        if self.decoder_embedding is not None:
+            self.before_use(self.decoder_embedding)
+        hidden = self.embedding(tokens.flatten(), ids.flatten(1), flow, self.decoder_embedding)
+        if self.config.decoder_layers:
+            stream = self._run_parts(hidden, flow, ids[0].flatten())
+        else:
+            if self.has_memory and before_block is None:
+                before_block = detached_memory(ids.flatten(1), plan, self.parallel)
+            stream = self.run_blocks(hidden, flow, ids[0].flatten(), before_block)
+        self.before_use(self.final_layernorm)
+        self.before_use(self.heads)
+        return stream.summed()
+
+    def _block(self, layer: int) -> nn.Module:
+        block = self.layers[layer % len(self.layers)]
+        self.before_use(block)
+        return block
+
+    def _biased(self, flow: Flow, table: Table | None, positions: torch.Tensor) -> Flow:
+        """See `with_bias`."""
+        if table is None:
+            return flow
+        from megatron_lite.model.position_bias import with_bias
+
+        self.before_use(table)
+        return with_bias(flow, table, positions)
+
+    def run_blocks(
+        self,
+        hidden: torch.Tensor,
+        flow: Flow,
+        positions: torch.Tensor,
+        before_block: BeforeBlock | None = None,
+    ) -> Stream:
+        """The first `num_layers` blocks: [T, D] -> [T, D]. Args: positions: int, of the plan's tokens."""
+        flow = self._biased(flow, self.relative_bias, positions)
+        stream = Stream(hidden)
+        for layer in range(self.config.num_layers):
+            if before_block is not None:
+                stream = Stream(before_block(layer, stream.summed()))
+            stream = self._block(layer)(stream, flow, layer)
+        return stream
+
+    def _run_parts(self, hidden: torch.Tensor, flow: Flow, positions: torch.Tensor) -> Stream:
+        """The encoder's blocks, then the decoder's: [Te + Td, D], int [Te + Td] -> [Td, D]."""
+        from megatron_lite.model.encoder_decoder import part_flows
+
+        encoder, decoder = part_flows(flow, self.parallel)
+        plan = cast(PartsPlan, flow.plan)
+        encoded, decoded = hidden.split(own_lengths(plan, self.parallel))
+        of_encoder, of_decoder = positions.split(plan.lengths)
+        encoded = self.run_blocks(encoded, encoder, of_encoder).summed()
+        if self.encoder_layernorm is not None:
+            self.before_use(self.encoder_layernorm)
+            encoded = self.encoder_layernorm(encoded)
+        encoded = encoder.last(encoded, self.config.final_dropout, self.config.num_layers - 1)
+        return self.run_decoder(decoded, encoded, decoder, of_decoder)
+
+    def run_decoder(
+        self, decoded: torch.Tensor, encoded: torch.Tensor, flow: DecoderFlow, positions: torch.Tensor
+    ) -> Stream:
+        """The decoder's blocks: [Td, D], [Te, D] -> [Td, D]. Args: positions: int, of the plan's tokens."""
+        flow = cast("DecoderFlow", self._biased(flow, self.decoder_relative_bias, positions))
+        for layer in range(self.config.num_layers, len(self.layers)):
+            decoded = self._block(layer)(decoded, encoded, flow, layer)
+        return Stream(decoded)
+
+    def hidden_states(
+        self,
+        tokens: torch.Tensor,
+        ids: torch.Tensor,
+        plan: AttentionPlan | PartsPlan,
+        before_block: BeforeBlock | None = None,
+    ) -> torch.Tensor:
+        """Output of the last block, before the final norm and without dropout: [..., D], or [Td, D]. One process.
+
+        Args: tokens: int [...]. ids: int [len(ID_PLANES), ...]. before_block: not with a decoder.
+        """
+        hidden = self.run(tokens, ids, plan, None, before_block)
+        return hidden if self.config.decoder_layers else hidden.view(*tokens.shape, -1)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., D] -> [..., V]. One process only."""
+        return self.heads.logits(self.final_layernorm(hidden), self.embedding.word_embeddings)
+
+    def forward(self, batch: ModelInput, *, answers: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weighted loss sum (fp32 scalar, nats); without gradient, fp32 [objectives, 2 or 3], see `sum_losses`.
+
+        Both are equal on all tensor-parallel ranks. The loss of a task is the last of the objectives.
+
+        Args: answers: what a task's parts are answered with instead, see `_answers`.
+        """
+        if answers:
+            return self._answers(batch)
+        if batch.parts is None:
+            return self._token_loss(self._hidden(batch), batch)
+        if batch.parts.head == "choices":
+            from megatron_lite.model.task_losses import choice_scores
+
+            losses = self._row_losses(self._hidden(batch), batch)
+            outputs = choice_scores(losses[: len(batch.parts.row_part)], batch.parts)  # without fillers
+            return self._task_loss(outputs, batch.parts)
+        layers = self._layers(batch)
+        loss, sums = self._task_loss(self._head_outputs(layers, batch, batch.parts), batch.parts)
+        if batch.parts.has_language:
+            of_tokens, token_sums = self._token_loss(layers[-1], batch)
+            token_sums[:, :2] += sums
+            return loss + of_tokens, token_sums
+        return loss, sums
+
+    def _token_loss(self, hidden: torch.Tensor, batch: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, words = self._row_logits(hidden, batch), self.embedding.word_embeddings
+        return sum_losses(rows, batch, words, self.num_losses, self.label_smoothing, self.z_loss)
+
+    def _task_loss(self, outputs: torch.Tensor, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
+        from megatron_lite.model.task_losses import sums_of_task, task_loss
+
+        loss = task_loss(outputs, parts)
+        return loss, sums_of_task(loss, parts, self.num_losses)
+
+    def _answers(self, batch: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choices: log probability of each part's targets, fp32 [P], and whether each is the likeliest token, bool [P].
+
+        Other tasks: the outputs of the task's head, see `task_loss`, and an empty tensor.
+        """
+        parts = batch.parts
+        assert parts is not None
+        if parts.head != "choices":
+            outputs = self._head_outputs(self._layers(batch), batch, parts).float()
+            return outputs, outputs.new_empty(0)
+        from megatron_lite.model.predictions import row_scores
+        from megatron_lite.model.task_losses import part_sums
+
+        logits, _ = self._row_logits(self._hidden(batch), batch, whole=True)
+        rows = len(parts.row_part)
+        log_p, is_likeliest = row_scores(logits[:rows], batch.targets[:rows], self.embedding.word_embeddings)
+        return part_sums(log_p, parts), part_sums(~is_likeliest, parts) == 0
+
+    def _hidden(self, batch: ModelInput, before_block: BeforeBlock | None = None) -> torch.Tensor:
+        return self.run(batch.tokens, batch.ids, batch.plan, batch.dropout, before_block)
+
+    def _layers(self, batch: ModelInput) -> list[torch.Tensor]:
+        """[T, D] of the last block; for a mix those of the embeddings and of all blocks."""
+        layers: list[torch.Tensor] = []
+
+        def keep(layer: int, hidden: torch.Tensor) -> torch.Tensor:
+            layers.append(hidden)
+            return hidden
+
+        layers.append(self._hidden(batch, keep if self.config.task_mix else None))
+        return layers
+
+    def _head_outputs(self, layers: list[torch.Tensor], batch: ModelInput, parts: Parts) -> torch.Tensor:
+        from megatron_lite.model.predictions import task_rows
+
+        outputs = task_rows(self.heads, layers, parts.rows, self.final_layernorm, batch.dropout, parts)
+        return outputs[: len(parts.row_part)]
+
+    def losses(self, batch: ModelInput, condition: Condition | None = None) -> torch.Tensor:
+        """Cross entropies of the rows with loss, fp32 [K + P + M]. Args: condition: as for `run`."""
+        hidden = self.run(batch.tokens, batch.ids, batch.plan, batch.dropout, condition=condition)
+        return self._row_losses(hidden, batch)
+
+    def _row_losses(self, hidden: torch.Tensor, batch: ModelInput) -> torch.Tensor:
+        """fp32 [K + P + M], see LossRows."""
+        return row_losses(*self._row_logits(hidden, batch), batch.targets, self.embedding.word_embeddings)
+
+    def _row_logits(
+        self, hidden: torch.Tensor, batch: ModelInput, whole: bool = False
+    ) -> tuple[Any, torch.Tensor]:
+        """Logits of tokens [K + P, local V with padding] and of classes [M, classes]."""
+        words = self.embedding.word_embeddings
+        dropout = batch.dropout
+        if dropout is not None and isinstance(batch.plan, PartsPlan):
+            dropout = replace(dropout, keys=dropout.keys.split(batch.plan.lengths)[1])
+        vectors, classes = self.heads(hidden, batch.loss_rows, self.final_layernorm, dropout)
+        borders = len(batch.loss_rows.borders)
+        if whole or not self.heads.loss_rows:
+            return self.heads.vocabulary_logits(vectors, words, borders), classes
+        from megatron_lite.model.chunked_loss import loss_logits
+
+        return loss_logits(self.heads, vectors, words, borders), classes

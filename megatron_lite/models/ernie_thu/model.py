@@ -1,0 +1,199 @@
+"""ERNIE of Tsinghua: BERT with a stream of entities beside that of tokens (arXiv:1905.07129, thunlp/ERNIE).
+
+Three kinds of block. "sim" is BERT's. In "norm" the entities of an Example attend to each other; in "mix" they do not
+yet. Both then join the streams in the FFN: h = gelu(W a + b + V e + c) at every token, where e is 0 without an entity;
+the next states of tokens and entities are read from h. The states of entities are computed where there is one, and at
+CLS, whose vector is 0: all others are masked by the next block. Every tensor-parallel rank computes that stream whole,
+but for its part of the FFN.
+
+Shapes: T tokens, D hidden size; N, M, L, C, E as in batch.py; R = N M.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from data_utils.common.losses import ENTITIES
+from data_utils.objectives.entities import EntitiesConfig
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.block import Block, Stream, recomputed
+from megatron_lite.model.dense import Linear, Transform
+from megatron_lite.model.forward_context import Flow
+from megatron_lite.model.kernels.dropout import Dropout, FeatureDropout, pairs_formula, stays
+from megatron_lite.model.kernels.fused import Biased, activated
+from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.tensor_parallel import (
+    ColumnParallelLinear,
+    Partition,
+    RowParallelLinear,
+    TensorParallel,
+    make_norm,
+    sharded,
+)
+from megatron_lite.model.transformer import GLM, BeforeBlock
+from megatron_lite.models.ernie_thu.batch import Mentions
+from megatron_lite.models.ernie_thu.task_batch import EntityParts
+
+_SALT = 0x3C6EF372  # of the entities' dropout: an int32
+
+
+class EntityAttention(nn.Module):
+    """Attention among the entities of an Example, whole on every rank: [R, E] -> [R, E]."""
+
+    def __init__(self, config: EntitiesConfig, dropout: float):
+        super().__init__()
+        self.query_key_value = Linear(config.size, 3 * config.size)
+        self.dense = Linear(config.size, config.size)
+        self.heads, self.dropout = config.heads, dropout
+
+    def forward(
+        self, states: torch.Tensor, is_real: torch.Tensor, dropout: Dropout | None, layer: int
+    ) -> torch.Tensor:
+        """Args: is_real: bool [N, M]."""
+        examples, most = is_real.shape
+        qkv = self.query_key_value(states).view(examples, most, 3, self.heads, -1)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # [N, heads, M, E / heads]
+        scores = (query @ key.transpose(-1, -2)).float() * query.shape[-1] ** -0.5
+        scores = scores.masked_fill(~is_real[:, None, None], torch.finfo(torch.float32).min)
+        shares = scores.softmax(-1)
+        if self.dropout and dropout is not None:
+            keys = dropout.keys.view(examples, 1, most)
+            heads = torch.arange(self.heads, dtype=torch.int32, device=keys.device)[:, None, None]
+            salt = dropout.attention(self.dropout, layer).salt
+            kept = stays(pairs_formula(keys[..., None], keys[..., None, :], salt, heads), self.dropout)
+            shares = shares * kept / (1.0 - self.dropout)
+        out = (shares.to(value.dtype) @ value).transpose(1, 2)
+        return self.dense(out.reshape(examples * most, -1))
+
+
+class EntityBlock(Block):
+    """A block that joins entities. Args: attends: whether they attend to each other ("norm")."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        of_entities: EntitiesConfig,
+        parallel: TensorParallel,
+        recompute: str,
+        attends: bool,
+    ):
+        super().__init__(config, parallel, recompute)
+        size, inner, alone = of_entities.size, config.inner_size, TensorParallel()
+        self.may_fuse = False
+        self.entity_attention = EntityAttention(of_entities, config.attention_dropout) if attends else None
+        self.attended_entity_layernorm = make_norm(config, size, alone) if attends else None
+        self.entity_h_to_4h = ColumnParallelLinear(size, inner, parallel, has_bias=False)
+        # Every token has it, also one without entity.
+        self.entity_bias = sharded(nn.Parameter(torch.empty(inner // parallel.group.size)), Partition(dim=0))
+        self.entity_4h_to_h = RowParallelLinear(inner, size, parallel)
+        self.entity_layernorm = make_norm(config, size, alone)
+
+    def forward(  # type: ignore[override]
+        self, hidden: torch.Tensor, states: torch.Tensor, flow: Flow, layer: int, mentions: Mentions
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The next [T, D] and [R, E]."""
+        return recomputed(self.recompute, self._joined, hidden, states, flow, layer, mentions)
+
+    def _joined(
+        self, hidden: torch.Tensor, states: torch.Tensor, flow: Flow, layer: int, mentions: Mentions
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        _, attended = self._attended(Stream(hidden), flow, layer, self.post_attention_layernorm)
+        is_real, rows = mentions.places >= 0, mentions.places.clamp(min=0).flatten()
+        dropout = entity_dropout(flow.dropout, rows)
+
+        def features(place: str) -> FeatureDropout | None:
+            return None if dropout is None else dropout.features(self.dropout, layer, place)
+
+        if self.entity_attention is not None and self.attended_entity_layernorm is not None:
+            x = Biased(self.entity_attention(states, is_real, dropout, layer))
+            states = self.attended_entity_layernorm.after_sum(states, x, features("attended"))[1]
+        states = states * is_real.flatten()[:, None].to(states.dtype)
+        inner = self.mlp.dense_h_to_4h(attended).added() + self.entity_bias
+        inner = inner.index_add(0, rows, self.entity_h_to_4h(states).added())
+        inner = activated(Biased(inner), self.mlp.activation, gated=False, dropout=None)
+        x = self.mlp.dense_4h_to_h(inner)
+        after = self.output_layernorm
+        assert after is not None
+        hidden = after.after_sum(attended, x, flow.features(self.dropout, layer, "expanded"))[1]
+        more = self.entity_4h_to_h(inner.index_select(0, rows))
+        return hidden, self.entity_layernorm.after_sum(states, more, features("expanded"))[1]
+
+
+def entity_dropout(dropout: Dropout | None, rows: torch.Tensor) -> Dropout | None:
+    """The dropout of the entities' states: other numbers than those of their tokens. Args: rows: int [R], of [T]."""
+    if dropout is None:
+        return None
+    return replace(dropout, keys=dropout.keys.index_select(0, rows) ^ _SALT)
+
+
+class EntityTransformer(GLM):
+    """BERT with both streams and three losses: masked tokens, next sentences, entities."""
+
+    def __init__(self, config: ModelConfig, of_entities: EntitiesConfig, **options: Any):
+        super().__init__(config, **options)
+        for layer, kind in enumerate(of_entities.kinds_of(config.num_layers)):
+            if kind != "sim":
+                recompute = options.get("recompute", "none")
+                block = EntityBlock(config, of_entities, self.parallel, recompute, kind == "norm")
+                self.layers[layer] = block
+        self.entity_head = Transform(config.hidden_size, of_entities.size, config)
+
+    def _hidden(self, batch: ModelInput, before_block: BeforeBlock | None = None) -> torch.Tensor:
+        assert isinstance(batch.parts, EntityParts)
+        mentions: Any = batch.parts.mentions
+        return self.run(batch.tokens, batch.ids, batch.plan, batch.dropout, before_block, mentions)
+
+    def run_blocks(
+        self,
+        hidden: torch.Tensor,
+        flow: Flow,
+        positions: torch.Tensor,
+        before_block: BeforeBlock | None = None,
+    ) -> Stream:
+        mentions: Any = flow.condition
+        flow = replace(flow, condition=None)
+        states = mentions.first().flatten(0, 1).to(hidden.dtype)
+        stream = Stream(hidden)
+        for layer in range(self.config.num_layers):
+            if before_block is not None:
+                stream = Stream(before_block(layer, stream.summed()))
+            block = self._block(layer)
+            if isinstance(block, EntityBlock):
+                summed, states = block(stream.summed(), states, flow, layer, mentions)
+                stream = Stream(summed)
+            else:
+                stream = block(stream, flow, layer)
+        # Nobody reads the last states: the sum of none of them gives their weights a gradient of zero.
+        return Stream(stream.summed() + states[:0].sum())
+
+    def forward(self, batch: ModelInput, *, answers: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum of the losses (fp32 scalar, nats); without gradient, fp32 [losses, 2]: sum and weight of each."""
+        mentions = batch.parts
+        if not isinstance(mentions, Mentions):
+            return super().forward(batch, answers=answers)
+        hidden = self.run(batch.tokens, batch.ids, batch.plan, batch.dropout, condition=mentions)
+        of_rows, of_entities = batch.weights.tensor_split([len(batch.targets)])
+        loss, sums = self._token_loss(hidden, replace(batch, weights=of_rows))
+        wrong = F.cross_entropy(
+            self.entity_logits(hidden, mentions),
+            mentions.classes.flatten().long().clamp(min=0),
+            reduction="none",
+        )
+        own = (wrong * of_entities).sum()
+        sums[ENTITIES.number] = torch.stack([own.detach(), of_entities.sum()])
+        return loss + own, sums
+
+    def entity_logits(self, hidden: torch.Tensor, mentions: Mentions) -> torch.Tensor:
+        """Scores of each Example's candidates at its entities, fp32 [N L, C]; -inf for what fills up."""
+        self.before_use(self.entity_head)
+        rows = mentions.predicted.clamp(min=0).flatten()
+        vectors = self.entity_head(hidden.index_select(0, rows)).view(*mentions.predicted.shape, -1)
+        candidates = mentions.vectors.to(vectors.dtype)
+        scores = (vectors @ candidates.transpose(1, 2)).float()
+        fills = torch.arange(scores.shape[2], device=scores.device) >= mentions.counts[:, None]
+        return scores.masked_fill(fills[:, None], float("-inf")).flatten(0, 1)

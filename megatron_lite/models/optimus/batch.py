@@ -1,0 +1,171 @@
+"""Batches of sentences that pass through a latent vector (OPTIMUS): what the model reads beside the tokens.
+
+A document of a row is a sentence: the encoder's tokens have `ord` 0, the decoder's more. Neither stack sees the other's
+tokens; the latent vector alone passes between them.
+
+Shapes: N sentences, P latent size, K rows with loss; Te, Td rows of encoder and decoder.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from data_utils.common.batch_fields import DOC
+from data_utils.loader.loader import SampleLoader
+from data_utils.objectives import LOSS_NAMES
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.batch import Batch
+from megatron_lite.model.model_input import few_count
+from megatron_lite.models.optimus.noise import normals
+
+
+@dataclass(frozen=True)
+class Sentences:
+    """The sentences of a micro-batch on the device. Those that only fill up have weight 0."""
+
+    features: torch.Tensor  # int32 [N]: each one's CLS in [Te]
+    slots: torch.Tensor  # int32 [real N], or [0] without memory: its memory slot in [Td]
+    of_token: torch.Tensor  # int32 [Td]: the sentence of each of the decoder's rows
+    of_loss: torch.Tensor  # int32 [K]
+    noise: torch.Tensor  # fp32 [N, P]
+    weight: torch.Tensor  # fp32 [N]
+
+
+class LatentBatch(Batch):
+    """Args:
+    planes, samples: as for Batch.
+    seed: of the noise, which is a pure function of it, the sample and the sentence's number in its row.
+    latent_size: P.
+    has_memory: the first of the decoder's tokens is the slot.
+    """
+
+    def __init__(
+        self, planes: np.ndarray, samples: np.ndarray, seed: int, latent_size: int, has_memory: bool
+    ):
+        super().__init__(planes, samples)
+        self._seed, self.latent_size, self.has_memory = seed, latent_size, has_memory
+
+    @cached_property
+    def places(self) -> tuple[np.ndarray, np.ndarray]:
+        """The row of each sentence and its number there, both int64 [N], as the layout has them in order."""
+        width = self.planes[:, DOC].max(initial=0) + 1
+        return np.divmod(np.unique(self.layout.document), width)
+
+    @property
+    def noise(self) -> np.ndarray:
+        """Draws of the standard normal distribution for the sentences, fp32 [N, P]."""
+        rows, numbers = self.places
+        most = int(numbers.max(initial=-1)) + 1
+        drawn = normals(self._seed, "sentence", self.samples.tolist(), 0, most, self.latent_size)
+        return drawn.numpy()[rows, numbers].astype(np.float32)
+
+    @property
+    def loss_weight(self) -> float:
+        """Number of sentences, by which the loss is divided."""
+        return float(len(self.places[0]))
+
+    def loss_weights(self, num_losses: int) -> np.ndarray:
+        weights = np.zeros(num_losses)
+        weights[LOSS_NAMES.index("reconstruction")] = self.loss_weight
+        return weights
+
+    @property
+    def visible_keys(self) -> int:
+        """Number of (query, key) pairs with attention, of both stacks."""
+        encoder, decoder = self.layout.parts
+        return int(encoder.views.seen.sum() + decoder.views.seen.sum())
+
+    @property
+    def target_keys(self) -> int:
+        return int(self.layout.parts[1].views.seen.sum())
+
+    def host_parts(
+        self, order: np.ndarray, first: int, predicted: np.ndarray, few_counts: bool, config: ModelConfig
+    ) -> HostSentences:
+        return HostSentences(self, order, first, predicted, few_counts)
+
+    def padded(self, rows: int) -> LatentBatch:
+        planes = super().padded(rows).planes
+        samples = np.pad(self.samples, (0, rows - len(self.samples)))
+        return LatentBatch(planes, samples, self._seed, self.latent_size, self.has_memory)
+
+
+class HostSentences:
+    """The sentences of a batch in the order of its attention plans.
+
+    Args:
+        order: int64 [Te + Td], the plans': index of each token into the flattened batch, -1 for padding.
+        first: Te.
+        loss_rows: int64 [K] in [Td], -1 for those that fill up.
+        few_counts: sentences are filled up to one of few counts, see `few_count`; there is always one.
+    """
+
+    ARRAYS = 6
+
+    def __init__(
+        self, batch: LatentBatch, order: np.ndarray, first: int, loss_rows: np.ndarray, few_counts: bool
+    ):
+        layout = batch.layout
+        rank = np.full(batch.planes[:, DOC].size, -1)  # place in the batch -> place in the order
+        rank[order[order >= 0]] = np.flatnonzero(order >= 0)
+        known, number = np.unique(layout.document, return_inverse=True)
+        sentence = np.zeros(batch.planes[:, DOC].size, np.int64)
+        sentence[layout.rows] = number
+        of_token = np.where(order < 0, 0, sentence[order])[first:]
+        real = len(known)
+        count = max(1, few_count(real) if few_counts else real)
+
+        def firsts(chosen: np.ndarray) -> np.ndarray:
+            """The first of the chosen tokens of each sentence, in the order."""
+            rows = np.flatnonzero(chosen)
+            _, at = np.unique(layout.document[rows], return_index=True)
+            return rank[layout.rows[rows[at]]]
+
+        noise = np.zeros((count, batch.latent_size), np.float32)
+        noise[:real] = batch.noise
+        self._integers = (
+            np.pad(firsts(~layout.is_target), (0, count - real)),
+            firsts(layout.is_target)[: real if batch.has_memory else 0] - first,
+            of_token,
+            np.where(loss_rows < 0, 0, of_token[loss_rows]),
+        )
+        self._numbers = (noise, np.r_[np.ones(real), np.zeros(count - real)])
+
+    def arrays(self) -> list[np.ndarray]:
+        """int32, floats by their bits."""
+        return [
+            *(array.astype(np.int32) for array in self._integers),
+            *(array.astype(np.float32).view(np.int32) for array in self._numbers),
+        ]
+
+    def loss_rows(self) -> None:
+        """The rows with loss are those of the batch."""
+
+    def on_device(self, arrays: list[torch.Tensor]) -> Sentences:
+        """Args: arrays: as `arrays` gave them."""
+        features, slots, of_token, of_loss, noise, weight = arrays
+        of_floats = noise.view(torch.float32), weight.view(torch.float32)
+        return Sentences(features, slots, of_token, of_loss, *of_floats)
+
+
+class LatentSamples:
+    """The samples of a loader as LatentBatches. Args: seed: of the noise."""
+
+    def __init__(self, loader: SampleLoader, latent_size: int, has_memory: bool, seed: int):
+        self._loader = loader
+        self._make = functools.partial(LatentBatch, seed=seed, latent_size=latent_size, has_memory=has_memory)
+
+    def batch(self, indices: np.ndarray) -> LatentBatch:
+        """Samples int64 [B]."""
+        return self._make(self._loader.batch(indices), indices)
+
+    def prefetch(self, indices: np.ndarray) -> None:
+        self._loader.prefetch(indices)
+
+    def fingerprint(self) -> list[dict[str, object]]:
+        return self._loader.fingerprint()

@@ -1,0 +1,383 @@
+"""OPTIMUS as two directories of transformers and a file of what lies between them, and back to a run.
+
+    DIRECTORY/encoder/             as its class has it (BertForPreTraining, ...), with its tokenizer
+    DIRECTORY/decoder/             GPT2LMHeadModel, with its tokenizer
+    DIRECTORY/latent.json          format, version, latent_size, feature, memory, embedding
+    DIRECTORY/latent.safetensors   posterior.weight [2P, H], memory.weight [L * D, P], embedding.weight [D, P]
+
+Both ways are proved: the posterior through the encoder's class, and the logits given a latent vector through
+GPT2LMHeadModel, where the memory is a cache of length 1 and W_D z is added to the word embeddings.
+
+Shapes: N sentences, T tokens, P latent size, H and D hidden sizes of encoder and decoder, L blocks of the decoder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import DynamicCache
+
+from data_utils.common.errors import CheckpointError, ConfigError
+from data_utils.common.setting_files import shown
+from data_utils.common.settings import build, check, merge, to_tree
+from data_utils.objectives.optimus import OptimusConfig
+from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
+from megatron_lite.checkpoint.manifest import checkpoint_name
+from megatron_lite.checkpoint.read import weight_reader
+from megatron_lite.checkpoint.tensor_files import write_tensors
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.task_rows import with_task_rows
+from megatron_lite.config.tree import Config
+from megatron_lite.hf.files.config_json import by_transformers
+from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
+from megatron_lite.hf.files.recipe import Recorded
+from megatron_lite.hf.files.tokenizer_proof import prove_exported
+from megatron_lite.hf.files.weights import (
+    DTYPES,
+    METADATA,
+    Weights,
+    check_shapes,
+    new_directory,
+    open_safetensors,
+    read_json,
+)
+from megatron_lite.hf.glm import proof
+from megatron_lite.hf.published.conversion import (
+    PublishedSource,
+    is_published,
+    load_class,
+    open_published,
+    system_of,
+    to_ours,
+)
+from megatron_lite.hf.published.runs import (
+    KEPT_FILES,
+    Stack,
+    check_vocabulary,
+    keep_files,
+    require_same_model,
+    write_stack,
+)
+from megatron_lite.hf.published.tokenizers import brought_tokenizer, require_same_ids
+from megatron_lite.inference.open_run import OpenRun, open_run
+from megatron_lite.model.build import kind_of
+from megatron_lite.model.trained_model import DECODER, ENCODER
+from megatron_lite.models.optimus.interface import Sentence
+from megatron_lite.models.optimus.model import LATENT
+from megatron_lite.models.optimus.open_run import LatentRun, Rows, latent_run, longest_sentence
+from megatron_lite.models.optimus.sections import latent_of
+
+FORMAT, VERSION = "megatron-lite-optimus", 1
+DESCRIPTION, MATRICES = "latent.json", "latent.safetensors"
+DESCRIBED = ("latent_size", "feature", "memory", "embedding")
+_DECODER_CLASS = "GPT2LMHeadModel"
+# Tokens that config.json names -> roles of the tokenizer; None: those of the system.
+_ROLES = {ENCODER: None, DECODER: {"pad_token_id": "pad", "eos_token_id": "eop", "bos_token_id": "sop"}}
+
+
+def is_optimus(path: Path) -> bool:
+    return (path / DESCRIPTION).exists()
+
+
+def directory_of(prefix: str) -> str:
+    return prefix.rstrip(".")
+
+
+def write_optimus(directory: Path, run: OpenRun, dtype: str, max_shard_bytes: int) -> None:
+    """Write a run's stacks and what lies between them. Raises: CheckpointError for a stack that has no such class."""
+    checkpoint, config = run.checkpoint, run.config
+    assert config.decoder is not None
+    check_shapes(Weights(checkpoint.shapes, _unread), kind_of(config).shapes(config), checkpoint.path)
+    _require_classes(config.model, config.decoder, str(checkpoint.path))
+    kept = checkpoint.path.parent.parent / KEPT_FILES
+    tokenizers = {ENCODER: run.tokenizer, DECODER: run.decoder_tokenizer or run.tokenizer}
+    for prefix, stack in ((ENCODER, config.model), (DECODER, config.decoder)):
+        part, name = checkpoint.part(prefix), directory_of(prefix)
+        weights = Weights(part.shapes, weight_reader(part))
+        (directory / name).mkdir()
+        origin = f"the {name} of {checkpoint.path}"
+        described = Stack(stack, weights, tokenizers[prefix], kept / name, origin, _ROLES[prefix])
+        write_stack(directory / name, described, dtype, max_shard_bytes)
+    latent = checkpoint.part(LATENT)
+    matrices = map(weight_reader(latent), latent.shapes)
+    write_tensors(directory / MATRICES, latent.shapes, matrices, DTYPES[dtype], METADATA)
+    section = {name: getattr(latent_of(config), name) for name in DESCRIBED}
+    text = json.dumps({"format": FORMAT, "version": VERSION, **section}, indent=2)
+    (directory / DESCRIPTION).write_text(f"{text}\n", encoding="utf-8")
+
+
+def _unread(name: str) -> torch.Tensor:
+    raise AssertionError(f"{name} is only compared by its shape")
+
+
+def _require_classes(encoder: ModelConfig, decoder: ModelConfig, origin: str) -> None:
+    """Raise CheckpointError unless the encoder reads as a BERT does, and the decoder is a GPT-2."""
+    try:
+        is_bidirectional = not system_of(encoder).is_causal
+    except CheckpointError:
+        is_bidirectional = False
+    for key, stack, is_right, rule in (
+        ("model", encoder, is_bidirectional, "the encoder must be of a system like bert"),
+        ("decoder", decoder, decoder.system == "gpt2", "the decoder must be of the system gpt2"),
+    ):
+        if not is_right:
+            raise CheckpointError(
+                f"{origin} has {key}.system {shown(stack.system)}, for which transformers has no class; {rule}."
+            )
+
+
+# Import
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A directory to import."""
+
+    path: Path
+    stacks: Mapping[str, PublishedSource]  # by prefix
+    matrices: Weights
+    latent: dict[str, Any]  # DESCRIBED
+
+
+def import_optimus(
+    path: Path,
+    output: Path,
+    recorded: Recorded,
+    tree: Mapping[str, Any],
+    *,
+    verify: bool = True,
+    tolerance: float = proof.TOLERANCE,
+) -> proof.Proof | None:
+    """Write a run directory with one checkpoint at step 0, its config.yaml, and what an export needs.
+
+    Args: recorded: of the run that the directory was exported from. tree: goes over it; it must not contradict the
+        model.
+    Raises: CheckpointError, DataError or ConfigError; `output` then does not exist.
+    """
+    with new_directory(output) as directory:
+        source = _open(path)
+        for prefix, stack in source.stacks.items():
+            keep_files(stack, directory / KEPT_FILES / directory_of(prefix))
+        config = _config(source, directory, recorded, tree, verify)
+        weights = _joined(source)
+        check_shapes(weights, kind_of(config).shapes(config), path)
+        moved = _moved(config, directory, output)
+        write_training_checkpoint(directory / "checkpoints" / checkpoint_name(0), weights, moved)
+        text = yaml.safe_dump(to_tree(moved), sort_keys=False)
+        (directory / "config.yaml").write_text(text, encoding="utf-8")
+        if not verify:
+            return None
+        assert config.tokenizer is not None
+        of_decoder = config.decoder_tokenizer
+        run = open_run(
+            directory, Path(config.tokenizer.path), None if of_decoder is None else Path(of_decoder.path)
+        )
+        prove_exported(run.tokenizer, path / directory_of(ENCODER))
+        prove_exported(run.decoder_tokenizer or run.tokenizer, path / directory_of(DECODER))
+        return proof.joined(prove(run, path, "fp32", tolerance, f"the import of {path}"))
+
+
+def _open(path: Path) -> _Source:
+    described = read_json(path / DESCRIPTION)
+    found = described.get("format"), described.get("version")
+    if found != (FORMAT, VERSION):
+        raise CheckpointError(
+            f"{path / DESCRIPTION} is of format {shown(found[0])}, version {shown(found[1])}; this program reads "
+            f"{FORMAT}, version {VERSION}."
+        )
+    try:
+        section = build(OptimusConfig, {name: described[name] for name in DESCRIBED}, "")
+    except KeyError as error:
+        raise CheckpointError(f"{path / DESCRIPTION} has no {error}; fetch it again.") from None
+    except ConfigError as error:
+        raise CheckpointError(f"{path / DESCRIPTION}: {error}") from None
+    stacks = {}
+    for prefix in (ENCODER, DECODER):
+        of_stack = path / directory_of(prefix)
+        if not is_published(of_stack):
+            raise CheckpointError(f"{of_stack} is of no system that can be imported; fetch it again.")
+        stacks[prefix] = open_published(of_stack)
+    encoder, decoder = (build(ModelConfig, stack.settings) for stack in stacks.values())
+    _require_classes(encoder, decoder, str(path))
+    latent = {name: getattr(section, name) for name in DESCRIBED}
+    return _Source(path, stacks, open_safetensors(path / MATRICES), latent)
+
+
+def _joined(source: _Source) -> Weights:
+    """All tensors under our names."""
+    parts = {prefix: to_ours(stack.theirs, stack.parts) for prefix, stack in source.stacks.items()}
+    parts[LATENT] = source.matrices
+    shapes = {
+        f"{prefix}{name}": shape for prefix, part in parts.items() for name, shape in part.shapes.items()
+    }
+
+    def read(name: str) -> torch.Tensor:
+        prefix = name[: name.index(".") + 1]
+        return parts[prefix].read(name.removeprefix(prefix)).float()
+
+    return Weights(shapes, read)
+
+
+def _config(
+    source: _Source, directory: Path, recorded: Recorded, tree: Mapping[str, Any], verify: bool
+) -> Config:
+    """The configuration of the run in `directory`."""
+    whole = merge({"objectives": {"optimus": 1}, **recorded.config, **recorded.tokenizers}, tree)
+    given = tree.get("optimus") or {}
+    for name, value in source.latent.items():
+        check(
+            given.get(name, value) == value,
+            f"optimus.{name} is {shown(given.get(name))}, but {source.path} has {shown(value)}; leave it out.",
+        )
+    whole["optimus"] = {**(whole.get("optimus") or {}), **source.latent}
+    tokenizers = {}
+    for prefix, key, of_tokenizer, added in (
+        (ENCODER, "model", "tokenizer", "none"),
+        (DECODER, "decoder", "decoder_tokenizer", "optimus"),
+    ):
+        stack = source.stacks[prefix]
+        whole[key] = {**stack.settings, **{k: v for k, v in (whole.get(key) or {}).items() if v is not None}}
+        options = {k: v for k, v in (whole.get(of_tokenizer) or {}).items() if v is not None}
+        is_brought = "path" not in options
+        if is_brought:
+            kept = directory / KEPT_FILES / directory_of(prefix)
+            options = brought_tokenizer(stack.path, kept, {"added_tokens": added, **options})
+        whole[of_tokenizer] = options
+        tokenizers[prefix] = _tokenizer(options, of_tokenizer, stack)
+        if verify and not is_brought:
+            kept = directory / KEPT_FILES / directory_of(prefix)
+            require_same_ids(of_tokenizer, tokenizers[prefix], stack.path, kept)
+    if tokenizers[ENCODER].fingerprint == tokenizers[DECODER].fingerprint:
+        whole["decoder_tokenizer"] = None
+    config = build(Config, whole)
+    assert config.decoder is not None
+    require_same_model("model", config.model, source.stacks[ENCODER])
+    require_same_model("decoder", config.decoder, source.stacks[DECODER])
+    return with_task_rows(config)
+
+
+def _tokenizer(options: Mapping[str, Any], key: str, stack: PublishedSource) -> Tokenizer:
+    tokenizer = load_tokenizer(build(TokenizerConfig, dict(options), f"{key}."))
+    check_vocabulary(tokenizer, stack)
+    return tokenizer
+
+
+def _moved(config: Config, directory: Path, output: Path) -> Config:
+    """The configuration as it is when the directory has its name: paths below it change with it."""
+
+    def path_of(section: TokenizerConfig | None) -> TokenizerConfig | None:
+        if section is None:
+            return None
+        path = Path(section.path)
+        inside = path.is_relative_to(directory)
+        return replace(
+            section, path=str(output.absolute() / path.relative_to(directory) if inside else path)
+        ).absolute()
+
+    return replace(
+        config,
+        run=replace(config.run, directory=str(output)),
+        tokenizer=path_of(config.tokenizer),
+        decoder_tokenizer=path_of(config.decoder_tokenizer),
+    )
+
+
+# Proof
+
+
+def prove(run: OpenRun, directory: Path, dtype: str, tolerance: float, what: str) -> dict[str, proof.Proof]:
+    """Compare a run with its directory: posteriors, and logits given latent vectors. Raises CheckpointError.
+
+    Args: dtype: of the directory's weights, to which those of the run are rounded.
+    """
+    return proof.prove(
+        lambda computed: _ask(run, directory, computed),
+        lambda: latent_run(run, torch.device("cpu"), lambda weight: weight.to(DTYPES[dtype]).float()),
+        tolerance,
+        what,
+        run.checkpoint.shapes,
+    )
+
+
+Latent = Mapping[str, torch.Tensor]  # the matrices of MATRICES
+
+
+@torch.no_grad()
+def _ask(run: OpenRun, directory: Path, dtype: torch.dtype) -> list[proof.Question]:
+    """Outputs of the classes of transformers for encoder and decoder, computed in `dtype`."""
+    matrices = open_safetensors(directory / MATRICES)
+    latent = {name: matrices.read(name).to(dtype) for name in matrices.shapes}
+    generator = torch.Generator().manual_seed(0)
+    posteriors = _of_posteriors(run, directory / directory_of(ENCODER), latent, generator, dtype)
+    return [posteriors, _of_logits(run, directory / directory_of(DECODER), latent, generator, dtype)]
+
+
+def _of_posteriors(
+    run: OpenRun, directory: Path, latent: Latent, generator: torch.Generator, dtype: torch.dtype
+) -> proof.Question:
+    """The posteriors' parameters [N, 2 P] of sentences of several lengths."""
+    config, special, section = run.config.model, run.tokenizer.special, latent_of(run.config)
+    assert config.vocab_size is not None and section is not None
+    longest, sentences, expected = min(longest_sentence(run.config), 200), [], []
+    theirs = load_class(directory, system_of(config).class_of(config), dtype)
+    base = getattr(theirs, theirs.base_model_prefix)  # type: ignore[call-overload]
+    for length in {longest, max(1, longest // 2), 1}:
+        random = torch.randint(config.vocab_size, (length,), generator=generator)
+        drawn = random.masked_fill(random == base.config.pad_token_id, special.unk).tolist()
+        sentences.append(Sentence("", drawn, [special.unk]))
+        tokens = torch.tensor([[special.cls, *drawn, special.sep]])
+        with by_transformers(directory):
+            out = base(input_ids=tokens, attention_mask=torch.ones_like(tokens))
+        feature = out.pooler_output if section.feature == "pooler" else out.last_hidden_state[:, 0]
+        expected.append(feature @ latent["posterior.weight"].T)
+
+    def answer(ours: LatentRun) -> torch.Tensor:
+        return torch.cat([torch.cat(ours.encode([sentence]), dim=1) for sentence in sentences])
+
+    return proof.Question("posteriors", torch.cat(expected), answer)
+
+
+def _of_logits(
+    run: OpenRun, directory: Path, latent: Latent, generator: torch.Generator, dtype: torch.dtype
+) -> proof.Question:
+    """The decoder's logits for three texts of BOS and random tokens, each with its own latent vector."""
+    config, section = run.config.decoder, latent_of(run.config)
+    assert config is not None and config.vocab_size is not None and section is not None
+    begin = (run.decoder_tokenizer or run.tokenizer).special.sop
+    z = torch.randn(3, section.latent_size, generator=generator)
+    length = min(longest_sentence(run.config), 200)
+    drawn = torch.randint(config.vocab_size, (3, length), generator=generator)
+    tokens = torch.cat([torch.full((3, 1), begin), drawn], dim=1)
+    has_memory = "memory.weight" in latent
+    with_slot = torch.cat([tokens[:, :1], tokens], dim=1) if has_memory else tokens
+    decoder = load_class(directory, _DECODER_CLASS, dtype)
+    with by_transformers(directory):
+        expected = their_logits(decoder, latent, tokens, z.to(dtype))
+
+    def answer(ours: LatentRun) -> torch.Tensor:
+        return Rows(ours.model, z, begin, has_memory).read(with_slot, has_memory)[:, has_memory:]
+
+    return proof.Question("logits", expected, answer)
+
+
+def their_logits(
+    gpt2: torch.nn.Module, latent: Latent, tokens: torch.Tensor, z: torch.Tensor
+) -> torch.Tensor:
+    """Logits of GPT2LMHeadModel given latent vectors: int64 [N, T], [N, P] -> [N, T, V]."""
+    decoder: Any = gpt2
+    embedded, cache = decoder.transformer.wte(tokens), None
+    if "embedding.weight" in latent:
+        embedded = embedded + (z @ latent["embedding.weight"].T)[:, None]
+    if "memory.weight" in latent:
+        cache, heads = DynamicCache(), decoder.config.n_head
+        memory = (z @ latent["memory.weight"].T).view(len(z), decoder.config.n_layer, heads, 1, -1)
+        for layer in range(decoder.config.n_layer):
+            cache.update(memory[:, layer], memory[:, layer], layer)
+    places = torch.arange(tokens.shape[1])[None] + (cache is not None)
+    return decoder(inputs_embeds=embedded, position_ids=places, past_key_values=cache).logits

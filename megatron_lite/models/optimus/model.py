@@ -1,0 +1,232 @@
+"""OPTIMUS: a variational autoencoder of sentences from two stacks and a latent vector (arXiv:2004.04092).
+
+The encoder's CLS gives mean and variance of the latent vector z. What is drawn from them reaches the decoder in two
+ways, both linear: added to the embeddings of its tokens, and as a key and value (the same vector) of each layer, in
+the slot before the first token. With the architectures of BERT and GPT-2 (`model.system`) this is the published model;
+with others it is OPTIMUS's objective on them.
+
+Loss of a sentence: -log p(x|z) + beta sum_i KL_i, where components with KL_i of at most `free_bits` count as 0. A
+step's loss is the mean over its sentences.
+
+Shapes: N sentences, P latent size, D hidden size, L blocks of the decoder, K rows with loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from data_utils.common.random_streams import derive_seed
+from data_utils.objectives import LOSS_NAMES
+from data_utils.objectives.optimus import OptimusConfig
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.attention_backends.calls import PartsPlan
+from megatron_lite.model.kernels.dropout import Dropout
+from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.tensor_parallel import linear
+from megatron_lite.model.trained_model import TrainedModel
+from megatron_lite.model.transformer import GLM
+from megatron_lite.models.optimus.annealing import beta
+from megatron_lite.models.optimus.batch import Sentences
+from megatron_lite.models.optimus.gaussian import draw, gaussian_kl, with_free_bits
+from megatron_lite.models.optimus.measures import LatentMeasures
+from megatron_lite.parallel.context import ParallelContext
+
+LATENT = "latent."  # prefix of what lies between the stacks
+
+
+class Projection(nn.Module):
+    """x W^T, without a bias."""
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x.to(self.weight.dtype), self.weight)
+
+
+@dataclass(frozen=True)
+class Given:
+    """A decoder's condition on latent vectors: embedding and memory (arXiv:2004.04092, section 3.1)."""
+
+    added: torch.Tensor | None  # [T, D], to the embeddings of all tokens
+    memory: torch.Tensor | None  # [N, L, H * size of a head]: key and value of each layer in the slots
+    slots: torch.Tensor  # int [N], of the T tokens
+
+    def remembered(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
+        """qkv [T, 3, H, size of a head] with the keys and values of the memory slots replaced."""
+        if self.memory is None:
+            return qkv
+        both = self.memory[:, layer].unflatten(1, qkv.shape[2:])[:, None].expand(-1, 2, -1, -1)
+        places = torch.arange(1, 3, device=qkv.device)
+        return qkv.index_put((self.slots[:, None], places), both.to(qkv.dtype))
+
+
+class LatentLayers(nn.Module):
+    """Linear layers between encoder and decoder: to the posterior, and from z to memory and embedding."""
+
+    def __init__(self, encoder: ModelConfig, decoder: ModelConfig, config: OptimusConfig):
+        super().__init__()
+        size = config.latent_size
+        self.posterior = Projection(encoder.hidden_size, 2 * size)  # mean | logarithm of the variance
+        self.shape = decoder.num_layers, decoder.attention_size  # of a sentence's memory
+        self.memory = Projection(size, math.prod(self.shape)) if config.memory else None
+        self.embedding = Projection(size, decoder.hidden_size) if config.embedding else None
+
+    def given(self, z: torch.Tensor, of_token: torch.Tensor, slots: torch.Tensor) -> Given:
+        """The decoder's condition on latent vectors z [N, P] of sentences.
+
+        Args: of_token: int [T], the sentence of each token; slots: int [real N], the token that memory replaces.
+        """
+        added, memory = None, None
+        if self.embedding is not None:
+            added = self.embedding(z).index_select(0, of_token)
+        if self.memory is not None:
+            memory = self.memory(z[: len(slots)]).view(-1, *self.shape)
+        return Given(added, memory, slots)
+
+
+class Optimus(TrainedModel):
+    """Two stacks and what lies between them. `beta` is the weight of the divergence in the next step.
+
+    Args: options: of both stacks.
+    """
+
+    def __init__(
+        self,
+        encoder: ModelConfig,
+        decoder: ModelConfig,
+        config: OptimusConfig,
+        *,
+        num_losses: int = 1,
+        **options: Any,
+    ):
+        super().__init__()
+        self.config = config
+        self.num_losses = num_losses
+        self.encoder = GLM(encoder, **options)
+        self.decoder = GLM(decoder, **options)
+        self.latent = LatentLayers(encoder, decoder, config)
+        self.beta = config.beta
+        # Optional callback, called in each forward pass with mu, logvar and z, fp32 [N, P].
+        self.observe: Callable[[ModelInput, torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
+
+    @property
+    def before_use(self) -> Callable[[nn.Module], None]:  # type: ignore[override]
+        return self.encoder.before_use
+
+    @before_use.setter
+    def before_use(self, call: Callable[[nn.Module], None]) -> None:
+        self.encoder.before_use = self.decoder.before_use = call
+
+    def set_step(self, step: int, steps: int) -> None:
+        config = self.config
+        shares = {"zero_share": config.zero_share, "rise_share": config.rise_share}
+        self.beta = beta(step - 1, steps, peak=config.beta, cycles=config.cycles, **shares)
+
+    @property
+    def annealed(self) -> dict[str, float]:
+        return {"beta": self.beta}
+
+    def begin_evaluation(self) -> None:
+        self._measures = LatentMeasures()
+        self.observe = self._measures.add
+
+    def end_evaluation(self) -> None:
+        self.observe = None
+
+    def measures(self, context: ParallelContext, loss: float) -> dict[str, float]:
+        return self._measures.summary(context, loss)
+
+    def forward(self, batch: ModelInput, *, answers: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum of the sentences' losses (fp32 scalar, nats); without gradient, fp32 [losses, 2]: sum and weight of each.
+
+        The losses that are reported are the reconstruction and the divergence itself, without beta and free bits.
+        """
+        sentences = _sentences(batch)
+        mu, logvar = self.posterior(batch)
+        # Without the divergence there is no noise to train against: an autoencoder.
+        z = draw(mu, logvar, sentences.noise) if self.config.beta else mu
+        if self.observe is not None:
+            self.observe(batch, mu, logvar, z)
+        if self.config.noise_free and not self.beta:
+            z = mu
+        reconstruction = self.reconstruction(batch, z)
+        kl = gaussian_kl(mu, logvar)
+        weight = sentences.weight
+        loss = reconstruction
+        if self.config.length_weighted:
+            tokens = torch.zeros_like(weight).index_add(0, sentences.of_loss, batch.weights)
+            loss = loss / (tokens + 1.0)  # with BOS, as the released code counts
+        if self.beta:
+            loss = loss + self.beta * with_free_bits(kl, self.config.free_bits).sum(1)
+        return (loss * weight).sum(), self._sums(reconstruction * weight, kl.sum(1) * weight, weight)
+
+    def _sums(self, reconstruction: torch.Tensor, kl: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        sums = torch.zeros(self.num_losses, 2, device=weight.device)
+        for name, values in (("reconstruction", reconstruction), ("kl", kl)):
+            sums[LOSS_NAMES.index(name)] = torch.stack([values.detach().sum(), weight.sum()])
+        return sums
+
+    def features(self, batch: ModelInput) -> torch.Tensor:
+        """The encoder's feature vector of each sentence, [N, D]."""
+        plan, count = _parts(batch)
+        hidden = self.encoder.run(
+            batch.tokens[:count], batch.ids[:, :count], plan.encoder, _dropout(batch, 0)
+        )
+        features = self.encoder.final_layernorm(hidden.index_select(0, _sentences(batch).features))
+        if self.config.feature == "cls":
+            return features
+        head = self.encoder.heads.sentence
+        assert head is not None, "the configuration checks it"
+        return torch.tanh(head.dense(features))
+
+    def posterior(self, batch: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and logarithm of the variance of each sentence's z, both fp32 [N, P]."""
+        features = self.features(batch)
+        self.before_use(self.latent)
+        mu, logvar = self.latent.posterior(features).float().chunk(2, dim=1)
+        return mu, logvar
+
+    def reconstruction(self, batch: ModelInput, z: torch.Tensor) -> torch.Tensor:
+        """-log p(x|z) of each sentence, fp32 [N], nats. Args: z: [N, P]."""
+        plan, count = _parts(batch)
+        sentences = _sentences(batch)
+        self.before_use(self.latent)
+        decoded = replace(
+            batch,
+            tokens=batch.tokens[count:],
+            ids=batch.ids[:, count:],
+            plan=plan.decoder,
+            dropout=_dropout(batch, 1),
+        )
+        latent = self.latent.given(z, sentences.of_token, sentences.slots)
+        losses = self.decoder.losses(decoded, latent) * batch.weights
+        return torch.zeros_like(sentences.weight).index_add(0, sentences.of_loss, losses)
+
+
+def _sentences(batch: ModelInput) -> Sentences:
+    assert isinstance(batch.parts, Sentences)
+    return batch.parts
+
+
+def _parts(batch: ModelInput) -> tuple[PartsPlan, int]:
+    """The plans of both stacks, and how many tokens are the encoder's."""
+    assert isinstance(batch.plan, PartsPlan)
+    return batch.plan, batch.plan.lengths[0]
+
+
+def _dropout(batch: ModelInput, part: int) -> Dropout | None:
+    """Dropout of the encoder's tokens (part 0) or the decoder's (part 1)."""
+    plan, _ = _parts(batch)
+    if batch.dropout is None:
+        return None
+    keys = batch.dropout.keys.split(plan.lengths)[part]
+    # Kernels that draw their own numbers are seeded by layer, and both stacks count layers from 0.
+    return replace(batch.dropout, keys=keys, seed=derive_seed(batch.dropout.seed, part) >> 1)

@@ -1,0 +1,147 @@
+"""Whether a start would train nothing, and whether that is what its configuration asks for. Needs no torch.
+
+A sweep that names one directory twice must not pass over its second half in silence: where a run is trained to its end,
+a start with settings that make another run is refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from data_utils.common.errors import CheckpointError, UserError
+from data_utils.common.settings import build, to_tree
+from data_utils.common.settings_listed import path_settings
+from data_utils.objectives import OBJECTIVES
+from megatron_lite.checkpoint.existing import Block, blocks, verify_checkpoint
+from megatron_lite.checkpoint.manifest import Checkpoint
+from megatron_lite.config.deepspeed_file import read_options
+from megatron_lite.config.tree import Config, require_objectives
+from megatron_lite.metrics.writer import is_recorded
+from megatron_lite.runtime.changed_corpora import identity_here, identity_there
+from megatron_lite.runtime.run_state import RunState
+
+# Settings with which a finished run remains the same run; every other one would have made another.
+SAME_RUN = (
+    "run.", "timeouts.", "trackers.", "profiler.", "parallel.", "generation.", "finetune.",
+    "checkpoint.save_interval", "checkpoint.keep_", "checkpoint.asynchronous", "checkpoint.max_failed_saves",
+    "checkpoint.resume", "checkpoint.accept_", "batch.micro_batch_size", "optimizer.kernel", "training.kernels",
+    "training.steps", "training.stop_after_step", "training.eval_", "training.recompute", "training.layernorm",
+    "training.deterministic", "training.max_nonfinite_steps", "training.replica_check_interval",
+    "training.gradient_norm_interval", "data.validation", "data.local_directory", "model.task_rows",
+    "tokenizer.path", "decoder_tokenizer.path",  # the corpora name their tokenizer, and their content is compared
+)  # fmt: skip
+_CHECKED_BYTES = 4 << 30  # of a finished run's newest checkpoint, by each rank: a few seconds
+_SHOWN = 3
+
+
+def nothing_to_do(config: Config, found: RunState) -> str | None:
+    """Why a start would train no step, None if it would. Told before libraries are loaded.
+
+    Args: config: complete, with the vocabulary's size.
+    Raises: CheckpointError if the run was trained with settings that make it another run.
+    """
+    training, newest = config.training, found.newest
+    if config.checkpoint.resume == "never" or newest is None:
+        return None  # the start itself says more
+    last = training.stop_after_step or training.steps
+    if newest.step < last:
+        return None
+    name = "steps" if training.stop_after_step is None else "stop_after_step"
+    reached = f"the newest checkpoint of {found.run} is of step {newest.step}, and training.{name} is {last}"
+    differing = different_run(newest, config)
+    if differing:
+        more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+        raise CheckpointError(
+            f"{reached}, but it was trained with other settings ({'; '.join(differing[:_SHOWN])}{more}): nothing would "
+            "be trained with these. Choose another run.directory for them, or set what the run has (its config.yaml)."
+        )
+    is_validated = not config.data.validation or is_recorded(found.run, "validation", newest.step)
+    if newest.step == training.steps and not is_validated:
+        return None  # the start was ended between its last save and its last evaluation
+    try:
+        verify_checkpoint(newest, some_blocks(newest))
+    except CheckpointError:
+        return None  # the start falls back to an older one, and trains the rest again
+    return f"nothing to do: {reached}; raise training.{name} to train on."
+
+
+def some_blocks(checkpoint: Checkpoint) -> list[Block]:
+    """All blocks of a checkpoint, or as many at equal distances as take a few seconds to check."""
+    every = blocks(checkpoint)
+    return every[:: max(1, -(-checkpoint.bytes // _CHECKED_BYTES))]
+
+
+def different_run(checkpoint: Checkpoint, config: Config) -> list[str]:
+    """Settings that would have made another run, as `key: there -> here`."""
+    state = checkpoint.trainer_state()
+    try:
+        # With the defaults of settings that it does not know yet.
+        require_objectives(state.config, state.program)
+        recorded: Config = build(Config, state.config)
+    except UserError as error:
+        raise CheckpointError(
+            f"checkpoint {checkpoint.path}: its configuration cannot be read: {error}"
+        ) from None
+    same: tuple[str, ...] = SAME_RUN
+    paths = set(path_settings(Config))
+    weights = [[corpus.weight for corpus in of.data.train] for of in (recorded, config)]
+    contents = [identity_there(entry) for entry in state.data or ()]
+    if weights[0] == weights[1] and _contents(config) == contents:
+        same += ("data.train",)  # elsewhere now, but the same texts
+    return [
+        f"{key}: {old} -> {new}"
+        for key, old, new in changed(_compared(recorded), _compared(config))
+        if not key.startswith(same)
+        and (re.sub(r"\[\d+\]", "[]", key) not in paths or _absolute(old) != _absolute(new))
+    ]
+
+
+def _compared(config: Config) -> dict[str, Any]:
+    """The settings, of DeepSpeed's options those that it reads: former versions recorded others beside them."""
+    handed = read_options(config.deepspeed).for_deepspeed(config.parallel.zero_stage)
+    return {**to_tree(config), "deepspeed": handed}
+
+
+def _absolute(path: Any) -> Any:
+    return os.path.abspath(path) if isinstance(path, str) else path
+
+
+def _contents(config: Config) -> list[tuple[Any, ...]] | None:
+    """Identities of the corpora's contents; None if one cannot be read."""
+    try:
+        return [identity_here(corpus) for corpus in config.data.train]
+    except UserError:
+        return None
+
+
+def changed(before: Any, after: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted key, old value, new value) of each difference between two trees of settings.
+
+    Of lists of sections, such as phases, those that differ, by their place; what is new or gone has its settings in
+    force. Sections of objectives that one tree lacks are none: `objectives` tells, and former versions recorded all.
+    """
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        for key in sorted({*before, *after}):
+            yield from changed(before.get(key), after.get(key), f"{path}{key}.")
+    elif _are_sections(before) and _are_sections(after):
+        for number, (old, new) in enumerate(itertools.zip_longest(before, after)):
+            place = f"{path.rstrip('.')}[{number}]"
+            if old is None or new is None:
+                yield place, _in_force(old), _in_force(new)
+            else:
+                yield from changed(old, new, f"{place}.")
+    elif before != after and path.rstrip(".") not in OBJECTIVES:
+        yield path.rstrip("."), before, after
+
+
+def _are_sections(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(each, Mapping) for each in value)
+
+
+def _in_force(section: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """What a section of a list sets."""
+    return None if section is None else {key: value for key, value in section.items() if value}

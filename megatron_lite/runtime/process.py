@@ -1,0 +1,80 @@
+"""A process among those of a run: it meets the others, works, and leaves with them. One way for every entry point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from data_utils.common.errors import ExitStatus
+from data_utils.common.memory import keep_freed_memory
+from megatron_lite.config.sections import TrainingConfig
+from megatron_lite.config.tree import Config
+from megatron_lite.model.kernels.fused import choose_kernels
+from megatron_lite.parallel.context import ParallelContext, initialize
+from megatron_lite.parallel.launch import Launch, report_status
+from megatron_lite.parallel.meeting import Meeting
+from megatron_lite.runtime.control import Phase, RunControl
+from megatron_lite.runtime.rank_agreement import facts
+from megatron_lite.runtime.watchdog import Section, Watchdog
+
+
+def meet(
+    launch: Launch,
+    config: Config,
+    watchdog: Watchdog,
+    meeting: Meeting,
+    more: Mapping[str, str] | None = None,
+) -> None:
+    """Return when all ranks have begun with the same. Before data are copied and the model is built.
+
+    Args: more: facts beside those of the configuration, in words.
+    Raises: ConfigError where this rank differs from rank 0; LeftError where another rank has refused the start.
+    """
+    watchdog.at("comparing with the other ranks")
+    meeting.open(launch, config.timeouts.collective_seconds)
+    device = "a GPU" if torch.cuda.is_available() else "a CPU"
+    meeting.compare({**facts(config, device), **(more or {})})
+
+
+def together(
+    launch: Launch,
+    config: Config,
+    control: RunControl,
+    watchdog: Watchdog,
+    meeting: Meeting,
+    work: Callable[[ParallelContext], ExitStatus],
+) -> ExitStatus:
+    """Call `work` with this process's context. Returns its status when all processes have theirs."""
+    watchdog.at("waiting for the other ranks")
+    meeting.gather("ready")
+    watchdog.at("joining the process group")
+    context = initialize(launch, config.parallel, config.timeouts.collective_seconds, meeting)
+    watchdog.joined()
+    set_numerics(config.training, context.device)
+    if context.device.type == "cpu":
+        keep_freed_memory()
+    try:
+        with watchdog.name_dead_ranks():
+            status = work(context)
+        watchdog.done(status)
+    finally:
+        control.enter(Phase.OVER)  # launchers repeat their signals while ranks leave one after the other
+        watchdog.enter(Section.EXIT)  # leaving may hang too, above all after an error
+    report_status(status)
+    context.barrier()  # launchers kill all processes as soon as one ends with another status than 0
+    context.close()
+    return status
+
+
+def set_numerics(training: TrainingConfig, device: torch.device) -> None:
+    """Apply `training.tf32`, `deterministic` and `kernels`. `launch.prepare_environment` has prepared cuBLAS."""
+    choose_kernels(training.kernels)
+    if device.type == "cuda":
+        # Said either way: NVIDIA's containers switch TF32 on by an environment variable.
+        torch.set_float32_matmul_precision("high" if training.tf32 else "highest")
+    if training.deterministic:
+        # Without warn_only: the attention kernels then keep their changing order, and only warn.
+        torch.use_deterministic_algorithms(True)
+        # Nothing here reads memory before it is written, and filling it costs a pass over every new tensor.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

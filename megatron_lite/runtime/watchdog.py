@@ -1,0 +1,279 @@
+"""A thread in every rank that ends the process when a section of the run takes longer than its limit.
+
+A rank that waits in a collective cannot notice that another rank never comes: such a hang costs hours until somebody
+looks. The watchdog prints its rank, host and place, every thread's stack, and which rank is furthest behind (see
+heartbeats.py). Then it ends the process, whereupon the launcher ends the others. The background thread that writes a
+checkpoint has the limit of its section too.
+
+A Python thread needs the interpreter's lock. If native code keeps it, a timer of the C library (faulthandler) ends the
+process a little later, with the stacks and status 1. faulthandler also prints the stacks at a signal that kills the
+process in native code, above all the bus error of a mapped corpus whose storage fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import re
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from data_utils.common.errors import ExitStatus, RankError
+from megatron_lite.parallel.launch import report_status
+from megatron_lite.runtime.heartbeats import (
+    Heartbeat,
+    heartbeat_directory,
+    read_heartbeats,
+    who_is_behind,
+)
+from megatron_lite.runtime.lease import Lease
+
+TICK_SECONDS = 0.5
+BACKSTOP_SECONDS = 30.0  # after the limit, for the timer that needs no interpreter
+EXIT_SECONDS = (
+    300.0  # limit of leaving the process group and ending the interpreter, on a starved machine too
+)
+CLOCKS_DIFFER_SECONDS = 60.0  # between the machines of a run, and between the starts of its ranks
+DEATH_SECONDS = 10.0  # from a broken connection until the process at its other end is seen to be dead
+OTHERS_SECONDS = 1.5  # from our own alarm until the others' last heartbeats are read
+# Messages of gloo, NCCL and torch's store about a broken connection.
+_CONNECTION = re.compile(
+    r"gloo/transport|Connection (closed|reset|refused|was likely closed)|Broken pipe|ncclRemoteError"
+)
+
+
+class Section(StrEnum):
+    """The parts of a run that have a time limit each: timeouts.*_seconds."""
+
+    SETUP = "setup"
+    STEP = "step"
+    EVALUATION = "evaluation"
+    CHECKPOINT = "checkpoint"
+    EXIT = "exit"
+
+
+@dataclass(frozen=True)
+class _Here:
+    section: Section
+    place: str
+    step: int
+    passed: int
+    since: float
+
+
+class Watchdog:
+    """Where this rank is, and the thread that watches how long it stays."""
+
+    def __init__(
+        self,
+        limits: Mapping[str, float],
+        directory: Path,
+        rank: int,
+        world_size: int,
+        heartbeat_seconds: float,
+        lease: Lease | None = None,
+    ):
+        """Args: limits: seconds by section name; directory: of the run; lease: to be renewed."""
+        self._limits = {**limits, Section.EXIT: EXIT_SECONDS}
+        self._directory = heartbeat_directory(directory)
+        self._rank, self._world_size = rank, world_size
+        self._heartbeat_seconds = heartbeat_seconds
+        self._lease = lease
+        self._has_joined = False
+        self._status: int | None = None
+        self._started = time.time()
+        self._here = _Here(Section.SETUP, "", 0, 0, time.monotonic())
+        self._beside: _Here | None = None
+        self._closed = threading.Event()
+        self._writes = threading.Lock()  # of the heartbeat
+        faulthandler.enable(file=2)
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+
+    def enter(self, section: Section, place: str = "", step: int | None = None) -> None:
+        """Begin a section and restart its clock. All ranks call this in the same order."""
+        here = self._here
+        step = here.step if step is None else step
+        self._here = _Here(section, place, step, here.passed + 1, time.monotonic())
+        if section == Section.CHECKPOINT and self._has_joined:
+            self._beat()  # where runs die most: on a full disk, or of the memory that a save needs
+        if section == Section.EXIT:
+            self._closed.set()
+            if self._has_joined:
+                self._beat()  # the watching thread may stop before it writes that the run is over
+
+    def at(self, place: str) -> None:
+        """Name a place within the section."""
+        here = self._here
+        self._here = _Here(here.section, place, here.step, here.passed + 1, here.since)
+
+    def done(self, status: int) -> None:
+        """The work has ended with a status, which leaving does not change, however long it takes."""
+        self._status = status
+
+    def joined(self) -> None:
+        """All ranks have met, so the run's directory belongs to this start: heartbeats may be written."""
+        self._has_joined = True
+
+    @contextlib.contextmanager
+    def beside(self, section: Section, place: str) -> Iterator[None]:
+        """Give the calling thread, which works beside training, the limit of a section. One thread at a time."""
+        here = self._here
+        self._beside = _Here(section, place, here.step, here.passed, time.monotonic())
+        try:
+            yield
+        finally:
+            self._beside = None
+
+    def _watch(self) -> None:
+        next_beat = 0.0
+        while True:
+            here, now = min(filter(None, (self._here, self._beside)), key=self._deadline), time.monotonic()
+            left = self._deadline(here) - now
+            if left < 0:
+                self._end(here, now)
+            self._keep_lease()
+            if self._has_joined and now >= next_beat and self._beat():
+                next_beat = now + self._heartbeat_seconds
+            if self._closed.wait(TICK_SECONDS):
+                self._watch_the_end()
+                return
+            # Every tick restarts the timer, so it only fires if the ticks stop.
+            faulthandler.dump_traceback_later(max(left, 0.0) + BACKSTOP_SECONDS, exit=True, file=2)
+
+    def _watch_the_end(self) -> None:
+        # The interpreter stops this thread before it ends; the timer continues.
+        if self._status is None:
+            faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True, file=2)
+            return
+        faulthandler.dump_traceback_later(EXIT_SECONDS + BACKSTOP_SECONDS, exit=True, file=2)
+        time.sleep(EXIT_SECONDS)
+        os.write(
+            2,
+            f"rank {self._rank} has done its work, but not left in {EXIT_SECONDS:g} s; it is ended\n".encode(),
+        )
+        os._exit(self._status)
+
+    def _keep_lease(self) -> None:
+        holder = self._lease and self._lease.lost_to()
+        if holder:
+            os.write(
+                2, f"error: {self._directory.parent} was taken over by {holder}; this start ends.\n".encode()
+            )
+            report_status(ExitStatus.USER_ERROR)
+            os._exit(ExitStatus.USER_ERROR)
+
+    def _deadline(self, here: _Here) -> float:
+        return here.since + self._limits[here.section]
+
+    def _heartbeat(self, here: _Here) -> Heartbeat:
+        seconds = round(time.monotonic() - here.since, 1)
+        host, now = socket.gethostname(), round(time.time(), 1)
+        beside = self._beside
+        place = here.place if beside in (None, here) else f"{here.place}; beside it: {beside.place}"
+        return Heartbeat(
+            self._rank, host, os.getpid(), here.section, place, here.step, here.passed, seconds, now
+        )
+
+    def _beat(self, always: bool = False) -> bool:
+        """Write where this rank is, if the run has begun: a start that is refused leaves nothing. Returns if it has.
+
+        Args: always: write in any case.
+        """
+        if not always and not self._directory.with_name("config.yaml").exists():
+            return False
+        # A full or broken disk must not keep the watchdog from watching.
+        with contextlib.suppress(OSError), self._writes:
+            self._heartbeat(self._here).write(self._directory)
+        return True
+
+    def _heartbeats(self) -> list[Heartbeat]:
+        """The last heartbeats of this start's ranks; files of an earlier start may still be there."""
+        return read_heartbeats(self._directory, self._started - CLOCKS_DIFFER_SECONDS)
+
+    def dead_ranks(self) -> list[Heartbeat]:
+        """The last heartbeats of those ranks on this machine whose processes have died."""
+        beats = [beat for beat in self._heartbeats() if beat.rank < self._world_size]
+        dead = [beat for beat in beats if beat.section != Section.EXIT and beat.is_of_a_dead_process]
+        # Read again: a process that ended in order said so before it ended, maybe between the two looks at it.
+        ended = {beat.rank for beat in self._heartbeats() if beat.section == Section.EXIT} if dead else set()
+        return [beat for beat in dead if beat.rank not in ended]
+
+    @contextlib.contextmanager
+    def name_dead_ranks(self) -> Iterator[None]:
+        """Turn the failure of a collective whose rank has died into a RankError that names the rank."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not _CONNECTION.search(str(error)):
+                raise
+            deadline = time.monotonic() + DEATH_SECONDS
+            while not (dead := self.dead_ranks()) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            ended = RankError(
+                f"rank {self._rank} lost the connection to another rank: "
+                + (
+                    "; ".join(f"{beat.noted}, process {beat.pid}, has died" for beat in dead)
+                    or "other ranks name it"
+                )
+                + ". Its own last lines, or the system's log where memory ran out, say why; start again to continue."
+            )
+            living = set(range(self._world_size)) - {beat.rank for beat in dead}
+            ended.only_here = self._rank == min(living) or not dead
+            raise ended from error
+
+    def _end(self, here: _Here, now: float) -> None:
+        rule = f"timeouts.{here.section}_seconds is {self._limits[here.section]:g}"
+        head = f"\n{self._heartbeat(here)} hangs: {now - here.since:.0f} s, {rule}\n"
+        os.write(2, head.encode() + _stacks())
+        if here is not self._beside:  # no other rank waits for a thread beside training
+            # In another thread: the file system that is to blame may hang here as well.
+            summary = threading.Thread(target=self._compare, daemon=True)
+            summary.start()
+            summary.join(OTHERS_SECONDS + 5.0)
+        report_status(ExitStatus.HUNG)
+        os._exit(ExitStatus.HUNG)
+
+    def _compare(self) -> None:
+        self._beat(always=True)
+        time.sleep(OTHERS_SECONDS)
+        heartbeats = self._heartbeats()
+        os.write(2, f"rank {self._rank} compares: {who_is_behind(heartbeats, self._world_size)}\n".encode())
+        if self._here.passed < max((beat.passed for beat in heartbeats), default=0):
+            time.sleep(OTHERS_SECONDS)  # our end breaks the others' connections: let them speak first
+
+
+def _stacks() -> bytes:
+    """Every thread's stack as one text: other ranks print at the same time, and faulthandler writes word by word."""
+    lines = []
+    for thread, frame in sys._current_frames().items():
+        lines.append(f"Thread {thread:#x} (most recent call first):")
+        lines += [
+            f'  File "{step.f_code.co_filename}", line {line} in {step.f_code.co_name}'
+            for step, line in traceback.walk_stack(frame)
+        ]
+    return ("\n".join(lines) + "\n").encode()
+
+
+class NoWatchdog(Watchdog):
+    """Watches nothing, for a Trainer inside another program. Has the methods that a Trainer calls."""
+
+    def __init__(self) -> None:
+        pass
+
+    def enter(self, section: Section, place: str = "", step: int | None = None) -> None:
+        pass
+
+    def at(self, place: str) -> None:
+        pass
+
+    @contextlib.contextmanager
+    def beside(self, section: Section, place: str) -> Iterator[None]:
+        yield

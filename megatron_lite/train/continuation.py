@@ -1,0 +1,239 @@
+"""A run that begins with a checkpoint: its own newest, or the one that `checkpoint.initialize_from` names.
+
+resume.py asks for it where there is one.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from data_utils.common.errors import CheckpointError
+from data_utils.common.settings import build, to_tree, with_todays_names
+from data_utils.objectives import OBJECTIVES
+from megatron_lite.checkpoint.existing import check_model, find_manifest, new_parameters
+from megatron_lite.checkpoint.full_word_embedding import with_whole_words
+from megatron_lite.checkpoint.manifest import Checkpoint
+from megatron_lite.checkpoint.read import find_checkpoint, load_checkpoint, load_weights_only, newest_valid
+from megatron_lite.checkpoint.state import TrainerState
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.tree import Config
+from megatron_lite.engine.engine import Engine
+from megatron_lite.metrics import version
+from megatron_lite.model.build import kind_of
+from megatron_lite.model.trained_model import ENCODER
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.runtime.changed_corpora import changed_corpora, changed_seed, require_same_corpora
+from megatron_lite.runtime.finished_runs import changed
+from megatron_lite.train.lr_schedule import step_rate
+
+log = logging.getLogger(__name__)
+
+_SHOWN = 6  # changes in an event
+
+
+def check(config: Config, own: Checkpoint | None) -> None:
+    """See `check_beginning` in resume.py. Args: own: the run's newest checkpoint; None = it has `initialize_from`."""
+    checkpoint = own
+    if own is not None:
+        _check_may_continue(config, own)
+    else:
+        assert config.checkpoint.initialize_from is not None
+        initial = find_manifest(Path(config.checkpoint.initialize_from))
+        if config.checkpoint.initialize == "weights":
+            new_parameters(_for_model(initial, config), kind_of(config).shapes(config))
+        else:
+            checkpoint = initial
+            require_same_corpora(config, initial.path, initial.trainer_state())
+    if checkpoint is not None:
+        require_same_optimizer(config, checkpoint)
+        check_model(checkpoint, kind_of(config).shapes(config))
+
+
+def require_same_optimizer(config: Config, checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError if the state of a trained checkpoint is another optimizer's."""
+    before, kind = checkpoint.optimizer.get("kind", "adamw"), config.optimizer.kind
+    if before != kind and checkpoint.optimizer["adam_step"]:
+        raise CheckpointError(
+            f"optimizer.kind is {kind}, but checkpoint {checkpoint.path} holds the state of {before}; set "
+            f"optimizer.kind={before}, or begin another run.directory with checkpoint.initialize_from and a fresh "
+            "optimizer."
+        )
+
+
+def _check_may_continue(config: Config, checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError unless the configuration may continue from this checkpoint of the run's own."""
+    if config.checkpoint.resume == "never":
+        raise CheckpointError(
+            f"{checkpoint.path.parent} already holds a checkpoint of step {checkpoint.step} and "
+            "checkpoint.resume is never; choose another run.directory, or checkpoint.resume=auto to continue."
+        )
+    before = checkpoint.trainer_state().config
+    kind_of(config).check_continuation(config, before, checkpoint.path)
+    require_same_corpora(config, checkpoint.path, checkpoint.trainer_state())
+
+
+def load(
+    config: Config,
+    directory: Path,
+    engine: Engine,
+    context: ParallelContext,
+    data: list[dict[str, Any]],
+    program: dict[str, Any],
+) -> tuple[TrainerState | None, bool, list[str]]:
+    """The state to go on with (None: at step 0), whether it is the run's own, and events to be recorded.
+
+    Args: directory: of the run's checkpoints. data, program: as for `load_beginning`.
+    """
+    own = newest_valid(directory, context)
+    if own is None:
+        state, events = _initialize(config, engine, context, data)
+        return state, False, events
+    _check_may_continue(config, own)
+    state = _load(own, config, engine, context, data)
+    new = to_tree(config)
+    if context.is_main:
+        for change in config_changes(state.config, new):
+            log.warning("changed since the checkpoint: %s", change)
+        if state.program and state.program != program:  # an import was written by no training program
+            before, after = version.describe(state.program), version.describe(program)
+            log.warning("changed since the checkpoint: the program: %s -> %s", before, after)
+    events = _changed(changed_samples(state.config, new) + corpora_changes(config, state))
+    events += other_rate(config, state) + _new_moments(own)
+    if config.ema.decay is not None and not any(piece.kind == "ema" for piece in own.pieces):
+        events.append(f"averages of the weights begin at step {state.step}")
+    return state, True, events + changed_plan(state.config, new)
+
+
+def _initialize(
+    config: Config, engine: Engine, context: ParallelContext, data: list[dict[str, Any]]
+) -> tuple[TrainerState | None, list[str]]:
+    assert config.checkpoint.initialize_from is not None
+    checkpoint = find_checkpoint(Path(config.checkpoint.initialize_from), context)
+    if config.checkpoint.initialize == "all":
+        state = _load(checkpoint, config, engine, context, data)
+        changes = _changed(corpora_changes(config, state))
+        return state, changes + other_rate(config, state) + _new_moments(checkpoint)
+    checkpoint = _for_model(checkpoint, config)
+    new = new_parameters(checkpoint, kind_of(config).shapes(config))
+    load_weights_only(checkpoint, engine, context, new)
+    if context.is_main:
+        log.info("began with the weights of %s, a fresh optimizer and step 0", checkpoint.path)
+        if new:
+            log.info("new, with initial weights: %s", ", ".join(sorted(new)))
+    return None, []
+
+
+def _for_model(checkpoint: Checkpoint, config: Config) -> Checkpoint:
+    """The part of a checkpoint that a configuration begins with: of two stacks the encoder, of several heads one."""
+    if config.task is not None and not config.tasks and checkpoint.state.get("config", {}).get("tasks"):
+        checkpoint = checkpoint.of_task(config.task.name)
+    has_stacks, wants_stacks = (
+        any(name.startswith(ENCODER) for name in names)
+        for names in (checkpoint.shapes, kind_of(config).shapes(config))
+    )
+    if not has_stacks or wants_stacks:
+        return checkpoint
+    return with_whole_words(checkpoint).part(ENCODER)
+
+
+def _load(
+    checkpoint: Checkpoint,
+    config: Config,
+    engine: Engine,
+    context: ParallelContext,
+    data: list[dict[str, Any]],
+) -> TrainerState:
+    state = checkpoint.trainer_state()
+    require_same_optimizer(config, checkpoint)
+    load_checkpoint(checkpoint, engine, context)
+    if context.is_main:
+        log.info(
+            "resumed from %s: step %d, %d samples consumed",
+            checkpoint.path,
+            state.step,
+            state.consumed_samples,
+        )
+        if config.task is not None and state.data != data:
+            log.warning(
+                "the training records are not those of the checkpoint: its samples are not those of an unbroken run"
+            )
+    return state
+
+
+def _changed(changes: list[str]) -> list[str]:
+    return [f"changed, so that its samples are not those of an unbroken run: {change}" for change in changes]
+
+
+def corpora_changes(config: Config, state: TrainerState) -> list[str]:
+    """Accepted changes of the seed and the corpora. `check_beginning` has refused the others."""
+    changes = changed_seed(config, state), changed_corpora(config, state)
+    return [f"{change.setting}: {change.what}" for change in changes if change is not None]
+
+
+def other_rate(config: Config, state: TrainerState) -> list[str]:
+    """An event where the next step has another learning rate than by the checkpoint's settings.
+
+    A finished run that is made longer is the usual case: its rate leaps back to what a longer decay has there.
+    """
+    if state.config.get("task") or config.task is not None:
+        return []  # a task's steps follow from its records
+    recorded: Config = build(Config, state.config)
+    step = state.step + 1
+    was, now = (step_rate(its, its.plan, step) for its in (recorded, config))
+    if math.isclose(was, now, rel_tol=1e-6):
+        return []
+    told = (
+        f"the learning rate of step {step} is {now:.3g}, and would be {was:.3g} by the checkpoint's settings"
+    )
+    own = config.schedule.decay_steps, config.schedule.parts, recorded.schedule.decay_steps
+    if not any(own) and config.decay_steps != recorded.decay_steps:
+        told += (
+            f": the decay ends with training.steps ({recorded.decay_steps} -> {config.decay_steps}); "
+            f"schedule.decay_steps={recorded.decay_steps} keeps it"
+        )
+    return [told]
+
+
+def _new_moments(checkpoint: Checkpoint) -> list[str]:
+    """An event where the checkpoint of a trained model has no state of the optimizer, as merged ones."""
+    if not checkpoint.step or checkpoint.optimizer.get("adam_step"):
+        return []
+    return [
+        f"the optimizer begins without moments at step {checkpoint.step}: {checkpoint.path.name} has none"
+    ]
+
+
+def changed_samples(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Settings that differ between two configuration trees and make other samples of the same corpora."""
+    chosen = {name for tree in (before, after) for name in tree.get("objectives") or ("blank_infilling",)}
+    decisive = ["data.sequence_length", "data.short_prob", "objective"]
+    for name in chosen & OBJECTIVES.keys():
+        keys = OBJECTIVES[name].config_class.sample_settings
+        decisive += (f"{name}.",) if keys is None else keys
+    changes = [change for change in config_changes(before, after) if change.startswith(tuple(decisive))]
+    return [change for change in changes if change != "data.short_prob: None -> 0.0"]  # of former versions
+
+
+def changed_plan(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Changes of later steps, which phases allow: events of this start."""
+    if not (before.get("phases") or after.get("phases")):
+        return []
+    old, new = ({**tree, "phases": tree.get("phases") or []} for tree in (before, after))
+    changes = config_changes(old, new)
+    events = []
+    for key in ("phases", "data.train"):
+        its = [change for change in changes if change.startswith(f"{key}[")]
+        more = f"; and {len(its) - _SHOWN} more" if len(its) > _SHOWN else ""
+        events += [f"changed for later steps: {'; '.join(its[:_SHOWN])}{more}"] if its else []
+    return events
+
+
+def config_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Dotted keys whose values differ, as `key: old -> new`."""
+    model = with_todays_names(ModelConfig, before.get("model") or {}, "model.")
+    before = {**before, "model": model} if model else before
+    return [f"{key}: {old} -> {new}" for key, old, new in changed(before, after)]

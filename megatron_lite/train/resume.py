@@ -1,0 +1,111 @@
+"""Where a run begins: at its own newest checkpoint, at `checkpoint.initialize_from`, or at step 0.
+
+`check_beginning` looks before there is a process group, each process for itself: a mistake costs seconds, not the start
+of a cluster. `load_beginning` loads what all ranks agree on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_utils.objectives import LOSSES
+from megatron_lite.checkpoint.agreement import agreed_steps, agreement
+from megatron_lite.checkpoint.manifest import rewinds
+from megatron_lite.checkpoint.state import TrainerState
+from megatron_lite.config.tree import Config
+from megatron_lite.engine.engine import Engine
+from megatron_lite.model.build import kind_of
+from megatron_lite.parallel.context import ParallelContext
+from megatron_lite.runtime.run_state import state_of
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The state that was loaded into the engine."""
+
+    state: TrainerState | None  # where training goes on; None: at step 0
+    is_own: bool  # the state is of the run's own checkpoint
+    events: list[str]  # to be recorded as soon as that is possible
+
+
+def check_beginning(config: Config) -> None:
+    """Raise CheckpointError unless the run can begin with the checkpoint that it would load, if any.
+
+    Args: config: its vocab_size is known.
+    """
+    found = state_of(Path(config.run.directory))
+    found.require_start()
+    if found.newest is None:
+        if config.model.system is not None:
+            from megatron_lite.config.system_class import require_class
+
+            require_class(config.model)
+        if config.checkpoint.initialize_from is None:
+            kind_of(config).check_beginning(config)
+            return
+    from megatron_lite.train import continuation
+
+    continuation.check(config, found.newest)
+
+
+def keep_task_rows(config: Config) -> Config:
+    """This configuration with `model.task_rows`: those of the checkpoint that the run would load, and new ones."""
+    if not config.model.task_types:
+        return config
+    from megatron_lite.checkpoint.existing import find_manifest, newest_readable
+    from megatron_lite.config.task_rows import with_task_rows
+
+    checkpoint = newest_readable(checkpoint_directory(config))
+    if checkpoint is None and config.checkpoint.initialize_from is not None:
+        checkpoint = find_manifest(Path(config.checkpoint.initialize_from))
+    before = {} if checkpoint is None else checkpoint.trainer_state().config.get("model", {})
+    former: Sequence[int] = before.get("task_rows") or ()
+    if not former and before.get("task_types"):
+        former = range(min(config.model.task_types, len(LOSSES)))  # a run of a former version
+    return with_task_rows(config, former)
+
+
+def checkpoint_directory(config: Config) -> Path:
+    """Where the run's own checkpoints are."""
+    return Path(config.run.directory) / "checkpoints"
+
+
+def load_beginning(
+    config: Config,
+    engine: Engine,
+    context: ParallelContext,
+    data: list[dict[str, Any]],
+    program: dict[str, Any],
+) -> Beginning:
+    """Load the run's newest checkpoint, else what `checkpoint.initialize_from` names, if anything.
+
+    Args: data: fingerprints of the training corpora or records; program: of `version.program`, on the main rank.
+    """
+    directory = checkpoint_directory(config)
+    with agreement(context, f"looking at {config.run.directory}"):
+        if context.is_main:  # other nodes may see an older state of a shared file system
+            state_of(Path(config.run.directory)).require_start()
+    state, is_own = None, False
+    events: list[str] = []
+    if agreed_steps(directory, context) or config.checkpoint.initialize_from is not None:
+        from megatron_lite.train import continuation
+
+        state, is_own, events = continuation.load(config, directory, engine, context, data, program)
+    else:
+        kind_of(config).begin(config, engine, context)
+    known = state.events.get("history", []) if state is not None and is_own else []
+    return Beginning(
+        state, is_own, events + _rewinds(directory, [entry["event"] for entry in known], context)
+    )
+
+
+def _rewinds(directory: Path, known: list[str], context: ParallelContext) -> list[str]:
+    """Events for each `scripts/checkpoints.py rewind` of the run, without the known ones."""
+    events = [
+        f"went back from step {last}, whose checkpoint is in {path.name}"
+        for path, last in (rewinds(directory) if context.is_main else ())
+    ]
+    return [event for event in events if event not in known]

@@ -1,0 +1,127 @@
+"""Entry points: one line for what a user can mend, and the exit status that says what happened."""
+
+import pytest
+
+from data_utils.common.errors import (
+    INTERRUPTED_STATUS,
+    ArgumentParser,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DeviceMemoryError,
+    ExitStatus,
+    HaltedError,
+    TrainingError,
+    run_command,
+)
+
+
+def ended(main, **options):
+    """Exit status of an entry point, and what it reported."""
+    reported = []
+    with pytest.raises(SystemExit) as exit:
+        run_command(main, leave=lambda *values: reported.append(values), **options)
+    return exit.value.code, [status for status, *_ in reported]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ConfigError, ExitStatus.USER_ERROR),
+        (DataError, ExitStatus.USER_ERROR),
+        (CheckpointError, ExitStatus.USER_ERROR),
+        (DeviceMemoryError, ExitStatus.USER_ERROR),
+        (HaltedError, ExitStatus.HALTED),
+        (TrainingError, ExitStatus.UNSOUND),
+    ],
+)
+def test_an_error_has_its_status_and_one_line(error, status, capsys):
+    def main():
+        raise error("a is 1; it must be 2.")
+
+    assert ended(main) == (status, [status])
+    assert capsys.readouterr().err == "error: a is 1; it must be 2.\n"
+    assert ended(main, quiet=True) == (status, [status])
+    assert capsys.readouterr().err == ""
+
+
+def test_a_message_has_a_bound(capsys):
+    def main():
+        raise ConfigError(f"first {'x' * 1_000_000} last")
+
+    assert ended(main)[0] == ExitStatus.USER_ERROR
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: first xxx") and printed.endswith("xxx last\n") and len(printed) < 5000
+
+
+def test_what_one_rank_alone_has_found_it_reports(capsys):
+    def main():
+        error = DataError("row 3 is cut off.")
+        error.only_here = True
+        raise error
+
+    assert ended(main, quiet=True)[0] == ExitStatus.USER_ERROR
+    assert capsys.readouterr().err == "error: row 3 is cut off.\n"
+
+
+@pytest.mark.parametrize("result", [None, 0, ExitStatus.STOPPED])
+def test_the_result_of_an_entry_point_is_its_status(result):
+    assert ended(lambda: result) == (result or 0, [result or 0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: --steps"),
+        (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
+        (["--step", "1"], "required: --steps"),  # nothing is guessed
+    ],
+)
+def test_mistakes_in_arguments_are_one_line(arguments, message, capsys):
+    parser = ArgumentParser(description="Says something.")
+    parser.add_argument("--steps", type=int, required=True)
+    assert ended(lambda: parser.parse_args(arguments) and None)[0] == ExitStatus.USER_ERROR
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ") and printed.count("\n") == 1
+    assert message in printed and printed.endswith("; see --help.\n")
+
+
+def test_an_interrupted_command_leaves_no_traceback(capsys):
+    def main():
+        raise KeyboardInterrupt
+
+    assert ended(main)[0] == INTERRUPTED_STATUS
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_other_errors_keep_their_traceback_and_report_nothing():
+    reported = []
+    with pytest.raises(ZeroDivisionError):
+        run_command(lambda: 1 // 0, leave=lambda *values: reported.append(values))
+    assert reported == []
+
+
+def test_statuses_are_distinct_and_leave_those_of_signals_free():
+    assert len({int(status) for status in ExitStatus}) == len(ExitStatus) and max(ExitStatus) < 128
+
+
+def test_the_guide_lists_every_status():
+    from support.project import ROOT
+
+    guide = (ROOT / "docs/cluster.md").read_text()
+    for status in ExitStatus:
+        assert f"\n| {int(status)} | " in guide
+
+
+def test_settings_may_follow_an_option_of_several_values():
+    parser = ArgumentParser()
+    parser.add_argument("--widths", type=int, nargs="+")
+    parser.add_argument("--text")
+    parser.add_argument("overrides", nargs="*")
+    found = parser.parse_intermixed_args(
+        ["a=1", "--widths", "64", "128", "model.x=2", "b.c=[1, 2]", "--text", "d=4", "e=5"]
+    )
+    assert found.widths == [64, 128] and found.text == "d=4"
+    assert found.overrides == ["a=1", "model.x=2", "b.c=[1, 2]", "e=5"]
+    with pytest.raises(ConfigError, match="invalid int value: 'x'"):
+        parser.parse_intermixed_args(["--widths", "64", "x"])

@@ -1,0 +1,145 @@
+"""How much of its corpora a run reads, against the samples themselves."""
+
+import re
+import shutil
+
+import numpy as np
+import pytest
+import yaml
+from support.commands import forked
+from support.corpora import build
+from support.project import small_run
+
+from data_utils.common.random_streams import derive_seed
+from data_utils.common.settings import merge
+from data_utils.dataset.indexed_dataset import IndexedDataset
+from data_utils.loader.config import CorpusConfig, DataConfig
+from data_utils.loader.extent import extent, overlap
+from data_utils.loader.extent_ahead import extent_if_here
+from data_utils.loader.loader import mixtures_of, open_datasets
+from data_utils.loader.mixture import Mixture
+from data_utils.loader.sampler import WindowIndex
+from data_utils.objectives import ObjectiveChoice
+from data_utils.objectives.blank_infilling.config import BlankInfillingConfig
+from data_utils.objectives.interface import DOCUMENT_OVERHEAD
+from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
+from megatron_lite.config.tree import load_config
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("corpora")
+    for name, documents in (("a", 300), ("b", 40), ("one", 1)):
+        build(directory / name, [[1] * 12] * documents, 100, eos=1)
+    return directory
+
+
+def mixture(corpora, *names):
+    datasets = [(WindowIndex(IndexedDataset(corpora / name), 16, 4), 1.0) for name in names]
+    return Mixture(datasets, seed=7)
+
+
+def test_tokens_and_epochs_are_those_of_the_samples(corpora):
+    mixed = mixture(corpora, "a", "b")
+    corpus, _, windows = mixed.locate(np.arange(5000))
+    tokens = sum(len(mixed.indexes[c].gather(np.array([w]))[0]) for c, w in zip(corpus, windows, strict=True))
+    line, *warnings = extent([mixed], 5000, 8)
+    count = np.bincount(corpus)
+    assert line == (
+        f"the whole run reads {tokens:,} tokens of text: {corpora}/a (3,600 tokens) {count[0] / 300:.2g} times, "
+        f"{corpora}/b (480 tokens) {count[1] / 40:.0f} times"
+    )
+    assert len(warnings) == 1 and warnings[0].startswith(
+        f"warning: {corpora}/b is read {count[1] / 40:.0f} times; "
+    )
+
+
+def test_one_window_for_a_whole_run_is_warned_of_twice(corpora):
+    _, *warnings = extent([mixture(corpora, "one")], 96_000, 8)
+    assert [warning.partition(";")[0] for warning in warnings] == [
+        f"warning: {corpora}/one is read 96,000 times",
+        f"warning: {corpora}/one has 12 tokens, 1 samples, less than a batch (8): a step reads text more than once.",
+    ]
+
+
+def test_few_epochs_are_not_warned_of(corpora):
+    assert len(list(extent([mixture(corpora, "a")], 300 * 40, 8))) == 1
+
+
+def test_a_start_tells_it_and_warns_of_validation_on_training_text(corpus, tmp_path):
+    tree = small_run(corpus, tmp_path / "run")
+    tree = merge(tree, {"data": {"validation": tree["data"]["train"]}, "training": {"steps": 3}})
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+    done = forked("pretrain_glm.py", "--config", tmp_path / "config.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "the whole run reads " in done.stdout and f"tokens of text: {corpus}/corpus_train (" in done.stdout
+    same = f"warning: the validation corpus {corpus}/corpus_train has the same tokens as the training corpus"
+    assert same in done.stdout
+
+
+def test_a_dry_run_tells_it_where_the_corpora_are(corpora, tmp_path):
+    data = DataConfig(train=(CorpusConfig(prefix=str(corpora / "a")),), sequence_length=16)
+    line, warning = extent_if_here(data, 7, 24_000, 8)
+    assert line == f"the whole run reads 288,000 tokens of text: {corpora}/a (3,600 tokens) 80 times"
+    assert warning.startswith(f"warning: {corpora}/a is read 80 times")
+    for missing in ((CorpusConfig(prefix="absent"),), ()):
+        (line,) = extent_if_here(DataConfig(train=missing), 7, 24_000, 8)
+        assert line.endswith("is not here, so that epochs are not known")
+
+
+def test_one_data_set_under_two_names_is_warned_of(corpus, tmp_path):
+    copy = tmp_path / "copy"
+    for suffix in (".bin", ".idx", ".json"):
+        shutil.copyfile(f"{corpus / 'corpus_train'}{suffix}", f"{copy}{suffix}")
+    train = tuple(CorpusConfig(prefix=str(prefix)) for prefix in (corpus / "corpus_train", copy))
+    tokenizer = load_tokenizer(TokenizerConfig(kind="bert_wordpiece", path=str(corpus / "vocab.txt")))
+    choices = [ObjectiveChoice("blank_infilling", BlankInfillingConfig())]
+    (warning,) = overlap(open_datasets(DataConfig(train=train), choices, tokenizer, seed=3))
+    assert f"the same tokens twice, as {corpus / 'corpus_train'} and {copy}" in warning
+
+
+def test_each_phase_is_told_as_it_is_dealt(corpora):
+    first = mixture(corpora, "a", "b")
+    mixtures = [first, first.following(3000, [1, 0])]
+    located = [first.locate(np.arange(3000)), mixtures[1].locate(np.arange(3000, 5000))]
+    counts = [np.bincount(corpus, minlength=2) for corpus, _, _ in located]
+    whole, *phases = extent(mixtures, 5000, 8)
+    a, b = sum(counts) / (300, 40)
+    assert whole.endswith(f"a (3,600 tokens) {a:.0f} times, {corpora}/b (480 tokens) {b:.0f} times")
+    tokens = [int(count @ (12, 12)) for count in counts]
+    a, b = counts[0] / (300, 40)
+    assert phases == [
+        f"phase 1 reads {tokens[0]:,} tokens of text: a {a:.2g} times, b {b:.0f} times",
+        f"phase 2 reads {tokens[1]:,} tokens of text: a {2000 / 300:.2g} times",
+    ]
+
+
+def test_phases_of_several_lengths_are_told_as_they_are_read(corpora, tmp_path):
+    """Short phases leave most of an epoch's windows unread. A dry run of the whole configuration says the same."""
+    tree = small_run(corpora, tmp_path / "run")
+    tree.pop("tokenizer")
+    tree = merge(tree, {"model": {"vocab_size": 128}})
+    data = {"train": [{"prefix": str(corpora / "a")}, {"prefix": str(corpora / "b")}], "validation": []}
+    phases = [
+        {"steps": 1, "sequence_length": 40},
+        {"steps": 4, "sequence_length": 60},
+        {"sequence_length": 40},
+    ]
+    tree = merge(tree, {"data": data, "training": {"steps": 60}, "phases": phases})
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+    done = forked("pretrain_glm.py", "--config", tmp_path / "config.yaml", "--dry-run", 1)
+    assert done.returncode == 0, done.stderr
+    told = [
+        int(text.replace(",", ""))
+        for text in re.findall(r" reads ([-\d,]+) tokens of text", re.sub(r"\s+", " ", done.stdout))
+    ]
+    config = load_config([str(tmp_path / "config.yaml")], [])
+    indexes = [WindowIndex(IndexedDataset(corpora / name), 40, DOCUMENT_OVERHEAD) for name in ("a", "b")]
+    mixtures = mixtures_of(indexes, derive_seed(config.training.seed, "train"), config.plan.samples)
+    batch = config.batch.global_batch_size
+    read = [
+        sum(len(mixture.fetch(np.array([sample]))[0]) for sample in range(first * batch, last * batch))
+        for mixture, first, last in zip(mixtures, (0, 1, 5), (1, 5, 60), strict=True)
+    ]
+    for here, there in zip([sum(read), *read], told, strict=True):
+        assert abs(here - there) <= max(20, 0.01 * here)

@@ -1,0 +1,167 @@
+"""Whether traced numbers are the true ones: against each other, and against what is known."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from support.commands import assert_refused, forked
+from support.project import ROOT
+
+from benchmarks.step_trace import guards
+from benchmarks.step_trace.counts import Counts, difference, extended
+from benchmarks.step_trace.operations import collective_micros
+from benchmarks.step_trace.request import Expected, run_module
+from data_utils.common.errors import ConfigError
+from megatron_lite.config.tree import load_config
+from megatron_lite.estimate.batches import random_batches
+from megatron_lite.estimate.gpus import GPUS
+from megatron_lite.estimate.roofline import Members
+from megatron_lite.metrics.peak_flops import GPU_PEAK_TFLOPS
+from scripts import profile_step
+
+
+@pytest.mark.slow
+def test_extended_layers_are_those_of_a_whole_trace(profile_of):
+    """Two and three layers, extended to five, against five."""
+    some, every = (profile_of(f"bert of 5 layers, {kind}") for kind in ("extended", "all traced"))
+    for field in dataclasses.fields(Expected):
+        found, true = getattr(some.expected, field.name), getattr(every.expected, field.name)
+        # Buckets of gradients fill up in steps, not layer by layer; in five layers one bucket is 3 % of the launches.
+        in_buckets = field.name in ("peak_gib", "host_ms", "roofline_ms", "expected_mfu", "collective_mb")
+        assert found == pytest.approx(true, rel=0.05 if in_buckets else 1e-6), field.name
+    assert some.details.places == every.details.places
+    assert some.details.rank_parameters == every.details.rank_parameters
+
+
+def test_gradients_travel_once_in_fp32_and_weights_once_in_bf16(profiles):
+    """Of pure data parallelism at ZeRO 1: 4 bytes of each gradient, 2 of each weight; beside them only norms."""
+    found = profiles["data parallel"]
+    assert found.expected.collective_mb["dp"] == pytest.approx(
+        6 * found.details.rank_parameters / 1e6, rel=0.001
+    )
+    assert set(found.expected.collective_mb) == {"dp"}
+    assert found.details.collectives == {"dp": 15}  # seven buckets and a norm, not two for each of 24 layers
+
+
+def test_tensor_parallel_ranks_sum_two_activations_of_a_layer_in_each_direction(profiles):
+    config = load_config([ROOT / "configs/glm-large.yaml", ROOT / "configs/objectives/paper.yaml"])
+    tokens = random_batches(config, 1)[0].tokens
+    layers, activation = config.model.num_layers, tokens * config.model.hidden_size * 2 / 1e6
+    # And the look-ups of the embedding, and the gradient of the hidden states of the rows with loss.
+    least = (4 * layers + 1) * activation
+    assert least < profiles["tensor parallel"].expected.collective_mb["tp"] < least + 2 * activation
+
+
+def test_memory_holds_weights_gradients_and_moments(profiles):
+    """One rank of 64: 2 bytes a weight, 4 a summed gradient, and a 64th of 12; the rest is activations."""
+    found = profiles["data parallel"]
+    static = found.details.rank_parameters * (2 + 4 + 12 / 64)
+    assert static < found.expected.peak_gib * 2**30 < static + 9e9
+
+
+def test_times_and_mfu_agree(profiles):
+    for found in profiles.values():
+        longer = max(found.expected.host_ms, found.expected.roofline_ms)
+        assert 0 < found.expected.expected_mfu < 1 and longer > 0
+        assert found.expected.host_ms > found.details.launches * 10.0 / 1e3 * found.details.bubble
+
+
+def test_trees_extend_linearly():
+    first = {"a": 1, "places": {"x": 2}}
+    second = {"a": 3, "places": {"x": 2, "y": 1}}
+    assert extended(first, second, 10) == {"a": 21, "places": {"x": 2, "y": 10}}
+    assert difference(second, first) == {"a": 2, "places": {"x": 0, "y": 1}}
+    assert json.loads(json.dumps(Counts().tree()))["launches"] == 0
+
+
+def test_batches_are_those_of_the_configuration():
+    config = load_config([ROOT / "configs/glm-large.yaml", ROOT / "configs/objectives/paper.yaml"])
+    first, second = random_batches(config, 2)
+    assert first.planes.shape == (16, 10, 568) and (first.planes != second.planes).any()
+    assert first.tokens > 0.9 * 16 * 512 and 0.3 < first.loss_rows / first.tokens < 0.6
+    assert (random_batches(config, 1)[0].planes == first.planes).all()
+
+
+def test_collectives_cost_what_a_ring_moves():
+    gpu, size = GPUS["h100"], 10**9
+    reduce, gather = torch.ops.c10d.allreduce_.default, torch.ops.c10d._allgather_base_.default
+    within, between = Members("tp", tuple(range(8))), Members("dp", (0, 8))
+    assert collective_micros(reduce, size, within, gpu) == pytest.approx(15 + 2 * 7 / 8 * size / 360e3)
+    assert collective_micros(gather, size, between, gpu) == pytest.approx(46 + size / 2 / 40e3)
+    # Each GPU of a node has a link to the others: a ring over whole nodes uses all eight, one over two of each two.
+    whole, pairs = Members("dp", tuple(range(64))), Members("dp", (0, 4, 8, 12))
+    assert collective_micros(reduce, size, whole, gpu) == pytest.approx(46 + 2 * 63 / 64 * size / 324e3)
+    assert collective_micros(reduce, size, pairs, gpu) == pytest.approx(46 + 2 * 3 / 4 * size / 80e3)
+
+
+def test_peaks_are_those_of_reports():
+    for name, gpu in GPUS.items():
+        for part, peak in GPU_PEAK_TFLOPS.items():
+            if part == name.split("-")[0].upper():
+                assert gpu.peak_tflops == peak, name
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("torch.__version__", "9.1.0", "fake devices do not know torch 9.1.0"),
+        ("platform.machine", lambda: "riscv64", "need Linux on x86_64, and this is linux on riscv64"),
+    ],
+)
+def test_the_unknown_is_refused_in_one_line(monkeypatch, name, value, message):
+    monkeypatch.setattr(f"benchmarks.step_trace.guards.{name}", value)
+    with pytest.raises(ConfigError, match=message) as refused:
+        guards.install()
+    assert "\n" not in str(refused.value)
+
+
+def test_another_build_of_torch_is_refused_in_one_line(monkeypatch):
+    monkeypatch.setattr(guards, "_REGISTRY", "absent")
+    with pytest.raises(ConfigError, match="do not know this build of torch"):
+        guards._tables()
+
+
+def test_a_process_that_fails_is_reported_in_one_line():
+    with pytest.raises(
+        ConfigError, match=r"json\.tool ended with status 1: Expecting value.*requirements\.txt"
+    ) as failed:
+        run_module("json.tool", "nonsense")
+    assert "\n" not in str(failed.value)
+    with pytest.raises(ConfigError, match=r"^no configuration given"):
+        run_module("pretrain_glm", "")
+
+
+def test_the_command_prints_a_table_and_writes_json(tmp_path):
+    out = tmp_path / "profile.json"
+    options = ["--config", "configs/tiny.yaml", "--processes", "2", "--gpu", "a100", "--json", str(out)]
+    settings = ["model.vocab_size=300", "tokenizer=null"]
+    done = forked("scripts/profile_step.py", *options, *settings)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    assert list(found) == [field.name for field in dataclasses.fields(Expected)]
+    assert "a100: peak 312 TFLOP/s" in done.stdout and all(name in done.stdout for name in found)
+
+
+def test_an_installed_package_says_where_the_trace_is(monkeypatch):
+    monkeypatch.setattr(profile_step.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="which is not installed; run python") as refused:
+        profile_step.require_checkout()
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--processes", "0"], "--processes is 0"),
+        (["--processes", "3"], "= 2 must divide their number"),
+        (["--processes", "2", "--gpu", "z80"], "--gpu is 'z80'; it must be one of h100"),
+        (["--processes", "1", "--measure"], "--measure needs a GPU"),
+        (["--processes", "2", "--measure"], "--measure runs one process, but --processes is 2"),
+    ],
+)
+def test_mistakes_are_refused_in_one_line(arguments, message):
+    options = ["--config", "configs/glm-large.yaml", *arguments, "parallel.pipeline_parallel_size=2"]
+    assert_refused(forked("scripts/profile_step.py", *options), message)
