@@ -21,7 +21,7 @@ def main() -> None:
     directory = heartbeat_directory(parser.parse_args().run_directory)
     heartbeats = read_heartbeats(directory)
     if not heartbeats:
-        raise DataError(f"{directory} holds no heartbeats; give the run.directory of a run that has started.")
+        raise DataError(f"{directory} holds no heartbeats; pass the run.directory of a run that has started.")
     print(f"{'rank':>5} {'step':>9} {'s in section':>12} {'s silent':>9}  {'host':16} {'section':11} place")
     for beat in sorted(heartbeats, key=lambda beat: (beat.passed, beat.rank)):
         silent = time.time() - beat.time
