@@ -55,50 +55,62 @@ def parse_arguments(given: Sequence[str] | None) -> argparse.Namespace:
     for name, (add_own, _) in COMMANDS.items():
         command = commands.add_parser(name)
         add = command.add_argument
-        text = "run (its newest checkpoint), or one step_... of it"
+        text = "run (latest checkpoint), or a step_... directory"
         add("--checkpoint", required=True, type=Path, help=text)
-        add("--tokenizer", type=Path, help="where the tokenizer is now, if it was moved")
-        add("--batch", type=int, default=16, help="texts or samples of a forward pass (default 16)")
-        add("--json", type=Path, metavar="FILE", help="write the numbers there")
-        add("--plot", type=Path, metavar="FILE", help="draw them (PNG, SVG or PDF)")
+        add("--tokenizer", type=Path, help="tokenizer path, if it moved since training")
+        add("--batch", type=int, default=16, help="batch size of a forward pass (default 16)")
+        add("--json", type=Path, metavar="FILE", help="write the results to this JSON file")
+        add("--plot", type=Path, metavar="FILE", help="plot them (PNG, SVG or PDF)")
         add_own(add)
     return parser.parse_args(given)
 
 
 def add_texts(add: Add) -> None:
-    add("--input", required=True, type=Path, help="file with one text a line")
+    add("--input", required=True, type=Path, help="file with one text per line")
 
 
 def options_of_contextuality(add: Add) -> None:
     add_texts(add)
-    add("--min-contexts", type=int, default=5, metavar="N", help="texts that a word must be in (default 5)")
-    text = "words at random, one of a text, for the baselines (default 1000)"
+    add(
+        "--min-contexts",
+        type=int,
+        default=5,
+        metavar="N",
+        help="minimum number of texts that contain a word (default 5)",
+    )
+    text = "random words for the baselines, one per text (default 1000)"
     add("--samples", type=int, default=1000, metavar="N", help=text)
-    add("--centred", action="store_true", help="explained variance of vectors less their mean")
-    add("--seed", type=int, default=0, help="of the words at random (default 0)")
+    add("--centred", action="store_true", help="subtract the mean before computing the explained variance")
+    add("--seed", type=int, default=0, help="seed of the random words (default 0)")
 
 
 def options_of_heads(add: Add) -> None:
-    text = "YAML of the task that heads are judged by; without: the run's own, or else its validation loss"
+    text = "task YAML whose metric scores the heads; default: the run's task, or else its validation loss"
     add("--task", type=expanded_path, metavar="FILE", help=text)
-    add("--samples", type=int, default=1000, metavar="N", help="most samples of a file (default 1000)")
-    text = "what has a gate of its own: each example, or each token (default example)"
+    add(
+        "--samples",
+        type=int,
+        default=1000,
+        metavar="N",
+        help="maximum number of samples per file (default 1000)",
+    )
+    text = "granularity of the head gates: per example or per token (default example)"
     add("--per", choices=("example", "token"), default="example", help=text)
-    text = "the score without each head, and with each as the only one of its layer"
+    text = "also report the score without each head, and with each as the only head of its layer"
     add("--ablate", action="store_true", help=text)
-    text = "remove K heads, each the one that costs least then"
+    text = "greedily remove K heads, each time the one that costs least"
     add("--greedy", type=int, default=0, metavar="K", help=text)
-    text = "remove this share of all heads, the least important first"
+    text = "remove this share of all heads, least important first"
     add("--prune", type=float, metavar="SHARE", help=text)
-    text = "of --prune: a tenth of all heads at a time, measured again after each"
+    text = "with --prune: remove a tenth of all heads at a time and recompute the importance"
     add("--again", action="store_true", help=text)
-    text = "of --prune: heads that every layer keeps (default 1)"
+    text = "with --prune: minimum number of heads per layer (default 1)"
     add("--keep", type=int, default=1, metavar="N", help=text)
-    text = "of --prune: compare layers by importance as it is, not as shares of each layer's norm"
+    text = "with --prune: compare raw importance across layers instead of normalising per layer"
     add("--raw", action="store_true", help=text)
-    text = "of --prune: a new run directory for the pruned checkpoint"
+    text = "with --prune: new run directory for the pruned checkpoint"
     add("--output", type=Path, metavar="RUN", help=text)
-    add("overrides", nargs="*", metavar="section.key=value", help="settings on top of the task's file")
+    add("overrides", nargs="*", metavar="section.key=value", help="settings on top of the task file")
 
 
 def options_of_attention(add: Add) -> None:
@@ -108,21 +120,21 @@ def options_of_attention(add: Add) -> None:
         type=int,
         default=4,
         metavar="N",
-        help="texts to look at (default 4); the first one is drawn",
+        help="number of texts (default 4); the first one is plotted",
     )
 
 
 def options_of_features(add: Add) -> None:
     add_texts(add)
-    text = "NumPy file (.npz): vectors [words, layers + 1, hidden size], words, and the text of each"
+    text = "NumPy file (.npz) to write: vectors [words, layers + 1, hidden size], words, and the text of each"
     add("--output", required=True, type=Path, help=text)
 
 
 def options_of_probe(add: Add) -> None:
     add_texts(add)
-    add("--labels", required=True, type=Path, help="file with one label a line, of the same texts")
-    add("--trials", type=int, default=5, help="random choices of what is learnt from (default 5)")
-    add("--seed", type=int, default=0, help="of these choices (default 0)")
+    add("--labels", required=True, type=Path, help="file with one label per line, for the same texts")
+    add("--trials", type=int, default=5, help="random train/test splits (default 5)")
+    add("--seed", type=int, default=0, help="seed of the splits (default 0)")
 
 
 def main(given: Sequence[str] | None = None) -> None:
@@ -141,18 +153,18 @@ def require_sense(arguments: argparse.Namespace) -> None:
         check(value >= least, f"--{option.replace('_', '-')} is {value}; it must be at least {least}.")
     share = options.get("prune")
     if arguments.command == "heads":
-        check(share is None or 0 < share < 1, f"--prune is {share}; it must be a share between 0 and 1.")
+        check(share is None or 0 < share < 1, f"--prune is {share}; it must be between 0 and 1.")
         for option, is_given in (
             ("--output", arguments.output),
             ("--again", arguments.again),
             ("--raw", arguments.raw),
         ):
-            check(share is not None or not is_given, f"{option} is of --prune; give --prune SHARE too.")
+            check(share is not None or not is_given, f"{option} needs --prune; pass --prune SHARE too.")
         if arguments.output is not None:
             require_new_directory(arguments.output)
     elif arguments.command == "features":
         require_named(arguments.output, "--output", (".npz",))
-        check(arguments.plot is None, "features are arrays and have no picture; leave --plot out.")
+        check(arguments.plot is None, "features are arrays and cannot be plotted; remove --plot.")
     if arguments.json is not None:
         require_writable(arguments.json, "--json")
     if arguments.plot is not None:
@@ -173,7 +185,7 @@ def opened(arguments: argparse.Namespace, least: int = 1) -> tuple[Run, list[Tex
     require_words(texts, least, arguments.input)
     cut = sum(text.cut for text in texts)
     if cut:
-        print(f"{cut} words beyond the run's length are left out")
+        print(f"{cut} words beyond the sequence length are skipped")
     return closed.with_model(), texts
 
 
@@ -206,12 +218,12 @@ def contextuality(arguments: argparse.Namespace) -> None:
     )
     if found is None:
         raise ConfigError(
-            f"no word of {arguments.input} is in {arguments.min_contexts} texts; give more texts, or lower "
+            f"no word of {arguments.input} occurs in {arguments.min_contexts} texts; use more texts, or lower "
             "--min-contexts."
         )
     measured = {name: values.tolist() for name, values in found.measured.items()}
     baseline = {name: values.tolist() for name, values in found.baseline.items()}
-    print(f"{len(texts)} texts, {len(found.contexts)} words in {arguments.min_contexts} or more of them")
+    print(f"{len(texts)} texts, {len(found.contexts)} words in at least {arguments.min_contexts} of them")
     print(contextuality_table(found))
     words = {
         word: {"contexts": found.contexts[word], "self_similarity_adjusted": values.tolist()}
@@ -221,14 +233,14 @@ def contextuality(arguments: argparse.Namespace) -> None:
     if arguments.plot is not None:
         from megatron_lite.analysis.pictures import lines
 
-        lines(arguments.plot, measured, "cosine, or share of variance", baseline)
+        lines(arguments.plot, measured, "cosine similarity, or explained variance", baseline)
 
 
 def heads(arguments: argparse.Namespace) -> None:
     tree: dict[str, Any] = {} if arguments.task is None else load_yaml(arguments.task)
     if arguments.task is not None and "task" not in tree:
         raise ConfigError(
-            f"--task {arguments.task} has no section task; give a file like those of configs/tasks/."
+            f"--task {arguments.task} has no section task; use a file like those in configs/tasks/."
         )
     for override in arguments.overrides:
         tree = merge(tree, parse_override(override))
@@ -244,7 +256,7 @@ def heads(arguments: argparse.Namespace) -> None:
     every = measures.heads_of(model)
     check(
         arguments.greedy < len(every),
-        f"--greedy is {arguments.greedy}, but the model has {len(every)} heads; choose fewer.",
+        f"--greedy is {arguments.greedy}, but the model has {len(every)} heads; lower it.",
     )
     sizes = measures.importance(model, judge.examples(), per_token=per_token)
     whole = judge.score()
@@ -255,17 +267,17 @@ def heads(arguments: argparse.Namespace) -> None:
         "importance": {name: values.tolist() for name, values in sizes.items()},
     }
     print(f"{judge.measure}: {whole:.4f} with all {len(every)} heads")
-    print(head_table(f"importance, nats for each {arguments.per}", result["importance"], "9.2e"))
+    print(head_table(f"importance, nats per {arguments.per}", result["importance"], "9.2e"))
     if arguments.ablate:
         result["without"] = by_group(measures.ablated(model, judge.score, every))
         result["alone"] = by_group(measures.alone(model, judge.score, every))
         print(head_table("score without each head", result["without"], "9.4f"))
-        print(head_table("score with each as the only one of its layer", result["alone"], "9.4f"))
+        print(head_table("score with each head as the only one of its layer", result["alone"], "9.4f"))
     if arguments.greedy:
         found = measures.greedy(model, judge.score, arguments.greedy)
         result["greedy"] = [{"group": h.group, "head": h.number, "score": score} for h, score in found]
         for head, score in found:
-            print(f"without {head.group} head {head.number} too: {score:.4f}")
+            print(f"{score:.4f} after also removing {head.group} head {head.number}")
     removed: list[Head] = []
     if arguments.prune is not None:
         count = round(arguments.prune * len(every))
@@ -278,16 +290,14 @@ def heads(arguments: argparse.Namespace) -> None:
         if arguments.output is not None:
             path = write_pruned(run, removed, arguments.output)
             print(
-                f"{path} has zeros in the place of these heads, so a step takes as long; no optimizer state"
+                f"{path} has zeros in place of these heads, so a step is not faster; it has no optimizer state"
             )
     write_json(arguments, result)
     if arguments.plot is not None:
         from megatron_lite.analysis.pictures import head_picture
 
         crossed = {name: [head.number for head in removed if head.group == name] for name in sizes}
-        head_picture(
-            arguments.plot, result["importance"], crossed, f"importance, nats for each {arguments.per}"
-        )
+        head_picture(arguments.plot, result["importance"], crossed, f"importance, nats per {arguments.per}")
 
 
 def attention(arguments: argparse.Namespace) -> None:
@@ -302,7 +312,9 @@ def attention(arguments: argparse.Namespace) -> None:
         rows = text.sample.target_groups[0].positions
         found.append(habits(each, int(rows[0]), each.shape[-1] - 1 - int(rows[-1])))
     means = {name: values.tolist() for name, values in mean_habits(found).items()}
-    print(f"means over {len(shown)} texts; entropy in nats, distance in tokens, shares of the weight")
+    print(
+        f"means over {len(shown)} texts; entropy in nats, distance in tokens, shares of the attention weight"
+    )
     print(habit_table(means))
     write_json(arguments, {"texts": len(shown), "means": means})
     if arguments.plot is not None:
@@ -327,7 +339,9 @@ def features(arguments: argparse.Namespace) -> None:
     content = io.BytesIO()
     np.savez(content, vectors=vectors.numpy(), words=np.array(words, np.str_), text=owner)
     write_whole(arguments.output, content.getvalue(), "--output")
-    print(f"{arguments.output}: {len(words)} words, {vectors.shape[1]} layers, {vectors.shape[2]} components")
+    print(
+        f"{arguments.output}: {len(words)} words, {vectors.shape[1]} layers, hidden size {vectors.shape[2]}"
+    )
     write_json(arguments, {"words": len(words), "layers": vectors.shape[1], "hidden_size": vectors.shape[2]})
 
 
@@ -350,12 +364,12 @@ def probe(arguments: argparse.Namespace) -> None:
     for number, each in enumerate(found):
         print(f"layer {number:3}  accuracy {mean(each):.4f} +- {pstdev(each):.4f}")
     largest = largest_class(labels)
-    print(f"the largest class: {largest:.4f}")
+    print(f"majority class: {largest:.4f}")
     write_json(arguments, {"texts": len(labels), "accuracies": found, "largest_class": largest})
     if arguments.plot is not None:
         from megatron_lite.analysis.pictures import lines
 
-        curve = {"mean of a text's words": [mean(each) for each in found]}
+        curve = {"mean of a text's word vectors": [mean(each) for each in found]}
         lines(arguments.plot, curve, "accuracy of a linear classifier", {})
 
 

@@ -68,35 +68,33 @@ class _State(TypedDict):
 def parse_arguments() -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("command", choices=("list", "verify", "rewind", "merge"))
-    parser.add_argument(
-        "directory", type=Path, help="a run, its directory of checkpoints, or one step_... directory"
-    )
+    parser.add_argument("directory", type=Path, help="run, checkpoint directory, or step_... directory")
     parser.add_argument(
         "more",
         type=expanded_path,
         nargs="*",
-        help="of rewind: the step to continue from; of merge: steps of the run, or other runs",
+        help="rewind: step to resume from; merge: steps of the run, or other runs",
     )
     parser.add_argument(
-        "--weights", default="mean", help="of merge: mean, linear, 1-sqrt, or 0.2,0.8 (default: mean)"
+        "--weights", default="mean", help="merge: weights mean, linear, 1-sqrt, or 0.2,0.8 (default: mean)"
     )
-    parser.add_argument("--output", type=Path, help="of merge: a new run directory for the merged checkpoint")
+    parser.add_argument("--output", type=Path, help="merge: new run directory for the merged checkpoint")
     arguments = parser.parse_intermixed_args()
     command, more = arguments.command, arguments.more
     if command == "rewind" and not (len(more) == 1 and more[0].isdigit()):
         given = f"{shown(' '.join(more))} is none" if more else "none is given"
         raise ConfigError(
-            f"rewind takes the number of a step after RUN, and {given}; `checkpoints.py list RUN` shows the steps."
+            f"rewind needs RUN and the number of a step, and {given}; `checkpoints.py list RUN` shows the steps."
         )
     if command in ("list", "verify") and more:
         raise ConfigError(
-            f"{command} takes one run, directory of checkpoints or checkpoint, and {' '.join(more)} is one argument "
-            f"more; call it once for each."
+            f"{command} takes a single run, checkpoint directory or checkpoint, but got {' '.join(more)} too; "
+            "call it once for each."
         )
     if command == "merge" and (numbers := [each for each in more if _is_fraction(each)]):
         raise ConfigError(
-            f"merge takes steps or runs, and {', '.join(numbers)} is neither; write numbers of --weights with commas "
-            "between, as --weights 0.3,0.7."
+            f"merge takes steps or runs, but {', '.join(numbers)} is neither; separate the numbers of "
+            "--weights with commas, as in --weights 0.3,0.7."
         )
     if (command == "merge") != (arguments.output is not None):
         raise ConfigError(f"{command} takes {'--output DIRECTORY' if command == 'merge' else 'no --output'}.")
@@ -142,7 +140,7 @@ def find(directory: Path) -> list[Path]:
     if problem := state_of(directory).problem:
         raise CheckpointError(problem)
     resolve_run(directory)
-    raise CheckpointError(f"{directory} has never saved: it holds no checkpoint.")
+    raise CheckpointError(f"{directory} holds no checkpoint: the run has not saved yet.")
 
 
 def rewind(run: Path, step: int) -> None:
@@ -157,12 +155,17 @@ def rewind(run: Path, step: int) -> None:
             # Also if nothing moved: a call before may have been killed between the two.
             record_rewind(run, step)
     except OSError as error:
-        raise CheckpointError(f"{error.filename}: {error.strerror}; get permission to move it.") from None
+        raise CheckpointError(
+            f"{error.filename}: {error.strerror}; fix the permissions to move it."
+        ) from None
     if aside is None:
-        print(f"{run}: the checkpoint of step {step} is the newest already")
+        print(f"{run}: the checkpoint of step {step} is already the latest")
         return
     count = len(list_checkpoints(aside))
-    print(f"{run} continues from step {step}; {count} newer checkpoints are in {aside}, which may be deleted")
+    print(
+        f"{run} will resume from step {step}; {count} newer checkpoints were moved to {aside} and can be "
+        "deleted"
+    )
 
 
 def merge_into(output: Path, run: Path, more: list[str], weights: str) -> None:
@@ -178,7 +181,7 @@ def merge_into(output: Path, run: Path, more: list[str], weights: str) -> None:
         find(run)
         paths = checkpoints_of(checkpoints_in(run), sorted(given))
     if len(set(paths)) < max(2, len(paths)):
-        raise ConfigError(f"merge got {len(set(paths))} checkpoints; give two or more different ones.")
+        raise ConfigError(f"merge got {len(set(paths))} distinct checkpoints; pass at least two.")
     sources = [find_manifest(path) for path in paths]
     shares = shares_of(weights, [source.step for source in sources])
     if given and weights not in ("mean", *DECAYS):  # numbers belong to the steps in the order that was given
@@ -188,7 +191,7 @@ def merge_into(output: Path, run: Path, more: list[str], weights: str) -> None:
     path = merge(sources, shares, output)
     for source, share in zip(sources, shares, strict=True):
         print(f"{share:8.4f}  {source.path}")
-    print(f"{path} holds their weighted mean, and no optimizer state")
+    print(f"{path} holds their weighted mean, without optimizer state")
 
 
 def examine(path: Path, check: Callable[[Checkpoint], None]) -> tuple[list[str], str]:

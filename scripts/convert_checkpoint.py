@@ -44,50 +44,59 @@ def parse_arguments() -> argparse.Namespace:
 
     add_export_arguments(commands.add_parser("export", help="training checkpoint -> Hugging Face directory"))
     sources = {
-        "import": "Hugging Face directory (ours, or a released GLM) -> run directory to continue from",
-        "import-megatron": "the reference's mp_rank_XX_model_states.pt -> run directory to continue from",
+        "import": (
+            "Hugging Face directory (exported here, released GLM, or another published model) -> run "
+            "directory"
+        ),
+        "import-megatron": "mp_rank_XX_model_states.pt of the GLM reference code -> run directory",
     }
     for name, text in sources.items():
         add_import_arguments(commands.add_parser(name, help=text))
     for command in commands.choices.values():
-        command.add_argument("--output", required=True, type=Path, help="directory to make")
-        command.add_argument("--no-verify", action="store_true", help="skip the comparison of logits")
-        text = "largest logit difference that passes, times the largest logit beyond 1 (default: 1e-5)"
+        command.add_argument("--output", required=True, type=Path, help="directory to create")
+        command.add_argument(
+            "--no-verify", action="store_true", help="do not compare the logits of both models"
+        )
+        text = (
+            "maximum logit difference that passes, relative to the largest logit if that exceeds 1 (default: "
+            "1e-5)"
+        )
         command.add_argument("--tolerance", type=float, default=1e-5, help=text)
     return parser.parse_args()
 
 
 def add_export_arguments(export: argparse.ArgumentParser) -> None:
-    text = "run directory (newest valid checkpoint), or one step_... of it"
+    text = "run directory (latest valid checkpoint), or a step_... directory"
     export.add_argument("--checkpoint", required=True, type=Path, help=text)
-    text = "huggingface: with code and tokenizer; released: names of the released GLM (default: huggingface)"
+    text = (
+        "huggingface: with code and tokenizer; released: tensor names of the released GLM (default: "
+        "huggingface)"
+    )
     export.add_argument("--layout", default="huggingface", choices=("huggingface", "released"), help=text)
-    text = "type of the weights (default: fp32)"
+    text = "data type of the weights (default: fp32)"
     export.add_argument("--dtype", default="fp32", choices=("fp32", "bf16", "fp16"), help=text)
-    text = "largest weight file, in bytes, KB, MB or GB (default: 5GB)"
+    text = "maximum size of a weight file in bytes, KB, MB or GB (default: 5GB)"
     export.add_argument("--max-shard-size", default="5GB", help=text)
     export.add_argument("--tokenizer", type=Path, help="tokenizer path, if it moved since training")
-    text = "the same of the decoder, where it has its own (OPTIMUS)"
+    text = "same for the decoder's tokenizer (OPTIMUS)"
     export.add_argument("--decoder-tokenizer", type=Path, help=text)
-    text = (
-        "upload the directory to this repository of the Hugging Face hub, which is made if it does not exist"
-    )
+    text = "upload the directory to this Hugging Face hub repository; created if it does not exist"
     export.add_argument("--push-to-hub", metavar="ORG/NAME", help=text)
     export.add_argument(
-        "--private", action="store_true", help="with --push-to-hub: a new repository is private"
+        "--private", action="store_true", help="with --push-to-hub: create the repository as private"
     )
 
 
 def add_import_arguments(command: argparse.ArgumentParser) -> None:
-    text = "directory that holds the weights; for import also org/name or org/name@revision of the Hugging Face hub"
+    text = "directory with the weights; for import also org/name or org/name@revision of the Hugging Face hub"
     command.add_argument("--input", required=True, type=expanded_path, help=text)
-    text = "YAML file of the new run, or a name of configs/; may be repeated"
+    text = "YAML file of the new run, or a name in configs/; repeatable"
     command.add_argument(
         "--config", type=expanded_path, action="append", default=[], metavar="FILE", help=text
     )
-    text = "give [gMASK] the embedding of eop (GLM-10B-Chinese was trained with one id for both)"
+    text = "initialize [gMASK] from the embedding of eop (GLM-10B-Chinese was trained with one id for both)"
     command.add_argument("--copy-eop-to-gmask", action="store_true", help=text)
-    text = "settings on top of the files, for example model.gelu=erf"
+    text = "settings on top of the files, for example model.activation=gelu_erf"
     command.add_argument("overrides", nargs="*", metavar="section.key=value", help=text)
 
 
@@ -96,7 +105,7 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(KB|MB|GB|)", text.strip(), re.IGNORECASE)
     if match is None or float(match[1]) == 0:
         raise ConfigError(
-            f"--max-shard-size is {text!r}; write a number of bytes, KB, MB or GB, for example 5GB."
+            f"--max-shard-size is {text!r}; it must be a number of bytes, KB, MB or GB, for example 5GB."
         )
     return int(float(match[1]) * UNITS[match[2].upper()])
 
@@ -154,15 +163,15 @@ def find_source(text: str, is_hub: bool) -> Snapshot:
     Raises: DataError.
     """
     if not text:
-        raise ConfigError("--input is empty; give the directory that holds the weights.")
+        raise ConfigError("--input is empty; pass the directory with the weights.")
     name = hub_name(text) if is_hub else None
     if name is None:
-        remedy = "give the directory that holds the weights"
-        require_directory(
-            Path(text), f"{remedy}, or a name of the hub as org/name@main" if is_hub else remedy
-        )
+        remedy = "pass the directory with the weights"
+        require_directory(Path(text), f"{remedy}, or a hub name such as org/name@main" if is_hub else remedy)
         if is_hub and could_be_hub_name(text):
-            print(f"--input {text}: the directory {Path(text).resolve()}, not the hub's model of this name")
+            print(
+                f"--input {text}: using the directory {Path(text).resolve()}, not the hub model of that name"
+            )
         return Snapshot(Path(text), "", "")
     again = "`python scripts/convert_checkpoint.py import --input DIR --output RUN`"
     found = fetch(name, "--input", again, wanted)
@@ -180,9 +189,7 @@ def require_push(arguments: argparse.Namespace) -> HubName | None:
     """The repository to push to, if one is given. Raises: ConfigError before anything is written."""
     if arguments.push_to_hub is None:
         if arguments.private:
-            raise ConfigError(
-                "--private is given without --push-to-hub; give --push-to-hub ORG/NAME, or leave it out."
-            )
+            raise ConfigError("--private needs --push-to-hub; pass --push-to-hub ORG/NAME, or remove it.")
         return None
     name = require_hub_name(arguments.push_to_hub, "--push-to-hub")
     require_token("--push-to-hub")
@@ -197,9 +204,10 @@ def what_follows(path: Path) -> list[str]:
     if config.task is not None:
         return _commands_of_task(path, config.task)
     lines = [
-        f"{path} trains {names} on samples of {config.data.sequence_length:,} tokens, {batch.global_batch_size} in a "
-        f"step and {batch.micro_batch_size} at a time, for {config.training.steps:,} steps with a warm-up of "
-        f"{config.schedule.warmup_steps:,}; change that in this file, or by section.key=value"
+        f"{path} trains {names} on samples of {config.data.sequence_length:,} tokens, global batch "
+        f"{batch.global_batch_size}, micro-batch {batch.micro_batch_size}, for {config.training.steps:,} "
+        f"steps with {config.schedule.warmup_steps:,} warm-up steps; edit this file or pass "
+        "section.key=value to change it"
     ]
     if tokenizer is None or config.decoder is not None or config.data.train:
         return lines

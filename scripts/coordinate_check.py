@@ -151,7 +151,7 @@ def draw(found: dict[str, Changes], widths: Sequence[int], path: Path) -> None:
         axes.set_xlabel("width")
         axes.set_title(title)
         axes.legend(title="slope", fontsize=8)
-    panels[0].set_ylabel("mean size of the change")
+    panels[0].set_ylabel("mean absolute change")
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
@@ -163,24 +163,24 @@ def draw(found: dict[str, Changes], widths: Sequence[int], path: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
-    text = "YAML file; repeatable, later ones win"
+    text = "YAML file; repeatable, later files override earlier ones"
     add("--config", type=expanded_path, action="append", default=[], metavar="FILE", help=text)
     add(
         "--widths",
         type=int,
         nargs="+",
         default=[64, 128, 256, 512],
-        help="narrowest first (default: 64 to 512)",
+        help="hidden sizes, narrowest first (default: 64 to 512)",
     )
-    add("--steps", type=int, default=3, help="of each run (default: 3)")
-    add("--seeds", type=int, default=3, help="runs at each width (default: 3)")
-    add("--output", type=expanded_path, metavar="FILE", help="draw the changes there")
+    add("--steps", type=int, default=3, help="steps of each run (default: 3)")
+    add("--seeds", type=int, default=3, help="runs per width (default: 3)")
+    add("--output", type=expanded_path, metavar="FILE", help="plot the changes to this file")
     add("overrides", nargs="*", metavar="section.key=value", help="settings on top of the files")
     options = parser.parse_intermixed_args(arguments)
     if not options.config:
         raise ConfigError("no configuration given; pass --config FILE (see configs/).")
     if len(set(options.widths)) < 2 or min(options.widths) < 1:
-        raise ConfigError(f"--widths is {options.widths}; give two or more of them, narrowest first.")
+        raise ConfigError(f"--widths is {options.widths}; it must be at least two widths, narrowest first.")
     for name in ("steps", "seeds"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name} is {getattr(options, name)}; it must be at least 1.")

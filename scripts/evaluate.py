@@ -35,15 +35,15 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     text = "run, checkpoint or export; repeatable"
     add("--checkpoint", type=Path, action="append", default=[], metavar="PATH", help=text)
-    text = "YAML of the task, or a name of configs/tasks/; without: the task of the run"
+    text = "task YAML, or a name in configs/tasks/; default: the run's task"
     add("--task", type=expanded_path, metavar="FILE", help=text)
-    add("--every-step", action="store_true", help="all checkpoints of each run, not only the newest")
-    add("--tokenizer", type=Path, help="where the tokenizer is now, if it was moved")
-    add("--batch", type=int, default=16, metavar="SAMPLES", help="samples of a forward pass (default 16)")
-    add("--json", type=Path, metavar="FILE", help="write the numbers there")
-    add("--predictions", type=Path, metavar="DIR", help="write the predictions there")
-    add("--plot", type=Path, metavar="FILE", help="draw the first metric over the steps (PNG, SVG or PDF)")
-    add("overrides", nargs="*", metavar="section.key=value", help="settings on top of the task's file")
+    add("--every-step", action="store_true", help="all checkpoints of each run instead of the latest")
+    add("--tokenizer", type=Path, help="tokenizer path, if it moved since training")
+    add("--batch", type=int, default=16, metavar="SAMPLES", help="batch size of a forward pass (default 16)")
+    add("--json", type=Path, metavar="FILE", help="write the results to this JSON file")
+    add("--predictions", type=Path, metavar="DIR", help="write the predictions to this directory")
+    add("--plot", type=Path, metavar="FILE", help="plot the first metric over the steps (PNG, SVG or PDF)")
+    add("overrides", nargs="*", metavar="section.key=value", help="settings on top of the task file")
     arguments = parser.parse_intermixed_args()
     if not arguments.checkpoint:
         raise ConfigError("no checkpoint given; pass --checkpoint RUN.")
@@ -64,13 +64,13 @@ def main() -> None:
     tree: dict[str, Any] = {} if arguments.task is None else load_yaml(arguments.task, "tasks")
     if arguments.task is not None and "task" not in tree:
         raise ConfigError(
-            f"--task {arguments.task} has no section task; give a file like those of configs/tasks/."
+            f"--task {arguments.task} has no section task; use a file like those in configs/tasks/."
         )
     for override in arguments.overrides:
         runs = [path for path in given if not is_export(path)]
         if runs and override.startswith("model."):
             raise ConfigError(
-                f"{override} is given, but {runs[0]} is a run, which has its own model; leave it out."
+                f"{override} is given, but the run {runs[0]} has its own model; remove the setting."
             )
         tree = merge(tree, parse_override(override))
     # Imported here: mistakes in the arguments must not wait for torch.
@@ -153,7 +153,7 @@ def plot(path: Path, measured: Sequence[Measured]) -> None:
         axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
     if not lines:
         plt.close(figure)
-        raise DataError(f"--plot {path}: no file has labels, so there is nothing to draw; leave it out.")
+        raise DataError(f"--plot {path}: no file has labels, so there is nothing to plot; remove it.")
     axes.set_xlabel("step")
     axes.set_ylabel(metric)
     axes.legend()

@@ -49,20 +49,21 @@ log = logging.getLogger(__name__)
 def parse_arguments() -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
-    text = "YAML of the model, or a name of configs/; repeatable, later ones win"
+    text = "model YAML, or a name in configs/; repeatable, later files override earlier ones"
     add("--config", type=expanded_path, action="append", default=[], metavar="FILE", help=text)
-    text = "YAML of the task, with a section task, or a name of configs/tasks/"
+    text = "task YAML with a section task, or a name in configs/tasks/"
     add("--task", type=expanded_path, metavar="FILE", help=text)
     text = (
-        "files of several tasks to train side by side; the first one says how; task.key=value holds for all"
+        "files of several tasks to train together; settings of the first file apply, task.key=value "
+        "applies to all"
     )
     add("--tasks", type=expanded_path, nargs="+", default=[], metavar="FILE", help=text)
-    text = "run or checkpoint to begin with; without: initial weights"
+    text = "run or checkpoint to start from; default: random initialization"
     add("--checkpoint", type=Path, metavar="RUN", help=text)
-    text = "where runs, predictions and results.json go"
+    text = "directory for runs, predictions and results.json"
     add("--output", type=Path, required=True, metavar="DIR", help=text)
     add("--local_rank", type=int, help="set by the launcher")
-    text = "DeepSpeed JSON: its values become settings on top of the files, or go to DeepSpeed"
+    text = "DeepSpeed JSON: keys that correspond to settings override the files, the others go to DeepSpeed"
     add("--deepspeed_config", type=expanded_path, metavar="FILE", help=text)
     add("--deepspeed", action="store_true", help="accepted for compatibility")
     add("overrides", nargs="*", metavar="section.key=value", help="settings on top of the files")
@@ -73,7 +74,7 @@ def parse_arguments() -> argparse.Namespace:
     if not arguments.config and arguments.checkpoint is None:
         raise ConfigError("no model given; pass --checkpoint RUN, or --config FILE (see configs/).")
     if arguments.tasks and arguments.task is not None:
-        raise ConfigError("--task and --tasks are given; name all tasks with --tasks.")
+        raise ConfigError("--task and --tasks are both given; list all tasks in --tasks.")
     return arguments
 
 
@@ -110,7 +111,9 @@ def main(meeting: Meeting | None = None) -> ExitStatus:
     control.refuse_if_halted()
     task = prepare(tree)
     if not all(one.train for one in task.each):
-        raise DataError("task.train is null; name a file to train on, or evaluate with scripts/evaluate.py.")
+        raise DataError(
+            "task.train is null; set it to a training file, or use scripts/evaluate.py to evaluate."
+        )
     config = task.config
     check_output(output, config)
     config.deepspeed_options(config.parallel.data_parallel_size(launch.world_size))
@@ -131,8 +134,9 @@ def imported(source: Path, run: Path, arguments: argparse.Namespace, launch: Lau
         return run
     if launch.world_size > 1:
         raise ConfigError(
-            f"{source} is an exported directory, which one process imports; run `python scripts/convert_checkpoint.py "
-            f"import --input {source} --output {run}` first, and give --checkpoint {run}."
+            f"{source} is an exported directory, which must be imported by a single process; run `python "
+            f"scripts/convert_checkpoint.py import --input {source} --output {run}` first, and pass "
+            f"--checkpoint {run}."
         )
     from megatron_lite.hf.importing import import_directory
 

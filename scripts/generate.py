@@ -27,13 +27,17 @@ from megatron_lite.models.optimus.inputs import read_lines
 def parse_arguments() -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
-    text = "run directory (newest valid checkpoint), or one step_... of it"
+    text = "run directory (latest valid checkpoint), or a step_... directory"
     add("--checkpoint", required=True, type=Path, help=text)
-    text = "a text, with blanks for a run that fills them; may be repeated"
+    text = "prompt; with blanks for a run that fills them; repeatable"
     add("--text", action="append", default=[], help=text)
-    add("--input", type=Path, help="file with one text per line")
+    add("--input", type=Path, help="file with one prompt per line")
     add("--tokenizer", type=Path, help="tokenizer path, if it moved since training")
-    add("--json", action="store_true", help="one JSON object per text: text, spans, filled; or text, answer")
+    add(
+        "--json",
+        action="store_true",
+        help="write one JSON object per prompt: text, spans, filled; or text, answer",
+    )
     for field in fields(GenerationConfig):
         kind = {"str": str, "int": int, "float": float}[str(field.type)]
         text = f"{field.metadata['help']} (default: {field.default})"

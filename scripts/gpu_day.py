@@ -31,7 +31,8 @@ from data_utils.common.files import require_writable
 from megatron_lite.estimate.gpus import CONSTANTS, calibrated, named_by_device
 
 ROOT = Path(__file__).resolve().parents[1]
-KERNELS = "kernels beside torch's operators"
+KERNELS = "kernels compared with torch operators"
+_FORMER_KERNELS = "kernels beside torch's operators"  # in report.json of former versions
 GRACE_SECONDS = 10  # for a step that is told to end
 MACHINE = """
 import importlib.util, json, torch
@@ -62,7 +63,7 @@ class Result:
 
     name: str
     command: str
-    outcome: str  # passed, failed (exit status) or left out (why)
+    outcome: str  # passed, failed (exit status) or skipped (why)
     seconds: float = 0.0
     output: str = ""  # its last lines
     results: Any = None  # what it wrote to {json}
@@ -85,7 +86,7 @@ def steps(gpus: int, gpu: str = "h100") -> list[Step]:
         Step(KERNELS, ("benchmarks/kernels.py", "--gpu", gpu, "--json", "{json}"), 60),
         Step("tests", ("-m", "pytest", "tests/gpu", "-m", "gpu", "-v", "--junit-xml", "{json}"), 320),
         Step("training step, 335M", (*train_step, "--shapes", "large", "--micro-batch", "16"), 70),
-        Step(f"what a step of 335M should do on one {gpu}", expected, 60),
+        Step(f"expected time of a 335M step on one {gpu}", expected, 60),
         Step("layouts", (*torchrun, *launched, "--layouts", *layouts), 50, least_gpus=2),
         Step("training step, 110M", (*train_step, "--shapes", "base", "--micro-batch", "32", "--optimizer"), 40),
     ]  # fmt: skip
@@ -105,7 +106,7 @@ def run_step(step: Step, seconds: float, file: Path) -> Result:
         if process.returncode:
             result.outcome = f"failed (exit status {process.returncode})"
     except subprocess.TimeoutExpired:
-        result.outcome = f"failed (not done after {seconds:.0f} seconds)"
+        result.outcome = f"failed (timeout after {seconds:.0f} seconds)"
         output = _interrupted(process)
     finally:
         _end_group(process)
@@ -154,9 +155,9 @@ def run_steps(planned: list[Step], gpus: int, budget_seconds: float, directory: 
     for number, step in enumerate(planned):
         left = deadline - time.monotonic()
         if gpus < step.least_gpus:
-            yield Result(step.name, "", f"left out (needs {step.least_gpus} GPUs)")
+            yield Result(step.name, "", f"skipped (needs {step.least_gpus} GPUs)")
         elif left < 5:
-            yield Result(step.name, "", "left out (no time left)")
+            yield Result(step.name, "", "skipped (out of time)")
         else:
             yield run_step(step, min(step.limit_seconds, left), directory / f"step_{number}.json")
 
@@ -203,14 +204,19 @@ def calibrate(file: Path) -> None:
     try:
         everything = json.loads(file.read_text(encoding="utf-8"))
         machine = everything["machine"]
-        (kernels,) = (step["results"] for step in everything["steps"] if step["name"] == KERNELS)
+        (kernels,) = (
+            step["results"] for step in everything["steps"] if step["name"] in (KERNELS, _FORMER_KERNELS)
+        )
         constants, device = kernels["constants"], machine["gpus"][0]
         name = named_by_device(device, machine["gib"][0])
     except (OSError, ValueError, KeyError, IndexError, TypeError):
-        raise ConfigError(f"--calibrate is {file}, which is no report.json with measured kernels.") from None
+        raise ConfigError(
+            f"--calibrate is {file}, which is not a report.json with measured kernels."
+        ) from None
     if name is None or not constants:
         raise ConfigError(
-            f"--calibrate is {file}, whose {device} has no constants or is not in gpus.yaml; add its section."
+            f"--calibrate is {file}, but {device} has no constants there or is not in gpus.yaml; add its "
+            "section."
         )
     source = f"measured on {device}, torch {machine['torch']}, commit {machine['commit']}"
     text = calibrated(CONSTANTS.read_text(encoding="utf-8"), name, constants, source)
@@ -223,12 +229,12 @@ def main() -> ExitStatus:
     parser.add_argument(
         "--output", type=Path, default=Path("gpu_day"), help="directory of the report (default: gpu_day)"
     )
-    parser.add_argument("--seconds", type=float, default=590.0, help="for everything (default: 590)")
+    parser.add_argument("--seconds", type=float, default=590.0, help="total seconds (default: 590)")
     parser.add_argument(
         "--calibrate",
         type=Path,
         metavar="REPORT",
-        help="write the constants of a report.json to gpus.yaml, and stop",
+        help="write the constants of a report.json to gpus.yaml and exit",
     )
     options = parser.parse_args()
     if options.calibrate:
@@ -237,8 +243,8 @@ def main() -> ExitStatus:
     machine = look_at_machine()
     if not machine["gpus"]:
         raise ConfigError(
-            f"torch {machine['torch']} sees no GPU here, so there is nothing to prove; run this on a machine with an "
-            "NVIDIA GPU and a CUDA build of torch."
+            f"torch {machine['torch']} finds no GPU; run this on a machine with an NVIDIA GPU and a CUDA "
+            "build of torch."
         )
     require_writable(options.output / "report.md", "--output")
     options.output.mkdir(parents=True, exist_ok=True)

@@ -35,33 +35,41 @@ def parse_arguments() -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--checkpoint", type=Path, metavar="PATH", required=True, help="run, checkpoint or export")
-    text = "names of tasks, groups or tags; * stands for any text"
+    text = "names of tasks, groups or tags; * is a wildcard"
     add("--tasks", required=True, metavar="NAME[,NAME]", help=text)
-    add("--include-path", type=Path, metavar="DIR", help="directory with the tasks' YAML files")
-    add("--online", action="store_true", help="lm_eval's own tasks too, whose data come from the network")
-    add("--json", type=Path, metavar="FILE", help="write the numbers there")
-    add("--num-fewshot", type=int, metavar="N", help="solved samples before each question")
-    add("--limit", type=int, metavar="N", help="the first samples of each task only, to try it")
-    add("--gen-kwargs", metavar="KEY=VALUE[,...]", help="over the tasks' generation_kwargs")
-    add("--tokenizer", type=Path, help="where the tokenizer is now, if it was moved")
-    add("--batch", type=int, default=16, metavar="TEXTS", help="texts of a forward pass (default 16)")
-    text = "inputs of which model (default: that of the run's objective)"
+    add("--include-path", type=Path, metavar="DIR", help="directory with task YAML files")
+    add("--online", action="store_true", help="include lm_eval's own tasks, whose data are downloaded")
+    add("--json", type=Path, metavar="FILE", help="write the results to this JSON file")
+    add("--num-fewshot", type=int, metavar="N", help="number of few-shot examples")
+    add("--limit", type=int, metavar="N", help="only the first N samples of each task")
+    add("--gen-kwargs", metavar="KEY=VALUE[,...]", help="overrides of the tasks' generation_kwargs")
+    add("--tokenizer", type=Path, help="tokenizer path, if it moved since training")
+    add("--batch", type=int, default=16, metavar="TEXTS", help="batch size of a forward pass (default 16)")
+    text = "input format (default: the run's objective)"
     add("--form", default="auto", choices=FORMS, help=text)
-    text = "GLM: the blank's token (default: gmask if it was learnt)"
+    text = "GLM: mask token of the blank (default: gmask if the run was trained with it)"
     add("--mask", default="auto", choices=MASKS, help=text)
-    add("--score-end", action="store_true", help="the end of the text is part of each continuation")
-    text = "[MASK] in a context is the blank that the continuation fills"
+    add("--score-end", action="store_true", help="append the end-of-text token to each continuation")
+    text = "treat [MASK] in a context as the blank that the continuation fills"
     add("--allow-masks", action="store_true", help=text)
     add(
-        "--sequence-length", type=int, metavar="TOKENS", help="longest input (default: the model's positions)"
+        "--sequence-length",
+        type=int,
+        metavar="TOKENS",
+        help="maximum input length (default: the model's positions)",
     )
-    add("--stride", type=int, metavar="TOKENS", help="perplexity: between windows (default: half of one)")
-    add("--left-to-right", action="store_true", help="perplexity with GLM: the context is not read both ways")
-    text = "perplexity: as scripts/evaluate.py and published figures"
+    add(
+        "--stride",
+        type=int,
+        metavar="TOKENS",
+        help="perplexity: stride between windows (default: half a window)",
+    )
+    add("--left-to-right", action="store_true", help="perplexity with GLM: causal attention over the context")
+    text = "perplexity as scripts/evaluate.py and published figures compute it"
     add("--skip-first-token", action="store_true", help=text)
-    text = "causal: contexts without the eos before them, as lm_eval's own models read them"
+    text = "causal: no eos before contexts, as in lm_eval's own models"
     add("--no-start", action="store_true", help=text)
-    text = "settings of an export that does not have them"
+    text = "settings of an export that has none"
     add("overrides", nargs="*", metavar="section.key=value", help=text)
     arguments = parser.parse_intermixed_args()
     least = {"batch": 1, "limit": 1, "stride": 1, "sequence_length": 1, "num_fewshot": 0}
@@ -76,9 +84,9 @@ def main() -> None:
     arguments = parse_arguments()
     arguments.checkpoint = resolve_model(arguments.checkpoint, "--checkpoint", MODEL_OR_EXPORT_PATH)
     if arguments.include_path is not None:
-        require_directory(arguments.include_path, "give the directory with the tasks' YAML files")
+        require_directory(arguments.include_path, "pass the directory with the task YAML files")
     elif not arguments.online:
-        raise ConfigError("no tasks given; pass --include-path DIR with their YAML files, or --online.")
+        raise ConfigError("no tasks given; pass --include-path DIR with task YAML files, or --online.")
     if arguments.json is not None:
         require_writable(arguments.json, "--json")
     tree: dict[str, Any] = {}
@@ -97,8 +105,8 @@ def main() -> None:
 
     if arguments.overrides and not is_export(arguments.checkpoint):
         raise ConfigError(
-            f"settings are given ({arguments.overrides[0]}), but {arguments.checkpoint} is a run, which has its own; "
-            "leave them out."
+            f"settings are given ({arguments.overrides[0]}), but the run {arguments.checkpoint} has its own; "
+            "remove them."
         )
     manager = LocalTasks(include_path=arguments.include_path, include_defaults=arguments.online)
     names = task_names(arguments.tasks, manager.all_tasks)
@@ -126,8 +134,8 @@ def main() -> None:
 def require_lm_eval() -> None:
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError(
-            "scripts/harness.py needs the package lm_eval, which is not installed; run "
-            "pip install -r requirements-lm-eval.txt, or measure with scripts/evaluate.py."
+            "scripts/harness.py needs the package lm_eval, which is not installed; run pip install -r "
+            "requirements-lm-eval.txt, or use scripts/evaluate.py."
         )
 
 
@@ -141,14 +149,14 @@ def task_names(given: str, known: list[str]) -> list[str]:
         if not matching:
             close = difflib.get_close_matches(name, known, n=1) or known[:5]
             raise ConfigError(
-                f"--tasks names {name}, which is none of the {len(known)} tasks there; did you mean "
+                f"--tasks contains {name}, which is not one of the {len(known)} tasks found; did you mean "
                 f"{' or '.join(close)}?"
                 if known
-                else f"--tasks names {name}, but no YAML file there has a task; correct --include-path."
+                else f"--tasks contains {name}, but no YAML file there defines a task; correct --include-path."
             )
         found += matching
     if not found:
-        raise ConfigError("--tasks names no task; give one or more, with commas.")
+        raise ConfigError("--tasks is empty; pass one or more names, separated by commas.")
     return list(dict.fromkeys(found))
 
 
@@ -180,9 +188,7 @@ def remarks(report: dict[str, Any]) -> list[str]:
     lines = []
     if report["cut"]:
         total = sum(report["requests"].values())
-        lines.append(
-            f"{report['cut']} of {total} contexts lost their beginning: they were longer than the model."
-        )
+        lines.append(f"{report['cut']} of {total} contexts were truncated on the left to fit the model.")
     return [*lines, *([f"Note: {report['note']}."] if "note" in report else [])]
 
 

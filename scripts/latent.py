@@ -40,13 +40,13 @@ if TYPE_CHECKING:  # they import torch
 
     from megatron_lite.models.optimus.interface import LatentModel, Sentence
 
-TEXTS = "a sentence; may be repeated"
+TEXTS = "a sentence; repeatable"
 WRITING = (
     "--strategy", "--max-length", "--min-length", "--temperature", "--top-k", "--top-p", "--num-beams",
     "--length-penalty",
 )  # fmt: skip
 # Exact numbers of --text: what each is.
-COUNTS = {"interpolate": (2, "the two ends"), "analogy": (3, "A, B and C")}
+COUNTS = {"interpolate": (2, "the two end points"), "analogy": (3, "A, B and C")}
 
 
 def parse_arguments(given: Sequence[str] | None) -> argparse.Namespace:
@@ -55,24 +55,28 @@ def parse_arguments(given: Sequence[str] | None) -> argparse.Namespace:
     for name, add_own in OPTIONS.items():
         command = commands.add_parser(name)
         add = command.add_argument
-        text = "run (its newest checkpoint), or one step_... of it"
+        text = "run (latest checkpoint), or a step_... directory"
         add("--checkpoint", required=True, type=Path, help=text)
-        add("--tokenizer", type=Path, help="the encoder's tokenizer, if it moved since training")
-        add("--decoder-tokenizer", type=Path, help="the decoder's, if it has its own and that moved")
-        add("--batch", type=int, default=16, help="sentences of a forward pass (default 16)")
-        add("--seed", type=int, default=0, help="of every random draw (default 0)")
+        add("--tokenizer", type=Path, help="encoder tokenizer, if it moved since training")
+        add(
+            "--decoder-tokenizer",
+            type=Path,
+            help="decoder tokenizer, if the decoder has its own and it moved",
+        )
+        add("--batch", type=int, default=16, help="batch size of a forward pass (default 16)")
+        add("--seed", type=int, default=0, help="random seed (default 0)")
         add_own(add)
     return parser.parse_args(given)
 
 
 def add_picture(add: Callable[..., Any]) -> None:
-    add("--picture", type=Path, metavar="FILE", help="draw the latent space (PNG, SVG or PDF)")
-    text = "of the picture: two components, instead of principal ones"
+    add("--picture", type=Path, metavar="FILE", help="plot the latent space (PNG, SVG or PDF)")
+    text = "with --picture: two latent components instead of the principal components"
     add("--axes", type=int, nargs=2, metavar="I", help=text)
 
 
 def add_writing(add: Callable[..., Any]) -> None:
-    add("--json", type=Path, metavar="FILE", help="write the texts there too")
+    add("--json", type=Path, metavar="FILE", help="write the texts to this file too")
     settings = {f"--{field.name.replace('_', '-')}": field for field in fields(GenerationConfig)}
     for option in WRITING:
         field = settings[option]
@@ -82,35 +86,35 @@ def add_writing(add: Callable[..., Any]) -> None:
 
 
 def options_of_evaluate(add: Callable[..., Any]) -> None:
-    add("--input", required=True, type=Path, help="file with one sentence a line")
-    add("--samples", type=int, default=100, metavar="K", help="latent vectors of each sentence (default 100)")
-    add("--chunk", type=int, default=5, help="of them in a forward pass (default 5)")
-    add("--json", type=Path, metavar="FILE", help="write the numbers there")
+    add("--input", required=True, type=Path, help="file with one sentence per line")
+    add("--samples", type=int, default=100, metavar="K", help="latent samples per sentence (default 100)")
+    add("--chunk", type=int, default=5, help="latent samples per forward pass (default 5)")
+    add("--json", type=Path, metavar="FILE", help="write the results to this JSON file")
     add_picture(add)
 
 
 def options_of_encode(add: Callable[..., Any]) -> None:
-    add("--input", required=True, type=Path, help="file with one sentence a line")
-    text = "NumPy file (.npz) with mu and logvar, a row for each sentence"
+    add("--input", required=True, type=Path, help="file with one sentence per line")
+    text = "NumPy file (.npz) to write: mu and logvar, one row per sentence"
     add("--output", required=True, type=Path, help=text)
     add_picture(add)
 
 
 def options_of_reconstruct(add: Callable[..., Any]) -> None:
     add("--text", action="append", default=[], help=TEXTS)
-    add("--input", type=Path, help="file with one sentence a line")
+    add("--input", type=Path, help="file with one sentence per line")
     add_writing(add)
 
 
 def options_of_interpolate(add: Callable[..., Any]) -> None:
-    add("--text", action="append", default=[], help="one of the two ends: give it twice")
-    add("--points", type=int, default=11, help="texts, both ends included (default 11)")
+    add("--text", action="append", default=[], help="one of the two end points; pass it twice")
+    add("--points", type=int, default=11, help="number of texts, both end points included (default 11)")
     add_writing(add)
 
 
 def options_of_analogy(add: Callable[..., Any]) -> None:
-    add("--text", action="append", default=[], help="A, B and C: give it three times")
-    add("--scale", type=float, default=1.0, help="how far from C along B - A (default 1)")
+    add("--text", action="append", default=[], help="A, B and C; pass it three times")
+    add("--scale", type=float, default=1.0, help="step from C along B - A (default 1)")
     add_writing(add)
 
 
@@ -120,12 +124,18 @@ def options_of_sample(add: Callable[..., Any]) -> None:
 
 
 def options_of_probe(add: Callable[..., Any]) -> None:
-    add("--input", required=True, type=Path, help="file with one sentence a line")
-    add("--labels", required=True, type=Path, help="file with one label a line, of the same sentences")
-    add("--labels-per-class", type=int, nargs="+", default=[], metavar="N", help="sentences of each class to "
-        "learn from (default: 80 %% of them); several numbers give a line each")  # fmt: skip
-    add("--trials", type=int, default=5, help="random choices of what is learnt from (default 5)")
-    add("--json", type=Path, metavar="FILE", help="write the numbers there")
+    add("--input", required=True, type=Path, help="file with one sentence per line")
+    add("--labels", required=True, type=Path, help="file with one label per line, for the same sentences")
+    add(
+        "--labels-per-class",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="training sentences per class (default: 80 %% of them); several numbers give a line each",
+    )
+    add("--trials", type=int, default=5, help="random train/test splits (default 5)")
+    add("--json", type=Path, metavar="FILE", help="write the results to this JSON file")
     add_picture(add)
 
 
@@ -192,7 +202,7 @@ def require_sense(arguments: argparse.Namespace) -> None:
 def require_axes(axes: Sequence[int] | None, arguments: argparse.Namespace) -> None:
     if axes is None:
         return
-    check(arguments.picture is not None, "--axes is of the picture; give --picture FILE too.")
+    check(arguments.picture is not None, "--axes needs --picture; pass --picture FILE too.")
     check(
         min(axes) >= 0 and axes[0] != axes[1],
         f"--axes is {axes[0]} {axes[1]}; it must be two different components, counted from 0.",
@@ -206,17 +216,16 @@ def given_texts(arguments: argparse.Namespace) -> list[str]:
         count, meaning = COUNTS[command]
         check(
             len(texts) == count,
-            f"{command} takes {count} texts, {meaning}, and {len(texts)} are given; repeat --text {count} times.",
+            f"{command} takes {count} texts ({meaning}), but {len(texts)} are given; pass --text {count} "
+            "times.",
         )
     if getattr(arguments, "input", None) is not None:
         texts += read_lines(arguments.input, "--input", "sentence")
     check(command == "sample" or bool(texts), "no text given; pass --text 'a sentence' or --input FILE.")
-    check("" not in texts, "a --text is empty; write a sentence.")
+    check("" not in texts, "a --text is empty; it must be a sentence.")
     if command == "evaluate" or getattr(arguments, "picture", None) is not None:
         what = "mutual information and active units need" if command == "evaluate" else "a picture needs"
-        check(
-            len(texts) >= 2, f"--input {arguments.input} has 1 sentence; {what} at least 2: give more lines."
-        )
+        check(len(texts) >= 2, f"--input {arguments.input} has 1 sentence, but {what} at least 2; add lines.")
     return texts
 
 
@@ -245,13 +254,17 @@ def evaluate(arguments: argparse.Namespace, model: LatentModel, sentences: Seque
 def table(found: dict[str, Any]) -> str:
     """A table of the numbers of an evaluation, for a terminal."""
     active, size = found["active_units"], len(found["divergence_by_component"])
-    most = f"at most {math.log(found['sentences']):.2f}, the logarithm of the sentences"
+    most = f"at most {math.log(found['sentences']):.2f}, the logarithm of the number of sentences"
     rows = [
         ("perplexity", found["perplexity"], f"over {found['tokens']} predicted tokens"),
-        ("perplexity, BOS counted", found["perplexity_with_bos"], "as published numbers have it"),
-        (f"bound L_{found['samples']}", found["bound"], "nats for each sentence, below its log likelihood"),
+        ("perplexity, BOS included", found["perplexity_with_bos"], "as in published results"),
+        (
+            f"bound L_{found['samples']}",
+            found["bound"],
+            "nats per sentence, lower bound of the log-likelihood",
+        ),
         ("-ELBO", found["negative_elbo"], "reconstruction + divergence"),
-        ("reconstruction", found["reconstruction"], "nats for each sentence"),
+        ("reconstruction", found["reconstruction"], "nats per sentence"),
         ("divergence (KL)", found["divergence"], "without free bits"),
         ("mutual information", found["mutual_information"], most),
     ]
@@ -266,7 +279,7 @@ def encode(arguments: argparse.Namespace, model: LatentModel, sentences: Sequenc
     content = io.BytesIO()
     np.savez(content, mu=mu.float().numpy(), logvar=logvar.float().numpy())
     write_whole(arguments.output, content.getvalue(), "--output")
-    print(f"{arguments.output}: mu and logvar of {len(mu)} sentences, {mu.shape[1]} components")
+    print(f"{arguments.output}: mu and logvar of {len(mu)} sentences, latent size {mu.shape[1]}")
     draw_posteriors(arguments, mu, logvar, None)
 
 
@@ -283,8 +296,7 @@ def require_components(arguments: argparse.Namespace, model: LatentModel) -> Non
     for axis in arguments.axes or []:
         if axis >= model.latent_size:
             raise ConfigError(
-                f"--axes has {axis}, but the latent vector has {model.latent_size} components; choose from 0 to "
-                f"{model.latent_size - 1}."
+                f"--axes has {axis}, but the latent size is {model.latent_size}; use 0 to {model.latent_size - 1}."
             )
 
 
@@ -340,7 +352,7 @@ def probe(
     probed = {
         "latent vector (mu)": mu,
         "encoder's feature": features(model, sentences, arguments.batch),
-        "the same, untrained": features(model.untrained(), sentences, arguments.batch),
+        "same, untrained model": features(model.untrained(), sentences, arguments.batch),
     }
     rows = []
     for per_class in arguments.labels_per_class or [None]:
@@ -368,7 +380,7 @@ def probe_table(rows: Sequence[dict[str, Any]], largest: float) -> str:
     lines = []
     for row in rows:
         found, count = row["accuracies"], row["labels_per_class"]
-        learnt = "80 % learnt" if count is None else f"{count} of each class learnt"
+        learnt = "80 % learnt" if count is None else f"{count} training sentences per class"
         lines.append(f"{row['features']:24}{learnt:26}accuracy {mean(found):.4f} +- {pstdev(found):.4f}")
     return "\n".join([*lines, f"{'the largest class':24}{'nothing learnt':26}accuracy {largest:.4f}"])
 

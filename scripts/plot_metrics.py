@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     output = args.output or args.run / "loss.png"
     if output.suffix not in SUFFIXES:
-        raise ConfigError(f"--output is {str(output)!r}; its name must end in {', '.join(SUFFIXES)}.")
+        raise ConfigError(f"--output is {str(output)!r}; its suffix must be one of {', '.join(SUFFIXES)}.")
     resolve_run(args.run)
     require_writable(output, "--output")
     plot(read_metrics(args.run), read_unigram(args.run), output)
@@ -53,7 +53,7 @@ def plot(records: Sequence[Mapping[str, Any]], unigram: Mapping[str, float], out
     train = [record for record in records if record["kind"] == "train"]
     validation = [record for record in records if record["kind"] == "validation"]
     if not train:
-        raise DataError("metrics.jsonl holds no training step yet; train for run.log_interval steps or more.")
+        raise DataError("metrics.jsonl has no training step yet; train for at least run.log_interval steps.")
     figure, (total, parts) = pyplot.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
     draw_total(total, train, validation, unigram)
     draw_objectives(parts, validation, unigram)

@@ -34,22 +34,26 @@ def require_checkout() -> None:
         or importlib.util.find_spec("benchmarks.step_trace") is None
     ):
         raise ConfigError(
-            "the trace of a step is in benchmarks/step_trace, which is not installed; run python "
-            "scripts/profile_step.py in a checkout. pretrain_glm.py --dry-run needs no trace."
+            "benchmarks/step_trace is not installed; run scripts/profile_step.py in a checkout, or use "
+            "pretrain_glm.py --dry-run, which needs no trace."
         )
 
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
-    text = "YAML file, or a name of configs/; repeatable, later ones win"
+    text = "YAML file, or a name in configs/; repeatable, later files override earlier ones"
     add("--config", type=expanded_path, action="append", default=[], metavar="FILE", help=text)
-    add("--processes", type=int, required=True, metavar="N", help="GPUs of the layout, one process each")
+    add("--processes", type=int, required=True, metavar="N", help="number of processes, one GPU each")
     add("--gpu", default="h100", help="h100, h200, gh200, b200, a100 or a100-40 (default h100)")
-    add("--json", type=expanded_path, metavar="FILE", help="also write the numbers")
-    add("--all-layers", action="store_true", help="trace every layer, not two and three (slower)")
-    add("--measure", action="store_true", help="also run the step on this machine's GPU; for one process")
-    text = "with --measure: write the trace of torch's profiler"
+    add("--json", type=expanded_path, metavar="FILE", help="write the numbers to this JSON file too")
+    add(
+        "--all-layers",
+        action="store_true",
+        help="trace all layers instead of extrapolating from two and three (slower)",
+    )
+    add("--measure", action="store_true", help="also run the step on this machine's GPU (one process only)")
+    text = "with --measure: write the torch.profiler trace"
     add("--trace", type=expanded_path, metavar="FILE", help=text)
     add("overrides", nargs="*", metavar="section.key=value", help="settings on top of the files")
     arguments = parser.parse_intermixed_args()
@@ -88,7 +92,7 @@ def require_measurable(processes: int) -> None:
     if processes != 1:
         raise ConfigError(f"--measure runs one process, but --processes is {processes}; set it to 1.")
     if not torch.cuda.is_available():
-        raise ConfigError("--measure needs a GPU, and this machine shows none to torch; leave it out.")
+        raise ConfigError("--measure needs a GPU, but torch finds none; remove it.")
 
 
 def measured_beside(request: Request, found: Profile, trace: str | None) -> str:

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if len(args.runs) > MAX_RUNS:
         raise ConfigError(
-            f"{len(args.runs)} runs are given; a page shows {MAX_RUNS} at most: make several pages."
+            f"{len(args.runs)} runs are given, but a page shows at most {MAX_RUNS}; write several pages."
         )
     output = args.output or args.runs[0] / "report.html"
     runs = [read_run(path) for path in args.runs]

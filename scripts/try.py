@@ -26,9 +26,9 @@ from megatron_lite.inference.server import HOST, Server
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
-    text = "run directory (newest valid checkpoint), or one step_... of it"
+    text = "run directory (latest valid checkpoint), or a step_... directory"
     add("checkpoint", type=Path, metavar="CHECKPOINT", help=text)
-    add("--port", type=int, default=8080, help="port of the page; 0 = any that is free (default: 8080)")
+    add("--port", type=int, default=8080, help="port of the page; 0 = any free port (default: 8080)")
     add("--tokenizer", type=Path, help="tokenizer path, if it moved since training")
     args = parser.parse_args(arguments)
     resolve_model(args.checkpoint)

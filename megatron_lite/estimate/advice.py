@@ -130,12 +130,14 @@ def for_all(
     least, number = min(found, default=(math.inf, 0))
     given = [one.step_ms * config.training.steps / 3600e3 for config, _, one in phases if one.fits(gpu)]
     if len(given) == len(phases) and sum(given) <= least:
-        return f"keep this layout: {sum(given):.3g} hours at most."
+        return f"keep this layout: at most {sum(given):.3g} hours."
     if least == math.inf:
-        return f"no layout advised for a phase fits all on {processes} x {gpu.name}; use more GPUs."
+        return (
+            f"no layout recommended for one phase fits all phases on {processes} x {gpu.name}; use more GPUs."
+        )
     return (
-        f"parallel.* and training.recompute as advised for phase {number}, batch.micro_batch_size in the batch of each "
-        f"phase: {least:.3g} hours at most."
+        f"parallel.* and training.recompute as recommended for phase {number}, batch.micro_batch_size in "
+        f"the batch of each phase: at most {least:.3g} hours."
     )
 
 
@@ -216,18 +218,20 @@ def dry_run_report(config: Config, processes: int, gpu: Gpu, found: Estimate) ->
     return "\n".join(
         folded(line)
         for line in [
-            f"parameters        {kind_of(config).count(config):,}; on the fullest rank {found.rank_parameters:,}",
-            f"layout            {processes} processes: pipeline {parallel.pipeline_parallel_size} x data {dp} x tensor "
-            f"{parallel.tensor_parallel_size}, ZeRO {parallel.zero_stage}, recompute {config.training.recompute}, "
-            f"{passes} micro-batch{'es' * (passes > 1)} of {config.batch.micro_batch_size} x "
-            f"{config.row_length} tokens a step",
-            f"device            {gpu.describe()}; the host takes {HOST.operation_us:g} us for an operation and "
-            f"{HOST.row_us:g} for a row of 512 tokens",
-            f"memory            {found.peak_gib:.2f} GiB on the fullest rank at the peak ({parts}); with "
-            f"{RESERVED_GIB:g} GiB for CUDA, NCCL and fragmentation it\N{NO-BREAK SPACE}{room} {gpu.memory_gib:g} GiB",
-            f"a step            {found.tokens:,.0f} tokens, padding {found.padding:.1%} to {found.lengths}; "
-            f"GPU {found.roofline_ms:,.0f} ms, host {found.host_ms:,.0f} ms for {found.launches:,.0f} operations, "
-            f"communication {sum(found.communication_ms.values()):,.0f} ms",
+            f"parameters        {kind_of(config).count(config):,}; {found.rank_parameters:,} on the largest "
+            "rank",
+            f"layout            {processes} processes: pipeline {parallel.pipeline_parallel_size} x data {dp} "
+            f"x tensor {parallel.tensor_parallel_size}, ZeRO {parallel.zero_stage}, recompute "
+            f"{config.training.recompute}, {passes} micro-batch{'es' * (passes > 1)} of "
+            f"{config.batch.micro_batch_size} x {config.row_length} tokens per step",
+            f"device            {gpu.describe()}; host overhead {HOST.operation_us:g} us per operation and "
+            f"{HOST.row_us:g} us per sequence of 512 tokens",
+            f"memory            {found.peak_gib:.2f} GiB peak on the largest rank ({parts}); with "
+            f"{RESERVED_GIB:g} GiB for CUDA, NCCL and fragmentation it\N{NO-BREAK SPACE}{room} "
+            f"{gpu.memory_gib:g} GiB",
+            f"step              {found.tokens:,.0f} tokens, padding {found.padding:.1%} to {found.lengths}; "
+            f"GPU {found.roofline_ms:,.0f} ms, host {found.host_ms:,.0f} ms for {found.launches:,.0f} "
+            f"operations, communication {sum(found.communication_ms.values()):,.0f} ms",
             _speed(config, gpu, found),
         ]
     )
@@ -255,7 +259,7 @@ def _speed(config: Config, gpu: Gpu, found: Estimate) -> str:
         else f"{hours * 60:.3g} minutes"
     )
     return (
-        f"speed             {slow:,.0f} to {fast:,.0f} tokens/s, MFU "
-        f"{found.mfu_without_overlap(gpu):.1%} to {found.mfu(gpu):.1%}, if no communication overlaps or all; "
-        f"{config.training.steps:,} steps take {duration} at most"
+        f"speed             {slow:,.0f} to {fast:,.0f} tokens/s, MFU {found.mfu_without_overlap(gpu):.1%} "
+        f"to {found.mfu(gpu):.1%} without and with full overlap of communication; "
+        f"{config.training.steps:,} steps take at most {duration}"
     )

@@ -29,7 +29,7 @@ def dry_run(config: Config, processes: int, gpu_name: str) -> None:
     require_rows_of_one(config)
     if config.model.vocab_size is None:
         if config.tokenizer is None:
-            raise ConfigError("model.vocab_size is null; set it, or the tokenizer whose size it takes.")
+            raise ConfigError("model.vocab_size is null; set it, or set tokenizer, which determines it.")
         config = config.with_vocab_size(load_tokenizer(config.tokenizer).vocab_size)
     gpu = gpu_named(gpu_name)
     config.deepspeed_options(config.parallel.data_parallel_size(processes))
@@ -61,7 +61,7 @@ def _advice(
         settings, other = fills
         gain = other.tokens / other.step_ms * given.step_ms / given.tokens - 1
         mfu = " -> ".join(f"{one.mfu_without_overlap(gpu):.1%}" for one in (given, other))
-        recipe = "the same recipe" if is_same_recipe(settings, config) else "another recipe"
+        recipe = "same training recipe" if is_same_recipe(settings, config) else "another recipe"
         print(
             folded(
                 f"fills the GPU{name:5}{settings}: {gain:+.1%} tokens/s, MFU {mfu} without overlap, padding "
@@ -73,7 +73,7 @@ def _advice(
         setting, other = smaller
         print(
             folded(
-                f"smaller loss{name:6}{setting}: {given.peak_gib:.2f} -> {other.peak_gib:.2f} GiB at the peak, a step "
+                f"less memory{name:7}{setting}: {given.peak_gib:.2f} -> {other.peak_gib:.2f} GiB peak, step time "
                 f"{other.step_ms / given.step_ms - 1:+.1%}"
             )
         )
@@ -82,7 +82,7 @@ def _advice(
     if advised is None:
         print(f"{title}no layout fits {processes} x {gpu.name}; use more GPUs.")
     elif advised[0] is None:
-        print(f"{title}keep this layout: no other one that fits is faster.")
+        print(f"{title}keep this layout: no other layout that fits is faster.")
     else:
         print(f"{title}{advised[0].settings()}{start}")
         if not number:

@@ -57,11 +57,12 @@ class Gpu:
     def describe(self) -> str:
         """The constants in a line, as every output states them."""
         return (
-            f"{self.name}: peak {self.peak_tflops:g} TFLOP/s, {self.memory_gib:g} GiB; expected, not measured "
-            f"(sources: megatron_lite/estimate/gpus.yaml): {self.processors} processors, full waves of products "
-            f"{self.matmul_tflops:g} TFLOP/s, memory {self.bandwidth_tbs:g} TB/s, attention "
-            f"{self.flash_64[0]:g}/{self.flash_64[1]:g} TFLOP/s forward/backward; links {self.link_gbs:g} GB/s in a "
-            f"node, {self.network_gbs:g} per GPU between, {self.node_gbs:g} between whole nodes"
+            f"{self.name}: peak {self.peak_tflops:g} TFLOP/s, {self.memory_gib:g} GiB; data sheet values, not "
+            f"measured (sources: megatron_lite/estimate/gpus.yaml): {self.processors} SMs, matrix products in "
+            f"full waves {self.matmul_tflops:g} TFLOP/s, memory {self.bandwidth_tbs:g} TB/s, attention "
+            f"{self.flash_64[0]:g}/{self.flash_64[1]:g} TFLOP/s forward/backward; bandwidth {self.link_gbs:g} "
+            f"GB/s within a node, {self.network_gbs:g} GB/s per GPU between nodes, {self.node_gbs:g} GB/s "
+            "between whole nodes"
         )
 
 

@@ -28,8 +28,9 @@ def require_rows_of_one(config: Config) -> None:
     """Raise ConfigError for a configuration of two Transformers that read texts of their own."""
     if config.decoder is not None:
         raise ConfigError(
-            "decoder is set, but a profile is of one Transformer; profile the encoder (decoder=null "
-            "objectives={masked_lm: 1}) and the decoder (its options as model, objectives={causal: 1}) by themselves."
+            "decoder is set, but a profile covers a single Transformer; profile the encoder (decoder=null "
+            "objectives={{masked_lm: 1}}) and the decoder (its options as model, objectives={{causal: 1}}) "
+            "separately."
         )
 
 
@@ -39,8 +40,8 @@ def require_one_transformer(config: Config) -> None:
     for choice in config.objective_choices:
         if choice.section.two_stacks is not None:
             raise ConfigError(
-                f"objectives has {choice.name}, but a trace is of one Transformer; use --dry-run of pretrain_glm.py, "
-                "which counts both."
+                f"objectives has {choice.name}, but a trace covers a single Transformer; use pretrain_glm.py "
+                "--dry-run, which counts both."
             )
 
 
@@ -50,7 +51,7 @@ def with_vocabulary(config: Config) -> Config:
     if config.model.vocab_size is not None:
         return config
     if config.tokenizer is None:
-        raise ConfigError("model.vocab_size is null; set it, or the tokenizer whose size it takes.")
+        raise ConfigError("model.vocab_size is null; set it, or set tokenizer, which determines it.")
     from data_utils.tokenizers.tokenizer import load_tokenizer
 
     return config.with_vocab_size(load_tokenizer(config.tokenizer).vocab_size)

@@ -183,7 +183,7 @@ def _caption(line: Line, chart: Chart) -> Html:
     label = f"{line.label}: " if line.label else ""
     words = f"{label}last {text(curve.last.value)}, {also}"
     if curve.not_finite:
-        words += f", not finite {curve.not_finite:,} times"
+        words += f", non-finite {curve.not_finite:,} times"
     return element("span", swatch(line.run, "thin" if line.thin else ""), words)
 
 

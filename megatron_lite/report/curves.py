@@ -181,16 +181,17 @@ def read_records(run: Path) -> Records:
         for record in valid_records(path, count_damaged):
             records.add(record)
     except OSError as error:
-        records.notes.append(f"{path.name}: {error.strerror or error}; there are no curves.")
+        records.notes.append(f"{path.name}: {error.strerror or error}; no curves.")
     if count:
         records.notes.append(
-            f"{path.name}: {count:,} lines are no records and were left out, the first of them line {first:,}."
+            f"{path.name}: {count:,} lines are not valid records and were skipped; the first is line "
+            f"{first:,}."
         )
     for kind, curves in records.curves.items():
         for curve in curves.values():
             curve.flush()
         if len(curves) == MAX_CURVES:
             records.notes.append(
-                f"{path.name}: of the numbers of kind {kind}, the first {MAX_CURVES} are shown."
+                f"{path.name}: only the first {MAX_CURVES} numbers of type {kind} are shown."
             )
     return records

@@ -45,14 +45,14 @@ def page(runs: Sequence[RunReport], made_at: float) -> str:
         *_notes(runs),
         *_section("Overview", _overview(runs)),
         _legend(runs),
-        *_section(f"Losses, nats per {_loss_unit(runs)}", *_charts(_loss_charts(runs))),
+        *_section(f"Loss, nats per {_loss_unit(runs)}", *_charts(_loss_charts(runs))),
         *_section(
             "Scores", *_charts(_score_charts(runs)), *(part for run in runs for part in _scores(run, runs))
         ),
         *_section("Latent space", *_charts(_latent_charts(runs))),
         *_section("Optimization", *_charts(_optimization_charts(runs))),
         *_section("Speed and memory", *_charts(_speed_charts(runs))),
-        *_section("Blanks filled during training", *(part for run in runs for part in _fillings(run, runs))),
+        *_section("Infilled validation samples", *(part for run in runs for part in _fillings(run, runs))),
         *_section("Starts and events", *(part for run in runs for part in _events(run, runs))),
         *_section("Phases", *(part for run in runs for part in _phases(run, runs))),
         *_section("Corpora", *(part for run in runs for part in _corpora(run, runs))),
@@ -94,7 +94,9 @@ def _legend(runs: Sequence[RunReport]) -> Html:
         if len(runs) > 1
         else []
     )
-    kinds = "Thin: training. Thick, with dots: validation. Dotted: unigram model. Dashed upright: a restart."
+    kinds = (
+        "Thin: training. Thick with dots: validation. Dotted: unigram model. Dashed vertical line: a restart."
+    )
     return element("p", *colours, element("span", kinds), class_="legend")
 
 
@@ -122,7 +124,7 @@ def _facts(run: RunReport) -> Iterator[tuple[str, str]]:
             f"{curve.last.value:.4f}, best {curve.greatest.value:.4f} at step {curve.greatest.step:,}",
         )
     counted, at = _counted(run)
-    for name, key in (("tokens trained on", "consumed_tokens"), ("samples", "consumed_samples")):
+    for name, key in (("training tokens", "consumed_tokens"), ("samples", "consumed_samples")):
         if isinstance(value := counted.get(key), int):
             yield name, f"{value:,}" + ("" if at == records.last_step else f" at step {at:,}")
     if (curve := records.curve("train", "tokens_per_second")) is not None:
@@ -131,9 +133,9 @@ def _facts(run: RunReport) -> Iterator[tuple[str, str]]:
         yield share
     if records.first_time is not None:
         yield "first and last record", f"{utc(records.first_time)} to {utc(records.last_time)}"
-        yield "time between them, without pauses", format_duration(records.seconds)
+        yield "training time, pauses excluded", format_duration(records.seconds)
     yield "restarts", f"{max(records.num_starts - 1, int_or_0(run.state.get('restarts'))):,}"
-    yield "steps skipped (not finite)", f"{int_or_0(records.last_train.get('skipped_steps')):,}"
+    yield "skipped steps (non-finite gradients)", f"{int_or_0(records.last_train.get('skipped_steps')):,}"
     for name in ("parameters", "processes"):
         if isinstance(start.get(name), int):
             yield name, f"{start[name]:,}"
@@ -163,8 +165,8 @@ def _share(run: RunReport) -> tuple[str, str] | None:
     share, machine = (run.records.curve("train", name) for name in ("machine_share", "machine_tflops"))
     if share is not None and machine is not None:
         return (
-            "share of the machine's rate, mean",
-            f"{_percent(share.mean)}; the rate, measured during the run, is {machine.last.value:.3g} TFLOP/s per rank",
+            "share of the measured peak, mean",
+            f"{_percent(share.mean)}; peak measured during the run: {machine.last.value:.3g} TFLOP/s per rank",
         )
     mfu = run.records.curve("train", "mfu")
     return None if mfu is None else ("MFU, mean", _percent(mfu.mean))
@@ -243,7 +245,7 @@ def _latent_charts(runs: Sequence[RunReport]) -> list[Chart]:
     measured = (("mutual information, nats", "mutual_information"), ("active units", "active_units"))
     charts = [Chart(title, _lines(runs, "validation", name), "{:.4g}".format) for title, name in measured]
     options: dict[str, Any] = {"from_zero": True, "also": "highest"}
-    return [*charts, _chart(runs, "beta, weight of the divergence", "beta", "{:.3g}".format, **options)]
+    return [*charts, _chart(runs, "KL weight (beta)", "beta", "{:.3g}".format, **options)]
 
 
 def _chart(runs: Sequence[RunReport], title: str, name: str, text: Text, **options: Any) -> Chart:
@@ -256,10 +258,10 @@ def _optimization_charts(runs: Sequence[RunReport]) -> list[Chart]:
     options: dict[str, Any] = {"logarithmic": True, "also": "highest"}
     charts = [
         _chart(runs, "learning rate", "lr", "{:.3g}".format, from_zero=True, also="highest"),
-        _chart(runs, "gradient norm, before clipping", "grad_norm", "{:.3g}".format, **options),
+        _chart(runs, "gradient norm before clipping", "grad_norm", "{:.3g}".format, **options),
     ]
     if any(run.records.curve("train", "z_loss") is not None for run in runs):
-        charts.append(_chart(runs, "z-loss, beside the loss", "z_loss", "{:.3g}".format))
+        charts.append(_chart(runs, "z-loss, not included in the loss", "z_loss", "{:.3g}".format))
     if any(curve.least.value < curve.greatest.value for curve in scales):
         charts.append(_chart(runs, "loss scale", "loss_scale", "{:g}".format, **options))
     return charts
@@ -269,13 +271,13 @@ def _speed_charts(runs: Sequence[RunReport]) -> list[Chart]:
     options: dict[str, Any] = {"from_zero": True, "also": "mean"}
     return [
         _chart(runs, "tokens per second", "tokens_per_second", format_count, **options),
-        _chart(runs, "share of the machine's measured rate", "machine_share", _percent, **options),
+        _chart(runs, "share of the measured peak", "machine_share", _percent, **options),
         _chart(runs, "MFU", "mfu", _percent, **options),
         _chart(runs, "TFLOP/s per device", "tflops_per_device", "{:.3g}".format, **options),
         _chart(
             runs, "peak memory of rank 0, GiB", "memory_gib", "{:.3g}".format, from_zero=True, also="highest"
         ),
-        _chart(runs, "share of the time waited for data", "data_share", _percent, **options),
+        _chart(runs, "data waiting time, share", "data_share", _percent, **options),
     ]
 
 
@@ -340,7 +342,7 @@ def _events(run: RunReport, runs: Sequence[RunReport]) -> Iterator[Html]:
         return
     yield from _heading(run, runs)
     if hidden:
-        yield element("p", f"The {hidden:,} oldest are left out.", class_="weak")
+        yield element("p", f"The {hidden:,} oldest are not shown.", class_="weak")
     rows: list[list[object]] = [
         [f"{event['step']:,}", utc(event.get("time")), shorten(_event_text(event), MAX_TEXT)]
         for event in events
@@ -352,7 +354,7 @@ def _event_text(event: dict[str, Any]) -> str:
     if event["kind"] == "event":
         return str(event.get("event", ""))
     again = event.get("restarts")
-    what = "started" if not again else f"continued from step {event['step']:,} (restart {again})"
+    what = "started" if not again else f"resumed from step {event['step']:,} (restart {again})"
     facts = [str(event[name]) for name in ("layout", "compared_with", "program") if name in event]
     return f"{what}, processes {event.get('processes', '?')}: {_brief('; '.join(facts))}"
 
@@ -388,7 +390,7 @@ def _checkpoints(run: RunReport, runs: Sequence[RunReport]) -> Iterator[Html]:
         return
     yield from _heading(run, runs)
     if run.num_checkpoints > len(run.checkpoints):
-        yield element("p", f"The newest {len(run.checkpoints)} of {run.num_checkpoints:,}.", class_="weak")
+        yield element("p", f"The latest {len(run.checkpoints)} of {run.num_checkpoints:,}.", class_="weak")
     rows: list[list[object]] = []
     for saved in run.checkpoints:
         problem = element("span", shorten(saved.problem, MAX_TEXT), class_="bad")
@@ -418,12 +420,12 @@ def _configuration(runs: Sequence[RunReport]) -> list[Html]:
             )
     if rows:
         parts.append(
-            element("p", "Settings that differ from the defaults, or between the runs.", class_="weak")
+            element("p", "Settings that differ from the defaults or between the runs.", class_="weak")
         )
         parts.append(table(["setting", *(run.name for run in runs), "default"], rows))
     for run in runs:
         if run.config:
             text = yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True)
-            title = f"Whole configuration of {run.name}"
+            title = f"Full configuration of {run.name}"
             parts.append(element("details", element("summary", title), element("pre", text, tabindex="0")))
     return parts

@@ -107,10 +107,10 @@ def _read_config(run: RunReport) -> None:
         sizes = {section: {key: config[section][key] for key in keys} for section, keys in REQUIRED.items()}
         run.defaults = to_tree(build(Config, sizes))
     except UserError as error:
-        run.notes.append(f"Settings are not compared with the defaults: {error}")
+        run.notes.append(f"Settings cannot be compared with the defaults: {error}")
     except (KeyError, TypeError):
         run.notes.append(
-            "Settings are not compared with the defaults: config.yaml lacks sizes of the model, or steps."
+            "Settings cannot be compared with the defaults: config.yaml has no model sizes or no steps."
         )
     for section, keys in REQUIRED.items():
         for key in keys:
@@ -176,7 +176,7 @@ def read_unigram(run: Path) -> dict[str, float]:
         return {}
     except ValueError:
         raise DataError(
-            f"{path} cannot be read; write it again with scripts/quickstart/unigram_baseline.py."
+            f"{path} cannot be read; recreate it with scripts/quickstart/unigram_baseline.py."
         ) from None
 
 
@@ -196,7 +196,7 @@ def read_scores(run: Path) -> dict[str, dict[str, float]]:
                 conform(tree, _Results)["files"] if name == RESULTS else conform(tree, dict[str, _Figures])
             )
         except (ValueError, OSError) as error:
-            raise DataError(f"{path} {error}; write it again, or remove it.") from None
+            raise DataError(f"{path} {error}; recreate it, or remove it.") from None
         found |= {of: figures["metrics"] if name == RESULTS else figures for of, figures in tables.items()}
     return found
 

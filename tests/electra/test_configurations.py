@@ -97,7 +97,7 @@ def test_the_dry_run_counts_both_stacks(name, capsys):
     config, gpu = published(name), gpu_named("h100")
     dry_run(config, 8, "h100")
     printed, count = capsys.readouterr().out, kind_of(config).count(config)
-    assert f"parameters        {count:,}; on the fullest rank {count:,}" in printed and "it fits" in printed
+    assert f"parameters        {count:,}; {count:,} on the largest rank" in printed and "it fits" in printed
     rows = average_rows(config)
     found, samples = estimate(config, 8, gpu, rows), config.batch.global_batch_size // 8
     work = [int(each * samples) for each in (rows.tokens, rows.loss_rows, rows.visible_keys, 0, 0)]

@@ -78,8 +78,6 @@ def test_commands_for_one_transformer_refuse_both(run):
     assert "\n" not in str(error.value)
     with pytest.raises(ConfigError, match="trains a generator and a discriminator"):
         evaluate(path, load_tree([], task, []), 8)
-    with pytest.raises(
-        ConfigError, match=r"objectives has electra, but a trace is of one.*--dry-run"
-    ) as error:
+    with pytest.raises(ConfigError, match=r"objectives has electra.*--dry-run") as error:
         require_one_transformer(config)
     assert "\n" not in str(error.value)

@@ -373,7 +373,7 @@ def test_an_export_is_pushed_and_comes_in_by_its_name(hub, run_of_bert, tmp_path
         (["--push-to-hub", "mine"], SECRET, "must be OWNER/NAME"),
         (["--push-to-hub", "me/mine@main"], SECRET, "must be OWNER/NAME"),
         (["--push-to-hub", "me/../mine"], SECRET, "must be OWNER/NAME"),
-        (["--private"], SECRET, "--private is given without --push-to-hub"),
+        (["--private"], SECRET, "--private needs --push-to-hub"),
     ],
 )
 def test_what_cannot_be_pushed_is_refused_before_anything_is_written(

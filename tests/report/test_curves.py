@@ -86,10 +86,10 @@ def test_lines_that_are_no_records_are_counted(tmp_path):
     records = read_records(run)
     assert records.curves["train"]["loss"].count == 2
     assert records.notes == [
-        "metrics.jsonl: 9 lines are no records and were left out, the first of them line 2."
+        "metrics.jsonl: 9 lines are not valid records and were skipped; the first is line 2."
     ]
     (run / "metrics.jsonl").unlink()
-    assert read_records(run).notes == ["metrics.jsonl: No such file or directory; there are no curves."]
+    assert read_records(run).notes == ["metrics.jsonl: No such file or directory; no curves."]
 
 
 def test_memory_is_bounded_whatever_the_file_holds(tmp_path):
@@ -111,7 +111,7 @@ def test_memory_is_bounded_whatever_the_file_holds(tmp_path):
     )
     steps = [record["step"] for record in found.fillings]
     assert steps[0] == 0 and steps[-1] == 9_999 and MAX_FILLINGS <= len(steps) <= 2 * MAX_FILLINGS
-    assert found.notes == [f"metrics.jsonl: of the numbers of kind train, the first {MAX_CURVES} are shown."]
+    assert found.notes == [f"metrics.jsonl: only the first {MAX_CURVES} numbers of type train are shown."]
 
 
 def test_steps_of_any_size_are_drawn(tmp_path):

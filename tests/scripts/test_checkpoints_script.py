@@ -208,8 +208,8 @@ def test_merge_refuses_what_has_no_mean(directory, run, tmp_path):
 
     output = "--output", tmp_path / "merged"
     assert "merge takes --output" in refused(directory, 10, 20)
-    assert "two or more different ones" in refused(directory, 10, *output)
-    assert "two or more different ones" in refused(directory, 10, 10, *output)
+    assert "at least two" in refused(directory, 10, *output)
+    assert "at least two" in refused(directory, 10, 10, *output)
     assert "must be mean, linear, 1-sqrt" in refused(directory, 10, 20, "--weights", "cosine", *output)
     assert "2 numbers with the sum 0.9" in refused(directory, 10, 20, "--weights", "0.3,0.6", *output)
     assert "exists; choose a new directory" in refused(directory, 10, 20, "--output", tmp_path)
@@ -231,11 +231,11 @@ def test_rewind_sets_newer_checkpoints_aside(directory, run):
     (checkpoints / "step_00000020").rename(checkpoints / "step_00000020.replaced")  # left by a kill
     status, out, _ = run("rewind", directory, 10)
     (aside,) = checkpoints.glob("rewound_*")
-    assert status == 0 and f"continues from step 10; 1 newer checkpoints are in {aside}" in out
+    assert status == 0 and f"will resume from step 10; 1 newer checkpoints were moved to {aside}" in out
     assert [path.name for path in list_checkpoints(checkpoints)] == ["step_00000010"]
     assert run("verify", aside)[0] == 0  # whole, for another time
     status, out, _ = run("rewind", directory, 10)
-    assert status == 0 and "is the newest already" in out
+    assert status == 0 and "is already the latest" in out
     assert list(rewinds(checkpoints)) == [(aside, 20)]
 
 
@@ -246,13 +246,13 @@ def test_rewind_refuses_what_would_lose_the_run(directory, run):
         return err
 
     assert "no checkpoint of step 15; it holds steps 10, 20" in refused(directory, 15)
-    assert "takes the number of a step after RUN, and none is given" in refused(directory)
-    assert "takes the number of a step after RUN, and 'x' is none" in refused(directory, "x")
+    assert "needs RUN and the number of a step, and none is given" in refused(directory)
+    assert "needs RUN and the number of a step, and 'x' is none" in refused(directory, "x")
     (directory / "checkpoints/step_00000010/rank_00000.safetensors").write_bytes(b"damaged")
     assert "rank_00000.safetensors has 7 bytes" in refused(directory, 10)
     assert len(list_checkpoints(directory / "checkpoints")) == 2
     status, _, err = run("verify", directory, 10)
-    assert status == 2 and "verify takes one run" in err
+    assert status == 2 and "verify takes a single run" in err
 
 
 def test_rewind_refuses_while_the_run_is_training_and_keeps_starts_away_meanwhile(

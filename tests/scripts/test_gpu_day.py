@@ -33,9 +33,7 @@ def test_wrong(): assert 1 + 1 == 3
 
 def test_without_a_gpu_it_says_so(tmp_path):
     done = python("scripts/gpu_day.py", "--output", str(tmp_path / "day"), CUDA_VISIBLE_DEVICES="")
-    assert_refused(
-        done, "sees no GPU here, so there is nothing to prove; run this on a machine with an NVIDIA GPU"
-    )
+    assert_refused(done, "run this on a machine with an NVIDIA GPU")
     assert not (tmp_path / "day").exists()
 
 
@@ -98,7 +96,7 @@ def test_a_step_that_hangs_is_ended(day, monkeypatch):
     status, _, everything = day(Step("hangs", ("-c", hangs), 2))
     assert status == ExitStatus.CRASHED
     (step,) = everything["steps"]
-    assert step["outcome"] == "failed (not done after 2 seconds)"
+    assert step["outcome"] == "failed (timeout after 2 seconds)"
     processes = step["output"].splitlines()
     assert len(processes) == 2
     wait_until(lambda: {state_of(process) for process in processes} == {"Z"})
@@ -119,8 +117,8 @@ def test_what_does_not_fit_is_left_out(day):
     )
     assert status == ExitStatus.FINISHED
     assert outcomes(everything) == {
-        "two": "left out (needs 2 GPUs)",
-        "late": "left out (no time left)",
+        "two": "skipped (needs 2 GPUs)",
+        "late": "skipped (out of time)",
     }
 
 
@@ -143,7 +141,7 @@ def test_on_other_machines_formulas_take_the_place_of_the_trace(monkeypatch):
     name = gpus.named_by_device("NVIDIA GH200 480GB", 94.5)
     planned = {step.name: step.arguments for step in gpu_day.steps(1, name)}
     assert planned[gpu_day.KERNELS][1:3] == ("--gpu", "gh200")
-    done = forked(*planned["what a step of 335M should do on one gh200"], cwd=ROOT)
+    done = forked(*planned["expected time of a 335M step on one gh200"], cwd=ROOT)
     assert done.returncode == 0 and "device            gh200: peak 989 TFLOP/s" in done.stdout, done.stderr
     assert not any("profile_step" in argument for arguments in planned.values() for argument in arguments)
 
@@ -174,7 +172,7 @@ def test_a_report_calibrates_the_file_of_constants(monkeypatch, tmp_path):
     ].keys()
     assert "measured on NVIDIA H100 80GB HBM3, torch 2.13.0, commit abc123" in copy.read_text()
     report.write_text(json.dumps({"machine": MACHINE, "steps": []}))
-    with pytest.raises(ConfigError, match=r"which is no report\.json with measured kernels"):
+    with pytest.raises(ConfigError, match=r"which is not a report\.json"):
         gpu_day.main()
 
 

@@ -41,7 +41,7 @@ def test_wrong_arguments_are_one_line(said, tmp_path):
     run = ["--checkpoint", tmp_path]
     assert "no tasks given; pass --include-path DIR" in said(*run, "--tasks", "own")
     tasks = ["--tasks", "own", "--include-path"]
-    assert "does not exist; give the directory with the tasks' YAML files" in said(
+    assert "does not exist; pass the directory with the task YAML files" in said(
         *run, *tasks, tmp_path / "no"
     )
     assert "does not exist; give a run" in said("--checkpoint", tmp_path / "no", *tasks, tmp_path)

@@ -128,7 +128,7 @@ def test_probe_compares_with_an_untrained_encoder_and_the_largest_class(run, mod
     }
     assert {count for _, count in accuracy} == {2, 20} and len(accuracy) == 6
     assert accuracy["latent vector (mu)", 20] > 0.9
-    assert accuracy["latent vector (mu)", 20] > accuracy["the same, untrained", 20] + 0.2
+    assert accuracy["latent vector (mu)", 20] > accuracy["same, untrained model", 20] + 0.2
     assert 0.5 <= found["largest_class"] < 0.7 and f"accuracy {found['largest_class']:.4f}" in "\n".join(
         lines
     )
@@ -151,7 +151,7 @@ MISTAKES = {
         ["evaluate", "--samples", "10", "--chunk", "4"],
         r"--samples \(10\) is no multiple of --chunk \(4\)",
     ),
-    "one sentence": (["evaluate", "--input", "one.txt"], "one.txt has 1 sentence; .* at least 2"),
+    "one sentence": (["evaluate", "--input", "one.txt"], "one.txt has 1 sentence"),
     "picture of one": (
         ["encode", "--input", "one.txt", "--output", "a.npz", "--picture", "a.png"],
         "a picture needs",
@@ -159,9 +159,9 @@ MISTAKES = {
     "empty line": (["evaluate", "--input", "gap.txt"], "gap.txt: line 2 is empty"),
     "empty text": (["reconstruct", "--text", " "], "a --text is empty"),
     "no text": (["reconstruct"], "no text given"),
-    "two of analogy": (["analogy", *TEXT * 2], "analogy takes 3 texts, A, B and C, and 2 are given"),
-    "four of analogy": (["analogy", *TEXT * 4], "and 4 are given; repeat --text 3 times"),
-    "one end": (["interpolate", *TEXT], "interpolate takes 2 texts, the two ends, and 1 are given"),
+    "two of analogy": (["analogy", *TEXT * 2], "analogy takes 3 texts"),
+    "four of analogy": (["analogy", *TEXT * 4], "4 are given; pass --text 3 times"),
+    "one end": (["interpolate", *TEXT], "interpolate takes 2 texts"),
     "one point": (["interpolate", *TEXT * 2, "--points", "1"], "--points is 1; it must be at least 2"),
     "scale": (["analogy", *TEXT * 3, "--scale", "nan"], "--scale is nan; it must be a finite number"),
     "count": (["sample", "--count", "0"], "--count is 0"),
@@ -179,14 +179,14 @@ MISTAKES = {
         "--picture is 'space.txt'; its name must end in .png",
     ),
     "output": (["encode", "--output", "latent.txt"], "--output is 'latent.txt'; its name must end in .npz"),
-    "axes alone": (["evaluate", "--axes", "0", "1"], "--axes is of the picture; give --picture"),
+    "axes alone": (["evaluate", "--axes", "0", "1"], "--axes needs --picture"),
     "equal axes": (
         ["evaluate", "--axes", "1", "1", "--picture", "a.png"],
         "--axes is 1 1; it must be two different",
     ),
     "axes": (
         ["evaluate", "--axes", "0", "3", "--picture", "a.png"],
-        "--axes has 3, but the latent vector has 3",
+        "--axes has 3, but the latent size is 3",
     ),
     "too long": (["reconstruct", "--text", "1 2 3 4"], "text 1 has 4 numbers"),
     "directory": (["evaluate", "--json", "run"], "--json 'run' is a directory"),
