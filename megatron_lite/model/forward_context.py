@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
 from data_utils.common.batch_fields import BLOCK_POSITION_IDS, ID_PLANES
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.attention_backends.blocks import DistanceBias
-from megatron_lite.model.attention_backends.calls import AttentionPlan, PartsPlan
+from megatron_lite.model.attention_backends.blocks import BlockPlan, DistanceBias
+from megatron_lite.model.attention_backends.calls import AttentionPlan, BiasedPlan, PartsPlan
 from megatron_lite.model.disentangled import BucketEmbeddings, Disentangled
 from megatron_lite.model.kernels.dropout import Dropout, FeatureDropout
 from megatron_lite.model.kernels.fused import dropout_add
@@ -113,7 +113,7 @@ def flow_of(
         rotary = (whole, Rotary.of(config, ids, config.rotary_base_local) if has_own else whole)
     distances = None
     if config.has_distance_scores:
-        distances = Distances.of(config, ids, plan, dropout)
+        distances = Distances.of(config, ids, cast(BiasedPlan | BlockPlan, plan), dropout)
     return Flow.of(shape, plan, dropout, parallel, rotary, distances, condition)
 
 
@@ -121,7 +121,7 @@ def with_bias(flow: Flow, table: Table | None, positions: torch.Tensor) -> Flow:
     """A context with the relative positions that all layers share. Args: positions: int [T]."""
     if table is None:
         return flow
-    made = table(flow.plan, positions)
+    made = table(cast(BiasedPlan | BlockPlan, flow.plan), positions)
     if isinstance(table, BucketEmbeddings):
         return replace(flow, distances=Disentangled(made, flow.dropout, table.dropout, table.factor))
     if isinstance(made, tuple):

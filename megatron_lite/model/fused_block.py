@@ -16,13 +16,14 @@ Shapes: T tokens, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from megatron_lite.model.activation_checkpoint import recomputed
+from megatron_lite.model.attention import Attention
 from megatron_lite.model.attention_backends.varlen import VarlenPlan
 from megatron_lite.model.attention_backends.window import LayeredPlan
 from megatron_lite.model.forward_context import Flow
@@ -37,12 +38,10 @@ from megatron_lite.model.kernels.fused import (
     finish_sums_kernel,
 )
 from megatron_lite.model.kernels.qkv_heads import HeadForm, spread_heads_kernel, turn_heads_kernel
+from megatron_lite.model.mlp import MLP
 from megatron_lite.model.norms import LayerNorm, Norm, RMSNorm
 from megatron_lite.model.rope import head_form
-from megatron_lite.model.tensor_parallel import DeferredBias
-
-if TYPE_CHECKING:
-    from megatron_lite.model.block import Block  # a circle: its forward is here where kernels run
+from megatron_lite.model.tensor_parallel import DeferredBias, TensorParallel
 
 
 class Residual(NamedTuple):
@@ -69,6 +68,27 @@ def settled(x: Hidden) -> torch.Tensor:
     if isinstance(x, torch.Tensor):
         return x
     return x.hidden if x.x is None else dropout_add(x.x.x, x.hidden, x.dropout, x.x.bias)
+
+
+class Block(Protocol):
+    """What this file reads of a block of block.py, which imports it."""
+
+    attention: Attention
+    mlp: MLP
+    input_layernorm: Norm | nn.Identity
+    post_attention_layernorm: Norm
+    output_layernorm: Norm | nn.Identity
+    has_branch_layers: bool
+    dropout: float
+    parallel: TensorParallel
+    recompute: bool
+    fused: FusedParameters | None
+
+    def after_attention(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def after_mlp(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
 def forward(block: Block, x: Hidden, flow: Flow, layer: int) -> Hidden:
