@@ -52,7 +52,7 @@ class ElectraConfig(MaskedTextConfig):
         one_of=("shared", "detached"),
     )
 
-    model_module = "megatron_lite.models.electra.kind"
+    model_module = "megatron_lite.models.electra.spec"
     two_stacks = (
         "trains a generator and a discriminator; tune the latter with scripts/finetune.py, or export both with "
         "scripts/convert_checkpoint.py."

@@ -53,7 +53,7 @@ class EntitiesConfig(MaskedTextConfig):
     removed_ratio: float = fraction(0.15, "probability that it is left out")
     next_sentence: bool = setting(True, "two texts per Example and a next-sentence label on CLS")
 
-    model_module = "megatron_lite.models.ernie_thu.kind"
+    model_module = "megatron_lite.models.ernie_thu.spec"
     two_stacks = (
         "reads entities beside its tokens; it is trained, tuned on tasks and measured; it writes no text."
     )

@@ -69,7 +69,7 @@ class ObjectiveConfig(ABC):
     reads_beside: str | None = None
     sample_settings: tuple[str, ...] | None = None  # keys on which samples depend; None = the whole section
     units_of_tokens = "whole_words=false"  # the setting with which an objective of words hides tokens instead
-    # The module whose KIND is the kind of model that the objective trains (megatron_lite/model/build.py); None =
+    # The module whose SPEC is the ModelSpec that the objective trains (megatron_lite/model/build.py); None =
     # one Transformer.
     model_module: str | None = None
     two_stacks: str | None = (

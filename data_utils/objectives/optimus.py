@@ -96,7 +96,7 @@ class OptimusConfig(RowSizes):
     segments = 1
     needed_roles = ("cls", "sep")  # of the encoder; the decoder's: see check_vocabulary
     whole_documents = True
-    model_module = "megatron_lite.models.optimus.kind"
+    model_module = "megatron_lite.models.optimus.spec"
     has_second_stack = True
     two_stacks = "joins two Transformers by a latent vector; use scripts/latent.py for it."
     sample_settings = ("optimus.memory", "data.row_length")

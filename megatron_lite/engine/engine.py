@@ -30,7 +30,7 @@ from megatron_lite.config.tree import Config
 from megatron_lite.engine.deepspeed_engines import deepspeed_engine
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.block import Block
-from megatron_lite.model.build import kind_of
+from megatron_lite.model.build import model_spec
 from megatron_lite.model.embedding import PositionEmbeddings
 from megatron_lite.model.lengths import builds_kernels, few_lengths
 from megatron_lite.model.model_input import ModelInput, dense_reason, prepare
@@ -38,9 +38,9 @@ from megatron_lite.model.tensor_parallel import (
     ColumnParallelLinear,
     Partition,
     RowParallelLinear,
+    accumulate_in_backward,
     is_partial,
     partition_of,
-    take_products,
 )
 from megatron_lite.model.trained_model import usual_measures
 from megatron_lite.optim.buckets import MOMENTS, USUAL, Bucket, Rate, Treatment
@@ -81,7 +81,7 @@ def _weight_decay(name: str, config: Config) -> float:
 
 
 def _decays(name: str, config: Config) -> bool:
-    return not (name.endswith("bias") or "layernorm" in name or kind_of(config).is_unused(name, config))
+    return not (name.endswith("bias") or "layernorm" in name or model_spec(config).is_unused(name, config))
 
 
 def make_adamw(groups: list[dict[str, Any]], settings: OptimizerConfig) -> torch.optim.Optimizer:
@@ -260,10 +260,12 @@ class Engine(ABC):
             graphs = BlockGraphs(optimizer)
         for layer in module.modules():
             if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
-                take_products(layer.weight, functools.partial(optimizer.take_product, layer.weight))
+                accumulate_in_backward(
+                    layer.weight, functools.partial(optimizer.accumulate_weight_grad, layer.weight)
+                )
         for layer in module.modules():
             if isinstance(layer, Block):
-                layer.take_gradients(optimizer.take)
+                layer.accumulate_gradients(optimizer.take)
                 if graphs is not None:
                     layer.fused = graphs.put(layer.fused)
 

@@ -43,7 +43,7 @@ from megatron_lite.finetune.setup import Task, run_directory, settings_of
 from megatron_lite.finetune.several import Turns
 from megatron_lite.finetune.writing import writer
 from megatron_lite.metrics.records import read_metrics
-from megatron_lite.model.build import kind_of
+from megatron_lite.model.build import model_spec
 from megatron_lite.model.task_batch import TaskBatch
 from megatron_lite.optim.buckets import USUAL, Rate
 from megatron_lite.parallel.context import ParallelContext
@@ -69,7 +69,7 @@ def finetune(
     of_parameters = task_rates(task)
     if context.is_main and of_parameters:
         elements = {
-            name: math.prod(shape) for name, shape in kind_of(task.config).shapes(task.config).items()
+            name: math.prod(shape) for name, shape in model_spec(task.config).shapes(task.config).items()
         }
         log.info("%s", policies.described(of_parameters, elements, task.config.training.steps))
     for seed in seeds:
@@ -90,7 +90,7 @@ def finetune(
 
 def task_rates(task: Task) -> dict[str, Rate]:
     """How the policies of a task's run train each parameter. Raises ConfigError if they train none."""
-    return policies.rates(task.config, kind_of(task.config).shapes(task.config), task.epoch_samples)
+    return policies.rates(task.config, model_spec(task.config).shapes(task.config), task.epoch_samples)
 
 
 def _in_turn(task: Task, rates: dict[str, Rate], turns: Turns) -> dict[str, Rate]:
@@ -98,7 +98,7 @@ def _in_turn(task: Task, rates: dict[str, Rate], turns: Turns) -> dict[str, Rate
     found = dict(rates)
     for number, one in enumerate(task.each):
         own, has_turn = f"{TASK_HEAD}{one.settings.name}.", partial(turns.has, number)
-        for name in kind_of(task.config).shapes(task.config):
+        for name in model_spec(task.config).shapes(task.config):
             if name.startswith(own):
                 found[name] = replace(rates.get(name, USUAL), has_turn=has_turn)
     return found
@@ -132,7 +132,7 @@ def _one_seed(
             config=config,
             context=context,
             engine=engine,
-            train_data=kind_of(config).samples(
+            train_data=model_spec(config).samples(
                 config, several_data(task, turns) if task.others else training_data(task), "train"
             ),
             validation_data=None,
@@ -205,7 +205,7 @@ def training_data(task: Task) -> TaskData:
 
 def asked(task: Task, engine: PlainEngine, context: ParallelContext) -> Model:
     """The model of an engine. It writes where every rank holds it whole."""
-    config, read = task.config, kind_of(task.config).task_batches(task.config)
+    config, read = task.config, model_spec(task.config).task_batches(task.config)
 
     def answer(batch: TaskBatch) -> tuple[torch.Tensor, torch.Tensor]:
         return engine.answers(read(batch))

@@ -147,7 +147,7 @@ def own_projection(
 ) -> ColumnParallelLinear | None:
     """A layer's product of positions; None where it is that of the tokens."""
     if not config.position_projections:
-        of_tokens.weight.is_used_twice = True  # type: ignore[attr-defined]  # see `take_products`
+        of_tokens.weight.is_used_twice = True  # type: ignore[attr-defined]  # see `accumulate_in_backward`
         return None
     width = 2 * config.attention_size
     return ColumnParallelLinear(config.hidden_size, width, parallel, parts=2, has_bias=config.has_bias("qkv"))

@@ -39,7 +39,7 @@ from megatron_lite.metrics.reports import (
 )
 from megatron_lite.metrics.writer import SAVED, Metrics, chosen_trackers, keep_aside
 from megatron_lite.model.batch import Samples
-from megatron_lite.model.build import kind_of
+from megatron_lite.model.build import model_spec
 from megatron_lite.model.model_input import ModelInput
 from megatron_lite.model.transformer import GLM
 from megatron_lite.parallel.context import ParallelContext
@@ -286,7 +286,7 @@ class Trainer:
         interval.steps += 1
         interval.tokens += tokens
         interval.computed += computed
-        interval.flops += kind_of(self.config).flops(
+        interval.flops += model_spec(self.config).flops(
             self.config, tokens, loss_rows, visible_keys, targets, target_keys
         )
         sums = self.context.sum_of_losses(result.objective_sums)

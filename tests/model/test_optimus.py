@@ -11,7 +11,7 @@ from data_utils.common.batch_fields import FIELDS, ORD, POSITION_IDS, TARGETS, T
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.hf.published import conversion
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.build import build_model, kind_of
+from megatron_lite.model.build import build_model, model_spec
 from megatron_lite.model.model_input import ModelInput, prepare
 from megatron_lite.models.optimus.sections import latent_of
 
@@ -50,8 +50,8 @@ def test_parameters_are_counted_and_named():
     assert shapes["latent.posterior.weight"] == (16, 32)
     assert shapes["latent.memory.weight"] == (3 * 32, 8)
     assert shapes["latent.embedding.weight"] == (32, 8)
-    assert kind_of(config).shapes(config).keys() == shapes.keys()
-    assert kind_of(config).count(config) == sum(p.numel() for p in model.parameters())
+    assert model_spec(config).shapes(config).keys() == shapes.keys()
+    assert model_spec(config).count(config) == sum(p.numel() for p in model.parameters())
 
 
 # The published architectures

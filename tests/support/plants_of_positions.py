@@ -40,7 +40,7 @@ POSITIONS = (
     ),
     Plant(
         "a discriminator's own words begin as others do",
-        "megatron_lite/models/electra/kind.py",
+        "megatron_lite/models/electra/spec.py",
         "nn.init.zeros_(model.encoder.embedding.word_embeddings.weight)",
         "pass",
         (f"{DETACHED}::test_losses_and_gradients_are_those_of_a_plain_model",),

@@ -1,4 +1,4 @@
-"""A Transformer with entities as a kind of model, behind the interface of megatron_lite/model/build.py."""
+"""A Transformer with entities as a ModelSpec of megatron_lite/model/build.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from data_utils.objectives.entities import EntitiesConfig
 from data_utils.tasks.readers.marked import entity_count
 from megatron_lite.checkpoint.existing import read_checkpoint
 from megatron_lite.config.tree import Config
-from megatron_lite.model.build import OneTransformer
+from megatron_lite.model.build import ModelSpec
 from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.task_batch import TaskBatch
 from megatron_lite.model.tensor_parallel import TensorParallel
@@ -32,7 +32,7 @@ def section_of(config: Config) -> EntitiesConfig:
     return choice.section
 
 
-class Kind(OneTransformer):
+class ErnieThuSpec(ModelSpec):
     """Tokens and entities. FLOPs are those of the tokens: the entities' stream is narrow and short."""
 
     def build(self, config: Config, num_losses: int, parallel: TensorParallel | None) -> EntityTransformer:
@@ -104,4 +104,4 @@ def _task_vectors(config: Config) -> Vectors | NoVectors:
     return vectors
 
 
-KIND = Kind()
+SPEC = ErnieThuSpec()

@@ -1,4 +1,4 @@
-"""OPTIMUS as a kind of model, behind the interface of megatron_lite/model/build.py."""
+"""OPTIMUS as a ModelSpec of megatron_lite/model/build.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from data_utils.common.errors import CheckpointError
 from data_utils.common.random_streams import derive_seed
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.model.build import OneTransformer
+from megatron_lite.model.build import ModelSpec
 from megatron_lite.model.flops import step_flops
 from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.tensor_parallel import TensorParallel
@@ -21,7 +21,7 @@ from megatron_lite.models.optimus.model import LATENT, Optimus
 from megatron_lite.models.optimus.sections import decoder_of, latent_of
 
 
-class Kind(OneTransformer):
+class OptimusSpec(ModelSpec):
     """Two stacks and a latent vector between them."""
 
     def build(self, config: Config, num_losses: int, parallel: TensorParallel | None) -> Optimus:
@@ -81,7 +81,7 @@ class Kind(OneTransformer):
             )
 
 
-KIND = Kind()
+SPEC = OptimusSpec()
 
 
 def _of_latent(stack: ModelConfig, given: float | None, begins_with: str | None) -> ModelConfig:
