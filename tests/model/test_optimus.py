@@ -132,15 +132,15 @@ def dense_reference(model, config, decoded, z):
     heads, size = sizes.num_attention_heads, sizes.head_size
     for layer, block in enumerate(stack.layers):
         normed = block.input_layernorm(x)
-        q, k, v = block.attention.query_key_value(normed).x.view(len(x), 3, heads, size).unbind(1)
+        q, k, v = block.attention.query_key_value(normed).view(len(x), 3, heads, size).unbind(1)
         k = torch.cat([memory[layer].view(1, heads, size), k])
         v = torch.cat([memory[layer].view(1, heads, size), v])
         scores = torch.einsum("qhd,khd->hqk", q, k) / size**0.5
         hidden = torch.ones(len(x), len(x) + 1, dtype=torch.bool).triu(2)
         scores = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         out = torch.einsum("hqk,khd->qhd", scores, v).reshape(len(x), -1)
-        x = x + block.attention.dense(out).added()
-        x = x + block.mlp(block.post_attention_layernorm(x), None, layer).added()
+        x = x + block.attention.dense(out)
+        x = x + block.mlp(block.post_attention_layernorm(x), None, layer)
     logits = stack.logits(x)
     return cross_entropy(logits, torch.tensor([*decoded, 4]), reduction="sum")
 
