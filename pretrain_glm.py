@@ -222,7 +222,7 @@ def train_with(
     prepare_environment(config.training.deterministic)
     from megatron_lite.engine.engine import memory_advice
     from megatron_lite.engine.plain import make_engine
-    from megatron_lite.model.build import kind_of
+    from megatron_lite.model.build import model_spec
     from megatron_lite.parallel.context import ParallelContext
     from megatron_lite.runtime.process import meet, together
     from megatron_lite.train.resume import check_beginning, keep_task_rows
@@ -249,7 +249,7 @@ def train_with(
         if context.is_main:
             log.info("all processes have met; building the model")
         with memory_advice(config):
-            engine, kind = make_engine(config, context, len(data.loss_names)), kind_of(config)
+            engine, kind = make_engine(config, context, len(data.loss_names)), model_spec(config)
             return Trainer(
                 config=config,
                 context=context,

@@ -39,7 +39,7 @@ from data_utils.objectives import LOSS_NAMES, make_objective
 from data_utils.tokenizers.special_tokens import SpecialTokens
 from data_utils.tokenizers.vocabulary import Vocabulary
 from megatron_lite.config.tree import Config
-from megatron_lite.model.build import build_model, kind_of
+from megatron_lite.model.build import build_model, model_spec
 from megatron_lite.model.lengths import builds_kernels, few_lengths
 from megatron_lite.model.model_input import ModelInput
 from megatron_lite.models.optimus.batch import LatentBatch
@@ -114,7 +114,7 @@ def steps(options: argparse.Namespace) -> tuple[dict[str, Callable[[], None]], f
     )
     whole, alone = (
         sum(
-            kind_of(config).flops(config, b.tokens, b.loss_rows, b.visible_keys, b.targets, b.target_keys)
+            model_spec(config).flops(config, b.tokens, b.loss_rows, b.visible_keys, b.targets, b.target_keys)
             for b in batches(of, options.sentences)
         )
         for of in (config, without)

@@ -26,7 +26,7 @@ from megatron_lite.model.attention_backends import varlen
 from megatron_lite.model.attention_backends.layout import make_layout
 from megatron_lite.model.attention_backends.plan import plan_attention
 from megatron_lite.model.block import Block
-from megatron_lite.model.forward_context import Flow
+from megatron_lite.model.forward_context import ForwardContext
 from megatron_lite.model.fused_block import Hidden, settled
 from megatron_lite.model.kernels import fused
 from megatron_lite.model.kernels.dropout import AttentionDropout, Dropout, salts
@@ -34,7 +34,7 @@ from megatron_lite.model.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
     TensorParallel,
-    take_products,
+    accumulate_in_backward,
 )
 from megatron_lite.optim.buckets import Bucket, ParamGroup
 from megatron_lite.parallel.collectives import SINGLE
@@ -75,13 +75,15 @@ class _Attention:
         return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
-def _flow(parallel: TensorParallel) -> Flow:
+def _context(parallel: TensorParallel) -> ForwardContext:
     """GLM's two attention calls, with dropout."""
     document, order = np.zeros((2, 16), np.int32), np.arange(-7, 9, dtype=np.int32).clip(0)[None].repeat(2, 0)
     plan = plan_attention(make_layout(document, order, document), _CPU, "varlen")
     on_device = plan.on_device([torch.from_numpy(array) for array in plan.arrays()], _CPU)
     keys = torch.zeros(len(plan.order), dtype=torch.int32)
-    return Flow.of((len(keys),), on_device, Dropout(keys, torch.from_numpy(salts(_LAYERS)), 0), parallel)
+    return ForwardContext.of(
+        (len(keys),), on_device, Dropout(keys, torch.from_numpy(salts(_LAYERS)), 0), parallel
+    )
 
 
 def _take_gradients(blocks: nn.ModuleList) -> Bucket:
@@ -94,10 +96,10 @@ def _take_gradients(blocks: nn.ModuleList) -> Bucket:
 
     for part in blocks.modules():
         if isinstance(part, (ColumnParallelLinear, RowParallelLinear)):
-            take_products(part.weight, functools.partial(bucket.add_product, part.weight))
+            accumulate_in_backward(part.weight, functools.partial(bucket.add_product, part.weight))
     for block in blocks:
         assert isinstance(block, Block)
-        block.take_gradients(take)
+        block.accumulate_gradients(take)
     for parameter in bucket.starts:
         parameter.register_post_accumulate_grad_hook(lambda p: None if p.grad is None else bucket.add(p))
     return bucket
@@ -118,14 +120,14 @@ def layer_cost() -> tuple[float, float]:
     with torch.no_grad():
         for parameter in blocks.parameters():
             parameter.fill_(0.1)
-    bucket, flow = _take_gradients(blocks), _flow(parallel)
-    hidden = torch.ones(flow.shape[0], _CONFIG.hidden_size, requires_grad=True)
+    bucket, context = _take_gradients(blocks), _context(parallel)
+    hidden = torch.ones(context.shape[0], _CONFIG.hidden_size, requires_grad=True)
 
     def step() -> None:
         bucket.await_gradients(1)
         x: Hidden = hidden
         for layer, block in enumerate(blocks):
-            x = block(x, flow, layer)
+            x = block(x, context, layer)
         out = settled(x)
         out.backward(out)
 

@@ -41,9 +41,9 @@ from megatron_lite.model.tensor_parallel import (
     ColumnParallelLinear,
     Partition,
     RowParallelLinear,
+    accumulate_in_backward,
     is_partial,
     partition_of,
-    take_products,
 )
 from megatron_lite.model.trained_model import usual_measures
 from megatron_lite.optim.buckets import MOMENTS, Bucket, ParamGroup
@@ -213,10 +213,12 @@ class Engine(ABC):
             graphs = BlockGraphs(optimizer)
         for layer in module.modules():
             if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
-                take_products(layer.weight, functools.partial(optimizer.take_product, layer.weight))
+                accumulate_in_backward(
+                    layer.weight, functools.partial(optimizer.accumulate_weight_grad, layer.weight)
+                )
         for layer in module.modules():
             if isinstance(layer, Block):
-                layer.take_gradients(optimizer.take)
+                layer.accumulate_gradients(optimizer.take)
                 if graphs is not None:
                     layer.fused = graphs.put(layer.fused)
 

@@ -11,7 +11,7 @@ from torch import nn
 from megatron_lite.config.sections import OptimizerConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine import nvidia_apex
-from megatron_lite.model.build import kind_of
+from megatron_lite.model.build import model_spec
 from megatron_lite.optim.lr_multipliers import NO_MULTIPLIERS, LrMultipliers
 
 
@@ -39,7 +39,7 @@ def weight_decay(name: str, config: Config) -> float:
 
 def decays(name: str, config: Config) -> bool:
     """Whether a parameter has weight decay."""
-    return not (name.endswith("bias") or "layernorm" in name or kind_of(config).is_unused(name, config))
+    return not (name.endswith("bias") or "layernorm" in name or model_spec(config).is_unused(name, config))
 
 
 def make_adamw(groups: list[dict[str, Any]], settings: OptimizerConfig) -> torch.optim.Optimizer:

@@ -28,18 +28,18 @@ from megatron_lite.model.block import Block
 from megatron_lite.model.embedding import PositionEmbeddings
 from megatron_lite.model.encoder_decoder import (
     DecoderBlock,
+    DecoderContext,
     DecoderEmbedding,
-    DecoderFlow,
+    encoder_decoder_contexts,
     encoder_layernorm,
-    part_flows,
 )
 from megatron_lite.model.flops import layer_costs
 from megatron_lite.model.forward_context import (
     BeforeBlock,
-    Flow,
+    ForwardContext,
     by_ranks,
     detached_memory,
-    flow_of,
+    make_context,
     own_lengths,
     with_bias,
 )
@@ -63,8 +63,8 @@ class _Current:
     """The micro-batch that a stage is computing. A stage computes them in order."""
 
     input: ModelInput
-    flow: Flow
-    parts: tuple[Flow, DecoderFlow] | None  # of encoder and decoder
+    context: ForwardContext
+    parts: tuple[ForwardContext, DecoderContext] | None  # of encoder and decoder
     before_block: BeforeBlock | None
     loss_factor: float
 
@@ -84,21 +84,23 @@ class _Feed:
     def advance(self) -> None:
         prepared, loss_factor = next(self._waiting)
         data = prepared.to(self.device)
-        flow = flow_of(self.config, data.tokens.shape, data.ids, data.plan, data.dropout, self.parallel)
-        parts = part_flows(flow, self.parallel) if self.config.decoder_layers else None
+        context = make_context(
+            self.config, data.tokens.shape, data.ids, data.plan, data.dropout, self.parallel
+        )
+        parts = encoder_decoder_contexts(context, self.parallel) if self.config.decoder_layers else None
         table, positions = self.tables.get("relative_bias"), data.ids[0]
         if parts is None:
-            flow = with_bias(flow, table, positions)
+            context = with_bias(context, table, positions)
         else:
             of_encoder, of_decoder = positions.split(data.plan.lengths)
             decoder = with_bias(parts[1], self.tables.get("decoder_relative_bias"), of_decoder)
-            parts = with_bias(parts[0], table, of_encoder), cast(DecoderFlow, decoder)
+            parts = with_bias(parts[0], table, of_encoder), cast(DecoderContext, decoder)
         before = detached_memory(data.ids, data.plan, self.parallel) if self.has_memory else None
-        self.current = _Current(data, flow, parts, before, loss_factor)
+        self.current = _Current(data, context, parts, before, loss_factor)
 
     def split(self, hidden: torch.Tensor) -> _Parts:
         """The rows of encoder and decoder."""
-        plan = self.current.flow.plan
+        plan = self.current.context.plan
         assert isinstance(plan, PartsPlan)
         encoded, decoded = hidden.split(own_lengths(plan, self.parallel))
         return encoded, decoded
@@ -113,7 +115,7 @@ class _Words(VocabParallelEmbedding):
 
     def forward(self, nothing: torch.Tensor) -> torch.Tensor:
         current = self.feed.current
-        return super().forward(by_ranks(current.input.tokens, current.flow.plan, self.parallel))
+        return super().forward(by_ranks(current.input.tokens, current.context.plan, self.parallel))
 
     @staticmethod
     def project(module: _Words, inputs: tuple[Heads, *_Rows]) -> _Logits:
@@ -131,7 +133,7 @@ class _Positions(PositionEmbeddings):
 
     def forward(self, words: torch.Tensor) -> torch.Tensor | _Parts:  # type: ignore[override]
         current = self.feed.current
-        hidden = super().forward(words, current.input.ids, current.flow, self.decoder_embedding)
+        hidden = super().forward(words, current.input.ids, current.context, self.decoder_embedding)
         return hidden if current.parts is None else self.feed.split(hidden)
 
 
@@ -147,7 +149,7 @@ class _Block(Block):
         current = self.feed.current
         if current.before_block is not None:
             x = current.before_block(self.layer, settled(x))
-        return super().forward(x, current.flow, self.layer)
+        return super().forward(x, current.context, self.layer)
 
 
 class _EncoderBlock(_Block):
@@ -155,8 +157,8 @@ class _EncoderBlock(_Block):
 
     def forward(self, parts: _Parts) -> _Parts:  # type: ignore[override]
         assert self.feed.current.parts is not None
-        flow, _ = self.feed.current.parts
-        return settled(Block.forward(self, parts[0], flow, self.layer)), parts[1]
+        context, _ = self.feed.current.parts
+        return settled(Block.forward(self, parts[0], context, self.layer)), parts[1]
 
 
 class _DecoderBlock(DecoderBlock):
@@ -193,8 +195,8 @@ class _Readout(nn.Module):
     def forward(self, given: Hidden | _Parts) -> tuple[Heads, *_Rows]:
         current = self.feed.current
         hidden = given[1] if current.parts is not None else settled(cast(Hidden, given))  # the decoder's
-        flow = current.flow if current.parts is None else current.parts[1]
-        return self.heads, *self.heads(hidden, current.input.loss_rows, self.final_layernorm, flow.dropout)
+        context = current.context if current.parts is None else current.parts[1]
+        return self.heads, *self.heads(hidden, current.input.loss_rows, self.final_layernorm, context.dropout)
 
 
 class _Project(nn.Module):

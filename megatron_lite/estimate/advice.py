@@ -17,7 +17,7 @@ from megatron_lite.config.tree import Config
 from megatron_lite.estimate.gpus import HOST, Gpu
 from megatron_lite.estimate.rows import Rows, average_rows
 from megatron_lite.estimate.step_estimate import RESERVED_GIB, Estimate, estimate
-from megatron_lite.model.build import kind_of
+from megatron_lite.model.build import model_spec
 
 MOST_MICRO_BATCH = 64
 Phase = tuple[Config, Rows, Estimate]  # a phase as a run of its own, and what its layout needs
@@ -218,7 +218,7 @@ def dry_run_report(config: Config, processes: int, gpu: Gpu, found: Estimate) ->
     return "\n".join(
         folded(line)
         for line in [
-            f"parameters        {kind_of(config).count(config):,}; {found.rank_parameters:,} on the largest "
+            f"parameters        {model_spec(config).count(config):,}; {found.rank_parameters:,} on the largest "
             "rank",
             f"layout            {processes} processes: pipeline {parallel.pipeline_parallel_size} x data {dp} "
             f"x tensor {parallel.tensor_parallel_size}, ZeRO {parallel.zero_stage}, recompute "

@@ -18,7 +18,7 @@ from megatron_lite.estimate.rows import Rows
 from megatron_lite.estimate.sizes import Sizes
 from megatron_lite.estimate.step_costs import stage_tally
 from megatron_lite.estimate.tally import Tally
-from megatron_lite.model.build import kind_of
+from megatron_lite.model.build import model_spec
 from megatron_lite.model.flops import parameter_count, step_flops
 
 RESERVED_GIB = 3.0  # for CUDA, NCCL and fragmentation, which no count shows
@@ -109,7 +109,7 @@ def estimate(config: Config, processes: int, gpu: Gpu, rows: Rows) -> Estimate:
 
     Of a generator and a discriminator, which read the same rows one after another, the sum of both.
     """
-    stacks = [part for part in kind_of(config).made_of(config) if isinstance(part, ModelConfig)]
+    stacks = [part for part in model_spec(config).made_of(config) if isinstance(part, ModelConfig)]
     if len(stacks) == 1 or config.decoder is not None:
         return _of_stack(config, processes, gpu, rows)
     of_each = replace(rows, loss_rows=0.0), rows  # the discriminator has no head for the vocabulary
@@ -117,7 +117,7 @@ def estimate(config: Config, processes: int, gpu: Gpu, rows: Rows) -> Estimate:
         _of_stack(_alone(config, stack), processes, gpu, own)
         for stack, own in zip(stacks, of_each, strict=True)
     ]
-    shared = kind_of(config).count(config) / sum(parameter_count(stack) for stack in stacks)
+    shared = model_spec(config).count(config) / sum(parameter_count(stack) for stack in stacks)
     return _joined(found, shared)
 
 

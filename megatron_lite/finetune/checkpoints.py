@@ -20,7 +20,7 @@ from megatron_lite.finetune.evaluation import Answer, Evaluated, Evaluation, Mod
 from megatron_lite.finetune.setup import HEADED, HEADLESS, Task, for_import, is_export, prepare
 from megatron_lite.finetune.writing import writer
 from megatron_lite.inference.open_run import OpenRun, Run, open_run
-from megatron_lite.model.build import kind_of
+from megatron_lite.model.build import model_spec
 from megatron_lite.model.model_input import ModelInput
 from megatron_lite.model.task_batch import TaskBatch
 from megatron_lite.model.task_heads import configs_of_tasks
@@ -140,7 +140,7 @@ def answer_of(run: Run, config: Config | None = None) -> Answer:
     Args: config: with the task that is asked, if it is not the run's own.
     """
     device = next(run.model.parameters()).device
-    read = kind_of(run.config).task_batches(config or run.config)
+    read = model_spec(run.config).task_batches(config or run.config)
 
     @torch.no_grad()
     def answer(batch: TaskBatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,7 @@ from data_utils.common.errors import ConfigError
 from data_utils.common.settings import check
 from megatron_lite.checkpoint.manifest import ADAPTER, TASK_HEAD
 from megatron_lite.config.tree import Config
-from megatron_lite.model.build import kind_of
+from megatron_lite.model.build import model_spec
 from megatron_lite.optim.lr_multipliers import NEVER, LrMultipliers
 
 _ABOVE = ("heads.", "final_layernorm.")
@@ -42,7 +42,7 @@ def rates(config: Config, names: Iterable[str], samples: int) -> dict[str, LrMul
     finetune, names = config.finetune, list(names)
     top = depth(TASK_HEAD, config)
     chosen = _CHOSEN[finetune.trained]
-    used = [name for name in names if not kind_of(config).is_unused(name, config)]
+    used = [name for name in names if not model_spec(config).is_unused(name, config)]
     trained = [name for name in used if chosen(name) or name.startswith(TASK_HEAD)]
     if not trained:
         assert config.task is not None

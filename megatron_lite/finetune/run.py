@@ -44,7 +44,7 @@ from megatron_lite.finetune.setup import Task, run_directory, settings_of
 from megatron_lite.finetune.several import Turns
 from megatron_lite.finetune.writing import writer
 from megatron_lite.metrics.records import read_metrics
-from megatron_lite.model.build import kind_of
+from megatron_lite.model.build import model_spec
 from megatron_lite.model.task_batch import TaskBatch
 from megatron_lite.optim.lr_multipliers import NO_MULTIPLIERS, LrMultipliers
 from megatron_lite.parallel.context import ParallelContext
@@ -70,7 +70,7 @@ def finetune(
     of_parameters = task_rates(task)
     if context.is_main and of_parameters:
         elements = {
-            name: math.prod(shape) for name, shape in kind_of(task.config).shapes(task.config).items()
+            name: math.prod(shape) for name, shape in model_spec(task.config).shapes(task.config).items()
         }
         log.info("%s", policies.described(of_parameters, elements, task.config.training.steps))
     if context.is_main:
@@ -110,7 +110,7 @@ def warn_of_export(model: ModelConfig) -> None:
 
 def task_rates(task: Task) -> dict[str, LrMultipliers]:
     """How the policies of a task's run train each parameter. Raises ConfigError if they train none."""
-    return policies.rates(task.config, kind_of(task.config).shapes(task.config), task.epoch_samples)
+    return policies.rates(task.config, model_spec(task.config).shapes(task.config), task.epoch_samples)
 
 
 def _in_turn(task: Task, rates: dict[str, LrMultipliers], turns: Turns) -> dict[str, LrMultipliers]:
@@ -118,7 +118,7 @@ def _in_turn(task: Task, rates: dict[str, LrMultipliers], turns: Turns) -> dict[
     found = dict(rates)
     for number, one in enumerate(task.each):
         own, has_turn = f"{TASK_HEAD}{one.settings.name}.", partial(turns.has, number)
-        for name in kind_of(task.config).shapes(task.config):
+        for name in model_spec(task.config).shapes(task.config):
             if name.startswith(own):
                 found[name] = replace(rates.get(name, NO_MULTIPLIERS), has_turn=has_turn)
     return found
@@ -152,7 +152,7 @@ def _one_seed(
             config=config,
             context=context,
             engine=engine,
-            train_data=kind_of(config).samples(
+            train_data=model_spec(config).samples(
                 config, several_data(task, turns) if task.others else training_data(task), "train"
             ),
             validation_data=None,
@@ -227,7 +227,7 @@ def training_data(task: Task) -> TaskData:
 
 def asked(task: Task, engine: PlainEngine, context: ParallelContext) -> Model:
     """The model of an engine. It writes where every rank holds it whole."""
-    config, read = task.config, kind_of(task.config).task_batches(task.config)
+    config, read = task.config, model_spec(task.config).task_batches(task.config)
 
     def answer(batch: TaskBatch) -> tuple[torch.Tensor, torch.Tensor]:
         return engine.answers(read(batch))

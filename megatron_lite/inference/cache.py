@@ -14,8 +14,8 @@ from data_utils.common.batch_fields import ID_FIELDS
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.inference.watch import Watch
 from megatron_lite.model.attention_backends.calls import Packed, PartsPlan, ScoreBias, attend_all
-from megatron_lite.model.encoder_decoder import DecoderFlow
-from megatron_lite.model.forward_context import Condition, Flow, flow_of
+from megatron_lite.model.encoder_decoder import DecoderContext
+from megatron_lite.model.forward_context import Condition, ForwardContext, make_context
 from megatron_lite.model.kernels.dropout import AttentionDropout
 from megatron_lite.model.transformer import GLM
 
@@ -174,9 +174,9 @@ def stack_rows(
 
     Args: tokens: int64 [R, N]. ids: as for `id_fields`. plan: which expects them. condition: of the R x N tokens.
     """
-    flow = flow_of(model.config, tokens.shape, ids.flatten(1), plan, None, model.parallel, condition)
-    hidden = model.embedding(tokens.flatten(), ids.flatten(1), flow)
-    return model.run_blocks(hidden, flow, plan.positions).view(*tokens.shape, -1)
+    context = make_context(model.config, tokens.shape, ids.flatten(1), plan, None, model.parallel, condition)
+    hidden = model.embedding(tokens.flatten(), ids.flatten(1), context)
+    return model.run_blocks(hidden, context, plan.positions).view(*tokens.shape, -1)
 
 
 def encoded_rows(model: GLM, tokens: torch.Tensor, ids: torch.Tensor, plan: CachedPlan) -> torch.Tensor:
@@ -199,7 +199,7 @@ def decoder_rows(
     if cross.is_filled:
         rows = rows[:1]  # not looked at again
     parts = PartsPlan(None, plan, cross, (0, tokens.numel()), ids[0].flatten().cpu().numpy())
-    flow = DecoderFlow(tokens.shape, plan, None, None, cross=cross, both=None)
-    whole = Flow((tokens.numel(),), parts, None, None)
+    context = DecoderContext(tokens.shape, plan, None, None, cross=cross, both=None)
+    whole = ForwardContext((tokens.numel(),), parts, None, None)
     hidden = model.embedding(tokens.flatten(), ids.flatten(1), whole, model.decoder_embedding)
-    return model.run_decoder(hidden, rows, flow, plan.positions).view(*tokens.shape, -1)
+    return model.run_decoder(hidden, rows, context, plan.positions).view(*tokens.shape, -1)

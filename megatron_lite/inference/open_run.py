@@ -20,7 +20,7 @@ from megatron_lite.checkpoint.manifest import Checkpoint
 from megatron_lite.checkpoint.read import find_checkpoint, weight_reader
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config, require_objectives
-from megatron_lite.model.build import kind_of
+from megatron_lite.model.build import model_spec
 from megatron_lite.model.kernels.fused import choose_kernels
 from megatron_lite.model.tensor_parallel import local_shard, partition_of
 from megatron_lite.model.transformer import GLM
@@ -75,7 +75,7 @@ class OpenRun:
         """Load the weights, onto a GPU if there is one. Args: for_task: as for `require_one_transformer`."""
         self.require_one_transformer(for_task)
         choose_kernels(self.config.training.kernels)
-        made_of = kind_of(self.config).made_of(self.config)
+        made_of = model_spec(self.config).made_of(self.config)
         with torch.device("meta"):
             model = made_of[0](*made_of[1:])
         model = with_weights(model, self.checkpoint).to(device or usual_device())

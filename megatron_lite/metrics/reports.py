@@ -20,7 +20,7 @@ from megatron_lite.config.tree import Config
 from megatron_lite.metrics import version
 from megatron_lite.metrics.formatting import fitted, format_count, format_duration
 from megatron_lite.metrics.peak_flops import PeakFlops
-from megatron_lite.model.build import kind_of
+from megatron_lite.model.build import model_spec
 from megatron_lite.parallel.context import ParallelContext
 
 _MEASURES = ("perplexity", "mutual_information", "active_units")
@@ -168,7 +168,7 @@ def save_resolved(config: Config, program: dict[str, Any]) -> None:
 def start_line(config: Config, context: ParallelContext, step: int) -> str:
     """The console line before the first step, which takes minutes if kernels must be compiled."""
     return (
-        f"{kind_of(config).count(config):,} parameters | {layout(context)} | {config.training.precision} on "
+        f"{model_spec(config).count(config):,} parameters | {layout(context)} | {config.training.precision} on "
         f"{context.device.type} | step {step} to {config.training.steps}; the first step on a machine compiles"
     )
 
@@ -184,7 +184,7 @@ def start_values(
         "device": peak_flops.name,
         "compared_with": str(peak_flops),
         "program": version.describe(program),
-        "parameters": kind_of(config).count(config),
+        "parameters": model_spec(config).count(config),
     }
 
 

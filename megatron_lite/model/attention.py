@@ -12,7 +12,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.activation_checkpoint import recomputed
 from megatron_lite.model.attention_backends.calls import PartsPlan
 from megatron_lite.model.disentangled import Disentangled, own_projection
-from megatron_lite.model.forward_context import Flow
+from megatron_lite.model.forward_context import ForwardContext
 from megatron_lite.model.kernels.dropout import AttentionDropout
 from megatron_lite.model.norms import HeadNorms
 from megatron_lite.model.position_bias import DistanceScores
@@ -56,36 +56,36 @@ class Attention(nn.Module):
             self.position_query_key = own_projection(config, parallel, self.query_key_value)
 
     def forward(
-        self, x: torch.Tensor, flow: Flow, layer: int, skip_bias_add: bool = False
+        self, x: torch.Tensor, context: ForwardContext, layer: int, skip_bias_add: bool = False
     ) -> torch.Tensor | DeferredBias:
         """[T, D] -> [T, D]. Args: skip_bias_add: as for RowParallelLinear."""
         qkv = self.query_key_value(x)
-        if isinstance(flow.distances, Disentangled):
+        if isinstance(context.distances, Disentangled):
             product = self.position_query_key or self.query_key_value
-            flow = replace(flow, distances=flow.distances.projected(product, layer))
-        out = recomputed(self.recompute, self._attend, qkv, flow, layer)
-        return self.dense(out.reshape(math.prod(flow.shape), -1), skip_bias_add=skip_bias_add)
+            context = replace(context, distances=context.distances.projected(product, layer))
+        out = recomputed(self.recompute, self._attend, qkv, context, layer)
+        return self.dense(out.reshape(math.prod(context.shape), -1), skip_bias_add=skip_bias_add)
 
-    def _attend(self, qkv: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
-        assert not isinstance(flow.plan, PartsPlan)
-        heads, rotary = qkv.view(len(qkv), -1, self.head_size), self.rotary_of(flow, layer)
+    def _attend(self, qkv: torch.Tensor, context: ForwardContext, layer: int) -> torch.Tensor:
+        assert not isinstance(context.plan, PartsPlan)
+        heads, rotary = qkv.view(len(qkv), -1, self.head_size), self.rotary_of(context, layer)
         heads = spread(heads, self.key_value_heads, rotary, self.head_norms, self.query_factor)
         qkv = heads.view(len(qkv), 3, -1, self.head_size)
-        if flow.condition is not None:
-            qkv = flow.condition.remembered(qkv, layer)
-        qkv = qkv.view(*flow.shape, *qkv.shape[1:])
-        dropout, bias = self.dropout_of(flow, layer), flow.bias
-        if isinstance(flow.distances, Disentangled):
-            bias = flow.distances.bias_of(qkv)
+        if context.condition is not None:
+            qkv = context.condition.remembered(qkv, layer)
+        qkv = qkv.view(*context.shape, *qkv.shape[1:])
+        dropout, bias = self.dropout_of(context, layer), context.bias
+        if isinstance(context.distances, Disentangled):
+            bias = context.distances.bias_of(qkv)
         elif self.relative is not None:
-            assert flow.distances is not None
-            qkv, bias = self.relative.biased(qkv, flow.distances)
-        return flow.plan.attend(layer, [qkv], dropout, bias)
+            assert context.distances is not None
+            qkv, bias = self.relative.biased(qkv, context.distances)
+        return context.plan.attend(layer, [qkv], dropout, bias)
 
-    def rotary_of(self, flow: Flow, layer: int) -> Rotary | None:
-        return None if flow.rotary is None else flow.rotary[self.is_local(layer)]
+    def rotary_of(self, context: ForwardContext, layer: int) -> Rotary | None:
+        return None if context.rotary is None else context.rotary[self.is_local(layer)]
 
-    def dropout_of(self, flow: Flow, layer: int) -> AttentionDropout | None:
-        if not self.dropout or flow.dropout is None:
+    def dropout_of(self, context: ForwardContext, layer: int) -> AttentionDropout | None:
+        if not self.dropout or context.dropout is None:
             return None
-        return flow.dropout.attention(self.dropout, layer)
+        return context.dropout.attention(self.dropout, layer)

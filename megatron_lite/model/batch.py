@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from data_utils.common.batch_fields import DOC, GRP, OBJECTIVE, ORD, PADDING_DOC, POSITION_IDS, WEIGHTS
+from data_utils.common.losses import BY_TOKENS, CLASS_LEVEL
 from megatron_lite.model.attention_backends.layout import Layout, make_layout
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class Batch:
         """`visible_keys` of the model's layers on average: local ones see what is near."""
         if not model.attention_window:
             return self.visible_keys
+        # Imports torch, which processes that only count batches do without.
         from megatron_lite.model.attention_backends.window import near_keys
 
         near = int(near_keys(self.layout, model.attention_window).sum())
@@ -87,15 +89,12 @@ class Batch:
 
     @property
     def loss_rows(self) -> int:
-        from data_utils.common.losses import CLASS_LEVEL  # no rows of the vocabulary's head
-
+        # Losses of classes are no rows of the vocabulary's head.
         return int(np.count_nonzero(self.weights[~np.isin(self.fields[:, OBJECTIVE], CLASS_LEVEL)]))
 
     @cached_property
     def divisors(self) -> np.ndarray:
         """Share of each token in the divisor of its loss, fp32 [B, S]: its weight, or 1 (`BY_TOKENS`)."""
-        from data_utils.common.losses import BY_TOKENS
-
         by_tokens = np.isin(self.fields[:, OBJECTIVE], BY_TOKENS) & (self.fields[:, DOC] != PADDING_DOC)
         return np.where(by_tokens, np.float32(1.0), self.weights)
 

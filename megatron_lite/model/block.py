@@ -20,7 +20,7 @@ from megatron_lite.model import fused_block
 from megatron_lite.model.activation_checkpoint import recomputed
 from megatron_lite.model.adapter import Adapter
 from megatron_lite.model.attention import Attention
-from megatron_lite.model.forward_context import Flow
+from megatron_lite.model.forward_context import ForwardContext
 from megatron_lite.model.fused_block import FusedParameters, Hidden, Residual
 from megatron_lite.model.kernels.fused import dropout_add, has_kernels
 from megatron_lite.model.mlp import MLP
@@ -67,29 +67,29 @@ class Block(nn.Module):
         self.may_fuse = is_plain and recompute == "none" and parallel.group.size == 1
         self.fused: FusedParameters | None = None  # of a block that is one function of autograd
 
-    def take_gradients(self, take: Callable[[nn.Parameter, torch.Tensor], None]) -> None:
+    def accumulate_gradients(self, take: Callable[[nn.Parameter, torch.Tensor], None]) -> None:
         """Have gradients of parameters, which are used once in a pass, taken in by an optimizer; so may `fused_block`.
 
-        After `take_products` of the weights.
+        After `accumulate_in_backward` of the weights.
         """
         if self.may_fuse and has_kernels(next(self.parameters())):
             self.fused = FusedParameters.of(self, take)
 
-    def forward(self, x: Hidden, flow: Flow, layer: int) -> Hidden:
+    def forward(self, x: Hidden, context: ForwardContext, layer: int) -> Hidden:
         """Where no kernels run, x is a tensor, and so is the result. Args: layer: its index, for dropout and caches."""
         if isinstance(x, Residual) or has_kernels(x):
-            return fused_block.forward(self, x, flow, layer)
-        return recomputed(self.recompute, self._forward, x, flow, layer)
+            return fused_block.forward(self, x, context, layer)
+        return recomputed(self.recompute, self._forward, x, context, layer)
 
-    def _forward(self, x: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
+    def _forward(self, x: torch.Tensor, context: ForwardContext, layer: int) -> torch.Tensor:
         def drop_add(branch: torch.Tensor, residual: torch.Tensor, place: str) -> torch.Tensor:
-            return dropout_add(branch, residual, flow.features(self.dropout, layer, place))
+            return dropout_add(branch, residual, context.features(self.dropout, layer, place))
 
         def attention(x: torch.Tensor) -> torch.Tensor:
-            return self.after_attention(self.attention(x, flow, layer))
+            return self.after_attention(self.attention(x, context, layer))
 
         def mlp(x: torch.Tensor) -> torch.Tensor:
-            return self.after_mlp(self.mlp(x, flow, layer))
+            return self.after_mlp(self.mlp(x, context, layer))
 
         if self.is_pre_norm:
             x = drop_add(attention(self.input_layernorm(x)), x, "attended")

@@ -1,7 +1,7 @@
 """The model of a configuration: what training, checkpoints and reports ask of it.
 
 A configuration trains one Transformer, unless its objective names a module with a model of its own
-(`ObjectiveConfig.model_module`), whose `MODEL_SPEC` is then asked. `build_model` and the other functions below are the
+(`ObjectiveConfig.model_module`), whose `MODEL_SPEC` answers instead. `build_model` and the functions below are the
 questions, so that no caller needs to know which model it is.
 """
 
@@ -22,8 +22,8 @@ from megatron_lite.model.trained_model import TrainedModel
 from megatron_lite.model.transformer import GLM
 
 
-class OneTransformer:
-    """A configuration with one Transformer, and the base of other kinds of models."""
+class ModelSpec:
+    """What training, checkpoints and reports ask of a model: here one Transformer, and the base of other models."""
 
     def build(self, config: Config, num_losses: int, parallel: TensorParallel | None) -> TrainedModel:
         """The initialised fp32 model; DeepSpeed casts it to the training precision."""
@@ -87,12 +87,12 @@ class OneTransformer:
         """Raise CheckpointError unless a run of the configuration tree `before` may be continued."""
 
 
-def kind_of(config: Config) -> OneTransformer:
-    """The kind of model that a configuration trains."""
+def model_spec(config: Config) -> ModelSpec:
+    """The model that a configuration trains."""
     modules = {choice.section.model_module for choice in config.objective_choices} - {None}
-    return importlib.import_module(modules.pop()).MODEL_SPEC if modules else OneTransformer()
+    return importlib.import_module(modules.pop()).MODEL_SPEC if modules else ModelSpec()
 
 
 def build_model(config: Config, num_losses: int, parallel: TensorParallel | None = None) -> TrainedModel:
     """The initialised fp32 model of a configuration."""
-    return kind_of(config).build(config, num_losses, parallel)
+    return model_spec(config).build(config, num_losses, parallel)

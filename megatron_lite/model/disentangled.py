@@ -22,8 +22,12 @@ import torch
 from torch import nn
 
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.attention_backends.blocks import BlockPlan
+from megatron_lite.model.attention_backends.calls import BiasedPlan
+from megatron_lite.model.attention_backends.tables import TableBias
 from megatron_lite.model.kernels.dropout import Dropout
 from megatron_lite.model.kernels.fused import dropout_add
+from megatron_lite.model.kernels.rule_attention import table_places
 from megatron_lite.model.norms import make_norm
 from megatron_lite.model.tensor_parallel import ColumnParallelLinear, TensorParallel
 
@@ -50,8 +54,6 @@ def bucket_line(buckets: int, positions: int, device: torch.device) -> torch.Ten
 @functools.lru_cache(maxsize=8)
 def place_line(buckets: int, positions: int, longest: int, device: torch.device) -> torch.Tensor:
     """`table_places` of the bucket of each distance from -longest to longest, key less query: int32."""
-    from megatron_lite.model.kernels.rule_attention import table_places
-
     apart = torch.arange(longest, -longest - 1, -1).clamp(-2 * positions, 2 * positions)
     line = bucket_line(buckets, positions, torch.device("cpu"))
     return table_places(line[apart + 2 * positions]).to(device)
@@ -81,10 +83,10 @@ class BucketEmbeddings(nn.Module):
         )
         self.dropout, self.factor = config.output_dropout, config.query_factor
 
-    def forward(self, plan: Any, positions: torch.Tensor) -> PositionRows:
-        """Args: plan: a BiasedPlan. positions: int [T], in the order of the plan."""
+    def forward(self, plan: BiasedPlan | BlockPlan, positions: torch.Tensor) -> PositionRows:
+        """Args: positions: int [T], in the order of the plan."""
         rows = self.weight * 1.0 if self.layernorm is None else self.layernorm(self.weight)
-        if not hasattr(plan, "pairs"):
+        if isinstance(plan, BlockPlan):
             line = place_line(self.buckets, self.positions, plan.row_length, positions.device)
             return PositionRows(self.parallel.copy(rows), (line,))
         line = bucket_line(self.buckets, self.positions, positions.device)
@@ -120,8 +122,6 @@ class Disentangled:
         """A ScoreBias, or the TableBias of a BlockPlan. Args: qkv: [T, 3, H, d], queries times the factor."""
         if self.shared.places[0].dim() > 1:
             return functools.partial(self._bias, qkv)
-        from megatron_lite.model.attention_backends.tables import TableBias
-
         of_queries, of_keys = self._projections(qkv)
         return TableBias(torch.stack([of_keys, of_queries * self.factor]), self.shared.places[0])
 
@@ -147,7 +147,7 @@ def own_projection(
 ) -> ColumnParallelLinear | None:
     """A layer's product of positions; None where it is that of the tokens."""
     if not config.position_projections:
-        of_tokens.weight.is_used_twice = True  # type: ignore[attr-defined]  # see `take_products`
+        of_tokens.weight.is_used_twice = True  # type: ignore[attr-defined]  # see `accumulate_in_backward`
         return None
     width = 2 * config.attention_size
     return ColumnParallelLinear(config.hidden_size, width, parallel, parts=2, has_bias=config.has_bias("qkv"))

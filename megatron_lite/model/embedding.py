@@ -16,7 +16,7 @@ from data_utils.common.batch_fields import ID_FIELDS, ORD
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention_backends.calls import PartsPlan
 from megatron_lite.model.dense import Linear
-from megatron_lite.model.forward_context import Flow, by_ranks, own_lengths, own_tokens
+from megatron_lite.model.forward_context import ForwardContext, by_ranks, own_lengths, own_tokens
 from megatron_lite.model.kernels.fused import dropout_add
 from megatron_lite.model.norms import LayerNorm, RMSNorm, make_norm
 from megatron_lite.model.tensor_parallel import TensorParallel, VocabParallelEmbedding, linear
@@ -78,7 +78,11 @@ class PositionEmbeddings(nn.Module):
         return make_norm(config, size, parallel) if config.embedding_norm else None
 
     def forward(
-        self, words: torch.Tensor, ids: torch.Tensor, flow: Flow, decoder: OwnEmbedding | None = None
+        self,
+        words: torch.Tensor,
+        ids: torch.Tensor,
+        context: ForwardContext,
+        decoder: OwnEmbedding | None = None,
     ) -> torch.Tensor:
         """The hidden state before the first block.
 
@@ -89,7 +93,7 @@ class PositionEmbeddings(nn.Module):
         """
         if self.gradient_shrink != 1.0:
             words = _ShrinkGradient.apply(words, self.gradient_shrink)
-        ids = own_tokens(ids, flow.plan, self.parallel)
+        ids = own_tokens(ids, context.plan, self.parallel)
         if self.query_vector is not None:
             is_query = ids[ID_FIELDS.index(ORD)] < 0
             words = torch.where(is_query[:, None], self.parallel.replicated(self.query_vector), words)
@@ -97,14 +101,14 @@ class PositionEmbeddings(nn.Module):
         if decoder is None:
             hidden = self._sum(hidden, ids, self)
         else:
-            assert isinstance(flow.plan, PartsPlan)
-            lengths = own_lengths(flow.plan, self.parallel)
+            assert isinstance(context.plan, PartsPlan)
+            lengths = own_lengths(context.plan, self.parallel)
             first, second = hidden.split(lengths)
             first_ids, second_ids = ids.split(lengths, dim=1)
             hidden = torch.cat([self._sum(first, first_ids, self), self._sum(second, second_ids, decoder)])
-        if flow.condition is not None and flow.condition.added is not None:
-            hidden = hidden + flow.condition.added
-        dropout = flow.features(self.dropout, -1, "embedding")
+        if context.condition is not None and context.condition.added is not None:
+            hidden = hidden + context.condition.added
+        dropout = context.features(self.dropout, -1, "embedding")
         if dropout is not None:
             hidden = dropout_add(hidden, None, dropout)
         if self.projection is not None:
@@ -134,7 +138,11 @@ class Embedding(PositionEmbeddings):
         self.word_embeddings = VocabParallelEmbedding(config, parallel)
 
     def forward(
-        self, tokens: torch.Tensor, ids: torch.Tensor, flow: Flow, decoder: OwnEmbedding | None = None
+        self,
+        tokens: torch.Tensor,
+        ids: torch.Tensor,
+        context: ForwardContext,
+        decoder: OwnEmbedding | None = None,
     ) -> torch.Tensor:
-        words = self.word_embeddings(by_ranks(tokens, flow.plan, self.parallel))
-        return super().forward(words, ids, flow, decoder)
+        words = self.word_embeddings(by_ranks(tokens, context.plan, self.parallel))
+        return super().forward(words, ids, context, decoder)

@@ -21,7 +21,7 @@ from megatron_lite.model.activation_checkpoint import recomputed
 from megatron_lite.model.attention_backends.calls import AttentionPlan, PartsPlan
 from megatron_lite.model.block import Block
 from megatron_lite.model.embedding import PositionEmbeddings
-from megatron_lite.model.forward_context import Flow, own_lengths
+from megatron_lite.model.forward_context import ForwardContext, own_lengths
 from megatron_lite.model.fused_block import Residual, attention_sublayer, mlp_sublayer, settled
 from megatron_lite.model.kernels.dropout import Dropout
 from megatron_lite.model.kernels.fused import dropout_add, has_kernels
@@ -35,22 +35,24 @@ from megatron_lite.model.tensor_parallel import (
 
 
 @dataclass(frozen=True)
-class DecoderFlow(Flow):
+class DecoderContext(ForwardContext):
     """Inputs of the decoder's blocks for one micro-batch, those of cross-attention included."""
 
     cross: AttentionPlan = field(kw_only=True)
     both: Dropout | None = field(kw_only=True)  # of the encoder's rows and then the decoder's
 
 
-def part_flows(flow: Flow, parallel: TensorParallel) -> tuple[Flow, DecoderFlow]:
+def encoder_decoder_contexts(
+    context: ForwardContext, parallel: TensorParallel
+) -> tuple[ForwardContext, DecoderContext]:
     """The inputs of encoder and decoder for one micro-batch, whose plan is a PartsPlan."""
-    plan, both = flow.plan, flow.dropout
+    plan, both = context.plan, context.dropout
     assert isinstance(plan, PartsPlan)
     encoder, decoder = _split(both, plan.lengths)
-    own_encoder, own_decoder = _split(flow.own_dropout, own_lengths(plan, parallel))
+    own_encoder, own_decoder = _split(context.local_dropout, own_lengths(plan, parallel))
     return (
-        Flow(plan.lengths[:1], plan.encoder, encoder, own_encoder),
-        DecoderFlow(plan.lengths[1:], plan.decoder, decoder, own_decoder, cross=plan.cross, both=both),
+        ForwardContext(plan.lengths[:1], plan.encoder, encoder, own_encoder),
+        DecoderContext(plan.lengths[1:], plan.decoder, decoder, own_decoder, cross=plan.cross, both=both),
     )
 
 
@@ -93,7 +95,7 @@ class CrossAttention(nn.Module):
         self,
         x: torch.Tensor,
         encoded: torch.Tensor,
-        flow: DecoderFlow,
+        context: DecoderContext,
         layer: int,
         skip_bias_add: bool = False,
     ) -> torch.Tensor | DeferredBias:
@@ -104,16 +106,16 @@ class CrossAttention(nn.Module):
         q = self.query(x).unflatten(1, (1, -1, self.head_size))
         q = q if self.query_factor == 1.0 else q * self.query_factor
         key_value = self.key_value(encoded).unflatten(1, (2, -1, self.head_size))
-        out = recomputed(self.recompute, self._attend, q, key_value, flow, layer)
+        out = recomputed(self.recompute, self._attend, q, key_value, context, layer)
         return self.dense(out.flatten(1), skip_bias_add=skip_bias_add)
 
     def _attend(
-        self, q: torch.Tensor, key_value: torch.Tensor, flow: DecoderFlow, layer: int
+        self, q: torch.Tensor, key_value: torch.Tensor, context: DecoderContext, layer: int
     ) -> torch.Tensor:
         dropout = None
-        if self.dropout and flow.both is not None:
-            dropout = flow.both.attention(self.dropout, layer)
-        return flow.cross.attend(layer, [q, key_value], dropout)
+        if self.dropout and context.both is not None:
+            dropout = context.both.attention(self.dropout, layer)
+        return context.cross.attend(layer, [q, key_value], dropout)
 
 
 class DecoderBlock(Block):
@@ -130,28 +132,28 @@ class DecoderBlock(Block):
         self.layers_to_cross = config.decoder_layers  # to dropout cross-attention is a layer of its own
 
     def forward(  # type: ignore[override]
-        self, x: torch.Tensor, encoded: torch.Tensor, flow: DecoderFlow, layer: int
+        self, x: torch.Tensor, encoded: torch.Tensor, context: DecoderContext, layer: int
     ) -> torch.Tensor:
         """[Td, D], [Te, D] -> [Td, D]"""
         function = self._forward_by_kernels if has_kernels(x) else self._forward_over
-        return recomputed(self.recompute, function, x, encoded, flow, layer)
+        return recomputed(self.recompute, function, x, encoded, context, layer)
 
     def _forward_over(
-        self, x: torch.Tensor, encoded: torch.Tensor, flow: DecoderFlow, layer: int
+        self, x: torch.Tensor, encoded: torch.Tensor, context: DecoderContext, layer: int
     ) -> torch.Tensor:
         cross_layer = layer + self.layers_to_cross
 
         def drop_add(branch: torch.Tensor, residual: torch.Tensor, place: str, layer: int) -> torch.Tensor:
-            return dropout_add(branch, residual, flow.features(self.dropout, layer, place))
+            return dropout_add(branch, residual, context.features(self.dropout, layer, place))
 
         def attention(x: torch.Tensor) -> torch.Tensor:
-            return self.after_attention(self.attention(x, flow, layer))
+            return self.after_attention(self.attention(x, context, layer))
 
         def cross_attention(x: torch.Tensor) -> torch.Tensor:
-            return self.cross_attention(x, encoded, flow, cross_layer)
+            return self.cross_attention(x, encoded, context, cross_layer)
 
         def mlp(x: torch.Tensor) -> torch.Tensor:
-            return self.after_mlp(self.mlp(x, flow, layer))
+            return self.after_mlp(self.mlp(x, context, layer))
 
         if self.is_pre_norm:
             x = drop_add(attention(self.input_layernorm(x)), x, "attended", layer)
@@ -162,16 +164,16 @@ class DecoderBlock(Block):
         return self.output_layernorm(drop_add(mlp(x), self.scaled(x), "expanded", layer))
 
     def _forward_by_kernels(
-        self, x: torch.Tensor, encoded: torch.Tensor, flow: DecoderFlow, layer: int
+        self, x: torch.Tensor, encoded: torch.Tensor, context: DecoderContext, layer: int
     ) -> torch.Tensor:
         """`_forward_over` with each sum and its norm as one kernel, see fused_block.py."""
         after_attention, after_cross = self.post_attention_layernorm, self.cross_layernorm
         if self.is_pre_norm:
             after_attention, after_cross = after_cross, after_attention
-        total, normed = attention_sublayer(self, Residual(x), flow, layer, after_attention)
+        total, normed = attention_sublayer(self, Residual(x), context, layer, after_attention)
         cross_layer = layer + self.layers_to_cross
-        x_cross = self.cross_attention(normed, encoded, flow, cross_layer, skip_bias_add=True)
-        dropout = flow.features(self.dropout, cross_layer, "attended")
+        x_cross = self.cross_attention(normed, encoded, context, cross_layer, skip_bias_add=True)
+        dropout = context.features(self.dropout, cross_layer, "attended")
         residual = Residual(total if self.is_pre_norm else normed, x_cross, dropout)
         total, normed = residual.norm(after_cross)
-        return settled(mlp_sublayer(self, total, normed, flow, layer))
+        return settled(mlp_sublayer(self, total, normed, context, layer))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
 from data_utils.common.batch_fields import BLOCK_POSITION_IDS, ID_FIELDS
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.attention_backends.blocks import DistanceBias
-from megatron_lite.model.attention_backends.calls import AttentionPlan, PartsPlan
+from megatron_lite.model.attention_backends.blocks import BlockPlan, DistanceBias
+from megatron_lite.model.attention_backends.calls import AttentionPlan, BiasedPlan, PartsPlan
 from megatron_lite.model.disentangled import BucketEmbeddings, Disentangled
 from megatron_lite.model.kernels.dropout import Dropout, FeatureDropout
 from megatron_lite.model.kernels.fused import dropout_add
@@ -58,13 +58,13 @@ class Condition(Protocol):
 
 
 @dataclass(frozen=True)
-class Flow:
+class ForwardContext:
     """Inputs of all layers for one micro-batch, beside the hidden state."""
 
     shape: tuple[int, ...]  # of the tokens: [T] in training
     plan: AttentionPlan | PartsPlan
     dropout: Dropout | None  # of all tokens
-    own_dropout: Dropout | None  # of this rank's tokens: all but under sequence parallelism
+    local_dropout: Dropout | None  # of this rank's tokens: all but under sequence parallelism
     bias: Any = None  # of all layers' scores: a ScoreBias, or what a BlockPlan takes
     # For all tokens, in global layers and in local ones.
     rotary: tuple[Rotary, Rotary] | None = field(default=None, kw_only=True)
@@ -80,15 +80,17 @@ class Flow:
         rotary: tuple[Rotary, Rotary] | None = None,
         distances: Distances | None = None,
         condition: Condition | None = None,
-    ) -> Flow:
+    ) -> ForwardContext:
         own = dropout
         if dropout is not None:
             own = replace(dropout, keys=own_tokens(dropout.keys, plan, parallel))
-        return Flow(shape, plan, dropout, own, rotary=rotary, distances=distances, condition=condition)
+        return ForwardContext(
+            shape, plan, dropout, own, rotary=rotary, distances=distances, condition=condition
+        )
 
     def features(self, p: float, layer: int, place: str) -> FeatureDropout | None:
         """Dropout of this rank's hidden states, None if there is none. Args: as for `Dropout.features`."""
-        return None if self.own_dropout is None else self.own_dropout.features(p, layer, place)
+        return None if self.local_dropout is None else self.local_dropout.features(p, layer, place)
 
     def last(self, x: torch.Tensor, p: float, layer: int) -> torch.Tensor:
         """The end of a stack, [T, D], after dropout. Args: layer: its last one."""
@@ -96,7 +98,7 @@ class Flow:
         return x if dropout is None else dropout_add(x, None, dropout)
 
 
-def flow_of(
+def make_context(
     config: ModelConfig,
     shape: tuple[int, ...],
     ids: torch.Tensor,
@@ -104,7 +106,7 @@ def flow_of(
     dropout: Dropout | None,
     parallel: TensorParallel,
     condition: Condition | None = None,
-) -> Flow:
+) -> ForwardContext:
     """The layers' inputs beside the hidden state. Args: shape: of the tokens. ids: int [len(ID_FIELDS), T]."""
     rotary = None
     if config.positions == "rotary":
@@ -113,20 +115,20 @@ def flow_of(
         rotary = (whole, Rotary.of(config, ids, config.rotary_base_local) if has_own else whole)
     distances = None
     if config.has_distance_scores:
-        distances = Distances.of(config, ids, plan, dropout)
-    return Flow.of(shape, plan, dropout, parallel, rotary, distances, condition)
+        distances = Distances.of(config, ids, cast(BiasedPlan | BlockPlan, plan), dropout)
+    return ForwardContext.of(shape, plan, dropout, parallel, rotary, distances, condition)
 
 
-def with_bias(flow: Flow, table: Table | None, positions: torch.Tensor) -> Flow:
+def with_bias(context: ForwardContext, table: Table | None, positions: torch.Tensor) -> ForwardContext:
     """A context with the relative positions that all layers share. Args: positions: int [T]."""
     if table is None:
-        return flow
-    made = table(flow.plan, positions)
+        return context
+    made = table(cast(BiasedPlan | BlockPlan, context.plan), positions)
     if isinstance(table, BucketEmbeddings):
-        return replace(flow, distances=Disentangled(made, flow.dropout, table.dropout, table.factor))
+        return replace(context, distances=Disentangled(made, context.dropout, table.dropout, table.factor))
     if isinstance(made, tuple):
-        return replace(flow, bias=DistanceBias.of(*made))
-    return replace(flow, bias=lambda call, queries, keys: made[call])
+        return replace(context, bias=DistanceBias.of(*made))
+    return replace(context, bias=lambda call, queries, keys: made[call])
 
 
 def detached_memory(

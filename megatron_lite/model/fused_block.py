@@ -16,16 +16,17 @@ Shapes: T tokens, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from megatron_lite.model.activation_checkpoint import recomputed
+from megatron_lite.model.attention import Attention
 from megatron_lite.model.attention_backends.varlen import VarlenPlan
 from megatron_lite.model.attention_backends.window import LayeredPlan
-from megatron_lite.model.forward_context import Flow
+from megatron_lite.model.forward_context import ForwardContext
 from megatron_lite.model.kernels.dropout import FeatureDropout
 from megatron_lite.model.kernels.fused import (
     NO_DROPOUT,
@@ -37,12 +38,10 @@ from megatron_lite.model.kernels.fused import (
     finish_sums_kernel,
 )
 from megatron_lite.model.kernels.qkv_heads import HeadForm, spread_heads_kernel, turn_heads_kernel
+from megatron_lite.model.mlp import MLP
 from megatron_lite.model.norms import LayerNorm, Norm, RMSNorm
 from megatron_lite.model.rope import head_form
-from megatron_lite.model.tensor_parallel import DeferredBias
-
-if TYPE_CHECKING:
-    from megatron_lite.model.block import Block  # a circle: its forward is here where kernels run
+from megatron_lite.model.tensor_parallel import DeferredBias, TensorParallel
 
 
 class Residual(NamedTuple):
@@ -71,49 +70,72 @@ def settled(x: Hidden) -> torch.Tensor:
     return x.hidden if x.x is None else dropout_add(x.x.x, x.hidden, x.dropout, x.x.bias)
 
 
-def forward(block: Block, x: Hidden, flow: Flow, layer: int) -> Hidden:
+class Block(Protocol):
+    """What this file reads of a block of block.py, which imports it."""
+
+    attention: Attention
+    mlp: MLP
+    input_layernorm: Norm | nn.Identity
+    post_attention_layernorm: Norm
+    output_layernorm: Norm | nn.Identity
+    has_branch_layers: bool
+    dropout: float
+    parallel: TensorParallel
+    recompute: bool
+    fused: FusedParameters | None
+
+    def after_attention(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def after_mlp(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+def forward(block: Block, x: Hidden, context: ForwardContext, layer: int) -> Hidden:
     """`Block.forward` by kernels."""
     if block.recompute and torch.is_grad_enabled():
-        return recomputed(True, _tensor_forward, block, settled(x), flow, layer)
+        return recomputed(True, _tensor_forward, block, settled(x), context, layer)
     residual = x if isinstance(x, Residual) else Residual(x)
-    is_trained = residual.hidden.requires_grad and torch.is_grad_enabled() and flow.condition is None
-    if block.fused is not None and is_trained and (plan := block.fused.plan_of(flow.plan, layer)):
-        return block.fused.forward(block, residual, flow, layer, plan)
+    is_trained = residual.hidden.requires_grad and torch.is_grad_enabled() and context.condition is None
+    if block.fused is not None and is_trained and (plan := block.fused.plan_of(context.plan, layer)):
+        return block.fused.forward(block, residual, context, layer, plan)
     if block.parallel.sums_at_once:  # at ZeRO 3 this block's bias is gone when the next block runs
-        return _tensor_forward(block, residual.hidden, flow, layer)
-    return _forward(block, residual, flow, layer)
+        return _tensor_forward(block, residual.hidden, context, layer)
+    return _forward(block, residual, context, layer)
 
 
-def _tensor_forward(block: Block, x: torch.Tensor, flow: Flow, layer: int) -> torch.Tensor:
-    return settled(_forward(block, Residual(x), flow, layer))
+def _tensor_forward(block: Block, x: torch.Tensor, context: ForwardContext, layer: int) -> torch.Tensor:
+    return settled(_forward(block, Residual(x), context, layer))
 
 
-def _forward(block: Block, residual: Residual, flow: Flow, layer: int) -> Hidden:
-    total, normed = attention_sublayer(block, residual, flow, layer, block.post_attention_layernorm)
-    return mlp_sublayer(block, total, normed, flow, layer)
+def _forward(block: Block, residual: Residual, context: ForwardContext, layer: int) -> Hidden:
+    total, normed = attention_sublayer(block, residual, context, layer, block.post_attention_layernorm)
+    return mlp_sublayer(block, total, normed, context, layer)
 
 
 def attention_sublayer(
-    block: Block, residual: Residual, flow: Flow, layer: int, norm: Norm
+    block: Block, residual: Residual, context: ForwardContext, layer: int, norm: Norm
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum after attention and its norm, [T, D] each."""
     if isinstance(block.input_layernorm, nn.Identity):
         hidden = normed = settled(residual)
     else:
         hidden, normed = residual.norm(block.input_layernorm)
-    x: DeferredBias = block.attention(normed, flow, layer, skip_bias_add=True)
+    x: DeferredBias = block.attention(normed, context, layer, skip_bias_add=True)
     if block.has_branch_layers:
         x = DeferredBias(block.after_attention(x.added()))
-    dropout = flow.features(block.dropout, layer, "attended")
+    dropout = context.features(block.dropout, layer, "attended")
     return Residual(block.scaled(hidden), x, dropout).norm(norm)
 
 
-def mlp_sublayer(block: Block, total: torch.Tensor, normed: torch.Tensor, flow: Flow, layer: int) -> Hidden:
+def mlp_sublayer(
+    block: Block, total: torch.Tensor, normed: torch.Tensor, context: ForwardContext, layer: int
+) -> Hidden:
     """The hidden state after the MLP. Args: total, normed: a sum and its norm, which the MLP reads."""
-    x: DeferredBias = block.mlp(normed, flow, layer, skip_bias_add=True)
+    x: DeferredBias = block.mlp(normed, context, layer, skip_bias_add=True)
     if block.has_branch_layers:
         x = DeferredBias(block.after_mlp(x.added()))
-    dropout = flow.features(block.dropout, layer, "expanded")
+    dropout = context.features(block.dropout, layer, "expanded")
     if isinstance(block.output_layernorm, nn.Identity):
         return Residual(total, x, dropout)
     return Residual(block.scaled(normed), x, dropout).norm(block.output_layernorm)[1]
@@ -134,7 +156,7 @@ class _Norm(NamedTuple):
 class _Product(NamedTuple):
     weight: nn.Parameter
     bias: nn.Parameter | None
-    take: Callable[[torch.Tensor, torch.Tensor], None]  # of the weight, see `take_products`
+    take: Callable[[torch.Tensor, torch.Tensor], None]  # of the weight, see `accumulate_in_backward`
 
 
 class FusedParameters(NamedTuple):
@@ -182,26 +204,28 @@ class FusedParameters(NamedTuple):
         chosen = plan.of(layer) if isinstance(plan, LayeredPlan) else plan
         return chosen if isinstance(chosen, VarlenPlan) else None
 
-    def forward(self, block: Block, residual: Residual, flow: Flow, layer: int, plan: VarlenPlan) -> Residual:
+    def forward(
+        self, block: Block, residual: Residual, context: ForwardContext, layer: int, plan: VarlenPlan
+    ) -> Residual:
         """`_forward` of a block as one function of autograd. Args: plan: of this layer."""
         attention_dropout, rotary = (
-            block.attention.dropout_of(flow, layer),
-            block.attention.rotary_of(flow, layer),
+            block.attention.dropout_of(context, layer),
+            block.attention.rotary_of(context, layer),
         )
         p = plan.prepare(self.head_size, residual.hidden.device, attention_dropout)
         added, added_bias = residual.x or (None, None)
-        attended_dropout = flow.features(block.dropout, layer, "attended")
+        attended_dropout = context.features(block.dropout, layer, "attended")
         dropouts = residual.dropout or NO_DROPOUT, attended_dropout or NO_DROPOUT
         form = self.heads if rotary is None else self.heads._replace(cos=rotary.cos, sin=rotary.sin)
         # Parameters are no arguments of their own: autograd would call the hooks of those that have been taken.
         run = self.run or _FusedBlock.apply
         total, out = run(residual.hidden, added, (added_bias, self), dropouts, p, form, plan)
         x = DeferredBias(out, self.shrink.bias)
-        return Residual(total, x, flow.features(block.dropout, layer, "expanded"))
+        return Residual(total, x, context.features(block.dropout, layer, "expanded"))
 
 
 def _product(layer: Any) -> _Product:
-    return _Product(layer.weight, layer.bias, layer.weight.take_product)
+    return _Product(layer.weight, layer.bias, layer.weight.accumulate_weight_grad)
 
 
 class _FusedBlock(torch.autograd.Function):

@@ -10,6 +10,7 @@ from torch import nn
 
 from data_utils.common.random_streams import derive_seed
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.mup import is_hidden
 from megatron_lite.model.tensor_parallel import TensorParallel, local_shard, partition_of, whole_shape
 
 
@@ -87,7 +88,5 @@ def _deviation(name: str, index: int, part: torch.Tensor, config: ModelConfig) -
     queries = config.head_size**-0.5 if config.init == "t5" and is_fused and index == 0 else 1.0
     std = _initial_std(name, config) * queries
     if config.mup is not None:
-        from megatron_lite.model.mup import is_hidden
-
         std *= config.width_ratio**-0.5 if is_hidden(name) else 1.0
     return std

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from megatron_lite.model.kernels.cross_entropy import log_sums_kernel, write_gradient_kernel
 from megatron_lite.model.kernels.fused import has_kernels
 from megatron_lite.model.lm_head import Heads
 from megatron_lite.model.model_input import ModelInput
@@ -217,8 +218,6 @@ def _functions(logits):  # type: ignore[no-untyped-def]
     """Those that sum, and that write the gradient."""
     if not has_kernels(logits):
         return _sums_by_torch, _gradient_by_torch
-    from megatron_lite.model.kernels.cross_entropy import log_sums_kernel, write_gradient_kernel
-
     return log_sums_kernel, write_gradient_kernel
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.forward_context import Flow
+from megatron_lite.model.forward_context import ForwardContext
 from megatron_lite.model.kernels.fused import activated
 from megatron_lite.model.tensor_parallel import (
     ColumnParallelLinear,
@@ -31,12 +31,12 @@ class MLP(nn.Module):
         self.dense_4h_to_h = RowParallelLinear(inner, config.hidden_size, parallel, has_bias=has_bias)
 
     def forward(
-        self, x: torch.Tensor, flow: Flow, layer: int, skip_bias_add: bool = False
+        self, x: torch.Tensor, context: ForwardContext, layer: int, skip_bias_add: bool = False
     ) -> torch.Tensor | DeferredBias:
         """[T, D] -> [T, D]. Args: skip_bias_add: of both products, see ColumnParallelLinear."""
         dropout = None
-        if self.dropout and flow.dropout is not None:
-            of_all = flow.dropout.features(self.dropout, layer, "activated")
+        if self.dropout and context.dropout is not None:
+            of_all = context.dropout.features(self.dropout, layer, "activated")
             dropout = of_all and of_all.from_feature(self.first_feature)
         inner, bias = self.dense_h_to_4h(x, skip_bias_add=skip_bias_add), None
         if skip_bias_add:

@@ -24,8 +24,10 @@ from data_utils.common.losses import CLASS_LEVEL, MASKED_SPANS, SPAN_BOUNDARY
 from data_utils.common.random_streams import derive_seed
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention_backends.calls import HostPlan, PartsPlan
+from megatron_lite.model.attention_backends.cross_attention import constant_length, plan_parts
 from megatron_lite.model.attention_backends.layout import Layout
 from megatron_lite.model.attention_backends.plan import plan_attention
+from megatron_lite.model.attention_backends.window import plan_layers
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.kernels.dropout import Dropout, salts, token_keys
 from megatron_lite.model.kernels.fused import kernels_are_wanted
@@ -138,8 +140,6 @@ def plan_stack(
     if not config.attention_window:
         plan = plan_attention(layout, device, kernel, multiple)
         return plan.fixed(layout.shape[1]) if has_graphs and hasattr(plan, "fixed") else plan
-    from megatron_lite.model.attention_backends.window import plan_layers
-
     return plan_layers(layout, device, kernel, multiple, config.attention_window, config.global_every)
 
 
@@ -233,8 +233,6 @@ def prepare(
         kernel = kernel_of(config, device)
     plan: HostPlan | PartsPlan
     if config.decoder_layers or of_decoder is not None:
-        from megatron_lite.model.attention_backends.cross_attention import constant_length, plan_parts
-
         length = constant_length(places, multiple) if has_one_length else None
         plan = plan_parts(batch.layout, device, kernel, multiple, length, has_cross=of_decoder is None)
         first = plan.lengths[0]  # configuration checks that no loss is the encoder's

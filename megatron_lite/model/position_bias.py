@@ -31,6 +31,9 @@ from torch import nn
 
 from data_utils.common.batch_fields import ID_FIELDS, POSITION_IDS, SEGMENT_IDS
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.attention_backends.blocks import BlockPlan
+from megatron_lite.model.attention_backends.calls import BiasedPlan
+from megatron_lite.model.attention_backends.tables import QueryBias, segment_columns, vectors_of
 from megatron_lite.model.disentangled import BucketEmbeddings
 from megatron_lite.model.kernels.dropout import Dropout
 from megatron_lite.model.kernels.fused import dropout_add
@@ -66,14 +69,14 @@ class RelativeBuckets(nn.Module):
         self.is_causal = is_causal
 
     def forward(
-        self, plan: Any, positions: torch.Tensor
+        self, plan: BiasedPlan | BlockPlan, positions: torch.Tensor
     ) -> list[torch.Tensor] | tuple[torch.Tensor, torch.Tensor]:
         """The bias of each call of a plan, [..., H, Q, K]. A BlockPlan makes it of the table and distances' buckets.
 
         Args: positions: int [T], in the order of the plan.
         """
         # Tensors, not a function: DeepSpeed must see them to have the table here in the backward pass at ZeRO 3.
-        if hasattr(plan, "pairs"):
+        if not isinstance(plan, BlockPlan):
             pairs = plan.pairs(positions.device)
             return [self._of(positions[queries], positions[keys]) for queries, keys in pairs]
         line = torch.arange(-plan.row_length, plan.row_length + 1, device=positions.device)
@@ -95,20 +98,22 @@ class Distances:
     columns: torch.Tensor | None  # of a QueryBias
 
     @staticmethod
-    def of(config: ModelConfig, ids: torch.Tensor, plan: Any, dropout: Dropout | None) -> Distances:
-        """The distances of a batch's tokens. Args: ids: int [len(ID_FIELDS), T]. plan: a BiasedPlan.
+    def of(
+        config: ModelConfig, ids: torch.Tensor, plan: BiasedPlan | BlockPlan, dropout: Dropout | None
+    ) -> Distances:
+        """The distances of a batch's tokens. Args: ids: int [len(ID_FIELDS), T].
 
         The sinusoids are dropped out as the embeddings are, once for all layers, as in XLNet's code.
         """
         positions, segments = (ids[ID_FIELDS.index(field)] for field in (POSITION_IDS, SEGMENT_IDS))
-        has_blocks, columns = not hasattr(plan, "pairs"), None
+        columns: torch.Tensor | None = None
         # On a GPU the largest position would be waited for.
-        longest = plan.row_length if positions.is_cuda or has_blocks else int(positions.max())
+        longest = (
+            plan.row_length if positions.is_cuda or isinstance(plan, BlockPlan) else int(positions.max())
+        )
         steps = torch.arange(0, config.hidden_size, 2.0, device=ids.device) / config.hidden_size
         count = 2 * longest + 1
-        if has_blocks:
-            from megatron_lite.model.attention_backends.tables import segment_columns, vectors_of
-
+        if isinstance(plan, BlockPlan):
             count, columns = vectors_of(longest), segment_columns(plan.columns, segments, longest)
         line = torch.arange(-longest, count - longest, device=ids.device, dtype=torch.int32)
         angles = line[:, None].float() / 10000.0**steps
@@ -162,8 +167,6 @@ class DistanceScores(nn.Module):
         qkv = torch.cat([terms.content.unsqueeze(-3), key_value], dim=-3)
         if distances.columns is None:
             return qkv, lambda call, queries, keys: terms.bias(distances, queries, keys)
-        from megatron_lite.model.attention_backends.tables import QueryBias
-
         operands = terms.position, terms.distances, terms.segments
         return qkv, QueryBias(distances.columns, *operands, distances.longest)
 

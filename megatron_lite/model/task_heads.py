@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,11 +16,10 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.dense import Linear, Transform
 from megatron_lite.model.kernels import fused
 from megatron_lite.model.kernels.dropout import Dropout, FeatureDropout
+from megatron_lite.model.task_batch import Parts
+from megatron_lite.model.task_losses import first_places, part_pools
 from megatron_lite.model.tensor_parallel import TensorParallel
 from megatron_lite.parallel.collectives import gather_tokens
-
-if TYPE_CHECKING:
-    from megatron_lite.model.task_batch import Parts
 
 SPAN_PLACE_SIZE = 200  # width of the place embedding of SpanBERT's head
 
@@ -113,8 +112,6 @@ class TaskHead(nn.Module):
             assert pooler is not None
             chosen = pooler(chosen) if self.pooled is None else self.pooled(pooler(chosen))
         if self.pool is not None:
-            from megatron_lite.model.task_losses import first_places, part_pools
-
             assert parts is not None
             chosen, rows = torch.relu(self.pool(part_pools(chosen, parts))), rows[first_places(parts)]
         # The embedding has no attention: the salt of that place is free.

@@ -38,20 +38,20 @@ from megatron_lite.parallel.collectives import (
     start_sum_scatter,
 )
 
-TakeProduct = Callable[[torch.Tensor, torch.Tensor], None]
+AccumulateWeightGrad = Callable[[torch.Tensor, torch.Tensor], None]
 
 
-def take_products(weight: nn.Parameter, take: TakeProduct) -> None:
+def accumulate_in_backward(weight: nn.Parameter, take: AccumulateWeightGrad) -> None:
     """Have the gradient of a weight that is used once computed by `take(grad [T, out], rows [T, in])`: grad^T rows.
 
     So it is summed in fp32 without being rounded, or passing through memory, in the weight's own type.
     """
     if not getattr(weight, "is_used_twice", False):
-        weight.take_product = take  # type: ignore[attr-defined]
+        weight.accumulate_weight_grad = take  # type: ignore[attr-defined]
 
 
-def _take_of(weight: torch.Tensor) -> TakeProduct | None:
-    return getattr(weight, "take_product", None)
+def _take_of(weight: torch.Tensor) -> AccumulateWeightGrad | None:
+    return getattr(weight, "accumulate_weight_grad", None)
 
 
 def add_product(total: torch.Tensor, grad: torch.Tensor, rows: torch.Tensor, begun: bool) -> None:

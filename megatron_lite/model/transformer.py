@@ -22,17 +22,17 @@ from megatron_lite.model.block import stack
 from megatron_lite.model.embedding import Embedding
 from megatron_lite.model.encoder_decoder import (
     DecoderBlock,
+    DecoderContext,
     DecoderEmbedding,
-    DecoderFlow,
+    encoder_decoder_contexts,
     encoder_layernorm,
-    part_flows,
 )
 from megatron_lite.model.forward_context import (
     BeforeBlock,
     Condition,
-    Flow,
+    ForwardContext,
     detached_memory,
-    flow_of,
+    make_context,
     own_lengths,
     with_bias,
 )
@@ -109,17 +109,19 @@ class GLM(TrainedModel):
         condition: Condition | None = None,
     ) -> torch.Tensor:
         """Output of the last block: [T, D], or [Td, D]. Args: condition: what the texts depend on."""
-        flow = flow_of(self.config, tokens.shape, ids.flatten(1), plan, dropout, self.parallel, condition)
+        context = make_context(
+            self.config, tokens.shape, ids.flatten(1), plan, dropout, self.parallel, condition
+        )
         self.before_use(self.embedding)
         if self.decoder_embedding is not None:
             self.before_use(self.decoder_embedding)
-        hidden = self.embedding(tokens.flatten(), ids.flatten(1), flow, self.decoder_embedding)
+        hidden = self.embedding(tokens.flatten(), ids.flatten(1), context, self.decoder_embedding)
         if self.config.decoder_layers:
-            hidden = self._run_parts(hidden, flow, ids[0].flatten())
+            hidden = self._run_parts(hidden, context, ids[0].flatten())
         else:
             if self.has_memory and before_block is None:
                 before_block = detached_memory(ids.flatten(1), plan, self.parallel)
-            hidden = self.run_blocks(hidden, flow, ids[0].flatten(), before_block)
+            hidden = self.run_blocks(hidden, context, ids[0].flatten(), before_block)
         self.before_use(self.final_layernorm)
         self.before_use(self.heads)
         return hidden
@@ -129,32 +131,36 @@ class GLM(TrainedModel):
         self.before_use(block)
         return block
 
-    def _biased(self, flow: Flow, table: Table | None, positions: torch.Tensor) -> Flow:
+    def _biased(
+        self, context: ForwardContext, table: Table | None, positions: torch.Tensor
+    ) -> ForwardContext:
         """See `with_bias`."""
         if table is not None:
             self.before_use(table)
-        return with_bias(flow, table, positions)
+        return with_bias(context, table, positions)
 
     def run_blocks(
         self,
         hidden: torch.Tensor,
-        flow: Flow,
+        context: ForwardContext,
         positions: torch.Tensor,
         before_block: BeforeBlock | None = None,
     ) -> torch.Tensor:
         """The first `num_layers` blocks: [T, D] -> [T, D]. Args: positions: int, of the plan's tokens."""
-        flow = self._biased(flow, self.relative_bias, positions)
+        context = self._biased(context, self.relative_bias, positions)
         x: Hidden = hidden
         for layer in range(self.config.num_layers):
             if before_block is not None:
                 x = before_block(layer, settled(x))
-            x = self._block(layer)(x, flow, layer)
+            x = self._block(layer)(x, context, layer)
         return settled(x)
 
-    def _run_parts(self, hidden: torch.Tensor, flow: Flow, positions: torch.Tensor) -> torch.Tensor:
+    def _run_parts(
+        self, hidden: torch.Tensor, context: ForwardContext, positions: torch.Tensor
+    ) -> torch.Tensor:
         """The encoder's blocks, then the decoder's: [Te + Td, D], int [Te + Td] -> [Td, D]."""
-        encoder, decoder = part_flows(flow, self.parallel)
-        plan = cast(PartsPlan, flow.plan)
+        encoder, decoder = encoder_decoder_contexts(context, self.parallel)
+        plan = cast(PartsPlan, context.plan)
         encoded, decoded = hidden.split(own_lengths(plan, self.parallel))
         of_encoder, of_decoder = positions.split(plan.lengths)
         encoded = self.run_blocks(encoded, encoder, of_encoder)
@@ -165,12 +171,12 @@ class GLM(TrainedModel):
         return self.run_decoder(decoded, encoded, decoder, of_decoder)
 
     def run_decoder(
-        self, decoded: torch.Tensor, encoded: torch.Tensor, flow: DecoderFlow, positions: torch.Tensor
+        self, decoded: torch.Tensor, encoded: torch.Tensor, context: DecoderContext, positions: torch.Tensor
     ) -> torch.Tensor:
         """The decoder's blocks: [Td, D], [Te, D] -> [Td, D]. Args: positions: int, of the plan's tokens."""
-        flow = cast(DecoderFlow, self._biased(flow, self.decoder_relative_bias, positions))
+        context = cast(DecoderContext, self._biased(context, self.decoder_relative_bias, positions))
         for layer in range(self.config.num_layers, len(self.layers)):
-            decoded = self._block(layer)(decoded, encoded, flow, layer)
+            decoded = self._block(layer)(decoded, encoded, context, layer)
         return decoded
 
     def hidden_states(

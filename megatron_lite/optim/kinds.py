@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatron_lite.config.tree import Config
-from megatron_lite.model.build import kind_of
+from megatron_lite.model.build import model_spec
 from megatron_lite.optim.adafactor import AdaFactor
 from megatron_lite.optim.buckets import MOMENTS, Bucket
 from megatron_lite.optim.lamb import Lamb
@@ -40,7 +40,7 @@ def make_optimizer(
     context: ParallelContext,
 ) -> torch.optim.Optimizer:
     """The optimizer of a configuration that is not AdamW's, of the fp32 weights of buckets."""
-    layout = Layout(kind_of(config).shapes(config), context, config.training.precision)
+    layout = Layout(model_spec(config).shapes(config), context, config.training.precision)
     for bucket in buckets:
         layout.add(bucket, names, decays)
     return KINDS[config.optimizer.kind](groups, layout, config.optimizer)

@@ -140,13 +140,13 @@ class ShardedOptimizer:
             self._take(parameter)
 
     @torch.no_grad()
-    def take_product(self, parameter: nn.Parameter, grad: torch.Tensor, rows: torch.Tensor) -> None:
+    def accumulate_weight_grad(self, parameter: nn.Parameter, grad: torch.Tensor, rows: torch.Tensor) -> None:
         """Take in the gradient grad^T rows of a parameter that the backward pass uses once."""
         if parameter.requires_grad:
             self.bucket_of[parameter].add_product(parameter, grad, rows)
             self._reduce_complete()
 
-    # Both parts of `take_product`, for CUDA graphs, which repeat the first
+    # Both parts of `accumulate_weight_grad`, for CUDA graphs, which repeat the first
 
     def has_begun(self, parameter: nn.Parameter) -> bool:
         return parameter in self.bucket_of[parameter].begun

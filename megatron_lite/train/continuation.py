@@ -23,7 +23,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import Engine
 from megatron_lite.metrics import version
-from megatron_lite.model.build import kind_of
+from megatron_lite.model.build import model_spec
 from megatron_lite.model.trained_model import ENCODER
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.runtime.changed_corpora import changed_corpora, changed_seed, require_same_corpora
@@ -44,13 +44,13 @@ def check(config: Config, own: Checkpoint | None) -> None:
         assert config.checkpoint.initialize_from is not None
         initial = find_manifest(Path(config.checkpoint.initialize_from))
         if config.checkpoint.initialize == "weights":
-            new_parameters(_for_model(initial, config), kind_of(config).shapes(config))
+            new_parameters(_for_model(initial, config), model_spec(config).shapes(config))
         else:
             checkpoint = initial
             require_same_corpora(config, initial.path, initial.trainer_state())
     if checkpoint is not None:
         require_same_optimizer(config, checkpoint)
-        check_model(checkpoint, kind_of(config).shapes(config))
+        check_model(checkpoint, model_spec(config).shapes(config))
 
 
 def require_same_optimizer(config: Config, checkpoint: Checkpoint) -> None:
@@ -72,7 +72,7 @@ def _check_may_continue(config: Config, checkpoint: Checkpoint) -> None:
             "checkpoint.resume is never; choose another run.directory, or checkpoint.resume=auto to continue."
         )
     before = checkpoint.trainer_state().config
-    kind_of(config).check_continuation(config, before, checkpoint.path)
+    model_spec(config).check_continuation(config, before, checkpoint.path)
     require_same_corpora(config, checkpoint.path, checkpoint.trainer_state())
 
 
@@ -118,7 +118,7 @@ def _initialize(
         changes = _changed(corpora_changes(config, state))
         return state, changes + other_rate(config, state) + _new_moments(checkpoint)
     checkpoint = _for_model(checkpoint, config)
-    new = new_parameters(checkpoint, kind_of(config).shapes(config))
+    new = new_parameters(checkpoint, model_spec(config).shapes(config))
     load_weights_only(checkpoint, engine, context, new)
     if context.is_main:
         log.info("began with the weights of %s, a fresh optimizer and step 0", checkpoint.path)
@@ -133,7 +133,7 @@ def _for_model(checkpoint: Checkpoint, config: Config) -> Checkpoint:
         checkpoint = checkpoint.of_task(config.task.name)
     has_stacks, wants_stacks = (
         any(name.startswith(ENCODER) for name in names)
-        for names in (checkpoint.shapes, kind_of(config).shapes(config))
+        for names in (checkpoint.shapes, model_spec(config).shapes(config))
     )
     if not has_stacks or wants_stacks:
         return checkpoint

@@ -20,7 +20,7 @@ from megatron_lite.config.system_class import require_class
 from megatron_lite.config.task_rows import with_task_rows
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import Engine
-from megatron_lite.model.build import kind_of
+from megatron_lite.model.build import model_spec
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.runtime.run_state import state_of
 from megatron_lite.train import continuation
@@ -46,7 +46,7 @@ def check_beginning(config: Config) -> None:
         if config.model.system is not None:
             require_class(config.model)
         if config.checkpoint.initialize_from is None:
-            kind_of(config).check_beginning(config)
+            model_spec(config).check_beginning(config)
             return
     continuation.check(config, found.newest)
 
@@ -90,7 +90,7 @@ def load_beginning(
     if steps_seen_by_rank_0(directory, context) or config.checkpoint.initialize_from is not None:
         state, is_own, events = continuation.load(config, directory, engine, context, data, program)
     else:
-        kind_of(config).begin(config, engine, context)
+        model_spec(config).begin(config, engine, context)
     known = state.events.get("history", []) if state is not None and is_own else []
     return Beginning(
         state, is_own, events + _rewinds(directory, [entry["event"] for entry in known], context)

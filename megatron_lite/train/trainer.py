@@ -31,7 +31,7 @@ from megatron_lite.metrics.reports import LogInterval, save_resolved, start_line
 from megatron_lite.metrics.trackers import make_trackers
 from megatron_lite.metrics.writer import SAVED, Metrics, keep_aside
 from megatron_lite.model.batch import Samples
-from megatron_lite.model.build import kind_of
+from megatron_lite.model.build import model_spec
 from megatron_lite.model.transformer import GLM
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.runtime.control import Phase, Requests, RunControl
@@ -135,7 +135,7 @@ class Trainer:
         self.watchdog.at("summing losses of all ranks")
         loss_sums = self.context.sum_of_losses(result.objective_sums)
         loss_sums = self.loss_normaliser.with_token_counts(loss_sums, totals.loss_weights, position.step)
-        flops = kind_of(self.config).flops(self.config, *totals.of_flops())
+        flops = model_spec(self.config).flops(self.config, *totals.of_flops())
         self.interval.add(int(totals.tokens), int(totals.padded_tokens), flops, loss_sums)
         self.progress.advance(position, self._plan.batch_size(position.step), totals)
         self.results.add(step, result)

@@ -460,7 +460,7 @@ def test_optimus_is_bert_gpt2_and_three_matrices():
     """BertForPreTraining, GPT-2 with three more tokens, and W_E [64, 768], W_M [12 x 768, 32], W_D [768, 32]."""
     import torch
 
-    from megatron_lite.model.build import kind_of
+    from megatron_lite.model.build import model_spec
     from megatron_lite.models.optimus.model import Optimus
 
     config = published("optimus-base")
@@ -472,7 +472,7 @@ def test_optimus_is_bert_gpt2_and_three_matrices():
     assert round((sum(sizes) + latent) / 1e6, 1) == 233.7
     with torch.device("meta"):
         made = Optimus(config.model, config.decoder, latent_of(config))
-    assert sum(parameter.numel() for parameter in made.parameters()) == kind_of(config).count(config)
+    assert sum(parameter.numel() for parameter in made.parameters()) == model_spec(config).count(config)
 
 
 def test_optimus_has_the_recipe_of_its_pretraining():

@@ -13,7 +13,7 @@ from megatron_lite.estimate.dry_run import dry_run
 from megatron_lite.estimate.gpus import gpu_named
 from megatron_lite.estimate.rows import average_rows
 from megatron_lite.estimate.step_estimate import estimate
-from megatron_lite.model.build import kind_of
+from megatron_lite.model.build import model_spec
 from megatron_lite.model.flops import parameter_count
 from megatron_lite.models.electra.config import generator_of
 from megatron_lite.models.electra.model import Electra
@@ -37,7 +37,7 @@ def test_every_configuration_is_in_the_table():
 @pytest.mark.parametrize("name", ELECTRAS)
 def test_electra_is_a_generator_and_a_discriminator(name):
     config = published(name)
-    sizes = {key: math.prod(shape) for key, shape in kind_of(config).shapes(config).items()}
+    sizes = {key: math.prod(shape) for key, shape in model_spec(config).shapes(config).items()}
     of_generator = sum(size for key, size in sizes.items() if key.startswith("generator."))
     generator = generator_of(config)
     assert (sum(sizes.values()) - of_generator, parameter_count(generator, padded=False)) == ELECTRAS[name]
@@ -46,7 +46,7 @@ def test_electra_is_a_generator_and_a_discriminator(name):
     assert found == [f"{count / 1e6:.1f}" for count in counted]
     with torch.device("meta"):
         made = Electra(config.model, generator)
-    assert sum(parameter.numel() for parameter in made.parameters()) == kind_of(config).count(config)
+    assert sum(parameter.numel() for parameter in made.parameters()) == model_spec(config).count(config)
 
 
 def test_electra_has_the_recipe_of_its_code():
@@ -81,7 +81,7 @@ def test_electra_has_the_recipe_of_its_code():
 def test_deberta_is_two_stacks_of_its_sizes_with_words_each():
     """DebertaV2Model of base and of small, a head for tokens, and one that finds replaced tokens."""
     config = published("deberta-v3-base-rtd")
-    sizes = {key: math.prod(shape) for key, shape in kind_of(config).shapes(config).items()}
+    sizes = {key: math.prod(shape) for key, shape in model_spec(config).shapes(config).items()}
     by_stack = [
         sum(size for key, size in sizes.items() if key.startswith(p)) for p in ("generator.", "encoder.")
     ]
@@ -96,12 +96,12 @@ def test_the_dry_run_counts_both_stacks(name, capsys):
     """Its FLOPs are those of the kind of model, the memory holds a common table once, times and launches are sums."""
     config, gpu = published(name), gpu_named("h100")
     dry_run(config, 8, "h100")
-    printed, count = capsys.readouterr().out, kind_of(config).count(config)
+    printed, count = capsys.readouterr().out, model_spec(config).count(config)
     assert f"parameters        {count:,}; {count:,} on the largest rank" in printed and "it fits" in printed
     rows = average_rows(config)
     found, samples = estimate(config, 8, gpu, rows), config.batch.global_batch_size // 8
     work = [int(each * samples) for each in (rows.tokens, rows.loss_rows, rows.visible_keys, 0, 0)]
-    assert found.flops == pytest.approx(kind_of(config).flops(config, *work), rel=1e-3)
+    assert found.flops == pytest.approx(model_spec(config).flops(config, *work), rel=1e-3)
     assert found.peak.weights == pytest.approx(2 * count, rel=0.01)
     tree = {"objectives": {"masked_lm": 1}, "training": {"loss_normalization": "global_tokens"}}
     alone = {name: x for name, x in to_tree(config).items() if name not in ("electra", "objectives")}

@@ -16,7 +16,7 @@ from data_utils.objectives import LOSSES
 from megatron_lite.hf.published.conversion import parts_of
 from megatron_lite.hf.published.systems import DEBERTA
 from megatron_lite.model.batch import mean_scales
-from megatron_lite.model.build import build_model, kind_of
+from megatron_lite.model.build import build_model, model_spec
 from megatron_lite.model.model_input import prepare
 from megatron_lite.models.electra.config import generator_of
 
@@ -55,7 +55,7 @@ def names_of(config):
     ):
         shapes = {
             name.removeprefix(prefix): shape
-            for name, shape in kind_of(config).shapes(config).items()
+            for name, shape in model_spec(config).shapes(config).items()
             if name.startswith(prefix)
         }
         for theirs, part in parts_of(DEBERTA, shapes, stack).items():
@@ -90,8 +90,8 @@ def test_losses_and_gradients_are_those_of_a_plain_model():
     torch.manual_seed(0)
     model, names = build_model(config, len(LOSSES)), names_of(config)
     assert not model.encoder.embedding.word_embeddings.weight.any()
-    assert {name for name, _ in model.named_parameters()} == set(kind_of(config).shapes(config))
-    assert kind_of(config).count(config) == sum(p.numel() for p in model.parameters())
+    assert {name for name, _ in model.named_parameters()} == set(model_spec(config).shapes(config))
+    assert model_spec(config).count(config) == sum(p.numel() for p in model.parameters())
     pair = their_stack(generator_of(config)), their_stack(config.model)
     states = [dict(each.named_parameters()) for each in pair]
     with torch.no_grad():

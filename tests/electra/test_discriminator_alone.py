@@ -20,7 +20,7 @@ from megatron_lite.finetune.setup import load_tree, prepare
 from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.files.weights import Weights
 from megatron_lite.inference.open_run import load_run
-from megatron_lite.model.build import build_model, kind_of
+from megatron_lite.model.build import build_model, model_spec
 from megatron_lite.train.resume import check_beginning
 
 SETTINGS = [
@@ -42,7 +42,10 @@ def run(tmp_path_factory):
     tree["model"] = {name: value for name, value in tree["model"].items() if name != "vocab_size"}
     config = build(Config, tree)
     config = config.with_vocab_size(load_tokenizer(config.tokenizer).vocab_size)
-    named, shapes = dict(build_model(config, len(LOSSES)).named_parameters()), kind_of(config).shapes(config)
+    named, shapes = (
+        dict(build_model(config, len(LOSSES)).named_parameters()),
+        model_spec(config).shapes(config),
+    )
     weights = Weights(shapes, lambda name: named[name].detach()[: shapes[name][0]])
     write_training_checkpoint(root / "run/checkpoints/step_00000000", weights, config)
     _, task = write_task(root / "task", train=64)

@@ -23,7 +23,7 @@ from data_utils.objectives import LOSSES
 from megatron_lite.engine.parameter_groups import parameter_groups
 from megatron_lite.model.attention_backends.layout import allowed
 from megatron_lite.model.batch import mean_scales
-from megatron_lite.model.build import build_model, kind_of
+from megatron_lite.model.build import build_model, model_spec
 from megatron_lite.model.model_input import prepare
 from megatron_lite.models.electra import model as electra_model
 from megatron_lite.models.electra.batch import ElectraBatch
@@ -120,8 +120,8 @@ def test_losses_and_gradients_are_those_of_the_classes(name):
     config = case_config(name)
     pair = their_pair(config)
     model = ours_like(config, pair)
-    assert {n for n, _ in model.named_parameters()} == set(kind_of(config).shapes(config))
-    assert kind_of(config).count(config) == sum(p.numel() for p in model.parameters())
+    assert {n for n, _ in model.named_parameters()} == set(model_spec(config).shapes(config))
+    assert model_spec(config).count(config) == sum(p.numel() for p in model.parameters())
     batch = batch_of(3)
     inputs = inputs_of(batch, config)
     loss, sums = model(inputs)

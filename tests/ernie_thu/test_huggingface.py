@@ -25,7 +25,7 @@ from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published.conversion import parts_of, to_ours
 from megatron_lite.inference.open_run import open_run
 from megatron_lite.model.batch import mean_scales
-from megatron_lite.model.build import build_model, kind_of
+from megatron_lite.model.build import build_model, model_spec
 from megatron_lite.model.model_input import prepare
 from megatron_lite.models.ernie_thu.huggingface import SYSTEM, write_ernie
 
@@ -97,7 +97,7 @@ def test_every_tensor_and_file_comes_back(imported, tmp_path):
     import_directory(tmp_path / "export", tmp_path / "again", TREE, verify=False)  # from safetensors
     weights, again = weights_of(run), weights_of(tmp_path / "again")
     assert weights.keys() == again.keys() and all(torch.equal(x, again[name]) for name, x in weights.items())
-    assert set(weights) == set(kind_of(open_run(run).config).shapes(open_run(run).config))
+    assert set(weights) == set(model_spec(open_run(run).config).shapes(open_run(run).config))
 
 
 def test_the_run_computes_what_the_source_does(imported):
@@ -137,7 +137,7 @@ def test_the_run_computes_what_the_source_does(imported):
     theirs = {
         name: x.grad if x.grad is not None else torch.zeros_like(x) for name, x in plain.named_parameters()
     }
-    shapes = kind_of(config).shapes(config)
+    shapes = model_spec(config).shapes(config)
     grads = {name: tuple(grad.shape) for name, grad in theirs.items()}
     ours = to_ours(Weights(grads, theirs.__getitem__), parts_of(SYSTEM, shapes, config.model))
     for name, parameter in model.named_parameters():

@@ -14,7 +14,7 @@ from data_utils.common.losses import ENTITIES, NEXT_SENTENCE_LOSS
 from data_utils.objectives import LOSSES
 from megatron_lite.config.tree import Config, load_config
 from megatron_lite.model.batch import mean_scales
-from megatron_lite.model.build import build_model, kind_of
+from megatron_lite.model.build import build_model, model_spec
 from megatron_lite.model.flops import parameter_count
 from megatron_lite.model.model_input import prepare
 
@@ -63,7 +63,7 @@ def test_losses_and_gradients_are_those_of_the_reference(name, few_counts):
     loss, sums = model(made(config, batch, few_counts=few_counts))
     loss.backward()
     weights = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
-    whole = {n: w[: kind_of(config).shapes(config)[n][0]] for n, w in weights.items()}
+    whole = {n: w[: model_spec(config).shapes(config)[n][0]] for n, w in weights.items()}
     found, _ = reference_losses(Reference(config, whole), batch, vectors)
     assert len(found[ENTITIES]) > 20 and bool(found[NEXT_SENTENCE_LOSS]) == section.next_sentence
     means = {loss: torch.stack(losses).mean() for loss, losses in found.items() if losses}
@@ -78,7 +78,7 @@ def test_losses_and_gradients_are_those_of_the_reference(name, few_counts):
         assert parameter.grad is not None, n
         scale = max(other.abs().max().item(), 1e-3)
         assert (parameter.grad - other).abs().max().item() <= 1e-5 * scale + 1e-7, n
-        if kind_of(config).is_unused(n, config):
+        if model_spec(config).is_unused(n, config):
             assert not parameter.grad.any() and not other.any(), n
 
 
@@ -101,8 +101,8 @@ def test_scores_of_candidates_are_those_of_the_reference():
 def test_shapes_and_counts():
     config = case_config("odd")
     model = build_model(config, len(LOSSES))
-    assert {n for n, _ in model.named_parameters()} == set(kind_of(config).shapes(config))
-    assert kind_of(config).count(config) == sum(p.numel() for p in model.parameters())
+    assert {n for n, _ in model.named_parameters()} == set(model_spec(config).shapes(config))
+    assert model_spec(config).count(config) == sum(p.numel() for p in model.parameters())
 
 
 def test_the_published_base_has_its_parameters():
@@ -113,10 +113,10 @@ def test_the_published_base_has_its_parameters():
         section.size,
         section.heads,
     ) == (100, 4)
-    sizes = {name: math.prod(shape) for name, shape in kind_of(config).shapes(config).items()}
+    sizes = {name: math.prod(shape) for name, shape in model_spec(config).shapes(config).items()}
     head = sum(size for name, size in sizes.items() if name.startswith("entity_head."))
     assert sum(sizes.values()) == 114_751_532 and "114.8 M" in path.read_text()
     assert sum(sizes.values()) - head - parameter_count(config.model, padded=False) == 4_568_004
     assert (
-        kind_of(config).count(config) == 114_751_532 + (30592 - 30522) * 769
+        model_spec(config).count(config) == 114_751_532 + (30592 - 30522) * 769
     )  # with rows that pad the vocabulary

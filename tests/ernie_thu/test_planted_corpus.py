@@ -27,7 +27,7 @@ from data_utils.loader.loader import open_datasets
 from data_utils.objectives import LOSSES
 from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.config.tree import Config
-from megatron_lite.model.build import build_model, kind_of
+from megatron_lite.model.build import build_model, model_spec
 from megatron_lite.model.model_input import prepare
 from megatron_lite.models.ernie_thu.batch import EntityBatch, Noise
 
@@ -173,9 +173,9 @@ def test_other_vectors_do_not_continue_a_run(run, tmp_path):
     np.save(tmp_path / "other.npy", np.ones((8, SIZE), np.float32))
     config = build(Config, merge(run, {**short, "entities": {"vectors": str(tmp_path / "other.npy")}}))
     checkpoint = next((tmp_path / "run/checkpoints").glob("step_*"))
-    kind_of(config).check_continuation(build(Config, merge(run, short)), run, checkpoint)
+    model_spec(config).check_continuation(build(Config, merge(run, short)), run, checkpoint)
     with pytest.raises(CheckpointError, match=r"other\.npy are not those of .*; give those, or choose"):
-        kind_of(config).check_continuation(config, run, checkpoint)
+        model_spec(config).check_continuation(config, run, checkpoint)
 
 
 def test_a_pretrained_run_is_tuned_and_measured_from_a_shell(run, tmp_path):

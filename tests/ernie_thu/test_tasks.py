@@ -17,7 +17,7 @@ from data_utils.common.errors import ConfigError, DataError, UserError
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.finetune.data import TaskData
 from megatron_lite.finetune.run import finetune
-from megatron_lite.model.build import build_model, kind_of
+from megatron_lite.model.build import build_model, model_spec
 from megatron_lite.model.model_input import ModelInput
 
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ def test_the_answers_are_those_of_the_reference(tmp_path):
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
             parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
-    data = kind_of(config).samples(config, TaskData(task.train, task.renderer, 0), "train")
+    data = model_spec(config).samples(config, TaskData(task.train, task.renderer, 0), "train")
     batch = data.batch(np.arange(6))
     outputs, _ = model(ModelInput.from_batch(batch, CPU, config.model), answers=True)
     weights = dict(model.named_parameters())
@@ -115,8 +115,8 @@ def test_the_answers_are_those_of_the_reference(tmp_path):
     loss.backward()
     for name, parameter in model.named_parameters():
         is_idle = parameter.grad is None or not parameter.grad.any()
-        assert is_idle == kind_of(config).is_unused(name, config) or "entity_attention" in name, name
-    assert kind_of(config).is_unused("entity_head.dense.weight", config)
+        assert is_idle == model_spec(config).is_unused(name, config) or "entity_attention" in name, name
+    assert model_spec(config).is_unused("entity_head.dense.weight", config)
 
 
 def test_policies_and_mixes_of_layers_work_with_entities(tmp_path):
@@ -158,5 +158,5 @@ def test_what_it_cannot_be_is_refused_in_one_line(tmp_path, override, error, mes
     np.save(tmp_path / "few.npy", np.zeros((2 * WORDS - 1, SIZE), np.float32))
     with pytest.raises(error, match=message) as caught:
         task = task_of(files, tmp_path / "out", override.replace("FEW", str(tmp_path / "few.npy")))
-        kind_of(task.config).samples(task.config, None, "train")
+        model_spec(task.config).samples(task.config, None, "train")
     assert isinstance(caught.value, UserError) and "\n" not in str(caught.value)

@@ -15,7 +15,7 @@ from megatron_lite.engine.plain import PlainEngine
 from megatron_lite.finetune import policies
 from megatron_lite.finetune.data import TaskData
 from megatron_lite.finetune.run import finetune, task_rates
-from megatron_lite.model.build import build_model, kind_of
+from megatron_lite.model.build import build_model, model_spec
 from megatron_lite.model.flops import parameter_shapes
 from megatron_lite.model.model_input import ModelInput
 from megatron_lite.optim.lr_multipliers import NEVER, NO_MULTIPLIERS, LrMultipliers
@@ -159,7 +159,7 @@ def step_of_engine(context, files, output, *overrides):
     # Blocks that are one function of autograd give the gradients of all their parameters.
     frozen = engine.named_parameters["layers.0.mlp.dense_h_to_4h.weight"]
     engine._zero.take(frozen, torch.ones_like(frozen))
-    engine._zero.take_product(frozen, torch.ones(3, len(frozen)), torch.ones(3, frozen.shape[1]))
+    engine._zero.accumulate_weight_grad(frozen, torch.ones(3, len(frozen)), torch.ones(3, frozen.shape[1]))
     assert frozen.grad is None
     halves = [engine.prepared(data.batch(np.arange(first, first + 8)), 0, 1 / 16) for first in (0, 8)]
     result = engine.train_step(halves, 0.1)
@@ -319,4 +319,4 @@ def test_the_layer_before_the_output_matrix_is_trained_where_something_reads_it(
     ]
     for files, overrides, is_unused in [*cases, (classes, (*pooled[1:], "finetune.lm_weight=0.2"), False)]:
         config = task_of(files, tmp_path / "out", "model.head_transform=true", *overrides).config
-        assert kind_of(config).is_unused("heads.projection.dense.weight", config) == is_unused, overrides
+        assert model_spec(config).is_unused("heads.projection.dense.weight", config) == is_unused, overrides

@@ -53,16 +53,16 @@ def gathered(run, part, layer, replay):
         return (which == torch.arange(size)).float()
 
     def note(module, inputs):
-        _, flow, number = inputs
-        assert isinstance(flow.plan, CachedPlan)
-        places["first"] = flow.plan.kept[number].shape[1] if number in flow.plan.kept else 0
+        _, context, number = inputs
+        assert isinstance(context.plan, CachedPlan)
+        places["first"] = context.plan.kept[number].shape[1] if number in context.plan.kept else 0
 
     def replace(module, inputs, output):
         first = 0 if part == "cross" else places["first"]
-        values = output.x.shape[1] // 2 if part == "cross" else config.key_value_heads * size
-        kept[turn] = first + len(output.x)
-        made = units(first, len(output.x)).repeat(1, values // size)
-        return output._replace(x=torch.cat([output.x[:, :-values], made], 1))
+        values = output.shape[1] // 2 if part == "cross" else config.key_value_heads * size
+        kept[turn] = first + len(output)
+        made = units(first, len(output)).repeat(1, values // size)
+        return torch.cat([output[:, :-values], made], 1)
 
     def read(module, inputs):
         rows.setdefault(turn, []).append(inputs[0].view(len(inputs[0]), -1, size))

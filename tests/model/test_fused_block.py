@@ -21,7 +21,11 @@ from megatron_lite.model import fused_block
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.model_input import ModelInput
-from megatron_lite.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, take_products
+from megatron_lite.model.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    accumulate_in_backward,
+)
 from megatron_lite.model.transformer import GLM
 
 CONFIG = ModelConfig(
@@ -79,7 +83,7 @@ def input_of(batch, model, dropout_seed, multiple=8):
     )
 
 
-def take_gradients(model):
+def accumulate_gradients(model):
     """name -> gradient, filled as an optimizer would be; the parameters of blocks that autograd knows of."""
     taken, autograds = {}, []
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -91,9 +95,9 @@ def take_gradients(model):
     for layer in model.modules():
         if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
             product = functools.partial(lambda weight, grad, rows: take(weight, grad.T @ rows), layer.weight)
-            take_products(layer.weight, product)
+            accumulate_in_backward(layer.weight, product)
     for block in model.layers:
-        block.take_gradients(take)
+        block.accumulate_gradients(take)
         for parameter in block.parameters():
             parameter.register_post_accumulate_grad_hook(lambda p: autograds.append(names[p]))
     return taken, autograds
@@ -126,7 +130,7 @@ def test_a_model_of_fused_blocks(emulated_kernel, counted, body):
     expected = run(wide, batch, dropout_seed)
     assert not counted
     with interpreted_kernels():
-        taken, autograds = take_gradients(model)
+        taken, autograds = accumulate_gradients(model)
         loss = run(model, batch, dropout_seed)
     fused = list(model.layers)[2 - count :]
     assert counted == [block.fused for block in fused]
@@ -150,7 +154,7 @@ def test_padding_to_a_length_changes_nothing_of_fused_blocks(emulated_kernel, co
     for multiple in (1, 64):
         other = copy.deepcopy(model)
         with interpreted_kernels():
-            taken, _ = take_gradients(other)
+            taken, _ = accumulate_gradients(other)
             given = input_of(batch, other, 5, multiple)
             loss, _ = other(given)
             loss.backward()
@@ -171,7 +175,7 @@ def test_blocks_that_are_not_fused(emulated_kernel, counted, why):
             block.input_layernorm.normalize = lambda *arguments: torch.nn.functional.layer_norm(*arguments)
     with interpreted_kernels(), torch.set_grad_enabled(why != "not trained"):
         if why != "no taker":
-            take_gradients(model)
+            accumulate_gradients(model)
         loss, _ = model(input_of(batch, model, None))
         assert np.isfinite(loss.item())
     assert not counted

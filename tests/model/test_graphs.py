@@ -23,7 +23,11 @@ from megatron_lite.model.attention_backends.plan import plan_attention
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.model_input import prepare
-from megatron_lite.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear, take_products
+from megatron_lite.model.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    accumulate_in_backward,
+)
 from megatron_lite.model.transformer import GLM
 from megatron_lite.optim.buckets import Bucket, ParamGroup
 from megatron_lite.parallel.collectives import SINGLE
@@ -80,10 +84,10 @@ class Trained:
         self.write_product, self.count_product = self.bucket.write_product, self.bucket.count_product
         for layer in model.modules():
             if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
-                take_products(layer.weight, functools.partial(self.bucket.add_product, layer.weight))
+                accumulate_in_backward(layer.weight, functools.partial(self.bucket.add_product, layer.weight))
         self.graphs = graphs.BlockGraphs(self) if has_graphs else None
         for block in model.layers:
-            block.take_gradients(self.take)
+            block.accumulate_gradients(self.take)
             if has_graphs:
                 block.fused = self.graphs.put(block.fused)
         model.layers[-1].mlp.dense_4h_to_h.bias.register_post_accumulate_grad_hook(

@@ -117,7 +117,7 @@ def reference_losses(model: GLM, row: np.ndarray) -> dict[str, list[float]]:
     )
     hidden = F.linear(embedded, p["embedding.projection.weight"], p["embedding.projection.bias"])
     captured = []
-    handle = model.layers[0].register_forward_pre_hook(lambda _, args: captured.append(args[0].hidden))
+    handle = model.layers[0].register_forward_pre_hook(lambda _, args: captured.append(args[0]))
     last = model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)
     handle.remove()
     torch.testing.assert_close(captured[0], hidden)

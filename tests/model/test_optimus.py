@@ -11,7 +11,7 @@ from data_utils.common.batch_fields import FIELDS, ORD, POSITION_IDS, TARGETS, T
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.hf.published import conversion
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.build import build_model, kind_of
+from megatron_lite.model.build import build_model, model_spec
 from megatron_lite.model.model_input import ModelInput, prepare
 from megatron_lite.models.optimus.config import latent_of
 
@@ -50,8 +50,8 @@ def test_parameters_are_counted_and_named():
     assert shapes["latent.posterior.weight"] == (16, 32)
     assert shapes["latent.memory.weight"] == (3 * 32, 8)
     assert shapes["latent.embedding.weight"] == (32, 8)
-    assert kind_of(config).shapes(config).keys() == shapes.keys()
-    assert kind_of(config).count(config) == sum(p.numel() for p in model.parameters())
+    assert model_spec(config).shapes(config).keys() == shapes.keys()
+    assert model_spec(config).count(config) == sum(p.numel() for p in model.parameters())
 
 
 # The published architectures
@@ -132,15 +132,15 @@ def dense_reference(model, config, decoded, z):
     heads, size = sizes.num_attention_heads, sizes.head_size
     for layer, block in enumerate(stack.layers):
         normed = block.input_layernorm(x)
-        q, k, v = block.attention.query_key_value(normed).x.view(len(x), 3, heads, size).unbind(1)
+        q, k, v = block.attention.query_key_value(normed).view(len(x), 3, heads, size).unbind(1)
         k = torch.cat([memory[layer].view(1, heads, size), k])
         v = torch.cat([memory[layer].view(1, heads, size), v])
         scores = torch.einsum("qhd,khd->hqk", q, k) / size**0.5
         hidden = torch.ones(len(x), len(x) + 1, dtype=torch.bool).triu(2)
         scores = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         out = torch.einsum("hqk,khd->qhd", scores, v).reshape(len(x), -1)
-        x = x + block.attention.dense(out).added()
-        x = x + block.mlp(block.post_attention_layernorm(x), None, layer).added()
+        x = x + block.attention.dense(out)
+        x = x + block.mlp(block.post_attention_layernorm(x), None, layer)
     logits = stack.logits(x)
     return cross_entropy(logits, torch.tensor([*decoded, 4]), reduction="sum")
 

@@ -12,7 +12,7 @@ from megatron_lite.config.model import BLOCK_POSITIONS, ModelConfig
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.block import Block
 from megatron_lite.model.flops import parameter_count, step_flops
-from megatron_lite.model.forward_context import Flow
+from megatron_lite.model.forward_context import ForwardContext
 from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.kernels.fused import activated
 from megatron_lite.model.model_input import ID_FIELDS, ModelInput
@@ -174,7 +174,7 @@ def test_deepnorm_scales_the_residual_and_the_initial_values():
     inner = named["layers.3.mlp.dense_h_to_4h.weight"]
     assert inner.std().item() == pytest.approx(math.sqrt(2 / (256 + 1024)) / 4, rel=0.02)
     inputs = ModelInput.from_batch(Batch(prefix_batch(0)), CPU, config)
-    flow = Flow.of(
+    context = ForwardContext.of(
         inputs.tokens.shape, inputs.plan, None, TensorParallel(), (Rotary.of(config, inputs.ids),) * 2
     )
     block, hidden = model.layers[0], torch.randn(len(inputs.tokens), 256)
@@ -183,7 +183,7 @@ def test_deepnorm_scales_the_residual_and_the_initial_values():
         for layer, bias in ((block.attention.dense, attended), (block.mlp.dense_4h_to_h, expanded)):
             layer.weight.zero_()
             layer.bias.copy_(bias)
-        out = block(hidden, flow, 0)
+        out = block(hidden, context, 0)
     normed = torch.nn.functional.layer_norm(4 * hidden + attended, (256,))
     expected = torch.nn.functional.layer_norm(4 * normed + expanded, (256,))
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)

@@ -122,14 +122,14 @@ def their_names(config: Config) -> dict[str, list[tuple[int, str]]]:
     """Our parameter -> its parts: 0 for the generator's class or 1 for the other, and the name there."""
     from megatron_lite.hf.published.conversion import parts_of
     from megatron_lite.hf.published.systems import ELECTRA
-    from megatron_lite.model.build import kind_of
+    from megatron_lite.model.build import model_spec
 
     found: dict[str, list[tuple[int, str]]] = {}
     stacks = (("generator.", generator_of(config)), ("encoder.", config.model))
     for number, (prefix, stack) in enumerate(stacks):
         shapes = {
             name.removeprefix(prefix): shape
-            for name, shape in kind_of(config).shapes(config).items()
+            for name, shape in model_spec(config).shapes(config).items()
             if name.startswith((prefix, "replaced."))
         }
         for theirs, part in parts_of(ELECTRA, shapes, stack).items():

@@ -12,7 +12,7 @@ from data_utils.loader.loader import open_datasets
 from data_utils.objectives import LOSS_NAMES
 from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.config.tree import Config
-from megatron_lite.model.build import build_model, kind_of
+from megatron_lite.model.build import build_model, model_spec
 from megatron_lite.model.model_input import ModelInput
 from megatron_lite.models.optimus.config import latent_of
 from megatron_lite.models.optimus.latent import beta
@@ -27,7 +27,7 @@ def learn(tree: dict[str, Any]) -> LatentRun:
     latent, steps, rows = latent_of(config), config.training.steps, config.batch.global_batch_size
     assert latent is not None
     data = open_datasets(config.data, config.objective_choices, tokenizer, config.training.seed)
-    samples = kind_of(config).samples(config, data.train, "train")
+    samples = model_spec(config).samples(config, data.train, "train")
     model = build_model(config, len(LOSS_NAMES))
     assert isinstance(model, Optimus)
     solver = torch.optim.AdamW(model.parameters(), weight_decay=0.0)

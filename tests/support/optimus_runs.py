@@ -15,7 +15,7 @@ from megatron_lite.checkpoint.manifest import checkpoint_name
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.files.weights import Weights
-from megatron_lite.model.build import build_model, kind_of
+from megatron_lite.model.build import build_model, model_spec
 from support.latent import SIZES
 from support.tokenizer_files import BYTE_SYMBOLS, bert_vocab, write_gpt2
 
@@ -66,7 +66,7 @@ def save_run(config: Config) -> tuple[Path, dict[str, torch.Tensor]]:
     size = None if of_decoder is None else load_tokenizer(of_decoder).vocab_size
     config = config.with_vocab_size(load_tokenizer(config.tokenizer).vocab_size, size)
     model, generator = build_model(config, len(LOSS_NAMES)), torch.Generator().manual_seed(3)
-    shapes, weights = kind_of(config).shapes(config), {}
+    shapes, weights = model_spec(config).shapes(config), {}
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator) * 0.1
         weights[name] = (parameter.detach() + noise)[: shapes[name][0]].contiguous()

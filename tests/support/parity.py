@@ -41,7 +41,7 @@ from megatron_lite.engine.engine import TYPES, Engine
 from megatron_lite.engine.parameter_groups import parameter_groups
 from megatron_lite.engine.plain import make_engine
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.build import build_model, kind_of
+from megatron_lite.model.build import build_model, model_spec
 from megatron_lite.model.model_input import ModelInput
 from megatron_lite.model.tensor_parallel import whole_shape
 from megatron_lite.parallel.context import ParallelContext
@@ -131,7 +131,7 @@ def _one_process(case: Case) -> Record:
     named = dict(model.named_parameters())
     settings = config.optimizer
     groups, betas = parameter_groups(named, config), (settings.beta1, settings.beta2)
-    trained = {name: p for name, p in named.items() if not kind_of(config).is_unused(name, config)}
+    trained = {name: p for name, p in named.items() if not model_spec(config).is_unused(name, config)}
     plain = Plain(trained, settings, config.model.width_ratio)
     if case.optimizer == "adamw":
         decays = {parameter: group["weight_decay"] for group in groups for parameter in group["params"]}

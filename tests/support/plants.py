@@ -163,15 +163,15 @@ LOSSES = (
     Plant(
         "weight decay on norms",
         "megatron_lite/engine/parameter_groups.py",
-        'return not (name.endswith("bias") or "layernorm" in name or kind_of(config).is_unused(name, config))',
-        'return not (name.endswith("bias") or kind_of(config).is_unused(name, config))',
+        'return not (name.endswith("bias") or "layernorm" in name or model_spec(config).is_unused(name, config))',
+        'return not (name.endswith("bias") or model_spec(config).is_unused(name, config))',
         ("tests/train/test_engine.py::test_weight_decay_is_that_of_matrices_and_tables",),
     ),
     Plant(
         "weight decay on biases",
         "megatron_lite/engine/parameter_groups.py",
-        'return not (name.endswith("bias") or "layernorm" in name or kind_of(config).is_unused(name, config))',
-        'return not ("layernorm" in name or kind_of(config).is_unused(name, config))',
+        'return not (name.endswith("bias") or "layernorm" in name or model_spec(config).is_unused(name, config))',
+        'return not ("layernorm" in name or model_spec(config).is_unused(name, config))',
         ("tests/train/test_engine.py::test_weight_decay_is_that_of_matrices_and_tables",),
     ),
     Plant(

@@ -123,7 +123,7 @@ OBJECTIVES = (
         "only tokens with an entity have the bias of the joined streams",
         "megatron_lite/models/ernie_thu/model.py",
         "attended) + self.entity_bias",
-        "attended) + self.entity_bias * (flow.plan is None)",
+        "attended) + self.entity_bias * (context.plan is None)",
         ("tests/ernie_thu/test_model.py::test_losses_and_gradients_are_those_of_the_reference",),
     ),
     *VARIANTS,

@@ -10,7 +10,7 @@ from data_utils.loader.loader import open_datasets
 from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.plain import make_engine
-from megatron_lite.model.build import kind_of
+from megatron_lite.model.build import model_spec
 from megatron_lite.train.trainer import Trainer
 
 
@@ -26,8 +26,8 @@ def open_data(tree):
 def make_trainer(context, tree):
     config, data = open_data(tree)
     engine = make_engine(config, context, len(data.loss_names))
-    train = kind_of(config).samples(config, data.train, "train")
-    validation = data.validation and kind_of(config).samples(config, data.validation, "validation")
+    train = model_spec(config).samples(config, data.train, "train")
+    validation = data.validation and model_spec(config).samples(config, data.validation, "validation")
     return Trainer(config, context, engine, train, validation, data.loss_names)
 
 

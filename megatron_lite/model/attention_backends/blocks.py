@@ -18,6 +18,7 @@ from data_utils.common.errors import ConfigError
 from megatron_lite.model.attention_backends.calls import HostPlan, Packed
 from megatron_lite.model.attention_backends.dense import DensePlan
 from megatron_lite.model.attention_backends.layout import PADDING, Layout, padded_order
+from megatron_lite.model.attention_backends.tables import has_positions_apart
 from megatron_lite.model.kernels.dropout import AttentionDropout
 from megatron_lite.model.kernels.fused import kernels_are_wanted
 from megatron_lite.model.kernels.rule_attention import (
@@ -173,11 +174,8 @@ def block_plan(layout: Layout, length: int, window: int = 0, *, kernel: str = "b
     """
     if not kernels_are_wanted():
         return DensePlan(layout, window=window)
-    if kernel in ("tables", "query tables"):
-        from megatron_lite.model.attention_backends.tables import has_positions_apart
-
-        if not has_positions_apart(layout, kernel == "query tables"):
-            return DensePlan(layout)
+    if kernel in ("tables", "query tables") and not has_positions_apart(layout, kernel == "query tables"):
+        return DensePlan(layout)
     return BlockPlan(layout, length, window=window)
 
 

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
+from megatron_lite.model.attention_backends.blocks import block_plan
 from megatron_lite.model.attention_backends.calls import (
     Attend,
     HostPlan,
@@ -39,6 +40,7 @@ from megatron_lite.model.attention_backends.calls import (
     spans_of,
     token_keys,
 )
+from megatron_lite.model.attention_backends.dense import DensePlan
 from megatron_lite.model.attention_backends.layout import (
     BLIND,
     CAUSAL,
@@ -51,6 +53,7 @@ from megatron_lite.model.attention_backends.layout import (
     may_see,
     padded_order,
 )
+from megatron_lite.model.attention_backends.varlen import varlen_plan
 from megatron_lite.model.kernels.compat import flash_backward_on_cpu, flash_forward_on_cpu
 from megatron_lite.model.kernels.dropout import AttentionDropout
 
@@ -376,8 +379,6 @@ def plan_attention(layout: Layout, device: torch.device, kernel: str = "auto", m
     """
     assert kernel in ("auto", "calls", "varlen", "blocks", "tables", "query tables", "dense"), kernel
     if kernel == "dense":
-        from megatron_lite.model.attention_backends.dense import DensePlan
-
         return DensePlan(layout)
     on_cpu = kernel == "calls" or (kernel == "auto" and device.type == "cpu")
     units = make_units(layout, square_causal_only=on_cpu)
@@ -385,11 +386,7 @@ def plan_attention(layout: Layout, device: torch.device, kernel: str = "auto", m
     if on_cpu:
         return CallPlan(layout, units, padded_order(layout, length))
     if kernel == "varlen" or (kernel == "auto" and _suits_varlen(units, len(layout.rows))):
-        from megatron_lite.model.attention_backends.varlen import varlen_plan
-
         return varlen_plan(layout, units, length)
-    from megatron_lite.model.attention_backends.blocks import block_plan
-
     return block_plan(layout, length, kernel=kernel)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_lite.model.attention_backends.blocks import block_plan
 from megatron_lite.model.attention_backends.calls import Packed, ScoreBias
 from megatron_lite.model.attention_backends.dense import DensePlan
 from megatron_lite.model.attention_backends.layout import (
@@ -73,8 +74,6 @@ def plan_layers(
     elif isinstance(whole, VarlenPlan) and _has_positions_as_places(layout):
         near = whole.within(window)
     else:
-        from megatron_lite.model.attention_backends.blocks import block_plan
-
         whole, near = (block_plan(layout, len(whole.order), each) for each in (0, window))
     return LayeredPlan(whole, near, global_every)
 

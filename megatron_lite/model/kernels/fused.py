@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from megatron_lite.model.kernels.compat import is_watched
 from megatron_lite.model.kernels.dropout import FeatureDropout, drop
+from megatron_lite.model.kernels.sums import sums_of
 
 DEVICES: tuple[str, ...] = ("cuda",)  # where kernels run
 _is_wanted = True  # False: torch's operators everywhere
@@ -105,8 +106,6 @@ def add_norm_backward(
     assert like is not None
     d_hidden = like.new_empty(0) if d_normed is None else torch.empty_like(like)
     d_x = torch.empty_like(like) if p else like.new_empty(0)
-    from megatron_lite.model.kernels.sums import sums_of
-
     return d_hidden, d_x, sums_of(like, like.shape[1], (d_normed is not None) + has_bias + has_x_bias)
 
 
@@ -141,8 +140,6 @@ def join_pair(
 
     Args: first_key: of the first call. place: int32 [T], of the second. border: int32 [1], its first query, if fixed.
     """
-    from megatron_lite.model.kernels.sums import sums_of
-
     joined = dq_0.new_empty(place.shape[0], 3, *dq_0.shape[1:])
     return joined, sums_of(joined, dq_0.shape[1] * dq_0.shape[2], 3)
 

@@ -54,7 +54,7 @@ from megatron_lite.hf.published.runs import (
 )
 from megatron_lite.inference.open_run import OpenRun
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.build import kind_of
+from megatron_lite.model.build import model_spec
 from megatron_lite.model.flops import parameter_shapes
 from megatron_lite.model.model_input import prepare
 from megatron_lite.model.tensor_parallel import VocabParallelEmbedding
@@ -86,7 +86,7 @@ def write_electra(directory: Path, run: OpenRun, dtype: str, max_shard_bytes: in
         Weights(checkpoint.shapes, weight_reader(checkpoint)),
         checkpoint.path.parent.parent / KEPT_FILES,
     )
-    check_shapes(weights, kind_of(config).shapes(config), checkpoint.path)
+    check_shapes(weights, model_spec(config).shapes(config), checkpoint.path)
     generator = generator_of(config)
     shapes = {GENERATOR_OF: parameter_shapes(generator), DISCRIMINATOR_OF: discriminator_shapes(config.model)}
     for name, stack in ((GENERATOR_OF, generator), (DISCRIMINATOR_OF, config.model)):
@@ -161,7 +161,7 @@ def import_electra(
         config = config_of_import(found, output, directory, merge(usual, tree), verify)
         require_same_model("the generator", generator_of(config), generator)
         weights = _joined(found, generator, path, config)
-        check_shapes(weights, kind_of(config).shapes(config), path)
+        check_shapes(weights, model_spec(config).shapes(config), path)
         checkpoint = directory / "checkpoints" / checkpoint_name(0)
         write_training_checkpoint(checkpoint, weights, config)
         text = yaml.safe_dump(to_tree(config), sort_keys=False)
@@ -221,7 +221,7 @@ def _loaded(
 ) -> Electra:
     """The model as its directories have it: with whole words."""
     model, read = (
-        Electra(*kind_of(config).made_of(config)[1:]),
+        Electra(*model_spec(config).made_of(config)[1:]),
         weight_reader(with_full_word_embedding(checkpoint)),
     )
     if is_detached(config):

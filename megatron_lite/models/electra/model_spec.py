@@ -10,7 +10,7 @@ from torch import nn
 from data_utils.common.random_streams import derive_seed
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.model.build import OneTransformer
+from megatron_lite.model.build import ModelSpec
 from megatron_lite.model.flops import parameter_shapes, step_flops
 from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.tensor_parallel import TensorParallel
@@ -22,7 +22,7 @@ GENERATOR, REPLACED_HEAD = "generator.", "replaced."
 TABLES = tuple(f"embedding.{name}." for name in SHARED)
 
 
-class ElectraSpec(OneTransformer):
+class ElectraSpec(ModelSpec):
     """A generator and a discriminator."""
 
     def build(self, config: Config, num_losses: int, parallel: TensorParallel | None) -> Electra:

@@ -56,7 +56,7 @@ from megatron_lite.hf.published.runs import KEPT_FILES, check_vocabulary, requir
 from megatron_lite.hf.published.systems import BERT
 from megatron_lite.hf.published.usual import with_sizes
 from megatron_lite.inference.open_run import OpenRun
-from megatron_lite.model.build import kind_of
+from megatron_lite.model.build import model_spec
 from megatron_lite.models.ernie_thu.model_spec import section_of
 
 ERNIE_CONFIG, VOCABULARY, HEADS = "ernie_config.json", "vocab.txt", "entity_attention_heads"
@@ -149,7 +149,7 @@ def import_ernie(
                 shutil.copyfile(path / name, kept / name)
         section = _section(path, described, theirs)
         config = _config(path, kept, settings, section, tree, output)
-        shapes = kind_of(config).shapes(config)
+        shapes = model_spec(config).shapes(config)
         parts = parts_of(SYSTEM, shapes, config.model)
         source = PublishedSource(path, SYSTEM, settings, theirs, parts, Weights({}, theirs.read))
         require_same_model("model", config.model, source)
@@ -249,7 +249,7 @@ def write_ernie(directory: Path, run: OpenRun, dtype: str, max_shard_bytes: int,
                 "itself."
             )
     weights = Weights(run.checkpoint.shapes, weight_reader(run.checkpoint))
-    check_shapes(weights, kind_of(config).shapes(config), path)
+    check_shapes(weights, model_spec(config).shapes(config), path)
     theirs = to_theirs(weights, parts_of(SYSTEM, weights.shapes, model), None, SYSTEM)
     words = SYSTEM.ties[TIED]
     shapes = {**theirs.shapes, TIED: theirs.shapes[words]}

@@ -24,7 +24,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.activation_checkpoint import recomputed
 from megatron_lite.model.block import Block
 from megatron_lite.model.dense import Linear, Transform
-from megatron_lite.model.forward_context import Flow
+from megatron_lite.model.forward_context import ForwardContext
 from megatron_lite.model.fused_block import Hidden, settled
 from megatron_lite.model.kernels.dropout import Dropout, FeatureDropout, pairs_formula, stays
 from megatron_lite.model.kernels.fused import activated
@@ -95,20 +95,30 @@ class EntityBlock(Block):
         self.entity_layernorm = make_norm(config, size, alone)
 
     def forward(  # type: ignore[override]
-        self, hidden: torch.Tensor, states: torch.Tensor, flow: Flow, layer: int, mentions: Mentions
+        self,
+        hidden: torch.Tensor,
+        states: torch.Tensor,
+        context: ForwardContext,
+        layer: int,
+        mentions: Mentions,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The next [T, D] and [R, E]."""
-        return recomputed(self.recompute, self._joined, hidden, states, flow, layer, mentions)
+        return recomputed(self.recompute, self._joined, hidden, states, context, layer, mentions)
 
     def _joined(
-        self, hidden: torch.Tensor, states: torch.Tensor, flow: Flow, layer: int, mentions: Mentions
+        self,
+        hidden: torch.Tensor,
+        states: torch.Tensor,
+        context: ForwardContext,
+        layer: int,
+        mentions: Mentions,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x = self.after_attention(self.attention(hidden, flow, layer))
+        x = self.after_attention(self.attention(hidden, context, layer))
         assert not isinstance(self.output_layernorm, nn.Identity), "a post-norm block"
-        dropped = flow.features(self.dropout, layer, "attended")
+        dropped = context.features(self.dropout, layer, "attended")
         _, attended = self.post_attention_layernorm.after_sum(hidden, x, dropout=dropped)
         is_real, rows = mentions.positions >= 0, mentions.positions.clamp(min=0).flatten()
-        dropout = entity_dropout(flow.dropout, rows)
+        dropout = entity_dropout(context.dropout, rows)
 
         def features(place: str) -> FeatureDropout | None:
             return None if dropout is None else dropout.features(self.dropout, layer, place)
@@ -121,7 +131,7 @@ class EntityBlock(Block):
         inner = inner.index_add(0, rows, self.entity_h_to_4h(states))
         inner = activated(inner, self.mlp.activation, gated=False, dropout=None)
         x = self.mlp.dense_4h_to_h(inner)
-        dropped = flow.features(self.dropout, layer, "expanded")
+        dropped = context.features(self.dropout, layer, "expanded")
         hidden = self.output_layernorm.after_sum(attended, x, dropout=dropped)[1]
         more = self.entity_4h_to_h(inner.index_select(0, rows))
         return hidden, self.entity_layernorm.after_sum(states, more, dropout=features("expanded"))[1]
@@ -154,12 +164,12 @@ class EntityTransformer(GLM):
     def run_blocks(
         self,
         hidden: torch.Tensor,
-        flow: Flow,
+        context: ForwardContext,
         positions: torch.Tensor,
         before_block: BeforeBlock | None = None,
     ) -> torch.Tensor:
-        mentions: Any = flow.condition
-        flow = replace(flow, condition=None)
+        mentions: Any = context.condition
+        context = replace(context, condition=None)
         states = mentions.input_vectors().flatten(0, 1).to(hidden.dtype)
         x: Hidden = hidden
         for layer in range(self.config.num_layers):
@@ -167,9 +177,9 @@ class EntityTransformer(GLM):
                 x = before_block(layer, settled(x))
             block = self._block(layer)
             if isinstance(block, EntityBlock):
-                x, states = block(settled(x), states, flow, layer, mentions)
+                x, states = block(settled(x), states, context, layer, mentions)
             else:
-                x = block(x, flow, layer)
+                x = block(x, context, layer)
         # No layer reads the last entity states. The empty sum makes the gradient of their weights zero instead of None.
         return settled(x) + states[:0].sum()
 

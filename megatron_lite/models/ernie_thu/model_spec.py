@@ -15,7 +15,7 @@ from data_utils.objectives.entities import EntitiesConfig
 from data_utils.tasks.readers.marked import entity_count
 from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.tree import Config
-from megatron_lite.model.build import OneTransformer
+from megatron_lite.model.build import ModelSpec
 from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.task_batch import TaskBatch
 from megatron_lite.model.tensor_parallel import TensorParallel
@@ -31,7 +31,7 @@ def section_of(config: Config) -> EntitiesConfig:
     return choice.section
 
 
-class ErnieSpec(OneTransformer):
+class ErnieSpec(ModelSpec):
     """A BERT with entity states. FLOPs count the tokens only: entity states are narrow and few."""
 
     def build(self, config: Config, num_losses: int, parallel: TensorParallel | None) -> EntityTransformer:

@@ -67,7 +67,7 @@ from megatron_lite.hf.published.runs import (
 )
 from megatron_lite.hf.published.tokenizers import brought_tokenizer, require_same_ids
 from megatron_lite.inference.open_run import OpenRun, open_run
-from megatron_lite.model.build import kind_of
+from megatron_lite.model.build import model_spec
 from megatron_lite.model.trained_model import DECODER, ENCODER
 from megatron_lite.models.optimus.config import decoder_of, latent_of
 from megatron_lite.models.optimus.interface import Sentence
@@ -109,7 +109,7 @@ def write_optimus(directory: Path, run: OpenRun, dtype: str, max_shard_bytes: in
     """Write a run's stacks and what lies between them. Raises: CheckpointError for a stack that has no such class."""
     checkpoint, config = run.checkpoint, run.config
     assert config.decoder is not None
-    check_shapes(Weights(checkpoint.shapes, _unread), kind_of(config).shapes(config), checkpoint.path)
+    check_shapes(Weights(checkpoint.shapes, _unread), model_spec(config).shapes(config), checkpoint.path)
     _require_classes(config.model, config.decoder, str(checkpoint.path))
     kept = checkpoint.path.parent.parent / KEPT_FILES
     tokenizers = {ENCODER: run.tokenizer, DECODER: run.decoder_tokenizer or run.tokenizer}
@@ -203,7 +203,7 @@ def import_optimus(
             keep_files(stack, directory / KEPT_FILES / directory_of(prefix))
         config = _config(source, directory, recorded, tree, verify)
         weights = _joined(source)
-        check_shapes(weights, kind_of(config).shapes(config), path)
+        check_shapes(weights, model_spec(config).shapes(config), path)
         moved = _moved(config, directory, output)
         write_training_checkpoint(directory / "checkpoints" / checkpoint_name(0), weights, moved)
         text = yaml.safe_dump(to_tree(moved), sort_keys=False)

@@ -11,7 +11,7 @@ from data_utils.common.errors import CheckpointError
 from data_utils.common.random_streams import derive_seed
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.model.build import OneTransformer
+from megatron_lite.model.build import ModelSpec
 from megatron_lite.model.flops import step_flops
 from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.tensor_parallel import TensorParallel
@@ -21,7 +21,7 @@ from megatron_lite.models.optimus.config import decoder_of, latent_of
 from megatron_lite.models.optimus.model import LATENT, Optimus
 
 
-class OptimusSpec(OneTransformer):
+class OptimusSpec(ModelSpec):
     """Encoder, decoder and the latent vector between them."""
 
     def build(self, config: Config, num_losses: int, parallel: TensorParallel | None) -> Optimus:

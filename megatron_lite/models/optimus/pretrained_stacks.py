@@ -15,7 +15,7 @@ from megatron_lite.checkpoint.verify import check_model, find_manifest
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import Engine
-from megatron_lite.model.build import kind_of
+from megatron_lite.model.build import model_spec
 from megatron_lite.model.flops import parameter_shapes
 from megatron_lite.model.trained_model import DECODER, ENCODER
 from megatron_lite.models.optimus.config import latent_of
@@ -37,7 +37,7 @@ def load(config: Config, engine: Engine, context: ParallelContext) -> None:
     """Load the stacks whose setting names a run; called by every rank."""
     for key, path, prefix in _named(config):
         checkpoint, added = _fitted(key, find_checkpoint(Path(path), context), config)
-        others = {name for name in kind_of(config).shapes(config) if not name.startswith(prefix)}
+        others = {name for name in model_spec(config).shapes(config) if not name.startswith(prefix)}
         load_weights_only(checkpoint.as_part(prefix), engine, context, others)
         if context.is_main:
             new = (

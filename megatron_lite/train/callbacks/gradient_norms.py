@@ -16,7 +16,7 @@ from megatron_lite.checkpoint.fragments import Fragment
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import Engine, StepResult
 from megatron_lite.metrics.writer import Metrics
-from megatron_lite.model.build import kind_of
+from megatron_lite.model.build import model_spec
 from megatron_lite.model.trained_model import DECODER, ENCODER
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.runtime.control import Requests
@@ -31,7 +31,7 @@ def layer_of(parameter: str) -> str:
 
 def layer_names(config: Config) -> list[str]:
     """The layers of the whole model, in the same order on every rank."""
-    return list(dict.fromkeys(map(layer_of, kind_of(config).shapes(config))))
+    return list(dict.fromkeys(map(layer_of, model_spec(config).shapes(config))))
 
 
 def norms_line(step: int, norms: Mapping[str, float]) -> str:
