@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from data_utils.tasks.base import Part, TaskSample
+from data_utils.tasks.base import TargetGroup, TaskSample
 from data_utils.tasks.templates.examples import document
 from megatron_lite.analysis.maps import habits, weights_of
 from megatron_lite.analysis.words import Text
@@ -42,7 +42,7 @@ def test_weights_are_those_of_the_kernel(options):
     initialize_parameters(model.named_parameters(), config, 3)
     tokens = np.random.default_rng(0).integers(0, 100, 9)
     example = document(tokens=tokens, ord=np.arange(9), objective=0)
-    text = Text(["a"], [9], TaskSample([example], [Part(0, np.arange(9, dtype=np.int32))]), 0)
+    text = Text(["a"], [9], TaskSample([example], [TargetGroup(0, np.arange(9, dtype=np.int32))]), 0)
     run = SimpleNamespace(model=model.eval(), config=SimpleNamespace(model=config))
     weights = weights_of(run, text)
     assert weights.shape == (2, 3, 9, 9) and torch.allclose(weights.sum(-1), torch.ones(2, 3, 9))
