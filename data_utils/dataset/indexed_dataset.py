@@ -76,7 +76,7 @@ def _other_prefix(prefix: Path) -> str:
         return f"give the prefix without {prefix.suffix}: {prefix.with_suffix('')}"
     splits = sorted(prefix.parent.glob(f"{glob.escape(prefix.name)}_*.json"))
     if splits:
-        return f"there are {', '.join((str(path.with_suffix('')) for path in splits[:5]))}; give one of these"
+        return f"there are {', '.join(str(path.with_suffix('')) for path in splits[:5])}; give one of these"
     where = "" if prefix.is_absolute() else f" (relative to {Path.cwd()})"
     return f"check the prefix{where} or build the dataset"
 

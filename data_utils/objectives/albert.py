@@ -22,9 +22,9 @@ from data_utils.objectives.registry import register
 class AlbertConfig(MaskedTextConfig):
     """N-grams and the sentence-order label."""
 
-    max_ngram: int = setting(3, "longest n-gram, words; n has probability ~ 1/n", at_least=1)
-    whole_words: bool = setting(True, "count and mask words; false: tokens")
-    sentence_order: bool = setting(True, "two texts per Example and a sentence-order label on CLS")
+    max_ngram: int = setting(3, "longest masked n-gram, words; length n has probability ~ 1/n", at_least=1)
+    whole_words: bool = setting(True, "n-grams of words; false = of tokens")
+    sentence_order: bool = setting(True, "two segments per example and a sentence-order label at CLS")
 
     @property
     def length_weights(self) -> np.ndarray:

@@ -60,11 +60,9 @@ class BartConfig(RowSizes):
 
     needed_roles = ("cls", "mask")
 
-    masked_ratio: float = fraction(0.3, "part of the tokens that is removed")
-    mean_span_length: float = setting(
-        3.0, "mean of the Poisson distribution of span lengths, tokens", above=0
-    )
-    permute_sentences: bool = setting(True, "put the sentences of the context into random order")
+    masked_ratio: float = fraction(0.3, "fraction of the tokens that is masked")
+    mean_span_length: float = setting(3.0, "mean span length (Poisson), tokens", above=0)
+    permute_sentences: bool = setting(True, "shuffle the sentences of the input")
     predict_cls: bool = setting(False, "predict CLS before the text, as the published model does")
 
     @property
@@ -101,7 +99,7 @@ class BartConfig(RowSizes):
     def check_vocabulary(self, vocabulary: Vocabulary) -> None:
         check(
             not self.permute_sentences or vocabulary.sentence_end is not None,
-            "bart.permute_sentences needs to know which tokens end a sentence, which is not known for this "
+            "bart.permute_sentences needs the tokens that end a sentence, but they are unknown for this "
             "vocabulary; set it to false.",
         )
 

@@ -35,8 +35,8 @@ class CausalConfig(RowSizes):
 
     begin: str = setting(
         "eos",
-        "what stands before a text and predicts its first token: eos (GPT-2), cls (the beginning of Llama's and "
-        "Mistral's texts), or none, so that nothing does (Qwen)",
+        "token before a text, which predicts its first token: eos (GPT-2), cls (BOS of Llama and Mistral), or none "
+        "(Qwen)",
         one_of=("eos", "cls", "none"),
     )
 

@@ -32,12 +32,12 @@ _FIXED = {
 class ElectraConfig(MaskedTextConfig):
     """`model` is the discriminator. The generator has its depth, its embeddings, and a part of its width."""
 
-    mask_token_prob: float = fraction(0.85, "probability that a chosen token becomes [MASK]")
+    mask_token_prob: float = fraction(0.85, "probability that a selected token becomes [MASK]")
     random_token_prob: float = fraction(
-        0.0, "probability that a chosen token becomes a random one; the rest is kept"
+        0.0, "probability that a selected token becomes a random one; the remaining ones are kept"
     )
     generator_size: float = setting(
-        0.25, "hidden_size of the generator, as a part of model.hidden_size", above=0, at_most=1
+        0.25, "hidden_size of the generator as a fraction of model.hidden_size", above=0, at_most=1
     )
     generator_heads: int | None = setting(
         None, "attention heads of the generator; null = its hidden_size / 64, at least 1", at_least=1
@@ -47,8 +47,8 @@ class ElectraConfig(MaskedTextConfig):
     )
     embeddings: str = setting(
         "shared",
-        "shared: both stacks learn one table of words; detached: the discriminator reads the generator's without "
-        "giving it a gradient, plus a table of its own that begins as 0 (DeBERTa-v3)",
+        "shared: both models train one word embedding; detached: the discriminator reads the generator's embedding "
+        "without a gradient and adds its own, initialized to 0 (DeBERTa-v3)",
         one_of=("shared", "detached"),
     )
 
@@ -82,21 +82,21 @@ class ElectraConfig(MaskedTextConfig):
         )
         check(
             self.embeddings == "shared" or (model.positions in ("none", "rotary") and not model.segments),
-            f"electra.embeddings is detached with model.positions {model.positions} and model.segments "
-            f"{model.segments}, but only words are shared so; set positions to none and segments to 0.",
+            f"electra.embeddings is detached, but model.positions is {model.positions} and model.segments is "
+            f"{model.segments}; only word embeddings can be detached: set positions to none and segments to 0.",
         )
         width = self.generator_width(config.model.hidden_size)
         heads = self.heads_of(width)
         check(
             width % heads == 0,
-            f"electra.generator_size ({self.generator_size:g}) makes a width of {width}, which {heads} heads do not "
-            "divide; set electra.generator_heads to a divisor of it.",
+            f"electra.generator_size ({self.generator_size:g}) gives a width of {width}, which is not divisible by "
+            f"{heads} heads; set electra.generator_heads to a divisor of it.",
         )
         self._check_training(config, heads)
 
     def _check_training(self, config: Any, heads: int) -> None:
         training, parallel = config.training, config.parallel
-        why = "but what the generator draws leads to the discriminator's first layer"
+        why = "but the discriminator's input depends on the generator's samples"
         require(parallel, "parallel", {"pipeline_parallel_size": 1}, why)
         ranks = parallel.tensor_parallel_size
         check(
@@ -106,14 +106,15 @@ class ElectraConfig(MaskedTextConfig):
         )
         check(
             training.loss_normalization == "per_objective",
-            f"training.loss_normalization is {training.loss_normalization}, but electra has a mean over the chosen "
-            "tokens and one over all; set it to per_objective, and training.loss_weights={replaced: 50}.",
+            f"training.loss_normalization is {training.loss_normalization}, but electra averages one loss over the "
+            "masked tokens and one over all tokens; set it to per_objective, and training.loss_weights={replaced: "
+            "50}.",
         )
         for loss in (MASKED, REPLACED):
             weight = training.loss_weights.get(loss.name, 1.0)
             check(
                 weight > 0,
-                f"training.loss_weights.{loss.name} is {weight:g}; electra learns both losses: set it above 0.",
+                f"training.loss_weights.{loss.name} is {weight:g}; electra trains both losses; set it above 0.",
             )
         require(training, "training", NO_OPTIONS, "which is not defined for electra")
 

@@ -39,23 +39,26 @@ class EntitiesConfig(MaskedTextConfig):
 
     vectors: str | None = setting(
         None,
-        ".npy file of float32 with a row for each entity, made by scripts/dataset.py vectors",
+        ".npy file of float32, one row per entity, written by scripts/dataset.py vectors",
         is_path=True,
     )
-    size: int = setting(100, "width of the entities' vectors and of their stream", at_least=1)
-    heads: int = setting(4, "attention heads of that stream, which divide size", at_least=1)
+    size: int = setting(100, "size of the entity embeddings and of their hidden states", at_least=1)
+    heads: int = setting(4, "attention heads of the entities; must divide size", at_least=1)
     layer_types: tuple[str, ...] = setting(
         (),
-        "kind of each block: sim (tokens alone), mix (entities join them), norm (entities also attend to each other); "
-        "empty = half of them sim, one mix, the rest norm, as published",
+        "type of each block: sim (tokens only), mix (entities are added), norm (entities also attend to each "
+        "other); empty = half of them sim, one mix, the rest norm, as published",
     )
-    replaced_ratio: float = fraction(0.05, "probability that an entity is replaced by one of the Example")
-    removed_ratio: float = fraction(0.15, "probability that it is left out")
-    next_sentence: bool = setting(True, "two texts per Example and a next-sentence label on CLS")
+    replaced_ratio: float = fraction(
+        0.05, "probability that an entity is replaced by another one of the example"
+    )
+    removed_ratio: float = fraction(0.15, "probability that an entity is removed")
+    next_sentence: bool = setting(True, "two segments per example and a next-sentence label at CLS")
 
     model_module = "megatron_lite.models.ernie_thu.kind"
     two_stacks = (
-        "reads entities beside its tokens; it is trained, tuned on tasks and measured; it writes no text."
+        "reads entities with its tokens; it can be trained, fine-tuned on tasks and evaluated, but cannot generate "
+        "text."
     )
     solves_tasks = True
     reads_beside = "entities"
@@ -76,8 +79,8 @@ class EntitiesConfig(MaskedTextConfig):
         layers = config.model.num_layers
         check(
             len(self.kinds_of(layers)) == layers and set(self.layer_types) <= set(LAYERS),
-            f"entities.layer_types is {shown(list(self.layer_types))}; give {layers} (model.num_layers), each one of "
-            f"{', '.join(LAYERS)}.",
+            f"entities.layer_types is {shown(list(self.layer_types))}; it needs {layers} entries "
+            f"(model.num_layers), each one of {', '.join(LAYERS)}.",
         )
         check(
             self.size % self.heads == 0,
@@ -86,7 +89,7 @@ class EntitiesConfig(MaskedTextConfig):
         total = self.replaced_ratio + self.removed_ratio
         check(
             total <= 1,
-            f"entities.replaced_ratio and entities.removed_ratio are {total:g} together; they must be 1 at most.",
+            f"entities.replaced_ratio and entities.removed_ratio sum to {total:g}; their sum must be at most 1.",
         )
         fixed = {**_FIXED, "sentence_classes": 2 * self.next_sentence}
         require(config.model, "model", fixed, "which a model with entities cannot have")
@@ -94,7 +97,7 @@ class EntitiesConfig(MaskedTextConfig):
             config.parallel,
             "parallel",
             _LAYOUT,
-            "but the entities' stream is not split, also not between stages",
+            "but the hidden states of entities are not split, neither in tensor nor in pipeline parallelism",
         )
         require(config.training, "training", NO_OPTIONS, "which is not defined for entities")
         if config.task is not None:

@@ -41,11 +41,13 @@ class ErnieConfig(MaskedTextConfig):
 
     segmenter: str = setting(
         "words",
-        "units masked as one: tokens, words, jieba (words of Chinese text; needs the package jieba), or listed (the "
-        "spans of a corpus built with --spans-key, else words)",
+        "what is masked as one unit: tokens, words, jieba (words of Chinese text; needs the package jieba), or "
+        "listed (spans of a corpus built with --spans-key, otherwise words)",
         one_of=SEGMENTERS,
     )
-    next_sentence: bool = setting(False, "two texts per Example and a next-sentence label on CLS (ERNIE 1.0)")
+    next_sentence: bool = setting(
+        False, "two segments per example and a next-sentence label at CLS (ERNIE 1.0)"
+    )
 
     units_of_tokens = "segmenter=tokens"
 
@@ -108,14 +110,14 @@ def jieba_segmenter(vocabulary: Vocabulary) -> TextSegmenter:
     """Chinese words by jieba. Raises: ConfigError if it is not installed or the token texts are not known."""
     if vocabulary.token_texts is None:
         raise ConfigError(
-            "ernie.segmenter jieba needs the texts of the tokens, which this vocabulary does not have; "
+            "ernie.segmenter is jieba, which needs the text of every token, but this vocabulary does not have it; "
             "choose words or tokens."
         )
     try:
         import jieba
     except ImportError:
         raise ConfigError(
-            "ernie.segmenter jieba needs the package jieba, which is not installed; run "
-            "pip install jieba, or choose words."
+            "ernie.segmenter is jieba, but the package jieba is not installed; run pip install jieba or choose "
+            "words."
         ) from None
     return TextSegmenter(vocabulary.token_texts, jieba.cut)

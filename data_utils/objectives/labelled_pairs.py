@@ -62,7 +62,7 @@ class LabelledPairs(LabelledText):
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("discourse_relation")
 class DiscourseRelationConfig(LabelledPairsConfig):
-    classes: int = setting(MARKERS, "markers among the labels of its corpora", at_least=2)
+    classes: int = setting(MARKERS, "number of labels (markers) of its corpora", at_least=2)
 
 
 @register
@@ -75,7 +75,9 @@ class DiscourseRelation(LabelledPairs):
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("relevance")
 class RelevanceConfig(LabelledPairsConfig):
-    classes: int = setting(3, "labels of its corpora: clicked, shown and not clicked, neither", at_least=2)
+    classes: int = setting(
+        3, "number of labels of its corpora: clicked, shown and not clicked, neither", at_least=2
+    )
 
 
 @register

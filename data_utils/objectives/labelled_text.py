@@ -32,7 +32,7 @@ def label_documents(batch, counts, labels, first_chunk, objective):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LabelledTextConfig(MaskedTextConfig):
-    whole_words: bool = setting(True, "mask the tokens of a word together")
+    whole_words: bool = setting(True, "mask all tokens of a word together")
 
     @property
     def has_sentence_label(self) -> bool:

@@ -42,7 +42,7 @@ class MaskedDiffusionConfig(RowSizes):
 
     least_share: float = setting(
         0.001,
-        "least probability of a mask, whose inverse is the largest weight of a token",
+        "smallest masking probability; its inverse is the largest weight of a token",
         above=0,
         at_most=1,
     )

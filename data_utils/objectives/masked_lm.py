@@ -33,17 +33,17 @@ SHORTEST = 8  # tokens of a sentence, where inputs are pairs of them
 class MaskedLmConfig(MaskedTextConfig):
     """BERT without next-sentence prediction by default, that is RoBERTa."""
 
-    whole_words: bool = setting(False, "mask the tokens of a word together")
-    next_sentence: bool = setting(False, "two texts per Example and a next-sentence label on CLS (BERT)")
+    whole_words: bool = setting(False, "mask all tokens of a word together")
+    next_sentence: bool = setting(False, "two segments per example and a next-sentence label at CLS (BERT)")
     static_copies: int = setting(
         0,
-        "masks drawn beforehand for each text and used in turn (BERT: 10); 0 = drawn for each sample",
+        "static masking: number of masks per text, used in turn (BERT: 10); 0 = dynamic masking",
         at_least=0,
     )
     input: str = setting(
         "segments",
-        "what an Example is, RoBERTa's four: segments (a part of a document; with next_sentence it is cut in two), "
-        "sentences (two sentences), full (whole sentences, across documents), document (whole sentences of one)",
+        "input format, RoBERTa's four: segments (a slice of a document; with next_sentence two), sentences (two "
+        "sentences), full (whole sentences, across documents), document (whole sentences of one document)",
         one_of=("segments", "sentences", "full", "document"),
     )
 
@@ -51,8 +51,8 @@ class MaskedLmConfig(MaskedTextConfig):
         super(MaskedLmConfig, self).__post_init__()
         check(
             not self.next_sentence or self.input in ("segments", "sentences"),
-            f"masked_lm.next_sentence is true with input {self.input}, whose Examples have one text; set it to false, "
-            "or input to segments or sentences.",
+            f"masked_lm.next_sentence is true with input {self.input}, whose examples have only one segment; set it "
+            "to false, or input to segments or sentences.",
         )
 
     @property
@@ -84,7 +84,8 @@ class MaskedLmConfig(MaskedTextConfig):
     def check_vocabulary(self, vocabulary: Vocabulary) -> None:
         check(
             self.input == "segments" or vocabulary.sentence_end is not None,
-            f"masked_lm.input is {self.input}, but no sentence ends are known for this vocabulary; set it to segments.",
+            f"masked_lm.input is {self.input}, but the tokens that end a sentence are unknown for this vocabulary; "
+            "set it to segments.",
         )
 
 

@@ -267,10 +267,10 @@ def _fill_rows(batch, chunks, tables, pairs, sentence_end, settings):
 class MaskedTextConfig(RowSizes):
     """Common settings and sizes of the objectives of this family; the class attributes are what a recipe may change."""
 
-    masked_ratio: float = fraction(0.15, "part of the tokens (CLS and SEP counted) that is predicted")
-    mask_token_prob: float = fraction(0.8, "probability that a chosen token becomes [MASK]")
+    masked_ratio: float = fraction(0.15, "fraction of the tokens (including CLS and SEP) that is predicted")
+    mask_token_prob: float = fraction(0.8, "probability that a selected token becomes [MASK]")
     random_token_prob: float = fraction(
-        0.1, "probability that a chosen token becomes a random one; the rest is kept"
+        0.1, "probability that a selected token becomes a random one; the remaining ones are kept"
     )
 
     section_key: ClassVar[str]

@@ -41,18 +41,22 @@ class MassConfig(RowSizes):
 
     needed_roles = ("cls", "sep", "mask")
 
-    fragment_ratio: float = fraction(0.5, "length of the fragment as a part of the text")
-    head_prob: float = fraction(0.2, "probability that the fragment is at the head of the text")
-    tail_prob: float = fraction(0.2, "probability that it is at the tail; else anywhere")
+    fragment_ratio: float = fraction(0.5, "length of the fragment as a fraction of the text")
+    head_prob: float = fraction(0.2, "probability that the fragment is at the start of the text")
+    tail_prob: float = fraction(
+        0.2, "probability that the fragment is at the end of the text; otherwise anywhere"
+    )
     mask_token_prob: float = fraction(0.8, "probability that a token of the fragment becomes [MASK]")
-    random_token_prob: float = fraction(0.1, "probability that it becomes a random one; the rest is kept")
+    random_token_prob: float = fraction(
+        0.1, "probability that it becomes a random one; the remaining ones are kept"
+    )
 
     def __post_init__(self) -> None:
         check_treatment("mass", self.mask_token_prob, self.random_token_prob)
         check(
             self.head_prob + self.tail_prob <= 1.0 + 1e-9,
-            f"mass.head_prob ({self.head_prob}) + tail_prob ({self.tail_prob}) exceed 1; lower one of them (the "
-            "rest is anywhere).",
+            f"mass.head_prob ({self.head_prob}) + tail_prob ({self.tail_prob}) exceeds 1; lower one of them (the "
+            "remaining probability places the fragment anywhere).",
         )
 
     @property

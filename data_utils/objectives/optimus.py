@@ -53,45 +53,43 @@ _FIXED = {
 class OptimusConfig(RowSizes):
     """The latent vector, what carries it to the decoder, and the weight of its divergence over the steps."""
 
-    latent_size: int = setting(32, "components of the latent vector", at_least=1)
+    latent_size: int = setting(32, "size of the latent vector", at_least=1)
     feature: str = setting(
         "pooler",
-        "what of the encoder gives the latent vector: pooler (a dense layer and tanh on CLS, as the released code has "
-        "it) or cls (the last layer's CLS itself, as the paper has it)",
+        "encoder output that gives the latent vector: pooler (a dense layer and tanh at CLS, as in the released "
+        "code) or cls (the hidden state of CLS, as in the paper)",
         one_of=FEATURES,
     )
-    memory: bool = setting(
-        True, "whether the latent vector is a key and value of each of the decoder's layers"
+    memory: bool = setting(True, "add the latent vector as a key and value in every decoder layer")
+    embedding: bool = setting(True, "add the latent vector to the decoder's embeddings")
+    beta: float = setting(1.0, "largest weight of the KL divergence; 0 = an autoencoder", at_least=0)
+    cycles: int = setting(
+        1, "number of annealing cycles of that weight, evenly over training.steps", at_least=1
     )
-    embedding: bool = setting(True, "whether the latent vector is added to the decoder's embeddings")
-    beta: float = setting(1.0, "the largest weight of the divergence; 0 = an autoencoder", at_least=0)
-    cycles: int = setting(1, "how often the weight rises from 0, evenly over training.steps", at_least=1)
-    zero_share: float = setting(0.5, "part of a cycle in which the weight is 0", at_least=0, at_most=1)
-    rise_share: float = setting(0.25, "part of a cycle in which it rises to beta", at_least=0, at_most=1)
+    zero_share: float = setting(0.5, "fraction of a cycle in which the weight is 0", at_least=0, at_most=1)
+    rise_share: float = setting(
+        0.25, "fraction of a cycle in which the weight rises to beta", at_least=0, at_most=1
+    )
     free_bits: float = setting(
-        1.0, "nats of each component's divergence below which it is not lowered further", at_least=0
+        1.0, "free bits: KL divergence per component below which it has no gradient, nats", at_least=0
     )
     noise_free: bool = setting(
         False,
-        "while the weight is 0, decode the mean of the latent vector: an autoencoder. false = with noise then too, as "
-        "the released code does",
+        "decode the mean of the latent vector while the weight is 0; false = add noise then too, as the released "
+        "code does",
     )
     init_std: float | None = setting(
         None,
-        "standard deviation of the latent matrices' initial weights; null = 1/sqrt(hidden_size) of the stack that a "
-        "matrix belongs to (posterior: the encoder; memory, embedding: the decoder), and that stack's init_std where "
-        "it begins with trained weights",
+        "standard deviation of the latent matrices' initial weights; null = 1/sqrt(hidden_size) of the stack that "
+        "a matrix belongs to (posterior: the encoder; memory, embedding: the decoder), and that stack's init_std "
+        "where it is initialized from a checkpoint",
         above=0,
     )
     length_weighted: bool = setting(
         False, "divide each sentence's reconstruction loss by its number of tokens"
     )
-    encoder_from: str | None = setting(
-        None, "run or checkpoint with whose weights the encoder begins", is_path=True
-    )
-    decoder_from: str | None = setting(
-        None, "run or checkpoint with whose weights the decoder begins", is_path=True
-    )
+    encoder_from: str | None = setting(None, "run or checkpoint that initializes the encoder", is_path=True)
+    decoder_from: str | None = setting(None, "run or checkpoint that initializes the decoder", is_path=True)
 
     segments = 1
     needed_roles = ("cls", "sep")  # of the encoder; the decoder's: see check_vocabulary
@@ -104,13 +102,13 @@ class OptimusConfig(RowSizes):
     def __post_init__(self) -> None:
         check(
             self.memory or self.embedding,
-            "optimus.memory and optimus.embedding are both false, so that nothing carries the latent vector to the "
-            "decoder; set one of them to true.",
+            "optimus.memory and optimus.embedding are both false, so the decoder does not receive the latent "
+            "vector; set one of them to true.",
         )
         shares = self.zero_share + self.rise_share
         check(
             shares <= 1.0,
-            f"optimus.zero_share + optimus.rise_share is {shares:g}; together they must be at most 1.",
+            f"optimus.zero_share + optimus.rise_share is {shares:g}; the sum must be at most 1.",
         )
 
     def check_run(self, config: Any) -> None:
@@ -118,8 +116,8 @@ class OptimusConfig(RowSizes):
         decoder = config.decoder
         check(
             decoder is not None,
-            "objectives has optimus, but decoder is null; describe there the Transformer that decodes, as model "
-            "describes the one that encodes.",
+            "the objective optimus needs a decoder, but the section decoder is null; set it as the section model "
+            "is set for the encoder.",
         )
         require_alone(config, "optimus has samples of its own kind and stands")
         require(
@@ -132,11 +130,11 @@ class OptimusConfig(RowSizes):
             check(
                 needed <= stack.max_position or stack.positions == "none",
                 f"data.sequence_length ({config.data.sequence_length}) needs position ids up to {needed}, but "
-                f"{key}.max_position is {stack.max_position}; set it to {needed}, or a shorter data.sequence_length.",
+                f"{key}.max_position is {stack.max_position}; set it to {needed} or lower data.sequence_length.",
             )
         check(
             self.feature != "pooler" or config.model.sentence_classes > 0,
-            "optimus.feature is pooler, but model.sentence_classes is 0, so that the encoder has no pooler; set "
+            "optimus.feature is pooler, but model.sentence_classes is 0, so the encoder has no pooler; set "
             "model.sentence_classes=2, or optimus.feature=cls.",
         )
 
@@ -151,7 +149,7 @@ class OptimusConfig(RowSizes):
         whole, stack = config.checkpoint.initialize_from, self.encoder_from or self.decoder_from
         check(
             whole is None or stack is None,
-            f"checkpoint.initialize_from is {whole} and a stack is to begin with {stack}; set "
+            f"checkpoint.initialize_from is {whole}, but optimus also initializes a stack from {stack}; set "
             "checkpoint.initialize_from, or optimus.encoder_from and decoder_from, to null.",
         )
         usual = NO_OPTIONS | {"loss_normalization": "global_tokens"}
@@ -294,7 +292,7 @@ class Optimus(RowObjective):
         odd = np.flatnonzero(chunks_per_sample % self.texts)
         if len(odd):
             raise DataError(
-                f"sample {sample_indices[odd[0]]} has {chunks_per_sample[odd[0]]} chunks, but every sentence has two, "
-                "the encoder's and the decoder's; open the corpora with both tokenizers."
+                f"sample {sample_indices[odd[0]]} has {chunks_per_sample[odd[0]]} chunks, but every sentence needs "
+                "two, one for the encoder and one for the decoder; open the corpora with both tokenizers."
             )
         super().fill(batch, tokens, chunk_lengths, chunks_per_sample, sample_indices)

@@ -21,15 +21,15 @@ from data_utils.objectives.registry import register
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("sentence_distance")
 class SentenceDistanceConfig(LabelledTextConfig):
-    far_prob: float = fraction(1 / 3, "probability of two texts of a document with text between them")
-    wrong_prob: float = fraction(1 / 3, "probability of texts of two documents")
+    far_prob: float = fraction(1 / 3, "probability of two non-adjacent texts of one document")
+    wrong_prob: float = fraction(1 / 3, "probability of texts of two different documents")
 
     def __post_init__(self) -> None:
         super(SentenceDistanceConfig, self).__post_init__()
         check(
             self.far_prob + self.wrong_prob <= 1,
-            f"sentence_distance has far_prob {self.far_prob:g} and wrong_prob {self.wrong_prob:g}; their sum must be "
-            "1 at most.",
+            f"sentence_distance has far_prob {self.far_prob:g} and wrong_prob {self.wrong_prob:g}; their sum must "
+            "be at most 1.",
         )
 
     @property

@@ -87,7 +87,9 @@ def _reorder_all(
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("sentence_reordering")
 class SentenceReorderingConfig(LabelledTextConfig):
-    parts: int = setting(3, "most segments of a text: 3 have 9 orders, 4 have 33", at_least=2, at_most=4)
+    parts: int = setting(
+        3, "largest number of segments of a text; 3 give 9 orders, 4 give 33", at_least=2, at_most=4
+    )
 
     @property
     def class_heads(self) -> dict[str, int]:

@@ -36,14 +36,14 @@ class SpanBertConfig(MaskedTextConfig):
         0.2, "parameter of the geometric distribution of span lengths, words", above=0, below=1
     )
     max_span_length: int = setting(10, "longest span, words", at_least=1)
-    whole_words: bool = setting(True, "count and mask words; false: tokens")
+    whole_words: bool = setting(True, "spans of words; false = of tokens")
     spans: str = setting(
         "words",
-        "words: spans of words; listed: also those that a corpus built with --spans-key lists",
+        "words: random spans; listed: also the spans of a corpus built with --spans-key",
         one_of=("words", "listed"),
     )
     span_prob: float = fraction(
-        0.5, "spans listed: probability that a listed span is drawn, where one still fits, not one of words"
+        0.5, "with spans listed: probability of a listed span instead of a random one, where one still fits"
     )
 
     @property

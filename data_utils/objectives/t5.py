@@ -51,12 +51,14 @@ class SentinelConfig(RowSizes):
 
     sentinel_first: int | None = setting(
         None,
-        "id of the first sentinel; the k-th has id sentinel_first - k, as T5 counts. null = the vocabulary's own "
-        "(<extra_id_0>, <extra_id_1>, ...), without them [MASK] for all: the order of the spans distinguishes them",
+        "id of the first sentinel; the k-th has id sentinel_first - k, as in T5. null = the vocabulary's own "
+        "(<extra_id_0>, <extra_id_1>, ...), or if it has none, [MASK] for every span",
         at_least=0,
     )
-    sentinels_ascend: bool = setting(False, "the k-th sentinel has id sentinel_first + k instead")
-    sentinel_count: int = setting(100, "sentinels; more spans start again at the first", at_least=1)
+    sentinels_ascend: bool = setting(False, "the k-th sentinel has id sentinel_first + k")
+    sentinel_count: int = setting(
+        100, "number of sentinels; further spans start again at the first", at_least=1
+    )
 
     needed_roles = ("eos",)
 
@@ -64,12 +66,13 @@ class SentinelConfig(RowSizes):
         first, count = self.sentinel_first, self.sentinel_count
         check(
             first is None or self.sentinels_ascend or first >= count - 1,
-            f"{self.section_key}.sentinel_first ({first}) must be at least sentinel_count - 1 ({count - 1}): ids count "
-            "down, unless sentinels_ascend is true.",
+            f"{self.section_key}.sentinel_first ({first}) must be at least sentinel_count - 1 ({count - 1}): ids "
+            "count down unless sentinels_ascend is true; raise it.",
         )
         check(
             first is not None or not self.sentinels_ascend,
-            f"{self.section_key}.sentinels_ascend is true without sentinel_first; set the id of the first one.",
+            f"{self.section_key}.sentinels_ascend is true, but sentinel_first is null; set it to the id of the "
+            "first sentinel.",
         )
 
     def sentinels(self, vocabulary: Vocabulary) -> tuple[int, int, int]:
@@ -80,16 +83,16 @@ class SentinelConfig(RowSizes):
         if not known:
             check(
                 "mask" not in vocabulary.lacking,
-                f"{self.section_key} needs the special token mask, or <extra_id_0>, ..., which the vocabulary lacks; "
-                f"set {self.section_key}.sentinel_first, or set tokenizer.added_tokens=glm (or t5) and build the "
-                "corpora again.",
+                f"{self.section_key} needs the special token mask, or <extra_id_0>, ..., which the vocabulary does "
+                f"not have; set {self.section_key}.sentinel_first, or set tokenizer.added_tokens=glm (or t5) and "
+                "rebuild the corpora.",
             )
             return vocabulary.special.mask, 0, count
         step = known[1] - known[0] if len(known) > 1 else -1
         check(
             step in (-1, 1) and known == tuple(range(known[0], known[0] + step * len(known), step)),
-            f"the ids of <extra_id_0>, <extra_id_1>, ... ({', '.join(map(str, known[:3]))}, ...) neither count up nor "
-            f"down by 1; set {self.section_key}.sentinel_first and sentinel_count to ids that do.",
+            f"the ids of <extra_id_0>, <extra_id_1>, ... ({', '.join(map(str, known[:3]))}, ...) do not count up or "
+            f"down by 1; set {self.section_key}.sentinel_first and sentinel_count to ids that do so.",
         )
         return known[0], step, min(count, len(known))
 
@@ -118,8 +121,8 @@ class SentinelConfig(RowSizes):
 class T5Config(SentinelConfig):
     """Settings of the noise spans."""
 
-    noise_ratio: float = fraction(0.15, "part of the tokens that is noise")
-    mean_span_length: float = setting(3.0, "mean length of a noise span, tokens", at_least=1)
+    noise_ratio: float = fraction(0.15, "fraction of the tokens that is corrupted")
+    mean_span_length: float = setting(3.0, "mean length of a corrupted span, tokens", at_least=1)
 
     @property
     def growth(self) -> float:

@@ -46,10 +46,10 @@ class DenoiserConfig:
     """One way to hide parts of a text."""
 
     mode: str = setting("regular", "regular (R), extreme (X) or sequential (S)", one_of=MODES)
-    share: float = setting(1.0, "share of the chunks, relative to the others", above=0)
-    noise_ratio: float = fraction(0.15, "part of the tokens that is predicted; sequential: on average")
+    share: float = setting(1.0, "sampling weight, relative to the other denoisers", above=0)
+    noise_ratio: float = fraction(0.15, "fraction of the tokens that is predicted; sequential: on average")
     mean_span_length: float = setting(
-        3.0, "mean length of a noise span, tokens; sequential: unused", at_least=1
+        3.0, "mean length of a corrupted span, tokens; unused by sequential", at_least=1
     )
 
     @property
@@ -83,17 +83,17 @@ class Ul2Config(SentinelConfig):
         "(64, 0.15), (64, 0.5), and S with a quarter",
     )
     regular_token: int | None = setting(
-        None, "id of the token before a context in mode R ([NLU]); null = none", at_least=0
+        None, "id of the token before an input in mode R ([NLU]); null = none", at_least=0
     )
-    extreme_token: int | None = setting(None, "id of that in mode X ([NLG])", at_least=0)
-    sequential_token: int | None = setting(None, "id of that in mode S ([S2S])", at_least=0)
+    extreme_token: int | None = setting(None, "id of the token in mode X ([NLG]); null = none", at_least=0)
+    sequential_token: int | None = setting(None, "id of the token in mode S ([S2S]); null = none", at_least=0)
 
     def __post_init__(self) -> None:
         SentinelConfig.__post_init__(self)
         given = [token for token in self.tokens if token is not None]
         check(
             len(set(given)) == len(given),
-            f"ul2 has the mode tokens {given}; give each mode an id of its own.",
+            f"ul2 has the mode tokens {given}; give each mode a different id.",
         )
 
     @property

@@ -22,11 +22,15 @@ from data_utils.objectives.registry import register
 class UniLmConfig(MaskedTextConfig):
     """Settings of the mixture of language models, and of the masked tokens."""
 
-    bidirectional_prob: float = fraction(1 / 3, "probability of the bidirectional kind")
-    seq2seq_prob: float = fraction(1 / 3, "probability of the sequence-to-sequence kind")
-    left_to_right_prob: float = fraction(1 / 6, "probability of the left-to-right kind; the rest is reversed")
-    single_token_prob: float = fraction(0.8, "probability of masking one token; else a bigram or trigram")
-    next_sentence: bool = setting(True, "next-sentence label on CLS of the bidirectional kind")
+    bidirectional_prob: float = fraction(1 / 3, "probability of bidirectional attention")
+    seq2seq_prob: float = fraction(1 / 3, "probability of sequence-to-sequence attention")
+    left_to_right_prob: float = fraction(
+        1 / 6, "probability of left-to-right attention; the remaining probability is right-to-left"
+    )
+    single_token_prob: float = fraction(
+        0.8, "probability of masking a single token; otherwise a bigram or trigram"
+    )
+    next_sentence: bool = setting(True, "next-sentence label at CLS, with bidirectional attention")
 
     segments = 6
 
@@ -45,7 +49,7 @@ class UniLmConfig(MaskedTextConfig):
         total = sum(getattr(self, name) for name in names)
         check(
             total <= 1.0 + 1e-9,
-            f"unilm.{', '.join(names)} add up to {total:g}; they must not exceed 1 (the rest "
+            f"unilm.{', '.join(names)} add up to {total:g}; their sum must be at most 1 (the remaining probability "
             "is right-to-left).",
         )
 

@@ -44,9 +44,9 @@ class UniLmV2Config(RowSizes):
 
     needed_roles = ("cls", "sep", "mask")
 
-    masked_ratio: float = fraction(0.15, "part of the tokens (CLS and SEP counted) that is predicted")
-    span_prob: float = fraction(0.4, "probability that a block is a span; else it is one token")
-    max_span_length: int = setting(6, "spans have 2..this tokens, each length equally likely", at_least=2)
+    masked_ratio: float = fraction(0.15, "fraction of the tokens (including CLS and SEP) that is predicted")
+    span_prob: float = fraction(0.4, "probability that a block is a span; otherwise it is one token")
+    max_span_length: int = setting(6, "longest span, tokens; lengths from 2 are equally likely", at_least=2)
 
     @property
     def length_weights(self) -> list[float]:

@@ -27,51 +27,65 @@ MASKS = ("auto", "mask", "smask", "gmask")
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("task")
 class TaskConfig:
-    name: str = setting(REQUIRED, "the task, which gives fields, patterns and metrics; any name for your own")
-    kind: str = setting(REQUIRED, "what the model does", one_of=tuple(KINDS))
-    reader: str = setting(REQUIRED, "the format of the files", one_of=READERS)
-    train: str | None = setting(None, "file to train on; for pairs, the one with the sources", is_path=True)
-    validation: tuple[str, ...] = setting((), "files to evaluate on", is_path=True)
-    test: tuple[str, ...] = setting((), "files to predict, whose labels may be missing", is_path=True)
-    labels: tuple[str, ...] = setting((), "classes or tags, in the order of numbers; () = the task's own")
-    text_fields: tuple[str, ...] = setting((), "fields of the texts, one or two; () = the task's own")
-    label_field: str | None = setting(None, "field of the label; null = the task's own")
-    form: str = setting("auto", "inputs of which model; auto = that of the run's objective", one_of=FORMS)
-    pattern: int = setting(0, "cloze: number of the task's pattern", at_least=0)
+    name: str = setting(
+        REQUIRED,
+        "name of the task, which selects fields, patterns and metrics; any name for a task of your own",
+    )
+    kind: str = setting(REQUIRED, "type of the task", one_of=tuple(KINDS))
+    reader: str = setting(REQUIRED, "format of the files", one_of=READERS)
+    train: str | None = setting(
+        None, "training file; for reader pairs, the file with the sources", is_path=True
+    )
+    validation: tuple[str, ...] = setting((), "validation files", is_path=True)
+    test: tuple[str, ...] = setting((), "files to predict; labels are optional", is_path=True)
+    labels: tuple[str, ...] = setting((), "classes or tags, in the order of their ids; () = the task's own")
+    text_fields: tuple[str, ...] = setting((), "one or two fields with the texts; () = the task's own")
+    label_field: str | None = setting(None, "field with the label; null = the task's own")
+    form: str = setting("auto", "input format; auto = the format of the run's objective", one_of=FORMS)
+    pattern: int = setting(0, "cloze: index of the task's pattern", at_least=0)
     template: str | None = setting(None, "your own pattern, like '{text} It was [MASK].'; null = the task's")
-    verbalizers: dict[str, Any] = setting_mapping("cloze, own pattern: label -> the words that say it")
+    verbalizers: dict[str, Any] = setting_mapping(
+        "cloze with template: label -> the words that fill the blank"
+    )
     scoring: str = setting(
         "auto",
-        "cloze: restricted (logits of one token of each answer), sum or mean of log probabilities; auto = restricted "
-        "where all answers are one token, else sum",
+        "cloze: restricted (compare the logits of one token per choice), sum or mean of log probabilities; auto = "
+        "restricted if every choice is one token, otherwise sum",
         one_of=SCORINGS,
     )
-    length_power: float = setting(1.0, "mean: power of the answer's tokens that divides the sum", at_least=0)
-    loss: str = setting("cross_entropy", "cloze: of the choices' scores", one_of=LOSSES)
+    length_power: float = setting(
+        1.0, "scoring mean: exponent of the number of tokens that divides the sum", at_least=0
+    )
+    loss: str = setting("cross_entropy", "cloze: loss over the scores of the choices", one_of=LOSSES)
     marks: dict[str, Any] = setting_mapping(
-        "typing, classification: field with a span of the text -> what stands around it; {} = typing: {mention: 。}"
+        "typing, classification: field with a span of the text -> token put around the span; {} = typing: "
+        "{mention: 。}"
     )
-    entity_ids: str | None = setting(None, "numbers of entities that lines name", is_path=True)
-    min_score: float = setting(0.0, "entities of a lower score are left out")
-    mask: str = setting("auto", "the blank's token; auto = the one that the run has learnt", one_of=MASKS)
-    sequence_length: int = setting(256, "most tokens of an input, special ones counted", at_least=8)
-    target_length: int = setting(64, "most tokens of an output", at_least=1)
-    question_length: int = setting(64, "spans: most tokens of a question", at_least=1)
-    answer_length: int = setting(30, "spans: most tokens of an answer", at_least=1)
-    stride: int = setting(128, "spans, language modelling: tokens between the starts of windows", at_least=1)
-    bidirectional: bool = setting(True, "language modelling, lambada: the context is read both ways")
-    masked_ratio: float = setting(0.7, "unilm: part of the target that is masked", above=0, at_most=1)
+    entity_ids: str | None = setting(None, "file with the entity ids of the names in the lines", is_path=True)
+    min_score: float = setting(0.0, "entities with a lower score are skipped")
+    mask: str = setting(
+        "auto", "token of the blank; auto = the one that the run was trained with", one_of=MASKS
+    )
+    sequence_length: int = setting(256, "longest input, tokens, including special tokens", at_least=8)
+    target_length: int = setting(64, "longest output, tokens", at_least=1)
+    question_length: int = setting(64, "spans: longest question, tokens", at_least=1)
+    answer_length: int = setting(30, "spans: longest answer, tokens", at_least=1)
+    stride: int = setting(128, "spans, language modelling: stride of the windows, tokens", at_least=1)
+    bidirectional: bool = setting(True, "language modelling, lambada: bidirectional attention in the context")
+    masked_ratio: float = setting(0.7, "unilm: fraction of the target that is masked", above=0, at_most=1)
     target_mask_prob: float = fraction(
-        0.5, "unilmv2: tokens of the target that others see as [MASK] or another token"
+        0.5, "unilmv2: probability that later tokens see a target token as [MASK] or another token"
     )
-    blank_ratio: float = setting(0.1, "blanks: part of the words that is hidden", above=0, below=1)
-    train_samples: int | None = setting(None, "samples to draw by the seed; null = all", at_least=1)
-    skip_bad_lines: bool = setting(False, "leave out lines that cannot be read, and count them")
+    blank_ratio: float = setting(0.1, "blanks: fraction of the words that is masked", above=0, below=1)
+    train_samples: int | None = setting(
+        None, "number of training samples, drawn with the seed; null = all", at_least=1
+    )
+    skip_bad_lines: bool = setting(False, "skip and count lines that cannot be read")
     metrics: tuple[str, ...] = setting((), "metrics to compute; () = the task's own")
     positive: str | None = setting(
-        None, "f1, f1a: the class, or the choice's number; null = the second of two"
+        None, "f1, f1a: the positive class, or the index of the positive choice; null = the second of two"
     )
-    negative: str | None = setting(None, "micro_f1: the class that says nothing, such as no_relation")
+    negative: str | None = setting(None, "micro_f1: the negative class, such as no_relation")
 
     @property
     def writes_text(self) -> bool:

@@ -47,21 +47,21 @@ class TokenizerConfig:
     kind: str = setting(REQUIRED, "file format", one_of=KINDS)
     path: str = setting(
         REQUIRED,
-        "vocab.txt, vocab.json, .model or tokenizer.json, or its directory, or a name of the Hugging Face hub: "
-        "org/name or org/name@revision",
+        "vocab.txt, vocab.json, .model or tokenizer.json, or its directory, or a repository of the Hugging Face "
+        "hub: org/name or org/name@revision",
         is_path=True,
     )
     added_tokens: str = setting(
         "glm",
-        "tokens after those of the files: GLM's that they lack (glm), none, so that the vocabulary is the published "
-        "one (BERT, RoBERTa, GPT-2, ...), T5's 100 sentinels (t5; its tokenizer.json has them), or <PAD>, <BOS> and "
-        "<EOS> where the files have no such token (optimus)",
+        "tokens added after those of the files: the GLM tokens they lack (glm), none, which keeps the published "
+        "vocabulary (BERT, RoBERTa, GPT-2, ...), T5's 100 sentinels (t5; its tokenizer.json has them), or <PAD>, "
+        "<BOS> and <EOS> where the files have no such token (optimus)",
         one_of=ADDED_TOKENS,
     )
     vocab_size: int | None = setting(
         None,
-        "ids of the vocabulary, the last ones without a token (T5 32128 for 32100, ERNIE 1.0 18000 for 17964); "
-        "null = those that have a token",
+        "size of the vocabulary, including ids without a token at its end (T5 32128 for 32100, ERNIE 1.0 18000 for "
+        "17964); null = the number of tokens",
         at_least=1,
         at_most=MAX_VOCAB_SIZE,
     )
@@ -97,7 +97,7 @@ def parse_merges(text: str, path: Path) -> list[tuple[str, str]]:
     for number, line in enumerate(lines[first:], start=first + 1):
         left, space, right = line.partition(" ")
         if not (left and space and right) or " " in right:
-            raise DataError(f"{path}: line {number} of merges.txt ({line[:50]!r}) must be two pieces.")
+            raise DataError(f"{path}: line {number} of merges.txt ({line[:50]!r}) must be two tokens.")
         merges.append((left, right))
     return merges
 
@@ -119,7 +119,7 @@ def merge_results(model: Mapping[str, Any], path: Path) -> set[str]:
     )
     for pair in pairs:
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(piece, str) for piece in pair)):
-            raise DataError(f"{path}: merge {str(pair)[:50]!r} must be two pieces; the file is damaged.")
+            raise DataError(f"{path}: merge {str(pair)[:50]!r} must be two tokens; the file is damaged.")
         if not (
             isinstance(prefix, str) and pair[1].startswith(prefix)
         ):  # the library would abort the process
@@ -134,8 +134,8 @@ def read_files(config: TokenizerConfig) -> dict[str, bytes]:
     path = Path(config.path)
     if not path.exists():
         raise DataError(
-            f"tokenizer {path} does not exist; set path to the tokenizer's file or directory, or to a name of the "
-            "Hugging Face hub, org/name@main."
+            f"tokenizer {path} does not exist; set path to the tokenizer's file or directory, or to a repository of "
+            "the Hugging Face hub, org/name@main."
         )
     if config.kind == "sentencepiece":
         return {"model": _read(_find_sentencepiece_model(path))}
@@ -163,7 +163,7 @@ def _read(path: Path) -> bytes:
     except ValueError as error:
         raise DataError(f"tokenizer file {path} {error}; check its kind and path.") from None
     if not content:
-        raise DataError(f"tokenizer file {path} is empty; fetch it again.")
+        raise DataError(f"tokenizer file {path} is empty; download it again.")
     return content
 
 
@@ -179,7 +179,8 @@ def parse_json(content: bytes, path: Path) -> dict[str, Any]:
         tree = orjson.loads(decode_utf8(content, path))
     except orjson.JSONDecodeError as error:
         raise DataError(
-            f"tokenizer file {path} is not valid JSON: {one_line(error)}; check its kind and path, or fetch it again."
+            f"tokenizer file {path} is not valid JSON: {one_line(error)}; check its kind and path, or download it "
+            "again."
         ) from None
     if not isinstance(tree, dict):
         raise DataError(
@@ -190,7 +191,7 @@ def parse_json(content: bytes, path: Path) -> dict[str, Any]:
 
 def check_vocab(ids: Mapping[str, Any], path: Path) -> None:
     if not ids:
-        raise DataError(f"{path}: the vocabulary is empty; fetch the file again.")
+        raise DataError(f"{path}: the vocabulary is empty; download the file again.")
     for token, token_id in ids.items():
         if type(token_id) is not int or not 0 <= token_id < MAX_VOCAB_SIZE:
             raise DataError(
@@ -222,12 +223,12 @@ def check_byte_alphabet(ids: Mapping[str, int], path: Path) -> None:
     if needed := [byte for byte in missing if byte in _ORDINARY_BYTES]:
         raise DataError(
             f"{path}: {len(needed)} bytes of ordinary text have no token ({_shown_bytes(needed)}), so text would be "
-            "lost; train with the whole byte alphabet."
+            "lost; train the tokenizer with the full byte alphabet."
         )
     if missing:
         log.warning(
-            "%s has no token for %d bytes that UTF-8 can have (%s); as in the tokenizers library, text loses them, for "
-            "example %s",
+            "%s has no token for %d bytes of UTF-8 (%s); text with them is dropped, as by the tokenizers library, "
+            "for example %s",
             path,
             len(missing),
             _shown_bytes(missing),

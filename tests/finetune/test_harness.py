@@ -87,7 +87,7 @@ def test_contexts_without_a_start_token(runs):
     with_start = Harness(run, size=2).loglikelihood(PAIRS)
     assert abs(found[0][0] - with_start[0][0]) > 1e-3 and found[2] == with_start[2]
     with pytest.raises(
-        ConfigError, match="contexts are to have no start token, but inputs of blank_infilling"
+        ConfigError, match="no_start is set, but inputs of blank_infilling"
     ):
         Harness(runs("blank_infilling"), Asking(no_start=True))
     longest = Harness(run, Asking(no_start=True, sequence_length=8))
@@ -138,7 +138,7 @@ def test_a_spelled_out_mask_is_a_blank_where_that_is_allowed(runs):
     assert_equal(Harness(run, Asking(allow_masks=True)).loglikelihood([pair]), [expected])
     as_text = Harness(run).loglikelihood([pair])
     assert as_text[0][0] != pytest.approx(expected[0], abs=0.1)
-    with pytest.raises(DataError, match="has 2 blanks; a continuation fills one"):
+    with pytest.raises(DataError, match="has 2 blanks; a continuation fills only one"):
         Harness(run, Asking(allow_masks=True)).loglikelihood([("[MASK] or [MASK]", " the")])
 
 
@@ -169,7 +169,7 @@ def test_bert_hides_each_token_in_turn(runs):
     assert harness.report()["note"] == PSEUDO
     blank = Harness(run, Asking(allow_masks=True)).loglikelihood([("the [MASK] dog", " lazy")])
     assert blank == Harness(run, Asking(allow_masks=True)).loglikelihood([("the [sMASK] dog", " lazy")])
-    with pytest.raises(ConfigError, match=r"how likely texts are \(perplexity\), which a run of masked_lm"):
+    with pytest.raises(ConfigError, match=r"perplexity, but a run of masked_lm"):
         harness.loglikelihood_rolling(["the fox"])
     with pytest.raises(ConfigError, match="does not teach to write"):
         harness.generate_until([("the", {})])
@@ -318,7 +318,7 @@ def test_settings_of_generation(runs):
     for options, message in {
         "generation_kwargs has repetition_penalty, which is unknown": {"repetition_penalty": 2.0},
         "generation_kwargs.top_p is 3.0": {"do_sample": True, "top_p": 3.0},
-        "leave no tokens for a context in a model of 32; lower max_gen_toks": {"max_gen_toks": 31},
+        "leave no tokens for a context in a model of 32 positions; lower max_gen_toks": {"max_gen_toks": 31},
     }.items():
         with pytest.raises(ConfigError, match=options):
             harness.generate_until([("the", message)])
@@ -334,7 +334,7 @@ def test_settings_that_a_run_cannot_take(runs):
     for message, (objective, asking) in cases.items():
         with pytest.raises(ConfigError, match=message):
             Harness(runs(objective), asking)
-    with pytest.raises(ConfigError, match=r"the stride \(31\) must be below the tokens of a window \(31\)"):
+    with pytest.raises(ConfigError, match=r"the stride \(31\) must be below the window size \(31\)"):
         Harness(runs("causal"), Asking(stride=31)).loglikelihood_rolling(["the"])
     for objective in ("unilm", "t5"):
         with pytest.raises(ConfigError, match=f"which a run of {objective} does not tell"):

@@ -90,7 +90,7 @@ def test_the_loss_of_typing_is_the_mean_of_cross_entropies_of_yes_and_no(tmp_pat
 BAD = {
     "a mark": (
         ["task.marks={mention: '@'}"],
-        "task.marks.mention is '@', which is no token of the vocabulary",
+        "task.marks.mention is '@', which is no token",
     ),
     "a number": (["task.marks={mention: 3}"], "task.marks.mention is 3, which is no token"),
     "a kind": (
@@ -108,7 +108,7 @@ BAD = {
     ),
     "a reader": (
         ["task.reader=glue"],
-        "task.reader is glue, but mentions and entities are read of lines of JSON",
+        "task.reader is glue, but mentions and entities are read from JSON lines",
     ),
     "metrics of labels": (
         ["task.metrics=[accuracy]"],

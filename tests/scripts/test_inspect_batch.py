@@ -40,7 +40,7 @@ def test_every_objective_can_be_shown(monkeypatch, capsys, name):
 def test_a_long_row_is_shown_by_its_ends(monkeypatch, capsys):
     text = " ".join(f"w{number}" for number in range(300))
     short = run(monkeypatch, capsys, "--text", text)
-    assert short.count("\n") < 60 + 80 and "w0 " in short and "tokens between, which --lines 0 shows" in short
+    assert short.count("\n") < 60 + 80 and "w0 " in short and "more tokens (--lines 0 shows all)" in short
     whole = run(monkeypatch, capsys, "--text", text, "--lines", "0")
     assert whole.count("\n") > 300 and "between" not in whole
     with pytest.raises(UserError, match="--lines is -1; it must be 0 or more"):
@@ -215,10 +215,10 @@ def test_what_a_task_scores(monkeypatch, capsys, tmp_path):
 
 
 def test_mistakes_with_tasks_are_one_line(monkeypatch, capsys, tmp_path):
-    with pytest.raises(UserError, match=r"--samples has 99, but the task has 64 records; give less"):
+    with pytest.raises(UserError, match=r"--samples contains 99, but the task has 64 records"):
         shown_task(monkeypatch, capsys, tmp_path / "a", "--samples", "99", labels=["0", "1"])
     with pytest.raises(
-        UserError, match="--task shows a task's own records to one model; give it with --config"
+        UserError, match="--task shows the records of a task; combine it with --config"
     ):
         run(monkeypatch, capsys, "--task", "x.yaml", "--text", TEXT)
     with pytest.raises(UserError, match=r"the task names no file; set task.train or task.validation"):
@@ -234,7 +234,7 @@ def test_mistakes_with_tasks_are_one_line(monkeypatch, capsys, tmp_path):
             ["0", "albert.masked_ratio=0.1"],
             "'albert.masked_ratio=0.1': without --config only settings of blank_infilling are used",
         ),
-        (["x"], "'x' is no sample number; see --help"),
+        (["x"], "'x' is not a sample number; see --help"),
     ],
 )
 def test_numbers_that_no_sample_has(monkeypatch, capsys, samples, message):

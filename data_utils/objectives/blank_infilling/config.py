@@ -30,10 +30,14 @@ class BlankInfillingConfig(ObjectiveConfig):
         1.0, "probability of the token objective (short spans, [MASK]); bert_prob in the reference"
     )
     sentence_prob: float = fraction(
-        0.0, "probability of the sentence objective (whole sentences, [sMASK]); the rest is document"
+        0.0,
+        "probability of the sentence objective (whole sentences, [sMASK]); the remaining probability is the "
+        "document objective",
     )
-    masked_ratio: float = fraction(0.15, "token objective: at least this part of the tokens is masked")
-    sentence_ratio: float = fraction(0.15, "sentence objective: at least this part of the tokens is masked")
+    masked_ratio: float = fraction(0.15, "token objective: fraction of the tokens that is masked, at least")
+    sentence_ratio: float = fraction(
+        0.15, "sentence objective: fraction of the tokens that is masked, at least"
+    )
     mean_span_length: float = setting(
         3.0,
         "token objective: mean of the Poisson distribution of span lengths, before truncation, tokens",
@@ -43,18 +47,18 @@ class BlankInfillingConfig(ObjectiveConfig):
         39, "token objective: the Poisson is truncated to 1..this, tokens", at_least=1
     )
     whole_words: bool = setting(
-        False, "token objective: mask whole words; its ratio and span lengths then count words"
+        False, "token objective: mask whole words; masked_ratio and span lengths then count words"
     )
     placement: str = setting(
         "uniform",
-        "token objective: 'uniform' over all placements with a token between spans; 'reference' sorts "
-        "independent offsets, which favours spans a single token apart",
+        "token objective: 'uniform' draws all placements with a gap between spans equally; 'reference' sorts "
+        "independent offsets, which favours gaps of one token",
         one_of=PLACEMENTS,
     )
     document_min_ratio: float = fraction(
-        0.5, "document objective: shortest span as a part of n; gpt_min_ratio in the reference"
+        0.5, "document objective: shortest span as a fraction of the text; gpt_min_ratio in the reference"
     )
-    document_max_ratio: float = fraction(1.0, "document objective: longest span as a part of n")
+    document_max_ratio: float = fraction(1.0, "document objective: longest span as a fraction of the text")
     document_min_context: int = setting(
         2,
         "document objective: tokens, CLS included, that are never masked (reference 2; paper 1)",
@@ -62,22 +66,26 @@ class BlankInfillingConfig(ObjectiveConfig):
     )
     document_tail_prob: float = fraction(
         0.5,
-        "document objective: probability that the span is the tail of the text (ends with eos, no eop) and "
-        "not placed anywhere; gpt_infill_prob in the reference, which despite its name selects the tail",
+        "document objective: probability that the span is the tail of the text (ends with eos, no eop) instead of "
+        "at a uniform position; gpt_infill_prob in the reference, which despite its name selects the tail",
     )
     single_span_prob: float = fraction(
-        0.0, "probability of one short span only, drawn before the objective is; counts as token objective"
+        0.0, "probability of a single short span, drawn before the objective; reported as the token objective"
     )
-    short_seq_prob: float = fraction(0.0, "the former name of data.short_prob, read where that is 0")
+    short_seq_prob: float = fraction(0.0, "former name of data.short_prob; read if that is 0")
     block_mask_prob: float = fraction(
         0.0, "token objective: probability of replacing each part-B input after sop by dBLOCK"
     )
     context_mask_ratio: float = fraction(
-        0.0, "token objective: replace int(this x n) part-A tokens near masks by dBLOCK, no loss on them"
+        0.0,
+        "token objective: fraction of the n tokens that is replaced by dBLOCK in part A near masks, without "
+        "loss",
     )
-    context_mask_range: int = setting(3, "how near to a mask context_mask_ratio acts, tokens", at_least=1)
+    context_mask_range: int = setting(
+        3, "largest distance from a mask at which context_mask_ratio acts, tokens", at_least=1
+    )
     random_position: bool = setting(
-        False, "shift the position ids of an Example by a uniform offset that keeps them <= sequence_length"
+        False, "shift the position ids of an example by a random offset, so that they stay <= sequence_length"
     )
     sentinel_first: int | None = setting(
         None,
@@ -86,14 +94,14 @@ class BlankInfillingConfig(ObjectiveConfig):
         at_least=0,
     )
     sentinel_count: int = setting(
-        100, "pairs from sentinel_first on; more spans start again at the first", at_least=1
+        100, "number of sentinel pairs; further spans start again at the first", at_least=1
     )
     masked_lm: bool = setting(
         False, "ablation: BERT-style, spans are replaced by [MASK] in place and predicted there; no part B"
     )
     shuffle_spans: bool = setting(True, "false (ablation): part B keeps the order of the text")
     cross_document_attention: bool = setting(
-        False, "true (reference): the chunks of a row are one text, masked and attended to as a whole"
+        False, "true (reference): the documents packed into a row are masked and attended to as one text"
     )
 
     @property
@@ -106,8 +114,8 @@ class BlankInfillingConfig(ObjectiveConfig):
     def __post_init__(self) -> None:
         check(
             self.token_prob + self.sentence_prob <= 1.0 + 1e-9,
-            f"blank_infilling.token_prob ({self.token_prob}) + sentence_prob ({self.sentence_prob}) exceed "
-            "1; lower one of them (the rest is the document objective).",
+            f"blank_infilling.token_prob ({self.token_prob}) + sentence_prob ({self.sentence_prob}) exceeds 1; "
+            "lower one of them (the remaining probability is the document objective).",
         )
         check(
             self.document_min_ratio <= self.document_max_ratio,
@@ -195,12 +203,15 @@ class BlankInfillingConfig(ObjectiveConfig):
     def check_vocabulary(self, vocabulary: Vocabulary) -> None:
         check(
             vocabulary.sentence_end is not None or self.sentence_prob == 0,
-            f"blank_infilling.sentence_prob is {self.sentence_prob}, but no sentence ends are known for "
-            "this vocabulary; set it to 0.",
+            f"blank_infilling.sentence_prob is {self.sentence_prob}, but the tokens that end a sentence are unknown "
+            "for this vocabulary; set it to 0.",
         )
         first, last = self.sentinel_first, 2 * self.sentinel_count + (self.sentinel_first or 0)
         free = first is None or all(not first <= i < last for i in vars(vocabulary.special).values())
-        check(free, f"blank_infilling.sentinel_first {first}: special tokens below {last}; choose others.")
+        check(
+            free,
+            f"blank_infilling.sentinel_first ({first}) overlaps the special tokens below {last}; choose other ids.",
+        )
 
 
 def length_table(mean: float, longest: int) -> np.ndarray:

@@ -58,7 +58,7 @@ def test_one_window_for_a_whole_run_is_warned_of_twice(corpora):
     _, *warnings = extent([mixture(corpora, "one")], 96_000, 8)
     assert [warning.partition(";")[0] for warning in warnings] == [
         f"warning: {corpora}/one is read 96,000 times",
-        f"warning: {corpora}/one has 12 tokens, 1 samples, less than a batch (8): a step reads text more than once.",
+        f"warning: {corpora}/one has 12 tokens, 1 samples, fewer than the batch size (8), so one step reads the same text more than once.",
     ]
 
 
@@ -84,7 +84,7 @@ def test_a_dry_run_tells_it_where_the_corpora_are(corpora, tmp_path):
     assert warning.startswith(f"warning: {corpora}/a is read 80 times")
     for missing in ((CorpusConfig(prefix="absent"),), ()):
         (line,) = extent_if_here(DataConfig(train=missing), 7, 24_000, 8)
-        assert line.endswith("is not here, so that epochs are not known")
+        assert line.endswith("is not on this machine")
 
 
 def test_one_data_set_under_two_names_is_warned_of(corpus, tmp_path):

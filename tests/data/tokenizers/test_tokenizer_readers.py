@@ -95,7 +95,7 @@ DAMAGED = {
         set_in("added_tokens", 0, {"id": 900, "content": "<x>"}),
         "cannot use this file",
     ),
-    "bad merges": ("hf_json", set_in("model", "merges", [1]), "must be two pieces"),
+    "bad merges": ("hf_json", set_in("model", "merges", [1]), "must be two tokens"),
     "merge prefix": ("hf_json", set_in("model", "continuing_subword_prefix", "x"), "lacks the prefix"),
     "unknown model": ("hf_json", set_in("model", "type", "X"), "cannot use this file"),
     "byte symbol missing": ("hf_json", lambda tree: tree["model"]["vocab"].pop("~"), r"1 bytes .* \(7E\)"),
@@ -166,7 +166,7 @@ def test_bytes_that_utf8_never_has_need_no_token(tmp_path, caplog):
 def test_rare_bytes_without_a_token_are_told_and_dropped_as_the_library_does(tmp_path, caplog):
     config = byte_json(tmp_path, 0x04, 0xF1)
     tokenizer = load_tokenizer(config)
-    assert "2 bytes that UTF-8 can have (04 F1)" in caplog.text and "U+0004, U+40000" in caplog.text
+    assert "2 bytes of UTF-8 (04 F1)" in caplog.text and "U+0004, U+40000" in caplog.text
     theirs = tokenizers.Tokenizer.from_file(f"{config.path}/tokenizer.json")
     for text in ("a\x04b", "one \U00040000 two"):
         assert tokenizer.encode(text) == theirs.encode(text, add_special_tokens=False).ids
@@ -182,7 +182,7 @@ def test_added_tokens_that_the_normalizer_makes_equal_are_refused(tmp_path, name
         for i, name in enumerate(names)
     ]
     (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
-    with pytest.raises(DataError, match=f"{names[0]!r} and {names[1]!r} are equal after the normalizer"):
+    with pytest.raises(DataError, match=f"{names[0]!r} and {names[1]!r} are equal after normalization"):
         load_tokenizer(TokenizerConfig(kind="hf_json", path=str(tmp_path)))
     tree["added_tokens"][-1]["normalized"] = False
     (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
