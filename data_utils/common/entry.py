@@ -21,7 +21,7 @@ _REMEDY = (
 if sys.version_info < (3, 11):  # noqa: UP036  the requirement of pyproject.toml is not checked by a script's start
     version = ".".join(map(str, sys.version_info[:2]))
     message = "error: this is Python %s, but 3.11 or newer is required; %s."
-    print(message % (version, _REMEDY), file=sys.stderr)  # noqa: UP031
+    print(message % (version, _REMEDY), file=sys.stderr)
     sys.exit(2)
 
 

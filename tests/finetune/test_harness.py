@@ -86,9 +86,7 @@ def test_contexts_without_a_start_token(runs):
     assert_equal(found, expected)
     with_start = Harness(run, size=2).loglikelihood(PAIRS)
     assert abs(found[0][0] - with_start[0][0]) > 1e-3 and found[2] == with_start[2]
-    with pytest.raises(
-        ConfigError, match="no_start is set, but inputs of blank_infilling"
-    ):
+    with pytest.raises(ConfigError, match="no_start is set, but inputs of blank_infilling"):
         Harness(runs("blank_infilling"), Asking(no_start=True))
     longest = Harness(run, Asking(no_start=True, sequence_length=8))
     assert np.isfinite(longest.loglikelihood([("the quick " * 9, " fox jumps over the")])[0][0])
@@ -326,8 +324,8 @@ def test_settings_of_generation(runs):
 
 def test_settings_that_a_run_cannot_take(runs):
     cases = {
-        "inputs of causal have none": ("causal", Asking(allow_masks=True)),
-        "but masked_lm predicts none": ("masked_lm", Asking(score_end=True)),
+        "inputs of causal have no blanks": ("causal", Asking(allow_masks=True)),
+        "but masked_lm predicts no end token": ("masked_lm", Asking(score_end=True)),
         "sequence_length is 33, but the model has 32 positions": ("causal", Asking(sequence_length=33)),
         "sequence_length is 7; it must be at least 8": ("causal", Asking(sequence_length=7)),
     }

@@ -160,7 +160,7 @@ def test_a_picture_of_a_sample_names_its_classes(tmp_path):
         "scripts/inspect_batch.py", "--config", model, "--task", task, "training.steps=1", "--samples", "0"
     )
     first = json.loads((tmp_path / "train.jsonl").read_text().splitlines()[0])
-    assert f"scored: part 0, row 0: {' '.join(first['label'])}" in shown.stdout, shown.stdout + shown.stderr
+    assert f"scored: group 0, row 0: {' '.join(first['label'])}" in shown.stdout, shown.stdout + shown.stderr
 
 
 def said(context, files, output, *overrides):

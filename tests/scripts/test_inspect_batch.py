@@ -187,13 +187,13 @@ def test_what_a_task_scores(monkeypatch, capsys, tmp_path):
     """Documents as the model reads them, and the parts of each."""
     shown = shown_task(monkeypatch, capsys, tmp_path / "cloze", "--samples", "0", "2", **CLOZE)
     assert "sample 0\n" in shown and "sample 2\n" in shown and "[MASK]" in shown
-    parts = [line for line in shown.splitlines() if line.startswith("scored: part")]
+    parts = [line for line in shown.splitlines() if line.startswith("scored: group")]
     assert len(parts) == 4 and sum(line.endswith("(right)") for line in parts) == 2
-    assert parts[0].startswith("scored: part 0, row ") and ": bad" in parts[0] and ": good" in parts[1]
+    assert parts[0].startswith("scored: group 0, row ") and ": bad" in parts[0] and ": good" in parts[1]
     long = shown_task(monkeypatch, capsys, tmp_path / "sum", "task.scoring=sum", **CLOZE)
     assert "sample 0, document 0 of 2" in long and "rows " in long and "good <|endofpiece|>" in long
     classes = shown_task(monkeypatch, capsys, tmp_path / "classes", labels=["0", "1"])
-    assert "scored: part 0, row 0: " in classes and "(right)" not in classes
+    assert "scored: group 0, row 0: " in classes and "(right)" not in classes
     words = write_lines(tmp_path / "long.jsonl", [{"text": "good " * 12, "label": "1"}])
     cut = shown_task(
         monkeypatch, capsys, tmp_path / "cut", f"task.train={words}", "task.sequence_length=8", **CLOZE
@@ -202,7 +202,7 @@ def test_what_a_task_scores(monkeypatch, capsys, tmp_path):
     lines = write_lines(tmp_path / "spans.jsonl", [{"id": "a", **SPANS}])
     spans = shown_task(monkeypatch, capsys, tmp_path / "s", f"task.train={lines}", **{**PLAIN, "kind": "spans"},
                        question_length=4, answer_length=4)  # fmt: skip
-    assert "scored: part 0, rows 0 to 7: row 6 to row 7" in spans
+    assert "scored: group 0, rows 0 to 7: row 6 to row 7" in spans
     targets = write_lines(tmp_path / "seq2seq.jsonl", [{"src": "good film", "tgt": "bad plot"}])
     written = shown_task(
         monkeypatch,

@@ -146,7 +146,10 @@ def test_names_of_tasks_and_fields():
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"name": "no"}, "no patterns; set task.template and task.verbalizers, or task.name to one of agnews"),
+        (
+            {"name": "no"},
+            "no patterns; set task.template and task.verbalizers, or task.name to one of agnews",
+        ),
         ({"name": "wic", "pattern": 9}, r"task.pattern is 9, but wic has the patterns 0 \("),
         ({"name": "rte", "verbalizers": {"a": "b"}}, "task.verbalizers is set without task.template"),
         (

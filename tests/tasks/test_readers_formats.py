@@ -122,7 +122,9 @@ def test_columns_of_conll(files):
     assert files.read(two, "a\nb\n", labelled=False)[0].label is None
     assert labels_of(CONLL)[:3] == ("O", "B-PER", "I-PER") and len(labels_of(CONLL)) == 9
     files.refused(
-        task("conll", "mine", "tagging"), "a x\n", "task.labels is empty, and task 'mine' has no predefined classes"
+        task("conll", "mine", "tagging"),
+        "a x\n",
+        "task.labels is empty, and task 'mine' has no predefined classes",
     )
 
 
@@ -169,15 +171,11 @@ def test_summaries_have_a_sentence_in_each_line_of_the_reference(files):
 def test_pairs_refuse(files):
     files.write("train.target", "one\ntwo\n")
     files.refused(PAIRS, "a\n", "train.target:2: ", "train.source has fewer lines", name="train.source")
-    files.refused(
-        PAIRS, "a\nb\nc\n", "train.source:3: ", "train.target has fewer lines", name="train.source"
-    )
+    files.refused(PAIRS, "a\nb\nc\n", "train.source:3: ", "train.target has fewer lines", name="train.source")
     files.refused(PAIRS, "a\n \n", "train.source:2: the source is empty", name="train.source")
     files.write("train.target", "one\n\n")
     files.refused(PAIRS, "a\nb\n", "train.source:2: the target is empty", name="train.source")
     config = task("pairs", "mine", "seq2seq", skip_bad_lines=True)
     assert files.read(config, "a\nb\n", "train.source").skipped == 1
     files.refused(PAIRS, "a\n", "valid.target does not exist; check the paths", name="valid.source")
-    files.refused(
-        PAIRS, "a\n", "is not a file of sources; its name must contain source or src", name="a.txt"
-    )
+    files.refused(PAIRS, "a\n", "is not a file of sources; its name must contain source or src", name="a.txt")

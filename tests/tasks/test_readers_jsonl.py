@@ -139,7 +139,9 @@ def test_spans_and_tags(files):
     assert (record.fields, record.label) == ({"words": ("Ann", "Lee", "left")}, ("B-PER", "I-PER", "O"))
     files.refused(config, [{"words": ["a"], "label": ["O", "O"]}], "there are 2 tags for 1 words")
     files.refused(
-        config, [{"words": ["a"], "label": ["I-PER"]}], "tag I-PER follows O, so it does not continue an entity"
+        config,
+        [{"words": ["a"], "label": ["I-PER"]}],
+        "tag I-PER follows O, so it does not continue an entity",
     )
     files.refused(
         config, [{"words": ["a"], "label": ["X"]}], "label 'X' is unknown; the labels are O, B-PER, I-PER"
@@ -185,7 +187,9 @@ def test_bad_lines_are_counted_and_said_once(files, caplog):
     records = files.read(config, [good, {"text": "b"}, {"text": 3}, good])
     assert ([record.index for record in records], records.skipped) == ([0, 3], 2)
     (said,) = caplog.messages
-    assert "train.txt: 2 lines are skipped; the first: " in said and "train.txt:2: the label is missing" in said
+    assert (
+        "train.txt: 2 lines are skipped; the first: " in said and "train.txt:2: the label is missing" in said
+    )
     files.refused(config, [{"text": "b"}], "train.txt has no sample; 1 lines were skipped; the first")
 
 
@@ -214,7 +218,9 @@ def test_compressed_lines_are_the_same(files, compress, monkeypatch):
 
 def test_labels_of_a_task_without_any(files):
     files.refused(
-        jsonl(), [{"text": "a", "label": "no"}], "task.labels is empty, and task 'mine' has no predefined classes"
+        jsonl(),
+        [{"text": "a", "label": "no"}],
+        "task.labels is empty, and task 'mine' has no predefined classes",
     )
     assert labels_of(jsonl(name="AG-News")) == ("1", "2", "3", "4")
     verbalizers = build(TaskConfig, {"name": "m", "kind": "cloze", "reader": "jsonl",

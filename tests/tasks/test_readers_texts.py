@@ -57,9 +57,7 @@ def test_lines_with_blanks(files):
 def test_lines_with_blanks_without_the_texts(files):
     (record,) = files.read(BLANKS, "a <blank>\n", "blank/some.blank", labelled=False)
     assert (record.fields, record.label) == ({"masked": "a <blank>"}, None)
-    files.refused(
-        BLANKS, "a <blank>\n", "some.txt with the complete texts is missing", name="some.blank"
-    )
+    files.refused(BLANKS, "a <blank>\n", "some.txt with the complete texts is missing", name="some.blank")
 
 
 def test_lines_with_blanks_refuse(files):

@@ -175,8 +175,8 @@ def test_bad_mentions_are_bad_records(made, name):
 
 
 IDS = {
-    "no count": ("Q1\t0\n", r"ids\.txt:1: the first line is 'Q1\\t0', and 0 lines follow"),
-    "another count": ("3\nQ1\t0\n", "the first line is '3', and 1 lines follow"),
+    "no count": ("Q1\t0\n", r"ids\.txt:1: the first line is 'Q1\\t0', but 0 lines follow"),
+    "another count": ("3\nQ1\t0\n", "the first line is '3', but 1 lines follow"),
     "no tab": ("1\nQ1 0\n", r"ids\.txt:2: the line is 'Q1 0'; it must be a name"),
     "a large number": ("1\nQ1\t1\n", "a number below 1"),
     "a name twice": ("2\nQ1\t0\nQ1\t1\n", "the name 'Q1' appears twice"),

@@ -125,7 +125,10 @@ def test_json_lines_name_both_texts_and_a_label(tmp_path, names):
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"text": "a", "b": "c"}, r"the label is None; it must be a name in the --labels file or a number from 0 to 2"),
+        (
+            {"text": "a", "b": "c"},
+            r"the label is None; it must be a name in the --labels file or a number from 0 to 2",
+        ),
         ({"text": "a", "b": "c", "label": 3}, "the label is 3"),
         ({"text": "a", "b": "c", "label": -1}, "the label is -1"),
         ({"text": "a", "b": "c", "label": True}, "the label is True"),
@@ -167,7 +170,7 @@ def test_bad_files_of_names_are_refused(tmp_path, content, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"second_key": "b"}, "--second-key is given without --labels; give both, or neither"),
+        ({"second_key": "b"}, "--second-key is given without --labels; give both or neither"),
         ({"labels": "f"}, "--labels is given without --second-key"),
         ({"second_key": "text", "labels": "f"}, "--second-key and --text-key are both 'text'"),
         (

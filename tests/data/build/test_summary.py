@@ -45,10 +45,7 @@ def test_one_document_many_times_and_long_ones():
 def test_short_documents_and_duplicates_are_warned_of(tmp_path):
     report = make(tmp_path, ["one two"] * 30 + [f"text {i}" for i in range(50)])
     lines = list(report.lines())
-    assert (
-        "  tokens per document: median 8, mean 8; 36.3 % are exact duplicates of another"
-        in lines
-    )
+    assert "  tokens per document: median 8, mean 8; 36.3 % are exact duplicates of another" in lines
     assert [
         line.partition(",")[0].partition(" of the")[0] for line in lines if line.startswith("warning")
     ] == [

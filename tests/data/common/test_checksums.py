@@ -68,9 +68,7 @@ def test_some_blocks_of_a_dataset(tmp_path, blocks_of_16, monkeypatch, suffix):
     size = (tmp_path / f"d{suffix}").stat().st_size
     dataset.verify_some(4)
     damage(tmp_path / f"d{suffix}", lambda data: data.__setitem__(size // 2, data[size // 2] ^ 1))
-    with pytest.raises(
-        DataError, match=f"d{suffix} is damaged: the block at byte"
-    ):
+    with pytest.raises(DataError, match=f"d{suffix} is damaged: the block at byte"):
         dataset.verify_some(10**6)
     found = 0
     for _ in range(300):

@@ -83,8 +83,6 @@ def test_directories_and_prefixes(tmp_path):
         with pytest.raises(ConfigError, match="is not a file prefix"):
             require_prefix(prefix)
     for suffix in (".bin", ".idx", ".json"):  # else there were files data/corpus.bin.bin
-        with pytest.raises(
-            ConfigError, match=rf"corpus\{suffix}' must be a prefix .*; give data/corpus\."
-        ):
+        with pytest.raises(ConfigError, match=rf"corpus\{suffix}' must be a prefix .*; give data/corpus\."):
             require_prefix(f"data/corpus{suffix}")
     require_prefix("data/corpus.v1")

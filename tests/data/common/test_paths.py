@@ -85,7 +85,9 @@ def _section(section, name):
 
 
 def test_nobodys_home_is_refused_and_a_name_can_begin_with_a_tilde():
-    with pytest.raises(ConfigError, match=r"run.directory is '~no_such_user/x', but this user does not exist"):
+    with pytest.raises(
+        ConfigError, match=r"run.directory is '~no_such_user/x', but this user does not exist"
+    ):
         expanded_path("~no_such_user/x", "run.directory")
     assert expanded_path("./~x") == "./~x" and expanded_path("a~b") == "a~b"
 

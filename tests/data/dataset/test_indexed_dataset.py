@@ -184,13 +184,13 @@ def test_manifest(tmp_path):
 
 
 DAMAGES = {
-    "bin cut": (".bin", lambda data: data.pop(), "manifest says"),
-    "idx cut": (".idx", lambda data: data.pop(), "manifest says"),
+    "bin cut": (".bin", lambda data: data.pop(), "manifest records"),
+    "idx cut": (".idx", lambda data: data.pop(), "manifest records"),
     "json cut": (".json", lambda data: data.__delitem__(slice(20, None)), "is not valid JSON"),
     "json deep": (
         ".json",
         lambda data: data.__setitem__(slice(None), b"[" * 100000),
-        "has more than 40 levels",
+        "nested deeper than 40 levels",
     ),
     "json version": (
         ".json",
@@ -207,7 +207,7 @@ DAMAGES = {
     "magic": (".idx", lambda data: data.__setitem__(0, 0), "magic"),
     "index version": (".idx", lambda data: data.__setitem__(9, 7), "version 7"),
     "dtype": (".idx", lambda data: data.__setitem__(17, 6), "dtype code 6"),
-    "count": (".idx", lambda data: data.__setitem__(18, 99), "asks for"),
+    "count": (".idx", lambda data: data.__setitem__(18, 99), "header requires"),
     "huge count": (".idx", lambda data: data.__setitem__(24, 99), "cut off"),
     "length": (".idx", lambda data: data.__setitem__(34, 99), "do not match"),
     "last length": (".idx", lambda data: data.__setitem__(42, 99), "does not match"),
@@ -250,7 +250,7 @@ def test_adopting_finds_wrong_contents(tmp_path):
 
 
 def test_verify_checks_ids_and_document_ends(tmp_path):
-    with pytest.raises(DataError, match="without eos"):
+    with pytest.raises(DataError, match="does not end with eos"):
         verify(build(tmp_path / "d", [[1, 9], [2]], eos=9, documents_end_with_eos=True))
     verify(build(tmp_path / "e", [[1, 9], [9]], eos=9, documents_end_with_eos=True))
     dataset = build(tmp_path / "f", [[1, 50]])
@@ -326,7 +326,7 @@ def test_any_change_of_the_manifest_is_one_error(tmp_path):
             node[key] = change
         path.write_text(json.dumps(tree))
         with pytest.raises(
-            DataError, match=rf"{path} (is not|has version).*; rebuild the dataset or copy it again"
+            DataError, match=rf"{path} (does not match|has version).*; rebuild the dataset or copy it again"
         ):
             IndexedDataset(tmp_path / "d")
     path.write_text(json.dumps(json.loads(written)))  # another layout is no change
@@ -372,7 +372,7 @@ def test_where_mapping_is_refused_files_are_read(tmp_path, monkeypatch, caplog):
     assert "cannot be memory-mapped" in caplog.text
     with open(tmp_path / "d.bin", "r+b") as file:
         file.truncate(4)
-    with pytest.raises(DataError, match="became shorter"):
+    with pytest.raises(DataError, match="was truncated"):
         dataset.document(2)
 
 

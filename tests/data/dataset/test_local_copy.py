@@ -77,7 +77,7 @@ def test_links_that_others_have_put_there_are_not_followed(tmp_path, suffix):
     planted = tmp_path / "local" / f"{copy.name}{suffix}"
     planted.parent.mkdir()
     planted.symlink_to(mine)
-    with pytest.raises(DataError, match=r"symbolic links|is a link"):
+    with pytest.raises(DataError, match=r"symbolic link"):
         local_copy(tmp_path / "d", tmp_path / "local")
     assert mine.read_text() == "precious"
     planted.unlink(missing_ok=True)  # the link itself may be cleared away

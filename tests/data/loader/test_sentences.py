@@ -334,9 +334,7 @@ def test_prefixes_and_tokenizers_of_the_decoder_go_together(tmp_path):
     ):
         open_datasets(data, OPTIMUS, bert, 3)
     alone = replace(data, train=(replace(data.train[0], decoder_prefix=None),))
-    with pytest.raises(
-        ConfigError, match=r"data.train\[0\] \(\S*bert/d\) has no decoder_prefix, but"
-    ):
+    with pytest.raises(ConfigError, match=r"data.train\[0\] \(\S*bert/d\) has no decoder_prefix, but"):
         open_datasets(alone, OPTIMUS, bert, 3, gpt2)
     mixed = replace(data, validation=alone.train)
     with pytest.raises(ConfigError, match=r"data.validation\[0\]"):

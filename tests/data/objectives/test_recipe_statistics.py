@@ -422,9 +422,7 @@ def test_a_cut_text_begins_as_causal_ones_do(begin, first):
 
 
 def test_tokens_of_the_middle_are_checked():
-    with pytest.raises(
-        ConfigError, match="begin is cls, which is also the prefix token; set prefix_token"
-    ):
+    with pytest.raises(ConfigError, match="begin is cls, which is also the prefix token; set prefix_token"):
         make("fill_in_middle", 40, begin="cls")
     with pytest.raises(ConfigError, match=r"are \[5, 5\]; give each a different id"):
         make("fill_in_middle", 40, prefix_token=5, middle_token=5)

@@ -108,7 +108,8 @@ def test_a_corpus_of_a_saved_data_set(corpus, tmp_path):
 def test_a_column_that_is_missing_or_no_text(tmp_path):
     directory = save_to_disk(tmp_path / "saved", table_of(TEXTS[:3]))
     with pytest.raises(
-        DataError, match=r"data-00000-of-00002\.arrow: there is no column 'body'; set --text-key to one of id, text"
+        DataError,
+        match=r"data-00000-of-00002\.arrow: there is no column 'body'; set --text-key to one of id, text",
     ):
         read(directory, text_key="body")
     with pytest.raises(DataError, match="column 'id' holds int64, not text"):
@@ -153,7 +154,7 @@ def test_wrong_offsets_end_no_process(tmp_path):
         ('{"_data_files": []}', r"state\.json lists no Arrow files"),
         ('{"_data_files": [{"filename": "../a.arrow"}]}', r"state\.json lists no Arrow files"),
         ('{"_data_files": [{"filename": "a.arrow"}]}', r"a\.arrow is listed in state\.json but missing"),
-        ('{"_data_files": [{"filename": "a.arrow"}], "_indices_files": [{}]}', "save flatten_indices"),
+        ('{"_data_files": [{"filename": "a.arrow"}], "_indices_files": [{}]}', "flatten_indices"),
     ],
 )
 def test_other_directories_are_refused(tmp_path, state, message):

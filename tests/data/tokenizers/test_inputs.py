@@ -149,7 +149,9 @@ def test_brackets_in_names(here):
     ]
     assert names_of("d[1].jsonl") == ["d[1].jsonl"]
     assert names_of("data[u-w]/*.jsonl") == ["datav/c.jsonl"]
-    with pytest.raises(DataError, match=r"pattern \*\[1\]/f/\*\.jsonl matches no file.*\[\[\] a literal bracket"):
+    with pytest.raises(
+        DataError, match=r"pattern \*\[1\]/f/\*\.jsonl matches no file.*\[\[\] a literal bracket"
+    ):
         expand_inputs(["*[1]/f/*.jsonl"])
 
 
