@@ -24,7 +24,7 @@ from megatron_lite.config.tree import Config
         ({"parallel": {"pipeline_parallel_size": 2}}, "parallel.pipeline_parallel_size is 2, but optimus"),
         (
             {"checkpoint": {"initialize_from": "a"}, "optimus": {"decoder_from": "b"}},
-            "checkpoint.initialize_from is a, but optimus also initializes a stack from b; set checkpoint.initialize_from",
+            "checkpoint.initialize_from is a, but optimus also initializes a stack from b",
         ),
         ({"optimus": {"cycles": 21}}, "optimus.cycles is 21, more than training.steps"),
         (

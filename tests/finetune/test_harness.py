@@ -268,7 +268,7 @@ def test_long_contexts_lose_their_beginning_and_are_counted(runs):
 def test_a_continuation_longer_than_the_model_is_refused(runs):
     for objective in ("causal", "blank_infilling", "t5", "masked_lm"):
         harness = Harness(runs(objective))
-        with pytest.raises(DataError, match="has 60 tokens.*shorten it"):
+        with pytest.raises(DataError, match=r"has 60 tokens.*shorten it"):
             harness.loglikelihood([("the", " fox" * 60)])
     with pytest.raises(DataError, match="the continuation ' ' has no token"):
         harness.loglikelihood([("the", " ")])

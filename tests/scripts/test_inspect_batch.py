@@ -217,9 +217,7 @@ def test_what_a_task_scores(monkeypatch, capsys, tmp_path):
 def test_mistakes_with_tasks_are_one_line(monkeypatch, capsys, tmp_path):
     with pytest.raises(UserError, match=r"--samples contains 99, but the task has 64 records"):
         shown_task(monkeypatch, capsys, tmp_path / "a", "--samples", "99", labels=["0", "1"])
-    with pytest.raises(
-        UserError, match="--task shows the records of a task; combine it with --config"
-    ):
+    with pytest.raises(UserError, match="--task shows the records of a task; combine it with --config"):
         run(monkeypatch, capsys, "--task", "x.yaml", "--text", TEXT)
     with pytest.raises(UserError, match=r"the task names no file; set task.train or task.validation"):
         shown_task(monkeypatch, capsys, tmp_path / "b", "task.train=null", labels=["0", "1"], validation=[])

@@ -240,8 +240,6 @@ def test_a_vocabulary_smaller_than_asked_for_is_told(kind, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "vocab.txt", "a.model"])
 def test_an_output_with_the_name_of_a_file_is_refused(corpus, tmp_path, name):
-    with pytest.raises(
-        ConfigError, match=rf"{name} must be a directory, in which tokenizer\.json"
-    ):
+    with pytest.raises(ConfigError, match=rf"{name} must be a directory, in which tokenizer\.json"):
         main(arguments("byte_bpe", corpus, tmp_path / name))
     assert not (tmp_path / name).exists()

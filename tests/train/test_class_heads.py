@@ -185,7 +185,9 @@ def test_heads_that_lack_are_told(settings, changes, message):
 def test_words_that_are_not_known_are_told():
     for name in OBJECTIVES:
         if OBJECTIVES[name].config_class().class_heads:
-            with pytest.raises(ConfigError, match=f"{name} masks whole words, but the start of words is unknown"):
+            with pytest.raises(
+                ConfigError, match=f"{name} masks whole words, but the start of words is unknown"
+            ):
                 make_one(name, OBJECTIVES[name].config_class(), Vocabulary(SPECIAL, 200), 3, 96)
 
 

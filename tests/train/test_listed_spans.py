@@ -92,7 +92,5 @@ def test_objectives_that_read_other_things_beside_tokens_do_not_mix(settings):
     }
     tree = merge(settings, merge(LISTED, merge(more, {"model": {"sentence_classes": 2}})))
     tree["objectives"] = more["objectives"]
-    with pytest.raises(
-        ConfigError, match="the objectives read capitals and spans, but a corpus"
-    ):
+    with pytest.raises(ConfigError, match="the objectives read capitals and spans, but a corpus"):
         open_data(tree)

@@ -58,7 +58,8 @@ def test_one_window_for_a_whole_run_is_warned_of_twice(corpora):
     _, *warnings = extent([mixture(corpora, "one")], 96_000, 8)
     assert [warning.partition(";")[0] for warning in warnings] == [
         f"warning: {corpora}/one is read 96,000 times",
-        f"warning: {corpora}/one has 12 tokens, 1 samples, fewer than the batch size (8), so one step reads the same text more than once.",
+        f"warning: {corpora}/one has 12 tokens, 1 samples, fewer than the batch size (8), "
+        "so one step reads the same text more than once.",
     ]
 
 
