@@ -46,9 +46,9 @@ class FillInMiddleConfig(CausalConfig):
 
     rate: float = fraction(
         0.5,
-        "fraction of the texts that are split into prefix, middle and suffix; the others are as in causal",
+        "fraction of the texts that are cut in three and reordered; the others are as in causal",
     )
-    suffix_first_rate: float = fraction(0.5, "fraction of the split texts that start with the suffix (SPM)")
+    suffix_first_rate: float = fraction(0.5, "fraction of the cut texts that start with the suffix (SPM)")
     prefix_token: int | None = setting(None, "id of the token before a prefix; null = [CLS]", at_least=0)
     suffix_token: int | None = setting(None, "id of the token before a suffix; null = [SEP]", at_least=0)
     middle_token: int | None = setting(None, "id of the token before a middle; null = [MASK]", at_least=0)

@@ -56,8 +56,8 @@ def test_any_changed_byte_is_found_in_its_block(tmp_path, blocks_of_16, place):
 
 def test_another_length_is_a_difference(blocks_of_16):
     recorded = sums_of(bytes(32)).tree()
-    assert "another size" in difference(recorded, sums_of(bytes(16)))
-    assert "another size" in difference(recorded, sums_of(bytes(48)))
+    assert "different size" in difference(recorded, sums_of(bytes(16)))
+    assert "different size" in difference(recorded, sums_of(bytes(48)))
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
