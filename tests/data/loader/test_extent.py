@@ -85,7 +85,7 @@ def test_a_dry_run_tells_it_where_the_corpora_are(corpora, tmp_path):
     assert warning.startswith(f"warning: {corpora}/a is read 80 times")
     for missing in ((CorpusConfig(prefix="absent"),), ()):
         (line,) = extent_if_here(DataConfig(train=missing), 7, 24_000, 8)
-        assert line.endswith("is not on this machine")
+        assert line.endswith("is not on this machine, so the number of epochs is unknown")
 
 
 def test_one_data_set_under_two_names_is_warned_of(corpus, tmp_path):
