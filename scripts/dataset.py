@@ -45,48 +45,58 @@ def parse_arguments() -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    inspect = commands.add_parser("inspect", help="a summary of the manifest, and some documents as text")
+    inspect = commands.add_parser(
+        "inspect", help="print a summary of the manifest and some documents as text"
+    )
     inspect.add_argument("prefix", type=expanded_path)
-    inspect.add_argument("--documents", type=int, default=3, help="sample documents to show (default: 3)")
+    inspect.add_argument("--documents", type=int, default=3, help="number of documents to show (default: 3)")
     inspect.add_argument(
-        "--document", type=int, nargs="+", help="show the documents of these numbers instead"
+        "--document", type=int, nargs="+", help="show the documents with these indices instead"
     )
 
-    verify = commands.add_parser("verify", help="read everything: checksums, index, ids, document ends")
+    verify = commands.add_parser(
+        "verify", help="read the whole dataset and check checksums, index, ids and document ends"
+    )
     verify.add_argument("prefix", type=expanded_path, nargs="+")
 
-    merge = commands.add_parser("merge", help="join datasets of one tokenizer, without tokenizing again")
+    merge = commands.add_parser(
+        "merge", help="merge datasets with the same tokenizer, without tokenizing again"
+    )
     merge.add_argument("prefix", type=expanded_path, nargs="+")
-    merge.add_argument("--output", type=expanded_path, required=True, help="prefix of the files to write")
+    merge.add_argument("--output", type=expanded_path, required=True, help="output prefix")
     merge.add_argument("--overwrite", action="store_true", help="replace existing output")
 
-    stats = commands.add_parser("stats", help="numbers of documents and tokens, document lengths")
+    stats = commands.add_parser(
+        "stats", help="print the numbers of documents and tokens and the document lengths"
+    )
     stats.add_argument("prefix", type=expanded_path)
     stats.add_argument(
-        "--histogram", type=expanded_path, metavar="FILE", help="draw the document lengths (PNG, SVG or PDF)"
+        "--histogram", type=expanded_path, metavar="FILE", help="plot the document lengths (PNG, SVG or PDF)"
     )
-    stats.add_argument("--tokens", action="store_true", help="count each token too (reads everything)")
+    stats.add_argument(
+        "--tokens", action="store_true", help="also count every token (reads the whole dataset)"
+    )
 
-    adopt = commands.add_parser(
-        "adopt", help="write the manifest that .bin and .idx files of another program lack"
-    )
+    adopt = commands.add_parser("adopt", help="write a manifest for .bin and .idx files of another program")
     upgrade = commands.add_parser(
-        "upgrade", help="update a manifest of an older version; reads and checks everything"
+        "upgrade", help="upgrade a manifest of an older version; reads and checks the whole dataset"
     )
     for command in (adopt, upgrade):
         command.add_argument("prefix", type=expanded_path, nargs="+")
 
-    text = "each sequence is a document, also where the index says that several (sentences) are one"
+    text = "make each sequence a document, even if the index joins several (sentences) to one"
     adopt.add_argument("--by-sequence", action="store_true", help=text)
 
-    vectors = commands.add_parser("vectors", help="convert vectors of entities from text to a .npy file")
+    vectors = commands.add_parser("vectors", help="convert entity vectors from text to a .npy file")
     vectors.add_argument(
-        "text", type=expanded_path, help="a line of numbers for each entity, in the order of its number"
+        "text",
+        type=expanded_path,
+        help="text file with one line of numbers per entity, in the order of the ids",
     )
-    vectors.add_argument("--output", type=expanded_path, required=True, help="the file to write, *.npy")
+    vectors.add_argument("--output", type=expanded_path, required=True, help="output file, *.npy")
 
     for command in (inspect, stats):
-        text = "where its files are now (default: as in the manifest)"
+        text = "current path of the tokenizer's files (default: the one in the manifest)"
         command.add_argument("--tokenizer-path", type=expanded_path, help=text)
     return parser.parse_args()
 
@@ -159,8 +169,8 @@ def print_document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | 
         return
     wrong = tokens[(tokens < 0) | (tokens >= tokenizer.vocab_size)]  # opening does not read the tokens
     if len(wrong):
-        ids = f"the tokenizer {tokenizer.vocab_size} ids"
-        raise dataset.damaged(".bin", f"holds the id {wrong[0]} in document {number}, and {ids}")
+        ids = f"the tokenizer has {tokenizer.vocab_size} ids"
+        raise dataset.damaged(".bin", f"has the id {wrong[0]} in document {number}, but {ids}")
     text = tokenizer.decode(tokens[:TEXT_CHARACTERS])  # a token is rarely shorter than a character
     print(text if len(tokens) <= TEXT_CHARACTERS >= len(text) else text[:TEXT_CHARACTERS] + " ...")
 
@@ -169,18 +179,16 @@ def find_tokenizer(dataset: IndexedDataset, path: str | None) -> Tokenizer | Non
     """The tokenizer that the manifest names; None, with the reason on stderr, if it cannot be loaded."""
     recorded = (dataset.manifest.get("tokenizer") or {}).get("config")
     if recorded is None and path:
-        raise ConfigError(
-            "--tokenizer-path is given, but the manifest names no tokenizer that could be there; leave it out."
-        )
+        raise ConfigError("--tokenizer-path is given, but the manifest has no tokenizer; remove it.")
     if recorded is None:
-        print("  the manifest names no tokenizer: ids are shown", file=sys.stderr)
+        print("  the manifest has no tokenizer, so ids are shown", file=sys.stderr)
         return None
     try:
         tokenizer = load_tokenizer(TokenizerConfig(**{**recorded, **({"path": path} if path else {})}))
     except (DataError, TypeError) as error:
         if path:
             raise
-        print(f"  ids are shown, because {error} (--tokenizer-path says where it is)", file=sys.stderr)
+        print(f"  ids are shown, because {error} (set its path with --tokenizer-path)", file=sys.stderr)
         return None
     dataset.require_tokenizer(tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.special.eos)
     return tokenizer
@@ -199,7 +207,8 @@ def adopt(arguments: argparse.Namespace) -> None:
         print_size(dataset)
         if joined := dataset.manifest.get("num_sequences"):
             print(
-                f"  {joined:,} sequences are joined to documents, as the index says (--by-sequence: they are not)"
+                f"  {joined:,} sequences are joined to documents according to the index (keep them separate with "
+                "--by-sequence)"
             )
 
 

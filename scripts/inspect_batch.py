@@ -77,7 +77,7 @@ def main() -> None:
         print(title)
         print("\n".join([table(row, shown.spell, shown.spell_decoders, arguments.lines), *more]))
         seen, _ = masks(row)
-        print(f"\nattention of {len(seen)} rows (across: keys){thinned(len(seen))}")
+        print(f"\nattention of {len(seen)} tokens (columns: keys){thinned(len(seen))}")
         print(drawing(seen))
     if arguments.png:
         save_picture(Path(arguments.png), *masks(shown.rows[0]))
@@ -87,14 +87,20 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
     add = parser.add_argument
-    text = "YAML file, or a name of configs/; may repeat"
+    text = "YAML file, or a name in configs/; may be repeated"
     add("--config", type=expanded_path, action="append", default=[], metavar="FILE", help=text)
     add("--objective", metavar="NAME", help=f"instead of the config's: {', '.join(OBJECTIVES)}")
     add("--text", help="show this text as one document")
     add("--task", type=expanded_path, metavar="FILE", help="YAML of a task whose records are shown")
     text = "sample numbers (default 0)"
     add("--samples", type=_sample_number, nargs="+", default=[0], metavar="N", help=text)
-    add("--lines", type=int, default=60, metavar="N", help="tokens shown of a row; 0 = all (default 60)")
+    add(
+        "--lines",
+        type=int,
+        default=60,
+        metavar="N",
+        help="number of tokens to show per row; 0 = all (default 60)",
+    )
     add("--png", type=expanded_path, metavar="FILE", help="save the mask of the first sample as a picture")
     add("overrides", nargs="*", metavar="section.key=value", help="settings on top")
     arguments = parser.parse_intermixed_args()
@@ -104,7 +110,7 @@ def parse_arguments() -> argparse.Namespace:
     if arguments.lines < 0:
         raise ConfigError(f"--lines is {arguments.lines}; it must be 0 or more.")
     if arguments.task and (not arguments.config or arguments.text is not None or arguments.objective):
-        raise ConfigError("--task shows a task's own records to one model; give it with --config FILE alone.")
+        raise ConfigError("--task shows the records of a task; combine it with --config FILE only.")
     if not arguments.config and arguments.text is None:
         raise ConfigError("nothing to show; give --text TEXT, --config FILE, or both.")
     if arguments.png:
@@ -117,7 +123,7 @@ def _sample_number(text: str) -> int:
         return int(text)
     except ValueError:
         hint = "; settings go before --samples" if "=" in text else ""
-        raise argparse.ArgumentTypeError(f"{text[:200]!r} is no sample number{hint}") from None
+        raise argparse.ArgumentTypeError(f"{text[:200]!r} is not a sample number{hint}") from None
 
 
 def rows_of_words(arguments: argparse.Namespace) -> Shown:
@@ -141,7 +147,7 @@ def rows_of_words(arguments: argparse.Namespace) -> Shown:
         parsed = parse_override(override)
         if set(parsed) != {name}:
             raise ConfigError(
-                f"override {override!r}: without --config only settings of {name} are used; write {name}.KEY=VALUE."
+                f"override {override!r}: without --config only settings of {name} apply; write {name}.KEY=VALUE."
             )
         tree.update(parsed[name])
     section = build(OBJECTIVES[name].config_class, tree, f"{name}.")
@@ -190,13 +196,15 @@ def rows_of_task(arguments: argparse.Namespace) -> Shown:
     if not records:
         file = next(iter({**task.validation, **task.test}), None)
         if file is None:
-            raise ConfigError("the task names no file; set task.train or task.validation.")
+            raise ConfigError("the task has no file; set task.train or task.validation.")
         records = task.renderer.prepare({**task.validation, **task.test}[file], training=False)
     spell = task.tokenizer.token_to_text
     shown = Shown([], spell, None, [], [])
     for number in arguments.samples:
         if number >= len(records):
-            raise ConfigError(f"--samples has {number}, but the task has {len(records)} records; give less.")
+            raise ConfigError(
+                f"--samples contains {number}, but the task has {len(records)} records; give a smaller number."
+            )
         sample = task.renderer.sample(records[number], number)
         count = len(sample.documents)
         for place, example in enumerate(sample.documents):
@@ -230,7 +238,7 @@ def scored(
             name = spell if head == "choices" else labels.__getitem__
             says = " ".join(visible(name(int(target))) for target in part.targets) or "no label"
         is_right = " (right)" if number == sample.right else ""
-        lines.append(f"scored: part {number}, {rows}: {says}{is_right}")
+        lines.append(f"scored: group {number}, {rows}: {says}{is_right}")
     return lines
 
 
@@ -247,7 +255,7 @@ def rows_of_text(
     """
     lengths = np.array([len(chunk) for chunk in chunks])
     if lengths.min() < 2:
-        raise DataError("--text holds no token; give at least one word.")
+        raise DataError("--text has no token; give at least one word.")
     made = make_objective(choices, vocabulary, seed, int(lengths.max()) + DOCUMENT_OVERHEAD)
     counts = np.full(len(samples), len(chunks))
     tokens = np.tile(np.concatenate(chunks), len(samples))
@@ -291,7 +299,7 @@ def table(
     for i in range(length):
         if i in left_out:
             if i == left_out[0]:
-                lines.append(f"{'':4} and {len(left_out)} tokens between, which --lines 0 shows")
+                lines.append(f"{'':4} and {len(left_out)} more tokens (--lines 0 shows all)")
             continue
         target = ""
         if row.weights[i] > 0:
@@ -303,7 +311,7 @@ def table(
             f"{LOSS_NAMES[row.objective[i]]}"
         )
     if length < len(row.doc):
-        lines.append(f"{'':4} and {len(row.doc) - length} of padding")
+        lines.append(f"{'':4} and {len(row.doc) - length} padding tokens")
     return "\n".join(lines)
 
 

@@ -51,7 +51,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     text = "files, globs, directories of parts: .jsonl .csv .tsv .txt, also compressed; .parquet .arrow; save_to_disk"
     add("--input", type=expanded_path, dest="inputs", nargs="+", required=True, help=text)
-    text = "prefix of the files to write, for example data/corpus"
+    text = "output prefix, for example data/corpus"
     add("--output", type=expanded_path, required=True, help=text)
     add("--tokenizer-kind", required=True, choices=KINDS)
     add(
@@ -60,32 +60,40 @@ def parse_arguments() -> argparse.Namespace:
         required=True,
         help="the tokenizer's file or directory, or org/name of the Hugging Face hub",
     )
-    text = "tokens after those of the files, as tokenizer.added_tokens of the run (default: glm)"
+    text = "tokens added after those of the files, as tokenizer.added_tokens of the run (default: glm)"
     add("--added-tokens", default="glm", choices=ADDED_TOKENS, help=text)
-    add("--vocab-size", type=int, help="tokenizer.vocab_size of the run, where ids without a token follow")
+    add(
+        "--vocab-size",
+        type=int,
+        help="as tokenizer.vocab_size of the run, if the vocabulary has ids without a token at its end",
+    )
     add("--cased", action="store_true", help="bert_wordpiece: keep upper case and accents")
     text = "sentencepiece: gMASK shares the id of eop, as in GLM-10B-Chinese"
     add("--shared-command-tokens", action="store_true", help=text)
     add(
         "--text-key",
         default="text",
-        help="field or column that holds the text; a.b: in another (default: text)",
+        help="field or column with the text; a.b for a nested field (default: text)",
     )
-    add("--text-split", default="file", choices=TEXT_SPLITS, help="how .txt files are cut (default: file)")
+    add(
+        "--text-split",
+        default="file",
+        choices=TEXT_SPLITS,
+        help="how .txt files are split into documents (default: file)",
+    )
     add("--split", default="", help="NAME=FRACTION,...: several datasets, such as train=0.98,validation=0.02")
-    add("--split-seed", type=int, default=0, help="another seed gives other splits (default: 0)")
-    add("--workers", type=int, default=usable_cores(), help="processes, for each rank (default: all cores)")
+    add("--split-seed", type=int, default=0, help="seed of the split (default: 0)")
+    add("--workers", type=int, default=usable_cores(), help="worker processes per rank (default: all cores)")
     add("--mpi", action="store_true", help="share the work with the other MPI ranks (mpirun, srun)")
     add(
         "--shard-megabytes",
         type=int,
         default=DEFAULT_SHARD_BYTES >> 20,
-        help="stored input that is the unit of work and of repetition; does not change the output "
-        f"(default: {DEFAULT_SHARD_BYTES >> 20})",
+        help=f"megabytes of input per unit of work; does not change the output (default: {DEFAULT_SHARD_BYTES >> 20})",
     )
     add("--on-bad-record", default="error", choices=BAD_RECORD_POLICIES, help="(default: error)")
     limit = DEFAULT_MAX_BAD_RECORDS
-    text = f"with skip: stop beyond this many (default: {limit})"
+    text = f"with skip: stop after this many bad records (default: {limit})"
     add("--max-bad-records", type=int, default=limit, help=text)
     add("--deduplicate", action="store_true", help="keep only the first of exactly equal texts")
     add(
@@ -95,8 +103,10 @@ def parse_arguments() -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="report documents that share sequences of 13 words with these evaluation texts, which are read as "
-        "the input is (--text-key, --text-split)",
+        help=(
+            "report documents that share sequences of 13 words with these evaluation texts (read with the same "
+            "--text-key and --text-split)"
+        ),
     )
     add(
         "--entities-key",
@@ -106,22 +116,29 @@ def parse_arguments() -> argparse.Namespace:
         "--entity-ids",
         type=expanded_path,
         metavar="FILE",
-        help="their numbers: a count, then lines of name, tab, number",
+        help="file with the entity ids: a line with their number, then lines of name, tab, id",
     )
-    add("--min-score", type=float, default=0.0, help="leave out mentions with a lower score (default: 0)")
-    add("--capitals", action="store_true", help="store which words begin with one (objective capitalization)")
-    text = "field of JSON lines with spans to be masked as one: [[start, end, kind]] (spanbert, ernie)"
+    add("--min-score", type=float, default=0.0, help="skip mentions with a lower score (default: 0)")
+    add(
+        "--capitals",
+        action="store_true",
+        help="store which words begin with a capital letter (objective capitalization)",
+    )
+    text = "field of JSON lines with spans to mask as one unit: [[start, end, kind]] (spanbert, ernie)"
     add("--spans-key", help=text)
-    text = "make labelled pairs: field of the second text beside --text-key; `label` is the third (objective relevance)"
-    add("--second-key", help=text)
-    add("--labels", type=expanded_path, metavar="FILE", help="names of their labels, one on each line")
     text = (
-        "make labelled pairs of sentences joined by a marker of this file, such as configs/labels/markers.txt"
+        "build labelled pairs: field with the second text, --text-key being the first; the field `label` has the "
+        "label (objective relevance)"
     )
+    add("--second-key", help=text)
+    add(
+        "--labels", type=expanded_path, metavar="FILE", help="file with the names of the labels, one per line"
+    )
+    text = "build labelled pairs of sentences joined by a marker of this file, such as configs/labels/markers.txt"
     add("--markers", type=expanded_path, metavar="FILE", help=text)
     add("--overwrite", action="store_true", help="replace existing output")
-    add("--restart", action="store_true", help="discard the partial results of a stopped build")
-    add("--verify", action="store_true", help="read and check the whole finished output")
+    add("--restart", action="store_true", help="discard the shards of a stopped build")
+    add("--verify", action="store_true", help="read and check the whole output afterwards")
     return parser.parse_args()
 
 

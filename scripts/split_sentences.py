@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     output = Path(args.output)
     with disk_errors(args.output), new_file(output) as file:
         written, left_out = _write(args, file)
-    print(f"{output}: {written} sentences; left out: {left_out} of more than {args.most_words} words")
+    print(f"{output}: {written} sentences; skipped: {left_out} with more than {args.most_words} words")
 
 
 def _write(args: argparse.Namespace, file: IO[bytes]) -> tuple[int, int]:
@@ -76,13 +76,18 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     text = "files or globs, as scripts/preprocess_data.py takes them"
     add("--input", type=expanded_path, required=True, nargs="+", help=text)
-    text = "text file to write, for preprocess_data.py --text-split lines"
+    text = "output text file, for preprocess_data.py --text-split lines"
     add("--output", type=expanded_path, required=True, help=text)
-    add("--most-words", type=int, default=64, help="longer sentences are left out (default: 64)")
-    add("--text-key", default="text", help="field or column that holds the text (default: text)")
-    add("--text-split", default="file", choices=TEXT_SPLITS, help="how .txt files are cut (default: file)")
+    add("--most-words", type=int, default=64, help="skip longer sentences (default: 64)")
+    add("--text-key", default="text", help="field or column with the text (default: text)")
+    add(
+        "--text-split",
+        default="file",
+        choices=TEXT_SPLITS,
+        help="how .txt files are split into documents (default: file)",
+    )
     add("--on-bad-record", default="error", choices=BAD_RECORD_POLICIES, help="(default: error)")
-    text = "with skip: stop beyond this many"
+    text = "with skip: stop after this many bad records"
     add("--max-bad-records", type=int, default=DEFAULT_MAX_BAD_RECORDS, help=text)
     args = parser.parse_args(arguments)
     if args.most_words < 1:

@@ -67,7 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     path = Path(args.output) / file_name
     if Path(args.output).suffix in (".json", ".txt", ".model"):
         raise ConfigError(
-            f"--output {args.output} would be a directory, and the file in it {file_name}; give a name without suffix."
+            f"--output {args.output} must be a directory, in which {file_name} is written; give a name without a "
+            "suffix."
         )
     if path.exists():
         raise DataError(f"{path} exists; remove it or choose another --output.")
@@ -90,8 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(yaml.safe_dump({"tokenizer": lines}, sort_keys=False, allow_unicode=True), end="")
     if args.kind != "sentencepiece" and (found := _tokens_of(path)) < args.vocab_size:
         print(
-            f"warning: the text gave {found:,} tokens, not --vocab-size {args.vocab_size:,}: no other pair "
-            f"occurs {MIN_FREQUENCY} times; give more text, or keep the smaller vocabulary.",
+            f"warning: the vocabulary has {found:,} tokens instead of --vocab-size {args.vocab_size:,}, because no "
+            f"further pair occurs {MIN_FREQUENCY} times; give more text, or keep the smaller vocabulary.",
             file=sys.stderr,
         )
     print(f"# {tokenizer.vocab_size} tokens with GLM's special tokens, fingerprint {tokenizer.fingerprint}")
@@ -110,17 +111,27 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--kind", required=True, choices=list(TRAINERS))
     text = "files or globs, as scripts/preprocess_data.py takes them"
     add("--input", type=expanded_path, required=True, nargs="+", help=text)
-    add("--text-key", default="text", help="field or column that holds the text (default: text)")
-    add("--text-split", default="file", choices=TEXT_SPLITS, help="how .txt files are cut (default: file)")
+    add("--text-key", default="text", help="field or column with the text (default: text)")
+    add(
+        "--text-split",
+        default="file",
+        choices=TEXT_SPLITS,
+        help="how .txt files are split into documents (default: file)",
+    )
     add("--on-bad-record", default="error", choices=BAD_RECORD_POLICIES)
     add("--max-bad-records", type=int, default=DEFAULT_MAX_BAD_RECORDS)
-    text = "most tokens in the file; byte_bpe counts GLM's special tokens, the others add them on loading"
+    text = (
+        "largest number of tokens in the file; byte_bpe includes GLM's special tokens, the others add them on "
+        "loading"
+    )
     add("--vocab-size", required=True, type=int, help=text)
     add("--cased", action="store_true", help="wordpiece: keep case and accents")
-    add("--output", type=expanded_path, required=True, help="directory for the tokenizer file")
+    add("--output", type=expanded_path, required=True, help="output directory of the tokenizer file")
     args = parser.parse_args(arguments)
     if args.cased and args.kind != "wordpiece":
-        raise ConfigError(f"--cased is for --kind wordpiece; {args.kind} keeps case anyway.")
+        raise ConfigError(
+            f"--cased applies to --kind wordpiece only; {args.kind} always keeps case, remove it."
+        )
     if not 0 < args.vocab_size <= MAX_VOCAB_SIZE:
         raise ConfigError(f"--vocab-size is {args.vocab_size}; it must be in 1 to {MAX_VOCAB_SIZE}.")
     check_options(args.text_split, args.on_bad_record, args.max_bad_records)
@@ -147,7 +158,7 @@ def read_texts(args: argparse.Namespace) -> Iterator[str]:
             yield from parsed.texts
             progress.update(block.input_bytes)
     if is_empty:
-        raise DataError(f"--input {' '.join(args.input)} holds no text; name files with documents in them.")
+        raise DataError(f"--input {' '.join(args.input)} has no text; give files with documents.")
 
 
 # ---- training: each returns the bytes of the tokenizer's file ----
@@ -255,12 +266,12 @@ def _sentencepiece_error(vocab_size: int, message: str) -> DataError:
     """Another message than the library's, which advises options that this script does not have."""
     if match := re.search(r"required_chars\. \d+ vs (\d+)", message):
         return DataError(
-            f"--vocab-size {vocab_size} is too small; the characters of this text take {match[1]}; give more, or "
-            "train on a text with fewer of them."
+            f"--vocab-size {vocab_size} is too small; the characters of this text need {match[1]}; raise it, or "
+            "train on a text with fewer characters."
         )
     if match := re.search(r"value <= (\d+)", message):
         return DataError(
-            f"--vocab-size {vocab_size} is too large for this text; give at most {match[1]}, or more text."
+            f"--vocab-size {vocab_size} is too large for this text; set it to {match[1]} or less, or give more text."
         )
     reason = " ".join(message.rpartition("] ")[2].split())[:300]  # without the library's source line
     return DataError(
@@ -270,7 +281,7 @@ def _sentencepiece_error(vocab_size: int, message: str) -> DataError:
 
 def _require_size(vocab_size: int, needed: int, reason: str) -> None:
     if vocab_size < needed:
-        raise DataError(f"--vocab-size {vocab_size} is too small; {reason} take {needed}.")
+        raise DataError(f"--vocab-size {vocab_size} is too small; {reason} need {needed}.")
 
 
 TRAINERS = {

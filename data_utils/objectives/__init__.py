@@ -39,8 +39,8 @@ def objective_class(name: str) -> type[RowObjective]:
     """The objective of a name. Raises ConfigError for an unknown one."""
     if name not in OBJECTIVES:
         raise ConfigError(
-            f"objective is {shown(name)}; it must be one of {', '.join(OBJECTIVES)}, or an objective of an installed "
-            f"package (entry points of the group {GROUP}): install the package that brings it."
+            f"objective is {shown(name)}; it must be one of {', '.join(OBJECTIVES)}, or the objective of an "
+            f"installed package (entry point group {GROUP}); install the package that provides it."
         )
     return OBJECTIVES[name]
 
@@ -92,7 +92,8 @@ def make_objective(
     whole = [choice.name for choice in choices if choice.section.whole_documents]
     if whole:
         raise ConfigError(
-            f"{whole[0]} is mixed with other objectives, but its samples are rows of whole documents; choose it alone."
+            f"{whole[0]} cannot be mixed with other objectives, because its samples are whole documents; use it "
+            "alone."
         )
     from data_utils.objectives.mixed import Mixed
 

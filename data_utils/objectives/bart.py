@@ -103,7 +103,7 @@ class BartConfig(RowSizes):
     def check_vocabulary(self, vocabulary: Vocabulary) -> None:
         check(
             not self.permute_sentences or vocabulary.sentence_end is not None,
-            "bart.permute_sentences needs to know which tokens end a sentence, which is not known for this "
+            "bart.permute_sentences needs the tokens that end a sentence, but they are unknown for this "
             "vocabulary; set it to false.",
         )
 

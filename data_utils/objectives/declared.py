@@ -64,8 +64,8 @@ def _of_class(cls: ast.ClassDef, path: Path, module: str, package: str) -> Decla
         return Declared(ast.literal_eval(values["name"]), losses, module, cls.name, package)
     except (KeyError, AttributeError, TypeError, ValueError):
         raise ConfigError(
-            f"{path}: class {cls.name} is an objective whose name or losses cannot be read without an import; "
-            'write name = "..." and losses = (Loss("...", NUMBER),) in it.'
+            f"{path}: class {cls.name} is an objective, but its name or losses cannot be read without importing the "
+            'file; write name = "..." and losses = (Loss("...", NUMBER),) in it.'
         ) from None
 
 

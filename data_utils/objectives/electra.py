@@ -84,21 +84,21 @@ class ElectraConfig(MaskedTextConfig):
         )
         check(
             self.embeddings == "shared" or (model.positions in ("none", "rotary") and not model.segments),
-            f"electra.embeddings is detached with model.positions {model.positions} and model.segments "
-            f"{model.segments}, but only words are shared so; set positions to none and segments to 0.",
+            f"electra.embeddings is detached, but model.positions is {model.positions} and model.segments is "
+            f"{model.segments}; only word embeddings can be detached: set positions to none and segments to 0.",
         )
         width = self.generator_width(config.model.hidden_size)
         heads = self.heads_of(width)
         check(
             width % heads == 0,
-            f"electra.generator_size ({self.generator_size:g}) makes a width of {width}, which {heads} heads do not "
-            "divide; set electra.generator_heads to a divisor of it.",
+            f"electra.generator_size ({self.generator_size:g}) gives a width of {width}, which is not divisible by "
+            f"{heads} heads; set electra.generator_heads to a divisor of it.",
         )
         self._check_training(config, heads)
 
     def _check_training(self, config: Any, heads: int) -> None:
         training, parallel = config.training, config.parallel
-        why = "but what the generator draws leads to the discriminator's first layer"
+        why = "but the discriminator's input depends on the generator's samples"
         require(parallel, "parallel", {"pipeline_parallel_size": 1}, why)
         ranks = parallel.tensor_parallel_size
         check(
@@ -108,14 +108,15 @@ class ElectraConfig(MaskedTextConfig):
         )
         check(
             training.loss_normalization == "per_objective",
-            f"training.loss_normalization is {training.loss_normalization}, but electra has a mean over the chosen "
-            "tokens and one over all; set it to per_objective, and training.loss_weights={replaced: 50}.",
+            f"training.loss_normalization is {training.loss_normalization}, but electra averages one loss over the "
+            "masked tokens and one over all tokens; set it to per_objective, and training.loss_weights={replaced: "
+            "50}.",
         )
         for loss in (MASKED, REPLACED):
             weight = training.loss_weights.get(loss.name, 1.0)
             check(
                 weight > 0,
-                f"training.loss_weights.{loss.name} is {weight:g}; electra learns both losses: set it above 0.",
+                f"training.loss_weights.{loss.name} is {weight:g}; electra trains both losses; set it above 0.",
             )
         require(training, "training", NO_OPTIONS, "which is not defined for electra")
 

@@ -57,7 +57,8 @@ class EntitiesConfig(MaskedTextConfig):
 
     model_module = "megatron_lite.models.ernie_thu.model_spec"
     two_stacks = (
-        "reads entities beside its tokens; it is trained, tuned on tasks and measured; it writes no text."
+        "reads entities with its tokens; it can be trained, fine-tuned on tasks and evaluated, but cannot generate "
+        "text."
     )
     solves_tasks = True
     reads_beside = "entities"
@@ -78,8 +79,8 @@ class EntitiesConfig(MaskedTextConfig):
         layers = config.model.num_layers
         check(
             len(self.kinds_of(layers)) == layers and set(self.layer_types) <= set(LAYERS),
-            f"entities.layer_types is {shown(list(self.layer_types))}; give {layers} (model.num_layers), each one of "
-            f"{', '.join(LAYERS)}.",
+            f"entities.layer_types is {shown(list(self.layer_types))}; it needs {layers} entries "
+            f"(model.num_layers), each one of {', '.join(LAYERS)}.",
         )
         check(
             self.size % self.heads == 0,
@@ -88,7 +89,7 @@ class EntitiesConfig(MaskedTextConfig):
         total = self.replaced_ratio + self.removed_ratio
         check(
             total <= 1,
-            f"entities.replaced_ratio and entities.removed_ratio are {total:g} together; they must be 1 at most.",
+            f"entities.replaced_ratio and entities.removed_ratio sum to {total:g}; their sum must be at most 1.",
         )
         fixed = {**_FIXED, "sentence_classes": 2 * self.next_sentence}
         require(config.model, "model", fixed, "which a model with entities cannot have")
@@ -96,7 +97,7 @@ class EntitiesConfig(MaskedTextConfig):
             config.parallel,
             "parallel",
             _LAYOUT,
-            "but the entities' stream is not split, also not between stages",
+            "but the hidden states of entities are not split, neither in tensor nor in pipeline parallelism",
         )
         require(config.training, "training", NO_OPTIONS, "which is not defined for entities")
         if config.task is not None:

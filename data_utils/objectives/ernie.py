@@ -110,14 +110,14 @@ def jieba_segmenter(vocabulary: Vocabulary) -> TextSegmenter:
     """Chinese words by jieba. Raises: ConfigError if it is not installed or the token texts are not known."""
     if vocabulary.token_texts is None:
         raise ConfigError(
-            "ernie.segmenter jieba needs the texts of the tokens, which this vocabulary does not have; "
+            "ernie.segmenter is jieba, which needs the text of every token, but this vocabulary does not have it; "
             "choose words or tokens."
         )
     try:
         import jieba
     except ImportError:
         raise ConfigError(
-            "ernie.segmenter jieba needs the package jieba, which is not installed; run "
-            "pip install jieba, or choose words."
+            "ernie.segmenter is jieba, but the package jieba is not installed; run pip install jieba or choose "
+            "words."
         ) from None
     return TextSegmenter(vocabulary.token_texts, jieba.cut)

@@ -44,8 +44,11 @@ _ROLES = {"prefix_token": "cls", "suffix_token": "sep", "middle_token": "mask"}
 class FillInMiddleConfig(CausalConfig):
     """How often chunks are cut, the ids of the three tokens, and the token before a text."""
 
-    rate: float = fraction(0.5, "part of the chunks that are cut in three; the others are as in causal")
-    suffix_first_rate: float = fraction(0.5, "part of the cut chunks that begin with their last part (SPM)")
+    rate: float = fraction(
+        0.5,
+        "fraction of the texts that are cut in three and reordered; the others are as in causal",
+    )
+    suffix_first_rate: float = fraction(0.5, "fraction of the cut texts that start with the suffix (SPM)")
     prefix_token: int | None = setting(None, "id of the token before a prefix; null = [CLS]", at_least=0)
     suffix_token: int | None = setting(None, "id of the token before a suffix; null = [SEP]", at_least=0)
     middle_token: int | None = setting(None, "id of the token before a middle; null = [MASK]", at_least=0)
@@ -56,7 +59,7 @@ class FillInMiddleConfig(CausalConfig):
         ]
         check(
             len(set(given)) == len(given),
-            f"fill_in_middle.prefix_token, suffix_token and middle_token are {given}; give each an id of its own.",
+            f"fill_in_middle.prefix_token, suffix_token and middle_token are {given}; give each a different id.",
         )
 
     @property
@@ -76,8 +79,7 @@ class FillInMiddleConfig(CausalConfig):
     def check_vocabulary(self, vocabulary: Vocabulary) -> None:
         check(
             self.begin != "cls" or self.prefix_token is not None,
-            "fill_in_middle.begin is cls, which then also stands before a prefix; set prefix_token to another token's "
-            "id.",
+            "fill_in_middle.begin is cls, which is also the prefix token; set prefix_token to another id.",
         )
 
 

@@ -52,8 +52,8 @@ class MaskedLmConfig(MaskedTextConfig):
         super(MaskedLmConfig, self).__post_init__()
         check(
             not self.next_sentence or self.input in ("segments", "sentences"),
-            f"masked_lm.next_sentence is true with input {self.input}, whose Examples have one text; set it to false, "
-            "or input to segments or sentences.",
+            f"masked_lm.next_sentence is true with input {self.input}, whose examples have only one segment; set it "
+            "to false, or input to segments or sentences.",
         )
 
     @property
@@ -85,7 +85,8 @@ class MaskedLmConfig(MaskedTextConfig):
     def check_vocabulary(self, vocabulary: Vocabulary) -> None:
         check(
             self.input == "segments" or vocabulary.sentence_end is not None,
-            f"masked_lm.input is {self.input}, but no sentence ends are known for this vocabulary; set it to segments.",
+            f"masked_lm.input is {self.input}, but the tokens that end a sentence are unknown for this vocabulary; "
+            "set it to segments.",
         )
 
 

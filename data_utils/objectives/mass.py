@@ -55,8 +55,8 @@ class MassConfig(RowSizes):
         check_treatment("mass", self.mask_token_prob, self.random_token_prob)
         check(
             self.head_prob + self.tail_prob <= 1.0 + 1e-9,
-            f"mass.head_prob ({self.head_prob}) + tail_prob ({self.tail_prob}) exceed 1; lower one of them (the "
-            "rest is anywhere).",
+            f"mass.head_prob ({self.head_prob}) + tail_prob ({self.tail_prob}) exceeds 1; lower one of them (the "
+            "remaining probability places the fragment anywhere).",
         )
 
     @property

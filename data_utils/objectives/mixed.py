@@ -73,11 +73,11 @@ class Mixed:
         (self.sequence_length,) = {objective.sequence_length for objective in objectives}
         check(
             bool(np.isfinite(self.weights).all() and (self.weights >= 0).all()),
-            f"objective weights are {list(weights)}; they must be numbers, 0 or more.",
+            f"objective weights are {list(weights)}; they must be numbers >= 0.",
         )
         if not self.weights[self.first_samples <= 0].sum() > 0:
             raise ConfigError(
-                "no objective takes part from sample 0 on; give one a positive weight and no later start."
+                "no objective is used from sample 0 on; give one objective a positive weight and no later start."
             )
         self._key = np.uint64(seed)
 

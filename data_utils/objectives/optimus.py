@@ -104,13 +104,13 @@ class OptimusConfig(RowSizes):
     def __post_init__(self) -> None:
         check(
             self.memory or self.embedding,
-            "optimus.memory and optimus.embedding are both false, so that nothing carries the latent vector to the "
-            "decoder; set one of them to true.",
+            "optimus.memory and optimus.embedding are both false, so the decoder does not receive the latent "
+            "vector; set one of them to true.",
         )
         shares = self.zero_share + self.rise_share
         check(
             shares <= 1.0,
-            f"optimus.zero_share + optimus.rise_share is {shares:g}; together they must be at most 1.",
+            f"optimus.zero_share + optimus.rise_share is {shares:g}; the sum must be at most 1.",
         )
 
     def check_run(self, config: Any) -> None:
@@ -118,8 +118,8 @@ class OptimusConfig(RowSizes):
         decoder = config.decoder
         check(
             decoder is not None,
-            "objectives has optimus, but decoder is null; describe there the Transformer that decodes, as model "
-            "describes the one that encodes.",
+            "the objective optimus needs a decoder, but the section decoder is null; set it as the section model "
+            "is set for the encoder.",
         )
         require_alone(config, "optimus has samples of its own kind and stands")
         require(
@@ -132,11 +132,11 @@ class OptimusConfig(RowSizes):
             check(
                 needed <= stack.max_position or stack.positions == "none",
                 f"data.sequence_length ({config.data.sequence_length}) needs position ids up to {needed}, but "
-                f"{key}.max_position is {stack.max_position}; set it to {needed}, or a shorter data.sequence_length.",
+                f"{key}.max_position is {stack.max_position}; set it to {needed} or lower data.sequence_length.",
             )
         check(
             self.feature != "pooler" or config.model.sentence_classes > 0,
-            "optimus.feature is pooler, but model.sentence_classes is 0, so that the encoder has no pooler; set "
+            "optimus.feature is pooler, but model.sentence_classes is 0, so the encoder has no pooler; set "
             "model.sentence_classes=2, or optimus.feature=cls.",
         )
 
@@ -151,7 +151,7 @@ class OptimusConfig(RowSizes):
         whole, stack = config.checkpoint.initialize_from, self.encoder_from or self.decoder_from
         check(
             whole is None or stack is None,
-            f"checkpoint.initialize_from is {whole} and a stack is to begin with {stack}; set "
+            f"checkpoint.initialize_from is {whole}, but optimus also initializes a stack from {stack}; set "
             "checkpoint.initialize_from, or optimus.encoder_from and decoder_from, to null.",
         )
         usual = NO_OPTIONS | {"loss_normalization": "global_tokens"}
@@ -294,7 +294,7 @@ class Optimus(RowObjective):
         odd = np.flatnonzero(chunks_per_sample % self.texts)
         if len(odd):
             raise DataError(
-                f"sample {sample_indices[odd[0]]} has {chunks_per_sample[odd[0]]} chunks, but every sentence has two, "
-                "the encoder's and the decoder's; open the corpora with both tokenizers."
+                f"sample {sample_indices[odd[0]]} has {chunks_per_sample[odd[0]]} chunks, but every sentence needs "
+                "two, one for the encoder and one for the decoder; open the corpora with both tokenizers."
             )
         super().fill(batch, tokens, chunk_lengths, chunks_per_sample, sample_indices)

@@ -29,8 +29,8 @@ def shares(corpora: Sequence[Any], objectives: Sequence[ObjectiveChoice]) -> lis
             names = ", ".join(choice.name for choice in objectives if owner_of(choice) == owner)
             which = "without an objective of its own" if owner is None else f"with objective: {owner}"
             raise ConfigError(
-                f"{names} has a share of the samples, but no corpus {which} has a weight; add one to data.train, and "
-                "to data.validation if that is given, or take the objective out."
+                f"{names} has a positive weight, but no corpus {which} has one; add such a corpus to data.train "
+                "(and to data.validation, if set), or remove the objective."
             )
     return [
         corpus.weight * parts.get(corpus.objective, 0.0) / (pools[corpus.objective] or 1.0)
@@ -46,9 +46,9 @@ def check_corpora(config: Any) -> None:
     late = [choice.name for choice in config.objective_choices if choice.first_sample]
     check(
         not late,
-        f"objective_starts names {', '.join(late)} in a run with corpora of pairs, whose shares change with phases "
-        "only; give the objectives of each phase in phases.",
+        f"objective_starts names {', '.join(late)} but corpora of pairs change their weights only with phases; set "
+        "the objectives of each phase in phases.",
     )
     for name in ("region", "short_prob"):
         value = getattr(config.data, name)
-        check(value == 0, f"data.{name} is {value}, but pairs are never cut; set it to 0.")
+        check(value == 0, f"data.{name} is {value}, but pairs are never truncated; set it to 0.")

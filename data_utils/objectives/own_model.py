@@ -20,7 +20,7 @@ def require_alone(config: Any, why: str, solves_tasks: bool = False) -> None:
     names = ", ".join(choice.name for choice in config.objective_choices)
     check(
         len(config.objective_choices) == 1 and (solves_tasks or config.task is None),
-        f"objectives has {names}{' and a task' * (config.task is not None)}; {why} alone; leave out the rest.",
+        f"objectives has {names}{' and a task' * (config.task is not None)}; {why} alone; remove the others.",
     )
 
 

@@ -34,7 +34,7 @@ def of_packages(own: Mapping[str, Declared]) -> tuple[list[Declared], dict[str, 
             found.append(_declared(entry, package))
         except (ConfigError, OSError, UnicodeError) as error:
             problems[entry.name] = (
-                f"the objective {entry.name} of the package {package} is not usable: {error}"
+                f"the objective {entry.name} of the package {package} cannot be used: {error}"
             )
     claims: dict[tuple[str, object], Declared] = {
         (what, value): one for one in own.values() for what, value in _claimed(one.name, one.losses)
@@ -44,8 +44,8 @@ def of_packages(own: Mapping[str, Declared]) -> tuple[list[Declared], dict[str, 
             other = claims.setdefault(claim, one)
             if other is not one and not (claim[0] != "name" and _is_shared(claim, one, other)):
                 text = (
-                    f"{_owner(other)} and {_owner(one)} claim the same {claim[0]} {claim[1]}; uninstall one of them, "
-                    "or change it there."
+                    f"{_owner(other)} and {_owner(one)} claim the same {claim[0]} {claim[1]}; uninstall or change "
+                    "one of them."
                 )
                 problems.setdefault(one.name, text)
                 if other.package:
@@ -56,20 +56,21 @@ def of_packages(own: Mapping[str, Declared]) -> tuple[list[Declared], dict[str, 
 def _declared(entry: importlib.metadata.EntryPoint, package: str) -> Declared:
     if not _NAME.fullmatch(entry.name) or not entry.attr or not entry.attr.isidentifier():
         raise ConfigError(
-            f"its entry point {entry.name!r} = {entry.value!r} must be a lower-case name and module:Class."
+            f"its entry point {entry.name!r} = {entry.value!r} must have the form lower_case_name = module:Class."
         )
     path = _source(entry.module)
     if path is None:
-        raise ConfigError(f"the module {entry.module} has no file of Python source.")
+        raise ConfigError(f"the module {entry.module} has no Python source file.")
     made = declared_class(path, entry.module, entry.attr, package)
     if made.name != entry.name:
         raise ConfigError(
-            f"its entry point is called {entry.name!r}, and its class has the name {made.name!r}."
+            f"its entry point has the name {entry.name!r}, but its class has the name {made.name!r}."
         )
     numbers = [loss.number for loss in made.losses if not loss.is_own]
     if any(not FIRST_NUMBER <= number < MOST_LOSSES for number in numbers):
         raise ConfigError(
-            f"its losses have the numbers {numbers}; packages have {FIRST_NUMBER} to {MOST_LOSSES - 1}."
+            f"its losses have the numbers {numbers}; losses of packages must have numbers from {FIRST_NUMBER} to "
+            f"{MOST_LOSSES - 1}."
         )
     return made
 

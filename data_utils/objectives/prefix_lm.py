@@ -33,8 +33,10 @@ class PrefixLmConfig(RowSizes):
 
     needed_roles = ("cls",)
 
-    min_prefix_ratio: float = fraction(0.0, "shortest prefix as a part of the chunk")
-    max_prefix_ratio: float = fraction(1.0, "longest prefix as a part of the chunk; one token always remains")
+    min_prefix_ratio: float = fraction(0.0, "shortest prefix as a fraction of the text")
+    max_prefix_ratio: float = fraction(
+        1.0, "longest prefix as a fraction of the text; at least one token remains"
+    )
 
     def __post_init__(self) -> None:
         low, high = self.min_prefix_ratio, self.max_prefix_ratio

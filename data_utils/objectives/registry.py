@@ -42,8 +42,8 @@ class Objectives(Mapping[str, "type[RowObjective]"]):
             other = self._own.setdefault(one.name, one)
             if other is not one:
                 raise ConfigError(
-                    f"the objectives of {other.module} and {one.module} have the same name {one.name!r}; choose "
-                    "another one for the new objective."
+                    f"the objectives of {other.module} and {one.module} both have the name {one.name!r}; rename the "
+                    "new objective."
                 )
         found, self._problems = of_packages(self._own) if with_packages else ([], {})
         self._declared = self._own | {one.name: one for one in found}
@@ -113,13 +113,12 @@ def losses_by_number(objectives: Iterable[Declared]) -> tuple[Loss, ...]:
             owner = owners.setdefault(getattr(loss, what), loss)
             if owner is not loss:
                 raise ConfigError(
-                    f"the losses {owner.name} ({owner.number}) and {loss.name} ({loss.number}) have the same {what}; "
-                    f"give the new one another. The next free number is {free}."
+                    f"the losses {owner.name} ({owner.number}) and {loss.name} ({loss.number}) have the same "
+                    f"{what}; change that of the new one. The next free number is {free}."
                 )
     if numbers != set(range(len(losses))):
         raise ConfigError(
-            f"the numbers of the losses are {sorted(numbers)}, which leaves out {free}; give the new loss "
-            "that number."
+            f"the numbers of the losses are {sorted(numbers)}; {free} is missing: give the new loss that number."
         )
     if len(losses) > MOST_LOSSES:
         raise ConfigError(

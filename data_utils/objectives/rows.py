@@ -102,8 +102,8 @@ def check_treatment(section: str, mask_token_prob: float, random_token_prob: flo
     """Raise ConfigError if the probabilities of [MASK] and of a random token exceed 1 together."""
     check(
         mask_token_prob + random_token_prob <= 1.0 + 1e-9,
-        f"{section}.mask_token_prob ({mask_token_prob}) + random_token_prob ({random_token_prob}) exceed 1; "
-        "lower one of them (the rest is kept).",
+        f"{section}.mask_token_prob ({mask_token_prob}) + random_token_prob ({random_token_prob}) exceeds 1; lower "
+        "one of them (the remaining tokens are kept).",
     )
 
 
@@ -111,7 +111,7 @@ def check_token(key: str, token: int | None, size: int) -> None:
     """Raise ConfigError for a token's id that is not below `size`, the vocabulary's. Args: key: of the setting."""
     check(
         token is None or token < size,
-        f"{key} ({token}) must be below model.vocab_size ({size}): it is a token's id; lower it.",
+        f"{key} ({token}) must be below model.vocab_size ({size}): it is a token id; lower it.",
     )
 
 
@@ -193,8 +193,8 @@ class RowObjective:
         check(
             not missing,
             f"{self.name} needs the special token{'s' * (len(missing) > 1)} {', '.join(missing)}, which the "
-            "tokenizer's vocabulary lacks; choose another tokenizer or objective, or set tokenizer.added_tokens=glm "
-            "and build the corpora again.",
+            "tokenizer does not have; choose another tokenizer or objective, or set tokenizer.added_tokens=glm and "
+            "rebuild the corpora.",
         )
         config.check_vocabulary(vocabulary)
         self.units = self.choose_units()
@@ -243,9 +243,9 @@ class RowObjective:
             worst = int(np.argmax(needed))
             raise DataError(
                 f"sample {sample_indices[worst]} has {chunks_per_sample[worst]} chunks that can need "
-                f"{needed[worst]} row tokens, the longest chunk {longest} tokens, too many for "
-                f"sequence_length {self.sequence_length} and rows of {batch.shape[2]}; a window must "
-                f"keep its tokens and {DOCUMENT_OVERHEAD} more for each document within sequence_length."
+                f"{needed[worst]} tokens of a row (the longest chunk has {longest}), too many for sequence_length "
+                f"{self.sequence_length} and rows of {batch.shape[2]}; the tokens of a window plus "
+                f"{DOCUMENT_OVERHEAD} for each document must not exceed sequence_length."
             )
         if tokens.ndim == 2 and self.config.reads_beside is None:
             tokens = tokens[0]
@@ -288,7 +288,7 @@ class RowObjective:
         starts = np.ones(len(tokens), np.bool_)  # the first token of a chunk always begins a sentence
         if not _look_up(self.vocabulary.sentence_end, tokens[:-1], starts[1:]):
             raise DataError(
-                f"the text has token ids {tokens.min()} to {tokens.max()}, the vocabulary {self.vocabulary.size} "
-                "tokens; the dataset was built with another tokenizer; build it again."
+                f"the text has token ids {tokens.min()} to {tokens.max()}, but the vocabulary has "
+                f"{self.vocabulary.size} tokens; the dataset was built with another tokenizer: rebuild it."
             )
         return starts

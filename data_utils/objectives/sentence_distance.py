@@ -28,8 +28,8 @@ class SentenceDistanceConfig(LabelledTextConfig):
         super(SentenceDistanceConfig, self).__post_init__()
         check(
             self.far_prob + self.wrong_prob <= 1,
-            f"sentence_distance has far_prob {self.far_prob:g} and wrong_prob {self.wrong_prob:g}; their sum must be "
-            "1 at most.",
+            f"sentence_distance has far_prob {self.far_prob:g} and wrong_prob {self.wrong_prob:g}; their sum must "
+            "be at most 1.",
         )
 
     @property

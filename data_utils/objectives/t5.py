@@ -66,12 +66,13 @@ class SentinelConfig(RowSizes):
         first, count = self.sentinel_first, self.sentinel_count
         check(
             first is None or self.sentinels_ascend or first >= count - 1,
-            f"{self.section_key}.sentinel_first ({first}) must be at least sentinel_count - 1 ({count - 1}): ids count "
-            "down, unless sentinels_ascend is true.",
+            f"{self.section_key}.sentinel_first ({first}) must be at least sentinel_count - 1 ({count - 1}): ids "
+            "count down unless sentinels_ascend is true; raise it.",
         )
         check(
             first is not None or not self.sentinels_ascend,
-            f"{self.section_key}.sentinels_ascend is true without sentinel_first; set the id of the first one.",
+            f"{self.section_key}.sentinels_ascend is true, but sentinel_first is null; set it to the id of the "
+            "first sentinel.",
         )
 
     def sentinels(self, vocabulary: Vocabulary) -> tuple[int, int, int]:
@@ -82,16 +83,16 @@ class SentinelConfig(RowSizes):
         if not known:
             check(
                 "mask" not in vocabulary.lacking,
-                f"{self.section_key} needs the special token mask, or <extra_id_0>, ..., which the vocabulary lacks; "
-                f"set {self.section_key}.sentinel_first, or set tokenizer.added_tokens=glm (or t5) and build the "
-                "corpora again.",
+                f"{self.section_key} needs the special token mask, or <extra_id_0>, ..., which the vocabulary does "
+                f"not have; set {self.section_key}.sentinel_first, or set tokenizer.added_tokens=glm (or t5) and "
+                "rebuild the corpora.",
             )
             return vocabulary.special.mask, 0, count
         step = known[1] - known[0] if len(known) > 1 else -1
         check(
             step in (-1, 1) and known == tuple(range(known[0], known[0] + step * len(known), step)),
-            f"the ids of <extra_id_0>, <extra_id_1>, ... ({', '.join(map(str, known[:3]))}, ...) neither count up nor "
-            f"down by 1; set {self.section_key}.sentinel_first and sentinel_count to ids that do.",
+            f"the ids of <extra_id_0>, <extra_id_1>, ... ({', '.join(map(str, known[:3]))}, ...) do not count up or "
+            f"down by 1; set {self.section_key}.sentinel_first and sentinel_count to ids that do so.",
         )
         return known[0], step, min(count, len(known))
 

@@ -46,8 +46,8 @@ class DenoiserConfig:
     """One way to hide parts of a text."""
 
     mode: str = setting("regular", "regular (R), extreme (X) or sequential (S)", one_of=MODES)
-    share: float = setting(1.0, "share of the chunks, relative to the others", above=0)
-    noise_ratio: float = fraction(0.15, "part of the tokens that is predicted; sequential: on average")
+    share: float = setting(1.0, "sampling weight, relative to the other denoisers", above=0)
+    noise_ratio: float = fraction(0.15, "fraction of the tokens that is predicted; sequential: on average")
     mean_span_length: float = setting(
         3.0, "Mean length of a noise span, in tokens; not used by sequential.", at_least=1
     )
@@ -97,7 +97,7 @@ class Ul2Config(SentinelConfig):
         given = [token for token in self.tokens if token is not None]
         check(
             len(set(given)) == len(given),
-            f"ul2 has the mode tokens {given}; give each mode an id of its own.",
+            f"ul2 has the mode tokens {given}; give each mode a different id.",
         )
 
     @property

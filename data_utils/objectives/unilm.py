@@ -49,7 +49,7 @@ class UniLmConfig(MaskedTextConfig):
         total = sum(getattr(self, name) for name in names)
         check(
             total <= 1.0 + 1e-9,
-            f"unilm.{', '.join(names)} add up to {total:g}; they must not exceed 1 (the rest "
+            f"unilm.{', '.join(names)} add up to {total:g}; their sum must be at most 1 (the remaining probability "
             "is right-to-left).",
         )
 

@@ -85,15 +85,19 @@ class XlnetConfig(RowSizes):
         at_least=1,
     )
     orders: int = setting(
-        2, "equal parts of a chunk, each with its own order; a part sees those before it", at_least=1
+        2,
+        "number of equal sections of a text, each with its own factorization order; a section sees the "
+        "sections before it",
+        at_least=1,
     )
     two_texts: bool = setting(
         True, "End a sample with `A SEP B SEP CLS`, as in XLNet's pretraining; false = `text SEP CLS`."
     )
     memory_length: int = setting(
         0,
-        "tokens at the start of each chunk, where it is at least twice as long, that are the memory of its rest: read "
-        "without loss and gradient (Transformer-XL's recurrence); needs model.relative xlnet; 0 = none",
+        "number of tokens at the start of a text that are the memory of the following ones: read without loss and "
+        "gradient (Transformer-XL's recurrence), in texts at least twice as long; needs model.relative xlnet; 0 = "
+        "none",
         at_least=0,
     )
 
@@ -104,7 +108,7 @@ class XlnetConfig(RowSizes):
         model, length = config.model, self.memory_length
         check(
             2 * length <= config.data.sequence_length,
-            f"xlnet.memory_length is {length}, but only texts of twice as many tokens have a memory and "
+            f"xlnet.memory_length is {length}, but only texts of twice that length have a memory, and "
             f"data.sequence_length is {config.data.sequence_length}; set that to {2 * length} or more, or "
             "memory_length to 0.",
         )

@@ -54,7 +54,7 @@ class TaskRecord:
         if name not in self.fields:
             raise DataError(
                 f"{self.location}: the task needs the field {name!r}, but the sample has {', '.join(self.fields)}; "
-                "correct the file, or choose the task.reader or task.name that go with it."
+                "correct the file, or set task.reader and task.name to match it."
             )
         return self.fields[name]
 

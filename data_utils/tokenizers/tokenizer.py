@@ -176,7 +176,7 @@ class Tokenizer(abc.ABC):
         self.num_tokens, self.vocab_size = size, config.vocab_size or size
         if self.vocab_size < size:
             raise DataError(
-                f"tokenizer.vocab_size is {config.vocab_size}, but {config.path} has {size} tokens with those of "
+                f"tokenizer.vocab_size is {config.vocab_size}, but {config.path} has {size} tokens, including "
                 f"added_tokens {config.added_tokens}; set it to {size} or more, or to null."
             )
         self.special_names = all_special_names(

@@ -32,7 +32,7 @@ def load_hf_json(config: TokenizerConfig, files: Mapping[str, bytes]) -> Tokeniz
     model, added = tree.get("model"), tree.get("added_tokens") or []
     if not isinstance(model, dict) or not isinstance(added, list):
         raise DataError(
-            f"{path}: no model and added_tokens; give a tokenizer.json of the tokenizers library."
+            f"{path}: model or added_tokens is missing; give a tokenizer.json of the tokenizers library."
         )
     ids = model_vocab(model, path)
     for token in added:
@@ -80,8 +80,8 @@ def _check_alike(
         other = name if name in hidden else seen.setdefault(backend.normalizer.normalize_str(name), name)
         if other != name:
             raise DataError(
-                f"{path}: the added tokens {other[:50]!r} and {name[:50]!r} are equal after the normalizer, so that "
-                "text would get either by chance; remove one, or set its normalized to false."
+                f"{path}: the added tokens {other[:50]!r} and {name[:50]!r} are equal after normalization, so the "
+                "id of such text is undefined; remove one, or set its normalized to false."
             )
 
 
@@ -118,6 +118,6 @@ def _hidden_backend(tree: Mapping[str, Any], hidden: set[str], path: Path) -> to
         backend.encode("a \U0010fffd")
     except Exception as error:  # the library raises plain Exception
         raise DataError(
-            f"{path}: the tokenizers library cannot use this file: {one_line(error)}; fetch it again."
+            f"{path}: the tokenizers library cannot use this file: {one_line(error)}; download it again."
         ) from None
     return backend

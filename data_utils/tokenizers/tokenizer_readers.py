@@ -101,7 +101,7 @@ def parse_merges(text: str, path: Path) -> list[tuple[str, str]]:
     for number, line in enumerate(lines[first:], start=first + 1):
         left, space, right = line.partition(" ")
         if not (left and space and right) or " " in right:
-            raise DataError(f"{path}: line {number} of merges.txt ({line[:50]!r}) must be two pieces.")
+            raise DataError(f"{path}: line {number} of merges.txt ({line[:50]!r}) must be two tokens.")
         merges.append((left, right))
     return merges
 
@@ -123,7 +123,7 @@ def merge_results(model: Mapping[str, Any], path: Path) -> set[str]:
     )
     for pair in pairs:
         if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(piece, str) for piece in pair)):
-            raise DataError(f"{path}: merge {str(pair)[:50]!r} must be two pieces; the file is damaged.")
+            raise DataError(f"{path}: merge {str(pair)[:50]!r} must be two tokens; the file is damaged.")
         if not (
             isinstance(prefix, str) and pair[1].startswith(prefix)
         ):  # the library would abort the process
@@ -138,8 +138,8 @@ def read_files(config: TokenizerConfig) -> dict[str, bytes]:
     path = Path(config.path)
     if not path.exists():
         raise DataError(
-            f"tokenizer {path} does not exist; set path to the tokenizer's file or directory, or to a name of the "
-            "Hugging Face hub, org/name@main."
+            f"tokenizer {path} does not exist; set path to the tokenizer's file or directory, or to a repository of "
+            "the Hugging Face hub, org/name@main."
         )
     if config.kind == "sentencepiece":
         return {"model": _read(_find_sentencepiece_model(path))}
@@ -167,7 +167,7 @@ def _read(path: Path) -> bytes:
     except ValueError as error:
         raise DataError(f"tokenizer file {path} {error}; check its kind and path.") from None
     if not content:
-        raise DataError(f"tokenizer file {path} is empty; fetch it again.")
+        raise DataError(f"tokenizer file {path} is empty; download it again.")
     return content
 
 
@@ -183,7 +183,8 @@ def parse_json(content: bytes, path: Path) -> dict[str, Any]:
         tree = orjson.loads(decode_utf8(content, path))
     except orjson.JSONDecodeError as error:
         raise DataError(
-            f"tokenizer file {path} is not valid JSON: {one_line(error)}; check its kind and path, or fetch it again."
+            f"tokenizer file {path} is not valid JSON: {one_line(error)}; check its kind and path, or download it "
+            "again."
         ) from None
     if not isinstance(tree, dict):
         raise DataError(
@@ -194,7 +195,7 @@ def parse_json(content: bytes, path: Path) -> dict[str, Any]:
 
 def check_vocab(ids: Mapping[str, Any], path: Path) -> None:
     if not ids:
-        raise DataError(f"{path}: the vocabulary is empty; fetch the file again.")
+        raise DataError(f"{path}: the vocabulary is empty; download the file again.")
     for token, token_id in ids.items():
         if type(token_id) is not int or not 0 <= token_id < MAX_VOCAB_SIZE:
             raise DataError(
@@ -226,12 +227,12 @@ def check_byte_alphabet(ids: Mapping[str, int], path: Path) -> None:
     if needed := [byte for byte in missing if byte in _ORDINARY_BYTES]:
         raise DataError(
             f"{path}: {len(needed)} bytes of ordinary text have no token ({_shown_bytes(needed)}), so text would be "
-            "lost; train with the whole byte alphabet."
+            "lost; train the tokenizer with the full byte alphabet."
         )
     if missing:
         log.warning(
-            "%s has no token for %d bytes that UTF-8 can have (%s); as in the tokenizers library, text loses them, for "
-            "example %s",
+            "%s has no token for %d bytes of UTF-8 (%s); text with them is dropped, as by the tokenizers library, "
+            "for example %s",
             path,
             len(missing),
             _shown_bytes(missing),

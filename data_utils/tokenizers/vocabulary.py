@@ -30,7 +30,7 @@ class Vocabulary:
     decoder: Vocabulary | None = None  # that of a decoder with a tokenizer of its own
     word_end: np.ndarray | None = None  # bool [size]: tokens after which a word begins; None: none tells it
     sentinels: tuple[int, ...] = ()  # ids of <extra_id_0>, <extra_id_1>, ..., T5's
-    words_unknown: str = "where words begin is not known for this vocabulary"  # without `word_start`: why
+    words_unknown: str = "the start of words is unknown for this vocabulary"  # without `word_start`: why
 
     def word_starts(self, tokens: np.ndarray) -> np.ndarray:
         """Where words begin among tokens, bool. The first token is a word's too, whatever is said of it.
@@ -40,8 +40,8 @@ class Vocabulary:
         assert self.word_start is not None
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < len(self.word_start):
             raise DataError(
-                f"the text has token ids {tokens.min()} to {tokens.max()}, the vocabulary {self.size} "
-                "tokens; the dataset was built with another tokenizer; build it again."
+                f"the text has token ids {tokens.min()} to {tokens.max()}, but the vocabulary has {self.size} "
+                "tokens; the dataset was built with another tokenizer: rebuild it."
             )
         starts: np.ndarray = self.word_start[tokens]
         if self.word_end is not None:
@@ -61,7 +61,7 @@ def vocabulary_of(tokenizer: Tokenizer, decoder: Tokenizer | None = None) -> Voc
     starts |= bool(starts[is_text].all())  # no token continues a word: what is unknown is a word too
     unknown = tokenizer.word_marks.unknown
     if not unknown and not (starts | ends)[is_text].any():
-        unknown = "it marks words in its tokens, but no token of its vocabulary has the mark"
+        unknown = "its tokens should mark the start of words, but none of them does"
     return Vocabulary(
         special=tokenizer.special,
         size=tokenizer.vocab_size,
@@ -70,7 +70,7 @@ def vocabulary_of(tokenizer: Tokenizer, decoder: Tokenizer | None = None) -> Voc
         word_start=None if unknown else starts,
         word_end=None if unknown or starts.all() or not ends[is_text].any() else ends,
         words_unknown=unknown
-        and f"the tokenizer {tokenizer.config.path} does not tell where words begin: {unknown}",
+        and f"the tokenizer {tokenizer.config.path} does not show where words begin: {unknown}",
         token_texts=tuple(token.text for token in told),
         lacking=tokenizer.lacking,
         sentinels=_sentinels([token.text for token in told]),

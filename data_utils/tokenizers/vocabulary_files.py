@@ -30,7 +30,9 @@ def load_bert_wordpiece(config: TokenizerConfig, files: Mapping[str, bytes]) -> 
     ids = {token: i for i, token in enumerate(lines)}
     if len(ids) != len(lines):
         again = next(token for i, token in enumerate(lines) if ids[token] != i)
-        raise DataError(f"{path}: token {again!r} appears twice; a vocab.txt holds each token on one line.")
+        raise DataError(
+            f"{path}: token {again!r} appears twice; each token of a vocab.txt must be on its own line."
+        )
     role_names = {role: SPECIAL_NAMES[role] for role in ("pad", "unk", "cls", "sep", "mask")}
     missing = [name for name in role_names.values() if name not in ids]
     if missing:
@@ -75,7 +77,9 @@ def _vocab_json(config: TokenizerConfig, files: Mapping[str, bytes]) -> dict[str
     ids = parse_json(files["vocab.json"], path / "vocab.json")
     check_vocab(ids, path / "vocab.json")
     if sorted(ids.values()) != list(range(len(ids))):
-        raise DataError(f"{path}: ids in vocab.json must be 0 .. {len(ids) - 1}, each once; fetch it again.")
+        raise DataError(
+            f"{path}: ids in vocab.json must be 0 .. {len(ids) - 1}, each once; download it again."
+        )
     return ids
 
 
@@ -88,7 +92,8 @@ def _bpe(
         return tokenizers.Tokenizer(models.BPE(ids, merges, **options))
     except Exception as error:  # the library raises plain Exception
         raise DataError(
-            f"{path}: vocab.json and merges.txt do not belong together: {one_line(error)}; fetch both from one model."
+            f"{path}: vocab.json and merges.txt do not belong together: {one_line(error)}; download both from the "
+            "same model."
         ) from None
 
 

@@ -112,9 +112,7 @@ def marks_of(backend: tokenizers.Tokenizer) -> WordMarks:
             return WordMarks(kind, mark)
     name = type(model).__name__
     if len(_words(backend, "ab")) > 1:
-        return WordMarks(
-            unknown=f"its pre-tokenizer cuts text into characters, so that its {name} has no words"
-        )
+        return WordMarks(unknown=f"its pre-tokenizer splits text into characters, so its {name} has no words")
     words = _words(backend, "a b")
     found = re.search("a(.*)b", "".join(words), re.DOTALL)
     space = found[1] if found else ""
@@ -122,7 +120,7 @@ def marks_of(backend: tokenizers.Tokenizer) -> WordMarks:
         return WordMarks("joint", JOINT)
     if len(space) != 1:
         what = "drops spaces" if not space else f"writes a space as {space!r}"
-        return WordMarks(unknown=f"it {what}, and the tokens of its {name} have no mark of words")
+        return WordMarks(unknown=f"it {what}, and the tokens of its {name} do not mark words")
     return WordMarks(
         "space",
         space,

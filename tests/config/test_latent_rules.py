@@ -24,7 +24,7 @@ from megatron_lite.config.tree import Config
         ({"parallel": {"pipeline_parallel_size": 2}}, "parallel.pipeline_parallel_size is 2, but optimus"),
         (
             {"checkpoint": {"initialize_from": "a"}, "optimus": {"decoder_from": "b"}},
-            "checkpoint.initialize_from is a and a stack is to begin with b; set checkpoint.initialize_from",
+            "checkpoint.initialize_from is a, but optimus also initializes a stack from b",
         ),
         ({"optimus": {"cycles": 21}}, "optimus.cycles is 21, more than training.steps"),
         (
@@ -44,7 +44,7 @@ def test_what_cannot_be_is_refused(changes, message):
 
 def test_a_decoder_needs_the_objective_and_the_objective_a_decoder():
     tree = latent_tree()
-    with pytest.raises(ConfigError, match="decoder is null; describe there the Transformer that decodes"):
+    with pytest.raises(ConfigError, match="the section decoder is null"):
         build(Config, {**tree, "decoder": None})
     with pytest.raises(ConfigError, match=r"decoder is set, .* objective optimus"):
         build(Config, {**tree, "objectives": {"causal": 1}})

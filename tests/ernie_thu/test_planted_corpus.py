@@ -135,9 +135,9 @@ def test_vectors_and_corpora_that_do_not_belong_together_are_refused(run, tmp_pa
     np.save(tmp_path / "double.npy", np.zeros((8, SIZE)))
     (tmp_path / "text.npy").write_text("1 2 3")
     for name, message in (
-        ("more", "has 8 entities, and entities.vectors .* has 9 rows; give the vectors of its entity ids"),
+        ("more", "has 8 entities, but entities.vectors .* has 9 rows"),
         ("double", r"holds float64 \[8, 8\]; it must be float32 with 8 columns"),
-        ("text", "it is no array of NumPy; make it with: python scripts/dataset.py vectors"),
+        ("text", "it is not a NumPy array; make it with: python scripts/dataset.py vectors"),
         ("none", "No such file or directory; make it with"),
     ):
         refused(DataError, message, entities={"vectors": str(tmp_path / f"{name}.npy")})
@@ -147,7 +147,7 @@ def test_vectors_and_corpora_that_do_not_belong_together_are_refused(run, tmp_pa
     prefix = str(tmp_path / "plain")
     build_corpus(BuildConfig(inputs=[source], output=prefix), partial(load_tokenizer, tokenizer))
     refused(
-        DataError, "has no entities, which the objective reads; build", data={"train": [{"prefix": prefix}]}
+        DataError, "has no entities, which the objective needs; rebuild", data={"train": [{"prefix": prefix}]}
     )
 
 

@@ -43,7 +43,7 @@ def test_a_resumed_run_is_the_unbroken_one(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"parallel": {"pipeline_parallel_size": 2}}, ("pipeline_parallel_size is 2", "between stages", "set it to 1")),
+        ({"parallel": {"pipeline_parallel_size": 2}}, ("pipeline_parallel_size is 2", "pipeline", "set it to 1")),
         (
             {"parallel": {"tensor_parallel_size": 2, "sequence_parallel": True}},
             ("sequence_parallel is true", "not split", "set it to false"),

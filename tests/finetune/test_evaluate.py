@@ -143,7 +143,7 @@ def test_mistakes_are_one_line(run, tmp_path, monkeypatch, capsys):
         "task is None; it must be a section": ["--checkpoint", best, "task=null"],
         "empty.yaml has no section task": ["--checkpoint", best, "--task", str(tmp_path / "empty.yaml")],
         "has its own model; leave it out": ["--checkpoint", best, "model.num_layers=7"],
-        "a path is empty": ["--checkpoint", best, "--json", ""],
+        "a path must not be empty": ["--checkpoint", best, "--json", ""],
         "so there is nothing to draw": [
             *("--checkpoint", best, "--plot", str(tmp_path / "a.png"), "task.validation=[]"),
             f"task.test=['{write_lines(tmp_path / 'unlabelled.jsonl', [{'text': 'good'}])}']",

@@ -86,9 +86,7 @@ def test_contexts_without_a_start_token(runs):
     assert_equal(found, expected)
     with_start = Harness(run, size=2).loglikelihood(PAIRS)
     assert abs(found[0][0] - with_start[0][0]) > 1e-3 and found[2] == with_start[2]
-    with pytest.raises(
-        ConfigError, match="contexts are to have no start token, but inputs of blank_infilling"
-    ):
+    with pytest.raises(ConfigError, match="no_start is set, but inputs of blank_infilling"):
         Harness(runs("blank_infilling"), Asking(no_start=True))
     longest = Harness(run, Asking(no_start=True, sequence_length=8))
     assert np.isfinite(longest.loglikelihood([("the quick " * 9, " fox jumps over the")])[0][0])
@@ -138,7 +136,7 @@ def test_a_spelled_out_mask_is_a_blank_where_that_is_allowed(runs):
     assert_equal(Harness(run, Asking(allow_masks=True)).loglikelihood([pair]), [expected])
     as_text = Harness(run).loglikelihood([pair])
     assert as_text[0][0] != pytest.approx(expected[0], abs=0.1)
-    with pytest.raises(DataError, match="has 2 blanks; a continuation fills one"):
+    with pytest.raises(DataError, match="has 2 blanks; a continuation fills only one"):
         Harness(run, Asking(allow_masks=True)).loglikelihood([("[MASK] or [MASK]", " the")])
 
 
@@ -169,7 +167,7 @@ def test_bert_hides_each_token_in_turn(runs):
     assert harness.report()["note"] == PSEUDO
     blank = Harness(run, Asking(allow_masks=True)).loglikelihood([("the [MASK] dog", " lazy")])
     assert blank == Harness(run, Asking(allow_masks=True)).loglikelihood([("the [sMASK] dog", " lazy")])
-    with pytest.raises(ConfigError, match=r"how likely texts are \(perplexity\), which a run of masked_lm"):
+    with pytest.raises(ConfigError, match=r"perplexity, but a run of masked_lm"):
         harness.loglikelihood_rolling(["the fox"])
     with pytest.raises(ConfigError, match="does not teach to write"):
         harness.generate_until([("the", {})])
@@ -318,7 +316,7 @@ def test_settings_of_generation(runs):
     for options, message in {
         "generation_kwargs has repetition_penalty, which is unknown": {"repetition_penalty": 2.0},
         "generation_kwargs.top_p is 3.0": {"do_sample": True, "top_p": 3.0},
-        "leave no tokens for a context in a model of 32; lower max_gen_toks": {"max_gen_toks": 31},
+        "leave no tokens for a context in a model of 32 positions; lower max_gen_toks": {"max_gen_toks": 31},
     }.items():
         with pytest.raises(ConfigError, match=options):
             harness.generate_until([("the", message)])
@@ -326,15 +324,15 @@ def test_settings_of_generation(runs):
 
 def test_settings_that_a_run_cannot_take(runs):
     cases = {
-        "inputs of causal have none": ("causal", Asking(allow_masks=True)),
-        "but masked_lm predicts none": ("masked_lm", Asking(score_end=True)),
+        "inputs of causal have no blanks": ("causal", Asking(allow_masks=True)),
+        "but masked_lm predicts no end token": ("masked_lm", Asking(score_end=True)),
         "sequence_length is 33, but the model has 32 positions": ("causal", Asking(sequence_length=33)),
         "sequence_length is 7; it must be at least 8": ("causal", Asking(sequence_length=7)),
     }
     for message, (objective, asking) in cases.items():
         with pytest.raises(ConfigError, match=message):
             Harness(runs(objective), asking)
-    with pytest.raises(ConfigError, match=r"the stride \(31\) must be below the tokens of a window \(31\)"):
+    with pytest.raises(ConfigError, match=r"the stride \(31\) must be below the window size \(31\)"):
         Harness(runs("causal"), Asking(stride=31)).loglikelihood_rolling(["the"])
     for objective in ("unilm", "t5"):
         with pytest.raises(ConfigError, match=f"which a run of {objective} does not tell"):

@@ -280,10 +280,10 @@ def test_predictions_come_with_the_share_of_each_class(kind, monkeypatch, tmp_pa
 def test_f1_needs_to_know_its_class():
     made = classes()[0]
     for labels, answers, positive, message in (
-        (("a", "b", "c"), "classes", None, "f1 is of one class, and task.positive is null; set it to one of a, b, c"),
-        ((), "numbers of choices", None, "set it to the number of a choice, from 0"),
+        (("a", "b", "c"), "classes", None, "task.positive is null; set it to one of a, b, c"),
+        ((), "numbers of choices", None, "set it to the index of a choice, from 0"),
         (("a", "b"), "classes", "d", "task.positive is 'd'; it must be one of a, b"),
-        ((), "numbers of choices", "b", "task.positive is 'b'; it must be the number of a choice"),
+        ((), "numbers of choices", "b", "task.positive is 'b'; it must be the index of a choice"),
     ):  # fmt: skip
         task = renderer(kind="classification", labels=("a", "b"), metrics=("f1",), positive=positive).inputs
         with pytest.raises(ConfigError, match=message):

@@ -90,7 +90,7 @@ def test_the_loss_of_typing_is_the_mean_of_cross_entropies_of_yes_and_no(tmp_pat
 BAD = {
     "a mark": (
         ["task.marks={mention: '@'}"],
-        "task.marks.mention is '@', which is no token of the vocabulary",
+        "task.marks.mention is '@', which is no token",
     ),
     "a number": (["task.marks={mention: 3}"], "task.marks.mention is 3, which is no token"),
     "a kind": (
@@ -108,7 +108,7 @@ BAD = {
     ),
     "a reader": (
         ["task.reader=glue"],
-        "task.reader is glue, but mentions and entities are read of lines of JSON",
+        "task.reader is glue, but mentions and entities are read from JSON lines",
     ),
     "metrics of labels": (
         ["task.metrics=[accuracy]"],
@@ -160,7 +160,7 @@ def test_a_picture_of_a_sample_names_its_classes(tmp_path):
         "scripts/inspect_batch.py", "--config", model, "--task", task, "training.steps=1", "--samples", "0"
     )
     first = json.loads((tmp_path / "train.jsonl").read_text().splitlines()[0])
-    assert f"scored: part 0, row 0: {' '.join(first['label'])}" in shown.stdout, shown.stdout + shown.stderr
+    assert f"scored: group 0, row 0: {' '.join(first['label'])}" in shown.stdout, shown.stdout + shown.stderr
 
 
 def said(context, files, output, *overrides):

@@ -175,7 +175,7 @@ def test_lost_checkpoints_are_refused(finished):
 
 
 def test_a_dollar_is_refused(finished):
-    refused(finished.start("run.directory=$HOME/x"), "run.directory is '$HOME/x', and $ is not expanded here")
+    refused(finished.start("run.directory=$HOME/x"), "run.directory is '$HOME/x', but $ is not expanded")
 
 
 # The same entry point as nobody, once its modules are loaded: an installation may be its user's alone.

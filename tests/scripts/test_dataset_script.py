@@ -51,7 +51,7 @@ def test_verify_merge_and_stats(corpus, tmp_path):
     (tmp_path / "all.bin").write_bytes(data)
     done = run("verify", *parts, tmp_path / "all")
     assert done.returncode == 2 and done.stdout.count("all good") == 2
-    assert done.stderr.count("\n") == 1 and "begins at byte 0" in done.stderr
+    assert done.stderr.count("\n") == 1 and "block at byte 0" in done.stderr
 
 
 def test_files_of_another_program_are_adopted(corpus, tmp_path):
@@ -63,7 +63,7 @@ def test_files_of_another_program_are_adopted(corpus, tmp_path):
     assert advised == ["adopt", str(tmp_path / "theirs")]
     assert run(*advised).returncode == 0
     done = run("inspect", tmp_path / "theirs", "--documents", 1)
-    assert done.returncode == 0 and "adopted: True" in done.stdout and "names no tokenizer" in done.stderr
+    assert done.returncode == 0 and "adopted: True" in done.stdout and "has no tokenizer" in done.stderr
     done = run("stats", tmp_path / "theirs", "--tokens")
     assert done.returncode == 0 and "the most frequent" in done.stdout, done.stderr
 
@@ -79,7 +79,7 @@ def test_sentences_of_another_program(tmp_path):
     done = run("inspect", prefix)
     assert "num_sequences: 3" in done.stdout and "document 0, 3 tokens\n0 1 2\n" in done.stdout
     done = run("inspect", prefix, "--tokenizer-path", tmp_path)
-    assert done.returncode == 2 and "the manifest names no tokenizer" in done.stderr
+    assert done.returncode == 2 and "the manifest has no tokenizer" in done.stderr
     (tmp_path / "d.json").unlink()
     done = run("adopt", prefix, "--by-sequence")
     assert done.returncode == 0 and "d: 3 documents" in done.stdout and "joined" not in done.stdout
@@ -93,7 +93,7 @@ def test_ids_beyond_the_vocabulary_are_one_line(corpus, tmp_path):
     (tmp_path / "d.bin").write_bytes(data)
     done = run("inspect", tmp_path / "d")
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "d.bin holds the id 65535 in document 0, and the tokenizer" in done.stderr
+    assert "d.bin has the id 65535 in document 0, but the tokenizer has" in done.stderr
 
 
 def test_lengths_that_cannot_be_are_one_line(corpus, tmp_path):
@@ -106,7 +106,7 @@ def test_lengths_that_cannot_be_are_one_line(corpus, tmp_path):
         (tmp_path / "d.idx").write_bytes(data)
         done = run("stats", tmp_path / "d")
         assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-        assert f"d.idx says that a document has {length} of " in done.stderr
+        assert f"d.idx records a document of {length} tokens" in done.stderr
 
 
 def test_an_old_manifest_is_upgraded_as_the_message_says(corpus, tmp_path):
@@ -125,7 +125,7 @@ def test_an_old_manifest_is_upgraded_as_the_message_says(corpus, tmp_path):
 def test_what_is_surely_a_mistake_is_refused(corpus, tmp_path):
     prefix = corpus / "corpus_train"
     for arguments, message in (
-        (["merge", prefix, prefix, "--output", tmp_path / "all"], f"{prefix} is given twice; give each once"),
+        (["merge", prefix, prefix, "--output", tmp_path / "all"], f"{prefix} is given twice"),
         (["inspect", prefix, "--documents", "-5"], "--documents is -5; it must be 0 or more."),
         (["inspect", "absent"], f"check the prefix (relative to {Path.cwd()}) or build the dataset"),
     ):

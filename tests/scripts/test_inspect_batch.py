@@ -40,7 +40,7 @@ def test_every_objective_can_be_shown(monkeypatch, capsys, name):
 def test_a_long_row_is_shown_by_its_ends(monkeypatch, capsys):
     text = " ".join(f"w{number}" for number in range(300))
     short = run(monkeypatch, capsys, "--text", text)
-    assert short.count("\n") < 60 + 80 and "w0 " in short and "tokens between, which --lines 0 shows" in short
+    assert short.count("\n") < 60 + 80 and "w0 " in short and "more tokens (--lines 0 shows all)" in short
     whole = run(monkeypatch, capsys, "--text", text, "--lines", "0")
     assert whole.count("\n") > 300 and "between" not in whole
     with pytest.raises(UserError, match="--lines is -1; it must be 0 or more"):
@@ -187,13 +187,13 @@ def test_what_a_task_scores(monkeypatch, capsys, tmp_path):
     """Documents as the model reads them, and the parts of each."""
     shown = shown_task(monkeypatch, capsys, tmp_path / "cloze", "--samples", "0", "2", **CLOZE)
     assert "sample 0\n" in shown and "sample 2\n" in shown and "[MASK]" in shown
-    parts = [line for line in shown.splitlines() if line.startswith("scored: part")]
+    parts = [line for line in shown.splitlines() if line.startswith("scored: group")]
     assert len(parts) == 4 and sum(line.endswith("(right)") for line in parts) == 2
-    assert parts[0].startswith("scored: part 0, row ") and ": bad" in parts[0] and ": good" in parts[1]
+    assert parts[0].startswith("scored: group 0, row ") and ": bad" in parts[0] and ": good" in parts[1]
     long = shown_task(monkeypatch, capsys, tmp_path / "sum", "task.scoring=sum", **CLOZE)
     assert "sample 0, document 0 of 2" in long and "rows " in long and "good <|endofpiece|>" in long
     classes = shown_task(monkeypatch, capsys, tmp_path / "classes", labels=["0", "1"])
-    assert "scored: part 0, row 0: " in classes and "(right)" not in classes
+    assert "scored: group 0, row 0: " in classes and "(right)" not in classes
     words = write_lines(tmp_path / "long.jsonl", [{"text": "good " * 12, "label": "1"}])
     cut = shown_task(
         monkeypatch, capsys, tmp_path / "cut", f"task.train={words}", "task.sequence_length=8", **CLOZE
@@ -202,7 +202,7 @@ def test_what_a_task_scores(monkeypatch, capsys, tmp_path):
     lines = write_lines(tmp_path / "spans.jsonl", [{"id": "a", **SPANS}])
     spans = shown_task(monkeypatch, capsys, tmp_path / "s", f"task.train={lines}", **{**PLAIN, "kind": "spans"},
                        question_length=4, answer_length=4)  # fmt: skip
-    assert "scored: part 0, rows 0 to 7: row 6 to row 7" in spans
+    assert "scored: group 0, rows 0 to 7: row 6 to row 7" in spans
     targets = write_lines(tmp_path / "seq2seq.jsonl", [{"src": "good film", "tgt": "bad plot"}])
     written = shown_task(
         monkeypatch,
@@ -215,11 +215,9 @@ def test_what_a_task_scores(monkeypatch, capsys, tmp_path):
 
 
 def test_mistakes_with_tasks_are_one_line(monkeypatch, capsys, tmp_path):
-    with pytest.raises(UserError, match=r"--samples has 99, but the task has 64 records; give less"):
+    with pytest.raises(UserError, match=r"--samples contains 99, but the task has 64 records"):
         shown_task(monkeypatch, capsys, tmp_path / "a", "--samples", "99", labels=["0", "1"])
-    with pytest.raises(
-        UserError, match="--task shows a task's own records to one model; give it with --config"
-    ):
+    with pytest.raises(UserError, match="--task shows the records of a task; combine it with --config"):
         run(monkeypatch, capsys, "--task", "x.yaml", "--text", TEXT)
     with pytest.raises(UserError, match=r"the task names no file; set task.train or task.validation"):
         shown_task(monkeypatch, capsys, tmp_path / "b", "task.train=null", labels=["0", "1"], validation=[])
@@ -234,7 +232,7 @@ def test_mistakes_with_tasks_are_one_line(monkeypatch, capsys, tmp_path):
             ["0", "albert.masked_ratio=0.1"],
             "'albert.masked_ratio=0.1': without --config only settings of blank_infilling are used",
         ),
-        (["x"], "'x' is no sample number; see --help"),
+        (["x"], "'x' is not a sample number; see --help"),
     ],
 )
 def test_numbers_that_no_sample_has(monkeypatch, capsys, samples, message):

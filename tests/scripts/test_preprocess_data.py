@@ -59,7 +59,7 @@ def test_a_tokenizer_that_does_not_know_the_text_is_warned_of(corpus):
     assert "unknown text" not in run(corpus, *options, "--output", "lower").stdout
     done = run(corpus, *options, "--output", "cased", "--cased")
     assert done.returncode == 0, done.stderr
-    assert "warning: 33.3 % of the first 3 tokens are the one for unknown text" in done.stdout
+    assert "warning: 33.3 % of the first 3 tokens are the unknown token" in done.stdout
 
 
 def test_spans_are_stored_beside_the_tokens(corpus):
@@ -69,7 +69,7 @@ def test_spans_are_stored_beside_the_tokens(corpus):
     options = ["--input", "spans.jsonl", "--spans-key", "spans", "--workers", "1", "--verify"]
     done = run(corpus, *options, "--output", "out")
     assert done.returncode == 0, done.stderr
-    assert "spans: 1; left out: 0 of low score" in done.stdout and "out: verified" in done.stdout
+    assert "spans: 1; skipped: 0 with a low score" in done.stdout and "out: verified" in done.stdout
     assert IndexedDataset(corpus / "out").entities.tolist() == [2, *[-1] * 5]
     done = run(corpus, "--input", "good.jsonl", "--spans-key", "spans", "--workers", "1", "--output", "b")
     assert done.returncode == 2 and "Traceback" not in done.stderr and not list(corpus.glob("b.*"))

@@ -45,7 +45,7 @@ def test_one_sentence_a_line(tmp_path, capsys):
     source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     main(["--input", str(source), "--output", str(output), "--most-words", "3"])
     assert output.read_text() == "One two.\nSeven.\nEight nine.\nTen\n"
-    assert capsys.readouterr().out == f"{output}: 4 sentences; left out: 1 of more than 3 words\n"
+    assert capsys.readouterr().out == f"{output}: 4 sentences; skipped: 1 with more than 3 words\n"
     assert [path.name for path in output.parent.iterdir()] == ["sentences.txt"]
     with pytest.raises(DataError, match=r"sentences.txt exists; remove it"):
         main(["--input", str(source), "--output", str(output)])

@@ -132,8 +132,8 @@ def test_compressed_input_and_bad_records(tmp_path):
         ("a.jsonl", b'{"body": "x"}\n', "a.jsonl:1: there is no field 'text'"),
         ("a.jsonl", b"[1]\n", "a.jsonl:1: the line holds an array"),
         ("a.txt", b"caf\xe9\n", "a.txt:1: invalid UTF-8"),
-        ("a.txt", b"", "a.txt holds no text"),
-        ("a.jsonl", b"", "a.jsonl holds no text"),
+        ("a.txt", b"", "a.txt has no text"),
+        ("a.jsonl", b"", "a.jsonl has no text"),
     ],
 )
 @pytest.mark.parametrize("kind", SIZES)
@@ -159,8 +159,8 @@ def test_bad_input_is_named(kind, name, content, message, tmp_path):
     [
         ("byte_bpe", 266, "too small; 256 bytes and the special tokens take 267"),
         ("wordpiece", 6, "too small"),
-        ("sentencepiece", 100, r"too small; the characters of this text take \d+; give more"),
-        ("sentencepiece", 100_000, r"too large for this text; give at most \d+, or more text"),
+        ("sentencepiece", 100, r"too small; the characters of this text need \d+; raise it"),
+        ("sentencepiece", 100_000, r"too large for this text; set it to \d+ or less"),
     ],
 )
 def test_impossible_sizes(kind, size, message, corpus, tmp_path):
@@ -176,7 +176,7 @@ def test_errors_are_one_line_and_status_2(corpus, tmp_path):
     )
     assert missing.returncode == 2
     assert missing.stderr == (
-        "error: input pattern none* matches no file; check it (and quote it in the shell).\n"
+        "error: input pattern none* matches no file; check the pattern (and quote it in the shell).\n"
     )
 
 
@@ -232,7 +232,7 @@ def test_a_vocabulary_smaller_than_asked_for_is_told(kind, tmp_path, capsys):
         if kind == "byte_bpe"
         else len(made.read_text().split())
     )
-    assert warning.startswith(f"warning: the text gave {count:,} tokens, not --vocab-size 32,000: ")
+    assert warning.startswith(f"warning: the vocabulary has {count:,} tokens instead of --vocab-size 32,000")
     if kind == "byte_bpe":  # of a smaller WordPiece vocabulary characters are only a half
         main([*args[:4], "--vocab-size", str(count), "--output", str(tmp_path / "as asked")])
         assert capsys.readouterr().err == ""
@@ -240,8 +240,6 @@ def test_a_vocabulary_smaller_than_asked_for_is_told(kind, tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "vocab.txt", "a.model"])
 def test_an_output_with_the_name_of_a_file_is_refused(corpus, tmp_path, name):
-    with pytest.raises(
-        ConfigError, match=rf"{name} would be a directory, and the file in it tokenizer\.json"
-    ):
+    with pytest.raises(ConfigError, match=rf"{name} must be a directory, in which tokenizer\.json"):
         main(arguments("byte_bpe", corpus, tmp_path / name))
     assert not (tmp_path / name).exists()

@@ -445,7 +445,7 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "decoder's texts": (
         over("data.train=[{prefix: a, decoder_prefix: b}]"),
-        ("data.train[0].decoder_prefix is b", "without a decoder_tokenizer", "set the prefix to null"),
+        ("data.train[0].decoder_prefix is b", "but decoder_tokenizer is null", "or the prefix to null"),
     ),
     "weight": (over("data.train=[{prefix: a, weight: -1}]"), ("data.train[0].weight is -1.0", "at least 0")),
     "sequence": (over("data.sequence_length=8"), ("data.sequence_length is 8", "at least 16")),

@@ -184,7 +184,7 @@ def test_wsc_marks_the_pronoun_even_if_its_index_is_off_by_one():
     assert "*HE*'S cold" in shown(one(made, wsc(6, pronoun="he")).documents[0], made)
     with pytest.raises(DataError, match=r"the pronoun 'she' is not word 6"):
         one(made, wsc(6))
-    with pytest.raises(DataError, match=r"data.jsonl:1: span2_index is 'x'; it must be the number of a word"):
+    with pytest.raises(DataError, match=r"data.jsonl:1: span2_index is 'x'; it must be the index of a word"):
         one(made, wsc("x"))
 
 
@@ -229,9 +229,9 @@ def test_choices_of_a_record():
     ]
     assert sample.right == 1
     for choices, label, message in (
-        (["falls"], 0, "has no two choices"),
-        (["a", "b"], 2, "label 2 is none of the 2 choices"),
-        (["a", "b"], "x", "label 'x' is none of the 2 choices"),
+        (["falls"], 0, "has fewer than 2 choices"),
+        (["a", "b"], 2, "label 2 is not one of the 2 choices"),
+        (["a", "b"], "x", "label 'x' is not one of the 2 choices"),
         (["a", ""], 0, "the choice '' has 0 tokens"),
     ):
         with pytest.raises(DataError, match=rf"data.jsonl:1: .*{message}"):
@@ -258,20 +258,20 @@ def test_choices_of_a_record():
         ),
         ("blank_infilling", {"verbalizers": {"0": "bad", "1": "bad"}}, "have the same tokens"),
         ("blank_infilling", {"verbalizers": {"0": "bad", "1": "\u2603"}}, r"gives \[UNK\]; choose"),
-        ("blank_infilling", {"verbalizers": {"0": "bad"}}, "one verbalizer, 'bad'; it needs two"),
+        ("blank_infilling", {"verbalizers": {"0": "bad"}}, "one verbalizer, 'bad'; it needs 2"),
         (
             "blank_infilling",
             {"sequence_length": 8},
-            r"sequence_length is 8, but the pattern .* alone have 11 tokens",
+            r"sequence_length is 8, but the pattern .* alone need 11 tokens",
         ),
         (
             "masked_lm",
             {"verbalizers": {"0": "bad", "1": "very bad"}},
             "has [0-9] tokens, but task.scoring restricted",
         ),
-        ("masked_lm", {"scoring": "sum"}, "predicts one token for a blank"),
-        ("xlnet", {}, "XLNet has not learnt"),
-        ("t5", {}, "have the form encoder_decoder"),
+        ("masked_lm", {"scoring": "sum"}, "predicts one token per blank"),
+        ("xlnet", {}, "XLNet was not trained"),
+        ("t5", {}, "input format is encoder_decoder"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(objective, more, message):
@@ -281,5 +281,5 @@ def test_settings_that_cannot_work_are_refused(objective, more, message):
 
 def test_a_vocabulary_without_the_tokens_of_the_form_is_refused():
     made = Renderer(settings(**OWN), tokenizer("bert", "none"), form(), 7)
-    with pytest.raises(ConfigError, match=r"need the special tokens eop, sop, which the tokenizer lacks"):
+    with pytest.raises(ConfigError, match=r"needs the special tokens eop, sop, which the tokenizer"):
         made.check()

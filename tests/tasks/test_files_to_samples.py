@@ -181,7 +181,7 @@ def test_only_regular_files_with_lines_of_bounded_size_are_read(reader, files, m
     os.mkfifo(files.folder / "a.source")
     (files.folder / "a.target").symlink_to("/dev/zero")
     for path in (files.folder / "a.source", "/dev/zero", files.folder):
-        with pytest.raises(UserError, match=r"is not a file; check the paths|is no file of sources"):
+        with pytest.raises(UserError, match=r"is not a file; check the paths|is not a file of sources"):
             read_records(task, path, labelled=True)
     monkeypatch.setattr(module, "MAX_LINE_BYTES", 1000)
     for name, pack in (("b.source", bytes), ("b.source.gz", gzip.compress)):

@@ -19,7 +19,7 @@ def test_every_objective_has_a_form():
     """But OPTIMUS's, whose encoder and decoder meet in a vector: its classifier reads that."""
     assert set(FORMAT_OF_OBJECTIVE) == set(OBJECTIVES) - {"optimus", "electra"}
     assert set(FORMAT_OF_OBJECTIVE.values()) == set(FORMS) - {"auto"}
-    with pytest.raises(ConfigError, match="the objective optimus has no form of its own for tasks"):
+    with pytest.raises(ConfigError, match="the objective optimus has no input format"):
         input_format_of("auto", [choice("optimus")])
     for name in FORMAT_OF_OBJECTIVE:
         found = input_format_of("auto", [choice(name)])
@@ -42,7 +42,7 @@ def test_the_masks_that_a_run_has_learnt():
 def test_several_objectives_need_one_form():
     assert input_format_of("auto", [choice("masked_lm"), choice("ernie")]).objective == "masked_lm"
     mixed = [choice("masked_lm"), choice("causal")]
-    with pytest.raises(ConfigError, match=r"masked_lm, causal have inputs of different forms.* bert, causal"):
+    with pytest.raises(ConfigError, match=r"masked_lm, causal have different input formats.* bert, causal"):
         input_format_of("auto", mixed)
     assert input_format_of("causal", mixed) == InputFormat("causal", "causal")
     assert input_format_of("bert", [choice("unilm")]) == InputFormat("bert", "masked_lm")

@@ -79,12 +79,12 @@ def test_labels_and_numbers():
     assert sample.target_groups[0].targets.tolist() == []
     with pytest.raises(DataError, match=r"data.jsonl:1: label 'up' is unknown; the labels are no, yes"):
         classify("masked_lm", record("up", text="rain"))
-    with pytest.raises(ConfigError, match=r"needs two or more: set task\.labels"):
+    with pytest.raises(ConfigError, match=r"needs 2 or more: set task\.labels"):
         renderer("masked_lm", kind="classification")
     made = renderer("masked_lm", kind="regression")
     (part,) = made.sample(record(2.5, text="rain"), 0).target_groups
     assert made.head == "values" and part.value == 2.5 and part.targets.tolist() == []
-    with pytest.raises(ConfigError, match=r"have the form encoder_decoder \(t5\)"):
+    with pytest.raises(ConfigError, match=r"input format is encoder_decoder \(t5\)"):
         renderer("t5", kind="classification", labels=LABELS)
 
 
@@ -128,7 +128,7 @@ def test_words_and_tags_go_together():
         made.sample(record(("O",), words=("a", "b")), 0)
     with pytest.raises(DataError, match="label 'I-LOC' is unknown; the labels are O, B-PER"):
         made.sample(record(("I-LOC",), words=("a",)), 0)
-    with pytest.raises(ConfigError, match="needs two or more"):
+    with pytest.raises(ConfigError, match="needs 2 or more"):
         renderer("masked_lm", kind="tagging")
 
 
@@ -196,7 +196,7 @@ def test_questions_without_an_answer_and_without_a_label():
 
 
 def test_settings_that_leave_no_room_are_refused():
-    with pytest.raises(ConfigError, match=r"leaves 3 tokens for the context beside question_length \(4\)"):
+    with pytest.raises(ConfigError, match=r"leaves 3 tokens for the context besides question_length \(4\)"):
         renderer("masked_lm", **SHORT, sequence_length=10)
-    with pytest.raises(ConfigError, match=r"form causal \(causal\), which sees no token after a row"):
+    with pytest.raises(ConfigError, match=r"format is causal \(causal\), which sees no later tokens"):
         renderer("causal", **SHORT)

@@ -150,10 +150,10 @@ def test_an_entity_of_half_a_word_is_left_out_and_cut_texts_keep_theirs(tmp_path
 BAD = {
     "no list": ({"label": "work"}, "the label is 'work'; typing needs a list of labels, which may be empty"),
     "unknown": ({"label": ["work", "song"]}, "label 'song' is unknown; the labels are person, place, work"),
-    "null": ({"label": [None]}, "the label [None] has a null in it"),
+    "null": ({"label": [None]}, "the label [None] contains a NUL character"),
     "no span": (
         {"mention": None},
-        "field 'mention' is None; it must be [start, end], around a word of the text of 22",
+        "field 'mention' is None; it must be [start, end], a non-empty range within the 22",
     ),
     "one number": ({"mention": [3]}, "field 'mention' is [3]; it must be [start, end]"),
     "outside": ({"mention": [18, 23]}, "field 'mention' is [18, 23]; it must be [start, end]"),
@@ -184,7 +184,7 @@ def test_spans_that_cross_are_no_relation(files):
     """Their marks would stand in an order from which nobody reads which is whose; within each other they may be."""
     config = task("jsonl", **PAIR)
     given = {"text": "rain falls in the city", "head": [0, 10], "tail": [5, 13], "label": "yes"}
-    files.refused(config, [given], "train.txt:1: the spans head [0, 10] and tail [5, 13] cross")
+    files.refused(config, [given], "train.txt:1: the spans head [0, 10] and tail [5, 13] overlap")
     for tail in ([5, 10], [0, 4], [11, 13], [0, 10]):
         assert files.read(config, [{**given, "tail": tail}])[0].fields["tail"] == tuple(tail)
 
@@ -200,13 +200,13 @@ def test_labels_are_sets_in_the_order_of_the_task(files):
     assert [each.label for each in files.read(typing(), lines)] == [("person", "work"), ()]
     (test,) = files.read(typing(), [{"text": "a b", "mention": [0, 1]}], labelled=False)
     assert test.label is None
-    files.refused(typing(), [{"text": "a b", "mention": [0, 1]}], "there is no label")
+    files.refused(typing(), [{"text": "a b", "mention": [0, 1]}], "the label is missing")
 
 
 def test_a_file_of_numbers_that_cannot_be_read_is_named(files, tmp_path):
     path = tmp_path / "ids.txt"
     for content, message in (
-        ("2\nQ1\t0\n", "the first line is '2', and 1 lines follow"),
+        ("2\nQ1\t0\n", "the first line is '2', but 1 lines follow"),
         ("1\nQ1 0\n", "it must be a name, a tab"),
     ):
         path = tmp_path / f"ids{len(content)}.txt"

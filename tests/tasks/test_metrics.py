@@ -273,9 +273,9 @@ def test_bad_input_is_one_line(monkeypatch):
         one("accuracy", [], [])
     with pytest.raises(DataError, match="sentence 0 has 1 tags for 2 words"):
         one("entity_f1", [["O"]], [["O", "O"]])
-    with pytest.raises(DataError, match=r"f1 is of the class 1, but labels are 'no', 'yes'; say which"):
+    with pytest.raises(DataError, match=r"positive class of f1 is 1, but the labels are 'no', 'yes'"):
         one("f1", ["no", "yes"], ["no", "no"], positive=1)
-    with pytest.raises(DataError, match=r"f1 is of the class '1', but labels are 0, 1; say which"):
+    with pytest.raises(DataError, match=r"positive class of f1 is '1', but the labels are 0, 1"):
         one("f1", [0, 1], [0, 1])
     assert one("f1", ["0"], ["0"]) == 0.0
     assert one("f1", ["no", "yes"], ["no", "yes"], positive="yes") == 1.0

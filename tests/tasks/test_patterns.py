@@ -146,14 +146,17 @@ def test_names_of_tasks_and_fields():
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"name": "no"}, "no patterns of its own; give task.template and task.verbalizers, or one of agnews"),
+        (
+            {"name": "no"},
+            "no patterns; set task.template and task.verbalizers, or task.name to one of agnews",
+        ),
         ({"name": "wic", "pattern": 9}, r"task.pattern is 9, but wic has the patterns 0 \("),
-        ({"name": "rte", "verbalizers": {"a": "b"}}, "set task.template too"),
+        ({"name": "rte", "verbalizers": {"a": "b"}}, "task.verbalizers is set without task.template"),
         (
             {"template": "x [MASK]", "verbalizers": {None: "b"}},
             "task.verbalizers has the label None; write the",
         ),
-        ({"template": "x [MASK]", "verbalizers": {"a": 3}}, "task.verbalizers.a is 3; it must be a text"),
+        ({"template": "x [MASK]", "verbalizers": {"a": 3}}, "task.verbalizers.a is 3; it must be text"),
     ],
 )
 def test_a_pattern_that_does_not_exist_is_refused(more, message):
@@ -171,5 +174,5 @@ def test_a_template_that_cannot_be_read_is_refused(template):
 
 @pytest.mark.parametrize("template", ["{text}", "[MASK] {text} [MASK]"])
 def test_a_template_needs_one_blank(template):
-    with pytest.raises(ConfigError, match=r"it must have one"):
+    with pytest.raises(ConfigError, match=r"it must contain it once"):
         renderer(template=template, verbalizers={"a": "yes", "b": "no"})

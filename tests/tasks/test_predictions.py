@@ -91,7 +91,7 @@ def test_what_does_not_fit_is_refused_and_the_old_file_stays(tmp_path):
     with pytest.raises(DataError, match="2 predictions for 1 samples"):
         write_predictions(path, task("rte", "glue"), [0], ["a", "b"])
     with pytest.raises(
-        DataError, match=r"prediction 'yes' is no number of a choice; the server takes 0 or 1"
+        DataError, match=r"prediction 'yes' is not the index of a choice; the server accepts 0 or 1"
     ):
         write_predictions(path, task("multirc", "superglue"), [(0, 0, 0)], ["yes"])
     assert path.read_text() == "old"

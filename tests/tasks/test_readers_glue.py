@@ -121,7 +121,7 @@ def test_bad_lines(files):
     refused = [
         ("4\t5\t6\ta\n", "train.txt:3: the line has 4 columns, fewer than 6 (id, qid1"),
         ("4\t5\t6\ta\tb\t2\n", "train.txt:3: label '2' is unknown; the labels are 0, 1"),
-        ("1\t5\t6\ta\tb\t1\n", "train.txt:3: index 1 stands at"),
+        ("1\t5\t6\ta\tb\t1\n", "train.txt:3: index 1 already appears at"),
     ]
     for line, message in refused:
         files.refused(glue("qqp"), head + good + line, message, "task.skip_bad_lines: true")
@@ -133,10 +133,10 @@ def test_bad_lines(files):
         "train.txt:1: there is no column 'question2' (columns: id,",
     )
     files.refused(
-        glue("rte"), "index\tsentence1\tsentence2\n0\ta\tb\n", "no column 'label'", "one for task.test"
+        glue("rte"), "index\tsentence1\tsentence2\n0\ta\tb\n", "no column 'label'", "belongs in task.test"
     )
     config = glue("stsb", "regression")
     for score in ("high", "nan", "inf", ""):
         files.refused(
-            config, CASES["sts_b"][0].replace("3.800", score), f"train.txt:2: label {score!r} is no number"
+            config, CASES["sts_b"][0].replace("3.800", score), f"train.txt:2: label {score!r} is not a number"
         )

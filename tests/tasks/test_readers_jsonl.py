@@ -63,7 +63,7 @@ def test_regression(files):
     assert record.label == 2.0
     for bad in ("x", True, [1]):
         files.refused(
-            jsonl("regression"), [{"text": "a", "label": bad}], f"label {bad!r} is no number; regression"
+            jsonl("regression"), [{"text": "a", "label": bad}], f"label {bad!r} is not a number; regression"
         )
 
 
@@ -74,15 +74,15 @@ def test_choices(files):
     files.refused(
         jsonl("cloze"),
         [{**line, "label": 3}],
-        "train.txt:1: label 3 is no choice; there are 3, numbered from 0",
+        "train.txt:1: label 3 is not a choice; there are 3, counted from 0",
     )
     files.refused(
-        jsonl("cloze"), [{**line, "choices_pretokenized": ["4"]}], "there are 1 choices; a sample needs two"
+        jsonl("cloze"), [{**line, "choices_pretokenized": ["4"]}], "there are 1 choices; a sample needs 2"
     )
     files.refused(
         jsonl("cloze"), [{**line, "choices_pretokenized": [4, 5]}], "must hold a list of texts, not [4, 5]"
     )
-    for choices, message in ((["4", " "], "choice 1 is empty"), (["4", "5", "4 "], "are not all different")):
+    for choices, message in ((["4", " "], "choice 1 is empty"), (["4", "5", "4 "], "contain duplicates")):
         files.refused(jsonl("cloze"), [{**line, "choices_pretokenized": choices}], "train.txt:1: ", message)
 
 
@@ -139,12 +139,14 @@ def test_spans_and_tags(files):
     assert (record.fields, record.label) == ({"words": ("Ann", "Lee", "left")}, ("B-PER", "I-PER", "O"))
     files.refused(config, [{"words": ["a"], "label": ["O", "O"]}], "there are 2 tags for 1 words")
     files.refused(
-        config, [{"words": ["a"], "label": ["I-PER"]}], "tag I-PER follows O and continues no entity"
+        config,
+        [{"words": ["a"], "label": ["I-PER"]}],
+        "tag I-PER follows O, so it does not continue an entity",
     )
     files.refused(
         config, [{"words": ["a"], "label": ["X"]}], "label 'X' is unknown; the labels are O, B-PER, I-PER"
     )
-    files.refused(config, [{"words": [" "], "label": ["O"]}], "none may be empty")
+    files.refused(config, [{"words": [" "], "label": ["O"]}], "no word may be empty")
 
 
 def test_texts(files):
@@ -166,16 +168,16 @@ def test_texts(files):
         (b'{"label": "no"}', "there is no field 'text' (fields: label)"),
         (b'{"text": 3, "label": "no"}', "field 'text' holds a number, not text"),
         (b'{"text": " ", "label": "no"}', "the text is empty (text)"),
-        (b'{"text": "a"}', "there is no label"),
+        (b'{"text": "a"}', "the label is missing"),
         (b'{"text": "a", "label": "maybe"}', "label 'maybe' is unknown; the labels are no, yes"),
-        (b'{"text": "a", "label": null}', "there is no label"),
-        (b'{"text": "a", "label": {}}', "the label is an object ({}); a class is text"),
+        (b'{"text": "a", "label": null}', "the label is missing"),
+        (b'{"text": "a", "label": {}}', "the label is an object ({}); a class must be text"),
     ],
 )
 def test_bad_lines(files, line, message):
     good = b'{"text": "a", "label": "no"}\n\n'
     files.refused(
-        YES_NO, good + line + b"\n", f"train.txt:3: {message}", "; correct or remove it, or leave such"
+        YES_NO, good + line + b"\n", f"train.txt:3: {message}", "; correct or remove it, or skip such"
     )
 
 
@@ -185,8 +187,10 @@ def test_bad_lines_are_counted_and_said_once(files, caplog):
     records = files.read(config, [good, {"text": "b"}, {"text": 3}, good])
     assert ([record.index for record in records], records.skipped) == ([0, 3], 2)
     (said,) = caplog.messages
-    assert "train.txt: 2 lines are left out; the first: " in said and "train.txt:2: there is no label" in said
-    files.refused(config, [{"text": "b"}], "train.txt holds no sample; 1 lines were left out, first")
+    assert (
+        "train.txt: 2 lines are skipped; the first: " in said and "train.txt:2: the label is missing" in said
+    )
+    files.refused(config, [{"text": "b"}], "train.txt has no sample; 1 lines were skipped; the first")
 
 
 def test_files_that_are_missing_empty_or_damaged(files):
@@ -197,9 +201,9 @@ def test_files_that_are_missing_empty_or_damaged(files):
     with pytest.raises(Exception, match="is not a file"):
         read_records(YES_NO, files.folder, labelled=True)
     for content in ("", "\n\n", b"\xef\xbb\xbf"):
-        files.refused(YES_NO, content, "train.txt holds no sample; check the file and task.reader")
+        files.refused(YES_NO, content, "train.txt has no sample; check the file and task.reader")
     whole = gzip.compress(json.dumps({"text": "a", "label": "no"}).encode() * 9)
-    files.refused(YES_NO, whole[:-9], "the compressed data is cut off", name="train.jsonl.gz")
+    files.refused(YES_NO, whole[:-9], "the compressed data is truncated", name="train.jsonl.gz")
 
 
 @pytest.mark.parametrize("compress", [bytes, gzip.compress, zstandard.compress])
@@ -214,13 +218,15 @@ def test_compressed_lines_are_the_same(files, compress, monkeypatch):
 
 def test_labels_of_a_task_without_any(files):
     files.refused(
-        jsonl(), [{"text": "a", "label": "no"}], "task.labels is empty, and task 'mine' has no classes of its"
+        jsonl(),
+        [{"text": "a", "label": "no"}],
+        "task.labels is empty, and task 'mine' has no predefined classes",
     )
     assert labels_of(jsonl(name="AG-News")) == ("1", "2", "3", "4")
     verbalizers = build(TaskConfig, {"name": "m", "kind": "cloze", "reader": "jsonl",
                                      "verbalizers": {False: "bad", 1: "good"}})  # fmt: skip
     assert labels_of(verbalizers) == ("false", "1")
-    with pytest.raises(ConfigError, match="has a name twice"):
+    with pytest.raises(ConfigError, match="contains a name twice"):
         labels_of(jsonl(labels=("a", "a")))
     with pytest.raises(ConfigError, match=r"task\.verbalizers: the label is a number \(0\.5\).*in quotes"):
         labels_of(jsonl("cloze", verbalizers={0.5: "good"}))
@@ -238,11 +244,11 @@ def test_fields_within_fields(files):
         (
             "a.jsonl",
             b'{"text": "a", "label": "no", "label": "yes"}\n',
-            r"a\.jsonl:1: the field 'label' stands there",
+            r"a\.jsonl:1: the field 'label' appears",
         ),
         ("a.jsonl", gzip.compress(b'{"text": "a", "label": "no"}\n'), "compressed by gzip"),
         ("a.jsonl", '{"text": "a", "label": "no"}\n'.encode("utf-16"), "is UTF-16, .*iconv"),
-        ("a.jsonl", b"text,label\na,no\n", "Name it .csv"),
+        ("a.jsonl", b"text,label\na,no\n", "Rename it to .csv"),
     ],
 )
 def test_files_in_another_form_are_refused(tmp_path, name, content, message):

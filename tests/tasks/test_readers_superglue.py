@@ -66,7 +66,7 @@ def test_simple_tasks(files, name):
     del line["label"]
     (record,) = files.read(superglue(name), [line], labelled=False)
     assert (record.fields, record.label) == (fields, None)
-    files.refused(superglue(name), [line], "train.txt:1: there is no label; files for training")
+    files.refused(superglue(name), [line], "train.txt:1: the label is missing; files for training")
 
 
 def test_classes_in_the_order_of_their_numbers():
@@ -129,17 +129,17 @@ def test_record_refuses(files):
     files.refused(
         config,
         [record_line("who?")],
-        "train.txt:1: the query 'who?' has no @placeholder; it stands for the answer",
+        "train.txt:1: the query 'who?' has no @placeholder, which marks the answer",
     )
     files.refused(
         config,
         [record_line(entities=[(18, 99)])],
-        "an entity is at characters 18 to 99, both of them in it; the passage has 73",
+        "an entity has the characters 18 to 99 (inclusive), but the passage has 73",
     )
-    files.refused(config, [record_line(answers=())], "there is no label")
+    files.refused(config, [record_line(answers=())], "the label is missing")
     line = record_line()
     line["qas"][0]["idx"] = [None]
-    files.refused(config, [line], "train.txt:1: field 'idx' is [None]; it must be a whole number")
+    files.refused(config, [line], "train.txt:1: field 'idx' is [None]; it must be an integer")
 
 
 def wsc(text, span2_index, span2_text="him", span1_index=0, span1_text="Ann Lee", **more):
@@ -185,7 +185,7 @@ def test_wsc_refuses_a_pronoun_elsewhere(files, index):
     files.refused(
         superglue("wsc"),
         [wsc("Ann Lee saw him there now", index)],
-        f"train.txt:1: the pronoun 'him' is not at word {index} of the text, nor beside it",
+        f"train.txt:1: the pronoun 'him' is not at word {index} of the text or next to it",
     )
 
 
@@ -193,11 +193,11 @@ def test_wsc_refuses_a_pronoun_elsewhere(files, index):
     ("name", "change", "message"),
     [
         ("cb", {"label": "maybe"}, "label 'maybe' is unknown; the labels are entailment, contradiction, neutral"),
-        ("cb", {"label": 0.5}, "the label is a number (0.5); a class is text"),
+        ("cb", {"label": 0.5}, "the label is a number (0.5); a class must be text"),
         ("cb", {"premise": 3}, "field 'premise' holds a number, not text"),
-        ("cb", {"idx": [1]}, "field 'idx' is [1]; it must be a whole number or text"),
-        ("copa", {"label": 2}, "label 2 is no choice; there are 2, numbered from 0"),
-        ("copa", {"label": True}, "field 'label' is True; it must be a whole number"),
+        ("cb", {"idx": [1]}, "field 'idx' is [1]; it must be an integer or text"),
+        ("copa", {"label": 2}, "label 2 is not a choice; there are 2, counted from 0"),
+        ("copa", {"label": True}, "field 'label' is True; it must be an integer"),
         ("copa", {"question": "why"}, "field 'question' is 'why'; it must be cause or effect"),
     ],
 )  # fmt: skip
@@ -217,13 +217,13 @@ def test_an_index_twice_is_refused_with_both_places(files):
     line = {"premise": "a", "hypothesis": "b", "label": "neutral", "idx": 1}
     files.refused(
         superglue("cb"), [line, {**line, "idx": 2}, line],
-        "train.txt:3: index 1 stands at", "train.txt:1 already; it must be unique",
+        "train.txt:3: index 1 already appears at", "train.txt:1; it must be unique",
     )  # fmt: skip
     del line["idx"]
     files.refused(superglue("cb"), [{**line, "idx": 1}, line], "train.txt:2: there is no index (idx, id)")
 
 
 def test_an_unknown_task(files):
-    files.refused(superglue("rotten"), [{}], "task.name is 'rotten'", "boolq, cb, copa", "Take jsonl")
-    with pytest.raises(ConfigError, match=r"task\.label_field is 'y', and task\.reader superglue"):
+    files.refused(superglue("rotten"), [{}], "task.name is 'rotten'", "boolq, cb, copa", "Use jsonl")
+    with pytest.raises(ConfigError, match=r"task\.label_field is 'y', but task\.reader superglue"):
         files.read(superglue("cb", label_field="y"), [{}])

@@ -57,9 +57,7 @@ def test_lines_with_blanks(files):
 def test_lines_with_blanks_without_the_texts(files):
     (record,) = files.read(BLANKS, "a <blank>\n", "blank/some.blank", labelled=False)
     assert (record.fields, record.label) == ({"masked": "a <blank>"}, None)
-    files.refused(
-        BLANKS, "a <blank>\n", "there is no some.txt beside it or one folder above", name="some.blank"
-    )
+    files.refused(BLANKS, "a <blank>\n", "some.txt with the complete texts is missing", name="some.blank")
 
 
 def test_lines_with_blanks_refuse(files):
@@ -72,10 +70,10 @@ def test_lines_with_blanks_refuse(files):
     files.refused(
         BLANKS, "x <blank>\nc <blank>\n", "test.blank:1: the line with blanks does not agree", name=name
     )
-    files.refused(BLANKS, "a <blank>\n", "test.txt:2: ", "test.blank has no such line", name=name)
+    files.refused(BLANKS, "a <blank>\n", "test.txt:2: ", "test.blank has fewer lines", name=name)
     files.refused(BLANKS, "<blank> b\n" * 3, "test.blank:2: the line", name=name)
     files.refused(
-        BLANKS, "<blank> b\n<blank> d\n<blank>\n", "test.blank:3: ", "test.txt has no such", name=name
+        BLANKS, "<blank> b\n<blank> d\n<blank>\n", "test.blank:3: ", "test.txt has fewer lines", name=name
     )
 
 

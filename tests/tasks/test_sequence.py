@@ -316,10 +316,10 @@ def test_unilmv2_drops_words_that_others_see(share):
 @pytest.mark.parametrize(
     ("objective", "more", "message"),
     [
-        ("masked_lm", {}, "form bert .masked_lm., which predicts single tokens and writes no text"),
-        ("blank_infilling", {"template": "{source}"}, r"has 0 times \[MASK\]"),
-        ("blank_infilling", {"template": "text [MASK]"}, "names no field"),
-        ("blank_infilling", {"name": "xsum", "sequence_length": 10}, r"of one token have 12; set it to more"),
+        ("masked_lm", {}, "format is bert .masked_lm., which predicts single tokens"),
+        ("blank_infilling", {"template": "{source}"}, r"contains \[MASK\] 0 times"),
+        ("blank_infilling", {"template": "text [MASK]"}, "has no field"),
+        ("blank_infilling", {"name": "xsum", "sequence_length": 10}, r"of one token need 12"),
     ],
 )
 def test_what_cannot_write_is_refused(objective, more, message):
@@ -417,7 +417,7 @@ def test_a_long_text_with_blanks_is_cut():
     made = blanks(sequence_length=8, blank_ratio=0.5)
     sample = made.sample(record(TEXT, text=TEXT), 0)
     assert sample.cut == 4 and filled(sample.documents[0], made) == made.inputs.tokenizer.encode(TEXT)[:6]
-    with pytest.raises(ConfigError, match=r"task.kind is blanks, but the run's inputs have the form causal"):
+    with pytest.raises(ConfigError, match=r"task.kind is blanks, but the run's input format is causal"):
         renderer("causal", kind="blanks")
     with pytest.raises(DataError, match="the text has no token"):
         made.sample(record("", text=" "), 0)

@@ -278,8 +278,8 @@ def test_markov():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("votes:n=3", "'votes:n=3' names no synthetic task; they are noisy_votes, recall"),
-        ("data/train.tsv", "names no synthetic task"),
+        ("votes:n=3", "'votes:n=3' is not a synthetic task; the tasks are noisy_votes, recall"),
+        ("data/train.tsv", "is not a synthetic task"),
         ("xor:n=3", "'xor:n=3': xor has no setting 'n'; it has samples, seed, length"),
         ("xor:length=1", "'xor:length=1': length is '1'; it must be a whole number in \\[2, 256\\]"),
         ("xor:length=3.5", "length is '3.5'; it must be a whole number"),

@@ -110,11 +110,11 @@ def test_refusals():
         renderer(kind="language_modelling", sequence_length=8, stride=7)
     for kind in ("language_modelling", "lambada"):
         with pytest.raises(
-            ConfigError, match=r"form bert \(masked_lm\), which does not tell how likely a text is"
+            ConfigError, match=r"format is bert \(masked_lm\), which gives no likelihood of a text"
         ):
             renderer("masked_lm", kind=kind, stride=4)
     made = renderer(kind="language_modelling", sequence_length=8, stride=4)
-    with pytest.raises(DataError, match=r"data.jsonl:1: the text has 1 tokens; it needs two"):
+    with pytest.raises(DataError, match=r"data.jsonl:1: the text has 1 tokens; it needs 2"):
         made.prepare([record(None, text="rain")], training=False)
 
 
@@ -150,5 +150,5 @@ def test_lambada_loses_the_beginning_of_its_context():
     assert predicted(sample.target_groups[0], made) == " xy"
     with pytest.raises(DataError, match="the text has one word"):
         made.sample(record("xy", text="xy"), 0)
-    with pytest.raises(DataError, match=r"the last word has \d+ tokens, which leave no max_tokens"):
+    with pytest.raises(DataError, match=r"the last word has \d+ tokens, which leave no tokens"):
         made.sample(record("xy", text="a " + "1" * 30), 0)

@@ -51,7 +51,7 @@ def trained(corpus, tmp_path_factory):
 
 def test_special_tokens_are_no_sentinels(corpus, tmp_path):
     tree = merge(small_run(corpus, tmp_path), {"blank_infilling": {"sentinel_first": 1, "sentinel_count": 2}})
-    with pytest.raises(ConfigError, match=r"sentinel_first 1: special tokens below 5; choose others"):
+    with pytest.raises(ConfigError, match=r"sentinel_first .1. overlaps the special tokens below 5"):
         open_data(tree)
 
 

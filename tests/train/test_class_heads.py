@@ -133,7 +133,7 @@ def test_capitals_join_in_a_later_phase_and_are_asked_of_the_corpus(settings, co
     assert names == [set(), {"loss/capitalization"}, {"loss/capitalization"}]
     prefix = str(corpus / "corpus_train")
     with pytest.raises(
-        DataError, match=r"corpus_train has no capitals, which the objective reads; build it with --cap"
+        DataError, match=r"corpus_train has no capitals, which the objective needs; rebuild it with --cap"
     ):
         make_trainer(None, merge(tree, {"data": {"train": [{"prefix": prefix}]}}))
 
@@ -163,7 +163,7 @@ def test_capitals_join_in_a_later_phase_and_are_asked_of_the_corpus(settings, co
         ({"sentence_reordering": {"parts": 1}}, r"parts is 1; it must be in \[2, 4\]"),
         (
             {"sentence_distance": {"far_prob": 0.9}},
-            r"far_prob 0\.9 and wrong_prob 0\.333333; their sum must be 1",
+            r"far_prob 0\.9 and wrong_prob 0\.333333; their sum must be at most 1",
         ),
         (
             {"token_document": {"masked_ratio": 2}},
@@ -185,7 +185,9 @@ def test_heads_that_lack_are_told(settings, changes, message):
 def test_words_that_are_not_known_are_told():
     for name in OBJECTIVES:
         if OBJECTIVES[name].config_class().class_heads:
-            with pytest.raises(ConfigError, match=f"{name} masks whole words, but where words begin is not"):
+            with pytest.raises(
+                ConfigError, match=f"{name} masks whole words, but the start of words is unknown"
+            ):
                 make_one(name, OBJECTIVES[name].config_class(), Vocabulary(SPECIAL, 200), 3, 96)
 
 

@@ -103,7 +103,7 @@ def test_other_shares_of_objectives_are_another_mixture_of_corpora(settings, tmp
     same = merge(tree, {"run": {"directory": str(tmp_path / "run")}})
     (tmp_path / "same.yaml").write_text(yaml.safe_dump(same))
     done = forked("pretrain_glm.py", "--config", tmp_path / "same.yaml", "--dry-run", "1")
-    assert done.returncode == 0 and "the whole run reads" in done.stdout, done.stderr
+    assert done.returncode == 0 and "training reads" in done.stdout, done.stderr
 
 
 def test_a_run_without_its_pairs_is_refused(settings, corpus, tmp_path):
@@ -111,7 +111,7 @@ def test_a_run_without_its_pairs_is_refused(settings, corpus, tmp_path):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
     done = forked("pretrain_glm.py", "--config", tmp_path / "config.yaml")
     assert_refused(
-        done, "but no corpus with objective: discourse_relation has a weight; add one to data.train"
+        done, "but no corpus with objective: discourse_relation has one; add such a corpus to data.train"
     )
 
 

@@ -157,7 +157,7 @@ CASES = [
     Case(lambda run: None, Condition.SAVED, 3),
     Case(linked, Condition.SAVED, 3),
     Case(replaced, Condition.SAVED, 3),
-    Case(cut, Condition.NEWEST_DAMAGED, 2, "has 100 bytes, the manifest says"),
+    Case(cut, Condition.NEWEST_DAMAGED, 2, "has 100 bytes"),
     Case(step_directory_is_a_dangling_link, Condition.NEWEST_DAMAGED, 2, "No such file or directory"),
     Case(
         renamed,

@@ -107,7 +107,7 @@ class BlankInfillingConfig(ObjectiveConfig):
     )
     shuffle_spans: bool = setting(True, "Shuffle the spans of part B; false (ablation) = text order.")
     cross_document_attention: bool = setting(
-        False, "true (reference): the chunks of a row are one text, masked and attended to as a whole"
+        False, "true (reference): the documents packed into a row are masked and attended to as one text"
     )
 
     @property
@@ -120,8 +120,8 @@ class BlankInfillingConfig(ObjectiveConfig):
     def __post_init__(self) -> None:
         check(
             self.token_prob + self.sentence_prob <= 1.0 + 1e-9,
-            f"blank_infilling.token_prob ({self.token_prob}) + sentence_prob ({self.sentence_prob}) exceed "
-            "1; lower one of them (the rest is the document objective).",
+            f"blank_infilling.token_prob ({self.token_prob}) + sentence_prob ({self.sentence_prob}) exceeds 1; "
+            "lower one of them (the remaining probability is the document objective).",
         )
         check(
             self.document_min_ratio <= self.document_max_ratio,
@@ -209,12 +209,15 @@ class BlankInfillingConfig(ObjectiveConfig):
     def check_vocabulary(self, vocabulary: Vocabulary) -> None:
         check(
             vocabulary.sentence_end is not None or self.sentence_prob == 0,
-            f"blank_infilling.sentence_prob is {self.sentence_prob}, but no sentence ends are known for "
-            "this vocabulary; set it to 0.",
+            f"blank_infilling.sentence_prob is {self.sentence_prob}, but the tokens that end a sentence are unknown "
+            "for this vocabulary; set it to 0.",
         )
         first, last = self.sentinel_first, 2 * self.sentinel_count + (self.sentinel_first or 0)
         free = first is None or all(not first <= i < last for i in vars(vocabulary.special).values())
-        check(free, f"blank_infilling.sentinel_first {first}: special tokens below {last}; choose others.")
+        check(
+            free,
+            f"blank_infilling.sentinel_first ({first}) overlaps the special tokens below {last}; choose other ids.",
+        )
 
 
 def length_table(mean: float, longest: int) -> np.ndarray:

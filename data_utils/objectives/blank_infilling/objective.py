@@ -222,16 +222,16 @@ class BlankInfilling(RowObjective):
             first = int(chunks_per_sample[:failed].sum())
             lengths = chunk_lengths[first : first + int(chunks_per_sample[failed])]
             raise DataError(
-                f"sample {sample_indices[failed]} has {len(lengths)} chunks with {lengths.sum()} tokens, too "
-                f"many for sequence_length {self.sequence_length} and rows of {batch.shape[2]}; a window "
-                f"must keep its tokens and {DOCUMENT_OVERHEAD} more for each document within sequence_length."
+                f"sample {sample_indices[failed]} has {len(lengths)} chunks with {lengths.sum()} tokens, too many "
+                f"for sequence_length {self.sequence_length} and rows of {batch.shape[2]}; the tokens of a window "
+                f"plus {DOCUMENT_OVERHEAD} for each document must not exceed sequence_length."
             )
 
     def example(self, chunk: np.ndarray, sample_index: int, chunk_index: int = 0) -> Example:
         """The Example of one chunk (int32 tokens without CLS) as `fill` draws it in a long enough row."""
         check(
             len(chunk) <= self.sequence_length,
-            f"the chunk has {len(chunk)} tokens; a sample may have sequence_length {self.sequence_length}.",
+            f"the chunk has {len(chunk)} tokens, more than sequence_length ({self.sequence_length}).",
         )
         return super().example(chunk, sample_index, chunk_index)
 

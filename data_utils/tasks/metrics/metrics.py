@@ -118,10 +118,10 @@ def require_metrics(names: Iterable[str]) -> None:
 def _require_samples(predictions: Sequence[Any], references: Sequence[Any]) -> None:
     if len(predictions) != len(references):
         raise DataError(
-            f"there are {len(predictions)} predictions for {len(references)} references; give one for each."
+            f"there are {len(predictions)} predictions for {len(references)} references; each reference needs one."
         )
     if not len(references):
-        raise DataError("there are no samples to measure; give at least one.")
+        raise DataError("there are no samples; the metrics need at least one.")
 
 
 def accuracy(predictions: Sequence[Any], references: Sequence[Any]) -> float:
@@ -135,7 +135,9 @@ def f1(predictions: Sequence[Any], references: Sequence[Any], positive: Any = "1
         isinstance(label, str) != isinstance(positive, str) for label in labels
     ):
         some = ", ".join(sorted(map(repr, labels))[:4])
-        raise DataError(f"f1 is of the class {positive!r}, but labels are {some}; say which one is positive.")
+        raise DataError(
+            f"the positive class of f1 is {positive!r}, but the labels are {some}; set task.positive to one of them."
+        )
     return _f1_of(positive, predictions, references)
 
 
@@ -314,7 +316,7 @@ def entity_f1(predictions: Sequence[Sequence[str]], references: Sequence[Sequenc
     right = both = 0
     for number, (p, r) in enumerate(zip(predictions, references, strict=True)):
         if len(p) != len(r):
-            raise DataError(f"sentence {number} has {len(p)} tags for {len(r)} words; give one for each.")
+            raise DataError(f"sentence {number} has {len(p)} tags for {len(r)} words; each word needs one.")
         predicted, there = entities(p), entities(r)
         right, both = right + len(predicted & there), both + len(predicted) + len(there)
     return 2 * right / both if both else 0.0
@@ -353,8 +355,8 @@ def _rouge(
         for r in _several(each):
             if not is_char and r.strip() and not re.search("[a-z0-9]", r.lower()):
                 raise DataError(
-                    f"reference {number}, {shorten(r)!r}, has no ASCII letters or digits, which are all "
-                    f"that {types[0]} counts; use {types[0]}_char."
+                    f"reference {number}, {shorten(r)!r}, has no ASCII letters or digits, but {types[0]} counts "
+                    f"nothing else; use {types[0]}_char."
                 )
         scores.append(scorer.score_multi(_several(each), p))
     return {name: _mean(score[name].fmeasure for score in scores) for name in types}

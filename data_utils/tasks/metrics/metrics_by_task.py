@@ -115,30 +115,31 @@ def check_metrics(task: TaskConfig, answers: str, labels: Sequence[str]) -> None
         if name not in ANSWERS[answers]:
             whose = "task.metrics names" if task.metrics else f"task.name is {task.name}, whose metrics are"
             raise ConfigError(
-                f"{whose} {name}, but this task of kind {task.kind} predicts {answers}, which {name} does not measure; "
-                f"set task.metrics to some of {', '.join(ANSWERS[answers])}."
+                f"{whose} {name}, but this task (task.kind {task.kind}) predicts {answers}, which {name} does not "
+                f"measure; choose task.metrics from {', '.join(ANSWERS[answers])}."
             )
     if ("micro_f1" in names) != (task.negative is not None) or task.negative not in (None, *labels):
         given = shown(task.negative)
         raise ConfigError(
-            f"task.negative is {given}, and the metrics are {', '.join(names)}; micro_f1 needs one of the classes "
-            f"{', '.join(labels)}, which says nothing; without it leave negative out."
+            f"task.negative is {given} and the metrics are {', '.join(names)}; micro_f1 needs the negative class, "
+            f"one of {', '.join(labels)}; without micro_f1 remove task.negative."
         )
     of_one_class = [name for name in names if name in WITH_POSITIVE]
     if not of_one_class:
         if task.positive is not None:
             raise ConfigError(
-                f"task.positive is {shown(task.positive)}, but no metric of the task ({', '.join(names)}) is of one "
-                "class; add f1 to task.metrics, or set it to null."
+                f"task.positive is {shown(task.positive)}, but no metric of the task ({', '.join(names)}) needs a "
+                "positive class; add f1 to task.metrics or set task.positive to null."
             )
     elif task.positive is None:
         if len(labels) != 2:
-            known = f"one of {', '.join(labels)}" if labels else "the number of a choice, from 0"
+            known = f"one of {', '.join(labels)}" if labels else "the index of a choice, from 0"
             raise ConfigError(
-                f"{of_one_class[0]} is of one class, and task.positive is null; set it to {known}, or measure macro_f1."
+                f"{of_one_class[0]} needs a positive class, but task.positive is null; set it to {known}, or use "
+                "macro_f1."
             )
     elif not (task.positive in labels if labels else task.positive.isascii() and task.positive.isdigit()):
-        known = f"one of {', '.join(labels)}" if labels else "the number of a choice, from 0"
+        known = f"one of {', '.join(labels)}" if labels else "the index of a choice, from 0"
         raise ConfigError(f"task.positive is {shown(task.positive)}; it must be {known}.")
 
 
@@ -149,7 +150,7 @@ def with_no_answers(task: TaskConfig) -> TaskConfig:
     if task.metrics:
         raise ConfigError(
             f"task.metrics names {', '.join(task.metrics)}, but the files have questions without an answer "
-            f"(is_impossible), which need others; set it to [{', '.join(_ANSWERS_OR_NONE.names)}]."
+            f"(is_impossible), which these metrics do not cover; set it to [{', '.join(_ANSWERS_OR_NONE.names)}]."
         )
     return replace(task, metrics=_ANSWERS_OR_NONE.names)
 

@@ -59,7 +59,7 @@ def write_predictions(
     """
     if len(indices) != len(predictions):
         raise DataError(
-            f"there are {len(predictions)} predictions for {len(indices)} samples; give one for each."
+            f"there are {len(predictions)} predictions for {len(indices)} samples; each sample needs one."
         )
     name, pairs = plain_name(task.name), list(zip(indices, predictions, strict=True))
     if task.reader == "squad":
@@ -115,5 +115,5 @@ def _multirc(pairs: Iterable[tuple[Any, Any]]) -> list[dict[str, Any]]:
 
 def _number(label: Any) -> int:
     if str(label) not in ("0", "1"):
-        raise DataError(f"prediction {shown(label)} is no number of a choice; the server takes 0 or 1.")
+        raise DataError(f"prediction {shown(label)} is not the index of a choice; the server accepts 0 or 1.")
     return int(label)

@@ -87,13 +87,13 @@ def read_records(config: TaskConfig, path: Path | str, *, labelled: bool) -> Tas
     """
     if config.label_field is not None and config.reader not in _NAMING:
         raise ConfigError(
-            f"task.label_field is {config.label_field!r}, and task.reader {config.reader} has a label of its own; "
-            f"leave it out, or take one of the readers {', '.join(_NAMING)}."
+            f"task.label_field is {config.label_field!r}, but task.reader {config.reader} has a fixed label field; "
+            f"remove task.label_field or use one of the readers {', '.join(_NAMING)}."
         )
     if config.reader != "jsonl" and (config.kind == "typing" or config.marks or config.entity_ids):
         raise ConfigError(
-            f"task.reader is {config.reader}, but mentions and entities are read of lines of JSON; set it to jsonl, or "
-            "leave out task.marks and task.entity_ids."
+            f"task.reader is {config.reader}, but mentions and entities are read from JSON lines only; set it to "
+            "jsonl, or remove task.marks and task.entity_ids."
         )
     return _READERS[config.reader](Intake(config, path, labelled, labels_of(config)))
 
@@ -109,7 +109,9 @@ def labels_of(config: TaskConfig) -> tuple[str, ...]:
     except BadLine as problem:
         raise ConfigError(f"task.verbalizers: {problem}; write the class in quotes.") from None
     if len(set(names)) != len(names):
-        raise ConfigError(f"task.labels has a name twice ({', '.join(names)}); each class has one number.")
+        raise ConfigError(
+            f"task.labels contains a name twice ({', '.join(names)}); each class must appear once."
+        )
     if names:
         return names
     if config.reader == "synthetic":

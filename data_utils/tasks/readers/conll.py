@@ -75,7 +75,8 @@ def _columns(intake: Intake, sentence: Lines) -> tuple[tuple[str, ...], list[str
         if len(rows[-1]) < len(rows[0]) or (intake.labelled and len(rows[-1]) < 2):
             wanted = max(2, len(rows[0])) if intake.labelled else len(rows[0])
             raise BadLine(
-                f"the line has {len(rows[-1])} columns, fewer than {wanted} (word first, tag last)", number
+                f"the line has {len(rows[-1])} columns, fewer than {wanted} (first the word, last the tag)",
+                number,
             )
     tags = None if len(rows[0]) == 1 else [row[-1] for row in rows]
     return tuple(row[0] for row in rows), tags
@@ -109,8 +110,8 @@ class _Scheme:
             begins = tag != "O" and (tag[0] == "B" or before[2:] != tag[2:])
             if begins and tag[0] == "I" and self.bio_line:
                 raise BadLine(
-                    f"tag {tag} follows {before} and continues no entity; line {self.bio_line} shows that the file "
-                    "has BIO, where B- begins each",
+                    f"tag {tag} follows {before}, so it does not continue an entity; line {self.bio_line} shows "
+                    "that the file uses BIO, where every entity begins with B-",
                     line,
                 )
             found.append(f"B-{tag[2:]}" if begins else tag)
@@ -123,5 +124,7 @@ def checked_bio(tags: Sequence[str]) -> None:
     before = "O"
     for tag in tags:
         if tag.startswith("I-") and before[2:] != tag[2:]:
-            raise BadLine(f"tag {tag} follows {before} and continues no entity; B- must begin it")
+            raise BadLine(
+                f"tag {tag} follows {before}, so it does not continue an entity; an entity must begin with B-"
+            )
         before = tag

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 1 << 20
 MAX_LINE_BYTES = 1 << 28  # SQuAD 2.0's training file is one line of 42 MB
-_REMEDY = "correct or remove it, or leave such lines out (task.skip_bad_lines: true)"
+_REMEDY = "correct or remove it, or skip such lines (task.skip_bad_lines: true)"
 
 
 class BadLine(Exception):
@@ -107,7 +107,7 @@ class Intake:
     def add(self, fields: Mapping[str, Any], label: Any, index: Any = None, group: Any = None) -> None:
         """One sample. Index None: its number in the file, with those that were left out counted."""
         if label is None and self.labelled:
-            raise BadLine("there is no label; files for training and validation need one")
+            raise BadLine("the label is missing; files for training and validation need one")
         self._append(fields, label, index, group)
 
     def add_unlabelled(self, fields: Mapping[str, Any], index: Any = None) -> None:
@@ -118,7 +118,7 @@ class Intake:
         if index is None:
             index = len(self.records) + self.records.skipped
         elif index in self._seen:
-            raise BadLine(f"index {shown(index)} stands at {self._seen[index]} already; it must be unique")
+            raise BadLine(f"index {shown(index)} already appears at {self._seen[index]}; it must be unique")
         else:
             self._seen[index] = self._location
         self.records.append(TaskRecord(index, fields, label, group, self._location))
@@ -129,8 +129,8 @@ class Intake:
             return None
         if not self.labels:
             raise ConfigError(
-                f"task.labels is empty, and task {shown(self.config.name)} has no classes of its own; name the "
-                "classes in the order of their numbers."
+                f"task.labels is empty, and task {shown(self.config.name)} has no predefined classes; list the "
+                "classes in the order of their ids."
             )
         name = label_name(value)
         if name not in self.labels:
@@ -142,11 +142,11 @@ class Intake:
         records = self.records
         if not records:
             left_out = (
-                f"; {records.skipped} lines were left out, first {self._first_problem}"
+                f"; {records.skipped} lines were skipped; the first: {self._first_problem}"
                 if records.skipped
                 else ""
             )
-            raise DataError(f"{self.path} holds no sample{left_out}; check the file and task.reader.")
+            raise DataError(f"{self.path} has no sample{left_out}; check the file and task.reader.")
         if self._seen and len(self._seen) != len(records):
             without = next(record for record in records if self._seen.get(record.index) != record.location)
             raise DataError(
@@ -154,9 +154,7 @@ class Intake:
                 "every sample an index, or none."
             )
         if records.skipped:
-            log.warning(
-                f"{self.path}: {records.skipped} lines are left out; the first: {self._first_problem}"
-            )
+            log.warning(f"{self.path}: {records.skipped} lines are skipped; the first: {self._first_problem}")
         return records
 
 
@@ -167,7 +165,7 @@ def label_name(value: Any) -> str:
     if isinstance(value, (str, int)):
         return str(value)
     raise BadLine(
-        f"the label is {json_type(value)} ({shown(value)}); a class is text, a whole number, true or false"
+        f"the label is {json_type(value)} ({shown(value)}); a class must be text, an integer, true or false"
     )
 
 
@@ -199,7 +197,7 @@ def numbered_lines(path: Path | str) -> Iterator[tuple[int, bytes]]:
             if len(line) > MAX_LINE_BYTES:
                 raise DataError(
                     f"{path}:{number}: the line has more than {MAX_LINE_BYTES} bytes; is this a file of samples? "
-                    "Check the paths in the section task."
+                    "Check the paths in section task."
                 )
             if number == 1:
                 refuse_other_content(line, path)
@@ -286,7 +284,7 @@ def texts_in(tree: Mapping[str, Any], name: str) -> tuple[str, ...]:
 def whole_number_in(tree: Mapping[str, Any], name: str) -> int:
     value = value_in(tree, name)
     if not isinstance(value, int) or isinstance(value, bool):
-        raise BadLine(f"field {name!r} is {shown(value)}; it must be a whole number")
+        raise BadLine(f"field {name!r} is {shown(value)}; it must be an integer")
     return value
 
 
@@ -308,7 +306,7 @@ def index_in(tree: Mapping[str, Any], name: str = "idx") -> int | str | None:
     """The sample's name in the file; None if it has none. Raises BadLine if it is no whole number or text."""
     value = tree.get(name)
     if value is not None and (not isinstance(value, (int, str)) or isinstance(value, bool)):
-        raise BadLine(f"field {name!r} is {shown(value)}; it must be a whole number or text")
+        raise BadLine(f"field {name!r} is {shown(value)}; it must be an integer or text")
     return value
 
 
@@ -318,7 +316,7 @@ def choice_in(tree: Mapping[str, Any], name: str, count: int) -> int | None:
         return None
     number = whole_number_in(tree, name)
     if not 0 <= number < count:
-        raise BadLine(f"label {number} is no choice; there are {count}, numbered from 0")
+        raise BadLine(f"label {number} is not a choice; there are {count}, counted from 0")
     return number
 
 
@@ -329,5 +327,5 @@ def finite(text: Any) -> float:
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise BadLine(f"label {shown(text)} is no number; regression needs one")
+        raise BadLine(f"label {shown(text)} is not a number; regression needs one")
     return number

@@ -90,8 +90,8 @@ def _columns(config: TaskConfig) -> _Columns:
     name = plain_name(config.name)
     if name not in _COLUMNS:
         raise ConfigError(
-            f"task.name is {shown(config.name)}, which is no task of GLUE ({', '.join(_COLUMNS)}); name the columns of "
-            "your own by task.text_fields and task.label_field."
+            f"task.name is {shown(config.name)}, which is not a GLUE task ({', '.join(_COLUMNS)}); for your own "
+            "task set task.text_fields and task.label_field to its columns."
         )
     return _COLUMNS[name]
 
@@ -105,8 +105,8 @@ def _header(intake: Intake, columns: _Columns, first: Sequence[str]) -> list[str
     for column in wanted:
         if column not in first:
             raise DataError(
-                f"{intake.path}:1: there is no column {column!r} (columns: {shorten(', '.join(first), 400)}); "
-                "the first line must name them, and a file without labels is one for task.test."
+                f"{intake.path}:1: there is no column {column!r} (columns: {shorten(', '.join(first), 400)}); the "
+                "first line must hold the column names, and a file without labels belongs in task.test."
             )
     return list(first)
 

@@ -104,14 +104,12 @@ def _in_template(template: str) -> list[str]:
 def _add_choices(intake: Intake, tree: dict[str, Any]) -> None:
     choices = texts_in(tree, "choices_pretokenized")
     if len(choices) < 2:
-        raise BadLine(f"there are {len(choices)} choices; a sample needs two or more")
+        raise BadLine(f"there are {len(choices)} choices; a sample needs 2 or more")
     stripped = [choice.strip() for choice in choices]
     if "" in stripped:
         raise BadLine(f"choice {stripped.index('')} is empty; each needs text")
     if len(set(stripped)) < len(stripped):
-        raise BadLine(
-            f"the choices {shown(choices)} are not all different; nothing could tell equal ones apart"
-        )
+        raise BadLine(f"the choices {shown(choices)} contain duplicates; all choices must be different")
     fields = {"inputs": text_in(tree, "inputs_pretokenized"), "choices": choices}
     intake.add(fields, choice_in(tree, _label_field(intake.config), len(choices)), index_in(tree))
 
@@ -170,7 +168,7 @@ def _add_tagged(intake: Intake, tree: dict[str, Any]) -> None:
     config = intake.config
     words = texts_in(tree, (*config.text_fields, "words")[0])
     if not words or not all(word.strip() for word in words):
-        raise BadLine("a sentence needs words, and none may be empty")
+        raise BadLine("a sentence needs at least one word, and no word may be empty")
     tags = None
     if known_in(tree, _label_field(config)) is not None:
         tags = known_tags(intake, texts_in(tree, _label_field(config)))

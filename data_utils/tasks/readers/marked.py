@@ -30,7 +30,7 @@ def mentions_in(config: TaskConfig, tree: Mapping[str, Any], texts: Mapping[str,
     """The fields of a TaskRecord that hold offsets. Raises BadLine, UnusableRecord, ConfigError, DataError."""
     if len(texts) != 1:
         raise ConfigError(
-            f"task.marks and task.entity_ids are for samples of one text, but these have {', '.join(texts)}; set "
+            f"task.marks and task.entity_ids need samples with one text, but these have {', '.join(texts)}; set "
             "task.text_fields to one of them."
         )
     (text,) = texts.values()
@@ -39,8 +39,7 @@ def mentions_in(config: TaskConfig, tree: Mapping[str, Any], texts: Mapping[str,
         (_, end), (start, last) = sorted((one, other))
         if start < end < last and one[0] != other[0]:
             raise BadLine(
-                f"the spans {first} {[*one]} and {second} {[*other]} cross; give spans that are apart, or within each "
-                "other"
+                f"the spans {first} {[*one]} and {second} {[*other]} overlap; spans must be disjoint or nested"
             )
     if config.entity_ids is not None:
         found, _ = _names(config.entity_ids).mentions(tree, ENTITIES, text, config.min_score)
@@ -63,8 +62,8 @@ def _span_in(tree: Mapping[str, Any], name: str, text: str) -> tuple[int, int]:
     is_pair = isinstance(span, list) and [type(each) for each in span] == [int, int]
     if not is_pair or not 0 <= span[0] < span[1] <= len(text) or not text[slice(*span)].strip():
         raise BadLine(
-            f"field {name!r} is {shown(span)}; it must be [start, end], around a word of the text of {len(text)} "
-            "characters, the end not included"
+            f"field {name!r} is {shown(span)}; it must be [start, end], a non-empty range within the {len(text)} "
+            "characters of the text, excluding the end"
         )
     return span[0], span[1]
 
@@ -75,5 +74,5 @@ def class_names(intake: Intake, value: Any) -> tuple[str, ...]:
         raise BadLine(f"the label is {shown(value)}; typing needs a list of labels, which may be empty")
     given = {intake.class_name(each) for each in value}
     if None in given:
-        raise BadLine(f"the label {shown(value)} has a null in it; leave it out")
+        raise BadLine(f"the label {shown(value)} contains a NUL character; remove it")
     return tuple(label for label in intake.labels if label in given)

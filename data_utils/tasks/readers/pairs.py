@@ -48,7 +48,8 @@ def read_pairs(intake: Intake) -> TaskRecords:
         if source is None or target is None:
             have, lack = (targets, sources) if source is None else (sources, targets)
             raise DataError(
-                f"{have}:{number or other}: {lack} has no such line; sources and targets must be equally many."
+                f"{have}:{number or other}: {lack} has fewer lines; sources and targets must have the same number "
+                "of lines."
             )
         with intake.at(number):
             fields = {"source": _text(source, "source"), "target": _text(target, "target")}
@@ -66,8 +67,8 @@ def target_path(sources: Path) -> Path:
     found = [i for i, part in enumerate(parts) if part in _TARGET_OF]
     if not found:
         raise DataError(
-            f"{sources} is no file of sources; its name must have a part source or src, as in train.source with "
-            "train.target. Take task.reader jsonl for lines with src and tgt."
+            f"{sources} is not a file of sources; its name must contain source or src, as in train.source with "
+            "train.target. For JSON lines with src and tgt use task.reader jsonl."
         )
     parts[found[-1]] = _TARGET_OF[parts[found[-1]]]
     return sources.with_name(".".join(parts))

@@ -65,14 +65,15 @@ def add_question(intake: Intake, tree: dict[str, Any], context: str, index: str)
         if start < 0 or not text or not context.startswith(text, start):
             found = context[start : start + len(text)] if start >= 0 else ""
             raise BadLine(
-                f"the answer {shown(text)} is not at character {start} (answer_start) of the text, where "
-                f"{shown(found)} stands"
+                f"the answer {shown(text)} is not at character {start} (answer_start) of the text, which has "
+                f"{shown(found)} there"
             )
         answers.append((text, start))
     is_impossible = tree.get("is_impossible", False)
     if not isinstance(is_impossible, bool) or (is_impossible and answers):
         raise BadLine(
-            f"field 'is_impossible' is {shown(is_impossible)} with {len(answers)} answers; it must be true only without"
+            f"field 'is_impossible' is {shown(is_impossible)} with {len(answers)} answers; it must be true exactly "
+            "if there are none"
         )
     fields = {"question": text_in(tree, "question"), "context": context, "answers": tuple(answers)}
     label: Any = tuple(text for text, _ in answers) if answers or is_impossible else None

@@ -57,8 +57,8 @@ def read_superglue(intake: Intake) -> TaskRecords:
     name = plain_name(intake.config.name)
     if name not in _TASKS:
         raise ConfigError(
-            f"task.name is {shown(intake.config.name)}, which is no task of SuperGLUE; task.reader superglue knows "
-            f"{', '.join(_TASKS)}. Take jsonl for a format of your own."
+            f"task.name is {shown(intake.config.name)}, which is not a SuperGLUE task; task.reader superglue "
+            f"supports {', '.join(_TASKS)}. Use jsonl for your own format."
         )
     for number, line in numbered_lines(Path(intake.path)):
         with intake.at(number):
@@ -130,8 +130,8 @@ def _glued(words: list[str], pronoun: str, index: int) -> int:
                 words[place : place + 1] = [part for part in (before, pronoun, after) if part]
                 return place + bool(before)
     raise BadLine(
-        f"the pronoun {shown(pronoun)} is not at word {index} of the text, nor beside it "
-        "(span2_index counts words from 0)"
+        f"the pronoun {shown(pronoun)} is not at word {index} of the text or next to it (span2_index counts words "
+        "from 0)"
     )
 
 
@@ -162,7 +162,7 @@ def _record(intake: Intake, tree: dict[str, Any]) -> None:
     for query in objects_in(tree, "qas"):
         sentence = in_ascii(text_in(query, "query"))
         if PLACEHOLDER not in sentence:
-            raise BadLine(f"the query {shown(sentence)} has no {PLACEHOLDER}; it stands for the answer")
+            raise BadLine(f"the query {shown(sentence)} has no {PLACEHOLDER}, which marks the answer")
         answers = None
         if query.get("answers") is not None:
             found = (text_in(answer, "text") for answer in objects_in(query, "answers"))
@@ -176,7 +176,7 @@ def _place(text: str, place: dict[str, Any]) -> tuple[int, int]:
     start, end = whole_number_in(place, "start"), whole_number_in(place, "end")
     if not 0 <= start <= end < len(text):
         raise BadLine(
-            f"an entity is at characters {start} to {end}, both of them in it; the passage has {len(text)}"
+            f"an entity has the characters {start} to {end} (inclusive), but the passage has {len(text)}"
         )
     return start, end
 

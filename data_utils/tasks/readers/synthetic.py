@@ -108,7 +108,7 @@ def parsed(text: str) -> Spec:
     """`NAME:key=value,...`. Raises ConfigError for what the task does not know."""
     name, _, rest = text.partition(":")
     if name not in TASKS:
-        raise ConfigError(f"{shown(text)} names no synthetic task; they are {', '.join(TASKS)}.")
+        raise ConfigError(f"{shown(text)} is not a synthetic task; the tasks are {', '.join(TASKS)}.")
     settings = {"samples": (1000, 1, 10**9), "seed": (0, 0, 2**63 - 1), **TASKS[name].settings}
     values = {key: default for key, (default, _, _) in settings.items()}
     for part in filter(None, rest.split(",")):

@@ -75,7 +75,7 @@ def add_text(intake: Intake, text: str, index: int | str | None = None) -> None:
         words = text.split()
         if len(words) < 2:
             raise BadLine(
-                f"the text {shown(text)} has {len(words)} words; lambada needs the last one and a context"
+                f"the text {shown(text)} has {len(words)} words; lambada needs a context and a last word"
             )
         label = words[-1]
     elif kind == "blanks":
@@ -95,7 +95,7 @@ def _read_wikitext(intake: Intake) -> TaskRecords:
         try:
             lines.append(f"{decoded(line)}\n")
         except UnusableRecord as problem:  # one document: nothing of it can be left out
-            raise DataError(f"{intake.path}:{number}: {problem}; fetch the file again.") from None
+            raise DataError(f"{intake.path}:{number}: {problem}; download the file again.") from None
     text = "".join(lines)
     with intake.at(1):
         if text.strip():
@@ -132,21 +132,22 @@ def _read_blanks(intake: Intake) -> TaskRecords:
     )
     if original is None and intake.labelled:
         raise DataError(
-            f"{path}: there is no {name} beside it or one folder above, with the whole texts; add it."
+            f"{path}: {name} with the complete texts is missing in its directory and the one above; add it."
         )
     originals = numbered_lines(original) if original is not None else ()
     for (number, line), whole in zip_longest(numbered_lines(path), originals, fillvalue=(0, None)):
         if line is None or (whole[1] is None and original is not None):
             have, lack = (original, path) if line is None else (path, original)
             raise DataError(
-                f"{have}:{max(number, whole[0])}: {lack} has no such line; they must have equally many."
+                f"{have}:{max(number, whole[0])}: {lack} has fewer lines; both must have the same number of lines."
             )
         with intake.at(number):
             masked = decoded(line)
             count = masked.split().count(BLANK)
             if not count or count != masked.count(BLANK):
                 raise BadLine(
-                    f"the line has {masked.count(BLANK)} {BLANK}, {count} of them words; each must be one"
+                    f"the line has {masked.count(BLANK)} {BLANK}, {count} of them separate words; each must be a "
+                    "word"
                 )
             if whole[1] is None:
                 intake.add({"masked": masked}, None)

@@ -83,7 +83,7 @@ class Cloze:
             return list(known.values())  # numbers are classes in their order, whatever the file calls them
         raise ConfigError(
             f"the verbalizers are for {', '.join(known)}, but the labels of the task are {', '.join(self.labels)}; "
-            "give each label one (task.labels, task.verbalizers)."
+            "each label needs one (task.labels, task.verbalizers)."
         )
 
     def _scoring(self) -> str:
@@ -98,31 +98,32 @@ class Cloze:
         inputs.require_format(FORMS)
         if form.objective == "xlnet":
             raise ConfigError(
-                "XLNet has not learnt to fill a [MASK] among the words; give task.kind classification, or another run."
+                "XLNet was not trained to fill a [MASK] inside a text; use task.kind classification, or another "
+                "run."
             )
         if form.name in IN_PLACE and self.scoring != "restricted":
             raise ConfigError(
-                f"task.scoring is {self.scoring}, but a run of {form.objective} predicts one token for a blank; set it "
-                "to restricted, or give a run of blank_infilling."
+                f"task.scoring is {self.scoring}, but a run of {form.objective} predicts one token per blank; set "
+                "it to restricted, or use a run of blank_infilling."
             )
         if self.one_document_each and self.scoring == "restricted":
             raise ConfigError(
-                "the pattern has a document for each choice, whose scores cannot be restricted; set task.scoring to "
-                "sum."
+                "the pattern makes one document per choice, which task.scoring restricted does not support; set it "
+                "to sum."
             )
         if form.name in ("causal", "prefix") and not self.slots[-1].is_blank:
             raise ConfigError(
                 f"the pattern {shown(self.pattern.template)} has text after its blank, which a run of "
-                f"{form.objective} cannot read before it; choose another task.pattern, or end task.template "
-                "with [MASK]."
+                f"{form.objective} cannot read before it fills the blank; choose another task.pattern, or end "
+                "task.template with [MASK]."
             )
         self._check_words()
         fixed = [segment for side in self._fixed() for segment in inputs.encode(side)]
         needed = len(flat(fixed)) + self._overhead([self._answer(words) for words in self.words])
         if needed > inputs.config.sequence_length:
             raise ConfigError(
-                f"task.sequence_length is {inputs.config.sequence_length}, but the pattern and its verbalizers alone "
-                f"have {needed} tokens; set it to more."
+                f"task.sequence_length is {inputs.config.sequence_length}, but the pattern and its verbalizers "
+                f"alone need {needed} tokens; raise it."
             )
 
     def _fixed(self) -> list[list[TextSegment]]:
@@ -140,11 +141,11 @@ class Cloze:
                 )
             if self.scoring == "restricted" and len(ids) > 1:
                 raise ConfigError(
-                    f"the verbalizer {shown(words)} has {len(ids)} tokens, but task.scoring restricted compares single "
-                    "ones; choose a shorter word, or set it to sum."
+                    f"the verbalizer {shown(words)} has {len(ids)} tokens, but task.scoring restricted compares "
+                    "single tokens; choose a shorter word, or set it to sum."
                 )
         if len(self.words) == 1:
-            raise ConfigError(f"the task has one verbalizer, {shown(self.words[0])}; it needs two or more.")
+            raise ConfigError(f"the task has one verbalizer, {shown(self.words[0])}; it needs 2 or more.")
         for words in self.words:
             other = seen.setdefault(tuple(answers[words]), words)
             if other is not words or self.words.count(words) > 1:

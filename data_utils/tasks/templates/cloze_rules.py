@@ -37,7 +37,7 @@ def _wsc(record: TaskRecord) -> TaskRecord:
     pronoun, given = str(record.needed("span2_text")), str(record.needed("span2_index"))
     if not given.isdecimal():
         raise DataError(
-            f"{record.location}: span2_index is {shown(given)}; it must be the number of a word, from 0."
+            f"{record.location}: span2_index is {shown(given)}; it must be the index of a word, from 0."
         )
     index = int(given)
     words = record.needed("text").split()
@@ -53,7 +53,7 @@ def _wsc(record: TaskRecord) -> TaskRecord:
                 words[place] = f"{found[1]}*{inside}*{found[2]}"
                 return record.with_fields(text=" ".join(words), pronoun=pronoun)
     raise DataError(
-        f"{record.location}: the pronoun {shown(pronoun)} is not word {index} (from 0) of the text, nor next to it; "
+        f"{record.location}: the pronoun {shown(pronoun)} is not word {index} (from 0) of the text or next to it; "
         "correct span2_index."
     )
 
@@ -62,7 +62,9 @@ def _record(record: TaskRecord) -> TaskRecord:
     query = record.needed("query")
     start, *rest = query.split("@placeholder")
     if len(rest) != 1:
-        raise DataError(f"{record.location}: the query has {len(rest)} times @placeholder; it must have one.")
+        raise DataError(
+            f"{record.location}: the query contains @placeholder {len(rest)} times; it must contain it once."
+        )
     passage = re.sub(r"\s*@highlight\s*", "\n- ", record.needed("passage"))
     return record.with_fields(passage=passage, query_start=start, query_end=rest[0].rstrip())
 
@@ -122,8 +124,8 @@ def choices_of(task: str, record: TaskRecord, seed: int, number: int) -> tuple[l
     given = fields.get("choices")
     if not isinstance(given, (list, tuple)) or len(given) < 2:
         raise DataError(
-            f"{record.location}: the sample has no two choices, and the pattern has no verbalizers; give the file "
-            "choices, or the task verbalizers."
+            f"{record.location}: the sample has fewer than 2 choices and the pattern has no verbalizers; add "
+            "choices to the file, or set task.verbalizers."
         )
     return [str(choice) for choice in given], _right(record, len(given))
 
@@ -138,7 +140,7 @@ def _right(record: TaskRecord, count: int) -> int | None:
     label = record.label
     if label is not None and str(label) not in map(str, range(count)):
         raise DataError(
-            f"{record.location}: label {shown(label)} is none of the {count} choices, counted from 0; correct it."
+            f"{record.location}: label {shown(label)} is not one of the {count} choices, counted from 0; correct it."
         )
     return None if label is None else int(label)
 

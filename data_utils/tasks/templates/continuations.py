@@ -103,20 +103,20 @@ class Continuations:
         self.inputs.require_format(FORMS)
         if self.allow_masks and self.form not in _WITH_BLANKS:
             raise ConfigError(
-                f"blanks in contexts are allowed, but inputs of {self.inputs.form.objective} have none; give a run of "
-                "blank_infilling or masked_lm, or do not allow them."
+                f"allow_masks is set, but inputs of {self.inputs.form.objective} have no blanks; use a run of "
+                "blank_infilling or masked_lm, or remove allow_masks."
             )
         if self.no_start and self.form != "causal":
             raise ConfigError(
-                f"contexts are to have no start token, but inputs of {self.inputs.form.objective} begin as its "
-                "training texts do; give a run of causal, or leave it out."
+                f"no_start is set, but inputs of {self.inputs.form.objective} need their start token; use a run of "
+                "causal, or remove no_start."
             )
         if self.score_end and self.form in ("bert", "xlnet"):
             raise ConfigError(
-                f"the end is to be scored, but {self.inputs.form.objective} predicts none; leave it out."
+                f"score_end is set, but {self.inputs.form.objective} predicts no end token; remove score_end."
             )
         if self.score_end and self.form == "causal" and self.inputs.special.eos == NO_TOKEN:
-            raise ConfigError("the end is to be scored, but the vocabulary has no eos; leave it out.")
+            raise ConfigError("score_end is set, but the vocabulary has no eos; remove score_end.")
 
     # ---- a context and its continuation ----
 
@@ -132,14 +132,14 @@ class Continuations:
             raise DataError(f"the continuation {shown(continuation)} has no token; correct the task.")
         if not tokens and self.form == "causal" and not self.first_token and not self.inputs.start:
             raise DataError(
-                f"the continuation {shown(continuation)} has no context, and the vocabulary no token that begins a "
-                "text; give it a context."
+                f"the continuation {shown(continuation)} has no context, and the vocabulary has no start token; "
+                "give it a context."
             )
         max_tokens = self._max_context(len(following))
         if max_tokens < 0:
             raise DataError(
-                f"the continuation {shown(continuation)} has {len(following)} tokens, but the model has positions for "
-                f"{len(following) + max_tokens}; shorten it, or give a model with more positions."
+                f"the continuation {shown(continuation)} has {len(following)} tokens, but only "
+                f"{len(following) + max_tokens} fit the model; shorten it, or use a model with more positions."
             )
         return self._cut(Asked(tokens, following, blank, mask), max_tokens)
 
@@ -153,7 +153,7 @@ class Continuations:
         places = [place for place, token in enumerate(ids) if token in kinds]
         if len(places) > 1:
             raise DataError(
-                f"the context {shown(context)} has {len(places)} blanks; a continuation fills one."
+                f"the context {shown(context)} has {len(places)} blanks; a continuation fills only one."
             )
         if not places:
             return [], None, self.inputs.mask()
@@ -194,8 +194,8 @@ class Continuations:
         cut = max(0, len(asked.context) - max_tokens)
         if cut > asked.blank:
             raise DataError(
-                f"a context has {len(asked.context) - asked.blank} tokens after its blank, too many for "
-                f"a model of {self.longest} positions; shorten it, or give a model with more positions."
+                f"a context has {len(asked.context) - asked.blank} tokens after its blank, too many for a model of "
+                f"{self.longest} positions; shorten it, or use a model with more positions."
             )
         return Asked(asked.context[cut:], asked.continuation, asked.blank - cut, asked.mask, cut)
 
@@ -264,14 +264,14 @@ class Continuations:
         """Raise ConfigError if the run does not tell how likely a text is."""
         if self.form not in (*FORMS_OF_TEXTS, "xlnet"):
             raise ConfigError(
-                f"the task asks how likely texts are (perplexity), which a run of {self.inputs.form.objective} does "
-                f"not tell; give a run of the form {', '.join(FORMS_OF_TEXTS)}, or of xlnet."
+                f"the task measures perplexity, but a run of {self.inputs.form.objective} gives no likelihood of a "
+                f"text; use a run of the form {', '.join(FORMS_OF_TEXTS)}, or of xlnet."
             )
         size, stride = self.longest - 1, self.inputs.config.stride
         if stride >= size:
             raise ConfigError(
-                f"the stride ({stride}) must be below the tokens of a window ({size}), so that every token has a "
-                "context; lower it."
+                f"the stride ({stride}) must be below the window size ({size}), so that every token has a context; "
+                "lower it."
             )
 
     def windows(self, text: str) -> list[TaskSample]:
@@ -309,7 +309,7 @@ class Continuations:
         if max_tokens < 1:
             raise ConfigError(
                 f"answers of up to {longest} tokens (max_gen_toks) leave no tokens for a context in a model of "
-                f"{self.longest}; lower max_gen_toks."
+                f"{self.longest} positions; lower max_gen_toks."
             )
         asked = self._cut(Asked(ids, [], blank, mask), max_tokens)
         if form.name == "glm":

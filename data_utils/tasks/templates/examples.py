@@ -80,7 +80,7 @@ def blanks_filled(
     block_positions = [0] * size
     for position, filling in blanks:
         if not len(filling):
-            raise DataError("the text that fills the blank is empty; give at least one token.")
+            raise DataError("the text for the blank is empty; it needs at least one token.")
         inputs = [special.sop, *filling] if ends else [special.sop, *filling[:-1]]
         tokens += inputs
         targets += [*filling, special.eop] if ends else filling

@@ -63,7 +63,7 @@ class InputFormat:
     def writing(self) -> Writing:
         """The objective's declaration."""
         writing = OBJECTIVES[self.objective].writing
-        assert writing is not None, "an objective without one has no form"
+        assert writing is not None, "an objective without one has no input format"
         return writing if self.before is None else replace(writing, before=self.before)
 
     def loss(self, number: int = 0) -> int:
@@ -80,7 +80,7 @@ def input_format_of(setting: str, choices: Sequence[ObjectiveChoice]) -> InputFo
     if setting == "auto":
         if len({form.name for form in forms.values()}) > 1:
             raise ConfigError(
-                f"task.form is auto, but the objectives {', '.join(forms)} have inputs of different forms; set it to "
+                f"task.form is auto, but the objectives {', '.join(forms)} have different input formats; set it to "
                 f"one of {', '.join(sorted({form.name for form in forms.values()}))}."
             )
         return next(iter(forms.values()))
@@ -90,8 +90,8 @@ def input_format_of(setting: str, choices: Sequence[ObjectiveChoice]) -> InputFo
     fitting = _objectives_of(setting)
     if setting in _OWN_ONLY:
         raise ConfigError(
-            f"task.form is {setting}, but the run's objective is {', '.join(forms)}; set it to auto, or give a run of "
-            f"{' or '.join(fitting)}."
+            f"task.form is {setting}, but the run's objective is {', '.join(forms)}; set it to auto, or use a run "
+            f"of {' or '.join(fitting)}."
         )
     return InputFormat(setting, fitting[0])
 
@@ -106,7 +106,7 @@ def _natural(choice: ObjectiveChoice) -> InputFormat:
     writing = OBJECTIVES[choice.name].writing_of(choice.section)
     if writing is None:
         raise ConfigError(
-            f"the objective {choice.name} has no form of its own for tasks; set task.form to one of "
+            f"the objective {choice.name} has no input format for tasks; set task.form to one of "
             f"{', '.join(dict.fromkeys(FORMAT_OF_OBJECTIVE.values()))}."
         )
     usual = OBJECTIVES[choice.name].writing

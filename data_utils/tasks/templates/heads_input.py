@@ -105,7 +105,7 @@ class TextHead:
         check_marks(self.inputs)
         if self.is_class and len(set(self.labels)) < 2:
             raise ConfigError(
-                f"the task has the classes ({', '.join(self.labels)}); it needs two or more: set task.labels."
+                f"the task has the classes ({', '.join(self.labels)}); it needs 2 or more: set task.labels."
             )
 
     def prepare(self, records: Sequence[TaskRecord], *, training: bool) -> list[TaskRecord]:
@@ -194,7 +194,7 @@ class Tagging:
         self.inputs.require_format(FORMS)
         if len(set(self.labels)) < 2:
             raise ConfigError(
-                f"the task has the tags ({', '.join(self.labels)}); it needs two or more: set task.labels."
+                f"the task has the tags ({', '.join(self.labels)}); it needs 2 or more: set task.labels."
             )
 
     def prepare(self, records: Sequence[TaskRecord], *, training: bool) -> list[TaskRecord]:
@@ -256,14 +256,14 @@ class Spans:
         inputs, config = self.inputs, self.inputs.config
         inputs.require_format(
             tuple(form for form in FORMS if form != "causal"),
-            {"causal": "sees no token after a row, so not where an answer ends"},
+            {"causal": "sees no later tokens and therefore not the end of an answer"},
         )
         max_tokens = config.sequence_length - overhead(inputs, 2) - config.question_length
         if max_tokens < config.answer_length:
             raise ConfigError(
-                f"task.sequence_length ({config.sequence_length}) leaves {max_tokens} tokens for the context beside "
-                f"question_length ({config.question_length}), fewer than answer_length ({config.answer_length}); "
-                "raise it."
+                f"task.sequence_length ({config.sequence_length}) leaves {max_tokens} tokens for the context "
+                f"besides question_length ({config.question_length}), fewer than answer_length "
+                f"({config.answer_length}); raise it."
             )
 
     def prepare(self, records: Sequence[TaskRecord], *, training: bool) -> list[TaskRecord]:

@@ -106,16 +106,16 @@ class Inputs:
         """
         name = self.form.name
         if name not in allowed:
-            reason = (why or {}).get(name, "has no such layout")
+            reason = (why or {}).get(name, "does not support it")
             raise ConfigError(
-                f"task.kind is {self.config.kind}, but the run's inputs have the form {name} "
-                f"({self.form.objective}), which {reason}; give a run of the form {' or '.join(allowed)}."
+                f"task.kind is {self.config.kind}, but the run's input format is {name} ({self.form.objective}), "
+                f"which {reason}; use a run with the format {' or '.join(allowed)}."
             )
         lacking = sorted(self.tokenizer.lacking.intersection(self.form.roles))
         if lacking:
             raise ConfigError(
-                f"inputs of the form {name} need the special tokens {', '.join(lacking)}, which the tokenizer lacks; "
-                "set tokenizer.added_tokens to glm, or choose another task.form."
+                f"the input format {name} needs the special tokens {', '.join(lacking)}, which the tokenizer does "
+                "not have; set tokenizer.added_tokens to glm, or choose another task.form."
             )
 
     def cut(
@@ -133,7 +133,7 @@ class Inputs:
         if over > sum(lengths.values()):
             needed = self.config.sequence_length + over - sum(lengths.values())
             raise DataError(
-                f"{record.location}: the sample needs {needed} tokens with all that may be cut left out, but "
+                f"{record.location}: the sample needs {needed} tokens even with everything cut that may be cut, but "
                 f"task.sequence_length is {self.config.sequence_length}; set it to {needed} or more."
             )
         for _ in range(over):

@@ -35,8 +35,8 @@ def check_marks(inputs: Inputs) -> None:
         if len(ids) != 1 or inputs.special.unk in ids:
             what = f"{len(ids)} tokens" if len(ids) > 1 and inputs.special.unk not in ids else "no token"
             raise ConfigError(
-                f"task.marks.{name} is {shown(mark)}, which is {what} of the vocabulary; choose a sign that is one, in "
-                "quotes."
+                f"task.marks.{name} is {shown(mark)}, which is {what} of the vocabulary; choose a sign that is one "
+                "token, in quotes."
             )
 
 
@@ -44,8 +44,8 @@ def refuse_marks(config: TaskConfig) -> None:
     """Raise ConfigError for marks or entities of a kind that does not read them."""
     if is_marked(config):
         raise ConfigError(
-            f"task.marks or task.entity_ids is set, and task.kind {config.kind} does not read them; leave them out, or "
-            "set it to typing, classification or regression."
+            f"task.marks or task.entity_ids is set, but task.kind {config.kind} does not use them; remove them, or "
+            "set task.kind to typing, classification or regression."
         )
 
 
@@ -98,7 +98,7 @@ def marked_tokens(
         if begin > first:
             needed = inputs.config.sequence_length + last - first - max_tokens
             raise DataError(
-                f"{record.location}: the marked mentions and what lies between them need {needed} tokens, but "
+                f"{record.location}: the marked mentions and the text between them need {needed} tokens, but "
                 f"task.sequence_length is {inputs.config.sequence_length}; set it to {needed} or more."
             )
     entities = None

@@ -71,7 +71,7 @@ def slots_of(template: str, path: str = "task.template") -> tuple[Slot, ...]:
         parsed = list(string.Formatter().parse(template))
     except ValueError as error:
         raise ConfigError(
-            f"{path} {shown(template)} cannot be read: {error}; write {{{{ and }}}} for braces."
+            f"{path} {shown(template)} cannot be read: {error}; write {{{{ and }}}} for literal braces."
         ) from None
     slots: list[Slot] = []
     for text, name, spec, conversion in parsed:
@@ -82,7 +82,7 @@ def slots_of(template: str, path: str = "task.template") -> tuple[Slot, ...]:
             unknown = [option for option in options if option not in OPTIONS]
             if not name.isidentifier() or conversion or unknown:
                 raise ConfigError(
-                    f"{path} {shown(template)}: a field is written {{name}} or {{name:options}}, with options among "
+                    f"{path} {shown(template)}: a field must be {{name}} or {{name:options}}, with options among "
                     f"{', '.join(OPTIONS)}."
                 )
             slots.append(Slot(field=name, options=options))
@@ -92,7 +92,9 @@ def slots_of(template: str, path: str = "task.template") -> tuple[Slot, ...]:
 def require_one_blank(slots: tuple[Slot, ...], template: str, path: str = "task.template") -> None:
     blanks = sum(slot.is_blank for slot in slots)
     if blanks != 1:
-        raise ConfigError(f"{path} {shown(template)} has {blanks} times {MARK}; it must have one.")
+        raise ConfigError(
+            f"{path} {shown(template)} contains {MARK} {blanks} times; it must contain it once."
+        )
 
 
 def pattern_of(config: TaskConfig) -> Pattern:
@@ -103,8 +105,8 @@ def pattern_of(config: TaskConfig) -> Pattern:
     patterns = PATTERNS.get(plain_name(config.name))
     if patterns is None:
         raise ConfigError(
-            f"task.name is {shown(config.name)}, which has no patterns of its own; give task.template and "
-            f"task.verbalizers, or one of {', '.join(sorted(PATTERNS))}."
+            f"task.name is {shown(config.name)}, which has no patterns; set task.template and task.verbalizers, or "
+            f"task.name to one of {', '.join(sorted(PATTERNS))}."
         )
     if config.pattern >= len(patterns):
         known = ", ".join(f"{number} ({pattern.template})" for number, pattern in enumerate(patterns))
@@ -112,7 +114,7 @@ def pattern_of(config: TaskConfig) -> Pattern:
             f"task.pattern is {config.pattern}, but {config.name} has the patterns {known}; choose one of them."
         )
     if config.verbalizers:
-        raise ConfigError("task.verbalizers go with your own pattern; set task.template too.")
+        raise ConfigError("task.verbalizers is set without task.template; set both.")
     return patterns[config.pattern]
 
 
@@ -121,7 +123,7 @@ def _verbalizer(label: Any, words: Any) -> tuple[str, str]:
     if not isinstance(label, (str, int)):
         raise ConfigError(f"task.verbalizers has the label {shown(label)}; write the class in quotes.")
     if not isinstance(words, str) or not words.strip():
-        raise ConfigError(f"task.verbalizers.{label} is {shown(words)}; it must be a text in quotes.")
+        raise ConfigError(f"task.verbalizers.{label} is {shown(words)}; it must be text, in quotes.")
     return label_name(label), words
 
 
@@ -133,8 +135,8 @@ def field_text(name: str, record: TaskRecord, config: TaskConfig) -> str:
         if isinstance(fields.get(candidate), str):
             return fields[candidate]
     raise DataError(
-        f"{record.location}: the pattern needs the text {name!r}, but the sample has {', '.join(fields)}; name one of "
-        "these in the pattern, or correct the file."
+        f"{record.location}: the pattern needs the text {name!r}, but the sample has {', '.join(fields)}; use one "
+        "of these in the pattern, or correct the file."
     )
 
 

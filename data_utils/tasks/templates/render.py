@@ -116,5 +116,7 @@ class Renderer:
         return self._writer().written(prompt, answers)
 
     def _writer(self) -> Seq2Seq | Blanks | Lambada:
-        assert isinstance(self.kind, (Seq2Seq, Blanks, Lambada)), f"{self.inputs.config.kind} writes no text"
+        assert isinstance(self.kind, (Seq2Seq, Blanks, Lambada)), (
+            f"{self.inputs.config.kind} generates no text"
+        )
         return self.kind

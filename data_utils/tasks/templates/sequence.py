@@ -109,22 +109,23 @@ class Seq2Seq:
 
     def check(self) -> None:
         forms = (*FORMS, "bert") if self.inputs.form.takes_masks_away else FORMS
-        self.inputs.require_format(forms, {"bert": "predicts single tokens and writes no text"})
+        self.inputs.require_format(forms, {"bert": "predicts single tokens and cannot generate text"})
         if not any(slot.field for slot in self.slots):
             raise ConfigError(
-                f"task.template {self.template!r} names no field; write the source's, like {{source}} {MARK}."
+                f"task.template {self.template!r} has no field; add the one with the source, such as {{source}} "
+                f"{MARK}."
             )
         fixed = [TextSegment(slot.text) for slot in self.slots if slot.text]
         needed = len(flat(self.inputs.encode(fixed))) + self._overhead() + 1
         if needed > self.inputs.config.sequence_length:
             raise ConfigError(
-                f"task.sequence_length is {self.inputs.config.sequence_length}, but the template {self.template!r} and "
-                f"a source of one token have {needed}; set it to more."
+                f"task.sequence_length is {self.inputs.config.sequence_length}, but the template {self.template!r} "
+                f"and a source of one token need {needed}; raise it."
             )
         if self.inputs.form.name == "causal" and self.inputs.special.eos == NO_TOKEN:
             raise ConfigError(
-                "the vocabulary has no token that ends a text, so a target would never end; set tokenizer.added_tokens "
-                "to glm, or give another run."
+                "the vocabulary has no end token, so a target would never end; set tokenizer.added_tokens to glm, "
+                "or use another run."
             )
 
     @property
@@ -157,7 +158,7 @@ class Seq2Seq:
             return TaskSample([document(tokens=context, objective=self.inputs.form.loss())], cut=cut)
         whole = self._encoded_target(text)
         if not whole:
-            raise DataError(f"{record.location}: the target has no token; correct it or leave it out.")
+            raise DataError(f"{record.location}: the target has no token; correct or remove the sample.")
         target = whole[: self.inputs.config.target_length]
         draws = Draws(self.inputs.seed, "target", number, epoch)
         example = self._example(context, blank, target, draws)
@@ -182,7 +183,7 @@ class Seq2Seq:
         before, after = rendered(self.slots, record, inputs.config)
         first, second = inputs.encode(before), inputs.encode(after or [])
         if not flat([*first, *second]):
-            raise DataError(f"{record.location}: the source has no token; correct it or leave it out.")
+            raise DataError(f"{record.location}: the source has no token; correct or remove the sample.")
         max_tokens = inputs.config.sequence_length - self._overhead()
         kept, cut = inputs.cut([*first, *second], max_tokens, record, at_start=self.cuts_start)
         tokens = flat(kept)
@@ -305,7 +306,7 @@ class Blanks:
         self.inputs.require_format(("glm",))
         if self.vocabulary.word_start is None:
             raise ConfigError(
-                f"task.kind blanks hides words, but {self.vocabulary.words_unknown}; choose another run."
+                f"task.kind blanks masks words, but {self.vocabulary.words_unknown}; use another run."
             )
 
     def prepare(self, records: Sequence[TaskRecord], *, training: bool) -> list[TaskRecord]:
@@ -368,7 +369,7 @@ class Blanks:
         whole = self.inputs.tokenizer.encode(record.needed("text").strip())
         ids = np.array(whole[: config.sequence_length - 2], np.int32)
         if not len(ids):
-            raise DataError(f"{record.location}: the text has no token; correct it or leave it out.")
+            raise DataError(f"{record.location}: the text has no token; correct or remove the sample.")
         starts = self.vocabulary.word_starts(ids)
         starts[0] = True
         word = np.cumsum(starts) - 1

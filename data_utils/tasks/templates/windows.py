@@ -28,9 +28,7 @@ from data_utils.tasks.templates.inputs import Inputs
 from data_utils.tasks.templates.sequence import around
 
 FORMS = ("glm", "causal", "prefix")
-_NO_TEXT = {
-    form: "does not tell how likely a text is" for form in ("bert", "unilm", "unilmv2", "encoder_decoder")
-}
+_NO_TEXT = {form: "gives no likelihood of a text" for form in ("bert", "unilm", "unilmv2", "encoder_decoder")}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -75,7 +75,7 @@ class CheckedEncoder:
             wrong = None if fast is None else first_difference(fast, self._encoder, self._sample)
             if wrong is not None:
                 log.warning(
-                    "%s and the library disagree on %r; the library is used, which is slower",
+                    "%s and the tokenizers library disagree on %r; the slower library is used",
                     type(fast).__name__,
                     wrong[:100],
                 )

@@ -127,7 +127,7 @@ def test_texts_without_tokens_count_as_empty(tmp_path):
 
 
 def test_an_empty_split_is_an_error(tmp_path):
-    with pytest.raises(DataError, match="split corpus_test would receive none of the 1 documents"):
+    with pytest.raises(DataError, match="split corpus_test receives none of the 1 documents"):
         make(tmp_path, ["only"], split="train=0.999999999,test=0.000000001")
     assert files(tmp_path / "out") == {}
 

@@ -69,7 +69,7 @@ def test_an_entity_stands_on_the_first_token_of_its_mention(made):
 def test_mentions_of_unknown_entities_and_of_low_scores_are_left_out_and_counted(made):
     records = [record((0, 5, "Q9"), (6, 11, "Q1", 0.2), (12, 17, "Q1", 0.3))]
     assert entities_of(made(records, min_score=0.3)) == [-1, -1, 2, -1, -1]
-    assert "1 mentions; left out: 1 of unknown entities, 1 of low score" in "".join(made.report.lines())
+    assert "1 mentions; skipped: 1 of unknown entities, 1 with a low score" in "".join(made.report.lines())
 
 
 def test_shards_workers_and_splits_move_no_entity(made):
@@ -105,7 +105,7 @@ def test_duplicates_leave_with_their_entities(made):
     prefix = made(records, deduplicate=True)
     assert entities_of(prefix) == [-1, 2, -1, -1, -1, 2, *[-1] * 5]
     assert IndexedDataset(prefix).manifest["entities"]["mentions"]["kept"] == 2
-    assert "2 mentions; left out: 0 of" in "".join(made.report.lines()) and made.report.duplicates == 3
+    assert "2 mentions; skipped: 0 of" in "".join(made.report.lines()) and made.report.duplicates == 3
 
 
 def test_joined_and_copied_datasets_keep_entities(made, tmp_path):
@@ -116,7 +116,7 @@ def test_joined_and_copied_datasets_keep_entities(made, tmp_path):
     assert entities_of(local_copy(str(tmp_path / "joined"), tmp_path / "near")) == joined.entities.tolist()
     plain = made([{"text": TEXT}], "plain", entities_key=None, entity_ids=None)
     assert IndexedDataset(plain).entities is None
-    with pytest.raises(DataError, match="have not the same entities or labels; rebuild one of"):
+    with pytest.raises(DataError, match="do not have the same entities or labels; rebuild one"):
         merge_datasets([first, plain], str(tmp_path / "mixed"))
 
 
@@ -142,7 +142,7 @@ def test_a_damaged_file_of_entities_is_noticed(made, tmp_path):
     with pytest.raises(DataError, match=r"out\.ent has another checksum|out\.ent .*differ|out\.ent"):
         verify(IndexedDataset(prefix))
     path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(DataError, match=r"out\.ent has 16 bytes, the manifest says 20"):
+    with pytest.raises(DataError, match=r"out\.ent has 16 bytes, but the manifest records 20"):
         IndexedDataset(prefix)
     path.unlink()
     with pytest.raises(DataError, match=r"out\.ent does not exist"):
@@ -158,16 +158,16 @@ BAD = {
     "outside": (record((14, 40, "Q1")), "is not within the text of 19 characters"),
     "backwards": (record((5, 0, "Q1")), "is not within the text"),
     "overlap": (record((0, 11, "Q1"), (6, 17, "Q2")), r"two mentions overlap: \[0, 11\] and \[6, 17\]"),
-    "half a token": (record((0, 3, "Q1")), "'wor' at 0 begins or ends within a token"),
-    "from within a token": (record((2, 5, "Q1")), "'rd1' at 2 begins or ends within a token"),
-    "a space": (record((5, 6, "Q1")), "at 5 has no token"),
+    "half a token": (record((0, 3, "Q1")), "'wor' at 0 begins or ends inside a token"),
+    "from within a token": (record((2, 5, "Q1")), "'rd1' at 2 begins or ends inside a token"),
+    "a space": (record((5, 6, "Q1")), "at 5 covers no token"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_mentions_are_bad_records(made, name):
     bad, message = BAD[name]
-    with pytest.raises(DataError, match=rf"out\.jsonl:2: .*{message}.*; correct or remove it") as caught:
+    with pytest.raises(DataError, match=rf"out\.jsonl:2: .*{message}.*; correct or remove") as caught:
         made([record(), bad])
     assert "\n" not in str(caught.value)
     prefix = made([record(), bad, record((0, 5, "Q1"))], on_bad_record="skip")
@@ -175,12 +175,12 @@ def test_bad_mentions_are_bad_records(made, name):
 
 
 IDS = {
-    "no count": ("Q1\t0\n", r"ids\.txt:1: the first line is 'Q1\\t0', and 0 lines follow"),
-    "another count": ("3\nQ1\t0\n", "the first line is '3', and 1 lines follow"),
+    "no count": ("Q1\t0\n", r"ids\.txt:1: the first line is 'Q1\\t0', but 0 lines follow"),
+    "another count": ("3\nQ1\t0\n", "the first line is '3', but 1 lines follow"),
     "no tab": ("1\nQ1 0\n", r"ids\.txt:2: the line is 'Q1 0'; it must be a name"),
     "a large number": ("1\nQ1\t1\n", "a number below 1"),
-    "a name twice": ("2\nQ1\t0\nQ1\t1\n", "the name 'Q1' stands there twice"),
-    "a number twice": ("2\nQ1\t0\nQ2\t0\n", "the number 0 stands there twice"),
+    "a name twice": ("2\nQ1\t0\nQ1\t1\n", "the name 'Q1' appears twice"),
+    "a number twice": ("2\nQ1\t0\nQ2\t0\n", "the number 0 appears twice"),
 }
 
 
@@ -199,7 +199,7 @@ def test_options_that_do_not_go_together(made, tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("word1")
     given = {"entities_key": "entities", "entity_ids": str(tmp_path / "ids.txt")}
-    with pytest.raises(ConfigError, match="has no JSON lines; convert it"):
+    with pytest.raises(ConfigError, match="needs JSON lines"):
         build_corpus(BuildConfig(inputs=[str(path)], output=str(tmp_path / "o"), **given), ByteTokenizer)
 
 
@@ -222,7 +222,7 @@ def test_capitals_are_those_of_the_text_on_the_first_token_of_each_word(corpus, 
     )
     assert pieces.tolist() == [1, -1, 0, -1, -1, 1]  # a token may begin with a space
     assert IndexedDataset(tmp_path / "out").manifest["entities"]["ids"] == "capitals"
-    assert "words whose capitals are stored: 5" in "".join(report.lines())
+    assert "words with stored capitalization: 5" in "".join(report.lines())
 
 
 WITHOUT_NUMBERS = {"entities_key": None, "entity_ids": None, "spans_key": "entities"}
@@ -241,7 +241,7 @@ def test_spans_have_their_length_in_tokens_on_the_first(made):
     assert entities_of(prefix) == expected
     facts = IndexedDataset(prefix).manifest["entities"]
     assert (facts["ids"], facts["mentions"]) == ("spans", {"kept": 52, "low_score": 1})
-    assert "spans: 52; left out: 1 of low score" in "".join(made.report.lines())
+    assert "spans: 52; skipped: 1 with a low score" in "".join(made.report.lines())
     again = made(records, "again", min_score=0.3, shard_bytes=900, workers=2, **WITHOUT_NUMBERS)
     assert entities_of(again) == expected
     joined = merge_datasets([prefix, again], f"{prefix}-joined")
@@ -249,8 +249,8 @@ def test_spans_have_their_length_in_tokens_on_the_first(made):
 
 
 BAD_SPANS = {
-    "no list": ({"text": TEXT}, r"there is no list 'entities' .*--spans-key names it"),
-    "half a token": (record((0, 3, "noun")), "'wor' at 0 begins or ends within a token"),
+    "no list": ({"text": TEXT}, r"there is no list 'entities' .*set with --spans-key"),
+    "half a token": (record((0, 3, "noun")), "'wor' at 0 begins or ends inside a token"),
     "overlap": (record((0, 11, "noun"), (6, 17, "verb")), r"two mentions overlap"),
     "no kind": (record((0, 5)), r"the mention \[0, 5\] is not"),
 }
@@ -259,7 +259,7 @@ BAD_SPANS = {
 @pytest.mark.parametrize("name", BAD_SPANS)
 def test_bad_spans_are_bad_records(made, name):
     bad, message = BAD_SPANS[name]
-    with pytest.raises(DataError, match=rf"out\.jsonl:2: .*{message}.*; correct or remove it"):
+    with pytest.raises(DataError, match=rf"out\.jsonl:2: .*{message}.*; correct or remove"):
         made([record(), bad], **WITHOUT_NUMBERS)
 
 
@@ -270,16 +270,16 @@ def test_capitals_entities_and_spans_do_not_stand_in_one_file(made, tmp_path):
         ({"capitals": True, "spans_key": "spans"}, "capitals", "spans-key"),
         ({"spans_key": "spans", **numbers}, "spans-key", "entities-key"),
     ):
-        message = f"--{first} is given with --{second}, but a dataset has one of both"
+        message = f"--{first} is given with --{second}, but a dataset"
         with pytest.raises(ConfigError, match=message):
             BuildConfig(inputs=["a"], output="b", **given)
     (tmp_path / "text.txt").write_text("word1")
     config = BuildConfig(inputs=[str(tmp_path / "text.txt")], output=str(tmp_path / "o"), spans_key="spans")
-    with pytest.raises(ConfigError, match=r"--spans-key is given, but .* has no JSON lines; convert it"):
+    with pytest.raises(ConfigError, match=r"--spans-key needs JSON lines"):
         build_corpus(config, ByteTokenizer)
     datasets = [IndexedDataset(made([record()], "a"))]
     datasets.append(IndexedDataset(made([record()], "b", entities_key=None, entity_ids=None, capitals=True)))
-    with pytest.raises(DataError, match="have not the same entities"):
+    with pytest.raises(DataError, match="do not have the same entities"):
         merge_datasets([dataset.prefix for dataset in datasets], str(datasets[0].prefix) + "-both")
 
 

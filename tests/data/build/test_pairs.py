@@ -91,7 +91,7 @@ def test_texts_become_pairs_in_the_split_of_their_text(tmp_path, names):
         ]
     count = sum(map(len, expected.values()))
     empty = sum(not found for found in expected.values())
-    assert f"labelled pairs: {count:,}; {empty:,} texts have none" in "\n".join(report.lines())
+    assert f"labelled pairs: {count:,}; {empty:,} texts have no pair" in "\n".join(report.lines())
     assert not [line for line in report.lines() if "tokens or fewer" in line]
     facts = IndexedDataset(f"{tmp_path}/pairs_a").manifest["entities"]
     assert facts["count"] == 3 and facts["names"] == list(NAMES) and facts["ids"].startswith("labels ")
@@ -125,13 +125,16 @@ def test_json_lines_name_both_texts_and_a_label(tmp_path, names):
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"text": "a", "b": "c"}, r"the label is None; it must be a name in the file of --labels, or 0 to 2"),
+        (
+            {"text": "a", "b": "c"},
+            r"the label is None; it must be a name in the --labels file or a number from 0 to 2",
+        ),
         ({"text": "a", "b": "c", "label": 3}, "the label is 3"),
         ({"text": "a", "b": "c", "label": -1}, "the label is -1"),
         ({"text": "a", "b": "c", "label": True}, "the label is True"),
         ({"text": "a", "b": "c", "label": 1.0}, r"the label is 1\.0"),
         ({"text": "a", "b": "c", "label": "hence"}, "the label is 'hence'"),
-        ({"text": "a", "label": 1}, r"field 'b' holds null, not text \(--second-key names it\)"),
+        ({"text": "a", "label": 1}, r"field 'b' holds null, not text \(set with --second-key\)"),
         ({"text": "a", "b": " ", "label": 1}, "field 'b' holds"),
         ({"b": "c", "label": 1}, "there is no field 'text'"),
     ],
@@ -149,10 +152,10 @@ def test_bad_records_are_refused_with_their_line_or_counted(tmp_path, names, rec
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("however\n\nso\n", r"names\.txt:2: the name is ''; give one on each line"),
-        ("however\nso, that\n", r":2: the name is 'so, that'; .* without a comma"),
-        ("however\nHowever\n", r":2: the name is 'However'; .* each once"),
-        ("however\n", "has 1 names; give two or more"),
+        ("however\n\nso\n", r"names\.txt:2: the name '' is empty, repeated or has a comma"),
+        ("however\nso, that\n", r":2: the name 'so, that'"),
+        ("however\nHowever\n", r":2: the name 'However'"),
+        ("however\n", "has 1 names; it needs 2"),
         ("", "has 0 names"),
     ],
 )
@@ -167,12 +170,12 @@ def test_bad_files_of_names_are_refused(tmp_path, content, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"second_key": "b"}, "--second-key is given without --labels; give both, or neither"),
+        ({"second_key": "b"}, "--second-key is given without --labels; give both or neither"),
         ({"labels": "f"}, "--labels is given without --second-key"),
-        ({"second_key": "text", "labels": "f"}, "--second-key is 'text', as --text-key is"),
+        ({"second_key": "text", "labels": "f"}, "--second-key and --text-key are both 'text'"),
         (
             {"markers": "f", "capitals": True},
-            "--capitals is given with --markers, but a dataset has one of both",
+            "--capitals is given with --markers, but a dataset",
         ),
         ({"markers": "f", "labels": "f", "second_key": "b"}, "--second-key is given with --markers"),
         ({"entities_key": "e", "entity_ids": "f", "markers": "f"}, "--entities-key is given with --markers"),
@@ -196,7 +199,7 @@ def test_joined_and_copied_datasets_keep_pairs_of_the_same_labels_only(tmp_path,
     assert pairs_of(local_copy(str(joined.prefix), tmp_path / "near")) == pairs_of(joined.prefix)
     (tmp_path / "names.txt").write_text("yes\nno\n")
     build(tmp_path / "a.jsonl", tmp_path / "other", **options)
-    with pytest.raises(DataError, match="have not the same entities"):
+    with pytest.raises(DataError, match="do not have the same entities"):
         merge_datasets([prefixes[0], str(tmp_path / "other")], str(tmp_path / "mixed"))
 
 
@@ -210,11 +213,11 @@ def test_from_a_shell(corpus, tmp_path, names):
     command += ["--tokenizer-kind", "bert_wordpiece", "--tokenizer-path", corpus / "vocab.txt"]
     done = forked(*command, "--markers", markers)
     assert done.returncode == 0, done.stderr
-    assert "labelled pairs: 1; 0 texts have none" in done.stdout
+    assert "labelled pairs: 1; 0 texts have no pair" in done.stdout
     text.write_text("word1 word2 . word3, word4 .")
     done = forked(*command, "--overwrite", "--markers", markers)
-    assert_refused(done, "in 1 texts no sentence begins with a marker of")
+    assert_refused(done, "none of the 1 texts has a sentence")
     done = forked(*command, "--overwrite", "--second-key", "b", "--labels", names)
-    assert_refused(done, "has no JSON lines; convert it")
+    assert_refused(done, "needs JSON lines")
     done = forked(*command, "--overwrite", "--markers", tmp_path / "absent")
     assert_refused(done, "absent: No such file or directory; check the path")

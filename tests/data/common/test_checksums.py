@@ -51,13 +51,13 @@ def test_any_changed_byte_is_found_in_its_block(tmp_path, blocks_of_16, place):
     block = place // 16
     assert damaged_block(tmp_path / "file", recorded, range(3)) == 16 * block
     assert damaged_block(tmp_path / "file", recorded, {0, 1, 2} - {block}) is None
-    assert difference(recorded, sums_of(data)).endswith(f"begins at byte {16 * block}")
+    assert difference(recorded, sums_of(data)).startswith(f"is damaged: the block at byte {16 * block} ")
 
 
 def test_another_length_is_a_difference(blocks_of_16):
     recorded = sums_of(bytes(32)).tree()
-    assert "another size" in difference(recorded, sums_of(bytes(16)))
-    assert "another size" in difference(recorded, sums_of(bytes(48)))
+    assert "different size" in difference(recorded, sums_of(bytes(16)))
+    assert "different size" in difference(recorded, sums_of(bytes(48)))
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])
@@ -68,9 +68,7 @@ def test_some_blocks_of_a_dataset(tmp_path, blocks_of_16, monkeypatch, suffix):
     size = (tmp_path / f"d{suffix}").stat().st_size
     dataset.verify_some(4)
     damage(tmp_path / f"d{suffix}", lambda data: data.__setitem__(size // 2, data[size // 2] ^ 1))
-    with pytest.raises(
-        DataError, match=f"d{suffix} is not as it was written in the block that begins at byte"
-    ):
+    with pytest.raises(DataError, match=f"d{suffix} is damaged: the block at byte"):
         dataset.verify_some(10**6)
     found = 0
     for _ in range(300):
@@ -107,7 +105,7 @@ def test_checksums_that_do_not_fit_the_file_are_refused(tmp_path, entry):
     manifest = json.loads((tmp_path / "d.json").read_text())
     manifest["files"][".bin"] |= entry
     (tmp_path / "d.json").write_bytes(manifest_bytes(manifest))
-    with pytest.raises(DataError, match=r"d\.json (says files\.\.bin\.|does not hold the checksums of all)"):
+    with pytest.raises(DataError, match=r"d\.json (says files\.\.bin\.|does not have the checksums of all)"):
         IndexedDataset(tmp_path / "d")
 
 

@@ -80,11 +80,9 @@ def test_directories_and_prefixes(tmp_path):
         require_directory(tmp_path / "file", "give a run")
     require_prefix("data/corpus")
     for prefix in ("", "data/", ".", "/"):
-        with pytest.raises(ConfigError, match="is no file prefix"):
+        with pytest.raises(ConfigError, match="is not a file prefix"):
             require_prefix(prefix)
     for suffix in (".bin", ".idx", ".json"):  # else there were files data/corpus.bin.bin
-        with pytest.raises(
-            ConfigError, match=rf"corpus\{suffix}' is to be the beginning .*; give data/corpus\."
-        ):
+        with pytest.raises(ConfigError, match=rf"corpus\{suffix}' must be a prefix .*; give data/corpus\."):
             require_prefix(f"data/corpus{suffix}")
     require_prefix("data/corpus.v1")

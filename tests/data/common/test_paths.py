@@ -66,7 +66,7 @@ def test_each_of_them_expands_the_home(monkeypatch):
         made = getattr(build(section, {**required, name: given}), name)
         assert made == (("/home/someone/a b", "c") if is_list else "/home/someone/a b"), key
         with pytest.raises(
-            ConfigError, match=rf"{name}(\[0\])? is '\$HOME/x', and \$ is not expanded here; write"
+            ConfigError, match=rf"{name}(\[0\])? is '\$HOME/x', but \$ is not expanded; write"
         ):
             build(section, {**required, name: ["$HOME/x"] if is_list else "$HOME/x"})
         seen.append(key)
@@ -85,7 +85,9 @@ def _section(section, name):
 
 
 def test_nobodys_home_is_refused_and_a_name_can_begin_with_a_tilde():
-    with pytest.raises(ConfigError, match=r"run.directory is '~no_such_user/x', but there is no such user"):
+    with pytest.raises(
+        ConfigError, match=r"run.directory is '~no_such_user/x', but this user does not exist"
+    ):
         expanded_path("~no_such_user/x", "run.directory")
     assert expanded_path("./~x") == "./~x" and expanded_path("a~b") == "a~b"
 
@@ -150,5 +152,5 @@ def test_arguments_of_commands(command, monkeypatch):
             ):
                 continue
             assert str(parser._get_value(action, "~/x")) == "/home/someone/x", f"{name}: {action.help}"
-            with pytest.raises(ConfigError, match=r"\$ is not expanded here"):
+            with pytest.raises(ConfigError, match=r"\$ is not expanded"):
                 parser._get_value(action, "$HOME/x")

@@ -123,7 +123,7 @@ def test_every_kind_of_number(tmp_path, dtype):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_numbers_that_are_no_ids(tmp_path, dtype):
     write_theirs(tmp_path / "d", [[5, 6], [7]], dtype=dtype)
-    with pytest.raises(DataError, match=r"d\.idx .*holds float.., not token ids"):
+    with pytest.raises(DataError, match=r"d\.idx .*means float.., not token ids"):
         adopt_dataset(tmp_path / "d")
 
 
@@ -133,9 +133,7 @@ def test_numbers_that_are_no_ids(tmp_path, dtype):
 )
 def test_ids_that_no_vocabulary_has(tmp_path, dtype, token):
     write_theirs(tmp_path / "d", [[5, 6], [7, token]], dtype=dtype)
-    with pytest.raises(
-        DataError, match=rf"d\.bin holds an id outside 0 to 2\^31 - 1: {token}, which is token 3"
-    ):
+    with pytest.raises(DataError, match=rf"d\.bin has the id {token} at token 3, outside 0 to 2\^31 - 1"):
         adopt_dataset(tmp_path / "d")
     assert not (tmp_path / "d.json").exists()
 
@@ -145,7 +143,8 @@ def test_ids_beyond_the_vocabulary_of_a_run(tmp_path, caplog):
     dataset = adopt_dataset(tmp_path / "d")
     dataset.require_tokenizer("any", 50_001, 0)
     with pytest.raises(
-        DataError, match="has the id 50000, and the tokenizer 50000 ids; set the section tokenizer"
+        DataError,
+        match="contains the id 50000, but the tokenizer has only 50000 ids; set the section tokenizer",
     ):
         dataset.require_tokenizer("any", 50_000, 0)
     del dataset.manifest["largest_id"]  # as former versions adopted it
@@ -157,22 +156,26 @@ def test_files_that_are_no_dataset_of_tokens(tmp_path):
     write_theirs(tmp_path / "cut", [[5, 6], [7]])
     data = (tmp_path / "cut.bin").read_bytes()
     (tmp_path / "cut.bin").write_bytes(data[:-1])
-    with pytest.raises(DataError, match=r"cut\.bin has 5 bytes, no multiple of the 2 of a token"):
+    with pytest.raises(
+        DataError, match=r"cut\.bin has 5 bytes, which is not a multiple of the 2 bytes of a token"
+    ):
         adopt_dataset(tmp_path / "cut")
     builder = IndexedDatasetBuilder(str(tmp_path / "modes.bin"), dtype=np.uint16, multimodal=True)
     builder.add_item(torch.tensor([5, 6]), mode=1)
     builder.end_document()
     builder.finalize(str(tmp_path / "modes.idx"))
-    with pytest.raises(DataError, match="has modes of its sequences"):
+    with pytest.raises(DataError, match="is multimodal"):
         adopt_dataset(tmp_path / "modes")
     IndexedDatasetBuilder(str(tmp_path / "none.bin")).finalize(str(tmp_path / "none.idx"))
     with pytest.raises(DataError, match=r"none\.idx holds no tokens"):
         adopt_dataset(tmp_path / "none")
     (tmp_path / "old.bin").write_bytes(data)
     (tmp_path / "old.idx").write_bytes(b"TNTIDX\x00\x00" + bytes(64))
-    with pytest.raises(DataError, match="older kind"):
+    with pytest.raises(DataError, match="older format"):
         adopt_dataset(tmp_path / "old")
     write_theirs(tmp_path / "open", SENTENCES, [3])  # the last document does not end
-    with pytest.raises(DataError, match=r"open\.idx has document boundaries that do not go from 0 up to 6"):
+    with pytest.raises(
+        DataError, match=r"open\.idx has document boundaries that do not increase from 0 to 6"
+    ):
         adopt_dataset(tmp_path / "open")
     assert len(adopt_dataset(tmp_path / "open", by_sequence=True)) == 6

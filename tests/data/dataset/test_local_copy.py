@@ -38,7 +38,7 @@ def test_another_dataset_under_the_name_of_the_copy_is_refused(tmp_path):
     copy = local_copy(tmp_path / "d", tmp_path / "local")
     build(copy, [[9]])
     with pytest.raises(
-        DataError, match=r"is not a copy of .*/d, though it has its name; remove it, or choose"
+        DataError, match=r"has the name of a copy of .*/d but different content; remove it or choose"
     ):
         local_copy(tmp_path / "d", tmp_path / "local")
 
@@ -55,7 +55,7 @@ def test_ranks_of_a_node_copy_at_the_same_time(tmp_path):
 def test_a_damaged_source_leaves_no_copy(tmp_path):
     build(tmp_path / "d", [[1, 2], [3]])
     damage(tmp_path / "d.bin", lambda data: data.__setitem__(0, 7))
-    with pytest.raises(DataError, match="block that begins at byte 0;"):
+    with pytest.raises(DataError, match="block at byte 0 "):
         local_copy(tmp_path / "d", tmp_path / "local")
     assert [path.suffix for path in (tmp_path / "local").iterdir()] == [".lock"]
 
@@ -77,7 +77,7 @@ def test_links_that_others_have_put_there_are_not_followed(tmp_path, suffix):
     planted = tmp_path / "local" / f"{copy.name}{suffix}"
     planted.parent.mkdir()
     planted.symlink_to(mine)
-    with pytest.raises(DataError, match=r"symbolic links|is a link"):
+    with pytest.raises(DataError, match=r"symbolic link"):
         local_copy(tmp_path / "d", tmp_path / "local")
     assert mine.read_text() == "precious"
     planted.unlink(missing_ok=True)  # the link itself may be cleared away

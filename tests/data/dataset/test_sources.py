@@ -58,7 +58,7 @@ def test_a_build_of_too_many_files_is_refused_before_it_begins(tmp_path, monkeyp
     monkeypatch.setattr(sources, "LISTED", 10)
     monkeypatch.setattr(sources, "MAX_BYTES", 500)
     with pytest.raises(
-        DataError, match=r"40 input files take [\d,]+ bytes to name, .* join files, or build several"
+        DataError, match=r"40 input files need [\d,]+ bytes to list, .* join files, or build several"
     ):
         build(tmp_path / "raw", tmp_path / "out/many")
     assert not (tmp_path / "out").exists()
@@ -79,5 +79,5 @@ def test_a_group_with_other_sizes_than_names_is_damage(tmp_path, monkeypatch):
     manifest["source_groups"][0]["bytes"].pop()
     manifest["checksum"] = checksum(manifest)
     (tmp_path / "d.json").write_text(json.dumps(manifest))
-    with pytest.raises(DataError, match="more or fewer sources"):
+    with pytest.raises(DataError, match="a different number of sources"):
         IndexedDataset(tmp_path / "d")

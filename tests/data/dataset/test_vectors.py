@@ -33,14 +33,14 @@ def write(kind, path):
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("empty", "no array of NumPy"),
-        ("archive", "archive of arrays, not one"),
-        ("damaged archive", "no array of NumPy"),
-        ("cut off", "no array of NumPy"),
+        ("empty", "not a NumPy array"),
+        ("archive", "is an archive"),
+        ("damaged archive", "not a NumPy array"),
+        ("cut off", "not a NumPy array"),
         ("pipe", "is a pipe"),
-        ("objects", "no array of NumPy"),
-        ("nan", "row 2 has a number that is not finite"),
-        ("infinite", "row 2 has a number that is not finite"),
+        ("objects", "not a NumPy array"),
+        ("nan", "row 2 has a value that is not finite"),
+        ("infinite", "row 2 has a value that is not finite"),
     ],
 )
 def test_vectors_that_cannot_be_used(tmp_path, kind, message):

@@ -59,7 +59,7 @@ def test_a_text_that_is_one_word_is_warned_of(opened):
     loader = opened("long", ["".join(text.split()) for text in CORPUS], masked_lm={"whole_words": True})
     _, _, *warnings = drawn_shares(loader)
     assert [warning.split()[0] for warning in warnings] == ["warning:", "warning:"]
-    assert "masked_lm hides whole words" in warnings[0] and "masked_lm predicts" in warnings[1]
+    assert "masked_lm masks whole words" in warnings[0] and "masked_lm predicts" in warnings[1]
 
 
 def test_a_text_that_is_one_word_is_nobodys_matter_where_tokens_are_hidden(opened):

@@ -46,7 +46,7 @@ def test_tokens_and_epochs_are_those_of_the_samples(corpora):
     line, *warnings = extent([mixed], 5000, 8)
     count = np.bincount(corpus)
     assert line == (
-        f"the whole run reads {tokens:,} tokens of text: {corpora}/a (3,600 tokens) {count[0] / 300:.2g} times, "
+        f"training reads {tokens:,} tokens: {corpora}/a (3,600 tokens) {count[0] / 300:.2g} times, "
         f"{corpora}/b (480 tokens) {count[1] / 40:.0f} times"
     )
     assert len(warnings) == 1 and warnings[0].startswith(
@@ -58,7 +58,8 @@ def test_one_window_for_a_whole_run_is_warned_of_twice(corpora):
     _, *warnings = extent([mixture(corpora, "one")], 96_000, 8)
     assert [warning.partition(";")[0] for warning in warnings] == [
         f"warning: {corpora}/one is read 96,000 times",
-        f"warning: {corpora}/one has 12 tokens, 1 samples, less than a batch (8): a step reads text more than once.",
+        f"warning: {corpora}/one has 12 tokens, 1 samples, fewer than the batch size (8), "
+        "so one step reads the same text more than once.",
     ]
 
 
@@ -72,7 +73,7 @@ def test_a_start_tells_it_and_warns_of_validation_on_training_text(corpus, tmp_p
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
     done = forked("pretrain_glm.py", "--config", tmp_path / "config.yaml")
     assert done.returncode == 0, done.stderr
-    assert "the whole run reads " in done.stdout and f"tokens of text: {corpus}/corpus_train (" in done.stdout
+    assert "training reads " in done.stdout and f"tokens: {corpus}/corpus_train (" in done.stdout
     same = f"warning: the validation corpus {corpus}/corpus_train has the same tokens as the training corpus"
     assert same in done.stdout
 
@@ -80,11 +81,11 @@ def test_a_start_tells_it_and_warns_of_validation_on_training_text(corpus, tmp_p
 def test_a_dry_run_tells_it_where_the_corpora_are(corpora, tmp_path):
     data = DataConfig(train=(CorpusConfig(prefix=str(corpora / "a")),), sequence_length=16)
     line, warning = extent_if_here(data, 7, 24_000, 8)
-    assert line == f"the whole run reads 288,000 tokens of text: {corpora}/a (3,600 tokens) 80 times"
+    assert line == f"training reads 288,000 tokens: {corpora}/a (3,600 tokens) 80 times"
     assert warning.startswith(f"warning: {corpora}/a is read 80 times")
     for missing in ((CorpusConfig(prefix="absent"),), ()):
         (line,) = extent_if_here(DataConfig(train=missing), 7, 24_000, 8)
-        assert line.endswith("is not here, so that epochs are not known")
+        assert line.endswith("is not on this machine, so the number of epochs is unknown")
 
 
 def test_one_data_set_under_two_names_is_warned_of(corpus, tmp_path):
@@ -109,8 +110,8 @@ def test_each_phase_is_told_as_it_is_dealt(corpora):
     tokens = [int(count @ (12, 12)) for count in counts]
     a, b = counts[0] / (300, 40)
     assert phases == [
-        f"phase 1 reads {tokens[0]:,} tokens of text: a {a:.2g} times, b {b:.0f} times",
-        f"phase 2 reads {tokens[1]:,} tokens of text: a {2000 / 300:.2g} times",
+        f"phase 1 reads {tokens[0]:,} tokens: a {a:.2g} times, b {b:.0f} times",
+        f"phase 2 reads {tokens[1]:,} tokens: a {2000 / 300:.2g} times",
     ]
 
 
@@ -131,7 +132,7 @@ def test_phases_of_several_lengths_are_told_as_they_are_read(corpora, tmp_path):
     assert done.returncode == 0, done.stderr
     told = [
         int(text.replace(",", ""))
-        for text in re.findall(r" reads ([-\d,]+) tokens of text", re.sub(r"\s+", " ", done.stdout))
+        for text in re.findall(r" reads ([-\d,]+) tokens: ", re.sub(r"\s+", " ", done.stdout))
     ]
     config = load_config([str(tmp_path / "config.yaml")], [])
     indexes = [WindowIndex(IndexedDataset(corpora / name), 40, DOCUMENT_OVERHEAD) for name in ("a", "b")]

@@ -173,8 +173,8 @@ def test_an_index_pickles_without_its_data(tmp_path):
 def test_what_is_left_out_is_said(tmp_path):
     dataset, _ = dataset_of(tmp_path / "d", [3, 9, 0, 10, 8, 1, 2, 4])
     said = str(SentenceIndex(dataset, LONGEST, OVERHEAD, 20))
-    assert said.startswith(f"{tmp_path / 'd'}: 5 sentences in 4 rows of 20 tokens (1.2 a row); left out: ")
-    assert said.endswith("2 documents of more than 8 tokens and 1 without text, 37.500% of all")
+    assert said.startswith(f"{tmp_path / 'd'}: 5 sentences in 4 rows of 20 tokens (1.2 per row); skipped: ")
+    assert said.endswith("2 documents with more than 8 tokens and 1 without text, 37.500% of all")
 
 
 def test_tokens_read_are_those_of_the_sentences_and_long_documents_are_warned_of(tmp_path):
@@ -188,7 +188,7 @@ def test_tokens_read_are_those_of_the_sentences_and_long_documents_are_warned_of
     sentences = 4
     assert index.num_tokens == read + sentences  # their ends
     whole, *warnings = extent([Mixture([(index, 1.0)], seed=7)], 10 * index.num_windows, 1)
-    assert whole.startswith(f"the whole run reads {10 * index.num_tokens} tokens of text: ")
+    assert whole.startswith(f"training reads {10 * index.num_tokens} tokens: ")
     assert warnings[0].startswith(f"warning: 3 of 8 documents of {tmp_path / 'd'} are longer")
     assert "scripts/split_sentences.py" in warnings[0]
 
@@ -294,10 +294,10 @@ def test_local_copies_have_both_datasets(tmp_path):
     [
         (
             TEXTS[:-1],
-            r"bert/d has 5 documents and its decoder's \S*gpt2/d 4, and source 0 is lines.txt \(\d+ bytes\) of the one "
-            r"and lines.txt \(\d+ bytes\) of the other; both must hold the same texts",
+            r"bert/d has 5 documents, but its decoder's .*gpt2/d has 4 \(source 0 is lines.txt \(\d+ bytes\) in one "
+            r"and lines.txt \(\d+ bytes\) in the other",
         ),
-        ([*TEXTS[:-1], "yes, but"], "has 5 documents and its decoder's .* 5, and source 0 is lines.txt"),
+        ([*TEXTS[:-1], "yes, but"], "has 5 documents, but its decoder's .* has 5 .source 0 is lines.txt"),
     ],
 )
 def test_datasets_of_other_texts_are_refused(tmp_path, texts, message):
@@ -311,8 +311,8 @@ def test_equal_sources_with_unequal_documents_are_refused(tmp_path):
     facts = {"sources": [{"path": "a.txt", "bytes": 3}], "split": {"name": "train", "seed": 0}}
     first = built(tmp_path / "a", [[1], [2]], **facts)
     built(tmp_path / "b", [[1]], **facts | {"split": {"name": "train", "seed": 1}})
-    message = r'a has 2 .* b 1, and split is \{"name": "train", "seed": 0\} of the one and .* "seed": 1\} of the other'
-    for name, said in (("b", message.replace("b 1", r"\S*b 1")), ("c", r"c 1, of equal sources")):
+    message = r'a has 2 .* b has 1 .*split is .*"seed": 0\} in one and .* "seed": 1\} in the other'
+    for name, said in (("b", message.replace("b 1", r"\S*b 1")), ("c", r"c has 1 .from the same sources")):
         if name == "c":
             built(tmp_path / "c", [[1]], adopted=True)
         with pytest.raises(DataError, match=said):
@@ -330,13 +330,11 @@ def test_each_dataset_needs_its_own_tokenizer(tmp_path):
 def test_prefixes_and_tokenizers_of_the_decoder_go_together(tmp_path):
     data, bert, gpt2 = corpora_of(tmp_path)
     with pytest.raises(
-        ConfigError, match=r"data.train\[0\].decoder_prefix is \S*gpt2/d without a decoder_tokenizer"
+        ConfigError, match=r"data.train\[0\].decoder_prefix is \S*gpt2/d, but decoder_tokenizer is null"
     ):
         open_datasets(data, OPTIMUS, bert, 3)
     alone = replace(data, train=(replace(data.train[0], decoder_prefix=None),))
-    with pytest.raises(
-        ConfigError, match=r"data.train\[0\] \(\S*bert/d\) has no decoder_prefix, but the run has a"
-    ):
+    with pytest.raises(ConfigError, match=r"data.train\[0\] \(\S*bert/d\) has no decoder_prefix, but"):
         open_datasets(alone, OPTIMUS, bert, 3, gpt2)
     mixed = replace(data, validation=alone.train)
     with pytest.raises(ConfigError, match=r"data.validation\[0\]"):

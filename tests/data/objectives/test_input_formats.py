@@ -160,12 +160,12 @@ def test_bad_formats_are_one_line():
     ):
         section(input="pairs")
     with pytest.raises(
-        ConfigError, match="next_sentence is true with input full, whose Examples have one text"
+        ConfigError, match="next_sentence is true with input full, whose examples have only one segment"
     ):
         section(input="full", next_sentence=True)
     unknown = Vocabulary(SPECIAL, 3000, None, None)
     with pytest.raises(
-        ConfigError, match="input is document, but no sentence ends are known for this vocabulary"
+        ConfigError, match="input is document, but the tokens that end a sentence are unknown"
     ):
         make_one("masked_lm", section(input="document"), unknown, 1, 64)
 

@@ -156,7 +156,7 @@ def test_a_vocabulary_that_lacks_its_tokens_is_refused(words, missing):
         ({"rise_share": 1.5}, "optimus.rise_share is 1.5; it must be in"),
         (
             {"zero_share": 0.75, "rise_share": 0.5},
-            r"zero_share \+ optimus.rise_share is 1.25; together they must be at most 1",
+            r"zero_share \+ optimus.rise_share is 1.25; the sum must be at most 1",
         ),
         ({"feature": "mean"}, "optimus.feature is 'mean'; it must be one of pooler, cls"),
     ],
@@ -168,13 +168,13 @@ def test_settings_that_make_no_sense(settings, message):
 
 def test_it_stands_alone():
     choices = [ObjectiveChoice(name, OBJECTIVES[name].config_class()) for name in ("causal", "optimus")]
-    with pytest.raises(ConfigError, match="optimus is mixed with other objectives"):
+    with pytest.raises(ConfigError, match="optimus cannot be mixed with other objectives"):
         make_objective(choices, vocabulary(), 1, 24)
 
 
 def test_samples_that_cannot_be_rows_are_refused():
     two, one = optimus(words=two_vocabularies()), optimus()
-    with pytest.raises(DataError, match="sample 4 has 3 chunks, but every sentence has two"):
+    with pytest.raises(DataError, match="sample 4 has 3 chunks, but every sentence needs two"):
         collate(two, [[text_of(3)] * 3], 4)
     with pytest.raises(DataError, match="longest chunk 13 tokens"):
         collate(one, [[text_of(13)]])

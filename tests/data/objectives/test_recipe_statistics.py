@@ -208,7 +208,7 @@ def test_the_vocabularys_own_sentinels_go_before_mask(objective, ids):
 def test_sentinels_that_neither_count_up_nor_down_are_refused():
     with pytest.raises(ConfigError, match=r"<extra_id_0>.*\(900, 905, 910, ...\).*t5.sentinel_first"):
         T5(T5Config(), replace(vocabulary(), sentinels=(900, 905, 910)), 5, 64)
-    with pytest.raises(ConfigError, match="sentinels_ascend is true without sentinel_first"):
+    with pytest.raises(ConfigError, match="sentinels_ascend is true, but sentinel_first is null"):
         T5Config(sentinels_ascend=True)
 
 
@@ -422,11 +422,9 @@ def test_a_cut_text_begins_as_causal_ones_do(begin, first):
 
 
 def test_tokens_of_the_middle_are_checked():
-    with pytest.raises(
-        ConfigError, match="begin is cls, which then also stands before a prefix; set prefix_token"
-    ):
+    with pytest.raises(ConfigError, match="begin is cls, which is also the prefix token; set prefix_token"):
         make("fill_in_middle", 40, begin="cls")
-    with pytest.raises(ConfigError, match=r"are \[5, 5\]; give each an id of its own"):
+    with pytest.raises(ConfigError, match=r"are \[5, 5\]; give each a different id"):
         make("fill_in_middle", 40, prefix_token=5, middle_token=5)
     with pytest.raises(ConfigError, match=r"suffix_token \(50\) must be below model.vocab_size \(50\)"):
         FillInMiddleConfig(suffix_token=50).check_vocabulary_size(50)
@@ -500,7 +498,7 @@ def test_the_share_of_predicted_tokens_of_ul2_is_what_rows_have():
 
 
 def test_settings_of_ul2_are_checked():
-    with pytest.raises(ConfigError, match=r"mode tokens \[5, 5\]; give each mode an id of its own"):
+    with pytest.raises(ConfigError, match=r"mode tokens \[5, 5\]; give each mode a different id"):
         make("ul2", 40, regular_token=5, extreme_token=5)
     with pytest.raises(ConfigError, match=r"ul2.extreme_token \(50\) must be below model.vocab_size \(50\)"):
         Ul2Config(extreme_token=50).check_vocabulary_size(50)

@@ -90,7 +90,7 @@ def test_an_objective_that_is_not_written_out_is_refused(line, tmp_path):
     body = "".join(f"    {text}\n" for text in lines.values())
     (tmp_path / "some.py").write_text(f"NAME = 'a'\n\n\n@register\nclass Some(RowObjective):\n{body}")
     with pytest.raises(
-        ConfigError, match=r"some\.py: class Some .* cannot be read without an import; write name"
+        ConfigError, match=r"some\.py: class Some .* cannot be read without importing the file; write name"
     ):
         list(declared_in(tmp_path, "here"))
 

@@ -86,7 +86,7 @@ def test_a_saved_data_set_is_read_in_the_order_of_its_files(tmp_path):
 
 def test_a_split_is_named(tmp_path):
     whole = save_dict_to_disk(tmp_path / "whole", {"train": table_of(TEXTS), "test": table_of(["one"])})
-    with pytest.raises(DataError, match=r"splits of a data set; name one: .*whole/train or .*whole/test\."):
+    with pytest.raises(DataError, match=r"several splits; give one of them: .*whole/train or .*whole/test\."):
         expand_inputs([whole])
     assert read(whole / "test") == [("one", 1)]
 
@@ -108,7 +108,8 @@ def test_a_corpus_of_a_saved_data_set(corpus, tmp_path):
 def test_a_column_that_is_missing_or_no_text(tmp_path):
     directory = save_to_disk(tmp_path / "saved", table_of(TEXTS[:3]))
     with pytest.raises(
-        DataError, match=r"data-00000-of-00002\.arrow: there is no column 'body'; name one of id, text"
+        DataError,
+        match=r"data-00000-of-00002\.arrow: there is no column 'body'; set --text-key to one of id, text",
     ):
         read(directory, text_key="body")
     with pytest.raises(DataError, match="column 'id' holds int64, not text"):
@@ -131,7 +132,7 @@ def test_damaged_files(tmp_path, as_file):
     whole = path.read_bytes()
     for content in (b"", b"text", whole[: len(whole) // 2], bytes(len(whole))):
         path.write_bytes(content)
-        with pytest.raises(DataError, match=r"a\.arrow: not a readable Arrow file .*; fetch it again"):
+        with pytest.raises(DataError, match=r"a\.arrow: not a readable Arrow file .*; download it again"):
             read(path)
 
 
@@ -147,13 +148,13 @@ def test_wrong_offsets_end_no_process(tmp_path):
 @pytest.mark.parametrize(
     "state, message",
     [
-        (None, "not one of Hugging Face `save_to_disk` .no state.json.; name files, or a glob"),
-        ("[]", r"state\.json holds no JSON object"),
-        ("{", r"state\.json holds no JSON object"),
-        ('{"_data_files": []}', r"state\.json names no Arrow files"),
-        ('{"_data_files": [{"filename": "../a.arrow"}]}', r"state\.json names no Arrow files"),
-        ('{"_data_files": [{"filename": "a.arrow"}]}', r"a\.arrow is missing, which state\.json names"),
-        ('{"_data_files": [{"filename": "a.arrow"}], "_indices_files": [{}]}', "save flatten_indices"),
+        (None, "not one that Hugging Face `save_to_disk` wrote .no state.json.; give files"),
+        ("[]", r"state\.json is not a JSON object"),
+        ("{", r"state\.json is not a JSON object"),
+        ('{"_data_files": []}', r"state\.json lists no Arrow files"),
+        ('{"_data_files": [{"filename": "../a.arrow"}]}', r"state\.json lists no Arrow files"),
+        ('{"_data_files": [{"filename": "a.arrow"}]}', r"a\.arrow is listed in state\.json but missing"),
+        ('{"_data_files": [{"filename": "a.arrow"}], "_indices_files": [{}]}', "flatten_indices"),
     ],
 )
 def test_other_directories_are_refused(tmp_path, state, message):

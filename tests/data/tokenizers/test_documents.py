@@ -46,7 +46,7 @@ MESSAGES = {
     "invalid_utf8": "byte 0xff at position 11",
     "lone_surrogate": "surrogate",
     "not_an_object": "an array, not an object",
-    "missing_field": "no field 'text' (fields: txt; --text-key names the one with the text)",
+    "missing_field": "no field 'text' (fields: txt; set --text-key to the one with the text)",
     "field_not_text": "field 'text' holds a number",
 }
 
@@ -118,7 +118,7 @@ def test_byte_order_marks(tmp_path, suffix):
         (bz2.compress(b'{"text": "x"}\n'), "bzip2"),
         (lzma.compress(b'{"text": "x"}\n'), "xz"),
         (zstandard.compress(b'{"text": "x"}\n'), "zstd"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n", "git-lfs"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n", "Git LFS"),
     ],
 )
 def test_a_file_with_another_content_than_its_name_says(tmp_path, content, kind):
@@ -184,7 +184,7 @@ def test_compressed_files(tmp_path, suffix):
     path = write(tmp_path / f"a.jsonl{suffix}", data)
     assert texts_of(path) == [str(i) for i in range(5000)]
     for cut in (len(data) - 4, 0):
-        with pytest.raises(DataError, match=r"cut.jsonl.*is cut off"):
+        with pytest.raises(DataError, match=r"cut.jsonl.*is truncated"):
             texts_of(write(tmp_path / f"cut.jsonl{suffix}", data[:cut]))
     with pytest.raises(DataError, match=r"damaged.jsonl.*damaged compressed data"):
         texts_of(write(tmp_path / f"damaged.jsonl{suffix}", b"no compressed data at all"))
@@ -299,7 +299,7 @@ def test_parquet(tmp_path):
         counts = RecordCounts()
         found = [(d.text, d.line) for d in read_documents([path], counts=counts)]
         assert found == [("one", 1), ("two", 3)] and counts.empty_documents == 1
-    with pytest.raises(DataError, match="no column 'body'; name one of text, id with --text-key"):
+    with pytest.raises(DataError, match="no column 'body'; set --text-key to one of text, id"):
         texts_of(path, text_key="body")
     with pytest.raises(DataError, match="column 'id' holds int64, not text"):
         texts_of(path, text_key="id")
@@ -367,11 +367,11 @@ def test_options_are_checked():
         ('{"text": "a"}{"text": "b"}\n', "text", "put each object on its own line: jq -c . FILE"),
         ('{"text": "a"}\r{"text": "b"}\r', "text", "jq -c . FILE"),
         ('{"text":\n "a"\n}\n', "text", "jq -c . FILE"),
-        ('{"text": "a"},\n{"text": "b"},\n', "text", "no comma follows an object: sed"),
+        ('{"text": "a"},\n{"text": "b"},\n', "text", "remove the comma after each object: sed"),
         ('{"data": [{"text": "a"}]}\n', "text", "jq -c '.data[]' FILE"),
         ('{"meta": {"body": "a"}}\n', "meta", "--text-key meta.body"),
-        ("id,text\n1,a\n", "text", "Name it .csv or .tsv"),
-        ("plain text\n", "text", "plain text is .txt"),
+        ("id,text\n1,a\n", "text", "Rename it to .csv or .tsv"),
+        ("plain text\n", "text", "plain text needs .txt"),
     ],
 )
 def test_json_in_another_shape_has_its_remedy(tmp_path, content, key, remedy):
@@ -385,15 +385,15 @@ def test_json_in_another_shape_has_its_remedy(tmp_path, content, key, remedy):
 @pytest.mark.parametrize("content", [b"fine\x00 text\n", "two bytes a character".encode("utf-16-le")])
 def test_a_nul_byte_is_no_text(tmp_path, split, content):
     path = write(tmp_path / "a.txt", content)
-    with pytest.raises(DataError, match=r"a\.txt:1: a NUL byte, .*or UTF-16 \(iconv"):
+    with pytest.raises(DataError, match=r"a\.txt:1: a NUL byte.* or UTF-16 \(iconv"):
         texts_of(path, text_split=split)
 
 
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        ("s3://bucket/a.jsonl", "only files are read: copy it here first"),
-        ("https://example.org/a.txt", "only files are read: copy it here first"),
+        ("s3://bucket/a.jsonl", "URLs are not read; download it first"),
+        ("https://example.org/a.txt", "URLs are not read; download it first"),
         (
             "Salesforce/wikitext",
             r"datasets\.load_dataset\('Salesforce/wikitext', split='train'\)\.save_to_disk",

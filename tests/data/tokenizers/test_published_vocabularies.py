@@ -202,7 +202,7 @@ def test_a_tokenizer_json_has_its_own_sentinels_beside_mask(tmp_path, special):
 
 def test_too_few_ids_are_refused(tmp_path):
     (tmp_path / "vocab.txt").write_text("\n".join(bert_vocab()) + "\n")
-    with pytest.raises(DataError, match=r"tokenizer.vocab_size is 7, but .* tokens .* or to null"):
+    with pytest.raises(DataError, match=r"tokenizer.vocab_size is 7, but .* tokens.* or to null"):
         load(tmp_path, "bert_wordpiece", vocab_size=7)
 
 

@@ -82,11 +82,11 @@ DAMAGED = {
     "truncated": ("sentencepiece", {"x.model": b"\x0a\x10abc"}, "not a SentencePiece model"),
     "empty model": ("sentencepiece", {"x.model": b""}, "is empty"),
     "model without pieces": ("sentencepiece", {"x.model": b"\x12\x00"}, "SentencePiece model"),
-    "no model": ("sentencepiece", {"x": "y"}, "has none"),
+    "model or added_tokens is missing": ("sentencepiece", {"x": "y"}, "has none"),
     "two models": ("sentencepiece", {"a.model": "", "b.model": ""}, "has a.model, b.model"),
     "json is no JSON": ("hf_json", {"tokenizer.json": "x"}, "not valid JSON"),
     "json too deep": ("hf_json", {"tokenizer.json": "[" * 100_000}, "not valid JSON"),
-    "no model in json": ("hf_json", {"tokenizer.json": "{}"}, "no model"),
+    "no model in json": ("hf_json", {"tokenizer.json": "{}"}, "model or added_tokens is missing"),
     "no tokenizer.json": ("hf_json", {"vocab.txt": "x"}, "tokenizer.json: No such file"),
     "json without vocab": ("hf_json", set_in("model", "vocab", None), "has no vocabulary"),
     "huge id": ("hf_json", set_in("added_tokens", 0, "id", 10**9), "has the ids 0 and 1000000000"),
@@ -95,7 +95,7 @@ DAMAGED = {
         set_in("added_tokens", 0, {"id": 900, "content": "<x>"}),
         "cannot use this file",
     ),
-    "bad merges": ("hf_json", set_in("model", "merges", [1]), "must be two pieces"),
+    "bad merges": ("hf_json", set_in("model", "merges", [1]), "must be two tokens"),
     "merge prefix": ("hf_json", set_in("model", "continuing_subword_prefix", "x"), "lacks the prefix"),
     "unknown model": ("hf_json", set_in("model", "type", "X"), "cannot use this file"),
     "byte symbol missing": ("hf_json", lambda tree: tree["model"]["vocab"].pop("~"), r"1 bytes .* \(7E\)"),
@@ -166,7 +166,7 @@ def test_bytes_that_utf8_never_has_need_no_token(tmp_path, caplog):
 def test_rare_bytes_without_a_token_are_told_and_dropped_as_the_library_does(tmp_path, caplog):
     config = byte_json(tmp_path, 0x04, 0xF1)
     tokenizer = load_tokenizer(config)
-    assert "2 bytes that UTF-8 can have (04 F1)" in caplog.text and "U+0004, U+40000" in caplog.text
+    assert "2 bytes of UTF-8 (04 F1)" in caplog.text and "U+0004, U+40000" in caplog.text
     theirs = tokenizers.Tokenizer.from_file(f"{config.path}/tokenizer.json")
     for text in ("a\x04b", "one \U00040000 two"):
         assert tokenizer.encode(text) == theirs.encode(text, add_special_tokens=False).ids
@@ -182,7 +182,7 @@ def test_added_tokens_that_the_normalizer_makes_equal_are_refused(tmp_path, name
         for i, name in enumerate(names)
     ]
     (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
-    with pytest.raises(DataError, match=f"{names[0]!r} and {names[1]!r} are equal after the normalizer"):
+    with pytest.raises(DataError, match=f"{names[0]!r} and {names[1]!r} are equal after normalization"):
         load_tokenizer(TokenizerConfig(kind="hf_json", path=str(tmp_path)))
     tree["added_tokens"][-1]["normalized"] = False
     (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
