@@ -1,6 +1,6 @@
 """The time that planning of the next step takes from the thread that launches kernels: `python benchmarks/planning.py`.
 
-The thread reads rows, counts them and plans their attention while the step before computes (train/step.py). It
+The thread reads rows, counts them and plans their attention while the step before computes (train/prefetch.py). It
 costs that step only what it holds the interpreter for: compiled functions and numpy's passes release it.
 
 Both are printed for each row, for a GPU's plan: CPU time, and that with the interpreter held. A timer of the

@@ -332,7 +332,7 @@ class Engine(ABC):
             self._zero.set_step(step)
 
     def more_measures(self, loss: float) -> dict[str, float]:
-        """Measures of the last evaluation beside its losses. Args: loss: mean over predicted tokens, nats."""
+        """Measures of the last evaluation other than its losses. Args: loss: mean over predicted tokens, nats."""
         return usual_measures(loss)
 
     @property

@@ -24,8 +24,8 @@ from megatron_lite.model.build import model_spec
 from megatron_lite.parallel.context import ParallelContext
 
 _MEASURES = ("perplexity", "mutual_information", "active_units")
-_AGAIN = ("span_boundary", "kl")  # losses of what has another loss already
-SHOWN = 0.05  # share of padding, or of the time waited for data, from which it is said
+_AGAIN = ("span_boundary", "kl")  # losses whose tokens or sentences have another loss already
+SHOWN = 0.05  # fraction of padding, or of the time waited for data, from which the log line shows it
 
 
 @dataclass
@@ -81,7 +81,7 @@ def objective_losses(
 ) -> dict[str, float]:
     """The loss in total and the mean of each that occurred, {"loss": ..., "loss/token": ...}, from [objectives, 3].
 
-    The total, with `z_loss` beside it where there is one, is what training minimises. Without `factors` it is the sum
+    The total, and `z_loss` where there is one, is what training minimises. Without `factors` it is the sum
     of all losses divided by the number of predicted tokens (of OPTIMUS by that of sentences); what SpanBERT's second
     loss predicts, and the sentences of OPTIMUS's divergence, are counted once. With `factors` (`per_objective`) it is
     the sum of the means, each times its factor; with `last_divides` the sum of all over the weight of the last.

@@ -1,7 +1,7 @@
 """Weights & Biases and MLflow: they get the numbers of metrics.jsonl, where a configuration names them.
 
 A service may take minutes to answer, or fail. So each has a thread, and training waits for it at its end only, for a
-limited time. While a service fails, its records are kept; a warning says so, and training goes on.
+limited time. While a service fails, its records are kept; a warning names it, and training continues.
 
 Only what a configuration names is sent: the settings of the run and its numbers. What the packages would send by
 themselves (the code's version, the machine, the console, reports of their own use and errors) is switched off.
@@ -87,7 +87,7 @@ def require_trackers(trackers: TrackersConfig) -> None:
 def make_trackers(config: Config, continues: bool) -> list[Background]:
     """The configured services, of the main rank.
 
-    Args: continues: the run goes on from its own checkpoint, so its records belong to what each service has of it.
+    Args: continues: the run continues from its own checkpoint, so its records belong to the run that each service has.
     """
     places: list[tuple[type[Wandb] | type[Mlflow], Any]] = [
         (Wandb, config.trackers.wandb),
@@ -159,7 +159,7 @@ class Background:
         except Exception as error:  # of a package or its network: of any type
             if not self._failing:
                 reason = one_line(error)
-                log.warning("%s failed: %s; training goes on, and its records are kept for it.",
+                log.warning("%s failed: %s; training continues, and the records are kept for it.",
                             self._tracker.name, reason)  # fmt: skip
             self._failing = True
             return

@@ -29,7 +29,7 @@ _MOST_BYTES = 1 << 24  # of a line that is read
 
 
 def keep_aside(directory: Path) -> None:
-    """Rename the records of an earlier start that ended before its first save: the run begins again at step 0."""
+    """Rename the records of an earlier start that stopped before its first save: the run starts again at step 0."""
     old = directory / FILE
     with contextlib.suppress(OSError):
         if old.exists() and old.stat().st_size:
@@ -39,7 +39,7 @@ def keep_aside(directory: Path) -> None:
 
 
 def record_rewind(directory: Path, step: int) -> None:
-    """Record that the run goes on after `step`: its records of later steps are void for every reader."""
+    """Record that the run continues after `step`: its records of later steps are void for every reader."""
     if (directory / FILE).exists():
         metrics = Metrics(directory, enabled=True, tensorboard=False)
         metrics.write("rewind", step, {})
@@ -108,7 +108,7 @@ class Metrics:
                     self._board.add_scalar(f"{kind}/{name}", value, step)
         except OSError as error:  # of its writing thread, which has ended
             self._board = None
-            log.warning("TensorBoard's file cannot be written: %s; metrics.jsonl goes on.", error)
+            log.warning("TensorBoard's file cannot be written: %s; records continue in metrics.jsonl.", error)
 
     def close(self, outcome: str) -> None:
         """Args: outcome: what trackers show of the run: FINISHED, KILLED or FAILED."""

@@ -1,10 +1,12 @@
 """Requests to stop or to save: signals to any rank, and the files STOP and SAVE in the run's directory.
 
 A signal handler only sets a flag. The ranks exchange their flags in every step's reduction (trainer.py), so that all
-act after the same step. A second signal ends the process at once, even one that hangs in a collective: Python runs
+act after the same step. A second signal exits the process at once, even one that hangs in a collective: Python runs
 signal handlers between its own instructions only, but the C-level handler writes the signal's number to a pipe, which a
-thread reads. That thread also answers each request at once, in one line; ends the process at the first signal before
-training has begun; and treats the end of the launcher as a signal.
+thread reads. That thread also acknowledges each request at once, in one line; exits the process at the first signal
+before training; and treats the exit of the launcher as a signal: DeepSpeed's launcher exits before its ranks.
+
+Signals within two seconds count as one, because launchers pass on what SLURM has delivered already.
 """
 
 from __future__ import annotations
@@ -45,9 +47,9 @@ FILE_CHECK_SECONDS = 1.0  # a look at a shared file system can cost a millisecon
 class Requests:
     """Requests of one rank, or those that all ranks have agreed on."""
 
-    stop: bool = False  # by a signal: save and end
-    halt: bool = False  # by the file STOP: save and end, and do not start again while it exists
-    save: bool = False  # by the file SAVE: save now and go on
+    stop: bool = False  # by a signal: save and exit
+    halt: bool = False  # by the file STOP: save and exit, and do not start again while it exists
+    save: bool = False  # by the file SAVE: save now and continue
 
     @property
     def end(self) -> bool:
@@ -73,8 +75,8 @@ class Requests:
 
 
 class Phase(Enum):
-    STARTING = auto()  # a signal ends the process at once
-    TRAINING = auto()  # a signal asks to save and end
+    STARTING = auto()  # a signal exits the process at once
+    TRAINING = auto()  # a signal requests to save and exit
     OVER = auto()  # a signal does nothing
 
 
@@ -82,7 +84,7 @@ class RunControl:
     """The requests to this process. Listens for signals from its construction on, in the main thread."""
 
     def __init__(self, directory: Path, is_main: bool):
-        """Args: is_main: this rank looks at the files, and speaks before the first step."""
+        """Args: is_main: this rank looks at the files, and prints the line before the first step."""
         self.stop_file, self.save_file = directory / "STOP", directory / "SAVE"
         self._is_main = is_main
         self.leave: Callable[[], None] = lambda: None  # called if the process ends before training
@@ -138,7 +140,7 @@ class RunControl:
         self._stop_signal = True
 
     def _await_requests(self, reader: int) -> None:
-        """In a thread: answer signals and the end of the launcher."""
+        """In a thread: acknowledge signals and the exit of the launcher."""
         first, launcher_ended = math.inf, False
         while True:
             ready, _, _ = select.select([reader], [], [], LAUNCHER_CHECK_SECONDS)
@@ -148,33 +150,32 @@ class RunControl:
                 name, now = signal.Signals(number).name, time.monotonic()
                 if first == math.inf:
                     first = now
-                    self._answer(name)
+                    self._acknowledge(name)
                 elif now - first >= SAME_REQUEST_SECONDS and self._phase != Phase.OVER:
-                    _say(f"second signal ({name}): ending at once")
-                    _end(128 + number)
+                    _print_line(f"second signal ({name}): exiting now")
+                    _exit(128 + number)
             if first == math.inf and not launcher_ended and self._launcher.has_ended():
                 launcher_ended = True
-                self._answer("the launcher has ended")
-                self._stop_signal = True  # after the answer: the step may end at once
+                self._acknowledge("the launcher has ended")
+                self._stop_signal = True  # after the line is printed: the step may finish at once
 
-    def _answer(self, cause: str) -> None:
+    def _acknowledge(self, cause: str) -> None:
         if self._phase == Phase.TRAINING and self._is_first_of_node():
-            _say(
-                f"{cause}: finishing this step, however long it takes, then saving and ending; a second signal, "
-                f"{SAME_REQUEST_SECONDS:g} seconds later or more, ends at once without saving"
+            _print_line(
+                f"{cause}: finishing this step, however long it takes, then saving and exiting; a second signal, "
+                f"{SAME_REQUEST_SECONDS:g} seconds later or more, exits at once without saving"
             )
         if self._phase == Phase.STARTING:
-            if (
-                self._is_main
-            ):  # ranks end at once, so that a name taken by the first would be free for the next
-                _say(f"{cause}: ending before the first step")
+            # Ranks exit at once, so that a socket name taken by the first would be free for the next.
+            if self._is_main:
+                _print_line(f"{cause}: exiting before the first step")
             leaving = threading.Thread(target=self.leave, daemon=True)  # a file system may not answer
             leaving.start()
             leaving.join(SAME_REQUEST_SECONDS)
-            _end(ExitStatus.STOPPED)
+            _exit(ExitStatus.STOPPED)
 
     def _is_first_of_node(self) -> bool:
-        """Whether no other rank of this run has answered on this node: a launcher passes signals on to all.
+        """Whether no other rank of this run has acknowledged on this node: a launcher passes signals on to all.
 
         The first one takes a name of the system's, which is free again when its process has ended.
         """
@@ -187,10 +188,10 @@ class RunControl:
         return True
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     os.write(2, f"{line}\n".encode())
 
 
-def _end(status: int) -> NoReturn:
+def _exit(status: int) -> NoReturn:
     report_status(status)
     os._exit(status)

@@ -179,7 +179,7 @@ def _take_over(path: Path) -> int | None:
             raise LeaseError(_refusal(path, holder))
         if not is_named(path, descriptor):
             return None
-        log.warning("%s: %s has ended without releasing it; this start takes over", path.parent, holder)
+        log.warning("%s: %s exited without releasing it; this start takes over", path.parent, holder)
         descriptor, taken = -1, descriptor
         return taken
     finally:

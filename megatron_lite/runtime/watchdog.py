@@ -1,4 +1,4 @@
-"""A thread in every rank that ends the process when a section of the run takes longer than its limit.
+"""A thread in every rank that kills the process when a section of the run takes longer than its limit.
 
 A rank that waits in a collective cannot notice that another rank never comes: such a hang costs hours until somebody
 looks. The watchdog prints its rank, host and place, every thread's stack, and which rank is furthest behind (see
@@ -91,14 +91,14 @@ class Watchdog:
         self._status: int | None = None
         self._started = time.time()
         self._here = _Here(Section.SETUP, "", 0, 0, time.monotonic())
-        self._beside: _Here | None = None
+        self._background: _Here | None = None
         self._closed = threading.Event()
         self._writes = threading.Lock()  # of the heartbeat
         faulthandler.enable(file=2)
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def enter(self, section: Section, place: str = "", step: int | None = None) -> None:
-        """Begin a section and restart its clock. All ranks call this in the same order."""
+        """Enter a section and restart its clock. All ranks call this in the same order."""
         here = self._here
         step = here.step if step is None else step
         self._here = _Here(section, place, step, here.passed + 1, time.monotonic())
@@ -115,7 +115,7 @@ class Watchdog:
         self._here = _Here(here.section, place, here.step, here.passed + 1, here.since)
 
     def done(self, status: int) -> None:
-        """The work has ended with a status, which leaving does not change, however long it takes."""
+        """The work has finished with a status, which a slow exit does not change."""
         self._status = status
 
     def joined(self) -> None:
@@ -123,19 +123,22 @@ class Watchdog:
         self._has_joined = True
 
     @contextlib.contextmanager
-    def beside(self, section: Section, place: str) -> Iterator[None]:
-        """Give the calling thread, which works beside training, the limit of a section. One thread at a time."""
+    def in_background(self, section: Section, place: str) -> Iterator[None]:
+        """Give the calling thread, which works in the background, the limit of a section. One thread at a time."""
         here = self._here
-        self._beside = _Here(section, place, here.step, here.passed, time.monotonic())
+        self._background = _Here(section, place, here.step, here.passed, time.monotonic())
         try:
             yield
         finally:
-            self._beside = None
+            self._background = None
 
     def _watch(self) -> None:
         next_beat = 0.0
         while True:
-            here, now = min(filter(None, (self._here, self._beside)), key=self._deadline), time.monotonic()
+            here, now = (
+                min(filter(None, (self._here, self._background)), key=self._deadline),
+                time.monotonic(),
+            )
             left = self._deadline(here) - now
             if left < 0:
                 self._end(here, now)
@@ -157,7 +160,7 @@ class Watchdog:
         time.sleep(EXIT_SECONDS)
         os.write(
             2,
-            f"rank {self._rank} has done its work, but not left in {EXIT_SECONDS:g} s; it is ended\n".encode(),
+            f"rank {self._rank} has finished, but did not exit within {EXIT_SECONDS:g} s; killing it\n".encode(),
         )
         os._exit(self._status)
 
@@ -165,7 +168,8 @@ class Watchdog:
         holder = self._lease and self._lease.lost_to()
         if holder:
             os.write(
-                2, f"error: {self._directory.parent} was taken over by {holder}; this start ends.\n".encode()
+                2,
+                f"error: {self._directory.parent} was taken over by {holder}; this process exits.\n".encode(),
             )
             report_status(ExitStatus.USER_ERROR)
             os._exit(ExitStatus.USER_ERROR)
@@ -176,8 +180,8 @@ class Watchdog:
     def _heartbeat(self, here: _Here) -> Heartbeat:
         seconds = round(time.monotonic() - here.since, 1)
         host, now = socket.gethostname(), round(time.time(), 1)
-        beside = self._beside
-        place = here.place if beside in (None, here) else f"{here.place}; beside it: {beside.place}"
+        other = self._background
+        place = here.place if other in (None, here) else f"{here.place}; in the background: {other.place}"
         return Heartbeat(
             self._rank, host, os.getpid(), here.section, place, here.step, here.passed, seconds, now
         )
@@ -223,7 +227,7 @@ class Watchdog:
                     "; ".join(f"{beat.noted}, process {beat.pid}, has died" for beat in dead)
                     or "other ranks name it"
                 )
-                + ". Its own last lines, or the system's log where memory ran out, say why; start again to continue."
+                + ". Its last output, or the system's log if memory ran out, shows the cause; start again to continue."
             )
             living = set(range(self._world_size)) - {beat.rank for beat in dead}
             ended.only_here = self._rank == min(living) or not dead
@@ -233,7 +237,7 @@ class Watchdog:
         rule = f"timeouts.{here.section}_seconds is {self._limits[here.section]:g}"
         head = f"\n{self._heartbeat(here)} hangs: {now - here.since:.0f} s, {rule}\n"
         os.write(2, head.encode() + _stacks())
-        if here is not self._beside:  # no other rank waits for a thread beside training
+        if here is not self._background:  # no other rank waits for a background thread
             # In another thread: the file system that is to blame may hang here as well.
             summary = threading.Thread(target=self._compare, daemon=True)
             summary.start()
@@ -275,5 +279,5 @@ class NoWatchdog(Watchdog):
         pass
 
     @contextlib.contextmanager
-    def beside(self, section: Section, place: str) -> Iterator[None]:
+    def in_background(self, section: Section, place: str) -> Iterator[None]:
         yield

@@ -121,9 +121,9 @@ def _initialize(
     new = new_parameters(checkpoint, model_spec(config).shapes(config))
     load_weights_only(checkpoint, engine, context, new)
     if context.is_main:
-        log.info("began with the weights of %s, a fresh optimizer and step 0", checkpoint.path)
+        log.info("initialised with the weights of %s; the optimizer is new, at step 0", checkpoint.path)
         if new:
-            log.info("new, with initial weights: %s", ", ".join(sorted(new)))
+            log.info("new parameters, with initial weights: %s", ", ".join(sorted(new)))
     return None, []
 
 
@@ -159,13 +159,15 @@ def _load(
         )
         if config.task is not None and state.data != data:
             log.warning(
-                "the training records are not those of the checkpoint: its samples are not those of an unbroken run"
+                "the training records differ from the checkpoint's: samples differ from those of an uninterrupted run"
             )
     return state
 
 
 def _changed(changes: list[str]) -> list[str]:
-    return [f"changed, so that its samples are not those of an unbroken run: {change}" for change in changes]
+    return [
+        f"changed, so that samples differ from those of an uninterrupted run: {change}" for change in changes
+    ]
 
 
 def corpora_changes(config: Config, state: TrainerState) -> list[str]:
@@ -186,16 +188,16 @@ def other_rate(config: Config, state: TrainerState) -> list[str]:
     was, now = (step_rate(its, its.plan, step) for its in (recorded, config))
     if math.isclose(was, now, rel_tol=1e-6):
         return []
-    told = (
+    text = (
         f"the learning rate of step {step} is {now:.3g}, and would be {was:.3g} by the checkpoint's settings"
     )
     own = config.schedule.decay_steps, config.schedule.parts, recorded.schedule.decay_steps
     if not any(own) and config.decay_steps != recorded.decay_steps:
-        told += (
+        text += (
             f": the decay ends with training.steps ({recorded.decay_steps} -> {config.decay_steps}); "
             f"schedule.decay_steps={recorded.decay_steps} keeps it"
         )
-    return [told]
+    return [text]
 
 
 def _new_moments(checkpoint: Checkpoint) -> list[str]:
@@ -203,7 +205,7 @@ def _new_moments(checkpoint: Checkpoint) -> list[str]:
     if not checkpoint.step or checkpoint.optimizer.get("adam_step"):
         return []
     return [
-        f"the optimizer begins without moments at step {checkpoint.step}: {checkpoint.path.name} has none"
+        f"the optimizer starts without moments at step {checkpoint.step}: {checkpoint.path.name} has none"
     ]
 
 

@@ -30,7 +30,7 @@ from megatron_lite.train import continuation
 class Beginning:
     """The state that was loaded into the engine."""
 
-    state: TrainerState | None  # where training goes on; None: at step 0
+    state: TrainerState | None  # from which training continues; None: at step 0
     is_own: bool  # the state is of the run's own checkpoint
     events: list[str]  # to be recorded as soon as that is possible
 

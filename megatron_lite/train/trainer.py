@@ -304,7 +304,7 @@ class Trainer:
         self.metrics.write(SAVED, step, {"seconds": round(seconds, 3)})
 
     def _watch_save(self, what: str) -> AbstractContextManager[None]:
-        return self.watchdog.beside(Section.CHECKPOINT, what)
+        return self.watchdog.in_background(Section.CHECKPOINT, what)
 
     def _resume(self) -> list[str]:
         """Load where the run begins. Returns the events of this start, to be recorded."""

@@ -97,7 +97,7 @@ def test_a_launcher_that_is_ended_at_the_start_trains_nothing(settings, tmp_path
         launcher.terminate()
         wait_until(lambda: not ranks_of(config), what="the ranks end")
     output = (tmp_path / "output").read_text()
-    causes = re.findall(r"(.*): ending before the first step\n", output)
+    causes = re.findall(r"(.*): exiting before the first step\n", output)
     assert len(causes) == 1 and causes[0] in ENDED_LAUNCHER, output
     assert not (tmp_path / "run").exists()
 

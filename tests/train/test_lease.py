@@ -108,7 +108,7 @@ def test_a_dead_holder_on_another_machine_is_one_that_does_not_renew(
     with holder(tmp_path):
         pass
     with held(tmp_path, "trains"):
-        assert "has ended without releasing it; this start takes over" in caplog.text
+        assert "exited without releasing it; this start takes over" in caplog.text
 
 
 def test_a_lease_that_is_released_while_it_is_watched_is_free(tmp_path, elsewhere):
@@ -202,7 +202,7 @@ def test_a_run_whose_lease_was_taken_over_ends(tmp_path):
     command = [sys.executable, "-c", TAKEN, str(tmp_path), json.dumps(other.__dict__)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == ExitStatus.USER_ERROR
-    assert done.stderr == f"error: {tmp_path} was taken over by process 1 on node7; this start ends.\n"
+    assert done.stderr == f"error: {tmp_path} was taken over by process 1 on node7; this process exits.\n"
 
 
 @pytest.mark.launcher

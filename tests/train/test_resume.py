@@ -159,7 +159,7 @@ def test_a_branch_of_a_merged_checkpoint_says_that_moments_begin(corpus, trained
     given = {"initialize_from": str(tmp_path / "merged"), "initialize": "all"}
     run_ranks(fit, 1, merge(small_run(corpus, tmp_path / "b"), {"checkpoint": given}))
     assert any(
-        "the optimizer begins without moments at step 2" in event for event in events_of(tmp_path / "b")
+        "the optimizer starts without moments at step 2" in event for event in events_of(tmp_path / "b")
     )
 
 

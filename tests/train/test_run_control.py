@@ -117,7 +117,7 @@ def test_a_second_signal_ends_a_process_that_is_stuck_in_native_code(tmp_path, m
             process.wait(SAME_REQUEST_SECONDS + 0.5)
         process.send_signal(signal.SIGUSR1)
         assert process.wait() == 128 + signal.SIGUSR1
-        assert process.stderr.read() == "second signal (SIGUSR1): ending at once\n"
+        assert process.stderr.read() == "second signal (SIGUSR1): exiting now\n"
     assert (tmp_path / "status").read_text() == f"{128 + signal.SIGUSR1}\n"
 
 
@@ -131,7 +131,7 @@ def test_the_rank_that_has_the_signal_answers_and_one_on_a_node(tmp_path, first)
                 rank.wait(SAME_REQUEST_SECONDS + 0.5)
         said = [rank.stderr.read() for rank in ranks]
         assert said[0].startswith("SIGTERM: finishing this step,") and said[0].count("\n") == 2
-        assert said[1] == "second signal (SIGTERM): ending at once\n"
+        assert said[1] == "second signal (SIGTERM): exiting now\n"
     with stuck("TRAINING", tmp_path / "run", 1) as next_run:  # the earlier answer is forgotten
         next_run.send_signal(signal.SIGTERM)
         assert next_run.stderr.readline().startswith("SIGTERM: finishing this step,")
@@ -143,7 +143,7 @@ def test_a_signal_before_the_first_step_ends_at_once_in_one_line(tmp_path, monke
     with stuck("STARTING", tmp_path / "run") as process:
         process.send_signal(number)
         assert process.wait() == ExitStatus.STOPPED
-        assert process.stderr.read() == f"{number.name}: ending before the first step\n"
+        assert process.stderr.read() == f"{number.name}: exiting before the first step\n"
     assert (tmp_path / "status").read_text() == f"{int(ExitStatus.STOPPED)}\n"
     assert not (tmp_path / "run").exists()
 

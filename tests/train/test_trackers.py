@@ -199,7 +199,7 @@ def test_records_are_kept_while_a_service_fails(caplog):
     tracker.close("FINISHED")
     assert service.sent == [1, 2, 3, 4] and service.ended == "FINISHED"
     assert [r.message for r in caplog.records if r.levelname == "WARNING"] == [
-        "The service failed: no route to host; training goes on, and its records are kept for it.",
+        "The service failed: no route to host; training continues, and the records are kept for it.",
         "The service works again.",
     ]
 

@@ -157,7 +157,7 @@ def test_a_change_of_the_samples_is_an_event_of_the_run(settings, tmp_path):
     changes["blank_infilling"] = {"token_prob": 0.25}
     run_ranks(fit, 1, merge(settings, changes))
     state = read_checkpoint(list_checkpoints(tmp_path / "run/checkpoints")[-1]).trainer_state()
-    why = "changed, so that its samples are not those of an unbroken run: "
+    why = "changed, so that samples differ from those of an uninterrupted run: "
     changed = ["blank_infilling.token_prob: 0.5 -> 0.25", "data.sequence_length: 64 -> 48"]
     *samples, rate = [entry["event"] for entry in state.events["history"]]
     assert samples == [why + change for change in changed] and "learning rate of step 2 is 0.001" in rate

@@ -218,7 +218,7 @@ def test_work_that_is_done_keeps_its_status_where_leaving_hangs(tmp_path):
     program = "dog.done(75); dog.enter(Section.EXIT); threading.Thread(target=time.sleep, args=(60,)).start()"
     done = start(tmp_path, program)
     assert done.returncode == ExitStatus.STOPPED
-    assert done.stderr == "rank 0 has done its work, but not left in 1 s; it is ended\n"
+    assert done.stderr == "rank 0 has finished, but did not exit within 1 s; killing it\n"
 
 
 def test_sections_that_keep_within_their_limits_are_left_alone(tmp_path):
