@@ -17,8 +17,8 @@ import torch
 from data_utils.common.errors import CheckpointError
 from data_utils.tasks.templates.collate import collate
 from megatron_lite.analysis.words import Text
+from megatron_lite.inference.attention_probe import attention_weights
 from megatron_lite.inference.open_run import Run
-from megatron_lite.inference.watch import attention_weights
 from megatron_lite.model.attention_backends.dense import DensePlan
 from megatron_lite.model.attention_backends.window import LayeredPlan
 from megatron_lite.model.model_input import ModelInput

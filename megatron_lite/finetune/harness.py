@@ -29,7 +29,7 @@ from data_utils.tasks.templates.inputs import Inputs
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.finetune.checkpoints import answer_of
-from megatron_lite.inference.decoders import Decoder, decoder_for
+from megatron_lite.inference.decoders import Decoder, make_decoder_for
 from megatron_lite.inference.open_run import Run
 from megatron_lite.model.task_batch import TaskBatch
 
@@ -232,7 +232,7 @@ class Harness:
             return any(string in text for string in until)
 
         name = str(run.checkpoint.path)
-        return decoder_for(run.model, run.tokenizer, objectives, config, name, stops if until else None)
+        return make_decoder_for(run.model, run.tokenizer, objectives, config, name, stops if until else None)
 
     def _generation(self, options: Mapping[str, Any]) -> tuple[GenerationConfig, list[str]]:
         """The settings of a task's `generation_kwargs`."""

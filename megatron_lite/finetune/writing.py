@@ -13,7 +13,7 @@ from data_utils.tasks.templates.forms import form_of
 from data_utils.tokenizers.tokenizer import Tokenizer
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.inference.decoders import BlankDecoder, decoder_for
+from megatron_lite.inference.decoders import BlankDecoder, make_decoder_for
 from megatron_lite.model.transformer import GLM
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def writer(
     generation = replace(
         config.generation, max_length=max(task.target_length, config.generation.min_length + 1)
     )
-    decoder = decoder_for(model, tokenizer, objectives, generation, run)
+    decoder = make_decoder_for(model, tokenizer, objectives, generation, run)
     if task.kind == "seq2seq":
         return lambda contexts: [[answer] for answer in decoder.generate(contexts)]
     if not isinstance(decoder, BlankDecoder):
@@ -64,7 +64,7 @@ def _word_writer(
     def stops(answer: list[int]) -> bool:
         return len(tokenizer.decode(answer, skip_special=True).split()) > MOST_PARTS
 
-    decoder = decoder_for(model, tokenizer, own, GenerationConfig(max_length=task.target_length), run, stops)
+    decoder = make_decoder_for(model, tokenizer, own, GenerationConfig(max_length=task.target_length), run, stops)
     return lambda contexts: [[answer] for answer in decoder.generate(contexts)]
 
 

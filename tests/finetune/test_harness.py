@@ -12,7 +12,7 @@ from data_utils.common.batch_fields import DOC, FIELDS, ORD, POSITION_IDS, TOKEN
 from data_utils.common.errors import ConfigError, DataError
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.finetune.harness import PSEUDO, Asking, Harness, before_first
-from megatron_lite.inference.decoders import decoder_of
+from megatron_lite.inference.decoders import make_decoder
 from megatron_lite.inference.filling import BlankFiller
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.model_input import ModelInput
@@ -171,7 +171,7 @@ def test_bert_hides_each_token_in_turn(runs):
     assert blank == Harness(run, Asking(allow_masks=True)).loglikelihood([("the [sMASK] dog", " lazy")])
     with pytest.raises(ConfigError, match=r"how likely texts are \(perplexity\), which a run of masked_lm"):
         harness.loglikelihood_rolling(["the fox"])
-    with pytest.raises(ConfigError, match="does not teach to write"):
+    with pytest.raises(ConfigError, match="does not train generation"):
         harness.generate_until([("the", {})])
 
 
@@ -282,7 +282,7 @@ def test_texts_end_before_the_first_stop_string(runs, objective):
     harness, contexts = Harness(run, size=2), ["the quick", "the lazy dog", "cafe"]
     options = {"until": [], "max_gen_toks": 8}
     whole = harness.generate_until([(context, options) for context in contexts])
-    decoder = decoder_of(run, GenerationConfig(max_length=8))
+    decoder = make_decoder(run, GenerationConfig(max_length=8))
     for context, text in zip(contexts, whole, strict=True):
         prompt = harness.layout.prompt(context, 8)[0]
         assert text == run.tokenizer.decode(decoder.generate([prompt])[0], skip_special=True)
@@ -308,7 +308,7 @@ def test_settings_of_generation(runs):
     harness = Harness(runs("causal"))
     beams = {"num_beams": 3, "max_new_tokens": 6, "do_sample": False, "temperature": 0.0}
     found = harness.generate_until([("the fox", beams)])
-    decoder = decoder_of(runs("causal"), GenerationConfig(strategy="beam", num_beams=3, max_length=6))
+    decoder = make_decoder(runs("causal"), GenerationConfig(strategy="beam", num_beams=3, max_length=6))
     prompt = harness.layout.prompt("the fox", 6)[0]
     assert found == [runs("causal").tokenizer.decode(decoder.generate([prompt])[0])]
     drawn = {"temperature": 2.0, "max_gen_toks": 6, "seed": 3}
