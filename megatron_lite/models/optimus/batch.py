@@ -148,8 +148,9 @@ class HostSentences:
 
     def on_device(self, arrays: list[torch.Tensor]) -> Sentences:
         """Args: arrays: as `arrays` gave them."""
-        *integers, noise, weight = arrays
-        return Sentences(*integers, noise.view(torch.float32), weight.view(torch.float32))
+        cls_positions, memory_slots, token_sentence, loss_sentence, noise, weight = arrays
+        floats = noise.view(torch.float32), weight.view(torch.float32)
+        return Sentences(cls_positions, memory_slots, token_sentence, loss_sentence, *floats)
 
 
 class LatentSamples:
