@@ -47,7 +47,7 @@ from data_utils.tokenizers.tokenizer import load_tokenizer
 from data_utils.tokenizers.vocabulary import vocabulary_of
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.plain import PlainEngine
-from megatron_lite.finetune.data import as_batch
+from megatron_lite.finetune.data import make_task_batch
 from megatron_lite.finetune.setup import make_renderer
 from megatron_lite.model.batch import Batch
 from megatron_lite.parallel.context import ParallelContext, initialize
@@ -102,7 +102,7 @@ def task_batches(
             samples.append(renderer.sample(records(rng), number))
             total += sum(len(document.tokens) for document in samples[-1].documents)
             number += 1
-        batches.append(as_batch(samples, range(number - len(samples), number), renderer))
+        batches.append(make_task_batch(samples, range(number - len(samples), number), renderer))
     return batches
 
 

@@ -231,7 +231,7 @@ def contextuality(arguments: argparse.Namespace) -> None:
     }
     write_json(arguments, {"texts": len(texts), "measured": measured, "baseline": baseline, "words": words})
     if arguments.plot is not None:
-        from megatron_lite.analysis.pictures import lines
+        from megatron_lite.analysis.plots import lines
 
         lines(arguments.plot, measured, "cosine similarity, or explained variance", baseline)
 
@@ -245,36 +245,36 @@ def heads(arguments: argparse.Namespace) -> None:
     for override in arguments.overrides:
         tree = merge(tree, parse_override(override))
     from megatron_lite.analysis import heads as measures
-    from megatron_lite.analysis.judges import judge_of, write_pruned
+    from megatron_lite.analysis.head_scores import make_head_scorer, write_pruned
     from megatron_lite.analysis.tables import by_group, head_table
     from megatron_lite.inference.open_run import open_run
 
     closed = open_run(arguments.checkpoint, arguments.tokenizer)
     closed.require_one_transformer()
-    judge, run = judge_of(closed, tree, arguments.checkpoint, arguments.samples, arguments.batch)
+    scorer, run = make_head_scorer(closed, tree, arguments.checkpoint, arguments.samples, arguments.batch)
     model, per_token = run.model, arguments.per == "token"
     every = measures.heads_of(model)
     check(
         arguments.greedy < len(every),
         f"--greedy is {arguments.greedy}, but the model has {len(every)} heads; lower it.",
     )
-    sizes = measures.importance(model, judge.examples(), per_token=per_token)
-    whole = judge.score()
+    sizes = measures.importance(model, scorer.examples(), per_token=per_token)
+    whole = scorer.score()
     result: dict[str, Any] = {
-        "measure": judge.measure,
+        "measure": scorer.measure,
         "score": whole,
         "per": arguments.per,
         "importance": {name: values.tolist() for name, values in sizes.items()},
     }
-    print(f"{judge.measure}: {whole:.4f} with all {len(every)} heads")
+    print(f"{scorer.measure}: {whole:.4f} with all {len(every)} heads")
     print(head_table(f"importance, nats per {arguments.per}", result["importance"], "9.2e"))
     if arguments.ablate:
-        result["without"] = by_group(measures.ablated(model, judge.score, every))
-        result["alone"] = by_group(measures.alone(model, judge.score, every))
+        result["without"] = by_group(measures.ablated(model, scorer.score, every))
+        result["alone"] = by_group(measures.alone(model, scorer.score, every))
         print(head_table("score without each head", result["without"], "9.4f"))
         print(head_table("score with each head as the only one of its layer", result["alone"], "9.4f"))
     if arguments.greedy:
-        found = measures.greedy(model, judge.score, arguments.greedy)
+        found = measures.greedy(model, scorer.score, arguments.greedy)
         result["greedy"] = [{"group": h.group, "head": h.number, "score": score} for h, score in found]
         for head, score in found:
             print(f"{score:.4f} after also removing {head.group} head {head.number}")
@@ -282,9 +282,9 @@ def heads(arguments: argparse.Namespace) -> None:
     if arguments.prune is not None:
         count = round(arguments.prune * len(every))
         step = math.ceil(len(every) / 10) if arguments.again else count
-        measure = lambda: measures.importance(model, judge.examples(), per_token=per_token)  # noqa: E731
+        measure = lambda: measures.importance(model, scorer.examples(), per_token=per_token)  # noqa: E731
         removed = measures.prune(model, sizes, count, step, measure, keep=arguments.keep, raw=arguments.raw)
-        result["removed"], result["pruned_score"] = [list(head) for head in removed], judge.score()
+        result["removed"], result["pruned_score"] = [list(head) for head in removed], scorer.score()
         print(f"{result['pruned_score']:.4f} without {len(removed)} of {len(every)} heads: "
               + ", ".join(f"{head.group} head {head.number}" for head in removed))  # fmt: skip
         if arguments.output is not None:
@@ -294,7 +294,7 @@ def heads(arguments: argparse.Namespace) -> None:
             )
     write_json(arguments, result)
     if arguments.plot is not None:
-        from megatron_lite.analysis.pictures import head_picture
+        from megatron_lite.analysis.plots import head_picture
 
         crossed = {name: [head.number for head in removed if head.group == name] for name in sizes}
         head_picture(arguments.plot, result["importance"], crossed, f"importance, nats per {arguments.per}")
@@ -302,23 +302,27 @@ def heads(arguments: argparse.Namespace) -> None:
 
 def attention(arguments: argparse.Namespace) -> None:
     run, texts = opened(arguments)
-    from megatron_lite.analysis.maps import habits, mean_habits, weights_of
-    from megatron_lite.analysis.tables import habit_table
+    from megatron_lite.analysis.attention_maps import (
+        attention_statistics,
+        mean_attention_statistics,
+        weights_of,
+    )
+    from megatron_lite.analysis.tables import attention_table
 
     shown = [text for text in texts if text.words][: arguments.count]
     weights = [weights_of(run, text) for text in shown]
     found = []
     for text, each in zip(shown, weights, strict=True):
         rows = text.sample.target_groups[0].positions
-        found.append(habits(each, int(rows[0]), each.shape[-1] - 1 - int(rows[-1])))
-    means = {name: values.tolist() for name, values in mean_habits(found).items()}
+        found.append(attention_statistics(each, int(rows[0]), each.shape[-1] - 1 - int(rows[-1])))
+    means = {name: values.tolist() for name, values in mean_attention_statistics(found).items()}
     print(
         f"means over {len(shown)} texts; entropy in nats, distance in tokens, shares of the attention weight"
     )
-    print(habit_table(means))
+    print(attention_table(means))
     write_json(arguments, {"texts": len(shown), "means": means})
     if arguments.plot is not None:
-        from megatron_lite.analysis.pictures import maps
+        from megatron_lite.analysis.plots import maps
 
         ids = shown[0].sample.documents[0].tokens
         maps(
@@ -367,7 +371,7 @@ def probe(arguments: argparse.Namespace) -> None:
     print(f"majority class: {largest:.4f}")
     write_json(arguments, {"texts": len(labels), "accuracies": found, "largest_class": largest})
     if arguments.plot is not None:
-        from megatron_lite.analysis.pictures import lines
+        from megatron_lite.analysis.plots import lines
 
         curve = {"mean of a text's word vectors": [mean(each) for each in found]}
         lines(arguments.plot, curve, "accuracy of a linear classifier", {})

@@ -27,7 +27,7 @@ from megatron_lite.checkpoint.resolve_path import resolve_models
 from megatron_lite.finetune.setup import is_export
 
 if TYPE_CHECKING:
-    from megatron_lite.finetune.checkpoints import Measured
+    from megatron_lite.finetune.checkpoints import CheckpointResult
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -90,7 +90,7 @@ def main() -> None:
         plot(arguments.plot, measured)
 
 
-def table(measured: Sequence[Measured]) -> str:
+def table(measured: Sequence[CheckpointResult]) -> str:
     """A line for each checkpoint and file."""
     lines = []
     for one in measured:
@@ -107,21 +107,21 @@ def table(measured: Sequence[Measured]) -> str:
     )
 
 
-def as_json(measured: Sequence[Measured]) -> list[dict[str, Any]]:
-    from megatron_lite.finetune.run import described
+def as_json(measured: Sequence[CheckpointResult]) -> list[dict[str, Any]]:
+    from megatron_lite.finetune.run import file_result
 
     return [
         {
             "checkpoint": one.name,
             "step": one.step,
             "task": one.task.settings.name,
-            "files": {file: described(found) for file, found in one.files.items()},
+            "files": {file: file_result(found) for file, found in one.files.items()},
         }
         for one in measured
     ]
 
 
-def write_all_predictions(directory: Path, measured: Sequence[Measured]) -> None:
+def write_all_predictions(directory: Path, measured: Sequence[CheckpointResult]) -> None:
     from megatron_lite.finetune.run import write_file_predictions
 
     for number, one in enumerate(measured):
@@ -129,7 +129,7 @@ def write_all_predictions(directory: Path, measured: Sequence[Measured]) -> None
         write_file_predictions(own, one.task.settings, one.files, "--predictions")
 
 
-def plot(path: Path, measured: Sequence[Measured]) -> None:
+def plot(path: Path, measured: Sequence[CheckpointResult]) -> None:
     """The first metric of each file over the steps, a line for each run."""
     import matplotlib
 

@@ -61,14 +61,14 @@ def main() -> None:
     resolve_model(arguments.checkpoint, "--checkpoint")
     # Imported here: mistakes in the arguments must not wait for torch.
     from megatron_lite.inference.open_run import open_run
-    from megatron_lite.inference.texts import answers, fills_blanks, worker_of
+    from megatron_lite.inference.texts import complete, fills_blanks, make_text_generator
 
     opened = open_run(arguments.checkpoint, arguments.tokenizer)
     fills = fills_blanks(opened, blanks)
     if fills:
         require_blanks(texts)
     run = opened.with_model()
-    for text, parts, *_ in answers(run, worker_of(run, config, fills), texts):
+    for text, parts, *_ in complete(run, make_text_generator(run, config, fills), texts):
         if not arguments.json:
             print("".join(f"[{part}]" if i % 2 else part for i, part in enumerate(parts)))
         elif fills:

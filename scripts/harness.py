@@ -99,7 +99,7 @@ def main() -> None:
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
     # Imported here: mistakes in the arguments must not wait for torch.
     from megatron_lite.finetune.checkpoints import opened
-    from megatron_lite.finetune.harness import Asking, Harness
+    from megatron_lite.finetune.harness import Harness, HarnessOptions
     from megatron_lite.finetune.lm_eval_model import LocalTasks
     from megatron_lite.finetune.setup import is_export
 
@@ -110,7 +110,7 @@ def main() -> None:
         )
     manager = LocalTasks(include_path=arguments.include_path, include_defaults=arguments.online)
     names = task_names(arguments.tasks, manager.all_tasks)
-    asking = Asking(
+    asking = HarnessOptions(
         form=arguments.form,
         mask=arguments.mask,
         bidirectional=not arguments.left_to_right,

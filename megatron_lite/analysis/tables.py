@@ -1,4 +1,4 @@
-"""Measures of a model's inside as tables for a terminal."""
+"""What is measured inside a model, as tables for a terminal."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def head_table(title: str, groups: Mapping[str, Sequence[float]], form: str) -> 
     )
 
 
-def habit_table(means: Mapping[str, Sequence[Sequence[float]]]) -> str:
+def attention_table(means: Mapping[str, Sequence[Sequence[float]]]) -> str:
     """A line for each head. Args: means: measure -> [layers][heads]."""
     lines = ["layer head  " + "".join(f"{name:>13}" for name in means)]
     for layer, heads in enumerate(means["entropy"]):

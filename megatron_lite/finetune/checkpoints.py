@@ -1,4 +1,4 @@
-"""Checkpoints evaluated on a task: of any layout, and exported directories, by one process."""
+"""Evaluates checkpoints of any parallel sizes, and exported directories, on a task, in one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from data_utils.common.setting_files import shown
 from data_utils.common.settings import merge, to_tree
 from megatron_lite.checkpoint.manifest import checkpoints_in, is_checkpoint, list_checkpoints
 from megatron_lite.config.tree import Config
-from megatron_lite.finetune.evaluation import Answer, Evaluated, Evaluation, Model
+from megatron_lite.finetune.evaluation import Evaluation, EvaluationResult, Model, Predict
 from megatron_lite.finetune.setup import HEADED, HEADLESS, Task, for_import, is_export, prepare
 from megatron_lite.finetune.writing import writer
 from megatron_lite.inference.open_run import OpenRun, Run, open_run
@@ -28,13 +28,13 @@ from megatron_lite.parallel.context import ParallelContext
 
 
 @dataclass(frozen=True)
-class Measured:
-    """A checkpoint's numbers on one task."""
+class CheckpointResult:
+    """Results of a checkpoint on one task."""
 
     name: str  # as it was given
     step: int
     task: Task
-    files: dict[str, Evaluated]
+    files: dict[str, EvaluationResult]
 
 
 def steps_of(path: Path) -> list[Path]:
@@ -46,7 +46,7 @@ def steps_of(path: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def opened(path: Path, tokenizer: Path | None, tree: Mapping[str, Any]) -> Iterator[OpenRun]:
-    """A run, a checkpoint, or an export, which is imported for the time of the context."""
+    """A run, a checkpoint, or an export, which is imported into a temporary directory."""
     if not is_export(path):
         yield open_run(path, tokenizer)
         return
@@ -64,11 +64,11 @@ def evaluate(
     size: int,
     tokenizer: Path | None = None,
     device: torch.device | None = None,
-) -> Measured:
-    """Measure a checkpoint on the validation and test files of a task.
+) -> CheckpointResult:
+    """Evaluate a checkpoint on the validation and test files of a task.
 
     Args:
-        tree: sections that go over those of the run, above all `task`; {} = the run's own task.
+        tree: sections that replace those of the run, such as `task`; {}: the run's own task.
         size: samples of a forward pass.
     Raises: ConfigError; DataError; CheckpointError.
     """
@@ -82,9 +82,9 @@ def evaluate(
         }
         loaded = run.with_model(device, for_task=True)
         write = writer(loaded.model, task.config, task.tokenizer, loaded.objectives, str(run.checkpoint.path))
-        model = Model(answer_of(loaded, task.config), write)
+        model = Model(make_predict(loaded, task.config), write)
         found = {file: evaluation.run(model) for file, evaluation in evaluations.items()}
-        return Measured(str(path), run.checkpoint.step, task, found)
+        return CheckpointResult(str(path), run.checkpoint.step, task, found)
 
 
 def with_one_head(run: OpenRun, tree: Mapping[str, Any], name: Path) -> OpenRun:
@@ -106,8 +106,8 @@ def task_of(run: OpenRun, tree: Mapping[str, Any], name: Path) -> Task:
     """The task that a run is measured on. Args: name: of the run or export in messages."""
     if run.config.decoder is not None:
         raise ConfigError(
-            f"{name} joins two Transformers by a latent vector, which has no answers to a task; tune "
-            "its encoder with scripts/finetune.py first, or measure its latent space with scripts/latent.py."
+            f"{name} joins two Transformers by a latent vector, which cannot be evaluated on a task; "
+            "fine-tune its encoder with scripts/finetune.py first, or evaluate its latent space with scripts/latent.py."
         )
     run.require_one_transformer(for_task=True)
     own = to_tree(run.config)
@@ -134,10 +134,10 @@ def task_of(run: OpenRun, tree: Mapping[str, Any], name: Path) -> Task:
     return task
 
 
-def answer_of(run: Run, config: Config | None = None) -> Answer:
-    """The function that computes a run's answers to a batch, for a model on one device.
+def make_predict(run: Run, config: Config | None = None) -> Predict:
+    """The function that computes a run's predictions of a batch, on one device.
 
-    Args: config: with the task that is asked, if it is not the run's own.
+    Args: config: with the task to predict, if it is not the run's own.
     """
     device = next(run.model.parameters()).device
     read = model_spec(run.config).task_batches(config or run.config)

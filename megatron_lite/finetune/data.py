@@ -1,4 +1,4 @@
-"""The training samples of a task by their number, as the trainer asks for them."""
+"""The training samples of a task by their number, for the trainer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from data_utils.common.random_streams import derive_seed
 from data_utils.tasks.base import TaskRecord, TaskSample
 from data_utils.tasks.templates.collate import collate
 from data_utils.tasks.templates.render import Renderer
-from megatron_lite.finetune.several import Turns
+from megatron_lite.finetune.multi_task import TaskOrder
 from megatron_lite.model.task_batch import TaskBatch
 
-MOST_DOCUMENTS = 1 << 12  # of a sample, so that each of them drops other elements
+MOST_DOCUMENTS = 1 << 12  # of a sample; each document has its own dropout
 
 
-def as_batch(
+def make_task_batch(
     samples: Sequence[TaskSample],
     numbers: Sequence[int],
     renderer: Renderer,
@@ -33,8 +33,8 @@ def as_batch(
     Args:
         numbers: of the samples, from which dropout follows.
         head: how the parts are scored; None = as the task has it.
-        has_language: the documents' own tokens have a loss beside.
-        place: of the task's loss among all.
+        has_language: the documents' own tokens have a loss too.
+        place: index of the task's loss.
     """
     fields, parts = collate(samples)
     documents = [
@@ -48,7 +48,7 @@ def as_batch(
 
 
 class TaskData:
-    """Sample number -> epoch and record. Each epoch has all records once, in an order of its own.
+    """Sample number -> epoch and record. Each epoch has all records once, in another random order.
 
     Args:
         records: prepared for training, see `Renderer.prepare`.
@@ -83,7 +83,9 @@ class TaskData:
         samples = [self.sample(number) for number in indices.tolist()]
         has_language = self._with_language is not None
         names = indices if names is None else names
-        return as_batch(samples, names.tolist(), self._renderer, has_language=has_language, place=place)
+        return make_task_batch(
+            samples, names.tolist(), self._renderer, has_language=has_language, place=place
+        )
 
     def prefetch(self, indices: np.ndarray) -> None:
         """Does nothing: all records are in memory."""
@@ -101,13 +103,13 @@ def digest(records: Sequence[TaskRecord]) -> str:
     return hasher.hexdigest()
 
 
-class SeveralTasks:
+class MultiTaskData:
     """The samples of a run of several tasks by their number. Each batch of the run is of one task.
 
     Args: size: samples of a batch, on all ranks.
     """
 
-    def __init__(self, tasks: Sequence[TaskData], turns: Turns, size: int):
+    def __init__(self, tasks: Sequence[TaskData], turns: TaskOrder, size: int):
         self._tasks, self._turns, self._size = tasks, turns, size
 
     def batch(self, indices: np.ndarray) -> TaskBatch:

@@ -1,4 +1,4 @@
-"""Evaluation of a task, for a run and for a checkpoint alike: records, samples, answers, predictions, metrics."""
+"""Evaluation of a task during training and of a checkpoint: records, samples, outputs, predictions, metrics."""
 
 from __future__ import annotations
 
@@ -20,30 +20,32 @@ from data_utils.tasks.metrics.metrics_by_task import LOSS, metrics_of, perplexit
 from data_utils.tasks.readers.pairs import sentences_on_lines
 from data_utils.tasks.templates.render import Renderer
 from data_utils.tasks.templates.windows import Lambada
-from megatron_lite.finetune.data import as_batch
+from megatron_lite.finetune.data import make_task_batch
 from megatron_lite.finetune.writing import Write
 from megatron_lite.model.task_batch import TaskBatch
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.gather import gather_arrays
 
-Answer = Callable[[TaskBatch], tuple[torch.Tensor, torch.Tensor]]  # PlainEngine.answers, or of a model alone
+Predict = Callable[[TaskBatch], tuple[torch.Tensor, torch.Tensor]]  # PlainEngine.answers, or of a model alone
 
 
 @dataclass(frozen=True)
 class Model:
-    """The model to evaluate. Args: write: None where no rank holds the whole model; only losses are measured then."""
+    """The model to evaluate. Args: write: None where no rank holds the whole model: losses only are measured."""
 
-    answer: Answer
+    predict: Predict
     write: Write | None = None
 
 
 @dataclass(frozen=True)
-class Evaluated:
-    measured: dict[str, float]  # {} for a file without labels
+class EvaluationResult:
+    measured: dict[str, float]  # metrics; {} for a file without labels
     records: list[TaskRecord]
-    predictions: list[Any]  # of the records; [] where only losses are measured
-    cut: int  # samples of which something was cut off
-    beside: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # more of each prediction, by its name
+    predictions: list[Any]  # one a record; [] where only losses are measured
+    cut: int  # truncated samples
+    extra: Mapping[str, Sequence[Any]] = field(
+        default_factory=dict
+    )  # more fields of the predictions, by name
     skipped: int = 0  # lines that could not be read, with task.skip_bad_lines
 
 
@@ -67,14 +69,14 @@ class Evaluation:
             self._samples = [with_targets(sample) for sample in self._samples]
         self.cut = sum(sample.cut > 0 for sample in self._samples)
 
-    def run(self, model: Model) -> Evaluated:
+    def run(self, model: Model) -> EvaluationResult:
         """Evaluate the file. Every rank calls this and gets the same result."""
         return replace(self._run(model), skipped=self._skipped)
 
-    def _run(self, model: Model) -> Evaluated:
+    def _run(self, model: Model) -> EvaluationResult:
         if self._renderer.head == "tokens":
             return self._of_texts(model)
-        answers = self._answers(model.answer, self._samples)
+        answers = self._answers(model.predict, self._samples)
         if self._task.kind == "lambada":
             return self._of_last_words(np.concatenate(answers), model.write)
         found = [
@@ -85,8 +87,8 @@ class Evaluation:
             shares(self._renderer, sample, given)
             for sample, given in zip(self._samples, answers, strict=True)
         ]
-        beside = {} if None in scores else {"scores": scores}
-        return Evaluated(self.measured(found), self.records, found, self.cut, beside)
+        extra = {} if None in scores else {"scores": scores}
+        return EvaluationResult(self.measured(found), self.records, found, self.cut, extra)
 
     def measured(self, predictions: Sequence[Any]) -> dict[str, float]:
         """The task's metrics of predictions for all records; {} where these have no labels."""
@@ -101,8 +103,8 @@ class Evaluation:
             negative=self._task.negative,
         )
 
-    def _of_last_words(self, answers: np.ndarray, write: Write | None) -> Evaluated:
-        """LAMBADA's words, None where nothing writes them, accuracy and perplexity. Args: answers: [samples, 2]."""
+    def _of_last_words(self, answers: np.ndarray, write: Write | None) -> EvaluationResult:
+        """LAMBADA: accuracy, perplexity and the generated words (None without `write`). Args: answers: [samples, 2]."""
         right = [bool(flag) for flag in answers[:, 1]]
         word_perplexity = math.exp(min(-answers[:, 0].mean(), 700.0))
         measured = {"accuracy": sum(right) / len(right), "word_perplexity": word_perplexity}
@@ -112,27 +114,27 @@ class Evaluation:
             assert isinstance(kind, Lambada)
             found = zip(self.records, texts, right, strict=True)
             words = [kind.predicted(record, text, is_right=flag) for record, text, flag in found]
-        return Evaluated(measured, self.records, words, self.cut, {"right": right})
+        return EvaluationResult(measured, self.records, words, self.cut, {"right": right})
 
-    def _of_texts(self, model: Model) -> Evaluated:
-        """Losses and metrics of the kinds whose loss is that of their documents' own targets."""
+    def _of_texts(self, model: Model) -> EvaluationResult:
+        """Losses and metrics of tasks that are trained by the documents' own targets."""
         labelled = [sample for sample in self._samples if sample.target_groups]
-        answers = self._answers(model.answer, labelled)
+        answers = self._answers(model.predict, labelled)
         total = -sum(float(given[:, 0].sum()) for given in answers)
         tokens = sum(len(part.targets) for sample in labelled for part in sample.target_groups)
         if self._task.kind == "language_modelling":
-            return Evaluated(self._perplexities(total, tokens), self._whole, [], self.cut)
+            return EvaluationResult(self._perplexities(total, tokens), self._whole, [], self.cut)
         losses = {LOSS: total / tokens} if tokens else {}
         if model.write is None:
-            return Evaluated(losses, self.records, [], self.cut)
+            return EvaluationResult(losses, self.records, [], self.cut)
         found = self._written(model.write)
         compared = found
         if any(name.startswith("rougeLsum") for name in metrics_of(self._task).names):
             compared = [sentences_on_lines(text) for text in found]  # as references have it
-        return Evaluated({**self.measured(compared), **losses}, self.records, found, self.cut)
+        return EvaluationResult({**self.measured(compared), **losses}, self.records, found, self.cut)
 
     def _perplexities(self, nll: float, tokens: int) -> dict[str, float]:
-        """The first word and the bytes of the first token of each text are not predicted."""
+        """Perplexities. The first word and the bytes of the first token of each text are not predicted."""
         texts = [record.fields["text"] for record in self._whole]
         counts = [
             record.fields.get("word_count", len(text.split())) - 1
@@ -151,13 +153,13 @@ class Evaluation:
         return [self._renderer.prompt(record, number) for number, record in enumerate(self.records)]
 
     def _written(self, write: Write) -> list[str]:
-        """The text that the model writes for each record. Each data-parallel rank writes those of its share."""
+        """The text that the model generates for each record. Each data-parallel rank generates its share."""
         dp, renderer, prompts = self._context.dp, self._renderer, self._prompts
         mine = prompts[dp.rank :: dp.size]
         spans: list[np.ndarray] = []
         for start in range(0, len(mine), self._size):
             for found in write(mine[start : start + self._size]):
-                # A row for each token: the number of its blank, and its id.
+                # [tokens, 2]: the number of the blank, and the token id.
                 tokens = [(blank, token) for blank, span in enumerate(found) for token in span]
                 spans.append(np.array(tokens, np.float64).reshape(-1, 2))
         by_record: list[str] = [""] * len(prompts)
@@ -168,27 +170,27 @@ class Evaluation:
                 by_record[number] = renderer.written(prompts[number], answers)
         return by_record
 
-    def _answers(self, answer: Answer, samples: Sequence[TaskSample]) -> list[np.ndarray]:
+    def _answers(self, answer: Predict, samples: Sequence[TaskSample]) -> list[np.ndarray]:
         """The answers of each sample (data_utils/tasks/metrics/answers.py), on all ranks. Raises: DataError for NaN."""
         dp, mine = self._context.dp, []
         per_pass = self._size * dp.size
         for start in range(0, len(samples), per_pass):
             own = range(len(samples))[start : start + per_pass][dp.rank :: dp.size]
-            # Under ZeRO 3 the ranks compute together: one without a sample of its own computes another's.
+            # ZeRO 3 gathers weights collectively: a rank without a sample computes another's.
             numbers = list(own) or [start]
             chosen = [samples[number] for number in numbers]
-            answered = answer(as_batch(chosen, numbers, self._renderer, self._head))
+            answered = answer(make_task_batch(chosen, numbers, self._renderer, self._head))
             mine += self._split(chosen, *answered)[: len(own)]
         everyone = gather_arrays(self._context, mine)
         by_sample: list[np.ndarray] = [np.zeros(0)] * len(samples)
         for rank, theirs in enumerate(everyone):
-            # Passes hold a multiple of the ranks: sample i is of rank i % size.
+            # A pass has a multiple of dp.size samples, so sample i is on rank i % size.
             by_sample[rank :: dp.size] = theirs
         for number, given in enumerate(by_sample):
             if np.isnan(given).any():
                 raise DataError(
-                    f"the model answers sample {number} with NaN, so nothing can be measured: its training has "
-                    "diverged; lower optimizer.lr, and begin with an earlier checkpoint."
+                    f"the model predicts NaN for sample {number}: its training has diverged; lower optimizer.lr and "
+                    "start from an earlier checkpoint."
                 )
         return by_sample
 

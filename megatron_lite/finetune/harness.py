@@ -1,10 +1,10 @@
-"""The three questions that harnesses for language models ask, answered by a run: lm_eval's, without lm_eval.
+"""The three request types of lm_eval for a run, without the package lm_eval.
 
-    loglikelihood          how likely is a continuation after a context, and is each of its tokens the likeliest
-    loglikelihood_rolling  how likely is a whole text
-    generate_until         what follows a context, up to the first of some strings
+    loglikelihood          log probability of a continuation of a context, and whether greedy search generates it
+    loglikelihood_rolling  log probability of a whole text
+    generate_until         generated continuation of a context, up to a stop string
 
-Answers come in the order of the questions. `lm_eval_model.py` hands lm_eval's requests on to this class.
+Results are in the order of the requests. `lm_eval_model.py` forwards lm_eval's requests to this class.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from data_utils.tasks.templates.forms import input_format_of
 from data_utils.tasks.templates.inputs import Inputs
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.finetune.checkpoints import answer_of
-from megatron_lite.inference.decoders import Decoder, decoder_for
+from megatron_lite.finetune.checkpoints import make_predict
+from megatron_lite.inference.decoders import Decoder, make_decoder_for
 from megatron_lite.inference.open_run import Run
 from megatron_lite.model.task_batch import TaskBatch
 
-MOST_WRITTEN = 256  # tokens of an answer, where a task does not say how many (lm_eval's own default)
-# Names that tasks have for the most tokens of an answer, the first that is given counts, as in lm_eval.
+MOST_WRITTEN = 256  # new tokens, if a task does not set a limit (lm_eval's default)
+# Names of the limit of new tokens; as in lm_eval the first one given is used.
 _LONGEST = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _OF_SAMPLES, _OF_BEAMS = ("temperature", "top_k", "top_p", "seed"), ("num_beams", "length_penalty")
 _OTHERS = ("min_length", "no_repeat_ngram_size")
 _KNOWN = ("until", "do_sample", *_LONGEST, *_OF_SAMPLES, *_OF_BEAMS, *_OTHERS)
 PSEUDO = (
     "scores are pseudo log likelihoods, the sums of the log probabilities of each token given all others; "
-    "they are no probabilities of texts"
+    "they are not probabilities of texts"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asking:
-    """How questions become inputs.
+class HarnessOptions:
+    """How requests become model inputs.
 
     Args:
         form, mask, bidirectional: as in the section `task`.
@@ -75,47 +75,47 @@ class Harness:
     Raises: ConfigError for settings that the run cannot take.
     """
 
-    def __init__(self, run: Run, asking: Asking | None = None, size: int = 16):
-        asking = asking or Asking()
-        self.run, self.asking, self.size = run, asking, size
-        self.longest = _longest(run.config, asking.sequence_length)
+    def __init__(self, run: Run, options: HarnessOptions | None = None, size: int = 16):
+        options = options or HarnessOptions()
+        self.run, self.options, self.size = run, options, size
+        self.longest = _longest(run.config, options.sequence_length)
         task = TaskConfig(
             name="harness",
             kind="language_modelling",
             reader="text",
-            form=asking.form,
-            mask=asking.mask,
+            form=options.form,
+            mask=options.mask,
             sequence_length=self.longest,
-            stride=asking.stride or max(1, (self.longest - 1) // 2),
-            bidirectional=asking.bidirectional,
+            stride=options.stride or max(1, (self.longest - 1) // 2),
+            bidirectional=options.bidirectional,
         )
-        form = input_format_of(asking.form, run.config.objective_choices)
+        form = input_format_of(options.form, run.config.objective_choices)
         inputs = Inputs(task, run.tokenizer, form, run.config.training.seed)
-        self.layout = Continuations(
+        self.template = Continuations(
             inputs,
-            score_end=asking.score_end,
-            allow_masks=asking.allow_masks,
-            first_token=asking.first_token,
-            no_start=asking.no_start,
+            score_end=options.score_end,
+            allow_masks=options.allow_masks,
+            first_token=options.first_token,
+            no_start=options.no_start,
         )
-        self.layout.check()
-        self._answer = answer_of(run)
-        self.cut = 0  # contexts that have lost their beginning
+        self.template.check()
+        self._answer = make_predict(run)
+        self.cut = 0  # contexts truncated on the left
         self.asked = {"loglikelihood": 0, "loglikelihood_rolling": 0, "generate_until": 0}
 
     def report(self) -> dict[str, Any]:
         """Number of requests of each kind, contexts cut, and the form in which the model got them, for a JSON file."""
-        form, task = self.layout.inputs.form, self.layout.inputs.config
+        form, task = self.template.inputs.form, self.template.inputs.config
         found: dict[str, Any] = {
             "form": form.name, "objective": form.objective, "step": self.run.checkpoint.step,
-            "sequence_length": self.longest, "stride": task.stride, "score_end": self.asking.score_end,
-            "first_token": self.layout.first_token, "no_start": self.layout.no_start, "requests": dict(self.asked),
+            "sequence_length": self.longest, "stride": task.stride, "score_end": self.options.score_end,
+            "first_token": self.template.first_token, "no_start": self.template.no_start, "requests": dict(self.asked),
             "cut": self.cut,
         }  # fmt: skip
         if form.name == "glm":
-            mask, _ = self.layout.inputs.mask()
+            mask, _ = self.template.inputs.mask()
             found |= {"mask": self.run.tokenizer.special_names[mask], "bidirectional": task.bidirectional}
-        return found | ({"note": PSEUDO} if self.layout.is_pseudo else {})
+        return found | ({"note": PSEUDO} if self.template.is_pseudo else {})
 
     # ---- log probabilities ----
 
@@ -125,24 +125,24 @@ class Harness:
         Raises: DataError as `Continuations.asked`.
         """
         self.asked["loglikelihood"] += len(pairs)
-        asked = [self.layout.asked(*pair) for pair in pairs]
+        asked = [self.template.asked(*pair) for pair in pairs]
         self.cut += sum(one.cut > 0 for one in asked)
-        # The longest come first: what does not fit into memory shows at once, and equal contexts are neighbours.
+        # Longest first: running out of memory shows at once, and equal contexts are neighbours.
         order = sorted(
             range(len(asked)),
             key=lambda number: (-len(asked[number].context), asked[number].context, number),
         )
         totals, greedy = self._scores(
-            ((number, self.layout.sample(asked[number])) for number in order), len(pairs)
+            ((number, self.template.sample(asked[number])) for number in order), len(pairs)
         )
         return list(zip(totals.tolist(), greedy.tolist(), strict=True))
 
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
-        """Log probability of each text, in nats. Raises: ConfigError for a run that does not tell it."""
-        self.layout.check_texts()
+        """Log probability of each text, in nats. Raises: ConfigError for a run whose objective has none."""
+        self.template.check_texts()
         self.asked["loglikelihood_rolling"] += len(texts)
         samples = (
-            (number, sample) for number, text in enumerate(texts) for sample in self.layout.windows(text)
+            (number, sample) for number, text in enumerate(texts) for sample in self.template.windows(text)
         )
         return self._scores(samples, len(texts))[0].tolist()
 
@@ -162,7 +162,7 @@ class Harness:
     def _batches(
         self, samples: Iterable[tuple[int, TaskSample]]
     ) -> Iterator[list[tuple[Example, list[tuple[int, TargetGroup]]]]]:
-        """Documents with the parts that are asked for in them. Equal ones are computed once: choices of one token."""
+        """Documents with their requested continuations. Equal documents are computed once: choices of one token."""
         batch: dict[bytes, tuple[Example, list[tuple[int, TargetGroup]]]] = {}
         for number, sample in samples:
             for part in sample.target_groups:
@@ -191,7 +191,7 @@ class Harness:
     # ---- texts ----
 
     def generate_until(self, prompts: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-        """The text that the model writes after each context, cut before the first of the strings `until`.
+        """The text generated after each context, cut at the first of the strings `until`.
 
         Raises: ConfigError for settings of generation that are unknown or out of range, or a run that does not write.
         """
@@ -213,18 +213,18 @@ class Harness:
         return found
 
     def _prompt(self, context: str, longest: int) -> list[int]:
-        tokens, cut = self.layout.prompt(context, longest)
+        tokens, cut = self.template.prompt(context, longest)
         self.cut += cut > 0
         return tokens
 
     def _decoder(self, config: GenerationConfig, until: Sequence[str]) -> Decoder:
         run, decode = self.run, self.run.tokenizer.decode
-        form = self.layout.inputs.form
+        form = self.template.inputs.form
         objectives = [choice for choice in run.objectives if choice.name == form.objective]
         check(
             bool(objectives),
-            f"{run.checkpoint.path} was not trained on {form.objective}, so it does not write texts of the form "
-            f"{form.name}; leave the form out.",
+            f"{run.checkpoint.path} was not trained on {form.objective}, so it does not generate in form "
+            f"{form.name}; remove the form.",
         )
 
         def stops(tokens: list[int]) -> bool:
@@ -232,14 +232,14 @@ class Harness:
             return any(string in text for string in until)
 
         name = str(run.checkpoint.path)
-        return decoder_for(run.model, run.tokenizer, objectives, config, name, stops if until else None)
+        return make_decoder_for(run.model, run.tokenizer, objectives, config, name, stops if until else None)
 
     def _generation(self, options: Mapping[str, Any]) -> tuple[GenerationConfig, list[str]]:
         """The settings of a task's `generation_kwargs`."""
         unknown = sorted(set(options) - set(_KNOWN))
         check(
             not unknown,
-            f"generation_kwargs has {', '.join(unknown)}, which is unknown here; use {', '.join(_KNOWN)}.",
+            f"generation_kwargs has the unknown {', '.join(unknown)}; use {', '.join(_KNOWN)}.",
         )
         until = options.get("until") or []
         until = [until] if isinstance(until, str) else list(until)

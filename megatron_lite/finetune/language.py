@@ -1,7 +1,7 @@
-"""The texts of a task's samples as documents of the run's own objective, whose loss goes beside the task's (SiATL).
+"""The texts of a task's samples as documents of the run's objective, for an auxiliary language-model loss (SiATL).
 
-A head's documents cannot carry that loss themselves: in most systems every token of them sees all others. So each has a
-second document, with the same text and what the objective hides and predicts of it.
+A head's documents cannot have that loss themselves: in most systems each token sees all others. So each sample gets a
+second document with the same text, of which the objective hides and predicts tokens.
 
 Source: SiATL, arXiv:1902.10547: L = L_task + weight(epoch) L_LM.
 """
@@ -49,7 +49,7 @@ class LanguageDocuments:
         return replace(sample, documents=[*sample.documents, *(one for one in made if one is not None)])
 
     def _document(self, example: Example, number: int) -> Example | None:
-        end = [] if self._eos == NO_TOKEN else [self._eos]  # as documents of pretraining end
+        end = [] if self._eos == NO_TOKEN else [self._eos]  # as documents end in pretraining
         room = self._length - DOCUMENT_OVERHEAD - len(end)
         text = example.tokens[~np.isin(example.tokens, self._marks)][:room]
         if not len(text):
@@ -58,5 +58,5 @@ class LanguageDocuments:
         counts = np.array([len(tokens)]), np.array([1])
         fields = collate(self._objective, tokens, *counts, np.array([number]))[0]
         made = Example.from_fields(fields[:, fields[DOC] != PADDING_DOC])
-        # A single text has no neighbours, so the losses about them have weight 0.
+        # A single text has no neighbouring sentences: the weight of sentence losses is 0.
         return replace(made, weights=np.where(np.isin(made.objective, _OF_SENTENCES), 0.0, made.weights))

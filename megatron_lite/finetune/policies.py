@@ -1,9 +1,9 @@
-"""Policies of fine-tuning as data: which parameters are trained, from which step on, with which factor of the rate.
+"""Policies of fine-tuning: which parameters are trained, from which step on, and with which learning-rate multiplier.
 
 The depth of a parameter orders them: embeddings 0, block i (from 0) i + 1, all above the blocks one more than the last.
 What blocks share (`model.share_layers`) has depth 1.
 
-Source: discriminative rates and gradual unfreezing: ULMFiT, arXiv:1801.06146; layer-wise decay: ELECTRA,
+Source: discriminative lr_multipliers and gradual unfreezing: ULMFiT, arXiv:1801.06146; layer-wise decay: ELECTRA,
 arXiv:2003.10555; biases alone: BitFit, arXiv:2106.10199; adapters: arXiv:1902.00751; the order of unfreezing and the
 auxiliary loss of SiATL: arXiv:1902.10547.
 """
@@ -31,8 +31,8 @@ _CHOSEN: dict[str, Callable[[str], bool]] = {
 }
 
 
-def rates(config: Config, names: Iterable[str], samples: int) -> dict[str, LrMultipliers]:
-    """Name of a parameter -> its learning rate factor and first step; {} if all are trained alike.
+def lr_multipliers(config: Config, names: Iterable[str], samples: int) -> dict[str, LrMultipliers]:
+    """Parameter name -> its learning-rate multiplier and first step; {} if all are trained alike.
 
     Args:
         names: of all parameters of the whole model.
@@ -47,12 +47,12 @@ def rates(config: Config, names: Iterable[str], samples: int) -> dict[str, LrMul
     if not trained:
         assert config.task is not None
         raise ConfigError(
-            f"finetune.trained is {finetune.trained}, which no parameter of this model is: a task of kind "
+            f"finetune.trained is {finetune.trained}, which selects no parameter: a task of kind "
             f"{config.task.kind} adds no head; set finetune.trained to all."
         )
     check(
         finetune.unfreeze != "siatl" or any(name.startswith(TASK_HEAD) for name in trained),
-        "finetune.unfreeze is siatl, which trains the new head alone at first, but the task adds none; set it to all "
+        "finetune.unfreeze is siatl, which first trains only the new head, but the task adds none; set it to all "
         "or gradual.",
     )
     if (finetune.layer_decay, finetune.trained, finetune.unfreeze) == (1.0, "all", "all"):
@@ -72,7 +72,7 @@ def rates(config: Config, names: Iterable[str], samples: int) -> dict[str, LrMul
 
 
 def depth(name: str, config: Config) -> int:
-    """Depth of a parameter, as described at the head of this file."""
+    """Depth of a parameter, as describe_trained at the head of this file."""
     if name.startswith("layers."):
         return int(name.split(".")[1]) + 1
     if name.startswith("encoder_layernorm."):
@@ -106,10 +106,11 @@ def language_weight(config: Config, samples: int) -> Callable[[int], float] | No
     return weight
 
 
-def described(rates: dict[str, LrMultipliers], elements: dict[str, int], steps: int) -> str:
+def describe_trained(lr_multipliers: dict[str, LrMultipliers], elements: dict[str, int], steps: int) -> str:
     """One line for the log. Args: elements: of each parameter. steps: of the run."""
-    trained = {name for name, rate in rates.items() if rate.is_trained(steps)}
-    starts = sorted({rates[name].first_step for name in trained})
+    trained = {name for name, rate in lr_multipliers.items() if rate.is_trained(steps)}
+    starts = sorted({lr_multipliers[name].first_step for name in trained})
     share = sum(elements[name] for name in trained)
-    line = f"trained: {share:,} of {sum(elements.values()):,} numbers in {len(trained)} of {len(rates)} parameters"
-    return line if len(starts) == 1 else f"{line}, which begin at the steps {', '.join(map(str, starts))}"
+    total = sum(elements.values())
+    line = f"trained: {share:,} of {total:,} numbers in {len(trained)} of {len(lr_multipliers)} parameters"
+    return line if len(starts) == 1 else f"{line}, starting at steps {', '.join(map(str, starts))}"

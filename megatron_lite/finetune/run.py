@@ -1,6 +1,6 @@
-"""Fine-tuning on a task: a training run for each seed, evaluation of its best checkpoint, and results.json over all.
+"""Fine-tuning on a task: a training run for each seed, evaluation of its best checkpoint, and a summary results.json.
 
-OUTPUT/seed_N/           a run, as pretraining has it, with metrics of the task as records of kind `scores`
+OUTPUT/seed_N/           a run, as in pretraining, with the task's metrics as records of kind `scores`
 OUTPUT/seed_N/best/      its best checkpoint
 OUTPUT/seed_N/results.json, predictions/    of the best checkpoint
 OUTPUT/results.json      all seeds, mean and deviation; written last
@@ -36,12 +36,12 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.engine.engine import memory_advice
 from megatron_lite.engine.plain import PlainEngine
 from megatron_lite.finetune import policies
-from megatron_lite.finetune.data import SeveralTasks, TaskData
-from megatron_lite.finetune.evaluation import Evaluated, Evaluation, Model
-from megatron_lite.finetune.judge import TaskJudge, TasksJudge
+from megatron_lite.finetune.data import MultiTaskData, TaskData
+from megatron_lite.finetune.evaluation import Evaluation, EvaluationResult, Model
 from megatron_lite.finetune.language import LanguageDocuments
+from megatron_lite.finetune.metric_keeper import MultiTaskMetricKeeper, TaskMetricKeeper
+from megatron_lite.finetune.multi_task import TaskOrder
 from megatron_lite.finetune.setup import Task, run_directory, settings_of
-from megatron_lite.finetune.several import Turns
 from megatron_lite.finetune.writing import writer
 from megatron_lite.metrics.records import read_metrics
 from megatron_lite.model.build import model_spec
@@ -54,8 +54,10 @@ from megatron_lite.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-FROM_NOTHING = " Words and positions may begin too small (model.init_words_std): see docs/learning.md."
-LITTLE = 0.9  # of what is known without learning, above which the last loss tells that little was learnt
+FROM_NOTHING = (
+    " Initial word and position embeddings may be too small (model.init_words_std): see docs/learning.md."
+)
+LITTLE = 0.9  # share of the loss of a guess, above which the final loss means that little was learnt
 
 
 def finetune(
@@ -65,14 +67,14 @@ def finetune(
     control: RunControl | None = None,
     watchdog: Watchdog | None = None,
 ) -> ExitStatus:
-    """Train every seed that is not done yet, then sum up. Returns FINISHED, or why it ended before."""
+    """Train every seed without results, then summarize. Returns FINISHED, or why it stopped early."""
     seeds = task.config.finetune.seeds or (task.config.training.seed,)
-    of_parameters = task_rates(task)
+    of_parameters = task_lr_multipliers(task)
     if context.is_main and of_parameters:
         elements = {
             name: math.prod(shape) for name, shape in model_spec(task.config).shapes(task.config).items()
         }
-        log.info("%s", policies.described(of_parameters, elements, task.config.training.steps))
+        log.info("%s", policies.describe_trained(of_parameters, elements, task.config.training.steps))
     if context.is_main:
         warn_of_export(task.config.model)
     for seed in seeds:
@@ -83,11 +85,11 @@ def finetune(
         if context.is_main:  # of all seeds: written again when the last one is done
             for one in task.each:
                 (output / one.place / RESULTS).unlink(missing_ok=True)
-        status = _one_seed(replace(task, config=config).seeded(seed), context, control, watchdog)
+        status = _train_seed(replace(task, config=config).seeded(seed), context, control, watchdog)
         if status is not None:
             return status
     for one in task.each if context.is_main else ():
-        _sum_up(one, output, seeds)
+        _summarize(one, output, seeds)
     return ExitStatus.FINISHED
 
 
@@ -108,13 +110,15 @@ def warn_of_export(model: ModelConfig) -> None:
         )
 
 
-def task_rates(task: Task) -> dict[str, LrMultipliers]:
+def task_lr_multipliers(task: Task) -> dict[str, LrMultipliers]:
     """How the policies of a task's run train each parameter. Raises ConfigError if they train none."""
-    return policies.rates(task.config, model_spec(task.config).shapes(task.config), task.epoch_samples)
+    return policies.lr_multipliers(
+        task.config, model_spec(task.config).shapes(task.config), task.epoch_samples
+    )
 
 
-def _in_turn(task: Task, rates: dict[str, LrMultipliers], turns: Turns) -> dict[str, LrMultipliers]:
-    """The rates of a run of several tasks: the head of a task is trained by the task's own batches alone."""
+def _in_turn(task: Task, rates: dict[str, LrMultipliers], turns: TaskOrder) -> dict[str, LrMultipliers]:
+    """The multipliers of a run of several tasks: a task's head is trained by the task's batches only."""
     found = dict(rates)
     for number, one in enumerate(task.each):
         own, has_turn = f"{TASK_HEAD}{one.settings.name}.", partial(turns.has, number)
@@ -125,29 +129,29 @@ def _in_turn(task: Task, rates: dict[str, LrMultipliers], turns: Turns) -> dict[
 
 
 def _is_done(task: Task, directory: Path, context: ParallelContext) -> bool:
-    """Whether a seed has its results: what the main rank sees counts, since other nodes may see it later."""
+    """Whether a seed has its results, as the main rank sees it: other nodes may see files later."""
     there = all((directory / one.place / RESULTS).exists() for one in task.each)
     (done,) = context.sum_of_hosts([float(context.is_main and there)])
     return done > 0
 
 
-def _one_seed(
+def _train_seed(
     task: Task, context: ParallelContext, control: RunControl | None, watchdog: Watchdog | None
 ) -> ExitStatus | None:
-    """Train and measure. Returns why it ended before its last step, None if it is done."""
+    """Train and evaluate one seed. Returns why it stopped before its last step, None if it is done."""
     config, directory = task.config, Path(task.config.run.directory)
-    measured = [_Measured(one, context) for one in task.each]
-    turns = Turns(task.batches, config.training.seed)
-    rates = _in_turn(task, task_rates(task), turns) if task.others else task_rates(task)
+    measured = [_TaskEvaluations(one, context) for one in task.each]
+    turns = TaskOrder(task.batches, config.training.seed)
+    rates = _in_turn(task, task_lr_multipliers(task), turns) if task.others else task_lr_multipliers(task)
     with memory_advice(config):
         engine = PlainEngine(config, context, len(LOSS_NAMES) + len(measured), rates)
-        judging = (context, directory, config.finetune.patience)
-        judges = {
-            one.task.settings.name: one.judge(engine, *judging) for one in measured if one.task.validation
+        options = (context, directory, config.finetune.patience)
+        keepers = {
+            one.task.settings.name: one.keeper(engine, *options) for one in measured if one.task.validation
         }
-        judge: TaskJudge | None = next(iter(judges.values()), None)
-        if judge is not None and task.others:
-            judge = TasksJudge(judges, Model(engine.answers), *judging)
+        keeper: TaskMetricKeeper | None = next(iter(keepers.values()), None)
+        if keeper is not None and task.others:
+            keeper = MultiTaskMetricKeeper(keepers, Model(engine.answers), *options)
         trainer = Trainer(
             config=config,
             context=context,
@@ -159,14 +163,14 @@ def _one_seed(
             loss_names=[*LOSS_NAMES, *(one.settings.name for one in task.each)],
             control=control,
             watchdog=watchdog,
-            judge=judge,
+            judge=keeper,
             language_weight=policies.language_weight(config, task.epoch_samples),
         )
         status = trainer.fit()
     if not trainer.is_over:
         return status
     (watchdog or NoWatchdog()).enter(Section.EVALUATION, "evaluating the best checkpoint")
-    chosen = directory / (BEST if judge is not None else "checkpoints")
+    chosen = directory / (BEST if keeper is not None else "checkpoints")
     checkpoint = find_checkpoint(chosen, context)
     load_weights_only(checkpoint, engine, context)
     for one in measured:
@@ -176,13 +180,13 @@ def _one_seed(
                 one.task, directory / one.task.place, checkpoint.step, trainer.progress.step, evaluated
             )
     if context.is_main and not task.others:
-        warn_of_little_progress(task, directory, judge)
+        warn_of_little_progress(task, directory, keeper)
     context.barrier()
     return None
 
 
-class _Measured:
-    """A task with the samples of its files."""
+class _TaskEvaluations:
+    """The evaluations of one task's validation and test files."""
 
     def __init__(self, task: Task, context: ParallelContext):
         self.task, self._context = task, context
@@ -195,26 +199,26 @@ class _Measured:
             for files in (task.validation, task.test)
         )
 
-    def judge(self, engine: PlainEngine, *arguments: Any) -> TaskJudge:
-        """The judge of the validation files. Args: arguments: the last of a TaskJudge."""
-        settings, model = self.task.settings, asked(self.task, engine, self._context)
+    def keeper(self, engine: PlainEngine, *arguments: Any) -> TaskMetricKeeper:
+        """The metric keeper of the validation files. Args: arguments: the last of a TaskMetricKeeper."""
+        settings, model = self.task.settings, engine_model(self.task, engine, self._context)
         metrics = compared_by(settings, self.task.config.finetune.best)
         if settings.writes_text and model.write is None:
             metrics = Metrics((LOSS,))
-        # The words of LAMBADA are for people: training is judged without them.
-        judging = model if settings.writes_text else Model(model.answer)
-        return TaskJudge(self._validation, metrics, judging, *arguments)
+        # LAMBADA's words are only reported: the score does not need them.
+        options = model if settings.writes_text else Model(model.predict)
+        return TaskMetricKeeper(self._validation, metrics, options, *arguments)
 
-    def evaluated(self, engine: PlainEngine) -> dict[str, Evaluated]:
-        """The results of each file with the weights of now."""
-        model = asked(self.task, engine, self._context)
+    def evaluated(self, engine: PlainEngine) -> dict[str, EvaluationResult]:
+        """The results of each file with the current weights."""
+        model = engine_model(self.task, engine, self._context)
         return {path: evaluation.run(model) for path, evaluation in (self._validation | self._test).items()}
 
 
-def several_data(task: Task, turns: Turns) -> SeveralTasks:
+def several_data(task: Task, turns: TaskOrder) -> MultiTaskData:
     """The samples that a run of several tasks trains on."""
     size = task.config.batch.global_batch_size
-    return SeveralTasks([training_data(one) for one in task.each], turns, size)
+    return MultiTaskData([training_data(one) for one in task.each], turns, size)
 
 
 def training_data(task: Task) -> TaskData:
@@ -225,8 +229,8 @@ def training_data(task: Task) -> TaskData:
     return TaskData(task.train, task.renderer, task.config.training.seed, with_language)
 
 
-def asked(task: Task, engine: PlainEngine, context: ParallelContext) -> Model:
-    """The model of an engine. It writes where every rank holds it whole."""
+def engine_model(task: Task, engine: PlainEngine, context: ParallelContext) -> Model:
+    """The model of an engine. It generates only if every rank holds it whole."""
     config, read = task.config, model_spec(task.config).task_batches(task.config)
 
     def answer(batch: TaskBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -234,7 +238,9 @@ def asked(task: Task, engine: PlainEngine, context: ParallelContext) -> Model:
 
     if context.tp.size > 1 or config.parallel.zero_stage == 3:
         if (task.settings.writes_text or task.settings.kind == "lambada") and context.is_main:
-            log.info("no rank holds the whole model: it is measured only; scripts/evaluate.py has it write")
+            log.info(
+                "no rank holds the whole model, so no text is generated; use scripts/evaluate.py for that"
+            )
         return Model(answer)
     write = writer(engine.model, config, task.tokenizer, config.objective_choices, config.run.directory)
     if write is None:
@@ -248,7 +254,7 @@ def asked(task: Task, engine: PlainEngine, context: ParallelContext) -> Model:
 
 
 def _write_seed(
-    task: Task, directory: Path, best: int, steps: int, evaluated: Mapping[str, Evaluated]
+    task: Task, directory: Path, best: int, steps: int, evaluated: Mapping[str, EvaluationResult]
 ) -> None:
     write_file_predictions(directory / "predictions", task.settings, evaluated, "--output")
     results = {
@@ -257,13 +263,13 @@ def _write_seed(
         "settings": settings_of(task.config),
         "steps": steps,
         "train_samples": len(task.train),
-        "files": {path: described(found) for path, found in evaluated.items()},
+        "files": {path: file_result(found) for path, found in evaluated.items()},
     }
     write_json(directory / RESULTS, results)
 
 
-def warn_of_little_progress(task: Task, directory: Path, judge: TaskJudge | None = None) -> None:
-    """Warn if the training loss, or the scores of a judge, show that a task was hardly learnt, with likely reasons.
+def warn_of_little_progress(task: Task, directory: Path, keeper: TaskMetricKeeper | None = None) -> None:
+    """Warn if the training loss or the validation scores show that a task was hardly learnt, with likely reasons.
 
     The loss of the last fifth of the run is compared with that of a guess by the frequency of the labels; where there
     are no classes, with that of the first fifth. Language modelling is left out: what a pretrained model has left to
@@ -271,27 +277,27 @@ def warn_of_little_progress(task: Task, directory: Path, judge: TaskJudge | None
     """
     if task.settings.kind == "language_modelling":
         return
-    told, settings, config = [], task.settings, task.config
+    reasons, settings, config = [], task.settings, task.config
     losses = [record["loss"] for record in read_metrics(directory) if record["kind"] == "train"]
     if len(losses) > 1:
         count = max(1, len(losses) // 5)
         first, last = (sum(part) / count for part in (losses[:count], losses[-count:]))
         guess = loss_of_guess(task)
         if last > LITTLE * (guess or first):
-            compared = "guessing by the labels' frequency has" if guess else "it began at"
-            told.append(f"the training loss has ended at {last:.4f}, {compared} {guess or first:.4f}")
-    if judge is not None:
+            compared = "guessing by label frequency has" if guess else "the first was"
+            reasons.append(f"the final training loss is {last:.4f}, {compared} {guess or first:.4f}")
+    if keeper is not None:
         of_labels, labels = task.renderer.answers in ("classes", "numbers of choices"), set[Any]()
         if of_labels or task.renderer.answers == "label sets":
             labels = {record.label if of_labels else tuple(record.label) for record in task.train}
         possible = {path: optimum(path) for path in task.validation if settings.reader == "synthetic"}
-        told += filter(None, [judge.lack(labels, possible)])
-    if told:
+        reasons += filter(None, [keeper.lack(labels, possible)])
+    if reasons:
         log.warning(
             "%s: %s, so the task was hardly learnt. The likely cause is the learning rate: optimizer.lr is %g; small "
             "models need 1e-4 to 3e-3. Else raise finetune.epochs (%d now, %d steps), or look at samples with "
             "scripts/inspect_batch.py.%s",
-            directory, "; ".join(told), config.optimizer.lr, config.finetune.epochs, config.training.steps,
+            directory, "; ".join(reasons), config.optimizer.lr, config.finetune.epochs, config.training.steps,
             FROM_NOTHING * (config.checkpoint.initialize_from is None),
         )  # fmt: skip
 
@@ -306,7 +312,7 @@ def loss_of_guess(task: Task) -> float:
 
 
 def write_file_predictions(
-    directory: Path, task: TaskConfig, evaluated: Mapping[str, Evaluated], option: str
+    directory: Path, task: TaskConfig, evaluated: Mapping[str, EvaluationResult], option: str
 ) -> None:
     """A file for each that was evaluated, in the form of the benchmark's server. Args: option: names the directory."""
     stems = [Path(path.partition(":")[0]).stem for path in evaluated]
@@ -319,10 +325,10 @@ def write_file_predictions(
         if stems.count(stem) > 1:  # files of the same name in several directories
             name = f"{number}_{name}"
         indices = [record.index for record in found.records]
-        write_predictions(directory / name, task, indices, found.predictions, option, found.beside)
+        write_predictions(directory / name, task, indices, found.predictions, option, found.extra)
 
 
-def described(found: Evaluated) -> dict[str, Any]:
+def file_result(found: EvaluationResult) -> dict[str, Any]:
     """A file's entry in results.json."""
     return {
         "samples": len(found.records),
@@ -332,7 +338,7 @@ def described(found: Evaluated) -> dict[str, Any]:
     }
 
 
-def _sum_up(task: Task, output: Path, seeds: Sequence[int]) -> None:
+def _summarize(task: Task, output: Path, seeds: Sequence[int]) -> None:
     places = [run_directory(output, seed) / task.place / RESULTS for seed in seeds]
     of_seeds = [json.loads(path.read_text("utf-8")) for path in places]
     files = {}

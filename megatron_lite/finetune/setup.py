@@ -28,7 +28,7 @@ from megatron_lite.checkpoint.resolve_path import PathType, path_type
 from megatron_lite.config.deepspeed_file import with_deepspeed
 from megatron_lite.config.sections import BatchConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.finetune.several import batches_of, joined, with_sections
+from megatron_lite.finetune.multi_task import batches_per_epoch, join_configs, with_sections
 from megatron_lite.models.electra.config import discriminator_alone
 from megatron_lite.models.optimus.config import encoder_alone
 
@@ -95,7 +95,7 @@ class Task:
     @property
     def batches(self) -> list[int]:
         """Batches of each of several tasks in an epoch."""
-        return batches_of([len(task.train) for task in self.each], self.config)
+        return batches_per_epoch([len(task.train) for task in self.each], self.config)
 
     @property
     def settings(self) -> TaskConfig:
@@ -193,7 +193,7 @@ def prepare(tree: Mapping[str, Any]) -> Task:
         _with_files(replace(config, task=task, tasks=()), tokenizer)
         for task in config.tasks or (config.task,)
     ]
-    joint = joined(config, [part.config for part in parts]) if config.tasks else parts[0].config
+    joint = join_configs(config, [part.config for part in parts]) if config.tasks else parts[0].config
     first = replace(parts[0], config=joint, others=tuple(parts[1:]))
     if first.train:
         joint = with_steps(joint, first.epoch_samples, tree)

@@ -13,7 +13,7 @@ from data_utils.tasks.templates.forms import input_format_of
 from data_utils.tokenizers.tokenizer import Tokenizer
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.inference.decoders import BlankDecoder, decoder_for
+from megatron_lite.inference.decoders import BlankDecoder, make_decoder_for
 from megatron_lite.model.transformer import GLM
 
 log = logging.getLogger(__name__)
@@ -26,9 +26,9 @@ Write = Callable[[Sequence[Sequence[int]]], list[list[list[int]]]]
 def writer(
     model: GLM, config: Config, tokenizer: Tokenizer, objectives: Sequence[ObjectiveChoice], run: str
 ) -> Write | None:
-    """The function that writes the texts of a task with a model; None for kinds and runs without texts.
+    """The function that generates a task's texts with a model; None for tasks and runs without generated texts.
 
-    Raises: ConfigError for a run that has not learnt to write.
+    Raises: ConfigError for a run whose objectives do not train generation.
     """
     task = config.task
     assert task is not None
@@ -39,37 +39,38 @@ def writer(
     generation = replace(
         config.generation, max_length=max(task.target_length, config.generation.min_length + 1)
     )
-    decoder = decoder_for(model, tokenizer, objectives, generation, run)
+    decoder = make_decoder_for(model, tokenizer, objectives, generation, run)
     if task.kind == "seq2seq":
         return lambda contexts: [[answer] for answer in decoder.generate(contexts)]
     if not isinstance(decoder, BlankDecoder):
-        raise ConfigError(
-            f"task.kind is blanks, but {run} writes what follows a text; give a run of blank_infilling."
-        )
+        raise ConfigError(f"task.kind is blanks, but {run} continues texts; give a run of blank_infilling.")
     return decoder.filler.fill_all
 
 
 def _word_writer(
     model: GLM, config: Config, tokenizer: Tokenizer, objectives: Sequence[ObjectiveChoice], run: str
 ) -> Write | None:
-    """Greedy words, in the layout that they are scored in. None, which is said once, where nothing writes in it."""
+    """Greedy words, with the template that scores them. None, with one warning, if the run cannot generate with it."""
     task = config.task
     assert task is not None
     form = input_format_of(task.form, config.objective_choices)
     own = [choice for choice in objectives if choice.name == form.objective]
     if not own or (form.name == "glm" and (not task.bidirectional or model.config.decoder_layers)):
-        _say_once(f"{run} in the form {form.name}{'' if task.bidirectional else ', left to right,'}")
+        _warn_once(f"{run} in the form {form.name}{'' if task.bidirectional else ', left to right,'}")
         return None
 
     def stops(answer: list[int]) -> bool:
         return len(tokenizer.decode(answer, skip_special=True).split()) > MOST_PARTS
 
-    decoder = decoder_for(model, tokenizer, own, GenerationConfig(max_length=task.target_length), run, stops)
+    decoder = make_decoder_for(
+        model, tokenizer, own, GenerationConfig(max_length=task.target_length), run, stops
+    )
     return lambda contexts: [[answer] for answer in decoder.generate(contexts)]
 
 
 @functools.cache
-def _say_once(what: str) -> None:
+def _warn_once(what: str) -> None:
     log.warning(
-        "%s scores last words and writes none: predictions are right or wrong, without the word.", what
+        "%s scores last words but cannot generate them: predictions are right or wrong, without the word.",
+        what,
     )

@@ -1,6 +1,6 @@
-"""Cache of keys and values for rows that grow token by token; padding is hidden.
+"""Key-value cache for sequences that grow token by token; padding is masked.
 
-Shapes: R rows, N new tokens of each, K tokens with those before, H heads, D head size.
+Shapes: R sequences, N new tokens of each, K tokens with the earlier ones, H heads, D head size.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 from data_utils.common.batch_fields import ID_FIELDS
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.inference.watch import Watch
+from megatron_lite.inference.attention_probe import AttentionProbe
 from megatron_lite.model.attention_backends.calls import Packed, PartsPlan, ScoreBias, attend_all
 from megatron_lite.model.encoder_decoder import DecoderContext
 from megatron_lite.model.forward_context import Condition, ForwardContext, make_context
@@ -21,12 +21,12 @@ from megatron_lite.model.transformer import GLM
 
 
 class CachedPlan:
-    """Attention of new tokens to all tokens so far. `expect` says before each pass what the new tokens are."""
+    """Attention of new tokens to all tokens so far. Call `expect` with the new tokens before each forward pass."""
 
-    def __init__(self, model: ModelConfig, watch: Watch | None = None):
-        self._model, self._watch = model, watch
+    def __init__(self, model: ModelConfig, probe: AttentionProbe | None = None):
+        self._model, self._watch = model, probe
         self.kept: dict[int, torch.Tensor] = {}  # layer -> keys and values [R, K, 2, H, D]
-        self.length = 0  # tokens that are kept
+        self.length = 0  # cached tokens
         self._real: torch.Tensor | None = None  # bool [R, K]; None: no padding
         self._positions: torch.Tensor | None = None  # int64 [R, K]
         self._seen: torch.Tensor | None = None  # of this pass, bool [R or 1, 1, N, K]
@@ -44,9 +44,9 @@ class CachedPlan:
         """
         Args:
             positions: int64 [R, N].
-            real: bool [R, N], which are no padding; None: all.
-            is_causal: the new tokens see each other from left to right; else all see all.
-            kept: number of leading new tokens that later passes see; None: all.
+            real: bool [R, N], False for padding; None: no padding.
+            is_causal: new tokens see only earlier new tokens; otherwise all new tokens.
+            kept: number of leading new tokens to cache for later passes; None: all.
         """
         (rows, new), past = positions.shape, self.length
         self._new = new
@@ -68,11 +68,11 @@ class CachedPlan:
 
     @property
     def positions(self) -> torch.Tensor:
-        """int64 [R K]: those of all tokens of this pass."""
+        """int64 [R K]: of all tokens of this pass."""
         return self._all_positions.flatten()
 
     def pairs(self, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Queries [R, N] and keys [R, K] of this pass, int64 places in `positions`."""
+        """Queries [R, N] and keys [R, K] of this pass, int64 indices into `positions`."""
         rows, keys = self._all_positions.shape
         places = torch.arange(rows * keys, device=device).view(rows, keys)
         return [(places[:, keys - self._new :], places)]
@@ -100,7 +100,7 @@ class CachedPlan:
         return attend_all(q, k, v, mask)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep the given rows of the batch, some of them several times."""
+        """Keep these sequences of the batch; an index may be repeated."""
         if self.kept:
             chosen = torch.tensor(rows, device=self._all_positions.device)
             self.kept = {layer: x[chosen] for layer, x in self.kept.items()}
@@ -108,24 +108,24 @@ class CachedPlan:
             self._positions = None if self._positions is None else self._positions[chosen]
 
     def copy(self) -> CachedPlan:
-        """A copy that continues independently. The kept tensors are shared, since they are never changed in place."""
+        """A copy that continues independently. Tensors are shared, since none is changed in place."""
         other = copy.copy(self)
         other.kept = dict(self.kept)
         return other
 
 
 class CachedCross:
-    """Cross-attention over rows of an encoder that stay: their keys and values are computed once."""
+    """Cross-attention to an encoder's output, whose keys and values are computed once."""
 
-    def __init__(self, real: torch.Tensor | None, watch: Watch | None = None):
-        self.real, self._watch = real, watch  # real: bool [R, K]; None: all
+    def __init__(self, real: torch.Tensor | None, probe: AttentionProbe | None = None):
+        self.real, self._watch = real, probe  # real: bool [R, K]; None: all
         self._kept: dict[int, torch.Tensor] = {}  # layer -> [R, K, 2, H, D]
         self.rows = 0
 
     def attend(
         self, layer: int, inputs: Packed, dropout: AttentionDropout | None, bias: ScoreBias | None = None
     ) -> torch.Tensor:
-        """[R N, 1, H, D] -> [R N, H, D]; keys and values [R K, 2, H, D] count at a layer's first call only."""
+        """[R N, 1, H, D] -> [R N, H, D]; keys and values [R K, 2, H, D] are read at a layer's first call only."""
         q, key_value = inputs
         if layer not in self._kept:
             self._kept[layer] = key_value.view(self.rows, -1, *key_value.shape[1:])
@@ -141,7 +141,7 @@ class CachedCross:
         return bool(self._kept)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order, as `CachedPlan.select`."""
+        """As `CachedPlan.select`."""
         self.rows = len(rows)
         if self._kept:
             chosen = torch.tensor(rows, device=next(iter(self._kept.values())).device)
@@ -149,8 +149,10 @@ class CachedCross:
             self.real = None if self.real is None else self.real[chosen]
 
 
-def padded(lists: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """int64 [R, N], filled up with 0, and which are real: None if all are."""
+def pad_batch(
+    lists: Sequence[Sequence[int]], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Token lists as int64 [R, N], padded with 0, and bool [R, N], False for padding; None if there is none."""
     longest = max(map(len, lists))
     filled = torch.tensor([[*each, *[0] * (longest - len(each))] for each in lists], device=device)
     lengths = torch.tensor([len(each) for each in lists], device=device)
@@ -167,25 +169,25 @@ def id_fields(
     return ids
 
 
-def stack_rows(
+def run_cached_stack(
     model: GLM, tokens: torch.Tensor, ids: torch.Tensor, plan: CachedPlan, condition: Condition | None = None
 ) -> torch.Tensor:
-    """Hidden states [R, N, D] of new tokens in the one stack, or the encoder, before its last norm.
+    """Hidden states [R, N, D] of new tokens in the single stack, or the encoder, before its last norm.
 
-    Args: tokens: int64 [R, N]. ids: as for `id_fields`. plan: which expects them. condition: of the R x N tokens.
+    Args: tokens: int64 [R, N]. ids: from `id_fields`. plan: that expects them. condition: on the R x N tokens.
     """
     context = make_context(model.config, tokens.shape, ids.flatten(1), plan, None, model.parallel, condition)
     hidden = model.embedding(tokens.flatten(), ids.flatten(1), context)
     return model.run_blocks(hidden, context, plan.positions).view(*tokens.shape, -1)
 
 
-def encoded_rows(model: GLM, tokens: torch.Tensor, ids: torch.Tensor, plan: CachedPlan) -> torch.Tensor:
-    """The encoder's output for the decoder, after its last LayerNorm: [R, N, D]. Args: as for `stack_rows`."""
-    hidden = stack_rows(model, tokens, ids, plan)
+def run_cached_encoder(model: GLM, tokens: torch.Tensor, ids: torch.Tensor, plan: CachedPlan) -> torch.Tensor:
+    """The encoder's output for the decoder, after its last norm: [R, N, D]. Args: as for `run_cached_stack`."""
+    hidden = run_cached_stack(model, tokens, ids, plan)
     return hidden if model.encoder_layernorm is None else model.encoder_layernorm(hidden)
 
 
-def decoder_rows(
+def run_cached_decoder(
     model: GLM,
     tokens: torch.Tensor,
     ids: torch.Tensor,
@@ -193,11 +195,11 @@ def decoder_rows(
     encoded: torch.Tensor,
     cross: CachedCross,
 ) -> torch.Tensor:
-    """Hidden states [R, N, D] of new tokens in the decoder, before its last norm. Args: encoded: of `encoded_rows`."""
+    """Hidden states [R, N, D] of new tokens in the decoder, before its last norm; encoded: encoder output."""
     cross.rows = len(tokens)
     rows = encoded.flatten(0, 1)
     if cross.is_filled:
-        rows = rows[:1]  # not looked at again
+        rows = rows[:1]  # its keys and values are cached; no layer reads it again
     parts = PartsPlan(None, plan, cross, (0, tokens.numel()), ids[0].flatten().cpu().numpy())
     context = DecoderContext(tokens.shape, plan, None, None, cross=cross, both=None)
     whole = ForwardContext((tokens.numel(),), parts, None, None)

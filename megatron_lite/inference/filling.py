@@ -1,9 +1,9 @@
-"""Fill blanks: encode the texts once, then write each span token by token against cached keys and values.
+"""Fill blanks: encode the texts once, then generate each span token by token with cached keys and values.
 
-The layout is that of training. Part A is the text with its mask tokens, bidirectional. Each blank is a span of part B
+The template is that of training. Part A is the text with its mask tokens, bidirectional. Each blank is a span of part B
 that starts with sop, has its mask's position, counts block positions 1, 2, ... and ends with eop (or eos). Blanks are
-filled in text order; later ones see earlier answers. Beam search keeps several hypotheses for a blank, and only the
-best of them for the next. Several texts are filled together: the k-th blanks of all of them at a time.
+filled in text order; later ones see the spans of earlier ones. Beam search keeps several hypotheses for a blank, and
+only the best of them for the next. Several texts are filled as a batch: the k-th blanks of all texts at a time.
 """
 
 from __future__ import annotations
@@ -19,10 +19,16 @@ from data_utils.common.random_streams import derive_seed
 from data_utils.tokenizers.special_tokens import SpecialTokens
 from data_utils.tokenizers.tokenizer import Tokenizer
 from megatron_lite.config.generation import GenerationConfig
-from megatron_lite.inference.cache import CachedPlan, id_fields, padded, stack_rows
-from megatron_lite.inference.memory import most_texts, require_memory
-from megatron_lite.inference.search import Found, Search
-from megatron_lite.inference.watch import ONE_STACK, Replay, Row, Watch, stretch
+from megatron_lite.inference.attention_probe import (
+    SINGLE_STACK,
+    AttentionProbe,
+    QueryToken,
+    Replay,
+    query_tokens,
+)
+from megatron_lite.inference.cache import CachedPlan, id_fields, pad_batch, run_cached_stack
+from megatron_lite.inference.memory import check_memory, max_texts
+from megatron_lite.inference.search import Hypothesis, Search
 from megatron_lite.model.transformer import GLM
 
 
@@ -60,44 +66,44 @@ class BlankFiller:
     def fill_all(self, contexts: Sequence[Sequence[int]]) -> list[list[list[int]]]:
         """For each text the spans for its mask tokens, in text order, without sop, eop or eos.
 
-        They are those of the text alone. All texts are computed together, as far as memory allows.
+        They do not depend on the other texts. All texts are computed as one batch, as far as memory allows.
 
         Args:
             contexts: part A of each: CLS, the text with its mask tokens, and eos where the text is complete.
         Raises: DataError without a mask, or if positions exceed the model's tables.
         """
-        return [[found[0].tokens for found in text] for text in self.found(contexts)]
+        return [[found[0].tokens for found in text] for text in self.hypotheses(contexts)]
 
-    def answers(self, context: Sequence[int]) -> list[list[tuple[float, list[int]]]]:
+    def ranked_spans(self, context: Sequence[int]) -> list[list[tuple[float, list[int]]]]:
         """For each blank up to `num_beams` spans with their probabilities, the likeliest first.
 
         Spans that do not end within max_length are left out, unless none does. Later blanks see the likeliest span.
-        Beams may miss a likely span that begins unlikely.
+        Beam search may miss a likely span with an unlikely first token.
 
         Args: context: as for `fill_all`.
         """
         assert self.config.strategy == "beam" and self.config.length_penalty == 0.0, (
             "scores are log probabilities"
         )
-        answers = []
-        for found in self.found([context], self._of_ended)[0]:
+        ranked = []
+        for found in self.hypotheses([context], self._of_ended)[0]:
             totals: dict[tuple[int, ...], float] = {}
             for each in found:  # a span may end with eop and with eos
                 span = tuple(each.tokens)
                 totals[span] = totals.get(span, 0.0) + math.exp(each.score)
-            answers.append(sorted(((p, list(span)) for span, p in totals.items()), reverse=True))
-        return answers
+            ranked.append(sorted(((p, list(span)) for span, p in totals.items()), reverse=True))
+        return ranked
 
     @torch.no_grad()
-    def found(
+    def hypotheses(
         self, contexts: Sequence[Sequence[int]], search: Search | None = None
-    ) -> list[list[list[Found]]]:
-        """The spans found for each text and each of its blanks, the best first. Args: search: None = the settings'."""
+    ) -> list[list[list[Hypothesis]]]:
+        """The spans found for each text and each of its blanks, the best first. Args: search: None: by the settings."""
         blanks = [self._blanks(context) for context in contexts]
         for context in contexts:
-            self.require_room(context)
+            self.check_length(context)
         longest = max(map(len, contexts)) + self._longest()
-        most = most_texts(self.model.config, self.config, longest)
+        most = max_texts(self.model.config, self.config, longest)
         return [
             found
             for first in range(0, len(contexts), most)
@@ -108,9 +114,9 @@ class BlankFiller:
 
     def _together(
         self, contexts: Sequence[Sequence[int]], blanks: Sequence[list[int]], search: Search
-    ) -> list[list[list[Found]]]:
+    ) -> list[list[list[Hypothesis]]]:
         generators = [self._generator() for _ in contexts]
-        found: list[list[list[Found]]] = [[] for _ in contexts]
+        found: list[list[list[Hypothesis]]] = [[] for _ in contexts]
         plan, texts = self.encoded(contexts), list(range(len(contexts)))
         for number in range(max(map(len, blanks))):
             state = _Span(self, plan.copy(), [blanks[text][number] for text in texts])
@@ -131,45 +137,49 @@ class BlankFiller:
         masks = {self.special.mask, self.special.smask, self.special.gmask}
         blanks = [position for position, token in enumerate(context) if token in masks]
         if not blanks:
-            raise DataError("the text has no blank; mark at least one with [MASK], [sMASK] or [gMASK].")
+            raise DataError("the text has no blank; add [MASK], [sMASK] or [gMASK].")
         return blanks
 
-    def encoded(self, contexts: Sequence[Sequence[int]], watch: Watch | None = None) -> CachedPlan:
+    def encoded(self, contexts: Sequence[Sequence[int]], probe: AttentionProbe | None = None) -> CachedPlan:
         """The cache that holds part A of each text."""
-        tokens, real = padded(contexts, self.device)
+        tokens, real = pad_batch(contexts, self.device)
         positions = torch.arange(tokens.shape[1], device=self.device).expand(tokens.shape)
-        plan = CachedPlan(self.model.config, watch)
+        plan = CachedPlan(self.model.config, probe)
         plan.expect(positions, real=real)
-        stack_rows(self.model, tokens, id_fields(positions), plan)
+        run_cached_stack(self.model, tokens, id_fields(positions), plan)
         return plan
 
     def write(
         self, plan: CachedPlan, spans: Sequence[Sequence[int]], positions: Sequence[int], first: int = 1
     ) -> torch.Tensor:
-        """Add tokens of part B to a cache. Returns: logits [rows, longest span, V] of the next token after each.
+        """Add tokens of part B to a cache. Returns: logits [R, longest span, V] of the token after each.
 
         Args:
-            spans: for each row.
-            positions: of each row's blank.
+            spans: the new tokens of each of the R sequences.
+            positions: of the blank of each sequence.
             first: block position of the spans' first tokens.
         """
-        tokens, real = padded(spans, self.device)
-        places = torch.tensor(positions, device=self.device)[:, None].expand(tokens.shape)
+        tokens, real = pad_batch(spans, self.device)
+        blank_positions = torch.tensor(positions, device=self.device)[:, None].expand(tokens.shape)
         steps = torch.arange(first, first + tokens.shape[1], device=self.device)
         steps = steps.clamp(max=self.model.config.max_position).expand(tokens.shape)
-        plan.expect(places, real=real, is_causal=True)
-        return self.model.logits(stack_rows(self.model, tokens, id_fields(places, steps), plan)).float()
+        plan.expect(blank_positions, real=real, is_causal=True)
+        return self.model.logits(
+            run_cached_stack(self.model, tokens, id_fields(blank_positions, steps), plan)
+        ).float()
 
     @torch.no_grad()
-    def replay(self, context: Sequence[int], found: Sequence[Found], watch: Watch | None = None) -> Replay:
-        """A text with the answers to its blanks, read once more. Args: watch: what to keep of it."""
-        plan, rows, logits = self.encoded([context], watch), stretch(context, []), []
-        for place, each in zip(self._blanks(context), found, strict=True):
+    def replay(
+        self, context: Sequence[int], found: Sequence[Hypothesis], probe: AttentionProbe | None = None
+    ) -> Replay:
+        """Run the model once more on a text with its spans. Args: probe: keeps attention weights."""
+        plan, rows, logits = self.encoded([context], probe), query_tokens(context, []), []
+        for position, each in zip(self._blanks(context), found, strict=True):
             span = [self.special.sop, *each.tokens]
-            logits.append(self.write(plan, [span], [place])[0, : len(each.tokens) + each.ended])
-            rows += stretch([], span)
-            rows[-1] = Row(span[-1], each.ended)
-        return Replay(logits, {ONE_STACK: (rows, [row.token for row in rows])})
+            logits.append(self.write(plan, [span], [position])[0, : len(each.tokens) + each.ended])
+            rows += query_tokens([], span)
+            rows[-1] = QueryToken(span[-1], each.ended)
+        return Replay(logits, {SINGLE_STACK: (rows, [row.token for row in rows])})
 
     def context(self, tokens: Sequence[int]) -> list[int]:
         """See `blank_context`."""
@@ -181,22 +191,22 @@ class BlankFiller:
         seed = derive_seed(self.config.seed, "generate", self._texts)
         return torch.Generator(device=self.device).manual_seed(seed)
 
-    def require_room(self, context: Sequence[int]) -> None:
-        """Raise DataError if part A has more tokens than the model has positions, or its beams need too much memory."""
+    def check_length(self, context: Sequence[int]) -> None:
+        """Raise DataError if part A exceeds the model's positions, or its beams need too much memory."""
         limit = self.model.config.max_position + 1
         if len(context) > limit:
             raise DataError(
-                f"a text has {len(context)} tokens with [CLS] and the end, but the model has positions for {limit}; "
+                f"a text has {len(context)} tokens with [CLS] and end token, but the model has positions for {limit}; "
                 f"shorten it by {len(context) - limit} tokens, or give a model with a larger model.max_position."
             )
-        require_memory(self.model.config, self.config, len(context) + self._longest())
+        check_memory(self.model.config, self.config, len(context) + self._longest())
 
     def _longest(self) -> int:
         return min(self.config.max_length, self.model.config.max_position)
 
 
 class _Span:
-    """The k-th blanks of some texts (a `State` of search.py)."""
+    """The k-th blanks of some texts (a `DecodingState` of search.py)."""
 
     def __init__(self, filler: BlankFiller, plan: CachedPlan, positions: list[int]):
         self.filler, self.plan, self.positions, self.step = filler, plan, positions, 0
@@ -214,7 +224,7 @@ class _Span:
 
 
 def blank_context(tokens: Sequence[int], special: SpecialTokens) -> list[int]:
-    """Part A for a text's tokens: CLS first; eos last unless the text is to be continued at a final [gMASK]."""
+    """Part A for a text's tokens: CLS first; eos last unless the text ends with [gMASK] and is continued there."""
     is_open = bool(tokens) and tokens[-1] == special.gmask and special.gmask != special.mask
     return [special.cls, *tokens] if is_open else [special.cls, *tokens, special.eos]
 
@@ -237,18 +247,20 @@ def insert_spans(
 
 
 def span_text(tokenizer: Tokenizer, span: Sequence[int]) -> str:
-    """A span for people, without the spaces around it. A blank that holds nothing else, or no token, says so."""
+    """A span as printed, without spaces around it; "(nothing)", "(space)" or "(line break)" if that is all."""
     text = tokenizer.decode(span)
     nothing = "(line break)" if "\n" in text else "(space)" if text else "(nothing)"
     return text.strip() or nothing
 
 
 def numbered_text(tokenizer: Tokenizer, context: Sequence[int], spans: Sequence[Sequence[int]]) -> str:
-    """The text for people, ___1___ in the place of its first blank. Args: spans: what stood in the blanks."""
+    """The text as printed, with ___1___ for its first blank. Args: spans: the original text of the blanks."""
     hidden = {tokenizer.special.cls, tokenizer.special.eos}
     parts = insert_spans([token for token in context if token not in hidden], spans, tokenizer.special)
     texts = [tokenizer.decode(part) for part in parts]
-    for number, place in enumerate(range(1, len(texts), 2), start=1):
-        space = " " if texts[place].startswith(" ") else ""  # byte-level tokens carry the space before a word
-        texts[place] = f"{space}___{number}___"
+    for number, index in enumerate(range(1, len(texts), 2), start=1):
+        space = (
+            " " if texts[index].startswith(" ") else ""
+        )  # byte-level tokens include the space before a word
+        texts[index] = f"{space}___{number}___"
     return " ".join("".join(texts).split())

@@ -35,28 +35,28 @@ class OpenRun:
     config: Config  # with model.vocab_size
     tokenizer: Tokenizer
     checkpoint: Checkpoint
-    decoder_tokenizer: Tokenizer | None = None  # where a latent vector joins two stacks with one each
+    decoder_tokenizer: Tokenizer | None = None  # OPTIMUS with two vocabularies
 
     @property
     def objectives(self) -> tuple[ObjectiveChoice, ...]:
-        """The objectives the checkpoint was trained on, without those that had not begun yet."""
+        """The objectives the checkpoint was trained on, without those that had not started yet."""
         consumed = self.checkpoint.state.get("consumed_samples", 0)
         return tuple(
             choice for choice in self.config.objective_choices if choice.first_sample < max(consumed, 1)
         )
 
     def require_blank_infilling(self, blanks: Collection[str]) -> None:
-        """Warn of `blanks` ([MASK], ...) that were not trained. Raises ConfigError if no kind of blank was."""
+        """Warn of `blanks` ([MASK], ...) that were not trained. Raises ConfigError if no blank was."""
         self.require_one_transformer()
         if "blank_infilling" not in objective_names(self.objectives):
             raise ConfigError(
                 f"{self.checkpoint.path} was trained on {', '.join(objective_names(self.objectives))}, which does "
-                "not teach to fill blanks; give a run of blank_infilling, or train this one on it."
+                "not train filling blanks; give a run of blank_infilling, or train this one on it."
             )
         if count := self.config.model.decoder_layers:
             raise ConfigError(
-                f"{self.checkpoint.path} has model.decoder_layers {count}, but blanks are filled by models of one "
-                "stack; give a run without a decoder."
+                f"{self.checkpoint.path} has model.decoder_layers {count}, but only models without a decoder fill "
+                "blanks; give such a run."
             )
         trained = {blank for blank, share in blank_shares(self.objectives).items() if share}
         if missing := sorted(set(blanks) - trained):
@@ -66,7 +66,7 @@ class OpenRun:
             )
 
     def require_one_transformer(self, for_task: bool = False) -> None:
-        """Raise ConfigError for a run of another kind of model. Args: for_task: but those that solve tasks."""
+        """Raise ConfigError for a model of two Transformers. Args: for_task: accept those that solve tasks."""
         for choice in self.config.objective_choices:
             if choice.section.two_stacks is not None and not (for_task and choice.section.solves_tasks):
                 raise ConfigError(f"{self.checkpoint.path} {choice.section.two_stacks}")
@@ -97,7 +97,7 @@ def open_run(
 ) -> OpenRun:
     """A run directory (its newest valid checkpoint) or one `step_...` directory, without the weights.
 
-    Args: tokenizer_path, decoder_tokenizer_path: where they are now.
+    Args: tokenizer_path, decoder_tokenizer_path: replace the recorded paths.
 
     Raises: CheckpointError if there is none or it is damaged; DataError if the tokenizer cannot be loaded.
     """
@@ -107,17 +107,17 @@ def open_run(
     config = build(Config, state.config)
     if config.tokenizer is None:
         raise CheckpointError(
-            f"checkpoint {checkpoint.path} names no tokenizer; give one of a run of pretrain_glm.py."
+            f"checkpoint {checkpoint.path} records no tokenizer; give a checkpoint of pretrain_glm.py."
         )
     section, of_decoder = config.tokenizer, config.decoder_tokenizer
     if tokenizer_path is not None:
         section = replace(section, path=str(tokenizer_path))
-    tokenizer = _tokenizer(section, checkpoint, "say with --tokenizer where it is now")
+    tokenizer = _tokenizer(section, checkpoint, "give its path with --tokenizer")
     decoder_tokenizer, size = None, None
     if of_decoder is not None:
         if decoder_tokenizer_path is not None:
             of_decoder = replace(of_decoder, path=str(decoder_tokenizer_path))
-        decoder_tokenizer = _tokenizer(of_decoder, checkpoint, "say with --decoder-tokenizer where it is now")
+        decoder_tokenizer = _tokenizer(of_decoder, checkpoint, "give its path with --decoder-tokenizer")
         size = decoder_tokenizer.vocab_size
     config = config.with_vocab_size(tokenizer.vocab_size, size)
     return OpenRun(config, tokenizer, checkpoint, decoder_tokenizer)

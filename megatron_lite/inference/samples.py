@@ -1,4 +1,4 @@
-"""Fills the same blanks of validation texts at each evaluation, to show a run's progress in its report."""
+"""Infills the same blanks of validation texts at each evaluation: a run's progress in its report."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SampleFillings:
     """Fills the blanks of a few validation texts, greedily, the same ones every time."""
 
     def __init__(self, loader: SampleLoader, tokenizer: Tokenizer, count: int, num_samples: int):
-        self._tokenizer, self._alike = tokenizer, 0  # evaluations in a row whose blanks are filled alike
+        self._tokenizer, self._alike = tokenizer, 0  # consecutive evaluations with few different spans
         self._prompts = list(itertools.islice(prompts(loader, num_samples, tokenizer.special), count))
 
     def __call__(self, model: GLM) -> dict[str, Any]:
@@ -50,7 +50,7 @@ class SampleFillings:
         self._alike = self._alike + 1 if is_alike else 0
         if self._alike == IN_A_ROW:
             log.warning(
-                "%d blanks are filled with %d different answers, and hardly more in the last %d evaluations: the model "
-                "writes frequent words, whatever stands around a blank. More steps help, or another recipe. %s",
+                "%d blanks are filled with only %d different spans, for %d evaluations in a row: the model writes "
+                "frequent words and ignores the text around a blank. Train for more steps, or change the recipe. %s",
                 len(answers), different, IN_A_ROW, ADVICE,
             )  # fmt: skip

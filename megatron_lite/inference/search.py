@@ -1,13 +1,13 @@
-"""Greedy search, sampling and beam search over answers to several texts at once, for any model.
+"""Greedy search, sampling and beam search for a batch of texts and any model.
 
-A `State` knows the model and the texts: it says what may follow. Each text is searched as if it were alone. A text that
-is done leaves the batch.
+A `DecodingState` holds the model and the texts, and gives the logits of the next tokens. The result of a text does not
+depend on the others. A finished text leaves the batch.
 
-Beam search is that of GLM's code and of transformers, so that an exported model gives the same answers. Of the
+Beam search equals that of GLM's code and of transformers, so that an exported model generates the same. Of the
 likeliest continuations of a text's hypotheses, those among the first `num_beams` that end are finished; the first
-`num_beams` of the others live on. At the length limit all end. A text is done when `num_beams` are finished, and its
-best live hypothesis, scored at its present length, is not better than the worst of them. Scores are log probabilities
-of the whole vocabulary: what may not follow is left out, and its probability is not shared among the rest.
+`num_beams` of the others stay live. At the length limit all end. A text is done when `num_beams` are finished and its
+best live hypothesis, scored at its current length, is not better than the worst of them. Scores are log probabilities
+over the whole vocabulary: banned tokens are skipped, and their probability is not redistributed.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from megatron_lite.config.generation import GenerationConfig
 NEVER = float("-inf")
 
 
-class State(Protocol):
-    """The rows of a batch: at first one for each text."""
+class DecodingState(Protocol):
+    """The sequences of a batch: initially one for each text, later one for each beam."""
 
     def first(self) -> torch.Tensor:
-        """fp32 logits [texts, V] of each answer's first token. Called once."""
+        """fp32 logits [texts, V] of each text's first new token. Called once."""
         ...
 
     def next(self, tokens: Sequence[int]) -> torch.Tensor:
-        """fp32 logits [rows, V] of the token after these, one of them for each row."""
+        """Append one token to each sequence. Returns: fp32 logits [sequences, V] of the next one."""
         ...
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep these rows, some of them several times."""
+        """Keep these sequences; an index may be repeated (beams)."""
         ...
 
 
 @dataclass(frozen=True)
-class Found:
-    """An answer."""
+class Hypothesis:
+    """A generated sequence."""
 
-    tokens: list[int]  # without its end
+    tokens: list[int]  # without the end token
     score: float = 0.0  # beam: log probability over the length penalty
     ended: bool = True  # not cut at the length limit
-    log_p: float = 0.0  # beam: log probability, that of its end counted
+    log_p: float = 0.0  # beam: log probability, end token included
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,13 @@ class _Live:
 class Search:
     """
     Args:
-        ends: tokens that end an answer.
-        banned: tokens that never occur in one.
+        ends: tokens that end a sequence.
+        banned: tokens that are never generated.
         ignored: see `repeats`.
-        unseen: tokens of each answer that the state writes itself. They count in lengths.
-        stops: greedy and sampled answers: whether an answer so far says all that is asked for. Then it is cut there.
-        takes_cut: beam: an answer that is cut at the length limit competes with those that ended. Else it is taken only
-            where none has.
+        unseen: tokens of each sequence that the state adds itself. They count in lengths.
+        stops: greedy search and sampling: True for a sequence after which generation stops.
+        takes_cut: beam: sequences cut at the length limit compete with those that ended; if False they are used only
+            when none ended.
     """
 
     def __init__(
@@ -87,12 +87,12 @@ class Search:
         self.banned = sorted(token for token in set(banned) - set(ends) if token >= 0)
 
     def run(
-        self, state: State, limits: Sequence[int], generators: Sequence[torch.Generator] = ()
-    ) -> list[list[Found]]:
-        """The answers of each text, the best first: one, or up to `num_beams`.
+        self, state: DecodingState, limits: Sequence[int], generators: Sequence[torch.Generator] = ()
+    ) -> list[list[Hypothesis]]:
+        """The generated sequences of each text, the best first: one, or up to `num_beams`.
 
         Args:
-            limits: most tokens of each answer, at least 1. An end is one of them.
+            limits: most tokens of each sequence, at least 1, end token included.
             generators: of each text, for sampling.
         """
         if self.config.strategy == "beam":
@@ -100,7 +100,7 @@ class Search:
         return [[found] for found in self._one_by_one(state, limits, generators)]
 
     def _allowed(self, scores: torch.Tensor, spans: Sequence[list[int]]) -> torch.Tensor:
-        """`scores` [rows, V], -inf where a token may not follow the row's span."""
+        """`scores` [sequences, V] with -inf for tokens that may not follow."""
         scores[:, self.banned] = NEVER
         for row, span in zip(scores, spans, strict=True):
             if len(span) < self.config.min_length:
@@ -110,8 +110,8 @@ class Search:
         return scores
 
     def _one_by_one(
-        self, state: State, limits: Sequence[int], generators: Sequence[torch.Generator]
-    ) -> list[Found]:
+        self, state: DecodingState, limits: Sequence[int], generators: Sequence[torch.Generator]
+    ) -> list[Hypothesis]:
         spans: list[list[int]] = [[] for _ in limits]
         ended = [False] * len(limits)
         texts, logits = list(range(len(limits))), state.first()
@@ -133,30 +133,30 @@ class Search:
             texts = [texts[row] for row in rows]
             if texts:
                 logits = state.next(tokens)
-        return [Found(span, ended=end) for span, end in zip(spans, ended, strict=True)]
+        return [Hypothesis(span, ended=end) for span, end in zip(spans, ended, strict=True)]
 
     def _choose(self, logits: torch.Tensor, generator: torch.Generator | None) -> int | None:
-        """The next token of a row; None: no token is allowed."""
+        """The next token of a sequence; None: no token is allowed."""
         if logits.max() == NEVER:
             return None
         return int(logits.argmax()) if self.config.strategy == "greedy" else self.draw(logits, generator)
 
     def draw(self, logits: torch.Tensor, generator: torch.Generator | None) -> int:
-        """A token by the settings of sampling. Args: logits: [V]."""
+        """Sample a token by temperature, top_k and top_p. Args: logits: [V]."""
         logits = logits / self.config.temperature
         ordered, order = logits.sort(descending=True)
         probabilities = ordered.softmax(-1)
         if self.config.top_k:
             probabilities[self.config.top_k :] = 0.0
-        # A token stays if those before it have not yet reached top_p: the likeliest always stays.
+        # A token is kept if the likelier ones have not reached top_p; the likeliest is always kept.
         before = probabilities.cumsum(-1) - probabilities
         left_out = before >= self.config.top_p * probabilities.sum()
         left_out[0] = False  # also where top_p is 0 in fp32
         probabilities[left_out] = 0.0
         return int(order[torch.multinomial(probabilities, 1, generator=generator)])
 
-    def _beams(self, state: State, limits: Sequence[int]) -> list[list[Found]]:
-        finished: list[list[Found]] = [[] for _ in limits]
+    def _beams(self, state: DecodingState, limits: Sequence[int]) -> list[list[Hypothesis]]:
+        finished: list[list[Hypothesis]] = [[] for _ in limits]
         live = [[_Live([])] for _ in limits]
         texts, logits, step = list(range(len(limits))), state.first(), 1
         while texts:
@@ -180,36 +180,36 @@ class Search:
         return finished
 
     def _continue(
-        self, totals: torch.Tensor, live: list[_Live], finished: list[Found], step: int, is_last: bool
+        self, totals: torch.Tensor, live: list[_Live], finished: list[Hypothesis], step: int, is_last: bool
     ) -> tuple[list[int], list[_Live]]:
-        """One text's step, which adds to `finished`. Returns: row in `totals` of each new live hypothesis, and those.
+        """One step of one text, which adds to `finished`.
 
-        There are none if the text is done.
+        Returns: for each new live hypothesis the index of its parent in `totals`, and the hypotheses; none if done.
         """
         beams, vocabulary = self.config.num_beams, totals.shape[1]
         count = max(2, 1 + len(self.ends)) * beams  # at least `beams` of them do not end
-        best, places = totals.flatten().topk(min(count, totals.numel()))
+        best, indices = totals.flatten().topk(min(count, totals.numel()))
         sources: list[int] = []
         after: list[_Live] = []
-        cut: list[Found] = []
-        for rank, (total, place) in enumerate(zip(best.tolist(), places.tolist(), strict=True)):
+        cut: list[Hypothesis] = []
+        for rank, (total, index) in enumerate(zip(best.tolist(), indices.tolist(), strict=True)):
             if total == NEVER:
                 break
-            source, token = divmod(place, vocabulary)
+            source, token = divmod(index, vocabulary)
             span, is_end = live[source].tokens, token in self.ends
             if is_end or is_last:
                 if rank < beams and (is_end or self.takes_cut):
                     score = self._score(total, step)
-                    finished.append(Found(span if is_end else [*span, token], score, is_end, total))
+                    finished.append(Hypothesis(span if is_end else [*span, token], score, is_end, total))
                 elif is_last and not is_end:
-                    cut.append(Found([*span, token], self._score(total, step), False, total))
+                    cut.append(Hypothesis([*span, token], self._score(total, step), False, total))
             elif len(after) < beams:
                 sources.append(source)
                 after.append(_Live([*span, token], total))
-        if not after and not finished:  # none has ended, and the limit is here, or nothing may follow
+        if not after and not finished:  # none ended, and the limit is reached or no token is allowed
             length = max(step - 1, 1)
             finished += cut or [
-                Found(each.tokens, self._score(each.total, length), False, each.total) for each in live
+                Hypothesis(each.tokens, self._score(each.total, length), False, each.total) for each in live
             ]
         finished.sort(key=lambda found: found.score, reverse=True)
         del finished[beams:]
@@ -222,9 +222,9 @@ class Search:
 
 
 def repeats(span: Sequence[int], size: int, ignored: Collection[int] = ()) -> list[int]:
-    """Tokens that would end an n-gram of this size which the answer has already.
+    """Tokens that would repeat an n-gram of this size.
 
-    Args: ignored: if one of them is among the last size - 1 tokens, everything may follow (UniLM's sentence marks).
+    Args: ignored: with one of them among the last size - 1 tokens, any token may follow (UniLM's sentence marks).
     """
     tail = list(span[len(span) - size + 1 :]) if size > 1 else []
     if len(span) < size or not set(tail).isdisjoint(ignored):

@@ -1,7 +1,7 @@
-"""One page on 127.0.0.1 to try a run in a browser: page.html, and its questions to a `Trial` as JSON.
+"""A demo page on 127.0.0.1 to try a run in a browser: page.html, and its requests to a `Trial` as JSON.
 
-Only this machine's browsers reach it. A page of another origin is refused by the Host and Origin headers (DNS
-rebinding) and the type of the body, and the policy of our own page lets it ask nobody else.
+Only browsers on this machine reach it. Requests of pages of another origin are refused by the Host and Origin headers
+(DNS rebinding) and the content type; the content security policy lets our page connect to this server only.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ if TYPE_CHECKING:  # it imports torch
     from megatron_lite.inference.trial import Trial
 
 HOST = "127.0.0.1"
-MOST_BYTES = 64 << 10  # of a question
-MOST_UNREAD = 16 << 20  # of a larger one, which is read to its end so that the browser reads the refusal
+MOST_BYTES = 64 << 10  # of a request body
+MOST_UNREAD = 16 << 20  # of a larger body, which is read to its end so that the browser reads the error
 READ_SECONDS = 60.0
-QUESTIONS: dict[str, dict[str, Any]] = {
+REQUEST_FIELDS: dict[str, dict[str, Any]] = {
     "/answer": {"text": str, "settings": dict},
     "/attention": {"answer": int, "part": str, "layer": int, "head": int | None},
 }
 
 
-class Refused(Exception):
-    """A request that is answered with a status other than 200."""
+class RequestError(Exception):
+    """A request that gets a status other than 200."""
 
     def __init__(self, status: int, message: str):
         super().__init__(message)
@@ -41,7 +41,7 @@ class Refused(Exception):
 
 
 class Server(ThreadingHTTPServer):
-    """Waits for requests once `trial` is set. Args: port: 0 = any that is free. Raises: ConfigError if it is taken."""
+    """Serves requests once `trial` is set. Args: port: 0: any free port. Raises: ConfigError if it is in use."""
 
     daemon_threads = True
     trial: Trial
@@ -53,19 +53,19 @@ class Server(ThreadingHTTPServer):
             super().__init__((HOST, port), _Handler)
         except OSError as error:
             raise ConfigError(
-                f"port {port} of {HOST} cannot be had ({error.strerror}); give another with --port, or 0 for any."
+                f"port {port} of {HOST} cannot be opened ({error.strerror}); give another with --port, or 0 for any."
             ) from None
-        self.busy = threading.Lock()  # one answer at a time
+        self.busy = threading.Lock()  # one completion at a time
         self.page = Path(__file__).with_name("page.html").read_bytes()
         self.policy = policy_of(self.page.decode())
 
     @property
     def hosts(self) -> set[str]:
-        """The names by which our page asks: what is asked by another name is not our page's question."""
+        """Host names of requests from our page; any other Host header is another page's."""
         return {f"{name}:{self.server_port}" for name in (HOST, "localhost")}
 
     def serve(self) -> NoReturn:
-        """Until Ctrl-C, which waits for an answer that is being made; a second one does not."""
+        """Serve until Ctrl-C, which waits for a running completion; a second Ctrl-C does not."""
         with self:
             try:
                 self.serve_forever()
@@ -74,11 +74,11 @@ class Server(ThreadingHTTPServer):
         raise AssertionError("serve_forever ends by an exception")
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that has left is no error; all else is told by the handler."""
+        """A closed connection is no error; the handler reports all others."""
 
 
 def policy_of(page: str) -> str:
-    """The Content-Security-Policy that allows the page's own script and style, and questions to this server."""
+    """The Content-Security-Policy that allows the page's own script and style, and requests to this server."""
     hashes = {}
     for kind in ("script", "style"):
         (text,) = re.findall(rf"<{kind}>(.*?)</{kind}>", page, re.S)
@@ -105,11 +105,11 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/about":
             return self.server.trial.about()
         if self.path != "/":
-            raise Refused(404, "there is no such page; open the address that scripts/try.py printed.")
+            raise RequestError(404, "page not found; open the address that scripts/try.py printed.")
         return self.server.page
 
     def _post(self) -> dict[str, Any]:
-        question = self._question()
+        question = self._request_fields()
         with self.server.busy:
             trial = self.server.trial
             return trial.answer(**question) if self.path == "/answer" else trial.attention(**question)
@@ -119,7 +119,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             self._check_origin()
             found = make()
-        except Refused as error:
+        except RequestError as error:
             status, found = error.status, {"error": str(error)}
         except UserError as error:
             status, found = 400, {"error": str(error)}
@@ -128,7 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         except Exception as error:
             traceback.print_exc()
-            status, found = 500, {"error": f"no answer, because of {type(error).__name__}: see the terminal."}
+            status, found = 500, {"error": f"{type(error).__name__}; see the terminal."}
         self._send(status, found)
 
     def _check_origin(self) -> None:
@@ -136,40 +136,42 @@ class _Handler(BaseHTTPRequestHandler):
         names = [*self.headers.get_all("Host", []), origin.removeprefix("http://")]
         if len(names) != 2 or not set(names) <= self.server.hosts:
             self.close_connection = True
-            raise Refused(
-                403, f"only http://{HOST}:{self.server.server_port} is answered; open this address."
+            raise RequestError(
+                403,
+                f"requests are accepted from http://{HOST}:{self.server.server_port} only; open this address.",
             )
 
-    def _question(self) -> Mapping[str, Any]:
-        """The fields of a POST, of their kinds."""
+    def _request_fields(self) -> Mapping[str, Any]:
+        """The fields of a POST, with their types checked."""
         length = self.headers.get("Content-Length", "")
         closes, self.close_connection = self.close_connection, True  # unless the body was read
         if not re.fullmatch(r"[0-9]{1,18}", length) or "Transfer-Encoding" in self.headers:
-            raise Refused(411, "the length of the question is missing; send Content-Length.")
+            raise RequestError(411, "Content-Length is missing; send it.")
         if int(length) > MOST_BYTES:
             unread = min(int(length), MOST_UNREAD)
             while unread and (part := self.rfile.read(min(unread, 1 << 16))):
                 unread -= len(part)
-            raise Refused(
-                413, f"the question has {int(length):,} bytes, more than {MOST_BYTES:,}; shorten the text."
+            raise RequestError(
+                413, f"the request has {int(length):,} bytes, more than {MOST_BYTES:,}; shorten the text."
             )
         body = self.rfile.read(int(length))
         self.close_connection = closes
-        kinds = QUESTIONS.get(self.path)
+        kinds = REQUEST_FIELDS.get(self.path)
         if kinds is None:
-            raise Refused(404, f"nothing answers {self.path[:60]!r}; ask {' or '.join(QUESTIONS)}.")
+            raise RequestError(404, f"there is no {self.path[:60]!r}; request {' or '.join(REQUEST_FIELDS)}.")
         if self.headers.get_content_type() != "application/json":
-            raise Refused(415, "the question is no JSON; send Content-Type: application/json.")
+            raise RequestError(415, "the request is not JSON; send Content-Type: application/json.")
         try:
             tree = json.loads(body)
         except (ValueError, RecursionError):
-            raise Refused(400, "the question cannot be read; send JSON in UTF-8.") from None
+            raise RequestError(400, "the request cannot be parsed; send JSON in UTF-8.") from None
         is_good = isinstance(tree, dict) and tree.keys() == kinds.keys()
         if not is_good or any(
             isinstance(tree[key], bool) or not isinstance(tree[key], kinds[key]) for key in kinds
         ):
-            raise Refused(
-                400, f"a question to {self.path} has {', '.join(kinds)}, each of its kind; send these."
+            raise RequestError(
+                400,
+                f"a request to {self.path} has the fields {', '.join(kinds)}, each of its type; send these.",
             )
         return tree
 
@@ -189,9 +191,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """The answer to requests that are no HTTP, or ask by another method."""
+        """The response to requests that are not HTTP or have another method."""
         self.close_connection = True
-        self._send(int(code), {"error": message or "this cannot be answered."})
+        self._send(int(code), {"error": message or "the request cannot be handled."})
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: texts are the person's own."""
+        """Log nothing: texts are private."""

@@ -1,4 +1,4 @@
-"""Texts in, answers out: a run fills the blanks of texts, or writes on whole ones."""
+"""Texts -> completions: a run fills the blanks of texts, or continues them."""
 
 from __future__ import annotations
 
@@ -11,51 +11,50 @@ from data_utils.tokenizers.vocabulary import vocabulary_of
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.inference.decoders import (
     TextDecoder,
-    decoder_of,
+    check_generation_options,
     ignored_tokens,
-    may_write,
-    refuse_options_of_others,
+    make_decoder,
+    writes_whole_texts,
 )
 from megatron_lite.inference.filling import BlankFiller, insert_spans
 from megatron_lite.inference.open_run import OpenRun, Run
-from megatron_lite.inference.search import Found
+from megatron_lite.inference.search import Hypothesis
 
-TOGETHER = 16  # texts that are computed at a time
-Worker = BlankFiller | TextDecoder
+TEXTS_PER_BATCH = 16  # texts of a batch
+TextGenerator = BlankFiller | TextDecoder
 
 
-class Answer(NamedTuple):
+class Completion(NamedTuple):
     text: str
-    parts: list[
-        str
-    ]  # what the text says, a blank's filling, what it says, ...; or the text and what is written on it
-    context: list[int]  # the text's tokens, special ones included
-    found: list[list[Found]]  # for each blank, or the whole text: answers, the best first
+    # Text, filled span, text, filled span, ..., text; or the text and its continuation.
+    parts: list[str]
+    context: list[int]  # the text's tokens, with special tokens
+    found: list[list[Hypothesis]]  # for each blank, or for the whole text: the best first
 
 
 def fills_blanks(run: OpenRun, blanks: Collection[str]) -> bool:
-    """Whether a run fills blanks; else it writes on whole texts. Args: blanks: [MASK], ..., that the texts have.
+    """Whether a run fills blanks; otherwise it continues texts. Args: blanks: [MASK], ..., that the texts contain.
 
     Raises: ConfigError if it does neither.
     """
-    if may_write(run, has_blanks=bool(blanks)):
+    if writes_whole_texts(run, has_blanks=bool(blanks)):
         return False
     run.require_blank_infilling(blanks)
     return True
 
 
-def worker_of(run: Run, config: GenerationConfig, fills: bool) -> Worker:
-    """Answers texts with a run. Args: fills: see `fills_blanks`. Raises: ConfigError for options of other runs."""
+def make_text_generator(run: Run, config: GenerationConfig, fills: bool) -> TextGenerator:
+    """Makes what completes texts. Args: fills: see `fills_blanks`. Raises: ConfigError for unused options."""
     if fills:
-        refuse_options_of_others(run, config)
+        check_generation_options(run, config)
         return BlankFiller(run.model, run.tokenizer.special, config, ignored_tokens(run.tokenizer, config))
-    decoder = decoder_of(run, config)
-    assert isinstance(decoder, TextDecoder), "may_write says so"
+    decoder = make_decoder(run, config)
+    assert isinstance(decoder, TextDecoder), "writes_whole_texts is checked before"
     return decoder
 
 
 def with_sentinels(run: OpenRun, texts: list[list[int]]) -> list[list[int]]:
-    """Encoded texts, the k-th [MASK] of each as the k-th sentinel with which T5 and UL2 were trained."""
+    """Encoded texts with the k-th [MASK] replaced by the k-th sentinel, as T5 and UL2 are trained."""
     mask = run.tokenizer.special.mask
     sections = [choice.section for choice in run.objectives if isinstance(choice.section, SentinelConfig)]
     if not sections or not any(mask in tokens for tokens in texts):
@@ -68,18 +67,20 @@ def with_sentinels(run: OpenRun, texts: list[list[int]]) -> list[list[int]]:
     return made
 
 
-def answers(run: Run, worker: Worker, texts: Sequence[str]) -> Iterator[Answer]:
-    """The answers to texts, in their order. Raises: DataError for any text before the first answer is made."""
+def complete(run: Run, generator: TextGenerator, texts: Sequence[str]) -> Iterator[Completion]:
+    """The completions of texts, in their order. Raises: DataError before the first if any text is unusable."""
     encoded = with_sentinels(run, [run.tokenizer.encode_with_specials(text) for text in texts])
-    contexts = [worker.context(tokens) for tokens in encoded]
+    contexts = [generator.context(tokens) for tokens in encoded]
     for context in contexts:
-        worker.require_room(context)
-    for first in range(0, len(texts), TOGETHER):
-        for number, found in enumerate(worker.found(contexts[first : first + TOGETHER]), start=first):
+        generator.check_length(context)
+    for first in range(0, len(texts), TEXTS_PER_BATCH):
+        for number, found in enumerate(
+            generator.hypotheses(contexts[first : first + TEXTS_PER_BATCH]), start=first
+        ):
             best = [each[0].tokens for each in found]
-            if isinstance(worker, BlankFiller):
+            if isinstance(generator, BlankFiller):
                 pieces = insert_spans(encoded[number], best, run.tokenizer.special)
                 parts = [run.tokenizer.decode(piece) for piece in pieces]
             else:
                 parts = [texts[number], run.tokenizer.decode(best[0])]
-            yield Answer(texts[number], parts, contexts[number], found)
+            yield Completion(texts[number], parts, contexts[number], found)

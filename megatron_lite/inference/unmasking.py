@@ -1,9 +1,9 @@
-"""Answers of masked diffusion (LLaDA, arXiv:2502.09992): all tokens are masks, and the likeliest are fixed first.
+"""Generation by masked diffusion (LLaDA, arXiv:2502.09992): tokens start as masks; the likeliest are fixed first.
 
-An answer of n tokens has blocks of `unmask_block` tokens, written one after another; each has its share of the
+A completion of n tokens has blocks of `unmask_block` tokens, generated one after another, each in its share of the
 `unmask_steps`. Step i of s of a block of m masks fixes m // s of them, one more if i < m % s: those whose chosen tokens
 have the largest probability. What is fixed stays. A strategy of `sample` chooses tokens with Gumbel's noise, `greedy`
-without. An answer ends before its first end.
+without. A completion ends at its first end token.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from itertools import pairwise
 import torch
 
 from data_utils.common.errors import ConfigError
-from megatron_lite.inference.cache import CachedPlan, id_fields, stack_rows
-from megatron_lite.inference.search import NEVER, Found, Search
-from megatron_lite.inference.states import Layout
-from megatron_lite.inference.watch import ONE_STACK, Replay, Watch, stretch
+from megatron_lite.inference.attention_probe import SINGLE_STACK, AttentionProbe, Replay, query_tokens
+from megatron_lite.inference.cache import CachedPlan, id_fields, run_cached_stack
+from megatron_lite.inference.search import NEVER, Hypothesis, Search
+from megatron_lite.inference.states import PromptTemplate
 from megatron_lite.model.transformer import GLM
 
 
@@ -27,30 +27,36 @@ def fixed_counts(masks: int, steps: int) -> list[int]:
 
 
 class Unmasking:
-    """Texts whose answers are written in any order. Args: as those of `LeftToRight`."""
+    """Completes texts in any order of positions. Args: as of `LeftToRight`."""
 
     def __init__(
-        self, model: GLM, contexts: Sequence[Sequence[int]], layout: Layout, watch: Watch | None = None
+        self,
+        model: GLM,
+        contexts: Sequence[Sequence[int]],
+        template: PromptTemplate,
+        probe: AttentionProbe | None = None,
     ):
-        self._model, self._contexts, self._mask, self._watch = model, contexts, layout.mask, watch
+        self._model, self._contexts, self._mask, self._watch = model, contexts, template.mask, probe
         self._device = next(model.parameters()).device
 
     def written(
         self, search: Search, limits: Sequence[int], generators: Sequence[torch.Generator]
-    ) -> list[Found]:
-        """The answer to each text, with the settings of the search. Raises: ConfigError for those of another way."""
+    ) -> list[Hypothesis]:
+        """The completion of each text. Raises: ConfigError for settings that unmasking does not support."""
         config = search.config
         if config.strategy == "beam" or config.top_k or config.top_p < 1 or config.no_repeat_ngram_size:
             raise ConfigError(
-                "strategy beam, top_k, top_p or no_repeat_ngram_size is set, but the run writes by taking masks away, "
-                "which none of them suits; set strategy to greedy or sample, and leave the others out."
+                "strategy beam, top_k, top_p or no_repeat_ngram_size is set, but the run generates by "
+                "unmasking, which does not support them; set strategy to greedy or sample, and remove the others."
             )
         return [
             self._one(context, search, limit, generator)
             for context, limit, generator in zip(self._contexts, limits, generators, strict=True)
         ]
 
-    def _one(self, context: Sequence[int], search: Search, limit: int, generator: torch.Generator) -> Found:
+    def _one(
+        self, context: Sequence[int], search: Search, limit: int, generator: torch.Generator
+    ) -> Hypothesis:
         config, first = search.config, len(context)
         tokens = torch.tensor([*context, *[self._mask] * limit], device=self._device)
         borders = [*range(0, limit, config.unmask_block or limit), limit]
@@ -72,13 +78,13 @@ class Unmasking:
                 fixed = sure.masked_fill(block != self._mask, NEVER).topk(count).indices
                 block[fixed] = chosen[fixed]
         answer = tokens[first:].tolist()
-        ends = [place for place, token in enumerate(answer) if token in search.ends]
-        return Found(answer[: ends[0]] if ends else answer, ended=bool(ends))
+        ends = [index for index, token in enumerate(answer) if token in search.ends]
+        return Hypothesis(answer[: ends[0]] if ends else answer, ended=bool(ends))
 
     def _guided(self, tokens: torch.Tensor, first: int, guidance: float) -> torch.Tensor:
-        """fp64 logits [N, V] of the places of an answer that begins at `first`.
+        """fp64 logits [N, V] of a completion that starts at position `first`.
 
-        With guidance c, u + (1 + c) (l - u), where u are those of the answer without its text.
+        Classifier-free guidance c: u + (1 + c) (l - u), where u are the logits with the text masked.
         """
         if not guidance:
             return self._logits(tokens[None])[0, first:]
@@ -87,15 +93,15 @@ class Unmasking:
         with_text, without = self._logits(torch.stack([tokens, alone]))[:, first:]
         return without + (1 + guidance) * (with_text - without)
 
-    def _logits(self, tokens: torch.Tensor, watch: Watch | None = None) -> torch.Tensor:
+    def _logits(self, tokens: torch.Tensor, probe: AttentionProbe | None = None) -> torch.Tensor:
         """fp64 [R, N, V] of tokens [R, N] that all see each other."""
-        plan = CachedPlan(self._model.config, watch and watch.of(ONE_STACK))
+        plan = CachedPlan(self._model.config, probe and probe.of(SINGLE_STACK))
         positions = torch.arange(tokens.shape[1], device=self._device).expand(tokens.shape)
         plan.expect(positions)
-        return self._model.logits(stack_rows(self._model, tokens, id_fields(positions), plan)).double()
+        return self._model.logits(run_cached_stack(self._model, tokens, id_fields(positions), plan)).double()
 
-    def replayed(self, answer: Found, end: int) -> Replay:
-        """Each token's logits where all others stand, its end's too. Args: end: the first token of ends."""
+    def replayed(self, answer: Hypothesis, end: int) -> Replay:
+        """Each token's logits given all others, end token included. Args: end: the end token."""
         (context,), written = self._contexts, [*answer.tokens, *[end] * answer.ended]
         whole = torch.tensor([*context, *written], device=self._device)
         places = torch.arange(len(context), len(whole), device=self._device)
@@ -103,4 +109,4 @@ class Unmasking:
         rows[torch.arange(len(places)), places] = self._mask
         logits = self._logits(rows)[torch.arange(len(places)), places].float()
         self._logits(whole[None], self._watch)
-        return Replay([logits], {ONE_STACK: (stretch(context, written), whole.tolist())})
+        return Replay([logits], {SINGLE_STACK: (query_tokens(context, written), whole.tolist())})

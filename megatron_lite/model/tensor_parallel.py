@@ -33,9 +33,9 @@ from megatron_lite.parallel.collectives import (
     finish,
     reduce_from_group,
     reduce_scatter_tokens,
-    start_gather,
-    start_sum,
-    start_sum_scatter,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
 )
 
 AccumulateWeightGrad = Callable[[torch.Tensor, torch.Tensor], None]
@@ -162,7 +162,7 @@ class _ColumnParallel(torch.autograd.Function):
         ctx.parallel, ctx.take = parallel, _take_of(weight)
         whole = hidden
         if parallel.sequence_parallel:
-            whole, gathering = start_gather(hidden, parallel.group)
+            whole, gathering = start_all_gather(hidden, parallel.group)
             finish(gathering)
         return linear(whole, weight, bias)
 
@@ -170,12 +170,12 @@ class _ColumnParallel(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         hidden, weight = ctx.saved_tensors
         group, is_split = ctx.parallel.group, ctx.parallel.sequence_parallel
-        whole, gathering = start_gather(hidden, group) if is_split else (hidden, None)
+        whole, gathering = start_all_gather(hidden, group) if is_split else (hidden, None)
         grad_whole = _product(grad, weight)
         if is_split:
-            grad_hidden, summing = start_sum_scatter(grad_whole, group)
+            grad_hidden, summing = start_reduce_scatter(grad_whole, group)
         else:
-            grad_hidden, summing = grad_whole, start_sum(grad_whole, group)
+            grad_hidden, summing = grad_whole, start_all_reduce(grad_whole, group)
         finish(gathering)
         grad_weight = None
         if ctx.needs_input_grad[1] and ctx.take is not None:

@@ -28,7 +28,12 @@ import torch
 from torch import nn
 
 from megatron_lite.optim.buckets import Bucket, ParamGroup, allocate_moments, assign
-from megatron_lite.parallel.collectives import all_gather_parts, all_reduce, finish, reduce_scatter_parts
+from megatron_lite.parallel.collectives import (
+    all_gather_in_place,
+    all_reduce,
+    finish,
+    reduce_scatter_in_place,
+)
 from megatron_lite.parallel.context import ParallelContext
 
 
@@ -172,7 +177,7 @@ class ShardedOptimizer:
         bucket.summed = sums.to(self._communication_type)
         if bucket.summed is not sums:
             bucket.forget_views()
-        bucket.work = reduce_scatter_parts(bucket.summed, self._context.dp)
+        bucket.work = reduce_scatter_in_place(bucket.summed, self._context.dp)
         if self._stage == 2 and self._next > 1:
             self._collect(self._trained[self._next - 2])
 
@@ -265,7 +270,7 @@ class ShardedOptimizer:
         masters = [bucket.master for bucket in changed]
         torch._foreach_copy_([bucket.weights[bucket.own] for bucket in changed], masters, non_blocking=True)
         for bucket in reversed(changed):
-            bucket.gathering = all_gather_parts(bucket.weights, self._context.dp)
+            bucket.gathering = all_gather_in_place(bucket.weights, self._context.dp)
 
     def await_weights(self, part: nn.Module | None = None) -> None:
         """Before the weights of a part of the model, or all, are read. On CUDA the stream waits, not the host."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Group:
-    """A process group with this process's place in it. `handle` is None for a group of one."""
+    """A process group and this process's rank in it. `handle` is None for a group of one."""
 
     handle: dist.ProcessGroup | None
     rank: int
@@ -43,49 +43,49 @@ def _is_gloo(group: Group) -> bool:
     return dist.get_backend(group.handle) == "gloo"
 
 
-def own_part(flat: torch.Tensor, group: Group) -> torch.Tensor:
-    """This rank's equal part of the first dimension."""
+def own_shard(flat: torch.Tensor, group: Group) -> torch.Tensor:
+    """This rank's shard: an equal part of the first dimension."""
     length = len(flat) // group.size
     return flat[group.rank * length : (group.rank + 1) * length]
 
 
-def reduce_scatter_parts(flat: torch.Tensor, group: Group) -> dist.Work | None:
-    """Start to sum in place: then each rank's `own_part` holds the ranks' sum. None: there is nothing to wait for."""
+def reduce_scatter_in_place(flat: torch.Tensor, group: Group) -> dist.Work | None:
+    """Start a reduce-scatter in place: each rank's `own_shard` becomes the sum. Returns None if there is no wait."""
     if group.size == 1:
         return None
     if _is_gloo(group):  # it has no efficient reduce-scatter
         return dist.all_reduce(flat, group=group.handle, async_op=True)
-    return dist.reduce_scatter_tensor(own_part(flat, group), flat, group=group.handle, async_op=True)
+    return dist.reduce_scatter_tensor(own_shard(flat, group), flat, group=group.handle, async_op=True)
 
 
-def all_gather_parts(flat: torch.Tensor, group: Group) -> dist.Work | None:
-    """Start to fill `flat` in place with every rank's `own_part`. None: there is nothing to wait for."""
+def all_gather_in_place(flat: torch.Tensor, group: Group) -> dist.Work | None:
+    """Start an all-gather in place: `flat` gets every rank's `own_shard`. Returns None if there is no wait."""
     if group.size == 1:
         return None
-    return dist.all_gather_into_tensor(flat, own_part(flat, group), group=group.handle, async_op=True)
+    return dist.all_gather_into_tensor(flat, own_shard(flat, group), group=group.handle, async_op=True)
 
 
-def start_sum(x: torch.Tensor, group: Group) -> dist.Work | None:
-    """Start to sum in place over the group. None: there is nothing to wait for."""
+def start_all_reduce(x: torch.Tensor, group: Group) -> dist.Work | None:
+    """Start an all-reduce in place. Returns None if there is no wait."""
     if _is_gloo(group):
         all_reduce(x, group)
         return None
     return dist.all_reduce(x, group=group.handle, async_op=True)
 
 
-def start_gather(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, dist.Work]:
-    """Start to gather [T/size, ...] of every rank -> [T, ...], which is complete after `wait`."""
+def start_all_gather(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, dist.Work]:
+    """Start an all-gather of [T/size, ...] -> [T, ...], complete after `wait`."""
     out = x.new_empty(len(x) * group.size, *x.shape[1:])
     work = dist.all_gather_into_tensor(out, x.contiguous(), group=group.handle, async_op=True)
     return out, work
 
 
-def start_sum_scatter(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, dist.Work | None]:
-    """Start to sum [T, ...] over the group -> this rank's [T/size, ...] of it. Keep `x` until `wait`; it may change."""
+def start_reduce_scatter(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, dist.Work | None]:
+    """Start a reduce-scatter of [T, ...] -> [T/size, ...]. Keep `x` alive until `wait`; it may be overwritten."""
     assert len(x) % group.size == 0, "configuration checks that tokens divide"
     x = x.contiguous()
     if _is_gloo(group):
-        return own_part(all_reduce(x, group), group).clone(), None
+        return own_shard(all_reduce(x, group), group).clone(), None
     out = x.new_empty(len(x) // group.size, *x.shape[1:])
     return out, dist.reduce_scatter_tensor(out, x, group=group.handle, async_op=True)
 
@@ -97,14 +97,14 @@ def finish(work: dist.Work | None) -> None:
 
 
 def _all_gather(x: torch.Tensor, group: Group) -> torch.Tensor:
-    out, work = start_gather(x, group)
+    out, work = start_all_gather(x, group)
     finish(work)
     return out
 
 
 def _reduce_scatter(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """Sum over the ranks and keep this rank's part. Overwrites `x`."""
-    out, work = start_sum_scatter(x, group)
+    """Sum over the ranks and keep this rank's shard. Overwrites `x`."""
+    out, work = start_reduce_scatter(x, group)
     finish(work)
     return out
 
@@ -138,7 +138,7 @@ class _GatherTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        return own_part(grad, ctx.group).contiguous(), None
+        return own_shard(grad, ctx.group).contiguous(), None
 
 
 class _ReduceScatterTokens(torch.autograd.Function):

@@ -1,7 +1,7 @@
-"""This process among the others: ranks, groups and device, made once and passed explicitly.
+"""ParallelContext: ranks, process groups and device of this process, made once and passed explicitly.
 
-Only this file uses torch.distributed's group of all processes, and sets the environment variables of its rendezvous.
-launch.py reads what the launcher set; MASTER_PORT, which a launcher may leave open, is read here too.
+Only this file uses torch.distributed's default group, and sets the environment variables of its rendezvous. launch.py
+reads what the launcher set.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.parallel.collectives import SINGLE, Group
-from megatron_lite.parallel.launch import Launch, meeting_place
+from megatron_lite.parallel.launch import Launch, rendezvous_address
 from megatron_lite.parallel.meeting import Meeting
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """Ranks and groups of one process.
+    """Ranks and process groups of one process (Megatron: parallel_state).
 
     Ranks are numbered pipeline x data x tensor: tensor-parallel ranks are neighbours, on the same node if possible,
     since they communicate most; pipeline stages are farthest apart.
@@ -39,9 +39,9 @@ class ParallelContext:
     world_size: int
     local_rank: int
     device: torch.device
-    tp: Group  # ranks that share every layer
-    dp: Group  # ranks that share the samples of a step
-    pp: Group  # ranks that share the sequence of layers
+    tp: Group  # tensor parallel: ranks that split every layer
+    dp: Group  # data parallel: ranks that split the samples of a step
+    pp: Group  # pipeline parallel: ranks that split the sequence of layers
     process_groups: ProcessGroups | None = None  # None: one process without a process group
 
     @staticmethod
@@ -50,7 +50,7 @@ class ParallelContext:
         return ParallelContext(0, 1, 0, device or torch.device("cpu"), SINGLE, SINGLE, SINGLE)
 
     def pipeline_ends(self) -> Group:
-        """The first and the last stage, one of which this process is."""
+        """The group of the first and the last pipeline stage; this process must be one of them."""
         if self.pp.size <= 2:
             return self.pp
         assert self.process_groups is not None
@@ -64,7 +64,7 @@ class ParallelContext:
 
     @property
     def counts_samples(self) -> bool:
-        """True on one rank per group of ranks that work on the same samples."""
+        """True on one rank of each group that works on the same samples."""
         return self.tp.rank == 0 and self.pp.rank == 0
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
@@ -74,16 +74,16 @@ class ParallelContext:
         return values
 
     def sum_of_losses(self, sums: torch.Tensor) -> torch.Tensor:
-        """Sums over all samples, each counted on one rank, in its last stage; still on the device."""
+        """Sum of losses over all samples, each counted once, on its last pipeline stage; stays on the device."""
         counts = self.tp.rank == 0 and self.pp.rank == self.pp.size - 1
         return self.sum(sums if counts else torch.zeros_like(sums))
 
     def sum_of_hosts(self, values: Sequence[float]) -> list[float]:
-        """Sum over all processes of numbers that the hosts know. Does not wait for what the device computes."""
+        """Sum over all processes of numbers on the host. Does not wait for work that is queued on the device."""
         if self.world_size == 1:
             return list(values)
         assert self.process_groups is not None
-        with self.process_groups.beside(self.device) as group:
+        with self.process_groups.on_side_stream(self.device) as group:
             sums = torch.tensor(values, dtype=torch.float64, device=self.device)
             dist.all_reduce(sums, group=group)
             return sums.tolist()
@@ -120,7 +120,7 @@ class ProcessGroups:
         self._all = tuple(range(world_size))
         assert dist.group.WORLD is not None
         self._made = {self._all: dist.group.WORLD}
-        self._beside: tuple[dist.ProcessGroup, torch.cuda.Stream] | None = None
+        self._side_stream: tuple[dist.ProcessGroup, torch.cuda.Stream] | None = None
 
     def of(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:
         """The process group of these ranks; None if this process is no member."""
@@ -139,29 +139,29 @@ class ProcessGroups:
         )
 
     @contextlib.contextmanager
-    def beside(self, device: torch.device) -> Iterator[dist.ProcessGroup]:
-        """All processes, for sums that do not queue behind the work of the device.
+    def on_side_stream(self, device: torch.device) -> Iterator[dist.ProcessGroup]:
+        """The group of all processes for sums that do not queue behind the device's work.
 
-        On a GPU that takes a stream of their own, and connections of their own: those of the group of all processes
-        serve gradients, in order.
+        On a GPU it needs another stream and other NCCL communicators: those of the default group execute gradient
+        collectives in order.
         """
         if device.type != "cuda":
             yield self._made[self._all]
             return
-        if self._beside is None:
-            self._beside = self._make(self._all), torch.cuda.Stream(device)
-        group, stream = self._beside
+        if self._side_stream is None:
+            self._side_stream = self._make(self._all), torch.cuda.Stream(device)
+        group, stream = self._side_stream
         with torch.cuda.stream(stream):
             yield group
 
     def along_axes(self, tp_size: int, dp_size: int, pp_size: int) -> dict[str, Group]:
-        """This rank's group along each axis. An axis of one rank needs no process group."""
+        """This rank's group along each axis of the grid. An axis of one rank needs no process group."""
         grid = np.arange(pp_size * dp_size * tp_size).reshape(pp_size, dp_size, tp_size)
-        place = dict(zip(("pp", "dp", "tp"), np.argwhere(grid == self._rank)[0], strict=True))
+        coordinate = dict(zip(("pp", "dp", "tp"), np.argwhere(grid == self._rank)[0], strict=True))
         lines = {
-            "tp": grid[place["pp"], place["dp"], :],
-            "dp": grid[place["pp"], :, place["tp"]],
-            "pp": grid[:, place["dp"], place["tp"]],
+            "tp": grid[coordinate["pp"], coordinate["dp"], :],
+            "dp": grid[coordinate["pp"], :, coordinate["tp"]],
+            "pp": grid[:, coordinate["dp"], coordinate["tp"]],
         }
         groups = {}
         for name, line in lines.items():
@@ -172,7 +172,7 @@ class ProcessGroups:
 
     @contextlib.contextmanager
     def lent_to_deepspeed(self) -> Iterator[None]:
-        """DeepSpeed's pipeline makes a group for every row of its grid on every rank; here it gets those that exist."""
+        """Let DeepSpeed's pipeline, which makes every group of its grid on every rank, get the existing ones."""
         import deepspeed.comm
 
         new_group = deepspeed.comm.new_group
@@ -184,9 +184,9 @@ class ProcessGroups:
 
 
 class Mpu:
-    """The names under which DeepSpeed asks for tensor- and data-parallel ranks.
+    """The `mpu` interface by which DeepSpeed reads tensor- and data-parallel ranks.
 
-    DeepSpeed takes an absent group for all processes, so an axis of one rank gets a process group of this process.
+    DeepSpeed treats None as all processes, so an axis of one rank gets a group of this process alone.
     """
 
     def __init__(self, context: ParallelContext):
@@ -222,7 +222,7 @@ class Mpu:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Log what is written to stderr meanwhile, by child processes too, at level debug only.
+    """Redirect stderr, of child processes too, to the debug log.
 
     DeepSpeed's import tries to link against libaio, and the linker reports its absence.
     """
@@ -241,12 +241,12 @@ def _quiet() -> Iterator[None]:
             log.debug("%s", kept.read().decode(errors="replace"))
 
 
-def place_in_environment(launch: Launch, local_rank: int) -> None:
-    """Tell torch and DeepSpeed this process's place. A rank started by hand or by srun lacks all of it.
+def set_rendezvous_environment(launch: Launch, local_rank: int) -> None:
+    """Set the variables that torch and DeepSpeed read. A rank started by hand or by srun lacks all of them.
 
-    Raises: ConfigError if nobody said where the processes meet.
+    Raises: ConfigError without a rendezvous address.
     """
-    address, port, _ = meeting_place(launch)
+    address, port, _ = rendezvous_address(launch)
     for name, value in (
         ("MASTER_ADDR", address),
         ("MASTER_PORT", str(port)),
@@ -264,14 +264,14 @@ def device_number(launch: Launch) -> int:
 
 
 def _join(backend: str, launch: Launch, meeting: Meeting, timeout: datetime.timedelta) -> None:
-    """Make the group of all processes.
+    """Initialize the default process group.
 
     Torch's group is not bound to a device, as DeepSpeed would do: every new group would then be split off by all
     processes together. Unbound, NCCL connects the members of a group when they first use it.
     """
     import deepspeed
 
-    if not dist.is_initialized():  # a trace without processes brings its own
+    if not dist.is_initialized():  # the fake-device trace has its own
         store = dist.PrefixStore("group", meeting.open(launch, timeout.total_seconds()))
         dist.init_process_group(
             backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
@@ -287,7 +287,7 @@ def initialize(
     dp_size = parallel.data_parallel_size(launch.world_size)
     use_gpu = torch.cuda.is_available()
     local_rank = device_number(launch)
-    place_in_environment(launch, local_rank)
+    set_rendezvous_environment(launch, local_rank)
     if not use_gpu:
         # Without it DeepSpeed warns on every rank that there is no GPU.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

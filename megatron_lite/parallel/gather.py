@@ -1,4 +1,4 @@
-"""Arrays of all data-parallel ranks, on every rank: in sums and gathers of tensors, without pickle."""
+"""Gathers arrays of all data-parallel ranks as tensors, without pickle."""
 
 from __future__ import annotations
 

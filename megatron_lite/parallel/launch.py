@@ -1,7 +1,7 @@
-"""The launcher's environment: ranks of this process, variables that its libraries read, and the report of a run's end.
+"""The launcher's environment: this process's ranks, variables that libraries read, and the file for the exit status.
 
 Ranks come from RANK, WORLD_SIZE and LOCAL_RANK (deepspeed, torchrun) or, if srun or mpirun itself started the process,
-from SLURM_* or its own. Imports no torch, so that wrong numbers of processes are refused at once.
+from their variables. Imports no torch, so that wrong numbers of processes are refused at once.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from data_utils.common.errors import ConfigError
 
 # Rank, number of ranks, rank within the node.
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-# Set in steps of srun only. SLURM_NTASKS and SLURM_PROCID exist in batch scripts too, where one process is alone.
+# Set in steps of srun only. Batch scripts have SLURM_NTASKS and SLURM_PROCID too, with a single process.
 SLURM_VARIABLES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
-# Of mpirun: Open MPI's, MVAPICH's, Cray's, and those of MPICH and Intel MPI; also the ranks of this node, if known.
+# mpirun of Open MPI, MVAPICH, Cray, and MPICH or Intel MPI; the fourth is the number of ranks on this node.
 MPI_VARIABLES: tuple[tuple[str, str, str, str | None], ...] = (
     (
         "OMPI_COMM_WORLD_RANK",
@@ -41,7 +41,7 @@ STATUS_FILE_VARIABLE = "GLM_STATUS_FILE"
 
 @dataclass(frozen=True)
 class Launch:
-    """This process's place, from the launcher: deepspeed, torchrun, srun, or none."""
+    """This process's ranks and the rendezvous, from the launcher: deepspeed, torchrun, srun, mpirun or none."""
 
     rank: int
     world_size: int
@@ -64,7 +64,7 @@ class Launch:
             return Launch(rank, world_size, local, threads=_share_of_cores())
         if names != SLURM_VARIABLES:
             rank, world_size, local = map(_number, names)
-            _require_meeting_place(names[1], world_size)
+            _require_rendezvous(names[1], world_size)
             return Launch(rank, world_size, local, threads=_share_of_cores())
         nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "127.0.0.1")
         rank, world_size, local = map(_number, names)
@@ -73,26 +73,26 @@ class Launch:
 
 
 def _check_ranks(rank: int, world_size: int, local_rank: int) -> None:
-    """Raise ConfigError for ranks that do not fit together: the others would wait forever."""
+    """Raise ConfigError for ranks outside their sizes: the other ranks would wait forever."""
     here = _ranks_of_node(world_size)
     if rank < world_size and here <= world_size and (world_size == 1 or local_rank < here):
         return
     error = ConfigError(
-        f"RANK is {rank} and LOCAL_RANK {local_rank}, of WORLD_SIZE {world_size} with {here} on this node; ranks "
-        "count from 0 to below these sizes. Start through deepspeed, torchrun or srun, or unset them."
+        f"RANK is {rank} and LOCAL_RANK {local_rank}, but WORLD_SIZE is {world_size} with {here} ranks on this node; "
+        "ranks must be in [0, size). Start with deepspeed, torchrun or srun, or unset the variables."
     )
     error.only_here = True
     raise error
 
 
-def _require_meeting_place(name: str, world_size: int) -> None:
-    """mpirun does not say where rank 0 is. Args: name: of the variable that says how many ranks there are."""
+def _require_rendezvous(name: str, world_size: int) -> None:
+    """Raise ConfigError without a rendezvous address: mpirun sets none. Args: name: variable of the number of ranks."""
     missing = [variable for variable in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(variable)]
     if world_size > 1 and missing:
         raise ConfigError(
-            f"mpirun has started {world_size} ranks ({name}) without {' and '.join(missing)}; give all ranks "
+            f"mpirun started {world_size} ranks ({name}) without {' and '.join(missing)}; give all ranks "
             "MASTER_ADDR, the host of rank 0, and MASTER_PORT, a free port there (mpirun -x NAME=VALUE or -genv NAME "
-            "VALUE), or start through deepspeed, torchrun or srun."
+            "VALUE), or start with deepspeed, torchrun or srun."
         )
 
 
@@ -120,46 +120,46 @@ def _number(name: str, default: int | None = None) -> int:
     text = os.environ.get(name, str(default))
     if default is None and name not in os.environ:
         raise ConfigError(
-            f"environment variable {name} is not set, although others of its launcher are; start through deepspeed, "
+            f"environment variable {name} is not set, although its launcher sets others; start with deepspeed, "
             "torchrun or srun, or set RANK, WORLD_SIZE and LOCAL_RANK."
         )
     if not text.isdigit():
         raise ConfigError(
-            f"environment variable {name} is {text!r}; it must be a whole number. Start through deepspeed, "
-            f"torchrun or srun, or unset it."
+            f"environment variable {name} is {text!r}; it must be a whole number; start with deepspeed, "
+            "torchrun or srun, or unset it."
         )
     return int(text)
 
 
-def meeting_place(launch: Launch) -> tuple[str, int, bool]:
-    """Address and port of the store in which the ranks meet, and whether this process makes it.
+def rendezvous_address(launch: Launch) -> tuple[str, int, bool]:
+    """Address and port of the rendezvous store, and whether this process hosts it.
 
-    Raises: ConfigError if nobody said where that is.
+    Raises: ConfigError if neither launcher nor user set them.
     """
-    # torchrun's first agent has made one.
-    makes_it = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    # torchrun's agent on the first node hosts one.
+    hosts_it = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     address = os.environ.get("MASTER_ADDR", launch.master_addr)
     if "MASTER_PORT" in os.environ:
-        return address, _number("MASTER_PORT"), makes_it
+        return address, _number("MASTER_PORT"), hosts_it
     if launch.master_port is not None:
-        return address, launch.master_port, makes_it
+        return address, launch.master_port, hosts_it
     if launch.world_size > 1:
         raise ConfigError(
-            f"{_variables()[1]} is {launch.world_size} but MASTER_PORT is not set; start through deepspeed or "
-            "torchrun, or set MASTER_ADDR and MASTER_PORT, the place of rank 0, for all ranks."
+            f"{_variables()[1]} is {launch.world_size} but MASTER_PORT is not set; start with deepspeed or "
+            "torchrun, or set MASTER_ADDR and MASTER_PORT, where rank 0 listens, for all ranks."
         )
-    return address, 0, makes_it  # any free one, so that two runs by hand do not collide
+    return address, 0, hosts_it  # any free port, so that two runs started by hand do not collide
 
 
 def attempt() -> str:
-    """How often torchrun has started the ranks again; its store outlives them."""
+    """Number of restarts by torchrun, a prefix of keys: its store outlives the ranks."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def _share_of_cores() -> int | None:
-    """Cores per rank of this node, since under deepspeed every rank would use a thread for every core.
+    """Cores per rank of this node: under deepspeed every rank would use all cores.
 
-    None if OMP_NUM_THREADS decides, which torchrun sets.
+    None if OMP_NUM_THREADS is set, as by torchrun.
     """
     if "OMP_NUM_THREADS" in os.environ:
         return None
@@ -168,7 +168,7 @@ def _share_of_cores() -> int | None:
 
 
 def prepare_environment(deterministic: bool) -> None:
-    """Set what CUDA's libraries read when torch loads them, unless the user did. Call it before torch is imported."""
+    """Set variables that CUDA's libraries read when torch loads, unless the user did. Call before importing torch."""
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of the next one
         # Batches differ in their number of tokens; blocks of fixed sizes would leave gaps between them.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -176,10 +176,10 @@ def prepare_environment(deterministic: bool) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # one of two values that torch accepts
 
 
-class LauncherWatch:
-    """Tells whether the launcher that started this process has ended; never by hand or under srun.
+class LauncherMonitor:
+    """Detects that the launcher of this process has exited; always False by hand or under srun.
 
-    `deepspeed` is two processes. At SIGTERM or Ctrl-C the first one ends without telling the second.
+    `deepspeed` is two processes. At SIGTERM or Ctrl-C the first exits without stopping the second.
     """
 
     def __init__(self) -> None:
@@ -189,7 +189,7 @@ class LauncherWatch:
     def has_ended(self) -> bool:
         if self._launchers is None:
             return False
-        # Process 1 becomes the parent when a parent ends, perhaps before this process looked first.
+        # Process 1 adopts orphans; the parent may have exited before this process first looked.
         orphaned = self._launchers[-1] == 1 and b"deepspeed" not in _proc(1, "cmdline")
         return orphaned or _launchers() != self._launchers
 
@@ -216,9 +216,9 @@ def is_first_of_node() -> bool:
 
 
 def first_node(nodes: str) -> str:
-    """The first of SLURM's list of nodes: rack[2-3]gpu[007-011,20],login1 -> rack2gpu007.
+    """The first node of a SLURM node list: rack[2-3]gpu[007-011,20],login1 -> rack2gpu007.
 
-    `scontrol show hostnames` says the same, but is often missing in containers.
+    `scontrol show hostnames` prints the same, but is often missing in containers.
     """
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0]) if first else nodes
@@ -236,7 +236,7 @@ def free_slurm_port(job_id: int) -> int:
 
 
 def slurm_attempt() -> tuple[str, int]:
-    """The SLURM job's number, "" outside of a job, and how often it was queued again."""
+    """The SLURM job id, "" outside a job, and how often it was requeued."""
     return os.environ.get("SLURM_JOB_ID", ""), _number("SLURM_RESTART_COUNT", 0)
 
 
@@ -245,7 +245,7 @@ def check_port_is_free(port: int) -> None:
     error = _port_error(port)
     if error is not None:
         raise ConfigError(
-            f"port {port}, which follows from the SLURM job, cannot be used on {socket.gethostname()} "
+            f"port {port}, chosen from the SLURM job id, cannot be opened on {socket.gethostname()} "
             f"({error.strerror}); set MASTER_PORT to a free one below 32768."
         )
 
@@ -261,9 +261,9 @@ def _port_error(port: int) -> OSError | None:
 
 
 def report_status(status: int) -> None:
-    """Write how the run ended to the file named by GLM_STATUS_FILE, if any; the first process to write wins.
+    """Write the exit status to the file named by GLM_STATUS_FILE, if set; the first process to write wins.
 
-    Launchers replace or lose exit statuses: torchrun always exits with 1, deepspeed with 0 when it was itself killed.
+    Launchers lose exit statuses: torchrun always exits with 1, deepspeed with 0 when it was itself killed.
     """
     path = os.environ.get(STATUS_FILE_VARIABLE)
     if path:

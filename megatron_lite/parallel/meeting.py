@@ -1,8 +1,8 @@
-"""Ranks meet before they form a process group: they compare what they begin with, and none waits for one that has left.
+"""Rendezvous before the process group exists: ranks compare configurations, and none waits for one that has exited.
 
-They meet in the store that later serves torch's process group, at MASTER_ADDR and MASTER_PORT. Rank 0 writes down what
-it begins with, and each other rank compares its own. A rank that refuses the start leaves its reason in the store,
-where those that wait find it. Torch is imported when the store is opened, so a mistake is printed before.
+It uses the store that later serves torch's process group, at MASTER_ADDR and MASTER_PORT. Rank 0 writes its facts, and
+each other rank compares its own. A rank that refuses the start writes its reason to the store, where waiting ranks find
+it. Torch is imported when the store is opened, so mistakes are printed before.
 """
 
 from __future__ import annotations
@@ -22,29 +22,33 @@ from typing import TYPE_CHECKING
 from data_utils.common.errors import ConfigError, ExitStatus, UserError
 from data_utils.common.setting_files import one_line, shorten
 from data_utils.common.untrusted import conform_to, parse_json
-from megatron_lite.parallel.launch import Launch, attempt, check_port_is_free, meeting_place, report_status
+from megatron_lite.parallel.launch import (
+    Launch,
+    attempt,
+    check_port_is_free,
+    rendezvous_address,
+    report_status,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 log = logging.getLogger(__name__)
 
-PATIENCE_SECONDS = (
-    60.0  # that a rank which leaves waits until the others know: they may still import libraries
-)
-SILENCE_SECONDS = (
-    15.0  # until a rank speaks whose node's first rank, which usually says the same, has not spoken
-)
-NAMED_SECONDS = 60.0  # until rank 0 names the ranks for which it waits
+# How long an exiting rank waits for the others to notice: they may still be importing libraries.
+PATIENCE_SECONDS = 60.0
+# After which a rank prints its error itself, if the first rank of its node, which usually has the same, has not.
+SILENCE_SECONDS = 15.0
+NAMED_SECONDS = 60.0  # after which rank 0 logs the ranks it waits for
 _SHOWN = 6  # differences in a message
 _VALUE_LENGTH = 80
-_REASON_LENGTH = 600  # of another rank's reason in a message
-_TICK_SECONDS = (0.02, 0.5)  # between two looks at the store, growing: a thousand ranks look
+_REASON_LENGTH = 600  # longest reason of another rank in a message
+_TICK_SECONDS = (0.02, 0.5)  # pause between polls of the store, growing: a thousand ranks poll it
 
 
 @dataclass(frozen=True)
 class Leaver:
-    """A rank that ends before all have met."""
+    """A rank that exits before all ranks have met."""
 
     rank: int
     local_rank: int
@@ -54,7 +58,7 @@ class Leaver:
 
 
 class LeftError(UserError):
-    """Another rank has ended this start, with that rank's status."""
+    """Another rank has stopped this start; `status` is that rank's exit status."""
 
     def __init__(self, message: str, status: int):
         super().__init__(message)
@@ -62,7 +66,7 @@ class LeftError(UserError):
 
 
 class Meeting:
-    """Of one process with the others of its start."""
+    """The rendezvous of one process with the other ranks of this start."""
 
     def __init__(self) -> None:
         self._store: Store | None = None
@@ -72,7 +76,7 @@ class Meeting:
     def open(self, launch: Launch, timeout_seconds: float) -> Store:
         """The store of this start, opened at the first call.
 
-        Raises: ConfigError if the port is taken, or nobody said where the ranks meet.
+        Raises: ConfigError if the port is in use, or no address is set.
         """
         self._launch = launch
         if self._store is None:
@@ -80,13 +84,13 @@ class Meeting:
         return self._store
 
     def over(self) -> None:
-        """Nobody waits for this process any more: all have met, or it does not train."""
+        """No rank waits for this process: all have met, or it does not train."""
         self._is_over = True
 
     def compare(self, facts: Mapping[str, str]) -> None:
-        """Return when all ranks are here with equal facts: name -> value, both in words.
+        """Return when all ranks have equal facts: name -> value, as printed.
 
-        Raises: ConfigError on a rank whose facts are not rank 0's; LeftError where another rank has left.
+        Raises: ConfigError on a rank whose facts differ from rank 0's; LeftError if another rank has exited.
         """
         assert self._store is not None and self._launch is not None, "the store is open"
         written = json.dumps(dict(facts), sort_keys=True)
@@ -111,14 +115,14 @@ class Meeting:
         ]
         more = f"; and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
         error = ConfigError(
-            f"rank {self._launch.rank} on {socket.gethostname()} does not begin with what rank 0 has: "
-            f"{'; '.join(shown)}{more}. Start all ranks with the same arguments, files and program."
+            f"rank {self._launch.rank} on {socket.gethostname()} differs from rank 0: "
+            f"{'; '.join(shown)}{more}. Start all ranks with the same arguments, files and version of the program."
         )
         error.only_here = True
         return error
 
     def gather(self, point: str) -> None:
-        """Return when all ranks have come to a point. Raises: LeftError if one has left."""
+        """A barrier with a name. Raises: LeftError if a rank has exited."""
         assert self._store is not None and self._launch is not None, "the store is open"
         size = self._launch.world_size
         self._store.set(f"{point}/{self._launch.rank}", "here")
@@ -145,7 +149,7 @@ class Meeting:
                     return
         except RuntimeError as error:  # torch's errors of a connection: rank 0 or its launcher has ended
             raise LeftError(
-                f"rank 0, at {meeting_place(self._launch)[0]}, has ended before all ranks met; its own lines say why.",
+                f"rank 0, at {rendezvous_address(self._launch)[0]}, exited before all ranks met; see its messages.",
                 ExitStatus.CRASHED,
             ) from error
 
@@ -155,24 +159,24 @@ class Meeting:
         others = sorted({leaver.rank for leaver in leavers[1:]} - {first.rank})
         more = f", and so have ranks {others[:8]}" if others else ""
         error = LeftError(
-            f"rank {first.rank} on {first.host} has ended this start{more}: {first.reason}", first.status
+            f"rank {first.rank} on {first.host} has stopped this start{more}: {first.reason}", first.status
         )
-        # One line for each node; the rank that has left may be the one that speaks for its node.
-        speaks_for_node = first.host == socket.gethostname() and first.local_rank == 0
-        error.only_here = self._launch.local_rank == (1 if speaks_for_node else 0)
+        # One line per node, from its first rank, unless that is the rank that exited.
+        is_first_of_node = first.host == socket.gethostname() and first.local_rank == 0
+        error.only_here = self._launch.local_rank == (1 if is_first_of_node else 0)
         return error
 
-    def leave(self, status: int, error: UserError | None = None, is_said: bool = True) -> None:
-        """The last call of a process: report its status, and let the others know if it ends before all have met.
+    def leave(self, status: int, error: UserError | None = None, is_printed: bool = True) -> None:
+        """The last call of a process: report its exit status, and tell the other ranks if they have not all met yet.
 
-        It stays until all know: launchers kill the others as soon as one ends.
+        It waits until all know: launchers kill the other ranks as soon as one exits.
 
-        Args: is_said: the error is printed. Else it is printed here, unless the first rank of this node has the same.
+        Args: is_printed: the error has been printed. Else this prints it, unless the node's first rank has the same.
         """
         report_status(status)
         if self._is_over or error is None:
             return
-        is_said = is_said or isinstance(error, LeftError)  # which one rank of each node prints
+        is_printed = is_printed or isinstance(error, LeftError)  # which one rank of each node prints
         try:
             launch = self._launch or Launch.from_environment()
             if launch.world_size > 1:
@@ -180,17 +184,17 @@ class Meeting:
                 reason = one_line(str(error), _REASON_LENGTH)
                 own = Leaver(launch.rank, launch.local_rank, socket.gethostname(), int(status), reason)
                 store.set(f"left/{store.add('leavers', 1)}", json.dumps(asdict(own)))
-                if not is_said and _is_to_be_said(store, own, launch.world_size):
-                    _say(error, own)
-                is_said = True
-                _see_off(store, launch.world_size)
+                if not is_printed and _must_print(store, own, launch.world_size):
+                    _print_error(error, own)
+                is_printed = True
+                _wait_for_all_to_exit(store, launch.world_size)
         except (UserError, RuntimeError, OSError, ValueError):
-            if not is_said:  # nobody was met
-                _say(error)
+            if not is_printed:  # no other rank was reached
+                _print_error(error)
 
 
-def _is_to_be_said(store: Store, own: Leaver, world_size: int) -> bool:
-    """Wait until it is known whether the first rank of this node leaves for the same reason, which it prints."""
+def _must_print(store: Store, own: Leaver, world_size: int) -> bool:
+    """Wait until it is known whether the first rank of this node exits for the same reason, which it then prints."""
     for _ in _ticks(SILENCE_SECONDS):
         leavers = _leavers(store)
         if any((it.host, it.local_rank, it.reason) == (own.host, 0, own.reason) for it in leavers):
@@ -200,21 +204,21 @@ def _is_to_be_said(store: Store, own: Leaver, world_size: int) -> bool:
     return True
 
 
-def _see_off(store: Store, world_size: int) -> None:
-    """Wait until all ranks leave and have said what they say, so that no launcher ends them before."""
+def _wait_for_all_to_exit(store: Store, world_size: int) -> None:
+    """Wait until all ranks exit and have printed their errors, so that no launcher kills them before."""
     store.add("done", 1)
     for _ in _ticks(PATIENCE_SECONDS):
         if store.add("done", 0) >= world_size:
             break
 
 
-def _say(error: UserError, own: Leaver | None = None) -> None:
+def _print_error(error: UserError, own: Leaver | None = None) -> None:
     place = "" if own is None else f"rank {own.rank} on {own.host}: "
     print(f"error: {place}{error}", file=sys.stderr, flush=True)
 
 
 def _ticks(seconds: float = float("inf")) -> Iterator[None]:
-    """Yield at once and again after pauses, for some seconds."""
+    """Yield at once and then after pauses, for `seconds`."""
     begin, pause = time.monotonic(), _TICK_SECONDS[0]
     while time.monotonic() - begin < seconds:
         yield
@@ -223,7 +227,7 @@ def _ticks(seconds: float = float("inf")) -> Iterator[None]:
 
 
 def _leavers(store: Store) -> list[Leaver]:
-    """In the order in which they left."""
+    """The ranks that have exited, in that order."""
     leavers: list[Leaver] = []
     while store.check([f"left/{len(leavers) + 1}"]):
         record = parse_json(store.get(f"left/{len(leavers) + 1}"))
@@ -232,8 +236,8 @@ def _leavers(store: Store) -> list[Leaver]:
 
 
 def _open(launch: Launch, timeout_seconds: float, patient: bool = True) -> Store:
-    """Args: patient: torch waits until rank 0 listens, and says so in many lines; else this function waits."""
-    address, port, hosted_here = meeting_place(launch)
+    """Args: patient: torch waits until rank 0 listens, and logs many lines; else this function waits."""
+    address, port, hosted_here = rendezvous_address(launch)
     if not patient and not hosted_here:
         for _ in _ticks(timeout_seconds):
             with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=1.0):

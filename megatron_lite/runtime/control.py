@@ -29,7 +29,7 @@ from types import FrameType
 from typing import NoReturn
 
 from data_utils.common.errors import ExitStatus, HaltedError
-from megatron_lite.parallel.launch import LauncherWatch, report_status
+from megatron_lite.parallel.launch import LauncherMonitor, report_status
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class RunControl:
         self.stop_file, self.save_file = directory / "STOP", directory / "SAVE"
         self._is_main = is_main
         self.leave: Callable[[], None] = lambda: None  # called if the process ends before training
-        self._launcher = LauncherWatch()
+        self._launcher = LauncherMonitor()
         self._phase = Phase.STARTING
         self._stop_signal = False
         self._files = Requests()

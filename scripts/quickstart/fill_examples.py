@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     filler = BlankFiller(run.model, run.tokenizer.special, generation)
     blanks = word_blanks(loader, run.tokenizer, run.config.training.eval_samples)
     for blank in blanks[: args.count]:
-        (answers,) = filler.answers([*blank.before, run.tokenizer.special.mask, *blank.after])
+        (answers,) = filler.ranked_spans([*blank.before, run.tokenizer.special.mask, *blank.after])
         print(render(run.tokenizer, blank, answers[:ANSWERS]))
 
 

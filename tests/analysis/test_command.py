@@ -13,8 +13,8 @@ from support.tasks import write_task
 from support.training import fit, records
 
 from data_utils.common.settings import merge
+from megatron_lite.analysis.head_scores import write_pruned
 from megatron_lite.analysis.heads import Head, projections, remove
-from megatron_lite.analysis.judges import write_pruned
 from megatron_lite.finetune.checkpoints import evaluate
 from megatron_lite.finetune.run import finetune
 from megatron_lite.finetune.setup import load_tree, prepare

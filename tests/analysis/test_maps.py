@@ -8,7 +8,7 @@ import torch
 
 from data_utils.tasks.base import TargetGroup, TaskSample
 from data_utils.tasks.templates.examples import document
-from megatron_lite.analysis.maps import habits, weights_of
+from megatron_lite.analysis.attention_maps import attention_statistics, weights_of
 from megatron_lite.analysis.words import Text
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.init import initialize_parameters
@@ -23,7 +23,7 @@ SIZES = {
 def test_habits_by_hand():
     """Three tokens: one of the layout, a word, one of the layout."""
     looks = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 1.0], [0.25, 0.25, 0.5]])
-    found = {name: values.item() for name, values in habits(looks[None, None], 1, 1).items()}
+    found = {name: values.item() for name, values in attention_statistics(looks[None, None], 1, 1).items()}
     entropies = [np.log(2), 0.0, 0.5 * np.log(4) + 0.5 * np.log(2)]
     assert found["entropy"] == pytest.approx(np.mean(entropies))
     assert found["distance"] == pytest.approx(np.mean([0.5, 1.0, 0.75]))

@@ -96,12 +96,12 @@ def test_a_published_model_has_the_published_size(name):
     assert f"{parameter_count(model) / 1e6:.{digits}f}" == millions.rstrip(".")
 
 
-ONE_STACK = sorted(
+SINGLE_STACK = sorted(
     path for path in MODELS.glob("*.yaml") if not path.stem.startswith(("optimus", "electra", "ernie-thu"))
 )
 
 
-@pytest.mark.parametrize("path", ONE_STACK, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", SINGLE_STACK, ids=lambda path: path.stem)
 def test_the_parameter_count_is_that_of_the_real_module(path):
     """And what --dry-run says that one rank holds."""
     import torch

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support import plugs
 from support.distributed import run_ranks
-from support.electra import CASES, TREE, as_batch, electra_config, rows_of
+from support.electra import CASES, TREE, electra_config, make_task_batch, rows_of
 from support.parity import outcomes_of
 
 from data_utils.common.errors import ConfigError
@@ -30,7 +30,9 @@ def run_config(directory, **changes):
 
 
 def fit(context, config):
-    plugs.train(context, config, *(plugs.RandomSamples(rows_of, as_batch, first) for first in (0, 500)))
+    plugs.train(
+        context, config, *(plugs.RandomSamples(rows_of, make_task_batch, first) for first in (0, 500))
+    )
 
 
 @pytest.fixture(scope="module")

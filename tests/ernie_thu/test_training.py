@@ -3,7 +3,7 @@
 import pytest
 from support import plugs
 from support.distributed import run_ranks
-from support.knowledge import CASES, TREE, as_batch, entity_config, rows_of
+from support.knowledge import CASES, TREE, entity_config, make_task_batch, rows_of
 from support.parity import outcomes_of
 
 from data_utils.common.errors import ConfigError
@@ -24,7 +24,7 @@ def run_config(directory, **training):
 
 
 def fit(context, config):
-    samples = plugs.RandomSamples(rows_of, as_batch)
+    samples = plugs.RandomSamples(rows_of, make_task_batch)
     plugs.train(context, config, samples, samples)
 
 

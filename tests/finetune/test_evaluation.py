@@ -5,7 +5,7 @@ from pathlib import Path
 from support.tasks import task_of, votes, write_lines, write_task
 
 from megatron_lite.finetune import evaluation as module
-from megatron_lite.finetune.evaluation import Evaluated, Evaluation, Model
+from megatron_lite.finetune.evaluation import Evaluation, EvaluationResult, Model
 from megatron_lite.finetune.run import write_file_predictions
 from megatron_lite.parallel.context import ParallelContext
 
@@ -43,7 +43,7 @@ def test_files_of_one_name_have_predictions_of_their_own(tmp_path):
         paths.append(write_lines(tmp_path / place / "test.jsonl", votes(ord(place), 3)))
     task = task_of(write_task(tmp_path / "task", validation=paths), tmp_path / "out")
     evaluated = {
-        path: Evaluated({}, list(records), [record.label for record in records], 0)
+        path: EvaluationResult({}, list(records), [record.label for record in records], 0)
         for path, records in task.validation.items()
     }
     write_file_predictions(tmp_path / "out", task.settings, evaluated, "--output")

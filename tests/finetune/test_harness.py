@@ -11,8 +11,8 @@ from support.harness_runs import harness_run
 from data_utils.common.batch_fields import DOC, FIELDS, ORD, POSITION_IDS, TOKENS, WEIGHTS
 from data_utils.common.errors import ConfigError, DataError
 from megatron_lite.config.generation import GenerationConfig
-from megatron_lite.finetune.harness import PSEUDO, Asking, Harness, before_first
-from megatron_lite.inference.decoders import decoder_of
+from megatron_lite.finetune.harness import PSEUDO, Harness, HarnessOptions, before_first
+from megatron_lite.inference.decoders import make_decoder
 from megatron_lite.inference.filling import BlankFiller
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.model_input import ModelInput
@@ -72,7 +72,7 @@ def test_log_probabilities_are_those_of_rows_by_hand(runs, objective):
 def test_contexts_without_a_start_token(runs):
     """By the model's own rows: context and continuation alone; a continuation without a context still follows eos."""
     run = runs("causal")
-    found = Harness(run, Asking(no_start=True), size=2).loglikelihood(PAIRS)
+    found = Harness(run, HarnessOptions(no_start=True), size=2).loglikelihood(PAIRS)
     expected = []
     for context, continuation in PAIRS:
         if not context:
@@ -87,8 +87,8 @@ def test_contexts_without_a_start_token(runs):
     with_start = Harness(run, size=2).loglikelihood(PAIRS)
     assert abs(found[0][0] - with_start[0][0]) > 1e-3 and found[2] == with_start[2]
     with pytest.raises(ConfigError, match="no_start is set, but inputs of blank_infilling"):
-        Harness(runs("blank_infilling"), Asking(no_start=True))
-    longest = Harness(run, Asking(no_start=True, sequence_length=8))
+        Harness(runs("blank_infilling"), HarnessOptions(no_start=True))
+    longest = Harness(run, HarnessOptions(no_start=True, sequence_length=8))
     assert np.isfinite(longest.loglikelihood([("the quick " * 9, " fox jumps over the")])[0][0])
 
 
@@ -118,7 +118,7 @@ def test_glm_continues_at_its_own_blank(runs):
         part_a = [special.cls, *encode(context), special.gmask]  # open: without an end
         expected.append(filled_by_hand(run, part_a, special.gmask, encode(continuation)))
     assert_equal(found, expected)
-    ended = Harness(run, Asking(mask="mask", score_end=True)).loglikelihood(PAIRS)
+    ended = Harness(run, HarnessOptions(mask="mask", score_end=True)).loglikelihood(PAIRS)
     expected = []
     for context, continuation in PAIRS:
         part_a = [special.cls, *encode(context), special.mask, special.eos]
@@ -133,11 +133,11 @@ def test_a_spelled_out_mask_is_a_blank_where_that_is_allowed(runs):
     pair = ("the [MASK] fox.", " quick brown")
     part_a = [special.cls, *encode("the"), special.mask, *encode("fox."), special.eos]
     expected = filled_by_hand(run, part_a, special.mask, encode(pair[1]))
-    assert_equal(Harness(run, Asking(allow_masks=True)).loglikelihood([pair]), [expected])
+    assert_equal(Harness(run, HarnessOptions(allow_masks=True)).loglikelihood([pair]), [expected])
     as_text = Harness(run).loglikelihood([pair])
     assert as_text[0][0] != pytest.approx(expected[0], abs=0.1)
     with pytest.raises(DataError, match="has 2 blanks; a continuation fills only one"):
-        Harness(run, Asking(allow_masks=True)).loglikelihood([("[MASK] or [MASK]", " the")])
+        Harness(run, HarnessOptions(allow_masks=True)).loglikelihood([("[MASK] or [MASK]", " the")])
 
 
 def logits_of_row(run, tokens, positions, order, place):
@@ -165,11 +165,13 @@ def test_bert_hides_each_token_in_turn(runs):
     harness = Harness(run, size=3)
     assert_equal(harness.loglikelihood(PAIRS), expected)
     assert harness.report()["note"] == PSEUDO
-    blank = Harness(run, Asking(allow_masks=True)).loglikelihood([("the [MASK] dog", " lazy")])
-    assert blank == Harness(run, Asking(allow_masks=True)).loglikelihood([("the [sMASK] dog", " lazy")])
+    blank = Harness(run, HarnessOptions(allow_masks=True)).loglikelihood([("the [MASK] dog", " lazy")])
+    assert blank == Harness(run, HarnessOptions(allow_masks=True)).loglikelihood(
+        [("the [sMASK] dog", " lazy")]
+    )
     with pytest.raises(ConfigError, match=r"perplexity, but a run of masked_lm"):
         harness.loglikelihood_rolling(["the fox"])
-    with pytest.raises(ConfigError, match="does not teach to write"):
+    with pytest.raises(ConfigError, match="does not train generation"):
         harness.generate_until([("the", {})])
 
 
@@ -188,7 +190,7 @@ def test_xlnet_asks_for_each_token_by_a_query(runs):
         expected.append(summed(rows, after))
     assert_equal(Harness(run).loglikelihood(pairs), expected)
     # A text in one window is the chain of its tokens.
-    (whole,) = Harness(run, Asking(first_token=False)).loglikelihood_rolling(["the quick brown fox"])
+    (whole,) = Harness(run, HarnessOptions(first_token=False)).loglikelihood_rolling(["the quick brown fox"])
     assert whole == pytest.approx(Harness(run).loglikelihood([("the", " quick brown fox")])[0][0], abs=1e-4)
 
 
@@ -213,7 +215,7 @@ def test_choices_of_one_token_are_one_document(runs, monkeypatch):
 
 def test_text_is_tokenized_as_one(runs):
     """A word that goes on after the context is a piece of it; where a token reaches over the border, both are apart."""
-    layout = Harness(runs("causal")).layout
+    layout = Harness(runs("causal")).template
     piece, word = (runs("causal").tokenizer.encode(text) for text in ("jumps", " s"))
     assert layout.asked("jump", "s").continuation == piece[1:] != word
     assert layout.asked("the ", "fox").continuation == layout.asked("the", " fox").continuation
@@ -226,11 +228,11 @@ def test_whole_texts_have_the_probabilities_of_their_windows(runs, objective):
     """Each token once: the windows are asked one by one as contexts and continuations."""
     run = runs(objective, **(WITH_GMASK if objective == "blank_infilling" else {}))
     text = " ".join(["the quick brown fox", "jumps over the lazy dog"] * 5)
-    asking = Asking(sequence_length=17, stride=6)
+    asking = HarnessOptions(sequence_length=17, stride=6)
     harness = Harness(run, asking, size=2)
     (found,) = harness.loglikelihood_rolling([text])
     ids, total, seen = run.tokenizer.encode(text), 0.0, 0
-    single = Harness(run, Asking(sequence_length=32))
+    single = Harness(run, HarnessOptions(sequence_length=32))
     for start in range(0, len(ids), 6):
         known, new = ids[start:seen], ids[seen : start + 16]
         if not new:
@@ -242,7 +244,7 @@ def test_whole_texts_have_the_probabilities_of_their_windows(runs, objective):
     first = harness.loglikelihood([("", "the")])[0][0]
     assert harness.loglikelihood_rolling(["", "the"]) == pytest.approx([0.0, first])
     if objective == "causal":  # elsewhere the first window is read in another way
-        skipped = Harness(run, Asking(sequence_length=17, stride=6, first_token=False))
+        skipped = Harness(run, HarnessOptions(sequence_length=17, stride=6, first_token=False))
         assert skipped.loglikelihood_rolling([text])[0] == pytest.approx(found - first, abs=1e-4)
 
 
@@ -255,7 +257,7 @@ def test_long_contexts_lose_their_beginning_and_are_counted(runs):
         ("bart", 30),
         ("xlnet", 31),
     ):
-        harness = Harness(runs(objective), Asking(sequence_length=32))
+        harness = Harness(runs(objective), HarnessOptions(sequence_length=32))
         (cut,) = harness.loglikelihood([(" ".join(words), " the")])
         assert cut == harness.loglikelihood([(" ".join(words[-kept:]), " the")])[0]
         assert harness.cut == 1 and harness.report()["cut"] == 1, objective
@@ -280,9 +282,9 @@ def test_texts_end_before_the_first_stop_string(runs, objective):
     harness, contexts = Harness(run, size=2), ["the quick", "the lazy dog", "cafe"]
     options = {"until": [], "max_gen_toks": 8}
     whole = harness.generate_until([(context, options) for context in contexts])
-    decoder = decoder_of(run, GenerationConfig(max_length=8))
+    decoder = make_decoder(run, GenerationConfig(max_length=8))
     for context, text in zip(contexts, whole, strict=True):
-        prompt = harness.layout.prompt(context, 8)[0]
+        prompt = harness.template.prompt(context, 8)[0]
         assert text == run.tokenizer.decode(decoder.generate([prompt])[0], skip_special=True)
     stop = whole[0][3:5]
     asked = [(contexts[1], options), (contexts[0], {**options, "until": stop}), (contexts[2], options)]
@@ -306,8 +308,8 @@ def test_settings_of_generation(runs):
     harness = Harness(runs("causal"))
     beams = {"num_beams": 3, "max_new_tokens": 6, "do_sample": False, "temperature": 0.0}
     found = harness.generate_until([("the fox", beams)])
-    decoder = decoder_of(runs("causal"), GenerationConfig(strategy="beam", num_beams=3, max_length=6))
-    prompt = harness.layout.prompt("the fox", 6)[0]
+    decoder = make_decoder(runs("causal"), GenerationConfig(strategy="beam", num_beams=3, max_length=6))
+    prompt = harness.template.prompt("the fox", 6)[0]
     assert found == [runs("causal").tokenizer.decode(decoder.generate([prompt])[0])]
     drawn = {"temperature": 2.0, "max_gen_toks": 6, "seed": 3}
     assert harness.generate_until([("the fox", drawn)]) != harness.generate_until(
@@ -324,16 +326,19 @@ def test_settings_of_generation(runs):
 
 def test_settings_that_a_run_cannot_take(runs):
     cases = {
-        "inputs of causal have no blanks": ("causal", Asking(allow_masks=True)),
-        "but masked_lm predicts no end token": ("masked_lm", Asking(score_end=True)),
-        "sequence_length is 33, but the model has 32 positions": ("causal", Asking(sequence_length=33)),
-        "sequence_length is 7; it must be at least 8": ("causal", Asking(sequence_length=7)),
+        "inputs of causal have no blanks": ("causal", HarnessOptions(allow_masks=True)),
+        "but masked_lm predicts no end token": ("masked_lm", HarnessOptions(score_end=True)),
+        "sequence_length is 33, but the model has 32 positions": (
+            "causal",
+            HarnessOptions(sequence_length=33),
+        ),
+        "sequence_length is 7; it must be at least 8": ("causal", HarnessOptions(sequence_length=7)),
     }
     for message, (objective, asking) in cases.items():
         with pytest.raises(ConfigError, match=message):
             Harness(runs(objective), asking)
     with pytest.raises(ConfigError, match=r"the stride \(31\) must be below the window size \(31\)"):
-        Harness(runs("causal"), Asking(stride=31)).loglikelihood_rolling(["the"])
+        Harness(runs("causal"), HarnessOptions(stride=31)).loglikelihood_rolling(["the"])
     for objective in ("unilm", "t5"):
         with pytest.raises(ConfigError, match=f"which a run of {objective} does not tell"):
             Harness(runs(objective)).loglikelihood_rolling(["the"])

@@ -18,7 +18,7 @@ from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.finetune import policies
 from megatron_lite.finetune.data import TaskData
-from megatron_lite.finetune.run import finetune, task_rates, training_data
+from megatron_lite.finetune.run import finetune, task_lr_multipliers, training_data
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.build import build_model
 from megatron_lite.model.model_input import ModelInput
@@ -54,7 +54,7 @@ def unequal_task(directory, **task):
 def plain_torch(task, steps):
     """The task's loss and the language model's each from a batch of its own; torch's AdamW."""
     config = task.config
-    model, names = build_model(config, len(LOSS_NAMES) + 1), task_rates(task)
+    model, names = build_model(config, len(LOSS_NAMES) + 1), task_lr_multipliers(task)
     data, weight = training_data(task), policies.language_weight(config, len(task.train))
     settings, schedule, size = config.optimizer, config.schedule, config.batch.global_batch_size
     groups = [
@@ -220,4 +220,4 @@ def test_what_cannot_be_is_refused(tmp_path, options, task, message):
 def test_siatls_order_needs_a_new_head(tmp_path):
     task = task_of(write_task(tmp_path / "task", **CLOZE), tmp_path / "out", "finetune.unfreeze=siatl")
     with pytest.raises(ConfigError, match=r"unfreeze is siatl, .* the task adds none"):
-        task_rates(task)
+        task_lr_multipliers(task)

@@ -92,7 +92,7 @@ def test_a_run_of_optimus_answers_no_task_itself(run, tmp_path):
     path, _, task = run
     tree = {"task": load_tree(["configs/tiny.yaml"], task, [])["task"]}
     with pytest.raises(
-        ConfigError, match=r"has no answers to a task; tune its encoder with scripts/finetune\.py"
+        ConfigError, match=r"cannot be evaluated on a task; fine-tune its encoder with scripts/finetune\.py"
     ):
         evaluate(path, tree, 8)
 

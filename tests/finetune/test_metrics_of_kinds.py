@@ -314,7 +314,7 @@ def test_answers_of_a_model_that_has_diverged_are_told(monkeypatch):
         return torch.full((len(given), 2), math.nan), torch.zeros(len(given))
 
     evaluation = Evaluation(made.inputs.config, made, given, ParallelContext.alone(), 8)
-    with pytest.raises(DataError, match=r"the model answers sample 0 with NaN.*lower optimizer.lr"):
+    with pytest.raises(DataError, match=r"predicts NaN for sample 0.*lower optimizer.lr"):
         evaluation.run(Model(answer))
 
 

@@ -14,7 +14,7 @@ from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.engine.plain import PlainEngine
 from megatron_lite.finetune import policies
 from megatron_lite.finetune.data import TaskData
-from megatron_lite.finetune.run import finetune, task_rates
+from megatron_lite.finetune.run import finetune, task_lr_multipliers
 from megatron_lite.model.build import build_model, model_spec
 from megatron_lite.model.flops import parameter_shapes
 from megatron_lite.model.model_input import ModelInput
@@ -53,7 +53,7 @@ def plain_torch(task, steps):
     model = build_model(config, 1)
     data = TaskData(task.train, task.renderer, config.training.seed)
     settings, schedule, size = config.optimizer, config.schedule, config.batch.global_batch_size
-    of_names = task_rates(task)
+    of_names = task_lr_multipliers(task)
     groups = [
         {
             "params": [parameter],
@@ -90,7 +90,7 @@ def test_policies_equal_plain_torch(tmp_path, policy):
     found = load_weights(last(learn(files, tmp_path / "out", *options)))
     task = task_of(files, tmp_path / "out", *options)
     initial, expected = plain_torch(task, 12)
-    rates = task_rates(task)
+    rates = task_lr_multipliers(task)
     for name, weight in found.items():
         rows = len(weight)
         torch.testing.assert_close(weight, expected[name][:rows].detach(), rtol=1e-4, atol=2e-5, msg=name)
@@ -145,7 +145,7 @@ def test_layouts_and_a_resumed_run_equal_one_process(tmp_path, layouts):
 def step_of_engine(context, files, output, *overrides):
     """Names with a gradient in the first step, elements of all gradients, Adam's counts of an old manifest."""
     task = task_of(files, output, *overrides)
-    engine = PlainEngine(task.config, context, 1, task_rates(task))
+    engine = PlainEngine(task.config, context, 1, task_lr_multipliers(task))
     data = TaskData(task.train, task.renderer, 0)
     seen = set()
     for name, parameter in engine.named_parameters.items():
@@ -186,13 +186,13 @@ def test_a_policy_that_trains_nothing_is_refused(tmp_path):
     with pytest.raises(
         ConfigError, match=r"trained is head, .* cloze adds no head; set finetune.trained to all"
     ):
-        task_rates(task)
+        task_lr_multipliers(task)
 
 
 def test_depths_and_beginnings(tmp_path):
     files = write_task(tmp_path / "task")
     task = task_of(files, tmp_path / "out", *ULMFIT, "model.num_layers=3", "batch.global_batch_size=40")
-    found = task_rates(task)
+    found = task_lr_multipliers(task)
     assert found["heads.task.classifier.weight"] == found["final_layernorm.bias"] == NO_MULTIPLIERS
     assert found["layers.2.mlp.dense_h_to_4h.bias"] == LrMultipliers(0.5, 1)
     # Of 64 samples each: epoch 2 begins in step 2, whose samples 40 to 79 are of both; 3 with sample 128, in step 4.
@@ -200,15 +200,15 @@ def test_depths_and_beginnings(tmp_path):
     assert found["layers.0.attention.dense.weight"] == LrMultipliers(0.125, 5)
     assert found["embedding.word_embeddings.weight"] == LrMultipliers(0.0625, 6)
     elements = {name: int(np.prod(shape)) for name, shape in parameter_shapes(task.config.model).items()}
-    line = policies.described(found, elements, 5)
-    assert line.endswith("begin at the steps 1, 3, 5") and "40 of 43 parameters" in line
-    assert task_rates(task_of(files, tmp_path / "out")) == {}
+    line = policies.describe_trained(found, elements, 5)
+    assert line.endswith("at steps 1, 3, 5") and "40 of 43 parameters" in line
+    assert task_lr_multipliers(task_of(files, tmp_path / "out")) == {}
 
 
 def test_biases_and_the_new_head_are_trained(tmp_path):
     files = write_task(tmp_path / "task")
     task = task_of(files, tmp_path / "out", "finetune.trained=biases")
-    rates = task_rates(task)
+    rates = task_lr_multipliers(task)
     biases = {name for name, rate in rates.items() if rate.first_step == 1}
     assert biases == {name for name in rates if name.endswith("bias")} | {"heads.task.classifier.weight"}
 
@@ -300,7 +300,7 @@ def test_a_mix_needs_a_head(tmp_path):
 
 def test_siatls_order(tmp_path):
     files = write_task(tmp_path / "task")
-    found = task_rates(task_of(files, tmp_path / "out", "finetune.unfreeze=siatl"))
+    found = task_lr_multipliers(task_of(files, tmp_path / "out", "finetune.unfreeze=siatl"))
     starts = {name.split(".")[0]: rate.first_step for name, rate in found.items()}
     assert starts == {"heads": 1, "final_layernorm": 5, "layers": 5, "embedding": 17}  # 4 steps an epoch
 

@@ -24,7 +24,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.finetune import run as run_module
 from megatron_lite.finetune.evaluation import Evaluation, Model
-from megatron_lite.finetune.judge import TaskJudge
+from megatron_lite.finetune.metric_keeper import TaskMetricKeeper
 from megatron_lite.finetune.run import finetune, loss_of_guess, warn_of_export, warn_of_little_progress
 from megatron_lite.finetune.setup import check_output
 from megatron_lite.hf.published.heads import class_of_model
@@ -283,7 +283,8 @@ def test_scores_that_hardly_move_are_told_with_the_likely_causes(tmp_path):
     ((message,),) = run_ranks(said_by_finetune, 1, files, tmp_path / "still", *still)
     (share,) = {sum(line["label"] == label for line in votes(1, 32)) / 32 for label in "1"}
     assert (
-        f"one answer to all 32 validation samples has {max(share, 1 - share):.4f}, so the task was" in message
+        f"one label for all 32 validation samples scores {max(share, 1 - share):.4f}, so the task was"
+        in message
     )
     for cause in (
         "the training loss has ended",
@@ -295,8 +296,8 @@ def test_scores_that_hardly_move_are_told_with_the_likely_causes(tmp_path):
     assert run_ranks(said_by_finetune, 1, files, tmp_path / "learnt", "finetune.epochs=12") == [[]]
 
 
-def judge_of(task, directory, scores):
-    """A judge of the task's validation files that remembers these scores, one for each step."""
+def keeper_of(task, directory, scores):
+    """A metric keeper of the task's validation files that remembers these scores, one for each step."""
     directory.mkdir(parents=True)
     lines = [{"kind": "scores", "step": step, "score": score} for step, score in enumerate(scores, start=1)]
     lines += [{"kind": "train", "step": step, "loss": loss} for step, loss in enumerate((3.0, 0.2), start=1)]
@@ -308,9 +309,11 @@ def judge_of(task, directory, scores):
         path: Evaluation(task.settings, task.renderer, records, alone, 8)
         for path, records in task.validation.items()
     }
-    judge = TaskJudge(evaluations, compared_by(task.settings, None), Model(None), alone, directory, None)
-    judge.resume(len(scores))
-    return judge
+    keeper = TaskMetricKeeper(
+        evaluations, compared_by(task.settings, None), Model(None), alone, directory, None
+    )
+    keeper.resume(len(scores))
+    return keeper
 
 
 RECALL = ["task.kind=lambada", "task.reader=synthetic", "task.train=recall:pairs=2,samples=64,seed=1",
@@ -322,7 +325,7 @@ RECALL = ["task.kind=lambada", "task.reader=synthetic", "task.train=recall:pairs
     [
         (RECALL, [0.50, 0.54, 0.53], "the best score is 0.5400 of a possible 1.0000"),
         (RECALL, [0.50, 0.95], None),
-        ([], [0.5, 0.6], "the best score is 0.6000, one answer to all 32 validation samples has 0.5"),
+        ([], [0.5, 0.6], "the best score is 0.6000, one label for all 32 validation samples scores 0.5"),
         ([], [0.5, 0.8], None),
         (["task.metrics=[matthews]"], [0.0, 0.1], "samples has 0.0000"),
         (["task.metrics=[matthews]"], [0.0, 0.4], None),
@@ -331,7 +334,7 @@ RECALL = ["task.kind=lambada", "task.reader=synthetic", "task.train=recall:pairs
 def test_scores_are_compared_with_what_is_known_without_learning(tmp_path, caplog, options, scores, expected):
     """The training loss has fallen here, so that it says nothing."""
     task = task_of(write_task(tmp_path / "task"), tmp_path / "out", *options)
-    warn_of_little_progress(task, tmp_path / "run", judge_of(task, tmp_path / "run", scores))
+    warn_of_little_progress(task, tmp_path / "run", keeper_of(task, tmp_path / "run", scores))
     assert [expected in record.message for record in caplog.records] == [True] * (expected is not None)
 
 

@@ -22,10 +22,10 @@ from megatron_lite.checkpoint.manifest import list_checkpoints
 from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.finetune.checkpoints import evaluate
-from megatron_lite.finetune.data import SeveralTasks
+from megatron_lite.finetune.data import MultiTaskData
+from megatron_lite.finetune.multi_task import TaskOrder, batches_per_epoch
 from megatron_lite.finetune.run import finetune, training_data
 from megatron_lite.finetune.setup import load_tree, prepare
-from megatron_lite.finetune.several import Turns, batches_of
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.metrics.records import read_metrics
 from megatron_lite.parallel.context import ParallelContext
@@ -92,7 +92,7 @@ def state(checkpoint, kind):
 
 
 def test_each_epoch_has_the_batches_of_each_task_once_and_in_an_order_of_its_own():
-    turns = Turns([3, 5, 1], seed=7)
+    turns = TaskOrder([3, 5, 1], seed=7)
     found = [turns.of(batch) for batch in range(900)]
     for epoch in range(100):
         assert Counter(task for task, _ in found[9 * epoch : 9 * epoch + 9]) == {0: 3, 1: 5, 2: 1}
@@ -100,21 +100,21 @@ def test_each_epoch_has_the_batches_of_each_task_once_and_in_an_order_of_its_own
         numbers = [number for one, number in found if one == task]
         assert numbers == list(range(len(numbers)))
     assert len({tuple(task for task, _ in found[9 * epoch : 9 * epoch + 9]) for epoch in range(100)}) > 50
-    assert [Turns([3, 5, 1], seed=7).of(batch) for batch in (899, 4)] == [found[899], found[4]]
-    assert [Turns([3, 5, 1], seed=8).of(batch) for batch in range(900)] != found
-    assert [Turns([4], seed=7).of(batch) for batch in range(9)] == [(0, batch) for batch in range(9)]
+    assert [TaskOrder([3, 5, 1], seed=7).of(batch) for batch in (899, 4)] == [found[899], found[4]]
+    assert [TaskOrder([3, 5, 1], seed=8).of(batch) for batch in range(900)] != found
+    assert [TaskOrder([4], seed=7).of(batch) for batch in range(9)] == [(0, batch) for batch in range(9)]
 
 
 def test_tasks_count_by_size_or_by_a_power_of_it(files, tmp_path):
     config = task_of(files, tmp_path / "out").config  # batches of 16
-    assert batches_of([1600, 401, 16, 1], config) == [100, 26, 1, 1]
+    assert batches_per_epoch([1600, 401, 16, 1], config) == [100, 26, 1, 1]
     by_root, alike = (
         dataclasses.replace(config, finetune=dataclasses.replace(config.finetune, tasks_alpha=alpha))
         for alpha in (0.5, 0.0)
     )
-    assert batches_of([1600, 400], by_root) == [83, 42]  # 125 by 10 : 5
-    assert batches_of([1600, 400], alike) == [62, 62]
-    assert batches_of([16_000_000, 1], by_root)[1] == 999
+    assert batches_per_epoch([1600, 400], by_root) == [83, 42]  # 125 by 10 : 5
+    assert batches_per_epoch([1600, 400], alike) == [62, 62]
+    assert batches_per_epoch([16_000_000, 1], by_root)[1] == 999
     task = task_of(files, tmp_path / "out", "finetune.epochs=3")
     assert task.batches == [3, 2] and task.config.training.steps == 15
 
@@ -126,7 +126,7 @@ def test_one_task_has_the_samples_and_settings_that_it_has_alone(files, tmp_path
     )
     assert listed.config == alone.config and listed.others == () and listed.config.tasks == ()
     data = training_data(alone)
-    several = SeveralTasks([data], Turns([3], 1234), 16)
+    several = MultiTaskData([data], TaskOrder([3], 1234), 16)
     for batch in range(12):
         own, expected = (one.batch(np.arange(16) + 16 * batch) for one in (several, data))
         for name in ("fields", "samples"):
@@ -141,7 +141,7 @@ def test_heads_without_a_batch_stay_as_they_are_and_layouts_agree(files, tmp_pat
     layouts = [(1, {}), (2, {"zero_stage": 2}), (2, {"tensor_parallel_size": 2})]
     for number, (world, parallel) in enumerate(layouts):
         saved = learn(files, tmp_path / str(number), *STEP, world=world, **parallel)
-        turns = Turns([3, 2], 1234)
+        turns = TaskOrder([3, 2], 1234)
         assert [checkpoint.step for checkpoint in saved] == list(range(1, 11))
         for before, after in itertools.pairwise(saved):
             busy = ("votes", "share")[turns.of(after.step - 1)[0]]
@@ -211,7 +211,7 @@ BAD = {
     "two of one name": (
         (),
         {"name": "votes"},
-        "tasks has the names 'votes', 'votes'; each must be another one",
+        "tasks has the names 'votes', 'votes'; they must differ",
     ),
     "a name with a dot": ((), {"name": "a.b"}, "of letters, digits, _ and -"),
     "zero 3": (("parallel.zero_stage=3",), {}, "parallel.zero_stage is 3 with several tasks (votes, share)"),

@@ -137,7 +137,7 @@ def test_a_last_word_is_the_label_where_it_counts_as_right(tmp_path, objective, 
             True,
             False,
         }
-        assert len([each for each in caplog.messages if "scores last words and writes none" in each]) == 1
+        assert len([each for each in caplog.messages if "scores last words but cannot" in each]) == 1
 
 
 def predictions(path):

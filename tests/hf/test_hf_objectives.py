@@ -101,7 +101,7 @@ def test_the_card_counts_the_exported_parameters(made):
 def test_blanks_are_refused_by_a_model_of_another_objective(made, name, trained):
     done = generate(made / name / "run", "word1 [MASK] word2")
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
-    assert trained in done.stderr and "does not teach to fill blanks" in done.stderr
+    assert trained in done.stderr and "does not train filling blanks" in done.stderr
     with pytest.raises(ValueError, match=f"{trained}, which does not teach to fill blanks"):
         pipeline("blank-infilling", model=str(made / name / "export"), trust_remote_code=True)
     model = GLMForBlankInfilling.from_pretrained(made / name / "export")

@@ -9,7 +9,7 @@ from support.tokenizer_files import bert_vocab, write_bert
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory
-from megatron_lite.inference.decoders import decoder_of
+from megatron_lite.inference.decoders import make_decoder
 from megatron_lite.inference.open_run import load_run
 
 TREE = {"training": {"steps": 6, "precision": "fp32", "seed": 7}, "data": {"sequence_length": 60}}
@@ -58,7 +58,7 @@ class Banned:
 
 def theirs_of(decoder, model, contexts, config):
     """The answers of transformers to a batch, padded on the side that each kind of model wants."""
-    layout, longest = decoder.layout, max(map(len, contexts))
+    layout, longest = decoder.template, max(map(len, contexts))
     pads = [[0] * (longest - len(context)) for context in contexts]
     is_encoder_decoder = model.config.is_encoder_decoder
 
@@ -99,7 +99,7 @@ def theirs_of(decoder, model, contexts, config):
 def test_answers_agree_token_for_token(both, options):
     run, model = both
     config = GenerationConfig(max_length=8, **options)
-    decoder = decoder_of(run, config)
+    decoder = make_decoder(run, config)
     contexts = [decoder.context(run.tokenizer.encode(text)) for text in TEXTS]
     found = decoder.generate(contexts)
     assert theirs_of(decoder, model, contexts, config) == found

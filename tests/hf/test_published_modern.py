@@ -17,7 +17,7 @@ from megatron_lite.hf.files.published_form import SAME, TURNED
 from megatron_lite.hf.published import conversion
 from megatron_lite.hf.published.conversion import open_published
 from megatron_lite.hf.published.proof import our_output, text_rows
-from megatron_lite.inference.cache import CachedPlan, id_fields, stack_rows
+from megatron_lite.inference.cache import CachedPlan, id_fields, run_cached_stack
 from megatron_lite.model.flops import parameter_shapes
 from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.transformer import GLM
@@ -124,7 +124,7 @@ def test_the_decoder_writes_what_its_class_writes(tmp_path):
     for start, stop in ((0, 21), *((place, place + 1) for place in range(21, 60))):
         positions = torch.arange(start, stop).expand(2, -1)
         plan.expect(positions, is_causal=True)
-        logits = model.logits(stack_rows(model, text[:, start:stop], id_fields(positions), plan))
+        logits = model.logits(run_cached_stack(model, text[:, start:stop], id_fields(positions), plan))
         difference = (logits - expected[:, start:stop]).abs().max()
         assert difference <= TOLERANCE * max(1.0, expected.abs().max()), start
 

@@ -186,7 +186,7 @@ def test_an_answer_that_shows_nothing_says_what_it_is(span, shown):
 def test_answers_are_the_likeliest_spans_with_their_probabilities(model):
     """Against an enumeration of all spans of up to two tokens; a span may end with eop and with eos."""
     config = GenerationConfig(strategy="beam", num_beams=1024, length_penalty=0.0, max_length=3)
-    (answers,) = BlankFiller(model, SPECIAL, config).answers([1, 20, 3, 8])
+    (answers,) = BlankFiller(model, SPECIAL, config).ranked_spans([1, 20, 3, 8])
     tokens = list(range(11, 40))
     candidates = [[], *([a] for a in tokens), *([a, b] for a in tokens for b in tokens)]
     expected = {tuple(span): both_ends(model, span) for span in candidates}
@@ -200,7 +200,7 @@ def test_answers_are_the_likeliest_spans_with_their_probabilities(model):
 @torch.no_grad()
 def test_later_answers_see_the_best_of_earlier_blanks(model):
     config = GenerationConfig(strategy="beam", num_beams=4, length_penalty=0.0, max_length=3)
-    (first, *_), (second, *_) = BlankFiller(model, SPECIAL, config).answers(CONTEXT)
+    (first, *_), (second, *_) = BlankFiller(model, SPECIAL, config).ranked_spans(CONTEXT)
     spans = [(3, first[1]), (5, second[1])]
     p = uncached_logits(model, CONTEXT, spans)[len(first[1]) + 1 :].softmax(-1)
     expected = np.prod([p[i, t].item() for i, t in enumerate(second[1])])
@@ -268,7 +268,5 @@ def test_unusable_texts_are_refused(model):
 def test_a_model_with_a_decoder_fills_no_blanks():
     checkpoint = SimpleNamespace(path=Path("runs/two"), state={"consumed_samples": 8})
     run = OpenRun(tiny("model.decoder_layers=3"), SimpleNamespace(), checkpoint)
-    with pytest.raises(
-        ConfigError, match=r"runs/two has model.decoder_layers 3, .* give a run without a decoder"
-    ):
+    with pytest.raises(ConfigError, match=r"runs/two has model.decoder_layers 3"):
         run.require_blank_infilling(["[MASK]"])

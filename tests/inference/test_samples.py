@@ -43,7 +43,7 @@ def test_blanks_that_are_filled_alike_are_told_once(filled):
     for tokens in (ALIKE, ALIKE, VARIED, *[ALIKE] * (IN_A_ROW - 1)):
         assert filled(tokens) == []
     (message,) = filled(ALIKE)
-    assert "blanks are filled with 1 different answers" in message and "docs/learning.md" in message
+    assert "1 different spans" in message and "docs/learning.md" in message
     assert filled(ALIKE) == [message]
 
 

@@ -12,9 +12,9 @@ from support.recipes import SPECIAL
 from data_utils.common.batch_fields import DOC, FIELDS, ORD, POSITION_IDS, TARGETS, TOKENS, WEIGHTS
 from data_utils.common.errors import ConfigError
 from megatron_lite.config.generation import GenerationConfig
-from megatron_lite.inference.decoders import TextDecoder, _layout
+from megatron_lite.inference.attention_probe import SINGLE_STACK, AttentionProbe
+from megatron_lite.inference.decoders import TextDecoder, _template
 from megatron_lite.inference.unmasking import fixed_counts
-from megatron_lite.inference.watch import ONE_STACK, Watch
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.build import build_model
 from megatron_lite.model.model_input import ModelInput
@@ -50,7 +50,7 @@ def model(config):
 def decoder(model, config, **settings):
     (choice,) = config.objective_choices
     generation = GenerationConfig(**{"max_length": 12, **settings})
-    return TextDecoder(model, SPECIAL, generation, _layout(choice, SPECIAL, set(), generation))
+    return TextDecoder(model, SPECIAL, generation, _template(choice, SPECIAL, set(), generation))
 
 
 def logits_of(model, tokens):
@@ -150,7 +150,7 @@ def test_answers_are_the_same_alone_and_end_before_their_end(model, config):
         kept = model.embedding.word_embeddings.weight[EOS].clone()
         likely = together[0][4]
         model.embedding.word_embeddings.weight[EOS] = model.embedding.word_embeddings.weight[likely] * 1.01
-        ((found,),) = decoder(model, config).found([TEXT])[0]
+        ((found,),) = decoder(model, config).hypotheses([TEXT])[0]
         longer = decoder(model, config, min_length=11).generate([TEXT])[0]
         model.embedding.word_embeddings.weight[EOS] = kept
     assert found.ended and EOS not in found.tokens and len(found.tokens) < 11 <= len(longer)
@@ -158,8 +158,8 @@ def test_answers_are_the_same_alone_and_end_before_their_end(model, config):
 
 def test_a_replay_shows_each_token_among_all_others(model, config):
     made = decoder(model, config, max_length=6)
-    ((found,),) = made.found([TEXT])[0]
-    watch = Watch(ONE_STACK, 0)
+    ((found,),) = made.hypotheses([TEXT])[0]
+    watch = AttentionProbe(SINGLE_STACK, 0)
     replay = made.replay(TEXT, [found], watch)
     written = [*found.tokens, *[EOS] * found.ended]
     for place in range(len(written)):
@@ -167,15 +167,15 @@ def test_a_replay_shows_each_token_among_all_others(model, config):
         hidden[len(TEXT) + place] = MASK
         expected = logits_of(model, hidden)[len(TEXT) + place]
         assert torch.allclose(replay.logits[0][place].double(), expected, atol=1e-4)
-    assert replay.shown[ONE_STACK][1] == [*TEXT, *written]
+    assert replay.shown[SINGLE_STACK][1] == [*TEXT, *written]
     assert watch.rows(len(TEXT) + len(written)).shape[1:] == (len(TEXT) + len(written),) * 2
 
 
 def test_settings_of_other_ways_are_refused(model, config):
     for settings in ({"strategy": "beam"}, {"strategy": "sample", "top_k": 3}, {"no_repeat_ngram_size": 2}):
-        with pytest.raises(ConfigError, match="the run writes by taking masks away"):
+        with pytest.raises(ConfigError, match="generates by unmasking"):
             decoder(model, config, **settings).generate([TEXT])
     (causal,) = tiny("objectives={causal: 1}").objective_choices
     for settings in ({"unmask_steps": 3}, {"unmask_block": 3}, {"guidance": 1.0}):
-        with pytest.raises(ConfigError, match="trained on causal, which takes no masks away; leave it out"):
-            _layout(causal, SPECIAL, set(), GenerationConfig(**settings))
+        with pytest.raises(ConfigError, match=r"trained on causal, .* remove it"):
+            _template(causal, SPECIAL, set(), GenerationConfig(**settings))

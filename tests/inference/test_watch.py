@@ -10,9 +10,9 @@ from support.mask_rule import allowed
 
 from data_utils.common.batch_fields import BLOCK_POSITION_IDS, DOC, FIELDS, ORD, POSITION_IDS, TOKENS, WEIGHTS
 from megatron_lite.config.generation import GenerationConfig
+from megatron_lite.inference.attention_probe import AttentionProbe
 from megatron_lite.inference.cache import CachedPlan
-from megatron_lite.inference.texts import worker_of
-from megatron_lite.inference.watch import Watch
+from megatron_lite.inference.texts import make_text_generator
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.model_input import ModelInput
 
@@ -23,9 +23,9 @@ BEAMS = GenerationConfig(strategy="beam", num_beams=3, length_penalty=0.0, max_l
 def asked(run, text):
     """Who answers, what is asked, and what was found, for a run of `make_run`."""
     fills = run.objectives[0].name == "blank_infilling"
-    worker = worker_of(run, BEAMS, fills)
+    worker = make_text_generator(run, BEAMS, fills)
     context = worker.context([*text, 3, 33, 5] if fills else text)
-    return worker, context, worker.found([context])[0]
+    return worker, context, worker.hypotheses([context])[0]
 
 
 def parts_of(run):
@@ -89,7 +89,7 @@ def test_the_weights_are_those_with_which_values_are_gathered(objective):
     best = [each[0] for each in found]
     looked = []
     for part, layer, number in parts_of(run):
-        watch = Watch(part, number)
+        watch = AttentionProbe(part, number)
         rows, keys = worker.replay(context, best, watch).shown[part]
         weights = watch.rows(len(keys))
         assert weights.shape == (4, len(rows), len(keys))
@@ -187,7 +187,7 @@ def test_the_weights_of_filled_blanks_are_those_of_training_written_out(model):
             q, k = turned(q, angles[:, None]), turned(k, angles[:, None])
         scores = torch.einsum("qhd,khd->hqk", q, k) / 8**0.5
         expected = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-        watch = Watch("encoder", layer)
+        watch = AttentionProbe("encoder", layer)
         worker.replay(context, best, watch)
         torch.testing.assert_close(watch.rows(len(rows)), expected, rtol=0, atol=1e-5)
 

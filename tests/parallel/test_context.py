@@ -17,7 +17,7 @@ from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.plain import make_engine
 from megatron_lite.parallel import context as contexts
-from megatron_lite.parallel.context import device_number, place_in_environment
+from megatron_lite.parallel.context import device_number, set_rendezvous_environment
 from megatron_lite.parallel.launch import Launch
 
 
@@ -95,7 +95,7 @@ def sums_beside_the_device(context):
     torch.cuda.stream = stream
     sums = []
     for value in (1.0, 10.0):
-        with context.process_groups.beside(torch.device("cuda:1")) as group:
+        with context.process_groups.on_side_stream(torch.device("cuda:1")) as group:
             values = torch.tensor([value + context.rank])
             dist.all_reduce(values, group=group)
             sums.append((values.item(), group is not dist.group.WORLD))
@@ -118,5 +118,5 @@ def test_deepspeed_opens_the_device_of_this_process(monkeypatch, visible, number
     for name, value in {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     launch = Launch.from_environment()
-    place_in_environment(launch, device_number(launch))
+    set_rendezvous_environment(launch, device_number(launch))
     assert device_number(launch) == int(os.environ["LOCAL_RANK"]) == number

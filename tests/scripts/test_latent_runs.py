@@ -104,7 +104,11 @@ def test_traces_of_one_transformer_refuse_two(run, monkeypatch, main, arguments,
     [
         (generate.main, ["--text", "a word"], r"use scripts/latent\.py"),
         (generate.main, ["--text", "a [MASK]"], r"use scripts/latent\.py"),
-        (evaluate.main, [], r"has no answers to a task; tune its encoder with scripts/finetune\.py"),
+        (
+            evaluate.main,
+            [],
+            r"cannot be evaluated on a task; fine-tune its encoder with scripts/finetune\.py",
+        ),
     ],
     ids=["generate", "blanks", "evaluate"],
 )

@@ -83,14 +83,14 @@ def test_questions_of_our_page_are_answered(server):
         ({}, b"{", 400, "send JSON in UTF-8"),
         ({}, b"\xff", 400, "send JSON in UTF-8"),
         ({}, b"[" * 60000, 400, "send JSON in UTF-8"),
-        ({}, b"[]", 400, "has text, settings"),
-        ({}, b'{"text": 1, "settings": {}}', 400, "has text, settings"),
+        ({}, b"[]", 400, "text, settings"),
+        ({}, b'{"text": 1, "settings": {}}', 400, "text, settings"),
         ({}, b'{"text": "a [MASK]", "settings": {"beams": 1}}', 400, "unknown setting"),
         ({}, b'{"text": "a [MASK]", "settings": {"top_k": 3}}', 400, "strategy is greedy"),
-        ({}, b" " * (MOST_BYTES + 1), 413, "the question has 65,537 bytes, more than 65,536; shorten the text."),
-        ({"Content-Length": None}, None, 411, "send Content-Length"),
-        ({"Content-Length": "-1"}, None, 411, "send Content-Length"),
-        ({"Transfer-Encoding": "chunked"}, b"0\r\n\r\n", 411, "send Content-Length"),
+        ({}, b" " * (MOST_BYTES + 1), 413, "has 65,537 bytes, more than 65,536"),
+        ({"Content-Length": None}, None, 411, "Content-Length"),
+        ({"Content-Length": "-1"}, None, 411, "Content-Length"),
+        ({"Transfer-Encoding": "chunked"}, b"0\r\n\r\n", 411, "Content-Length"),
     ],
 )  # fmt: skip
 def test_other_questions_are_refused_in_one_line(server, headers, body, status, words):
@@ -123,7 +123,7 @@ def test_a_much_too_large_question_is_read_to_its_end_and_refused_once(server):
         connection.sendall(b"a" * (LARGE - LARGE // 2))
         head, _, body = received(connection).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 413 ") and b"\r\nConnection: close" in head
-    told = "the question has 12,000,000 bytes, more than 65,536; shorten the text."
+    told = "the request has 12,000,000 bytes, more than 65,536; shorten the text."
     assert json.loads(body) == {"error": told}
     assert answered(server, "POST", "/answer", QUESTION)[0] == 200
 
@@ -150,7 +150,7 @@ def test_an_answer_that_fails_is_told_and_the_next_one_is_given(server, monkeypa
     with monkeypatch.context() as patched:
         patched.setattr(server.trial, "answer", lambda **question: 1 // 0)
         status, found = answered(server, "POST", "/answer", QUESTION)
-    assert status == 500 and found["error"] == "no answer, because of ZeroDivisionError: see the terminal."
+    assert status == 500 and "ZeroDivisionError" in found["error"]
     assert "Traceback" in capsys.readouterr().err
     assert answered(server, "POST", "/answer", QUESTION)[0] == 200
 
@@ -162,7 +162,7 @@ def test_attention_is_refused_where_there_is_none(trial):
             trial.attention(number, *asked)
     for _ in range(KEPT):
         trial.answer("word1 [MASK]", {"max_length": 1})
-    with pytest.raises(DataError, match="this answer is no longer kept; ask for it again"):
+    with pytest.raises(DataError, match="no longer kept"):
         trial.attention(number, "encoder", 0, None)
 
 
@@ -222,9 +222,7 @@ def test_a_long_text_is_answered_without_its_attention(tmp_path):
     trial = Trial(open_run(made_run(tmp_path, max_position=200)))
     found = trial.answer("word1 " * 140 + "[MASK]", {"max_length": 2})
     assert found["blanks"]
-    with pytest.raises(
-        DataError, match=rf"has 14\d tokens with its answers, .* for up to {MOST_TOKENS}; shorten it"
-    ):
+    with pytest.raises(DataError, match=rf"has 14\d tokens .* up to {MOST_TOKENS}"):
         trial.attention(found["answer"], "encoder", 0, None)
 
 
@@ -242,9 +240,7 @@ def test_a_run_that_does_neither_is_refused_before_its_weights_are_loaded(tmp_pa
 
 def test_a_port_that_is_taken_is_refused(server, run):
     page = importlib.import_module("scripts.try")
-    with pytest.raises(
-        ConfigError, match=r"port \d+ of 127.0.0.1 cannot be had .*; give another with --port, or 0"
-    ):
+    with pytest.raises(ConfigError, match=r"port \d+ of 127.0.0.1 .*--port"):
         page.main([str(run), "--port", str(server.server_port)])
     with pytest.raises(ConfigError, match=r"--port is 65536; it must be in \[0, 65535\]"):
         page.main([str(run), "--port", "65536"])

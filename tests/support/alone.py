@@ -30,7 +30,7 @@ from megatron_lite.config.tree import Config
 from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.files.weights import Weights
 from megatron_lite.hf.published.proof import our_output, text_rows
-from megatron_lite.inference.decoders import decoder_of
+from megatron_lite.inference.decoders import make_decoder
 from megatron_lite.inference.filling import BlankFiller, blank_context
 from megatron_lite.inference.open_run import Run, load_run
 from megatron_lite.model.flops import parameter_shapes
@@ -271,11 +271,11 @@ def answers(case: Case, run: Run) -> tuple[dict[str, Any], torch.Tensor | None]:
             "banned": [], "unseen": 0, "steps": 1,
         }  # fmt: skip
     elif case.auto != "AutoModelForMaskedLM":
-        decoder: Any = decoder_of(run, GenerationConfig(max_length=ANSWER_LENGTH))
+        decoder: Any = make_decoder(run, GenerationConfig(max_length=ANSWER_LENGTH))
         contexts = [decoder.context(run.tokenizer.encode(text)) for text in TEXTS]
         reference |= {
             "prompts": contexts, "answers": decoder.generate(contexts), "banned": decoder.search.banned,
-            "unseen": len(decoder.layout.forced), "steps": ANSWER_LENGTH,
+            "unseen": len(decoder.template.forced), "steps": ANSWER_LENGTH,
         }  # fmt: skip
     return reference, logits
 

@@ -59,10 +59,10 @@ def rows_of(count: int, first: int = 0) -> np.ndarray:
 
 
 def batch_of(count: int, first: int = 0) -> ElectraBatch:
-    return as_batch(rows_of(count, first), np.arange(first, first + count))
+    return make_task_batch(rows_of(count, first), np.arange(first, first + count))
 
 
-def as_batch(fields: np.ndarray, samples: np.ndarray) -> ElectraBatch:
+def make_task_batch(fields: np.ndarray, samples: np.ndarray) -> ElectraBatch:
     return ElectraBatch(fields, samples, SEED)
 
 
@@ -77,7 +77,7 @@ class ElectraCase(PlugCase):
         more = DETACHED if self.variant == "detached" else {}
         return electra_config(**merge(merge(self.changes, {"electra": {"generator_heads": 4}}), more))
 
-    batch = staticmethod(as_batch)
+    batch = staticmethod(make_task_batch)
 
 
 CASES = [  # the first three in the default run

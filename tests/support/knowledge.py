@@ -65,7 +65,7 @@ def rows_of(
     return rows
 
 
-def as_batch(fields: np.ndarray, samples: np.ndarray) -> EntityBatch:
+def make_task_batch(fields: np.ndarray, samples: np.ndarray) -> EntityBatch:
     return EntityBatch(fields, samples, NOISE, RandomVectors())
 
 
@@ -89,7 +89,7 @@ class EntityCase(PlugCase):
     def samples(self, step: int) -> np.ndarray:
         return rows_of(self.num_samples, 100 * step, length=ROW_LENGTH - 4, vocab=VOCAB_SIZE)
 
-    batch = staticmethod(as_batch)
+    batch = staticmethod(make_task_batch)
 
 
 CASES = [  # the first two in the default run

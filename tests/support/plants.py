@@ -29,7 +29,7 @@ GRADIENTS = (
     Plant(
         "gradient of replicated parameters not summed under tensor parallelism",
         TENSOR,
-        "grad_hidden, summing = grad_whole, start_sum(grad_whole, group)",
+        "grad_hidden, summing = grad_whole, start_all_reduce(grad_whole, group)",
         "grad_hidden, summing = grad_whole, None",
         (f"{PARITY}[2x1x1]",),
     ),

@@ -55,21 +55,21 @@ class RandomSamples:
 
     Args:
         rows_of: (count, first sample) -> rows of the objective.
-        as_batch: (rows, samples) -> the batch of the model.
+        make_task_batch: (rows, samples) -> the batch of the model.
         first: added to the number of each sample.
     """
 
     def __init__(
         self,
         rows_of: Callable[[int, int], np.ndarray],
-        as_batch: Callable[[np.ndarray, np.ndarray], Batch],
+        make_task_batch: Callable[[np.ndarray, np.ndarray], Batch],
         first: int = 0,
     ):
-        self.rows_of, self.as_batch, self.first = rows_of, as_batch, first
+        self.rows_of, self.make_task_batch, self.first = rows_of, make_task_batch, first
 
     def batch(self, indices: np.ndarray) -> Batch:
         rows = np.concatenate([self.rows_of(1, self.first + int(index)) for index in indices])
-        return self.as_batch(rows, indices)
+        return self.make_task_batch(rows, indices)
 
     def prefetch(self, indices: np.ndarray) -> None:
         """Nothing to read ahead."""

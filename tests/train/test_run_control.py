@@ -16,7 +16,7 @@ from support.training import make_trainer
 from data_utils.common.errors import ExitStatus, HaltedError
 from megatron_lite.checkpoint.manifest import list_checkpoints
 from megatron_lite.checkpoint.verify import read_checkpoint
-from megatron_lite.parallel.launch import LauncherWatch
+from megatron_lite.parallel.launch import LauncherMonitor
 from megatron_lite.runtime.control import SAME_REQUEST_SECONDS, STOP_SIGNALS, Requests, RunControl
 
 
@@ -79,7 +79,7 @@ STUCK = """
 import ctypes, sys
 from pathlib import Path
 from megatron_lite.runtime.lease import acquire
-from megatron_lite.parallel.launch import LauncherWatch
+from megatron_lite.parallel.launch import LauncherMonitor
 from megatron_lite.runtime.control import Phase, RunControl
 control = RunControl(Path(sys.argv[2]), is_main=sys.argv[3] == "0")
 control.enter(Phase[sys.argv[1]])
@@ -200,8 +200,8 @@ def test_a_rank_whose_launcher_is_killed_saves_and_ends(depth, name, tmp_path):
 def test_a_run_that_was_started_by_hand_outlives_its_shell(monkeypatch):
     monkeypatch.delenv("LOCAL_SIZE", raising=False)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    watch = LauncherWatch()
+    watch = LauncherMonitor()
     monkeypatch.setattr("os.getppid", lambda: 1)
     assert not watch.has_ended()
     monkeypatch.setenv("LOCAL_SIZE", "1")
-    assert LauncherWatch().has_ended()  # before it looked first
+    assert LauncherMonitor().has_ended()  # before it looked first

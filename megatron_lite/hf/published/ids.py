@@ -17,7 +17,7 @@ from data_utils.tokenizers.special_tokens import NO_TOKEN
 from data_utils.tokenizers.tokenizer import Tokenizer
 from megatron_lite.hf.files.published_form import System
 from megatron_lite.hf.files.weights import read_json, write_json
-from megatron_lite.inference.states import Layout
+from megatron_lite.inference.states import PromptTemplate
 
 GENERATION_JSON = "generation_config.json"
 
@@ -43,7 +43,7 @@ def special_ids(
     return dict.fromkeys(system.unused_ids) | ids
 
 
-def writing_ids(system: System, layout: Layout | None) -> dict[str, Any]:
+def writing_ids(system: System, layout: PromptTemplate | None) -> dict[str, Any]:
     """Fields of both files that say how a decoder begins. Args: layout: in which it was trained; None: it was not."""
     if layout is None or not layout.start:
         return {}
@@ -55,7 +55,12 @@ def writing_ids(system: System, layout: Layout | None) -> dict[str, Any]:
 
 
 def write_generation_config(
-    directory: Path, described: PretrainedConfig, system: System, layout: Layout | None, *, is_kept: bool
+    directory: Path,
+    described: PretrainedConfig,
+    system: System,
+    layout: PromptTemplate | None,
+    *,
+    is_kept: bool,
 ) -> None:
     """Write the file of a class that writes. That of an import stays, but for how a decoder begins.
 

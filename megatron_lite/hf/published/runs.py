@@ -68,9 +68,9 @@ from megatron_lite.hf.published.tokenizers import (
 )
 from megatron_lite.hf.published.usual import with_objective, with_sizes
 from megatron_lite.hf.published.versions import oldest_version
-from megatron_lite.inference.decoders import layout_of
+from megatron_lite.inference.decoders import template_of
 from megatron_lite.inference.open_run import OpenRun, load_model
-from megatron_lite.inference.states import Layout
+from megatron_lite.inference.states import PromptTemplate
 from megatron_lite.model.flops import parameter_shapes
 from megatron_lite.model.init import initialize_parameters
 
@@ -244,12 +244,12 @@ def with_new_heads(source: PublishedSource, config: Config, shapes: dict[str, tu
     return Weights(shapes, read)
 
 
-def trained_layout(run: OpenRun) -> Layout | None:
+def trained_layout(run: OpenRun) -> PromptTemplate | None:
     """How rows of a run's training begin and end what is written, None: it was not trained here, or not to write."""
     kept = run.checkpoint.path.parent.parent / KEPT_FILES
     if kept.exists() and run.checkpoint.step == 0:
         return None
-    return layout_of(run.objectives, run.tokenizer)
+    return template_of(run.objectives, run.tokenizer)
 
 
 def write_published(directory: Path, weights: Weights, run: OpenRun, dtype: str, max_shard_bytes: int) -> str:
@@ -295,7 +295,7 @@ class Stack:
     roles: Mapping[str, str] | None = None  # token that config.json names -> role; None: those of the system
     labels: Sequence[str] = ()  # of a task's head
     problem: str | None = None  # what its labels mean, in the words of transformers, if not one of them
-    layout: Layout | None = None  # in which it was trained here to write, if it was
+    layout: PromptTemplate | None = None  # in which it was trained here to write, if it was
 
 
 def write_stack(directory: Path, stack: Stack, dtype: str, max_shard_bytes: int) -> tuple[str, str | None]:

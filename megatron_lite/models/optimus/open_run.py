@@ -18,7 +18,7 @@ from data_utils.tokenizers.tokenizer import Tokenizer
 from data_utils.tokenizers.vocabulary import vocabulary_of
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.inference.cache import CachedPlan, id_fields, stack_rows
+from megatron_lite.inference.cache import CachedPlan, id_fields, run_cached_stack
 from megatron_lite.inference.open_run import OpenRun, open_run, usual_device, with_weights
 from megatron_lite.inference.search import Search
 from megatron_lite.model.build import build_model
@@ -156,7 +156,7 @@ class Rows:
         of_row = torch.arange(rows, device=tokens.device)
         slots = of_row * count if has_slot else of_row[:0]
         latent = self.model.latent.condition(self.z, of_row.repeat_interleave(count), slots)
-        hidden = stack_rows(self.model.decoder, tokens, id_fields(positions), self.plan, latent)
+        hidden = run_cached_stack(self.model.decoder, tokens, id_fields(positions), self.plan, latent)
         return self.model.decoder.logits(hidden).float()
 
     def select(self, rows: Sequence[int]) -> None:

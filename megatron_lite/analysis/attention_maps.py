@@ -1,7 +1,7 @@
-"""The weights of attention of texts, head by head, and what each head looks at.
+"""Attention weights of texts, head by head, and statistics of what each head attends to.
 
-Kernels return no weights. Here they are computed beside them under a mask of all pairs, and shown only if they give
-the same output.
+Kernels return no weights. They are computed again here with a mask of all pairs, and returned only if they give the
+kernel's output.
 """
 
 # N tokens, H heads
@@ -17,8 +17,8 @@ import torch
 from data_utils.common.errors import CheckpointError
 from data_utils.tasks.templates.collate import collate
 from megatron_lite.analysis.words import Text
+from megatron_lite.inference.attention_probe import attention_weights
 from megatron_lite.inference.open_run import Run
-from megatron_lite.inference.watch import attention_weights
 from megatron_lite.model.attention_backends.dense import DensePlan
 from megatron_lite.model.attention_backends.window import LayeredPlan
 from megatron_lite.model.model_input import ModelInput
@@ -27,8 +27,8 @@ from megatron_lite.model.task_batch import TaskBatch
 CLOSE = 1e-4  # most difference of both outputs, as a share of the largest
 
 
-class _Watched:
-    """A dense plan of one text that keeps the weights of each layer. Args: weights: where, fp32 [H, N, N] each."""
+class _RecordingPlan:
+    """A dense plan of one text that appends the weights of each layer, fp32 [H, N, N], to `weights`."""
 
     def __init__(self, plan: DensePlan, weights: list[torch.Tensor]):
         self._plan, self.weights = plan, weights
@@ -49,7 +49,7 @@ class _Watched:
         if not difference <= CLOSE * max(1.0, out.abs().max().item()):
             raise CheckpointError(
                 f"the weights of layer {layer} give an output that differs by {difference:.2e} from the kernel's; "
-                "the checkpoint's activations are not finite or too large to be shown."
+                "the checkpoint's activations are not finite or too large; use another checkpoint."
             )
         self.weights.append(weights[0].cpu())
         return out
@@ -63,23 +63,24 @@ def weights_of(run: Run, text: Text) -> torch.Tensor:
     device = next(run.model.parameters()).device
     given = ModelInput.from_batch(batch, device, run.config.model, kernel="dense")
     weights: list[torch.Tensor] = []
-    watched: Any
+    recording: Any
     plan = given.plan
     if isinstance(plan, LayeredPlan):
-        watched = LayeredPlan(_Watched(plan.whole, weights), _Watched(plan.near, weights), plan.global_every)
+        whole, near = _RecordingPlan(plan.whole, weights), _RecordingPlan(plan.near, weights)
+        recording = LayeredPlan(whole, near, plan.global_every)
     else:
-        watched = _Watched(plan, weights)
-    run.model.run(given.tokens, given.ids, watched, None)  # type: ignore[arg-type]
+        recording = _RecordingPlan(plan, weights)
+    run.model.run(given.tokens, given.ids, recording, None)  # type: ignore[arg-type]
     return torch.stack(weights)
 
 
-def habits(weights: torch.Tensor, first: int, last: int) -> dict[str, torch.Tensor]:
+def attention_statistics(weights: torch.Tensor, first: int, last: int) -> dict[str, torch.Tensor]:
     """Means over queries, fp64 [layers, H].
 
     Args:
         weights: [layers, H, N, N].
-        first, last: number of tokens that the layout puts before and after the text.
-    Returns: entropy in nats, distance in tokens, and the shares of weight on tokens of the layout before the text,
+        first, last: number of template tokens before and after the text.
+    Returns: entropy in nats, distance in tokens, and the shares of weight on template tokens before the text,
         after it, on the query itself, on the token before it, and on the one after it.
     """
     wide = weights.double()
@@ -102,5 +103,5 @@ def habits(weights: torch.Tensor, first: int, last: int) -> dict[str, torch.Tens
     }
 
 
-def mean_habits(found: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def mean_attention_statistics(found: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {name: torch.stack([one[name] for one in found]).mean(0) for name in found[0]}

@@ -1,8 +1,8 @@
-"""Several tasks at once: a shared model with a head for each task, and every batch of one task.
+"""Multi-task fine-tuning: a shared model with a head for each task; every batch is of one task.
 
-An epoch has the batches of all tasks in one random order. A task's batches read its samples in the order that it has
-alone, one pass after the other, the last batch of an epoch filled up with the next pass. Batch number -> task and
-samples is a pure function, so a resumed run repeats the unbroken one.
+An epoch has the batches of all tasks in one random order. A task's batches read its samples in the order of single-task
+training, epoch after epoch; the last batch of an epoch is filled from the next. Batch number -> task and samples is a
+pure function, so a resumed run equals an uninterrupted one.
 
 Source: MT-DNN, arXiv:1901.11504, section 3; the power of the sizes: arXiv:1901.07291.
 """
@@ -42,7 +42,7 @@ def with_sections(tree: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict
     return {**tree, "task": sections[0], "tasks": sections if len(sections) > 1 else []}
 
 
-def joined(config: Config, parts: Sequence[Config]) -> Config:
+def join_configs(config: Config, parts: Sequence[Config]) -> Config:
     """The configuration of the run. Args: parts: the same with the section and head of one task each."""
     tasks = [part.task for part in parts if part.task is not None]
     heads = tuple(
@@ -55,13 +55,13 @@ def joined(config: Config, parts: Sequence[Config]) -> Config:
 
 
 def check_run(config: Config, all_headed: bool) -> None:
-    """Raise ConfigError for what cannot be trained on several tasks. Args: all_headed: each task adds a head."""
+    """Raise ConfigError for settings that several tasks do not support. Args: all_headed: each task adds a head."""
     names = [task.name for task in config.tasks]
     for name in names:
         check(
             names.count(name) == 1 and re.fullmatch(r"[\w-]+", name) is not None,
-            f"tasks has the names {', '.join(map(shown, names))}; each must be another one, of letters, digits, _ and "
-            "-: set name in the section of the task.",
+            f"tasks has the names {', '.join(map(shown, names))}; they must differ and consist of letters, digits, _ "
+            "and -: set name in the section of the task.",
         )
     of_heads = (config.finetune.trained, config.finetune.unfreeze)
     refused = {
@@ -81,7 +81,7 @@ def check_run(config: Config, all_headed: bool) -> None:
         check(not is_refused, f"{setting} with several tasks ({', '.join(names)}); {remedy}.")
 
 
-def batches_of(samples: Sequence[int], config: Config) -> list[int]:
+def batches_per_epoch(samples: Sequence[int], config: Config) -> list[int]:
     """Batches of each task in an epoch: all its samples, or in all about as many by `finetune.tasks_alpha`."""
     size, alpha = config.batch.global_batch_size, config.finetune.tasks_alpha
     whole = [-(-count // size) for count in samples]
@@ -89,8 +89,8 @@ def batches_of(samples: Sequence[int], config: Config) -> list[int]:
     return [max(1, round(sum(whole) * power / sum(powers))) for power in powers]
 
 
-class Turns:
-    """Batch number -> its task, and the number of the batch among those of the task. Both count from 0.
+class TaskOrder:
+    """Batch number -> its task, and the number of the batch within the task; both from 0.
 
     Args: batches: of each task in an epoch. seed: that of the run.
     """

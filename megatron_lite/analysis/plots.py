@@ -1,4 +1,4 @@
-"""Pictures of measures of a model's inside."""
+"""Plots of what is measured inside a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def save(figure: Figure, path: Path) -> None:
     """Write a picture and close it. Raises: DataError if the file cannot be written."""
     try:
         figure.savefig(path, dpi=130)
-    except (OSError, ValueError) as error:  # a place, or a kind of file, that cannot be written
+    except (OSError, ValueError) as error:  # a path or file type that cannot be written
         raise DataError(f"--plot {path}: {error}; choose a writable PNG, SVG or PDF file.") from None
     finally:
         pyplot.close(figure)
@@ -48,7 +48,7 @@ def lines(
 def head_picture(
     path: Path, groups: Mapping[str, Sequence[float]], removed: Mapping[str, Sequence[int]], title: str
 ) -> None:
-    """A field for each head, darker where it is more; removed heads are crossed out."""
+    """A cell for each head, darker for larger values; removed heads are crossed out."""
     count = max(map(len, groups.values()))
     figure, axes = pyplot.subplots(figsize=(2 + 0.5 * count, 1.2 + 0.4 * len(groups)), layout="constrained")
     image = axes.imshow(torch.tensor(list(groups.values())), cmap="Blues", aspect="auto", vmin=0)

@@ -1,7 +1,7 @@
-"""Who attends to whom while an answer is written: the weights of one layer, for people to look at.
+"""Attention weights of one layer during generation, to be displayed.
 
-Kernels never make these weights. Here they are computed beside them, densely, from the queries and keys that the layer
-gives to its cache, so they are meant for short texts.
+Fused kernels do not return these weights. They are computed again, densely, from the queries and keys that the layer
+gives to its cache, so this is for short texts.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ from typing import NamedTuple
 
 import torch
 
-ONE_STACK = "encoder"  # the part of a model without a decoder
+SINGLE_STACK = "encoder"  # name of the stack of a model without a decoder
 
 
-class Row(NamedTuple):
-    """A query that was shown."""
+class QueryToken(NamedTuple):
+    """A query whose attention is displayed."""
 
     token: int
-    predicts: bool  # a token of an answer, or its end
+    predicts: bool  # whether it predicts a token of the completion, or its end
 
 
 class Replay(NamedTuple):
-    """An answer's tokens, read once more by the model that has written them."""
+    """A second forward pass over a completion, by the model that generated it."""
 
     logits: list[torch.Tensor]  # fp32 [n, V] of each blank: of its tokens, and of its end if it ended
-    shown: dict[str, tuple[list[Row], list[int]]]  # part of the model -> its queries in order, its keys
+    shown: dict[str, tuple[list[QueryToken], list[int]]]  # stack -> its queries in order, its keys
 
 
 @dataclass
-class Watch:
-    """Keeps the weights of one layer for a text alone. Layers are counted through the encoder, decoder and cross."""
+class AttentionProbe:
+    """Keeps the weights of one layer for a single text. Layers are numbered through encoder, decoder and cross."""
 
     part: str  # encoder, decoder or cross
     layer: int
     seen: list[torch.Tensor] = field(default_factory=list)  # of each pass: fp32 [H, N, K]
 
-    def of(self, part: str) -> Watch | None:
+    def of(self, part: str) -> AttentionProbe | None:
         return self if self.part == part else None
 
     def look(self, layer: int, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None) -> None:
@@ -46,7 +46,7 @@ class Watch:
             self.seen.append(attention_weights(q, k, mask)[0])
 
     def rows(self, keys: int) -> torch.Tensor:
-        """All passes: fp32 [H, queries, keys]. A key that came later has no weight."""
+        """All passes: fp32 [H, queries, keys]. Keys that were not there yet have weight 0."""
         return torch.cat([torch.nn.functional.pad(each, (0, keys - each.shape[2])) for each in self.seen], 1)
 
 
@@ -63,6 +63,6 @@ def attention_weights(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | Non
     return scores.softmax(-1)
 
 
-def stretch(context: Sequence[int], written: Sequence[int]) -> list[Row]:
-    """Rows of a text and, after it, of tokens each of which predicts the next."""
-    return [*(Row(token, False) for token in context), *(Row(token, True) for token in written)]
+def query_tokens(context: Sequence[int], written: Sequence[int]) -> list[QueryToken]:
+    """A text's tokens and, after it, tokens each of which predicts the next."""
+    return [*(QueryToken(token, False) for token in context), *(QueryToken(token, True) for token in written)]

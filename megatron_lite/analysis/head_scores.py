@@ -1,4 +1,4 @@
-"""Judges of heads: a task's samples and metrics, or the loss on a run's validation corpora; and a pruned run."""
+"""Scores by which heads are compared: a task's metrics, or the loss on a run's validation data; and a pruned run."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from data_utils.tasks.metrics.metrics_by_task import compared_by
 from megatron_lite.analysis.heads import Examples, Head, loss_of
 from megatron_lite.checkpoint.manifest import CHECKPOINTS
 from megatron_lite.checkpoint.merge import write_weights
-from megatron_lite.finetune.checkpoints import answer_of, task_of
-from megatron_lite.finetune.data import as_batch
+from megatron_lite.finetune.checkpoints import make_predict, task_of
+from megatron_lite.finetune.data import make_task_batch
 from megatron_lite.finetune.evaluation import Evaluation, Model
 from megatron_lite.finetune.setup import Task
 from megatron_lite.finetune.writing import writer
@@ -28,8 +28,8 @@ from megatron_lite.model.model_input import ModelInput
 from megatron_lite.parallel.context import ParallelContext
 
 
-class Judge(Protocol):
-    measure: str  # of the score, for people
+class HeadScorer(Protocol):
+    measure: str  # name of the score, as printed
 
     def examples(self) -> Iterator[Examples]: ...
 
@@ -38,33 +38,35 @@ class Judge(Protocol):
         ...
 
 
-def judge_of(run: OpenRun, tree: Mapping[str, Any], path: Path, samples: int, size: int) -> tuple[Judge, Run]:
-    """A judge, and the run with its weights.
+def make_head_scorer(
+    run: OpenRun, tree: Mapping[str, Any], path: Path, samples: int, size: int
+) -> tuple[HeadScorer, Run]:
+    """A scorer, and the run with its weights.
 
     Args:
-        tree: sections of a task, {} = the run's own; a run without one is judged by its validation corpora.
+        tree: sections of a task, {}: the run's own; a run without a task is scored on its validation data.
         samples: most of them. size: samples of a forward pass.
-    Raises: ConfigError where there is nothing to judge by.
+    Raises: ConfigError without a task or validation data.
     """
     if run.config.task is not None or tree:
         task = task_of(run, tree, path)
         loaded = run.with_model()
-        return TaskJudge(loaded, task, samples, size), loaded
+        return TaskScorer(loaded, task, samples, size), loaded
     if not run.config.data.validation:
         raise ConfigError(
-            f"{path} has no data.validation to judge its heads by; give a task with --task FILE."
+            f"{path} has neither a task nor data.validation to score heads with; give a task with --task FILE."
         )
     data = open_datasets(
         run.config.data, run.config.objective_choices, run.tokenizer, run.config.training.seed
     )
     assert data.validation is not None
     loaded = run.with_model()
-    return LossJudge(loaded, data.validation, samples, size), loaded
+    return LossScorer(loaded, data.validation, samples, size), loaded
 
 
 @dataclass(frozen=True)
-class LossJudge:
-    """Mean loss of validation samples, negative. An example is a sample."""
+class LossScorer:
+    """The negative mean loss of validation samples. An example is a sample."""
 
     run: Run
     loader: SampleLoader
@@ -88,7 +90,7 @@ class LossJudge:
         return loss / weight
 
 
-class TaskJudge:
+class TaskScorer:
     """A task's metrics on its validation files. An example is a sample, of which each has a label."""
 
     def __init__(self, run: Run, task: Task, samples: int, size: int):
@@ -98,7 +100,7 @@ class TaskJudge:
         self._score = metrics.score
         records = {path: [*given[:samples]] for path, given in task.validation.items()}
         if not records:
-            raise ConfigError("heads are judged by labelled samples; set task.validation.")
+            raise ConfigError("heads are scored on labelled samples; set task.validation.")
         alone = ParallelContext.alone()
         self._evaluations = [
             Evaluation(task.settings, task.renderer, each, alone, size) for each in records.values()
@@ -110,7 +112,7 @@ class TaskJudge:
         samples = [renderer.sample(record, number) for number, record in enumerate(self._records)]
         for start in range(0, len(samples), self._size):
             chosen = samples[start : start + self._size]
-            batch = as_batch(chosen, range(start, start + len(chosen)), renderer)
+            batch = make_task_batch(chosen, range(start, start + len(chosen)), renderer)
             yield Examples(batch, np.repeat(np.arange(len(chosen)), [len(each.documents) for each in chosen]))
 
     def score(self) -> float:
@@ -118,7 +120,7 @@ class TaskJudge:
         write = writer(
             run.model, self._task.config, self._task.tokenizer, run.objectives, str(run.checkpoint.path)
         )
-        model = Model(answer_of(run), write)
+        model = Model(make_predict(run), write)
         found = [self._score(each.run(model).measured) for each in self._evaluations]
         return sum(found) / len(found)
 

@@ -1,4 +1,4 @@
-"""Evaluation during fine-tuning: which checkpoint is the best so far, and whether better ones are to be expected."""
+"""Evaluation during fine-tuning: keeps the best checkpoint, and stops early."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ log = logging.getLogger(__name__)
 FAR = 0.1  # relative, below the best possible score
 
 
-class TaskJudge:
-    """A run's judge (train/evaluation.py). With several validation files the mean of their scores counts.
+class TaskMetricKeeper:
+    """Evaluates a task during training (train/evaluation.py). The score is the mean over the validation files.
 
     Args:
         evaluations: name -> Evaluation, for each validation file.
         directory: of the run.
-        patience: evaluations without a better one after which training ends; None = never.
+        patience: evaluations without improvement after which training stops; None: never.
     """
 
     def __init__(
@@ -43,16 +43,17 @@ class TaskJudge:
         self._evaluations, self._metrics, self._model = evaluations, metrics, model
         self._context, self._directory, self._patience = context, directory, patience
         self._scores: list[float] = []
-        self._kept = float("-inf")  # the score of the checkpoint in DIRECTORY/best, on the main rank
+        self._kept = float("-inf")  # score of the checkpoint in DIRECTORY/best, on the main rank
 
     @property
     def ends_training(self) -> bool:
+        """True when early stopping triggers."""
         if self._patience is None or not self._scores:
             return False
         return len(self._scores) - 1 - self._scores.index(max(self._scores)) >= self._patience
 
     def resume(self, step: int) -> int:
-        """Scores up to this step, which the main rank reads from the run's records."""
+        """Restore the scores up to this step, which the main rank reads from the run's records."""
         records = read_metrics(self._directory) if self._context.is_main and step else []
         scores = {r["step"]: r["score"] for r in records if r["kind"] == "scores" and r["step"] <= step}
         last = max(scores, default=0)
@@ -64,14 +65,15 @@ class TaskJudge:
         return int(last)
 
     def lack(self, labels: Collection[Any], possible: Mapping[str, Mapping[str, float]]) -> str:
-        """Words on a best score that shows little learning, "" where it shows enough.
+        """A warning if the best score shows little learning, else "".
 
-        It is compared with the best possible one where that is known, else with that of one label for every sample (0
-        where answers are no labels), from which 1/sqrt(samples) can be chance: twice the error of a share at most.
+        The best score is compared with the best possible one where that is known, else with that of one label for every
+        sample (0 where predictions are no labels). Up to 1/sqrt(samples) above it can be chance: twice the standard
+        error of a share at most.
 
         Args:
-            labels: of the training samples; () where answers are no labels.
-            possible: validation file -> the best metrics that any predictor can have, of those that are known.
+            labels: of the training samples; () where predictions are no labels.
+            possible: validation file -> the known best possible metrics.
         """
         best, evaluations = max(self._scores), self._evaluations.values()
         compared = set(self._metrics.compared or self._metrics.names)
@@ -81,9 +83,9 @@ class TaskJudge:
         alike = [[e.measured([label] * len(e.records)) for e in evaluations] for label in labels]
         guess = max((statistics.mean(map(self._metrics.score, of_files)) for of_files in alike), default=0.0)
         count = sum(len(evaluation.records) for evaluation in evaluations)
-        if best > guess + count**-0.5 or (not labels and best < 0):  # as of perplexities
+        if best > guess + count**-0.5 or (not labels and best < 0):  # a negative score: a perplexity
             return ""
-        return f"the best score is {best:.4f}, one answer to all {count} validation samples has {guess:.4f}"
+        return f"the best score is {best:.4f}, and one label for all {count} validation samples scores {guess:.4f}"
 
     def evaluate(self, step: int) -> dict[str, float]:
         measured = self.measured()
@@ -109,31 +111,31 @@ class TaskJudge:
         return {**named, "score": score}
 
 
-class TasksJudge(TaskJudge):
-    """The judge of a run of several tasks: the mean of their scores counts. Args: judges: name of a task -> its own."""
+class MultiTaskMetricKeeper(TaskMetricKeeper):
+    """As TaskMetricKeeper for several tasks: the score is the mean of theirs. Args: keepers: by task name."""
 
-    def __init__(self, judges: Mapping[str, TaskJudge], *arguments: Any):
+    def __init__(self, keepers: Mapping[str, TaskMetricKeeper], *arguments: Any):
         super().__init__({}, Metrics(()), *arguments)
-        self._judges = judges
+        self._keepers = keepers
 
     def measured(self) -> dict[str, float]:
-        by_task = {name: judge.measured() for name, judge in self._judges.items()}
+        by_task = {name: keeper.measured() for name, keeper in self._keepers.items()}
         named = {f"{name}/{key}": value for name, own in by_task.items() for key, value in own.items()}
         return {**named, "score": statistics.mean(own["score"] for own in by_task.values())}
 
 
 def keep_best_of(directory: Path, scores: Mapping[int, float]) -> float:
-    """Let DIRECTORY/best hold the best checkpoint of a run that goes on. Returns its score, -inf if there is none.
+    """Make DIRECTORY/best hold the best checkpoint of a resumed run. Returns its score, -inf if there is none.
 
-    A rewind, or a fallback to an older checkpoint, makes later steps void: their checkpoint cannot be the best one.
+    After a rewind or a fallback to an older checkpoint, checkpoints of later steps do not count.
 
-    Args: scores: of the steps that the run has behind it, in their order.
+    Args: scores: of the completed steps, in order.
     """
     valid = {step_of(path): path for path in list_checkpoints(directory / CHECKPOINTS)}
     best = {step_of(path): path for path in list_checkpoints(directory / BEST)}
     for step, path in best.items():
         if step not in scores or (step in valid and _manifest(valid[step]) != _manifest(path)):
-            log.info("%s is of steps that are not the run's any more; it is removed", path)
+            log.info("%s is of steps that were rewound; it is removed", path)
             shutil.rmtree(path)
     there = [step for step in scores if step in valid or (directory / BEST / checkpoint_name(step)).exists()]
     if not there:
@@ -141,7 +143,7 @@ def keep_best_of(directory: Path, scores: Mapping[int, float]) -> float:
     chosen = max(there, key=lambda step: scores[step])  # the first of equal ones
     if scores[chosen] < max(scores.values()):
         log.warning(
-            "%s: the checkpoint with the best score, %.4f, is gone; the best that remains is of step %d "
+            "%s: the checkpoint with the best score, %.4f, is missing; the best that remains is that of step %d "
             "with %.4f",
             *(directory, max(scores.values()), chosen, scores[chosen]),
         )
