@@ -257,7 +257,7 @@ def test_phases_share_the_layout_that_makes_all_of_them_shortest():
     for advised, best in (([FULL, FLAT], 2), ([FLAT, FULL], 1)):
         said = for_all(phases, [(one, phases[0][2]) for one in advised], 4, GPU)
         assert said.startswith(f"parallel.* and training.recompute as recommended for phase {best}, ")
-        assert f": {hours_of(FLAT, phases):.3g} hours" in said
+        assert f" {hours_of(FLAT, phases):.3g} hours" in said
 
 
 @pytest.mark.parametrize(
