@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from data_utils.common.errors import ConfigError
-from megatron_lite.config.observation import ProfilerConfig
+from megatron_lite.config.sections import ProfilerConfig
 
 log = logging.getLogger(__name__)
 

@@ -40,7 +40,7 @@ def check_beginning(config: Config) -> None:
     found.require_start()
     if found.newest is None:
         if config.model.system is not None:
-            from megatron_lite.config.system_class import require_class
+            from megatron_lite.config.model import require_class
 
             require_class(config.model)
         if config.checkpoint.initialize_from is None:

@@ -46,6 +46,6 @@ def test_a_decoder_needs_the_objective_and_the_objective_a_decoder():
     tree = latent_tree()
     with pytest.raises(ConfigError, match="decoder is null; describe there the Transformer that decodes"):
         build(Config, {**tree, "decoder": None})
-    with pytest.raises(ConfigError, match="decoder is set, .* objective optimus"):
+    with pytest.raises(ConfigError, match=r"decoder is set, .* objective optimus"):
         build(Config, {**tree, "objectives": {"causal": 1}})
     assert isinstance(build(Config, tree).decoder, ModelConfig)

@@ -10,7 +10,7 @@ from support.distributed import run_ranks
 from support.training import fit, records
 
 from data_utils.common.errors import ConfigError
-from megatron_lite.config.observation import ProfilerConfig
+from megatron_lite.config.sections import ProfilerConfig
 from megatron_lite.metrics import step_profiler
 from megatron_lite.metrics.step_profiler import StepProfiler
 
