@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from megatron_lite.config.model import require_class
+from megatron_lite.config.model import ModelConfig, require_class
 from megatron_lite.config.sections import BatchConfig, ParallelConfig
 from megatron_lite.config.tree import load_config, require_objectives, require_validation
 from support.configs import tiny
@@ -393,7 +393,7 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "option that a class does not have": (
         lambda: require_class(
-            tiny("model.system=roberta", "model.activation=gelu_tanh", "model.max_position=600").model
+            ModelConfig(system="roberta", num_layers=1, hidden_size=8, num_attention_heads=2)
         ),
         ("model.activation is gelu_tanh", "model.system roberta", "gelu_erf"),
     ),
