@@ -56,7 +56,7 @@ OPTIONS = ("sp", "zero2", "zero3", "selective", "full", "offload")
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelLayout:
     """Parsed from `TxPxD`, tensor x pipeline x data parallel ranks, with options as in `2x1x2+sp+zero2`."""
 
     text: str
@@ -66,7 +66,7 @@ class Layout:
     options: frozenset[str]
 
     @staticmethod
-    def parse(text: str) -> Layout:
+    def parse(text: str) -> ParallelLayout:
         degrees, *options = text.split("+")
         match = re.fullmatch(r"(\d+)x(\d+)x(\d+)", degrees)
         if match is None or not set(options) <= set(OPTIONS):
@@ -75,7 +75,7 @@ class Layout:
                 f"and +option of {', '.join(OPTIONS)}."
             )
         tensor, pipeline, data = map(int, match.groups())
-        return Layout(text, tensor, pipeline, data, frozenset(options))
+        return ParallelLayout(text, tensor, pipeline, data, frozenset(options))
 
     @property
     def ranks(self) -> int:
@@ -160,7 +160,7 @@ SENT: dict[str, tuple[str, Callable[[int], float]]] = {
 # A layout
 
 
-def configuration(layout: Layout, options: argparse.Namespace) -> Config:
+def configuration(layout: ParallelLayout, options: argparse.Namespace) -> Config:
     tree = {
         "model": asdict(train_step.model_config(options.shape, train_step.SHAPES[options.shape][0])),
         "training": {"steps": 1000, "precision": options.dtype, "recompute": layout.recompute},
@@ -171,7 +171,9 @@ def configuration(layout: Layout, options: argparse.Namespace) -> Config:
     return build(Config, tree)
 
 
-def measure(context: ParallelContext, layout: Layout, options: argparse.Namespace, traffic: Traffic) -> Row:
+def measure(
+    context: ParallelContext, layout: ParallelLayout, options: argparse.Namespace, traffic: Traffic
+) -> Row:
     """Median step of a layout, the same on every rank."""
     config = configuration(layout, options)
     engine = make_engine(config, context, num_losses=64)
@@ -212,7 +214,7 @@ def _synchronize(context: ParallelContext) -> None:
     context.barrier()
 
 
-def forked(layout: Layout, options: argparse.Namespace) -> Row:
+def forked(layout: ParallelLayout, options: argparse.Namespace) -> Row:
     """On freshly forked ranks of this machine, one thread each."""
     from support.distributed import run_ranks
 
@@ -235,7 +237,7 @@ def forked(layout: Layout, options: argparse.Namespace) -> Row:
             setattr(dist, name, function)
 
 
-def launched(layouts: Sequence[Layout], options: argparse.Namespace) -> list[Row]:
+def launched(layouts: Sequence[ParallelLayout], options: argparse.Namespace) -> list[Row]:
     """In the processes that a launcher started, all of them for every layout."""
     launch, traffic, rows = Launch.from_environment(options.local_rank), Traffic(), []
     traffic.watch()
@@ -305,7 +307,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     check_at_least(options, 1, "samples", "micro_batch", "repeats", "limit_seconds")
     check_places(result=options.json)
-    layouts = [Layout.parse(text) for text in options.layouts]
+    layouts = [ParallelLayout.parse(text) for text in options.layouts]
     for layout in layouts:
         configuration(layout, options).batch.accumulation_steps(
             layout.data

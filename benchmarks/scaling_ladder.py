@@ -15,9 +15,12 @@ Several commands with different --widths may share --work; the last one, with al
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import resource
 import statistics
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -30,16 +33,53 @@ import data_utils.common.entry  # noqa: F401
 
 # isort: split
 from benchmarks.arguments import check_at_least, write_json
-from benchmarks.quickstart_runs import LOSSES, ROOT, settings_of, train
-from data_utils.common.errors import ArgumentParser, run_command
+from data_utils.common.errors import ArgumentParser, DataError, run_command
 from data_utils.common.files import require_directory, require_writable
 from data_utils.common.setting_files import load_json
 from megatron_lite.config.tree import load_config
 from megatron_lite.model.flops import parameter_count
 
+ROOT = Path(__file__).resolve().parents[1]
+LOSSES = {"loss": "all", "loss/token": "short spans", "loss/document": "long spans"}
 HEAD = 64  # features of a head
 EVALUATIONS = 4  # of a run
 Run = dict[str, Any]  # what `measured` writes
+
+
+def settings_of(options: Any, run: Path, seed: int, evaluations: int) -> list[str]:
+    """Settings on top of the file: `options` has quickstart (a directory), steps and samples (of a validation)."""
+    data = options.quickstart.resolve()
+    return [
+        f"tokenizer.path={data / 'tokenizer/tokenizer.json'}",
+        f"data.train=[{{prefix: {data / 'data/corpus_train'}}}]",
+        f"data.validation=[{{prefix: {data / 'data/corpus_validation'}}}]",
+        f"training.steps={options.steps}",
+        f"training.eval_interval={max(1, options.steps // evaluations)}",
+        f"training.eval_samples={options.samples}",
+        f"training.seed={seed}",
+        "checkpoint.save_interval=0",
+        "run.tensorboard=false",
+        "run.peak_tflops=1",
+        f"run.directory={run}",
+    ]
+
+
+def train(run: Path, settings: Sequence[str], threads: int | None) -> list[dict[str, float]]:
+    """Train configs/tiny.yaml with settings on top, and return the step and losses of each validation.
+
+    Raises: DataError if the run fails.
+    """
+    command = [sys.executable, "pretrain_glm.py", "--config", "configs/tiny.yaml", *settings]
+    environment = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise DataError(f"{run.name} failed: {' '.join((done.stdout + done.stderr).split())[-800:]}")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [
+        {name: line[name] for name in ("step", *LOSSES)} for line in lines if line["kind"] == "validation"
+    ]
 
 
 def sizes_of(width: int, options: Any) -> list[str]:

@@ -105,7 +105,7 @@ def test_a_python_without_the_requirements_is_answered_in_one_line(script):
         "activate the environment (source .venv/bin/activate), or install it: pip install -r requirements.txt"
     )
     # These need nothing but Python until they have read their arguments; gpu_day asks the whole Python for its GPUs.
-    assert remedy in done.stderr or script.stem in ("heartbeats", "gpu_day", "try", "second_positions")
+    assert remedy in done.stderr or script.stem in ("heartbeats", "gpu_day", "try")
 
 
 EARLY_MISTAKES = {

@@ -23,7 +23,6 @@ from benchmarks import (
     optimus,
     padding,
     parallel,
-    planning,
     train_step,
 )
 from data_utils.common.batch_fields import DOC, GRP, ORD, WEIGHTS
@@ -151,7 +150,6 @@ def test_no_repeats_are_refused(tmp_path, name):
 
 MISTAKES = {
     "attention": (["--lengths", "8"], "--lengths is 8; it must be at least 16"),
-    "bodies": (["--quickstart", "absent"], "absent/data does not exist; run scripts/quickstart.sh"),
     "checkpoint": (["--directory", "absent"], "absent does not exist; give --directory an existing one"),
     "collate": (["--no-such"], "unrecognized arguments: --no-such"),
     "dataset": (["--directory", "absent"], "absent does not exist; give --directory an existing one"),
@@ -167,13 +165,11 @@ MISTAKES = {
     "objectives": (["--quickstart", "absent"], "absent holds no tokenizer"),
     "optimizers": (["--hidden", "8"], "--hidden is 8; it must be at least 64"),
     "padding": (["--prefix", "absent", "--samples", "0"], "--samples is 0; it must be at least 1"),
-    "planning": (["--rows", "0"], "--rows is 0; it must be at least 1"),
     "parallel": (["--json", "file/rows.json"], "--json file/rows.json: "),
     "preprocess": (["--work", "file/work"], "file is not a writable directory"),
+    "reading": (["absent"], "CHECKOUT is absent, which is not a directory"),
     "real_tasks": (["--reviews", "absent"], "--reviews absent holds no reviews; give rotten_tomatoes"),
     "scaling_ladder": (["--widths", "32"], "--widths is 32; it must be at least 64"),
-    "recall": (["--steps", "4"], "--steps is 4; it must be at least 8"),
-    "second_positions": (["--quickstart", "absent"], "absent/data does not exist; run scripts/quickstart.sh"),
     "train_step": (["--repeats", "many"], "argument --repeats: invalid int value: 'many'"),
 }
 
@@ -473,21 +469,3 @@ def test_keep_freed_memory(keep):
     # 4 x 64 MiB are 65,536 pages of 4 KiB. (Huge pages would need 128 faults: then there is nothing to win.)
     faults = int(result.stdout)
     assert faults < 100 if keep else faults > 100
-
-
-def test_what_holds_the_interpreter_is_told_from_what_releases_it(tmp_path):
-    numbers = np.random.default_rng(0).random(1_000_000)
-    shares = [
-        found["held_us"] / found["cpu_us"]
-        for found in (
-            planning.measure(lambda number: sum(range(2_000_000)), 1, 8),
-            planning.measure(lambda number: np.sort(numbers), 1, 8),
-        )
-    ]
-    assert shares[0] > 0.5 > shares[1]
-    result = forked(
-        "benchmarks/planning.py", "--batches", "2", "--json", tmp_path / "rows.json", cwd=tmp_path
-    )
-    assert result.returncode == 0, result.stderr
-    # Two batches may be less than a step of the clock.
-    assert json.loads((tmp_path / "rows.json").read_text()).keys() == {"cpu_us", "held_us", "looks"}

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from support.commands import forked
 
-from benchmarks import quickstart_runs, scaling_ladder
+from benchmarks import scaling_ladder
 from benchmarks.scaling_ladder import descend, exponent, lowest
 from data_utils.common.settings import parse_override
 from megatron_lite.config.tree import load_config
@@ -141,7 +141,7 @@ def test_a_run_is_trained_by_the_command(tmp_path, monkeypatch):
         )
         return forked(*command[1:], cwd=cwd)
 
-    monkeypatch.setattr(quickstart_runs, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(scaling_ladder, "subprocess", SimpleNamespace(run=run))
     arguments = ["--quickstart", str(tmp_path), "--widths", "64", "--steps", "4", "--samples", "32"]
     assert scaling_ladder.main([*arguments, "--threads", "1"]) == 0
     found = [json.loads(file.read_text()) for file in (tmp_path / "scaling_ladder").iterdir()]

@@ -187,4 +187,4 @@ def fill_chunks(fill_chunk, batch, chunks, tables, settings):
             chunk += 1
 
 
-fill_chunks = fill_chunks  # the name before 0.5.0, which objectives of users import
+fill_pieces = fill_chunks  # the name before 0.5.0, which objectives of users import

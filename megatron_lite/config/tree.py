@@ -1,8 +1,8 @@
 """Every setting of a run: one tree of frozen dataclasses, checked before any process group exists.
 
-The sections are in sections.py, model.py, events.py, observation.py, data_utils/loader/config.py and beside each
-objective. rules.py checks what concerns several. A component that needs one section takes that one; those that put a
-run together take the tree. Derived values are properties, so that nothing is stored twice.
+The sections are in sections.py, model.py, events.py, data_utils/loader/config.py and with each objective. rules.py
+checks what concerns several. A component that needs one section takes that one; those that put a run together take the
+tree. Derived values are properties, so that nothing is stored twice.
 """
 
 from __future__ import annotations
@@ -35,12 +35,10 @@ from data_utils.tokenizers.tokenizer_readers import TokenizerConfig
 from megatron_lite.config.deepspeed_file import with_deepspeed
 from megatron_lite.config.deepspeed_keys import KEYS
 from megatron_lite.config.deepspeed_options import deepspeed_options
-from megatron_lite.config.ema import EmaConfig
 from megatron_lite.config.events import EventsConfig
 from megatron_lite.config.finetuning import FinetuneConfig
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.observation import ProfilerConfig, TrackersConfig
 from megatron_lite.config.phases import PhaseConfig
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.rules import check_together
@@ -48,10 +46,13 @@ from megatron_lite.config.schedule import ScheduleConfig
 from megatron_lite.config.sections import (
     BatchConfig,
     CheckpointConfig,
+    EmaConfig,
     OptimizerConfig,
     ParallelConfig,
+    ProfilerConfig,
     RunConfig,
     TimeoutsConfig,
+    TrackersConfig,
     TrainingConfig,
 )
 

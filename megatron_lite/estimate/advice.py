@@ -27,7 +27,7 @@ _WIDTH, _INDENT = 116, 18  # of a line of the report, and of what goes on below 
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelLayout:
     """The settings of a configuration that a search may change."""
 
     tensor: int
@@ -65,7 +65,7 @@ class Layout:
         return f"{parallel}{sequence} parallel.zero_stage={self.zero} {rest}"
 
 
-def possible_layouts(config: Config, processes: int) -> Iterator[Layout]:
+def possible_layouts(config: Config, processes: int) -> Iterator[ParallelLayout]:
     """Layouts that divide the processes, the model and the batch."""
     model, batch = config.model, config.batch.global_batch_size
     sizes = [size for size in (1, 2, 4, 8) if model.num_attention_heads % size == 0]
@@ -79,12 +79,12 @@ def possible_layouts(config: Config, processes: int) -> Iterator[Layout]:
         for recompute, micro in itertools.product(("none", "full"), rows):
             if batch % (dp * micro) == 0:
                 for zero in (1,) if pipeline > 1 else (1, 2):
-                    yield Layout(tensor, pipeline, zero, recompute, micro)
+                    yield ParallelLayout(tensor, pipeline, zero, recompute, micro)
 
 
 def advise(
     config: Config, processes: int, gpu: Gpu, rows: Rows, given: Estimate
-) -> tuple[Layout | None, Estimate] | None:
+) -> tuple[ParallelLayout | None, Estimate] | None:
     """The layout with the shortest step of those that fit; None if none fits.
 
     The given layout, which the result names by None, stays unless another one is faster whether communication overlaps
@@ -92,7 +92,7 @@ def advise(
 
     Args: given: the estimate of the configuration's own layout.
     """
-    found: list[tuple[Layout | None, Estimate]] = []
+    found: list[tuple[ParallelLayout | None, Estimate]] = []
     for layout in possible_layouts(config, processes):
         try:
             other = estimate(layout.applied(config), processes, gpu, rows)
@@ -107,13 +107,13 @@ def advise(
 
 def for_all(
     phases: Sequence[Phase],
-    advised: Sequence[tuple[Layout | None, Estimate] | None],
+    advised: Sequence[tuple[ParallelLayout | None, Estimate] | None],
     processes: int,
     gpu: Gpu,
 ) -> str:
     """Which phase's advice on what all phases share makes the run shortest, each phase with its own micro-batch."""
 
-    def hours(chosen: Layout) -> float:
+    def hours(chosen: ParallelLayout) -> float:
         found, sizes = 0.0, set()
         for (config, rows, _), best in zip(phases, advised, strict=True):
             own = None if best is None else best[0]

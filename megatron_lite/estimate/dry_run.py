@@ -7,7 +7,7 @@ from data_utils.loader.extent_ahead import extent_if_here
 from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.config.tree import Config
 from megatron_lite.estimate.advice import (
-    Layout,
+    ParallelLayout,
     Phase,
     advise,
     dry_run_report,
@@ -53,7 +53,7 @@ def dry_run(config: Config, processes: int, gpu_name: str) -> None:
 
 def _advice(
     number: int, config: Config, rows: Rows, given: Estimate, processes: int, gpu: Gpu
-) -> tuple[Layout | None, Estimate] | None:
+) -> tuple[ParallelLayout | None, Estimate] | None:
     """As `advise`, printed. Args: number: of the phase; 0 = the run has none."""
     name, start = f" {number}" if number else "", "" if number else "\n"
     fills = fuller(config, processes, gpu, rows, given)

@@ -29,7 +29,7 @@ from data_utils.common.errors import ConfigError
 from data_utils.common.files import write_atomically
 from data_utils.common.setting_files import one_line, shorten
 from data_utils.common.settings import to_tree
-from megatron_lite.config.observation import MlflowConfig, TrackersConfig, WandbConfig
+from megatron_lite.config.sections import MlflowConfig, TrackersConfig, WandbConfig
 from megatron_lite.config.tree import Config
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from megatron_lite.config.ema import EmaConfig
+from megatron_lite.config.sections import EmaConfig
 from megatron_lite.optim.sharded import ShardedOptimizer
 
 _EARLY = 100  # steps in which averages are computed in fp64: fp32 is off by more than a unit while the decay is small

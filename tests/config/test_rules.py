@@ -20,7 +20,6 @@ from megatron_lite.config import deepspeed_options as deepspeed_module
 from megatron_lite.config import events as events_module
 from megatron_lite.config import finetuning as finetuning_module
 from megatron_lite.config import model as model_module
-from megatron_lite.config import observation as observation_module
 from megatron_lite.config import sections as sections_module
 from megatron_lite.config import tree as config_module
 from megatron_lite.config.tree import Config, load_config
@@ -83,7 +82,7 @@ def test_no_rule_lacks_a_test(tmp_path):
         except ConfigError as error:
             frames = traceback.extract_tb(error.__traceback__)
             fired |= {(frame.filename, frame.lineno) for frame in frames}
-    sections = model_module, sections_module, deepspeed_module, events_module, observation_module
+    sections = model_module, sections_module, deepspeed_module, events_module
     for module in (config_module, finetuning_module, *sections):
         for line, source in rule_lines(module).items():
             assert (module.__file__, line) in fired, f"no test fires line {line}: {source}"

@@ -18,7 +18,7 @@ from data_utils.common.settings import build
 from megatron_lite.config.tree import Config, load_config
 from megatron_lite.estimate import advice
 from megatron_lite.estimate.advice import (
-    Layout,
+    ParallelLayout,
     Phase,
     advise,
     dry_run_report,
@@ -44,7 +44,7 @@ def test_possible_layouts_divide_processes_heads_and_batch():
         dp = 64 // (layout.tensor * layout.pipeline)
         assert layout.tensor * layout.pipeline * dp == 64 and 5376 % (dp * layout.micro_batch) == 0
         assert layout.zero == 1 or layout.pipeline == 1
-    layout = Layout(4, 2, 1, "none", 8)
+    layout = ParallelLayout(4, 2, 1, "none", 8)
     applied = layout.applied(config)
     assert applied.parallel.data_parallel_size(64) == 8 and applied.parallel.sequence_parallel
     assert layout.settings() == (
@@ -52,8 +52,8 @@ def test_possible_layouts_divide_processes_heads_and_batch():
         "parallel.zero_stage=1 training.recompute=none batch.micro_batch_size=8"
     )
     given = "parallel.tensor_parallel_size=4", "parallel.sequence_parallel=true"
-    settings = Layout(1, 1, 1, "none", 8).settings().split()
-    assert load_config([TEN_B], [*given, *settings]) == Layout(1, 1, 1, "none", 8).applied(config)
+    settings = ParallelLayout(1, 1, 1, "none", 8).settings().split()
+    assert load_config([TEN_B], [*given, *settings]) == ParallelLayout(1, 1, 1, "none", 8).applied(config)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,9 @@ def test_the_given_layout_stays_where_no_other_is_faster_both_ways(glm_large, mo
 
     def with_others(*others):
         answers = iter(others)
-        monkeypatch.setattr(advice, "possible_layouts", lambda *_: [Layout(1, 1, 1, "none", 8)] * len(others))
+        monkeypatch.setattr(
+            advice, "possible_layouts", lambda *_: [ParallelLayout(1, 1, 1, "none", 8)] * len(others)
+        )
         monkeypatch.setattr(advice, "estimate", lambda *_: next(answers))
         return advise(config, 64, gpu, rows, given)
 
@@ -245,10 +247,14 @@ def phased(*lengths: int) -> list[Phase]:
 
 
 GPU = gpu_named("a100")
-FLAT, FULL, STAGES = Layout(1, 1, 1, "none", 16), Layout(1, 1, 1, "full", 16), Layout(1, 2, 1, "none", 16)
+FLAT, FULL, STAGES = (
+    ParallelLayout(1, 1, 1, "none", 16),
+    ParallelLayout(1, 1, 1, "full", 16),
+    ParallelLayout(1, 2, 1, "none", 16),
+)
 
 
-def hours_of(layout: Layout, phases: list[Phase]) -> float:
+def hours_of(layout: ParallelLayout, phases: list[Phase]) -> float:
     return sum(estimate(layout.applied(c), 4, GPU, rows).step_ms * 100 / 3600e3 for c, rows, _ in phases)
 
 
@@ -257,7 +263,7 @@ def test_phases_share_the_layout_that_makes_all_of_them_shortest():
     for advised, best in (([FULL, FLAT], 2), ([FLAT, FULL], 1)):
         said = for_all(phases, [(one, phases[0][2]) for one in advised], 4, GPU)
         assert said.startswith(f"parallel.* and training.recompute as recommended for phase {best}, ")
-        assert f": {hours_of(FLAT, phases):.3g} hours" in said
+        assert f" {hours_of(FLAT, phases):.3g} hours" in said
 
 
 @pytest.mark.parametrize(
@@ -285,8 +291,7 @@ def test_the_dry_run_loads_no_fake_devices():
         "import sys; sys.argv = ['pretrain_glm.py', '--config', 'configs/tiny.yaml', 'model.vocab_size=300', "
         "'tokenizer=null', '--dry-run', '2']\n"
         "import pretrain_glm; pretrain_glm.main()\n"
-        "own = {name.removeprefix('megatron_lite.estimate.') for name in sys.modules if 'megatron_lite.pro' in name}\n"
-        "print(sorted(own))"
+        "print(sorted(name for name in sys.modules if name.startswith('megatron_lite.estimate')))"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -299,7 +304,7 @@ def test_the_dry_run_loads_no_fake_devices():
     ("arguments", "message"),
     [
         (["--dry-run", "0"], "--dry-run is 0; it must be a number of processes"),
-        (["--dry-run", "5"], "number of processes that divides"),
+        (["--dry-run", "5"], "data-parallel ranks (5)"),
         (["--dry-run", "8", "--gpu", "z80"], "--gpu is 'z80'; it must be one of"),
         (
             ["--dry-run", "8", "model.vocab_size=null", "tokenizer.path=absent"],

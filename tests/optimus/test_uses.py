@@ -16,7 +16,7 @@ from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.models.optimus import generation
 from megatron_lite.models.optimus.inputs import read_lines, require_labels
 from megatron_lite.models.optimus.latent import gaussian_kl
-from megatron_lite.models.optimus.picture import draw, field
+from megatron_lite.models.optimus.picture import draw, plane
 from megatron_lite.models.optimus.probe import accuracies, fit, largest_class
 
 
@@ -168,17 +168,17 @@ def test_a_plane_is_that_of_the_largest_variance():
     mu = torch.randn(200, 5, generator=generator, dtype=torch.float64) * torch.tensor(
         [0.1, 3.0, 0.1, 1.0, 0.1]
     )
-    places, names = field(mu, None)
+    places, names = plane(mu, None)
     assert places.shape == (200, 2) and [name.split(" (")[0] for name in names] == [
         "principal component 1", "principal component 2"
     ]  # fmt: skip
     for i, axis in enumerate((1, 3)):
         assert torch.corrcoef(torch.stack([places[:, i], mu[:, axis]]))[0, 1] > 0.99  # the sign too
-    chosen, names = field(mu, (4, 0))
+    chosen, names = plane(mu, (4, 0))
     assert torch.equal(chosen, mu[:, [4, 0]]) and names == ["component 4", "component 0"]
-    flat, _ = field(mu[:, :1], None)
+    flat, _ = plane(mu[:, :1], None)
     assert flat.shape == (200, 2) and (flat[:, 1] == 0).all()
-    assert field(torch.zeros(4, 3).double(), None)[0].isfinite().all()
+    assert plane(torch.zeros(4, 3).double(), None)[0].isfinite().all()
 
 
 @pytest.mark.parametrize("labelled", [False, True])

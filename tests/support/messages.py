@@ -59,13 +59,14 @@ def _template(node: ast.AST) -> str | None:
         return node.value
     if not isinstance(node, ast.JoinedStr):
         return None
-    return "".join(
-        # One kind of quotes, because Python 3.12 nests them otherwise than older versions.
-        value.value
-        if isinstance(value, ast.Constant)
-        else f"{{{ast.unparse(value.value)}}}".replace('"', "'")  # type: ignore[attr-defined]
-        for value in node.values
-    )
+    text = ""
+    for value in node.values:
+        if isinstance(value, ast.FormattedValue):
+            # One kind of quotes, because Python 3.12 nests them otherwise than older versions.
+            text += f"{{{ast.unparse(value.value)}}}".replace('"', "'")
+        else:
+            text += str(ast.literal_eval(value))
+    return text
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from megatron_lite.config.model import ModelConfig, require_class
 from megatron_lite.config.sections import BatchConfig, ParallelConfig
 from megatron_lite.config.tree import load_config, require_objectives, require_validation
 from support.configs import tiny
@@ -345,6 +346,56 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "muP of no width": (
         over("model.mup={base_hidden_size: 0}"),
         ("model.mup.base_hidden_size is 0", "at least 1"),
+    ),
+    "rotary scaling": (
+        over("model.rotary_scaling=[8, 4, 1, 8192]"),
+        ("rotary_scaling is [8.0, 4.0, 1.0, 8192.0]",),
+    ),
+    "class head of no objective": (
+        over("model.class_heads=[mine:2]", "model.sentence_classes=2"),
+        ("model.class_heads is ['mine:2']", "at least 2 classes", "sentence_reordering"),
+    ),
+    "class heads without a pooler": (
+        over("model.class_heads=[sentence_reordering:9]"),
+        ("model.class_heads is ['sentence_reordering:9']", "set sentence_classes to 2"),
+    ),
+    "no first norm": (
+        over("model.first_norm=false", "model.norm=post"),
+        ("model.first_norm is false", "norm post"),
+    ),
+    "RMSNorm without a bias": (
+        over("model.norm_bias=false", "model.rms_norm=true"),
+        ("model.norm_bias is false", "model.rms_norm"),
+    ),
+    "window without global layers": (
+        over("model.attention_window=64"),
+        ("model.attention_window is 64", "model.global_every 1"),
+    ),
+    "local base without local layers": (
+        over("model.rotary_base_local=10"),
+        ("model.rotary_base_local is 10.0", "attention_window"),
+    ),
+    "window and relative positions": (
+        over("model.attention_window=64", "model.global_every=2", "model.relative=buckets"),
+        ("model.relative is buckets", "model.attention_window (64)"),
+    ),
+    "odd buckets": (
+        over("model.relative=disentangled", "model.position_buckets=7"),
+        ("model.position_buckets is 7", "model.max_position (512)", "even"),
+    ),
+    "buckets without relative positions": (
+        over("model.position_buckets=8"),
+        ("model.position_buckets is 8", "model.relative none", "disentangled"),
+    ),
+    "disentangled and rotary positions": (
+        over("model.relative=disentangled", "model.positions=rotary"),
+        ("model.positions is rotary", "model.relative disentangled"),
+    ),
+    "option that a class does not have": (
+        lambda: require_class(
+            ModelConfig(system="roberta", num_layers=1, hidden_size=8, num_attention_heads=2)
+        ),
+        ("model.activation is gelu_tanh", "model.system roberta", "gelu_erf"),
     ),
     "muP and T5's scales": (
         over("model.mup={base_hidden_size: 8}", "model.init=t5"),

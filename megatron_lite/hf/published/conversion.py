@@ -21,8 +21,7 @@ from transformers import CONFIG_MAPPING, PretrainedConfig
 from data_utils.common.errors import CheckpointError, ConfigError
 from data_utils.common.setting_files import shown
 from data_utils.common.settings import build
-from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.model_rules import OF_TRAINING
+from megatron_lite.config.model import OF_TRAINING, ModelConfig
 from megatron_lite.hf.files.config_json import (
     CONFIG_JSON,
     by_transformers,

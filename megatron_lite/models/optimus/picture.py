@@ -23,7 +23,7 @@ MOST_NUMBERS = 40  # of components below their bars
 ACTIVE, INACTIVE, OTHER = "C0", "0.8", "0.6"
 
 
-def field(mu: torch.Tensor, axes: tuple[int, int] | None) -> tuple[torch.Tensor, list[str]]:
+def plane(mu: torch.Tensor, axes: tuple[int, int] | None) -> tuple[torch.Tensor, list[str]]:
     """Places [N, 2] of the sentences, and the names of both axes: two components, or the first principal ones.
 
     The sign of a principal component is such that its largest weight is positive. With P = 1 the second axis is 0.
@@ -57,7 +57,7 @@ def draw(
     Raises: DataError if the file cannot be written.
     """
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained")
-    places, names = field(mu, axes)
+    places, names = plane(mu, axes)
     draw_sentences(left, places, labels)
     left.set_xlabel(names[0])
     left.set_ylabel(names[1])
