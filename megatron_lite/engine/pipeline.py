@@ -46,7 +46,7 @@ from megatron_lite.model.forward_context import (
 from megatron_lite.model.fused_block import Hidden, Residual, settled
 from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.lm_head import Heads
-from megatron_lite.model.loss import loss_logits, sum_losses
+from megatron_lite.model.loss import ChunkedLogits, loss_logits, sum_losses
 from megatron_lite.model.model_input import ModelInput
 from megatron_lite.model.norms import final_layernorm
 from megatron_lite.model.position_bias import Table, relative_tables
@@ -54,7 +54,7 @@ from megatron_lite.model.tensor_parallel import TensorParallel, VocabParallelEmb
 from megatron_lite.parallel.context import ParallelContext
 
 _Rows = tuple[torch.Tensor, torch.Tensor]  # the vectors that predict tokens, class logits
-_Logits = tuple[Any, torch.Tensor]  # those of tokens, or what makes them; those of classes
+_Logits = tuple[torch.Tensor | ChunkedLogits, torch.Tensor]  # of tokens, of classes
 _Parts = tuple[torch.Tensor, torch.Tensor]  # the encoder's rows [Te, D], the decoder's [Td, D]
 
 

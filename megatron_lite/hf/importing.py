@@ -27,7 +27,7 @@ from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig, load_tok
 from megatron_lite.checkpoint.manifest import checkpoint_name
 from megatron_lite.checkpoint.tensor_files import write_tensors
 from megatron_lite.checkpoint.verify import read_checkpoint
-from megatron_lite.config.model_rules import OF_TRAINING
+from megatron_lite.config.model import OF_TRAINING
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.files.config_json import (
     CONFIG_JSON,

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -83,7 +82,7 @@ class Terms:
 
 
 def row_losses(
-    logits: Any,
+    logits: torch.Tensor | ChunkedLogits,
     classes: torch.Tensor,
     targets: torch.Tensor,
     embedding: VocabParallelEmbedding,
@@ -91,7 +90,7 @@ def row_losses(
 ) -> torch.Tensor:
     """Cross entropy in nats, fp32 [K + P + M], equal on all tensor-parallel ranks.
 
-    Args: logits: [K + P, local V with padding], or `LogitsInParts`. classes: [M, 2]. targets: int [K + P + M].
+    Args: logits: [K + P, local V with padding], or `ChunkedLogits`. classes: [M, 2]. targets: int [K + P + M].
     """
     vocabulary, sentence = targets.split([len(logits), len(classes)])
     of_rank = embedding.parallel.group, embedding.first, embedding.local_vocab
@@ -105,7 +104,7 @@ def row_losses(
 
 
 def sum_losses(
-    rows: tuple[Any, torch.Tensor],
+    rows: tuple[torch.Tensor | ChunkedLogits, torch.Tensor],
     batch: ModelInput,
     embedding: VocabParallelEmbedding,
     num_losses: int,
@@ -263,17 +262,17 @@ def local_columns(targets: torch.Tensor, first: int, valid: int) -> tuple[torch.
 
 def loss_logits(
     heads: Heads, vectors: torch.Tensor, embedding: VocabParallelEmbedding, boundaries: int
-) -> torch.Tensor | LogitsInParts:
+) -> torch.Tensor | ChunkedLogits:
     """`Heads.vocabulary_logits` for `row_losses`: where `loss_rows` says so, computed there, some rows at a time."""
     if not 0 < heads.loss_rows < len(vectors):
         return heads.vocabulary_logits(vectors, embedding, boundaries)
     biases = heads.bias, heads.boundary_bias
     operands = heads.operands(vectors, embedding)
-    return LogitsInParts(*operands, biases, boundaries, heads.soft_cap, heads.loss_rows)
+    return ChunkedLogits(*operands, biases, boundaries, heads.soft_cap, heads.loss_rows)
 
 
 @dataclass(frozen=True)
-class LogitsInParts:
+class ChunkedLogits:
     """Vectors, weight and biases that make logits [K, V]."""
 
     vectors: torch.Tensor  # [K, E]
@@ -290,14 +289,14 @@ class LogitsInParts:
         self, targets: torch.Tensor, group: Group, first: int, valid: int, terms: Terms | None
     ) -> torch.Tensor:
         """Those of `cross_entropy` for the logits, fp32 [K]."""
-        form = _Form(len(self) - self.boundaries, self.soft_cap, self.rows, first, valid, terms)
+        form = _Chunks(len(self) - self.boundaries, self.soft_cap, self.rows, first, valid, terms)
         biases = self.biases if self.biases[1] is not None else (self.biases[0], self.biases[0])
         found: torch.Tensor = _Losses.apply(self.vectors, self.weight, *biases, targets, group, form)
         return found
 
 
 @dataclass(frozen=True)
-class _Form:
+class _Chunks:
     tokens: int  # rows before those of borders
     soft_cap: float | None
     rows: int

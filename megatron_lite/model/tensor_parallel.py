@@ -44,7 +44,8 @@ AccumulateWeightGrad = Callable[[torch.Tensor, torch.Tensor], None]
 def accumulate_in_backward(weight: nn.Parameter, take: AccumulateWeightGrad) -> None:
     """Have the gradient of a weight that is used once computed by `take(grad [T, out], rows [T, in])`: grad^T rows.
 
-    So it is summed in fp32 without being rounded, or passing through memory, in the weight's own type.
+    So it is summed in fp32 without being rounded, or passing through memory, in the weight's own type. A weight that a
+    pass uses twice is left to autograd, which knows when both gradients are there.
     """
     if not getattr(weight, "is_used_twice", False):
         weight.accumulate_weight_grad = take  # type: ignore[attr-defined]

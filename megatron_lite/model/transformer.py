@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -39,7 +39,7 @@ from megatron_lite.model.forward_context import (
 from megatron_lite.model.fused_block import Hidden, settled
 from megatron_lite.model.kernels.dropout import Dropout
 from megatron_lite.model.lm_head import Heads
-from megatron_lite.model.loss import loss_logits, row_losses, sum_losses
+from megatron_lite.model.loss import ChunkedLogits, loss_logits, row_losses, sum_losses
 from megatron_lite.model.model_input import ModelInput
 from megatron_lite.model.norms import LayerNorm, RMSNorm, final_layernorm
 from megatron_lite.model.position_bias import Table, relative_tables
@@ -240,6 +240,7 @@ class GLM(TrainedModel):
             return outputs, outputs.new_empty(0)
         logits, _ = self._row_logits(self._hidden(batch), batch, whole=True)
         rows = len(parts.position_group)
+        assert isinstance(logits, torch.Tensor), "the whole rows were asked for"
         log_p, is_likeliest = row_scores(logits[:rows], batch.targets[:rows], self.embedding.word_embeddings)
         return part_sums(log_p, parts), part_sums(~is_likeliest, parts) == 0
 
@@ -272,7 +273,7 @@ class GLM(TrainedModel):
 
     def _row_logits(
         self, hidden: torch.Tensor, batch: ModelInput, whole: bool = False
-    ) -> tuple[Any, torch.Tensor]:
+    ) -> tuple[torch.Tensor | ChunkedLogits, torch.Tensor]:
         """Logits of tokens [K + P, local V with padding] and of classes [M, classes]."""
         words = self.embedding.word_embeddings
         dropout = batch.dropout

@@ -16,7 +16,7 @@ from megatron_lite.checkpoint.collective_errors import raise_on_all_ranks, steps
 from megatron_lite.checkpoint.manifest import rewinds
 from megatron_lite.checkpoint.trainer_state import TrainerState
 from megatron_lite.checkpoint.verify import find_manifest, newest_readable
-from megatron_lite.config.system_class import require_class
+from megatron_lite.config.model import require_class
 from megatron_lite.config.task_rows import with_task_rows
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import Engine

@@ -6,12 +6,12 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from megatron_lite.config.observation import ProfilerConfig
 from support.commands import assert_refused, pretrain
 from support.distributed import run_ranks
 from support.training import fit, records
 
 from data_utils.common.errors import ConfigError
+from megatron_lite.config.sections import ProfilerConfig
 from megatron_lite.runtime.control import Requests
 from megatron_lite.train.callbacks import profiler as profiler_file
 from megatron_lite.train.callbacks.profiler import StepProfiler

@@ -4,6 +4,10 @@ one more that ends the sums over tokens. On CPU, and with `training.kernels=torc
 A product's bias is added by the function that takes its output, where the addition and the sum of its gradient cost no
 extra pass through memory. Kernels compute dropout's masks again in the backward pass instead of storing them.
 
+Blocks compiled by torch took 12 and 33 launches a layer and 13.1 ms a step of a 335M model, these kernels 12 and 20 and
+10.6 ms: there every sum over tokens was a pass and two kernels of its own. They need no compilation for each length of
+a batch, and serve ZeRO 3 and tensor parallelism too.
+
 Shapes: T tokens, D width, P programs of a kernel that sum over a part of the tokens each.
 """
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from data_utils.common.errors import ConfigError
-from megatron_lite.config.observation import ProfilerConfig
+from megatron_lite.config.sections import ProfilerConfig
 from megatron_lite.engine.engine import StepResult
 from megatron_lite.runtime.control import Requests
 from megatron_lite.runtime.watchdog import Section
