@@ -112,7 +112,7 @@ def test_an_optimizer_has_its_state_in_checkpoints_and_in_the_dry_run(trained):
 
 
 def test_an_optimizer_refuses_what_it_does_not_read(trained):
-    assert trained[0]["optimizer"]["error"].startswith("optimizer.eps is 0.01 with optimizer.kind lion")
+    assert trained[0]["optimizer"]["error"].startswith("optimizer.eps is 0.01, but optimizer.kind lion")
 
 
 def test_a_field_of_checkpoints_goes_on_after_a_restart_and_may_be_absent(trained):
