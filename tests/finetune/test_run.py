@@ -287,7 +287,7 @@ def test_scores_that_hardly_move_are_told_with_the_likely_causes(tmp_path):
         in message
     )
     for cause in (
-        "the training loss has ended",
+        "the final training loss is",
         "optimizer.lr is 1e-12",
         "3 now, 12 steps",
         "init_words_std",
@@ -325,9 +325,9 @@ RECALL = ["task.kind=lambada", "task.reader=synthetic", "task.train=recall:pairs
     [
         (RECALL, [0.50, 0.54, 0.53], "the best score is 0.5400 of a possible 1.0000"),
         (RECALL, [0.50, 0.95], None),
-        ([], [0.5, 0.6], "the best score is 0.6000, one label for all 32 validation samples scores 0.5"),
+        ([], [0.5, 0.6], "the best score is 0.6000, and one label for all 32 validation samples scores 0.5"),
         ([], [0.5, 0.8], None),
-        (["task.metrics=[matthews]"], [0.0, 0.1], "samples has 0.0000"),
+        (["task.metrics=[matthews]"], [0.0, 0.1], "samples scores 0.0000"),
         (["task.metrics=[matthews]"], [0.0, 0.4], None),
     ],
 )
