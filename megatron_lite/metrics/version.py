@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 NAME = "megatron-lite-glm"
-ROOT = Path(__file__).resolve().parents[3]  # of a checkout
+ROOT = Path(__file__).resolve().parents[2]  # of a checkout
 GIT_SECONDS = 5.0  # a large checkout on a slow file system
 
 
