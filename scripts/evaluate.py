@@ -2,9 +2,13 @@
 """Measure checkpoints on a task: metrics in a table, predictions in the form of the benchmark's server.
 
     python scripts/evaluate.py --checkpoint runs/rte --task configs/tasks/rte.yaml [section.key=value]
+    python scripts/evaluate.py --checkpoint runs/glm --minimal-pairs blimp/data --plot blimp.png
 
 Takes runs in any layout, single checkpoints, exported directories, and the output of scripts/finetune.py, from which it
 takes the best checkpoint of each seed. Without --task it is the task that the run was trained on.
+
+--minimal-pairs takes BLiMP's files as they are published, and needs no fine-tuning: how often does the acceptable
+sentence of two get the higher score?
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ if __name__ == "__main__":
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +27,7 @@ from data_utils.common.errors import ArgumentParser, ConfigError, DataError, exp
 from data_utils.common.files import require_named, require_writable, write_whole
 from data_utils.common.setting_files import load_yaml
 from data_utils.common.settings import merge, parse_override
+from data_utils.tasks.readers.minimal_pairs import read_minimal_pairs
 from megatron_lite.checkpoint.resolve_path import resolve_models
 from megatron_lite.finetune.setup import is_export
 
@@ -37,6 +42,14 @@ def parse_arguments() -> argparse.Namespace:
     add("--checkpoint", type=Path, action="append", default=[], metavar="PATH", help=text)
     text = "task YAML, or a name in configs/tasks/; default: the run's task"
     add("--task", type=expanded_path, metavar="FILE", help=text)
+    text = "directory or file of minimal pairs (BLiMP's JSON lines), instead of a task"
+    add("--minimal-pairs", type=Path, metavar="PATH", help=text)
+    text = (
+        "minimal pairs: score of a sentence; left-to-right: its log probability; words, tokens: masked models, pseudo "
+        "log likelihood; blanks: GLM, each word as a blank (default: words for masked models, blanks for GLM, else "
+        "left-to-right)"
+    )
+    add("--score", choices=("left-to-right", "words", "tokens", "blanks"), help=text)
     add("--every-step", action="store_true", help="all checkpoints of each run instead of the latest")
     add("--tokenizer", type=Path, help="tokenizer path, if it moved since training")
     add("--batch", type=int, default=16, metavar="SAMPLES", help="batch size of a forward pass (default 16)")
@@ -47,6 +60,16 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_intermixed_args()
     if not arguments.checkpoint:
         raise ConfigError("no checkpoint given; pass --checkpoint RUN.")
+    if arguments.minimal_pairs is not None and (
+        arguments.task is not None or arguments.predictions is not None
+    ):
+        raise ConfigError(
+            "--minimal-pairs is no task, so --task and --predictions do not go with it; leave them out."
+        )
+    if arguments.score is not None and arguments.minimal_pairs is None:
+        raise ConfigError(
+            "--score is how minimal pairs are scored; pass --minimal-pairs PATH, or leave it out."
+        )
     if arguments.batch < 1:
         raise ConfigError(f"--batch is {arguments.batch}; it must be a number of samples, at least 1.")
     return arguments
@@ -73,6 +96,9 @@ def main() -> None:
                 f"{override} is given, but the run {runs[0]} has its own model; remove the setting."
             )
         tree = merge(tree, parse_override(override))
+    if arguments.minimal_pairs is not None:
+        compare_pairs(arguments, given, tree)
+        return
     # Imported here: mistakes in the arguments must not wait for torch.
     from megatron_lite.finetune.checkpoints import evaluate, steps_of
 
@@ -88,6 +114,29 @@ def main() -> None:
         write_all_predictions(arguments.predictions, measured)
     if arguments.plot is not None:
         plot(arguments.plot, measured)
+
+
+def compare_pairs(arguments: argparse.Namespace, given: Sequence[Path], tree: Mapping[str, Any]) -> None:
+    """Score the minimal pairs with every checkpoint."""
+    pairs = read_minimal_pairs(arguments.minimal_pairs)
+    from megatron_lite.finetune import minimal_pairs
+    from megatron_lite.finetune.checkpoints import opened, steps_of
+    from megatron_lite.finetune.harness import Harness
+
+    measured = {}
+    for path in given:
+        for checkpoint in steps_of(path) if arguments.every_step else [path]:
+            with opened(checkpoint, arguments.tokenizer, tree) as run:
+                harness = Harness(run.with_model(), size=arguments.batch)
+                score = arguments.score or minimal_pairs.usual_score(harness)
+                measured[str(checkpoint)] = minimal_pairs.measure(harness, pairs, score)
+            print(f"measured {checkpoint}", flush=True)
+    print(minimal_pairs.table(measured))
+    if arguments.json is not None:
+        numbers = {name: scores.as_json() for name, scores in measured.items()}
+        write_whole(arguments.json, (json.dumps(numbers, indent=2) + "\n").encode(), "--json")
+    if arguments.plot is not None:
+        minimal_pairs.draw(arguments.plot, measured)
 
 
 def table(measured: Sequence[CheckpointResult]) -> str:

@@ -137,6 +137,15 @@ class Harness:
         )
         return list(zip(totals.tolist(), greedy.tolist(), strict=True))
 
+    def pseudo_loglikelihood(self, texts: Sequence[str], unit: str) -> list[float]:
+        """Pseudo log likelihood of each text, in nats. Args: unit: see `Continuations.pseudo`.
+
+        Raises: ConfigError for a run that does not predict such units; DataError for a text without a token.
+        """
+        self.template.check_pseudo(unit)
+        samples = ((number, self.template.pseudo(text, unit)) for number, text in enumerate(texts))
+        return self._scores(samples, len(texts))[0].tolist()
+
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
         """Log probability of each text, in nats. Raises: ConfigError for a run whose objective has none."""
         self.template.check_texts()

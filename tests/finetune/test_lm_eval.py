@@ -17,6 +17,8 @@ from support.tokenizer_files import BYTE_SYMBOLS, write_gpt2
 
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.common.settings import merge
+from data_utils.tasks.readers.minimal_pairs import read_minimal_pairs
+from megatron_lite.finetune import minimal_pairs
 from megatron_lite.finetune.checkpoints import evaluate
 from megatron_lite.finetune.harness import Harness
 from megatron_lite.hf.export import ExportOptions, export_run
@@ -256,3 +258,45 @@ def test_gpt2_has_the_numbers_of_lm_evals_own_model(tmp_path):
         requests = [Instance(kind, {}, one, number) for number, one in enumerate(arguments)]
         found, expected = (np.array(getattr(model, kind)(requests)) for model in (ours, theirs))
         np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_minimal_pairs_have_the_accuracy_of_lm_evals_own_model(tmp_path):
+    """A task in the words of lm_eval's blimp, on its model of transformers and here: every digit of every score."""
+    from lm_eval import simple_evaluate
+    from support.published_files import write_directory
+
+    from megatron_lite.finetune.lm_eval_model import LocalTasks
+
+    write_directory("gpt2", tmp_path / "original")
+    import_directory(tmp_path / "original", tmp_path / "run", {})
+    rng = np.random.default_rng(2)
+    lines = [
+        {"sentence_good": words(rng, 3, 9), "sentence_bad": words(rng, 3, 9), "UID": "own"} for _ in range(40)
+    ]
+    file = write_lines(tmp_path / "own.jsonl", lines)
+    tasks = tmp_path / "tasks"
+    tasks.mkdir()
+    data = {"data_files": {"test": str(file)}, "cache_dir": str(tmp_path / "cache")}
+    task = {
+        "task": "own_pairs", "dataset_path": "json", "dataset_kwargs": data, "test_split": "test",
+        "output_type": "multiple_choice", "doc_to_text": "", "doc_to_target": 0,
+        "doc_to_choice": "{{[sentence_good, sentence_bad]}}", "num_fewshot": 0, "metric_list": [{"metric": "acc"}],
+    }  # fmt: skip
+    (tasks / "own_pairs.yaml").write_text(yaml.safe_dump(task))
+    theirs = simple_evaluate(
+        model="hf", model_args=f"pretrained={tmp_path / 'original'},dtype=float32", tasks=["own_pairs"],
+        device="cpu", batch_size=1, task_manager=LocalTasks(include_path=tasks, include_defaults=False),
+        bootstrap_iters=0,
+    )  # fmt: skip
+    harness = Harness(load_run(tmp_path / "run"))
+    pairs = read_minimal_pairs(Path(file))
+    found = minimal_pairs.measure(harness, pairs, "left-to-right")
+    assert 0 < found.paradigms[0].accuracy < 1
+    assert theirs["results"]["own_pairs"]["acc,none"] == found.paradigms[0].accuracy
+    scores = minimal_pairs.scored(
+        harness, [text for pair in pairs for text in (pair.good, pair.bad)], "left-to-right"
+    )
+    expected = [
+        response[0] for sample in theirs["samples"]["own_pairs"] for response in sample["filtered_resps"]
+    ]
+    np.testing.assert_allclose(scores, expected, rtol=1e-5)

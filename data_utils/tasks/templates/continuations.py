@@ -6,7 +6,7 @@
     xlnet             context continuation     a query in the place of each token of the continuation
     unilm, unilmv2    [CLS] context [SEP] continuation [SEP]    a [MASK] in the place of each, as its decoder appends it
     t5, bart, mass    as sequence to sequence: the encoder reads the context, the decoder writes the continuation
-    bert              [CLS] context continuation [SEP]    a document for each token, in which it alone is hidden
+    bert              [CLS] context continuation [SEP]    a document for each token, in which it alone is masked
 
 All but the last give the log probability of the continuation. The last gives a pseudo log likelihood, the sum of the
 log probabilities of each token given all others (arXiv:1910.14659): it is no probability of the text.
@@ -18,8 +18,11 @@ GLM's blank is a [gMASK], without an end behind it, or the one that the run has 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from data_utils.common.batch_fields import Example
 from data_utils.common.errors import ConfigError, DataError
@@ -39,11 +42,14 @@ from data_utils.tasks.templates.sequence import around, decoded, overhead
 from data_utils.tasks.templates.windows import FORMS as FORMS_OF_TEXTS
 from data_utils.tasks.templates.windows import continued, windows
 from data_utils.tokenizers.special_tokens import NO_TOKEN
+from data_utils.tokenizers.vocabulary import Vocabulary, vocabulary_of
 
 FORMS = ("glm", "causal", "prefix", "bert", "unilm", "unilmv2", "encoder_decoder")
 # Forms whose continuation is a text of its own; elsewhere it goes on after the context.
 _SEPARATE = ("unilm", "unilmv2", "encoder_decoder")
 _WITH_BLANKS = ("glm", "bert")
+# What pseudo log likelihoods predict, by form, the usual one first.
+_UNITS = {"bert": ("words", "tokens"), "glm": ("blanks",)}
 
 
 @dataclass(frozen=True)
@@ -242,7 +248,11 @@ class Continuations:
         loss = self.inputs.form.loss()
         return beside_masks(context, following, masks, following, loss, sees_itself=False)
 
-    def _hidden_in_turn(self, asked: Asked) -> TaskSample:
+    def _hidden_in_turn(self, asked: Asked, ends: Sequence[int] | None = None) -> TaskSample:
+        """A document for each token of the continuation, in which it is masked.
+
+        Args: ends: for each token, the end of the tokens that are masked with it; None = it alone is.
+        """
         special, (mask, loss) = self.inputs.special, asked.mask
         before, after = asked.context[: asked.blank], asked.context[asked.blank :]
         whole = [special.cls, *before, *asked.continuation, *after, special.sep]
@@ -251,14 +261,74 @@ class Continuations:
             place = 1 + len(before) + number
             target = [0] * len(whole)
             target[place] = token
-            hidden = [*whole[:place], mask, *whole[place + 1 :]]
+            end = place + 1 if ends is None else place + ends[number] - number
+            hidden = [*whole[:place], *[mask] * (end - place), *whole[end:]]
             weights = [float(i == place) for i in range(len(whole))]
             example = document(tokens=hidden, targets=target, weights=weights, objective=loss)
             groups.append(target_group_with_loss(example, number))
             documents.append(without_loss(example))
         return TaskSample(documents, groups, cut=asked.cut)
 
-    # ---- whole texts ----
+    # ---- whole texts: pseudo log likelihoods ----
+
+    def check_pseudo(self, unit: str) -> None:
+        """Raise ConfigError unless the run predicts a token, or a word, from the text on both sides of it."""
+        if self.form not in _UNITS or unit not in _UNITS[self.form]:
+            units = " or ".join(_UNITS.get(self.form, ())) or "left-to-right"
+            raise ConfigError(
+                f"scores by {unit} are asked for, but a run of {self.inputs.form.objective} scores texts by {units}; "
+                "choose that."
+            )
+
+    def pseudo(self, text: str, unit: str) -> TaskSample:
+        """The sample whose parts' log probabilities sum to a text's pseudo log likelihood.
+
+        Args:
+            unit: what is predicted from all the rest.
+                tokens: each token (arXiv:1910.14659).
+                words: each token, without the tokens after it in its word, which would give it away (arXiv:2305.10588).
+                blanks: GLM: each word is a blank, whose tokens and end are predicted from left to right.
+        Raises: DataError for a text without a token, or longer than the model.
+        """
+        tokens = list(self._encode(text))
+        longest = self.longest - (4 if self.form == "glm" else 2)
+        if not 0 < len(tokens) <= longest:
+            raise DataError(
+                f"the text {shown(text)} has {len(tokens)} tokens, but a text has 1 to {longest} here; leave it "
+                "out, or give a model with more positions."
+            )
+        if unit == "tokens":
+            return self._hidden_in_turn(Asked([], tokens, 0, self.inputs.mask()))
+        words = self._words(tokens)
+        if unit == "words":
+            ends = [end for start, end in words for _ in range(start, end)]
+            return self._hidden_in_turn(Asked([], tokens, 0, self.inputs.mask()), ends)
+        return self._blanks_in_turn(tokens, words)
+
+    def _words(self, tokens: list[int]) -> list[tuple[int, int]]:
+        """Start and end of each word."""
+        if self._vocabulary.word_start is None:
+            raise ConfigError(f"{self._vocabulary.words_unknown}; score by tokens, or left-to-right.")
+        starts = self._vocabulary.word_starts(np.array(tokens))
+        starts[0] = True
+        places = np.flatnonzero(starts).tolist()
+        return list(itertools.pairwise([*places, len(tokens)]))
+
+    @functools.cached_property
+    def _vocabulary(self) -> Vocabulary:
+        return vocabulary_of(self.inputs.tokenizer)
+
+    def _blanks_in_turn(self, tokens: list[int], words: list[tuple[int, int]]) -> TaskSample:
+        mask, loss = self.inputs.special.mask, LOSS_OF_MASK["mask"]
+        documents, parts = [], []
+        for number, (start, end) in enumerate(words):
+            context = self.inputs.part_a([*tokens[:start], mask, *tokens[end:]])
+            example = blanks_filled(context, [(start + 1, tokens[start:end])], self.inputs.special, loss)
+            parts.append(target_group_with_loss(example, number))
+            documents.append(without_loss(example))
+        return TaskSample(documents, parts)
+
+    # ---- whole texts: probabilities ----
 
     def check_texts(self) -> None:
         """Raise ConfigError if the run does not tell how likely a text is."""

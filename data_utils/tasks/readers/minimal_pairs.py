@@ -1,0 +1,70 @@
+"""Minimal pairs: two sentences that differ in one point, of which one is acceptable.
+
+The format is that of BLiMP (doi 10.1162/tacl_a_00321). A file has a JSON object a line: "sentence_good" and
+"sentence_bad", "UID" (the paradigm; without it the name of the file) and "linguistics_term" (the phenomenon, to which
+several paradigms belong).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_utils.common.errors import DataError
+from data_utils.common.setting_files import shown
+from data_utils.corpus.json_records import UnusableRecord, parse_json_object
+from data_utils.tasks.readers.files import numbered_lines
+
+
+@dataclass(frozen=True)
+class MinimalPair:
+    paradigm: str
+    phenomenon: str  # "" = the file does not name it
+    good: str
+    bad: str
+
+
+def read_minimal_pairs(path: Path) -> list[MinimalPair]:
+    """The pairs of a file, or of all .jsonl files of a directory in the order of their names.
+
+    Raises: DataError with file and line for a pair that cannot be compared.
+    """
+    if path.is_dir():
+        files = sorted(path.glob("*.jsonl"))
+        if not files:
+            raise DataError(f"{path} has no .jsonl file; name the directory of the benchmark's files.")
+    else:
+        files = [path]
+    return [pair for file in files for pair in _pairs_of(file)]
+
+
+def _pairs_of(path: Path) -> list[MinimalPair]:
+    pairs = []
+    for number, line in numbered_lines(path):
+        if not line.strip():
+            continue
+        try:
+            tree = parse_json_object(line)
+        except UnusableRecord as error:
+            raise DataError(f"{path}, line {number}: {error}; correct the line.") from None
+        texts = {name: tree.get(name) for name in ("sentence_good", "sentence_bad")}
+        for name, text in texts.items():
+            if not isinstance(text, str) or not text.strip():
+                raise DataError(
+                    f"{path}, line {number}: {name} is {shown(text)}; each line needs the texts sentence_good and "
+                    "sentence_bad."
+                )
+        good, bad = str(texts["sentence_good"]), str(texts["sentence_bad"])
+        if good == bad:
+            raise DataError(
+                f"{path}, line {number}: both sentences are {shown(good)}; a pair needs two sentences."
+            )
+        names = [tree.get(key, other) for key, other in (("UID", path.stem), ("linguistics_term", ""))]
+        if not all(isinstance(name, str) for name in names):
+            raise DataError(
+                f"{path}, line {number}: UID and linguistics_term are {shown(names)}; they are names."
+            )
+        pairs.append(MinimalPair(str(names[0]), str(names[1]), good, bad))
+    if not pairs:
+        raise DataError(f"{path} has no pair; it needs a JSON object with two sentences a line.")
+    return pairs

@@ -1,0 +1,202 @@
+"""Minimal pairs: how often a model gives the acceptable sentence of two the higher score.
+
+BLiMP (doi 10.1162/tacl_a_00321) is such a benchmark. The score of a sentence is
+    left-to-right   its log probability, each token given those before it, as the benchmark's authors and lm_eval do
+    words           masked models: the sum over tokens, each given all others but the later ones of its word
+                    (arXiv:2305.10588)
+    tokens          the same, each given all others (arXiv:1910.14659); words of several tokens give themselves away
+    blanks          GLM: each word is a blank, whose tokens and end are predicted from left to right
+A sum over the whole sentence, not a mean: sentences of a pair may differ in length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from data_utils.common.errors import DataError
+from data_utils.common.progress import progress_bar
+from data_utils.tasks.readers.minimal_pairs import MinimalPair
+from megatron_lite.finetune.harness import Harness
+
+SCORES = ("left-to-right", "words", "tokens", "blanks")
+USUAL = {"bert": "words", "glm": "blanks"}  # by the form of the model's inputs; others: left-to-right
+PAIRS_OF_A_PASS = 100  # scored together, so that progress is shown
+
+# Means over the 67 paradigms of BLiMP in percent, by phenomenon, computed from the scores that its authors publish
+# (github.com/alexwarstadt/blimp). Their models saw about 3 billion words (5-gram), 83 M (LSTM), 103 M (Transformer-XL)
+# and 8 billion (GPT-2 large).
+PUBLISHED = {
+    "5-gram": 61.2, "Transformer-XL": 69.6, "LSTM": 69.8, "GPT-2 large": 83.0,
+}  # fmt: skip
+
+
+@dataclass
+class Paradigm:
+    """What was found for the pairs of one paradigm."""
+
+    name: str
+    phenomenon: str
+    right: list[bool] = field(default_factory=list)
+    ties: int = 0  # equal scores, which count as wrong
+
+    @property
+    def accuracy(self) -> float:
+        return sum(self.right) / len(self.right)
+
+    @property
+    def standard_error(self) -> float:
+        """Of the accuracy, from the sample's variance; NaN for one pair."""
+        n, p = len(self.right), self.accuracy
+        return math.sqrt(p * (1 - p) / (n - 1)) if n > 1 else math.nan
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Accuracies on minimal pairs. All means are over paradigms, each of which counts once."""
+
+    score: str  # one of SCORES
+    paradigms: list[Paradigm]
+
+    def phenomena(self) -> dict[str, list[Paradigm]]:
+        found: dict[str, list[Paradigm]] = {}
+        for paradigm in self.paradigms:
+            found.setdefault(paradigm.phenomenon or paradigm.name, []).append(paradigm)
+        return dict(sorted(found.items()))
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "score": self.score,
+            **_numbers(self.paradigms),
+            "phenomena": {name: _numbers(some) for name, some in self.phenomena().items()},
+            "paradigms": {
+                one.name: {**_numbers([one]), "phenomenon": one.phenomenon} for one in self.paradigms
+            },
+        }
+
+
+def mean(paradigms: Sequence[Paradigm]) -> tuple[float, float]:
+    """The mean accuracy of paradigms, and its standard error: their samples are independent."""
+    accuracy = sum(one.accuracy for one in paradigms) / len(paradigms)
+    return accuracy, math.sqrt(sum(one.standard_error**2 for one in paradigms)) / len(paradigms)
+
+
+def _numbers(paradigms: Sequence[Paradigm]) -> dict[str, Any]:
+    accuracy, error = mean(paradigms)
+    return {
+        "accuracy": accuracy,
+        "standard_error": None if math.isnan(error) else error,
+        "pairs": sum(len(one.right) for one in paradigms),
+        "ties": sum(one.ties for one in paradigms),
+    }
+
+
+def usual_score(harness: Harness) -> str:
+    return USUAL.get(harness.template.form, "left-to-right")
+
+
+def check_score(harness: Harness, score: str) -> None:
+    """Raise ConfigError for a score that the run does not give."""
+    if score != "left-to-right":
+        harness.template.check_pseudo(score)
+    elif harness.template.is_pseudo:
+        harness.template.check_pseudo("left-to-right")
+
+
+def measure(harness: Harness, pairs: Sequence[MinimalPair], score: str) -> Scores:
+    """Compare the sentences of each pair.
+
+    Args: score: one of SCORES that the run gives, see `check_score`.
+    Raises: ConfigError; DataError for a sentence that has no token or does not fit.
+    """
+    check_score(harness, score)
+    found: dict[str, Paradigm] = {}
+    with progress_bar(total=len(pairs), unit="pairs") as shown:
+        for start in range(0, len(pairs), PAIRS_OF_A_PASS):
+            some = pairs[start : start + PAIRS_OF_A_PASS]
+            scores = scored(harness, [text for pair in some for text in (pair.good, pair.bad)], score)
+            for pair, good, bad in zip(some, scores[::2], scores[1::2], strict=True):
+                paradigm = found.setdefault(pair.paradigm, Paradigm(pair.paradigm, pair.phenomenon))
+                if paradigm.phenomenon != pair.phenomenon:
+                    raise DataError(
+                        f"the paradigm {pair.paradigm} is of {paradigm.phenomenon!r} and of {pair.phenomenon!r}; a "
+                        "paradigm has one linguistics_term."
+                    )
+                paradigm.right.append(good > bad)
+                paradigm.ties += good == bad
+            shown.update(len(some))
+    return Scores(score, sorted(found.values(), key=lambda one: one.name))
+
+
+def scored(harness: Harness, texts: Sequence[str], score: str) -> list[float]:
+    """The score of each sentence, in nats."""
+    if score == "left-to-right":
+        return [total for total, _ in harness.loglikelihood([("", text) for text in texts])]
+    return harness.pseudo_loglikelihood(texts, score)
+
+
+def table(measured: Mapping[str, Scores]) -> str:
+    """Percent right of each phenomenon and in all, a column for each checkpoint, with standard errors."""
+    names = sorted({name for scores in measured.values() for name in scores.phenomena()})
+    lines = [["", *(f"{name} ({scores.score})" for name, scores in measured.items())]]
+    lines += [
+        [name, *(_percent(scores.phenomena().get(name)) for scores in measured.values())] for name in names
+    ]
+    lines.append(["all", *(_percent(scores.paradigms) for scores in measured.values())])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = [
+        f"{line[0]:<{widths[0]}}  "
+        + "  ".join(f"{c:>{w}}" for c, w in zip(line[1:], widths[1:], strict=True))
+        for line in lines
+    ]
+    ties = sum(one.ties for scores in measured.values() for one in scores.paradigms)
+    if ties:
+        text.append(f"{ties} pairs have equal scores, which count as wrong")
+    return "\n".join(text)
+
+
+def _percent(paradigms: Sequence[Paradigm] | None) -> str:
+    if not paradigms:
+        return "-"
+    accuracy, error = mean(paradigms)
+    return f"{100 * accuracy:.1f}" + ("" if math.isnan(error) else f" ± {100 * error:.1f}")
+
+
+def draw(path: Path, measured: Mapping[str, Scores]) -> None:
+    """Percent right by phenomenon and in all, beside the published means for BLiMP. Raises: DataError."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    names = sorted({name for scores in measured.values() for name in scores.phenomena()})
+    figure, axes = plt.subplots(figsize=(8, 1.5 + 0.4 * (len(names) + 1)), layout="constrained")
+    height = 0.8 / len(measured)
+    for number, (label, scores) in enumerate(measured.items()):
+        groups = [*(scores.phenomena().get(name, []) for name in names), scores.paradigms]
+        means = [mean(group) if group else (0.0, 0.0) for group in groups]
+        places = [row + number * height for row in range(len(groups))]
+        axes.barh(
+            places, [100 * one for one, _ in means], height, label=f"{label} ({scores.score})",
+            xerr=[0.0 if math.isnan(error) else 100 * error for _, error in means],
+        )  # fmt: skip
+    for model, percent in PUBLISHED.items():
+        axes.plot([percent] * 2, [len(names) - 0.5, len(names) + 0.9], "k--", linewidth=1)
+        axes.annotate(
+            model, (percent, len(names) + 0.95), rotation=30, fontsize=7, va="top", annotation_clip=False
+        )
+    axes.axvline(50, color="grey", linewidth=0.5)
+    axes.set_yticks([row + 0.4 - height / 2 for row in range(len(names) + 1)], [*names, "all"])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 100)
+    axes.set_xlabel("pairs whose acceptable sentence has the higher score, percent")
+    axes.legend(fontsize=7)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"--plot {path}: {error}; choose a writable PNG or SVG file.") from None
+    finally:
+        plt.close(figure)

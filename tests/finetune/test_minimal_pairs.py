@@ -1,0 +1,238 @@
+"""Minimal pairs: the scores of sentences are those of plain loops over transformers' classes."""
+
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from support.harness_runs import harness_run
+from support.project import ROOT
+from support.published_files import write_directory
+from support.tokenizer_files import bert_vocab, write_bert
+
+from data_utils.common.errors import ConfigError, DataError
+from data_utils.tasks.readers.minimal_pairs import read_minimal_pairs
+from megatron_lite.config.generation import GenerationConfig
+from megatron_lite.finetune import minimal_pairs
+from megatron_lite.finetune.harness import Harness
+from megatron_lite.hf.importing import import_directory
+from megatron_lite.inference.filling import BlankFiller
+from megatron_lite.inference.open_run import load_run
+
+# Words of one and of several tokens, punctuation, and pairs of unequal length.
+SENTENCES = [
+    "the quick brown fox jumps.",
+    "the lazy cats, over the dogs",
+    "foxes jump quickly",
+    "a b c d the",
+]
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory):
+    """The directory of transformers and the run that it becomes, by system."""
+    made = {}
+
+    def get(case):
+        if case not in made:
+            directory = tmp_path_factory.mktemp(case)
+            write_directory(case, directory / "original")
+            if case == "bert":
+                size = json.loads((directory / "original/config.json").read_text())["vocab_size"]
+                names = bert_vocab()
+                write_bert(
+                    directory / "original", [*names, *(f"w{i}" for i in range(size - len(names)))][:size]
+                )
+            import_directory(directory / "original", directory / "run", {})
+            made[case] = directory / "original", directory / "run"
+        return made[case]
+
+    return get
+
+
+def log_probabilities(model, ids):
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+
+
+def left_to_right(model, tokenizer, sentence):
+    ids = [tokenizer.eos_token_id, *tokenizer(sentence)["input_ids"]]
+    found = log_probabilities(model, ids)
+    return sum(found[place - 1, ids[place]].item() for place in range(1, len(ids)))
+
+
+def pseudo(model, tokenizer, sentence, whole_words):
+    """arXiv:2305.10588 with the words of the fast tokenizer, or arXiv:1910.14659."""
+    encoded = tokenizer(sentence)
+    ids, words, total = encoded["input_ids"], encoded.word_ids(), 0.0
+    for place in range(1, len(ids) - 1):
+        masked = list(ids)
+        for other in range(place, len(ids) - 1 if whole_words else place + 1):
+            if words[other] == words[place]:
+                masked[other] = tokenizer.mask_token_id
+        total += log_probabilities(model, masked)[place, ids[place]].item()
+    return total
+
+
+@pytest.mark.parametrize(
+    ("case", "score"), [("gpt2", "left-to-right"), ("bert", "words"), ("bert", "tokens")]
+)
+def test_scores_are_those_of_a_plain_loop(imported, case, score):
+    original, run = imported(case)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(original)
+    described = json.loads((original / "config.json").read_text())
+    model = getattr(transformers, "GPT2LMHeadModel" if case == "gpt2" else "BertForMaskedLM")
+    model = model.from_pretrained(original).eval()
+    if score == "left-to-right":
+        expected = [left_to_right(model, tokenizer, sentence) for sentence in SENTENCES]
+    else:
+        expected = [pseudo(model, tokenizer, sentence, score == "words") for sentence in SENTENCES]
+    harness = Harness(load_run(run), size=3)
+    assert described["vocab_size"] and minimal_pairs.usual_score(harness) == (
+        "words" if case == "bert" else score
+    )
+    assert minimal_pairs.scored(harness, SENTENCES, score) == pytest.approx(
+        expected, abs=2e-3
+    )  # fp32 against fp64
+    if case == "bert":  # words of several tokens make the two differ
+        other = minimal_pairs.scored(harness, SENTENCES, "tokens" if score == "words" else "words")
+        assert max(abs(a - b) for a, b in zip(other, expected, strict=True)) > 0.1
+
+
+def test_glm_fills_each_word_and_its_end(tmp_path):
+    run = harness_run(tmp_path, "blank_infilling")
+    special, tokenizer = run.tokenizer.special, run.tokenizer
+    sentence = "the foxes jump."
+    tokens = tokenizer.encode(sentence)
+    texts = [tokenizer.decode([token]) for token in tokens]
+    starts = [place for place, text in enumerate(texts) if not text.startswith("##")]
+    assert len(starts) < len(tokens)  # a word of several tokens is among them
+    total, filler = 0.0, BlankFiller(run.model, special, GenerationConfig())
+    for start, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
+        context = [special.cls, *tokens[:start], special.mask, *tokens[end:], special.eos]
+        word = tokens[start:end]
+        with torch.no_grad():
+            logits = filler.write(filler.encoded([context]), [[special.sop, *word]], [start + 1])[0]
+        found = torch.stack(list(logits)).double().log_softmax(-1)
+        total += sum(found[i, token].item() for i, token in enumerate([*word, special.eop]))
+    assert minimal_pairs.scored(Harness(run), [sentence], "blanks") == pytest.approx([total], abs=1e-3)
+
+
+def write_pairs(directory, scores_of=None):
+    """Two paradigms of one phenomenon and one without a name, in two files."""
+    directory.mkdir()
+    rng = np.random.default_rng(3)
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "cat"]
+
+    def sentence(length):
+        return " ".join(rng.choice(words, length)) + "."
+
+    for paradigm, phenomenon, count in (
+        ("island", "movement", 9),
+        ("gap", "movement", 5),
+        ("number", "agreement", 4),
+    ):
+        with open(directory / f"{paradigm}.jsonl", "w", encoding="utf-8") as file:
+            for number in range(count):
+                pair = {"sentence_good": sentence(4), "sentence_bad": sentence(5), "pairID": str(number)}
+                print(json.dumps({**pair, "UID": paradigm, "linguistics_term": phenomenon}), file=file)
+    return directory
+
+
+def test_the_command_counts_pairs_by_paradigm_and_phenomenon(imported, tmp_path):
+    original, run = imported("gpt2")
+    pairs = write_pairs(tmp_path / "pairs")
+    done = subprocess.run(
+        [sys.executable, "scripts/evaluate.py", "--checkpoint", run, "--checkpoint", original, "--minimal-pairs", pairs,
+         "--json", tmp_path / "out.json", "--plot", tmp_path / "out.png"],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found, exported = json.loads((tmp_path / "out.json").read_text()).values()
+    assert found == exported and (tmp_path / "out.png").stat().st_size > 5000
+    tokenizer = transformers.AutoTokenizer.from_pretrained(original)
+    model = transformers.GPT2LMHeadModel.from_pretrained(original).eval()
+    accuracies = {}
+    for path in sorted(pairs.iterdir()):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        right = [
+            left_to_right(model, tokenizer, line["sentence_good"])
+            > left_to_right(model, tokenizer, line["sentence_bad"])
+            for line in lines
+        ]
+        accuracies[path.stem] = np.mean(right)
+        one = found["paradigms"][path.stem]
+        assert one["accuracy"] == accuracies[path.stem] and one["pairs"] == len(lines) and one["ties"] == 0
+        assert one["standard_error"] == pytest.approx(np.std(right, ddof=1) / math.sqrt(len(right)))
+    assert found["accuracy"] == pytest.approx(np.mean(list(accuracies.values())))
+    assert found["phenomena"]["movement"]["accuracy"] == pytest.approx(
+        (accuracies["island"] + accuracies["gap"]) / 2
+    )
+    assert "movement" in done.stdout and f"{100 * found['accuracy']:.1f} ±" in done.stdout.splitlines()[-1]
+
+
+class Constant:
+    """Stands for a harness whose sentences of even length have equal scores."""
+
+    def __init__(self):
+        self.template = type("Template", (), {"is_pseudo": False})
+
+    def loglikelihood(self, pairs):
+        return [(float(len(text) % 2) * len(text), False) for _, text in pairs]
+
+
+def test_equal_scores_count_as_wrong_and_are_named():
+    pairs = [
+        minimal_pairs.MinimalPair("p", "", good, bad)
+        for good, bad in (("aaa", "b"), ("b", "aaa"), ("aa", "bb"), ("aaaaa", "aa"))
+    ]
+    found = minimal_pairs.measure(Constant(), pairs, "left-to-right")
+    (one,) = found.paradigms
+    assert one.right == [True, False, False, True] and one.ties == 1
+    assert "1 pairs have equal scores" in minimal_pairs.table({"run": found})
+    assert found.as_json()["paradigms"]["p"]["accuracy"] == 0.5 and list(found.phenomena()) == ["p"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"sentence_good": "a", "sentence_bad": "a"}\n', "line 1: both sentences"),
+        ('\n{"sentence_good": "a"}\n', "line 2: sentence_bad is None"),
+        ('{"sentence_good": "a", "sentence_bad": "b", "UID": 3}\n', "UID and linguistics_term"),
+        ("[1]\n", "line 1: "),
+        ("", "has no pair"),
+    ],
+)
+def test_lines_that_are_no_pairs_are_refused_by_number(tmp_path, text, message):
+    (tmp_path / "x.jsonl").write_text(text)
+    with pytest.raises(DataError, match=message):
+        read_minimal_pairs(tmp_path / "x.jsonl")
+
+
+def test_names_that_lack_are_those_of_the_file(tmp_path):
+    (tmp_path / "island.jsonl").write_text('{"sentence_good": "a", "sentence_bad": "b"}\n')
+    (pair,) = read_minimal_pairs(tmp_path)
+    assert (pair.paradigm, pair.phenomenon) == ("island", "")
+    with pytest.raises(DataError, match=r"no \.jsonl file"):
+        read_minimal_pairs(tmp_path.parent / tmp_path.name / "..")
+
+
+def test_a_score_that_the_run_does_not_give_is_refused(tmp_path):
+    causal, masked, glm = (
+        Harness(harness_run(tmp_path / name, name)) for name in ("causal", "masked_lm", "blank_infilling")
+    )
+    for harness, score in (
+        (causal, "words"),
+        (causal, "blanks"),
+        (masked, "left-to-right"),
+        (masked, "blanks"),
+        (glm, "words"),
+    ):
+        with pytest.raises(ConfigError, match="choose that"):
+            minimal_pairs.measure(harness, [], score)
+    with pytest.raises(DataError, match="1 to"):
+        minimal_pairs.scored(masked, ["the " * 99], "words")
