@@ -31,7 +31,7 @@ def damaged_corpus(tmp_path, corpus):
 
 MISTAKES = {
     "missing dataset": (lambda t, c: {"data": {"train": [{"prefix": str(t / "absent")}]}}, "absent"),
-    "damaged dataset": (damaged_corpus, "corpus_train.bin is not as it was written"),
+    "damaged dataset": (damaged_corpus, "corpus_train.bin is damaged"),
     "no training corpus": (lambda t, c: {"data": {"train": []}}, "data.train is empty"),
     "missing tokenizer": (lambda t, c: {"tokenizer": {"path": str(t / "none.txt")}}, "none.txt"),
     "another tokenizer": (other_vocabulary, "tokenizer"),

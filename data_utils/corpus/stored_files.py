@@ -79,10 +79,10 @@ def read_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except EOFError:
-        raise DataError(f"{path}: the compressed data is cut off; fetch the file again.") from None
+        raise DataError(f"{path}: the compressed data is truncated; download the file again.") from None
     except _TrailingBytes:
         raise DataError(
-            f"{path}: bytes that are no compressed data follow the compressed data; fetch the file again, or remove "
+            f"{path}: other bytes follow the compressed data; download the file again or remove "
             f"them (`gzip -dc FILE | gzip > NEW{path.suffix}` leaves them out)."
         ) from None
     except (gzip.BadGzipFile, zlib.error, zstandard.ZstdError, lzma.LZMAError) as error:

@@ -147,7 +147,7 @@ def test_other_vectors_do_not_continue_a_run(tmp_path):
     [
         ("entities.vectors=null", ConfigError, "entities.vectors is null; give the .npy file"),
         ("finetune.lm_weight=0.1", ConfigError, "finetune.lm_weight is 0.1, which is not defined for entities"),
-        ("entities.vectors=FEW", DataError, "entity_ids .* has 8 entities, and .* has 7 rows; give"),
+        ("entities.vectors=FEW", DataError, "entity_ids .* has 8 entities, but .* has 7 "),
         ("training.loss_normalization=per_objective", ConfigError, "set it to global_tokens"),
         ("parallel.pipeline_parallel_size=2", ConfigError, "pipeline_parallel_size is 2"),
         ("model.norm=pre", ConfigError, "model.norm is pre"),

@@ -54,9 +54,9 @@ def test_a_resumed_run_is_the_unbroken_one(tmp_path):
         ({"model": {"sentence_classes": 0}}, ("model.sentence_classes is 0", "set it to 2")),
         ({"model": {"share_layers": "all"}}, ("model.share_layers is all", "to none")),
         ({"entities": {"heads": 5}}, ("entities.heads (5)", "entities.size (12)", "divisor")),
-        ({"entities": {"layer_types": ["mix"]}}, ("layer_types is ['mix']", "give 4", "sim, mix, norm")),
+        ({"entities": {"layer_types": ["mix"]}}, ("layer_types is ['mix']", "needs 4 entries", "sim, mix, norm")),
         ({"entities": {"layer_types": ["sim", "sim", "mix", "nrm"]}}, ("'nrm'", "each one of sim, mix, norm")),
-        ({"entities": {"replaced_ratio": 0.6, "removed_ratio": 0.5}}, ("1.1 together", "1 at most")),
+        ({"entities": {"replaced_ratio": 0.6, "removed_ratio": 0.5}}, ("sum to 1.1", "at most 1")),
         ({"objectives": {"masked_lm": 1}}, ("entities, masked_lm", "stands alone")),
     ],
 )  # fmt: skip

@@ -147,7 +147,7 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path):
 
 def test_an_installed_package_says_where_the_trace_is(monkeypatch):
     monkeypatch.setattr(profile_step.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="which is not installed; run python") as refused:
+    with pytest.raises(ConfigError, match="is not installed; run scripts") as refused:
         profile_step.require_checkout()
     assert "\n" not in str(refused.value)
 

@@ -142,7 +142,7 @@ def test_mistakes_are_one_line(run, tmp_path, monkeypatch, capsys):
         "--plot is 'x.txt'; its name must end in .png": ["--checkpoint", best, "--plot", "x.txt"],
         "task is None; it must be a section": ["--checkpoint", best, "task=null"],
         "empty.yaml has no section task": ["--checkpoint", best, "--task", str(tmp_path / "empty.yaml")],
-        "has its own model; leave it out": ["--checkpoint", best, "model.num_layers=7"],
+        "has its own model": ["--checkpoint", best, "model.num_layers=7"],
         "a path must not be empty": ["--checkpoint", best, "--json", ""],
         "so there is nothing to draw": [
             *("--checkpoint", best, "--plot", str(tmp_path / "a.png"), "task.validation=[]"),

@@ -316,7 +316,7 @@ def test_settings_of_generation(runs):
         [("the fox", {**drawn, "seed": 4})]
     )
     for options, message in {
-        "generation_kwargs has repetition_penalty, which is unknown": {"repetition_penalty": 2.0},
+        "generation_kwargs has the unknown repetition_penalty": {"repetition_penalty": 2.0},
         "generation_kwargs.top_p is 3.0": {"do_sample": True, "top_p": 3.0},
         "leave no tokens for a context in a model of 32 positions; lower max_gen_toks": {"max_gen_toks": 31},
     }.items():
@@ -340,5 +340,5 @@ def test_settings_that_a_run_cannot_take(runs):
     with pytest.raises(ConfigError, match=r"the stride \(31\) must be below the window size \(31\)"):
         Harness(runs("causal"), HarnessOptions(stride=31)).loglikelihood_rolling(["the"])
     for objective in ("unilm", "t5"):
-        with pytest.raises(ConfigError, match=f"which a run of {objective} does not tell"):
+        with pytest.raises(ConfigError, match=f"but a run of {objective} gives no likelihood"):
             Harness(runs(objective)).loglikelihood_rolling(["the"])

@@ -200,7 +200,7 @@ def test_a_pseudo_log_likelihood_says_so(runs, tasks, tmp_path, monkeypatch, cap
     found, asked = ask(monkeypatch, tmp_path, run, tasks, "own_choices", "--num-fewshot", "0")
     assert 0 < found["own_choices"]["acc"] < 1 and "pseudo log likelihoods" in asked["note"]
     assert "Note: scores are pseudo log likelihoods" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="which a run of masked_lm does not tell"):
+    with pytest.raises(ConfigError, match="but a run of masked_lm gives no likelihood"):
         ask(monkeypatch, tmp_path, run, tasks, "own_texts")
 
 

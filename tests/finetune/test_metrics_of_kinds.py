@@ -236,7 +236,7 @@ def test_a_metric_of_a_kind_is_that_of_a_reference_or_refused_at_the_start(kind,
         config = dataclasses.replace(task, metrics=(metric,), positive=positive, negative=negative)
         if metric not in expected:
             with pytest.raises(
-                ConfigError, match=rf"names {metric}, but this task of kind {task.kind} .* set"
+                ConfigError, match=rf"names {metric}, but this task \(task.kind {task.kind}\)"
             ):
                 check_metrics(config, made.answers, made.labels)
             continue

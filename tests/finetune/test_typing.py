@@ -104,7 +104,7 @@ BAD = {
             "task.marks={head: '#'}",
             "task.metrics=[accuracy]",
         ],
-        "task.kind cloze does not read them",
+        "task.kind cloze does not use them",
     ),
     "a reader": (
         ["task.reader=glue"],
@@ -118,7 +118,7 @@ BAD = {
         ["task.entity_ids=none.txt"],
         "task.entity_ids .*none.txt: No such file or directory; give",
     ),
-    "a class": (["task.negative=person"], "task.negative is 'person', and the metrics are loose_micro_f1"),
+    "a class": (["task.negative=person"], "task.negative is 'person' and the metrics are loose_micro_f1"),
     "one label": (["task.labels=[person]"], "label|labels"),
     "texts": (["task.text_fields=[text, label]"], "field 'label' holds|samples of one text"),
 }
@@ -137,7 +137,7 @@ def test_micro_f1_needs_the_class_that_says_nothing(tmp_path):
     files = write_task(tmp_path / "task", "relation", train=8)
     for value, told in (("null", "None"), ("other", "'other'")):
         with pytest.raises(
-            ConfigError, match=rf"task.negative is {told}, .*; micro_f1 needs one of the classes wrote"
+            ConfigError, match=rf"task.negative is {told} .*; micro_f1 needs the negative class, one of wrote"
         ):
             task_of(files, tmp_path / "out", f"task.negative={value}")
 

@@ -161,7 +161,7 @@ DAMAGED = {
     "deep manifest": (
         "checkpoints/step_00000001/manifest.json",
         b"[" * 10**5,
-        "manifest.json has more than 40 levels",
+        "manifest.json is nested deeper than 40 levels",
     ),
 }
 

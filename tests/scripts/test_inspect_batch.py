@@ -84,9 +84,9 @@ def test_samples_of_a_run(monkeypatch, capsys, settings, tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(settings))
     shown = run(monkeypatch, capsys, "--config", str(config), "--objective", "prefix_lm", "--samples", "5")
-    assert "sample 5" in shown and "word" in shown and "prefix" in shown and "of padding" in shown
+    assert "sample 5" in shown and "word" in shown and "prefix" in shown and "padding tokens" in shown
     shown = run(monkeypatch, capsys, "--config", str(config), "--text", "word1 word2 word3 .")
-    assert "word2" in shown and "of padding" not in shown
+    assert "word2" in shown and "padding tokens" not in shown
 
 
 def test_a_sentence_and_its_slot(monkeypatch, capsys):
@@ -145,7 +145,7 @@ def test_sentences_of_a_run_with_two_vocabularies(monkeypatch, capsys, settings,
     [
         ([], "nothing to show"),
         (["--text", "a b", "--objective", "bert"], "must be one of blank_infilling"),
-        (["--text", ""], "holds no token"),
+        (["--text", ""], "has no token"),
         (["--text", "a b", "--samples", "-1"], "0 or more"),
         (["--text", "a b c d", "causal.x=1"], "only settings of blank_infilling"),
         (["--text", "a b c d", "--png", "/absent/mask.png"], "/absent/mask.png"),
@@ -219,7 +219,7 @@ def test_mistakes_with_tasks_are_one_line(monkeypatch, capsys, tmp_path):
         shown_task(monkeypatch, capsys, tmp_path / "a", "--samples", "99", labels=["0", "1"])
     with pytest.raises(UserError, match="--task shows the records of a task; combine it with --config"):
         run(monkeypatch, capsys, "--task", "x.yaml", "--text", TEXT)
-    with pytest.raises(UserError, match=r"the task names no file; set task.train or task.validation"):
+    with pytest.raises(UserError, match=r"the task has no file; set task.train or task.validation"):
         shown_task(monkeypatch, capsys, tmp_path / "b", "task.train=null", labels=["0", "1"], validation=[])
 
 
@@ -230,7 +230,7 @@ def test_mistakes_with_tasks_are_one_line(monkeypatch, capsys, tmp_path):
         (["0", str(10**20)], f"--samples is {10**20}; it must be 0 or more, and below 2"),
         (
             ["0", "albert.masked_ratio=0.1"],
-            "'albert.masked_ratio=0.1': without --config only settings of blank_infilling are used",
+            "'albert.masked_ratio=0.1': without --config only settings of blank_infilling apply",
         ),
         (["x"], "'x' is not a sample number; see --help"),
     ],

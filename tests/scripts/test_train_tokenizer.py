@@ -157,7 +157,7 @@ def test_bad_input_is_named(kind, name, content, message, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "size", "message"),
     [
-        ("byte_bpe", 266, "too small; 256 bytes and the special tokens take 267"),
+        ("byte_bpe", 266, "too small; 256 bytes and the special tokens need 267"),
         ("wordpiece", 6, "too small"),
         ("sentencepiece", 100, r"too small; the characters of this text need \d+; raise it"),
         ("sentencepiece", 100_000, r"too large for this text; set it to \d+ or less"),

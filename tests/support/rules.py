@@ -440,7 +440,12 @@ RULES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "memory longer than half of a text": (
         over("objectives={xlnet: 1}", "model.system=xlnet", "xlnet.memory_length=300"),
-        ("xlnet.memory_length is 300", "only texts of twice that length", "sequence_length is 512", "set that to 600"),
+        (
+            "xlnet.memory_length is 300",
+            "only texts of twice that length",
+            "sequence_length is 512",
+            "set that to 600",
+        ),
     ),
     "memory of another model": (
         over("objectives={xlnet: 1}", "model.max_position=600", "xlnet.memory_length=8"),

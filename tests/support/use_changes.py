@@ -55,7 +55,7 @@ def word_class() -> dict:
     made.check()
     sample = made.sample(record(text_a="the river runs north", text_b="runs", label="verb"), 0)
     (part,) = sample.target_groups
-    token = sample.documents[0].tokens[part.rows[0]]
+    token = sample.documents[0].tokens[part.positions[0]]
     return {
         "word": tokenizer().token_to_text(token),
         "class": part.targets.tolist(),

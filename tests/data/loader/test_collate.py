@@ -80,7 +80,7 @@ def test_any_objective_will_do():
         ((TEXT, [30, 30], [1, 2], [0, 1]), "3 for 2 chunks"),
         ((TEXT, [30, 30], [3, -1], [0, 1]), ">= 0"),
         ((TEXT, [30, 30], [1, 1], [0]), "1 sample indices for 2"),
-        ((TEXT, [30, 30], [1, 1], [0, -1]), "0 or more"),
+        ((TEXT, [30, 30], [1, 1], [0, -1]), "index >= 0"),
     ],
 )
 def test_arrays_that_do_not_belong_together(arguments, part):

@@ -215,7 +215,7 @@ def test_objectives_of_pairs_alone_and_a_validation_of_pairs(corpus, pairs):
         ({"relevance": {"classes": 1}}, "relevance.classes is 1; it must be at least 2"),
         ({"relevance": {"classes": 4}}, "model.class_heads is .*'relevance:4'"),
         ({"model": {"class_heads": ["relevance:3"], "sentence_classes": 0}}, "sentence_classes"),
-        ({"discourse_relation": {"mask_token_prob": 0.8, "random_token_prob": 0.4}}, "exceed 1"),
+        ({"discourse_relation": {"mask_token_prob": 0.8, "random_token_prob": 0.4}}, "exceeds 1"),
     ],
 )  # fmt: skip
 def test_settings_that_do_not_go_together_are_refused(corpus, pairs, changes, message):
@@ -227,8 +227,8 @@ def test_settings_that_do_not_go_together_are_refused(corpus, pairs, changes, me
 @pytest.mark.parametrize(
     ("entry", "objectives", "error", "message"),
     [
-        ({"objective": "relevence"}, {"masked_lm": 1}, ConfigError, "objective 'relevence', which is not among"),
-        ({"objective": "masked_lm"}, {"masked_lm": 1}, ConfigError, r"that read pairs \(none\)"),
+        ({"objective": "relevence"}, {"masked_lm": 1}, ConfigError, "objective 'relevence', which is not one"),
+        ({"objective": "masked_lm"}, {"masked_lm": 1}, ConfigError, r"objectives for pairs \(none\)"),
         ({"objective": "relevance"}, {"masked_lm": 1}, ConfigError, "add it to objectives"),
         ({"objective": "relevance", "prefix": None}, {"masked_lm": 1, "relevance": 1}, DataError,
          "has no labels, .* --second-key and --labels, or with --markers"),

@@ -195,9 +195,7 @@ def test_tokens_read_are_those_of_the_sentences_and_long_documents_are_warned_of
 
 def test_no_sentence_at_all_is_an_error(tmp_path):
     dataset, _ = dataset_of(tmp_path / "d", [9, 0, 10])
-    message = (
-        r"d has no sentence: of 3 documents 2 have more than 8 tokens and 1 none; raise data\.sequence_length"
-    )
+    message = r"d has no sentence: of 3 documents, 2 have more than 8 tokens and 1 have none; raise data\.sequence_length"
     with pytest.raises(DataError, match=message):
         SentenceIndex(dataset, LONGEST, OVERHEAD, 20)
 
@@ -294,10 +292,10 @@ def test_local_copies_have_both_datasets(tmp_path):
     [
         (
             TEXTS[:-1],
-            r"bert/d has 5 documents, but its decoder's .*gpt2/d has 4 \(source 0 is lines.txt \(\d+ bytes\) in one "
+            r"bert/d has 5 documents but its decoder's .*gpt2/d has 4 \(source 0 is lines.txt \(\d+ bytes\) in one "
             r"and lines.txt \(\d+ bytes\) in the other",
         ),
-        ([*TEXTS[:-1], "yes, but"], "has 5 documents, but its decoder's .* has 5 .source 0 is lines.txt"),
+        ([*TEXTS[:-1], "yes, but"], "has 5 documents but its decoder's .* has 5 .source 0 is lines.txt"),
     ],
 )
 def test_datasets_of_other_texts_are_refused(tmp_path, texts, message):
@@ -311,7 +309,7 @@ def test_equal_sources_with_unequal_documents_are_refused(tmp_path):
     facts = {"sources": [{"path": "a.txt", "bytes": 3}], "split": {"name": "train", "seed": 0}}
     first = built(tmp_path / "a", [[1], [2]], **facts)
     built(tmp_path / "b", [[1]], **facts | {"split": {"name": "train", "seed": 1}})
-    message = r'a has 2 .* b has 1 .*split is .*"seed": 0\} in one and .* "seed": 1\} in the other'
+    message = r'a has 2 .*b has 1 .*split is .*"seed": 0\} in one and .* "seed": 1\} in the other'
     for name, said in (("b", message.replace("b 1", r"\S*b 1")), ("c", r"c has 1 .from the same sources")):
         if name == "c":
             built(tmp_path / "c", [[1]], adopted=True)

@@ -410,5 +410,5 @@ def test_an_input_that_is_not_there_has_its_remedy(name, remedy):
 def test_bytes_after_compressed_data_are_named(tmp_path):
     data = gzip.compress(b'{"text": "a"}\n')
     assert texts_of(write(tmp_path / "padded.jsonl.gz", data + data + bytes(8))) == ["a", "a"]
-    with pytest.raises(DataError, match=r"more\.jsonl\.gz: bytes that are no compressed data follow"):
+    with pytest.raises(DataError, match=r"more\.jsonl\.gz: other bytes follow the compressed data"):
         texts_of(write(tmp_path / "more.jsonl.gz", data + b"more"))
