@@ -195,7 +195,7 @@ def test_tokens_read_are_those_of_the_sentences_and_long_documents_are_warned_of
 
 def test_no_sentence_at_all_is_an_error(tmp_path):
     dataset, _ = dataset_of(tmp_path / "d", [9, 0, 10])
-    message = r"d has no sentence: of 3 documents, 2 have more than 8 tokens and 1 have none; raise data\.sequence_length"
+    message = r"d has no sentence: of 3 documents, 2 have more than 8 tokens and 1 have none"
     with pytest.raises(DataError, match=message):
         SentenceIndex(dataset, LONGEST, OVERHEAD, 20)
 
