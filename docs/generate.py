@@ -1,16 +1,19 @@
 #!/usr/bin/env python3
 """Write what follows from the code: python docs/generate.py
 
-These are docs/settings.md, and tables in checkpoints.md, coming_from.md, huggingface.md and huggingface_systems.md.
+These are docs/settings.md and docs/api.md, and tables in checkpoints.md, coming_from.md, huggingface.md and
+huggingface_systems.md.
 
 tests/test_documentation.py compares the pages with what this script would write.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -37,6 +40,83 @@ SETTING = re.compile(
     r"  (?P<key>\S+) \((?P<type>.+?)(?:, (?P<range>(?:at |above |below |in |one of ).+))?"
     r", (?:default (?P<default>.*)|required)\)"
 )
+
+# docs/api.md: the sections with an introduction, the modules to import from, and their names.
+API: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
+    "Objectives": (
+        "[An objective of your own](own_objective.md) uses these.",
+        {
+            "data_utils.objectives.registry": ("register",),
+            "data_utils.objectives.rows": (
+                "RowObjective",
+                "RowSizes",
+                "check_treatment",
+                "treatment_thresholds",
+            ),
+            "data_utils.objectives.interface": ("ObjectiveConfig", "Objective", "Writing"),
+            "data_utils.objectives.row_loops": (
+                *("compiled", "inlined", "entry_point", "fill_chunks", "put", "predict", "predict_range"),
+                *("set_range", "count_up", "copy_range", "mark_document", "maskable_length"),
+                *("cumulative_table", "draw_length"),
+            ),
+            "data_utils.objectives.masking": (
+                *("masked_target", "draw_spans", "draw_treatment", "treated", "is_special"),
+            ),
+            "data_utils.common.random_streams": ("next_word", "below", "chance_threshold", "derive_seed"),
+            "data_utils.common.batch_fields": ("Example",),
+            "data_utils.common.losses": ("Loss",),
+            "data_utils.common.settings": ("setting", "fraction", "check", "checked"),
+        },
+    ),
+    "Tokenizers, datasets and samples": (
+        "[Data](data.md) describes how they are built, [format and tools](data_format.md) the files.",
+        {
+            "data_utils.tokenizers.tokenizer_readers": ("TokenizerConfig",),
+            "data_utils.tokenizers.tokenizer": ("load_tokenizer", "Tokenizer"),
+            "data_utils.dataset.indexed_dataset": ("IndexedDataset",),
+            "data_utils.dataset.writer": ("IndexedDatasetWriter",),
+            "data_utils.loader.sampler": ("WindowIndex", "derive_key", "permute", "unpermute"),
+            "data_utils.loader.mixture": (
+                "Mixture",
+                "Start",
+                "quotas",
+                "samples_of_corpora",
+                "batch_indices",
+            ),
+            "data_utils.loader.loader": ("SampleLoader",),
+        },
+    ),
+    "Trained models": (
+        "[Generation](generation.md) and [lm_eval](lm_eval.md) describe the commands.",
+        {
+            "megatron_lite.inference.open_run": ("load_run", "open_run", "Run", "OpenRun"),
+            "megatron_lite.config.generation": ("GenerationConfig",),
+            "megatron_lite.inference.texts": (
+                "fills_blanks",
+                "make_text_generator",
+                "complete",
+                "Completion",
+            ),
+            "megatron_lite.inference.decoders": ("make_decoder", "Decoder"),
+            "megatron_lite.inference.search": ("Hypothesis",),
+            "megatron_lite.finetune.harness": ("Harness", "HarnessOptions"),
+            "megatron_lite.finetune.lm_eval_model": ("CheckpointLM", "LocalTasks"),
+        },
+    ),
+    "Hugging Face": (
+        "[Import and export](huggingface.md) describes the commands, [exported GLMs](huggingface_glm.md) the classes.",
+        {
+            "megatron_lite.hf.export": ("export_run", "ExportOptions"),
+            "megatron_lite.hf.importing": ("import_directory", "import_megatron", "import_source"),
+            "megatron_lite.hf.glm.proof": ("Proof",),
+        },
+    ),
+    "Errors": (
+        "What the functions above raise for mistakes of a user.",
+        {"data_utils.common.errors": ("UserError", "ConfigError", "DataError", "CheckpointError")},
+    ),
+}
+DOCSTRING_SECTION = re.compile(r"(?:(?<=\s)|\A)(Args|Attributes|Returns|Raises):(?=\s)")
 
 
 def settings() -> str:
@@ -117,6 +197,130 @@ def coming_from() -> str:
     return _with_table(text, ARGUMENTS, lines)
 
 
+def api() -> str:
+    """Signatures and docstrings of what users import, read from the source without importing it."""
+    lines = [
+        "# Python API",
+        "",
+        f"{NOTICE} Headings name the module to import from, as in",
+        "`from data_utils.objectives.registry import register`. What this page leaves out may change in any version.",
+    ]
+    for section, (introduction, modules) in API.items():
+        lines += ["", f"## {section}", "", introduction]
+        for module, names in modules.items():
+            source = (ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
+            tree = ast.parse(source)
+            defined = {name: node for node in tree.body for name in _names(node)}
+            lines += ["", f"### {module}", "", *_docstring(tree)]
+            for name in names:
+                lines += ["", f"#### {name}", *_definition(defined[name], source.splitlines())]
+    return "\n".join(lines) + "\n"
+
+
+def _names(node: ast.stmt) -> list[str]:
+    """The names that a statement defines."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return [node.name]
+    targets: list[ast.expr] = []
+    if isinstance(node, ast.Assign):
+        targets = node.targets
+    elif isinstance(node, ast.AnnAssign):
+        targets = [node.target]
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def _definition(node: ast.stmt, source: list[str]) -> Iterator[str]:
+    """The lines of a function, a class with its public fields and documented methods, or a constant."""
+    if isinstance(node, ast.FunctionDef):
+        yield from ("", *_code([f"{_header(node, source)} ..."]), "", *_docstring(node, _parameters(node)))
+    elif isinstance(node, ast.ClassDef):
+        methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+        init = next((each for each in methods if each.name == "__init__"), None)
+        fields = [
+            each for each in node.body if any(name[0] != "_" for name in _names(each)) and each not in methods
+        ]
+        body = [line for field in fields for line in _statement(field, source)]
+        if init:
+            body += [*([""] if body else []), f"{_header(init, source)} ..."]
+        code = [_header(node, source), *body] if body else [f"{_header(node, source)} ..."]
+        parameters = {*_parameters(init), *(name for field in fields for name in _names(field))}
+        yield from ("", *_code(code), "", *_docstring(node, parameters))
+        for method in methods:
+            if method.name[0] != "_" and ast.get_docstring(method):
+                yield from _definition(method, source)
+    else:
+        yield from ("", *_code(_statement(node, source)))
+
+
+def _header(node: ast.FunctionDef | ast.ClassDef, source: list[str]) -> str:
+    """Decorators and signature as the source has them, without a comment for linters at the end."""
+    first = min(each.lineno for each in (node, *node.decorator_list))
+    return "\n".join(source[first - 1 : node.body[0].lineno - 1]).partition("  # noqa")[0].rstrip()
+
+
+def _statement(node: ast.stmt, source: list[str]) -> list[str]:
+    """An assignment with its comments: at its end, and in the lines above."""
+    first = node.lineno - 1
+    while source[first - 1].lstrip().startswith("#"):
+        first -= 1
+    return source[first : node.end_lineno]
+
+
+def _code(lines: list[str]) -> list[str]:
+    return ["```python", *inspect.cleandoc("\n" + "\n".join(lines)).splitlines(), "```"]
+
+
+def _parameters(node: ast.FunctionDef | None) -> set[str]:
+    if node is None:
+        return set()
+    arguments = node.args
+    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    return {each.arg for each in (*named, arguments.vararg, arguments.kwarg) if each}
+
+
+def _docstring(
+    node: ast.Module | ast.ClassDef | ast.FunctionDef, parameters: Collection[str] = ()
+) -> list[str]:
+    """A docstring in Markdown: its text, then Args, Attributes, Returns and Raises as a list."""
+    prose, *sections = DOCSTRING_SECTION.split(ast.get_docstring(node) or "")
+    texts, items = [prose.strip()], []
+    for title, body in zip(sections[::2], sections[1::2], strict=True):
+        # Text that is not indented ends a section; where its first entry is in the line of the title, a paragraph does.
+        end = r"\n+(?=\S)" if body.startswith("\n") else r"\n\n(?=\S)"
+        body, *rest = re.split(end, body.rstrip(), maxsplit=1)
+        texts += [text.strip() for text in rest]
+        entries = _entries(title, body, parameters)
+        items.append(f"- **{title}**" + ("" if entries else f": {_escaped(' '.join(body.split()))}"))
+        items += [f"    - {_listed(names.split(', '))}: {_escaped(text)}" for names, text in entries]
+    lines = _escaped("\n\n".join(text for text in texts if text)).splitlines()
+    return [*lines, *([""] if lines and items else []), *items]
+
+
+def _entries(title: str, body: str, parameters: Collection[str]) -> list[tuple[str, str]]:
+    """Names and text of each entry of a section; [] if it is plain text. Names of Args are those of parameters."""
+    found: list[re.Match[str]] = []
+    if title == "Attributes":
+        found = list(re.finditer(r"^ {4}(\w+(?:, \w+)*): ", body, re.M))
+    elif title == "Args":
+        entries = re.finditer(r"(?:^ *|(?<=[.;] ))(\w+(?:, \w+)*): ", body, re.M)
+        found = [match for match in entries if set(match[1].split(", ")) <= set(parameters)]
+    if not found or body[: found[0].start()].strip():
+        return []
+    ends = [*(match.start() for match in found[1:]), len(body)]
+    return [
+        (match[1], " ".join(body[match.end() : end].split())) for match, end in zip(found, ends, strict=True)
+    ]
+
+
+def _escaped(text: str) -> str:
+    """Text of which Markdown makes no emphasis and no HTML. Code and indented lines are as they are."""
+    parts = re.split(r"(`[^`]*`|^ {4}.*$)", text, flags=re.M)
+    return "".join(
+        part if number % 2 else re.sub(r"(?<! )\*|\*(?! )", r"\*", part).replace("<", "&lt;")
+        for number, part in enumerate(parts)
+    )
+
+
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
@@ -129,6 +333,7 @@ def _with_table(text: str, marks: tuple[str, str], lines: list[str]) -> str:
 
 PAGES = {
     "settings.md": settings,
+    "api.md": api,
     "checkpoints.md": checkpoints,
     "huggingface.md": huggingface,
     "huggingface_systems.md": huggingface_systems,

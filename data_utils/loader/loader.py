@@ -31,10 +31,12 @@ _BLOCKS_CHECKED = 4  # MiB of each file of a corpus, by each rank at its start
 
 
 class SampleLoader:
-    """Sample numbers -> batch. Stateless: the caller's count of consumed samples is the only state."""
+    """Sample numbers -> batch. Stateless: the caller's count of consumed samples is the only state.
+
+    Args: shorten: a `Shortener` of short_samples.py; None = all samples keep their length.
+    """
 
     def __init__(self, mixture: Mixture, objective: Objective, shorten: Any = None):
-        """Args: shorten: a `Shortener` of short_samples.py."""
         self.mixture, self.objective, self.shorten = mixture, objective, shorten
 
     @property

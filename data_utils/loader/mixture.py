@@ -88,8 +88,13 @@ _AT_ONCE = Start()
 class Mixture:
     """Corpora mixed by weight (samples, not tokens), without end, from the start of a phase. Weight 0 = no part.
 
+    Args:
+        corpora: each with its weight.
+        seed: of the order of all samples.
+        start: of the phase; by default that of the run.
+        streams: of the corpora, where they have regions or the length changes: then no windows are read.
     Raises: ConfigError for bad weights; DataError for a corpus without windows, or for corpora whose
-    manifests name different tokenizers.
+        manifests name different tokenizers.
     """
 
     def __init__(
@@ -99,7 +104,6 @@ class Mixture:
         start: Start = _AT_ONCE,
         streams: Sequence[Stream] = (),
     ) -> None:
-        """Args: streams: of the corpora, where they have regions or the length changes: then no windows are read."""
         self.corpora = list(corpora)
         self.seed = seed
         self.start = start

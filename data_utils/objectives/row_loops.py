@@ -27,8 +27,11 @@ from data_utils.common.random_streams import below, open_stream
 # references, atomically at every call, took a quarter of the time. The upper levels are inlined, which saves a third of
 # the time to compile: numba optimises all the code below a function again at each level of calls.
 _BORROWING: dict[str, Any] = {"nogil": True, "_nrt": False}
+# A function that compiled code calls.
 compiled = njit(**_BORROWING)
+# The `fill_chunk` of an objective: its code is put into the entry point's.
 inlined = njit(**_BORROWING, inline="always")
+# The function that Python calls, one in an objective's file: its machine code is kept in numba's cache on disk.
 entry_point = njit(**_BORROWING, cache=True)
 
 # Rows of the scratch array `w`, int64 [WORK_LINES, row_length + 2]. FREE and UNIT are inputs of `draw_spans`.
@@ -162,7 +165,14 @@ def fill_chunks(fill_chunk, batch, chunks, tables, settings):
     The Example must end at or before `limit`, since the rest of the row is reserved for later chunks. Objectives whose
     rows hold every draw can ignore it.
 
-    Args: chunks and tables: as `RowObjective._fill` makes them.
+    Args:
+        fill_chunk: called as `fill_chunk(row, used, limit, document, text, unit_start, start, length, stream, w,
+            cumulative, s)`. `row` is int32 [len(FIELDS), row_length], `document` the number for its `doc`. The chunk is
+            text[start : start + length]; unit_start, as long as text, marks the tokens at which units begin.
+            `stream` is opened for this chunk, `w` is scratch memory, int64 [WORK_LINES, row_length + 2].
+            `cumulative` is the `length_table` of the objective, `s` has its `values` and the special tokens.
+        batch: int32 [samples, len(FIELDS), row_length], written.
+        chunks, tables, settings: the other arguments of the entry point, as they are.
     """
     text, unit_start, chunk_lengths, chunks_per_sample, sample_indices, first_chunk = chunks
     cumulative, stream, w = tables

@@ -77,10 +77,9 @@ class Tokenizer(abc.ABC):
         return self.encode_batch([text])[0].tolist()
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """Encode many texts.
+        """Encode many texts. A lone surrogate, which UTF-8 cannot hold, is encoded as U+FFFD.
 
         Returns: the ids of all texts in one int32 array, and the number of ids of each text as int64.
-        A lone surrogate, which UTF-8 cannot hold, is encoded as U+FFFD.
         """
         return self._encoder.encode(texts)
 

@@ -19,6 +19,8 @@ ONLY_FOR = {
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("generation")
 class GenerationConfig:
+    """How text is generated. Raises: ConfigError for a value out of range, or one that the strategy does not use."""
+
     strategy: str = setting("greedy", "greedy, sample or beam.", one_of=STRATEGIES)
     max_length: int = setting(64, "Maximum tokens per blank.", at_least=1)
     min_length: int = setting(0, "Minimum tokens per blank.", at_least=0)

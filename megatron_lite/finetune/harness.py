@@ -68,9 +68,11 @@ class HarnessOptions:
 
 
 class Harness:
-    """
+    """Log probabilities and generated texts of a run, for the requests of lm_eval.
+
     Args:
         run: with its model.
+        options: None = the defaults.
         size: documents of a forward pass, and texts that are written together.
     Raises: ConfigError for settings that the run cannot take.
     """

@@ -38,7 +38,7 @@ class LocalTasks(TaskManager):
     """lm_eval's tasks, whose mistakes are one line."""
 
     def load(self, task_list: Any) -> Any:
-        """Raises: DataError for a task that cannot be built."""
+        """The tasks of these names. Raises: DataError for a task that cannot be built."""
         try:
             return super().load(task_list)
         except UserError:

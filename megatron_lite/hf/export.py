@@ -84,6 +84,8 @@ _PIPELINES = {
 @dataclass(frozen=True, kw_only=True)
 @checked("")
 class ExportOptions:
+    """Format of an export, and how it is verified."""
+
     layout: str = setting(
         "huggingface",
         "huggingface, or released (tensor names and vocabulary order of the released GLM checkpoints).",

@@ -194,7 +194,10 @@ def import_source(
     """Write a run directory with one checkpoint at step 0 and its config.yaml.
 
     Args:
+        tree: configuration of the new run, which overrides what the source records.
         copy_eop_to_gmask: give [gMASK] the embedding of eop, for GLM-10B-Chinese, trained with one id for both.
+        verify: compare the logits of both models; the result is then not None.
+        tolerance: largest difference of logits that passes.
     """
     with new_directory(output) as directory:
         config, tokenizer = _import_config(source, output, directory, tree)

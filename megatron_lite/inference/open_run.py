@@ -32,6 +32,8 @@ Model = TypeVar("Model", bound=nn.Module)
 
 @dataclass(frozen=True)
 class OpenRun:
+    """A checkpoint of a training run with its configuration and tokenizer, without the weights."""
+
     config: Config  # with model.vocab_size
     tokenizer: Tokenizer
     checkpoint: Checkpoint
@@ -89,6 +91,8 @@ def usual_device() -> torch.device:
 
 @dataclass(frozen=True, kw_only=True)
 class Run(OpenRun):
+    """An `OpenRun` with its model."""
+
     model: GLM  # fp32, eval mode
 
 
@@ -131,7 +135,7 @@ def _tokenizer(section: TokenizerConfig, checkpoint: Checkpoint, remedy: str) ->
 
 
 def load_run(path: Path, tokenizer_path: Path | None = None, device: torch.device | None = None) -> Run:
-    """`open_run(...).with_model(...)`."""
+    """`open_run` with the weights. Args: device: None = a GPU if there is one."""
     return open_run(path, tokenizer_path).with_model(device)
 
 

@@ -25,6 +25,8 @@ TextGenerator = BlankFiller | TextDecoder
 
 
 class Completion(NamedTuple):
+    """A text with what a run generated for it."""
+
     text: str
     # Text, filled span, text, filled span, ..., text; or the text and its continuation.
     parts: list[str]
