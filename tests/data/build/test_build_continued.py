@@ -76,7 +76,7 @@ def test_a_damaged_shard_is_noticed(tmp_path, stopped):
 def test_a_directory_of_the_user_is_not_touched(tmp_path, input_path):
     (tmp_path / "c.build").mkdir()
     (tmp_path / "c.build/thesis.tex").write_text("precious")
-    with pytest.raises(DataError, match=r"holds thesis\.tex"):
+    with pytest.raises(DataError, match=r"contains thesis\.tex"):
         build(input_path, tmp_path / "c", shard_bytes=1 << 20)
     assert (tmp_path / "c.build/thesis.tex").read_text() == "precious"
 
