@@ -170,6 +170,26 @@ def test_python_blocks_can_be_parsed(page):
         ast.parse(block)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_what_python_blocks_import_exists(page):
+    for block in blocks(page, "python"):
+        for node in ast.walk(ast.parse(block)):
+            module = node.module if isinstance(node, ast.ImportFrom) else None
+            if module is None or module.partition(".")[0] not in ("data_utils", "megatron_lite"):
+                continue
+            path = ROOT / module.replace(".", "/")
+            file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+            source = file.read_text(encoding="utf-8")
+            tree = ast.parse(source)
+            known = names_defined(source) | {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
+            known |= {
+                a.asname or a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names
+            }
+            for alias in node.names:
+                is_module = (path / f"{alias.name}.py").exists()
+                assert is_module or alias.name in known, f"{module}.{alias.name}"
+
+
 def commands():
     found = {}
     for page in PAGES:

@@ -273,7 +273,7 @@ def test_the_script_shows_those_behind_first_and_ignores_damaged_files(tmp_path)
     first, second = shown.stdout.splitlines()[1:]
     assert first.split()[:2] == ["1", "7"] and first.endswith("reading data") and second.split()[0] == "0"
     none = subprocess.run([*command, str(directory)], cwd=ROOT, capture_output=True, text=True)
-    assert none.returncode == 2 and none.stderr.count("\n") == 1 and "no heartbeats" in none.stderr
+    assert none.returncode == 2 and none.stderr.count("\n") == 1 and "holds no run" in none.stderr
 
 
 def test_a_heartbeat_gives_a_terminal_no_commands(tmp_path):
