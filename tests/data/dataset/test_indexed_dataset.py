@@ -327,7 +327,7 @@ def test_any_change_of_the_manifest_is_one_error(tmp_path):
         path.write_text(json.dumps(tree))
         with pytest.raises(
             DataError,
-            match=rf"{path} (does not match|has version|is not a dataset manifest).*; rebuild the dataset or copy it again",
+            match=rf"{path} (does not match|has version|is not a dataset manifest)",
         ):
             IndexedDataset(tmp_path / "d")
     path.write_text(json.dumps(json.loads(written)))  # another layout is no change
