@@ -68,7 +68,7 @@ class ObjectiveConfig(ABC):
     # "entities", "capitals", "spans", "labels": what `fill` is given of each token too, see `gather`; None = nothing
     reads_beside: str | None = None
     sample_settings: tuple[str, ...] | None = None  # keys on which samples depend; None = the whole section
-    units_of_tokens = "whole_words=false"  # the setting with which an objective of words hides tokens instead
+    units_of_tokens = "whole_words=false"  # the setting that makes an objective mask tokens, not whole words
     # The module whose MODEL_SPEC describes the model that the objective trains (megatron_lite/model/build.py); None =
     # one Transformer.
     model_module: str | None = None
