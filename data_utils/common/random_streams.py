@@ -100,7 +100,7 @@ def new_rng() -> np.record:
 
 @njit(nogil=True)
 def seed_rng(rng, key, sample, chunk, attempt):
-    """Set key and counter of `rng`: its numbers are those of (key, sample, chunk, attempt) from the first on.
+    """Set key and counter of `rng`: it restarts at the first number of (key, sample, chunk, attempt).
 
     Args:
         key: np.uint64, see `derive_seed`.

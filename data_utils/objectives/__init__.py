@@ -86,7 +86,7 @@ def make_objective(
     """The objective of a run: the only one chosen, or a mixture.
 
     Args:
-        seed: that of the run.
+        seed: the run's seed.
         sequence_length: source tokens per sample, at most. row_length: None = what the longest needs.
     Raises: ConfigError when the settings do not go together.
     """

@@ -77,7 +77,7 @@ class BartConfig(RowSizes):
 
     @property
     def masks_per_span(self) -> float:
-        """Mean number of masks per span: its own, and those of the spans of length 0 drawn with it."""
+        """Mean number of masks per span: its own, and one for each span of length 0 drawn with it."""
         return 1.0 / (1.0 - math.exp(-self.mean_span_length))
 
     @property

@@ -77,7 +77,7 @@ class MaskedLmConfig(MaskedTextConfig):
 
     @property
     def overhead(self) -> int:
-        """CLS and SEP, and the SEP of a pair; those of the sentence that the window cuts."""
+        """CLS and SEP, and the SEP of a pair; CLS and SEP of the sentence that the window cuts."""
         return {"segments": 3, "sentences": 2}.get(self.input, 4)
 
     def max_position_needed(self, sequence_length: int) -> int:

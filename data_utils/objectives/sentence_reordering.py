@@ -1,4 +1,4 @@
-"""Sentence reordering beside masked words: in which order did the segments of this text stand?
+"""Sentence reordering, along with masked words: what was the order of the segments of this text?
 
 A chunk is cut at ends of sentences into n of 1 to `parts` segments, and these are put into one of the n! orders, all
 equally likely; n is uniform, and at most the number of sentences. CLS predicts the order: the class is the sum of i!

@@ -1,4 +1,4 @@
-"""Token-document relation beside masked words: does a token also occur in the other part of its document?
+"""Token-document relation, along with masked words: does a token also occur in the other part of its document?
 
 A chunk is cut at an end of a sentence into two documents that do not see each other. Each ordinary token that is not
 masked predicts whether it is also in the other part, 1, or not, 0: frequent and topical words are.

@@ -1,7 +1,7 @@
 """XLNet (arXiv:1906.08237): permutation language modelling with a content and a query stream.
 
 The text is cut in two halves, each with its own order; the second half sees all of the first. The second half is two
-texts, `A [SEP] B [SEP] [CLS]`; B continues A, or with probability 1/2 is exchanged for that of another chunk of the
+texts, `A [SEP] B [SEP] [CLS]`; B continues A, or with probability 1/2 is exchanged for the B of another chunk of the
 window (pairs.py). In each half 1/6 of the tokens are targets (K = 6), chosen as n-grams of up to 5 tokens, n with
 probability ~ 1/n, in windows of K n tokens.
 
@@ -10,7 +10,7 @@ the targets: they are seen by what comes later, and are not predicted. The query
 [MASK] at the target's position, which sees what precedes the target in the order and predicts it. XLNet's own model
 (`model.relative: xlnet`) begins these rows from one learned vector, the paper's w, instead of [MASK]'s embedding.
 
-Segments are 0 for the first half and A, 1 for B, 2 for CLS; a SEP has that of the text before it.
+Segments are 0 for the first half and A, 1 for B, 2 for CLS; a SEP has the segment of the text before it.
 
 The first `memory_length` tokens of a chunk are the memory of the rest, as in XLNet's recurrence over segments: they see
 each other, are seen by all later tokens, predict nothing, have segment 0, and are read without a gradient

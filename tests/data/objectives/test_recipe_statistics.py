@@ -149,7 +149,7 @@ def test_ernie_masks_the_units_of_a_segmenter():
 
 
 def test_jieba_is_optional():
-    with pytest.raises(ConfigError, match="texts of the tokens"):
+    with pytest.raises(ConfigError, match="text of every token"):
         Ernie(ErnieConfig(segmenter="jieba"), Vocabulary(SPECIAL, 3000), 5, 60)
     try:
         import jieba  # noqa: F401

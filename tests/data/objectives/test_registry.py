@@ -79,7 +79,7 @@ def test_losses_that_do_not_fit_together_are_refused(losses, message):
 
 
 def test_a_name_of_an_objective_is_taken_once():
-    with pytest.raises(ConfigError, match="here and there .* name 'some'"):
+    with pytest.raises(ConfigError, match=r"here and there .* name 'some'"):
         Objectives([objective(A), objective(B, module="there")])
 
 
