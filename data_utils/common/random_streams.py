@@ -1,13 +1,22 @@
 """Random numbers as a pure function of (key, sample, chunk, attempt): Philox 4x32-10, compiled.
 
-A stream has an address and no history: opened at the same address, it gives the same numbers on every rank, in every
-worker, in any order and after any restart. The price is about 15 ns per four numbers, instead of 2-3 ns for a generator
-with hidden state.
+How a sample's random numbers follow from the run's seed:
 
-A stream is a small record: the address (a counter of four words and a key of two) and the unused words of the last
-block. It is not an array, because numba counts references to an array at every call, which costs four times as much as
-the draw. A draw is inlined, because a call costs as much as the draw. The same code runs as plain Python under
-NUMBA_DISABLE_JIT=1: every value is a masked np.uint64, so nothing overflows.
+1. `derive_seed(seed, purpose)` hashes the seed and a purpose ("objective") into a 64-bit Philox *key*.
+2. The 128-bit Philox *counter* is (block, chunk * 32 + attempt, sample, sample >> 32), four words of 32 bits.
+3. `seed_rng(rng, key, sample, chunk, attempt)` sets key and counter, with block 0.
+4. `philox4x32` encrypts the counter with the key into four random words; then block counts up.
+5. `below`, `chance`, `uniform` and `shuffle` consume these words in order.
+
+*sample* is the number of the sample in the run, *chunk* numbers the document segments of the sample, and *attempt*
+separates independent draws for one chunk, for example when spans that did not fit are drawn again. Nothing else enters.
+The same (key, sample, chunk, attempt) gives the same numbers on every rank, in every worker, in any order and after any
+restart. The price is about 15 ns per four numbers, instead of 2-3 ns for a generator with hidden state.
+
+`rng` is a small record: counter, key, and the unused words of the last block. It is not an array, because numba counts
+references to an array at every call, which costs four times as much as the draw. A draw is inlined, because a call
+costs as much as the draw. The same code runs as plain Python under NUMBA_DISABLE_JIT=1: every value is a masked
+np.uint64, so nothing overflows.
 
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; bounded integers:
 Lemire, arXiv:1805.10941.
@@ -33,7 +42,7 @@ _ONE = np.uint64(1)
 _TWO_POWER_32 = np.uint64(1 << 32)
 _ZERO = np.uint64(0)
 _WORDS_PER_BLOCK = np.uint64(4)
-_STREAM = np.dtype(
+_RNG = np.dtype(
     (
         np.record,
         [
@@ -48,10 +57,10 @@ _STREAM = np.dtype(
 
 
 def derive_seed(seed: int, *names: str | int) -> int:
-    """A 64-bit key for the purpose `names` of a run with `seed`. Distinct names give independent keys."""
+    """A 64-bit Philox key for one purpose (`names`) of a run with `seed`. Distinct names give independent keys."""
     hasher = hashlib.blake2b(digest_size=8)
-    for part in (seed, *names):
-        plain = int(part) if isinstance(part, np.integer) else part  # its repr names the type
+    for name in (seed, *names):
+        plain = int(name) if isinstance(name, np.integer) else name  # its repr names the type
         encoded = repr(plain).encode()
         hasher.update(len(encoded).to_bytes(8, "little") + encoded)
     return int.from_bytes(hasher.digest(), "little")
@@ -84,81 +93,86 @@ def philox4x32(c0, c1, c2, c3, k0, k1):
     return c0, c1, c2, c3
 
 
-def new_stream() -> np.record:
-    """A stream without an address; `open_stream` gives it one. Made in Python, which keeps it alive."""
-    return np.zeros(1, _STREAM)[0]
+def new_rng() -> np.record:
+    """A generator that `seed_rng` has yet to seed. Made in Python, which keeps it alive."""
+    return np.zeros(1, _RNG)[0]
 
 
 @njit(nogil=True)
-def open_stream(stream, key, sample, chunk, attempt):
-    """Point `stream` at the start of the address (key, sample, chunk, attempt).
+def seed_rng(rng, key, sample, chunk, attempt):
+    """Set key and counter of `rng`: it restarts at the first number of (key, sample, chunk, attempt).
 
-    Args: key: np.uint64. sample: 0 <= int64. chunk: 0 <= int < 2**27. attempt: 0 <= int <= MAX_ATTEMPT.
+    Args:
+        key: np.uint64, see `derive_seed`.
+        sample: 0 <= int64. chunk: 0 <= int < 2**27. attempt: 0 <= int <= MAX_ATTEMPT.
     """
-    stream.counter_0 = _ZERO
-    stream.counter_1 = np.uint64(chunk * (MAX_ATTEMPT + 1) + attempt)
-    stream.counter_2 = np.uint64(sample) & _MASK
-    stream.counter_3 = np.uint64(sample) >> _HALF
-    stream.key_0 = key & _MASK
-    stream.key_1 = key >> _HALF
-    stream.words_left = _ZERO
+    rng.counter_0 = _ZERO  # the block
+    rng.counter_1 = np.uint64(chunk * (MAX_ATTEMPT + 1) + attempt)
+    rng.counter_2 = np.uint64(sample) & _MASK
+    rng.counter_3 = np.uint64(sample) >> _HALF
+    rng.key_0 = key & _MASK
+    rng.key_1 = key >> _HALF
+    rng.words_left = _ZERO
+
+
+new_stream, open_stream = new_rng, seed_rng  # the names before 0.5.0, which objectives of users may import
 
 
 @njit(nogil=True)
-def rewind(stream):
-    """Back to the start of the address: the same numbers come again."""
-    stream.counter_0 = _ZERO
-    stream.words_left = _ZERO
+def rewind(rng):
+    """Set the block counter to 0: the same numbers come again."""
+    rng.counter_0 = _ZERO
+    rng.words_left = _ZERO
 
 
 @njit(nogil=True)
-def _next_block(stream):
-    stream.word_0, stream.word_1, stream.word_2, stream.word_3 = philox4x32(
-        stream.counter_0, stream.counter_1, stream.counter_2, stream.counter_3, stream.key_0, stream.key_1
+def _next_block(rng):
+    rng.word_0, rng.word_1, rng.word_2, rng.word_3 = philox4x32(
+        rng.counter_0, rng.counter_1, rng.counter_2, rng.counter_3, rng.key_0, rng.key_1
     )
-    stream.counter_0 = (stream.counter_0 + _ONE) & _MASK
-    stream.words_left = _WORDS_PER_BLOCK
+    rng.counter_0 = (rng.counter_0 + _ONE) & _MASK
+    rng.words_left = _WORDS_PER_BLOCK
 
 
 @njit(nogil=True, inline="always")
-def next_word(stream):
+def next_word(rng):
     """The next uniform 32-bit word, as np.uint64."""
-    if stream.words_left == _ZERO:
-        _next_block(stream)
-    stream.words_left -= _ONE
-    word = stream.word_0
-    stream.word_0 = stream.word_1
-    stream.word_1 = stream.word_2
-    stream.word_2 = stream.word_3
+    if rng.words_left == _ZERO:
+        _next_block(rng)
+    rng.words_left -= _ONE
+    word = rng.word_0
+    rng.word_0 = rng.word_1
+    rng.word_1 = rng.word_2
+    rng.word_2 = rng.word_3
     return word
 
 
 @njit(nogil=True, error_model="numpy")  # no test for a division by zero
-def _unbiased(stream, limit, product):
+def _unbiased(rng, limit, product):
     """`product`, or the first later product without modulo bias (rejection sampling)."""
     threshold = _TWO_POWER_32 - limit
     if threshold >= limit:  # a division costs more than the draw, and a large bound always needs this test
         threshold %= limit
     while product & _MASK < threshold:
-        product = next_word(stream) * limit
+        product = next_word(rng) * limit
     return product
 
 
 @njit(nogil=True, inline="always")
-def below(stream, bound):
+def below(rng, bound):
     """A uniform int64 in [0, bound), 1 <= bound <= 2**32, without modulo bias."""
     limit = np.uint64(bound)
-    product = next_word(stream) * limit
+    product = next_word(rng) * limit
     if product & _MASK < limit:  # rare, so it is not inlined
-        product = _unbiased(stream, limit, product)
+        product = _unbiased(rng, limit, product)
     return np.int64(product >> _HALF)
 
 
 @njit(nogil=True)
-def uniform(stream):
+def uniform(rng):
     """A uniform double in [0, 1) with 53 random bits."""
-    high = np.float64(next_word(stream) >> np.uint64(5))
-    low = np.float64(next_word(stream) >> np.uint64(6))
+    high = np.float64(next_word(rng) >> np.uint64(5))
+    low = np.float64(next_word(rng) >> np.uint64(6))
     return (high * 67108864.0 + low) / 9007199254740992.0
 
 
@@ -168,16 +182,16 @@ def chance_threshold(probability: float) -> np.uint64:
 
 
 @njit(nogil=True)
-def chance(stream, threshold):
+def chance(rng, threshold):
     """True with probability threshold / 2**32; consumes one word."""
-    return next_word(stream) < threshold
+    return next_word(rng) < threshold
 
 
 @njit(nogil=True)
-def shuffle(stream, array, count):
+def shuffle(rng, array, count):
     """Shuffle array[:count] in place, every order equally likely."""
     for i in range(count - 1, 0, -1):
-        j = below(stream, i + 1)
+        j = below(rng, i + 1)
         swapped = array[i]
         array[i] = array[j]
         array[j] = swapped

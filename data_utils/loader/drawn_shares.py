@@ -56,7 +56,7 @@ def drawn_shares(loader: SampleLoader) -> Iterator[str]:
     yield f"share of predicted tokens in the first {len(indices):,} samples: {', '.join(shares)}"
     if not parts[0].config.whole_documents:  # OPTIMUS's text is of two vocabularies
         text = text if text.ndim == 1 else text[0]
-        of_words = [part.name for part in parts if part.units == "words"]
+        of_words = [part.name for part in parts if part.mask_units == "words"]
         yield from word_shares(text, parts[0].vocabulary, "their", of_words)
     yield from warnings
 

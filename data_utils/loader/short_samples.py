@@ -19,8 +19,8 @@ from data_utils.common.random_streams import (
     chance,
     chance_threshold,
     derive_seed,
-    new_stream,
-    open_stream,
+    new_rng,
+    seed_rng,
     source_digest,
 )
 
@@ -29,16 +29,16 @@ SHORTEST = 2  # tokens
 
 def _entry_point(digest: int):
     @njit(cache=True, nogil=True)
-    def crop(chunk_lengths, counts, samples, threshold, key, stream, kept):
+    def crop(chunk_lengths, counts, samples, threshold, key, rng, kept):
         _ = digest  # part of the cache key
         chunk, start = 0, 0
         for i in range(len(samples)):
             for number in range(counts[i]):
                 length = chunk_lengths[chunk]
-                open_stream(stream, key, samples[i], number, 0)
-                if chance(stream, threshold) and length > SHORTEST:
-                    size = SHORTEST + below(stream, length - SHORTEST + 1)
-                    first = start + below(stream, length - size + 1)
+                seed_rng(rng, key, samples[i], number, 0)
+                if chance(rng, threshold) and length > SHORTEST:
+                    size = SHORTEST + below(rng, length - SHORTEST + 1)
+                    first = start + below(rng, length - size + 1)
                     for k in range(start, start + length):
                         kept[k] = first <= k < first + size
                     chunk_lengths[chunk] = size
@@ -64,5 +64,5 @@ class Shortener:
         """The same with shorter chunks. Args: as `collate` in loader.py takes them."""
         lengths, kept = chunk_lengths.astype(np.int64), np.ones(tokens.shape[-1], np.bool_)
         counts, samples = (np.ascontiguousarray(each, np.int64) for each in (counts, samples))
-        _crop(lengths, counts, samples, self._threshold, self._key, new_stream(), kept)
+        _crop(lengths, counts, samples, self._threshold, self._key, new_rng(), kept)
         return tokens[..., kept], lengths, counts

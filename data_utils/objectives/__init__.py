@@ -1,4 +1,12 @@
-"""Objectives by name. A new one is one file, found by itself: see docs/own_objective.md."""
+"""Objectives by name. A new one is one file, found by itself: see docs/own_objective.md.
+
+Which file does what: `masking` chooses the spans to mask and corrupts them 80/10/10, in whole words or tokens.
+`masked_text` builds BERT-like samples with it: CLS and SEP, sentence pairs, labels (masked_lm, spanbert, albert, ernie,
+unilm). `rows` has the base class of an objective (`RowObjective`) and of its section (`RowSizes`), which says how long
+rows are and whether words are masked whole. `row_loops` has the compiled loop over samples and chunks, and the helpers
+that write a row's fields. `blank_infilling/spans` draws GLM's spans and writes its parts A and B. `interface` and
+`registry` define and find objectives. The random numbers of a sample are in data_utils/common/random_streams.py.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +86,7 @@ def make_objective(
     """The objective of a run: the only one chosen, or a mixture.
 
     Args:
-        seed: that of the run.
+        seed: the run's seed.
         sequence_length: source tokens per sample, at most. row_length: None = what the longest needs.
     Raises: ConfigError when the settings do not go together.
     """

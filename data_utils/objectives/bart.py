@@ -29,11 +29,11 @@ from data_utils.objectives.masking import draw_spans, masked_target
 from data_utils.objectives.registry import register
 from data_utils.objectives.row_loops import (
     FREE,
-    PLACES,
+    POSITIONS,
     STARTS,
     TAKEN,
     TEXT,
-    UNIT,
+    UNIT_START,
     copy_range,
     count_up,
     entry_point,
@@ -77,7 +77,7 @@ class BartConfig(RowSizes):
 
     @property
     def masks_per_span(self) -> float:
-        """Mean number of masks per span: its own, and those of the spans of length 0 drawn with it."""
+        """Mean number of masks per span: its own, and one for each span of length 0 drawn with it."""
         return 1.0 / (1.0 - math.exp(-self.mean_span_length))
 
     @property
@@ -97,7 +97,7 @@ class BartConfig(RowSizes):
         return 1.0 / self.growth
 
     @property
-    def units(self) -> str | None:
+    def mask_units(self) -> str | None:
         return "sentences" if self.permute_sentences else None
 
     def check_vocabulary(self, vocabulary: Vocabulary) -> None:
@@ -135,44 +135,44 @@ class BartConfig(RowSizes):
 
 
 @inlined
-def _permute_sentences(text, units, start, maskable, length, stream, w, s):
-    """Write the text, its sentences in random order, to w[TEXT]. `units`: where a sentence begins."""
+def _permute_sentences(text, sentence_start, start, maskable, length, rng, w, s):
+    """Write the text, its sentences in random order, to w[TEXT]. `sentence_start`: bool per token."""
     sentences = 1
-    w[PLACES, 0] = 0
+    w[POSITIONS, 0] = 0
     if s.permute_sentences:
         for i in range(1, maskable):
-            w[PLACES, sentences] = i  # overwritten unless a sentence begins here
-            sentences += units[start + i]
-    w[PLACES, sentences] = maskable
+            w[POSITIONS, sentences] = i  # overwritten unless a sentence begins here
+            sentences += sentence_start[start + i]
+    w[POSITIONS, sentences] = maskable
     for k in range(sentences):
         w[STARTS, k] = k
-    shuffle(stream, w[STARTS], sentences)
+    shuffle(rng, w[STARTS], sentences)
     at = 0
     for k in range(sentences):
         sentence = w[STARTS, k]
-        first, end = w[PLACES, sentence], w[PLACES, sentence + 1]
+        first, end = w[POSITIONS, sentence], w[POSITIONS, sentence + 1]
         copy_range(w, TEXT, at, at + end - first, text, start + first)
         at += end - first
     copy_range(w, TEXT, maskable, length, text, start + maskable)
 
 
 @inlined
-def _draw_masks(maskable, stream, w, cumulative, s):
+def _draw_masks(maskable, rng, w, cumulative, s):
     """Mark the spans that one mask each replaces in w[TAKEN]; count the masks before each token in w[FREE].
 
     Spans of length 0 are drawn along with every other span; each inserts a mask.
     """
     set_range(w, FREE, 0, maskable, 1)
-    set_range(w, UNIT, 0, maskable, 1)
+    set_range(w, UNIT_START, 0, maskable, 1)
     target = masked_target(s.masked_ratio, maskable)
-    count = draw_spans(stream, w, maskable, target, True, cumulative, 0)
+    count = draw_spans(rng, w, maskable, target, True, cumulative, 0)
     removed, inserted = 0, 0
     for i in range(maskable):
         removed += w[TAKEN, i]
     set_range(w, FREE, 0, maskable, 0)
     for _ in range(count):
-        while inserted < removed - count and chance(stream, s.empty_below):
-            w[FREE, below(stream, maskable)] += 1
+        while inserted < removed - count and chance(rng, s.empty_below):
+            w[FREE, below(rng, maskable)] += 1
             inserted += 1
 
 
@@ -215,18 +215,18 @@ def _write_target(row, part_b, text, start, length, s):
 
 
 @inlined
-def _fill_chunk(row, used, limit, document, text, units, start, length, stream, w, cumulative, s):
+def _fill_chunk(row, used, limit, document, text, unit_start, start, length, rng, w, cumulative, s):
     while True:
         maskable = maskable_length(text, start, length, s)
-        _permute_sentences(text, units, start, maskable, length, stream, w, s)
+        _permute_sentences(text, unit_start, start, maskable, length, rng, w, s)
         if maskable > 0:
-            _draw_masks(maskable, stream, w, cumulative, s)
+            _draw_masks(maskable, rng, w, cumulative, s)
         part_b = _write_context(row, used, maskable, length, w, s)
         over = part_b + s.predict_cls + length - limit
         if over <= 0:
             break
         length -= (over + 1) // 2
-        rewind(stream)
+        rewind(rng)
     end = _write_target(row, part_b, text, start, length, s)
     mark_document(row, used, end, document, s.loss)
     return end

@@ -1,7 +1,7 @@
-"""Capitalization beside masked words: did the text write this word with a capital?
+"""Capitalization, along with masked words: did the text write this word with a capital?
 
 The first token of each word that is not masked predicts it, 0 or 1. A vocabulary without capitals has lost them, so a
-build with `--capitals` stores them beside the tokens.
+build with `--capitals` stores them along with the tokens.
 
 Source: ERNIE 2.0, arXiv:1907.12412, section 4.2.1.
 """

@@ -60,7 +60,7 @@ class CausalConfig(RowSizes):
 
 
 @inlined
-def _fill_chunk(row, used, limit, document, text, units, start, length, stream, w, cumulative, s):
+def _fill_chunk(row, used, limit, document, text, unit_start, start, length, rng, w, cumulative, s):
     end = used + length
     if s.begin >= 0:
         row[TOKENS, used] = s.begin

@@ -62,7 +62,7 @@ class ElectraConfig(MaskedTextConfig):
     sample_settings = ("electra.mask", "electra.random", "data.row_length")
 
     def generator_width(self, width: int) -> int:
-        """hidden_size of the generator. Args: width: that of the discriminator."""
+        """hidden_size of the generator. Args: width: hidden_size of the discriminator."""
         return max(1, round(self.generator_size * width))
 
     def heads_of(self, width: int) -> int:

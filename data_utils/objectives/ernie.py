@@ -1,9 +1,9 @@
 """ERNIE 1.0 (arXiv:1904.09223): whole words, phrases and entities are masked as one unit.
 
-A segmenter decides where units begin: "words" takes whole words from the vocabulary, "listed" also the phrases and
+A segmenter decides where mask units begin: "words" takes whole words from the vocabulary, "listed" also the phrases and
 entities that the corpus lists, "jieba" cuts the text of a chunk with the package of that name (Chinese), and any
-function of a chunk can be set as `units` of an `Ernie`. A segmenter in Python costs far more time than the rest of a
-sample; the others cost next to nothing.
+function of a chunk can be set as `mask_units` of an `Ernie`. A segmenter in Python costs far more time than the rest of
+a sample; the others cost next to nothing.
 
 ERNIE 2.0's task embedding reads the `objective` field, which names the task of every token; its cumulative
 schedule of tasks is `objective_starts` in the configuration (see mixed.py).
@@ -71,7 +71,7 @@ class Ernie(MaskedText):
     losses = (Loss("masked_units", 8), NEXT_SENTENCE_LOSS)
     writing = Writing("bert")
 
-    def choose_units(self) -> str | Callable[[np.ndarray], np.ndarray] | None:
+    def choose_mask_units(self) -> str | Callable[[np.ndarray], np.ndarray] | None:
         if self.config.segmenter == "jieba":
             return jieba_segmenter(self.vocabulary)
         return None if self.config.segmenter == "tokens" else "words"
@@ -86,7 +86,7 @@ class Ernie(MaskedText):
 
 
 class TextSegmenter:
-    """Units of a chunk from a segmenter of text.
+    """Mask units of a chunk from a segmenter of text.
 
     Args:
         token_texts: the text of every token id, spaces included, without the marks of word chunks.
@@ -98,7 +98,7 @@ class TextSegmenter:
         self.cut = cut
 
     def __call__(self, chunk: np.ndarray) -> np.ndarray:
-        """Bool for each token of the chunk: does a unit begin there? Only where a segment does."""
+        """Bool for each token of the chunk: does a mask unit begin there? Only where a segment does."""
         texts = [self.token_texts[token] for token in chunk.tolist()]
         segments = [len(segment) for segment in self.cut("".join(texts))]
         starts = np.cumsum([0, *segments])

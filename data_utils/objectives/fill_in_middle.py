@@ -84,18 +84,18 @@ class FillInMiddleConfig(CausalConfig):
 
 
 @inlined
-def _fill_chunk(row, used, limit, document, text, units, start, length, stream, w, cumulative, s):
+def _fill_chunk(row, used, limit, document, text, unit_start, start, length, rng, w, cumulative, s):
     size = maskable_length(text, start, length, s)  # without the eos at its end
     end = used + length
-    if chance(stream, s.cut_below):
-        first, last = below(stream, size + 1), below(stream, size + 1)
+    if chance(rng, s.cut_below):
+        first, last = below(rng, size + 1), below(rng, size + 1)
         if first > last:
             first, last = last, first
         end += 3
         at = used
         row[TARGETS, at] = s.prefix_id
         at += 1
-        is_suffix_first = chance(stream, s.suffix_first_below)
+        is_suffix_first = chance(rng, s.suffix_first_below)
         if not is_suffix_first:
             copy_range(row, TARGETS, at, at + first, text, start)
             at += first

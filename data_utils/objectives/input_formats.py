@@ -1,4 +1,4 @@
-"""RoBERTa's formats of inputs (arXiv:1907.11692, section 4.2) beside SEGMENT-PAIR: chunks of a window, cut or joined.
+"""RoBERTa's formats of inputs (arXiv:1907.11692, section 4.2), SEGMENT-PAIR aside: chunks of a window, cut or joined.
 
     sentences  SENTENCE-PAIR: two sentences of a document an Example, and one alone where their number is odd
     full       FULL-SENTENCES: all documents of a window in one Example, [SEP] between them

@@ -64,11 +64,11 @@ class ObjectiveConfig(ABC):
     has_span_boundaries = False  # whether spans are predicted again, from the tokens around them
     has_block_positions = False  # whether block_position_ids tell places that position_ids do not
     memory_length: int = 0  # first tokens of long texts: block_position_ids 1, no loss, no gradient (XLNet)
-    whole_documents = False  # whether a sample is a row of whole documents, not a window over their stream
-    # "entities", "capitals", "spans", "labels": what `fill` is given of each token too, see `gather`; None = nothing
+    whole_documents = False  # whether a sample is a row of whole documents, not a window of the joined corpus
+    # What `fill` also reads of each token: "entities", "capitals", "spans" or "labels", see `gather`; None = nothing.
     reads_beside: str | None = None
     sample_settings: tuple[str, ...] | None = None  # keys on which samples depend; None = the whole section
-    units_of_tokens = "whole_words=false"  # the setting with which an objective of words hides tokens instead
+    units_of_tokens = "whole_words=false"  # the setting that makes an objective mask tokens, not whole words
     # The module whose MODEL_SPEC describes the model that the objective trains (megatron_lite/model/build.py); None =
     # one Transformer.
     model_module: str | None = None
@@ -80,7 +80,7 @@ class ObjectiveConfig(ABC):
 
     @property
     def has_target(self) -> bool:
-        """Whether all losses are of tokens with ord > 0, those of a decoder."""
+        """Whether only tokens with ord > 0 have a loss, as in a decoder."""
         return False
 
     @property

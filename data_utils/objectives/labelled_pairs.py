@@ -1,4 +1,4 @@
-"""Labelled pairs of texts beside masked words: discourse relation and relevance of search results.
+"""Labelled pairs of texts, along with masked words: discourse relation and relevance of search results.
 
 A chunk is a pair of a corpus of pairs (data_utils/build/pairs.py): A, then B, whose first token has the label beside
 it. The Example is `[CLS] A [SEP] B [SEP]` with whole words masked, and CLS predicts the label. The samples of such an

@@ -1,4 +1,4 @@
-"""Masked text with a class label beside: what objectives share whose labels follow from plain text.
+"""Masked text with a class label: the common base of objectives whose labels follow from plain text.
 
 The text is masked as masked_text.py does it, whole words by default; then each document's CLS, or its tokens, get
 labels, which heads of their own predict (`model.class_heads`).

@@ -1,6 +1,6 @@
-"""Spans that the corpus lists beside its tokens (data_utils/build/spans.py), in the units that are masked.
+"""Spans that the corpus lists along with its tokens (data_utils/build/spans.py), as mask units (masking.py).
 
-A span begins and ends units. One that the window or its document's part cuts is no span: its words are words.
+A span begins and ends mask units. A span that the window cuts is ignored: its words are masked as words.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from data_utils.objectives.row_loops import entry_point
 
 
 @entry_point
-def _mark(units, spans, chunk_lengths, as_units):
+def _mark(unit_start, spans, chunk_lengths, as_units):
     start = 0
     for length in chunk_lengths:
         end = start + length
@@ -19,11 +19,11 @@ def _mark(units, spans, chunk_lengths, as_units):
         while i < end:
             size = max(1, spans[i])
             if spans[i] > 0 and i + size <= end:
-                units[i] = 1 if as_units else 1 + 2 * size
+                unit_start[i] = 1 if as_units else 1 + 2 * size
                 for inner in range(i + 1, i + size if as_units else i):
-                    units[inner] = 0
+                    unit_start[inner] = 0
                 if i + size < end:
-                    units[i + size] = 1
+                    unit_start[i + size] = 1
             else:
                 size = 1
             i += size
@@ -33,12 +33,12 @@ def _mark(units, spans, chunk_lengths, as_units):
 def with_listed(
     words: np.ndarray, spans: np.ndarray, chunk_lengths: np.ndarray, as_units: bool
 ) -> np.ndarray:
-    """Where units begin, int32 [tokens], with the listed spans among them.
+    """Where mask units begin, int32 [tokens], with the listed spans among them.
 
     Args:
         words: bool, where words begin. spans: int32, the length of the span that begins at each token, -1 = none.
-        as_units: a span is one unit; else it is marked by twice its length, see UNIT in row_loops.py.
+        as_units: a span is one mask unit; else it is marked by twice its length, see UNIT_START in row_loops.py.
     """
-    units = words.astype(np.int32)
-    _mark(units, np.ascontiguousarray(spans), chunk_lengths, as_units)
-    return units
+    unit_start = words.astype(np.int32)
+    _mark(unit_start, np.ascontiguousarray(spans), chunk_lengths, as_units)
+    return unit_start

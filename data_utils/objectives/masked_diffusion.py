@@ -58,13 +58,13 @@ class MaskedDiffusionConfig(RowSizes):
 
 
 @inlined
-def _fill_chunk(row, used, limit, document, text, units, start, length, stream, w, cumulative, s):
+def _fill_chunk(row, used, limit, document, text, unit_start, start, length, rng, w, cumulative, s):
     end = used + length
-    share = s.least_share + (1.0 - s.least_share) * uniform(stream)
+    share = s.least_share + (1.0 - s.least_share) * uniform(rng)
     copy_range(row, TOKENS, used, end, text, start)
     weights = row[WEIGHTS, used:end].view(np.float32)
     for i in range(length):
-        if uniform(stream) < share:
+        if uniform(rng) < share:
             row[TOKENS, used + i] = s.mask
             row[TARGETS, used + i] = text[start + i]
             weights[i] = np.float32(1.0 / share)

@@ -1,9 +1,10 @@
 """Masked language modelling: BERT (arXiv:1810.04805) and RoBERTa (arXiv:1907.11692).
 
-15 % of the tokens of `[CLS] text [SEP]` are chosen; 80 % of them become [MASK], 10 % a random token, and 10 % stay. All
-of them are predicted at their own positions. BERT: pairs with next-sentence labels, and a fixed number of masks per
-text (`static_copies`). RoBERTa: no pairs, and masks drawn for each sample; `input` names its four formats of inputs, of
-which the paper keeps `full` and finds `document` slightly better (input_formats.py).
+15 % of the tokens of `[CLS] text [SEP]` are chosen; 80 % of them become [MASK], 10 % a random token, and 10 % stay
+(`draw_corruption` in masking.py). All of them are predicted at their own positions. BERT: pairs with next-sentence
+labels, and a fixed number of masks per text (`static_copies`). RoBERTa: no pairs, and masks drawn for each sample;
+`input` names its four formats of inputs, of which the paper keeps `full` and finds `document` slightly better
+(input_formats.py).
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class MaskedLmConfig(MaskedTextConfig):
 
     @property
     def overhead(self) -> int:
-        """CLS and SEP, and the SEP of a pair; those of the sentence that the window cuts."""
+        """CLS and SEP, and the SEP of a pair; CLS and SEP of the sentence that the window cuts."""
         return {"segments": 3, "sentences": 2}.get(self.input, 4)
 
     def max_position_needed(self, sequence_length: int) -> int:
@@ -116,4 +117,5 @@ class MaskedLm(MaskedText):
     def _unit_starts(self, tokens, chunk_lengths):  # type: ignore[no-untyped-def]
         if tokens.ndim == 1:
             return super()._unit_starts(tokens, chunk_lengths)
+        # `recut` marks where the second sentence begins, see AT_MARKS.
         return super()._unit_starts(tokens[0], chunk_lengths) + 2 * tokens[1]

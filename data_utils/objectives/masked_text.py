@@ -1,11 +1,12 @@
-"""Text with tokens masked in place: the machinery of BERT, RoBERTa, SpanBERT, ALBERT, ERNIE and UniLM v1.
+"""Text with tokens masked in place: the common base of BERT, RoBERTa, SpanBERT, ALBERT, ERNIE and UniLM v1.
 
-An Example is `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]` with some tokens masked, replaced or kept, each
-predicted at its own position. The recipes differ in what is masked together, in the pairs of texts and, for
-UniLM, in who sees whom. All of these are settings of one compiled function.
+An Example is `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`. About 15 % of its tokens are chosen and predicted at their own
+positions; in the input 80 % of these become [MASK], 10 % a random token, 10 % stay (`_mask_spans`, with masking.py).
+The recipes differ in the mask unit (tokens, or whole words with `whole_words`), in the pairs of texts and, for UniLM,
+in the attention. All of these are settings of one compiled function, `_fill_rows`.
 
 Pairs are made by pairs.py. For next-sentence prediction, the chunks that get a wrong second half exchange them; if
-there is only one such chunk, its own halves change places. The label is the target of CLS, whose entry in the
+there is only one such chunk, its two halves are swapped. The label is the target of CLS, whose entry in the
 `objective` field sends it to a two-class head.
 """
 
@@ -25,9 +26,9 @@ from data_utils.common.batch_fields import (
     TOKENS,
 )
 from data_utils.common.losses import NEXT_SENTENCE_LOSS, SENTENCE_ORDER_LOSS, Loss
-from data_utils.common.random_streams import chance, chance_threshold, next_word, open_stream
+from data_utils.common.random_streams import chance, chance_threshold, next_word, seed_rng
 from data_utils.common.settings import fraction
-from data_utils.objectives.masking import draw_spans, draw_treatment, masked_target, treated
+from data_utils.objectives.masking import corrupted_token, draw_corruption, draw_spans, masked_target
 from data_utils.objectives.pairs import (
     A_END,
     B_END,
@@ -43,7 +44,7 @@ from data_utils.objectives.row_loops import (
     ENDS,
     FREE,
     STARTS,
-    UNIT,
+    UNIT_START,
     begin_row,
     compiled,
     copy_range,
@@ -56,24 +57,28 @@ from data_utils.objectives.row_loops import (
     predict,
     set_range,
 )
-from data_utils.objectives.rows import RowSizes, check_treatment, treatment_thresholds
+from data_utils.objectives.rows import RowSizes, check_corruption, corruption_thresholds
 
-BIDIRECTIONAL, SEQ2SEQ, LEFT_TO_RIGHT, RIGHT_TO_LEFT = range(4)
+BIDIRECTIONAL, SEQ2SEQ, LEFT_TO_RIGHT, RIGHT_TO_LEFT = range(4)  # types of language model
 NO_PAIR, NEXT_SENTENCE, SENTENCE_ORDER, PAIR_ONLY, DISTANCE, GIVEN = range(6)
-ANYWHERE, AT_UNITS, AT_MARKS = range(3)  # where texts are cut in two; a mark is 2 in `unit_start`
+# Where texts are cut in two; AT_UNITS: before a mask unit; AT_MARKS: where `unit_start` is above 1.
+ANYWHERE, AT_UNITS, AT_MARKS = range(3)
 _LABELS = {
     NEXT_SENTENCE: NEXT_SENTENCE_LOSS,
     SENTENCE_ORDER: SENTENCE_ORDER_LOSS,
     DISTANCE: Loss("sentence_distance", 33),
 }
-_TRIES = 16  # of a second place to cut at, other than the first
+_TRIES = 16  # draws of a second split point that differs from the first
 
-KIND = OWN  # column of a pair: the kind of language model
+LM_TYPE = OWN  # column of a pair: the type of language model
 
 
 @compiled
-def _address(text, start, length, sample, s):
-    """The sample number; for static masks one of `static_copies` numbers that depend on the text alone."""
+def _sample_counter(text, start, length, sample, s):
+    """The `sample` of `seed_rng`: the sample number; with `static_copies`, a hash of the text and a copy number.
+
+    BERT masks each text in `static_copies` fixed ways: a later sample with the same text and copy draws the same masks.
+    """
     if s.static_copies == 0:
         return sample
     digest = np.uint64(0x811C9DC5)  # FNV-1a of 32 bits, token by token
@@ -83,8 +88,8 @@ def _address(text, start, length, sample, s):
 
 
 @compiled
-def _at_units(split, unit_start, start, length):
-    """The next place at which a unit begins, else the last one, else the end of the text: then it is not cut."""
+def _next_unit_start(split, unit_start, start, length):
+    """The next position where a mask unit begins, else the last one, else `length`: the text is not cut then."""
     end = split
     while end < length and not unit_start[start + end]:
         end += 1
@@ -96,8 +101,8 @@ def _at_units(split, unit_start, start, length):
 
 
 @compiled
-def _at_mark(unit_start, start, length):
-    """The place of the mark, else the end of the text."""
+def _marked_split(unit_start, start, length):
+    """The marked position (`unit_start` above 1), else `length`: the text is not cut then."""
     for i in range(1, length):
         if unit_start[start + i] > 1:
             return i
@@ -105,39 +110,39 @@ def _at_mark(unit_start, start, length):
 
 
 @inlined
-def _plan_pairs(pairs, text, unit_start, lengths, start, sample, first_chunk, stream, w, sentence_end, s):
-    """Kind and halves of every chunk of a sample, wrong second halves exchanged."""
+def _plan_pairs(pairs, text, unit_start, lengths, start, sample, first_chunk, rng, w, sentence_end, s):
+    """Type of language model and halves A, B of every chunk of a sample, with wrong second halves exchanged."""
     for number in range(len(lengths)):
         length = kept_length(text, start, lengths[number], s)
         pair = pairs[number]
         if length > 0:
-            open_stream(stream, s.key, _address(text, start, length, sample, s), first_chunk + number, 0)
-        draw = next_word(stream)
-        kind = BIDIRECTIONAL
+            seed_rng(rng, s.key, _sample_counter(text, start, length, sample, s), first_chunk + number, 0)
+        draw = next_word(rng)
+        lm_type = BIDIRECTIONAL
         if draw >= s.bidirectional_below:
-            kind = SEQ2SEQ
+            lm_type = SEQ2SEQ
             if draw >= s.seq2seq_below:
-                kind = LEFT_TO_RIGHT if draw < s.left_to_right_below else RIGHT_TO_LEFT
+                lm_type = LEFT_TO_RIGHT if draw < s.left_to_right_below else RIGHT_TO_LEFT
         split = length
         if s.splits == AT_MARKS:
-            split = _at_mark(unit_start, start, length)
+            split = _marked_split(unit_start, start, length)
         elif s.pairing == GIVEN:
             split = min(pair[OWN], length)
         elif s.pairing != NO_PAIR and length > 1:
-            split = split_point(stream, w, text, start, length, sentence_end)
+            split = split_point(rng, w, text, start, length, sentence_end)
             if s.splits == AT_UNITS:
-                split = _at_units(split, unit_start, start, length)
-        pair[KIND] = kind
+                split = _next_unit_start(split, unit_start, start, length)
+        pair[LM_TYPE] = lm_type
         pair[A], pair[A_END] = start, start + split
         pair[B], pair[B_END] = start + split, start + length
         labelled = s.pairing == NEXT_SENTENCE or s.pairing == SENTENCE_ORDER or s.pairing == DISTANCE
-        wrong = labelled and kind == BIDIRECTIONAL and split < length and chance(stream, s.wrong_below)
+        wrong = labelled and lm_type == BIDIRECTIONAL and split < length and chance(rng, s.wrong_below)
         pair[WRONG] = wrong
         if wrong and s.pairing == SENTENCE_ORDER:
             _swap_halves(pair)
-        if s.pairing == DISTANCE and not wrong and split < length and chance(stream, s.far_below):
+        if s.pairing == DISTANCE and not wrong and split < length and chance(rng, s.far_below):
             for _ in range(_TRIES):
-                other = split_point(stream, w, text, start, length, sentence_end)
+                other = split_point(rng, w, text, start, length, sentence_end)
                 if other != split:
                     pair[A_END], pair[B] = start + min(split, other), start + max(split, other)
                     break
@@ -160,36 +165,36 @@ def _copy_text(row, w, used, at, text, unit_start, begin, end, s):
     """Text and [SEP] at row[at:], and for `draw_spans` what may be masked. Returns the end."""
     length = end - begin
     maskable = maskable_length(text, begin, length, s)
-    place = at - used
+    offset = at - used
     copy_range(row, TOKENS, at, at + length, text, begin)
-    if s.keeps_places:  # in the text, from 1
+    if s.stores_text_positions:  # from 1
         count_up(row, BLOCK_POSITION_IDS, at, at + length, begin + 1)
-    copy_range(w, UNIT, place, place + length, unit_start, begin)
-    set_range(w, FREE, place, place + maskable, 1)
-    w[UNIT, place] |= 1
+    copy_range(w, UNIT_START, offset, offset + length, unit_start, begin)
+    set_range(w, FREE, offset, offset + maskable, 1)
+    w[UNIT_START, offset] |= 1
     for i in range(maskable if s.joins_documents else 0):
         if text[begin + i] == s.sep or text[begin + i] == s.eos:
-            w[FREE, place + i] = 0
-            w[UNIT, place + i] = w[UNIT, place + i + 1] = 1
+            w[FREE, offset + i] = 0
+            w[UNIT_START, offset + i] = w[UNIT_START, offset + i + 1] = 1
     for i in range(maskable, length + 1):  # eos and [SEP]
-        w[FREE, place + i] = 0
-        w[UNIT, place + i] = 1
+        w[FREE, offset + i] = 0
+        w[UNIT_START, offset + i] = 1
     row[TOKENS, at + length] = s.sep
     return at + length + 1
 
 
 @compiled
-def _write_structure(row, used, middle, end, kind, s):
+def _write_structure(row, used, middle, end, lm_type, s):
     """Positions, order and segments of `[CLS] A [SEP]` at row[used:middle] and `B [SEP]` at [middle:end]."""
     count_up(row, POSITION_IDS, used, end, 0)
     segment_a, segment_b = 0, 1
-    if kind == SEQ2SEQ:
+    if lm_type == SEQ2SEQ:
         segment_a, segment_b = 4, 5
         count_up(row, ORD, middle, end, 1)
-    elif kind == LEFT_TO_RIGHT:
+    elif lm_type == LEFT_TO_RIGHT:
         segment_a, segment_b = 2, 2
         count_up(row, ORD, used, end, 0)
-    elif kind == RIGHT_TO_LEFT:
+    elif lm_type == RIGHT_TO_LEFT:
         segment_a, segment_b = 3, 3
         for i in range(used, end):
             row[ORD, i] = end - 1 - i
@@ -198,37 +203,40 @@ def _write_structure(row, used, middle, end, kind, s):
 
 
 @inlined
-def _mask_spans(row, used, size, stream, w, cumulative, s):
-    """Choose spans and treat their tokens, each by itself or all of a span alike."""
+def _mask_spans(row, used, size, rng, w, cumulative, s):
+    """Choose spans, predict their tokens, and corrupt the input 80/10/10.
+
+    The corruption (MASK, RANDOM_TOKEN, KEEP) is drawn for each token, as in BERT, or once for a span, as in SpanBERT.
+    """
     target = masked_target(s.masked_ratio, size)
-    count = draw_spans(stream, w, size, target, s.gap, cumulative, s.listed_below)
+    count = draw_spans(rng, w, size, target, s.gap, cumulative, s.listed_below)
     for span in range(count):
-        treatment = draw_treatment(stream, s)
+        corruption = draw_corruption(rng, s)
         for i in range(used + w[STARTS, span], used + w[ENDS, span]):
-            if not s.treat_spans_alike and i > used + w[STARTS, span]:
-                treatment = draw_treatment(stream, s)
+            if not s.one_corruption_per_span and i > used + w[STARTS, span]:
+                corruption = draw_corruption(rng, s)
             token = np.int64(row[TOKENS, i])
             predict(row, i, token)
-            row[TOKENS, i] = treated(stream, token, treatment, s)
+            row[TOKENS, i] = corrupted_token(rng, token, corruption, s)
 
 
 @inlined
-def _fill_pair(row, used, document, text, unit_start, pair, stream, w, cumulative, s):
+def _fill_pair(row, used, document, text, unit_start, pair, rng, w, cumulative, s):
     """Write the Example of one pair at `used`. Returns its end."""
     row[TOKENS, used] = s.cls
     w[FREE, 0] = 0
-    w[UNIT, 0] = 1
+    w[UNIT_START, 0] = 1
     middle = _copy_text(row, w, used, used + 1, text, unit_start, pair[A], pair[A_END], s)
     end = middle
     if pair[B] < pair[B_END]:
         end = _copy_text(row, w, used, middle, text, unit_start, pair[B], pair[B_END], s)
-    kind = pair[KIND]
-    if kind == SEQ2SEQ and end == middle:
-        kind = BIDIRECTIONAL  # a chunk of one token has no second half
-    _write_structure(row, used, middle, end, kind, s)
-    mark_document(row, used, end, document, s.loss + kind)
-    _mask_spans(row, used, end - used, stream, w, cumulative, s)
-    if s.label_objective > 0 and kind == BIDIRECTIONAL and end > middle:
+    lm_type = pair[LM_TYPE]
+    if lm_type == SEQ2SEQ and end == middle:
+        lm_type = BIDIRECTIONAL  # a chunk of one token has no second half
+    _write_structure(row, used, middle, end, lm_type, s)
+    mark_document(row, used, end, document, s.loss + lm_type)
+    _mask_spans(row, used, end - used, rng, w, cumulative, s)
+    if s.label_objective > 0 and lm_type == BIDIRECTIONAL and end > middle:
         label = pair[WRONG]
         if s.pairing == DISTANCE:
             label = 2 if label else 1 if pair[B] > pair[A_END] else 0
@@ -240,7 +248,7 @@ def _fill_pair(row, used, document, text, unit_start, pair, stream, w, cumulativ
 @entry_point
 def _fill_rows(batch, chunks, tables, pairs, sentence_end, settings):
     text, unit_start, chunk_lengths, chunks_per_sample, sample_indices, first_chunk = chunks
-    cumulative, stream, w = tables
+    cumulative, rng, w = tables
     s = settings[0]
     chunk, start = 0, 0
     for i in range(len(batch)):
@@ -248,16 +256,18 @@ def _fill_rows(batch, chunks, tables, pairs, sentence_end, settings):
         begin_row(row, s.pad)
         lengths = chunk_lengths[chunk : chunk + chunks_per_sample[i]]
         sample = sample_indices[i]
-        own = pairs[chunk if s.pairing == GIVEN else 0 :]
-        _plan_pairs(own, text, unit_start, lengths, start, sample, first_chunk, stream, w, sentence_end, s)
+        sample_pairs = pairs[chunk if s.pairing == GIVEN else 0 :]
+        _plan_pairs(
+            sample_pairs, text, unit_start, lengths, start, sample, first_chunk, rng, w, sentence_end, s
+        )
         for number in range(len(lengths)):
             length = kept_length(text, start, lengths[number], s)
             if length > 0:
-                address = _address(text, start, length, sample, s)
-                open_stream(stream, s.key, address, first_chunk + number, 1)
-                pair = own[number]
+                counter = _sample_counter(text, start, length, sample, s)
+                seed_rng(rng, s.key, counter, first_chunk + number, 1)  # 0: the pairs, 1: the masks
+                pair = sample_pairs[number]
                 used = _fill_pair(
-                    row, used, first_chunk + number, text, unit_start, pair, stream, w, cumulative, s
+                    row, used, first_chunk + number, text, unit_start, pair, rng, w, cumulative, s
                 )
             start += lengths[number]
         chunk += len(lengths)
@@ -276,16 +286,17 @@ class MaskedTextConfig(RowSizes):
     section_key: ClassVar[str]
     needed_roles = ("cls", "sep", "mask")
     gap = False  # keep a token between masked spans
-    treat_spans_alike = False  # draw mask, random token or kept token once per span, not per token
-    whole_words = False  # units are words
-    wrong_prob, far_prob = 0.5, 0.0  # of a wrong second text, and of one with text left out before it
+    one_corruption_per_span = False  # 80/10/10 is drawn once per span (SpanBERT), not per token
+    whole_words = False  # mask units are whole words, see `mask_units`
+    # Probability of a wrong second text; of a second text that does not follow the first one directly.
+    wrong_prob, far_prob = 0.5, 0.0
     static_copies = 0  # number of fixed maskings of each text; 0: each sample has its own
-    listed_prob = 0.0  # of a listed span, where one fits, instead of one drawn in units
+    listed_prob = 0.0  # probability of a listed span, where one fits, instead of a span of drawn length
     splits = ANYWHERE
     joins_documents = False  # whether an Example may have several, with [SEP] between them
 
     def __post_init__(self) -> None:
-        check_treatment(self.section_key, self.mask_token_prob, self.random_token_prob)
+        check_corruption(self.section_key, self.mask_token_prob, self.random_token_prob)
 
     @property
     def overhead(self) -> int:
@@ -297,7 +308,8 @@ class MaskedTextConfig(RowSizes):
         return self.masked_ratio
 
     @property
-    def units(self) -> str | None:
+    def mask_units(self) -> str | None:
+        """Whole words, or single tokens."""
         return "words" if self.whole_words else None
 
     @property
@@ -306,8 +318,8 @@ class MaskedTextConfig(RowSizes):
         return NO_PAIR
 
     @property
-    def kind_probs(self) -> tuple[float, float, float, float]:
-        """Probabilities of the four kinds of language model."""
+    def lm_type_probs(self) -> tuple[float, float, float, float]:
+        """Probabilities of BIDIRECTIONAL, SEQ2SEQ, LEFT_TO_RIGHT and RIGHT_TO_LEFT."""
         return 1.0, 0.0, 0.0, 0.0
 
     @property
@@ -316,19 +328,19 @@ class MaskedTextConfig(RowSizes):
 
 
 class MaskedText(PairedRows):
-    """An objective of this family. Its first losses are those of its kinds of model, with consecutive numbers."""
+    """An objective of this family. `losses` begins with one loss for each type of language model, numbered in order."""
 
     entry = staticmethod(_fill_rows)
     ends_with_sep = True
-    keeps_places = False  # whether block_position_ids is the place of each token in the text
+    stores_text_positions = False  # whether block_position_ids counts the tokens of the text, from 1
 
     def values(self) -> dict[str, Any]:
         """The same names for the whole family, so that all share one compiled function."""
         config = self.config
-        upto = [min(1.0, sum(config.kind_probs[: i + 1])) for i in range(3)]
+        upto = [min(1.0, sum(config.lm_type_probs[: i + 1])) for i in range(3)]
         label = _LABELS.get(config.pairing)
         return {
-            **treatment_thresholds(config.mask_token_prob, config.random_token_prob),
+            **corruption_thresholds(config.mask_token_prob, config.random_token_prob),
             "masked_ratio": float(config.masked_ratio),
             "label_objective": 0 if label is None else label.number,
             "pairing": config.pairing,
@@ -338,22 +350,22 @@ class MaskedText(PairedRows):
             "seq2seq_below": chance_threshold(upto[1]),
             "left_to_right_below": chance_threshold(upto[2]),
             "gap": bool(config.gap),
-            "treat_spans_alike": bool(config.treat_spans_alike),
+            "one_corruption_per_span": bool(config.one_corruption_per_span),
             "static_copies": int(config.static_copies),
             "listed_below": chance_threshold(config.listed_prob),
             "splits": config.splits,
             "joins_documents": bool(config.joins_documents),
-            "keeps_places": self.keeps_places,
+            "stores_text_positions": self.stores_text_positions,
         }
 
 
 class NumberedText(MaskedText):
-    """Text whose tokens have numbers beside them: block_position_ids is that of a text's token plus 1, else 0."""
+    """Masked text with one number for each token: block_position_ids is the number + 1, or 0 for special tokens."""
 
-    keeps_places = True
+    stores_text_positions = True
 
     def _fill(self, batch, tokens, chunk_lengths, chunks_per_sample, sample_indices, first_chunk) -> None:
         text, numbers = tokens if tokens.ndim == 2 else (tokens, np.full_like(tokens, -1))
         super()._fill(batch, text, chunk_lengths, chunks_per_sample, sample_indices, first_chunk)
-        places = batch[:, BLOCK_POSITION_IDS]
-        places[:] = np.r_[np.int32(0), numbers + 1][places]
+        text_positions = batch[:, BLOCK_POSITION_IDS]
+        text_positions[:] = np.r_[np.int32(0), numbers + 1][text_positions]

@@ -1,17 +1,31 @@
-"""Compiled functions, shared by objectives, that choose the tokens to hide and draw their replacements.
+"""Compiled functions that choose the tokens to predict (`draw_spans`) and their input (80/10/10: `draw_corruption`).
 
-A *span* is a sequence of consecutive units (tokens, words, phrases) that are masked together. The length of a span is
-drawn first and then its place, so that lengths keep their distribution where text is crowded. A place may need several
-tries; with 15 % of the text masked, one or two.
+A *mask unit* is what is masked as a whole: a token, a whole word, or a phrase. `w[UNIT_START, i]` is nonzero where one
+begins; `RowObjective._unit_starts` in rows.py computes it. A *span* is a sequence of consecutive mask units. The length
+of a span is drawn first and then its position, so that lengths keep their distribution where text is crowded. A
+position may need several tries; with 15 % of the text masked, one or two.
+
+A token that was chosen is predicted. The model reads one of three *corruptions* of it: [MASK], a random token, or the
+token itself. The probabilities are the settings `mask_token_prob` (0.8) and `random_token_prob` (0.1), and the rest
+(0.1).
 """
 
 from __future__ import annotations
 
 from data_utils.common.random_streams import below, chance, next_word
-from data_utils.objectives.row_loops import ENDS, FREE, PLACES, STARTS, TAKEN, UNIT, compiled, draw_length
+from data_utils.objectives.row_loops import (
+    ENDS,
+    FREE,
+    POSITIONS,
+    STARTS,
+    TAKEN,
+    UNIT_START,
+    compiled,
+    draw_length,
+)
 
-PLACES_TRIED = 32  # random places tried for a span before it is halved
-MASKED, REPLACED, KEPT = range(3)  # what becomes of a chosen token
+POSITIONS_TRIED = 32  # random positions tried for a span before it is halved
+MASK, RANDOM_TOKEN, KEEP = range(3)  # corruptions of a chosen token
 
 
 @compiled
@@ -22,9 +36,9 @@ def masked_target(ratio, size):
 
 @compiled
 def _end_of_span(w, first, units, size, gap, budget):
-    """Where a span of at most `units` units from `first` ends, or -1: it does not fit.
+    """The end of a span of at most `units` mask units from token `first` on, or -1 if it does not fit.
 
-    All its units within the budget must be free; with `gap` its two neighbours must be unmasked.
+    All its mask units within `budget` tokens must be free; with `gap` its two neighbours must be unmasked.
     """
     if not w[FREE, first] or (gap and first > 0 and w[TAKEN, first - 1]):
         return -1
@@ -33,7 +47,7 @@ def _end_of_span(w, first, units, size, gap, budget):
         if end == size:
             return -1
         stop = end + 1
-        while stop < size and not w[UNIT, stop]:
+        while stop < size and not w[UNIT_START, stop]:
             stop += 1
         if stop - first > budget:
             break
@@ -48,8 +62,8 @@ def _end_of_span(w, first, units, size, gap, budget):
 
 @compiled
 def _end_of_listed(w, first, size, gap, budget):
-    """Where the listed span at `first` ends, or -1: there is none, or its tokens or neighbours are not free."""
-    length = w[UNIT, first] >> 1
+    """The end of the listed span at `first`, or -1: there is none, or its tokens or neighbours are not free."""
+    length = w[UNIT_START, first] >> 1
     end = first + length
     if length == 0 or length > budget or (gap and first > 0 and w[TAKEN, first - 1]):
         return -1
@@ -60,14 +74,14 @@ def _end_of_listed(w, first, size, gap, budget):
 
 
 @compiled
-def _listed_span(stream, w, size, gap, budget):
+def _listed_span(rng, w, size, gap, budget):
     """The first token of one of the listed spans that fit, all equally likely, or -1."""
     count = 0
     for i in range(size):
         count += _end_of_listed(w, i, size, gap, budget) >= 0
     if count == 0:
         return -1
-    skipped = below(stream, count)
+    skipped = below(rng, count)
     for i in range(size):
         if _end_of_listed(w, i, size, gap, budget) >= 0:
             if skipped == 0:
@@ -77,44 +91,46 @@ def _listed_span(stream, w, size, gap, budget):
 
 
 @compiled
-def draw_spans(stream, w, size, target, gap, cumulative, listed_below):
-    """Choose disjoint spans of units until `target` of `size` tokens are chosen. Returns their number.
+def draw_spans(rng, w, size, target, gap, cumulative, listed_below):
+    """Choose disjoint spans of mask units until `target` of `size` tokens are chosen. Returns the number of spans.
 
     Args:
-        w: scratch; w[FREE, :size] says which tokens may be chosen, w[UNIT, :size] where units begin (a
-            token that is not free must be a unit of its own). Chosen tokens leave FREE.
+        w: scratch, int64 [WORK_LINES, row_length + 2]. w[FREE, :size] is 1 where a token may be chosen, and
+            w[UNIT_START, :size] marks where mask units begin (a token that is not free must be one by itself).
+            w[FREE] becomes 0 where a token is chosen.
         gap: whether a token must stay between two spans.
-        cumulative: table of span lengths, units.
+        cumulative: table of span lengths in mask units, see `cumulative_table`.
         listed_below: threshold of the probability that a listed span is drawn, where one fits; 0 = never.
     Spans are in w[STARTS] and w[ENDS] in the order they were drawn, the tokens of all in w[TAKEN]. A span that
-    exceeds the rest of the target loses its last units. Fewer than `target` tokens are chosen only where
-    no unit fits; where every unit is longer than the target, one is chosen.
+    exceeds the rest of the target loses its last mask units. Fewer than `target` tokens are chosen only where
+    no mask unit fits; where every mask unit is longer than the target, one is chosen.
     """
-    places = 0
+    candidates = 0  # positions in w[POSITIONS] where a span may begin
     for i in range(size):
         w[TAKEN, i] = 0
-        w[PLACES, places] = i  # overwritten unless the next line counts it: avoids a mispredicted branch
-        places += w[FREE, i] & w[UNIT, i]
+        # Overwritten unless the next line counts it: avoids a mispredicted branch.
+        w[POSITIONS, candidates] = i
+        candidates += w[FREE, i] & w[UNIT_START, i]
     count, chosen = 0, 0
-    while chosen < target and places > 0:
+    while chosen < target and candidates > 0:
         first, end = 0, -1
-        if listed_below > 0 and chance(stream, listed_below):
-            first = _listed_span(stream, w, size, gap, target - chosen)
+        if listed_below > 0 and chance(rng, listed_below):
+            first = _listed_span(rng, w, size, gap, target - chosen)
             if first >= 0:
-                end = first + (w[UNIT, first] >> 1)
-        units = draw_length(stream, cumulative.shape[0] - 1, cumulative) if end < 0 else 0
+                end = first + (w[UNIT_START, first] >> 1)
+        units = draw_length(rng, cumulative.shape[0] - 1, cumulative) if end < 0 else 0
         while end < 0 and units > 0:
-            for _ in range(PLACES_TRIED):
-                first = w[PLACES, below(stream, places)]
+            for _ in range(POSITIONS_TRIED):
+                first = w[POSITIONS, below(rng, candidates)]
                 end = _end_of_span(w, first, units, size, gap, target - chosen)
                 if end >= 0:
                     break
             units >>= 1
-        if end < 0:  # look at every place, from a random one on
-            at = below(stream, places)
+        if end < 0:  # try every position, from a random one on
+            at = below(rng, candidates)
             budget = target - chosen if count > 0 else size
-            for i in range(places):
-                first = w[PLACES, (at + i) % places]
+            for i in range(candidates):
+                first = w[POSITIONS, (at + i) % candidates]
                 end = _end_of_span(w, first, 1, size, gap, budget)
                 if end >= 0:
                     break
@@ -131,17 +147,20 @@ def draw_spans(stream, w, size, target, gap, cumulative, listed_below):
 
 
 @compiled
-def draw_treatment(stream, s):
-    """MASKED, REPLACED or KEPT with the probabilities of the settings (80/10/10)."""
-    word = next_word(stream)
+def draw_corruption(rng, s):
+    """MASK, RANDOM_TOKEN or KEEP, by default with BERT's 80/10/10. Consumes one word of 32 bits.
+
+    The thresholds are `mask_token_prob` and `mask_token_prob + random_token_prob`, see `corruption_thresholds`.
+    """
+    word = next_word(rng)
     if word < s.mask_below:
-        return MASKED
-    return REPLACED if word < s.mask_or_replace_below else KEPT
+        return MASK
+    return RANDOM_TOKEN if word < s.mask_or_random_below else KEEP
 
 
 @compiled
 def is_special(token, s):
-    """Whether a token is no ordinary one."""
+    """Whether a token is a special token, which never replaces a word."""
     return (
         token == s.cls
         or token == s.sep
@@ -158,13 +177,13 @@ def is_special(token, s):
 
 
 @compiled
-def treated(stream, token, treatment, s):
-    """The input in place of a chosen token: [MASK], a uniformly drawn ordinary token, or the token itself."""
-    if treatment == MASKED:
+def corrupted_token(rng, token, corruption, s):
+    """The input in place of a chosen token: [MASK], a uniform random token (not special), or itself."""
+    if corruption == MASK:
         return s.mask
-    if treatment == KEPT:
+    if corruption == KEEP:
         return token
     while True:
-        other = below(stream, s.vocabulary_size)
+        other = below(rng, s.vocabulary_size)
         if not is_special(other, s):
             return other

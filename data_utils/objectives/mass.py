@@ -1,6 +1,6 @@
 """MASS (arXiv:1905.02450): a fragment is masked in the context and predicted by part B.
 
-The context is the text with one fragment of half its tokens treated 80/10/10 in place. The fragment has order -1, the
+The context is the text with one fragment of half its tokens corrupted 80/10/10 in place. The fragment has order -1, the
 other tokens 0, and all share group 1: the context sees itself in full, part B sees only what is outside the fragment.
 Part B has, for each token of the fragment, the token before it at that token's own position (the first one is CLS or a
 token of the text), and predicts it, as in the authors' code. The fragment is at the head of the text with probability
@@ -17,7 +17,7 @@ from data_utils.common.losses import Loss
 from data_utils.common.random_streams import below, chance_threshold, next_word
 from data_utils.common.settings import check, checked, fraction
 from data_utils.objectives.interface import Writing
-from data_utils.objectives.masking import draw_treatment, treated
+from data_utils.objectives.masking import corrupted_token, draw_corruption
 from data_utils.objectives.registry import register
 from data_utils.objectives.row_loops import (
     compiled,
@@ -31,7 +31,7 @@ from data_utils.objectives.row_loops import (
     predict_range,
     set_range,
 )
-from data_utils.objectives.rows import RowObjective, RowSizes, check_treatment, treatment_thresholds
+from data_utils.objectives.rows import RowObjective, RowSizes, check_corruption, corruption_thresholds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +52,7 @@ class MassConfig(RowSizes):
     )
 
     def __post_init__(self) -> None:
-        check_treatment("mass", self.mask_token_prob, self.random_token_prob)
+        check_corruption("mass", self.mask_token_prob, self.random_token_prob)
         check(
             self.head_prob + self.tail_prob <= 1.0 + 1e-9,
             f"mass.head_prob ({self.head_prob}) + tail_prob ({self.tail_prob}) exceeds 1; lower one of them (the "
@@ -83,27 +83,27 @@ class MassConfig(RowSizes):
 
 
 @compiled
-def _draw_start(stream, places, s):
+def _draw_start(rng, places, s):
     """Where the fragment starts, 0..places - 1: the head, the tail or anywhere."""
-    word = next_word(stream)
+    word = next_word(rng)
     if word < s.head_below:
         return 0
     if word < s.head_or_tail_below:
         return places - 1
-    return below(stream, places)
+    return below(rng, places)
 
 
 @inlined
-def _fill_chunk(row, used, limit, document, text, units, start, length, stream, w, cumulative, s):
+def _fill_chunk(row, used, limit, document, text, unit_start, start, length, rng, w, cumulative, s):
     maskable = maskable_length(text, start, length, s)
     size = min(max(1, int(s.fragment_ratio * maskable + 0.5)), maskable)
-    first = _draw_start(stream, maskable - size + 1, s)
+    first = _draw_start(rng, maskable - size + 1, s)
     begin, part_b = used + 1, used + 2 + length
     end = part_b + size
     row[TOKENS, used] = s.cls
     copy_range(row, TOKENS, begin, begin + length, text, start)
     for i in range(first, first + size):
-        row[TOKENS, begin + i] = treated(stream, text[start + i], draw_treatment(stream, s), s)
+        row[TOKENS, begin + i] = corrupted_token(rng, text[start + i], draw_corruption(rng, s), s)
     row[TOKENS, part_b - 1] = s.sep
     set_range(row, ORD, begin + first, begin + first + size, -1)
     count_up(row, POSITION_IDS, used, part_b, 0)
@@ -146,7 +146,7 @@ class Mass(RowObjective):
         config = self.config
         return {
             **super().values(),
-            **treatment_thresholds(config.mask_token_prob, config.random_token_prob),
+            **corruption_thresholds(config.mask_token_prob, config.random_token_prob),
             "head_below": chance_threshold(config.head_prob),
             "head_or_tail_below": chance_threshold(min(1.0, config.head_prob + config.tail_prob)),
         }

@@ -1,4 +1,4 @@
-"""Several objectives in one run. The objective of a sample is drawn from the sample's own stream.
+"""Several objectives in one run. The objective of a sample is drawn from the sample's random numbers.
 
 The choice depends on (seed, sample index) alone, so it is the same for any batch size and after any restart.
 `first_sample` of an objective says from which sample on it takes part. This is ERNIE 2.0's cumulative schedule of tasks
@@ -19,21 +19,21 @@ from numba import njit
 from data_utils.common import random_streams
 from data_utils.common.batch_fields import FIELDS
 from data_utils.common.errors import ConfigError
-from data_utils.common.random_streams import new_stream, open_stream, source_digest, uniform
+from data_utils.common.random_streams import new_rng, seed_rng, source_digest, uniform
 from data_utils.common.settings import check
 from data_utils.objectives.interface import Objective
 
 
 def _entry_point(digest: int):
     @njit(cache=True, nogil=True)
-    def choose(samples, weights, first_samples, key, stream, chosen):
+    def choose(samples, weights, first_samples, key, rng, chosen):
         _ = digest  # part of the cache key
         for i in range(len(samples)):
             total = 0.0
             for k in range(len(weights)):
                 total += weights[k] if samples[i] >= first_samples[k] else 0.0
-            open_stream(stream, key, samples[i], 0, 0)
-            rest = uniform(stream) * total
+            seed_rng(rng, key, samples[i], 0, 0)
+            rest = uniform(rng) * total
             for k in range(len(weights)):
                 if samples[i] >= first_samples[k] and weights[k] > 0:
                     chosen[i] = k
@@ -85,7 +85,7 @@ class Mixed:
         """The objective of each sample, int64 [B], as an index into `objectives`."""
         chosen = np.empty(len(sample_indices), np.int64)
         samples = np.ascontiguousarray(sample_indices, np.int64)
-        _choose(samples, self.weights, self.first_samples, self._key, new_stream(), chosen)
+        _choose(samples, self.weights, self.first_samples, self._key, new_rng(), chosen)
         return chosen
 
     def fill(

@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 
 from data_utils.common.random_streams import below
-from data_utils.objectives.row_loops import PLACES, compiled
+from data_utils.objectives.row_loops import POSITIONS, compiled
 from data_utils.objectives.rows import RowObjective
 
 # Columns of a pair, int64: a number of the objective's own, whether B is to be another chunk's, start and end of A and
@@ -22,15 +22,15 @@ OWN, WRONG, A, A_END, B, B_END = range(6)
 
 
 @compiled
-def split_point(stream, w, text, start, length, sentence_end):
+def split_point(rng, w, text, start, length, sentence_end):
     """Tokens of A, 1..length - 1: up to a random end of a sentence, or anywhere where there is none."""
     ends = 0
     for i in range(length - 1):
-        w[PLACES, ends] = i + 1  # overwritten unless a sentence ends here: avoids a mispredicted branch
+        w[POSITIONS, ends] = i + 1  # overwritten unless a sentence ends here: avoids a mispredicted branch
         ends += sentence_end[text[start + i]]
     if ends == 0:
-        return 1 + below(stream, length - 1)
-    return w[PLACES, below(stream, ends)]
+        return 1 + below(rng, length - 1)
+    return w[POSITIONS, below(rng, ends)]
 
 
 @compiled
@@ -61,10 +61,10 @@ class PairedRows(RowObjective):
     def _fill(self, batch, tokens, chunk_lengths, chunks_per_sample, sample_indices, first_chunk) -> None:
         if not len(batch):
             return
-        units = self._unit_starts(tokens, chunk_lengths)
+        unit_start = self._unit_starts(tokens, chunk_lengths)
         chunks = (
             tokens if tokens.ndim == 1 else tokens[0],
-            units,
+            unit_start,
             chunk_lengths,
             chunks_per_sample,
             sample_indices,

@@ -59,10 +59,10 @@ class PrefixLmConfig(RowSizes):
 
 
 @inlined
-def _fill_chunk(row, used, limit, document, text, units, start, length, stream, w, cumulative, s):
+def _fill_chunk(row, used, limit, document, text, unit_start, start, length, rng, w, cumulative, s):
     high = min(length - 1, int(s.max_prefix_ratio * length))
     low = min(high, int(s.min_prefix_ratio * length))
-    prefix = low + below(stream, high - low + 1)
+    prefix = low + below(rng, high - low + 1)
     rest, end = used + 1 + prefix, used + 1 + length
     row[TOKENS, used] = s.cls
     copy_range(row, TOKENS, used + 1, rest, text, start)

@@ -21,7 +21,7 @@ from data_utils.common.batch_fields import (
     TOKENS,
     WEIGHTS,
 )
-from data_utils.common.random_streams import below, open_stream
+from data_utils.common.random_streams import below, seed_rng
 
 # Without `_nrt`, numba's memory management, functions borrow their caller's arrays and can make none: counting
 # references, atomically at every call, took a quarter of the time. The upper levels are inlined, which saves a third of
@@ -34,9 +34,10 @@ inlined = njit(**_BORROWING, inline="always")
 # The function that Python calls, one in an objective's file: its machine code is kept in numba's cache on disk.
 entry_point = njit(**_BORROWING, cache=True)
 
-# Rows of the scratch array `w`, int64 [WORK_LINES, row_length + 2]. FREE and UNIT are inputs of `draw_spans`.
-# UNIT is 1 where a unit begins, plus twice the length of a listed span that begins there.
-FREE, UNIT, TAKEN, PLACES, STARTS, ENDS, TEXT = range(7)
+# Rows of the scratch array `w`, int64 [WORK_LINES, row_length + 2]. FREE and UNIT_START are inputs of `draw_spans`.
+# UNIT_START is 1 where a mask unit (masking.py) begins, plus twice the length of a listed span that begins there.
+FREE, UNIT_START, TAKEN, POSITIONS, STARTS, ENDS, TEXT = range(7)
+UNIT, PLACES = UNIT_START, POSITIONS  # the names before 0.5.0, which objectives of users import
 WORK_LINES = 7
 
 
@@ -67,9 +68,9 @@ def span_count_moments(weights: np.ndarray, target: int) -> tuple[float, float]:
 
 
 @compiled
-def draw_length(stream, longest, cumulative):
+def draw_length(rng, longest, cumulative):
     """A length from the distribution of `cumulative_table`, restricted to 1..longest."""
-    draw = below(stream, cumulative[longest])
+    draw = below(rng, cumulative[longest])
     length = 1
     while draw >= cumulative[length]:
         length += 1
@@ -162,6 +163,8 @@ def kept_length(text, start, length, s):
 def fill_chunks(fill_chunk, batch, chunks, tables, settings):
     """Write every sample chunk by chunk. `fill_chunk` returns the end of the Example it writes at `used`.
 
+    `rng` is seeded with (key, sample, chunk, attempt 0) before each call, so an Example does not depend on the batch.
+
     The Example must end at or before `limit`, since the rest of the row is reserved for later chunks. Objectives whose
     rows hold every draw can ignore it.
 
@@ -175,7 +178,7 @@ def fill_chunks(fill_chunk, batch, chunks, tables, settings):
         chunks, tables, settings: the other arguments of the entry point, as they are.
     """
     text, unit_start, chunk_lengths, chunks_per_sample, sample_indices, first_chunk = chunks
-    cumulative, stream, w = tables
+    cumulative, rng, w = tables
     s = settings[0]
     chunk, start = 0, 0
     for i in range(len(batch)):
@@ -188,9 +191,9 @@ def fill_chunks(fill_chunk, batch, chunks, tables, settings):
             rest -= np.int64(s.growth * chunk_lengths[chunk] + 1e-9) + s.overhead
             length = kept_length(text, start, chunk_lengths[chunk], s)
             if length > 0:
-                open_stream(stream, s.key, sample_indices[i], number, 0)
+                seed_rng(rng, s.key, sample_indices[i], number, 0)
                 used = fill_chunk(
-                    row, used, row.shape[1] - rest, number, text, unit_start, start, length, stream, w, cumulative,
+                    row, used, row.shape[1] - rest, number, text, unit_start, start, length, rng, w, cumulative,
                     s,
                 )  # fmt: skip
             start += chunk_lengths[chunk]

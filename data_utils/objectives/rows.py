@@ -21,7 +21,7 @@ from data_utils.common import batch_fields, random_streams
 from data_utils.common.batch_fields import DOC, FIELDS, Example
 from data_utils.common.errors import DataError
 from data_utils.common.losses import Loss
-from data_utils.common.random_streams import chance_threshold, new_stream, source_digest
+from data_utils.common.random_streams import chance_threshold, new_rng, source_digest
 from data_utils.common.settings import check
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD, ObjectiveConfig, Writing
 from data_utils.objectives.row_loops import WORK_LINES, cumulative_table, entry_point
@@ -67,12 +67,17 @@ class RowSizes(ObjectiveConfig):
 
     @property
     def length_weights(self) -> Sequence[float] | np.ndarray:
-        """Weights of spans of 1, 2, ... units (see masking.py), if the objective draws spans."""
+        """Weights of spans of 1, 2, ... mask units (see masking.py), if the objective draws spans."""
         return (1.0,)
 
     @property
+    def mask_units(self) -> str | None:
+        """What is masked as a whole: "words", or None: single tokens. "sentences": what BART permutes."""
+        return self.units
+
+    @property
     def units(self) -> str | None:
-        """Where units begin: "words", "sentences", or None: every token."""
+        """`mask_units` under its name before 0.5.0, which sections of users may define."""
         return None
 
 
@@ -98,7 +103,7 @@ def _settings_record(values: dict[str, Any], digest: int) -> np.ndarray:
     return record
 
 
-def check_treatment(section: str, mask_token_prob: float, random_token_prob: float) -> None:
+def check_corruption(section: str, mask_token_prob: float, random_token_prob: float) -> None:
     """Raise ConfigError if the probabilities of [MASK] and of a random token exceed 1 together."""
     check(
         mask_token_prob + random_token_prob <= 1.0 + 1e-9,
@@ -108,18 +113,18 @@ def check_treatment(section: str, mask_token_prob: float, random_token_prob: flo
 
 
 def check_token(key: str, token: int | None, size: int) -> None:
-    """Raise ConfigError for a token's id that is not below `size`, the vocabulary's. Args: key: of the setting."""
+    """Raise ConfigError for a token id that is not below the vocabulary size. Args: key: name of the setting."""
     check(
         token is None or token < size,
         f"{key} ({token}) must be below model.vocab_size ({size}): it is a token id; lower it.",
     )
 
 
-def treatment_thresholds(mask_token_prob: float, random_token_prob: float) -> dict[str, np.uint64]:
-    """The settings that `masking.draw_treatment` reads."""
+def corruption_thresholds(mask_token_prob: float, random_token_prob: float) -> dict[str, np.uint64]:
+    """The settings that `masking.draw_corruption` compares 32 random bits with."""
     return {
         "mask_below": chance_threshold(mask_token_prob),
-        "mask_or_replace_below": chance_threshold(min(1.0, mask_token_prob + random_token_prob)),
+        "mask_or_random_below": chance_threshold(min(1.0, mask_token_prob + random_token_prob)),
     }
 
 
@@ -141,7 +146,7 @@ class RowObjective:
     `values` are the settings that it reads, besides the special tokens.
 
     Args:
-        config: its section. seed: 64-bit key of all draws.
+        config: its section. seed: the Philox key of all draws, `s.key` in compiled code (random_streams.py).
         sequence_length: source tokens per sample, at most.
         row_length: tokens per row of the batch; None: the config's.
     Raises: ConfigError when they do not go together.
@@ -151,18 +156,20 @@ class RowObjective:
     config_class: ClassVar[type[ObjectiveConfig]]
     losses: ClassVar[tuple[Loss, ...]]  # `s.loss` is the number of the first
     entry: ClassVar[Callable[..., Any]]
-    compiled_files: ClassVar[tuple[str, ...]] = ()  # that the entry point calls into, besides its own
-    writing: ClassVar[Writing | None] = None  # inputs of tasks and generation; None = it has none of its own
+    compiled_files: ClassVar[tuple[str, ...]] = ()  # further files that the entry point calls into
+    writing: ClassVar[Writing | None] = None  # inputs of tasks and generation; None = not supported
     ends_with_sep: ClassVar[bool] = False  # [SEP] follows the text, so see `kept_length`
     _digest: ClassVar[int]
 
     def __init_subclass__(cls) -> None:
         """Take the digest of the sources now: the files may change after the import."""
-        if not hasattr(cls, "entry"):  # what several objectives share
+        if "choose_units" in vars(cls):  # the name before 0.5.0, which classes of users may define
+            cls.choose_mask_units = cls.choose_units  # type: ignore[attr-defined, method-assign]
+        if not hasattr(cls, "entry"):  # a common base class of several objectives
             return
         own_file = getattr(cls.entry, "py_func", cls.entry).__code__.co_filename
-        own_room = (str(Path(__file__).with_name(name)) for name in ("rows.py", "row_loops.py", "masking.py"))
-        files = (random_streams.__file__, batch_fields.__file__, *own_room)
+        shared = (str(Path(__file__).with_name(name)) for name in ("rows.py", "row_loops.py", "masking.py"))
+        files = (random_streams.__file__, batch_fields.__file__, *shared)
         cls._digest = source_digest(*files, own_file, *cls.compiled_files)
 
     @classmethod
@@ -197,9 +204,9 @@ class RowObjective:
             "rebuild the corpora.",
         )
         config.check_vocabulary(vocabulary)
-        self.units = self.choose_units()
+        self.mask_units = self.choose_mask_units()
         check(
-            self.units != "words" or vocabulary.word_start is not None,
+            self.mask_units != "words" or vocabulary.word_start is not None,
             f"{self.name} masks whole words, but {vocabulary.words_unknown}; set {self.name}.{config.units_of_tokens}.",
         )
         self._cumulative = self.length_table()
@@ -222,9 +229,12 @@ class RowObjective:
         """Span lengths, see `cumulative_table`."""
         return cumulative_table(self.config.length_weights)
 
-    def choose_units(self) -> str | Callable[[np.ndarray], np.ndarray] | None:
-        """As `RowSizes.units`, or a function of one chunk (int32 tokens) that returns a bool for each token."""
-        return self.config.units
+    def choose_mask_units(self) -> str | Callable[[np.ndarray], np.ndarray] | None:
+        """As `RowSizes.mask_units`, or a function that finds them: int32 tokens of one chunk -> bool for each token.
+
+        `whole_words` in a section becomes "words" in its `mask_units`, and `_unit_starts` asks the vocabulary for them.
+        """
+        return self.config.mask_units
 
     def fill(
         self,
@@ -264,26 +274,26 @@ class RowObjective:
         return Example.from_fields(batch[0][:, batch[0, DOC] >= 0])
 
     def _fill(self, batch, tokens, chunk_lengths, chunks_per_sample, sample_indices, first_chunk) -> Any:
-        units = self._unit_starts(tokens, chunk_lengths)
-        chunks = (tokens, units, chunk_lengths, chunks_per_sample, sample_indices, first_chunk)
+        unit_start = self._unit_starts(tokens, chunk_lengths)
+        chunks = (tokens, unit_start, chunk_lengths, chunks_per_sample, sample_indices, first_chunk)
         self.entry(batch, chunks, self._tables(batch), self._settings)
 
     def _tables(self, batch: np.ndarray) -> tuple[Any, ...]:
-        """Arguments of an entry point after the text: span lengths, a random stream, masking.py's scratch array."""
-        return self._cumulative, new_stream(), np.empty((WORK_LINES, batch.shape[2] + 2), np.int64)
+        """Arguments of an entry point after the text: span lengths, a random generator, masking.py's scratch array."""
+        return self._cumulative, new_rng(), np.empty((WORK_LINES, batch.shape[2] + 2), np.int64)
 
     def _unit_starts(self, tokens: np.ndarray, chunk_lengths: np.ndarray) -> np.ndarray:
-        """Bool for each token: does a unit begin there?"""
-        if self.units is None:
+        """Bool [tokens]: whether a mask unit begins at each token."""
+        if self.mask_units is None:
             return np.ones(len(tokens), np.bool_)
-        if isinstance(self.units, str):
+        if isinstance(self.mask_units, str):
             return self._unit_starts_by_vocabulary(tokens)
-        assert callable(self.units)
+        assert callable(self.mask_units)
         chunks = np.split(tokens, np.cumsum(chunk_lengths)[:-1])
-        return np.concatenate([np.zeros(0, np.bool_), *map(self.units, chunks)])
+        return np.concatenate([np.zeros(0, np.bool_), *map(self.mask_units, chunks)])
 
     def _unit_starts_by_vocabulary(self, tokens: np.ndarray) -> np.ndarray:
-        if self.units == "words":
+        if self.mask_units == "words":
             return self.vocabulary.word_starts(tokens)
         starts = np.ones(len(tokens), np.bool_)  # the first token of a chunk always begins a sentence
         if not _look_up(self.vocabulary.sentence_end, tokens[:-1], starts[1:]):

@@ -1,4 +1,4 @@
-"""Sentence distance beside masked words: how far apart did two texts stand?
+"""Sentence distance, along with masked words: how far apart were two texts?
 
 CLS predicts one of three classes: 0, B follows A; 1, both are of one document and text between them is left out; 2, B
 is of another document, with which it was exchanged (pairs.py). Texts are cut at ends of sentences. A document that is

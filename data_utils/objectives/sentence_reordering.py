@@ -1,4 +1,4 @@
-"""Sentence reordering beside masked words: in which order did the segments of this text stand?
+"""Sentence reordering, along with masked words: what was the order of the segments of this text?
 
 A chunk is cut at ends of sentences into n of 1 to `parts` segments, and these are put into one of the n! orders, all
 equally likely; n is uniform, and at most the number of sentences. CLS predicts the order: the class is the sum of i!
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from data_utils.common.losses import CLASS_HEADS, Loss
-from data_utils.common.random_streams import below, new_stream, open_stream
+from data_utils.common.random_streams import below, new_rng, seed_rng
 from data_utils.common.settings import checked, setting
 from data_utils.objectives import pairs
 from data_utils.objectives.labelled_text import LabelledText, LabelledTextConfig, label_documents
@@ -24,17 +24,17 @@ from data_utils.objectives.row_loops import compiled, entry_point, maskable_leng
 
 
 @compiled
-def _cut(text, start, body, sentence_end, stream, cuts, most):
+def _cut(text, start, body, sentence_end, rng, cuts, most):
     """Draw the number of segments, and where all but the first begin, into `cuts`. Returns the number."""
     count = 0
     for i in range(body - 1):
         if sentence_end[text[start + i]]:
             cuts[count] = i + 1
             count += 1
-    segments = 1 + below(stream, min(most, count + 1))
+    segments = 1 + below(rng, min(most, count + 1))
     taken = 0
     for place in range(count):
-        if below(stream, count - place) < segments - 1 - taken:
+        if below(rng, count - place) < segments - 1 - taken:
             cuts[taken] = cuts[place]
             taken += 1
     cuts[taken] = body
@@ -42,17 +42,17 @@ def _cut(text, start, body, sentence_end, stream, cuts, most):
 
 
 @compiled
-def _reorder(text, moved, start, length, sentence_end, stream, cuts, s):
+def _reorder(text, moved, start, length, sentence_end, rng, cuts, s):
     """Write a chunk with its segments in a drawn order; eos stays last. Returns the class."""
     body = maskable_length(text, start, length, s)
     for i in range(start + body, start + length):
         moved[i] = text[i]
-    segments = _cut(text, start, body, sentence_end, stream, cuts, s.parts)
+    segments = _cut(text, start, body, sentence_end, rng, cuts, s.parts)
     first, orders = 0, 1
     for n in range(1, segments):
         first += orders
         orders *= n + 1
-    rank = below(stream, orders)
+    rank = below(rng, orders)
     label, used, at = first + rank, 0, start
     for left in range(segments, 0, -1):
         orders //= left
@@ -71,15 +71,15 @@ def _reorder(text, moved, start, length, sentence_end, stream, cuts, s):
 
 @entry_point
 def _reorder_all(
-    text, moved, lengths, counts, samples, first_chunk, sentence_end, stream, cuts, labels, settings
+    text, moved, lengths, counts, samples, first_chunk, sentence_end, rng, cuts, labels, settings
 ):
     s = settings[0]
     chunk, start = 0, 0
     for i in range(len(samples)):
         for number in range(first_chunk, first_chunk + counts[i]):
             if lengths[chunk] > 0:
-                open_stream(stream, s.key, samples[i], number, 2)
-                labels[chunk] = _reorder(text, moved, start, lengths[chunk], sentence_end, stream, cuts, s)
+                seed_rng(rng, s.key, samples[i], number, 2)
+                labels[chunk] = _reorder(text, moved, start, lengths[chunk], sentence_end, rng, cuts, s)
             start += lengths[chunk]
             chunk += 1
 
@@ -113,6 +113,6 @@ class SentenceReordering(LabelledText):
         moved, labels = np.empty_like(tokens), np.zeros(len(chunk_lengths), np.int64)
         cuts = np.empty(chunk_lengths.max(initial=0) + 1, np.int64)
         chunks = (chunk_lengths, chunks_per_sample, sample_indices, first_chunk)
-        _reorder_all(tokens, moved, *chunks, self._sentence_end, new_stream(), cuts, labels, self._settings)
+        _reorder_all(tokens, moved, *chunks, self._sentence_end, new_rng(), cuts, labels, self._settings)
         super()._fill(batch, moved, *chunks)
         label_documents(batch, chunks_per_sample, labels, first_chunk, CLASS_HEADS["sentence_reordering"])

@@ -26,11 +26,11 @@ from data_utils.objectives.registry import register
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("spanbert")
 class SpanBertConfig(MaskedTextConfig):
-    """Spans and treatment. A single text, no next-sentence label."""
+    """Spans of whole words with one corruption per span. A single text, no next-sentence label."""
 
     has_span_boundaries = True
     gap = True
-    treat_spans_alike = True
+    one_corruption_per_span = True
 
     geometric_p: float = setting(
         0.2, "Parameter of the geometric distribution of span lengths, in words.", above=0, below=1

@@ -136,12 +136,12 @@ class T5Config(SentinelConfig):
 
 
 @compiled
-def _divide(stream, w, line, total, parts):
+def _divide(rng, w, line, total, parts):
     """Divide `total` into `parts` lengths >= 1 in w[line], every division equally likely."""
     rest, cuts = total - 1, parts - 1
     part, length = 0, 1
     for _ in range(total - 1):  # does a part end between this token and the next?
-        if below(stream, rest) < cuts:
+        if below(rng, rest) < cuts:
             w[line, part] = length
             part += 1
             length = 0
@@ -184,15 +184,15 @@ def lay_out_target(row, part_b, end, s):
 
 
 @inlined
-def corrupt(row, used, at, text, start, length, stream, w, s, noise_ratio, mean_span_length):
+def corrupt(row, used, at, text, start, length, rng, w, s, noise_ratio, mean_span_length):
     """Both parts of a chunk: part A's text begins at `at`, its positions at `used`. Returns the end."""
     maskable = maskable_length(text, start, length, s)
     noise = min(max(1, int(noise_ratio * maskable + 0.5)), maskable - 1)
     spans = 0
     if noise > 0:
         spans = min(max(1, int(noise / mean_span_length + 0.5)), noise, maskable - noise)
-        _divide(stream, w, STARTS, maskable - noise, spans)
-        _divide(stream, w, ENDS, noise, spans)
+        _divide(rng, w, STARTS, maskable - noise, spans)
+        _divide(rng, w, ENDS, noise, spans)
     source = start
     for span in range(spans):
         sentinel_at = at + w[STARTS, span]
@@ -209,8 +209,8 @@ def corrupt(row, used, at, text, start, length, stream, w, s, noise_ratio, mean_
 
 
 @inlined
-def _fill_chunk(row, used, limit, document, text, units, start, length, stream, w, cumulative, s):
-    end = corrupt(row, used, used, text, start, length, stream, w, s, s.noise_ratio, s.mean_span_length)
+def _fill_chunk(row, used, limit, document, text, unit_start, start, length, rng, w, cumulative, s):
+    end = corrupt(row, used, used, text, start, length, rng, w, s, s.noise_ratio, s.mean_span_length)
     mark_document(row, used, end, document, s.loss)
     return end
 

@@ -1,4 +1,4 @@
-"""Token-document relation beside masked words: does a token also occur in the other part of its document?
+"""Token-document relation, along with masked words: does a token also occur in the other part of its document?
 
 A chunk is cut at an end of a sentence into two documents that do not see each other. Each ordinary token that is not
 masked predicts whether it is also in the other part, 1, or not, 0: frequent and topical words are.
@@ -14,7 +14,7 @@ import numpy as np
 
 from data_utils.common.batch_fields import DOC, OBJECTIVE, TOKENS, WEIGHTS
 from data_utils.common.losses import CLASS_HEADS, Loss
-from data_utils.common.random_streams import new_stream, open_stream
+from data_utils.common.random_streams import new_rng, seed_rng
 from data_utils.common.settings import checked
 from data_utils.objectives import masking, pairs
 from data_utils.objectives.labelled_text import LabelledText, LabelledTextConfig
@@ -25,7 +25,7 @@ from data_utils.objectives.row_loops import WORK_LINES, entry_point, predict
 
 
 @entry_point
-def _halve(text, lengths, counts, samples, first_chunk, sentence_end, stream, w, halves, settings):
+def _halve(text, lengths, counts, samples, first_chunk, sentence_end, rng, w, halves, settings):
     """Lengths of both parts of each chunk, int64 [2 chunks]; a chunk of one token has one part."""
     s = settings[0]
     chunk, start = 0, 0
@@ -33,8 +33,8 @@ def _halve(text, lengths, counts, samples, first_chunk, sentence_end, stream, w,
         for number in range(first_chunk, first_chunk + counts[i]):
             split = lengths[chunk]
             if split > 1:
-                open_stream(stream, s.key, samples[i], number, 2)
-                split = split_point(stream, w, text, start, lengths[chunk], sentence_end)
+                seed_rng(rng, s.key, samples[i], number, 2)
+                split = split_point(rng, w, text, start, lengths[chunk], sentence_end)
             halves[2 * chunk] = split
             halves[2 * chunk + 1] = lengths[chunk] - split
             start += lengths[chunk]
@@ -95,7 +95,7 @@ class TokenDocument(LabelledText):
         halves = np.zeros(2 * len(chunk_lengths), np.int64)
         work = np.empty((WORK_LINES, chunk_lengths.max(initial=0) + 2), np.int64)
         chunks = (chunk_lengths, chunks_per_sample, sample_indices, first_chunk)
-        _halve(tokens, *chunks, self._sentence_end, new_stream(), work, halves, self._settings)
+        _halve(tokens, *chunks, self._sentence_end, new_rng(), work, halves, self._settings)
         counts = 2 * chunks_per_sample
         super()._fill(batch, tokens, halves, counts, sample_indices, first_chunk)
         seen = np.zeros(self.vocabulary.size, np.int64)

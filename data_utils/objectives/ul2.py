@@ -133,8 +133,8 @@ class Ul2Config(SentinelConfig):
 
 
 @inlined
-def _fill_chunk(row, used, limit, document, text, units, start, length, stream, w, denoisers, s):
-    chosen, draw = 0, uniform(stream)
+def _fill_chunk(row, used, limit, document, text, unit_start, start, length, rng, w, denoisers, s):
+    chosen, draw = 0, uniform(rng)
     while draw >= denoisers[chosen, UNTIL]:
         chosen += 1
     ratio, mode = denoisers[chosen, RATIO], int(denoisers[chosen, MODE])
@@ -143,7 +143,7 @@ def _fill_chunk(row, used, limit, document, text, units, start, length, stream, 
         row[TOKENS, at] = int(denoisers[chosen, TOKEN])
         at += 1
     if mode == SEQUENTIAL:
-        rest = min(length - 1, 1 + below(stream, max(1, int(2 * ratio * length + 0.5) - 1)))
+        rest = min(length - 1, 1 + below(rng, max(1, int(2 * ratio * length + 0.5) - 1)))
         part_b = at + length - rest
         copy_range(row, TOKENS, at, part_b, text, start)
         end = part_b
@@ -155,7 +155,7 @@ def _fill_chunk(row, used, limit, document, text, units, start, length, stream, 
             lay_out_target(row, part_b, end, s)
         count_up(row, POSITION_IDS, used, part_b, 0)
     else:
-        end = corrupt(row, used, at, text, start, length, stream, w, s, ratio, denoisers[chosen, LENGTH])
+        end = corrupt(row, used, at, text, start, length, rng, w, s, ratio, denoisers[chosen, LENGTH])
     mark_document(row, used, end, document, s.loss + mode)
     return end
 

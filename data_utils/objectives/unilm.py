@@ -54,7 +54,7 @@ class UniLmConfig(MaskedTextConfig):
         )
 
     @property
-    def kind_probs(self) -> tuple[float, float, float, float]:
+    def lm_type_probs(self) -> tuple[float, float, float, float]:
         """Bidirectional, sequence-to-sequence, left-to-right, right-to-left."""
         given = (self.bidirectional_prob, self.seq2seq_prob, self.left_to_right_prob)
         return (*given, max(0.0, 1.0 - sum(given)))

@@ -25,7 +25,7 @@ from data_utils.objectives.row_loops import (
     ENDS,
     FREE,
     STARTS,
-    UNIT,
+    UNIT_START,
     entry_point,
     fill_chunks,
     inlined,
@@ -78,16 +78,16 @@ class UniLmV2Config(RowSizes):
 
 
 @inlined
-def _fill_chunk(row, used, limit, document, text, units, start, length, stream, w, cumulative, s):
+def _fill_chunk(row, used, limit, document, text, unit_start, start, length, rng, w, cumulative, s):
     size = length + 2
     maskable = maskable_length(text, start, length, s)
     for i in range(size):
         token = s.cls if i == 0 else s.sep if i == size - 1 else text[start + i - 1]
         put(row, used + i, token, i, 0)
         w[FREE, i] = 1 <= i <= maskable
-        w[UNIT, i] = 1
+        w[UNIT_START, i] = 1
     target = min(masked_target(s.masked_ratio, size), length)
-    blocks = draw_spans(stream, w, size, target, False, cumulative, 0)
+    blocks = draw_spans(rng, w, size, target, False, cumulative, 0)
     chosen = 0
     for block in range(blocks):
         chosen += w[ENDS, block] - w[STARTS, block]

@@ -1,7 +1,7 @@
 """XLNet (arXiv:1906.08237): permutation language modelling with a content and a query stream.
 
 The text is cut in two halves, each with its own order; the second half sees all of the first. The second half is two
-texts, `A [SEP] B [SEP] [CLS]`; B continues A, or with probability 1/2 is exchanged for that of another chunk of the
+texts, `A [SEP] B [SEP] [CLS]`; B continues A, or with probability 1/2 is exchanged for the B of another chunk of the
 window (pairs.py). In each half 1/6 of the tokens are targets (K = 6), chosen as n-grams of up to 5 tokens, n with
 probability ~ 1/n, in windows of K n tokens.
 
@@ -10,7 +10,7 @@ the targets: they are seen by what comes later, and are not predicted. The query
 [MASK] at the target's position, which sees what precedes the target in the order and predicts it. XLNet's own model
 (`model.relative: xlnet`) begins these rows from one learned vector, the paper's w, instead of [MASK]'s embedding.
 
-Segments are 0 for the first half and A, 1 for B, 2 for CLS; a SEP has that of the text before it.
+Segments are 0 for the first half and A, 1 for B, 2 for CLS; a SEP has the segment of the text before it.
 
 The first `memory_length` tokens of a chunk are the memory of the rest, as in XLNet's recurrence over segments: they see
 each other, are seen by all later tokens, predict nothing, have segment 0, and are read without a gradient
@@ -31,7 +31,7 @@ import numpy as np
 
 from data_utils.common.batch_fields import BLOCK_POSITION_IDS, ORD, POSITION_IDS, SEGMENT_IDS, TOKENS
 from data_utils.common.losses import Loss
-from data_utils.common.random_streams import below, chance, chance_threshold, open_stream, shuffle
+from data_utils.common.random_streams import below, chance, chance_threshold, seed_rng, shuffle
 from data_utils.common.settings import check, checked, setting
 from data_utils.objectives.interface import Writing
 from data_utils.objectives.pairs import (
@@ -49,7 +49,7 @@ from data_utils.objectives.registry import register
 from data_utils.objectives.row_loops import (
     ENDS,
     FREE,
-    PLACES,
+    POSITIONS,
     STARTS,
     TAKEN,
     begin_row,
@@ -144,27 +144,27 @@ class XlnetConfig(RowSizes):
 
 
 @compiled
-def _draw_targets(stream, w, size, goal, cumulative, s):
+def _draw_targets(rng, w, size, goal, cumulative, s):
     """Mark `goal` of `size` tokens in w[TAKEN]: n-grams in windows, then singles."""
     for i in range(size):
         w[TAKEN, i] = 0
     spare = size - goal * s.tokens_per_target  # tokens that no window covers
     at, chosen = 0, 0
     if spare > 0:
-        at += below(stream, spare + 1)
+        at += below(rng, spare + 1)
     while chosen < goal:
         longest = min(cumulative.shape[0] - 1, goal - chosen, (size - at) // s.tokens_per_target)
         if longest < 1:
             break
-        ngram = draw_length(stream, longest, cumulative)
+        ngram = draw_length(rng, longest, cumulative)
         window = ngram * s.tokens_per_target
-        begin = at + below(stream, window - ngram + 1)
+        begin = at + below(rng, window - ngram + 1)
         for i in range(begin, begin + ngram):
             w[TAKEN, i] = 1
         chosen += ngram
         at += window
     while chosen < goal:
-        i = below(stream, size)
+        i = below(rng, size)
         if not w[TAKEN, i]:
             w[TAKEN, i] = 1
             chosen += 1
@@ -195,15 +195,15 @@ def _put_mark(row, used, place, token, segment, w, marks):
 
 
 @compiled
-def _put_order(row, used, query, order, count, marks, stream, w, s):
-    """Ranks for the targets in w[PLACES, :count] and the marks in w[ENDS, :marks], and the queries of the targets."""
+def _put_order(row, used, query, order, count, marks, rng, w, s):
+    """Ranks of the targets in w[POSITIONS, :count] and the marks in w[ENDS, :marks], and queries of the targets."""
     for i in range(count + marks):
         w[STARTS, i] = i + 1
-    shuffle(stream, w[STARTS], count + marks)
+    shuffle(rng, w[STARTS], count + marks)
     for i in range(marks):
         row[ORD, used + w[ENDS, i]] = order + w[STARTS, count + i]
     for i in range(count):
-        at = w[PLACES, i]
+        at = w[POSITIONS, i]
         rank = order + w[STARTS, i]
         row[ORD, used + at] = rank
         put(row, query + i, s.mask, at, -rank)
@@ -220,7 +220,7 @@ def _put_memory(row, used, text, start, memory):
 
 
 @inlined
-def _fill_chunk(row, used, document, text, start, pair, goal, stream, w, cumulative, s):
+def _fill_chunk(row, used, document, text, start, pair, goal, rng, w, cumulative, s):
     """Write the Example of a chunk with at most `goal` targets at `used`. Returns: its end."""
     second, memory = pair[B_END] - pair[B], pair[A] - start
     _put_memory(row, used, text, start, memory)
@@ -244,13 +244,13 @@ def _fill_chunk(row, used, document, text, start, pair, goal, stream, w, cumulat
                 place += 1
             marks = _put_mark(row, used, place, s.cls, 2, w, marks)
         shared = (goal * (part + 1) + s.orders - 1) // s.orders - done
-        _draw_targets(stream, w, free, min(shared, free), cumulative, s)
+        _draw_targets(rng, w, free, min(shared, free), cumulative, s)
         count = 0
         for i in range(free):
             if w[TAKEN, i]:
-                w[PLACES, count] = w[FREE, i]
+                w[POSITIONS, count] = w[FREE, i]
                 count += 1
-        _put_order(row, used, query, order, count, marks, stream, w, s)
+        _put_order(row, used, query, order, count, marks, rng, w, s)
         query += count
         done += count
         order += count + 1  # marks are in the last part only
@@ -259,7 +259,7 @@ def _fill_chunk(row, used, document, text, start, pair, goal, stream, w, cumulat
 
 
 @inlined
-def _plan_pairs(pairs, text, lengths, start, sample, first_chunk, stream, w, sentence_end, s):
+def _plan_pairs(pairs, text, lengths, start, sample, first_chunk, rng, w, sentence_end, s):
     """Cut every chunk of a sample into its memory and A, and the last part of A in two.
 
     Returns: for how many targets their row has room.
@@ -276,9 +276,9 @@ def _plan_pairs(pairs, text, lengths, start, sample, first_chunk, stream, w, sen
         pair = pairs[number]
         pair[WRONG] = False
         if s.two_texts and end - first > 1:
-            open_stream(stream, s.key, sample, first_chunk + number, 0)
-            split = first + split_point(stream, w, text, first, end - first, sentence_end)
-            pair[WRONG] = chance(stream, s.wrong_below)
+            seed_rng(rng, s.key, sample, first_chunk + number, 0)
+            split = first + split_point(rng, w, text, first, end - first, sentence_end)
+            pair[WRONG] = chance(rng, s.wrong_below)
         pair[LENGTH] = length
         pair[A], pair[A_END], pair[B], pair[B_END] = end - length, split, split, end
         start += lengths[number]
@@ -289,14 +289,14 @@ def _plan_pairs(pairs, text, lengths, start, sample, first_chunk, stream, w, sen
 @entry_point
 def _fill_rows(batch, chunks, tables, pairs, sentence_end, settings):
     text, _, chunk_lengths, chunks_per_sample, sample_indices, first_chunk = chunks
-    cumulative, stream, w = tables
+    cumulative, rng, w = tables
     s = settings[0]
     chunk, start = 0, 0
     for i in range(len(batch)):
         row, used, sample = batch[i], 0, sample_indices[i]
         begin_row(row, s.pad)
         lengths = chunk_lengths[chunk : chunk + chunks_per_sample[i]]
-        room = _plan_pairs(pairs, text, lengths, start, sample, first_chunk, stream, w, sentence_end, s)
+        room = _plan_pairs(pairs, text, lengths, start, sample, first_chunk, rng, w, sentence_end, s)
         for number in range(len(lengths)):
             pair = pairs[number]
             length = pair[A_END] - pair[A] + pair[B_END] - pair[B]
@@ -304,9 +304,9 @@ def _fill_rows(batch, chunks, tables, pairs, sentence_end, settings):
             goal = min(max(1, length // s.tokens_per_target), room - (len(lengths) - number - 1))
             room -= goal
             if length > 0:
-                open_stream(stream, s.key, sample, first_chunk + number, 1)
+                seed_rng(rng, s.key, sample, first_chunk + number, 1)
                 used = _fill_chunk(
-                    row, used, first_chunk + number, text, start, pair, goal, stream, w, cumulative, s
+                    row, used, first_chunk + number, text, start, pair, goal, rng, w, cumulative, s
                 )
             start += lengths[number]
         chunk += len(lengths)

@@ -219,8 +219,8 @@ DROPOUT = (
     Plant(
         "masks drawn by the place in the batch, not by the sample",
         "data_utils/objectives/row_loops.py",
-        "open_stream(stream, s.key, sample_indices[i], number, 0)",
-        "open_stream(stream, s.key, i, number, 0)",
+        "seed_rng(rng, s.key, sample_indices[i], number, 0)",
+        "seed_rng(rng, s.key, i, number, 0)",
         (f"{RECIPES}::test_a_sample_is_the_same_in_any_batch_and_differs_by_number_and_seed[t5]",),
         "pytorch/pytorch#5059",
     ),
@@ -380,8 +380,8 @@ ROWS = (
     Plant(
         "masks, random tokens and kept tokens as 80/20/0",
         "data_utils/objectives/masking.py",
-        "return REPLACED if word < s.mask_or_replace_below else KEPT",
-        "return REPLACED",
+        "return RANDOM_TOKEN if word < s.mask_or_random_below else KEEP",
+        "return RANDOM_TOKEN",
         ("tests/data/objectives/test_masking.py::test_spanbert_treats_a_span_as_one_and_masks_whole_words",),
     ),
     Plant(

@@ -19,7 +19,7 @@ VARIANTS = (
     Plant(
         "texts cut in two within a listed span",
         "data_utils/objectives/masked_text.py",
-        "split = _at_units(split, unit_start, start, length)",
+        "split = _next_unit_start(split, unit_start, start, length)",
         "split = split",
         (f"{_LISTED}::test_ernie_masks_all_of_a_listed_span_or_nothing",),
     ),
@@ -54,7 +54,7 @@ VARIANTS = (
     Plant(
         "short samples that all begin with the text",
         "data_utils/loader/short_samples.py",
-        "first = start + below(stream, length - size + 1)",
+        "first = start + below(rng, length - size + 1)",
         "first = start",
         (f"{_SHORT}::test_a_tenth_of_the_parts_is_short_with_uniform_lengths_and_places",),
     ),

@@ -22,7 +22,7 @@ import numpy as np
 from data_utils.common.batch_fields import DOC, FIELDS, PADDING_DOC, POSITION_IDS, TOKENS, Example
 from data_utils.common.errors import DataError
 from data_utils.common.losses import Loss
-from data_utils.common.random_streams import chance, chance_threshold, next_word, open_stream, shuffle
+from data_utils.common.random_streams import chance, chance_threshold, next_word, seed_rng, shuffle
 from data_utils.common.settings import check
 from data_utils.objectives.blank_infilling import config, spans
 from data_utils.objectives.blank_infilling.config import (
@@ -55,18 +55,18 @@ ATTEMPTS = 16  # draws of spans before the fewest are used
 
 @inlined
 def _fill_example(
-    row, used, limit, text, words, start, length, sample, chunk, stream, w, sentence_end, cumulative, s
+    row, used, limit, text, words, start, length, sample, chunk, rng, w, sentence_end, cumulative, s
 ):
     """Draw and write the Example of one chunk at row[used:limit]. Returns the new end.
 
     Attempt 0 decides what must not depend on whether the spans fit, so that a full row does not change the mix of
     objectives.
     """
-    open_stream(stream, s.key, sample, chunk, 0)
-    next_word(stream)  # unused: so masks are those of the runs that drew a length here
-    single = chance(stream, s.single_below)
-    mode = next_word(stream)
-    tail = chance(stream, s.tail_below)
+    seed_rng(rng, s.key, sample, chunk, 0)
+    next_word(rng)  # unused: so masks are those of the runs that drew a length here
+    single = chance(rng, s.single_below)
+    mode = next_word(rng)
+    tail = chance(rng, s.tail_below)
     objective = TOKEN
     if not single and mode >= s.token_below:
         objective = SENTENCE if mode < s.token_or_sentence_below else DOCUMENT
@@ -76,17 +76,17 @@ def _fill_example(
     available = 3 * n if s.masked_lm else limit - used
     count, cut = 0, 0
     for attempt in range(1, ATTEMPTS + 2):
-        open_stream(stream, s.key, sample, chunk, attempt)
+        seed_rng(rng, s.key, sample, chunk, attempt)
         fewest, cut = attempt > ATTEMPTS, 0
         if objective == DOCUMENT:
-            count = draw_document_span(stream, w, n, length, maskable, tail, s)
+            count = draw_document_span(rng, w, n, length, maskable, tail, s)
         elif maskable == 0:
             count = 0
         elif objective == SENTENCE:
-            count = draw_sentences(stream, w, text, start, n, maskable, fewest, sentence_end, s)
+            count = draw_sentences(rng, w, text, start, n, maskable, fewest, sentence_end, s)
         else:
             units = find_words(w, words, start, maskable) if s.whole_words else maskable
-            count = draw_token_spans(stream, w, n, maskable, units, available, single, fewest, cumulative, s)
+            count = draw_token_spans(rng, w, n, maskable, units, available, single, fewest, cumulative, s)
             cut = tokens_to_cut(n, count, available)
         if count >= 0 and n + 2 * count - cut <= available:
             break
@@ -94,12 +94,12 @@ def _fill_example(
     for i in range(count):
         w[ORDER, i] = i
     if s.shuffle_spans:
-        shuffle(stream, w[ORDER], count)
-    return write_example(row, used, chunk, text, start, length, count, objective, tail, stream, w, s)
+        shuffle(rng, w[ORDER], count)
+    return write_example(row, used, chunk, text, start, length, count, objective, tail, rng, w, s)
 
 
 @inlined
-def _fill_row(row, text, words, start, lengths, sample, first_chunk, stream, w, sentence_end, cumulative, s):
+def _fill_row(row, text, words, start, lengths, sample, first_chunk, rng, w, sentence_end, cumulative, s):
     """Write one sample, its chunks from number `first_chunk` on, then padding. False: it cannot fit."""
     needed, total = 0, 0
     for length in lengths:
@@ -117,7 +117,7 @@ def _fill_row(row, text, words, start, lengths, sample, first_chunk, stream, w, 
         needed -= least_tokens(length, s)  # what the chunks after this one need
         limit = row_length - needed
         used = _fill_example(
-            row, used, limit, text, words, start, length, sample, chunk, stream, w, sentence_end, cumulative, s
+            row, used, limit, text, words, start, length, sample, chunk, rng, w, sentence_end, cumulative, s
         )  # fmt: skip
         chunk += 1
         start += length
@@ -131,14 +131,14 @@ def _fill_row(row, text, words, start, lengths, sample, first_chunk, stream, w, 
 def _fill_rows(batch, chunks, tables, sentence_end, settings):
     """Returns the index of the first sample that cannot fit, or -1."""
     text, words, chunk_lengths, chunks_per_sample, sample_indices, first_chunk = chunks
-    cumulative, stream, w = tables
+    cumulative, rng, w = tables
     s = settings[0]
     chunk, start = 0, 0
     for i in range(len(batch)):
         lengths = chunk_lengths[chunk : chunk + chunks_per_sample[i]]
         row, sample = batch[i], sample_indices[i]
         if not _fill_row(
-            row, text, words, start, lengths, sample, first_chunk, stream, w, sentence_end, cumulative, s
+            row, text, words, start, lengths, sample, first_chunk, rng, w, sentence_end, cumulative, s
         ):
             return i
         chunk += chunks_per_sample[i]
@@ -149,15 +149,15 @@ def _fill_rows(batch, chunks, tables, sentence_end, settings):
 
 @entry_point
 def _write_given(row, text, starts, ends, order, objective, tail, tables, settings):
-    _, stream, w = tables
+    _, rng, w = tables
     s = settings[0]
     count = len(starts)
     for i in range(count):
         w[STARTS, i] = starts[i]
         w[ENDS, i] = ends[i]
         w[ORDER, i] = order[i]
-    open_stream(stream, s.key, 0, 0, 1)
-    return write_example(row, 0, 0, text, 0, len(text), count, objective, tail, stream, w, s)
+    seed_rng(rng, s.key, 0, 0, 1)
+    return write_example(row, 0, 0, text, 0, len(text), count, objective, tail, rng, w, s)
 
 
 @register
@@ -203,8 +203,8 @@ class BlankInfilling(RowObjective):
     def length_table(self) -> np.ndarray:
         return length_table(self.config.mean_span_length, self._longest_token_span)
 
-    def choose_units(self) -> str | None:
-        """Words or tokens; the compiled code finds the sentences."""
+    def choose_mask_units(self) -> str | None:
+        """Whole words or tokens; the compiled code finds the sentences."""
         return "words" if self.config.whole_words else None
 
     def fill(
@@ -244,7 +244,7 @@ class BlankInfilling(RowObjective):
             chunks_per_sample = not_empty.astype(np.int64)
         sentence_end = self.vocabulary.sentence_end
         sentence_end = np.ascontiguousarray([] if sentence_end is None else sentence_end, np.bool_)
-        words = self._unit_starts(tokens, chunk_lengths) if self.units else _NO_WORDS
+        words = self._unit_starts(tokens, chunk_lengths) if self.mask_units else _NO_WORDS
         chunks = (tokens, words, chunk_lengths, chunks_per_sample, sample_indices, first_chunk)
         return self.entry(batch, chunks, self._tables(batch), sentence_end, self._settings)
 

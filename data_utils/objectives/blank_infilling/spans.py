@@ -34,7 +34,7 @@ def least_tokens(length, s):
 
 
 @compiled
-def _place_spans(stream, w, count, total, maskable, uniform):
+def _place_spans(rng, w, count, total, maskable, uniform):
     """Turn the lengths in `w[ORDER]` into spans with at least one token between them.
 
     `free` counts the tokens beyond these. Uniform: choose which `count` of `free + count` slots
@@ -48,10 +48,10 @@ def _place_spans(stream, w, count, total, maskable, uniform):
     for i in range(count):
         if uniform:
             last = free + i
-            slot = below(stream, last + 1)
+            slot = below(rng, last + 1)
             marks[last if marks[slot] else slot] = 1
         else:
-            marks[below(stream, slots)] += 1
+            marks[below(rng, slots)] += 1
     set_range(w, STARTS, 0, count, 0)
     placed = np.uint64(0)
     for slot in range(np.uint64(slots)):  # the marked slots, in order, without a mispredicted branch
@@ -84,7 +84,7 @@ def find_words(w, words, start, maskable):
 
 
 @compiled
-def draw_token_spans(stream, w, n, maskable, units, available, single, fewest, cumulative, s):
+def draw_token_spans(rng, w, n, maskable, units, available, single, fewest, cumulative, s):
     """Draw short spans that mask the ratio of the text, or as much as the gaps allow. Returns their count, -1: failed.
 
     Lengths and the ratio count units: tokens, or the words in `w[MASK_AT]`. Where the spans need more than the
@@ -101,7 +101,7 @@ def draw_token_spans(stream, w, n, maskable, units, available, single, fewest, c
         if fewest and not single:
             length = min(longest, target - total)
         else:
-            length = draw_length(stream, min(longest, room), cumulative)
+            length = draw_length(rng, min(longest, room), cumulative)
         w[ORDER, count] = length
         count += 1
         total += length
@@ -116,8 +116,8 @@ def draw_token_spans(stream, w, n, maskable, units, available, single, fewest, c
         units = maskable
     if cut > (n - 1) // MOST_CUT or total + count - 1 > units:
         return -1
-    shuffle(stream, w[ORDER], count)  # the last length drawn is larger on average
-    _place_spans(stream, w, count, total, units, s.uniform_placement)
+    shuffle(rng, w[ORDER], count)  # the last length drawn is larger on average
+    _place_spans(rng, w, count, total, units, s.uniform_placement)
     if s.whole_words:
         for i in range(count):
             w[STARTS, i] = w[MASK_AT, w[STARTS, i]]
@@ -139,12 +139,12 @@ def _find_sentences(w, text, start, maskable, sentence_end, s):
 
 
 @compiled
-def draw_sentences(stream, w, text, start, n, maskable, fewest, sentence_end, s):
+def draw_sentences(rng, w, text, start, n, maskable, fewest, sentence_end, s):
     """Draw whole sentences until the ratio of n is masked. Fewest: consecutive ones as one span."""
     number = _find_sentences(w, text, start, maskable, sentence_end, s)
     target = min(max(1, int(s.sentence_ratio * n)), maskable)
     if fewest:
-        first = last = below(stream, number)
+        first = last = below(rng, number)
         while True:
             begin = w[ENDS, first - 1] if first > 0 else 0
             if w[ENDS, last] - begin >= target:
@@ -162,7 +162,7 @@ def draw_sentences(stream, w, text, start, n, maskable, fewest, sentence_end, s)
         w[MARKS, i] = 0
     total = 0
     for i in range(number):
-        j = i + below(stream, number - i)
+        j = i + below(rng, number - i)
         chosen = w[ORDER, j]
         w[ORDER, j] = w[ORDER, i]
         w[MARKS, chosen] = 1
@@ -181,15 +181,15 @@ def draw_sentences(stream, w, text, start, n, maskable, fewest, sentence_end, s)
 
 
 @compiled
-def draw_document_span(stream, w, n, length, maskable, tail, s):
+def draw_document_span(rng, w, n, length, maskable, tail, s):
     """Draw one long span: the tail of the text with its eos, or anywhere in the maskable text."""
     most = length if tail else min(maskable, s.longest_span)
     if most == 0:
         return 0
     high = max(1, min(most, int(s.document_max_ratio * n), n - s.document_min_context))
     low = min(high, max(1, int(s.document_min_ratio * n)))
-    span = low + below(stream, high - low + 1)
-    w[STARTS, 0] = length - span if tail else below(stream, maskable - span + 1)
+    span = low + below(rng, high - low + 1)
+    w[STARTS, 0] = length - span if tail else below(rng, maskable - span + 1)
     w[ENDS, 0] = w[STARTS, 0] + span
     return 1
 
@@ -227,7 +227,7 @@ def _write_part_a(row, used, text, start, length, count, objective, w, s):
 
 
 @compiled
-def _write_part_b(row, part_b, used, text, start, count, objective, tail, stream, w, s):
+def _write_part_b(row, part_b, used, text, start, count, objective, tail, rng, w, s):
     """The spans in `w[ORDER]`: sop + span -> span + eop; a tail has no eop. Returns the end."""
     tokens = row[TOKENS]
     at = part_b
@@ -256,7 +256,7 @@ def _write_part_b(row, part_b, used, text, start, count, objective, tail, stream
         at = end
         if objective == TOKEN and s.block_mask_below > 0:
             for j in range(at - length, at):
-                if chance(stream, s.block_mask_below):
+                if chance(rng, s.block_mask_below):
                     tokens[j] = s.dblock
     set_range(row, WEIGHTS, part_b, at, ONE_AS_INT32)
     count_up(row, ORD, part_b, at, 1)
@@ -264,7 +264,7 @@ def _write_part_b(row, part_b, used, text, start, count, objective, tail, stream
 
 
 @compiled
-def _mask_context(row, used, part_b, count, stream, w, s, n):
+def _mask_context(row, used, part_b, count, rng, w, s, n):
     """Replace int(ratio * n) tokens of part A within range of a mask by dBLOCK; CLS, eos and masks stay."""
     size = part_b - used
     near = w[MARKS]
@@ -281,24 +281,24 @@ def _mask_context(row, used, part_b, count, stream, w, s, n):
             candidates[number] = i
             number += 1
     for i in range(min(number, int(s.context_mask_ratio * n))):
-        j = i + below(stream, number - i)
+        j = i + below(rng, number - i)
         row[TOKENS, used + candidates[j]] = s.dblock
         candidates[j] = candidates[i]
 
 
 @inlined
-def write_example(row, used, document, text, start, length, count, objective, tail, stream, w, s):
+def write_example(row, used, document, text, start, length, count, objective, tail, rng, w, s):
     """Write the Example with the spans in `w` to `row` from `used` on, except for zeros. Returns the new end."""
     if s.masked_lm:
         part_b = end = _write_in_place(row, used, text, start, length, count, w, s)
     else:
         part_b = _write_part_a(row, used, text, start, length, count, objective, w, s)
-        end = _write_part_b(row, part_b, used, text, start, count, objective, tail, stream, w, s)
+        end = _write_part_b(row, part_b, used, text, start, count, objective, tail, rng, w, s)
         if objective == TOKEN and s.context_mask_ratio > 0:
-            _mask_context(row, used, part_b, count, stream, w, s, length + 1)
+            _mask_context(row, used, part_b, count, rng, w, s, length + 1)
     count_up(row, POSITION_IDS, used, part_b, 0)
     if s.random_position:
-        shift = below(stream, s.sequence_length + 1 - (part_b - used - 1))
+        shift = below(rng, s.sequence_length + 1 - (part_b - used - 1))
         stop = part_b if s.sentinel_first >= 0 else end
         for i in range(used, stop):
             row[POSITION_IDS, i] += shift

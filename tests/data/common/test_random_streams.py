@@ -14,10 +14,10 @@ from data_utils.common.random_streams import (
     chance,
     chance_threshold,
     derive_seed,
-    new_stream,
+    new_rng,
     next_word,
-    open_stream,
     philox4x32,
+    seed_rng,
     shuffle,
     source_digest,
     uniform,
@@ -33,8 +33,8 @@ PINNED_SEED = 11015432257121145538
 
 
 def opened(key: int = 7, sample: int = 0, chunk: int = 0, attempt: int = 0) -> np.record:
-    stream = new_stream()
-    open_stream(stream, np.uint64(key), sample, chunk, attempt)
+    stream = new_rng()
+    seed_rng(stream, np.uint64(key), sample, chunk, attempt)
     return stream
 
 
@@ -51,7 +51,7 @@ def test_philox_known_answers(counter, key, expected):
     chunk=st.integers(0, 2**27 - 1),
     attempt=st.integers(0, 31),
 )
-def test_address_maps_to_counter_and_key_without_collision(key, sample, chunk, attempt):
+def test_arguments_map_to_counter_and_key_without_collision(key, sample, chunk, attempt):
     stream = opened(key, sample, chunk, attempt)
     assert int(stream.counter_1) == chunk * 32 + attempt < 2**32
     assert int(stream.counter_2) + (int(stream.counter_3) << 32) == sample
@@ -59,8 +59,8 @@ def test_address_maps_to_counter_and_key_without_collision(key, sample, chunk, a
     words = [int(next_word(stream)) for _ in range(6)]
     again = opened(key, sample, chunk, attempt)
     assert words == [int(next_word(again)) for _ in range(6)]
-    address = (stream.counter_1, stream.counter_2, stream.counter_3, stream.key_0, stream.key_1)
-    blocks = [philox4x32(np.uint64(block), *address) for block in (0, 1)]
+    counter_and_key = (stream.counter_1, stream.counter_2, stream.counter_3, stream.key_0, stream.key_1)
+    blocks = [philox4x32(np.uint64(block), *counter_and_key) for block in (0, 1)]
     assert words == [int(word) for block in blocks for word in block][:6]
 
 

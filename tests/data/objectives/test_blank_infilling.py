@@ -337,7 +337,7 @@ def test_row_length_check():
 @pytest.mark.parametrize(
     ("config", "part"),
     [
-        ({"token_prob": 0.8, "sentence_prob": 0.3}, "exceed 1"),
+        ({"token_prob": 0.8, "sentence_prob": 0.3}, "sentence_prob"),
         ({"masked_ratio": 1.5}, "masked_ratio"),
         ({"masked_ratio": float("nan")}, "masked_ratio"),
         ({"max_span_length": 0}, "max_span_length"),

@@ -15,7 +15,7 @@ from numba import njit
 from support.chi_square import chi_square, chi_square_limit
 from support.recipes import FIRST_TEXT_TOKEN, SIZE, SPECIAL, make, many, text_of
 
-from data_utils.common.random_streams import new_stream, open_stream
+from data_utils.common.random_streams import new_rng, seed_rng
 from data_utils.objectives.bart import BartConfig
 from data_utils.objectives.masking import draw_spans
 from data_utils.objectives.row_loops import (
@@ -23,7 +23,7 @@ from data_utils.objectives.row_loops import (
     FREE,
     STARTS,
     TAKEN,
-    UNIT,
+    UNIT_START,
     WORK_LINES,
     cumulative_table,
     draw_length,
@@ -36,7 +36,7 @@ from data_utils.objectives.unilmv2 import UniLmV2Config
 def lengths_drawn(stream, table, samples):
     drawn = np.zeros(table.shape[0], np.int64)
     for sample in range(samples):
-        open_stream(stream, np.uint64(9), sample, 0, 0)
+        seed_rng(stream, np.uint64(9), sample, 0, 0)
         drawn[draw_length(stream, table.shape[0] - 1, table)] += 1
     return drawn[1:]
 
@@ -47,10 +47,10 @@ def runs_of_samples(stream, free, unit, target, gap, table, samples):
     found = np.full((samples, 2, len(free)), -1, np.int64)
     w = np.empty((WORK_LINES, len(free) + 2), np.int64)
     for sample in range(samples):
-        open_stream(stream, np.uint64(9), sample, 0, 0)
+        seed_rng(stream, np.uint64(9), sample, 0, 0)
         for i in range(len(free)):
             w[FREE, i] = free[i]
-            w[UNIT, i] = unit[i]
+            w[UNIT_START, i] = unit[i]
         count = draw_spans(stream, w, len(free), target, gap, table, np.uint64(0))
         chosen = 0
         for k in range(count):
@@ -79,7 +79,7 @@ DISTRIBUTIONS = {
 def test_lengths_have_the_distribution_of_the_paper(name):
     weights, expected = DISTRIBUTIONS[name]
     expected = np.array(expected) / np.sum(expected)
-    counts = lengths_drawn(new_stream(), cumulative_table(weights), 20_000)
+    counts = lengths_drawn(new_rng(), cumulative_table(weights), 20_000)
     assert chi_square(counts, 20_000 * expected) < chi_square_limit(len(expected) - 1)
 
 
@@ -108,7 +108,7 @@ def test_runs_are_disjoint_whole_units_within_the_target(size, target, gap, long
     unit = (rng.random(size) < 0.6) | ~free | (np.arange(size) == 0)
     unit[1:] |= ~free[:-1]
     table = cumulative_table(np.ones(longest))
-    for starts, ends in runs_of_samples(new_stream(), free, unit, target, gap, table, 5):
+    for starts, ends in runs_of_samples(new_rng(), free, unit, target, gap, table, 5):
         taken = np.zeros(size + 1, int)
         lengths = []
         for start, end in zip(starts[starts >= 0], ends[starts >= 0], strict=True):
@@ -129,7 +129,7 @@ def test_the_place_of_the_first_run_is_uniform_whatever_its_length():
     """Runs of 1, 2 or 3 tokens in 12: each length at every start where it fits, equally often."""
     ones = np.ones(12, bool)
     table = cumulative_table([0.5, 0.3, 0.2])
-    found = runs_of_samples(new_stream(), ones, ones, 4, False, table, 20_000)
+    found = runs_of_samples(new_rng(), ones, ones, 4, False, table, 20_000)
     starts, lengths = found[:, 0, 0], found[:, 1, 0] - found[:, 0, 0]
     for length in (2, 3):
         counts = np.bincount(starts[lengths == length])

@@ -142,14 +142,14 @@ def test_ernie_masks_the_units_of_a_segmenter():
     chunk = text_of(40, False)  # c ab c ab: units of four tokens
     assert np.flatnonzero(segmenter(chunk)).tolist() == list(range(0, 40, 4))
     made = Ernie(ErnieConfig(segmenter="tokens"), vocabulary, 5, 60)
-    made.units = segmenter
+    made.mask_units = segmenter
     for example in many(made, chunk, 100):
         predicted = (example.weights[1:-1] > 0).reshape(-1, 4)
         assert (predicted.all(1) == predicted.any(1)).all() and predicted.any()
 
 
 def test_jieba_is_optional():
-    with pytest.raises(ConfigError, match="texts of the tokens"):
+    with pytest.raises(ConfigError, match="text of every token"):
         Ernie(ErnieConfig(segmenter="jieba"), Vocabulary(SPECIAL, 3000), 5, 60)
     try:
         import jieba  # noqa: F401

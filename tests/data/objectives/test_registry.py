@@ -68,8 +68,8 @@ def test_objectives_can_share_a_loss():
     [
         ((A, B, Loss("c", 1)), r"losses b \(1\) and c \(1\) have the same number.*next free number is 2"),
         ((A, B, Loss("a", 2)), r"losses a \(0\) and a \(2\) have the same name.*next free number is 3"),
-        ((A, B, Loss("c", 3)), r"\[0, 1, 3\], which leaves out 2"),
-        ((A, B, Loss("c", -1)), r"\[-1, 0, 1\], which leaves out 2"),
+        ((A, B, Loss("c", 3)), r"\[0, 1, 3\]; 2 is missing"),
+        ((A, B, Loss("c", -1)), r"\[-1, 0, 1\]; 2 is missing"),
         (tuple(Loss(f"{i}", i) for i in range(MOST_LOSSES + 1)), "65 losses.*64 rows"),
     ],
 )
@@ -79,7 +79,7 @@ def test_losses_that_do_not_fit_together_are_refused(losses, message):
 
 
 def test_a_name_of_an_objective_is_taken_once():
-    with pytest.raises(ConfigError, match="objectives of here and there have the same name 'some'"):
+    with pytest.raises(ConfigError, match=r"here and there .* name 'some'"):
         Objectives([objective(A), objective(B, module="there")])
 
 

@@ -142,7 +142,7 @@ def test_words_know_their_capitals_and_other_objectives_do_not():
 
 
 def test_shares_of_distances_are_one_at_most():
-    with pytest.raises(ConfigError, match=r"far_prob 0\.7 and wrong_prob 0\.5; their sum must be 1 at most"):
+    with pytest.raises(ConfigError, match=r"far_prob 0\.7 and wrong_prob 0\.5; their sum must be at most 1"):
         OBJECTIVES["sentence_distance"].config_class(far_prob=0.7, wrong_prob=0.5)
 
 

@@ -13,6 +13,7 @@ from tokenizers import decoders, pre_tokenizers
 from data_utils.common.errors import ConfigError
 from data_utils.loader.blanks import spans_of
 from data_utils.objectives import OBJECTIVES
+from data_utils.objectives.rows import RowObjective, RowSizes
 from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from data_utils.tokenizers.vocabulary import Vocabulary, vocabulary_of
 
@@ -170,3 +171,15 @@ def test_a_text_after_a_special_token_keeps_its_space(opened, name, tmp_path):
         tokenizer = opened(name).tokenizer
     ids = tokenizer.encode(" stones and stones")
     assert tokenizer.decode([tokenizer.special.cls, *ids]).endswith("] stones and stones")
+
+
+def test_sections_and_classes_may_use_the_former_names_of_mask_units():
+    class Former(RowSizes):
+        units, loss_share = "words", 0.5
+
+    class FormerObjective(RowObjective):
+        def choose_units(self):
+            return "sentences"
+
+    assert Former.mask_units.fget(Former()) == "words"
+    assert FormerObjective.choose_mask_units is FormerObjective.choose_units
