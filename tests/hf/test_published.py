@@ -37,7 +37,7 @@ TOLERANCE = 1e-5
 def loaded(source, **options):
     """Our model with the weights of a directory. Args: options: besides those that it has."""
     model = GLM(build(ModelConfig, {**source.settings, "attention_dropout": 0.0, **options}))
-    weights = conversion.to_ours(source.theirs, source.parts)
+    weights = conversion.to_ours(source.theirs, source.mappings)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.zero_()
@@ -86,7 +86,7 @@ def test_logits_and_gradients_are_those_of_the_class(both):
     named = dict(theirs.named_parameters(remove_duplicate=False))
     of_theirs = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named.items()}
     grads = Weights(source.theirs.shapes, of_theirs.__getitem__)
-    expected_grads = conversion.to_ours(grads, source.parts)
+    expected_grads = conversion.to_ours(grads, source.mappings)
     largest = max(grad.abs().max() for grad in of_theirs.values())
     for name, parameter in model.named_parameters():
         expected = expected_grads.read(name)
@@ -105,12 +105,14 @@ def test_their_tensors_come_back_bit_equal(both, tmp_path):
             assert before == after
     named = dict(model.named_parameters())
     ours = Weights(
-        {name: conversion.to_ours(source.theirs, source.parts).shapes[name] for name in named},
-        lambda name: named[name].detach()[: conversion.to_ours(source.theirs, source.parts).shapes[name][0]],
+        {name: conversion.to_ours(source.theirs, source.mappings).shapes[name] for name in named},
+        lambda name: named[name].detach()[
+            : conversion.to_ours(source.theirs, source.mappings).shapes[name][0]
+        ],
     )
-    kept = dict(conversion.kept_rows(source.theirs, source.parts))
+    kept = dict(conversion.kept_rows(source.theirs, source.mappings))
     rows = Weights({name: tuple(x.shape) for name, x in kept.items()}, kept.__getitem__)
-    back = conversion.to_theirs(ours, source.parts, rows, source.system)
+    back = conversion.to_theirs(ours, source.mappings, rows, source.system)
     original = load_file(source.path / "model.safetensors")
     assert back.shapes.keys() == original.keys()
     for name, tensor in original.items():

@@ -31,7 +31,7 @@ def test_blank_infilling_is_the_class_with_positions_that_continue_from_the_mask
     theirs = random_model(case, vocab_size=SIZE)
     theirs.save_pretrained(tmp_path)
     source = open_published(tmp_path)
-    weights = conversion.to_ours(source.theirs, source.parts)
+    weights = conversion.to_ours(source.theirs, source.mappings)
     model = GLM(build(ModelConfig, source.settings))
     for name, parameter in model.named_parameters():
         read = weights.read(name)

@@ -78,7 +78,7 @@ def our_gradients(source, fields, *, has_memory, recompute="none", kernel="auto"
     """Loss sum, and the gradients by name."""
     config = build(ModelConfig, {**source.settings, "attention_dropout": 0.0})
     model = GLM(config, num_losses=len(LOSSES), has_memory=has_memory, recompute=recompute)
-    weights = conversion.to_ours(source.theirs, source.parts)
+    weights = conversion.to_ours(source.theirs, source.mappings)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.zero_()
@@ -92,7 +92,7 @@ def our_gradients(source, fields, *, has_memory, recompute="none", kernel="auto"
 def largest_difference(source, grads, theirs):
     """Of all gradients, over the largest of theirs."""
     of_theirs = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-    expected = conversion.to_ours(Weights(source.theirs.shapes, of_theirs.__getitem__), source.parts)
+    expected = conversion.to_ours(Weights(source.theirs.shapes, of_theirs.__getitem__), source.mappings)
     largest = max(grad.abs().max() for grad in of_theirs.values())
     differences = [
         (grad[: len(expected.read(name))] - expected.read(name)).abs().max() / largest

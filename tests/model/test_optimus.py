@@ -66,7 +66,7 @@ def published(tmp_path_factory):
         theirs[stack] = write_random(case, path)
         source = conversion.open_published(path)
         settings[stack] = {**source.settings, "attention_dropout": 0.0}
-        weights[stack] = conversion.to_ours(source.theirs, source.parts)
+        weights[stack] = conversion.to_ours(source.theirs, source.mappings)
     config = latent_config(model=settings["encoder"], decoder=settings["decoder"], optimus={"latent_size": 6})
     model = build_model(config, len(LOSS_NAMES)).eval()
     with torch.no_grad():

@@ -53,7 +53,7 @@ BUFFERS = (
 _BERTS, _ROBERTAS = ("bert", "ernie"), ("roberta", "xlm-roberta", "camembert")
 _LLAMAS = ("llama", "mistral", "qwen2", "qwen3", "eurobert", "glm", "glm4")
 # Heads and layers that a directory's class has not, but another class of its system.
-OF_OTHER_CLASSES = (
+OTHER_CLASS_TENSORS = (
     LeftOut(("pooler.dense.*",), "a layer on the first token", (*_BERTS, *_ROBERTAS, "electra", "deberta-v2")),
     LeftOut(("pooler.*",), "a layer on the first token", ("albert",)),
     LeftOut(("cls.seq_relationship.*",), "a head that compares two segments", _BERTS),
@@ -89,7 +89,7 @@ def reason(name: str, model_type: str, prefix: str) -> tuple[str, str] | None:
 
     Args: prefix: of the base model's parameters.
     """
-    for each in (*BUFFERS, *OF_OTHER_CLASSES):
+    for each in (*BUFFERS, *OTHER_CLASS_TENSORS):
         if (shown := each.shown(name, model_type, prefix)) is not None:
             return each.what, shown
     return None

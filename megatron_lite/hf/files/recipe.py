@@ -68,7 +68,7 @@ class Recorded:
     tokenizers: dict[str, dict[str, Any]]  # of TOKENIZERS: options without a path
 
 
-def recipe_of(config: Config) -> dict[str, Any]:
+def portable_recipe(config: Config) -> dict[str, Any]:
     """The settings of a run that an export writes."""
     tree = to_tree(config)
     recipe = {

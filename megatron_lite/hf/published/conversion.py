@@ -32,36 +32,42 @@ from megatron_lite.hf.files.config_json import (
 )
 from megatron_lite.hf.files.left_out import lines as left_out_lines
 from megatron_lite.hf.files.left_out import listed, reason
-from megatron_lite.hf.files.published_form import SAME, TRANSPOSED, Field, Form, System
+from megatron_lite.hf.files.system_table import (
+    SAME,
+    TRANSPOSED,
+    ConfigField,
+    PublishedSystem,
+    WeightTransform,
+)
 from megatron_lite.hf.files.tensor_sizes import KEY_WIDTH, QUERY_WIDTH, REMEDY, tensor_sizes, wrong_size
 from megatron_lite.hf.files.weights import WORDS, Weights, open_directory, open_safetensors, shape_problems
 from megatron_lite.hf.published.heads import (
     OTHER_HEADS,
     TASK_CLASSES,
     architectures,
-    class_of_model,
     head_fields,
     head_problems,
     head_settings,
-    rows_of,
+    tensor_rules,
+    transformers_class_name,
 )
 from megatron_lite.hf.published.recognition import (
     architecture,
     body_class,
-    completed,
+    complete_config,
     has_head,
     head_modules,
     is_body,
     stem,
     system_in,
-    with_its_names,
+    with_head_names,
 )
-from megatron_lite.hf.published.systems import GLM4, OF_MODEL, PUBLISHED
+from megatron_lite.hf.published.systems import GLM4, PUBLISHED, SYSTEMS_BY_NAME
 from megatron_lite.model.flops import parameter_shapes
 
 log = logging.getLogger(__name__)
 
-_OF_HEADS = {  # options of `System.optional` and a parameter of ours that tells
+_HEAD_PARAMETERS = {  # options of `PublishedSystem.optional` and a parameter of ours that tells
     "sentence_classes": "heads.sentence.classifier.weight", "head_transform": "heads.projection.dense.weight",
     "head_bias": "heads.bias",
 }  # fmt: skip
@@ -74,54 +80,62 @@ _FORMER_NAMES = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".L
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorMapping:
     """Where a tensor of theirs is in one of ours."""
 
     ours: str
-    index: int  # among parts of ours
+    index: int  # among mappings of ours
     shares: tuple[int, ...]  # their relative sizes
-    form: Form
+    transform: WeightTransform
     config: ModelConfig
     skipped: int  # first rows of theirs that ours has not
 
-    def rows(self, rows: int) -> tuple[int, int]:
-        """The first row of this part, and the number of its rows, in a tensor of ours."""
+    def row_range(self, rows: int) -> tuple[int, int]:
+        """The first row of this mapping, and the number of its rows, in a tensor of ours."""
         unit = rows // sum(self.shares)
         return sum(self.shares[: self.index]) * unit, self.shares[self.index] * unit
 
 
-def parts_of(system: System, shapes: Mapping[str, tuple[int, ...]], config: ModelConfig) -> dict[str, Part]:
-    """Their tensor -> its part, for our parameters of these shapes."""
-    parts: dict[str, Part] = {}
-    for row in rows_of(system, config):
-        if row.ffn not in (None, config.ffn):
+def tensor_mappings(
+    system: PublishedSystem, shapes: Mapping[str, tuple[int, ...]], config: ModelConfig
+) -> dict[str, TensorMapping]:
+    """Their tensor -> its mapping, for our parameters of these shapes."""
+    mappings: dict[str, TensorMapping] = {}
+    for rule in tensor_rules(system, config):
+        if rule.ffn not in (None, config.ffn):
             continue
-        shares = (1,) * len(row.theirs) if row.shares is None else row.shares(config)
-        count = config.num_layers if "{i}" in row.ours else config.decoder_layers if "{d}" in row.ours else 1
+        shares = (1,) * len(rule.theirs) if rule.shares is None else rule.shares(config)
+        count = (
+            config.num_layers if "{i}" in rule.ours else config.decoder_layers if "{d}" in rule.ours else 1
+        )
         for i in range(count):
-            name = row.ours.replace("{i}", str(i)).replace("{d}", str(config.num_layers + i))
-            for kind in ("",) if row.is_tensor else (".weight", ".bias"):
+            name = rule.ours.replace("{i}", str(i)).replace("{d}", str(config.num_layers + i))
+            for kind in ("",) if rule.is_tensor else (".weight", ".bias"):
                 ours = f"{name}{kind}"
                 if ours not in shapes:
                     continue
                 skipped = system.skipped_positions if ours in POSITIONS else 0
-                forms = row.form if isinstance(row.form, tuple) else (row.form,) * len(row.theirs)
-                for index, (theirs, form) in enumerate(zip(row.theirs, forms, strict=True)):
-                    form = form if form.is_of_rows or kind != ".bias" else SAME
-                    part = Part(ours, index, shares, form, config, skipped)
-                    parts[f"{theirs}{kind}".replace("{i}", str(i))] = part
-    return parts
+                transforms = (
+                    rule.transform
+                    if isinstance(rule.transform, tuple)
+                    else (rule.transform,) * len(rule.theirs)
+                )
+                for index, (theirs, transform) in enumerate(zip(rule.theirs, transforms, strict=True)):
+                    transform = transform if transform.applies_to_bias or kind != ".bias" else SAME
+                    mapping = TensorMapping(ours, index, shares, transform, config, skipped)
+                    mappings[f"{theirs}{kind}".replace("{i}", str(i))] = mapping
+    return mappings
 
 
-def to_ours(theirs: Weights, parts: Mapping[str, Part]) -> Weights:
-    """Their tensors under our names. All of `parts` must be there."""
+def to_ours(theirs: Weights, mappings: Mapping[str, TensorMapping]) -> Weights:
+    """Their tensors under our names. All of `mappings` must be there."""
     sources: dict[str, list[str]] = {}
-    for name, part in parts.items():
-        sources.setdefault(part.ours, []).append(name)  # in the order of the parts
+    for name, mapping in mappings.items():
+        sources.setdefault(mapping.ours, []).append(name)  # in the order of the mappings
 
     def converted(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        part = parts[name]
-        return part.form.to_ours(tensor[part.skipped :], part.config)
+        mapping = mappings[name]
+        return mapping.transform.to_ours(tensor[mapping.skipped :], mapping.config)
 
     def read(ours: str) -> torch.Tensor:
         tensors = [converted(name, theirs.read(name)) for name in sources[ours]]
@@ -134,37 +148,39 @@ def to_ours(theirs: Weights, parts: Mapping[str, Part]) -> Weights:
     return Weights({ours: shape(ours) for ours in sources}, read)
 
 
-def to_theirs(ours: Weights, parts: Mapping[str, Part], kept: Weights | None, system: System) -> Weights:
+def to_theirs(
+    ours: Weights, mappings: Mapping[str, TensorMapping], kept: Weights | None, system: PublishedSystem
+) -> Weights:
     """The inverse of `to_ours`. Args: kept: rows that ours has not, by their name; None: zeros."""
     zeros = {name: (rows, ours.shapes[WORDS][0]) for name, rows in system.zeros.items()}
 
     def read(name: str) -> torch.Tensor:
         if name in zeros:
             return torch.zeros(zeros[name])
-        part = parts[name]
-        whole = ours.read(part.ours)
-        tensor = part.form.to_theirs(whole.narrow(0, *part.rows(len(whole))), part.config)
-        if part.skipped:
-            first = tensor.new_zeros(part.skipped, *tensor.shape[1:])
+        mapping = mappings[name]
+        whole = ours.read(mapping.ours)
+        tensor = mapping.transform.to_theirs(whole.narrow(0, *mapping.row_range(len(whole))), mapping.config)
+        if mapping.skipped:
+            first = tensor.new_zeros(mapping.skipped, *tensor.shape[1:])
             if kept is not None:
                 first = kept.read(name).to(tensor.dtype)
             tensor = torch.cat([first, tensor])
         return tensor.contiguous()
 
-    def shape(part: Part) -> tuple[int, ...]:
-        rows, *rest = ours.shapes[part.ours]
-        empty = torch.empty(part.rows(rows)[1], *rest, device="meta")
-        first, *others = part.form.to_theirs(empty, part.config).shape
-        return (first + part.skipped, *others)
+    def shape(mapping: TensorMapping) -> tuple[int, ...]:
+        rows, *rest = ours.shapes[mapping.ours]
+        empty = torch.empty(mapping.row_range(rows)[1], *rest, device="meta")
+        first, *others = mapping.transform.to_theirs(empty, mapping.config).shape
+        return (first + mapping.skipped, *others)
 
-    return Weights({name: shape(part) for name, part in parts.items()} | zeros, read)
+    return Weights({name: shape(mapping) for name, mapping in mappings.items()} | zeros, read)
 
 
-def with_second_names(theirs: Weights, system: System, config: ModelConfig) -> Weights:
+def with_second_names(theirs: Weights, system: PublishedSystem, config: ModelConfig) -> Weights:
     """Also the second names of tied tensors that older versions of transformers need.
 
-    They are `System.written_twice`, and a head that is tied and not scaled, where those take `tie_word_embeddings` for
-    both (T5, mT5).
+    They are `PublishedSystem.written_twice`, and a head that is tied and not scaled, where those take
+    `tie_word_embeddings` for both (T5, mT5).
     """
     names = {name: name for name in theirs.shapes}
     head = system.optional.get("tie_word_embeddings")
@@ -175,7 +191,7 @@ def with_second_names(theirs: Weights, system: System, config: ModelConfig) -> W
     return theirs.renamed(names)
 
 
-def normalized(weights: Weights, system: System, is_tied: bool = True) -> tuple[Weights, list[str]]:
+def normalized(weights: Weights, system: PublishedSystem, is_tied: bool = True) -> tuple[Weights, list[str]]:
     """Tensors of files of all ages under today's names: former names, missing prefixes, duplicates of tied weights.
 
     Args: is_tied: whether `system.ties` hold.
@@ -184,7 +200,7 @@ def normalized(weights: Weights, system: System, is_tied: bool = True) -> tuple[
     """
     problems = []
     names = {_todays_name(name): name for name in weights.shapes}
-    heads = {row.theirs[0].split(".")[0] for row in system.rows} - {system.prefix.rstrip(".")}
+    heads = {rule.theirs[0].split(".")[0] for rule in system.rules} - {system.prefix.rstrip(".")}
     heads |= {found.classifier.split(".")[0] for found in TASK_CLASSES.get(system.model_type, {}).values()}
     heads |= {name.split(".")[0] for name in system.ties}
     if not any(name.startswith(system.prefix) for name in names):
@@ -252,16 +268,16 @@ def unsupported(path: Path, described: Mapping[str, Any]) -> CheckpointError:
 
 
 def without_left_out(
-    theirs: Weights, parts: Mapping[str, Part], system: System
+    theirs: Weights, mappings: Mapping[str, TensorMapping], system: PublishedSystem
 ) -> tuple[Weights, dict[str, tuple[str, str]]]:
     """Their tensors but for those that the class ignores, and what `reason` says of these, by their names."""
-    others = [*theirs.buffers, *(name for name in theirs.shapes if name not in parts)]
+    others = [*theirs.buffers, *(name for name in theirs.shapes if name not in mappings)]
     found = {name: why for name in others if (why := reason(name, system.model_type, system.prefix))}
     return theirs.renamed({name: name for name in theirs.shapes if name not in found}), found
 
 
 def model_settings(
-    system: System, described: Mapping[str, Any], theirs: Weights, path: Path
+    system: PublishedSystem, described: Mapping[str, Any], theirs: Weights, path: Path
 ) -> dict[str, Any]:
     """The section `model` of a config.json. Raises: CheckpointError for what the model cannot express."""
     settings, problems = _settings_and_problems(system, described, theirs, path)
@@ -276,7 +292,7 @@ def _require_none(path: Path, problems: Sequence[str]) -> None:
 
 
 def _settings_and_problems(
-    system: System, described: Mapping[str, Any], theirs: Weights, path: Path
+    system: PublishedSystem, described: Mapping[str, Any], theirs: Weights, path: Path
 ) -> tuple[dict[str, Any], list[str]]:
     """The section `model`, without what cannot be expressed, and a sentence on each of that."""
     config = _their_config(system, described, path)
@@ -309,7 +325,7 @@ def _settings_and_problems(
                 f"{shown(settings[entry.ours])}; only equal ones can be imported."
             )
     for option, name in system.optional.items():
-        settings[option] = _told(option, theirs, name)
+        settings[option] = _option_from_shape(option, theirs, name)
     if "sentence_classes" in system.optional:
         settings["sentence_classes"] = _sentence_classes(system, settings["sentence_classes"], theirs)
     problems += _contradictions(system, described, config, settings)
@@ -319,17 +335,20 @@ def _settings_and_problems(
     return settings, problems
 
 
-def _sentence_classes(system: System, told: int, theirs: Weights) -> int:
+def _sentence_classes(system: PublishedSystem, classes: int, theirs: Weights) -> int:
     """Rows of the head on CLS. Without the layer below it there is none; a layer alone, of a base model, has two."""
-    (pooler,) = (row.theirs[0] for row in system.rows if row.ours == "heads.sentence.dense")
+    (pooler,) = (rule.theirs[0] for rule in system.rules if rule.ours == "heads.sentence.dense")
     has_pooler = f"{pooler}.weight" in theirs.shapes
-    if has_pooler and not told and not has_head(system, theirs.shapes):
+    if has_pooler and not classes and not has_head(system, theirs.shapes):
         return 2
-    return told if has_pooler else 0
+    return classes if has_pooler else 0
 
 
 def _contradictions(
-    system: System, described: Mapping[str, Any], config: PretrainedConfig, settings: Mapping[str, Any]
+    system: PublishedSystem,
+    described: Mapping[str, Any],
+    config: PretrainedConfig,
+    settings: Mapping[str, Any],
 ) -> list[str]:
     """A sentence on each field of one version of transformers that contradicts the same in another's spelling.
 
@@ -360,29 +379,29 @@ def _contradictions(
     ]
 
 
-def _told(option: str, weights: Weights, name: str) -> int | bool:
-    """The value of an option by the rows of a parameter, 0 if there is none."""
+def _option_from_shape(option: str, weights: Weights, name: str) -> int | bool:
+    """The value of an option by the first dimension of a parameter, 0 if there is none."""
     rows = weights.shapes.get(name, (0,))[0]
     return {"tie_word_embeddings": not rows, "sentence_classes": rows, "task_types": rows}.get(
         option, rows > 0
     )
 
 
-def _architecture(system: System, config: PretrainedConfig) -> str:
+def _architecture(system: PublishedSystem, config: PretrainedConfig) -> str:
     return architecture({"architectures": config.architectures}) or next(iter(system.classes))
 
 
-def _their_config(system: System, described: Mapping[str, Any], path: Path) -> PretrainedConfig:
+def _their_config(system: PublishedSystem, described: Mapping[str, Any], path: Path) -> PretrainedConfig:
     with by_transformers(path), quiet():
         return CONFIG_MAPPING[system.model_type].from_dict(dict(described))
 
 
 def field_of(config: PretrainedConfig, name: str, default: Any = None) -> Any:
-    """The value of a field, `default` if it is missing. Args: name: as in `Field`."""
+    """The value of a field, `default` if it is missing. Args: name: as in `ConfigField`."""
     outer, *inner = name.split(".")
     value = getattr(config, outer, default)
-    for part in inner:
-        value = (value or {}).get(part, default)
+    for mapping in inner:
+        value = (value or {}).get(mapping, default)
     return value
 
 
@@ -395,7 +414,7 @@ def _set_field(values: dict[str, Any], name: str, value: Any) -> None:
     values[outer] = value
 
 
-def _our_value(system: System, entry: Field, value: Any, config: PretrainedConfig) -> Any:
+def _our_value(system: PublishedSystem, entry: ConfigField, value: Any, config: PretrainedConfig) -> Any:
     if entry.counts_positions:
         return value - 1 - system.skipped_positions * system.counts_skipped
     if entry.null_as is not None and value == field_of(config, entry.null_as):
@@ -406,7 +425,7 @@ def _our_value(system: System, entry: Field, value: Any, config: PretrainedConfi
     return tuple(field_of(config, name) for name in entry.numbers) if entry.numbers and ours is None else ours
 
 
-def _system_name(system: System, config: PretrainedConfig) -> tuple[str, list[str]]:
+def _system_name(system: PublishedSystem, config: PretrainedConfig) -> tuple[str, list[str]]:
     """`model.system`, and what stands against the class."""
     name, known = _architecture(system, config), (*system.classes, *architectures(system), body_class(system))
     problems = []
@@ -429,7 +448,7 @@ def hf_config(config: ModelConfig, base: Mapping[str, Any], labels: Sequence[str
 
     Raises: CheckpointError for an option that the class cannot express.
     """
-    system = system_of(config)
+    system = published_system(config)
     values, default = dict(base), CONFIG_MAPPING[system.model_type]()
     system = system.padded_with(values.get("pad_token_id", default.pad_token_id))
     for entry in reversed(system.fields):  # the first of several options decides a field
@@ -458,7 +477,7 @@ def hf_config(config: ModelConfig, base: Mapping[str, Any], labels: Sequence[str
     if system.legacy is not None:
         # A new run takes the names that all versions of transformers load; that of the others is broken to 5.19.
         values.setdefault("legacy", "model_type" not in base)
-    name, head = class_of_model(system, config), head_fields(system, config, labels)
+    name, head = transformers_class_name(system, config), head_fields(system, config, labels)
     values |= {**head, "architectures": [name]}
     described = CONFIG_MAPPING[system.model_type].from_dict(values)
     _require_expressed(system, config, described, name)
@@ -466,8 +485,10 @@ def hf_config(config: ModelConfig, base: Mapping[str, Any], labels: Sequence[str
 
 
 def former_fields(config: ModelConfig) -> dict[str, Any]:
-    """Fields of config.json by which other versions of transformers read a model. See `Former`."""
-    return {entry.theirs: entry.writes(getattr(config, entry.ours)) for entry in system_of(config).former}
+    """Fields of config.json by which other versions of transformers read a model. See `FormerField`."""
+    return {
+        entry.theirs: entry.writes(getattr(config, entry.ours)) for entry in published_system(config).former
+    }
 
 
 def _their_value(names: Mapping[Any, Any], ours: Any, former: Any, option: str) -> Any:
@@ -480,7 +501,7 @@ def _their_value(names: Mapping[Any, Any], ours: Any, former: Any, option: str) 
 
 
 def _require_expressed(
-    system: System, config: ModelConfig, described: PretrainedConfig, class_name: str
+    system: PublishedSystem, config: ModelConfig, described: PretrainedConfig, class_name: str
 ) -> None:
     """Raise CheckpointError unless reading the class's configuration back gives the model's options."""
     settings: dict[str, Any] = {"system": config.system}
@@ -507,14 +528,14 @@ def _require_expressed(
         )
 
 
-def system_of(config: ModelConfig) -> System:
+def published_system(config: ModelConfig) -> PublishedSystem:
     """The table of a model. Raises: CheckpointError if it has none."""
-    if config.system not in OF_MODEL:
+    if config.system not in SYSTEMS_BY_NAME:
         raise CheckpointError(
-            f"model.system is {shown(config.system)}; set it to one of {', '.join(OF_MODEL)} to export the model of a "
-            "published system."
+            f"model.system is {shown(config.system)}; set it to one of {', '.join(SYSTEMS_BY_NAME)} to export the "
+            "model of a published system."
         )
-    return OF_MODEL[config.system]
+    return SYSTEMS_BY_NAME[config.system]
 
 
 def is_headless(config: ModelConfig) -> bool:
@@ -565,11 +586,11 @@ def _is_among(name: str, names: Sequence[str]) -> bool:
     return any(name == each or each.endswith(f".{name}") or name.endswith(f".{each}") for each in names)
 
 
-def kept_rows(theirs: Weights, parts: Mapping[str, Part]) -> Iterator[tuple[str, torch.Tensor]]:
+def kept_rows(theirs: Weights, mappings: Mapping[str, TensorMapping]) -> Iterator[tuple[str, torch.Tensor]]:
     """Their rows that our model does not hold."""
-    for name, part in parts.items():
-        if part.skipped:
-            yield name, theirs.read(name)[: part.skipped]
+    for name, mapping in mappings.items():
+        if mapping.skipped:
+            yield name, theirs.read(name)[: mapping.skipped]
 
 
 @dataclass(frozen=True)
@@ -577,10 +598,10 @@ class PublishedSource:
     """A directory of a published system."""
 
     path: Path
-    system: System
+    system: PublishedSystem
     settings: dict[str, Any]  # of the section `model`
     theirs: Weights  # under their names of today
-    parts: Mapping[str, Part]
+    mappings: Mapping[str, TensorMapping]
     others: Weights  # of ours, that the class does not have
     described: Mapping[str, Any] = field(default_factory=dict)  # config.json as it is read here
     left_out: Mapping[str, tuple[str, str]] = field(
@@ -608,7 +629,7 @@ def open_published(
     if system is None:
         raise unsupported(path, described)
     check_fields(path, described, system)
-    system = with_its_names(system, described, weights.shapes)
+    system = with_head_names(system, described, weights.shapes)
     try:
         their_config = _their_config(system, described, path)
     except CheckpointError:  # a size may be what its class refuses
@@ -616,7 +637,7 @@ def open_published(
         raise
     is_tied = not system.may_untie or their_config.tie_word_embeddings
     theirs, problems = normalized(weights, system, is_tied)
-    described, lines = completed(system, described, theirs, path)
+    described, lines = complete_config(system, described, theirs, path)
     sizes, of_sizes = _size_problems(system, described, their_config.to_dict(), theirs)
     pad = _their_config(system, described, path).pad_token_id
     if isinstance(pad, int):  # if not, it is among the problems
@@ -633,9 +654,9 @@ def open_published(
     others = Weights({}, theirs.read)
     if (path / OTHER_HEADS).exists():
         others = open_safetensors(path / OTHER_HEADS)
-        told = {option: name for option, name in _OF_HEADS.items() if option in system.optional}
+        present = {option: name for option, name in _HEAD_PARAMETERS.items() if option in system.optional}
         if "task_head" in settings:
-            settings |= {option: _told(option, others, name) for option, name in told.items()}
+            settings |= {option: _option_from_shape(option, others, name) for option, name in present.items()}
     try:
         model = build(ModelConfig, settings, "model.")
     except ConfigError as error:
@@ -648,21 +669,23 @@ def open_published(
             for name, shape in shapes.items()
             if not name.startswith("heads.") or name.startswith("heads.sentence.dense.")
         }
-    parts = parts_of(system, shapes, model)
+    mappings = tensor_mappings(system, shapes, model)
     # A class whose head is tied holds all that a base model does, and is asked for more.
     is_base = is_headless(model) or shapes.keys() != shapes_of(model).keys()
-    theirs, left_out = without_left_out(theirs, parts, system)
-    expected = to_theirs(Weights(shapes, theirs.read), parts, None, system).shapes
+    theirs, left_out = without_left_out(theirs, mappings, system)
+    expected = to_theirs(Weights(shapes, theirs.read), mappings, None, system).shapes
     expected = {name: shape for name, shape in expected.items() if name not in system.zeros}
     problems += _tensor_problems(system, theirs, expected, is_alone=not (of_sizes or of_fields))
     _require_none(path, problems)
-    source = PublishedSource(path, system, settings, theirs, parts, others, described, left_out, is_base)
+    source = PublishedSource(path, system, settings, theirs, mappings, others, described, left_out, is_base)
     for line in (*lines, *_notes(source, model)):
         log.warning("%s: %s", path, line)
     return source
 
 
-def lacks_head(system: System, described: Mapping[str, Any], theirs: Weights, model: ModelConfig) -> bool:
+def lacks_head(
+    system: PublishedSystem, described: Mapping[str, Any], theirs: Weights, model: ModelConfig
+) -> bool:
     """Whether a directory is of a base model: its class is, or it names none, and no tensor is of a head."""
     if is_headless(model):
         return True
@@ -672,7 +695,7 @@ def lacks_head(system: System, described: Mapping[str, Any], theirs: Weights, mo
 
 
 def _size_problems(
-    system: System, described: Mapping[str, Any], config: Mapping[str, Any], theirs: Weights
+    system: PublishedSystem, described: Mapping[str, Any], config: Mapping[str, Any], theirs: Weights
 ) -> tuple[dict[str, int], list[str]]:
     """Sizes of the section `model` by the tensors, and a sentence on the fields of config.json that contradict them.
 
@@ -707,32 +730,32 @@ def _size_problems(
     return sizes, [f"{'; '.join(wrong)}; {REMEDY}."]
 
 
-def _under_our_names(system: System, theirs: Weights) -> dict[str, tuple[int, ...]]:
+def _under_our_names(system: PublishedSystem, theirs: Weights) -> dict[str, tuple[int, ...]]:
     """Shapes of tensors under our names, without a configuration, which may be wrong. Keys stand apart."""
     found: dict[str, tuple[int, ...]] = {}
-    for row in system.rows:
-        source, ours = row.theirs[0], row.ours
-        if len(row.theirs) == 3:
-            source, ours = row.theirs[1], ours.replace("query_key_value", "key")
-        elif len(row.theirs) > 1:
+    for rule in system.rules:
+        source, ours = rule.theirs[0], rule.ours
+        if len(rule.theirs) == 3:
+            source, ours = rule.theirs[1], ours.replace("query_key_value", "key")
+        elif len(rule.theirs) > 1:
             continue
-        kind = "" if row.is_tensor else ".weight"
+        kind = "" if rule.is_tensor else ".weight"
         pattern = re.compile(re.escape(f"{source}{kind}").replace(r"\{i\}", r"(\d+)"))
         ours = f"{ours}{kind}".replace("layers.{d}", "decoder_layers.{i}")
         for name, shape in theirs.shapes.items():
             if match := pattern.fullmatch(name):
                 flat = shape if len(shape) < 2 else (shape[0], math.prod(shape[1:]))  # [D, H, d]
                 of_block = ours.replace("{i}", match[1] if match.groups() else "")
-                found[of_block] = flat[::-1] if row.form == TRANSPOSED else flat
+                found[of_block] = flat[::-1] if rule.transform == TRANSPOSED else flat
     return found
 
 
 def _tensor_problems(
-    system: System, theirs: Weights, expected: Mapping[str, tuple[int, ...]], *, is_alone: bool
+    system: PublishedSystem, theirs: Weights, expected: Mapping[str, tuple[int, ...]], *, is_alone: bool
 ) -> list[str]:
     """Sentences on tensors. Args: is_alone: False where fields are wrong too, which other tensors can follow from."""
     if not is_alone:
-        known = tuple({row.theirs[0].split("{i}")[0] for row in system.rows})
+        known = tuple({rule.theirs[0].split("{i}")[0] for rule in system.rules})
         unknown = {name for name in theirs.shapes.keys() - expected.keys() if not name.startswith(known)}
         return (
             [f"The weights also have {listed(unknown)}, which no {system.model_type} here has."]
@@ -754,7 +777,7 @@ def _tensor_problems(
 def _notes(source: PublishedSource, model: ModelConfig) -> Iterator[str]:
     """What an import does not take as it is."""
     system = source.system
-    class_name = source.class_name or class_of_model(system, model)
+    class_name = source.class_name or transformers_class_name(system, model)
     yield from left_out_lines(source.left_out, f"the class {class_name}", source.theirs.doubles)
     for name in system.untrained:
         if value := source.described.get(name):

@@ -16,7 +16,7 @@ from data_utils.common.settings import build, check, merge
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.sections import BatchConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.hf.published.systems import OF_MODEL
+from megatron_lite.hf.published.systems import SYSTEMS_BY_NAME
 
 STEPS = 1000
 LONGEST = 2048  # positions: rotary models hold far more than a first run on their weights can pay
@@ -43,7 +43,7 @@ def with_objective(tree: Mapping[str, Any]) -> dict[str, Any]:
     if tree.get("objectives"):
         return dict(tree)
     model = build(ModelConfig, tree["model"], "model.")
-    usual = "causal" if OF_MODEL[model.system].is_causal else "masked_lm"
+    usual = "causal" if SYSTEMS_BY_NAME[model.system].is_causal else "masked_lm"
     name = _OBJECTIVES.get(model.system, usual)
     section = dict(_RECIPES.get(model.system, {}))
     has_label = name in _SENTENCE_LABELS and model.sentence_classes > 0
