@@ -1,8 +1,12 @@
-"""Export a training checkpoint of any layout as our Hugging Face model, or in the released layout, proved on logits.
+"""Exports a training checkpoint, saved under any parallel configuration, as a Hugging Face directory.
 
-Tensors are streamed; only the proof holds a whole model. The output directory gets its name when everything, the proof
-included, has succeeded. Rows that pad the vocabulary take no part in training: an import from the released layout keeps
-them in a file of the run directory, and an export to that layout takes them from there (zeros where a run has none).
+`export_run` picks the path: a class of transformers for a published system, GLM's own class, or the layout of the
+released GLM checkpoints. hf/__init__.py lists the files of each.
+
+Tensors are streamed; only the proof holds a whole model. The output directory is renamed into place when everything,
+the proof included, has succeeded. Rows that pad the vocabulary take no part in training: an import from the released
+layout keeps them in a file of the run directory, and an export to that layout takes them from there (zeros where a run
+has none).
 """
 
 from __future__ import annotations
@@ -197,7 +201,7 @@ def require_usual_logits(config: Config, path: Path) -> None:
             )
 
 
-# Options of blocks that GLM's classes have beside its own, and their values in GLM.
+# Options of blocks that GLM's classes support in addition, and their values in GLM.
 _AS_GLM: dict[str, Any] = {
     "rms_norm": False, "ffn": "plain", "ffn_size": None, "biases": "all", "attention_window": 0, "global_every": 1,
     "rotary_base_local": None,

@@ -13,8 +13,8 @@ from data_utils.common.batch_fields import DOC, TARGETS, TOKENS
 from data_utils.common.errors import ConfigError
 from data_utils.common.losses import REPLACED
 from data_utils.objectives import LOSSES
-from megatron_lite.hf.published.conversion import tensor_mappings
 from megatron_lite.hf.published.systems import DEBERTA
+from megatron_lite.hf.published.tensor_map import tensor_mappings
 from megatron_lite.model.batch import mean_scales
 from megatron_lite.model.build import build_model, model_spec
 from megatron_lite.model.model_input import prepare

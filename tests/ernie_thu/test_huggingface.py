@@ -22,7 +22,7 @@ from megatron_lite.config.tree import Config
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.files.weights import Weights
 from megatron_lite.hf.importing import import_directory
-from megatron_lite.hf.published.conversion import tensor_mappings, to_ours
+from megatron_lite.hf.published.tensor_map import tensor_mappings, to_ours
 from megatron_lite.inference.open_run import open_run
 from megatron_lite.model.batch import mean_scales
 from megatron_lite.model.build import build_model, model_spec

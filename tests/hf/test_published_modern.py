@@ -14,9 +14,11 @@ from data_utils.common.errors import CheckpointError
 from data_utils.common.settings import build
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.files.system_table import ROTATE_HALF, SAME
-from megatron_lite.hf.published import conversion
-from megatron_lite.hf.published.conversion import open_published
 from megatron_lite.hf.published.proof import our_output, text_rows
+from megatron_lite.hf.published.source import open_published
+from megatron_lite.hf.published.systems import published_system
+from megatron_lite.hf.published.tensor_map import tensor_mappings, to_ours
+from megatron_lite.hf.published.write_config import former_fields, hf_config
 from megatron_lite.inference.cache import CachedPlan, id_fields, run_cached_stack
 from megatron_lite.model.flops import parameter_shapes
 from megatron_lite.model.init import initialize_parameters
@@ -39,9 +41,7 @@ def test_halves_become_pairs_within_each_head():
 
 def test_biases_are_turned_as_their_rows_and_values_are_not():
     config = build(ModelConfig, {"system": "qwen2", **SIZES})
-    mappings = conversion.tensor_mappings(
-        conversion.published_system(config), parameter_shapes(config), config
-    )
+    mappings = tensor_mappings(published_system(config), parameter_shapes(config), config)
     for kind in ("weight", "bias"):
         transforms = [mappings[f"model.layers.0.self_attn.{name}_proj.{kind}"].transform for name in "qkv"]
         assert transforms == [ROTATE_HALF, ROTATE_HALF, SAME]
@@ -59,7 +59,7 @@ def test_documents_packed_in_a_row_are_each_alone(case, tmp_path):
     theirs = write_random(case, tmp_path)
     source = open_published(tmp_path)
     model = GLM(build(ModelConfig, source.settings))
-    weights = conversion.to_ours(source.theirs, source.mappings)
+    weights = to_ours(source.theirs, source.mappings)
     for name, parameter in model.named_parameters():
         parameter.zero_()
         parameter[: len(weights.read(name))] = weights.read(name)
@@ -88,7 +88,7 @@ def test_config_json_of_both_versions_is_read_and_written(case, tmp_path):
     path = tmp_path / "config.json"
     described, settings = json.loads(path.read_text()), open_published(tmp_path).settings
     config = build(ModelConfig, settings)
-    exported = conversion.hf_config(config, {}).to_dict() | conversion.former_fields(config)
+    exported = hf_config(config, {}).to_dict() | former_fields(config)
     old = {
         **described,
         **{name: exported[name] for name in ("global_attn_every_n_layers", "local_attention")},
@@ -117,7 +117,7 @@ def test_the_decoder_writes_what_its_class_writes(tmp_path):
     theirs = write_random("modernbert_decoder", tmp_path)
     source = open_published(tmp_path)
     model = GLM(build(ModelConfig, source.settings))
-    weights = conversion.to_ours(source.theirs, source.mappings)
+    weights = to_ours(source.theirs, source.mappings)
     for name, parameter in model.named_parameters():
         parameter.zero_()
         parameter[: len(weights.read(name))] = weights.read(name)
@@ -247,4 +247,4 @@ def test_an_option_that_the_class_does_not_have_is_not_exported(case, tmp_path):
     random_model(case).save_pretrained(tmp_path)
     config = build(ModelConfig, {**open_published(tmp_path).settings, "segments": 3})
     with pytest.raises(CheckpointError, match=r"model\.segments is 3, which \w+ does not have"):
-        conversion.hf_config(config, {})
+        hf_config(config, {})

@@ -16,10 +16,10 @@ from support.alone import CASES, TEXTS, Case, answers, logits_of_inputs, wordpie
 from data_utils.common.errors import CheckpointError
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.glm.proof import prove
-from megatron_lite.hf.published.conversion import published_system
 from megatron_lite.hf.published.heads import transformers_class_name
 from megatron_lite.hf.published.proof import ask
 from megatron_lite.hf.published.runs import trained_layout
+from megatron_lite.hf.published.systems import published_system
 from megatron_lite.inference.open_run import load_run
 
 # fp32, the same sums in another order; times the largest value beyond 1.

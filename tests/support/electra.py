@@ -120,8 +120,8 @@ def their_pair(config: Config, std: float = 0.15) -> tuple[torch.nn.Module, torc
 
 def their_names(config: Config) -> dict[str, list[tuple[int, str]]]:
     """Our parameter -> its parts: 0 for the generator's class or 1 for the other, and the name there."""
-    from megatron_lite.hf.published.conversion import tensor_mappings
     from megatron_lite.hf.published.systems import ELECTRA
+    from megatron_lite.hf.published.tensor_map import tensor_mappings
     from megatron_lite.model.build import model_spec
 
     found: dict[str, list[tuple[int, str]]] = {}

@@ -1,4 +1,4 @@
-"""Reads config.json files of unknown origin: checked before a model is built from them. Writes those of exports.
+"""Reads untrusted config.json files, which are checked before a model is built from them, and writes exported ones.
 
 Types are checked strictly. Sizes are compared with the tensors that the weights' headers list, so that an absurd one
 costs nothing. What would make transformers load another model than the one in the directory is refused.

@@ -1,4 +1,11 @@
-"""Types of the tables that describe a published system: see hf/published/systems.py."""
+"""Types of the tables that map a published system to our model: hf/published/systems.py holds the tables.
+
+PublishedSystem   one table: its rules, its fields and the properties of its classes
+TensorRule        one line for tensors: our module -> theirs, joined (Q|K|V) and transformed
+WeightTransform   what is done to a tensor in each direction, such as TRANSPOSED or ROTATE_HALF
+ConfigField       one line for config.json: their field -> our option
+FormerField       the same field under the name that other versions of transformers read
+"""
 
 from __future__ import annotations
 
@@ -13,11 +20,11 @@ from megatron_lite.config.model import ModelConfig
 
 @dataclass(frozen=True)
 class WeightTransform:
-    """How a tensor of theirs looks in ours. Args of both: a tensor, and the model's configuration."""
+    """Converts one tensor in both directions. Args of both functions: a tensor, and the model's configuration."""
 
     to_ours: Callable[[torch.Tensor, ModelConfig], torch.Tensor]
     to_theirs: Callable[[torch.Tensor, ModelConfig], torch.Tensor]
-    applies_to_bias: bool = False  # biases have it too
+    applies_to_bias: bool = False  # whether it permutes output features, which biases follow
 
 
 def _heads_apart(x: torch.Tensor, config: ModelConfig) -> torch.Tensor:
@@ -61,7 +68,7 @@ ROTATE_HALF_QKV = WeightTransform(
 
 @dataclass(frozen=True)
 class TensorRule:
-    """Modules of theirs that are one module of ours.
+    """One line of the table: the modules of theirs that are one module of ours.
 
     "{i}" in a name stands for the number of a layer. Decoders have "{d}" in our name: the number among all layers.
     """
@@ -82,7 +89,7 @@ class ConfigField:
     theirs: str  # "rope_parameters.rope_theta": a field within another
     ours: str
     names: Mapping[Any, Any] | None = None  # their value -> ours, where they differ
-    # Fields beside theirs that are the numbers of ours, a tuple, where their value has the name None in `names`.
+    # Further fields of theirs with the numbers of our option, a tuple, where `names` maps their value to None.
     numbers: tuple[str, ...] = ()
     null_as: str | None = None  # a field of one name on both sides: with its value ours is null
     counts_positions: bool = False  # theirs counts the rows of the table, ours is the largest position
@@ -98,7 +105,7 @@ VERSION_4 = "to 4.57"
 class FormerField:
     """A field of config.json that other versions of transformers than the installed one read for an option of ours.
 
-    An export has it beside the fields of today. An import that has both is refused where they say different things.
+    An export writes it in addition to the current fields. An import refuses a file in which the two contradict.
     """
 
     theirs: str
@@ -110,7 +117,7 @@ class FormerField:
 
 @dataclass(frozen=True)
 class PublishedSystem:
-    """A published system."""
+    """The table of one published system: how its tensors and its config.json map to ours."""
 
     model_type: str  # as in config.json
     prefix: str  # of the base model's parameters; files of the base model alone may lack it

@@ -1,4 +1,4 @@
-"""GLM-4 as transformers has it, and the rules and fields that it shares with Llama: see systems.py."""
+"""The table of GLM-4, and the rules and fields that it shares with Llama: see systems.py."""
 
 from __future__ import annotations
 

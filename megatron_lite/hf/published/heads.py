@@ -1,4 +1,4 @@
-"""Heads of tasks on published systems: the classes of transformers that compute what ours do.
+"""Task heads of published systems: the classes of transformers that compute what our heads compute.
 
     classes, values   a layer (model.task_pooler) on the row of the text, and a classifier: ...ForSequenceClassification
     tags              a classifier on each row: ...ForTokenClassification
@@ -6,8 +6,8 @@
 
 ModernBERT's layer is that before its output projection, on all rows.
 
-A class has the head of its task and no other. What else the model has (the head that predicts tokens, ...) is written
-beside an export, in OTHER_HEADS, from which an import takes it.
+A class has the head of its task and no other. Other heads of the model (the one that predicts tokens, ...) are written
+to the file OTHER_HEADS of an export, from which an import reads them.
 
 Source: the modeling files of transformers 5.23.
 """

@@ -1,4 +1,4 @@
-"""The ids of tokens that a published system's config.json and generation_config.json name.
+"""Special token ids in the config.json and generation_config.json of a published system.
 
 The defaults of a class are the ids of its published vocabulary. Another vocabulary has other ids, so every one is
 written, as null where the vocabulary has no such token.

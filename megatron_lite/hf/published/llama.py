@@ -1,6 +1,7 @@
-"""Llama, Mistral, Qwen and EuroBERT as transformers has them: see systems.py.
+"""The tables of Llama, Mistral, Qwen and EuroBERT: see systems.py.
 
-Their rotary positions turn halves of a head ("rotate_half"), so rows of queries and keys are in another order.
+Their rotary embedding pairs feature j with j + d/2 ("rotate_half"), ours 2j with 2j + 1, so the output features of
+queries and keys are reordered (ROTATE_HALF).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""ModernBERT and Ettin's decoder as transformers has them: see systems.py."""
+"""The tables of ModernBERT and of Ettin's decoder: see systems.py."""
 
 from __future__ import annotations
 

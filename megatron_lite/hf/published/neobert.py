@@ -1,10 +1,10 @@
-"""NeoBERT in the layout of its repository: see systems.py. Transformers has no class of it.
+"""The table of NeoBERT, with the names of its repository: see systems.py. Transformers has no class for it.
 
 Its blocks are Llama's, seen both ways. Rotary positions turn pairs, as ours. Queries, keys and values of a head stand
 together. A gated FFN has two thirds of `intermediate_size`, rounded up to a multiple of 8, and `max_length` counts
 positions.
 
-Source: chandar-lab/NeoBERT, neobert.model, and the code beside the published weights.
+Source: chandar-lab/NeoBERT, neobert.model, and the code published with the weights.
 """
 
 from __future__ import annotations

@@ -41,9 +41,10 @@ from data_utils.common.batch_fields import (
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.files.config_json import by_transformers, quiet
 from megatron_lite.hf.glm.proof import Question
-from megatron_lite.hf.published.conversion import PublishedSource, load_class, published_system
 from megatron_lite.hf.published.recognition import is_body
 from megatron_lite.hf.published.segment_memory import read_segment
+from megatron_lite.hf.published.source import PublishedSource, load_class
+from megatron_lite.hf.published.systems import published_system
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.model_input import prepare
 from megatron_lite.model.predictions import task_rows
@@ -69,7 +70,7 @@ def ask(
 ) -> list[Question]:
     """Outputs of the class of transformers for a directory's model, computed in `dtype`.
 
-    Raises: CheckpointError, also for what the class raises over files of a stranger.
+    Raises: CheckpointError, also for what the class raises over untrusted files.
 
     Args:
         config: of our model.

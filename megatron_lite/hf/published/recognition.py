@@ -1,7 +1,7 @@
-"""Which system a published directory is of, and what its config.json leaves open or says wrongly of its weights.
+"""Recognises the system of a published directory, and completes a config.json that lacks or misstates fields.
 
-    system_in    the system, by model_type, by architectures, or by the names of the tensors where one system alone fits
-    complete_config    config.json as the rest of the import reads it, and what was changed
+    system_in         the system, by model_type, by architectures, or by tensor names if exactly one system fits
+    complete_config   config.json as the rest of the import reads it, and a line for each change
 
 A class of transformers is named after its system (Bert), and what follows says which head it has.
 """

@@ -42,20 +42,6 @@ from megatron_lite.hf.files.weights import (
     write_sharded,
 )
 from megatron_lite.hf.glm import proof
-from megatron_lite.hf.published.conversion import (
-    NOT_IN_FILES,
-    PublishedSource,
-    former_fields,
-    hf_config,
-    is_headless,
-    kept_rows,
-    open_published,
-    published_system,
-    tensor_mappings,
-    to_ours,
-    to_theirs,
-    with_second_names,
-)
 from megatron_lite.hf.published.heads import (
     OTHER_HEADS,
     SEVERAL_LABELS,
@@ -65,6 +51,15 @@ from megatron_lite.hf.published.heads import (
 from megatron_lite.hf.published.ids import special_ids, write_generation_config, writing_ids
 from megatron_lite.hf.published.proof import ask
 from megatron_lite.hf.published.recognition import body_class, is_body
+from megatron_lite.hf.published.source import PublishedSource, is_headless, open_published
+from megatron_lite.hf.published.systems import published_system
+from megatron_lite.hf.published.tensor_map import (
+    kept_rows,
+    tensor_mappings,
+    to_ours,
+    to_theirs,
+    with_second_names,
+)
 from megatron_lite.hf.published.tokenizers import (
     brought_tokenizer,
     copy_tokenizer_files,
@@ -73,6 +68,7 @@ from megatron_lite.hf.published.tokenizers import (
 )
 from megatron_lite.hf.published.usual import with_objective, with_sizes
 from megatron_lite.hf.published.versions import oldest_version
+from megatron_lite.hf.published.write_config import NOT_IN_FILES, former_fields, hf_config
 from megatron_lite.inference.decoders import template_of
 from megatron_lite.inference.open_run import OpenRun, load_model
 from megatron_lite.inference.states import PromptTemplate

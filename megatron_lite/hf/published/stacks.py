@@ -1,9 +1,9 @@
-"""BART, T5 and mT5, of an encoder and a decoder, as transformers has them: see systems.py.
+"""The tables of the encoder-decoders BART, T5 and mT5: see systems.py.
 
 The classes of T5 and mT5 tie their words and their head, whatever config.json says, but keep a head that differs (T5
 1.1, mT5). T5's reads from `tie_word_embeddings` whether it scales what the head takes; mT5's never does. In version 4
 of transformers both classes read from that field whether they tie and scale, so it says here whether they scale, and a
-head that is tied and not scaled is written beside the words that it is tied to.
+head that is tied and not scaled is written in addition to the word embeddings that it is tied to.
 """
 
 from __future__ import annotations

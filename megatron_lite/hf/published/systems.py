@@ -1,7 +1,8 @@
-"""The published systems as transformers has them: names of parameters, fields of config.json, classes.
+"""The tables of the published systems: tensor names, fields of config.json and classes of transformers.
 
-Each system is one table that is read in both directions. A rule joins modules of theirs to one of ours; which of its
-parameters (weight, bias) exist follows from the model's options. conversion.py applies the tables.
+Each system is one table that is read in both directions. A rule maps one module of ours to one or several of theirs;
+which of its parameters (weight, bias) exist follows from the model's options. tensor_map.py, read_config.py and
+write_config.py apply the tables.
 
 Source: the modeling files of transformers 5.23, and NeoBERT's repository.
 """
@@ -12,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from data_utils.common.errors import CheckpointError
+from data_utils.common.setting_files import shown
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.systems import FIXED
 from megatron_lite.hf.files.system_table import (
@@ -380,3 +383,13 @@ SYSTEMS_BY_NAME: dict[str, PublishedSystem] = {  # by `model.system`
     "modernbert_decoder": MODERNBERT_DECODER,
     **{system.model_type: system for system in (*LLAMAS, NEOBERT, MODERNBERT)},
 }
+
+
+def published_system(config: ModelConfig) -> PublishedSystem:
+    """The table of a model. Raises: CheckpointError if it has none."""
+    if config.system not in SYSTEMS_BY_NAME:
+        raise CheckpointError(
+            f"model.system is {shown(config.system)}; set it to one of {', '.join(SYSTEMS_BY_NAME)} to export the "
+            "model of a published system."
+        )
+    return SYSTEMS_BY_NAME[config.system]

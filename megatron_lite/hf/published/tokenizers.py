@@ -1,4 +1,4 @@
-"""The tokenizer files of a published system's directory: taken into a run, and written again with an export."""
+"""Tokenizer files of a published system: copied into a run by an import, and written again by an export."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def _write_general(
 
     The first text has segment 0, a second one segment 1, and CLS segment 2 where it ends a text.
 
-    The run's files stay beside it where they have other names, so that an import finds the tokenizer of the corpora.
+    The run's files stay next to it where they have other names, so that an import finds the tokenizer of the corpora.
     """
     named = {i: name for i, name in tokenizer.special_names.items() if i < tokenizer.num_tokens}
     backend = visible_backend(tokenizer, named)

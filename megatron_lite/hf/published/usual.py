@@ -1,9 +1,9 @@
-"""What an import sets where its user says nothing: the objective of the model's class, and sizes that fit the model.
+"""Defaults of an import: the objective of the model's class, and sizes that fit the model.
 
     with_objective   what the class was trained on, as far as its directory tells, with its paper's settings
     with_sizes       steps, length of samples, batch and warm-up
 
-Whatever the user gives goes first. The settings of a recipe that a directory does not tell are those of configs/.
+Settings of the user override them. Settings of a recipe that the directory does not contain come from configs/.
 """
 
 from __future__ import annotations

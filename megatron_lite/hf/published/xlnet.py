@@ -1,4 +1,4 @@
-"""XLNet as transformers has it: see systems.py.
+"""The table of XLNet: see systems.py.
 
 `mem_len` and `reuse_len` are kept with the rest of config.json; segment_memory.py reads a text in segments as the class
 does.

@@ -33,13 +33,6 @@ from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.files.model_card import ORIGINS, sizes, write_card
 from megatron_lite.hf.files.weights import DTYPES, WORDS, Weights, check_shapes, new_directory
 from megatron_lite.hf.glm import proof
-from megatron_lite.hf.published.conversion import (
-    PublishedSource,
-    load_class,
-    open_published,
-    published_system,
-    to_ours,
-)
 from megatron_lite.hf.published.heads import transformers_class_name
 from megatron_lite.hf.published.proof import ask as ask_published
 from megatron_lite.hf.published.proof import proof_batch, their_output
@@ -52,6 +45,9 @@ from megatron_lite.hf.published.runs import (
     with_new_heads,
     write_stack,
 )
+from megatron_lite.hf.published.source import PublishedSource, load_class, open_published
+from megatron_lite.hf.published.systems import published_system
+from megatron_lite.hf.published.tensor_map import to_ours
 from megatron_lite.inference.open_run import OpenRun
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.build import model_spec

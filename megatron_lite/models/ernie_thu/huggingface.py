@@ -44,16 +44,11 @@ from megatron_lite.hf.files.weights import (
     write_json,
     write_sharded,
 )
-from megatron_lite.hf.published.conversion import (
-    PublishedSource,
-    model_settings,
-    normalized,
-    tensor_mappings,
-    to_ours,
-    to_theirs,
-)
+from megatron_lite.hf.published.read_config import model_settings
 from megatron_lite.hf.published.runs import KEPT_FILES, check_vocabulary, require_same_model
+from megatron_lite.hf.published.source import PublishedSource
 from megatron_lite.hf.published.systems import BERT
+from megatron_lite.hf.published.tensor_map import normalized, tensor_mappings, to_ours, to_theirs
 from megatron_lite.hf.published.usual import with_sizes
 from megatron_lite.inference.open_run import OpenRun
 from megatron_lite.model.build import model_spec

@@ -49,14 +49,6 @@ from megatron_lite.hf.files.weights import (
     read_json,
 )
 from megatron_lite.hf.glm import proof
-from megatron_lite.hf.published.conversion import (
-    PublishedSource,
-    is_published,
-    load_class,
-    open_published,
-    published_system,
-    to_ours,
-)
 from megatron_lite.hf.published.runs import (
     KEPT_FILES,
     Stack,
@@ -65,6 +57,9 @@ from megatron_lite.hf.published.runs import (
     require_same_model,
     write_stack,
 )
+from megatron_lite.hf.published.source import PublishedSource, is_published, load_class, open_published
+from megatron_lite.hf.published.systems import published_system
+from megatron_lite.hf.published.tensor_map import to_ours
 from megatron_lite.hf.published.tokenizers import brought_tokenizer, require_same_ids
 from megatron_lite.inference.open_run import OpenRun, open_run
 from megatron_lite.model.build import model_spec
