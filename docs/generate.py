@@ -25,8 +25,8 @@ from data_utils.common.settings_listed import describe
 from megatron_lite.config.coming_from import SOURCES
 from megatron_lite.config.deepspeed_keys import KEYS, Policy
 from megatron_lite.config.tree import Config
-from megatron_lite.hf.files.left_out import BUFFERS, OF_OTHER_CLASSES
-from megatron_lite.hf.published.systems import OF_MODEL, PUBLISHED
+from megatron_lite.hf.files.left_out import BUFFERS, OTHER_CLASS_TENSORS
+from megatron_lite.hf.published.systems import PUBLISHED, SYSTEMS_BY_NAME
 from megatron_lite.runtime.run_state import MEANINGS
 
 ROOT = house.ROOT
@@ -164,7 +164,7 @@ def huggingface() -> str:
     """The page, with its table of the classes that are read and written."""
     lines = ["| class of transformers | `model_type` | `model.system` |", "|---|---|---|"]
     for kind, system in PUBLISHED.items():
-        names = [name for name, of_name in OF_MODEL.items() if of_name is system]
+        names = [name for name, of_name in SYSTEMS_BY_NAME.items() if of_name is system]
         cells = [_listed(each) for each in (system.classes, [kind], names)]
         lines.append(f"| {' | '.join(cells)} |")
     return _with_table((ROOT / "docs/huggingface.md").read_text(encoding="utf-8"), SYSTEMS, lines)
@@ -173,7 +173,7 @@ def huggingface() -> str:
 def huggingface_systems() -> str:
     """The page, with its table of the tensors that an import leaves out."""
     lines = ["| tensors | what they are | `model_type` |", "|---|---|---|"]
-    for each in (*BUFFERS, *OF_OTHER_CLASSES):
+    for each in (*BUFFERS, *OTHER_CLASS_TENSORS):
         names = each.names if each.types else [f"*.{name}" for name in each.names]  # below any module
         lines.append(f"| {_listed(names)} | {each.what} | {_listed(each.types) or 'any'} |")
     return _with_table((ROOT / "docs/huggingface_systems.md").read_text(encoding="utf-8"), LEFT_OUT, lines)

@@ -100,9 +100,9 @@ def warn_of_export(model: ModelConfig) -> None:
         return
     # Imported here, since they load transformers, for which other heads need not wait.
     from megatron_lite.hf.published.heads import lacks_pooler
-    from megatron_lite.hf.published.systems import OF_MODEL
+    from megatron_lite.hf.published.systems import SYSTEMS_BY_NAME
 
-    if model.system in OF_MODEL and (name := lacks_pooler(OF_MODEL[model.system], model)):
+    if model.system in SYSTEMS_BY_NAME and (name := lacks_pooler(SYSTEMS_BY_NAME[model.system], model)):
         log.warning(
             "the tuned model cannot be exported to transformers: %s has a layer before its classifier; set "
             "model.task_pooler=true to have it too",

@@ -1,1 +1,18 @@
-"""GLM for the transformers library: configuration, model, tokenizers, and conversion both ways."""
+"""Export to Hugging Face and import from it. export.py and importing.py are the entry points of both directions.
+
+Each picks one of these paths by the model (export) or by the files of the directory (import):
+
+GLM's own class            glm/modeling_glm.py holds the class. Tensors keep our names under the prefix `glm.`:
+                           `exported_name` in export.py.
+released GLM checkpoints   glm/released.py renames tensors and reads the reference's model-parallel shards.
+published systems          published/systems.py and the tables that it lists (BERT, GPT-2, T5, Llama, ...) hold one
+                           TensorRule per line: our module -> theirs, with Q|K|V as one rule of three names.
+                           tensor_map.py applies the rules to tensors, read_config.py and write_config.py to
+                           config.json, source.py checks a directory, runs.py writes the run or the export.
+further models             OPTIMUS, ELECTRA and ERNIE (Tsinghua): huggingface.py in megatron_lite/models/<model>,
+                           on top of the tables of published systems.
+
+files/ reads and writes what all paths share: safetensors (weights.py), config.json, recipe, model card, tokenizer.
+Unless `--no-verify` is given, both directions end with a proof: our model and the other one get the same inputs, and
+their outputs are compared (glm/proof.py; published/proof.py for published systems).
+"""

@@ -1,8 +1,12 @@
-"""Export a training checkpoint of any layout as our Hugging Face model, or in the released layout, proved on logits.
+"""Exports a training checkpoint, saved under any parallel configuration, as a Hugging Face directory.
 
-Tensors are streamed; only the proof holds a whole model. The output directory gets its name when everything, the proof
-included, has succeeded. Rows that pad the vocabulary take no part in training: an import from the released layout keeps
-them in a file of the run directory, and an export to that layout takes them from there (zeros where a run has none).
+`export_run` picks the path: a class of transformers for a published system, GLM's own class, or the layout of the
+released GLM checkpoints. hf/__init__.py lists the files of each.
+
+Tensors are streamed; only the proof holds a whole model. The output directory is renamed into place when everything,
+the proof included, has succeeded. Rows that pad the vocabulary take no part in training: an import from the released
+layout keeps them in a file of the run directory, and an export to that layout takes them from there (zeros where a run
+has none).
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from megatron_lite.config.model import ModelConfig, padded_vocab_size
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.files.config_json import OwnLayout, write_config
 from megatron_lite.hf.files.model_card import model_card
-from megatron_lite.hf.files.recipe import FORMAT, recipe_of, tokenizer_options
+from megatron_lite.hf.files.recipe import FORMAT, portable_recipe, tokenizer_options
 from megatron_lite.hf.files.tokenizer_proof import prove_exported
 from megatron_lite.hf.files.weights import (
     DTYPES,
@@ -53,7 +57,7 @@ from megatron_lite.hf.proof_report import Report, write_report
 from megatron_lite.hf.published import proof as published_proof
 from megatron_lite.hf.published.heads import SEVERAL_LABELS
 from megatron_lite.hf.published.runs import trained_layout, write_published
-from megatron_lite.hf.published.systems import OF_MODEL
+from megatron_lite.hf.published.systems import SYSTEMS_BY_NAME
 from megatron_lite.inference.open_run import OpenRun, load_model, objective_names, open_run
 from megatron_lite.model.flops import parameter_shapes
 from megatron_lite.model.trained_model import DECODER, ENCODER
@@ -130,7 +134,7 @@ def export_run(
         checkpoint, model = run.checkpoint, run.config.model
         weights = Weights(checkpoint.shapes, weight_reader(checkpoint))
         check_shapes(weights, parameter_shapes(model), checkpoint.path)
-        if model.system in OF_MODEL and options.layout == "huggingface":
+        if model.system in SYSTEMS_BY_NAME and options.layout == "huggingface":
             class_name = write_published(directory, weights, run, options.dtype, options.max_shard_bytes)
             return _reported(
                 directory, options, lambda: _prove_published(directory, run, options, class_name)
@@ -199,7 +203,7 @@ def require_usual_logits(config: Config, path: Path) -> None:
             )
 
 
-# Options of blocks that GLM's classes have beside its own, and their values in GLM.
+# Options of blocks that GLM's classes support in addition, and their values in GLM.
 _AS_GLM: dict[str, Any] = {
     "rms_norm": False, "ffn": "plain", "ffn_size": None, "biases": "all", "attention_window": 0, "global_every": 1,
     "rotary_base_local": None,
@@ -213,13 +217,13 @@ def _check_exportable(run: OpenRun, layout: str) -> None:
             f"checkpoint {path} has a head with model.task_pool {model.task_pool}, which no class of transformers has; "
             "only heads of one token (task_pool token) can be exported."
         )
-    if model.system in OF_MODEL and layout == "huggingface":
+    if model.system in SYSTEMS_BY_NAME and layout == "huggingface":
         return
     plain = replace(model, **_AS_GLM)
     if not plain.is_plain or model.biases not in ("all", "none"):
         raise CheckpointError(
             f"checkpoint {path} is of a model with options that GLM's Hugging Face classes do not have; only models of "
-            f"GLM's own layers, or with model.system {', '.join(OF_MODEL)}, can be exported."
+            f"GLM's own layers, or with model.system {', '.join(SYSTEMS_BY_NAME)}, can be exported."
         )
     if lacking := sorted({"cls", "mask", "sop", "eop", "eos"} & run.tokenizer.lacking):
         raise CheckpointError(
@@ -353,7 +357,7 @@ def _write_provenance(directory: Path, run: OpenRun, card: str) -> None:
     described = {
         "format": FORMAT,
         "step": checkpoint.step,
-        "config": recipe_of(run.config),
+        "config": portable_recipe(run.config),
         "tokenizer": tokenizer_options(run.tokenizer),
         "state": {key: value for key, value in checkpoint.state.items() if key != "config"},
     }

@@ -1,6 +1,6 @@
-"""Import a Hugging Face directory, or the reference's model-parallel shards, as a run; proved on logits.
+"""Imports a Hugging Face directory, or the reference's model-parallel shards, as a run, and compares logits.
 
-    import_directory   a Hugging Face directory in either layout
+    import_directory   a Hugging Face directory: GLM as exported here or as released, or a published system
     import_megatron    the reference's mp_rank_XX_model_states.pt
 
 An import has no optimizer state: its Adam moments are zero and its step is 0. See export.py for memory and for the rows
@@ -57,8 +57,8 @@ from megatron_lite.hf.files.weights import (
 from megatron_lite.hf.glm import glm_proof, proof, released
 from megatron_lite.hf.glm.configuration_glm import GLMConfig
 from megatron_lite.hf.glm.tokenizer_files import TRAINING_TOKENIZER, prove_tokenizer, training_tokenizer
-from megatron_lite.hf.published.conversion import is_published, unsupported
 from megatron_lite.hf.published.runs import import_published
+from megatron_lite.hf.published.source import is_published, unsupported
 from megatron_lite.hf.published.usual import with_sizes
 from megatron_lite.inference.open_run import load_model
 from megatron_lite.model.flops import parameter_shapes

@@ -1,6 +1,6 @@
-"""The report of a proof: what was compared, on which inputs, and with which result. It is part of an export.
+"""Writes the report of an export's proof: what was compared, on which inputs, and with which result.
 
-An import reads none of it: it proves for itself.
+An import does not read the report; it runs a proof itself.
 """
 
 from __future__ import annotations

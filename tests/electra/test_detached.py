@@ -13,8 +13,8 @@ from data_utils.common.batch_fields import DOC, TARGETS, TOKENS
 from data_utils.common.errors import ConfigError
 from data_utils.common.losses import REPLACED
 from data_utils.objectives import LOSSES
-from megatron_lite.hf.published.conversion import parts_of
 from megatron_lite.hf.published.systems import DEBERTA
+from megatron_lite.hf.published.tensor_map import tensor_mappings
 from megatron_lite.model.batch import mean_scales
 from megatron_lite.model.build import build_model, model_spec
 from megatron_lite.model.model_input import prepare
@@ -58,7 +58,7 @@ def names_of(config):
             for name, shape in model_spec(config).shapes(config).items()
             if name.startswith(prefix)
         }
-        for theirs, part in parts_of(DEBERTA, shapes, stack).items():
+        for theirs, part in tensor_mappings(DEBERTA, shapes, stack).items():
             found.setdefault(f"{prefix}{part.ours}", (number, []))[1].append(theirs)
     return found
 

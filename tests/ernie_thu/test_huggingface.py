@@ -22,7 +22,7 @@ from megatron_lite.config.tree import Config
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.files.weights import Weights
 from megatron_lite.hf.importing import import_directory
-from megatron_lite.hf.published.conversion import parts_of, to_ours
+from megatron_lite.hf.published.tensor_map import tensor_mappings, to_ours
 from megatron_lite.inference.open_run import open_run
 from megatron_lite.model.batch import mean_scales
 from megatron_lite.model.build import build_model, model_spec
@@ -139,7 +139,7 @@ def test_the_run_computes_what_the_source_does(imported):
     }
     shapes = model_spec(config).shapes(config)
     grads = {name: tuple(grad.shape) for name, grad in theirs.items()}
-    ours = to_ours(Weights(grads, theirs.__getitem__), parts_of(SYSTEM, shapes, config.model))
+    ours = to_ours(Weights(grads, theirs.__getitem__), tensor_mappings(SYSTEM, shapes, config.model))
     for name, parameter in model.named_parameters():
         other = ours.read(name)
         own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

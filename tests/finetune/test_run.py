@@ -27,8 +27,8 @@ from megatron_lite.finetune.evaluation import Evaluation, Model
 from megatron_lite.finetune.metric_keeper import TaskMetricKeeper
 from megatron_lite.finetune.run import finetune, loss_of_guess, warn_of_export, warn_of_little_progress
 from megatron_lite.finetune.setup import check_output
-from megatron_lite.hf.published.heads import class_of_model
-from megatron_lite.hf.published.systems import OF_MODEL
+from megatron_lite.hf.published.heads import transformers_class_name
+from megatron_lite.hf.published.systems import SYSTEMS_BY_NAME
 from megatron_lite.metrics.records import read_metrics
 from megatron_lite.parallel.context import ParallelContext
 
@@ -435,4 +435,4 @@ def test_a_head_that_cannot_be_exported_is_named_before_it_is_trained(options, n
     (record,) = caplog.records
     assert f"{name} has a layer" in record.getMessage() and "model.task_pooler=true" in record.getMessage()
     with pytest.raises(CheckpointError, match=r"tune with model\.task_pooler=true"):
-        class_of_model(OF_MODEL[model.system], model)
+        transformers_class_name(SYSTEMS_BY_NAME[model.system], model)

@@ -18,7 +18,7 @@ from data_utils.common.settings import merge
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.glm.modeling_glm import GLMForBlankInfilling
 from megatron_lite.hf.importing import import_directory
-from megatron_lite.hf.published.conversion import open_published
+from megatron_lite.hf.published.source import open_published
 from megatron_lite.hf.published.systems import PUBLISHED
 
 LLAMA3 = {

@@ -12,7 +12,7 @@ from support.published import CASES, write_random
 
 from data_utils.common.errors import CheckpointError, UserError
 from megatron_lite.hf.importing import import_directory, open_source
-from megatron_lite.hf.published.conversion import is_published, open_published
+from megatron_lite.hf.published.source import is_published, open_published
 
 SYSTEMS = (
     *("bert", "roberta", "albert", "ernie2", "gpt", "gpt2", "glm4", "glm4_0414", "xlnet", "bart", "t5"),

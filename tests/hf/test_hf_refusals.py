@@ -18,7 +18,7 @@ from megatron_lite.config.tree import Config
 from megatron_lite.hf.export import ExportOptions, export_run, require_usual_logits
 from megatron_lite.hf.glm.modeling_glm import GLMForBlankInfilling
 from megatron_lite.hf.importing import import_directory, import_megatron
-from megatron_lite.hf.published.conversion import hf_config
+from megatron_lite.hf.published.write_config import hf_config
 
 
 @pytest.mark.parametrize("option", [{"logit_soft_cap": 30.0}, {"mup": {"base_hidden_size": 8}}])

@@ -14,7 +14,7 @@ from data_utils.common.settings import build, keys_of, section_in, setting_names
 from data_utils.objectives.ul2 import DenoiserConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.hf.files.recipe import read_recipe, recipe_of
+from megatron_lite.hf.files.recipe import portable_recipe, read_recipe
 from megatron_lite.hf.importing import import_directory
 
 CANARY = "/a/path/of/a/stranger"
@@ -197,7 +197,7 @@ def test_a_list_of_sections_is_a_recipes_where_it_has_no_text(directory, tmp_pat
     denoisers = [to_tree(DenoiserConfig(mode="extreme", noise_ratio=0.5)), to_tree(DenoiserConfig(share=2.0))]
     ul2 = {"ul2": {"denoisers": denoisers}, "objectives": {"ul2": 1}}
     config = build(Config, {**read_recipe(directory).config, **ul2})
-    recipe = recipe_of(config)
+    recipe = portable_recipe(config)
     copy = shutil.copytree(directory, tmp_path / "copy")
     edited(copy, lambda described: described["config"].update({name: recipe[name] for name in ul2}))
     taken = read_recipe(copy).config

@@ -13,7 +13,7 @@ from support.published_files import write_directory, write_released
 from support.published_tokenizers import SCRIPTS
 
 from data_utils.common.setting_files import load_yaml
-from megatron_lite.hf.published.systems import OF_MODEL
+from megatron_lite.hf.published.systems import SYSTEMS_BY_NAME
 from megatron_lite.hf.published.usual import with_objective
 
 MASKED = {"masked_lm": {"next_sentence": False}}
@@ -49,7 +49,7 @@ def test_an_import_continues_on_the_objective_of_the_recipe(path):
     recipe = load_yaml(path)
     model = {key: value for key, value in recipe["model"].items() if key != "vocab_size"}
     system, (name, *_) = model.get("system", "glm"), recipe.get("objectives") or ["blank_infilling"]
-    if system not in OF_MODEL or name in (
+    if system not in SYSTEMS_BY_NAME or name in (
         "electra",
         "unilmv2",
         "optimus",

@@ -22,9 +22,12 @@ from data_utils.common.batch_fields import (
 from data_utils.common.settings import build
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.files.weights import Weights
-from megatron_lite.hf.published import conversion
 from megatron_lite.hf.published.proof import in_rows, our_output, proof_batch, their_output
+from megatron_lite.hf.published.read_config import field_of
 from megatron_lite.hf.published.segment_memory import read_segment
+from megatron_lite.hf.published.source import open_published
+from megatron_lite.hf.published.tensor_map import kept_rows, to_ours, to_theirs
+from megatron_lite.hf.published.write_config import hf_config
 from megatron_lite.model.attention_backends.layout import allowed
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.model_input import prepare
@@ -37,7 +40,7 @@ TOLERANCE = 1e-5
 def loaded(source, **options):
     """Our model with the weights of a directory. Args: options: besides those that it has."""
     model = GLM(build(ModelConfig, {**source.settings, "attention_dropout": 0.0, **options}))
-    weights = conversion.to_ours(source.theirs, source.parts)
+    weights = to_ours(source.theirs, source.mappings)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.zero_()
@@ -53,7 +56,7 @@ def both(request, tmp_path_factory):
     """Their model, its directory as we read it, and ours with its weights."""
     path = tmp_path_factory.mktemp("published")
     theirs = write_random(request.param, path)
-    source = conversion.open_published(path)
+    source = open_published(path)
     return theirs, source, loaded(source)
 
 
@@ -86,7 +89,7 @@ def test_logits_and_gradients_are_those_of_the_class(both):
     named = dict(theirs.named_parameters(remove_duplicate=False))
     of_theirs = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named.items()}
     grads = Weights(source.theirs.shapes, of_theirs.__getitem__)
-    expected_grads = conversion.to_ours(grads, source.parts)
+    expected_grads = to_ours(grads, source.mappings)
     largest = max(grad.abs().max() for grad in of_theirs.values())
     for name, parameter in model.named_parameters():
         expected = expected_grads.read(name)
@@ -96,21 +99,21 @@ def test_logits_and_gradients_are_those_of_the_class(both):
 
 def test_their_tensors_come_back_bit_equal(both, tmp_path):
     theirs, source, model = both
-    described = conversion.hf_config(model.config, {})
+    described = hf_config(model.config, {})
     assert described.architectures == [type(theirs).__name__]
     read = transformers.CONFIG_MAPPING[source.system.model_type].from_dict(theirs.config.to_dict())
     for entry in source.system.fields:
         if getattr(model.config, entry.ours) and entry.ours != "attention_dropout":  # which is off here
-            before, after = (conversion.field_of(config, entry.theirs) for config in (read, described))
+            before, after = (field_of(config, entry.theirs) for config in (read, described))
             assert before == after
     named = dict(model.named_parameters())
     ours = Weights(
-        {name: conversion.to_ours(source.theirs, source.parts).shapes[name] for name in named},
-        lambda name: named[name].detach()[: conversion.to_ours(source.theirs, source.parts).shapes[name][0]],
+        {name: to_ours(source.theirs, source.mappings).shapes[name] for name in named},
+        lambda name: named[name].detach()[: to_ours(source.theirs, source.mappings).shapes[name][0]],
     )
-    kept = dict(conversion.kept_rows(source.theirs, source.parts))
+    kept = dict(kept_rows(source.theirs, source.mappings))
     rows = Weights({name: tuple(x.shape) for name, x in kept.items()}, kept.__getitem__)
-    back = conversion.to_theirs(ours, source.parts, rows, source.system)
+    back = to_theirs(ours, source.mappings, rows, source.system)
     original = load_file(source.path / "model.safetensors")
     assert back.shapes.keys() == original.keys()
     for name, tensor in original.items():
@@ -120,7 +123,7 @@ def test_their_tensors_come_back_bit_equal(both, tmp_path):
 def test_both_streams_of_xlnet(tmp_path):
     """Rows that predict begin from one vector, see the others in the drawn order, and are seen by nobody."""
     theirs = write_random("xlnet", tmp_path)
-    source = conversion.open_published(tmp_path)
+    source = open_published(tmp_path)
     model = loaded(source)
     length, targets = 13, [2, 8, 5, 11]
     rank = np.zeros(length, np.int32)
@@ -153,7 +156,7 @@ def test_both_streams_of_xlnet(tmp_path):
 def test_rows_of_the_xlnet_objective_are_what_the_class_pretrains_on(tmp_path):
     """Several documents in a row, with SEP and CLS within the order, segments 0 to 2 and texts from elsewhere."""
     theirs = write_random("xlnet", tmp_path)
-    model = loaded(conversion.open_published(tmp_path))
+    model = loaded(open_published(tmp_path))
     rows = collate(make("xlnet", 60, tokens_per_target=3), windows(6, 60, seed=1))
     rows[:, TOKENS] %= 97
     is_query = torch.from_numpy((rows[:, DOC] >= 0) & (rows[:, ORD] < 0))
@@ -176,7 +179,7 @@ def test_the_memory_of_xlnet(longest, reused, kernel, tmp_path):
     """Segments of one text, one after another: logits, and the memory itself, which each of them hands on."""
     theirs = write_random("xlnet, odd", tmp_path)
     theirs.transformer.mem_len, theirs.transformer.reuse_len = longest, reused
-    model = loaded(conversion.open_published(tmp_path))
+    model = loaded(open_published(tmp_path))
     rng = np.random.default_rng(8)
     memory, mems = None, None
     for length in (13, 9, 17, 13):
@@ -206,7 +209,7 @@ def test_the_memory_of_xlnet(longest, reused, kernel, tmp_path):
 @torch.no_grad()
 def test_the_query_stream_sees_the_memory_and_leaves_none(tmp_path):
     theirs = write_random("xlnet", tmp_path)
-    model = loaded(conversion.open_published(tmp_path))
+    model = loaded(open_published(tmp_path))
     made = make("xlnet", 40)
     memory, mems = None, None
     for number in range(3):
@@ -223,7 +226,7 @@ def test_the_query_stream_sees_the_memory_and_leaves_none(tmp_path):
 
 def test_rows_that_no_memory_serves_are_refused(tmp_path):
     write_random("xlnet", tmp_path)
-    model = loaded(conversion.open_published(tmp_path))
+    model = loaded(open_published(tmp_path))
     packed = collate(make("xlnet", 40), windows(2, 40, seed=1))
     with pytest.raises(ValueError, match="one text in each row"):
         read_segment(model, packed)
@@ -242,7 +245,7 @@ def test_unilmv2_is_bert_with_a_bias_of_distances(tmp_path):
     torch.manual_seed(1)
     theirs = cls(cls.config_class(**sizes, attn_implementation="eager")).eval()
     theirs.save_pretrained(tmp_path)
-    source = conversion.open_published(tmp_path)
+    source = open_published(tmp_path)
     model = loaded(source, relative="buckets")
     table = torch.randn(32, 3)
     with torch.no_grad():

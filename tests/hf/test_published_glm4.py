@@ -15,8 +15,9 @@ from data_utils.common.batch_fields import BLOCK_POSITION_IDS, DOC, PADDING_DOC,
 from data_utils.common.errors import CheckpointError
 from data_utils.common.settings import build
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.hf.published import conversion
-from megatron_lite.hf.published.conversion import is_published, open_published
+from megatron_lite.hf.published.source import is_published, open_published
+from megatron_lite.hf.published.tensor_map import to_ours
+from megatron_lite.hf.published.write_config import hf_config
 from megatron_lite.model.attention_backends.layout import may_see
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.model_input import ModelInput
@@ -31,7 +32,7 @@ def test_blank_infilling_is_the_class_with_positions_that_continue_from_the_mask
     theirs = random_model(case, vocab_size=SIZE)
     theirs.save_pretrained(tmp_path)
     source = open_published(tmp_path)
-    weights = conversion.to_ours(source.theirs, source.parts)
+    weights = to_ours(source.theirs, source.mappings)
     model = GLM(build(ModelConfig, source.settings))
     for name, parameter in model.named_parameters():
         read = weights.read(name)
@@ -116,7 +117,7 @@ def test_fields_of_older_files_are_read(written, tmp_path):
     )
     settings = open_published(tmp_path / "glm4").settings
     assert settings["rotary_base"] == 5e6 and settings["rotary_share"] == 0.5
-    again = conversion.hf_config(build(ModelConfig, settings), described)
+    again = hf_config(build(ModelConfig, settings), described)
     assert again.rope_parameters["rope_theta"] == 5e6
 
 
@@ -134,4 +135,4 @@ def test_options_of_no_class_are_refused(written):
     with pytest.raises(
         CheckpointError, match=r"model\.sandwich_norm is True, which GlmForCausalLM does not have"
     ):
-        conversion.hf_config(config, {})
+        hf_config(config, {})

@@ -16,9 +16,9 @@ from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.files.weights import TRAINING_JSON
 from megatron_lite.hf.glm import proof
 from megatron_lite.hf.importing import import_directory
-from megatron_lite.hf.published.conversion import hf_config
 from megatron_lite.hf.published.heads import OTHER_HEADS, TASK_CLASSES
 from megatron_lite.hf.published.proof import ask
+from megatron_lite.hf.published.write_config import hf_config
 from megatron_lite.inference.open_run import load_run
 
 KINDS = ("text", "tags", "spans")

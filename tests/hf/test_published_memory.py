@@ -23,7 +23,8 @@ from data_utils.common.settings import build
 from data_utils.objectives import LOSSES
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.files.weights import Weights
-from megatron_lite.hf.published import conversion
+from megatron_lite.hf.published.source import open_published
+from megatron_lite.hf.published.tensor_map import to_ours
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.model_input import ModelInput
 from megatron_lite.model.transformer import GLM
@@ -39,7 +40,7 @@ def classes(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("published")
     theirs = random_model(request.param)
     theirs.save_pretrained(path)
-    return theirs, conversion.open_published(path)
+    return theirs, open_published(path)
 
 
 def rows(size):
@@ -78,7 +79,7 @@ def our_gradients(source, fields, *, has_memory, recompute="none", kernel="auto"
     """Loss sum, and the gradients by name."""
     config = build(ModelConfig, {**source.settings, "attention_dropout": 0.0})
     model = GLM(config, num_losses=len(LOSSES), has_memory=has_memory, recompute=recompute)
-    weights = conversion.to_ours(source.theirs, source.parts)
+    weights = to_ours(source.theirs, source.mappings)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.zero_()
@@ -92,7 +93,7 @@ def our_gradients(source, fields, *, has_memory, recompute="none", kernel="auto"
 def largest_difference(source, grads, theirs):
     """Of all gradients, over the largest of theirs."""
     of_theirs = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-    expected = conversion.to_ours(Weights(source.theirs.shapes, of_theirs.__getitem__), source.parts)
+    expected = to_ours(Weights(source.theirs.shapes, of_theirs.__getitem__), source.mappings)
     largest = max(grad.abs().max() for grad in of_theirs.values())
     differences = [
         (grad[: len(expected.read(name))] - expected.read(name)).abs().max() / largest

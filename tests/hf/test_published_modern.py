@@ -13,10 +13,12 @@ from data_utils.common.batch_fields import DOC, ORD, PADDING_DOC, POSITION_IDS, 
 from data_utils.common.errors import CheckpointError
 from data_utils.common.settings import build
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.hf.files.published_form import SAME, TURNED
-from megatron_lite.hf.published import conversion
-from megatron_lite.hf.published.conversion import open_published
+from megatron_lite.hf.files.system_table import ROTATE_HALF, SAME
 from megatron_lite.hf.published.proof import our_output, text_rows
+from megatron_lite.hf.published.source import open_published
+from megatron_lite.hf.published.systems import published_system
+from megatron_lite.hf.published.tensor_map import tensor_mappings, to_ours
+from megatron_lite.hf.published.write_config import former_fields, hf_config
 from megatron_lite.inference.cache import CachedPlan, id_fields, run_cached_stack
 from megatron_lite.model.flops import parameter_shapes
 from megatron_lite.model.init import initialize_parameters
@@ -31,18 +33,18 @@ def test_halves_become_pairs_within_each_head():
     config = build(ModelConfig, {"system": "llama", **SIZES})
     rows = torch.arange(16)
     expected = [0, 4, 1, 5, 2, 6, 3, 7]
-    assert TURNED.to_ours(rows, config).tolist() == [*expected, *(8 + row for row in expected)]
-    assert torch.equal(TURNED.to_theirs(TURNED.to_ours(rows, config), config), rows)
+    assert ROTATE_HALF.to_ours(rows, config).tolist() == [*expected, *(8 + row for row in expected)]
+    assert torch.equal(ROTATE_HALF.to_theirs(ROTATE_HALF.to_ours(rows, config), config), rows)
     partial = build(ModelConfig, {"system": "llama", "rotary_share": 0.5, **SIZES})
-    assert TURNED.to_ours(rows[:8], partial).tolist() == [0, 2, 1, 3, 4, 5, 6, 7]
+    assert ROTATE_HALF.to_ours(rows[:8], partial).tolist() == [0, 2, 1, 3, 4, 5, 6, 7]
 
 
 def test_biases_are_turned_as_their_rows_and_values_are_not():
     config = build(ModelConfig, {"system": "qwen2", **SIZES})
-    parts = conversion.parts_of(conversion.system_of(config), parameter_shapes(config), config)
+    mappings = tensor_mappings(published_system(config), parameter_shapes(config), config)
     for kind in ("weight", "bias"):
-        forms = [parts[f"model.layers.0.self_attn.{name}_proj.{kind}"].form for name in "qkv"]
-        assert forms == [TURNED, TURNED, SAME]
+        transforms = [mappings[f"model.layers.0.self_attn.{name}_proj.{kind}"].transform for name in "qkv"]
+        assert transforms == [ROTATE_HALF, ROTATE_HALF, SAME]
 
 
 @pytest.mark.parametrize(
@@ -57,7 +59,7 @@ def test_documents_packed_in_a_row_are_each_alone(case, tmp_path):
     theirs = write_random(case, tmp_path)
     source = open_published(tmp_path)
     model = GLM(build(ModelConfig, source.settings))
-    weights = conversion.to_ours(source.theirs, source.parts)
+    weights = to_ours(source.theirs, source.mappings)
     for name, parameter in model.named_parameters():
         parameter.zero_()
         parameter[: len(weights.read(name))] = weights.read(name)
@@ -86,7 +88,7 @@ def test_config_json_of_both_versions_is_read_and_written(case, tmp_path):
     path = tmp_path / "config.json"
     described, settings = json.loads(path.read_text()), open_published(tmp_path).settings
     config = build(ModelConfig, settings)
-    exported = conversion.hf_config(config, {}).to_dict() | conversion.former_fields(config)
+    exported = hf_config(config, {}).to_dict() | former_fields(config)
     old = {
         **described,
         **{name: exported[name] for name in ("global_attn_every_n_layers", "local_attention")},
@@ -115,7 +117,7 @@ def test_the_decoder_writes_what_its_class_writes(tmp_path):
     theirs = write_random("modernbert_decoder", tmp_path)
     source = open_published(tmp_path)
     model = GLM(build(ModelConfig, source.settings))
-    weights = conversion.to_ours(source.theirs, source.parts)
+    weights = to_ours(source.theirs, source.mappings)
     for name, parameter in model.named_parameters():
         parameter.zero_()
         parameter[: len(weights.read(name))] = weights.read(name)
@@ -235,7 +237,7 @@ def test_a_head_is_untied_by_its_tensor(case, tmp_path):
     state["lm_head.weight"] = state["shared.weight"].clone()
     save_file(state, tmp_path / "tied/model.safetensors", {"format": "pt"})
     source = open_published(tmp_path / "tied")
-    assert source.settings["tie_word_embeddings"] and "lm_head.weight" not in source.parts
+    assert source.settings["tie_word_embeddings"] and "lm_head.weight" not in source.mappings
 
 
 @pytest.mark.parametrize(
@@ -245,4 +247,4 @@ def test_an_option_that_the_class_does_not_have_is_not_exported(case, tmp_path):
     random_model(case).save_pretrained(tmp_path)
     config = build(ModelConfig, {**open_published(tmp_path).settings, "segments": 3})
     with pytest.raises(CheckpointError, match=r"model\.segments is 3, which \w+ does not have"):
-        conversion.hf_config(config, {})
+        hf_config(config, {})

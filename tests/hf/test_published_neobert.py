@@ -15,10 +15,10 @@ from data_utils.common.settings import build
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory
-from megatron_lite.hf.published import conversion
-from megatron_lite.hf.published.conversion import open_published
 from megatron_lite.hf.published.neobert import _BY_HEAD as BY_HEAD
 from megatron_lite.hf.published.proof import our_output, text_rows
+from megatron_lite.hf.published.source import open_published
+from megatron_lite.hf.published.write_config import hf_config
 from megatron_lite.inference.open_run import load_run
 from megatron_lite.model.flops import parameter_shapes
 from megatron_lite.model.init import initialize_parameters
@@ -71,9 +71,9 @@ def test_the_width_of_the_ffn_follows_from_its_field(intermediate_size, width, t
     source = open_published(tmp_path)
     assert source.settings["ffn_size"] == width and source.settings["max_position"] == 159
     config = build(ModelConfig, source.settings)
-    kept = conversion.hf_config(config, described(tmp_path)).to_dict()
+    kept = hf_config(config, described(tmp_path)).to_dict()
     assert kept["intermediate_size"] == intermediate_size and kept["max_length"] == 160
-    new = conversion.hf_config(config, {}).to_dict()
+    new = hf_config(config, {}).to_dict()
     assert 8 * -(-int(2 * new["intermediate_size"] / 3) // 8) == width and "ffn_width" not in new
 
 
@@ -174,4 +174,4 @@ def test_an_option_that_it_does_not_have_is_not_exported(option, value):
     config = build(ModelConfig, {"system": "neobert", **SIZES, "ffn_size": 40, option: value})
     assert parameter_shapes(config)
     with pytest.raises(CheckpointError, match=rf"model\.{option} is .*, which NeoBERTLMHead does not have"):
-        conversion.hf_config(config, {})
+        hf_config(config, {})

@@ -14,8 +14,8 @@ from data_utils.common.errors import CheckpointError, ConfigError
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.glm.proof import compare
 from megatron_lite.hf.importing import import_directory
-from megatron_lite.hf.published.conversion import open_published
 from megatron_lite.hf.published.proof import ask
+from megatron_lite.hf.published.source import open_published
 from megatron_lite.hf.published.systems import PUBLISHED
 from megatron_lite.inference.open_run import load_run, open_run
 

@@ -9,7 +9,8 @@ from torch.nn.functional import cross_entropy
 
 from data_utils.common.batch_fields import FIELDS, ORD, POSITION_IDS, TARGETS, TOKENS, WEIGHTS
 from data_utils.objectives import LOSS_NAMES
-from megatron_lite.hf.published import conversion
+from megatron_lite.hf.published.source import open_published
+from megatron_lite.hf.published.tensor_map import to_ours
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.build import build_model, model_spec
 from megatron_lite.model.model_input import ModelInput, prepare
@@ -64,9 +65,9 @@ def published(tmp_path_factory):
     for stack, case in (("encoder", "bert"), ("decoder", "gpt2")):
         path = tmp_path_factory.mktemp(stack)
         theirs[stack] = write_random(case, path)
-        source = conversion.open_published(path)
+        source = open_published(path)
         settings[stack] = {**source.settings, "attention_dropout": 0.0}
-        weights[stack] = conversion.to_ours(source.theirs, source.parts)
+        weights[stack] = to_ours(source.theirs, source.mappings)
     config = latent_config(model=settings["encoder"], decoder=settings["decoder"], optimus={"latent_size": 6})
     model = build_model(config, len(LOSS_NAMES)).eval()
     with torch.no_grad():

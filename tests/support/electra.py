@@ -120,8 +120,8 @@ def their_pair(config: Config, std: float = 0.15) -> tuple[torch.nn.Module, torc
 
 def their_names(config: Config) -> dict[str, list[tuple[int, str]]]:
     """Our parameter -> its parts: 0 for the generator's class or 1 for the other, and the name there."""
-    from megatron_lite.hf.published.conversion import parts_of
     from megatron_lite.hf.published.systems import ELECTRA
+    from megatron_lite.hf.published.tensor_map import tensor_mappings
     from megatron_lite.model.build import model_spec
 
     found: dict[str, list[tuple[int, str]]] = {}
@@ -132,7 +132,7 @@ def their_names(config: Config) -> dict[str, list[tuple[int, str]]]:
             for name, shape in model_spec(config).shapes(config).items()
             if name.startswith((prefix, "replaced."))
         }
-        for theirs, part in parts_of(ELECTRA, shapes, stack).items():
+        for theirs, part in tensor_mappings(ELECTRA, shapes, stack).items():
             ours = part.ours if part.ours.startswith("replaced.") else f"{prefix}{part.ours}"
             if number or not ours.startswith("replaced."):
                 found.setdefault(ours, []).append((number, theirs))

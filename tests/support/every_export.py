@@ -24,7 +24,7 @@ from megatron_lite.config.systems import SYSTEMS
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published.heads import TASK_CLASSES
-from megatron_lite.hf.published.systems import OF_MODEL
+from megatron_lite.hf.published.systems import SYSTEMS_BY_NAME
 from support import hf_runs, optimus_runs
 from support.electra import electra_config, their_pair
 from support.published import CASES, random_model
@@ -128,7 +128,7 @@ def _made(directory: Path, system: str, tokenizer: dict[str, Any], **model: Any)
         "init_std": 0.15,
         "max_position": 63,
     }
-    if OF_MODEL[system].is_encoder_decoder:
+    if SYSTEMS_BY_NAME[system].is_encoder_decoder:
         sizes["decoder_layers"] = 2
     if "num_key_value_heads" in SYSTEMS[system] and system != "neobert":
         sizes["num_key_value_heads"] = 2
@@ -230,7 +230,7 @@ def runs() -> Iterator[tuple[str, Callable[[Path], Path]]]:
         "heads/deberta-v2-body",
         partial(_brought, case="deberta_v3", objective="masked_lm", class_name="DebertaV2Model"),
     )
-    for system in OF_MODEL:
+    for system in SYSTEMS_BY_NAME:
         if system not in ("neobert", "electra"):
             yield (
                 f"made/{system}",

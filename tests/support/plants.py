@@ -386,7 +386,7 @@ ROWS = (
     ),
     Plant(
         "ids of RoBERTa's positions one too small in an export",
-        "megatron_lite/hf/files/published_form.py",
+        "megatron_lite/hf/files/system_table.py",
         "return replace(self, skipped_positions=pad_token_id + 1)",
         "return replace(self, skipped_positions=pad_token_id)",
         ("tests/outside/test_directory_alone.py::test_a_directory_alone_computes_what_was_trained",),
@@ -436,8 +436,8 @@ INSIDE = (
     Plant(
         "Llama's norms of heads in their own order of features",
         "megatron_lite/hf/published/llama.py",
-        'Row("attention.head_norms.key_layernorm", ("self_attn.k_norm",), TURNED),',
-        'Row("attention.head_norms.key_layernorm", ("self_attn.k_norm",)),',
+        'TensorRule("attention.head_norms.key_layernorm", ("self_attn.k_norm",), ROTATE_HALF),',
+        'TensorRule("attention.head_norms.key_layernorm", ("self_attn.k_norm",)),',
         ("tests/hf/test_published_modern.py", "tests/hf/test_published.py"),
     ),
     Plant(

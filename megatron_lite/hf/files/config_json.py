@@ -1,4 +1,4 @@
-"""Reads config.json files of unknown origin: checked before a model is built from them. Writes those of exports.
+"""Reads untrusted config.json files, which are checked before a model is built from them, and writes exported ones.
 
 Types are checked strictly. Sizes are compared with the tensors that the weights' headers list, so that an absurd one
 costs nothing. What would make transformers load another model than the one in the directory is refused.
@@ -22,7 +22,7 @@ from data_utils.common.setting_files import one_line, shown
 from data_utils.common.settings import keys_of
 from data_utils.common.untrusted import conform
 from megatron_lite.config.model import BLOCK_POSITIONS, ModelConfig
-from megatron_lite.hf.files.published_form import System
+from megatron_lite.hf.files.system_table import PublishedSystem
 from megatron_lite.hf.files.weights import Weights, read_json, write_json
 
 CONFIG_JSON = "config.json"
@@ -147,7 +147,7 @@ def released_layout(path: Path, described: Mapping[str, Any]) -> dict[str, Any]:
     return _conformed(path / CONFIG_JSON, described, _ReleasedLayout)
 
 
-def check_fields(path: Path, described: Mapping[str, Any], system: System) -> None:
+def check_fields(path: Path, described: Mapping[str, Any], system: PublishedSystem) -> None:
     """Raise CheckpointError for a field of a published system that is not of the type of its setting."""
     hints, shape = keys_of(ModelConfig), {}
     for entry in system.fields:

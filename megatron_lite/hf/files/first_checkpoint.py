@@ -1,4 +1,4 @@
-"""The first checkpoint of a run that begins with imported weights."""
+"""Writes the checkpoint of step 0 of a run that starts from imported weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which files of a repository an import needs: descriptions, tokenizers, and the weights in one form."""
+"""Lists the files of a repository that an import needs: configurations, tokenizers, and the weights in one format."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Tensors of published files that an import leaves out, and why; and names of tensors, in few words.
+"""Tensors of published files that an import ignores, with the reason; and short lists of tensor names for messages.
 
-The class of transformers that a directory is read with ignores each of these, as its releases of all ages do. A tensor
-that is in no table here and in no row of its system is refused.
+The class of transformers that loads a directory ignores each of these tensors, in all its versions. A tensor that
+neither these tables nor the rules of its system (published/systems.py) name is refused.
 
 Source: `_keys_to_ignore_on_load_unexpected` and the buffers of the modeling files of transformers 3.5, 4.20, 4.57 and
 5.23 (`authorized_unexpected_keys` in the first).
@@ -52,8 +52,8 @@ BUFFERS = (
 )  # fmt: skip
 _BERTS, _ROBERTAS = ("bert", "ernie"), ("roberta", "xlm-roberta", "camembert")
 _LLAMAS = ("llama", "mistral", "qwen2", "qwen3", "eurobert", "glm", "glm4")
-# Heads and layers that a directory's class has not, but another class of its system.
-OF_OTHER_CLASSES = (
+# Heads and layers that the class of a directory lacks and another class of the same system has.
+OTHER_CLASS_TENSORS = (
     LeftOut(("pooler.dense.*",), "a layer on the first token", (*_BERTS, *_ROBERTAS, "electra", "deberta-v2")),
     LeftOut(("pooler.*",), "a layer on the first token", ("albert",)),
     LeftOut(("cls.seq_relationship.*",), "a head that compares two segments", _BERTS),
@@ -89,7 +89,7 @@ def reason(name: str, model_type: str, prefix: str) -> tuple[str, str] | None:
 
     Args: prefix: of the base model's parameters.
     """
-    for each in (*BUFFERS, *OF_OTHER_CLASSES):
+    for each in (*BUFFERS, *OTHER_CLASS_TENSORS):
         if (shown := each.shown(name, model_type, prefix)) is not None:
             return each.what, shown
     return None

@@ -1,8 +1,8 @@
 """The recipe of a run in training.json: the settings that an export writes and an import takes, and no others.
 
-A downloaded training.json is a stranger's. It may decide what is learnt, from the model to the learning rate, but not
-where the new run reads and writes, to whom it reports, or how it uses the machine. `RECIPE` says so once, for both
-directions: a setting that is not in it is never written and never taken.
+A downloaded training.json is untrusted. It may decide what is learnt, from the model to the learning rate, but not
+where the new run reads and writes, to whom it reports, or how it uses the machine. `RECIPE` is the list for both
+directions: a setting that is not in it is neither exported nor imported.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ RECIPE: Mapping[str, tuple[str, ...] | None] = {
     **dict.fromkeys(OBJECTIVES),
 }  # fmt: skip
 SHARES = ("objectives", "objective_starts")  # mappings of names of objectives to numbers
-TOKENIZERS = ("tokenizer", "decoder_tokenizer")  # beside the recipe, with their fingerprints
+TOKENIZERS = ("tokenizer", "decoder_tokenizer")  # stored next to the recipe, with their fingerprints
 # Former versions wrote these sections whole. What a recipe no longer has of them stays out; elsewhere it is refused.
 _FORMERLY_WHOLE = ("training", "optimizer", "task", "optimus")
 
@@ -68,7 +68,7 @@ class Recorded:
     tokenizers: dict[str, dict[str, Any]]  # of TOKENIZERS: options without a path
 
 
-def recipe_of(config: Config) -> dict[str, Any]:
+def portable_recipe(config: Config) -> dict[str, Any]:
     """The settings of a run that an export writes."""
     tree = to_tree(config)
     recipe = {

@@ -38,7 +38,7 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _FLOATS = frozenset(("F64", "F32", "F16", "BF16"))  # as safetensors names them
 _DOUBLE = "F64"
 _WEIGHTS = frozenset((".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx"))
-_OF_A_TRAINING = ("training_args", "optimizer", "scheduler", "rng_state")
+_TRAINING_STATE = ("training_args", "optimizer", "scheduler", "rng_state")
 _LFS = b"version https://git-lfs.github.com/spec/"
 _SHOWN_SHAPES = 2  # pairs: one wrong size can change most tensors
 
@@ -124,7 +124,7 @@ def _other_weights(directory: Path) -> str:
     found = sorted(
         path.name
         for path in directory.glob("*")
-        if path.suffix in _WEIGHTS and not path.name.startswith(_OF_A_TRAINING)
+        if path.suffix in _WEIGHTS and not path.name.startswith(_TRAINING_STATE)
     )
     shown = ", ".join(found[:3]) + ", ..." * (len(found) > 3)
     for ending, kind in ((".safetensors", "model.safetensors"), (".bin", "pytorch_model.bin")):

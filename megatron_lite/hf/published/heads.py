@@ -1,4 +1,4 @@
-"""Heads of tasks on published systems: the classes of transformers that compute what ours do.
+"""Task heads of published systems: the classes of transformers that compute what our heads compute.
 
     classes, values   a layer (model.task_pooler) on the row of the text, and a classifier: ...ForSequenceClassification
     tags              a classifier on each row: ...ForTokenClassification
@@ -6,8 +6,8 @@
 
 ModernBERT's layer is that before its output projection, on all rows.
 
-A class has the head of its task and no other. What else the model has (the head that predicts tokens, ...) is written
-beside an export, in OTHER_HEADS, from which an import takes it.
+A class has the head of its task and no other. Other heads of the model (the one that predicts tokens, ...) are written
+to the file OTHER_HEADS of an export, from which an import reads them.
 
 Source: the modeling files of transformers 5.23.
 """
@@ -21,7 +21,7 @@ from typing import Any, Final
 from data_utils.common.errors import CheckpointError
 from data_utils.common.setting_files import shown
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.hf.files.published_form import Row, System
+from megatron_lite.hf.files.system_table import PublishedSystem, TensorRule
 
 OTHER_HEADS = "other_heads.safetensors"
 SEVERAL_LABELS: Final = "multi_label_classification"  # of each text: `problem_type` of the kind typing
@@ -89,7 +89,7 @@ TASK_CLASSES: dict[str, dict[str, TaskClass]] = {
 }
 
 
-def task_class(system: System, config: ModelConfig) -> TaskClass:
+def task_class(system: PublishedSystem, config: ModelConfig) -> TaskClass:
     """The class with the head of a model's task. Raises: CheckpointError if none computes what it does."""
     found = TASK_CLASSES.get(system.model_type, {}).get(_KIND[config.task_head])
     if found is None:
@@ -111,41 +111,41 @@ def task_class(system: System, config: ModelConfig) -> TaskClass:
     return found
 
 
-def lacks_pooler(system: System, config: ModelConfig) -> str | None:
+def lacks_pooler(system: PublishedSystem, config: ModelConfig) -> str | None:
     """The class of a model's task, where it has a layer before its classifier that the model's head has not."""
     found = TASK_CLASSES.get(system.model_type, {}).get(_KIND.get(config.task_head, ""))
     is_lacking = found is not None and found.pooler is not None and not config.has_task_pooler
     return found.name if found is not None and is_lacking else None
 
 
-def class_of_model(system: System, config: ModelConfig) -> str:
+def transformers_class_name(system: PublishedSystem, config: ModelConfig) -> str:
     """The class that a model is exported to. Raises: as `task_class`."""
-    return system.class_of(config) if config.task_head == "none" else task_class(system, config).name
+    return system.pretraining_class(config) if config.task_head == "none" else task_class(system, config).name
 
 
-def rows_of(system: System, config: ModelConfig) -> tuple[Row, ...]:
+def tensor_rules(system: PublishedSystem, config: ModelConfig) -> tuple[TensorRule, ...]:
     """The table of a model with its heads. Raises: as `task_class`."""
     if config.task_head == "none":
-        return system.rows
+        return system.rules
     found = task_class(system, config)
     is_transform = config.task_pooler_kind == "transform"
     of_body = ("heads.projection.",) if is_transform else ()
     body = tuple(
-        row for row in system.rows if not row.ours.startswith("heads") or row.ours.startswith(of_body)
+        rule for rule in system.rules if not rule.ours.startswith("heads") or rule.ours.startswith(of_body)
     )
-    head = [Row("heads.task.classifier", (found.classifier,))]
+    head = [TensorRule("heads.task.classifier", (found.classifier,))]
     if found.pooler is not None and not is_transform:
         ours = "heads.sentence.dense" if config.sentence_classes else "heads.task.pooler"
-        head.append(Row(ours, (found.pooler,)))
+        head.append(TensorRule(ours, (found.pooler,)))
     return (*body, *head)
 
 
-def architectures(system: System) -> dict[str, str]:
+def architectures(system: PublishedSystem) -> dict[str, str]:
     """Classes with heads of tasks -> their kind."""
     return {found.name: kind for kind, found in TASK_CLASSES.get(system.model_type, {}).items()}
 
 
-def head_settings(system: System, kind: str, described: Any) -> dict[str, Any]:
+def head_settings(system: PublishedSystem, kind: str, described: Any) -> dict[str, Any]:
     """The head's settings in the section `model`. Args: described: their configuration."""
     found, labels = TASK_CLASSES[system.model_type][kind], described.num_labels
     dropout = None if found.dropout is None else getattr(described, found.dropout, None)
@@ -158,7 +158,7 @@ def head_settings(system: System, kind: str, described: Any) -> dict[str, Any]:
     return {**settings, "task_head": "tags" if kind == "tags" else "classes", "task_classes": labels}
 
 
-def head_problems(system: System, kind: str, described: Any) -> list[str]:
+def head_problems(system: PublishedSystem, kind: str, described: Any) -> list[str]:
     """A sentence on each field by which a head is another one in spite of its class."""
     found = TASK_CLASSES[system.model_type][kind]
     return [
@@ -182,7 +182,7 @@ def task_section(head: str, described: Mapping[str, Any]) -> dict[str, Any]:
     return {**section, "labels": [str(names[number]) for number in sorted(names, key=int)]}
 
 
-def _pooling(system: System, found: TaskClass) -> dict[str, Any]:
+def _pooling(system: PublishedSystem, found: TaskClass) -> dict[str, Any]:
     """Fields of config.json that change what the layer before the classifier computes, with the only value here."""
     if found.name == "ModernBertForSequenceClassification":
         return {"classifier_pooling": "cls"}
@@ -193,7 +193,7 @@ def _pooling(system: System, found: TaskClass) -> dict[str, Any]:
     return {"summary_type": "last", "summary_use_proj": True, "summary_activation": "tanh"}
 
 
-def head_fields(system: System, config: ModelConfig, labels: Sequence[str]) -> Mapping[str, Any]:
+def head_fields(system: PublishedSystem, config: ModelConfig, labels: Sequence[str]) -> Mapping[str, Any]:
     """Fields of config.json that describe a model's head. Args: labels: names of the classes; () = numbers."""
     if config.task_head == "none":
         return {}

@@ -1,4 +1,4 @@
-"""The ids of tokens that a published system's config.json and generation_config.json name.
+"""Special token ids in the config.json and generation_config.json of a published system.
 
 The defaults of a class are the ids of its published vocabulary. Another vocabulary has other ids, so every one is
 written, as null where the vocabulary has no such token.
@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from data_utils.common.errors import CheckpointError
 from data_utils.tokenizers.special_tokens import NO_TOKEN
 from data_utils.tokenizers.tokenizer import Tokenizer
-from megatron_lite.hf.files.published_form import System
+from megatron_lite.hf.files.system_table import PublishedSystem
 from megatron_lite.hf.files.weights import read_json, write_json
 from megatron_lite.inference.states import PromptTemplate
 
@@ -23,7 +23,7 @@ GENERATION_JSON = "generation_config.json"
 
 
 def special_ids(
-    tokenizer: Tokenizer, system: System, roles: Mapping[str, str] | None, name: str
+    tokenizer: Tokenizer, system: PublishedSystem, roles: Mapping[str, str] | None, name: str
 ) -> dict[str, int | None]:
     """Fields of config.json. Args: roles: of the tokenizer, by field; None: the system's. name: of the model.
 
@@ -43,7 +43,7 @@ def special_ids(
     return dict.fromkeys(system.unused_ids) | ids
 
 
-def writing_ids(system: System, layout: PromptTemplate | None) -> dict[str, Any]:
+def writing_ids(system: PublishedSystem, layout: PromptTemplate | None) -> dict[str, Any]:
     """Fields of both files that say how a decoder begins. Args: layout: in which it was trained; None: it was not."""
     if layout is None or not layout.start:
         return {}
@@ -57,7 +57,7 @@ def writing_ids(system: System, layout: PromptTemplate | None) -> dict[str, Any]
 def write_generation_config(
     directory: Path,
     described: PretrainedConfig,
-    system: System,
+    system: PublishedSystem,
     layout: PromptTemplate | None,
     *,
     is_kept: bool,

@@ -1,6 +1,7 @@
-"""Llama, Mistral, Qwen and EuroBERT as transformers has them: see systems.py.
+"""The tables of Llama, Mistral, Qwen and EuroBERT: see systems.py.
 
-Their rotary positions turn halves of a head ("rotate_half"), so rows of queries and keys are in another order.
+Their rotary embedding pairs feature j with j + d/2 ("rotate_half"), ours 2j with 2j + 1, so the output features of
+queries and keys are reordered (ROTATE_HALF).
 """
 
 from __future__ import annotations
@@ -8,11 +9,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron_lite.hf.files.published_form import TURNED, VERSION_4, Field, Former, Row, System
-from megatron_lite.hf.published.glm4 import DECODER_FIELDS, FORMER_BASE, GLM4, HEAD_WIDTH, decoder_rows
+from megatron_lite.hf.files.system_table import (
+    ROTATE_HALF,
+    VERSION_4,
+    ConfigField,
+    FormerField,
+    PublishedSystem,
+    TensorRule,
+)
+from megatron_lite.hf.published.glm4 import DECODER_FIELDS, FORMER_BASE, GLM4, HEAD_WIDTH, decoder_rules
 
 _NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-_SCALING = Field(
+_SCALING = ConfigField(
     "rope_parameters.rope_type", "rotary_scaling", {"default": (), "llama3": None},
     numbers=tuple(f"rope_parameters.{name}" for name in _NUMBERS),
 )  # fmt: skip
@@ -27,21 +35,21 @@ def _former_scaling(scaling: tuple[float, ...]) -> dict[str, Any] | None:
 
 _FIELDS = (*DECODER_FIELDS, _SCALING)
 _HEAD_NORMS = (
-    Row("attention.head_norms.query_layernorm", ("self_attn.q_norm",), TURNED),
-    Row("attention.head_norms.key_layernorm", ("self_attn.k_norm",), TURNED),
+    TensorRule("attention.head_norms.query_layernorm", ("self_attn.q_norm",), ROTATE_HALF),
+    TensorRule("attention.head_norms.key_layernorm", ("self_attn.k_norm",), ROTATE_HALF),
 )
 
 
-def _system(name: str, class_name: str, required: dict[str, Any], **changes: Any) -> System:
+def _system(name: str, class_name: str, required: dict[str, Any], **changes: Any) -> PublishedSystem:
     """Args: name: the type in config.json, and `model.system`."""
     return replace(
         GLM4,
         model_type=name,
-        rows=decoder_rows(("mlp.gate_proj", "mlp.up_proj"), TURNED, _HEAD_NORMS),
-        class_of=lambda config: class_name,
+        rules=decoder_rules(("mlp.gate_proj", "mlp.up_proj"), ROTATE_HALF, _HEAD_NORMS),
+        pretraining_class=lambda config: class_name,
         classes={class_name: name},
         required=required,
-        former=(FORMER_BASE, Former("rope_scaling", "rotary_scaling", VERSION_4, _former_scaling)),
+        former=(FORMER_BASE, FormerField("rope_scaling", "rotary_scaling", VERSION_4, _former_scaling)),
         **{"fields": (*_FIELDS, HEAD_WIDTH), **changes},
     )
 

@@ -1,42 +1,42 @@
-"""ModernBERT and Ettin's decoder as transformers has them: see systems.py."""
+"""The tables of ModernBERT and of Ettin's decoder: see systems.py."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from megatron_lite.hf.files.published_form import (
+from megatron_lite.hf.files.system_table import (
     ACTIVATIONS,
+    ROTATE_HALF,
+    ROTATE_HALF_QKV,
     SAME,
-    TURNED,
-    TURNED_THIRDS,
     VERSION_4,
-    Field,
-    Former,
-    Row,
-    System,
+    ConfigField,
+    FormerField,
+    PublishedSystem,
+    TensorRule,
     numbered,
 )
 
 
-def _rows(attention: Row, head: str) -> tuple[Row, ...]:
+def _rules(attention: TensorRule, head: str) -> tuple[TensorRule, ...]:
     """Args: attention: of queries, keys and values. head: their module before the output projection."""
     block = [
-        Row("input_layernorm", ("attn_norm",)),
+        TensorRule("input_layernorm", ("attn_norm",)),
         attention,
-        Row("attention.dense", ("attn.Wo",)),
-        Row("post_attention_layernorm", ("mlp_norm",)),
-        Row("mlp.dense_h_to_4h", ("mlp.Wi",)),
-        Row("mlp.dense_4h_to_h", ("mlp.Wo",)),
+        TensorRule("attention.dense", ("attn.Wo",)),
+        TensorRule("post_attention_layernorm", ("mlp_norm",)),
+        TensorRule("mlp.dense_h_to_4h", ("mlp.Wi",)),
+        TensorRule("mlp.dense_4h_to_h", ("mlp.Wo",)),
     ]
     return (
-        Row("embedding.word_embeddings", ("model.embeddings.tok_embeddings",)),
-        Row("embedding.layernorm", ("model.embeddings.norm",)),
+        TensorRule("embedding.word_embeddings", ("model.embeddings.tok_embeddings",)),
+        TensorRule("embedding.layernorm", ("model.embeddings.norm",)),
         *numbered(block, "layers.{i}.", "model.layers.{i}."),
-        Row("final_layernorm", ("model.final_norm",)),
-        Row("heads.projection.dense", (f"{head}.dense",)),
-        Row("heads.projection.layernorm", (f"{head}.norm",)),
-        Row("heads", ("decoder",)),
+        TensorRule("final_layernorm", ("model.final_norm",)),
+        TensorRule("heads.projection.dense", (f"{head}.dense",)),
+        TensorRule("heads.projection.layernorm", (f"{head}.norm",)),
+        TensorRule("heads", ("decoder",)),
     )
 
 
@@ -61,35 +61,39 @@ def _window(others: int) -> Any:
 _QKV = "attention.query_key_value"
 _THETA = "rope_parameters.{}_attention.rope_theta"
 _FIELDS = (
-    Field("vocab_size", "vocab_size"), Field("num_hidden_layers", "num_layers"),
-    Field("hidden_size", "hidden_size"), Field("num_attention_heads", "num_attention_heads"),
-    Field("intermediate_size", "ffn_size"), Field("max_position_embeddings", "max_position", counts_positions=True),
-    Field("hidden_activation", "activation", ACTIVATIONS), Field("classifier_activation", "activation", ACTIVATIONS),
-    Field("norm_eps", "layernorm_epsilon"), Field("norm_bias", "norm_bias"),
-    Field("classifier_bias", "head_transform_bias"), Field("decoder_bias", "head_bias"),
-    Field(_THETA.format("full"), "rotary_base"), Field(_THETA.format("sliding"), "rotary_base_local"),
-    Field(
+    ConfigField("vocab_size", "vocab_size"), ConfigField("num_hidden_layers", "num_layers"),
+    ConfigField("hidden_size", "hidden_size"), ConfigField("num_attention_heads", "num_attention_heads"),
+    ConfigField("intermediate_size", "ffn_size"),
+    ConfigField("max_position_embeddings", "max_position", counts_positions=True),
+    ConfigField("hidden_activation", "activation", ACTIVATIONS),
+    ConfigField("classifier_activation", "activation", ACTIVATIONS),
+    ConfigField("norm_eps", "layernorm_epsilon"), ConfigField("norm_bias", "norm_bias"),
+    ConfigField("classifier_bias", "head_transform_bias"), ConfigField("decoder_bias", "head_bias"),
+    ConfigField(_THETA.format("full"), "rotary_base"),
+    ConfigField(_THETA.format("sliding"), "rotary_base_local"),
+    ConfigField(
         "layer_types", "global_every", reads=_global_every,
         writes=lambda every, config: _layer_types(every, config.num_layers),
     ),
-    Field("embedding_dropout", "embedding_dropout"), Field("attention_dropout", "attention_dropout"),
-    Field("mlp_dropout", "activation_dropout"), Field("initializer_range", "init_std"),
-    Field("initializer_cutoff_factor", "init_cutoff"),
+    ConfigField("embedding_dropout", "embedding_dropout"),
+    ConfigField("attention_dropout", "attention_dropout"),
+    ConfigField("mlp_dropout", "activation_dropout"), ConfigField("initializer_range", "init_std"),
+    ConfigField("initializer_cutoff_factor", "init_cutoff"),
 )  # fmt: skip
-MODERNBERT = System(
+MODERNBERT = PublishedSystem(
     model_type="modernbert", prefix="model.",
-    rows=_rows(Row(_QKV, ("attn.Wqkv",), TURNED_THIRDS), "head"),
-    fields=(*_FIELDS, Field("local_attention", "attention_window", reads=_window(0), writes=lambda w, _: 2 * w)),
-    class_of=lambda config: "ModernBertForMaskedLM", classes={"ModernBertForMaskedLM": "modernbert"},
+    rules=_rules(TensorRule(_QKV, ("attn.Wqkv",), ROTATE_HALF_QKV), "head"),
+    fields=(*_FIELDS, ConfigField("local_attention", "attention_window", reads=_window(0), writes=lambda w, _: 2 * w)),
+    pretraining_class=lambda config: "ModernBertForMaskedLM", classes={"ModernBertForMaskedLM": "modernbert"},
     required={
         "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True,
         "rope_parameters.full_attention.rope_type": "default", "rope_parameters.sliding_attention.rope_type": "default",
     },
     ties={"decoder.weight": "model.embeddings.tok_embeddings.weight"},
     former=(
-        Former("global_attn_every_n_layers", "global_every", VERSION_4),
-        Former("global_rope_theta", "rotary_base", VERSION_4),
-        Former("local_rope_theta", "rotary_base_local", VERSION_4),
+        FormerField("global_attn_every_n_layers", "global_every", VERSION_4),
+        FormerField("global_rope_theta", "rotary_base", VERSION_4),
+        FormerField("local_rope_theta", "rotary_base_local", VERSION_4),
     ),
     roles={
         "pad_token_id": "pad", "eos_token_id": "eos", "bos_token_id": "cls", "cls_token_id": "cls",
@@ -98,8 +102,13 @@ MODERNBERT = System(
 )  # fmt: skip
 MODERNBERT_DECODER = replace(
     MODERNBERT, model_type="modernbert-decoder",
-    rows=_rows(Row(_QKV, ("attn.q_proj", "attn.k_proj", "attn.v_proj"), (TURNED, TURNED, SAME)), "lm_head"),
-    fields=(*_FIELDS, Field("local_attention", "attention_window", reads=_window(1), writes=lambda w, _: 2 * w + 2)),
-    class_of=lambda config: "ModernBertDecoderForCausalLM",
+    rules=_rules(
+        TensorRule(_QKV, ("attn.q_proj", "attn.k_proj", "attn.v_proj"), (ROTATE_HALF, ROTATE_HALF, SAME)), "lm_head"
+    ),
+    fields=(
+        *_FIELDS,
+        ConfigField("local_attention", "attention_window", reads=_window(1), writes=lambda w, _: 2 * w + 2),
+    ),
+    pretraining_class=lambda config: "ModernBertDecoderForCausalLM",
     classes={"ModernBertDecoderForCausalLM": "modernbert_decoder"}, is_causal=True, begin="cls",
 )  # fmt: skip

@@ -1,10 +1,10 @@
-"""NeoBERT in the layout of its repository: see systems.py. Transformers has no class of it.
+"""The table of NeoBERT, with the names of its repository: see systems.py. Transformers has no class for it.
 
 Its blocks are Llama's, seen both ways. Rotary positions turn pairs, as ours. Queries, keys and values of a head stand
 together. A gated FFN has two thirds of `intermediate_size`, rounded up to a multiple of 8, and `max_length` counts
 positions.
 
-Source: chandar-lab/NeoBERT, neobert.model, and the code beside the published weights.
+Source: chandar-lab/NeoBERT, neobert.model, and the code published with the weights.
 """
 
 from __future__ import annotations
@@ -13,7 +13,13 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from megatron_lite.hf.files.published_form import Field, Form, Row, System, numbered
+from megatron_lite.hf.files.system_table import (
+    ConfigField,
+    PublishedSystem,
+    TensorRule,
+    WeightTransform,
+    numbered,
+)
 
 _CLASSES = {"AutoConfig": "NeoBERTConfig", "AutoModel": "NeoBERT", "AutoModelForMaskedLM": "NeoBERTLMHead"}
 
@@ -53,29 +59,30 @@ def _width(intermediate_size: int) -> int:
 
 CONFIG_MAPPING.register(NeoBertConfig.model_type, NeoBertConfig, exist_ok=True)
 # [H, 3, d] rows of theirs, [3, H, d] of ours.
-_BY_HEAD = Form(
+_BY_HEAD = WeightTransform(
     lambda x, config: x.unflatten(0, (config.num_attention_heads, 3, -1)).transpose(0, 1).flatten(0, 2),
     lambda x, config: x.unflatten(0, (3, config.num_attention_heads, -1)).transpose(0, 1).flatten(0, 2),
 )
 _BLOCK = [
-    Row("input_layernorm", ("attention_norm",)), Row("attention.query_key_value", ("qkv",), _BY_HEAD),
-    Row("attention.dense", ("wo",)), Row("post_attention_layernorm", ("ffn_norm",)),
-    Row("mlp.dense_h_to_4h", ("ffn.w12",)), Row("mlp.dense_4h_to_h", ("ffn.w3",)),
+    TensorRule("input_layernorm", ("attention_norm",)),
+    TensorRule("attention.query_key_value", ("qkv",), _BY_HEAD),
+    TensorRule("attention.dense", ("wo",)), TensorRule("post_attention_layernorm", ("ffn_norm",)),
+    TensorRule("mlp.dense_h_to_4h", ("ffn.w12",)), TensorRule("mlp.dense_4h_to_h", ("ffn.w3",)),
 ]  # fmt: skip
-NEOBERT = System(
+NEOBERT = PublishedSystem(
     model_type="neobert", prefix="model.",
-    rows=(
-        Row("embedding.word_embeddings", ("model.encoder",)),
+    rules=(
+        TensorRule("embedding.word_embeddings", ("model.encoder",)),
         *numbered(_BLOCK, "layers.{i}.", "model.transformer_encoder.{i}."),
-        Row("final_layernorm", ("model.layer_norm",)), Row("heads.vocabulary", ("decoder",)),
-        Row("heads", ("decoder",)),
+        TensorRule("final_layernorm", ("model.layer_norm",)), TensorRule("heads.vocabulary", ("decoder",)),
+        TensorRule("heads", ("decoder",)),
     ),
     fields=(
-        Field("vocab_size", "vocab_size"), Field("num_hidden_layers", "num_layers"),
-        Field("hidden_size", "hidden_size"), Field("num_attention_heads", "num_attention_heads"),
-        Field("ffn_width", "ffn_size"), Field("positions", "max_position", counts_positions=True),
-        Field("norm_eps", "layernorm_epsilon"), Field("decoder_init_range", "init_std"),
+        ConfigField("vocab_size", "vocab_size"), ConfigField("num_hidden_layers", "num_layers"),
+        ConfigField("hidden_size", "hidden_size"), ConfigField("num_attention_heads", "num_attention_heads"),
+        ConfigField("ffn_width", "ffn_size"), ConfigField("positions", "max_position", counts_positions=True),
+        ConfigField("norm_eps", "layernorm_epsilon"), ConfigField("decoder_init_range", "init_std"),
     ),
-    class_of=lambda config: "NeoBERTLMHead", classes={"NeoBERTLMHead": "neobert"}, required={},
+    pretraining_class=lambda config: "NeoBERTLMHead", classes={"NeoBERTLMHead": "neobert"}, required={},
     roles={"pad_token_id": "pad"},
 )  # fmt: skip

@@ -41,9 +41,10 @@ from data_utils.common.batch_fields import (
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.files.config_json import by_transformers, quiet
 from megatron_lite.hf.glm.proof import Question
-from megatron_lite.hf.published.conversion import PublishedSource, load_class, system_of
 from megatron_lite.hf.published.recognition import is_body
 from megatron_lite.hf.published.segment_memory import read_segment
+from megatron_lite.hf.published.source import PublishedSource, load_class
+from megatron_lite.hf.published.systems import published_system
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.model_input import prepare
 from megatron_lite.model.predictions import task_rows
@@ -69,7 +70,7 @@ def ask(
 ) -> list[Question]:
     """Outputs of the class of transformers for a directory's model, computed in `dtype`.
 
-    Raises: CheckpointError, also for what the class raises over files of a stranger.
+    Raises: CheckpointError, also for what the class raises over untrusted files.
 
     Args:
         config: of our model.
@@ -79,30 +80,30 @@ def ask(
     theirs: Any = load_class(directory, class_name, dtype, source)
     with by_transformers(directory):
         if is_body(class_name):
-            return [_of_states(theirs, config, proof_batch(config))]
+            return [_hidden_state_question(theirs, config, proof_batch(config))]
         return _questions(theirs, config, start)
 
 
 def _questions(theirs: Any, config: ModelConfig, start: int | None) -> list[Question]:
     if config.task_head != "none":
-        return [_of_task(theirs, config, proof_batch(config))]
-    found = _of_all_inputs(theirs, config, proof_batch(config))
+        return [_task_question(theirs, config, proof_batch(config))]
+    found = _logits_questions(theirs, config, proof_batch(config))
     if config.decoder_layers:
         start = getattr(theirs.config, "decoder_start_token_id", None) if start is None else start
         if start is None:
             return found  # a directory whose class can neither be given labels nor write
-        found += _of_decoder(theirs, config, start)
+        found += _decoder_questions(theirs, config, start)
     else:
-        found += _of_default_inputs(theirs, config)
+        found += _default_input_questions(theirs, config)
     if config.decoder_layers and theirs.config.num_hidden_layers < config.decoder_layers:
         log.warning(
             "the proof leaves out generation, which fails in %s where a decoder has more layers than its encoder",
             type(theirs).__name__,
         )  # its cache has a place for each layer of the encoder
-    elif config.decoder_layers or system_of(config).is_causal:
-        found.append(_of_generation(theirs, config, start))
+    elif config.decoder_layers or published_system(config).is_causal:
+        found.append(_generation_question(theirs, config, start))
     if config.relative == "xlnet":
-        found.append(_of_memory(theirs, proof_batch(config)[:1]))
+        found.append(_memory_question(theirs, proof_batch(config)[:1]))
     return found
 
 
@@ -135,7 +136,7 @@ def _on_first(name: str, expected: torch.Tensor, batch: np.ndarray, has_task_row
     return Question(name, expected, answer)
 
 
-def _of_all_inputs(theirs: torch.nn.Module, config: ModelConfig, batch: np.ndarray) -> list[Question]:
+def _logits_questions(theirs: torch.nn.Module, config: ModelConfig, batch: np.ndarray) -> list[Question]:
     real = torch.from_numpy(batch[:, DOC] != PADDING_DOC)
     if config.decoder_layers:
         real &= torch.from_numpy(batch[:, ORD] > 0)
@@ -151,12 +152,12 @@ def _token_logits(out: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return out["logits"] if "logits" in out else out["prediction_logits"]
 
 
-def _of_default_inputs(theirs: Any, config: ModelConfig) -> list[Question]:
+def _default_input_questions(theirs: Any, config: ModelConfig) -> list[Question]:
     """Tokens and a mask, as a tokenizer gives them."""
     batch = _without_choices(proof_batch(config, seed=1), theirs)
     if config.task_rows:
         batch[:, OBJECTIVE] = config.task_rows.index(0)  # a loss of the first objective
-    real, system = torch.from_numpy(batch[:, DOC] != PADDING_DOC), system_of(config)
+    real, system = torch.from_numpy(batch[:, DOC] != PADDING_DOC), published_system(config)
     ids, mask = padded(
         [row[TOKENS, : (row[DOC] >= 0).sum()] for row in batch], _pad(theirs), system.padding_side
     )
@@ -174,7 +175,7 @@ def _of_default_inputs(theirs: Any, config: ModelConfig) -> list[Question]:
     return found
 
 
-def _of_decoder(theirs: Any, config: ModelConfig, start: int) -> list[Question]:
+def _decoder_questions(theirs: Any, config: ModelConfig, start: int) -> list[Question]:
     """A decoder's default input are the labels, after its first token."""
     batch = _without_choices(proof_batch(config, seed=1), theirs)
     inputs = encoder_decoder_inputs(batch, _pad(theirs))
@@ -192,12 +193,12 @@ def _of_decoder(theirs: Any, config: ModelConfig, start: int) -> list[Question]:
     ]
 
 
-def _of_generation(theirs: Any, config: ModelConfig, start: int | None) -> Question:
+def _generation_question(theirs: Any, config: ModelConfig, start: int | None) -> Question:
     """Greedy, on prompts of several lengths. What it writes is then read by our model."""
     room = min(_LONGEST_PROMPT, config.max_position + 1)
     steps = min(_STEPS, room // 2)
     lengths = [room - steps, max(1, (room - steps) // 2)]
-    if not system_of(config).counts_real_tokens and not config.decoder_layers:
+    if not published_system(config).counts_real_tokens and not config.decoder_layers:
         lengths = lengths[:1]  # the class counts padding before a prompt as positions
     drawn = _without_choices(proof_batch(config, seed=2), theirs)[: len(lengths), TOKENS]
     prompts = [row[:length] for row, length in zip(drawn, lengths, strict=True)]
@@ -229,7 +230,7 @@ def _until_end(tokens: np.ndarray, ends: int | Sequence[int] | None) -> int:
     return int(is_end.argmax()) + 1 if is_end.any() else len(tokens)
 
 
-def _of_task(theirs: torch.nn.Module, config: ModelConfig, batch: np.ndarray) -> Question:
+def _task_question(theirs: torch.nn.Module, config: ModelConfig, batch: np.ndarray) -> Question:
     """The head of a task: on all rows, or on that of each text. XLNet's class takes the last one, padding or not."""
     if config.relative == "xlnet":
         batch = batch[:1]  # the row without padding
@@ -251,7 +252,7 @@ def _of_task(theirs: torch.nn.Module, config: ModelConfig, batch: np.ndarray) ->
     return Question("head", expected, answer)
 
 
-def _of_states(theirs: Any, config: ModelConfig, batch: np.ndarray) -> Question:
+def _hidden_state_question(theirs: Any, config: ModelConfig, batch: np.ndarray) -> Question:
     """The last hidden states of a class without a head, after its last norm; of a decoder where there is one."""
     real = torch.from_numpy(batch[:, DOC] != PADDING_DOC)
     expected = their_output(theirs, config, batch)["last_hidden_state"]
@@ -265,7 +266,7 @@ def _of_states(theirs: Any, config: ModelConfig, batch: np.ndarray) -> Question:
     return Question("hidden states", expected[real], answer)
 
 
-def _of_memory(theirs: Any, row: np.ndarray) -> Question:
+def _memory_question(theirs: Any, row: np.ndarray) -> Question:
     """The row's text in two segments, the second with the memory of the first. Args: row: int32 [1, fields, S]."""
     longest, reused = theirs.config.mem_len or None, theirs.config.reuse_len or None
     first, second = (part.copy() for part in np.array_split(row, 2, axis=2))
@@ -361,7 +362,7 @@ def their_output(
     """Output of a class of transformers for a batch, int32 [B, fields, S], with every input that it takes."""
     if config.decoder_layers:
         return theirs(**encoder_decoder_inputs(batch))
-    system = system_of(config).padded_with(theirs.config.pad_token_id)  # type: ignore[union-attr, arg-type]
+    system = published_system(config).padded_with(theirs.config.pad_token_id)  # type: ignore[union-attr, arg-type]
 
     def field(number: int) -> torch.Tensor:
         return torch.from_numpy(batch[:, number].astype(np.int64))
@@ -416,7 +417,7 @@ def text_rows(
         if config.decoder_layers:
             row[ORD, context:used] = np.arange(1, len(target) + 1)
             row[POSITION_IDS, context:used] = np.arange(len(target))
-        elif system_of(config).is_causal:
+        elif published_system(config).is_causal:
             row[ORD, :used] = np.arange(used)
     batch[:, WEIGHTS].view(np.float32)[:] = 1.0
     return batch

@@ -1,7 +1,7 @@
-"""Which system a published directory is of, and what its config.json leaves open or says wrongly of its weights.
+"""Recognises the system of a published directory, and completes a config.json that lacks or misstates fields.
 
-    system_in    the system, by model_type, by architectures, or by the names of the tensors where one system alone fits
-    completed    config.json as the rest of the import reads it, and what was changed
+    system_in         the system, by model_type, by architectures, or by tensor names if exactly one system fits
+    complete_config   config.json as the rest of the import reads it, and a line for each change
 
 A class of transformers is named after its system (Bert), and what follows says which head it has.
 """
@@ -18,7 +18,7 @@ from data_utils.common.errors import CheckpointError
 from data_utils.common.setting_files import shorten
 from megatron_lite.hf.files.config_json import CONFIG_JSON
 from megatron_lite.hf.files.left_out import reason
-from megatron_lite.hf.files.published_form import System
+from megatron_lite.hf.files.system_table import PublishedSystem
 from megatron_lite.hf.files.weights import Weights
 from megatron_lite.hf.published.heads import TASK_CLASSES, TaskClass
 from megatron_lite.hf.published.systems import PUBLISHED
@@ -35,7 +35,7 @@ def stem(class_name: str) -> str:
     return _HEADS.sub("", class_name)
 
 
-def body_class(system: System) -> str:
+def body_class(system: PublishedSystem) -> str:
     """The class of a system without a head."""
     return f"{stem(next(iter(system.classes)))}Model"
 
@@ -50,7 +50,7 @@ def architecture(described: Mapping[str, Any]) -> str | None:
     return _FORMER_CLASSES.get(name or "", name)
 
 
-def system_in(path: Path, described: Mapping[str, Any], weights: Weights) -> System | None:
+def system_in(path: Path, described: Mapping[str, Any], weights: Weights) -> PublishedSystem | None:
     """The system of a directory, None if it is of none here. Raises: CheckpointError if several fit its tensors."""
     if (model_type := described.get("model_type")) is not None:
         return PUBLISHED.get(model_type)
@@ -73,38 +73,40 @@ def system_in(path: Path, described: Mapping[str, Any], weights: Weights) -> Sys
     return next(iter(fitting), None)
 
 
-def _fits(system: System, names: Iterable[str]) -> bool:
+def _fits(system: PublishedSystem, names: Iterable[str]) -> bool:
     """Whether all tensors can be of a system, its words among them. Files of a base model alone may lack the prefix."""
     names = set(names)
     if not any(name.startswith(system.prefix) for name in names):
         names = {name if reason(name, system.model_type, "") else f"{system.prefix}{name}" for name in names}
-    modules = {re.sub(r"\\{i\\}", r"\\d+", re.escape(each)) for row in system.rows for each in row.theirs}
+    modules = {re.sub(r"\\{i\\}", r"\\d+", re.escape(each)) for rule in system.rules for each in rule.theirs}
     pattern = re.compile(rf"({'|'.join(sorted(modules))})(\.weight|\.bias|\.gamma|\.beta)?")
     known = {*system.ties, *system.zeros}
-    (words,) = (row.theirs[0] for row in system.rows if row.ours == "embedding.word_embeddings")
+    (words,) = (rule.theirs[0] for rule in system.rules if rule.ours == "embedding.word_embeddings")
     return f"{words}.weight" in names and all(
         pattern.fullmatch(name) or name in known or reason(name, system.model_type, system.prefix)
         for name in names
     )
 
 
-def head_modules(system: System) -> set[str]:
+def head_modules(system: PublishedSystem) -> set[str]:
     """Modules of theirs that predict tokens."""
     return {
         each
-        for row in system.rows
-        if row.ours.startswith("heads") and not row.ours.startswith("heads.sentence.")
-        for each in row.theirs
+        for rule in system.rules
+        if rule.ours.startswith("heads") and not rule.ours.startswith("heads.sentence.")
+        for each in rule.theirs
     }
 
 
-def has_head(system: System, names: Iterable[str]) -> bool:
+def has_head(system: PublishedSystem, names: Iterable[str]) -> bool:
     """Whether tensors have any of what predicts tokens. Args: names: of today."""
     modules = tuple(f"{module}." for module in head_modules(system))
     return any(name.startswith(modules) for name in names)
 
 
-def with_its_names(system: System, described: Mapping[str, Any], names: Collection[str]) -> System:
+def with_head_names(
+    system: PublishedSystem, described: Mapping[str, Any], names: Collection[str]
+) -> PublishedSystem:
     """The table with the names of the head that a directory has. Args: names: of its tensors."""
     if system.legacy is None or not has_head(system.legacy, names):
         return system
@@ -112,8 +114,8 @@ def with_its_names(system: System, described: Mapping[str, Any], names: Collecti
     return system if is_both and described.get("legacy") is False else system.legacy
 
 
-def completed(
-    system: System, described: Mapping[str, Any], theirs: Weights, path: Path
+def complete_config(
+    system: PublishedSystem, described: Mapping[str, Any], theirs: Weights, path: Path
 ) -> tuple[dict[str, Any], list[str]]:
     """config.json with what it leaves open and what the weights decide, and a line for each change that a user notices.
 
@@ -143,7 +145,7 @@ def completed(
     return found, lines
 
 
-def _class_by_tensors(system: System, theirs: Weights, path: Path) -> str | None:
+def _class_by_tensors(system: PublishedSystem, theirs: Weights, path: Path) -> str | None:
     """The class with the head that the tensors have, None where the first class or none has it."""
     if has_head(system, theirs.shapes):
         *_, last = system.classes.items()
@@ -189,7 +191,7 @@ def _with_labels(described: dict[str, Any], head: TaskClass, theirs: Weights, pa
     described.pop("num_labels", None)
     described["id2label"] = {str(number): taken[number] for number in range(rows)}
     described["label2id"] = {name: int(number) for number, name in described["id2label"].items()}
-    told = " and ".join(map(str, sorted(said))) if said else "no number of"
+    declared = " and ".join(map(str, sorted(said))) if said else "no number of"
     more = "" if set(range(rows)) <= set(names) else "; those without a name are LABEL_i"
     more += "; the other names are left out" if set(names) - set(range(rows)) else ""
-    return [f"{CONFIG_JSON} says {told} labels, and the head has {rows}{more}"]
+    return [f"{CONFIG_JSON} says {declared} labels, and the head has {rows}{more}"]

@@ -42,24 +42,24 @@ from megatron_lite.hf.files.weights import (
     write_sharded,
 )
 from megatron_lite.hf.glm import proof
-from megatron_lite.hf.published.conversion import (
-    NOT_IN_FILES,
-    PublishedSource,
-    former_fields,
-    hf_config,
-    is_headless,
+from megatron_lite.hf.published.heads import (
+    OTHER_HEADS,
+    SEVERAL_LABELS,
+    task_section,
+    transformers_class_name,
+)
+from megatron_lite.hf.published.ids import special_ids, write_generation_config, writing_ids
+from megatron_lite.hf.published.proof import ask
+from megatron_lite.hf.published.recognition import body_class, is_body
+from megatron_lite.hf.published.source import PublishedSource, is_headless, open_published
+from megatron_lite.hf.published.systems import published_system
+from megatron_lite.hf.published.tensor_map import (
     kept_rows,
-    open_published,
-    parts_of,
-    system_of,
+    tensor_mappings,
     to_ours,
     to_theirs,
     with_second_names,
 )
-from megatron_lite.hf.published.heads import OTHER_HEADS, SEVERAL_LABELS, class_of_model, task_section
-from megatron_lite.hf.published.ids import special_ids, write_generation_config, writing_ids
-from megatron_lite.hf.published.proof import ask
-from megatron_lite.hf.published.recognition import body_class, is_body
 from megatron_lite.hf.published.tokenizers import (
     brought_tokenizer,
     copy_tokenizer_files,
@@ -68,6 +68,7 @@ from megatron_lite.hf.published.tokenizers import (
 )
 from megatron_lite.hf.published.usual import with_objective, with_sizes
 from megatron_lite.hf.published.versions import oldest_version
+from megatron_lite.hf.published.write_config import NOT_IN_FILES, former_fields, hf_config
 from megatron_lite.inference.decoders import template_of
 from megatron_lite.inference.open_run import OpenRun, load_model
 from megatron_lite.inference.states import PromptTemplate
@@ -99,7 +100,7 @@ def import_published(
     with new_directory(output) as directory:
         source = open_published(path)
         keep_files(source, directory / KEPT_FILES)
-        config = config_of_import(source, output, directory, tree, verify)
+        config = build_import_config(source, output, directory, tree, verify)
         checkpoint = directory / "checkpoints" / checkpoint_name(0)
         weights = with_new_heads(source, config, parameter_shapes(config.model))
         write_training_checkpoint(checkpoint, weights, config)
@@ -109,7 +110,7 @@ def import_published(
         if not verify:
             return None
         saved = read_checkpoint(checkpoint)
-        class_name = source.class_name or class_of_model(source.system, config.model)
+        class_name = source.class_name or transformers_class_name(source.system, config.model)
         found = proof.prove(
             lambda dtype: ask(path, class_name, config.model, dtype=dtype, source=source),
             lambda: load_model(saved, config.model),
@@ -120,7 +121,7 @@ def import_published(
         return proof.joined(found)
 
 
-def config_of_import(
+def build_import_config(
     source: PublishedSource, output: Path, directory: Path, tree: Mapping[str, Any], verify: bool
 ) -> Config:
     """The configuration of the new run, with the tokenizer that a directory brings, if the tree names none."""
@@ -216,7 +217,7 @@ def keep_files(source: PublishedSource, directory: Path) -> None:
     directory.mkdir(parents=True)
     write_json(directory / "config.json", source.described)
     copy_tokenizer_files(source.path, directory)
-    rows = dict(kept_rows(source.theirs, source.parts))
+    rows = dict(kept_rows(source.theirs, source.mappings))
     if rows:
         shapes = {name: tuple(tensor.shape) for name, tensor in rows.items()}
         write_tensors(directory / KEPT_ROWS, shapes, rows.values(), metadata=METADATA)
@@ -227,7 +228,7 @@ def with_new_heads(source: PublishedSource, config: Config, shapes: dict[str, tu
 
     Args: shapes: name -> shape of what the run has of the source.
     """
-    weights, others = to_ours(source.theirs, source.parts), source.others
+    weights, others = to_ours(source.theirs, source.mappings), source.others
     missing = [
         name for name in shapes if name not in weights.shapes and others.shapes.get(name) != shapes[name]
     ]
@@ -304,7 +305,7 @@ def write_stack(directory: Path, stack: Stack, dtype: str, max_shard_bytes: int)
     Returns: the name of the class, and the file of what it has not, if there is such. Raises: CheckpointError.
     """
     config, weights, kept = stack.config, stack.weights, stack.kept
-    system = system_of(config)
+    system = published_system(config)
     ids = special_ids(stack.tokenizer, system, stack.roles, stack.name)
     base = read_json(kept / "config.json") if kept.exists() else ids
     base |= writing_ids(system, stack.layout) | ({"problem_type": stack.problem} if stack.problem else {})
@@ -312,7 +313,10 @@ def write_stack(directory: Path, stack: Stack, dtype: str, max_shard_bytes: int)
     system = system.padded_with(described.pad_token_id)
     if system.legacy is not None and described.legacy:
         system = system.legacy
-    parts, class_name = parts_of(system, weights.shapes, config), class_of_model(system, config)
+    parts, class_name = (
+        tensor_mappings(system, weights.shapes, config),
+        transformers_class_name(system, config),
+    )
     if is_headless(config) and not any(name.startswith("replaced.") for name in weights.shapes):
         class_name = body_class(system)  # of a discriminator without its generator
         described.architectures = [class_name]

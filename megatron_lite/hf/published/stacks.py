@@ -1,68 +1,81 @@
-"""BART, T5 and mT5, of an encoder and a decoder, as transformers has them: see systems.py.
+"""The tables of the encoder-decoders BART, T5 and mT5: see systems.py.
 
 The classes of T5 and mT5 tie their words and their head, whatever config.json says, but keep a head that differs (T5
 1.1, mT5). T5's reads from `tie_word_embeddings` whether it scales what the head takes; mT5's never does. In version 4
 of transformers both classes read from that field whether they tie and scale, so it says here whether they scale, and a
-head that is tied and not scaled is written beside the words that it is tied to.
+head that is tied and not scaled is written in addition to the word embeddings that it is tied to.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron_lite.hf.files.published_form import ACTIVATIONS, VERSION_4, Field, Former, Row, System, numbered
+from megatron_lite.hf.files.system_table import (
+    ACTIVATIONS,
+    VERSION_4,
+    ConfigField,
+    FormerField,
+    PublishedSystem,
+    TensorRule,
+    numbered,
+)
 
 
-def _both_stacks(rows: list[Row], encoder: str, decoder: str) -> tuple[Row, ...]:
-    return numbered(rows, "layers.{i}.", encoder) + numbered(rows, "layers.{d}.", decoder)
+def _both_stacks(rules: list[TensorRule], encoder: str, decoder: str) -> tuple[TensorRule, ...]:
+    return numbered(rules, "layers.{i}.", encoder) + numbered(rules, "layers.{d}.", decoder)
 
 
-BART = System(
+BART = PublishedSystem(
     model_type="bart",
     prefix="model.",
-    rows=(
-        Row("embedding.word_embeddings", ("model.shared",)),
-        Row("embedding.position_embeddings", ("model.encoder.embed_positions",)),
-        Row("embedding.layernorm", ("model.encoder.layernorm_embedding",)),
-        Row("decoder_embedding.position_embeddings", ("model.decoder.embed_positions",)),
-        Row("decoder_embedding.layernorm", ("model.decoder.layernorm_embedding",)),
+    rules=(
+        TensorRule("embedding.word_embeddings", ("model.shared",)),
+        TensorRule("embedding.position_embeddings", ("model.encoder.embed_positions",)),
+        TensorRule("embedding.layernorm", ("model.encoder.layernorm_embedding",)),
+        TensorRule("decoder_embedding.position_embeddings", ("model.decoder.embed_positions",)),
+        TensorRule("decoder_embedding.layernorm", ("model.decoder.layernorm_embedding",)),
         *_both_stacks(
             [
-                Row(
+                TensorRule(
                     "attention.query_key_value",
                     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
                 ),
-                Row("attention.dense", ("self_attn.out_proj",)),
-                Row("post_attention_layernorm", ("self_attn_layer_norm",)), Row("mlp.dense_h_to_4h", ("fc1",)),
-                Row("mlp.dense_4h_to_h", ("fc2",)), Row("output_layernorm", ("final_layer_norm",)),
+                TensorRule("attention.dense", ("self_attn.out_proj",)),
+                TensorRule("post_attention_layernorm", ("self_attn_layer_norm",)),
+                TensorRule("mlp.dense_h_to_4h", ("fc1",)),
+                TensorRule("mlp.dense_4h_to_h", ("fc2",)),
+                TensorRule("output_layernorm", ("final_layer_norm",)),
             ],
             "model.encoder.layers.{i}.",
             "model.decoder.layers.{i}.",
         ),
         *numbered(
             [
-                Row("cross_attention.query", ("encoder_attn.q_proj",)),
-                Row("cross_attention.key_value", ("encoder_attn.k_proj", "encoder_attn.v_proj")),
-                Row("cross_attention.dense", ("encoder_attn.out_proj",)),
-                Row("cross_layernorm", ("encoder_attn_layer_norm",)),
+                TensorRule("cross_attention.query", ("encoder_attn.q_proj",)),
+                TensorRule("cross_attention.key_value", ("encoder_attn.k_proj", "encoder_attn.v_proj")),
+                TensorRule("cross_attention.dense", ("encoder_attn.out_proj",)),
+                TensorRule("cross_layernorm", ("encoder_attn_layer_norm",)),
             ],
             "layers.{d}.",
             "model.decoder.layers.{i}.",
         ),
     ),
     fields=(
-        Field("vocab_size", "vocab_size"), Field("encoder_layers", "num_layers"),
-        Field("decoder_layers", "decoder_layers"), Field("d_model", "hidden_size"),
-        Field("encoder_attention_heads", "num_attention_heads"),
-        Field("decoder_attention_heads", "num_attention_heads"), Field("encoder_ffn_dim", "ffn_size"),
-        Field("decoder_ffn_dim", "ffn_size"),
-        Field("max_position_embeddings", "max_position", counts_positions=True),
-        Field("activation_function", "activation", ACTIVATIONS), Field("scale_embedding", "scale_embedding"),
-        Field("dropout", "output_dropout"), Field("dropout", "embedding_dropout"),
-        Field("attention_dropout", "attention_dropout"), Field("activation_dropout", "activation_dropout"),
-        Field("init_std", "init_std"),
+        ConfigField("vocab_size", "vocab_size"), ConfigField("encoder_layers", "num_layers"),
+        ConfigField("decoder_layers", "decoder_layers"), ConfigField("d_model", "hidden_size"),
+        ConfigField("encoder_attention_heads", "num_attention_heads"),
+        ConfigField("decoder_attention_heads", "num_attention_heads"),
+        ConfigField("encoder_ffn_dim", "ffn_size"),
+        ConfigField("decoder_ffn_dim", "ffn_size"),
+        ConfigField("max_position_embeddings", "max_position", counts_positions=True),
+        ConfigField("activation_function", "activation", ACTIVATIONS),
+        ConfigField("scale_embedding", "scale_embedding"),
+        ConfigField("dropout", "output_dropout"), ConfigField("dropout", "embedding_dropout"),
+        ConfigField("attention_dropout", "attention_dropout"),
+        ConfigField("activation_dropout", "activation_dropout"),
+        ConfigField("init_std", "init_std"),
     ),
-    class_of=lambda config: "BartForConditionalGeneration",
+    pretraining_class=lambda config: "BartForConditionalGeneration",
     classes={"BartForConditionalGeneration": "bart"},
     required={
         "tie_word_embeddings": True,
@@ -80,61 +93,65 @@ BART = System(
     is_encoder_decoder=True,
 )  # fmt: skip
 _T5_ATTENTION = [
-    Row(
+    TensorRule(
         "attention.query_key_value",
         ("layer.0.SelfAttention.q", "layer.0.SelfAttention.k", "layer.0.SelfAttention.v"),
     ),
-    Row("attention.dense", ("layer.0.SelfAttention.o",)),
-    Row("input_layernorm", ("layer.0.layer_norm",)),
+    TensorRule("attention.dense", ("layer.0.SelfAttention.o",)),
+    TensorRule("input_layernorm", ("layer.0.layer_norm",)),
 ]
 
 
-def _t5_ffn(layer: int) -> list[Row]:
+def _t5_ffn(layer: int) -> list[TensorRule]:
     ffn = f"layer.{layer}.DenseReluDense"
     return [
-        Row("mlp.dense_h_to_4h", (f"{ffn}.wi",), ffn="plain"),
-        Row("mlp.dense_h_to_4h", (f"{ffn}.wi_0", f"{ffn}.wi_1"), ffn="gated"),
-        Row("mlp.dense_4h_to_h", (f"{ffn}.wo",)),
-        Row("post_attention_layernorm", (f"layer.{layer}.layer_norm",)),
+        TensorRule("mlp.dense_h_to_4h", (f"{ffn}.wi",), ffn="plain"),
+        TensorRule("mlp.dense_h_to_4h", (f"{ffn}.wi_0", f"{ffn}.wi_1"), ffn="gated"),
+        TensorRule("mlp.dense_4h_to_h", (f"{ffn}.wo",)),
+        TensorRule("post_attention_layernorm", (f"layer.{layer}.layer_norm",)),
     ]
 
 
 _T5_BIAS = "block.0.layer.0.SelfAttention.relative_attention_bias"  # the first layer holds the table of all
 _T5_FIELDS = (
-    Field("vocab_size", "vocab_size"), Field("num_layers", "num_layers"),
-    Field("num_decoder_layers", "decoder_layers"), Field("d_model", "hidden_size"),
-    Field("num_heads", "num_attention_heads"), Field("d_kv", "head_dim"), Field("d_ff", "ffn_size"),
-    Field("feed_forward_proj", "activation", {"relu": "relu", "gated-gelu": "gelu_tanh"}),
-    Field("feed_forward_proj", "ffn", {"relu": "plain", "gated-gelu": "gated"}),
-    Field("layer_norm_epsilon", "layernorm_epsilon"), Field("dropout_rate", "output_dropout"),
-    Field("dropout_rate", "embedding_dropout"), Field("dropout_rate", "attention_dropout"),
-    Field("dropout_rate", "activation_dropout"), Field("dropout_rate", "final_dropout"),
+    ConfigField("vocab_size", "vocab_size"), ConfigField("num_layers", "num_layers"),
+    ConfigField("num_decoder_layers", "decoder_layers"), ConfigField("d_model", "hidden_size"),
+    ConfigField("num_heads", "num_attention_heads"),
+    ConfigField("d_kv", "head_dim"),
+    ConfigField("d_ff", "ffn_size"),
+    ConfigField("feed_forward_proj", "activation", {"relu": "relu", "gated-gelu": "gelu_tanh"}),
+    ConfigField("feed_forward_proj", "ffn", {"relu": "plain", "gated-gelu": "gated"}),
+    ConfigField("layer_norm_epsilon", "layernorm_epsilon"), ConfigField("dropout_rate", "output_dropout"),
+    ConfigField("dropout_rate", "embedding_dropout"), ConfigField("dropout_rate", "attention_dropout"),
+    ConfigField("dropout_rate", "activation_dropout"), ConfigField("dropout_rate", "final_dropout"),
 )  # fmt: skip
-T5 = System(
+T5 = PublishedSystem(
     model_type="t5",
     prefix="",
-    rows=(
-        Row("embedding.word_embeddings", ("shared",)), Row("relative_bias", (f"encoder.{_T5_BIAS}",)),
-        Row("decoder_relative_bias", (f"decoder.{_T5_BIAS}",)),
+    rules=(
+        TensorRule("embedding.word_embeddings", ("shared",)),
+        TensorRule("relative_bias", (f"encoder.{_T5_BIAS}",)),
+        TensorRule("decoder_relative_bias", (f"decoder.{_T5_BIAS}",)),
         *_both_stacks(_T5_ATTENTION, "encoder.block.{i}.", "decoder.block.{i}."),
         *numbered(_t5_ffn(1), "layers.{i}.", "encoder.block.{i}."),
         *numbered(
             [
-                Row("cross_attention.query", ("layer.1.EncDecAttention.q",)),
-                Row("cross_attention.key_value", ("layer.1.EncDecAttention.k", "layer.1.EncDecAttention.v")),
-                Row("cross_attention.dense", ("layer.1.EncDecAttention.o",)),
-                Row("cross_layernorm", ("layer.1.layer_norm",)), *_t5_ffn(2),
+                TensorRule("cross_attention.query", ("layer.1.EncDecAttention.q",)),
+                TensorRule("cross_attention.key_value", ("layer.1.EncDecAttention.k", "layer.1.EncDecAttention.v")),
+                TensorRule("cross_attention.dense", ("layer.1.EncDecAttention.o",)),
+                TensorRule("cross_layernorm", ("layer.1.layer_norm",)), *_t5_ffn(2),
             ],
             "layers.{d}.",
             "decoder.block.{i}.",
         ),
-        Row("encoder_layernorm", ("encoder.final_layer_norm",)),
-        Row("final_layernorm", ("decoder.final_layer_norm",)), Row("heads.vocabulary", ("lm_head",)),
+        TensorRule("encoder_layernorm", ("encoder.final_layer_norm",)),
+        TensorRule("final_layernorm", ("decoder.final_layer_norm",)),
+        TensorRule("heads.vocabulary", ("lm_head",)),
     ),
     fields=(
-        *_T5_FIELDS, Field("scale_decoder_outputs", "scale_head", {True: True, False: False}),
+        *_T5_FIELDS, ConfigField("scale_decoder_outputs", "scale_head", {True: True, False: False}),
     ),
-    class_of=lambda config: "T5ForConditionalGeneration",
+    pretraining_class=lambda config: "T5ForConditionalGeneration",
     classes={"T5ForConditionalGeneration": "t5"},
     required={"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128},
     ties={
@@ -144,9 +161,9 @@ T5 = System(
     },
     roles={"pad_token_id": "pad", "eos_token_id": "eos"}, is_encoder_decoder=True,
     optional={"tie_word_embeddings": "lm_head.weight"},
-    former=(Former("tie_word_embeddings", "scale_head", VERSION_4, is_another_name=False),),
+    former=(FormerField("tie_word_embeddings", "scale_head", VERSION_4, is_another_name=False),),
 )  # fmt: skip
 MT5 = replace(
-    T5, model_type="mt5", fields=_T5_FIELDS, class_of=lambda config: "MT5ForConditionalGeneration",
+    T5, model_type="mt5", fields=_T5_FIELDS, pretraining_class=lambda config: "MT5ForConditionalGeneration",
     classes={"MT5ForConditionalGeneration": "mt5"},
 )  # fmt: skip

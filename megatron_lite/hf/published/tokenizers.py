@@ -1,4 +1,4 @@
-"""The tokenizer files of a published system's directory: taken into a run, and written again with an export."""
+"""Tokenizer files of a published system: copied into a run by an import, and written again by an export."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig, load_tok
 from megatron_lite.hf.files.tokenizer_proof import compare, encoded, load_theirs, tokenizer_proof
 from megatron_lite.hf.files.weights import read_json, write_json
 from megatron_lite.hf.glm.tokenizer_files import visible_backend
-from megatron_lite.hf.published.systems import OF_MODEL
+from megatron_lite.hf.published.systems import SYSTEMS_BY_NAME
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERAL = "PreTrainedTokenizerFast"  # the class that reads a tokenizer.json as it is, in versions 4 and 5
@@ -141,7 +141,7 @@ def write_tokenizer(
         has_segments: whether the class is to be given the segment of each token.
     """
     copy_tokenizer_files(kept, directory)
-    if has_tokenizer(kept) and _gives_ids_of(directory, tokenizer):
+    if has_tokenizer(kept) and _encodes_as(directory, tokenizer):
         return
     around = tuple(
         [special_id(tokenizer, role) for role in part if role not in tokenizer.lacking]
@@ -153,11 +153,11 @@ def write_tokenizer(
     segments = ["token_type_ids"] if has_segments else []
     inputs: dict[str, Any] = {"model_input_names": ["input_ids", *segments, "attention_mask"]}
     if (
-        system in OF_MODEL and OF_MODEL[system].padding_side == "left"
+        system in SYSTEMS_BY_NAME and SYSTEMS_BY_NAME[system].padding_side == "left"
     ):  # XLNet's, whose heads read the last token
         inputs["padding_side"] = "left"
     _write_files(directory, tokenizer, ids, inputs)
-    if isinstance(tokenizer, HuggingFaceTokenizer) and not _gives_ids_of(directory, tokenizer, around):
+    if isinstance(tokenizer, HuggingFaceTokenizer) and not _encodes_as(directory, tokenizer, around):
         _write_general(directory, tokenizer, ids, around, inputs)
 
 
@@ -165,7 +165,7 @@ def special_id(tokenizer: Tokenizer, role: str) -> int:
     return int(getattr(tokenizer.special, role))
 
 
-def _gives_ids_of(directory: Path, tokenizer: Tokenizer, around: Around | None = None) -> bool:
+def _encodes_as(directory: Path, tokenizer: Tokenizer, around: Around | None = None) -> bool:
     try:
         theirs = load_theirs(directory)
         if around is not None:
@@ -215,7 +215,7 @@ def _write_general(
 
     The first text has segment 0, a second one segment 1, and CLS segment 2 where it ends a text.
 
-    The run's files stay beside it where they have other names, so that an import finds the tokenizer of the corpora.
+    The run's files stay next to it where they have other names, so that an import finds the tokenizer of the corpora.
     """
     named = {i: name for i, name in tokenizer.special_names.items() if i < tokenizer.num_tokens}
     backend = visible_backend(tokenizer, named)

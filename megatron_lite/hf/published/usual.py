@@ -1,9 +1,9 @@
-"""What an import sets where its user says nothing: the objective of the model's class, and sizes that fit the model.
+"""Defaults of an import: the objective of the model's class, and sizes that fit the model.
 
     with_objective   what the class was trained on, as far as its directory tells, with its paper's settings
     with_sizes       steps, length of samples, batch and warm-up
 
-Whatever the user gives goes first. The settings of a recipe that a directory does not tell are those of configs/.
+Settings of the user override them. Settings of a recipe that the directory does not contain come from configs/.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from data_utils.common.settings import build, check, merge
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.sections import BatchConfig
 from megatron_lite.config.tree import Config
-from megatron_lite.hf.published.systems import OF_MODEL
+from megatron_lite.hf.published.systems import SYSTEMS_BY_NAME
 
 STEPS = 1000
 LONGEST = 2048  # positions: rotary models hold far more than a first run on their weights can pay
@@ -43,7 +43,7 @@ def with_objective(tree: Mapping[str, Any]) -> dict[str, Any]:
     if tree.get("objectives"):
         return dict(tree)
     model = build(ModelConfig, tree["model"], "model.")
-    usual = "causal" if OF_MODEL[model.system].is_causal else "masked_lm"
+    usual = "causal" if SYSTEMS_BY_NAME[model.system].is_causal else "masked_lm"
     name = _OBJECTIVES.get(model.system, usual)
     section = dict(_RECIPES.get(model.system, {}))
     has_label = name in _SENTENCE_LABELS and model.sentence_classes > 0

@@ -1,7 +1,7 @@
-"""Which versions of transformers compute an export as the newest do: what tests/hf/test_other_transformers.py found.
+"""The oldest version of transformers that computes an export correctly, found by tests/hf/test_other_transformers.py.
 
-Fields of config.json that versions name differently are in the systems' tables (`Former`), and both are written. Here
-is what no file can mend: a class that a version has not, or has in another form.
+Fields of config.json that versions name differently are in the systems' tables (`FormerField`), and both are written.
+The table here lists what no file can mend: classes that a version lacks, or whose architecture differs in it.
 """
 
 from __future__ import annotations

@@ -33,25 +33,21 @@ from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.files.model_card import ORIGINS, sizes, write_card
 from megatron_lite.hf.files.weights import DTYPES, WORDS, Weights, check_shapes, new_directory
 from megatron_lite.hf.glm import proof
-from megatron_lite.hf.published.conversion import (
-    PublishedSource,
-    load_class,
-    open_published,
-    system_of,
-    to_ours,
-)
-from megatron_lite.hf.published.heads import class_of_model
+from megatron_lite.hf.published.heads import transformers_class_name
 from megatron_lite.hf.published.proof import ask as ask_published
 from megatron_lite.hf.published.proof import proof_batch, their_output
 from megatron_lite.hf.published.runs import (
     KEPT_FILES,
     Stack,
-    config_of_import,
+    build_import_config,
     keep_files,
     require_same_model,
     with_new_heads,
     write_stack,
 )
+from megatron_lite.hf.published.source import PublishedSource, load_class, open_published
+from megatron_lite.hf.published.systems import published_system
+from megatron_lite.hf.published.tensor_map import to_ours
 from megatron_lite.inference.open_run import OpenRun
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.build import model_spec
@@ -111,7 +107,7 @@ def electra_card(run: OpenRun) -> str:
     origin = ORIGINS[is_imported, run.checkpoint.step > 0].format(names="electra")
     generator = generator_of(run.config)
     classes = {
-        name: class_of_model(system_of(stack), stack)
+        name: transformers_class_name(published_system(stack), stack)
         for name, stack in ((GENERATOR_OF, generator), (DISCRIMINATOR_OF, run.config.model))
     }
     words = {
@@ -158,7 +154,7 @@ def import_electra(
             "training": {"loss_normalization": "per_objective", "loss_weights": {"replaced": 50.0}},
             "electra": section,
         }
-        config = config_of_import(found, output, directory, merge(usual, tree), verify)
+        config = build_import_config(found, output, directory, merge(usual, tree), verify)
         require_same_model("the generator", generator_of(config), generator)
         weights = _joined(found, generator, path, config)
         check_shapes(weights, model_spec(config).shapes(config), path)
@@ -175,7 +171,7 @@ def import_electra(
 def _joined(found: PublishedSource, generator: PublishedSource, path: Path, config: Config) -> Weights:
     """All tensors under our names. Raises: CheckpointError for tables that are not the same."""
     parts = {
-        GENERATOR_OF: to_ours(generator.theirs, generator.parts),
+        GENERATOR_OF: to_ours(generator.theirs, generator.mappings),
         DISCRIMINATOR_OF: with_new_heads(found, config, discriminator_shapes(config.model)),
     }
     is_sum = is_detached(config)
@@ -237,7 +233,9 @@ def _loaded(
 @torch.no_grad()
 def _ask(directory: Path, config: Config, dtype: torch.dtype) -> list[proof.Question]:
     generator, model = generator_of(config), config.model
-    of_generator, of_discriminator = (class_of_model(system_of(stack), stack) for stack in (generator, model))
+    of_generator, of_discriminator = (
+        transformers_class_name(published_system(stack), stack) for stack in (generator, model)
+    )
     found = ask_published(directory / GENERATOR_OF, of_generator, generator, dtype=dtype)
     found = [replace(question, answer=functools.partial(_of, "generator", question)) for question in found]
     path = directory / DISCRIMINATOR_OF

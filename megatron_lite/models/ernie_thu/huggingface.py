@@ -33,7 +33,7 @@ from megatron_lite.config.tree import Config
 from megatron_lite.hf.files.config_json import CONFIG_JSON, Rate, Size, check_sizes
 from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.files.model_card import ORIGINS, write_card
-from megatron_lite.hf.files.published_form import Row, numbered
+from megatron_lite.hf.files.system_table import TensorRule, numbered
 from megatron_lite.hf.files.weights import (
     DTYPES,
     Weights,
@@ -44,16 +44,11 @@ from megatron_lite.hf.files.weights import (
     write_json,
     write_sharded,
 )
-from megatron_lite.hf.published.conversion import (
-    PublishedSource,
-    model_settings,
-    normalized,
-    parts_of,
-    to_ours,
-    to_theirs,
-)
+from megatron_lite.hf.published.read_config import model_settings
 from megatron_lite.hf.published.runs import KEPT_FILES, check_vocabulary, require_same_model
+from megatron_lite.hf.published.source import PublishedSource
 from megatron_lite.hf.published.systems import BERT
+from megatron_lite.hf.published.tensor_map import normalized, tensor_mappings, to_ours, to_theirs
 from megatron_lite.hf.published.usual import with_sizes
 from megatron_lite.inference.open_run import OpenRun
 from megatron_lite.model.build import model_spec
@@ -64,22 +59,25 @@ TIED = "cls.predictions.decoder.weight"
 _HEADS = 4  # of the published code
 _NAME = "ERNIE (Tsinghua)"
 _ENTITIES = [
-    Row("entity_attention.query_key_value", tuple(f"attention.self_ent.{name}" for name in ("query", "key", "value"))),
-    Row("entity_attention.dense", ("attention.output_ent.dense",)),
-    Row("attended_entity_layernorm", ("attention.output_ent.LayerNorm",)),
-    Row("entity_h_to_4h", ("intermediate.dense_ent",)),
-    Row("entity_bias", ("intermediate.dense_ent.bias",), is_tensor=True),
-    Row("entity_4h_to_h", ("output.dense_ent",)),
-    Row("entity_layernorm", ("output.LayerNorm_ent",)),
+    TensorRule(
+        "entity_attention.query_key_value",
+        tuple(f"attention.self_ent.{name}" for name in ("query", "key", "value")),
+    ),
+    TensorRule("entity_attention.dense", ("attention.output_ent.dense",)),
+    TensorRule("attended_entity_layernorm", ("attention.output_ent.LayerNorm",)),
+    TensorRule("entity_h_to_4h", ("intermediate.dense_ent",)),
+    TensorRule("entity_bias", ("intermediate.dense_ent.bias",), is_tensor=True),
+    TensorRule("entity_4h_to_h", ("output.dense_ent",)),
+    TensorRule("entity_layernorm", ("output.LayerNorm_ent",)),
 ]  # fmt: skip
 _HEAD = "cls.predictions_ent.transform"
 SYSTEM = replace(
     BERT,
-    rows=(
-        *BERT.rows,
+    rules=(
+        *BERT.rules,
         *numbered(_ENTITIES, "layers.{i}.", "bert.encoder.layer.{i}."),
-        Row("entity_head.dense", (f"{_HEAD}.dense",)),
-        Row("entity_head.layernorm", (f"{_HEAD}.LayerNorm",)),
+        TensorRule("entity_head.dense", (f"{_HEAD}.dense",)),
+        TensorRule("entity_head.layernorm", (f"{_HEAD}.LayerNorm",)),
     ),
 )
 _ACTIVATIONS = {"gelu": "gelu_erf", "relu": "relu"}
@@ -150,7 +148,7 @@ def import_ernie(
         section = _section(path, described, theirs)
         config = _config(path, kept, settings, section, tree, output)
         shapes = model_spec(config).shapes(config)
-        parts = parts_of(SYSTEM, shapes, config.model)
+        parts = tensor_mappings(SYSTEM, shapes, config.model)
         source = PublishedSource(path, SYSTEM, settings, theirs, parts, Weights({}, theirs.read))
         require_same_model("model", config.model, source)
         check_shapes(theirs, to_theirs(Weights(shapes, theirs.read), parts, None, SYSTEM).shapes, path, _NAME)
@@ -250,7 +248,7 @@ def write_ernie(directory: Path, run: OpenRun, dtype: str, max_shard_bytes: int,
             )
     weights = Weights(run.checkpoint.shapes, weight_reader(run.checkpoint))
     check_shapes(weights, model_spec(config).shapes(config), path)
-    theirs = to_theirs(weights, parts_of(SYSTEM, weights.shapes, model), None, SYSTEM)
+    theirs = to_theirs(weights, tensor_mappings(SYSTEM, weights.shapes, model), None, SYSTEM)
     words = SYSTEM.ties[TIED]
     shapes = {**theirs.shapes, TIED: theirs.shapes[words]}
     written = Weights(shapes, lambda name: theirs.read(words if name == TIED else name))

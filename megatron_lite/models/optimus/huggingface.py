@@ -49,14 +49,6 @@ from megatron_lite.hf.files.weights import (
     read_json,
 )
 from megatron_lite.hf.glm import proof
-from megatron_lite.hf.published.conversion import (
-    PublishedSource,
-    is_published,
-    load_class,
-    open_published,
-    system_of,
-    to_ours,
-)
 from megatron_lite.hf.published.runs import (
     KEPT_FILES,
     Stack,
@@ -65,6 +57,9 @@ from megatron_lite.hf.published.runs import (
     require_same_model,
     write_stack,
 )
+from megatron_lite.hf.published.source import PublishedSource, is_published, load_class, open_published
+from megatron_lite.hf.published.systems import published_system
+from megatron_lite.hf.published.tensor_map import to_ours
 from megatron_lite.hf.published.tokenizers import brought_tokenizer, require_same_ids
 from megatron_lite.inference.open_run import OpenRun, open_run
 from megatron_lite.model.build import model_spec
@@ -156,7 +151,7 @@ def _unread(name: str) -> torch.Tensor:
 def _require_classes(encoder: ModelConfig, decoder: ModelConfig, origin: str) -> None:
     """Raise CheckpointError unless the encoder reads as a BERT does, and the decoder is a GPT-2."""
     try:
-        is_bidirectional = not system_of(encoder).is_causal
+        is_bidirectional = not published_system(encoder).is_causal
     except CheckpointError:
         is_bidirectional = False
     for key, stack, is_right, rule in (
@@ -248,7 +243,7 @@ def _open(path: Path) -> _Source:
 
 def _joined(source: _Source) -> Weights:
     """All tensors under our names."""
-    parts = {prefix: to_ours(stack.theirs, stack.parts) for prefix, stack in source.stacks.items()}
+    parts = {prefix: to_ours(stack.theirs, stack.mappings) for prefix, stack in source.stacks.items()}
     parts[LATENT] = source.matrices
     shapes = {
         f"{prefix}{name}": shape for prefix, part in parts.items() for name, shape in part.shapes.items()
@@ -362,7 +357,7 @@ def _of_posteriors(
     config, special, section = run.config.model, run.tokenizer.special, latent_of(run.config)
     assert config.vocab_size is not None and section is not None
     longest, sentences, expected = min(longest_sentence(run.config), 200), [], []
-    theirs = load_class(directory, system_of(config).class_of(config), dtype)
+    theirs = load_class(directory, published_system(config).pretraining_class(config), dtype)
     base = getattr(theirs, theirs.base_model_prefix)  # type: ignore[call-overload]
     for length in {longest, max(1, longest // 2), 1}:
         random = torch.randint(config.vocab_size, (length,), generator=generator)

@@ -1,4 +1,11 @@
-"""Types of the tables that describe a published system: see hf/published/systems.py."""
+"""Types of the tables that map a published system to our model: hf/published/systems.py holds the tables.
+
+PublishedSystem   one table: its rules, its fields and the properties of its classes
+TensorRule        one line for tensors: our module -> theirs, joined (Q|K|V) and transformed
+WeightTransform   what is done to a tensor in each direction, such as TRANSPOSED or ROTATE_HALF
+ConfigField       one line for config.json: their field -> our option
+FormerField       the same field under the name that other versions of transformers read
+"""
 
 from __future__ import annotations
 
@@ -12,12 +19,12 @@ from megatron_lite.config.model import ModelConfig
 
 
 @dataclass(frozen=True)
-class Form:
-    """How a tensor of theirs looks in ours. Args of both: a tensor, and the model's configuration."""
+class WeightTransform:
+    """Converts one tensor in both directions. Args of both functions: a tensor, and the model's configuration."""
 
     to_ours: Callable[[torch.Tensor, ModelConfig], torch.Tensor]
     to_theirs: Callable[[torch.Tensor, ModelConfig], torch.Tensor]
-    is_of_rows: bool = False  # biases have it too
+    applies_to_bias: bool = False  # whether it permutes output features, which biases follow
 
 
 def _heads_apart(x: torch.Tensor, config: ModelConfig) -> torch.Tensor:
@@ -31,42 +38,44 @@ def _paired(x: torch.Tensor, config: ModelConfig, shape: tuple[int, int]) -> tor
     return torch.cat([turned, rest], dim=1).flatten(0, 1)
 
 
-SAME = Form(lambda x, _: x, lambda x, _: x)
-TRANSPOSED = Form(lambda x, _: x.T, lambda x, _: x.T)  # [in, out]
-INTO_HEADS = Form(lambda x, _: x.flatten(1).T, lambda x, config: _heads_apart(x.T, config))  # [D, H, d]
-OUT_OF_HEADS = Form(lambda x, _: x.flatten(1), _heads_apart)  # [D, H, d]
-HEADS_SECOND = Form(lambda x, _: x.transpose(0, 1), lambda x, _: x.transpose(0, 1))  # [n, H, d]
-ROW = Form(lambda x, _: x.flatten(), lambda x, _: x.view(1, 1, -1))  # [1, 1, D]
+SAME = WeightTransform(lambda x, _: x, lambda x, _: x)
+TRANSPOSED = WeightTransform(lambda x, _: x.T, lambda x, _: x.T)  # [in, out]
+INTO_HEADS = WeightTransform(
+    lambda x, _: x.flatten(1).T, lambda x, config: _heads_apart(x.T, config)
+)  # [D, H, d]
+OUT_OF_HEADS = WeightTransform(lambda x, _: x.flatten(1), _heads_apart)  # [D, H, d]
+HEADS_SECOND = WeightTransform(lambda x, _: x.transpose(0, 1), lambda x, _: x.transpose(0, 1))  # [n, H, d]
+FLATTENED = WeightTransform(lambda x, _: x.flatten(), lambda x, _: x.view(1, 1, -1))  # [1, 1, D]
 # Queries and keys whose rotary positions turn feature j with j + d / 2 ("rotate_half"); ours turn 2j with 2j + 1.
-TURNED = Form(
+ROTATE_HALF = WeightTransform(
     lambda x, config: _paired(x, config, (2, -1)),
     lambda x, config: _paired(x, config, (-1, 2)),
-    is_of_rows=True,
+    applies_to_bias=True,
 )
 
 
-def _thirds(x: torch.Tensor, config: ModelConfig, form: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """Q|K|V in one, [3 D, ...], with a form of the first two."""
+def _rotated_qkv(x: torch.Tensor, config: ModelConfig, rotate: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """Q|K|V in one tensor, [3 D, ...]: the order of rotary features changes in Q and K alone."""
     queries, keys, values = x.chunk(3)
-    return torch.cat([form(queries, config), form(keys, config), values])
+    return torch.cat([rotate(queries, config), rotate(keys, config), values])
 
 
-TURNED_THIRDS = Form(
-    lambda x, config: _thirds(x, config, TURNED.to_ours),
-    lambda x, config: _thirds(x, config, TURNED.to_theirs),
+ROTATE_HALF_QKV = WeightTransform(
+    lambda x, config: _rotated_qkv(x, config, ROTATE_HALF.to_ours),
+    lambda x, config: _rotated_qkv(x, config, ROTATE_HALF.to_theirs),
 )
 
 
 @dataclass(frozen=True)
-class Row:
-    """Modules of theirs that are one module of ours.
+class TensorRule:
+    """One line of the table: the modules of theirs that are one module of ours.
 
     "{i}" in a name stands for the number of a layer. Decoders have "{d}" in our name: the number among all layers.
     """
 
     ours: str
     theirs: tuple[str, ...]  # several: joined along the output features, as Q|K|V
-    form: Form | tuple[Form, ...] = SAME  # of all of `theirs`, or of each
+    transform: WeightTransform | tuple[WeightTransform, ...] = SAME  # of all of `theirs`, or of each
     ffn: str | None = None  # `model.ffn` of the models that have it; None: all
     is_tensor: bool = False  # the names are of tensors, not of modules with a weight and a bias
     # Relative sizes of `theirs` in ours; None: equal.
@@ -74,13 +83,13 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Field:
+class ConfigField:
     """A field of config.json that is an option of ours. Several options may have one field."""
 
     theirs: str  # "rope_parameters.rope_theta": a field within another
     ours: str
     names: Mapping[Any, Any] | None = None  # their value -> ours, where they differ
-    # Fields beside theirs that are the numbers of ours, a tuple, where their value has the name None in `names`.
+    # Further fields of theirs with the numbers of our option, a tuple, where `names` maps their value to None.
     numbers: tuple[str, ...] = ()
     null_as: str | None = None  # a field of one name on both sides: with its value ours is null
     counts_positions: bool = False  # theirs counts the rows of the table, ours is the largest position
@@ -93,10 +102,10 @@ VERSION_4 = "to 4.57"
 
 
 @dataclass(frozen=True)
-class Former:
+class FormerField:
     """A field of config.json that other versions of transformers than the installed one read for an option of ours.
 
-    An export has it beside the fields of today. An import that has both is refused where they say different things.
+    An export writes it in addition to the current fields. An import refuses a file in which the two contradict.
     """
 
     theirs: str
@@ -107,14 +116,14 @@ class Former:
 
 
 @dataclass(frozen=True)
-class System:
-    """A published system."""
+class PublishedSystem:
+    """The table of one published system: how its tensors and its config.json map to ours."""
 
     model_type: str  # as in config.json
     prefix: str  # of the base model's parameters; files of the base model alone may lack it
-    rows: tuple[Row, ...]
-    fields: tuple[Field, ...]
-    class_of: Callable[[ModelConfig], str]  # the class of transformers that has all heads of a model
+    rules: tuple[TensorRule, ...]
+    fields: tuple[ConfigField, ...]
+    pretraining_class: Callable[[ModelConfig], str]  # the class of transformers that has all heads of a model
     classes: Mapping[str, str]  # architecture in config.json -> `model.system`
     required: Mapping[str, Any]  # fields of config.json with the only value that we can express
     ties: Mapping[str, str] = field(default_factory=dict)  # their second name of a tensor -> the first
@@ -135,16 +144,16 @@ class System:
     forces_ends: bool = False  # whether config.json names what answers begin and end with by force
     is_encoder_decoder: bool = False
     begin: str = "eos"  # of the section causal of an import
-    former: tuple[Former, ...] = ()
+    former: tuple[FormerField, ...] = ()
     # Second names in `ties` that an export has as well: without them versions of transformers to 4.49 lose the value.
     written_twice: tuple[str, ...] = ()
     # Options of heads that a file may lack, and the parameter that tells: its rows, or for a tie that it is missing.
     optional: Mapping[str, str] = field(default_factory=dict)
-    legacy: System | None = None  # of files with the names of the head that the field `legacy` means
+    legacy: PublishedSystem | None = None  # of files with the names of the head that the field `legacy` means
     is_legacy: bool = False
     untrained: tuple[str, ...] = ()  # fields of config.json that change training alone, and not here
 
-    def padded_with(self, pad_token_id: int | None) -> System:
+    def padded_with(self, pad_token_id: int | None) -> PublishedSystem:
         """The table of a model whose config.json has this pad_token_id."""
         if not self.skips_pad or pad_token_id is None:
             return self
@@ -161,8 +170,8 @@ ACTIVATIONS = {
 }
 
 
-def numbered(rows: list[Row], ours: str, theirs: str) -> tuple[Row, ...]:
+def numbered(rules: list[TensorRule], ours: str, theirs: str) -> tuple[TensorRule, ...]:
     return tuple(
-        replace(row, ours=f"{ours}{row.ours}", theirs=tuple(f"{theirs}{name}" for name in row.theirs))
-        for row in rows
+        replace(rule, ours=f"{ours}{rule.ours}", theirs=tuple(f"{theirs}{name}" for name in rule.theirs))
+        for rule in rules
     )

@@ -1,0 +1,321 @@
+"""Opens the directory of a published system: checks config.json against the weights before anything is imported.
+
+open_published   config.json, names and shapes of the weights; raises one error with all problems
+load_class       the same directory as transformers loads it, for the proof
+
+It writes nothing: runs.py does.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from data_utils.common.errors import CheckpointError, ConfigError
+from data_utils.common.setting_files import shown
+from data_utils.common.settings import build
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.hf.files.config_json import (
+    CONFIG_JSON,
+    by_transformers,
+    check_fields,
+    check_sizes,
+    quiet,
+    read_described,
+)
+from megatron_lite.hf.files.left_out import lines as left_out_lines
+from megatron_lite.hf.files.left_out import listed
+from megatron_lite.hf.files.system_table import PublishedSystem
+from megatron_lite.hf.files.tensor_sizes import KEY_WIDTH, QUERY_WIDTH, REMEDY, tensor_sizes, wrong_size
+from megatron_lite.hf.files.weights import Weights, open_directory, open_safetensors, shape_problems
+from megatron_lite.hf.published.heads import OTHER_HEADS, transformers_class_name
+from megatron_lite.hf.published.read_config import (
+    option_from_shape,
+    require_none,
+    settings_and_problems,
+    transformers_config,
+)
+from megatron_lite.hf.published.recognition import (
+    architecture,
+    body_class,
+    complete_config,
+    has_head,
+    head_modules,
+    is_body,
+    system_in,
+    with_head_names,
+)
+from megatron_lite.hf.published.systems import GLM4, PUBLISHED
+from megatron_lite.hf.published.tensor_map import (
+    TensorMapping,
+    normalized,
+    shapes_under_our_names,
+    tensor_mappings,
+    to_theirs,
+    without_left_out,
+)
+from megatron_lite.model.flops import parameter_shapes
+
+log = logging.getLogger(__name__)
+
+_HEAD_PARAMETERS = {  # options of `PublishedSystem.optional` and the parameter of ours that decides each
+    "sentence_classes": "heads.sentence.classifier.weight", "head_transform": "heads.projection.dense.weight",
+    "head_bias": "heads.bias",
+}  # fmt: skip
+
+# Of a base model, whose files may lack it: hidden states do not depend on it.
+_POOLER = re.compile(r"(^|\.)pooler\.")
+
+
+@dataclass(frozen=True)
+class PublishedSource:
+    """A directory of a published system."""
+
+    path: Path
+    system: PublishedSystem
+    settings: dict[str, Any]  # of the section `model`
+    theirs: Weights  # under their names of today
+    mappings: Mapping[str, TensorMapping]
+    others: Weights  # of ours, that the class does not have
+    described: Mapping[str, Any] = field(default_factory=dict)  # config.json as it is read here
+    # Tensors that the class ignores -> what they are.
+    left_out: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    is_body: bool = False  # whether the files have no head that predicts
+
+    @property
+    def class_name(self) -> str | None:
+        """The class to compare with where it is a base model, None for that of the whole model."""
+        return body_class(self.system) if self.is_body else None
+
+
+def is_published(path: Path) -> bool:
+    """Whether a directory is of a system in the tables. Released GLMs have the type of GLM-4, with other tensors."""
+    described = read_described(path)
+    if described.get("model_type") is not None and described["model_type"] != GLM4.model_type:
+        return described["model_type"] in PUBLISHED
+    weights = open_directory(path)
+    if system_in(path, described, weights) is None:
+        return False
+    return described.get("model_type") is None or any(
+        name.endswith("embed_tokens.weight") for name in weights.shapes
+    )
+
+
+def unsupported(path: Path, described: Mapping[str, Any]) -> CheckpointError:
+    """The error for a directory of no layout that is read here."""
+    types = f"{', '.join(PUBLISHED)}, and GLM as exported here or released"
+    if described.get("model_type") is None:
+        named = (
+            f"architectures {shown(described['architectures'])}"
+            if described.get("architectures")
+            else "no class"
+        )
+        return CheckpointError(
+            f"{path / CONFIG_JSON} has no model_type and names {named}, and the tensors are of no model that can be "
+            f'imported; if it is one, add "model_type" to it: {types}.'
+        )
+    return CheckpointError(
+        f"{path / CONFIG_JSON}: model_type is {shown(described['model_type'])}, which cannot be imported; the "
+        f"types that can are {types}."
+    )
+
+
+def open_published(
+    path: Path, shapes_of: Callable[[ModelConfig], dict[str, tuple[int, ...]]] = parameter_shapes
+) -> PublishedSource:
+    """Read config.json and the names and shapes of the weights, and log what is not as it seems there.
+
+    Args: shapes_of: a model's parameters under the names of the tables.
+
+    Raises: CheckpointError, with all that stands against the import.
+    """
+    described, weights = read_described(path), open_directory(path)
+    system = system_in(path, described, weights)
+    if system is None:
+        raise unsupported(path, described)
+    check_fields(path, described, system)
+    system = with_head_names(system, described, weights.shapes)
+    try:
+        their_config = transformers_config(system, described, path)
+    except CheckpointError:  # a size may be what its class refuses
+        require_none(path, _size_problems(system, described, described, normalized(weights, system)[0])[1])
+        raise
+    is_tied = not system.may_untie or their_config.tie_word_embeddings
+    theirs, problems = normalized(weights, system, is_tied)
+    described, lines = complete_config(system, described, theirs, path)
+    sizes, of_sizes = _size_problems(system, described, their_config.to_dict(), theirs)
+    pad = transformers_config(system, described, path).pad_token_id
+    if isinstance(pad, int):  # if not, it is among the problems
+        system = system.padded_with(pad)
+    settings, of_fields = settings_and_problems(system, described, theirs, path)
+    problems = [*of_sizes, *of_fields, *problems]
+    if of_sizes:  # what follows from a wrong size is not said again
+        settings |= {option: size for option, size in sizes.items() if option in settings}
+    try:
+        check_sizes(path, settings, theirs)
+    except CheckpointError:
+        require_none(path, problems)
+        raise
+    others = Weights({}, theirs.read)
+    if (path / OTHER_HEADS).exists():
+        others = open_safetensors(path / OTHER_HEADS)
+        present = {option: name for option, name in _HEAD_PARAMETERS.items() if option in system.optional}
+        if "task_head" in settings:
+            settings |= {option: option_from_shape(option, others, name) for option, name in present.items()}
+    try:
+        model = build(ModelConfig, settings, "model.")
+    except ConfigError as error:
+        require_none(path, [*problems, str(error)])
+        raise
+    shapes = shapes_of(model)
+    if lacks_head(system, described, theirs, model):
+        shapes = {
+            name: shape
+            for name, shape in shapes.items()
+            if not name.startswith("heads.") or name.startswith("heads.sentence.dense.")
+        }
+    mappings = tensor_mappings(system, shapes, model)
+    # A class whose head is tied holds all that a base model does, and is asked for more.
+    is_base = is_headless(model) or shapes.keys() != shapes_of(model).keys()
+    theirs, left_out = without_left_out(theirs, mappings, system)
+    expected = to_theirs(Weights(shapes, theirs.read), mappings, None, system).shapes
+    expected = {name: shape for name, shape in expected.items() if name not in system.zeros}
+    problems += _tensor_problems(system, theirs, expected, is_alone=not (of_sizes or of_fields))
+    require_none(path, problems)
+    source = PublishedSource(path, system, settings, theirs, mappings, others, described, left_out, is_base)
+    for line in (*lines, *_notes(source, model)):
+        log.warning("%s: %s", path, line)
+    return source
+
+
+def lacks_head(
+    system: PublishedSystem, described: Mapping[str, Any], theirs: Weights, model: ModelConfig
+) -> bool:
+    """Whether a directory is of a base model: its class is, or it names none, and no tensor is of a head."""
+    if is_headless(model):
+        return True
+    name = architecture(described)
+    is_named = name is None or is_body(name)
+    return is_named and model.task_head == "none" and not has_head(system, theirs.shapes)
+
+
+def is_headless(config: ModelConfig) -> bool:
+    """Whether the class of a model predicts neither tokens nor a task: ELECTRA's discriminator, DeBERTa's body."""
+    is_body = config.system in ("electra", "deberta_v3") and not (config.head_transform or config.head_bias)
+    return is_body and config.task_head == "none"
+
+
+def _size_problems(
+    system: PublishedSystem, described: Mapping[str, Any], config: Mapping[str, Any], theirs: Weights
+) -> tuple[dict[str, int], list[str]]:
+    """Sizes of the section `model` by the tensors, and a sentence on the fields of config.json that contradict them.
+
+    Args: config: what its class makes of `described`, which has no fields that are not given.
+    """
+    measured = tensor_sizes(shapes_under_our_names(system, theirs))
+    sizes, wrong = dict(measured), []
+    for entry in system.fields:
+        said = config.get(entry.theirs)
+        if entry.ours not in measured or entry.reads is not None or not isinstance(said, int):
+            continue
+        actual = measured[entry.ours]
+        if entry.counts_positions:
+            sizes[entry.ours] = actual - system.skipped_positions
+            actual += 1 - system.skipped_positions * (not system.counts_skipped)
+        if said != actual:
+            wrong.append(wrong_size(entry.theirs, said, actual, entry.theirs in described))
+    names = {entry.ours: entry.theirs for entry in system.fields if entry.reads is None}
+    width = config.get(names.get("head_dim", ""))
+    for option, heads in ((QUERY_WIDTH, "num_attention_heads"), (KEY_WIDTH, "num_key_value_heads")):
+        count = config.get(names.get(heads, ""))
+        if (
+            isinstance(width, int)
+            and isinstance(count, int)
+            and option in measured
+            and count * width != measured[option]
+        ):
+            said = f"{names[heads]} ({count}) times {names['head_dim']} ({width})"
+            wrong.append(wrong_size(said, count * width, measured[option]))
+    if not wrong:
+        return sizes, []
+    return sizes, [f"{'; '.join(wrong)}; {REMEDY}."]
+
+
+def _tensor_problems(
+    system: PublishedSystem, theirs: Weights, expected: Mapping[str, tuple[int, ...]], *, is_alone: bool
+) -> list[str]:
+    """Sentences on tensors. Args: is_alone: False where fields are wrong too, which other tensors can follow from."""
+    if not is_alone:
+        known = tuple({rule.theirs[0].split("{i}")[0] for rule in system.rules})
+        unknown = {name for name in theirs.shapes.keys() - expected.keys() if not name.startswith(known)}
+        return (
+            [f"The weights also have {listed(unknown)}, which no {system.model_type} here has."]
+            if unknown
+            else []
+        )
+    if not (problems := shape_problems(theirs, expected)):
+        return []
+    whole = "; ".join(problems)
+    remedy = f"{REMEDY}."
+    modules = tuple(f"{module}." for module in head_modules(system))
+    if not has_head(system, theirs.shapes) and any(name.startswith(modules) for name in expected):
+        remedy += f' A base model comes in where "architectures" is ["{body_class(system)}"].'
+    if theirs.shapes.keys() - expected.keys():
+        remedy += " What the model computes without can be left out of the file."
+    return [f"this describes no model of the weights: {whole}; {remedy}"]
+
+
+def _notes(source: PublishedSource, model: ModelConfig) -> Iterator[str]:
+    """What an import does not take as it is."""
+    system = source.system
+    class_name = source.class_name or transformers_class_name(system, model)
+    yield from left_out_lines(source.left_out, f"the class {class_name}", source.theirs.doubles)
+    for name in system.untrained:
+        if value := source.described.get(name):
+            yield f"{name} is {shown(value)}; it is not trained here: no layer is dropped"
+
+
+def load_class(
+    directory: Path,
+    class_name: str,
+    dtype: torch.dtype = torch.float32,
+    source: PublishedSource | None = None,
+) -> torch.nn.Module:
+    """A model as its users load it.
+
+    Args: source: of an import, which says how config.json is read and which tensors are left out.
+
+    Raises: CheckpointError for missing or unexpected tensors, or without a class.
+    """
+    if not hasattr(transformers, class_name):
+        raise CheckpointError(
+            f"{directory}: transformers has no class {class_name}, with which a proof could compare; add --no-verify."
+        )
+    cls = getattr(transformers, class_name)
+    config = (
+        {} if source is None else {"config": transformers_config(source.system, source.described, directory)}
+    )
+    with by_transformers(directory), quiet():
+        model, loading = cls.from_pretrained(
+            directory, dtype=dtype, output_loading_info=True, local_files_only=True, **config
+        )
+    left_out = () if source is None else tuple(source.left_out)
+    unexpected = [name for name in loading["unexpected_keys"] if not _is_among(name, left_out)]
+    missing = [name for name in loading["missing_keys"] if not (is_body(class_name) and _POOLER.search(name))]
+    mismatched = [str(each) for each in loading["mismatched_keys"]]
+    found = {"unexpected keys": unexpected, "missing keys": missing, "mismatched keys": mismatched}
+    if problems := [f"{what}: {listed(names)}" for what, names in found.items() if names]:
+        raise CheckpointError(f"{directory}: {class_name} reports {'; '.join(problems)}.")
+    return model.eval()
+
+
+def _is_among(name: str, names: Sequence[str]) -> bool:
+    """Whether a name is in a list, with the prefix of the base model or without it on either side."""
+    return any(name == each or each.endswith(f".{name}") or name.endswith(f".{each}") for each in names)
