@@ -50,8 +50,8 @@ API: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
             "data_utils.objectives.rows": (
                 "RowObjective",
                 "RowSizes",
-                "check_treatment",
-                "treatment_thresholds",
+                "check_corruption",
+                "corruption_thresholds",
             ),
             "data_utils.objectives.interface": ("ObjectiveConfig", "Objective", "Writing"),
             "data_utils.objectives.row_loops": (
@@ -60,7 +60,7 @@ API: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
                 *("cumulative_table", "draw_length"),
             ),
             "data_utils.objectives.masking": (
-                *("masked_target", "draw_spans", "draw_treatment", "treated", "is_special"),
+                *("masked_target", "draw_spans", "draw_corruption", "corrupted_token", "is_special"),
             ),
             "data_utils.common.random_streams": ("next_word", "below", "chance_threshold", "derive_seed"),
             "data_utils.common.batch_fields": ("Example",),

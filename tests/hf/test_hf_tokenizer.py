@@ -158,7 +158,7 @@ def test_a_task_and_its_export_have_the_same_inputs(exported, case):
     sample = renderer.sample(TaskRecord(0, {"text": "The lazy dog jumps."}, "1"), 0)
     choices = [f" {words}" for words in verbalizers.values()]
     theirs = hf.build_inputs_for_multiple_choice(hf(["The lazy dog jumps. It was [MASK], yes"]), [choices])
-    for number, (example, part) in enumerate(zip(sample.documents, sample.parts, strict=True)):
+    for number, (example, part) in enumerate(zip(sample.documents, sample.target_groups, strict=True)):
         size = len(example.tokens)
         for name, field in (
             ("input_ids", "tokens"),
@@ -167,7 +167,9 @@ def test_a_task_and_its_export_have_the_same_inputs(exported, case):
         ):
             assert theirs[name][0, number, -size:].tolist() == getattr(example, field).tolist()
         labels = theirs["choice_labels"][0, number, -size:]
-        assert labels[part.rows].tolist() == part.targets.tolist() and (labels >= 0).sum() == len(part.rows)
+        assert labels[part.positions].tolist() == part.targets.tolist() and (labels >= 0).sum() == len(
+            part.positions
+        )
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def test_a_directory_of_that_name_goes_first_and_it_is_said(hub, released, tmp_p
     shutil.copytree(released, tmp_path / NAME)
     (tmp_path / NAME / "pytorch_model.bin").unlink()
     done = imported(NAME, tmp_path)
-    assert done.returncode == 0 and f"the directory {tmp_path / NAME}, not the hub's" in done.stdout
+    assert done.returncode == 0 and f"using the directory {tmp_path / NAME}" in done.stdout
     assert hub.asked == [] and not (tmp_path / "run/source.json").exists()
 
 
@@ -229,7 +229,7 @@ def test_a_process_that_has_imported_nothing_of_the_hub_refuses_in_one_line(want
 def test_a_wrong_revision_and_a_missing_path_are_one_line(hub, tmp_path):
     assert_refused(imported(f"{NAME}@v9", tmp_path), f"hf download {NAME} --revision v9 --local-dir DIR")
     assert_refused(
-        imported("missing", tmp_path), "missing does not exist; give the directory that holds the weights"
+        imported("missing", tmp_path), "missing does not exist; pass the directory with the weights"
     )
 
 

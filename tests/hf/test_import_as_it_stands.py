@@ -107,7 +107,7 @@ def test_a_released_directory_needs_no_option(case, tmp_path):
     train = [part.replace("data/corpus", places["data/corpus"]) for part in line_of(done, "then")]
     cheaper = f"batch.global_batch_size={micro}", "run.tensorboard=false", "run.log_interval=1"
     trained = succeeded([*train, "training.steps=10", *cheaper])
-    assert "schedule.warmup_steps is 1 for training.steps=10" in trained.stdout
+    assert "schedule.warmup_steps is scaled to 1 for training.steps=10" in trained.stdout
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if "loss" in record]
     assert len(losses) == 10 and all(map(math.isfinite, losses))
