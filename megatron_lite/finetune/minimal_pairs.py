@@ -1,7 +1,7 @@
 """Minimal pairs: how often a model gives the acceptable sentence of two the higher score.
 
 BLiMP (doi 10.1162/tacl_a_00321) is such a benchmark. The score of a sentence is
-    left-to-right   its log probability, each token given those before it, as the benchmark's authors and lm_eval do
+    left-to-right   its log probability, each token given the tokens before it, as in lm_eval
     words           masked models: the sum over tokens, each given all others but the later ones of its word
                     (arXiv:2305.10588)
     tokens          the same, each given all others (arXiv:1910.14659); words of several tokens give themselves away
@@ -134,7 +134,9 @@ def measure(harness: Harness, pairs: Sequence[MinimalPair], score: str) -> Score
 def scored(harness: Harness, texts: Sequence[str], score: str) -> list[float]:
     """The score of each sentence, in nats."""
     if score == "left-to-right":
-        return [total for total, _ in harness.loglikelihood([("", text) for text in texts])]
+        # lm_eval puts a space before what follows a context, also an empty one. GPT-2's tokens differ by it.
+        space = " " if harness.template.form == "causal" else ""
+        return [total for total, _ in harness.loglikelihood([("", space + text) for text in texts])]
     return harness.pseudo_loglikelihood(texts, score)
 
 

@@ -217,7 +217,7 @@ def test_mistakes_of_tasks_are_one_line(runs, tasks, files, tmp_path, monkeypatc
         DataError, match=r"lm_eval cannot make the tasks \['own_texts'\]: .*correct their files"
     ):
         ask(monkeypatch, tmp_path, runs / "causal", tmp_path / "absent", "own_texts")
-    with pytest.raises(ConfigError, match=r"settings are given \(a.b=1\), but .* is a run"):
+    with pytest.raises(ConfigError, match=r"settings are given \(a.b=1\), but the run"):
         ask(monkeypatch, tmp_path, runs / "causal", tasks, "own_texts", "a.b=1")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="--include-path"):
@@ -262,6 +262,7 @@ def test_gpt2_has_the_numbers_of_lm_evals_own_model(tmp_path):
 
 def test_minimal_pairs_have_the_accuracy_of_lm_evals_own_model(tmp_path):
     """A task in the words of lm_eval's blimp, on its model of transformers and here: every digit of every score."""
+    import lm_eval.models.huggingface  # noqa: F401  registers its model
     from lm_eval import simple_evaluate
     from support.published_files import write_directory
 

@@ -60,7 +60,7 @@ def log_probabilities(model, ids):
 
 
 def left_to_right(model, tokenizer, sentence):
-    ids = [tokenizer.eos_token_id, *tokenizer(sentence)["input_ids"]]
+    ids = [tokenizer.eos_token_id, *tokenizer(f" {sentence}")["input_ids"]]
     found = log_probabilities(model, ids)
     return sum(found[place - 1, ids[place]].item() for place in range(1, len(ids)))
 
@@ -179,7 +179,7 @@ class Constant:
     """Stands for a harness whose sentences of even length have equal scores."""
 
     def __init__(self):
-        self.template = type("Template", (), {"is_pseudo": False})
+        self.template = type("Template", (), {"is_pseudo": False, "form": "prefix"})
 
     def loglikelihood(self, pairs):
         return [(float(len(text) % 2) * len(text), False) for _, text in pairs]

@@ -184,7 +184,9 @@ def test_samples_that_cannot_be_rows_are_refused():
     most = one.row_length // 6
     assert collate(one, [[text_of(1, False)] * most])[0, 5].max() == most - 1
     too_many = two.row_length // 6 + 1
-    with pytest.raises(DataError, match=f"{2 * too_many} chunks that can need {6 * too_many} tokens of a row"):
+    with pytest.raises(
+        DataError, match=f"{2 * too_many} chunks that can need {6 * too_many} tokens of a row"
+    ):
         collate(two, [[text_of(1, False)] * 2 * too_many])
 
 
