@@ -80,10 +80,10 @@ class Heads(nn.Module):
 
         Args: dropout: of all rows of `hidden`.
         """
+        # Tokens are chosen first: norm, layer and product run on the K tokens with loss, in GLM a fraction of T.
         if self.parallel.sequence_parallel:
             # Loss rows lie anywhere among the tokens, so they are chosen from all of them.
             hidden = gather_tokens(hidden, self.parallel.group)
-        # Chosen first: norm, layer and product run on the K tokens with loss, in GLM a fraction of T.
         rows = final_layernorm(hidden.index_select(0, loss_rows.tokens))
         last = None if dropout is None else dropout.features(self.dropout, -1, "final")
         if last is not None:

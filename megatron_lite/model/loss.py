@@ -230,8 +230,8 @@ def _functions(logits):  # type: ignore[no-untyped-def]
 def _sums_by_torch(
     logits: torch.Tensor, targets: torch.Tensor, first: int, valid: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    real = logits[:, :valid]
     # In chunks that stay in the L2 cache: an fp32 copy of all logits would be the largest tensor of the step.
+    real = logits[:, :valid]
     chunks = real.split(max(1, _CHUNK_BYTES // (4 * logits.shape[1])))
     sums = torch.cat([chunk.float().logsumexp(-1) for chunk in chunks])
     picked = torch.zeros_like(sums)

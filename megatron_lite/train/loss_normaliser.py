@@ -66,8 +66,8 @@ class LossNormaliser:
         """
         if self._normalization == "per_objective":
             return 1.0  # it is in the weights already
+        # Both divisors are at least 1: a step whose samples have no loss has the loss 0, not NaN.
         if self._normalization == "global_tokens":
-            # At least 1: a step whose samples have no loss has the loss 0, not NaN.
             return 1.0 / max(divisor, 1.0)
         # Mean of the micro-batches' means, as trainers without a global count have it: tokens of short batches weigh
         # more.
