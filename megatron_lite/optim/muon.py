@@ -160,7 +160,7 @@ class Exchange:
         if self._group is None:
             return values
         size = values.element_size()
-        # As bytes: gloo's all_to_all lacks bf16.
+        # As bytes: an exchange does no arithmetic, so any backend can carry any type.
         out = torch.empty(sum(received) * size, dtype=torch.uint8, device=values.device)
         splits = [count * size for count in received], [count * size for count in sent]
         dist.all_to_all_single(out, values.view(torch.uint8), *splits, group=self._group)

@@ -275,8 +275,8 @@ class Trainer:
             log.info("%s", self.peak_flops)
             log.info("%s", start_line(self.config, self.context, self.progress.step))
             if not restarts:
-                # Records of a first start belong to no checkpoint: it begins the run again, and they would be counted
-                # twice.
+                # Not a restart: records that are there are of a start that never saved. The run begins again, and
+                # they would be counted twice.
                 keep_aside(self.directory)
         trackers = make_trackers(self.config, restarts > 0) if self.context.is_main else []
         tensorboard = self.config.run.tensorboard
