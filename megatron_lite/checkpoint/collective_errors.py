@@ -25,6 +25,7 @@ def raise_on_all_ranks(context: ParallelContext, what: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, CheckpointError) as error:
         failure = describe_error(error)
+    # A sum, and not an exception of a collective: all ranks reach it, those that failed too.
     failed = int(context.sum(torch.tensor([float(bool(failure))], device=context.device)).item())
     if failed:
         raise collective_error(what, failure, failed, context)
@@ -40,6 +41,7 @@ def steps_seen_by_rank_0(directory: Path, context: ParallelContext) -> list[int]
         if context.is_main:
             steps = [step_of(path) for path in list_checkpoints(directory)]
     count = int(context.sum(torch.tensor([len(steps)], device=context.device)).item())
+    # A sum with zeros from the other ranks is the broadcast of rank 0's list.
     shared = torch.zeros(count, dtype=torch.int64, device=context.device)
     if context.is_main:
         shared += torch.tensor(steps, dtype=torch.int64, device=context.device)
@@ -49,6 +51,7 @@ def steps_seen_by_rank_0(directory: Path, context: ParallelContext) -> list[int]
 def collective_error(what: str, failure: str, failed: int, context: ParallelContext) -> CheckpointError:
     """The error that every rank raises after `failed` ranks failed. Args: failure: this rank's reason or ""."""
     error = CheckpointError(f"{what}: {failure or f'{failed} other rank(s) failed; see their messages.'}")
+    # A mistake that all ranks find is printed once per node; one that some find is printed where it is.
     error.only_here = bool(failure) and failed < context.world_size
     return error
 

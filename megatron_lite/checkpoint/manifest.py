@@ -129,6 +129,7 @@ def list_checkpoints(directory: Path) -> list[Path]:
     if not directory.is_dir():
         return []
     paths: dict[int, Path] = {}
+    # The later one wins, so a complete `step_N` hides the `.replaced` that a killed save left.
     for path in sorted(directory.iterdir(), reverse=True):  # step_N comes after step_N.replaced
         if match := NAME.fullmatch(path.name):
             paths[int(match[1])] = path

@@ -74,6 +74,8 @@ def _shares_of_decay(name: str, steps: Sequence[int]) -> list[float]:
             f"{', '.join(map(str, steps))}; give mean or numbers."
         )
     integral, length = DECAYS[name], steps[-1] - steps[0]
+    # Means over the intervals, not values at their ends: else the newest checkpoint, where the decay is 0, had no
+    # share.
     factors = [1.0]  # F_0: what was learnt before the first checkpoint is kept whole
     for first, second in intervals:
         start, stop = (first - steps[0]) / length, (second - steps[0]) / length
@@ -135,6 +137,7 @@ def write_weights(
 def _merged(sources: Sequence[Checkpoint], shares: Sequence[float]) -> Iterator[torch.Tensor]:
     readers = [weight_reader(source) for source in sources]
     for name in progress_bar(sources[-1].shapes, desc="merging parameters"):
+        # One parameter at a time in fp64: memory is that of the largest tensor, not of the models.
         total = torch.zeros(sources[-1].shapes[name], dtype=torch.float64)
         for read, share in zip(readers, shares, strict=True):
             total.add_(read(name).double(), alpha=share)

@@ -46,10 +46,13 @@ def newest_valid(directory: Path, context: ParallelContext) -> Checkpoint | None
 
     The ranks share the work of verifying. Raises CheckpointError if checkpoints exist but none is valid.
     """
+    # Nodes may see different states of a shared file system: all ranks walk through rank 0's list.
     steps = steps_seen_by_rank_0(directory, context)
     for step in reversed(steps):
         path = next((p for p in list_checkpoints(directory) if step_of(p) == step), None)
         try:
+            # Absent on this rank: reading it fails, so that all ranks fall back together instead of loading different
+            # steps.
             return _read_together(path or directory / checkpoint_name(step), context)
         except CheckpointError as error:
             log.warning("%s Falling back to the checkpoint before it.", error)
@@ -73,6 +76,7 @@ def _read_together(path: Path, context: ParallelContext) -> Checkpoint:
     """Read the manifest on every rank and verify the checksums, each rank a share of the blocks."""
     with raise_on_all_ranks(context, f"checking {path}"):
         checkpoint = read_checkpoint(path)
+        # Ranks divide the bytes: all of a checkpoint of 1 TB by each rank would take hours.
         share = checksum_blocks(checkpoint)[context.rank :: context.world_size]
         for block in _with_progress(share, f"checking {path.name}", context):
             verify_checkpoint(checkpoint, [block])
@@ -103,9 +107,11 @@ class _Reader:
             common = wanted.overlap(stored.slice)
             if common is None:
                 continue
+            # Opened when needed: a rank of 1,024 overlaps the slices of a few files.
             if stored.file not in self._files:
                 self._files[stored.file] = TensorFile(self._path / stored.file)
             for read, values in self._files[stored.file].read(stored.key, stored.slice, common):
+                # `is_added`: two stored tables whose sum is the weight (full_word_embedding.py).
                 destination = target[read.within(wanted)]
                 values = destination + values.to(destination.device) if stored.is_added else values
                 destination.copy_(values)
@@ -152,6 +158,7 @@ def _load_fragments(
         state_names: to fill; None: all.
         new: as for `load_weights_only`; None: the parameters must be exactly those of the checkpoint.
     """
+    # A collective, so before the block below: a rank that fails in there makes no more collectives.
     count = engine.count_parameters()
     with raise_on_all_ranks(context, f"loading {checkpoint.path}"):
         if new is None:
@@ -170,6 +177,8 @@ def _load_fragments(
             for owned in fragment.ranges():
                 for state_name, flat in chosen.items():
                     values = flat[owned.start - fragment.start : owned.stop - fragment.start]
+                    # A new run begins with the weights that its source evaluates, the averages if it has them; a
+                    # continued run needs the trained weights themselves.
                     read = state_name if state_names is None else weight
                     reader.fill(values.view(owned.slice.shape), owned.slice, fragment.name, read)
             if "ema" in fragment.tensors and "ema" not in chosen:  # the averages start at the weights
@@ -189,6 +198,7 @@ def weight_reader(checkpoint: Checkpoint) -> Callable[[str], torch.Tensor]:
 
     def read(name: str) -> torch.Tensor:
         rows, columns = matrix_shape(checkpoint.shapes[name])
+        # Filled completely: `read_checkpoint` has proved that the slices cover every element.
         matrix = torch.empty(rows, columns)
         reader.fill(matrix, ShardSlice(0, rows, 0, columns), name, state_name)
         return matrix.view(checkpoint.shapes[name])

@@ -57,6 +57,7 @@ def path_type(path: Path) -> PathType:
 def _classify(path: Path) -> PathType:
     if not path.is_dir():
         return PathType.FILE if path.exists() else PathType.ABSENT
+    # The first match wins: a manifest makes a checkpoint, wherever it lies and whatever lies beside it.
     if (path / "manifest.json").exists():
         return PathType.CHECKPOINT
     if _is_export(path) and not (path / CHECKPOINTS).is_dir():
@@ -122,6 +123,7 @@ def resolve_model(path: Path, option: str = "", takes: str = MODEL_PATH) -> Path
     if found is PathType.FINETUNED and len(best) == 1:
         return best[0]
     if found is PathType.RUN_AND_FINETUNED:
+        # Which of them is meant is the user's question, so none is taken.
         best = [path / CHECKPOINTS, *best]
     raise path_error(path, found, option, takes, best)
 
@@ -176,6 +178,7 @@ def check_output_directory(path: Path, option: str, is_tuned: bool = False) -> N
         raise CheckpointError(
             f"{option} {path} {found}; choose another directory, and {remedy} to start from its weights."
         )
+    # Through links: what counts is where files would really be deleted.
     resolved = Path(os.path.realpath(path))
     for parent in (resolved, *resolved.parents):
         if _keeps_checkpoints(parent):

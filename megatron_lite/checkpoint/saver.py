@@ -52,6 +52,7 @@ class Saver:
         self._on_saved = on_saved
         self._snapshot = None
         if config.asynchronous:
+            # At the start: memory that is short shows here and not hours later, and the first save costs no allocation.
             self._snapshot = Snapshot(engine)
             engine.before_update = self._wait_for_copy
         self._running: Save | None = None
@@ -87,6 +88,7 @@ class Saver:
         self.finish()
         if self.saved_step == step:
             return
+        # No step follows in which another save could succeed, so this failure ends the run with an error.
         self._failures_in_a_row = self._config.max_failed_saves - 1
         self.save(step, state)
         self.finish()
@@ -110,6 +112,7 @@ class Saver:
             self._count_failure(error, report=failed_here or self._context.is_main)
             return
         self._failures_in_a_row = 0
+        # Only when all ranks have committed: the name did not exist before.
         self.saved_step = self._running_step
         if self._context.is_main:
             background = f", {self._waited_seconds:.1f} s of them waited for" if self._snapshot else ""
@@ -193,6 +196,7 @@ class Snapshot:
             raise self._failure
         buffers = iter(self._buffers)
         for fragment in fragments:
+            # Copies of other ranks' values are neither copied here nor written.
             names = [] if fragment.is_copy else list(fragment.tensors)
             yield replace(fragment, tensors={name: next(buffers) for name in names})
 

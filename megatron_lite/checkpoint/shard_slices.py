@@ -83,6 +83,7 @@ def flattened_ranges(
     stop = start + count
     while start < stop:
         row, column = divmod(start, columns)
+        # A range may begin and end within a row: ZeRO cuts the flattened shard anywhere.
         if column or stop - start < columns:  # part of one row
             end = min(stop, (row + 1) * columns)
             found = ShardSlice(row, row + 1, column, column + end - start)
@@ -102,6 +103,8 @@ def _to_whole(
     if partition.dim == 0:
         block = bisect_right(bounds, local.row)
         first, end = bounds[block - 1], bounds[block]
+        # Before this block the whole parameter has `first` rows of every rank, in it those of the ranks before this
+        # one.
         shift = first * (size - 1) + rank * (end - first)
         return ShardSlice(local.row + shift, local.row_stop + shift, local.column, local.column_stop)
     if partition.dim == 1:

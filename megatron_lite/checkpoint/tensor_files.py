@@ -93,6 +93,7 @@ class _Writer:
 
     def _flush(self) -> None:
         block = self._blocks[0].numpy().data[: self._used]
+        # While the block before it is being written: hashing and the disk run at the same time.
         self.checksums.append(zlib.crc32(block))
         self._wait()
         self._writing = self._pool.submit(self._write, block, self.position)
@@ -107,6 +108,7 @@ class _Writer:
     def _write(self, block: memoryview, position: int) -> None:
         rest = block
         while rest:
+            # An unbuffered write may write less than it was given.
             rest = rest[self._file.write(rest) :]
         # Starts writing to the disk now instead of at the end, and keeps the pages out of other readers' way.
         os.posix_fadvise(self._file.fileno(), position, len(block), os.POSIX_FADV_DONTNEED)
@@ -143,6 +145,8 @@ class TensorFile:
         start = self._data + self._offset(key, stored)
         columns = stored.shape[1]
         rows_at_once = max(1, READ_BYTES // (4 * columns))
+        # One buffer for the whole slice; rows are read whole, also where few columns are wanted, since they lie
+        # together.
         buffer = bytearray(4 * columns * min(rows_at_once, wanted.shape[0]))
         with self.path.open("rb", buffering=0) as file:
             for row in range(wanted.row, wanted.row_stop, rows_at_once):

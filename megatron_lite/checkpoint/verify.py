@@ -40,9 +40,12 @@ from megatron_lite.checkpoint.manifest import (
 from megatron_lite.checkpoint.resolve_path import resolve_model
 from megatron_lite.checkpoint.shard_slices import ShardSlice, matrix_shape
 
+# A checkpoint may come from anyone, so what is read of it has a limit.
 _MAX_MANIFEST_BYTES = 1 << 30
 
 
+# Below 2^53 an integer is exact in every JSON reader. The names in the TypedDicts below are the file's (`pieces`,
+# `box`, `kind`): they belong to the format and stay.
 _Number = Annotated[int, Field(ge=0, lt=1 << 53)]
 
 
@@ -119,6 +122,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
     tree = _read_manifest(path)
     try:
         manifest = conform(tree, _Manifest)
+        # Only what this package reads. The run's own settings may be of another version; `trainer_state` checks them.
         conform({"state": manifest["state"]}, _OfState)
         files = {name: _file_entry(described) for name, described in manifest["files"].items()}
     except ValueError as error:
@@ -136,6 +140,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         manifest["state"],
         manifest.get("saved_at"),
     )
+    # The newest name must be the newest step: a run that continued from a renamed one would train steps twice.
     if NAME.fullmatch(path.name) and step_of(path) != checkpoint.step:
         raise WrongStepNameError(
             f"checkpoint {path} holds step {checkpoint.step}, which is not the step of its name; rename it to "
@@ -170,6 +175,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
             f"checkpoint {path}: manifest.json has format version {shown(version)}, and this program reads "
             f"{FORMAT_VERSION}; use the version of the program that wrote it."
         )
+    # After format and version: a file of another program gets that message instead of "damaged".
     if _read_small(path, "manifest.json.sha256") != checksum_line(content):
         raise CheckpointError(
             f"checkpoint {path}: manifest.json does not match manifest.json.sha256; one of them is damaged."
@@ -188,6 +194,7 @@ def _read_small(path: Path, name: str) -> bytes:
 
 def _check_files(checkpoint: Checkpoint) -> None:
     for name, described in checkpoint.files.items():
+        # A name is joined to the directory: `../` or an absolute path in a foreign manifest would leave it.
         if not re.fullmatch(r"rank_\d{5,}\.safetensors", name):
             raise CheckpointError(
                 f"checkpoint {checkpoint.path}: the manifest names {name!r}, which is not a file of a rank."
@@ -196,6 +203,7 @@ def _check_files(checkpoint: Checkpoint) -> None:
             size = (checkpoint.path / name).stat().st_size
         except OSError as error:
             raise CheckpointError(f"checkpoint {checkpoint.path}: {name}: {error.strerror}.") from None
+        # The size finds a truncated copy in no time; checksums cost a read of the whole file.
         if size != described["bytes"]:
             raise CheckpointError(
                 f"checkpoint {checkpoint.path}: {name} has {size} bytes, the manifest says {described['bytes']}."
@@ -207,6 +215,7 @@ def _check_coverage(checkpoint: Checkpoint, kinds: Mapping[str, Mapping[str, Seq
 
     Args: kinds: parameter -> state name -> rows and columns, for parameters whose state is not just ADAM_STATE.
     """
+    # Every state of every parameter has an entry, so that one without any slice is found as well.
     found: dict[tuple[str, str], list[ShardSlice]] = {
         (name, state_name): []
         for name in checkpoint.shapes
@@ -222,6 +231,7 @@ def _check_coverage(checkpoint: Checkpoint, kinds: Mapping[str, Mapping[str, Seq
         whole_shape = matrix_shape(checkpoint.shapes[name])
         rows, columns = whole_shape if state_name in ADAM_STATE else kinds[name][state_name]
         whole = ShardSlice(0, rows, 0, columns)
+        # Inside, disjoint, and of the right total size: together they prove an exact cover without marking elements.
         outside = any(each.overlap(whole) != each for each in slices)
         if outside or _overlapping(slices) or sum(each.size for each in slices) != whole.size:
             raise CheckpointError(
@@ -231,6 +241,7 @@ def _check_coverage(checkpoint: Checkpoint, kinds: Mapping[str, Mapping[str, Seq
 
 def _overlapping(slices: list[ShardSlice]) -> bool:
     """Whether two slices share an element. Sorted by rows, only slices that reach the next one's row matter."""
+    # A sweep over sorted slices: comparing all pairs is quadratic, and 1,000 ranks store 1,000 slices of a tensor.
     reaching: list[ShardSlice] = []
     for each in sorted(slices):
         reaching = [other for other in reaching if other.row_stop > each.row]
@@ -260,6 +271,7 @@ def checksum_blocks(checkpoint: Checkpoint) -> list[ChecksumBlock]:
 
 def verify_checkpoint(checkpoint: Checkpoint, chosen: Iterable[ChecksumBlock] | None = None) -> None:
     """Compare blocks, all by default, with their checksums. Raises CheckpointError naming the damaged file."""
+    # One block in memory at a time; ranks share the blocks of a checkpoint (read.py).
     for block in checksum_blocks(checkpoint) if chosen is None else chosen:
         try:
             damage = damaged_block(checkpoint.path / block.file, checkpoint.files[block.file], [block.number])
@@ -281,6 +293,7 @@ def newest_readable(directory: Path) -> Checkpoint | None:
     """
     paths = list_checkpoints(directory)
     for path in reversed(paths):
+        # By manifest and sizes only: a look must be fast. A load verifies checksums on top (`newest_valid`).
         with contextlib.suppress(CheckpointError):
             return read_checkpoint(path)
     if paths:
@@ -321,6 +334,7 @@ def new_parameters(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]]
     """
     head = {name for name in shapes if name.startswith(TASK_HEAD)}
     adapters = {name for name in shapes if ADAPTER in name}
+    # A discriminator (ELECTRA) predicts no tokens: what it lacks of the output head is new.
     if not any(name.startswith("heads.") for name in checkpoint.shapes):
         head |= {name for name in shapes if name.startswith("heads.projection.")}
     if any(ADAPTER in name for name in checkpoint.shapes):

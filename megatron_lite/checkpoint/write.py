@@ -38,6 +38,7 @@ from megatron_lite.model.tensor_parallel import whole_shape
 from megatron_lite.parallel.context import ParallelContext
 
 log = logging.getLogger(__name__)
+# partial: never complete. deleted: on its way out. replaced: complete, with a successor that may not exist yet.
 _LEFTOVER = re.compile(r"(step_\d{8,})\.(partial|deleted|replaced)")
 Watch = Callable[[str], contextlib.AbstractContextManager[None]]
 
@@ -92,6 +93,8 @@ class Save:
         self._after_commit = after_commit
         self._watch = watch
         self._started = time.perf_counter()
+        # One directory for all ranks: it exists before any rank writes, and all files exist before the manifest names
+        # them.
         self._stages = iter((self._prepare, self._write, self._commit))
         self.failure = ""  # of this rank
         self._thread: threading.Thread | None = None
@@ -102,6 +105,8 @@ class Save:
 
         Raises CheckpointError on every rank if some rank failed; the partial directory is gone then.
         """
+        # Collectives only here, in the training thread: those of two threads would meet in different orders on the
+        # ranks.
         while self._thread is not None:
             if wait:
                 self._thread.join()
@@ -110,7 +115,9 @@ class Save:
             # Every step asks, and the device's work must not be waited for.
             all_ended, all_failed = self._context.sum_of_hosts([float(ended), float(failed)])
             if all_ended < self._context.world_size:
+                # Some rank still writes: asked again after the next step.
                 return False
+            # Only after all have ended: another rank's thread may still write into the directory that is removed.
             if all_failed:
                 self._give_up(int(all_failed))
             self._start_next_stage()
@@ -174,6 +181,7 @@ def _clear_leftovers(directory: Path) -> None:
         if not match:
             continue
         if match[2] == "replaced" and not (directory / match[1]).exists():
+            # Killed between the two renames of `publish`: the old checkpoint is the only one of its step.
             os.rename(path, directory / match[1])
             sync_directory(directory)
         else:
@@ -187,17 +195,21 @@ def _write_rank(directory: Path, rank: int, fragments: Iterable[Fragment]) -> No
         if fragment.is_copy:
             continue
         shape = whole_shape(fragment.shape, fragment.partition, fragment.tp.size)
+        # Fragments of whole states (factored moments) have the shape of the state, not of the parameter.
         if "weight" in fragment.tensors:
             shapes[fragment.name] = list(shape)
         kinds.setdefault(fragment.name, {}).update(dict.fromkeys(fragment.tensors, matrix_shape(shape)))
+        # A flat range of a matrix is up to three rectangles; readers know rectangles of the whole parameter only.
         for owned in fragment.ranges():
             for state_name, values in fragment.tensors.items():
                 key = f"{fragment.name}/{state_name}/{owned.slice.row}.{owned.slice.column}"
+                # Views: a copy of all of it would double the memory of a save.
                 tensors.append(values[owned.start - fragment.start : owned.stop - fragment.start])
                 matrices[key] = owned.slice.shape
                 stored = {"key": key, "name": fragment.name, "kind": state_name, "box": astuple(owned.slice)}
                 pieces.append(stored)
     described = write_tensors(directory / _rank_file(rank), matrices, tensors)
+    # JSON, not an object collective: torch's pickle, and this thread may not communicate.
     listing = {"file": described, "shapes": shapes, "pieces": pieces, "kinds": kinds}
     write_synced(directory / _rank_listing(rank), json.dumps(listing).encode())
 
@@ -221,10 +233,12 @@ def _write_manifest(directory: Path, header: dict[str, Any], world_size: int) ->
         pieces += [{"file": _rank_file(rank), **piece} for piece in listing["pieces"]]
         for name, own in listing["kinds"].items():
             kinds.setdefault(name, {}).update(own)
+    # AdamW's state is what a manifest without "kinds" means, so most manifests have none.
     unusual = {name: own for name, own in kinds.items() if set(own) != set(ADAM_STATE)}
     content = {**header, "shapes": shapes, "files": files, "pieces": pieces}
     write_manifest(directory, {**content, "kinds": unusual} if unusual else content)
     for rank in range(world_size):
+        # After the manifest is on disk: until then they are the only description of the files.
         os.unlink(directory / _rank_listing(rank))
     sync_directory(directory)
 
@@ -234,6 +248,7 @@ def publish(partial: Path, final: Path) -> None:
     replaced = final.with_name(f"{final.name}.replaced")
     if final.exists():  # the same step again, for example after a fallback to an older checkpoint
         os.rename(final, replaced)
+    # Files and manifest are on disk by now, so that a name that exists is a complete checkpoint even after a power cut.
     os.rename(partial, final)
     sync_directory(final.parent)
     if replaced.exists():
@@ -266,6 +281,7 @@ def rewind(run: Path, step: int) -> Path | None:
 
     directory = run / CHECKPOINTS
     (path,) = checkpoints_of(directory, [step])
+    # First: going back to a damaged checkpoint would leave the run with none.
     verify_checkpoint(read_checkpoint(path))
     newer, best = (
         [p for p in above.glob("step_*") if NAME.fullmatch(p.name) and step_of(p) > step]

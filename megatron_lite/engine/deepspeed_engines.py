@@ -30,6 +30,7 @@ class _WithOurOptimizer:
     """Mixin for DeepSpeed's engines: replaces the method that makes the optimizer."""
 
     def _configure_optimizer(self, client_optimizer: Callable[[Any], Any], model_parameters: Any) -> None:
+        # The one place in DeepSpeed 0.19.8 that wraps an optimizer; ours brings sharding, scaling and clipping itself.
         self.optimizer = self.basic_optimizer = client_optimizer(_loss_scaler(self))
 
 

@@ -127,6 +127,7 @@ class Engine(ABC):
         named: the parameters of this rank under their global names.
         multipliers: of the parameters that are frozen in some steps or have another learning rate.
         """
+        # Heavy: a refused configuration must not pay for this import.
         from deepspeed.accelerator import get_accelerator
 
         # DeepSpeed 0.19.8 calls a name that torch 2.13 deprecates, at every step.
@@ -144,9 +145,12 @@ class Engine(ABC):
         self._multipliers = multipliers or {}
         if config.model.mup is not None:
             self._multipliers = {name: self._by_width(name, parameter) for name, parameter in named.items()}
+        # With muP every parameter has a multiplier of its own, so all names get an entry, not only the frozen ones.
         self._step = 1
         options = config.deepspeed_options(context.dp.size)
         with quiet_deepspeed():
+            # Stage 3 shards the weights inside DeepSpeed's hooks, so its optimizer stays DeepSpeed's. At stages 1 and 2
+            # its engine only runs the passes, and the optimizer is ours (sharded.py says why).
             if config.parallel.zero_stage == 3:
                 self._engine = self._stage_3(module, options, mpu)
                 self._zero: ShardedOptimizer | Zero3 = Zero3(
@@ -164,6 +168,7 @@ class Engine(ABC):
         if config.ema.decay is not None:
             assert isinstance(self._zero, ShardedOptimizer), "configuration checks the stage"
             self._averages = Averages(self._zero, config.ema)
+        # The background save copies fragments while the passes run, and finishes its copy here (saver.py).
         self.before_update: Callable[[], None] = lambda: None  # called before each change of the fragments
         self._announce_updates()
 
@@ -194,6 +199,8 @@ class Engine(ABC):
         )
 
     def _make_optimizer(self, groups: list[dict[str, Any]], buckets: list[Bucket]) -> torch.optim.Optimizer:
+        # torch's optimizers know tensors, not names; which matrices Muon serves and which tensors LAMB adapts follows
+        # from the name.
         config, names = self._config, {parameter: name for name, parameter in self._named.items()}
         if config.optimizer.kind == "adamw":
             return make_adamw(groups, config.optimizer)
@@ -225,8 +232,11 @@ class Engine(ABC):
     def _param_group(self, name: str, parameter: nn.Parameter) -> ParamGroup:
         """The optimizer's group of a parameter, by its global name."""
         tp, pp = self.context.tp, self.context.pp
+        # `counts`: the gradient norm is over the whole model, so an element that several ranks hold counts on one of
+        # them.
         is_split = partition_of(parameter).dim is not None
         multipliers = self._multipliers.get(name, NO_MULTIPLIERS)
+        # A parameter that several ranks hold, each with only a part of its gradient: the ranks over which it is summed.
         summed_over = None
         if is_partial(parameter):
             summed_over = tp
@@ -275,8 +285,11 @@ class Engine(ABC):
         rows, length = batch.layout.shape
         has_stages, has_parts = self.context.pp.size > 1, self._config.model.decoder_layers > 0
         device, dtype = self.context.device, TYPES[self._config.training.precision]
+        # The number of tokens is rounded up to a multiple, so that memory is reused and few kernels are built. Pipeline
+        # stages exchange one shape, so there all padding stays and nothing is rounded.
         multiple = few_lengths(rows * length, device, dtype) if not has_stages or has_parts else 1
         if device.type == "cuda" and not (has_stages or has_parts or self._config.decoder):
+            # On a GPU the lengths come from a table of about 32: the allocator's blocks and CUDA graphs are reused.
             table = self._length_table(rows * length)
             multiple = int(table[np.searchsorted(table, batch.tokens)])
         elif self._config.parallel.sequence_parallel:
@@ -311,6 +324,8 @@ class Engine(ABC):
         optimizer = self._engine.optimizer
         step = optimizer.step
 
+        # DeepSpeed's engine calls `optimizer.step` itself, so the bound method is replaced. The averages follow each
+        # update.
         def announced_step(*args: Any, **kwargs: Any) -> None:
             self.before_update()
             step(*args, **kwargs)
@@ -344,6 +359,8 @@ class Engine(ABC):
         self._zero.begin(micro_batches)
         for group in self._zero.param_groups:
             multipliers: LrMultipliers = group["multipliers"]
+            # At stages 1 and 2 a frozen parameter has no gradient, and torch skips it. At stage 3 its gradient is zero,
+            # and only the rate 0 keeps AdamW's moments and weight decay from changing it.
             group["lr"] = lr * multipliers.lr_factor if multipliers.is_trained(self._step) else 0.0
 
     def _result(self, objective_sums: torch.Tensor) -> StepResult:
@@ -362,6 +379,7 @@ class Engine(ABC):
         def show(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if self._zero.is_skipping():
                 return
+            # Gradients exist only as flat partitions here; `.grad` of the parameters is gone after the reduction.
             flats = [flat for group in optimizer.param_groups for flat in group["params"]]
             for fragment in self.fragments():
                 weight = fragment.tensors.get("weight")
@@ -399,6 +417,8 @@ class Engine(ABC):
                 tensors["ema"] = self._averages.part(parameter)
             yield Fragment(name, shape, partition, tp, start, tensors, is_copy)
             for kind, values in self._zero.whole_state(name).items():
+                # State of the whole tensor (factored moments) is equal on all ranks that own a part: the owner of the
+                # first element writes it.
                 is_copy |= start > 0 or tp.rank > 0
                 yield Fragment(
                     name, tuple(values.shape), Partition(), SINGLE, 0, {kind: values.flatten()}, is_copy
@@ -419,6 +439,7 @@ class Engine(ABC):
         """Kind and step count of the optimizer, other counts by parameter, and the loss scaler; JSON values."""
         self._zero.outcome()  # it adapts the loss scale
         counts = {name: self._zero.step_count(parameter) for name, parameter in self._named.items()}
+        # Parameters of a bucket share one count tensor; by its identity each is read once.
         read = {id(count): float(count) for count in counts.values()}  # few: each read waits for the device
         most = max(read.values())
         others = {name: read[id(count)] for name, count in counts.items() if read[id(count)] != most}

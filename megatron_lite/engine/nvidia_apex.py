@@ -29,6 +29,7 @@ def require_apex(config: Config) -> None:
     asked = config.settings_for_apex
     if not asked:
         return
+    # Found, not imported: its import loads torch and CUDA, and a wrong package may do anything.
     spec = importlib.util.find_spec("apex")
     if spec is None:
         raise ConfigError(f"{asked[0]} is apex, which is not installed; {INSTALL}, or set it to torch.")
@@ -89,6 +90,7 @@ def _adamw_class() -> type[torch.optim.Optimizer]:
             try:
                 for group in self.param_groups:
                     counts = [self._count(parameter) for parameter in group["params"]]
+                    # All parameters of a group are trained in the same steps, so the first one's count is that of all.
                     group["step"] = counts[0]
                 return super().step(closure)
             finally:
@@ -118,6 +120,7 @@ def use_layernorm(module: nn.Module, device: torch.device) -> None:
     try:
         kernel: Any = importlib.import_module("apex.normalization.fused_layer_norm").fused_layer_norm_affine
         row = torch.ones(1, 8, device=device)
+        # A trial launch: apex imports without its kernels and fails at the first call.
         kernel(row, row[0], row[0], (8,), 1e-5)
     except (ImportError, RuntimeError, NotImplementedError) as error:
         raise _unusable("training.layernorm", error) from error

@@ -82,6 +82,8 @@ class _Feed:
         self._waiting = ((micro, micro.loss_factor * scale) for micro in micro_batches)
 
     def advance(self) -> None:
+        # DeepSpeed's schedule runs the forward passes of a stage in order, so that a queue suffices; backward passes
+        # use what autograd has kept.
         prepared, loss_factor = next(self._waiting)
         data = prepared.to(self.device)
         context = make_context(
@@ -90,6 +92,8 @@ class _Feed:
         parts = encoder_decoder_contexts(context, self.parallel) if self.config.decoder_layers else None
         table, positions = self.tables.get("relative_bias"), data.ids[0]
         if parts is None:
+            # Each stage computes the bias of its own copy of the table: sending it would be many times the hidden
+            # state.
             context = with_bias(context, table, positions)
         else:
             of_encoder, of_decoder = positions.split(data.plan.lengths)
@@ -148,6 +152,7 @@ class _Block(Block):
     def forward(self, x: Hidden) -> Hidden:  # type: ignore[override]
         current = self.feed.current
         if current.before_block is not None:
+            # Memory detaches at each block; a residual that is still a sum is finished for that.
             x = current.before_block(self.layer, settled(x))
         return super().forward(x, current.context, self.layer)
 
@@ -158,6 +163,7 @@ class _EncoderBlock(_Block):
     def forward(self, parts: _Parts) -> _Parts:  # type: ignore[override]
         assert self.feed.current.parts is not None
         context, _ = self.feed.current.parts
+        # Finished: the stage may end here, and what it sends are tensors.
         return settled(Block.forward(self, parts[0], context, self.layer)), parts[1]
 
 
@@ -179,6 +185,7 @@ class _DecoderBlock(DecoderBlock):
         encoded, decoded = parts
         if self.encoder_layernorm is not None:
             encoded = self.encoder_layernorm(encoded)
+        # `layer - 1` is the encoder's last layer, as in the whole model: the mask's key is the same in both.
         encoded = self.feed.current.parts[0].last(encoded, self.encoder_dropout, self.layer - 1)
         return encoded, super().forward(decoded, encoded, self.feed.current.parts[1], self.layer)
 
@@ -217,6 +224,7 @@ def stage_bounds(costs: list[float], stages: int) -> list[int]:
     """Stage s has the layers from bound s to bound s + 1, for about equal costs."""
     # The head's two layers stay on one stage: the first one's result is not only tensors, which could be sent.
     joined = [*costs[:-2], costs[-2] + costs[-1]]
+    # A little for every layer, so that layers without cost count in the balance too.
     bounds = [int(bound) for bound in partition_balanced([cost + 1e-3 for cost in joined], stages)]
     return [*bounds[:-1], bounds[-1] + 1]
 
@@ -241,6 +249,7 @@ class _Stages(PipelineModule):
         ]
         words, project = LayerSpec(_Words, model, parallel, feed), LayerSpec(_Project, feed)
         if model.tie_word_embeddings:
+            # The same specification twice: DeepSpeed builds one module for each stage that has it, under one name.
             words, project = (
                 TiedLayerSpec("words", _Words, model, parallel, feed, forward_fn=function)
                 for function in (None, _Words.project)
@@ -269,6 +278,7 @@ class _Stages(PipelineModule):
         self._feed.advance()
         if self._feed.current.parts is None:
             out = super().forward(hidden)
+            # DeepSpeed sends one tensor of one shape between stages.
             return settled(out) if isinstance(out, Residual) else out  # what a stage sends is one tensor
         out = super().forward(self._feed.split(hidden) if self._local_start >= _FIRST_BLOCK else hidden)
         is_last = self._local_stop == len(self._layer_specs)
@@ -294,6 +304,7 @@ class _Stages(PipelineModule):
 
     def global_names(self, num_layers: int) -> dict[str, nn.Parameter]:
         """This stage's parameters under their names in the whole model. Args: num_layers: blocks."""
+        # DeepSpeed numbers layers; checkpoints have the names of the whole model, whatever the stages.
         prefixes = dict.fromkeys(("tied_modules.words", "0"), "embedding.word_embeddings.")
         prefixes |= {"1": "embedding."}
         prefixes |= {str(_FIRST_BLOCK + i): f"layers.{i}." for i in range(num_layers)}
@@ -342,9 +353,11 @@ class PipelineEngine(Engine):
         self._begin_step(len(micro_batches), lr)
         self._sums = self._no_sums(self.context.device)
         per_pass = self._engine.train_micro_batch_size_per_gpu() * self._engine.dp_world_size
+        # Its number of micro-batches follows from the batch size, which a ramp changes between steps.
         self._engine.set_train_batch_size(len(micro_batches) * per_pass)
         scale = len(micro_batches) * self._zero.loss_factor  # DeepSpeed divides by their number
         self._feed.fill(micro_batches, scale)
+        # All at once: a stage has no call between its layers where it could wait for each.
         self._zero.await_weights()
         self._engine.train_batch(self._nothing())
         return self._result(self._sums)

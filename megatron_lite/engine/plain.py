@@ -29,6 +29,8 @@ class PlainEngine(Engine):
         multipliers: Mapping[str, LrMultipliers] | None = None,
     ):
         """Args: multipliers: as for `Engine`."""
+        # At ZeRO 3 DeepSpeed's hooks reduce a gradient as soon as it exists, so its sum over the tensor-parallel ranks
+        # has to be part of the backward pass.
         parallel = TensorParallel(
             context.tp, config.parallel.sequence_parallel, sums_at_once=config.parallel.zero_stage == 3
         )
@@ -37,6 +39,7 @@ class PlainEngine(Engine):
             self._model, dict(self._model.named_parameters()), config, context, Mpu(context), multipliers
         )
         self._model.before_use = self._zero.await_weights
+        # Empty until a batch needs it: its size follows from the batches.
         self._buffer = torch.empty(0, dtype=torch.int32, device=context.device)
 
     @property
@@ -56,12 +59,15 @@ class PlainEngine(Engine):
         self._begin_step(len(micro_batches), lr)  # learning rates, empty buckets
         objective_sums = self._no_sums()
         for number, micro_batch in enumerate(micro_batches, start=1):
+            # Said in every micro-batch: the number of micro-batches changes with a batch ramp, DeepSpeed's own count
+            # does not.
             self._engine.set_gradient_accumulation_boundary(number == len(micro_batches))
             batch = micro_batch.to(self.context.device, self._buffer_for(micro_batch))
             loss_sum, per_objective = self._engine(batch)
             loss = loss_sum * (
                 micro_batch.loss_factor * self._zero.loss_factor
             )  # normaliser; loss scale of fp16
+            # The loss has its factor already; DeepSpeed would divide by its own count of micro-batches.
             self._engine.backward(loss, scale_wrt_gas=False)
             self._engine.step()
             objective_sums[:, : per_objective.shape[1]] += per_objective
@@ -73,6 +79,7 @@ class PlainEngine(Engine):
         self._model.begin_evaluation()
         try:
             for batch in batches:
+                # Evaluation has no z-loss, so its third column stays 0.
                 sums[:, :2] += self._model(self._input(batch, None))[1]
         finally:
             self._model.end_evaluation()

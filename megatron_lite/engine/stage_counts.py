@@ -38,6 +38,7 @@ def stages(config: Config) -> list[Stage]:
     model, tp = config.model, config.parallel.tensor_parallel_size
     parallel = TensorParallel(Group(None, 0, tp, tuple(range(tp))), config.parallel.sequence_parallel)
     with torch.device("meta"):
+        # Layers as pipeline.py builds them, so that a dry run counts what a stage really holds.
         words = count(VocabParallelEmbedding(model, parallel))
         embedding = count(PositionEmbeddings(model, parallel))
         readout = count(final_layernorm(model)) + count(Heads(model, parallel))

@@ -26,10 +26,12 @@ class Zero3:
     def __init__(self, optimizer: Any, dp: Group, multipliers: Mapping[nn.Parameter, LrMultipliers]):
         self._deepspeed = optimizer
         self._dp = dp
+        # Before the first step, when DeepSpeed has none yet: a load must find tensors to fill.
         allocate_moments(self.optimizer, optimizer.fp32_partitioned_groups_flat)
         self._late = {parameter: each for parameter, each in multipliers.items() if each.first_step > 1}
         for parameter, each in self._late.items():
             parameter.register_hook(functools.partial(self._gradient, each))
+        # The step has counted frozen parameters too; their bias correction must begin when they are first trained.
         self.optimizer.register_step_post_hook(self._forget_steps)
         self.set_step(1)
 
@@ -37,6 +39,7 @@ class Zero3:
         """The number of the next step, as `ShardedOptimizer.set_step`."""
         self._step = step
         frozen = [self._state(p) for p, each in self._late.items() if not each.is_trained(step)]
+        # Parameters share the state of a flat partition, so each state is listed once.
         self._frozen = list({id(state): state for state in frozen}.values())
 
     def _forget_steps(self, *_: Any) -> None:
@@ -87,6 +90,7 @@ class Zero3:
         length = parameter.ds_tensor.numel()
         start = self._dp.rank * length
         count = min(length, parameter.ds_numel - start)
+        # The padding of the last ranks: the parameter is shorter than the ranges of all ranks together.
         if count <= 0:
             return None
         keys = {"weight": None, **{key: key for key in MOMENTS}}

@@ -26,6 +26,7 @@ class Adapter(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         parts = (self.down.weight, self.down.bias, self.up.weight, self.up.bias)
+        # Adapters stand between tensor-parallel regions: small, and whole on every rank.
         down, down_bias, up, up_bias = map(self.parallel.replicated, parts)
         inner = activated(linear(x, down, down_bias), "gelu_erf")
         return x + linear(inner, up, up_bias)

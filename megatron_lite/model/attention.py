@@ -35,11 +35,14 @@ class Attention(nn.Module):
         self.dropout = config.attention_dropout
         self.parallel, self.recompute = parallel, recompute
         heads, key_value_heads = config.num_attention_heads, config.key_value_heads
+        # Of this rank: tensor parallelism splits heads.
         self.key_value_heads = key_value_heads // parallel.group.size
         self.query_key_value = ColumnParallelLinear(
             config.hidden_size,
             (heads + 2 * key_value_heads) * self.head_size,
             parallel,
+            # Q, K and V are split over the ranks each by itself, in these proportions, so that a rank has matching
+            # heads of all.
             parts=(heads // key_value_heads, 1, 1),
             has_bias=config.has_bias("qkv"),
         )
@@ -61,14 +64,20 @@ class Attention(nn.Module):
         """[T, D] -> [T, D]. Args: skip_bias_add: as for RowParallelLinear."""
         qkv = self.query_key_value(x)
         if isinstance(context.distances, Disentangled):
+            # DeBERTa's positions pass the block's own projection where it has no separate one. Outside of `_attend`,
+            # which may be recomputed: a product in there would be computed twice.
             product = self.position_query_key or self.query_key_value
             context = replace(context, distances=context.distances.projected(product, layer))
+        # Selective recomputation covers attention only: it is cheap to repeat and keeps most memory without fused
+        # kernels.
         out = recomputed(self.recompute, self._attend, qkv, context, layer)
         return self.dense(out.reshape(math.prod(context.shape), -1), skip_bias_add=skip_bias_add)
 
     def _attend(self, qkv: torch.Tensor, context: ForwardContext, layer: int) -> torch.Tensor:
         assert not isinstance(context.plan, PartsPlan)
         heads, rotary = qkv.view(len(qkv), -1, self.head_size), self.rotary_of(context, layer)
+        # [T, heads + 2 key-value heads, D] -> [T, 3 heads, D]: rotary angles and norms are applied, and K and V
+        # repeated for their groups of queries in the same pass.
         heads = spread(heads, self.key_value_heads, rotary, self.head_norms, self.query_factor)
         qkv = heads.view(len(qkv), 3, -1, self.head_size)
         if context.condition is not None:

@@ -95,6 +95,7 @@ class Batch:
     @cached_property
     def divisors(self) -> np.ndarray:
         """Share of each token in the divisor of its loss, fp32 [B, S]: its weight, or 1 (`BY_TOKENS`)."""
+        # Masked diffusion weighs tokens by 1 / t: its sum is divided by the number of tokens, masked or not.
         by_tokens = np.isin(self.fields[:, OBJECTIVE], BY_TOKENS) & (self.fields[:, DOC] != PADDING_DOC)
         return np.where(by_tokens, np.float32(1.0), self.weights)
 
@@ -105,10 +106,12 @@ class Batch:
 
     def loss_weights(self, num_losses: int) -> np.ndarray:
         """The divisor of each loss, float64 [num_losses]."""
+        # float64: sums of whole weights over a step and its ranks stay exact.
         return np.bincount(self.fields[:, OBJECTIVE].ravel(), self.divisors.ravel(), minlength=num_losses)
 
     def as_means(self, factors: Sequence[float], totals: Sequence[float]) -> Batch:
         """The batch with each loss's weights times its factor over its total in the step: sums become means."""
+        # Shallow: the layout is the dearest part of a batch, and weights do not change it.
         other = copy.copy(self)  # the fields are shared, and the layout where it is known
         other.weights = self.weights * mean_scales(factors, totals)[self.fields[:, OBJECTIVE]]
         return other

@@ -63,6 +63,7 @@ class Block(nn.Module):
         self.residual_scale = math.sqrt(2 * config.num_layers) if config.norm == "deepnorm" else 1.0
         self.dropout = config.output_dropout
         self.parallel, self.recompute = parallel, recompute == "full"
+        # The one function covers plain pre-norm blocks without tensor parallelism; all others run in pieces.
         is_plain = config.has_plain_blocks and not self.has_branch_layers
         self.may_fuse = is_plain and recompute == "none" and parallel.group.size == 1
         self.fused: FusedParameters | None = None  # of a block that is one function of autograd
@@ -115,6 +116,8 @@ def stack(config: ModelConfig, parallel: TensorParallel, recompute: str) -> nn.M
     count = 1 if config.share_layers == "all" else config.num_layers
     first, *others = made = [Block(config, parallel, recompute, layer == 0) for layer in range(count)]
     for block in others if config.share_layers != "none" else ():
+        # Through `__dict__`: as a submodule the shared part would appear in every block's names and be saved several
+        # times.
         part = {"attention": "attention", "ffn": "mlp"}[config.share_layers]
         delattr(block, part)
         block.__dict__[part] = getattr(first, part)

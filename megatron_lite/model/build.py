@@ -33,6 +33,7 @@ class ModelSpec:
             label_smoothing=training.label_smoothing, z_loss=training.z_loss, loss_rows=training.loss_rows,
             has_memory=config.has_memory,
         )  # fmt: skip
+        # In fp32 and before DeepSpeed sees the model, so that initial weights do not depend on engine or precision.
         initialize_parameters(model.named_parameters(), config.model, training.seed, model.parallel)
         return model
 
@@ -90,6 +91,7 @@ class ModelSpec:
 def model_spec(config: Config) -> ModelSpec:
     """The model that a configuration trains."""
     modules = {choice.section.model_module for choice in config.objective_choices} - {None}
+    # Imported by name: the model package does not know the packages of objectives, which import it.
     return importlib.import_module(modules.pop()).MODEL_SPEC if modules else ModelSpec()
 
 

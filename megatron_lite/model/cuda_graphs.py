@@ -64,6 +64,7 @@ class BlockGraphs:
 
     def __init__(self, sums: Sums):
         self.sums = sums
+        # One pool for all graphs: without it each would keep its own memory.
         self.pool = torch.cuda.graph_pool_handle()
         # Address of what a graph returns, which stays there -> that and its counterpart: by whether sums have begun.
         self.kept: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -125,6 +126,7 @@ class _Block:
             return _FusedBlock.apply(hidden, x, parameters, *rest)
         inputs = [address(leaf) for leaf in tree_leaves(others) if isinstance(leaf, torch.Tensor)]
         key = shape, x is None, *inputs, *(address(array) for array in plan.tensors)
+        # The first run compiles Triton's kernels, which a capture must not do.
         if key not in self.warm:
             self.warm.add(key)
             return _FusedBlock.apply(hidden, x, parameters, *rest)
@@ -194,6 +196,7 @@ class _Pass:
 
     def _captured(self, function: Callable[..., Any], inputs: Tensors, rest: tuple[Any, ...] = ()) -> _Graph:
         own = [self.graphs.own(tensor, self.begun) for tensor in inputs]
+        # A copy for each of the two backward captures: what one takes out must still be there for the other.
         context = copy.copy(self.context) if self.forwards else self.context
         replay, results = capture(lambda: function(context, *own, *rest), self.graphs.pool)
         return _Graph(replay, own, results[:2])
@@ -211,9 +214,11 @@ class _Pass:
                 self.backwards[self.begun] = self._captured(_FusedBlock.backward, grads)
             self.graphs.keep(self.backwards[False].results, self.backwards[True].results)
             self.context = None
+        # Whether to write or to add is fixed in a captured product, so there are two backward graphs.
         begun = self.graphs.sums.has_begun(self.products[0])
         results = self.backwards[begun].run(grads)
         for weight in self.products:
+            # A graph repeats launches only; the host's bookkeeping of the bucket follows here.
             self.graphs.sums.count_product(weight)
         for parameter, gradient in self.taken[begun]:
             self.take(parameter, gradient)

@@ -85,6 +85,7 @@ class BucketEmbeddings(nn.Module):
 
     def forward(self, plan: BiasedPlan | BlockPlan, positions: torch.Tensor) -> PositionRows:
         """Args: positions: int [T], in the order of the plan."""
+        # A new tensor: at ZeRO 3 the parameter is released when this module returns.
         rows = self.weight * 1.0 if self.layernorm is None else self.layernorm(self.weight)
         if isinstance(plan, BlockPlan):
             line = place_line(self.buckets, self.positions, plan.row_length, positions.device)
@@ -112,6 +113,7 @@ class Disentangled:
     def projected(self, product: ColumnParallelLinear, layer: int) -> Disentangled:
         """With the layer's projections. Args: product: its first outputs are of queries and of keys."""
         rows = self.shared.rows
+        # The bucket's number keys dropout: the same mask on all ranks and for every call of the layer.
         numbers = torch.arange(len(rows), device=rows.device, dtype=torch.int32)
         dropped = None if self.dropout is None else self.dropout.distances(self.p, numbers, layer)
         if dropped is not None:
@@ -136,6 +138,7 @@ class Disentangled:
         of_queries, of_keys = self._projections(qkv)
         size = qkv.shape[-1]
         scale = size**-0.5
+        # Products with all N buckets, then a gather by pair: N is far smaller than the number of pairs.
         to_keys = torch.einsum("...qhd,nhd->...hqn", qkv[:, 0][queries], of_keys * scale)
         to_queries = torch.einsum("...khd,nhd->...hnk", qkv[:, 1][keys], of_queries * (self.factor * scale))
         place = self.shared.places[call].expand(*to_keys.shape[:-1], to_queries.shape[-1])

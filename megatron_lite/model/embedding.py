@@ -92,11 +92,14 @@ class PositionEmbeddings(nn.Module):
             decoder: what the decoder's rows have of their own, if there is a decoder.
         """
         if self.gradient_shrink != 1.0:
+            # GLM-130B's shrink, as a scale of the gradient: e * a + detached e * (1 - a) would round e itself.
             words = _ShrinkGradient.apply(words, self.gradient_shrink)
+        # Words come already split by the vocabulary-parallel look-up; ids of the same tokens are cut here.
         ids = own_tokens(ids, context.plan, self.parallel)
         if self.query_vector is not None:
             is_query = ids[ID_FIELDS.index(ORD)] < 0
             words = torch.where(is_query[:, None], self.parallel.replicated(self.query_vector), words)
+        # No product by 1: it would be a pass over the hidden state, and another rounding in half precision.
         hidden = words if self.scale == 1.0 else words * self.scale
         if decoder is None:
             hidden = self._sum(hidden, ids, self)
@@ -105,6 +108,7 @@ class PositionEmbeddings(nn.Module):
             lengths = own_lengths(context.plan, self.parallel)
             first, second = hidden.split(lengths)
             first_ids, second_ids = ids.split(lengths, dim=1)
+            # Encoder and decoder differ in positions and norm, and share all other tables.
             hidden = torch.cat([self._sum(first, first_ids, self), self._sum(second, second_ids, decoder)])
         if context.condition is not None and context.condition.added is not None:
             hidden = hidden + context.condition.added
@@ -112,6 +116,7 @@ class PositionEmbeddings(nn.Module):
         if dropout is not None:
             hidden = dropout_add(hidden, None, dropout)
         if self.projection is not None:
+            # After norm and dropout, as ALBERT's code has it.
             weight, bias = map(self.parallel.replicated, (self.projection.weight, self.projection.bias))
             hidden = linear(hidden, weight, bias)
         return hidden

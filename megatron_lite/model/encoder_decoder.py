@@ -49,6 +49,8 @@ def encoder_decoder_contexts(
     plan, both = context.plan, context.dropout
     assert isinstance(plan, PartsPlan)
     encoder, decoder = _split(both, plan.lengths)
+    # `dropout` has the keys of all tokens, for attention; `local_dropout` those of this rank, under sequence
+    # parallelism.
     own_encoder, own_decoder = _split(context.local_dropout, own_lengths(plan, parallel))
     return (
         ForwardContext(plan.lengths[:1], plan.encoder, encoder, own_encoder),
@@ -88,6 +90,7 @@ class CrossAttention(nn.Module):
         self.dropout = config.attention_dropout
         self.recompute = recompute
         self.query = ColumnParallelLinear(hidden, size, parallel, has_bias=has_bias)
+        # Two parts: K and V are split over the ranks each by itself, so that a rank has both for its heads.
         self.key_value = ColumnParallelLinear(hidden, 2 * size, parallel, parts=2, has_bias=has_bias)
         self.dense = RowParallelLinear(size, hidden, parallel, has_bias=config.has_bias("attention"))
 
@@ -104,6 +107,7 @@ class CrossAttention(nn.Module):
         Args: skip_bias_add: as for RowParallelLinear.
         """
         q = self.query(x).unflatten(1, (1, -1, self.head_size))
+        # The plan scales by 1 / sqrt(D). Models that scale otherwise (T5: not at all) fold the ratio into the queries.
         q = q if self.query_factor == 1.0 else q * self.query_factor
         key_value = self.key_value(encoded).unflatten(1, (2, -1, self.head_size))
         out = recomputed(self.recompute, self._attend, q, key_value, context, layer)
@@ -114,6 +118,7 @@ class CrossAttention(nn.Module):
     ) -> torch.Tensor:
         dropout = None
         if self.dropout and context.both is not None:
+            # Keys of the hash for both sides: attention drops pairs of a decoder token and an encoder token.
             dropout = context.both.attention(self.dropout, layer)
         return context.cross.attend(layer, [q, key_value], dropout)
 
@@ -141,6 +146,7 @@ class DecoderBlock(Block):
     def _forward_over(
         self, x: torch.Tensor, encoded: torch.Tensor, context: DecoderContext, layer: int
     ) -> torch.Tensor:
+        # A new place within the layer would change the masks of all models; numbers beyond the last block are free.
         cross_layer = layer + self.layers_to_cross
 
         def drop_add(branch: torch.Tensor, residual: torch.Tensor, place: str, layer: int) -> torch.Tensor:
@@ -169,11 +175,14 @@ class DecoderBlock(Block):
         """`_forward_over` with each sum and its norm as one kernel, see fused_block.py."""
         after_attention, after_cross = self.post_attention_layernorm, self.cross_layernorm
         if self.is_pre_norm:
+            # A kernel computes a sum and the norm that reads it. Pre-norm: the next sublayer's norm, so the two are
+            # exchanged.
             after_attention, after_cross = after_cross, after_attention
         total, normed = attention_sublayer(self, Residual(x), context, layer, after_attention)
         cross_layer = layer + self.layers_to_cross
         x_cross = self.cross_attention(normed, encoded, context, cross_layer, skip_bias_add=True)
         dropout = context.features(self.dropout, cross_layer, "attended")
+        # Pre-norm continues with the sum, post-norm with what its norm made of it.
         residual = Residual(total if self.is_pre_norm else normed, x_cross, dropout)
         total, normed = residual.norm(after_cross)
         return settled(mlp_sublayer(self, total, normed, context, layer))

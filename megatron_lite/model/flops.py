@@ -30,6 +30,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 @functools.lru_cache(maxsize=16)
 def shapes_of(made: Callable[..., torch.nn.Module], *args: Any) -> tuple[Shapes, Shapes]:
     """Name -> shape of every parameter with the rows that pad the vocabulary, and without. Args: made: of args."""
+    # The real modules without memory: no formula to keep in step with each new option.
     with torch.device("meta"):
         named = dict(made(*args).named_parameters())
     padded = {name: tuple(p.shape) for name, p in named.items()}
@@ -68,6 +69,7 @@ def _block_products(model: ModelConfig, targets: float) -> list[float]:
     encoder, decoder = (float(_products(model, f"layers.{i}.")) for i in (0, model.num_layers))
     # Keys and values of cross-attention are those of the encoder's tokens.
     keys = _products(model, f"layers.{model.num_layers}.cross_attention.key_value.")
+    # Shares of all tokens: the decoder's products run on its own tokens, keys and values on the encoder's.
     decoder = (decoder - keys) * targets + keys * (1 - targets)
     return [encoder * (1 - targets)] * model.num_layers + [decoder] * model.decoder_layers
 
@@ -107,6 +109,7 @@ def step_flops(
     ):  # with the buckets' queries and keys, of which a token needs those of its pairs
         pairs += model.num_layers * min(visible_keys, model.position_rows * tokens)
     forward = per_token * tokens + per_pair * pairs + _head_products(model) * loss_rows
+    # 2 FLOPs for a multiply-add; the backward pass computes two products for each of the forward pass.
     return 3.0 * 2.0 * forward
 
 

@@ -83,6 +83,7 @@ class ForwardContext:
     ) -> ForwardContext:
         own = dropout
         if dropout is not None:
+            # The same keys, cut as the tokens are: a token's mask does not depend on the rank that computes it.
             own = replace(dropout, keys=own_tokens(dropout.keys, plan, parallel))
         return ForwardContext(
             shape, plan, dropout, own, rotary=rotary, distances=distances, condition=condition
@@ -112,6 +113,7 @@ def make_context(
     if config.positions == "rotary":
         whole = Rotary.of(config, ids)
         has_own = config.rotary_base_local is not None
+        # Global and local layers may have different bases (ModernBERT).
         rotary = (whole, Rotary.of(config, ids, config.rotary_base_local) if has_own else whole)
     distances = None
     if config.has_distance_scores:
@@ -128,6 +130,7 @@ def with_bias(context: ForwardContext, table: Table | None, positions: torch.Ten
         return replace(context, distances=Disentangled(made, context.dropout, table.dropout, table.factor))
     if isinstance(made, tuple):
         return replace(context, bias=DistanceBias.of(*made))
+    # Made once, for all layers; each call takes its own.
     return replace(context, bias=lambda call, queries, keys: made[call])
 
 

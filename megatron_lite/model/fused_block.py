@@ -99,6 +99,7 @@ def forward(block: Block, x: Hidden, context: ForwardContext, layer: int) -> Hid
     """`Block.forward` by kernels."""
     if block.recompute and torch.is_grad_enabled():
         return recomputed(True, _tensor_forward, block, settled(x), context, layer)
+    # ---- one function of autograd, or a function for each product, kernel and call of attention ----
     residual = x if isinstance(x, Residual) else Residual(x)
     is_trained = residual.hidden.requires_grad and torch.is_grad_enabled() and context.condition is None
     if block.fused is not None and is_trained and (plan := block.fused.plan_of(context.plan, layer)):
@@ -121,6 +122,7 @@ def attention_sublayer(
     block: Block, residual: Residual, context: ForwardContext, layer: int, norm: Norm
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum after attention and its norm, [T, D] each."""
+    # Post-norm, and a first block without a norm: attention reads the sum itself.
     if isinstance(block.input_layernorm, nn.Identity):
         hidden = normed = settled(residual)
     else:
@@ -141,6 +143,7 @@ def mlp_sublayer(
         x = DeferredBias(block.after_mlp(x.added()))
     dropout = context.features(block.dropout, layer, "expanded")
     if isinstance(block.output_layernorm, nn.Identity):
+        # Pre-norm: the sum is left to the next block's first norm.
         return Residual(total, x, dropout)
     return Residual(block.scaled(normed), x, dropout).norm(block.output_layernorm)[1]
 
@@ -199,6 +202,7 @@ class FusedParameters(NamedTuple):
             norms[1], _product(mlp.dense_h_to_4h), _product(mlp.dense_4h_to_h),
             heads, attention.head_size, (mlp.activation, mlp.is_gated), take,
         )  # fmt: skip
+        # Two norms always have sums over tokens; with more than `_MOST_SUMS` one kernel could not finish them.
         others = parts.expand.bias, parts.qkv.bias, heads.query_scale
         return parts if 2 + sum(other is not None for other in others) <= _MOST_SUMS else None
 
@@ -216,6 +220,7 @@ class FusedParameters(NamedTuple):
             block.attention.dropout_of(context, layer),
             block.attention.rotary_of(context, layer),
         )
+        # Before the function: it seeds the device's generator on the host, which a CUDA graph would not repeat.
         p = plan.prepare(self.head_size, residual.hidden.device, attention_dropout)
         added, added_bias = residual.x or (None, None)
         attended_dropout = context.features(block.dropout, layer, "attended")
@@ -246,12 +251,15 @@ class _FusedBlock(torch.autograd.Function):
         ctx.form, qkv, heads = _operands(product.view(tokens, -1, head_size), form)
         attended, kept = plan.forward([qkv], attention_p)
         flat = attended.view(tokens, -1)
+        # Without the bias: the next kernel adds it while it reads the product.
         projected = F.linear(flat, dense.weight)
         total, normed_again, stats_again = add_norm_kernel(projected, dense.bias, *after, summed, *second)
         expanded = F.linear(normed_again, expand.weight)
         inner = activate_kernel(expanded, expand.bias, *activation, *NO_DROPOUT)
         out = F.linear(inner, shrink.weight)
         ctx.save_for_backward(total)  # a result: as an attribute it would keep itself
+        # Attributes and not saved tensors: none of them leaves the function, and the backward pass drops each as soon
+        # as it has used it.
         ctx.of_attention = summed, normed, stats, heads, attended, flat, kept
         ctx.of_mlp = normed_again, stats_again, expanded, inner
         ctx.parameters, ctx.has_x = parameters, x is not None
@@ -265,6 +273,7 @@ class _FusedBlock(torch.autograd.Function):
         d_hidden, d_x, more = _attention_backward(ctx, parts, d_sum, d_projected, x_bias)
         taken += more
         parameters = [parameter for _, some in taken for parameter in some if parameter is not None]
+        # One kernel for all sums of the block; each was left as partial sums of programs.
         finished = finish_sums_kernel([sums for sums, _ in taken], parts.second.weight)
         gradients = finished.split([parameter.shape[0] for parameter in parameters])
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -295,6 +304,7 @@ def _mlp_backward(
     (total,) = ctx.saved_tensors
     bias, norm, dense_bias = parts.expand.bias, parts.second, parts.dense.bias
     d_inner = torch.mm(d_out, parts.shrink.weight)
+    # Weights' gradients go to the optimizer at once, so that their operands can be freed.
     parts.shrink.take(d_out, inner)
     d_expanded, bias_sums = activate_backward_kernel(expanded, bias, d_inner, *parts.activation, *NO_DROPOUT)
     del d_inner, inner, expanded
@@ -307,6 +317,7 @@ def _mlp_backward(
     )  # fmt: skip
     taken: _Taken = [] if bias is None else [(bias_sums, [bias])]
     taken.append((sums, [norm.weight, norm.bias, dense_bias]))
+    # Without dropout the branch's gradient is that of the sum, and the kernel writes it once.
     return d_sum, d_sum if after is NO_DROPOUT else d_projected, taken
 
 

@@ -55,7 +55,10 @@ def initialize_parameters(
         else:
             partition = partition_of(parameter)
             shape = whole_shape(tuple(parameter.shape), partition, group.size)
+            # On the CPU, and one stream for each name: values depend neither on device and ranks nor on other
+            # parameters.
             generator = torch.Generator().manual_seed(derive_seed(seed, name))
+            # Drawn whole, then cut: the same model for any tensor-parallel size.
             whole = torch.empty(shape)
             parts = whole.split(partition.part_rows(shape[0]))
             first, *others = (_deviation(name, index, part, config) for index, part in enumerate(parts))
@@ -67,6 +70,7 @@ def initialize_parameters(
             else:
                 whole.normal_(0.0, first, generator=generator)
             for part, std in zip(parts[1:], others, strict=True):
+                # One draw for the fused parameter, scaled block by block.
                 part *= std / first
             parameter.copy_(local_shard(whole, partition, group.rank, group.size, len(parameter)))
 

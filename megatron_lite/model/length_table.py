@@ -32,13 +32,16 @@ def length_table(
 @functools.lru_cache(64)
 def _table(places: int, widths: tuple[int, ...], processors: int, step: int, count: int) -> np.ndarray:
     """Args: widths: of the hidden state, and of the others in products with it. step: divides each length."""
+    # Multiples of `step`: products are aligned, and tensor-parallel ranks share tokens evenly.
     lengths = np.arange(step, places + step, step)
     hidden, work = widths[0], np.zeros(len(lengths))
     for one, other in [pair for width in widths[1:] for pair in ((hidden, width), (width, hidden))]:
+        # Tiles of the result in waves over all processors; the last wave costs as much as a full one.
         waves = [
             -(-(-(-lengths // high) * -(-other // wide)) // processors) * high * wide for high, wide in TILES
         ]
         work += one * (processors * np.min(waves, axis=0) + _REST * lengths * other)
+    # From the longest down: each next one is the longest whose work is smaller by a fixed share of the whole.
     chosen = [len(lengths) - 1]
     while (below := np.searchsorted(work, work[chosen[-1]] - work[-1] / count, side="right")) > 0:
         chosen.append(below - 1)

@@ -61,6 +61,7 @@ class Heads(nn.Module):
         # Its weight is the output projection, where that is not the word embedding.
         self.vocabulary = None if config.tie_word_embeddings else VocabParallelEmbedding(config, parallel)
         self.dropout, self.sentence_dropout = config.final_dropout, config.sentence_dropout
+        # T5 scales the output of tied embeddings; muP divides by the width ratio.
         self.scale = config.hidden_size**-0.5 if config.scale_head else 1 / config.width_ratio
         self.soft_cap = config.logit_soft_cap
         self.bias = _token_biases(config, parallel) if config.head_bias else None
@@ -79,7 +80,9 @@ class Heads(nn.Module):
 
         Args: dropout: of all rows of `hidden`.
         """
+        # Tokens are chosen first: norm, layer and product run on the K tokens with loss, in GLM a fraction of T.
         if self.parallel.sequence_parallel:
+            # Loss rows lie anywhere among the tokens, so they are chosen from all of them.
             hidden = gather_tokens(hidden, self.parallel.group)
         rows = final_layernorm(hidden.index_select(0, loss_rows.tokens))
         last = None if dropout is None else dropout.features(self.dropout, -1, "final")
@@ -120,6 +123,7 @@ class Heads(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Vectors and weight of the product that makes logits."""
         weight = embedding.weight if self.vocabulary is None else self.vocabulary.weight
+        # `copy`: each rank has some columns of the vocabulary, and so a part of the vectors' gradient.
         return self.parallel.copy(vectors if self.scale == 1.0 else vectors * self.scale), weight
 
     def _capped(self, logits: torch.Tensor) -> torch.Tensor:
@@ -128,4 +132,5 @@ class Heads(nn.Module):
     def logits(self, normed: torch.Tensor, embedding: VocabParallelEmbedding) -> torch.Tensor:
         """The final LayerNorm's [..., D] -> [..., local V]."""
         rows = normed if self.projection is None else self.projection(normed)
+        # Without the padding that training keeps for aligned rows.
         return self.vocabulary_logits(rows, embedding)[..., : embedding.local_vocab]

@@ -58,6 +58,7 @@ class Terms:
     def apart(self, losses: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
         """Weighted losses without z-loss, weights, and weighted z-loss, each [K and rows of other heads]."""
         assert self.of_z is not None
+        # Rows of other heads (classes) follow those of the vocabulary and have no z-loss.
         of_z = torch.zeros_like(losses)
         of_z[: len(self.of_z)] = self.of_z * weights[: len(self.of_z)]
         return [losses - of_z, weights, of_z]
@@ -121,6 +122,7 @@ def sum_losses(
         z_loss: factor of the squared log-sum-exp of a token's logits.
     """
     terms, weights = None, batch.weights
+    # In training only: evaluation reports the plain cross entropy, comparable between settings.
     if torch.is_grad_enabled() and (smoothing or z_loss):
         terms = Terms(smoothing, embedding.vocab_size, z_loss)
     weighted = row_losses(*rows, batch.targets, embedding, terms) * weights
@@ -128,6 +130,7 @@ def sum_losses(
     if terms is not None and z_loss:
         columns = terms.apart(*columns)
     sums = torch.zeros(num_losses, len(columns), device=weights.device)
+    # [objectives, 2 or 3]: one launch for all objectives.
     sums.index_add_(0, batch.loss_rows.objectives, torch.stack(columns, dim=1))
     return weighted.sum(), sums
 
@@ -162,6 +165,7 @@ def finish_losses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Losses, and log-sum-exps of the whole vocabulary, fp32 [K], from `sums_of_rows` of each rank."""
     if group.size > 1:
+        # log-sum-exp over the ranks' shards, stable by their maximum; [K] numbers travel instead of [K, V] logits.
         most = all_reduce(log_sums.clone(), group, dist.ReduceOp.MAX)
         log_sums = all_reduce((log_sums - most).exp(), group).log() + most
         for summed in (picked, sums):
@@ -183,8 +187,11 @@ def turn_into_gradient(
     terms: Terms | None,
 ) -> None:
     """Overwrites logits [K, columns of this rank] by the gradient of sum(grad * losses)."""
+    # d loss / d logit = softmax (1 + growth) - one-hot. The kernel multiplies both by `of_sums`; `add_gradient` gives
+    # the one-hot its part back.
     of_sums = grad if terms is None else grad * (1 + terms.growth(log_sums))
     _functions(logits)[1](logits, targets, log_sums, of_sums.contiguous(), first, valid)
+    # `valid` 0: a rank whose columns are all padding has nothing to smooth.
     if terms is not None and valid:
         terms.add_gradient(logits[:, :valid], *local_columns(targets, first, valid), grad, log_sums)
 
@@ -223,6 +230,7 @@ def _functions(logits):  # type: ignore[no-untyped-def]
 def _sums_by_torch(
     logits: torch.Tensor, targets: torch.Tensor, first: int, valid: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    # In chunks that stay in the L2 cache: an fp32 copy of all logits would be the largest tensor of the step.
     real = logits[:, :valid]
     chunks = real.split(max(1, _CHUNK_BYTES // (4 * logits.shape[1])))
     sums = torch.cat([chunk.float().logsumexp(-1) for chunk in chunks])
@@ -241,6 +249,7 @@ def _gradient_by_torch(
     first: int,
     valid: int,
 ) -> None:
+    # The logits become their own gradient; columns of padding get none, so that their weights stay zero.
     logits[:, valid:] = 0.0
     if not valid:
         return
@@ -290,6 +299,7 @@ class ChunkedLogits:
     ) -> torch.Tensor:
         """Those of `cross_entropy` for the logits, fp32 [K]."""
         form = _Chunks(len(self) - self.boundaries, self.soft_cap, self.rows, first, valid, terms)
+        # The function takes two biases; where borders have none of their own, the tokens' stands in for it.
         biases = self.biases if self.biases[1] is not None else (self.biases[0], self.biases[0])
         found: torch.Tensor = _Losses.apply(self.vectors, self.weight, *biases, targets, group, form)
         return found
@@ -329,6 +339,7 @@ class _Losses(torch.autograd.Function):
         for part, which in form.parts(len(vectors)):
             logits, _ = form.logits(vectors[part], weight, biases[which])
             found.append(sums_of_rows(logits, targets[part], *columns, form.terms))
+        # Collectives after the loop: one for all rows, not one for each chunk.
         log_sums, picked, *sums = (
             torch.cat(given) for given in zip(*found, strict=True) if given[0] is not None
         )
@@ -351,6 +362,7 @@ class _Losses(torch.autograd.Function):
             if growth is not None:
                 logits *= growth
             of_vectors[part] = linear(logits, weight.T)
+            # Summed in fp32 over the chunks: half precision would lose the small terms.
             add_product(of_weight, logits, rows, begun=part.start > 0)
             if (of_bias := of_biases[which]) is not None:
                 of_bias += logits.sum(0, dtype=torch.float32)

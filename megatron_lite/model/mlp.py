@@ -23,6 +23,7 @@ class MLP(nn.Module):
         self.dropout = config.activation_dropout
         inner, has_bias = config.inner_size, config.has_bias("mlp")
         self.is_gated = config.ffn == "gated"
+        # Gate and value are split over the ranks each by itself, so that a rank has matching features of both.
         parts = 2 if self.is_gated else 1
         self.first_feature = inner // parallel.group.size * parallel.group.rank
         self.dense_h_to_4h = ColumnParallelLinear(
@@ -36,6 +37,7 @@ class MLP(nn.Module):
         """[T, D] -> [T, D]. Args: skip_bias_add: of both products, see ColumnParallelLinear."""
         dropout = None
         if self.dropout and context.dropout is not None:
+            # All tokens, since the MLP's inside is split by features and not by tokens.
             of_all = context.dropout.features(self.dropout, layer, "activated")
             dropout = of_all and of_all.from_feature(self.first_feature)
         inner, bias = self.dense_h_to_4h(x, skip_bias_add=skip_bias_add), None

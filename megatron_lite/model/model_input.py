@@ -76,6 +76,7 @@ class ModelInput:
 
     def scale_weights(self, scales: np.ndarray) -> None:
         """Multiply each loss's weights, on the host. Args: scales: fp32 [losses]."""
+        # The weights are a view of the buffer, so that scaling them before `to` costs no copy.
         self.weights *= torch.from_numpy(scales[self.weight_losses])
 
     def to(self, device: torch.device, into: torch.Tensor | None = None) -> ModelInput:
@@ -148,6 +149,7 @@ def _with_task_rows(field: np.ndarray, config: ModelConfig) -> np.ndarray:
     if not config.task_rows:
         return field
     losses = field.copy()
+    # A loss without a row has -1 and takes row 0: this run has no tokens of it.
     field[:] = np.maximum(config.task_rows, 0)[losses]
     return losses
 
@@ -184,6 +186,7 @@ def find_loss_rows(
 
 def few_count(count: int) -> int:
     """The next of the few counts: up to 256 the multiples of 16, above that 16 for each power of two."""
+    # 16 counts in each power of two: at most 1/16 of the rows fill, and oneDNN builds few kernels (docs/log.md).
     step = max(16, 1 << count.bit_length() >> 5)
     return -(-count // step) * step
 
@@ -242,10 +245,12 @@ def prepare(
     is_padding = plan.order < 0
     fields = batch.fields.swapaxes(0, 1)[[TOKENS, *ID_FIELDS, TARGETS]]
     fields = fields.reshape(len(fields), -1)[:, plan.order]
+    # Index -1 has read the last token there; zeros make padding independent of it.
     fields[:, is_padding] = 0
     if config.segments == 1:
         fields[1 + ID_FIELDS.index(SEGMENT_IDS)] = 0
     weights = batch.weights.reshape(-1)[plan.order]
+    # Else padding would have the last token's loss.
     weights[is_padding] = 0.0
     objectives = _with_task_rows(fields[1 + ID_FIELDS.index(OBJECTIVE)], config)
     loss_rows, labelled = find_loss_rows(
@@ -259,11 +264,15 @@ def prepare(
         loss_rows, targets = parts.loss_rows() or (loss_rows, targets)
     keys, place_salts, dropout = fields[0, :0], fields[0, :0], None
     if dropout_seed is not None:
+        # Dropout is keyed by sample and place in it, not by the index in the batch: equal in every parallel
+        # configuration.
         keys = token_keys(dropout_seed, batch.samples, batch.fields.shape[2]).reshape(-1)[plan.order]
         layers = config.total_layers + config.decoder_layers  # cross-attention has its own
         if of_decoder is not None:
             layers = max(layers, of_decoder.num_layers)
         place_salts = salts(layers)
+        # CUDA's fused attention draws by the place in its own grid, so its seed must tell ranks and micro-batches
+        # apart.
         kernel_seed = derive_seed(dropout_seed, "attention", int(batch.samples[0]), tensor_parallel_rank) >> 1
         first_head = config.num_attention_heads // tensor_parallel_size * tensor_parallel_rank
         step = derive_seed(dropout_seed, "distances") >> 33
@@ -274,6 +283,7 @@ def prepare(
         *(targets, *(getattr(loss_rows, field.name) for field in dataclasses.fields(loss_rows))),
         *([] if parts is None else parts.arrays()),
     ]
+    # All int32, floats by their bits: one type, one buffer, one copy to the device.
     joined = np.concatenate([array.reshape(-1).astype(np.int32, copy=False) for array in arrays])
     buffer = torch.from_numpy(joined)
     if device.type == "cuda":

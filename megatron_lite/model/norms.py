@@ -43,6 +43,7 @@ class LayerNorm(nn.Module):
         dropout: FeatureDropout | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """residual + dropout(x + bias), or residual alone, and its norm: [T, D] each. One kernel on a GPU."""
+        # Another `normalize` (apex) has no fused sum, so the parts run one after another.
         if has_kernels(residual) and self.normalize is F.layer_norm:
             return add_and_normalize(residual, x, bias, dropout, *self._replicated(), self.epsilon)
         total = residual if x is None else dropout_add(x, residual, dropout, bias)
@@ -93,6 +94,7 @@ def make_norm(config: ModelConfig, width: int, parallel: TensorParallel) -> Norm
 
 def final_layernorm(config: ModelConfig) -> nn.Module:
     """The norm before the heads; none in post-norm models. All ranks have all tokens with loss: its whole gradient."""
+    # Not the model's `parallel`: each rank has all tokens with loss here, so its gradient needs no sum over ranks.
     return make_norm(config, config.hidden_size, TensorParallel()) if config.norm == "pre" else nn.Identity()
 
 
@@ -102,6 +104,7 @@ class HeadNorms(nn.Module):
     def __init__(self, config: ModelConfig, parallel: TensorParallel):
         super().__init__()
         size, epsilon = config.head_size, config.layernorm_epsilon
+        # Marked as not partial: `scales` sums the gradient of this rank's heads over the ranks.
         self.query_layernorm, self.key_layernorm = (
             RMSNorm(size, epsilon, TensorParallel()) for _ in range(2)
         )

@@ -65,6 +65,7 @@ class RelativeBuckets(nn.Module):
     def __init__(self, config: ModelConfig, parallel: TensorParallel, *, is_causal: bool):
         super().__init__()
         heads = config.num_attention_heads // parallel.group.size
+        # Split by heads, as attention is: a rank needs the numbers of its own heads only.
         self.weight = sharded(nn.Parameter(torch.empty(BUCKETS, heads)), Partition(dim=1))
         self.is_causal = is_causal
 
@@ -80,6 +81,7 @@ class RelativeBuckets(nn.Module):
             pairs = plan.pairs(positions.device)
             return [self._of(positions[queries], positions[keys]) for queries, keys in pairs]
         line = torch.arange(-plan.row_length, plan.row_length + 1, device=positions.device)
+        # A new tensor, not the parameter itself: ZeRO 3 releases the parameter when this module returns.
         return self.weight * 1.0, bucket(line, self.is_causal).int()
 
     def _of(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -135,6 +137,7 @@ class DistanceTerms(NamedTuple):
     def bias(self, distances: Distances, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         """Score bias of one call: [..., H, Q, K]."""
         heads, size = self.content.shape[1:]
+        # Scores for all N distances, then one gather for each pair: [H, Q, N] instead of a vector for each pair.
         every = torch.einsum("...qhd,nhd->...hqn", self.position[queries], self.distances)
         apart = distances.positions[queries][..., :, None] - distances.positions[keys][..., None, :]
         place = (apart + distances.longest).long()[..., None, :, :]

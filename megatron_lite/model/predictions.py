@@ -29,12 +29,14 @@ def row_scores(
     """
     group, first, valid = embedding.parallel.group, embedding.first, embedding.local_vocab
     log_p = -cross_entropy(logits, targets, group, first, valid)
+    # A rank that holds only padding takes part in the reductions with neutral numbers.
     largest, picked = torch.full_like(log_p, float("-inf")), torch.zeros_like(log_p)
     if valid:
         local, is_here = local_columns(targets, first, valid)
         largest = logits[:, :valid].amax(-1).float()
         picked = logits.gather(1, local[:, None]).squeeze(1).float().masked_fill(~is_here, 0.0)
     if group.size > 1:
+        # Two numbers for each row travel instead of the vocabulary's logits.
         all_reduce(largest, group, dist.ReduceOp.MAX)
         all_reduce(picked, group)
     return log_p, picked >= largest

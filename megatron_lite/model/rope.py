@@ -37,6 +37,7 @@ class Rotary:
         text, span = ids[ID_FIELDS.index(POSITION_IDS)], ids[ID_FIELDS.index(BLOCK_POSITION_IDS)]
         turning = {"added": [text + span], "halves": [text, span]}.get(config.block_positions, [text])
         width = config.rotary_size // len(turning)
+        # Angles in fp32 whatever the model's type: bf16 cannot tell neighbouring positions beyond 256.
         exponents = torch.arange(0, width, 2, dtype=torch.float32, device=ids.device) / width
         waves = _scaled(1.0 / (base or config.rotary_base) ** exponents, config.rotary_scaling)
         angles = torch.cat([positions[:, None, None].float() * waves for positions in turning], dim=-1)
@@ -52,6 +53,7 @@ def _scaled(waves: torch.Tensor, scaling: tuple[float, ...]) -> torch.Tensor:
     if not scaling:
         return waves
     factor, low, high, length = scaling
+    # Between the two limits the frequencies go over smoothly from divided to kept.
     kept = ((length * waves / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
     return (1 - kept) * waves / factor + kept * waves
 
@@ -71,6 +73,7 @@ class _Turn(torch.autograd.Function):
 
 
 def _turned(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    # Features beyond W are copied by this and stay as they are (partial rotary).
     out = heads.clone(memory_format=torch.contiguous_format)
     wide = torch.promote_types(heads.dtype, torch.float32)  # fp64 stays: proofs of conversions compare in it
     even, odd = heads[..., : 2 * cos.shape[-1]].to(wide).unflatten(-1, (-1, 2)).unbind(-1)
@@ -122,4 +125,5 @@ def head_form(
 
 def _repeated(heads: torch.Tensor, times: int) -> torch.Tensor:
     """[T, K, D] -> [T, K times, D]; a backward pass that sums in a fixed order."""
+    # `expand`, whose gradient is a sum over an axis; a gather's would be atomic additions on a GPU.
     return heads if times == 1 else heads[:, :, None].expand(-1, -1, times, -1).flatten(1, 2)

@@ -72,6 +72,7 @@ class TaskBatch(Batch):
         parts = self.parts
         if self.head == "tokens":
             return super().loss_weight
+        # What the loss of a head is a mean over; heads that are not listed count their targets.
         counts = {
             "choices": int((parts.right >= 0).sum()),
             **dict.fromkeys(("values", "sets"), len(parts.sample)),
@@ -137,15 +138,18 @@ class HostTaskParts:
     ):
         parts = with_documents(batch) if pools else batch.parts
         places = np.full(batch.fields[:, TOKENS].size, -1)
+        # The inverse of the plan's order: from an index of the batch to one of the head's tokens.
         places[order[order >= 0]] = np.flatnonzero(order >= 0) - first
         self._head, self._batch = batch.head, batch
         targets = parts.targets
         if batch.head == "spans":  # places among the rows of the part -> places among all rows
+            # Groups are ascending, so a binary search gives the first row of each.
             targets = targets + np.searchsorted(parts.position_group, parts.target_group)
         rows = places[parts.positions]
         assert (rows >= 0).all(), "parts are made of tokens that the head computes"
         self._fillers = few_count(len(rows)) - len(rows) if few_counts else 0
         self._rows, self._targets = self._filled(rows), targets
+        # From a number within the sample to one among all parts; samples without a label (-1) are left out below.
         right = parts.right + np.searchsorted(parts.sample, np.arange(len(parts.right)))
         self._integers = (self._rows, parts.position_group, targets, parts.sample, right[parts.right >= 0])
         self._numbers = (parts.value, parts.divisor, np.array([batch.loss_weight]))
@@ -165,6 +169,7 @@ class HostTaskParts:
         """int32, floats by their bits."""
         return [
             *(array.astype(np.int32) for array in self._integers),
+            # Floats by their bits: all arrays share one int32 buffer (model_input.py).
             *(array.astype(np.float32).view(np.int32) for array in self._numbers),
         ]
 

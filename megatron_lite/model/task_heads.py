@@ -57,6 +57,8 @@ class SentenceHead(nn.Module):
             head(pooled if CLASS_HEADS[name] in SENTENCE_LEVEL else rows)
             for name, head in self.classifiers.items()
         ]
+        # A class that a loss lacks gets the logit -infinity, so that one gather serves losses with different class
+        # counts.
         none = classes.new_full((len(rows), 1), float("-inf"))
         self._columns = self._columns.to(rows.device)
         columns = self._columns[objectives[len(objectives) - len(rows) :].long()]
@@ -108,6 +110,7 @@ class TaskHead(nn.Module):
         mix = self.mix
         chosen = final_layernorm(of_rows[-1]) if mix is None else mix(torch.stack(of_rows))
         if self.has_pooler:
+            # The pretrained pooler where there is one: fine-tuning continues with what pretraining made of it.
             pooler = self.pooler or pooler
             assert pooler is not None
             chosen = pooler(chosen) if self.pooled is None else self.pooled(pooler(chosen))
@@ -169,6 +172,7 @@ class LayerMix(nn.Module):
         self.epsilon = config.layernorm_epsilon
 
     def forward(self, layers: torch.Tensor) -> torch.Tensor:
+        # fp32: the sum over many layers, and the shares' gradient, which is a sum over all tokens.
         normed = F.layer_norm(layers.float(), layers.shape[-1:], eps=self.epsilon)
         shares = self.layer_bias.float().softmax(0) * (1.0 + self.gain_bias.float())
         return (shares[:, None, None] * normed).sum(0).to(layers.dtype)

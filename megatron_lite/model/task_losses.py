@@ -29,6 +29,7 @@ def part_sums(of_rows: torch.Tensor, parts: Parts) -> torch.Tensor:
 
 def first_places(parts: Parts) -> torch.Tensor:
     """The first row of each part among all rows, int64 [P]; every part has one."""
+    # Rows of a part follow each other, so a running sum gives where each begins.
     counts = part_sums(torch.ones_like(parts.position_group), parts).long()
     return counts.cumsum(0) - counts
 
@@ -71,6 +72,7 @@ def task_loss(outputs: torch.Tensor, parts: Parts) -> torch.Tensor:
 def _log_sums(values: torch.Tensor, owner: torch.Tensor, owners: int) -> torch.Tensor:
     """log sum exp of the values of each owner: [N], int [N] -> [owners]."""
     owner = owner.long()
+    # The maximum is a constant for the gradient (`detach`): it cancels in the result.
     most = values.new_full((owners,), float("-inf")).scatter_reduce(0, owner, values.detach(), "amax")
     sums = torch.zeros_like(most).index_add(0, owner, (values - most[owner]).exp())
     return sums.log() + most
@@ -83,6 +85,7 @@ def _choice_loss(scores: torch.Tensor, parts: Parts) -> torch.Tensor:
     if parts.loss == "generative":
         return -chosen.sum()
     if parts.loss == "hinge":
+        # The right choice has the margin 1 against itself, which the next line takes out of the sum.
         margins = (1.0 + scores - chosen[parts.sample.long()]).clamp(min=0.0)
         return margins.sum() - margins[right].sum()
     entropy = (_log_sums(scores, parts.sample, len(right)) - chosen).sum()

@@ -61,6 +61,7 @@ def add_product(total: torch.Tensor, grad: torch.Tensor, rows: torch.Tensor, beg
         grad, rows = grad.float(), rows.float()
     if grad.dtype == torch.float32:
         torch.addmm(total, grad.T, rows, out=total) if begun else torch.mm(grad.T, rows, out=total)
+    # `out_dtype`: half-precision operands with an fp32 sum, which only CUDA's product offers.
     elif total.is_cuda and begun:
         torch.addmm(total, grad.T, rows, out_dtype=torch.float32, out=total)
     elif total.is_cuda:
@@ -96,6 +97,7 @@ class _Linear(torch.autograd.Function):
             rows = x.flatten(0, -2).to(ctx.dtype)
             # AMX: 270 GFLOP/s for flat.T @ rows, 522 for the other form, which fp32 does not gain from.
             product = flat.T @ rows if ctx.dtype == torch.float32 else (rows.T @ flat).T
+            # Rounded to the weight's type, as autograd wants a gradient of it; `take` above avoids this.
             grad_weight = product.to(weight.dtype)
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_bias = flat.sum(0).to(weight.dtype)
@@ -104,6 +106,7 @@ class _Linear(torch.autograd.Function):
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x [..., in] -> [..., out]` with `weight [out, in]`; rounds once to x's dtype."""
+    # Everything else gains nothing from a function of our own, and torch's can be compiled and traced.
     if _take_of(weight) is not None or (
         x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
     ):
@@ -171,6 +174,7 @@ class _ColumnParallel(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         hidden, weight = ctx.saved_tensors
         group, is_split = ctx.parallel.group, ctx.parallel.sequence_parallel
+        # The gather runs while the input's gradient is computed, and its reduction while the weight's is.
         whole, gathering = start_all_gather(hidden, group) if is_split else (hidden, None)
         grad_whole = _product(grad, weight)
         if is_split:
@@ -183,6 +187,7 @@ class _ColumnParallel(torch.autograd.Function):
             ctx.take(grad, whole)
         elif ctx.needs_input_grad[1]:
             grad_weight = _product(grad.T, whole)
+        # Complete without a sum over ranks: each rank has all tokens of its own outputs.
         grad_bias = grad.sum(0) if ctx.needs_input_grad[2] else None
         finish(summing)
         return grad_hidden, grad_weight, grad_bias, None
@@ -280,6 +285,8 @@ class ColumnParallelLinear(nn.Module):
         """
         bias = None if skip_bias_add else self.bias
         if self.parallel.group.size == 1 or whole_rows:
+            # At size 1 the arithmetic is the plain layer's, so that a run of one process is the reference of all
+            # others.
             product = linear(x, self.weight, bias)
         else:
             product = _ColumnParallel.apply(x, self.weight, bias, self.parallel)
@@ -335,6 +342,8 @@ class VocabParallelEmbedding(nn.Module):
             return F.embedding(tokens, self.weight)
         local = tokens - self.first
         elsewhere = (local < 0) | (local >= len(self.weight))
+        # Row 0 stands in for words of other ranks and is zeroed after the look-up, so that shapes do not depend on the
+        # data.
         rows = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
         return self.parallel.leave(rows.masked_fill(elsewhere[:, None], 0.0))
 
@@ -347,6 +356,7 @@ def local_shard(whole: torch.Tensor, partition: Partition, rank: int, size: int,
     if partition.dim is None or size == 1:
         return whole
     if partition.dim == 0:
+        # Each block (Q, K, V) by itself: a plain chunk would give one rank all queries and another all values.
         parts = whole.split(partition.part_rows(len(whole)))
         return torch.cat([part.chunk(size)[rank] for part in parts])
     return whole.chunk(size, dim=partition.dim)[rank]

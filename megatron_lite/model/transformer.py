@@ -81,7 +81,10 @@ class GLM(TrainedModel):
         self.has_memory = has_memory
         self.parallel = parallel or TensorParallel(SINGLE)
         self.embedding = Embedding(config, self.parallel)
+        # Encoder and decoder blocks are one list, so that layer numbers (dropout, checkpoint names) are unique over
+        # both.
         self.layers = stack(config, self.parallel, recompute)
+        # Modules that a model lacks are None, not empty: `state_dict` then has exactly the parameters of the model.
         self.decoder_embedding: DecoderEmbedding | None = None
         self.encoder_layernorm: LayerNorm | RMSNorm | None = None
         if config.decoder_layers:
@@ -97,6 +100,8 @@ class GLM(TrainedModel):
                 setattr(self, name, table)
         self.final_layernorm = final_layernorm(config)
         self.heads = Heads(config, self.parallel, loss_rows)
+        # The engine sets it to wait for a module's weights, which other ranks send while the modules before it run.
+        # Hooks of modules would need no line here, but compiled blocks do not take them.
         self.before_use: Callable[[nn.Module], None] = lambda part: None
 
     def run(
@@ -109,12 +114,14 @@ class GLM(TrainedModel):
         condition: Condition | None = None,
     ) -> torch.Tensor:
         """Output of the last block: [T, D], or [Td, D]. Args: condition: what the texts depend on."""
+        # tokens [B, S] or [T], ids [len(ID_FIELDS), B, S] -> [len(ID_FIELDS), T]: the blocks know one list of tokens.
         context = make_context(
             self.config, tokens.shape, ids.flatten(1), plan, dropout, self.parallel, condition
         )
         self.before_use(self.embedding)
         if self.decoder_embedding is not None:
             self.before_use(self.decoder_embedding)
+        # [T, D]; under sequence parallelism [T / ranks, D] from here to the final norm.
         hidden = self.embedding(tokens.flatten(), ids.flatten(1), context, self.decoder_embedding)
         if self.config.decoder_layers:
             hidden = self._run_parts(hidden, context, ids[0].flatten())
@@ -127,6 +134,7 @@ class GLM(TrainedModel):
         return hidden
 
     def _block(self, layer: int) -> nn.Module:
+        # ALBERT's shared layers are one block called again, so that names and checkpoints need no exception.
         block = self.layers[layer % len(self.layers)]
         self.before_use(block)
         return block
@@ -151,6 +159,8 @@ class GLM(TrainedModel):
         x: Hidden = hidden
         for layer in range(self.config.num_layers):
             if before_block is not None:
+                # A block may return its sum unfinished, for the next norm's kernel to finish; here the sum itself is
+                # wanted.
                 x = before_block(layer, settled(x))
             x = self._block(layer)(x, context, layer)
         return settled(x)
@@ -161,12 +171,14 @@ class GLM(TrainedModel):
         """The encoder's blocks, then the decoder's: [Te + Td, D], int [Te + Td] -> [Td, D]."""
         encoder, decoder = encoder_decoder_contexts(context, self.parallel)
         plan = cast(PartsPlan, context.plan)
+        # Two matrices [Te, D] and [Td, D] between layers: in one, each block would copy the other's tokens.
         encoded, decoded = hidden.split(own_lengths(plan, self.parallel))
         of_encoder, of_decoder = positions.split(plan.lengths)
         encoded = self.run_blocks(encoded, encoder, of_encoder)
         if self.encoder_layernorm is not None:
             self.before_use(self.encoder_layernorm)
             encoded = self.encoder_layernorm(encoded)
+        # T5 drops out the output of both stacks; the layer number keys the mask.
         encoded = encoder.last(encoded, self.config.final_dropout, self.config.num_layers - 1)
         return self.run_decoder(decoded, encoded, decoder, of_decoder)
 
@@ -209,6 +221,7 @@ class GLM(TrainedModel):
         if batch.parts is None:
             return self._token_loss(self._hidden(batch), batch)
         if batch.parts.head == "choices":
+            # A choice is scored by its tokens' likelihood: no task head, the model's own vocabulary logits.
             losses = self._row_losses(self._hidden(batch), batch)
             outputs = choice_scores(losses[: len(batch.parts.position_group)], batch.parts)  # without fillers
             return self._task_loss(outputs, batch.parts)
@@ -216,6 +229,7 @@ class GLM(TrainedModel):
         loss, sums = self._task_loss(self._head_outputs(layers, batch, batch.parts), batch.parts)
         if batch.parts.has_language:
             of_tokens, token_sums = self._token_loss(layers[-1], batch)
+            # Columns 0 and 1 are loss and weight; the third is the z-loss, which tasks lack.
             token_sums[:, :2] += sums
             return loss + of_tokens, token_sums
         return loss, sums
@@ -278,6 +292,7 @@ class GLM(TrainedModel):
         words = self.embedding.word_embeddings
         dropout = batch.dropout
         if dropout is not None and isinstance(batch.plan, PartsPlan):
+            # Only the decoder's tokens have predictions.
             dropout = replace(dropout, keys=dropout.keys.split(batch.plan.lengths)[1])
         vectors, classes = self.heads(hidden, batch.loss_rows, self.final_layernorm, dropout)
         borders = len(batch.loss_rows.borders)

@@ -39,11 +39,13 @@ class AdaFactor(TensorOptimizer):
         self._least = torch.full((layout.count,), LEAST_SCALE, device=self.device)
         for part in self.parts:
             self._least[part.members] *= part.group["multipliers"].eps_factor
+        # All means in one vector: one all-reduce sums the squares of the whole model.
         self._rows: dict[int, slice] = {}  # tensor -> where its means are
         self._columns: dict[int, slice] = {}
         length = 0
         for place, shape in enumerate(map(matrix_shape, layout.shapes.values())):
             row, column = length, length + shape[0]
+            # Q, K and V are separate matrices to the reference, so a fused parameter has means for each block.
             for number in range(BLOCKS * place, BLOCKS * (place + 1)):
                 height, width = layout.tensors[number].shape if number in layout.tensors else (0, shape[1])
                 self._rows[number] = slice(row, row + height)
@@ -81,6 +83,7 @@ class AdaFactor(TensorOptimizer):
         for part in parts:
             if part.group["moments"]:
                 square = part.state["exp_avg_sq"]
+                # `share` is 0 in a skipped step: the lerp then changes nothing, and nobody waits for the device.
                 square.lerp_(part.gradient.square() + LEAST_SQUARE, part.step**POWER * self.share)
                 part.gradient.mul_(square.clamp(min=LEAST_SQUARE).rsqrt())
         for part in matrices:
@@ -108,9 +111,11 @@ class AdaFactor(TensorOptimizer):
                 sums[rows] += square.sum(1, dtype=torch.float64)
                 sums[columns] += square.sum(0, dtype=torch.float64)
             shares[part.members] = part.step**POWER * self.share
+        # fp64 sums over the pieces, so that the means do not depend on how ZeRO has cut the matrices.
         means = (self.layout.context.sum(sums) / self._divisors).float() + LEAST_SQUARE
         self._means.lerp_(means, shares[self._tensors])
         totals = torch.zeros(self.layout.count + 1, device=self.device)
+        # mean of R: of each tensor, from its rows' means, all tensors at once.
         totals.index_add_(0, self._row_tensors, self._means * self._divisors)
         totals[: self.layout.count] /= self._sizes
         totals[self.layout.count] = 1.0

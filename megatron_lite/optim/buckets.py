@@ -44,6 +44,7 @@ def assign(
     full = []
     last = {}
     for place, (parameter, group) in enumerate(group_of.items()):
+        # Groups interleave (matrices decay, biases do not), so one bucket of each group is filled at the same time.
         bucket = filling.setdefault(group, [])
         if bucket and sum(p.numel() for p in bucket) + parameter.numel() > bucket_size:
             full.append((group, bucket))
@@ -51,6 +52,7 @@ def assign(
         bucket.append(parameter)
         last[id(bucket)] = place
     full += filling.items()
+    # By the last gradient that a bucket waits for: in this order buckets are complete, and reductions start earliest.
     return sorted(full, key=lambda item: last[id(item[1])])
 
 
@@ -84,15 +86,20 @@ class Bucket:
         for parameter in parameters:
             self.starts[parameter] = size
             size += _aligned(parameter.numel())
+        # A multiple of the ranks: every part is equal and begins at an aligned element, as reduce-scatter wants.
         self.size = _aligned(size, ALIGNMENT * dp.size)
         self.weights = parameters[0].new_zeros(self.size)
         for parameter in parameters:
             view = self.view(self.weights, parameter)
             view.copy_(parameter.detach())
+            # The model computes on the bucket itself, so that an all-gather into it publishes the weights without a
+            # copy.
             parameter.data = view
         length = self.size // dp.size
         self.own = slice(dp.rank * length, (dp.rank + 1) * length)
         device = "cpu" if offload else self.weights.device
+        # fp32 also where the model is fp32: `weights` is what other ranks' parts arrive in, `master` what the update
+        # reads.
         self.master = self.weights[self.own].to(device=device, dtype=torch.float32, copy=True)
         self.summed: torch.Tensor | None = None  # fp32 [size]: this rank's gradients
         self._views: dict[nn.Parameter, torch.Tensor] = {}  # of the tensor `_viewed`
@@ -178,6 +185,7 @@ class Bucket:
         if not self.waiting:
             return
         first = [p for p in self.waiting if p not in self.begun]
+        # The first gradient is copied: zeroing the sums before each step would be another pass over memory.
         if first:
             torch._foreach_copy_([self._sum_of(p) for p in first], [_gradient(p) for p in first])
         later = [p for p in self.waiting if p in self.begun]

@@ -26,6 +26,7 @@ class Averages:
     def __init__(self, optimizer: ShardedOptimizer, settings: EmaConfig):
         assert settings.decay is not None
         self._optimizer, self._interval = optimizer, settings.interval
+        # Averaged every `interval` steps only, with the decay that as many steps have together.
         self._decay = settings.decay**settings.interval
         self._values = {bucket: bucket.master.detach().clone() for bucket in optimizer.buckets}
 
@@ -35,6 +36,7 @@ class Averages:
         if step % self._interval:
             return
         for bucket, average in self._values.items():
+            # Adam's own count leaves out skipped steps, and is on the device already.
             updates = self._optimizer.optimizer.state[bucket.master]["step"].double()
             decay = ((1 + updates) / (10 + updates)).clamp(max=self._decay)
             weight = (1 - decay) * (1 - self._optimizer.skipped.to(average.device))
@@ -57,6 +59,7 @@ class Averages:
         masters = {bucket: bucket.master for bucket in self._values}
         try:
             for bucket, average in self._values.items():
+                # Exchanged, not copied: publishing reads `master`, and the masters themselves stay untouched.
                 bucket.master = average
             self._optimizer.publish_weights()
             yield

@@ -20,6 +20,7 @@ class Lamb(TensorOptimizer):
         for part in parts:
             self._direction(part)
         norms = self.square_sums(parts, lambda part: part.weights, lambda part: part.gradient).sqrt()
+        # The trust ratio of a tensor that is all zero, or has no step, is 1.
         adapts = self._adapts & (norms > 0).all(0)
         factors = torch.where(adapts, norms[0] / norms[1], 1.0).float() * self.share
         for part in parts:

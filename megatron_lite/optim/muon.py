@@ -35,7 +35,9 @@ AS_ADAM = 0.2  # rms of AdamW's steps
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     """The matrix with singular values near to 1, computed in its own precision (Newton-Schulz iterations)."""
     a, b, c = COEFFICIENTS
+    # The short side first: X X^T is then the smaller of the two Gram matrices.
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    # The Frobenius norm bounds the largest singular value, so all begin in [0, 1], where the iteration converges.
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(ITERATIONS):
         gram = x @ x.T
@@ -45,6 +47,7 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
 
 def is_served(name: str, parameter: nn.Parameter) -> bool:
     """Whether Muon updates a parameter, and not AdamW."""
+    # Matrices between hidden states only: embeddings, heads and vectors have no singular values that should be equal.
     return "layers." in name and name.endswith(".weight") and parameter.dim() == 2
 
 
@@ -71,6 +74,7 @@ class Muon(TensorOptimizer):
             group["eps"] = settings.eps * group["multipliers"].eps_factor
         betas = settings.beta1, settings.beta2
         self._adamw = torch.optim.AdamW(others, lr=0.0, betas=betas, fused=True)
+        # One state for both, so that checkpoints find all moments in the same place.
         self._adamw.state = self.state
         self.parts = [part for part in self.parts if part.group["moments"] != MOMENTS]
         self._factors = self.per_tensor(lambda tensor: AS_ADAM * math.sqrt(max(tensor.shape)))
@@ -81,13 +85,16 @@ class Muon(TensorOptimizer):
         return ("exp_avg",) if is_served(name, parameter) else MOMENTS
 
     def update(self, parts: list[Part]) -> None:
+        # torch's fused AdamW then leaves everything as it is in a skipped step, without a wait for the device.
         self._adamw.found_inf = self.found_inf  # type: ignore[attr-defined]
         self._adamw.step()
         momentum = self.settings.momentum
         for part in parts:
             part.state["exp_avg"].lerp_(part.gradient, (1 - momentum) * self.share)
+            # Nesterov's form: the gradient is looked at once more on top of the momentum.
             part.gradient.lerp_(part.state["exp_avg"], momentum)
         steps = [
+            # The exchange has fixed sizes, so frozen matrices send zeros.
             part.gradient if part in parts else torch.zeros_like(part.weights)  # frozen
             for part in self.parts
         ]
@@ -107,12 +114,14 @@ class Exchange:
         context = layout.context
         size = context.dp.size * context.tp.size
         ranks = range(context.pp.rank * size, (context.pp.rank + 1) * size)
+        # bf16 halves the exchange; the iteration's result needs no more digits. Runs in fp32 keep theirs.
         self._type = torch.float32 if layout.precision == "fp32" else torch.bfloat16
         self._group = None
         if size > 1:
             assert context.process_groups is not None
             self._group = context.process_groups.of(ranks)
         listed = [(piece.tensor, *dataclasses.astuple(piece.box)) for piece in pieces]
+        # Once, at the start: every rank knows which pieces all others hold, so that steps exchange values only.
         held = _of_all_ranks(listed, context)[ranks.start : ranks.stop]
         self._shapes = {row[0]: layout.tensors[row[0]].shape for of_rank in held for row in of_rank}
         owner = owners(self._shapes, size)
@@ -151,6 +160,7 @@ class Exchange:
         if self._group is None:
             return values
         size = values.element_size()
+        # As bytes: an exchange does no arithmetic, so any backend can carry any type.
         out = torch.empty(sum(received) * size, dtype=torch.uint8, device=values.device)
         splits = [count * size for count in received], [count * size for count in sent]
         dist.all_to_all_single(out, values.view(torch.uint8), *splits, group=self._group)
@@ -161,6 +171,7 @@ def _of_all_ranks(rows: list[tuple[int, ...]], context: ParallelContext) -> list
     """The rows of five numbers of every rank, by rank."""
     count = torch.tensor([len(rows)], device=context.device)
     counts = [int(each) for each in context.gather(count)]
+    # Ranks have different numbers of pieces, and a gather wants equal shapes.
     padded = torch.zeros(max(counts), 5, dtype=torch.int64, device=context.device)
     if rows:
         padded[: len(rows)] = torch.tensor(rows, device=context.device)

@@ -98,7 +98,10 @@ class ShardedOptimizer:
         self.bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.starts}
         self._buckets_of: dict[nn.Module, list[Bucket]] = {}
         for parameter in self.bucket_of:
+            # Moves gradients into the buckets while the backward pass runs; `.grad` of all parameters would be the full
+            # gradient.
             parameter.register_post_accumulate_grad_hook(self._take)
+        # torch's fused step launches kernels for each group: buckets with equal settings share one.
         torch_groups: dict[Any, dict[str, Any]] = {}
         for bucket in self.buckets:
             shared = {key: getattr(bucket.group, key) for key in ("weight_decay", "multipliers", "moments")}
@@ -166,6 +169,7 @@ class ShardedOptimizer:
         self._reduce_complete()
 
     def _reduce_complete(self) -> None:
+        # Strictly in order, though a later bucket may be complete first: collectives must match on all ranks.
         while self._next < len(self._trained) and not self._trained[self._next].incomplete:
             self._reduce_next()
 
@@ -175,6 +179,7 @@ class ShardedOptimizer:
         self._next += 1
         sums = bucket.complete()
         bucket.summed = sums.to(self._communication_type)
+        # Cast to the communication type: the fp32 sums are free as soon as no view holds them.
         if bucket.summed is not sums:
             bucket.forget_views()
         bucket.work = reduce_scatter_in_place(bucket.summed, self._context.dp)
@@ -221,7 +226,10 @@ class ShardedOptimizer:
         """Clip and update, unless a gradient is not finite; then give all ranks the weights. Waits for no device."""
         parts = [self._final_part(bucket) for bucket in self._trained]
         norms = torch._foreach_norm(parts)
+        # Parts differ between data-parallel ranks, so the sum over all processes covers them; replicas over tp and pp
+        # count once, by `counts`.
         counted = [norms[i] for i, bucket in enumerate(self._trained) if bucket.group.counts]
+        # fp64: the square of a norm that carries the loss scale could overflow fp32.
         total = torch.stack(counted or [torch.zeros_like(norms[0])]).double().square().sum()
         scale = float(self.loss_scaler.cur_scale)
         norm = self._context.sum(total).sqrt().float() / scale
@@ -232,6 +240,7 @@ class ShardedOptimizer:
         if self._clip_grad_norm > 0:
             factor /= ((norm + 1e-6) / self._clip_grad_norm).clamp(min=1.0)
         factor.masked_fill_(is_skipped, 0.0)  # what lies between the parameters stays 0
+        # Unscaling and clipping in one pass; the host knows neither number at this point.
         torch._foreach_mul_(parts, factor)
         self._update(parts)
         for bucket in self._trained:
@@ -269,6 +278,7 @@ class ShardedOptimizer:
         self.await_weights()
         masters = [bucket.master for bucket in changed]
         torch._foreach_copy_([bucket.weights[bucket.own] for bucket in changed], masters, non_blocking=True)
+        # Buckets lie in the order of the backward pass, so reversed is the order in which the forward pass needs them.
         for bucket in reversed(changed):
             bucket.gathering = all_gather_in_place(bucket.weights, self._context.dp)
 

@@ -84,6 +84,7 @@ class Layout:
         found, members = self.pieces.setdefault(bucket.master, []), self.members.setdefault(bucket.master, [])
         for parameter in bucket.starts:
             name, shape, partition = names[parameter], tuple(parameter.shape), partition_of(parameter)
+            # Numbers with room for three blocks each: the same on all ranks, whichever parameters a rank holds.
             first = BLOCKS * order.index(name)
             blocks = whole_blocks(shape, partition, tp.size)
             bounds = [0, *accumulate(rows for rows, _ in blocks)]
@@ -94,6 +95,7 @@ class Layout:
             if owned is None:
                 continue
             start, place = owned
+            # The ranges of checkpoints: they know how a flat range of a shard lies in the whole parameter.
             for flat in flattened_ranges(shape, partition, tp.rank, tp.size, start, place.stop - place.start):
                 whole = flat.slice
                 block = sum(row <= whole.row for row in bounds[1:-1])
@@ -149,6 +151,8 @@ class Part:
     def spread(self, values: torch.Tensor) -> torch.Tensor:
         """A value for each tensor [tensors] -> that of each element [length]; 0 between the pieces."""
         tensors, lengths = self._segments
+        # Number -1 between pieces reads the padded 0. `output_size` spares the wait that repeat_interleave needs to
+        # know it.
         return F.pad(values, (0, 1))[tensors].repeat_interleave(lengths, output_size=len(self.weights))
 
     def move_moments(self, first: torch.Tensor, second: torch.Tensor) -> None:
@@ -187,9 +191,11 @@ class TensorOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        # A factor and not a branch: the host does not know yet whether the step is skipped.
         self.share = 1 - self.found_inf
         parts = [part for part in self.parts if part.weights.grad is not None]
         for part in parts:
+            # 0 times infinity is NaN, so the factor alone would not do.
             part.gradient.masked_fill_(self.found_inf.bool(), 0.0)
             part.state["step"] += self.share
         self.update(parts)
@@ -206,6 +212,7 @@ class TensorOptimizer(torch.optim.Optimizer):
                 continue
             for row, values_of in zip(sums, values, strict=True):
                 flat = values_of(part)
+                # One launch for all pieces; a loop over pieces would be hundreds.
                 norms = torch._foreach_norm([flat[p.place] for p in part.counted], 2, torch.float64)
                 row.index_add_(0, part.counted_tensors, torch.stack(norms).square())
         return self.layout.context.sum(sums)

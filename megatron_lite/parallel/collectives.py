@@ -32,6 +32,7 @@ def all_reduce(
 ) -> torch.Tensor:
     """Reduce in place over the group, outside autograd. Half precision is summed in fp32 on CPU (gloo)."""
     if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16):
+        # gloo adds in the tensor's type: half precision would round after each rank.
         wide = x.float()
         dist.all_reduce(wide, op=op, group=group.handle)
         return x.copy_(wide)
@@ -55,6 +56,7 @@ def reduce_scatter_in_place(flat: torch.Tensor, group: Group) -> dist.Work | Non
         return None
     if _is_gloo(group):  # it has no efficient reduce-scatter
         return dist.all_reduce(flat, group=group.handle, async_op=True)
+    # The output is a view of the input, which NCCL allows at exactly this offset: no second buffer.
     return dist.reduce_scatter_tensor(own_shard(flat, group), flat, group=group.handle, async_op=True)
 
 
@@ -117,6 +119,7 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        # Cloned: autograd may still use the gradient that it was given elsewhere.
         return all_reduce(grad.clone(), ctx.group), None
 
 
@@ -138,6 +141,7 @@ class _GatherTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        # No sum: what follows is equal on all ranks, so each has the whole gradient already.
         return own_shard(grad, ctx.group).contiguous(), None
 
 

@@ -51,6 +51,7 @@ class ParallelContext:
 
     def pipeline_ends(self) -> Group:
         """The group of the first and the last pipeline stage; this process must be one of them."""
+        # Both ends are the whole axis, whose group exists.
         if self.pp.size <= 2:
             return self.pp
         assert self.process_groups is not None
@@ -76,6 +77,7 @@ class ParallelContext:
     def sum_of_losses(self, sums: torch.Tensor) -> torch.Tensor:
         """Sum of losses over all samples, each counted once, on its last pipeline stage; stays on the device."""
         counts = self.tp.rank == 0 and self.pp.rank == self.pp.size - 1
+        # Zeros and no skipped call: a collective needs every rank, and sums of losses exist on the last stage only.
         return self.sum(sums if counts else torch.zeros_like(sums))
 
     def sum_of_hosts(self, values: Sequence[float]) -> list[float]:
@@ -84,6 +86,7 @@ class ParallelContext:
             return list(values)
         assert self.process_groups is not None
         with self.process_groups.on_side_stream(self.device) as group:
+            # fp64 is exact up to 2^53, where fp32 loses single tokens from 2^24 on.
             sums = torch.tensor(values, dtype=torch.float64, device=self.device)
             dist.all_reduce(sums, group=group)
             return sums.tolist()
@@ -119,6 +122,7 @@ class ProcessGroups:
         self._timeout = timeout
         self._all = tuple(range(world_size))
         assert dist.group.WORLD is not None
+        # By members, so that two axes with the same ranks share a group. A group costs NCCL buffers on its GPU.
         self._made = {self._all: dist.group.WORLD}
         self._side_stream: tuple[dist.ProcessGroup, torch.cuda.Stream] | None = None
 
@@ -166,6 +170,8 @@ class ProcessGroups:
         groups = {}
         for name, line in lines.items():
             members = tuple(line.tolist())
+            # Every rank asks for its tp, dp and pp group in this order, which rules out two ranks that wait for each
+            # other.
             handle = self.of(members) if len(members) > 1 else None
             groups[name] = Group(handle, members.index(self._rank), len(members), members)
         return groups
@@ -176,6 +182,7 @@ class ProcessGroups:
         import deepspeed.comm
 
         new_group = deepspeed.comm.new_group
+        # Its PipelineParallelGrid would make all groups on all processes: 2,049 of them for 1,024 data-parallel ranks.
         deepspeed.comm.new_group = self.of
         try:
             yield
@@ -227,6 +234,7 @@ def _quiet() -> Iterator[None]:
     DeepSpeed's import tries to link against libaio, and the linker reports its absence.
     """
     sys.stderr.flush()
+    # The linker is a child process that writes to descriptor 2: replacing sys.stderr would not catch it.
     shown = os.dup(2)
     logging.disable(logging.INFO)
     with tempfile.TemporaryFile() as kept:
@@ -253,6 +261,7 @@ def set_rendezvous_environment(launch: Launch, local_rank: int) -> None:
         ("RANK", str(launch.rank)),
         ("WORLD_SIZE", str(launch.world_size)),
     ):
+        # A launcher's values stay: they name the rendezvous that the other ranks use.
         os.environ.setdefault(name, value)
     # Not the launcher's: DeepSpeed opens the device of this number, which may be the only one that is visible.
     os.environ["LOCAL_RANK"] = str(local_rank)
@@ -272,6 +281,7 @@ def _join(backend: str, launch: Launch, meeting: Meeting, timeout: datetime.time
     import deepspeed
 
     if not dist.is_initialized():  # the fake-device trace has its own
+        # One TCP server serves the rendezvous and torch; the prefix keeps their keys apart.
         store = dist.PrefixStore("group", meeting.open(launch, timeout.total_seconds()))
         dist.init_process_group(
             backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
@@ -301,6 +311,7 @@ def initialize(
     # Building it takes minutes and needs ninja, and a killed build leaves a lock on which every later start hangs.
     __compatible_ops__["deepspeed_shm_comm"] = False
     if use_gpu:
+        # Before the process group: NCCL's communicators are made on the current device.
         torch.cuda.set_device(local_rank)
     device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
     timeout = datetime.timedelta(seconds=timeout_seconds)

@@ -58,6 +58,7 @@ class Launch:
             local_rank: the value of the launcher's --local_rank argument, used when the variable is absent.
         """
         names = _variables()
+        # A launcher's variables win: torchrun may itself run under srun, whose ranks are then nodes.
         if names == LAUNCHER_VARIABLES:
             rank, world_size, local = map(_number, names, (0, 1, local_rank or 0))
             _check_ranks(rank, world_size, local)
@@ -68,6 +69,7 @@ class Launch:
             return Launch(rank, world_size, local, threads=_share_of_cores())
         nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "127.0.0.1")
         rank, world_size, local = map(_number, names)
+        # All ranks compute the same port from the job, without a message.
         port = slurm_port(_number("SLURM_JOB_ID", 0), _number("SLURM_STEP_ID", 0))
         return Launch(rank, world_size, local, first_node(nodes), port)
 
@@ -148,6 +150,7 @@ def rendezvous_address(launch: Launch) -> tuple[str, int, bool]:
             f"{_variables()[1]} is {launch.world_size} but MASTER_PORT is not set; start with deepspeed or "
             "torchrun, or set MASTER_ADDR and MASTER_PORT, where rank 0 listens, for all ranks."
         )
+    # A process alone needs no address that others know.
     return address, 0, hosts_it  # any free port, so that two runs started by hand do not collide
 
 
@@ -184,6 +187,7 @@ class LauncherMonitor:
 
     def __init__(self) -> None:
         launched = "LOCAL_SIZE" in os.environ or "LOCAL_WORLD_SIZE" in os.environ  # deepspeed, torchrun
+        # Remembered at the start: a changed parent later means that the launcher is gone.
         self._launchers = _launchers() if launched else None
 
     def has_ended(self) -> bool:
@@ -267,5 +271,6 @@ def report_status(status: int) -> None:
     """
     path = os.environ.get(STATUS_FILE_VARIABLE)
     if path:
+        # "x": the first to fail has the cause; later statuses follow from it.
         with contextlib.suppress(OSError), open(path, "x", encoding="utf-8") as file:
             file.write(f"{int(status)}\n")

@@ -94,13 +94,17 @@ class Meeting:
         """
         assert self._store is not None and self._launch is not None, "the store is open"
         written = json.dumps(dict(facts), sort_keys=True)
+        # A thousand ranks read 64 bytes; only a rank that differs fetches the text to name what differs.
         digest = sha256(written.encode()).hexdigest()
         if self._launch.rank == 0:
             self._store.set("facts", written)
+            # After the facts: a rank that sees the digest can read them.
             self._store.set("digest", digest)
+        # Polled and not `store.wait`: a rank that has refused the start must be noticed meanwhile.
         self._wait(lambda store: store.check(["digest"]))
         if self._store.get("digest").decode() != digest:
             raise self._differs(facts, parse_json(self._store.get("facts")))
+        # Nobody goes on alone: a difference on one rank stops all before data are copied.
         self.gather("compared")
 
     def _differs(self, own: Mapping[str, str], first: Mapping[str, str]) -> ConfigError:
@@ -173,6 +177,7 @@ class Meeting:
 
         Args: is_printed: the error has been printed. Else this prints it, unless the node's first rank has the same.
         """
+        # First: telling the others may take a minute, and the launcher may kill this process before.
         report_status(status)
         if self._is_over or error is None:
             return
@@ -223,6 +228,7 @@ def _ticks(seconds: float = float("inf")) -> Iterator[None]:
     while time.monotonic() - begin < seconds:
         yield
         time.sleep(pause)
+        # Growing, since a thousand ranks poll one server.
         pause = min(1.5 * pause, _TICK_SECONDS[1])
 
 

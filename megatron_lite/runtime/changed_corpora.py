@@ -55,6 +55,7 @@ def require_same_corpora(config: Config, path: Path, state: TrainerState) -> Non
 def changed_seed(config: Config, state: TrainerState) -> Change | None:
     """The seed numbers samples and draws dropout, of a task too."""
     old, new = state.config.get("training", {}).get("seed"), config.training.seed
+    # Before the first sample no number has been used, so nothing can be repeated or left out.
     if old == new or not state.consumed_samples:
         return None
     what = f"it is {new}, and was {old}; another seed repeats some samples, leaves out others and draws other dropout"
@@ -74,10 +75,12 @@ def changed_corpora(config: Config, state: TrainerState) -> Change | None:
     regions = state.config.get("data", {}).get("region", 0), config.data.region
     if config.phases or state.config.get("phases") or any(regions):
         return _changed_phases(config, state, old, new)
+    # Weights count as they round to places in a block of samples: equal places make equal samples.
     weights = [entry["weight"] for entry in before], weights_of(after, config.objective_choices)
     if old == new and np.array_equal(quotas(weights[0]), quotas(weights[1])):
         return None
     seed = derive_seed(config.training.seed, "train")
+    # How many samples of each corpus the old weights have read, and from which on the new ones would read.
     read, begin = (samples_of_corpora(seed, its, state.consumed_samples).tolist() for its in weights)
     changes = []
     for place, corpus in enumerate(after):
@@ -120,6 +123,7 @@ def _changed_phases(
     made = [_begun(plan, state.step, has_phases) for plan in (before, after)]
     seed = derive_seed(config.training.seed, "train")
     read = np.zeros(len(old), np.int64)
+    # Each phase numbers its samples from its own first one, so they are counted phase by phase.
     ends = [begun.first_sample for begun in made[0][1:]] + [state.consumed_samples]
     for number, (begun, end) in enumerate(zip(made[0], ends, strict=True)):
         weights = [*begun.places, *[0] * (len(old) - len(begun.places))]
@@ -155,6 +159,7 @@ def _begun(plan: Plan, step: int, has_phases: bool) -> list[_Begun]:
     """The phases that begin before a step."""
     begun = []
     for first, sample, config in zip(plan.first_steps, plan.first_samples, plan.configs, strict=False):
+        # Phase 0 counts as begun before the first step too.
         if first < max(step, 1):
             weights = weights_of(config.data.train, config.objective_choices)
             places = quotas(weights).tolist()
@@ -191,6 +196,7 @@ def _differences(before: Sequence[_Begun], after: Sequence[_Begun]) -> list[str]
         if was is None or now is None:
             has, had = ("has" if it is not None else "has not" for it in (now, was))
             return [*differences, f"phases[{number}] {has} begun by these settings, and {had} in the run"]
+        # From here on the phases do not correspond, and more differences would only confuse.
         if was.first_step != now.first_step:
             return [
                 *differences,

@@ -118,6 +118,7 @@ class RunControl:
                 self._can_delete = False
 
     def _look(self) -> Requests:
+        # The main rank alone, once a second: a thousand ranks that ask a shared file system in each step would load it.
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + FILE_CHECK_SECONDS
             self._files = Requests(
@@ -127,6 +128,7 @@ class RunControl:
 
     def _listen(self) -> None:
         reader, writer = os.pipe()
+        # The C handler writes: a full pipe must not block the interpreter's signal handling.
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         threading.Thread(target=self._await_requests, args=(reader,), name="signals", daemon=True).start()
@@ -144,6 +146,7 @@ class RunControl:
         first, launcher_ended = math.inf, False
         while True:
             ready, _, _ = select.select([reader], [], [], LAUNCHER_CHECK_SECONDS)
+            # Every signal with a Python handler arrives here; only the three that stop a run are requests.
             for number in os.read(reader, 64) if ready else b"":
                 if number not in STOP_SIGNALS:
                     continue
@@ -169,6 +172,7 @@ class RunControl:
             # Ranks exit at once, so that a socket name taken by the first would be free for the next.
             if self._is_main:
                 _print_line(f"{cause}: exiting before the first step")
+            # `leave` tells the other ranks, and may wait for storage or the network; the exit does not depend on it.
             leaving = threading.Thread(target=self.leave, daemon=True)  # a file system may not answer
             leaving.start()
             leaving.join(SAME_REQUEST_SECONDS)
@@ -189,6 +193,7 @@ class RunControl:
 
 
 def _print_line(line: str) -> None:
+    # Not through `print`: another thread may hold its lock while it hangs.
     os.write(2, f"{line}\n".encode())
 
 

@@ -59,10 +59,13 @@ def nothing_to_do(config: Config, found: RunState) -> str | None:
             f"{reached}, but it was trained with other settings ({'; '.join(differing[:_SHOWN])}{more}): nothing would "
             "be trained with these. Choose another run.directory for them, or set what the run has (its config.yaml)."
         )
+    # A run is over with its last evaluation, which may have been cut off.
     is_validated = not config.data.validation or is_recorded(found.run, "validation", newest.step)
     if newest.step == training.steps and not is_validated:
         return None  # the start was ended between its last save and its last evaluation
     try:
+        # In part: every rank does this before the ranks meet, and all of a large checkpoint would take each of them
+        # hours.
         verify_checkpoint(newest, some_blocks(newest))
     except CheckpointError:
         return None  # the start falls back to an older one, and trains the rest again
@@ -90,6 +93,7 @@ def different_run(checkpoint: Checkpoint, config: Config) -> list[str]:
     paths = set(path_settings(Config))
     weights = [[corpus.weight for corpus in of.data.train] for of in (recorded, config)]
     contents = [identity_there(entry) for entry in state.data or ()]
+    # By content and not by path: corpora move, and the same texts are the same run.
     if weights[0] == weights[1] and _contents(config) == contents:
         same += ("data.train",)  # elsewhere now, but the same texts
     return [

@@ -33,6 +33,7 @@ class KeptTokenizer:
         target = Path(self.recorded.path)
         if self.read.path == self.recorded.path or target.exists():
             return
+        # A name that exists is complete: files are copied beside it, and the directory is renamed.
         partial = target.with_name(f"{target.name}.partial")
         with disk_errors(target, "run.directory"):
             shutil.rmtree(partial, ignore_errors=True)  # of a start that was killed

@@ -98,6 +98,7 @@ class Lease:
             holder = Holder.read(self._path)
             if holder is not None and holder.token != self._token:
                 return holder
+            # By its path, which other starts watch: the descriptor may be of a file that has been replaced.
             os.utime(self._path)
         return None
 
@@ -172,6 +173,8 @@ def _take_over(path: Path) -> int | None:
         return None
     try:
         holder = _wait_for_record(path)
+        # Before the decision, since on the same kernel the lock is the decision. If the holder lives all the same,
+        # closing the descriptor gives the lock back.
         locked = _lock(descriptor)
         if not is_named(path, descriptor):
             return None
@@ -197,6 +200,7 @@ def _is_dead(path: Path, descriptor: int, holder: Holder | None, locked: bool | 
             return True
     log.warning("%s is held by %s; watching for up to %d s whether it lives", path, holder, STALE_SECONDS)
     first, deadline = _mark(path), time.monotonic() + STALE_SECONDS
+    # By our own clock and by changes only: clocks of two machines may differ by more than a renewal.
     while time.monotonic() < deadline and is_named(path, descriptor):
         if _mark(path) != first:
             return False
@@ -225,6 +229,7 @@ def _sign(path: Path, descriptor: int, what: str) -> str:
             path.unlink(missing_ok=True)
         raise
     if not is_new and not ours.locked:
+        # Without locks two machines may both have found the holder dead; the last to write has the file.
         time.sleep(SETTLE_SECONDS)
         holder = Holder.read(path)
         if holder is not None and holder.token != ours.token:

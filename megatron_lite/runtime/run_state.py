@@ -118,6 +118,7 @@ def state_of(run: Path) -> RunState:
     except OSError as error:
         problem = f"{error.filename or checkpoints}: {error.strerror}; get permission, or choose another run.directory."
         return RunState(run, Condition.UNREADABLE, problem)
+    # The newest one's error decides the condition; older ones are only looked at to fall back to.
     first: CheckpointError | None = None
     for path in reversed(paths):
         try:
@@ -134,6 +135,7 @@ def state_of(run: Path) -> RunState:
 
 def _blocked(checkpoints: Path) -> tuple[Condition, str] | None:
     """The reason why a directory neither exists nor can be made; None if there is none. Raises OSError."""
+    # Upwards to the first that exists: a link to an unmounted disk anywhere above must not look like a new run.
     for path in (checkpoints, *checkpoints.absolute().parents):
         try:
             if stat.S_ISDIR(os.stat(path).st_mode):

@@ -99,6 +99,7 @@ class Watchdog:
 
     def enter(self, section: Section, place: str = "", step: int | None = None) -> None:
         """Enter a section and restart its clock. All ranks call this in the same order."""
+        # One immutable record replaced by one assignment: the watching thread needs no lock to read it.
         here = self._here
         step = here.step if step is None else step
         self._here = _Here(section, place, step, here.passed + 1, time.monotonic())
@@ -136,6 +137,7 @@ class Watchdog:
         next_beat = 0.0
         while True:
             here, now = (
+                # The section whose time is over first, of the training thread and the background save.
                 min(filter(None, (self._here, self._background)), key=self._deadline),
                 time.monotonic(),
             )
@@ -243,6 +245,7 @@ class Watchdog:
             summary.start()
             summary.join(OTHERS_SECONDS + 5.0)
         report_status(ExitStatus.HUNG)
+        # No cleanup: it would wait for the same collective or file system that hangs.
         os._exit(ExitStatus.HUNG)
 
     def _compare(self) -> None:

@@ -38,12 +38,14 @@ _SHOWN = 6  # changes in an event
 def check(config: Config, own: Checkpoint | None) -> None:
     """See `check_beginning` in resume.py. Args: own: the run's newest checkpoint; None = it has `initialize_from`."""
     checkpoint = own
+    # The run's own checkpoint wins: a requeued job has `initialize_from` still set, and must not begin again.
     if own is not None:
         _check_may_continue(config, own)
     else:
         assert config.checkpoint.initialize_from is not None
         initial = find_manifest(Path(config.checkpoint.initialize_from))
         if config.checkpoint.initialize == "weights":
+            # Called for its errors only; the names are asked for again when the weights are loaded.
             new_parameters(_for_model(initial, config), model_spec(config).shapes(config))
         else:
             checkpoint = initial
@@ -56,6 +58,7 @@ def check(config: Config, own: Checkpoint | None) -> None:
 def require_same_optimizer(config: Config, checkpoint: Checkpoint) -> None:
     """Raise CheckpointError if the state of a trained checkpoint is another optimizer's."""
     before, kind = checkpoint.optimizer.get("kind", "adamw"), config.optimizer.kind
+    # Without any step (an import, a merge) there is no state that could be of another optimizer.
     if before != kind and checkpoint.optimizer["adam_step"]:
         raise CheckpointError(
             f"optimizer.kind is {kind}, but checkpoint {checkpoint.path} holds the state of {before}; set "
@@ -88,6 +91,7 @@ def load(
 
     Args: directory: of the run's checkpoints. data, program: as for `load_beginning`.
     """
+    # Again, and now by checksums and on all ranks: `check` has looked in each process for itself.
     own = newest_valid(directory, context)
     if own is None:
         state, events = _initialize(config, engine, context, data)
@@ -103,6 +107,7 @@ def load(
             log.warning("changed since the checkpoint: the program: %s -> %s", before, after)
     events = _changed(changed_samples(state.config, new) + corpora_changes(config, state))
     events += other_rate(config, state) + _new_moments(own)
+    # Averages that start in the middle of a run differ from those of a run that had them from the start.
     if config.ema.decay is not None and not any(stored.state_name == "ema" for stored in own.slices):
         events.append(f"averages of the weights begin at step {state.step}")
     return state, True, events + changed_plan(state.config, new)
@@ -130,6 +135,7 @@ def _initialize(
 def _for_model(checkpoint: Checkpoint, config: Config) -> Checkpoint:
     """The part of a checkpoint that a configuration begins with: of two stacks the encoder, of several heads one."""
     if config.task is not None and not config.tasks and checkpoint.state.get("config", {}).get("tasks"):
+        # Fine-tuning one task from a model of several takes that task's head under the only head's name.
         checkpoint = checkpoint.of_task(config.task.name)
     has_stacks, wants_stacks = (
         any(name.startswith(ENCODER) for name in names)
@@ -137,6 +143,7 @@ def _for_model(checkpoint: Checkpoint, config: Config) -> Checkpoint:
     )
     if not has_stacks or wants_stacks:
         return checkpoint
+    # The encoder of several stacks alone. ELECTRA's may store its word embedding as a difference to the generator's.
     return with_full_word_embedding(checkpoint).part(ENCODER)
 
 
@@ -191,6 +198,7 @@ def other_rate(config: Config, state: TrainerState) -> list[str]:
     text = (
         f"the learning rate of step {step} is {now:.3g}, and would be {was:.3g} by the checkpoint's settings"
     )
+    # Only where nobody chose the decay's length does lengthening the run move it: then the message offers the setting.
     own = config.schedule.decay_steps, config.schedule.parts, recorded.schedule.decay_steps
     if not any(own) and config.decay_steps != recorded.decay_steps:
         text += (
@@ -211,6 +219,7 @@ def _new_moments(checkpoint: Checkpoint) -> list[str]:
 
 def changed_samples(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Settings that differ between two configuration trees and make other samples of the same corpora."""
+    # A run without `objectives` is GLM's blank infilling, the default objective.
     chosen = {name for tree in (before, after) for name in tree.get("objectives") or ("blank_infilling",)}
     decisive = ["data.sequence_length", "data.short_prob", "objective"]
     for name in chosen & OBJECTIVES.keys():
@@ -224,6 +233,7 @@ def changed_plan(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[st
     """Changes of later steps, which phases allow: events of this start."""
     if not (before.get("phases") or after.get("phases")):
         return []
+    # None and absent both mean no phases; `changed` compares lists entry by entry.
     old, new = ({**tree, "phases": tree.get("phases") or []} for tree in (before, after))
     changes = config_changes(old, new)
     events = []
@@ -236,6 +246,7 @@ def changed_plan(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[st
 
 def config_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """Dotted keys whose values differ, as `key: old -> new`."""
+    # A checkpoint's configuration may have former names of settings: renamed is not changed.
     model = with_todays_names(ModelConfig, before.get("model") or {}, "model.")
     before = {**before, "model": model} if model else before
     return [f"{key}: {old} -> {new}" for key, old, new in changed(before, after)]

@@ -74,8 +74,10 @@ class Evaluation:
     def resume(self, step: int, is_own: bool) -> None:
         """The run continues after `step` steps. Args: is_own: of this run, not of one that it branches from."""
         if self.judge is not None:
+            # The judge knows the last evaluated step itself, so the records are not asked.
             self.last_step = self.judge.resume(step)
             return
+        # Not a run's own checkpoint: its first step counts as evaluated, unless the run ends there.
         missing = step >= self._config.training.steps
         if is_own:  # the main rank decides: other nodes may see an older state of a shared file system
             directory = Path(self._config.run.directory)
@@ -98,6 +100,7 @@ class Evaluation:
         samples, size = config.training.eval_samples, config.batch.micro_batch_size
         batches = evaluation_batches(self._data, samples, size, context)
         with engine.averaged_weights():
+            # Each sample once over all ranks, so that the loss does not depend on the parallel sizes.
             sums = context.sum_of_losses(engine.evaluate(batches))
             own = [batch.loss_weights(len(sums)) * context.counts_samples for batch in batches]
             loss_weights = context.sum_of_hosts(np.sum(own, axis=0).tolist())
@@ -105,9 +108,11 @@ class Evaluation:
             losses = self._loss_normaliser.means(sums.cpu().numpy(), step)
             values = {**losses, **engine.more_measures(losses["loss"])}
             if config.training.loss_normalization == "per_objective":  # a sum of means
+                # exp of a sum of several means is no perplexity of anything.
                 values.pop("perplexity", None)
             metrics.write("validation", step, values, validation_line(step, values))
             self._record_fillings(step, metrics)
+        # Near the end of a decay the loss stands still because the rate does: the advice takes that into account.
         rate_share = step_rate(config, self._plan, step) / config.optimizer.lr
         advice = self._standstill.advice(step, values["loss"], rate_share)
         if advice and context.is_main:
@@ -126,6 +131,8 @@ def evaluation_batches(data: Samples, count: int, size: int, context: ParallelCo
     samples, dp = np.arange(count), context.dp
     per_pass = size * dp.size
     return [
+        # Filled up to `size` with rows without documents: every rank makes as many passes, each with the same
+        # collectives.
         read_batch(data, samples[start : start + per_pass][dp.rank :: dp.size]).padded(size)
         for start in range(0, count, per_pass)
     ]

@@ -47,9 +47,11 @@ class LossNormaliser:
         """
         divisor, scales = sum(loss_weights), self._weight_scales(loss_weights, step)
         if self._language_weight is not None:
+            # The task's loss is the unit; the language-model losses are already scaled relative to it by their weights.
             divisor = loss_weights[-1]
         if scales is not None:
             for micro_batch in inputs.micro_batches:
+                # In the prepared buffer: the prefetch thread cannot know the sum over ranks.
                 micro_batch.scale_weights(scales)
         count = len(inputs) * self._dp_size  # micro-batches of the step on all ranks
         return [
@@ -64,8 +66,11 @@ class LossNormaliser:
         """
         if self._normalization == "per_objective":
             return 1.0  # it is in the weights already
+        # Both divisors are at least 1: a step whose samples have no loss has the loss 0, not NaN.
         if self._normalization == "global_tokens":
             return 1.0 / max(divisor, 1.0)
+        # Mean of the micro-batches' means, as trainers without a global count have it: tokens of short batches weigh
+        # more.
         return 1.0 / max(own_divisor, 1.0) / micro_batches
 
     def mean_factors(self, step: int) -> list[float] | None:

@@ -21,6 +21,7 @@ def learning_rate(
     """
     if step <= warmup_steps and kind == "slanted":
         return peak * (min_lr_ratio + (1.0 - min_lr_ratio) * step / warmup_steps)
+    # Step 1 has peak / warmup_steps already: a first step with rate 0 would be wasted.
     if step <= warmup_steps:
         return peak * step / warmup_steps
     if kind == "constant":
@@ -61,6 +62,7 @@ def deepspeed_rate(step: int, *, peak: float, schedule: ScheduleConfig, decay_st
 def step_rate(config: Config, plan: Plan, step: int) -> float:
     """Learning rate of optimizer step `step` (the first is 1), with the run's parts of a schedule and its events."""
     schedule, peak = config.schedule, config.optimizer.lr
+    # Schedules in parts come first; None means that the configuration has one of the named kinds.
     factor = plan.learning_rate(step)
     if factor is not None:
         return config.events.learning_rate_at(step, peak * factor)

@@ -33,6 +33,7 @@ class Prefetch:
         """Start to make a step, unless it is the one being made."""
         if self._running is not None and self._running.position == position:
             return
+        # A wrong guess (a skip, a request): the old thread is stopped, since two would compete for the disk.
         self.close()
         self._running = _PrefetchThread(self._make, position, self._device)
         self._running.start()
@@ -40,6 +41,7 @@ class Prefetch:
     def take(self, position: StepPosition) -> StepInputs:
         """The inputs of a step, made ahead or now. Raises what making them raised."""
         self.start(position)
+        # Taken out first: an error of `result` must not leave a finished thread that the next step would take.
         running, self._running = self._running, None
         assert running is not None
         return running.result()

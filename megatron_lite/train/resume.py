@@ -42,6 +42,7 @@ def check_beginning(config: Config) -> None:
     """
     found = state_of(Path(config.run.directory))
     found.require_start()
+    # Manifests are enough here: the same decision with checksums follows on all ranks in `load_beginning`.
     if found.newest is None:
         if config.model.system is not None:
             require_class(config.model)
@@ -61,6 +62,7 @@ def keep_task_rows(config: Config) -> Config:
     before = {} if checkpoint is None else checkpoint.trainer_state().config.get("model", {})
     former: Sequence[int] = before.get("task_rows") or ()
     if not former and before.get("task_types"):
+        # Such runs have the row of each loss by its number.
         former = range(min(config.model.task_types, len(LOSSES)))  # a run of a former version
     return with_task_rows(config, former)
 
@@ -91,6 +93,7 @@ def load_beginning(
         state, is_own, events = continuation.load(config, directory, engine, context, data, program)
     else:
         model_spec(config).begin(config, engine, context)
+    # A rewind is recorded at one start only, though its directory stays.
     known = state.events.get("history", []) if state is not None and is_own else []
     return Beginning(
         state, is_own, events + _rewinds(directory, [entry["event"] for entry in known], context)

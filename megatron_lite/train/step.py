@@ -92,6 +92,7 @@ class StepMessage:
     counts: StepCounts
 
     def to_vector(self) -> list[float]:
+        # One vector, one collective: counts and requests are needed at the same moment.
         return [*self.requests.to_vector(), *self.counts.to_vector()]
 
     @staticmethod
@@ -165,14 +166,18 @@ class StepMaker:
 
     def make(self, position: StepPosition, is_wanted: Callable[[], bool] = lambda: True) -> StepInputs:
         """Raises: UserError, marked `only_here`, if this rank's samples cannot be read."""
+        # By the step alone: the same in every layout and after a resume.
         seed = derive_seed(self._config.training.seed, "dropout", position.step)
         inputs = StepInputs([], StepCounts.zeros(self._num_losses))
         factors = self._mean_factors(position.step)
+        # Which losses count at all. Their scale follows after the sum over ranks; what counts for nothing is left out
+        # now.
         kept = None if factors is None or all(factors) else [float(factor != 0) for factor in factors]
         for samples in self._samples(position):
             if not is_wanted():
                 raise PrefetchCancelled
             batch = read_batch(self._data, samples)
+            # Before positions are left out: divisors and FLOPs describe the whole batch.
             inputs.counts.add(batch, self._config.model)
             inputs.micro_batch_weights.append(batch.loss_weight)
             if kept is not None:  # the head leaves out positions whose loss has the factor 0
@@ -180,6 +185,7 @@ class StepMaker:
             inputs.micro_batches.append(self._prepare(batch, seed))
             inputs.counts.padded_tokens += len(inputs.micro_batches[-1].tokens)
         # The disk reads the text of the following step meanwhile.
+        # Only a hint to the operating system; nothing waits for it.
         self._data.prefetch(self._samples(self.following(position)).ravel())
         return inputs
 

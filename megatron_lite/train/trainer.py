@@ -92,6 +92,8 @@ class Trainer:
         self.results = DelayedResults(config.training.max_nonfinite_steps, self.directory)
         self._measured_flops: dict[str, float] = {}  # by machine, of the checkpoint
 
+        # Order: the normaliser gives the factors by which the step maker leaves out losses that count for nothing, and
+        # the prefetch thread runs the step maker.
         self.loss_normaliser = LossNormaliser(self._plan, loss_names, context.dp.size, language_weight)
         mean_factors = self.loss_normaliser.mean_factors
         self._step_maker = StepMaker(
@@ -103,6 +105,7 @@ class Trainer:
             config, self._plan, context, engine, validation_data, self.loss_normaliser, judge, fill
         )
         path, settings = checkpoint_directory(config), config.checkpoint
+        # Made before the first step: it allocates its copy of the state, and memory that is short shows at the start.
         self._saver = Saver(path, engine, context, settings, self._watch_save, self._record_save)
         # Made now, because it may refuse its settings: a refused start changes nothing in the run's directory.
         self._profiler = StepProfiler(
@@ -122,17 +125,22 @@ class Trainer:
             inputs = self._prefetch.take(position)  # this rank's micro-batches, in pinned memory
 
         self.watchdog.at("summing totals of all ranks")
+        # Divisors are over all ranks, so they are known before the passes; the loss is then divided once, in any
+        # layout.
         totals, requests = self.agree(inputs.counts)
+        # Starts only after the ranks agree: the data of a step that no rank trains would be wasted work at the stop.
         if step < self._last_step and not requests.end:
             self._prefetch.start(self._step_maker.following(position))
 
         self.watchdog.at("forward, backward and optimizer")
+        # `position.step` counts the steps before this one (from 0); `step` is the number of this one (from 1).
         micro_batches = self.loss_normaliser.micro_batches(inputs, totals.loss_weights, position.step)
         lr = step_rate(self.config, self._plan, step)
         self.engine.set_step(step)
         result = self.engine.train_step(micro_batches, lr)  # see `PlainEngine.train_step`
 
         self.watchdog.at("summing losses of all ranks")
+        # Sums stay on the device: reading them here would stop the queue of kernels at every step.
         loss_sums = self.context.sum_of_losses(result.objective_sums)
         loss_sums = self.loss_normaliser.with_token_counts(loss_sums, totals.loss_weights, position.step)
         flops = model_spec(self.config).flops(self.config, *totals.of_flops())
@@ -151,6 +159,7 @@ class Trainer:
         """
         requests = self.control.local_requests()
         if not self.context.counts_samples:  # another rank works on the same samples
+            # They would be counted once for each tensor-parallel rank and stage.
             counts = StepCounts.zeros(len(counts.loss_weights))
         sums = self.context.sum_of_hosts(StepMessage(requests, counts).to_vector())
         total = StepMessage.from_sums(sums)
@@ -164,6 +173,7 @@ class Trainer:
         Returns: FINISHED, or why the run ended before `training.steps`: STOPPED (signal) or HALTED (file STOP).
         """
         self._start()
+        # Closed whatever happens: a tracker's run that stays open shows as running for ever.
         outcome = "FAILED"
         try:
             requests = self._train()
@@ -171,12 +181,15 @@ class Trainer:
         finally:
             self.metrics.close(outcome)
         if self._is_over(self._last_step):
+            # `stop_after_step` ends a start as planned: the exit status is that of success, though the run goes on
+            # later.
             return ExitStatus.FINISHED
         return ExitStatus.HALTED if requests.halt else ExitStatus.STOPPED
 
     def _train(self) -> Requests:
         """The loop. Returns the last step's requests."""
         progress, callbacks, requests = self.progress, self._make_callbacks(), Requests()
+        # Both close on errors too: the thread must not read a dataset that is being closed.
         with closing(self._prefetch), closing(callbacks):
             self.interval.reset()
             self.control.enter(Phase.TRAINING)
@@ -198,6 +211,8 @@ class Trainer:
         """What happens around steps, in this order (see callback.py)."""
         config, training, context, engine = self.config, self.config.training, self.context, self.engine
         return Callbacks(
+            # The order is part of the behaviour. Gradient hooks are set before the step; the log reads the interval
+            # before pauses; the checkpoint of a step is saved before its evaluation, which may be long or hang.
             PlannedEvents(
                 config, self._plan, engine, self.progress, self.events,
                 record=self._record_event,
@@ -246,11 +261,13 @@ class Trainer:
             yield
 
     def _start(self) -> None:
+        # Control and watchdog come first: loading a large checkpoint must be interruptible and watched.
         self.control = self._control or RunControl(self.directory, self.context.is_main)
         self.watchdog.enter(Section.CHECKPOINT, "loading")
         events = self._resume()
         self.watchdog.enter(Section.SETUP, "measuring the machine")
         peak, dtype = self.config.run.peak_tflops, TYPES[self.config.training.precision]
+        # After the load: rates that earlier starts measured on this machine come from the checkpoint.
         self.peak_flops = PeakFlops(peak, dtype, self.context, self._measured_flops)
         restarts, program = self.progress.restarts, self._program
         if self.context.is_main:  # not before: a refused start changes nothing in a run's directory
@@ -258,6 +275,8 @@ class Trainer:
             log.info("%s", self.peak_flops)
             log.info("%s", start_line(self.config, self.context, self.progress.step))
             if not restarts:
+                # Not a restart: records that are there are of a start that never saved. The run begins again, and
+                # they would be counted twice.
                 keep_aside(self.directory)
         trackers = make_trackers(self.config, restarts > 0) if self.context.is_main else []
         tensorboard = self.config.run.tensorboard
@@ -324,6 +343,8 @@ class Trainer:
             self._measured_flops = state.machine_rates
             if beginning.is_own:
                 self._saver.saved_step = progress.step
+                # Not for a branch: its first start is no restart, and another run's step is not saved in this
+                # directory.
                 progress.restarts = state.restarts + 1
         self.evaluation.resume(progress.step, beginning.is_own)
         return beginning.events

@@ -61,6 +61,8 @@ def block_lists(layout: Layout, blocks: int, block: int = BLOCK, window: int = 0
     Args: window: of a local layer; 0 = none.
     """
     place = np.arange(len(layout.rows)) // block
+    # Stretches: tokens of one block and one document. Their smallest and largest numbers bound what any pair of them
+    # sees.
     changes = (np.diff(place) != 0) | (np.diff(layout.document) != 0)
     begins = np.flatnonzero(np.r_[len(place) > 0, changes])
     lengths = np.diff(np.r_[begins, len(place)])
@@ -73,8 +75,10 @@ def block_lists(layout: Layout, blocks: int, block: int = BLOCK, window: int = 0
 
     document, number = layout.document[begins], place[begins]
     groups = (smallest(np.where(layout.grp != 0, layout.grp, np.iinfo(np.int64).max)), largest(layout.grp))
+    # All tokens of the stretch in the same group.
     one_group = (smallest(layout.grp) == groups[1]) & (groups[1] != 0)
     query, key = _pairs_within(document)
+    # `some`: a pair may be visible; `every`: all pairs are. Both err to the safe side, where the kernel masks.
     some = smallest(layout.key_time)[key] <= largest(layout.query_bound)[query]
     some |= (groups[0][key] <= groups[1][query]) & (groups[0][query] <= groups[1][key])
     every = largest(layout.key_time)[key] <= smallest(layout.query_bound)[query]
@@ -83,9 +87,11 @@ def block_lists(layout: Layout, blocks: int, block: int = BLOCK, window: int = 0
         nearest, farthest = smallest(layout.position), largest(layout.position)
         some &= np.maximum(nearest[key] - farthest[query], nearest[query] - farthest[key]) <= window
         every &= np.maximum(farthest[key] - nearest[query], farthest[query] - nearest[key]) <= window
+    # A block that is shared by documents, or not full, always needs the mask.
     whole = lengths == block
     every &= whole[query] & whole[key]
     pairs = number * blocks
+    # A pair of blocks is one number, query x blocks + key, so that sets of pairs are sorted arrays.
     full = np.unique(pairs[query[every]] + number[key[every]])
     partial = np.setdiff1d(pairs[query[some]] + number[key[some]], full)
     return BlockLists(*_as_lists(partial, blocks), *_as_lists(full, blocks))
@@ -119,6 +125,7 @@ class DistanceBias:
 
     @staticmethod
     def of(table: torch.Tensor, buckets: torch.Tensor) -> DistanceBias:
+        # The line is made once for all layers; gradients come back through the table, by bucket.
         return DistanceBias(table, table.detach().float()[buckets.long()].T.contiguous(), buckets)
 
 
@@ -172,6 +179,7 @@ def block_plan(layout: Layout, length: int, window: int = 0, *, kernel: str = "b
 
     Args: length, window: as for BlockPlan. kernel: as for `plan_attention`.
     """
+    # `training.kernels=torch`: a mask of all pairs, without Triton.
     if not kernels_are_wanted():
         return DensePlan(layout, window=window)
     if kernel in ("tables", "query tables") and not has_positions_apart(layout, kernel == "query tables"):

@@ -102,6 +102,7 @@ class PartsPlan:
 
     def on_device(self, arrays: list[torch.Tensor], device: torch.device) -> PartsPlan:
         rest = iter(arrays)
+        # In the order of `arrays`: each plan takes as many arrays as it gave.
         sent = {
             name: part.on_device(list(itertools.islice(rest, len(part.arrays()))), device)
             for name, part in self._parts.items()
@@ -120,6 +121,7 @@ class Attend(torch.autograd.Function):
     def forward(ctx: Any, plan: Any, p: float, *inputs: torch.Tensor) -> torch.Tensor:
         out, kept = plan.forward(inputs, p)
         ctx.plan, ctx.p, ctx.lengths = plan, p, [len(tensors) for tensors in kept]
+        # As one flat list: autograd checks saved tensors for changes in place, and frees them as soon as it can.
         ctx.save_for_backward(out, *itertools.chain(*kept))
         return out
 
@@ -135,6 +137,7 @@ def token_keys(dropout: AttentionDropout, inputs: Packed) -> tuple[torch.Tensor,
     """The dropout keys of queries and of keys. In cross-attention `dropout` has those of keys and then of queries."""
     if len(inputs) == 1:
         return dropout.keys, dropout.keys
+    # Encoder first: the keys of the hash follow the order of the tokens, [encoder | decoder].
     of_keys, of_queries = dropout.keys.split([len(inputs[1]), len(inputs[0])])
     return of_queries, of_keys
 
@@ -200,12 +203,14 @@ class Plain(Kernel):
         scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
         if causal:
             bias = scores.new_full(scores.shape[-2:], float("-inf")).triu_(1)
+        # In place: the scores are needed no more, and are the largest tensor of the call.
         weights = (scores if bias is None else scores.add_(bias)).softmax(-1)
         return weights @ v, weights
 
     @staticmethod
     def backward(grad, q, k, v, out, state, causal, bias):  # type: ignore[no-untyped-def]
         of_weights = grad @ v.transpose(-2, -1)
+        # torch's own backward pass of a softmax, one kernel; written out it would be three passes over the weights.
         of_scores = torch.ops.aten._softmax_backward_data(of_weights, state, -1, state.dtype)
         of_scores = of_scores.mul_(q.shape[-1] ** -0.5)
         return of_scores @ k, of_scores.transpose(-2, -1) @ q, state.transpose(-2, -1) @ grad
@@ -267,6 +272,7 @@ def attend_written_out(
         q, k, v = q.float(), k.float(), v.float()
     scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-2, -1)
     weights = (scores if bias is None else scores + bias).softmax(-1)
+    # The factor on the output [Q, D] instead of on the weights [Q, K].
     out = weights @ v if stays is None else torch.where(stays, weights, 0.0) @ v * (1.0 / (1.0 - p))
     return out.to(dtype)
 

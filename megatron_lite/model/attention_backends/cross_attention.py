@@ -41,6 +41,8 @@ def plan_parts(
     of_encoder, of_decoder = layout.parts
     encoder = plan_attention(of_encoder, device, kernel, multiple)
     if length is not None:
+        # What the encoder leaves of the constant sum: stages exchange one shape, though both parts vary from batch to
+        # batch.
         multiple = length - len(encoder.order)
     decoder = plan_attention(of_decoder, device, kernel, multiple)
     return PartsPlan(
@@ -62,6 +64,7 @@ def _plan_cross(
 ) -> HostPlan:
     if kernel == "dense":
         return DensePlan(layout, is_cross=True)
+    # Built on the orders of both plans, so that neither side moves tokens for cross-attention.
     units, keys = rectangles(layout, decoder.order, encoder.order), len(encoder.order)
     if kernel == "calls" or (kernel == "auto" and device.type == "cpu"):
         return CallPlan(layout.parts[1], units, decoder.order, keys)
@@ -77,6 +80,7 @@ def rectangles(layout: Layout, queries: np.ndarray, keys: np.ndarray) -> list[Un
     document = np.full(places + 1, -1, np.int64)  # the last place is padding's, index -1
     document[layout.rows] = layout.document
     of_queries = document[queries]
+    # Only content is seen from the decoder: a hidden fragment (MASS) and the decoder's own tokens are no keys.
     document[layout.rows[layout.key_time != 0]] = -1
     of_keys = {number: (start, stop) for start, stop, number in _stretches(document[keys])}
     assert len(of_keys) == sum(1 for _ in _stretches(document[keys])), "a document's content is one stretch"

@@ -29,6 +29,7 @@ class DensePlan:
 
     def __init__(self, layout: Layout, *, is_cross: bool = False, window: int = 0):
         self.shape = layout.shape
+        # Tokens stay where they are, places of padding included: the mask has all pairs of a row.
         self.order = np.arange(layout.shape[0] * layout.shape[1])
         self.columns = np.minimum(layout.in_place(), np.iinfo(np.int32).max).astype(np.int32)
         self.row_length = layout.shape[1]
@@ -63,6 +64,7 @@ class DensePlan:
         seen = self.mask
         if bias is not None:
             added = bias(0, *self.pairs(q.device)[0]).to(q.dtype)
+            # A float mask carries both: torch takes either a mask or a bias.
             seen = added.masked_fill(~self.mask, float("-inf"))
         if dropout is None:
             out = attend_all(q, k, v, seen)
@@ -71,6 +73,7 @@ class DensePlan:
             out = attend_all(q, k, v, seen, dropout.p)
         else:
             of_queries, of_keys = (x.view(self.shape) for x in token_keys(dropout, inputs))
+            # Row by row: `keep` draws for pairs of a row's queries and keys.
             rows = zip(of_queries, of_keys, strict=True)
             stays = torch.stack([dropout.keep(queries, keys, q.shape[2]) for queries, keys in rows])
             if bias is None:

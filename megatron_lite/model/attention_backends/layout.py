@@ -143,8 +143,11 @@ def make_layout(
     """The layout of a batch; doc, order, grp are int [B, S], padding has doc < 0. Args: position: None = without."""
     flat_doc, flat_order = doc.reshape(-1).astype(np.int64), order.reshape(-1).astype(np.int64)
     rows = np.flatnonzero(flat_doc >= 0)
+    # Numbers of documents begin again in each row of the batch; these are unique in the batch and ascending.
     document = rows // doc.shape[1] * (flat_doc.max(initial=0) + 1) + flat_doc[rows]
     step = flat_order[rows]
+    # One sort key: document, then query stream before content, then the time. Most batches lie so already and are not
+    # sorted.
     place = ((document * 2 + (step >= 0)) << 32) + np.abs(step)
     if (np.diff(place) < 0).any():
         sort = np.argsort(place, kind="stable")
@@ -154,6 +157,7 @@ def make_layout(
         rows=rows,
         document=document,
         key_time=np.where(step >= 0, step, NEVER),
+        # A query-stream token with ord -t - 1 predicts at time t, so it sees content up to t.
         query_bound=np.where(step >= 0, step, -step - 1),
         grp=grp.reshape(-1)[rows].astype(np.int64),
         position=(doc * 0 if position is None else position).reshape(-1)[rows].astype(np.int64),
@@ -193,18 +197,24 @@ def _views(layout: Layout) -> Views:
     document, bound = layout.document, layout.query_bound
     is_content = layout.key_time < NEVER
     content = np.flatnonzero(is_content)
+    # Document and time in one number: a binary search finds a time within a document, for all tokens at once.
     times = (document[content] << 32) + layout.key_time[content]  # ascending
     before = np.searchsorted(times, document << 32)
+    # Content of the token's document up to its bound, as a count; with `content_start` a stretch.
     seen = np.searchsorted(times, (document << 32) + bound, side="right") - before
+    # From a count of content tokens to an index of all tokens: the query streams of all documents up to this lie
+    # before.
     content_start = before + np.searchsorted(document[~is_content], document, side="right")
     content_stop = content_start + seen
     stream_start = stream_stop = content_start
     if layout.grp.any():
         members = np.flatnonzero(layout.grp)
+        # ---- private groups: what their members see beyond the rule of time ----
         _, number = np.unique((document[members] << 32) + layout.grp[members], return_inverse=True)
         sort = np.lexsort((layout.key_time[members], number))
         ends = np.searchsorted(number[sort], np.arange(number.max() + 1), side="right")
         begins = np.r_[0, ends[:-1]]
+        # Members that the rule of time shows already; they must not be counted twice.
         revealed = np.searchsorted(
             (number[sort] << 32) + layout.key_time[members][sort],
             (number << 32) + bound[members],
@@ -214,9 +224,12 @@ def _views(layout: Layout) -> Views:
         seen[members] += ends[number] - revealed
         at, in_stream = members[sort], ~is_content[members[sort]]
         last_content = np.maximum.reduceat(np.where(in_stream, -1, at), begins) + 1
+        # The stretch is extended to the group's last content token, and may then hold tokens that are not seen: `exact`
+        # tells.
         content_stop[members] = np.maximum(content_stop[members], last_content[number])
         first = np.minimum.reduceat(np.where(in_stream, at, len(document)), begins)[number]
         last = np.maximum.reduceat(np.where(in_stream, at, -1), begins)[number] + 1
+        # Groups of content alone have no stretch of the query stream.
         some = last > 0
         stream_start, stream_stop = stream_start.copy(), stream_stop.copy()
         stream_start[members[some]], stream_stop[members[some]] = first[some], last[some]
@@ -233,8 +246,11 @@ def _stretches(layout: Layout, views: Views, least_full_rows: int, split_steps: 
     no_stream = views.stream_start == views.stream_stop
     parts = (views.stream_start, views.stream_stop, views.content_stop, views.exact, layout.document)
     changes = np.r_[True, np.any([np.diff(part) != 0 for part in parts], axis=0)]
+    # Numbers of runs of queries with the same view. Short runs go to the kind in between, -1: a call of its own for
+    # each would cost more than it computes.
     number = np.cumsum(changes) - 1
     kind = np.where(views.exact & (np.bincount(number)[number] >= least_full_rows), number, -1)
+    # -2, unlike any run: blind queries cannot be part of a softmax.
     kind[views.seen == 0] = -2
     begins = (np.diff(kind) != 0) | (np.diff(layout.document) != 0)
     if split_steps:
@@ -252,6 +268,7 @@ def _look(views: Views, edges: np.ndarray, begin: np.ndarray | int) -> list[list
     """
     here, starts = slice(edges[0], edges[-1]), edges[:-1] - edges[0]
     first, last, stop = views.stream_start[here], views.stream_stop[here], views.content_stop[here]
+    # All stretches at once by `reduceat`: a Python loop over thousands of stretches would hold the interpreter's lock.
     grows, seen, exact = np.diff(stop, prepend=0) == 1, views.seen[here], views.exact[here]
     grows[starts] = True
     low = [seen, exact, exact & grows & (first == last), np.where(first < last, first, edges[-1])]
@@ -307,6 +324,7 @@ def _calls(one: list[int], views: Views, square_causal_only: bool, begin: int) -
     if not most:
         return [Call(BLIND, start, stop)]
     keys, rows = _keys(exact, *spans), stop - start
+    # All queries see all keys of the stretch: no mask.
     if exact and least == most:
         return [Call(FULL, start, stop, keys)]
     if steps and (not square_causal_only or keys == ((start, stop),)):

@@ -86,7 +86,10 @@ class CallPlan:
         self._has_groups = bool(layout.grp.any())
         self._columns = torch.from_numpy(layout.columns)
         lengths = [len(order)] if keys is None else [len(order), keys]
+        # Shapes of the gradients' sums: q, k and v packed as [T, 3, H, D]; in cross-attention q [Tq, 1, H, D], and k
+        # with v [Tk, 2, H, D].
         self._lengths = list(zip(lengths, [3] if keys is None else [1, 2], strict=True))
+        # Tokens of no unit are padding. Every other token is written by exactly one unit, so only these need zeros.
         self._gaps = [_gaps([spans_of(unit)[i] for unit in units], n) for i, n in enumerate(lengths)]
         self._parts: list[UnitGroup | LongUnit] | None = None
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] | None = None
@@ -111,10 +114,14 @@ class CallPlan:
     def attend(
         self, layer: int, inputs: Packed, dropout: AttentionDropout | None, bias: ScoreBias | None = None
     ) -> torch.Tensor:
+        # The fast path keeps no scores. torch has no CPU flash kernel with dropout, and none that returns a bias's
+        # gradient: the rest of this method writes attention out under autograd.
         if dropout is None and bias is None:
             return Attend.apply(self, 0.0, *inputs)
         added: Iterator[torch.Tensor | None] = itertools.repeat(None)
         if bias is not None:
+            # In the order of `pairs`, which leaves out blind calls; `_written_out` takes the next one for each call it
+            # computes.
             added = (bias(number, *pair) for number, pair in enumerate(self.pairs(inputs[0].device)))
         out = {
             start: inputs[0].new_zeros(stop - start, *inputs[0].shape[2:]) for start, stop in self._gaps[0]
@@ -177,12 +184,15 @@ class CallPlan:
 
     def parts(self, width: int) -> list[UnitGroup | LongUnit]:
         """Groups of short units, and the other units. Args: width: heads x head size, the same at each call."""
+        # Made at the first layer and kept for all: grouping and masks depend on the batch only.
         if self._parts is None:
             groups: dict[tuple[int, ...], list[Unit]] = {}
             long_units = []
             for unit in self.units:
                 lengths = tuple(stop - start for start, stop in spans_of(unit))
                 if lengths[0] * lengths[-1] * width <= SHORT_PRODUCTS:
+                    # Bins of SIMILAR_ROWS tokens: filling up to the longest of a bin wastes less than that in each
+                    # unit.
                     groups.setdefault(tuple(-(-n // SIMILAR_ROWS) for n in lengths), []).append(unit)
                 else:
                     long_units.append(LongUnit(unit))
@@ -201,6 +211,7 @@ class CallPlan:
     ) -> list[torch.Tensor]:
         # fp32: a key's gradient is a sum over calls.
         wide = torch.promote_types(out.dtype, torch.float32)
+        # Uninitialised: units write their own tokens, and zeros everywhere would be one more pass over q, k and v.
         totals = [torch.empty(*shape, *out.shape[1:], dtype=wide) for shape in self._lengths]
         for total, gaps in zip(totals, self._gaps, strict=True):
             for start, stop in gaps:
@@ -238,12 +249,14 @@ class PaddedRows:
     def heads_first(self, x: torch.Tensor) -> torch.Tensor:
         """[T, n, H, D] -> [n, stretches, H, tokens, D], a copy in fp32 or wider: see `heads_first`."""
         x = x.flatten(1).index_select(0, self.place.flatten()).view(*self.place.shape, *x.shape[1:])
+        # fp32: torch's bf16 kernel takes up to six times as long in the backward pass of short sequences (calls.py).
         x = x.permute(2, 0, 3, 1, 4)
         return x.to(torch.promote_types(x.dtype, torch.float32), memory_format=torch.contiguous_format)
 
     def put(self, parts: Sequence[torch.Tensor], into: torch.Tensor) -> None:
         """Write n tensors [stretches, H, tokens, D] to their tokens of [T, n, H, D]."""
         x = torch.stack([part.transpose(1, 2) for part in parts], dim=2).flatten(0, 1).flatten(1)
+        # Copied, not added: each token belongs to one unit, and filled-in tokens are left out by `inside`.
         into.flatten(1).index_copy_(0, self.rows, x.index_select(0, self.inside).to(into.dtype))
 
 
@@ -308,6 +321,7 @@ class UnitGroup:
         q, k, v = itertools.chain(*heads)
         bias, sees = self.mask(plan, q.dtype)
         given, outs = (self.queries.heads_first(x[:, None])[0] for x in (grad, out))
+        # A filled-in query repeats a real token: without this, that token's gradient would reach the keys twice.
         given.masked_fill_(~sees[:, None, :, None], 0.0)
         is_causal = self.kind == CAUSAL
         grads = iter(flash_backward_on_cpu(given, q, k, v, outs, state, 0.0, is_causal, attn_mask=bias))
@@ -351,6 +365,8 @@ class LongUnit:
         # The last call has most keys: their gradients are written, and those of the others added.
         for call in reversed(unit.calls):
             queries = slice(call.start, call.stop)
+            # The first call processed writes with `=`; keys that it does not cover must be zero before others are
+            # added.
             if is_first and call.keys != ((0, len(of_keys[0])),):
                 for total in of_keys:
                     total.zero_()
@@ -381,16 +397,21 @@ def plan_attention(layout: Layout, device: torch.device, kernel: str = "auto", m
     if kernel == "dense":
         return DensePlan(layout)
     on_cpu = kernel == "calls" or (kernel == "auto" and device.type == "cpu")
+    # torch's CPU kernel is causal for as many keys as queries only; the CUDA kernel aligns both at their ends.
     units = make_units(layout, square_causal_only=on_cpu)
+    # At least one token: a rank whose batch is empty still takes part in every collective.
     length = max(1, -(-len(layout.rows) // multiple)) * multiple
     if on_cpu:
         return CallPlan(layout, units, padded_order(layout, length))
     if kernel == "varlen" or (kernel == "auto" and _suits_varlen(units, len(layout.rows))):
         return varlen_plan(layout, units, length)
+    # What is left needs a mask or a bias: kernels that evaluate the rule.
     return block_plan(layout, length, kernel=kernel)
 
 
 def _suits_varlen(units: list[Unit], tokens: int) -> bool:
     calls = [call for unit in units for call in unit.calls]
+    # Gathered keys are copies of K and V. With many copies for each token the masked kernel is cheaper in memory and
+    # time.
     keys = sum(stop - start for call in calls for start, stop in call.keys)
     return all(call.kind != MASKED for call in calls) and keys <= _MOST_KEYS * tokens

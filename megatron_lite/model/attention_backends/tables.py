@@ -84,6 +84,8 @@ class QueryBias:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[H, T, D + 8] and [H, 2 N, D + 8]: of distances in the same segment, then in another."""
         marks = _marks(queries.dtype, queries.device)
+        # One product gives both terms: D features meet the vector of the distance, one of two more the segment's
+        # number.
         left = torch.cat([queries, segments, marks[0, :, :, 2:].expand(*segments.shape[:2], -1)], 2)
         both = vectors.expand(2, *vectors.shape), marks.expand(-1, *vectors.shape[:2], -1)
         return left.transpose(0, 1), torch.cat(both, 3).flatten(0, 1).transpose(0, 1)
@@ -98,6 +100,7 @@ class QueryBias:
         d_tables: list[torch.Tensor], d_qkv: torch.Tensor, left: torch.Tensor, right: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """The gradients of queries, vectors and segments."""
+        # The transposed product gives the gradients of all three parts, which are cut apart here.
         d_left, size = (d_tables[0] @ right).transpose(0, 1), left.shape[2] - 8
         same, other = (d_tables[0].mT @ left)[..., :size].transpose(0, 1).chunk(2)
         return d_left[..., :size], same + other, d_left[..., size : size + 2]
@@ -120,6 +123,7 @@ def segment_columns(columns: torch.Tensor, segments: torch.Tensor, longest: int)
     Args: segments: int [T]; from MOST_SEGMENTS - 1 on all are one. longest: S, which no distance exceeds.
     """
     coded = columns.clone()
+    # Position and segment in one number: the kernels know differences of positions only, and need no other column.
     coded[4] += segments.clamp(max=MOST_SEGMENTS - 1) * (2 * longest + 1)
     return coded
 
@@ -131,6 +135,7 @@ def segment_places(longest: int, device: torch.device) -> torch.Tensor:
     A difference is a distance and 2 S + 1 times that of the segments. Columns have one turn (`table_places`): the keys
     of a query have positions of their own.
     """
+    # Wider than any distance, so that a difference tells distance and segments apart.
     width = 2 * longest + 1
     most = (MOST_SEGMENTS - 1) * width + longest
     difference = torch.arange(-most, most + 1)
@@ -170,6 +175,7 @@ def _say_slow(reason: str) -> None:
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kind, plan, columns, places, drawn, qkv, *operands):  # type: ignore[no-untyped-def]
+        # Not saved for the backward pass: [H, T, N] of each layer would be most of the memory of attention.
         tables = kind.tables(*kind.factors(qkv, *operands))
         out, log_sums = rule_attention_kernel(qkv, columns, plan.lists, None, places, tables, *drawn, 0)
         ctx.save_for_backward(columns, places, out, log_sums, qkv, *operands)
@@ -182,11 +188,13 @@ class _Attend(torch.autograd.Function):
         plan, grad, factors = ctx.plan, grad.contiguous(), ctx.kind.factors(qkv, *operands)
         tables = ctx.kind.tables(*factors)
         rest = None, places, tables, *ctx.drawn, 0
+        # Zeros: the kernels write a number only where a visible pair has that distance.
         d_tables = [torch.zeros(table.shape, dtype=table.dtype, device=table.device) for table in tables]
         given = d_tables, grad, qkv, out, log_sums, columns, plan.lists, *rest
         d_qkv, products = rule_attention_queries_kernel(*given)
         rule_attention_keys_kernel(
             d_qkv, d_tables, grad, qkv, log_sums, products, columns, plan.key_lists, *rest
         )
+        # The tables are freed before the products below allocate theirs.
         del tables, rest, given
         return *[None] * 5, d_qkv, *ctx.kind.gradients(d_tables, d_qkv, *factors)

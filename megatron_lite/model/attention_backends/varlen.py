@@ -232,12 +232,15 @@ def varlen_plan(layout: Layout, units: Sequence[Unit], length: int) -> VarlenPla
             spans = [(unit.start + first, unit.start + last) for first, last in keys]
             pieces[kind].append(((unit.start + start, unit.start + stop), spans))
     blind = pieces.pop(BLIND)
+    # Padding joins a call that exists anyway: a call of its own would be a launch in each direction and layer.
     kind_of_padding = FULL if pieces[FULL] or not pieces[CAUSAL] else CAUSAL
     for start in range(len(layout.rows), length, _PADDING_DOCUMENT):
         padding = start, min(start + _PADDING_DOCUMENT, length)
         pieces[kind_of_padding].append((padding, [padding]))
+    # The order of the plan: queries of the full call, of the causal call, then tokens that see nothing.
     place, _ = _tokens([queries for queries, _ in itertools.chain(*pieces.values(), blind)])
     moved = np.empty(length, np.int64)
+    # The inverse permutation: from an index of the layout to one of the plan.
     moved[place] = np.arange(length)
     calls: list[VarlenCall] = []
     for kind, its_pieces in pieces.items():
@@ -283,6 +286,7 @@ def _call(causal: bool, pieces: Sequence[_Piece], moved: np.ndarray, first: int)
     key_lengths = np.add.reduceat(lengths, begins)
     queries = slice(first, first + int(query_lengths.sum()))
     gathered = moved[keys].astype(np.int32)
+    # Keys that follow each other are read where they are; only others are gathered, which is a copy of K and V.
     is_slice = (np.diff(gathered) == 1).all()
     return VarlenCall(
         causal,
@@ -305,6 +309,8 @@ def _filled(ends: np.ndarray, count: int) -> np.ndarray:
 def _places(gathered: np.ndarray, tokens: int) -> np.ndarray:
     place = np.full(tokens, -1, np.int32)
     place[gathered] = np.arange(len(gathered), dtype=np.int32)
+    # A token gathered twice gets two gradients, which one place per token cannot describe: then they are added by
+    # index.
     return place if np.count_nonzero(place >= 0) == len(gathered) else gathered[:0]
 
 
@@ -325,6 +331,7 @@ def _joined(inputs: Packed, plan: VarlenPlan, grads: list[Gradients]) -> list[to
     """The gradients of the inputs from those of the calls."""
     totals = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[-1:]]
     if len(inputs) == 2:
+        # Cross-attention is one call of all queries, so its gradient is the queries' gradient as it is.
         totals.insert(0, grads[0][0].unsqueeze(1))
     of_queries, of_keys = _halves(totals)
     if len(inputs) == 1:

@@ -41,12 +41,14 @@ class LayeredPlan:
 
     def __init__(self, whole: Any, near: Any, global_every: int):
         self.whole, self.near, self.global_every = whole, near, global_every
+        # One order for both kinds of layers: no layer moves tokens.
         self.order = whole.order
 
     def arrays(self) -> list[np.ndarray]:
         return [*self.whole.arrays(), *self.near.arrays()]
 
     def on_device(self, arrays: list[torch.Tensor], device: torch.device) -> LayeredPlan:
+        # Both plans' arrays travel in one buffer and are taken apart again here.
         first = len(self.whole.arrays())
         whole = self.whole.on_device(arrays[:first], device)
         return LayeredPlan(whole, self.near.on_device(arrays[first:], device), self.global_every)
@@ -68,12 +70,15 @@ def plan_layers(
     whole: Any = plan_attention(layout, device, kernel, multiple)
     near: Any
     if isinstance(whole, CallPlan):
+        # The order of the units is that of the whole plan, so its `order` serves as it is.
         near = CallPlan(layout, near_units(layout, whole.units, window), whole.order, window=window)
     elif isinstance(whole, DensePlan):
         near = DensePlan(layout, window=window)
     elif isinstance(whole, VarlenPlan) and _has_positions_as_places(layout):
+        # The kernel's window counts places among the keys; these are positions only where they rise by one.
         near = whole.within(window)
     else:
+        # Both kinds by the rule's kernels, since the two plans must agree on the order and length of tokens.
         whole, near = (block_plan(layout, len(whole.order), each) for each in (0, window))
     return LayeredPlan(whole, near, global_every)
 
@@ -96,9 +101,11 @@ def near_keys(layout: Layout, window: int) -> np.ndarray:
     """Number of keys that each token sees in a local layer, int64 [T]."""
     views, place = layout.views, np.arange(len(layout.rows))
     if _steps_by_one(layout) and views.exact.all() and (views.stream_start == views.stream_stop).all():
+        # Positions rise by one and every view is one stretch: the window is an interval, and no pairs are compared.
         first = np.maximum(views.content_start, place - window)
         return (np.minimum(views.content_stop, place + window + 1) - first).clip(min=0)
     seen, columns = np.zeros(len(place), np.int64), layout.columns
+    # In blocks of queries: all pairs of a long row at once would be quadratic in memory.
     for start, stop in itertools.pairwise([*range(0, len(seen), BLOCK_ROWS), len(seen)]):
         first, last = np.searchsorted(layout.document, layout.document[[start, stop - 1]] + [0, 1])
         keys = _near(layout, slice(start, stop), slice(first, last), window)
@@ -131,11 +138,13 @@ def near_units(layout: Layout, units: list[Unit], window: int) -> list[Unit]:
 def _calls(unit: Unit, layout: Layout, seen: np.ndarray, window: int) -> Iterator[Call]:
     """Args: seen: number of keys of each token of the layout."""
     views, begin = layout.views, unit.start
+    # Stretches in which either all tokens see a key or none does: a softmax over no keys would be NaN.
     changes = begin + 1 + np.flatnonzero(np.diff(seen[begin : unit.stop] == 0))
     for start, stop in itertools.pairwise([begin, *changes.tolist(), unit.stop]):
         if not seen[start]:
             yield Call(BLIND, start - begin, stop - begin)
             continue
+        # Blocks of about equal size; a last block of a few tokens would cost a whole call.
         blocks = -(-(stop - start) // BLOCK_ROWS)
         edges = [start + (stop - start) * i // blocks for i in range(blocks + 1)]
         for first, last in itertools.pairwise(edges):

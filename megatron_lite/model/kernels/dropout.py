@@ -52,6 +52,7 @@ def token_keys(seed: int, samples: np.ndarray, length: int) -> np.ndarray:
 
     Args: seed: of the step. samples: int64 [B], the number of each row's sample.
     """
+    # The row first, then its positions: two mixes, so that neighbouring samples and positions have unrelated keys.
     rows = _mix_64(np.uint64(seed & (2**64 - 1)) ^ (samples.astype(np.uint64) * np.uint64(_GOLDEN_64)))
     keys = _mix_64(rows[:, None] + np.arange(length, dtype=np.uint64))
     return (keys >> np.uint64(32)).astype(np.uint32).view(np.int32)
@@ -60,6 +61,7 @@ def token_keys(seed: int, samples: np.ndarray, length: int) -> np.ndarray:
 @functools.cache
 def salts(layers: int) -> np.ndarray:
     """The salt of each place, int32 [layers + 1, len(PLACES)]; the last row is that of the embedding."""
+    # Salts of the first places keep their numbers when places are added: the masks of existing runs stay what they are.
     first = np.arange((layers + 1) * _FIRST_PLACES, dtype=np.uint64).reshape(-1, _FIRST_PLACES)
     others = np.arange((layers + 1) * (len(PLACES) - _FIRST_PLACES), dtype=np.uint64).reshape(layers + 1, -1)
     numbers = np.concatenate([first, others + np.uint64(1 << 32)], axis=1)
@@ -147,6 +149,7 @@ class FeatureDropout(NamedTuple):
         """The same of hidden states of which this rank holds the features from `first` on."""
         if not first:
             return self
+        # Moves the hash's input to the rank's first feature: a split MLP drops what the whole one does.
         step = int((np.uint64(first) * np.uint64(_GOLDEN)).astype(np.uint32).view(np.int32))
         return FeatureDropout((self.keys ^ self.salt) + step, 0, self.p)
 
@@ -167,6 +170,7 @@ class _Drop(torch.autograd.Function):
         ctx.save_for_backward(stays)
         ctx.scale = scale
         if residual is None:
+            # x * mask * scale in one kernel; the name is that of its other use.
             return torch.ops.aten.native_dropout_backward(x, stays, scale)
         return torch.addcmul(residual, x, stays, value=scale)
 
@@ -196,11 +200,13 @@ def hashed(x: torch.Tensor) -> torch.Tensor:
 
 def stays(hashes: torch.Tensor, p: float) -> torch.Tensor:
     """True for int32 `hashes` that are, as uint32, not below the threshold of p."""
+    # Flipping the sign bit maps the order of uint32 to that of int32, which is all that torch compares.
     return (hashes ^ -(2**31)) >= threshold_of(p) - 2**31
 
 
 def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
     """x >> by, as uint32."""
+    # torch shifts signed numbers arithmetically: the sign's copies are masked off.
     return (x >> by) & ((1 << (32 - by)) - 1)
 
 

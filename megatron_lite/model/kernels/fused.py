@@ -167,6 +167,7 @@ class _AddNorm(torch.autograd.Function):
             total = hidden
         ctx.save_for_backward(None if weight is None else total, weight, stats, keys, x_bias)
         ctx.norm, ctx.given = (bias is not None, centered), (hidden is not None, x is not None)
+        # A result that nobody uses has the gradient None instead of zeros, which the kernel would have to read.
         ctx.set_materialize_grads(False)
         return total, normed
 
@@ -175,6 +176,7 @@ class _AddNorm(torch.autograd.Function):
         *of_norm, keys, x_bias = ctx.saved_tensors
         weight, (has_hidden, has_x), p = of_norm[1], ctx.given, ctx.dropout[1]
         d_total = None if d_total is None else d_total.contiguous()
+        # Without norm, bias and dropout both gradients are the incoming one, and nothing is launched.
         d_hidden, d_x, there = d_total, d_total, (weight is not None, ctx.norm[0], x_bias is not None)
         if p or any(there):
             d_normed = None if weight is None else d_normed.contiguous()

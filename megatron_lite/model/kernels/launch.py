@@ -64,6 +64,7 @@ class Kernel:
         if self._is_interpreted:
             self._function[grid](*tensors, *numbers, *constants)
             return
+        # ---- our own lookup of the compiled kernel: types, constants and alignment are all that can differ ----
         driver = triton.runtime.driver.active
         device = driver.get_current_device()
         key: list[Any] = [device, constants]
@@ -78,9 +79,11 @@ class Kernel:
                 pointer = tensor.data_ptr()
                 pointers.append(pointer)
                 all_bits |= pointer
+        # One test for all pointers; only where some is unaligned does the key name which.
         if all_bits % _ALIGNMENT:
             key += [pointer is not None and pointer % _ALIGNMENT == 0 for pointer in pointers]
         found = self._compiled.get(tuple(key))
+        # Triton's own way compiles, and is the only one that calls a profiler's hooks.
         if found is None or _is_observed():
             compiled = self._function[grid](*tensors, *numbers, *constants, num_warps=num_warps)
             self._compiled[tuple(key)] = compiled.run, compiled.function, compiled.packed_metadata

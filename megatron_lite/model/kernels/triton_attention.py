@@ -34,6 +34,7 @@ def _seen(columns, query, key, tokens, WINDOW: tl.constexpr):
     seen = _column(columns, 1, key, tokens, 2147483647) <= _column(columns, 2, query, tokens, -1)
     group = _column(columns, 3, query, tokens, 0)
     seen |= (group == _column(columns, 3, key, tokens, 0)) & (group != 0)
+    # Different defaults: two tokens beyond the last are of no common document.
     seen &= _column(columns, 0, query, tokens, -2) == _column(columns, 0, key, tokens, -3)
     if WINDOW > 0:
         apart = _column(columns, 4, query, tokens, 0) - _column(columns, 4, key, tokens, 0)
@@ -116,9 +117,11 @@ def _forward_blocks(
             MASKED, BIAS, WINDOW, PRECISION,
         )  # fmt: skip
         larger = tl.maximum(most, tl.max(scores, 1))
+        # ---- online softmax: rescale what has been summed when a larger score appears ----
         shift = tl.where(larger == float("-inf"), 0.0, larger)  # -inf - -inf is no number
         weights = tl.exp(scores - shift[:, None])
         shrink = tl.exp(most - shift)
+        # The sum is that of all weights: dropout acts on the normalised weights.
         total = total * shrink + tl.sum(weights, 1)
         if THRESHOLD > 0:
             weights = tl.where(
@@ -157,6 +160,7 @@ def _attend(
     sees = total > 0.0
     mixed = tl.where(sees[:, None], mixed * (kept / tl.where(sees, total, 1.0))[:, None], 0.0)
     _put(out + head * SIZE, mixed, row, HEADS * SIZE, tokens, SIZE, WIDE)
+    # +infinity for queries that see nothing: exp(score - inf) is 0 in the backward pass.
     log_sum = tl.where(sees, tl.log(tl.where(sees, total, 1.0)) + most, float("inf"))
     tl.store(log_sums + head * tokens + row, log_sum, mask=row < tokens)
 
@@ -206,6 +210,8 @@ def _of_queries(
     q = _tile(qkv + head * SIZE, row, 3 * HEADS * SIZE, tokens, SIZE, WIDE)
     given = _tile(grad + head * SIZE, row, HEADS * SIZE, tokens, SIZE, WIDE)
     result = _tile(out + head * SIZE, row, HEADS * SIZE, tokens, SIZE, WIDE)
+    # grad . out, the row sum that the softmax's gradient subtracts (FlashAttention's delta); the kernel of keys reads
+    # it.
     product = tl.sum(given.to(tl.float32) * result.to(tl.float32), 1)
     tl.store(products + head * tokens + row, product, mask=row < tokens)
     log_sum = tl.load(log_sums + head * tokens + row, mask=row < tokens, other=float("inf"))
@@ -305,6 +311,7 @@ def _launch(kernel, qkv, tensors, bias, p, first_head, window, tile, along):  # 
     wide, width = max(16, triton.next_power_of_2(size)), tables[0].shape[2] if tables else 0
     longest = 0 if buckets is None else len(buckets) // 2
     numbers = tokens, -(-tokens // BLOCK), first_head, longest, width, size**-0.5, 1.0 / (1.0 - p)
+    # Three products of tf32 come close to fp32's accuracy on tensor cores.
     precision = "tf32x3" if qkv.dtype == torch.float32 else "tf32"
     kind = 4 - len(tables) if tables else int(line is not None)
     kernel(

@@ -40,6 +40,7 @@ class Checkpoints(Callback):
         else:
             self.saver.poll()
         if requests.save:
+            # Whoever made the file SAVE waits for its removal as the sign that the checkpoint is there.
             self.saver.finish()
             self.control.saved()
 

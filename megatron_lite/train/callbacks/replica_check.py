@@ -30,6 +30,7 @@ _MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, so that a flipped bit alway
 
 def fingerprint(parameter: torch.Tensor) -> torch.Tensor:
     """int64 scalar of the bits and positions of all elements; any single flipped bit changes it."""
+    # Bits, not values: NaN equals nothing, and -0 equals 0.
     bits = (
         parameter.detach()
         .flatten()
@@ -69,6 +70,7 @@ def differing_replicas(
     named: Mapping[str, nn.Parameter], context: ParallelContext, zero_stage: int
 ) -> list[str]:
     """The differences, as `NAME on ranks [..] and ranks [..]`, the same list on every rank; empty if all are equal."""
+    # All three comparisons are made by every rank, differences or not: they are collectives.
     lines = _compare_ends(named, context.pp)
     if zero_stage < 3:
         lines += _compare(named, context.dp)
@@ -112,6 +114,7 @@ def _on_every_rank(own: list[str], context: ParallelContext) -> list[str]:
     """The lines of all ranks, sorted, each once: a rank only sees its own groups."""
     if context.world_size == 1:
         return sorted(set(own))
+    # As bytes in tensors: torch's object collectives are pickle.
     text = torch.tensor(list("\n".join(own).encode()), dtype=torch.uint8, device=context.device)
     lengths = context.gather(torch.tensor([len(text)], device=context.device))
     longest = max(int(length) for length in lengths)
