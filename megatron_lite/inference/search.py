@@ -116,6 +116,7 @@ class Search:
         ended = [False] * len(limits)
         texts, logits = list(range(len(limits))), state.first()
         while texts:
+            # A copy, because `_allowed` writes in place and the tensor is the state's.
             logits = self._allowed(logits.clone(), [spans[text] for text in texts])
             tokens: list[int] = []
             rows: list[int] = []
@@ -128,6 +129,7 @@ class Search:
                 if len(spans[text]) < limits[text] and not (self.stops and self.stops(spans[text])):
                     tokens.append(token)
                     rows.append(row)
+            # A finished text leaves the batch, so that the longest answer alone pays for its last tokens.
             if rows and len(rows) < len(texts):
                 state.select(rows)
             texts = [texts[row] for row in rows]
