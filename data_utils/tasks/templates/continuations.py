@@ -195,7 +195,6 @@ class Continuations:
             # Without a start the context has a token, or nothing predicts the first.
             return max_tokens if max_tokens or start else -1
         # Special tokens beside context and continuation.
-        # part A.
         beside = {"glm": 4, "prefix": 1 + end, "xlnet": 0, "bert": 2}.get(self.form, 3)
         return self.longest - beside - following
 
