@@ -220,8 +220,7 @@ def _write_part_a(row, used, text, start, length, count, objective, w, s):
     """CLS and the text with one mask per span, whose places go to w[MASK_AT]. Returns the end of part A."""
     mask = s.mask if objective == TOKEN else s.smask if objective == SENTENCE else s.gmask
     row[TOKENS, used] = s.cls
-    # Part A is what the encoder half reads: one mask stands for each span, whatever its length, so lengths are
-    # not given away.
+    # One mask stands for each span, whatever its length, so that part A does not give lengths away.
     at, last = used + 1, 0
     for i in range(count):
         between = w[STARTS, i] - last
