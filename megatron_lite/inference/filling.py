@@ -168,7 +168,7 @@ class BlankFiller:
         tokens, real = pad_batch(spans, self.device)
         blank_positions = torch.tensor(positions, device=self.device)[:, None].expand(tokens.shape)
         steps = torch.arange(first, first + tokens.shape[1], device=self.device)
-        # Only padding of shorter spans goes beyond the table.
+        # The table ends at max_position; a longest span with its sop may end one later.
         steps = steps.clamp(max=self.model.config.max_position).expand(tokens.shape)
         plan.expect(blank_positions, real=real, is_causal=True)
         return self.model.logits(
