@@ -134,6 +134,7 @@ def _start(
     prefixes = output_prefixes(config)
     directory = BuildDirectory(config.output)
     may_be_ours = (directory.is_committing() or directory.is_built()) and not config.restart
+    # A build that was killed while its datasets were put in place finds its own output there, and goes on.
     _refuse_existing(prefixes, paths, config.overwrite or may_be_ours)
     evaluation = None
     if config.evaluation_inputs:
@@ -143,6 +144,8 @@ def _start(
             stack.enter_context(IndexedDatasetWriter(prefix, tokenizer.vocab_size, reader is not None))
         )
     plan = _plan(config, tokenizer, paths, evaluation, reader)
+    # Killed after the datasets were in place: the plan beside them says whose they are. A manifest could not,
+    # since equal input gives equal bytes.
     if directory.is_built():
         is_ours = directory.was_built_as(plan) and all(map(_has_manifest, prefixes))
         if is_ours and not config.restart:
@@ -219,6 +222,7 @@ def _identify(paths: Iterable[Path]) -> list[list[Any]]:
             raise DataError(
                 f"{path}: cannot be read ({error.strerror}); the build needs this input, restore it."
             ) from None
+        # Size and time instead of a checksum, which would read all input twice.
         identities.append([str(path), stat.st_size, stat.st_mtime_ns])
     return identities
 
@@ -410,6 +414,7 @@ def _commit(
     """Put the splits in place, after all the old ones are removed: splits of two builds must never mix."""
     for writer in writers:
         writer.seal()
+    # From here on an interrupted build can only be finished, not undone: old datasets are removed.
     directory.mark_committing()
     for writer in writers:
         remove_dataset(writer.prefix)

@@ -60,6 +60,7 @@ def encode_with_entities(
         ids.append(np.array(own, np.int32))
         texts.append(text)
         lines.append(line)
+    # A record with bad mentions is left out whole, as one with bad JSON.
     parsed.texts, parsed.lines = texts, lines
     lengths = np.array([len(own) for own in ids[1:]], np.int64)
     return np.concatenate(ids), lengths, np.concatenate(entities)

@@ -64,6 +64,7 @@ class BuildDirectory:
                 self.remove()
                 self.path.mkdir(parents=True)
                 self._write_plan(plan)
+            # Shards of another plan would be mixed into this build without a word.
             elif (difference := _difference(started, _as_read(plan))) is not None:
                 raise DataError(
                     f"{self.path} holds an unfinished build that was started with {difference}; repeat the original "
@@ -161,6 +162,7 @@ class BuildDirectory:
     def _remove_directory(self) -> None:
         entries = list(self.path.iterdir())
         foreign = sorted(entry.name for entry in entries if not _OWN_NAME.fullmatch(entry.name))
+        # Nothing is removed that a build did not write.
         if foreign:
             raise DataError(
                 f"{self.path} is the build directory, but it contains {foreign[0]}, which is not part of a build; "

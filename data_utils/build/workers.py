@@ -136,12 +136,15 @@ def encode_block(block: RecordBlock, tokenizer: Any, rule: SplitRule, job: Job) 
         texts = list(itertools.compress(texts, lengths))
         lines = list(itertools.compress(lines, lengths))
         lengths = lengths[lengths > 0]
+    # After empty documents are left out: an eos alone would be a document without text.
     eos = tokenizer.special.eos
     if eos != NO_TOKEN:
         if entities is not None:
             entities = np.insert(entities, np.cumsum(lengths), -1)
         ids, lengths = np.insert(ids, np.cumsum(lengths), eos), lengths + 1
     return EncodedBlock(
+        # By a keyed hash of the text: independent of file order and workers, and equal texts are in one split.
+        # Pairs go by the text that they come from, so that no text is in two splits.
         splits=np.array([rule.split_of(text) for text in parsed.origins or texts], np.int64),
         tokens=to_token_dtype(ids, tokenizer.vocab_size),
         entities=entities,
@@ -202,14 +205,20 @@ class ShardBuilder:
         config, num_splits = self.job.config, self.job.num_splits
         record = ShardRecord([0] * num_splits, [0] * num_splits)
         matched = np.zeros(len(self.job.evaluation.hashes) if self.job.evaluation else 0, bool)
+        # The commit at its end is a rename, so a shard exists whole or not at all, and an interrupted build
+        # goes on with the missing ones.
         with ShardWriter(self.job.directory, number, num_splits, self.job.arrays) as writer:
             for index, file_range in enumerate(self.job.shards[number]):
                 lines = 0
                 self.progress[number, _READING] = os.getpid(), index, 1, 0
                 for block in read_blocks([file_range], config.text_key, config.text_split):
+                    # Written before the work: a worker that is killed for memory can no longer tell which
+                    # record it was.
                     self.progress[number, _RECORD] = largest_record(block)
                     encoded = encode_block(block, self.tokenizer, self.rule, self.job)
                     record.counts.merge(encoded.counts)
+                    # In the worker too, so that a build that must fail does so at once; the parent checks the
+                    # sum of all shards.
                     record.counts.enforce(config.on_bad_record, config.max_bad_records, config.text_split)
                     self._write(writer, encoded, record)
                     self._match_evaluation_texts(block, encoded, record, matched)
@@ -309,6 +318,8 @@ def _records_of_workers(
     # The progress of each shard, and a stop flag. No lock, because a killed worker would keep it.
     shared = RawArray("q", _new_progress(job).size + 1)
     progress = _progress_in(shared)
+    # Other processes even for one worker: libraries end their process when memory runs out (orjson by SIGSEGV,
+    # SentencePiece by SIGABRT), and only another process can name the record.
     executor = ProcessPoolExecutor(
         min(job.config.workers, len(mine)),
         mp_context=multiprocessing.get_context("spawn"),  # fork is unsafe with the threads of tokenizers
@@ -321,6 +332,8 @@ def _records_of_workers(
     try:
         pending = _submit(executor, mine)
         while pending:
+            # Noted while they live, since a broken pool forgets its workers, whose exit statuses tell what
+            # happened.
             workers |= set(multiprocessing.active_children()) - others
             done, pending = wait(pending, _POLL_SECONDS, FIRST_COMPLETED)
             now = progress[:, _DONE].sum(axis=0)
@@ -384,6 +397,7 @@ def _exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     connection.wait([parent.sentinel])
+    # Without cleaning up: the main thread may be in native code.
     os._exit(1)
 
 

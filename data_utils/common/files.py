@@ -91,6 +91,7 @@ def new_file(path: Path) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def _partial_file(path: Path, ending: str) -> Iterator[IO[bytes]]:
+    # A fixed name, so that the same command finds and replaces what an interrupted one left.
     partial = path.with_name(f"{path.name}{ending}")
     try:
         with open_new(partial) as file:
@@ -146,6 +147,8 @@ def locked(output: Path) -> Iterator[None]:
 
     Raises: BlockingIOError if another command holds it; OSError.
     """
+    # A file beside the output: a file system may lock files and no directories, and a name that is renamed
+    # under a lock keeps it.
     path = output.with_name(f".{output.name}.megatron_lite_lock")
     made = [above for above in output.parents if not above.exists()]  # the innermost first
     try:

@@ -79,6 +79,7 @@ def hub_name(text: str) -> HubName | None:
     None as well for what exists, and for something missing below a directory that exists, unless it has a revision.
     """
     found = _NAME.fullmatch(text)
+    # Files of the user come first: a path is never sent to a server because of a spelling mistake.
     if found is None or os.path.lexists(text) or ".." in text or "--" in text.partition("@")[0]:
         return None
     owner, model, revision = found["owner"], found["model"], found["revision"]
@@ -138,6 +139,7 @@ def fetch(
             listed = [
                 path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()
             ]
+        # All files from one commit: the branch may move between two requests.
         fixed = HubName(name.repository, directory.name)
 
         def read(file: str) -> Any:
@@ -167,6 +169,7 @@ def fetch_small(name: HubName, key: str, again: str, patterns: Collection[str]) 
 
     with _fetching(name, key, again):
         try:
+            # The cache first, so that all ranks and later starts agree.
             directory = files(is_local=True)
         except Exception:  # whatever the cache lacks, the hub may have
             directory = files(is_local=False)
@@ -265,6 +268,7 @@ def _is_unreachable(error: Exception) -> bool:
     """Whether nobody has answered, so that what was fetched before may be used."""
     errors = _hub().errors
     if isinstance(error, errors.HfHubHTTPError):
+        # A refusal (a wrong name, a missing right) is an answer: an old copy in its place would hide it.
         return error.response.status_code >= 500
     return isinstance(error, (errors.HTTPError, errors.OfflineModeIsEnabled))
 

@@ -62,6 +62,7 @@ def derive_seed(seed: int, *names: str | int) -> int:
     for name in (seed, *names):
         plain = int(name) if isinstance(name, np.integer) else name  # its repr names the type
         encoded = repr(plain).encode()
+        # With lengths, so that ("ab", "c") and ("a", "bc") differ.
         hasher.update(len(encoded).to_bytes(8, "little") + encoded)
     return int.from_bytes(hasher.digest(), "little")
 
@@ -107,6 +108,8 @@ def seed_rng(rng, key, sample, chunk, attempt):
         sample: 0 <= int64. chunk: 0 <= int < 2**27. attempt: 0 <= int <= MAX_ATTEMPT.
     """
     rng.counter_0 = _ZERO  # the block
+    # The counter names (block, chunk and attempt, sample): every Example has numbers of its own, in any batch
+    # and order.
     rng.counter_1 = np.uint64(chunk * (MAX_ATTEMPT + 1) + attempt)
     rng.counter_2 = np.uint64(sample) & _MASK
     rng.counter_3 = np.uint64(sample) >> _HALF

@@ -50,6 +50,7 @@ class _Loader(yaml.SafeLoader):
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent):
             self.aliases += 1
+            # A few lines of aliases of aliases expand to hundreds of megabytes.
             if self.aliases > MAX_ALIASES:
                 raise _refusal(f"more than {MAX_ALIASES} aliases (*name); write the values out", event)
             if event.anchor in self.open_anchors:
@@ -191,6 +192,7 @@ def read_text(path: str | Path, name: str) -> str:
         raise ConfigError(f"{name} {path} is not a regular file; check the path.")
     try:
         with open(path, "rb") as file:
+            # One byte more than allowed tells a file that is too long without reading it.
             data = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{name} {path}: {error.strerror}; check the path.") from None

@@ -97,6 +97,7 @@ def checked(
     path = f"{name}." if name else ""
 
     def decorate(cls: type[T]) -> type[T]:
+        # Ranges first: a section's own checks may then compute with its values.
         own_checks = getattr(cls, "__post_init__", None)
 
         def __post_init__(self: Any) -> None:
@@ -204,6 +205,7 @@ class Emptied(dict[str, Any]):
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """`over` on top of `base`: mappings merge key by key, everything else is replaced."""
+    # An emptied mapping replaces the one below it, also if keys are set in it after that.
     merged = Emptied(base) if isinstance(base, Emptied) else dict(base)
     for key, value in over.items():
         replaces = isinstance(value, Emptied) or not isinstance(value, Mapping)
@@ -267,6 +269,8 @@ def build(cls: type, tree: Mapping[str, Any], path: str = "", root: type | None 
     try:
         return _build(cls, tree, path, cls)
     except ConfigError as error:
+        # The first error stops the construction; all wrong keys are collected in a second pass, so that they
+        # are named at once.
         if not (problems := dict(wrong_settings(cls, tree, path, cls))):
             raise
         raise SettingsError(problems, "" if str(error) in problems.values() else str(error)) from None
@@ -281,6 +285,7 @@ def _build(cls: type, tree: Mapping[str, Any], path: str, root: type) -> Any:
             raise ConfigError(_unknown_key(str(key), value, path, known, root))
         field = known[key]
         converted = _checked_value(value, _type_of(key, field, hints), field, f"{path}{key}", root)
+        # Sections of objectives are keys of the file's top level, but one field of the tree holds them by name.
         if "inline" in field.metadata:
             values.setdefault(field.name, {})[key] = converted
         else:

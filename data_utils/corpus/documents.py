@@ -226,6 +226,8 @@ def plan_shards(paths: Iterable[Path], text_split: str, shard_bytes: int) -> lis
             if remaining <= 0:
                 groups.append([])
                 remaining = shard_bytes
+            # Cuts are at any byte; readers move both ends of a part to the next start of a record, so the plan
+            # needs sizes only.
             taken = min(remaining, size - position) if _can_be_cut(path, text_split) else size
             at_end = position + taken >= size
             groups[-1].append(FileRange(path, position, None if at_end else position + taken))
@@ -290,10 +292,12 @@ def _byte_blocks(file_range: FileRange, record_format: str, block_bytes: int) ->
     line, consumed, position, started = 1, 0, 0, file_range.start > 0
     pending = bytearray()  # grows in place: a record may be many chunks long
     for chunk, position in _chunks(file_range, record_format, block_bytes):
+        # Only what is new is searched for a boundary: a record of many chunks would else cost quadratic time.
         searched = len(pending)
         pending += chunk
         if not started and len(pending) >= BEGINNING_BYTES:
             pending, started, searched = _without_mark(pending, path), True, 0
+        # A limit, because a file that is no JSONL may be one line of any length.
         if len(pending) > MAX_RECORD_BYTES + block_bytes:
             raise DataError(
                 f"{path}:{line + lines_before(file_range, record_format)}: a record is longer than "
@@ -346,6 +350,7 @@ def _record_start(file: IO[bytes], position: int, record_format: str) -> int:
         data = file.read(size)
         at_end = len(data) < size
         match = _RECORD_ENDS[record_format].search(data)
+        # A match at the end of what was read may go on (blank lines), so more is read.
         if match and (match.end() < len(data) or at_end):
             return position + match.end()
         if at_end:
@@ -360,6 +365,8 @@ def _chunks(file_range: FileRange, record_format: str, chunk_bytes: int) -> Iter
         if compression := compression_of(path):
             stream = decompressed(file, compression, chunk_bytes)
         else:
+            # The end is the start of the first record after `stop`, by the same rule that the next part begins
+            # with: no record is lost or read twice.
             stop = (
                 math.inf if file_range.stop is None else _record_start(file, file_range.stop, record_format)
             )
@@ -398,6 +405,8 @@ def parse_block(block: RecordBlock, text_key: str = "text") -> ParsedBlock:
         try:
             text = _parse_record(record, block.record_format, text_key)
         except UnusableRecord as error:
+            # A file that ends inside a record was cut off while it was copied: another remedy than for bad
+            # JSON.
             cut_off = error.kind == "malformed_json" and line == unterminated_line
             kind = "truncated_record" if cut_off else error.kind
             note = " (the file ends inside this record)" if cut_off else ""

@@ -98,6 +98,7 @@ def read_header(prefix: str | Path) -> tuple[np.dtype, int, int]:
         raise damaged(prefix, ".idx", f"has dtype code {code}, which means {_NO_TOKENS[code]}, not token ids")
     if version != INDEX_VERSION or code not in DTYPE_CODES:
         raise damaged(prefix, ".idx", f"has version {version} and dtype code {code}, which are not supported")
+    # Damaged counts of 2^60 would pass as a size and fail as an allocation.
     if max(num_sequences, num_boundaries) > path.stat().st_size:
         raise damaged(prefix, ".idx", "is cut off")
     return np.dtype(DTYPE_CODES[code]), num_sequences, num_boundaries
@@ -140,17 +141,22 @@ class IndexedDataset:
         self, prefix: str | Path, sequential: bool = False, manifest: Mapping[str, Any] | None = None
     ) -> None:
         self.prefix = Path(prefix)
+        # Windows are read in a random order, for which the kernel's read-ahead would load pages that nobody
+        # asks for.
         self._advice = mmap.MADV_SEQUENTIAL if sequential else mmap.MADV_RANDOM
         sizes = file_sizes(self.prefix)
         self.manifest = read_manifest(prefix) if manifest is None else dict(manifest)
         if ENTITIES in self.manifest["files"]:
             sizes |= file_sizes(prefix, [ENTITIES])
+        # Sizes are compared at every open, since they cost nothing; checksums only for some blocks
+        # (`verify_some`).
         for suffix, size in sizes.items():
             if size != (recorded := self.manifest["files"][suffix]["bytes"]):
                 raise self.damaged(suffix, f"has {size} bytes, but the manifest records {recorded}")
         self.dtype, self.num_documents, num_boundaries = read_header(prefix)
         self.num_tokens = sizes[".bin"] // self.dtype.itemsize
         expected = HEADER.size + 12 * self.num_documents + 8 * num_boundaries
+        # Megatron-LM's multimodal index has one byte of a mode for each sequence after the boundaries.
         if self.num_documents and sizes[".idx"] == expected + self.num_documents:
             raise DataError(
                 f"dataset {prefix} is multimodal (its index stores sequence modes); give a text dataset."

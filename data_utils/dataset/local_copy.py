@@ -31,9 +31,11 @@ def local_copy(prefix: str | Path, directory: str | Path) -> Path:
     Raises: DataError for a dataset that cannot be opened, too little space, or a damaged copy.
     """
     source, directory = IndexedDataset(prefix), Path(directory)
+    # The name has the content's checksum, so that a rebuilt dataset gets a copy of its own.
     target = directory / f"{source.prefix.name}-{source.manifest['checksum'][:16]}"
     with disk_errors(target, "data.local_directory"):
         directory.mkdir(parents=True, exist_ok=True)
+        # The ranks of a node: one copies, the others wait and find it.
         with open(open_locked(Path(f"{target}.lock"), wait=True), "w"):
             _refuse_links(target)
             if not dataset_path(target, ".json").exists():
@@ -67,6 +69,7 @@ def _copy_all(prefix: str | Path, target: Path, manifest: Mapping[str, Any]) -> 
     with progress_bar(total=needed, unit="B", unit_scale=True, desc=f"copy {prefix}") as bar:
         for suffix, recorded in manifest["files"].items():
             _copy(dataset_path(prefix, suffix), dataset_path(target, suffix), recorded, bar)
+    # Last: without a manifest a copy that was interrupted does not open, and is made again.
     write_atomically(dataset_path(target, ".json"), manifest_bytes(manifest))
 
 

@@ -101,6 +101,7 @@ def manifest_bytes(facts: Mapping[str, Any]) -> bytes:
     """The content of PREFIX.json for the facts about a dataset. Equal facts give equal bytes."""
     facts = {key: value for key, value in facts.items() if key not in _HEADER}
     tree = {"format": _FORMAT, "format_version": _VERSION, "checksum": "", **facts}
+    # The blocks of the files have CRC-32, which is fast; the small manifest, which holds these, has SHA-256.
     tree["checksum"] = checksum(tree)
     # With a line for each of a million names it would have twice the size.
     return json.dumps(tree, indent=None if "source_groups" in tree else 2).encode() + b"\n"

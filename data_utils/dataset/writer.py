@@ -48,6 +48,7 @@ def index_pieces(lengths: np.ndarray, dtype: np.dtype) -> Iterator[bytes]:
     """The bytes of the .idx file for documents of `lengths` [documents] and tokens of `dtype`."""
     count = len(lengths)
     code = next(code for code, known in DTYPE_CODES.items() if np.dtype(known) == dtype)
+    # Megatron-LM's format: its tools read our datasets.
     yield HEADER.pack(MAGIC, INDEX_VERSION, code, count, count + 1)
     for start in range(0, count, CHUNK):
         yield lengths[start : start + CHUNK].astype("<i4").tobytes()
@@ -89,6 +90,7 @@ class IndexedDatasetWriter:
         with disk_errors(self.prefix), contextlib.ExitStack() as opened:
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
             self._bin = opened.enter_context(_create_exclusively(self._partial(".bin")))
+            # On disk too, since the index needs their number first and memory must not grow with the corpus.
             self._lengths = opened.enter_context(open_new(self._partial(".lengths")))
             self._entities: Any = has_entities and opened.enter_context(open_new(self._partial(ENTITIES)))
             self._files = opened.pop_all()
@@ -138,6 +140,8 @@ class IndexedDatasetWriter:
             raise DataError(f"dataset {self.prefix} would contain no document; check the input.")
         self.seal()
         with disk_errors(self.prefix):
+            # The order decides what a crash leaves: without a manifest nothing opens, so it is removed first
+            # and renamed last.
             self._write_manifest(manifest)
             remove_dataset(self.prefix)
             for suffix in (

@@ -45,6 +45,7 @@ class Axis:
         key: Callable[[int], np.uint64],
         text_end: Callable[[int, int], int] = lambda start, stop: stop,
     ) -> None:
+        # The remainder joins the last region, so no region is shorter than asked for.
         self.regions = max(1, cost // region) if region else 1
         self.region, self.cost, self.overhead = region or cost, cost, overhead
         self.lead = overhead if region else 0
@@ -71,6 +72,8 @@ class Axis:
         begin = place * (self.region + self.lead)
         if place == last:
             return begin, self.epoch_cost, place * self.region
+        # The last region is longer and stays last: places of all others are then multiples of one size, without
+        # a table.
         key = derive_key(self.key(epoch), _REGIONS, 0)
         return begin, begin + self.region + self.lead, permute(place, last, key) * self.region
 
@@ -108,6 +111,7 @@ class _Windows:
     def _part(self, number: int) -> _Part:
         cost = self.axis.epoch_cost
         epoch, offset = divmod(self.position, cost)
+        # Windows of the epoch that the stretch begins in, and of each whole epoch after it.
         first, each = -(-(cost - offset) // self.length), -(-cost // self.length)
         if number < first:
             return _Part(epoch, offset, first, 0)
@@ -117,6 +121,7 @@ class _Windows:
     def _block(self, number: int) -> tuple[_Part, int, int]:
         """The part of a window by its ordinal, and the first window and the size of its block there."""
         part = self._part(number)
+        # Without regions one block is the whole epoch, the order that plain windows have.
         if not self.axis.has_regions:
             return part, 0, part.windows
         each = -(-self.axis.epoch_cost // self.length)
@@ -125,6 +130,8 @@ class _Windows:
         return part, begin, min(size, part.windows - begin)
 
     def _key(self, epoch: int, begin: int) -> np.uint64:
+        # The first block of the first stretch keeps the epoch's own key, so that a run without regions or
+        # changes of length has the order of plain windows.
         key = self.axis.key(epoch)
         return key if self.stretch == begin == 0 else np.uint64(derive_key(key, self.stretch, begin))
 
@@ -145,6 +152,8 @@ class _Windows:
         stop = part.before + begin + size
         if stop == count:
             return position, None
+        # The last window of an epoch may be shorter. If it is unread, the leftover must know which of its
+        # windows it is.
         missing = part.offset + (begin + size) * self.length - end
         short = stop  # ordinal of the shorter window, if it is not read
         if missing:
@@ -164,6 +173,7 @@ class _Leftover:
         self.short = short - first if first <= short < stop else stop - first
         self.overhead = windows.axis.overhead
         self.epoch, start, end = windows.window(stop - 1)
+        # The leftover ends with text: a sample cut from its end would else be empty.
         text_end = windows.axis.last_text(self.epoch, start, end)
         self.cost = self._begin(stop - 1 - first) + self.overhead + text_end - start
 

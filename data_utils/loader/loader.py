@@ -192,10 +192,12 @@ def open_datasets(
     data.check_decoder(decoder_tokenizer is not None)
     vocabulary = vocabulary_of(tokenizer, decoder_tokenizer)
     objective = make_objective(objectives, vocabulary, seed, data.sequence_length, data.row_length)
+    # With the objectives of all phases: what a later phase reads beside the tokens is asked for at the start.
     choices = [*objectives, *(choice for phase in phases for choice in phase.objectives)]
     opened = _Corpora(data, objectives, choices, objective.row_length, tokenizer, decoder_tokenizer)
     shorten = None
     if data.short_prob:
+        # Imports within functions of this file are of options that few runs choose.
         from data_utils.loader.short_samples import Shortener
 
         shorten = Shortener(data.short_prob, seed)
@@ -251,6 +253,8 @@ def mixtures_of(indexes: Sequence[Index], seed: int, phases: Sequence[PhaseSampl
     weights = [weights_of(phase.data.train, phase.objectives) for phase in phases]
     lengths = [phase.data.sequence_length for phase in phases]
     region = phases[0].data.region
+    # The run's own length may be that of no phase: windows are those of the first phase, and later ones follow
+    # from it.
     if isinstance(indexes[0], WindowIndex) and indexes[0].window_length != lengths[0]:
         indexes = [
             type(index)(index.dataset, lengths[0], DOCUMENT_OVERHEAD, index.has_entities)
@@ -258,9 +262,13 @@ def mixtures_of(indexes: Sequence[Index], seed: int, phases: Sequence[PhaseSampl
             if isinstance(index, WindowIndex)
         ]
     mixtures = [Mixture(list(zip(indexes, weights[0], strict=True)), seed)]
+    # Scattered windows, cut off in the middle of an epoch, leave holes too short for a longer window; streams
+    # of positions do not.
     if region or len(set(lengths)) > 1:
         mixtures = [mixtures[0].as_streams(region)]
     for phase, its_weights, length in zip(phases[1:], weights[1:], lengths[1:], strict=True):
+        # Each phase continues the corpora where the one before left them, so that an epoch visits everything
+        # once.
         mixtures.append(mixtures[-1].following(phase.first_sample, its_weights, length))
     return mixtures
 
@@ -292,6 +300,7 @@ class _Corpora:
             return open_pairs(corpus, dataset, length, self.choices)
         sections = [choice.section for choice in self.all_choices]
         if not sections[0].whole_documents:
+            # LABELS belong to corpora of pairs, which name their objective and are opened above.
             kinds = {each.reads_beside for each in sections if each.reads_beside not in (None, LABELS)}
             if kinds:
                 from data_utils.loader.required_vectors import require_beside  # most read tokens alone

@@ -69,6 +69,7 @@ def samples_of_corpora(seed: int, weights: Sequence[float], count: int, phase: i
     """How many of a phase's first `count` samples are of each corpus, int64 [corpora]. Args: seed: of the mixture."""
     places = quotas(weights)
     blocks, rest = divmod(count, BLOCK_SIZE)
+    # Whole blocks have exact quotas, so only the last, partial block needs its table.
     key = derive_key(np.uint64(seed & _MASK_64), CHOICE_STREAM, phase << PHASE_BITS | blocks)
     corpora, _ = block_table(np.concatenate([[0], np.cumsum(places)]), BLOCK_SIZE, np.uint64(key))
     return blocks * places + np.bincount(corpora[:rest], minlength=len(places))
@@ -166,6 +167,7 @@ class Mixture:
                 WindowIndex(index.dataset, stream.length, stream.axis.overhead, index.has_entities)  # type: ignore[union-attr]
                 for index, stream in zip(indexes, streams, strict=True)
             ]
+            # Streams carry on where they are by position, so ordinals count from 0 again.
             used = ()
         start = Start(self.start.phase + 1, first_sample, used)
         return Mixture(list(zip(indexes, weights, strict=True)), self.seed, start, streams)
@@ -210,6 +212,7 @@ class Mixture:
             if len(rows):
                 parts.append((index, *np.ascontiguousarray(ranges[rows, 1:].T), rows))
         tokens, chunk_lengths, chunks = gather(parts)
+        # A sample may lie in several ranges (at the border of regions); their chunks are added up.
         return tokens, chunk_lengths, np.add.reduceat(chunks, np.cumsum(counts) - counts)
 
     def prefetch(self, indices: np.ndarray) -> None:
@@ -240,6 +243,7 @@ class Mixture:
 def _require_one_tokenizer(datasets: Sequence[IndexedDataset]) -> None:
     first: tuple[IndexedDataset, tuple[Any, Any]] | None = None
     for dataset in datasets:
+        # An adopted dataset does not know its tokenizer.
         if dataset.manifest.get("adopted"):
             continue
         tokenizer = dataset.manifest.get("tokenizer") or {}
@@ -269,4 +273,5 @@ def batch_indices(
         )
     assert 0 <= dp_rank < dp_size
     samples = np.arange(consumed_samples, consumed_samples + global_batch_size, dtype=np.int64)
+    # [micro-batches, ranks, micro_batch_size]: a step has the same samples for any number of ranks.
     return samples.reshape(-1, dp_size, micro_batch_size)[:, dp_rank]

@@ -62,6 +62,8 @@ def _pack(costs, longest, starts, stops):
     windows, at, is_open = 0, np.int64(0), False
     for document in range(costs.shape[0]):
         end = at + costs[document]
+        # Half of a pair has no label that is true, so pairs are whole or left out. One that is left out also
+        # ends its window, since a window is one range of the stream.
         if costs[document] > longest:
             is_open = False
         else:
@@ -124,6 +126,8 @@ class Linked(Mixed):
             mixed.objectives, mixed.weights.tolist(), mixed.first_samples.tolist(), int(mixed._key)
         )
         self._mixture, self._owners = mixture, np.array(owners)
+        # Their shares are weights of corpora: the mixture says a sample's corpus, and with it the objective.
+        # Drawing the objective first would need the number of earlier draws to find the next pair.
         self.weights[[number for number in owners if number >= 0]] = 0.0
 
     def choose(self, sample_indices: np.ndarray) -> np.ndarray:

@@ -36,6 +36,7 @@ CHOICE_STREAM = 0  # key stream of the order within blocks; corpus c orders its 
 # The integer functions have explicit signatures: a key beyond 2^63 that comes from Python is a uint64.
 
 
+# ---- keyed permutation ----
 @njit("uint64(uint64)", cache=True, error_model="numpy")
 def _mix(x):
     """SplitMix64's finaliser: uint64 -> uint64, a bijection that spreads every bit."""
@@ -66,6 +67,7 @@ def permute(index, n, key):
     """
     size = _U64(n)
     rows = _U64(np.sqrt(np.float64(n)))
+    # The square root in float64 may be too small. Both factors stay near sqrt(n) < 2^31, as `_below` requires.
     while rows * rows < size:
         rows += _U64(1)
     columns = (size + rows - _U64(1)) // rows
@@ -82,6 +84,8 @@ def permute(index, n, key):
             right += _below(columns, _mix(left ^ round_key))
             right -= columns if right >= columns else _U64(0)
         value = left * columns + right
+        # Cycle walking: a value outside [0, n) is permuted again. The walk ends, since its cycle comes back to
+        # `index`.
         if value < size:
             return np.int64(value)
 
@@ -100,6 +104,8 @@ def unpermute(image, n, key):
         right = value % columns
         round_key = _U64(key) + _U64(2 * _ROUNDS) * _GOLDEN
         for _ in range(_ROUNDS):
+            # Unsigned numbers wrap below zero, so the modulus is added first where the difference would be
+            # negative.
             shift = _below(columns, _mix(left ^ round_key))
             right = right - shift if right >= shift else right + columns - shift
             round_key -= _GOLDEN
@@ -117,6 +123,8 @@ def block_table(starts, block_size, key):
     corpora = np.empty(block_size, np.int64)
     ranks = np.empty(block_size, np.int64)
     seen = np.zeros(starts.shape[0] - 1, np.int64)
+    # The slots of corpus c are starts[c] to starts[c + 1] of a block, so every block has exact quotas, in a
+    # shuffled order.
     for place in range(block_size):
         slot = permute(place, block_size, key)
         corpus = np.searchsorted(starts, slot, side="right") - 1
@@ -143,11 +151,14 @@ def deal_samples(seed, indices, phase, first_sample, used, starts, block, corpor
         index = indices[i] - first_sample
         if index // block_size != block:
             block = index // block_size
+            # Phase 0 leaves the key as it is without phases, so a run that gets a second phase keeps the
+            # samples of its first.
             key = derive_key(seed, CHOICE_STREAM, phase << PHASE_BITS | block)
             corpora_of_places, ranks_of_places = block_table(starts, block_size, key)
         place = index - block * block_size
         corpus = corpora_of_places[place]
         corpora[i] = corpus
+        # A closed form instead of counters: a run resumes at any sample without state.
         ordinals[i] = used[corpus] + block * (starts[corpus + 1] - starts[corpus]) + ranks_of_places[place]
     return corpora, ordinals, block, corpora_of_places, ranks_of_places
 
@@ -174,6 +185,8 @@ def _cost(pointers, shift, overhead, document):
 def _guess_document(pointers, shift, num_tokens, overhead, start):
     """A document near the cost `start`: guessed from the mean cost of a document, then corrected."""
     num_documents = pointers.shape[0]
+    # A guess and its corrections touch one or two pages of the mapped index, where a binary search touches
+    # about twenty.
     mean = (num_tokens + overhead * num_documents) / num_documents
     document = np.int64(0)
     for _ in range(_GUESSES):
@@ -250,6 +263,7 @@ def _plan_rows(
     for i in range(starts.shape[0]):
         row = rows[i]
         count = _window_chunks(pointers, shift, num_tokens, overhead, starts[i], stops[i], chunks)
+        # A window that lies within a document's overhead has no token.
         first_tokens[row] = chunks[0, 0] if count else 0
         for chunk in range(count):
             chunk_lengths[row, chunk] = chunks[chunk, 1] - chunks[chunk, 0]
@@ -279,6 +293,8 @@ def _copy_rows(tokens, first_tokens, positions, rows, out):
         start, stop = positions[rows[i]], positions[rows[i] + 1]
         first = first_tokens[rows[i]]
         source, target = tokens[first : first + stop - start], out[start:stop]
+        # A loop over two slices from 0 on vectorizes; indices that begin elsewhere do not, and a slice
+        # assignment counts references.
         for k in range(stop - start):
             target[k] = source[k]
 
@@ -311,6 +327,7 @@ class WindowIndex:
         self.document_overhead = document_overhead
         self.cost = dataset.num_tokens + document_overhead * dataset.num_documents
         self.num_windows = -(-self.cost // window_length)
+        # A document has at least one token; the two more are those that the edges of the window cut.
         self.max_chunks = min(dataset.num_documents, window_length // (document_overhead + 1) + 2)
         self._shift = np.int64(dataset.dtype.itemsize.bit_length() - 1)
 

@@ -38,6 +38,8 @@ def _entry_point(digest: int):
                 seed_rng(rng, key, samples[i], number, 0)
                 if chance(rng, threshold) and length > SHORTEST:
                     size = SHORTEST + below(rng, length - SHORTEST + 1)
+                    # Cropped, not cut into further parts: each would need room for special tokens in a row of
+                    # fixed length.
                     first = start + below(rng, length - size + 1)
                     for k in range(start, start + length):
                         kept[k] = first <= k < first + size

@@ -85,6 +85,7 @@ class BartConfig(RowSizes):
         """Mean row tokens per token of text: the context, with masks in place of its spans, and the target."""
         # No matrix product: in every batch, it would slow the processor down for a tenth of a millisecond.
         length = float((self.length_weights * np.arange(1, LONGEST_SPAN + 1)).sum())
+        # 1 for the target and 1 for the context, of which each span of mean length leaves its masks.
         return 2.0 - self.masked_ratio * max(0.0, 1.0 - self.masks_per_span / length)
 
     @property
@@ -120,6 +121,8 @@ class BartConfig(RowSizes):
         """Mean and ROOM_DEVIATIONS of the number of masks, as a multiple of 8."""
         removed = max(1, int(self.masked_ratio * sequence_length + 0.5))
         mean, deviation = span_count_moments(self.length_weights, removed)
+        # Spans of length 0, a geometric number for each other span; the two lines approximate their mean and
+        # spread.
         inserted = mean * (self.masks_per_span - 1.0)
         deviation = math.sqrt(deviation**2 + inserted * self.masks_per_span)
         masks = min(float(removed), mean + inserted + ROOM_DEVIATIONS * deviation)
@@ -170,6 +173,8 @@ def _draw_masks(maskable, rng, w, cumulative, s):
     for i in range(maskable):
         removed += w[TAKEN, i]
     set_range(w, FREE, 0, maskable, 0)
+    # A Poisson length may be 0: such a span removes nothing and inserts a mask. Their number is bounded by the
+    # tokens removed, so that a row never grows.
     for _ in range(count):
         while inserted < removed - count and chance(rng, s.empty_below):
             w[FREE, below(rng, maskable)] += 1
@@ -225,7 +230,9 @@ def _fill_chunk(row, used, limit, document, text, unit_start, start, length, rng
         over = part_b + s.predict_cls + length - limit
         if over <= 0:
             break
+        # A token less shortens context and target, hence the half.
         length -= (over + 1) // 2
+        # The same random numbers again: drawing new ones until it fits would favour draws with few masks.
         rewind(rng)
     end = _write_target(row, part_b, text, start, length, s)
     mark_document(row, used, end, document, s.loss)

@@ -117,6 +117,7 @@ def _plan_pairs(pairs, text, unit_start, lengths, start, sample, first_chunk, rn
         pair = pairs[number]
         if length > 0:
             seed_rng(rng, s.key, _sample_counter(text, start, length, sample, s), first_chunk + number, 0)
+        # One draw for each chunk whether it is needed or not: a setting does not move the draws after it.
         draw = next_word(rng)
         lm_type = BIDIRECTIONAL
         if draw >= s.bidirectional_below:
@@ -135,6 +136,7 @@ def _plan_pairs(pairs, text, unit_start, lengths, start, sample, first_chunk, rn
         pair[LM_TYPE] = lm_type
         pair[A], pair[A_END] = start, start + split
         pair[B], pair[B_END] = start + split, start + length
+        # Only bidirectional Examples have a label: CLS of the others does not see both texts.
         labelled = s.pairing == NEXT_SENTENCE or s.pairing == SENTENCE_ORDER or s.pairing == DISTANCE
         wrong = labelled and lm_type == BIDIRECTIONAL and split < length and chance(rng, s.wrong_below)
         pair[WRONG] = wrong
@@ -147,11 +149,15 @@ def _plan_pairs(pairs, text, unit_start, lengths, start, sample, first_chunk, rn
                     pair[A_END], pair[B] = start + min(split, other), start + max(split, other)
                     break
         start += lengths[number]
+    # A wrong second text comes from the same window, so that a sample stays a function of its own text. Two
+    # chunks are needed for an exchange; ALBERT's swap needs one and is done above.
     if s.pairing == NEXT_SENTENCE or s.pairing == DISTANCE:
         only = exchange_seconds(pairs, len(lengths))
         if only >= 0 and s.pairing == NEXT_SENTENCE:
             _swap_halves(pairs[only])
         elif only >= 0:
+            # Swapped halves would be a fourth class here, which the distance task does not have: the chunk
+            # stays right.
             pairs[only, WRONG] = 0
 
 
@@ -171,7 +177,10 @@ def _copy_text(row, w, used, at, text, unit_start, begin, end, s):
         count_up(row, BLOCK_POSITION_IDS, at, at + length, begin + 1)
     copy_range(w, UNIT_START, offset, offset + length, unit_start, begin)
     set_range(w, FREE, offset, offset + maskable, 1)
+    # The first token begins a unit even where the cut is inside a word. `|=` keeps the mark or length above bit
+    # 0.
     w[UNIT_START, offset] |= 1
+    # Separators within a text are neither masked nor joined to a unit, so that no span crosses two documents.
     for i in range(maskable if s.joins_documents else 0):
         if text[begin + i] == s.sep or text[begin + i] == s.eos:
             w[FREE, offset + i] = 0
@@ -189,6 +198,7 @@ def _write_structure(row, used, middle, end, lm_type, s):
     count_up(row, POSITION_IDS, used, end, 0)
     segment_a, segment_b = 0, 1
     if lm_type == SEQ2SEQ:
+        # Segment ids tell UniLM's model which of the four language models the Example is for, as in its code.
         segment_a, segment_b = 4, 5
         count_up(row, ORD, middle, end, 1)
     elif lm_type == LEFT_TO_RIGHT:
@@ -197,6 +207,7 @@ def _write_structure(row, used, middle, end, lm_type, s):
     elif lm_type == RIGHT_TO_LEFT:
         segment_a, segment_b = 3, 3
         for i in range(used, end):
+            # A token sees those with at most its order, so falling orders read from right to left.
             row[ORD, i] = end - 1 - i
     set_range(row, SEGMENT_IDS, used, middle, segment_a)
     set_range(row, SEGMENT_IDS, middle, end, segment_b)
@@ -215,6 +226,7 @@ def _mask_spans(row, used, size, rng, w, cumulative, s):
         for i in range(used + w[STARTS, span], used + w[ENDS, span]):
             if not s.one_corruption_per_span and i > used + w[STARTS, span]:
                 corruption = draw_corruption(rng, s)
+            # The target is read before the input is overwritten.
             token = np.int64(row[TOKENS, i])
             predict(row, i, token)
             row[TOKENS, i] = corrupted_token(rng, token, corruption, s)
@@ -239,6 +251,7 @@ def _fill_pair(row, used, document, text, unit_start, pair, rng, w, cumulative, 
     if s.label_objective > 0 and lm_type == BIDIRECTIONAL and end > middle:
         label = pair[WRONG]
         if s.pairing == DISTANCE:
+            # 0: B follows A. 1: from the same document, with text between. 2: from another document.
             label = 2 if label else 1 if pair[B] > pair[A_END] else 0
         predict(row, used, label)
         row[OBJECTIVE, used] = s.label_objective
@@ -256,6 +269,8 @@ def _fill_rows(batch, chunks, tables, pairs, sentence_end, settings):
         begin_row(row, s.pad)
         lengths = chunk_lengths[chunk : chunk + chunks_per_sample[i]]
         sample = sample_indices[i]
+        # Given pairs stand one for each chunk of the batch; others are scratch space that every sample uses
+        # again.
         sample_pairs = pairs[chunk if s.pairing == GIVEN else 0 :]
         _plan_pairs(
             sample_pairs, text, unit_start, lengths, start, sample, first_chunk, rng, w, sentence_end, s
@@ -345,6 +360,7 @@ class MaskedText(PairedRows):
             "label_objective": 0 if label is None else label.number,
             "pairing": config.pairing,
             "wrong_below": chance_threshold(config.wrong_prob),
+            # Conditional on the pair not being wrong, which is drawn first.
             "far_below": chance_threshold(min(1.0, config.far_prob / max(1e-9, 1.0 - config.wrong_prob))),
             "bidirectional_below": chance_threshold(upto[0]),
             "seq2seq_below": chance_threshold(upto[1]),
@@ -368,4 +384,6 @@ class NumberedText(MaskedText):
         text, numbers = tokens if tokens.ndim == 2 else (tokens, np.full_like(tokens, -1))
         super()._fill(batch, text, chunk_lengths, chunks_per_sample, sample_indices, first_chunk)
         text_positions = batch[:, BLOCK_POSITION_IDS]
+        # The compiled code wrote places in the text (0: none), since it may exchange halves of pairs; here they
+        # become the numbers.
         text_positions[:] = np.r_[np.int32(0), numbers + 1][text_positions]

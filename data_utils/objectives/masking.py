@@ -81,6 +81,7 @@ def _listed_span(rng, w, size, gap, budget):
         count += _end_of_listed(w, i, size, gap, budget) >= 0
     if count == 0:
         return -1
+    # Two passes instead of a list: scratch space is fixed, and listed spans are few.
     skipped = below(rng, count)
     for i in range(size):
         if _end_of_listed(w, i, size, gap, budget) >= 0:
@@ -120,14 +121,18 @@ def draw_spans(rng, w, size, target, gap, cumulative, listed_below):
                 end = first + (w[UNIT_START, first] >> 1)
         units = draw_length(rng, cumulative.shape[0] - 1, cumulative) if end < 0 else 0
         while end < 0 and units > 0:
+            # The length is drawn before its place: places drawn first would favour short spans where text is
+            # crowded.
             for _ in range(POSITIONS_TRIED):
                 first = w[POSITIONS, below(rng, candidates)]
                 end = _end_of_span(w, first, units, size, gap, target - chosen)
                 if end >= 0:
                     break
+            # Halved instead of drawn again, so that the loop ends where free text is in short pieces.
             units >>= 1
         if end < 0:  # try every position, from a random one on
             at = below(rng, candidates)
+            # The first unit may exceed the target: every Example has something to predict.
             budget = target - chosen if count > 0 else size
             for i in range(candidates):
                 first = w[POSITIONS, (at + i) % candidates]

@@ -105,10 +105,12 @@ def _fill_chunk(row, used, limit, document, text, unit_start, start, length, rng
     for i in range(first, first + size):
         row[TOKENS, begin + i] = corrupted_token(rng, text[start + i], draw_corruption(rng, s), s)
     row[TOKENS, part_b - 1] = s.sep
+    # Order -1 hides the fragment from part B; the context sees it all the same by its group.
     set_range(row, ORD, begin + first, begin + first + size, -1)
     count_up(row, POSITION_IDS, used, part_b, 0)
     set_range(row, GRP, used, part_b, 1)
     if size > 0:
+        # The decoder begins with the token before the fragment, and at its position.
         row[TOKENS, part_b] = row[TOKENS, begin + first - 1]
     copy_range(row, TOKENS, part_b + 1, end, text, start + first)
     count_up(row, POSITION_IDS, part_b, end, first)

@@ -39,6 +39,8 @@ from data_utils.objectives.rows import RowObjective, RowSizes
 from data_utils.tokenizers.vocabulary import Vocabulary
 
 FEATURES = ("pooler", "cls")
+# With sentences of at most 64 and on average 35 tokens 7.9 % of a row is padding; with two 15 %, with eight 3.8
+# %. Padding is dropped before the model; what is lost is the evenness of batches.
 LONGEST_PER_ROW = 4  # sentences of the greatest length in a row of the usual length
 _BOUNDARIES = 2  # CLS and SEP
 # Options that neither stack can have otherwise.
@@ -222,6 +224,8 @@ def _write_decoder(row, used, text, start, length, s):
     row[TARGETS, end - 1] = s.eop
     set_range(row, WEIGHTS, first, end, ONE_AS_INT32)
     count_up(row, POSITION_IDS, first, end, slot)
+    # Order above 0 makes the decoder's tokens causal. The slot has order 1, before all of them, so that every
+    # token sees it.
     count_up(row, ORD, first, end, 1 + slot)
     return end
 
@@ -241,6 +245,7 @@ def _fill_rows(batch, chunks, tables, settings):
         row, used = batch[i], 0
         begin_row(row, s.pad)
         for number in range(first_chunk, first_chunk + chunks_per_sample[i] // s.texts):
+            # One document for both texts, so that packing, plans and loaders are those of the other objectives.
             begin = used
             length = _without_end(text, start, chunk_lengths[chunk], s.eos)
             used = _write_encoder(row, used, text, start, length, s)

@@ -46,6 +46,8 @@ def exchange_seconds(pairs, count):
                 first = number
             else:
                 for column in (B, B_END):
+                    # Swaps along the chain turn all WRONG pairs by one place, so that each B is another chunk's
+                    # and none is lost.
                     moved = pairs[last, column]
                     pairs[last, column] = pairs[number, column]
                     pairs[number, column] = moved

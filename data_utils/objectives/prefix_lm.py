@@ -66,6 +66,7 @@ def _fill_chunk(row, used, limit, document, text, unit_start, start, length, rng
     rest, end = used + 1 + prefix, used + 1 + length
     row[TOKENS, used] = s.cls
     copy_range(row, TOKENS, used + 1, rest, text, start)
+    # The target is shifted right by sop; the last token of the text is never an input.
     row[TOKENS, rest] = s.sop
     copy_range(row, TOKENS, rest + 1, end, text, start + prefix)
     count_up(row, POSITION_IDS, used, end, 0)

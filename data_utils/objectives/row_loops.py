@@ -48,6 +48,8 @@ def cumulative_table(weights: Sequence[float] | np.ndarray) -> np.ndarray:
     restricted to 1..k. Every length keeps a weight of at least 2**-32.
     """
     shares = np.asarray(weights, np.float64)
+    # The reserve of len(shares) goes back as 1 for each length: a weight that rounds to 0 would make a length
+    # impossible.
     cumulative = np.cumsum(shares) / shares.sum() * (2**32 - len(shares))
     return np.concatenate([[0], np.round(cumulative).astype(np.int64) + np.arange(1, len(shares) + 1)])
 
@@ -184,6 +186,7 @@ def fill_chunks(fill_chunk, batch, chunks, tables, settings):
     for i in range(len(batch)):
         row, used = batch[i], 0
         begin_row(row, s.pad)
+        # Room that later chunks of the row may need; a chunk whose spans vary may use what is left before it.
         rest = 0
         for k in range(chunk, chunk + chunks_per_sample[i]):
             rest += np.int64(s.growth * chunk_lengths[k] + 1e-9) + s.overhead

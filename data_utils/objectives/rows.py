@@ -49,6 +49,7 @@ class RowSizes(ObjectiveConfig):
 
     def tokens_needed(self, lengths: Any) -> Any:
         """Row tokens that chunks of these lengths need at most, int64."""
+        # 1e-9: a product such as 1.15 * 100 may be just below the integer that it means.
         return np.floor(self.growth * np.asarray(lengths) + 1e-9).astype(np.int64) + self.overhead
 
     def most_tokens(self, length: int) -> int:
@@ -132,6 +133,7 @@ def corruption_thresholds(mask_token_prob: float, random_token_prob: float) -> d
 def _look_up(table, tokens, values):
     """values = table[tokens] without NumPy's int64 copy of the tokens. Returns False if a token is not in the table."""
     for i in range(len(tokens)):
+        # Compiled code has no bounds checks: a foreign token id would read memory of others.
         if not 0 <= tokens[i] < len(table):
             return False
         values[i] = table[tokens[i]]
@@ -216,6 +218,8 @@ class RowObjective:
         }
         size = vocabulary.num_tokens or vocabulary.size  # random tokens are below it
         record = special | {"vocabulary_size": int(size), "sequence_length": self.sequence_length}
+        # BERT's corpora end documents with [SEP] (GLM's BERT vocabulary with [PAD]); a row writes its own [SEP]
+        # instead.
         record |= {"drops_eos": self.ends_with_sep and special["eos"] in (special["sep"], special["pad"])}
         record |= {"key": np.uint64(seed), "loss": self.losses[0].number} | self.values()
         self._settings = _settings_record(record, self._digest)
@@ -249,6 +253,7 @@ class RowObjective:
         needed = np.concatenate([[0], np.cumsum(self.tokens_needed(chunk_lengths))])
         needed = needed[ends] - needed[ends - chunks_per_sample]
         longest = chunk_lengths.max(initial=0)
+        # The compiled loops write without bounds checks, so what does not fit is refused before they run.
         if needed.max(initial=0) > batch.shape[2] or longest > self.sequence_length:
             worst = int(np.argmax(needed))
             raise DataError(
@@ -280,12 +285,16 @@ class RowObjective:
 
     def _tables(self, batch: np.ndarray) -> tuple[Any, ...]:
         """Arguments of an entry point after the text: span lengths, a random generator, masking.py's scratch array."""
+        # Made by the caller: numba frees an array at its last mention in compiled code, and a pointer into it
+        # is no mention.
         return self._cumulative, new_rng(), np.empty((WORK_LINES, batch.shape[2] + 2), np.int64)
 
     def _unit_starts(self, tokens: np.ndarray, chunk_lengths: np.ndarray) -> np.ndarray:
         """Bool [tokens]: whether a mask unit begins at each token."""
         if self.mask_units is None:
             return np.ones(len(tokens), np.bool_)
+        # A name is compiled code over the whole batch; a function sees one chunk at a time, as it may look at
+        # neighbours.
         if isinstance(self.mask_units, str):
             return self._unit_starts_by_vocabulary(tokens)
         assert callable(self.mask_units)

@@ -80,6 +80,7 @@ class SentinelConfig(RowSizes):
         first, count, known = self.sentinel_first, self.sentinel_count, vocabulary.sentinels
         if first is not None:
             return first, 1 if self.sentinels_ascend else -1, count
+        # All spans share [MASK]; the decoder writes them in order, so that none is ambiguous.
         if not known:
             check(
                 "mask" not in vocabulary.lacking,
@@ -140,6 +141,7 @@ def _divide(rng, w, line, total, parts):
     """Divide `total` into `parts` lengths >= 1 in w[line], every division equally likely."""
     rest, cuts = total - 1, parts - 1
     part, length = 0, 1
+    # Selection sampling: each of the total - 1 borders is a cut with probability cuts / rest.
     for _ in range(total - 1):  # does a part end between this token and the next?
         if below(rng, rest) < cuts:
             w[line, part] = length
@@ -177,6 +179,7 @@ def _write_target(row, part_b, text, start, spans, w, s):
 def lay_out_target(row, part_b, end, s):
     """The inputs of part B, whose targets are written: sop and the targets before each."""
     row[TOKENS, part_b] = s.sop
+    # Inputs are the targets shifted right by one.
     copy_range(row, TOKENS, part_b + 1, end, row[TARGETS], part_b)
     count_up(row, POSITION_IDS, part_b, end, 0)
     count_up(row, ORD, part_b, end, 1)
@@ -187,6 +190,7 @@ def lay_out_target(row, part_b, end, s):
 def corrupt(row, used, at, text, start, length, rng, w, s, noise_ratio, mean_span_length):
     """Both parts of a chunk: part A's text begins at `at`, its positions at `used`. Returns the end."""
     maskable = maskable_length(text, start, length, s)
+    # At least one token is noise and one is not; a text of one token has no target.
     noise = min(max(1, int(noise_ratio * maskable + 0.5)), maskable - 1)
     spans = 0
     if noise > 0:
@@ -198,6 +202,7 @@ def corrupt(row, used, at, text, start, length, rng, w, s, noise_ratio, mean_spa
         sentinel_at = at + w[STARTS, span]
         copy_range(row, TOKENS, at, sentinel_at, text, source)
         row[TOKENS, sentinel_at] = _sentinel(span, s)
+        # STARTS has the lengths of kept text, ENDS those of noise, as in T5's code: text comes first.
         source += w[STARTS, span] + w[ENDS, span]
         at = sentinel_at + 1
     part_b = end = at + start + length - source

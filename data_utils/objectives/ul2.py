@@ -112,6 +112,7 @@ class Ul2Config(SentinelConfig):
 
     @property
     def growth(self) -> float:
+        # The bound of a row holds for every draw.
         return max(denoiser.growth for denoiser in self.mixture)
 
     @property
@@ -134,6 +135,7 @@ class Ul2Config(SentinelConfig):
 
 @inlined
 def _fill_chunk(row, used, limit, document, text, unit_start, start, length, rng, w, denoisers, s):
+    # A denoiser for each document part, so that short documents of a row mix.
     chosen, draw = 0, uniform(rng)
     while draw >= denoisers[chosen, UNTIL]:
         chosen += 1
@@ -143,6 +145,7 @@ def _fill_chunk(row, used, limit, document, text, unit_start, start, length, rng
         row[TOKENS, at] = int(denoisers[chosen, TOKEN])
         at += 1
     if mode == SEQUENTIAL:
+        # Uniform from 1 to 2 * ratio * length - 1, with the mean ratio * length, as in the paper.
         rest = min(length - 1, 1 + below(rng, max(1, int(2 * ratio * length + 0.5) - 1)))
         part_b = at + length - rest
         copy_range(row, TOKENS, at, part_b, text, start)

@@ -99,9 +99,14 @@ def _fill_chunk(row, used, limit, document, text, unit_start, start, length, rng
         step = block + 1
         for i in range(w[STARTS, block], w[ENDS, block]):
             token = text[start + i - 1]
+            # Each chosen position is there three times: [MASK] in the text (autoencoding), its original, which
+            # later steps read, and a pseudo mask, which predicts it from the text and the originals of earlier
+            # steps.
             row[TOKENS, used + i] = s.mask
             predict(row, used + i, token)
             put(row, original, token, i, step)
+            # A negative order: it sees what is before its step, and only the pseudo masks of its own block
+            # (GRP) see it.
             put(row, pseudo, s.mask, i, -step)
             row[GRP, pseudo] = step
             predict(row, pseudo, token)

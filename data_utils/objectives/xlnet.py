@@ -158,11 +158,13 @@ def _draw_targets(rng, w, size, goal, cumulative, s):
             break
         ngram = draw_length(rng, longest, cumulative)
         window = ngram * s.tokens_per_target
+        # An n-gram anywhere in a window of n * K tokens, as in XLNet's code, so that targets are spread evenly.
         begin = at + below(rng, window - ngram + 1)
         for i in range(begin, begin + ngram):
             w[TAKEN, i] = 1
         chosen += ngram
         at += window
+    # Windows that no longer fit leave a few targets, which are drawn as single tokens.
     while chosen < goal:
         i = below(rng, size)
         if not w[TAKEN, i]:
@@ -201,11 +203,14 @@ def _put_order(row, used, query, order, count, marks, rng, w, s):
         w[STARTS, i] = i + 1
     shuffle(rng, w[STARTS], count + marks)
     for i in range(marks):
+        # Marks have a rank in the order like targets, but are never predicted.
         row[ORD, used + w[ENDS, i]] = order + w[STARTS, count + i]
     for i in range(count):
         at = w[POSITIONS, i]
         rank = order + w[STARTS, i]
         row[ORD, used + at] = rank
+        # The query stream as further tokens of the row: a negative order sees what is before its rank and is
+        # seen by nobody, so that one attention serves both streams.
         put(row, query + i, s.mask, at, -rank)
         row[SEGMENT_IDS, query + i] = row[SEGMENT_IDS, used + at]
         predict(row, query + i, row[TOKENS, used + at])
@@ -243,6 +248,7 @@ def _fill_chunk(row, used, document, text, start, pair, goal, rng, w, cumulative
                 marks = _put_mark(row, used, place, s.sep, 1, w, marks)
                 place += 1
             marks = _put_mark(row, used, place, s.cls, 2, w, marks)
+        # Rounded up of what is left, so that the sections together have exactly `goal` targets.
         shared = (goal * (part + 1) + s.orders - 1) // s.orders - done
         _draw_targets(rng, w, free, min(shared, free), cumulative, s)
         count = 0
@@ -264,13 +270,17 @@ def _plan_pairs(pairs, text, lengths, start, sample, first_chunk, rng, w, senten
 
     Returns: for how many targets their row has room.
     """
+    # One target that each chunk has in any case, and what growth leaves each.
     room = len(lengths)
     for number in range(len(lengths)):
         room += np.int64(s.growth * lengths[number] + 1e-9) - lengths[number]
         length = kept_length(text, start, lengths[number], s)
         end = start + length
+        # At most half of a text goes without targets. The memory is of the sample's own text, so that samples
+        # stay functions of their numbers; the step before is not needed.
         memory = s.memory_length if length >= 2 * s.memory_length else 0
         length -= memory
+        # B is cut from the last section only: the sections before it are A's.
         first = end - length + length * (s.orders - 1) // s.orders
         split = end
         pair = pairs[number]

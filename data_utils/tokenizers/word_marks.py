@@ -110,6 +110,7 @@ def marks_of(backend: tokenizers.Tokenizer) -> WordMarks:
     for kind, option in (("prefix", "continuing_subword_prefix"), ("suffix", "end_of_word_suffix")):
         if mark := getattr(model, option, None):
             return WordMarks(kind, mark)
+    # The pipeline is asked what it makes of "a b": its description has a dozen ways to keep a space.
     name = type(model).__name__
     if len(_words(backend, "ab")) > 1:
         return WordMarks(unknown=f"its pre-tokenizer splits text into characters, so its {name} has no words")
@@ -145,5 +146,6 @@ def _has_joints(backend: tokenizers.Tokenizer) -> bool:
     if decode(["a" + JOINT, "b"]).strip() == "ab" and decode(["a", "b"]).strip() == "a b":
         return True
     names = backend.get_vocab(with_added_tokens=False)
+    # Nothing else tells a WordLevel vocabulary of text that was cut by subword-nmt.
     joints = sum(name.endswith(JOINT) and name != JOINT for name in names)
     return joints >= _JOINT_SHARE * len(names)

@@ -83,6 +83,7 @@ def read_options(given: Mapping[str, Any]) -> Said:
                 f"deepspeed.{written} and deepspeed.{seen[key][0]} are the same option; remove one."
             )
         row = KEYS.get(key)
+        # "auto" asks the program that reads the file to decide: here our settings do.
         if key in seen or (row is not None and (value is None or value == "auto")):
             continue
         seen[key] = written, value
@@ -98,6 +99,7 @@ def read_options(given: Mapping[str, Any]) -> Said:
             said.handed[key] = value
         elif row.policy is Policy.STAGE_3:
             said.stage_3[key] = value
+        # Refused is what would train otherwise; a refused feature that is off changes nothing.
         elif value in row.fine or (row.kind in ("free", "switch") and _is_off(value, row.kind)):
             continue
         elif row.policy is Policy.IDLE:
@@ -128,6 +130,7 @@ def _leaves(tree: Mapping[str, Any], written: str, path: str) -> Iterator[tuple[
 
 
 def _of_section(section: Mapping[str, Any], written: str, key: str) -> Iterator[tuple[str, str, Any]]:
+    # The other keys of an offload say nothing where nothing is offloaded.
     if key in _OFFLOADS and section.get("device") in (None, "none", "auto"):
         return
     switch = KEYS.get(f"{key}.enabled")
@@ -198,6 +201,7 @@ def with_deepspeed(
     if path is not None:
         of_file, typed = load_hjson(path, "DeepSpeed configuration"), overrides.get("deepspeed") or {}
         problems = list(_contradictions(of_file, typed, "deepspeed."))
+        # A DeepSpeed file stands between the YAML files and the command line.
         given = merge(merge(given, of_file), typed)
     source = str(path) if path is not None else ""
     said = read_options(given)
@@ -291,6 +295,7 @@ class _Translation:
         ] = {}  # dotted setting -> value, the DeepSpeed key that says it
 
     def run(self) -> None:
+        # The layout comes before the batch, which depends on the number of data-parallel ranks.
         self._precision()
         self._layout()
         self._batch()
@@ -302,6 +307,7 @@ class _Translation:
         if "scheduler" in self._said.ours:
             self._scheduler(self._said.ours["scheduler"])
         for setting, (value, key) in self.settings.items():
+            # What was typed and the file both claim to decide: neither is dropped in silence.
             typed = _lookup(self._overrides, setting)
             if typed is not None and not _equal(typed, value):
                 self._said.problems.append(
@@ -344,6 +350,7 @@ class _Translation:
             if on:
                 self._set("training.precision", name, f"{name}.enabled")
         now = self.value("training.precision")
+        # The file switches off what our setting asks for: then neither half precision is left.
         if enabled.get(now) is False:
             self._set("training.precision", "fp32", f"{now}.enabled")
 
@@ -352,6 +359,8 @@ class _Translation:
         stage = ours.get("zero_optimization.stage")
         if stage is not None:
             same = " 0; stage 1 gives the same results with less memory" if stage == 0 else ""
+            # Stage 0 is stage 1 here: the optimizer's step is the same for all stages, only the place of its
+            # state differs.
             self._set("parallel.zero_stage", max(1, stage), f"zero_optimization.stage{same}")
         device = "zero_optimization.offload_optimizer.device"
         if device in ours:
@@ -471,11 +480,14 @@ class _Translation:
             ("eps", "eps", params.get("eps"), 1e-8),
             ("weight_decay", "weight_decay", params.get("weight_decay"), 0.0),
         ):
+            # A file that names the optimizer and not the parameter was trained with DeepSpeed's default, which
+            # is not ours.
             if value is None and param not in given and self._explicit(f"optimizer.{setting}") is None:
                 value = usual  # DeepSpeed's default: neither file says it
             if value is not None:
                 self._set(f"optimizer.{setting}", value, f"optimizer.params.{param}")
         decay = self.value("optimizer.weight_decay")
+        # Without decay both modes are the same.
         if kind == "adam" and params.get("adam_w_mode") is False and not _equal(decay, 0):
             remedy = "weight decay is always decoupled: set adam_w_mode to true, or weight_decay to 0"
             self._refuse("optimizer.params.adam_w_mode", False, remedy)
@@ -526,6 +538,7 @@ class _Translation:
             ("min_lr_ratio", floor),
             ("warmup_kind", params.get("warmup_type", "log")),
             ("warmup_start_ratio", first),
+            # The file's schedule replaces the parts of ours.
             ("parts", []),
         ):
             if value is not None:  # else it is "auto": ours decides

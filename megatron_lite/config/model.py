@@ -592,6 +592,7 @@ def _check_disentangled(model: ModelConfig) -> None:
 
 
 def _check_mup(model: ModelConfig) -> None:
+    # muP's rules say nothing of these; a model that ignores them would be trained at wrong rates in silence.
     not_covered = {
         "init": model.begins_by_width,
         "embedding_size": model.embedding_size is not None,
@@ -611,6 +612,7 @@ def _check_mup(model: ModelConfig) -> None:
 def _is_plain(model: ModelConfig) -> bool:
     """See `ModelConfig.is_plain`."""
     others = (field for field in fields(model) if field.name not in _OF_GLM)
+    # What is not listed counts: a new option is not exported before somebody says that GLM's classes have it.
     is_default = all(getattr(model, field.name) == field.default for field in others)
     has_its_head = model.task_head in ("none", "classes", "values") and not model.has_task_pooler
     is_known = model.activation.startswith("gelu") and model.positions in ("learned_blocks", "rotary")

@@ -57,6 +57,8 @@ class PhasedPlan(Plan):
     def __init__(self, config: Config) -> None:
         steps = config.training.steps
         self.phases = config.phases
+        # Each phase is a whole configuration, so that every rule holds for every phase, and no setting has a
+        # second reader.
         self.configs = [_of_phase(config, number, phase) for number, phase in enumerate(config.phases)] or [
             config
         ]
@@ -85,6 +87,7 @@ class PhasedPlan(Plan):
             "or leave out the length of the last phase.",
         )
         self._check_lengths(config)
+        # With the run's own, since the pipeline is made from it.
         micro_batches = {each.batch.micro_batch_size for each in self.configs} | {
             config.batch.micro_batch_size
         }
@@ -133,6 +136,7 @@ class PhasedPlan(Plan):
             end = begin + (part.steps or 1)  # of a part in tokens: one at least
             used = self._tokens(end) if part.tokens is None else used + part.tokens
             if part.tokens is not None:
+                # The first step by which that many tokens are seen; `_tokens` rises with the step.
                 end = bisect_left(range(self.first_steps[-1] + 1), used, end, key=self._tokens)
             start = rate if part.start is None else part.start
             parts.append(RatePart(begin, end, part.kind, start, start if part.end is None else part.end))
@@ -151,6 +155,8 @@ class PhasedPlan(Plan):
             number, steps = self.number(begin), min(max(0, step - begin), int(stage.steps))
             used[number] += steps * stage.batch_size * self.configs[number].data.sequence_length
             begin += int(stage.steps)
+        # A phase in tokens counts as just these, so that parts and phases of one recipe end at the same steps,
+        # whatever ramps and lengths lie between.
         most = [phase.tokens or sum(used) for phase in self.phases] or used
         return sum(min(pair) for pair in zip(used, most, strict=True))
 
@@ -188,6 +194,7 @@ class PhasedPlan(Plan):
         return [f"phase {number + 1}: {self.phases[number]}"] if self.phases else []
 
     def steps_left(self, step: int) -> float:
+        # Steps differ in cost: the rest is weighed by tokens, in units of the step just made.
         begin = left = 0
         for stage in self.stages:
             per_step = stage.batch_size * self.config(begin).row_length
@@ -234,6 +241,7 @@ def _stages(config: Config, phase: PhaseConfig, rest: int) -> Iterator[Stage]:
     Raises: ConfigError for a phase that ends within its ramp.
     """
     batch, ramp = config.batch, config.batch.ramp
+    # A ramp is expanded to whole steps, which gives closed forms for the batch and first sample of any step.
     every = [Stage(math.inf, batch.global_batch_size)]
     if ramp is not None:
         every = list(ramp_stages(batch.global_batch_size, ramp.start, ramp.by, ramp.samples))

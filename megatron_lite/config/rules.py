@@ -154,6 +154,7 @@ def _check_heads(config: Config) -> None:
 
 def _check_fillings(config: Config) -> None:
     parallel, count = config.parallel, config.training.eval_fillings
+    # Filling reads the model token by token, for which a rank must hold all weights.
     whole = parallel.tensor_parallel_size == parallel.pipeline_parallel_size == 1 and parallel.zero_stage < 3
     check(
         not count or whole,
@@ -167,6 +168,7 @@ def _check_fillings(config: Config) -> None:
     )
 
 
+# Options of a body that have graphs too: they are set aside before the others are compared.
 _MODERN = {"rms_norm": False, "ffn": "plain", "ffn_size": None, "biases": "all", "num_key_value_heads": None}
 
 
@@ -250,6 +252,7 @@ def _check_layout(config: Config) -> None:
         f"model.ffn_size ({model.inner_size}) must be divisible by parallel.tensor_parallel_size ({tp}); "
         "change ffn_size.",
     )
+    # Rows as they are padded: every rank takes an equal share of the tokens of a micro-batch.
     tokens = config.batch.micro_batch_size * config.row_length
     check(
         not parallel.sequence_parallel or tokens % tp == 0,
@@ -285,6 +288,7 @@ def _check_task(config: Config) -> None:
         config.finetune.trained != "adapters" or config.model.adapter_size > 0,
         "finetune.trained is adapters, but model.adapter_size is 0; set it to a bottleneck size such as 64.",
     )
+    # The loss of a task needs rows of a whole micro-batch after the head, which stages do not have together.
     stages, normalization = config.parallel.pipeline_parallel_size, config.training.loss_normalization
     check(
         stages == 1,

@@ -46,6 +46,7 @@ class Timetable:
                 consumed = events.next_sample(consumed, size)
                 self._stretches.append(_Stretch(step, consumed, size))
                 ahead = [skip.first for skip in events.skip_samples if skip.first >= consumed]
+                # Whole batches up to the next skip; the batch that would reach into it begins after it.
                 run = min([left, *((first - consumed) // size for first in ahead)])
                 if run == math.inf:
                     return
@@ -75,6 +76,8 @@ def ramp_stages(size: int, start: int, by: int, samples: int) -> Iterator[Stage]
     consumed, growths = 0, (size - start) // by
     for number in range(growths):
         until = -(-(number + 1) * samples // growths)  # the first sample of the next size
+        # Megatron asks at each step how many samples are consumed; the same rule, expanded, is a list of
+        # stages.
         steps = max(0, -(-(until - consumed) // (start + number * by)))
         if steps:
             yield Stage(steps, start + number * by)

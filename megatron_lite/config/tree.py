@@ -106,11 +106,14 @@ class Config:
 
     def __post_init__(self) -> None:
         """Raises: ConfigError for what cannot be trained: a value, the rule that it breaks, and a remedy."""
+        # Sections of objectives that the run does not choose decide nothing. They are checked where they are
+        # read, and left out here, so that a resolved configuration records only what holds.
         given, names = self.objective_sections, self.objectives or ("blank_infilling",)
         chosen = {name: _section_of(name, given.get(name)) for name in names}
         glm: Any = chosen.get("blank_infilling")
         if glm is not None and glm.short_seq_prob:  # as in files of former versions
             data = replace(self.data, short_prob=self.data.short_prob or glm.short_seq_prob)
+            # The dataclass is frozen; this is its only moment to be completed.
             object.__setattr__(self, "data", data)
             chosen["blank_infilling"] = replace(glm, short_seq_prob=0.0)
         object.__setattr__(self, "objective_sections", chosen)  # those of the run's objectives, no others
@@ -210,6 +213,7 @@ def _section_of(name: str, given: Any) -> ObjectiveConfig:
 
 def _plan_of(config: Config) -> Plan:
     changes = config.phases, config.batch.ramp, config.schedule.parts, config.data.region
+    # Most runs never change a setting: the modules of phases and timetables are loaded for those that do.
     if any(changes) or config.events.skip_samples:
         from megatron_lite.config.phased_plan import PhasedPlan
 
@@ -321,6 +325,7 @@ def load_tree(
             schedule.get("warmup_steps"),
         )
     )
+    # Whoever gives both numbers means both; only a recipe's warm-up that would not end is shortened.
     is_own = "warmup_steps" in _section(given, "schedule") or schedule.get("decay_steps") is not None
     if is_own or not 0 < steps <= warmup < usual:
         return tree, given, usual, []

@@ -78,6 +78,7 @@ def possible_layouts(config: Config, processes: int) -> Iterator[ParallelLayout]
         dp = processes // (tensor * pipeline)
         for recompute, micro in itertools.product(("none", "full"), rows):
             if batch % (dp * micro) == 0:
+                # Pipeline stages support ZeRO 1 only.
                 for zero in (1,) if pipeline > 1 else (1, 2):
                     yield ParallelLayout(tensor, pipeline, zero, recompute, micro)
 
@@ -116,6 +117,7 @@ def for_all(
     def hours(chosen: ParallelLayout) -> float:
         found, sizes = 0.0, set()
         for (config, rows, _), best in zip(phases, advised, strict=True):
+            # Micro-batches may differ between phases, layouts and recomputation may not.
             own = None if best is None else best[0]
             micro = config.batch.micro_batch_size if own is None else own.micro_batch
             try:
@@ -153,6 +155,7 @@ def fuller(
     """
     dp, batch = config.parallel.data_parallel_size(processes), config.batch
     lengths = {config.data.sequence_length: (config, rows)}
+    # A little shorter rows may end at a border of waves.
     for share in (0.98, 0.96, 0.94):
         length = int(share * config.data.sequence_length)
         shorter = replace(config, data=replace(config.data, sequence_length=length))
@@ -205,6 +208,7 @@ def _rate(found: Estimate) -> float:
 
 
 def _is_faster(one: Estimate, other: Estimate) -> bool:
+    # Both times, with communication hidden and not: the output shows both, so neither may grow.
     return one.step_ms < other.step_ms and one.busy_ms <= other.busy_ms
 
 

@@ -39,6 +39,8 @@ class BlockCosts:
         """Args: again: in the backward pass, where it ends with the last tensor that is saved."""
         model, s = self.model, self.s
         recompute = s.config.training.recompute == "full"
+        # Recomputation stops at the last tensor that the backward pass needs, which is then the FFN's
+        # activation.
         ends_early = again and model.norm == "pre" and not self.dropout and not model.has_bias("mlp")
         if model.norm == "pre":
             self._norm(tally, not (recompute or self.is_decoder))
@@ -52,6 +54,7 @@ class BlockCosts:
             return
         if model.norm != "pre":
             self._norm(tally, True)
+        # Elsewhere the next block's norm makes the sum, so that the residual is read once less.
         elif recompute or self.is_decoder or self._is_joined:
             self._add(tally)
         self._others(tally, 1.0)
@@ -138,6 +141,7 @@ class BlockCosts:
         calls = self.calls()
         for call in calls:
             if call.gathered:
+                # Keys and values are read and written once.
                 tally.kernel(4 * call.gathered * s.attended * self.e)
             if kernel == "dense":
                 relative_terms(self, tally, call.pairs)
@@ -303,6 +307,7 @@ class BlockCosts:
     @property
     def _sum_bytes(self) -> int:
         """Bytes of a number of a weight's gradient: it goes to a sum in fp32 that is read and written."""
+        # Elsewhere the product adds to the fp32 sum itself.
         return self.e if self._is_joined or self.model.share_layers != "none" else 8
 
     def _mlp_backward(self, tally: Tally) -> None:
@@ -337,6 +342,7 @@ class BlockCosts:
             tables(self, tally, calls[0].backward.kind, backward=True)
             tally.small(3 * (self.model.relative == "buckets"))  # the bias's sums
         elif len(calls) > 1:
+            # GLM's two calls: one kernel joins their gradients of queries, keys and values.
             read = sum(call.queries + 2 * call.keys for call in calls)
             programs = min(self.T, sum_programs(s.attended, tally.gpu.processors))
             sums = programs * 3 * s.attended * 4

@@ -40,6 +40,7 @@ def peak(stage: Stage, place: int, sizes: Sizes) -> Peak:
     weights, gradients, optimizer = _state(stage, s)
     of_blocks, of_words = _in_exchange(stage, s)
     kept = sum(_kept(s, is_decoder) * count for is_decoder, count in _blocks(stage, s))
+    # 1F1B: a stage holds as many micro-batches as there are stages from it to the end.
     micro_batches = min(s.pp - place, s.micro_batches) if s.pp > 1 else 1
     # What waits between the stages: a hidden state received and one sent.
     between = s.all_tokens / s.share * s.width * s.element
@@ -50,8 +51,11 @@ def peak(stage: Stage, place: int, sizes: Sizes) -> Peak:
         # A tied embedding's first gradient waits for the second one; another matrix's goes into its bucket.
         moments = [moment + (vocabulary if is_tied else of_words) for moment in moments]
         moments.append(_head(s) + (0.0 if is_tied else of_words))
+    # Moments follow each other, so only the largest counts.
     rest = max(moments)
     both = 3 * vocabulary if is_tied and stage.is_last else vocabulary
+    # At the end of the backward pass, when blocks keep nothing any more: the gradients of the embedding, of
+    # which the tied one's two are added.
     end = max(both, vocabulary + of_words) + of_blocks / 2 + 2 * s.all_tokens * s.embedding * s.element
     if stage.is_first and kept + rest < end:
         kept, rest = 0.0, end
@@ -82,6 +86,8 @@ def _state(stage: Stage, s: Sizes) -> tuple[float, float, float]:
     """Weights, gradients and optimizer state of this rank."""
     zero, e = s.config.parallel.zero_stage, s.element
     on_device = 0.0 if s.config.parallel.offload_optimizer else 1.0
+    # DeepSpeed's stage 3: 12 bytes for fp32 weights and both moments; `LIVE_PARAMETERS` may be gathered at
+    # once.
     if zero == 3:
         own = stage.numbers / s.dp
         live = min(stage.numbers, LIVE_PARAMETERS) * e
@@ -91,6 +97,7 @@ def _state(stage: Stage, s: Sizes) -> tuple[float, float, float]:
     own = numbers / s.dp
     kept = 4 * (1 + (s.config.ema.decay is not None))  # weights, and their averages
     state = sum(bucket.numbers * (kept + 4 * len(bucket.moments)) for bucket in found) / s.dp
+    # ZeRO 2 keeps this rank's part between micro-batches only.
     gradients = numbers if zero == 1 else own if s.micro_batches > 1 else 0.0
     return numbers * e, gradients * 4, state * on_device
 
@@ -111,6 +118,7 @@ def _kept(s: Sizes, is_decoder: bool) -> float:
     model, e = s.config.model, s.element
     T = s.tokens(is_decoder)
     t, recompute = T / s.share, s.config.training.recompute
+    # Only the block's input is kept.
     if recompute == "full":
         return t * s.width * e
     return _inside(s, is_decoder) + (t * s.width * e if model.norm == "pre" else 0.0)
@@ -179,6 +187,7 @@ def _backward(s: Sizes, is_decoder: bool) -> float:
     if s.is_fused:
         moment = 2 * hidden + 2 * inner + s.inner * _SUMS
     else:
+        # Under sequence parallelism the gradient of the gathered input exists whole before it is scattered.
         whole = T * s.width * e if s.share > 1 else 0.0
         moment = 2 * hidden + whole + T * s.expanded * e
     if model.has_query_terms and s.stack(is_decoder).kernel == "blocks":
@@ -186,6 +195,7 @@ def _backward(s: Sizes, is_decoder: bool) -> float:
         of_tables = 4 * table_bytes(BlockCosts(s, is_decoder)) + T * s.qkv * e
         moment = max(moment, of_tables - T * s.expanded * e - inner)
     if s.config.training.recompute == "full":
+        # A block that is recomputed keeps everything again, for one block at a time.
         moment += _inside(s, is_decoder)
     return moment
 
@@ -193,6 +203,7 @@ def _backward(s: Sizes, is_decoder: bool) -> float:
 def _head(s: Sizes) -> float:
     """At the gradient of the logits."""
     e, micro = s.element, s.config.batch.micro_batch_size
+    # Only rows with a loss have logits.
     rows = s.predicted + s.rows.borders * micro
     parts = loss_parts(s)
     logits = max(parts) * s.vocabulary * e

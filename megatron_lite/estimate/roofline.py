@@ -80,6 +80,7 @@ def kernel_micros(size: float, gpu: Gpu, instructions: float = 0.0, rounds: floa
         rounds: rows that each program takes one after another, where there are too few of them to hide the waits.
     """
     memory, issue = size / gpu.bandwidth_tbs / 1e6, instructions / gpu.issue_rate
+    # The least is a kernel's start, which bounds small ones.
     return max(gpu.least_us, max(memory, issue) + gpu.unhidden * min(memory, issue), rounds * gpu.round_us)
 
 
@@ -89,8 +90,10 @@ def product_micros(rows: float, inner: float, columns: float, size: float, gpu: 
     for high, wide in TILES:
         tiles = math.ceil(rows / high) * math.ceil(columns / wide) * count
         for split in _SPLITS:
+            # A wave that is begun costs a whole one: this is what FLOPs alone do not show.
             waves = math.ceil(tiles * split / gpu.processors)
             flops = waves * gpu.processors * 2.0 * high * wide * inner / split
+            # Partial results in fp32, written and read.
             added = 8.0 * split * rows * columns * count if split > 1 else 0.0
             found = min(found, flops / gpu.matmul_tflops / 1e6 + added / gpu.bandwidth_tbs / 1e6)
     return max(gpu.least_us, size / gpu.bandwidth_tbs / 1e6, found)
@@ -166,6 +169,7 @@ def attention_micros(
     if work.kind in RULE_KINDS:
         return _rule_micros(work, heads, head_size, p, backward, gpu, moved)
     share = {"full": 1.0, "causal": gpu.flash_causal, "dense": gpu.dense_share}[work.kind]
+    # Two products forward; five backward, since scores are computed again.
     flops = (10.0 if backward else 4.0) * heads * head_size * (work.pairs + gpu.flash_start * work.starts)
     dropped = gpu.flash_dropout * heads * work.pairs / gpu.issue_rate if p else 0.0
     micros = flops / rates[backward] / share / 1e6 + dropped
@@ -181,6 +185,8 @@ def _rule_micros(
 ) -> float:
     """Microseconds of the kernels that evaluate the rule: one forward, two backward, which compute weights again."""
     rates = gpu.flash_64 if head_size <= 64 else gpu.flash_128
+    # Two kernels backward, for queries and for keys, which both compute the scores and their gradient: seven
+    # products.
     products = (14.0 if backward else 4.0) * heads * head_size * work.pairs / rates[0] / gpu.rule_share / 1e6
     each, dropped = _RULE_ISSUE[backward]
     each += dropped * (p > 0) + _BIAS_ISSUE[work.kind][backward]

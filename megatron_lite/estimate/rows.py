@@ -72,6 +72,8 @@ class Stack:
         mean, deviation = self.counts.mean() * rows, self.counts.std() * rows**0.5
         if self.kernel == "dense":  # padded to whole rows
             return {float(mean): 1.0}
+        # 16 likely sums of rows instead of the mean, which would hide a wave of tiles that half of the batches
+        # begin.
         places = np.searchsorted(table, mean + deviation * _NORMAL).clip(0, len(table) - 1)
         lengths, numbers = np.unique(table[places], return_counts=True)
         return dict(zip(lengths.tolist(), (numbers / len(places)).tolist(), strict=True))
@@ -102,6 +104,7 @@ class Rows:
 def average_rows(config: Config) -> Rows:
     """Raises ConfigError as the objectives do."""
     micro = config.batch.micro_batch_size
+    # Enough rows for the means, whatever the micro-batch.
     if micro * 2 < SAMPLED_ROWS:
         micro *= -(-SAMPLED_ROWS // 2 // micro)
         batch = replace(config.batch, micro_batch_size=micro, global_batch_size=micro)

@@ -24,6 +24,7 @@ STAGE_3_BUCKET = 500_000_000  # numbers of its buffer for gradients, unless redu
 
 def stage_tally(stage: Stage, sizes: Sizes, gpu: Gpu) -> Tally:
     """A whole step on the first rank of a stage."""
+    # pass_ is a micro-batch, total the step.
     pass_, total = Tally(gpu), Tally(gpu)
     _blocks(pass_, stage, sizes)
     if stage.is_first:
@@ -44,11 +45,13 @@ def _blocks(tally: Tally, stage: Stage, s: Sizes) -> None:
     model = s.config.model
     encoders = max(0, min(stage.first_block + stage.blocks, model.num_layers) - stage.first_block)
     for count, is_decoder in ((encoders, False), (stage.blocks - encoders, True)):
+        # Averaged over likely lengths: the mean length hides a wave that half of the batches begin.
         for length, share in s.lengths[is_decoder].items() if count else ():
             one, costs = Tally(tally.gpu), BlockCosts(s, is_decoder, length)
             costs.forward(one)
             costs.backward(one)
             if s.config.training.cuda_graphs:
+                # A captured block is one launch forward and one backward.
                 one.launches = 2.0
             tally.add(one, count * share)
     ends_with_sum = s.config.training.recompute != "full" and s.config.parallel.zero_stage < 3
@@ -92,6 +95,7 @@ def _embedding(tally: Tally, s: Sizes) -> None:
         tally.product(t, s.embedding, s.width, e)
         tally.product(t, s.width, s.embedding, e)
         tally.product(s.embedding, t, s.width, e)
+    # The gradient of a table is torch's sorted, deterministic sum over ids.
     sorts = tally.gpu.least_us * SORT_KERNELS
     tally.micros["elementwise"] += (1 + tables) * sorts  # type: ignore[assignment]
     tally.kernel(own, tables)  # gradients of the tables
@@ -238,6 +242,8 @@ def add_gradients(tally: Tally, found: list[Bucket], s: Sizes) -> None:
     tally.add(later, 0 if at_2 else passes - 1)
     own = sum(bucket.numbers for bucket in found) / s.dp
     for bucket in found:
+        # 4 bytes: gradients are summed over ranks in fp32. ZeRO 2 exchanges them in every micro-batch, ZeRO 1
+        # once.
         tally.collective("scatter", 4 * bucket.numbers, s.dp_group, passes if at_2 else 1)
         tally.collective("gather", s.element * bucket.numbers, s.dp_group)
         if bucket.is_summed:
@@ -251,6 +257,7 @@ def add_gradients(tally: Tally, found: list[Bucket], s: Sizes) -> None:
     if s.config.optimizer.kind != "adamw":
         add_update(tally, found, s)
     for decays in {bucket.decays for bucket in found} if s.config.optimizer.kind == "adamw" else ():
+        # AdamW: 32 bytes of traffic for each parameter, of weight, gradient and two moments in fp32.
         updated = sum(bucket.numbers for bucket in found if bucket.decays == decays) / s.dp
         if not s.config.parallel.offload_optimizer:
             tally.kernel(32 * updated, 1, "optimizer")
@@ -283,5 +290,6 @@ def _stage_3(tally: Tally, stage: Stage, s: Sizes) -> None:
     tally.kernel(8 * own / count, 2 * count, "optimizer")
     tally.kernel((8 + 8 + 32 + 8) * own / 8, 8, "optimizer")
     tally.small(60, "optimizer")
+    # DeepSpeed gathers parameters of up to `STAYS_WHOLE` numbers one by one after the update.
     tally.collective("gather", e * numbers / count, s.dp_group, count - large)
     tally.collective("all_reduce", 8, s.world, 2)

@@ -38,6 +38,7 @@ def make_task_batch(
     """
     fields, parts = collate(samples)
     documents = [
+        # Dropout hashes the sample's number: documents of one sample need different ones.
         number * MOST_DOCUMENTS + document
         for number, sample in zip(numbers, samples, strict=True)
         for document in range(len(sample.documents))
@@ -75,6 +76,7 @@ class TaskData:
     def sample(self, number: int) -> TaskSample:
         epoch, place = divmod(number, len(self.records))
         record = int(self._order(epoch)[place])
+        # Draws depend on the record and the epoch, not on the place in the order.
         made = self._renderer.sample(self.records[record], record, epoch)
         return made if self._with_language is None else self._with_language(made, number)
 
@@ -116,6 +118,7 @@ class MultiTaskData:
         """Samples int64 [B] of one batch as one micro-batch."""
         batch = int(indices[0]) // self._size
         task, number = self._turns.of(batch)
+        # The same places in the task's own batch `number`; the run's numbers stay for dropout.
         own = indices + (number - batch) * self._size
         return self._tasks[task].batch(own, indices, task - len(self._tasks))
 

@@ -64,6 +64,7 @@ class Evaluation:
         self._whole = list(records)
         self._skipped = getattr(records, "skipped", 0)
         self.records = renderer.prepare(records, training=False)
+        # Made once: evaluation draws nothing, so every evaluation sees the same samples.
         self._samples = [renderer.sample(record, number) for number, record in enumerate(self.records)]
         if renderer.head == "tokens":
             self._samples = [with_targets(sample) for sample in self._samples]
@@ -92,6 +93,7 @@ class Evaluation:
 
     def measured(self, predictions: Sequence[Any]) -> dict[str, float]:
         """The task's metrics of predictions for all records; {} where these have no labels."""
+        # Test files of benchmarks have no labels: predictions are written, nothing is measured.
         if any(record.label is None for record in self.records):
             return {}
         return measure(

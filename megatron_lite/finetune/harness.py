@@ -166,6 +166,8 @@ class Harness:
         for batch in self._batches(samples):
             numbers = [number for _, asked in batch for number, _ in asked]
             scores, likeliest = self._computed(batch)
+            # `add.at`, since a number occurs several times in a batch (windows of a text), where
+            # `totals[numbers] +=` adds once.
             np.add.at(totals, numbers, scores)
             np.logical_and.at(greedy, numbers, likeliest)
         return totals, greedy
@@ -209,6 +211,7 @@ class Harness:
         self.asked["generate_until"] += len(prompts)
         found = [""] * len(prompts)
         settings = [json.dumps(dict(options), sort_keys=True, default=str) for _, options in prompts]
+        # By settings first: one search serves a batch only with the same settings.
         order = sorted(
             range(len(prompts)), key=lambda number: (settings[number], -len(prompts[number][0]), number)
         )

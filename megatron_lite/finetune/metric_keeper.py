@@ -57,6 +57,8 @@ class TaskMetricKeeper:
         records = read_metrics(self._directory) if self._context.is_main and step else []
         scores = {r["step"]: r["score"] for r in records if r["kind"] == "scores" and r["step"] <= step}
         last = max(scores, default=0)
+        # The main rank alone reads the file, since other nodes may see it later; all ranks must stop at the
+        # same evaluation.
         count, last = self._context.sum_of_hosts([float(len(scores)), float(last)])
         own = list(scores.values()) if self._context.is_main else [0.0] * int(count)
         self._scores = self._context.sum_of_hosts(own)
@@ -75,6 +77,7 @@ class TaskMetricKeeper:
             labels: of the training samples; () where predictions are no labels.
             possible: validation file -> the known best possible metrics.
         """
+        # A score that stands still is no sign: one that has reached its optimum stands as well.
         best, evaluations = max(self._scores), self._evaluations.values()
         compared = set(self._metrics.compared or self._metrics.names)
         if possible and all(compared <= of.keys() for of in possible.values()):
@@ -134,6 +137,8 @@ def keep_best_of(directory: Path, scores: Mapping[int, float]) -> float:
     valid = {step_of(path): path for path in list_checkpoints(directory / CHECKPOINTS)}
     best = {step_of(path): path for path in list_checkpoints(directory / BEST)}
     for step, path in best.items():
+        # `best` belongs to the steps that the run has behind it: a rewound run would else report the score of
+        # steps that it no longer has.
         if step not in scores or (step in valid and _manifest(valid[step]) != _manifest(path)):
             log.info("%s is of steps that were rewound; it is removed", path)
             shutil.rmtree(path)
@@ -170,6 +175,7 @@ def keep_best(directory: Path, step: int) -> bool:
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
+        # Links cost no space, and stay when the run deletes its old checkpoint.
         for file in (directory / CHECKPOINTS / name).iterdir():
             try:
                 os.link(file, partial / file.name)

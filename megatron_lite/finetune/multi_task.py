@@ -85,6 +85,7 @@ def batches_per_epoch(samples: Sequence[int], config: Config) -> list[int]:
     """Batches of each task in an epoch: all its samples, or in all about as many by `finetune.tasks_alpha`."""
     size, alpha = config.batch.global_batch_size, config.finetune.tasks_alpha
     whole = [-(-count // size) for count in samples]
+    # Below 1 small tasks come more often than their share; the sum of batches stays about the same.
     powers = [count**alpha for count in whole]
     return [max(1, round(sum(whole) * power / sum(powers))) for power in powers]
 
@@ -105,6 +106,8 @@ class TaskOrder:
         order = np.random.default_rng(derive_seed(self._seed, "order of tasks", epoch)).permutation(tasks)
         numbers = np.zeros_like(order)
         for task, count in enumerate(self._batches):
+            # A task's batches go on in its own order through all epochs, so that one task alone has the batches
+            # that it has without others.
             numbers[order == task] = epoch * count + np.arange(count)
         return order, numbers
 

@@ -42,6 +42,7 @@ def lr_multipliers(config: Config, names: Iterable[str], samples: int) -> dict[s
     finetune, names = config.finetune, list(names)
     top = depth(TASK_HEAD, config)
     chosen = _CHOSEN[finetune.trained]
+    # Heads that no loss reads have no gradient, and weight decay alone would change them.
     used = [name for name in names if not model_spec(config).is_unused(name, config)]
     trained = [name for name in used if chosen(name) or name.startswith(TASK_HEAD)]
     if not trained:
@@ -55,6 +56,7 @@ def lr_multipliers(config: Config, names: Iterable[str], samples: int) -> dict[s
         "finetune.unfreeze is siatl, which first trains only the new head, but the task adds none; set it to all "
         "or gradual.",
     )
+    # All parameters of one rate share buckets: without policies there is nothing to group.
     if (finetune.layer_decay, finetune.trained, finetune.unfreeze) == (1.0, "all", "all"):
         return {}
     per_step = config.batch.global_batch_size
@@ -77,6 +79,7 @@ def depth(name: str, config: Config) -> int:
         return int(name.split(".")[1]) + 1
     if name.startswith("encoder_layernorm."):
         return config.model.num_layers
+    # A block that all layers share is trained as one.
     blocks = 1 if config.model.share_layers == "all" else config.model.total_layers
     return blocks + 1 if name.startswith(_ABOVE) else 0
 

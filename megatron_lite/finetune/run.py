@@ -124,6 +124,8 @@ def _in_turn(task: Task, rates: dict[str, LrMultipliers], turns: TaskOrder) -> d
         own, has_turn = f"{TASK_HEAD}{one.settings.name}.", partial(turns.has, number)
         for name in model_spec(task.config).shapes(task.config):
             if name.startswith(own):
+                # A head without a turn is frozen for the step: no decay, no moments, and Adam does not count
+                # the step.
                 found[name] = replace(rates.get(name, NO_MULTIPLIERS), has_turn=has_turn)
     return found
 
@@ -170,6 +172,7 @@ def _train_seed(
     if not trainer.is_over:
         return status
     (watchdog or NoWatchdog()).enter(Section.EVALUATION, "evaluating the best checkpoint")
+    # Without validation files there is no best checkpoint: the last one counts.
     chosen = directory / (BEST if keeper is not None else "checkpoints")
     checkpoint = find_checkpoint(chosen, context)
     load_weights_only(checkpoint, engine, context)
@@ -203,6 +206,7 @@ class _TaskEvaluations:
         """The metric keeper of the validation files. Args: arguments: the last of a TaskMetricKeeper."""
         settings, model = self.task.settings, engine_model(self.task, engine, self._context)
         metrics = compared_by(settings, self.task.config.finetune.best)
+        # Ranks that hold a part of the model cannot generate; the loss then decides which checkpoint is best.
         if settings.writes_text and model.write is None:
             metrics = Metrics((LOSS,))
         # LAMBADA's words are only reported: the score does not need them.
@@ -265,6 +269,7 @@ def _write_seed(
         "train_samples": len(task.train),
         "files": {path: file_result(found) for path, found in evaluated.items()},
     }
+    # Last, since this file says that the seed is done.
     write_json(directory / RESULTS, results)
 
 
@@ -280,6 +285,7 @@ def warn_of_little_progress(task: Task, directory: Path, keeper: TaskMetricKeepe
     reasons, settings, config = [], task.settings, task.config
     losses = [record["loss"] for record in read_metrics(directory) if record["kind"] == "train"]
     if len(losses) > 1:
+        # The loss and not the scores alone: an easy task may be learnt before the first evaluation.
         count = max(1, len(losses) // 5)
         first, last = (sum(part) / count for part in (losses[:count], losses[-count:]))
         guess = loss_of_guess(task)
@@ -287,6 +293,8 @@ def warn_of_little_progress(task: Task, directory: Path, keeper: TaskMetricKeepe
             compared = "guessing by label frequency has" if guess else "the first was"
             reasons.append(f"the final training loss is {last:.4f}, {compared} {guess or first:.4f}")
     if keeper is not None:
+        # Scores are compared with one answer to all samples: a score that only stands still may be at its
+        # optimum.
         of_labels, labels = task.renderer.answers in ("classes", "numbers of choices"), set[Any]()
         if of_labels or task.renderer.answers == "label sets":
             labels = {record.label if of_labels else tuple(record.label) for record in task.train}

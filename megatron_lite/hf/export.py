@@ -117,6 +117,7 @@ def export_run(
     """
     with new_directory(output) as directory:
         run = open_run(path, tokenizer_path, decoder_tokenizer_path)
+        # From the most special model to the most general one: each kind has its own writer and proof.
         require_usual_logits(run.config, run.checkpoint.path)
         if run.config.model.task_heads:
             message = "has heads of several tasks; tune it on one (scripts/finetune.py --task FILE), and export that"
@@ -134,6 +135,8 @@ def export_run(
         checkpoint, model = run.checkpoint, run.config.model
         weights = Weights(checkpoint.shapes, weight_reader(checkpoint))
         check_shapes(weights, parameter_shapes(model), checkpoint.path)
+        # A published system goes to its own class of transformers, everything else to GLM's classes, whose code
+        # is copied into the export.
         if model.system in SYSTEMS_BY_NAME and options.layout == "huggingface":
             class_name = write_published(directory, weights, run, options.dtype, options.max_shard_bytes)
             return _reported(
@@ -219,6 +222,7 @@ def _check_exportable(run: OpenRun, layout: str) -> None:
         )
     if model.system in SYSTEMS_BY_NAME and layout == "huggingface":
         return
+    # What GLM's classes support is set to GLM's values; what then is not plain, no class has.
     plain = replace(model, **_AS_GLM)
     if not plain.is_plain or model.biases not in ("all", "none"):
         raise CheckpointError(
@@ -303,6 +307,7 @@ def _write_released(directory: Path, weights: Weights, config: ModelConfig, opti
 def _with_padding_rows(weights: Weights, config: ModelConfig, kept: Path) -> Weights:
     """The vocabulary padded with the rows that the import kept, or with zeros to a multiple of 128."""
     assert config.vocab_size is not None
+    # An import keeps the padding rows of its source, so that an export back is bit-equal.
     if not kept.exists():
         return weights.with_rows(WORDS, padded_vocab_size(config.vocab_size))
     padding = open_safetensors(kept)

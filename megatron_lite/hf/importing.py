@@ -92,6 +92,8 @@ def import_directory(
         options: as import_source.
     Raises: CheckpointError, DataError or ConfigError; `output` then does not exist.
     """
+    # From the most special directory to the most general one: each test looks at files that the later kinds
+    # lack.
     if is_optimus(source):
         check(not options.pop("copy_eop_to_gmask", False), "--copy-eop-to-gmask is for GLM only.")
         return import_optimus(source, output, read_recipe(source), tree, **options)
@@ -120,6 +122,7 @@ def import_megatron(
 def open_source(path: Path) -> Source:
     """A Hugging Face directory. The tensors' names decide its layout, since other models have the type "glm" too."""
     described, weights = read_described(path), open_directory(path)
+    # Other models have the model_type "glm" too (GLM-4), so names of tensors decide before config.json does.
     is_own = any(name.endswith(WORDS) for name in weights.shapes)
     if not (is_own or described.get("model_type") in _GLM_TYPES or released.is_released(weights)):
         raise unsupported(path, described)
@@ -150,6 +153,7 @@ def _recorded(path: Path, settings: Mapping[str, Any], weights: Weights) -> dict
     """The configuration of training.json, with the tokenizer if its files are there."""
     recorded = read_recipe(path)
     model = recorded.config.get("model", {})
+    # The two files are fetched together; one that is newer than the other describes another model.
     different = [
         f"model.{name} is {shown(value)} in {CONFIG_JSON} and {shown(model[name])} in {TRAINING_JSON}"
         for name, value in settings.items()
@@ -199,6 +203,7 @@ def import_source(
         verify: compare the logits of both models; the result is then not None.
         tolerance: largest difference of logits that passes.
     """
+    # The directory gets its name only when everything in it is written and proven.
     with new_directory(output) as directory:
         config, tokenizer = _import_config(source, output, directory, tree)
         weights = source.weights
@@ -242,10 +247,13 @@ def _prove_import(
     if has_tokenizer:
         with by_transformers(source.path):
             prove_tokenizer(tokenizer, source.path)
+    # The proof fills blanks only with a model that trained them.
     fills = any(choice.name == "blank_infilling" for choice in config.objective_choices)
 
     def ask(dtype: torch.dtype) -> list[proof.Question]:
         if shards is not None:
+            # A forward pass of its own on the unmerged shards: our model would compare merged weights with
+            # themselves, and miss a wrong cut of Q, K and V.
             return glm_proof.ask_released(shards, model, dtype)
         writer = tokenizer if fills and has_tokenizer else None
         return glm_proof.ask(source.path, model, writer, is_export=False, dtype=dtype)
@@ -263,6 +271,8 @@ def _import_config(
     """The configuration of the new run. Copies the tokenizer's files to `directory` if they come with the model."""
     model = tree.get("model")
     given = model if isinstance(model, Mapping) else {}
+    # A setting that changes the function is refused, not overridden: the weights were trained with the recorded
+    # one.
     for name in sorted(source.settings.keys() - OF_TRAINING - {"activation"}):
         if given.get(name, recorded := source.settings[name]) != recorded:
             raise ConfigError(
@@ -283,9 +293,11 @@ def _import_config(
     tokenizer = load_tokenizer(config.tokenizer)
     kept = config.tokenizer
     if brings_tokenizer:
+        # The configuration names the final place; the files are still under the temporary name.
         kept = build(TokenizerConfig, training_tokenizer(kept, output.absolute() / "tokenizer"))
     config = replace(config, tokenizer=kept.absolute())
     rows = source.weights.shapes.get(WORDS, (0,))[0]
+    # More rows than tokens are padding; fewer would leave tokens without an embedding.
     if rows < tokenizer.vocab_size:
         raise CheckpointError(
             f"{source.path} has {rows} rows of word embeddings, but the tokenizer has {tokenizer.vocab_size} "

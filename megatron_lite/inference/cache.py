@@ -57,6 +57,7 @@ class CachedPlan:
             whole = torch.cat([old, every[:, past:] if real is None else real], dim=1)
         self._seen = None if whole is None else whole[:, None, None, :]
         if is_causal and new > 1:
+            # [N, K]: new token i sees all earlier tokens and new ones up to itself.
             order = torch.ones(new, past + new, dtype=torch.bool, device=positions.device).tril(past)
             self._seen = order[None, None] if self._seen is None else self._seen & order
         self._all_positions = (
@@ -84,11 +85,13 @@ class CachedPlan:
         q, key_value = inputs[0].select(2, 0), inputs[0][:, :, 1:]
         if layer in self.kept:
             key_value = torch.cat([self.kept[layer], key_value], dim=1)
+        # Tokens beyond `kept` are seen in this pass only: UniLM's appended [MASK] must not stay.
         self.kept[layer] = key_value[:, : self.length]
         mask = self._seen
         if self._model.is_local(layer):
             places = self._all_positions
             distance = places[:, None, places.shape[1] - self._new :, None] - places[:, None, None]
+            # By position ids, not places in the cache: tokens of a blank all have the position of their mask.
             near = distance.abs() <= self._model.attention_window
             mask = near if mask is None else mask & near
         if bias is not None:

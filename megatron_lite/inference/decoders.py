@@ -74,6 +74,7 @@ def make_decoder_for(
     """The decoder of a model. Args: objectives: of its training. run: its name, in messages. stops: see Search."""
     lacking, special = tokenizer.lacking, tokenizer.special
     ignored = ignored_tokens(tokenizer, config)
+    # The first objective that trains generation decides, in the order of the configuration.
     for choice in objectives:
         if _fills_blanks(choice) and not model.config.decoder_layers:
             return BlankDecoder(BlankFiller(model, special, config, ignored, stops))
@@ -146,6 +147,7 @@ def ignored_tokens(tokenizer: Tokenizer, config: GenerationConfig) -> set[int]:
     """Ids of `no_repeat_except`. Raises: ConfigError for a word that is not one token."""
     found: set[int] = set()
     for word in config.no_repeat_except.split():
+        # Byte-level vocabularies have a word with and without the space before it as two tokens.
         forms = [tokenizer.encode_with_specials(text) for text in (word, f" {word}")]
         ids = {form[0] for form in forms if len(form) == 1}
         if not ids:
@@ -197,11 +199,13 @@ class TextDecoder:
         stops: Callable[[list[int]], bool] | None = None,
     ):
         self.model, self.config, self.template = model, config, template
+        # The cache makes a bias from position ids alone, which XLNet's and DeBERTa's scores do not follow from.
         if model.config.has_query_terms:
             raise ConfigError(
                 f"model.relative is {model.config.relative}, which generation does not support; give another run."
             )
         ends = {token for token in template.ends if token != NO_TOKEN}
+        # Special tokens are written by the template alone: generated ones would be read as structure.
         banned = set(asdict(special).values()) - set(template.allowed)
         self.search = Search(config, ends, banned, ignored, unseen=len(template.forced), stops=stops)
         self._texts = 0  # completed so far
@@ -264,6 +268,7 @@ class TextDecoder:
         state = self.template.make(self.model, [context], self.template, probe)
         if isinstance(state, Unmasking):
             return state.replayed(answer, min(self.search.ends, default=NO_TOKEN))
+        # The logits after the last token of an answer that was cut were never used.
         read = answer.tokens if answer.ended else answer.tokens[:-1]
         logits = [state.first(), *(state.next([token]) for token in read)]
         return Replay([torch.cat(logits)], state.shown(context, read))
@@ -271,6 +276,7 @@ class TextDecoder:
     def _generator(self) -> torch.Generator:
         """Random numbers of the next text, as `BlankFiller._generator`."""
         self._texts += 1
+        # One generator for each text: a common one would make draws depend on the other texts of a batch.
         seed = derive_seed(self.config.seed, "generate", self._texts)
         return torch.Generator(device=next(self.model.parameters()).device).manual_seed(seed)
 

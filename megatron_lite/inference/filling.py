@@ -56,6 +56,7 @@ class BlankFiller:
         self.device = next(model.parameters()).device
         ends = {special.eop, special.eos}
         self.search = Search(config, ends, set(asdict(special).values()), ignored, stops=stops)
+        # For probabilities of whole spans: one that was cut is the sum of all its continuations.
         self._of_ended = Search(config, ends, set(asdict(special).values()), ignored, takes_cut=False)
         self._texts = 0  # filled so far
 
@@ -118,7 +119,10 @@ class BlankFiller:
         generators = [self._generator() for _ in contexts]
         found: list[list[list[Hypothesis]]] = [[] for _ in contexts]
         plan, texts = self.encoded(contexts), list(range(len(contexts)))
+        # The k-th blanks of all texts together; later blanks see earlier spans, as in training.
         for number in range(max(map(len, blanks))):
+            # A copy, since the search leaves the tokens of its live hypotheses in it; the cache gets the chosen
+            # span below.
             state = _Span(self, plan.copy(), [blanks[text][number] for text in texts])
             limits = [self._longest()] * len(texts)
             results = search.run(state, limits, [generators[text] for text in texts])
@@ -130,6 +134,7 @@ class BlankFiller:
             texts = [texts[row] for row in kept]
             plan.select(kept)
             spans = [[self.special.sop, *found[text][number][0].tokens] for text in texts]
+            # In one pass instead of token by token.
             self.write(plan, spans, [blanks[text][number] for text in texts])
         return found
 
@@ -143,6 +148,7 @@ class BlankFiller:
     def encoded(self, contexts: Sequence[Sequence[int]], probe: AttentionProbe | None = None) -> CachedPlan:
         """The cache that holds part A of each text."""
         tokens, real = pad_batch(contexts, self.device)
+        # Part A sees all of itself, whatever comes later: it is computed once for all blanks and beams.
         positions = torch.arange(tokens.shape[1], device=self.device).expand(tokens.shape)
         plan = CachedPlan(self.model.config, probe)
         plan.expect(positions, real=real)
@@ -162,6 +168,7 @@ class BlankFiller:
         tokens, real = pad_batch(spans, self.device)
         blank_positions = torch.tensor(positions, device=self.device)[:, None].expand(tokens.shape)
         steps = torch.arange(first, first + tokens.shape[1], device=self.device)
+        # The table ends at max_position; a longest span with its sop may end one later.
         steps = steps.clamp(max=self.model.config.max_position).expand(tokens.shape)
         plan.expect(blank_positions, real=real, is_causal=True)
         return self.model.logits(

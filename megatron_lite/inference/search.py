@@ -116,6 +116,7 @@ class Search:
         ended = [False] * len(limits)
         texts, logits = list(range(len(limits))), state.first()
         while texts:
+            # A copy, because `_allowed` writes in place and the tensor is the state's.
             logits = self._allowed(logits.clone(), [spans[text] for text in texts])
             tokens: list[int] = []
             rows: list[int] = []
@@ -128,6 +129,7 @@ class Search:
                 if len(spans[text]) < limits[text] and not (self.stops and self.stops(spans[text])):
                     tokens.append(token)
                     rows.append(row)
+            # A finished text leaves the batch, so that the longest answer alone pays for its last tokens.
             if rows and len(rows) < len(texts):
                 state.select(rows)
             texts = [texts[row] for row in rows]
@@ -161,11 +163,15 @@ class Search:
         texts, logits, step = list(range(len(limits))), state.first(), 1
         while texts:
             before = [each for text in texts for each in live[text]]
+            # The softmax comes before the ban: what is banned keeps its probability, which is not given to
+            # others.
             log_p = self._allowed(logits.log_softmax(-1), [each.tokens for each in before])
+            # [all live hypotheses of all texts, V]
             totals = log_p + torch.tensor([each.total for each in before], device=log_p.device)[:, None]
             rows: list[int] = []
             first, going = 0, []
             for text in texts:
+                # The rows of this text's hypotheses.
                 here = totals[first : first + len(live[text])]
                 is_last = step >= limits[text]
                 sources, live[text] = self._continue(here, live[text], finished[text], step, is_last)
@@ -198,6 +204,7 @@ class Search:
             source, token = divmod(index, vocabulary)
             span, is_end = live[source].tokens, token in self.ends
             if is_end or is_last:
+                # As in transformers: an end beyond the first `num_beams` candidates does not count.
                 if rank < beams and (is_end or self.takes_cut):
                     score = self._score(total, step)
                     finished.append(Hypothesis(span if is_end else [*span, token], score, is_end, total))
@@ -213,6 +220,8 @@ class Search:
             ]
         finished.sort(key=lambda found: found.score, reverse=True)
         del finished[beams:]
+        # The rule of transformers, at the current length. With a positive length penalty a longer hypothesis
+        # might still win, but published figures are made with this one.
         if len(finished) == beams and after and finished[-1].score >= self._score(after[0].total, step):
             return [], []
         return sources, after

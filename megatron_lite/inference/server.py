@@ -117,6 +117,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _reply(self, make: Any) -> None:
         status = 200
         try:
+            # Other pages of the browser can send requests to this port as well; they must get no answer.
             self._check_origin()
             found = make()
         except RequestError as error:

@@ -100,6 +100,8 @@ class LeftToRight(_Rows):
     def first(self) -> torch.Tensor:
         hidden = self.read()
         if self.template.start:
+            # The start token predicts the first token of the completion; without one the last token of the text
+            # does.
             return self.next(self.template.start * len(self.tokens))
         rows = torch.arange(len(self.tokens), device=self.device)
         return self.logits(hidden[rows, self.lengths - 1])
@@ -130,6 +132,8 @@ class MaskAppending(_Rows):
     def _predicted(self, chosen: torch.Tensor) -> torch.Tensor:
         """Logits [R, V] of a mask at each next position, after `chosen` [R, 0 or 1], the token before it."""
         count = chosen.shape[1]
+        # UniLM predicts at a [MASK]: it is computed in one pass with the token before it, and only the token is
+        # kept. So an answer takes as many passes as with a causal model.
         words = torch.cat([chosen, chosen.new_full((len(chosen), 1), self.template.mask)], dim=1)
         positions = self.next_positions[:, None] + torch.arange(-count, 1, device=self.device)
         self.plan.expect(positions, is_causal=True, kept=count)
@@ -161,6 +165,7 @@ class EncoderDecoder(_Rows):
         self.plan.expect(positions, real=self.real)
         self.encoded = run_cached_encoder(model, self.tokens, id_fields(positions), self.plan)
         self.cross = CachedCross(self.real, probe and probe.of("cross"))
+        # The encoder's cache is no longer needed; the decoder has its own.
         self.plan = CachedPlan(model.config, probe and probe.of("decoder"))
         self.next_positions = torch.zeros_like(self.lengths)
 

@@ -60,6 +60,7 @@ class Unmasking:
         config, first = search.config, len(context)
         tokens = torch.tensor([*context, *[self._mask] * limit], device=self._device)
         borders = [*range(0, limit, config.unmask_block or limit), limit]
+        # The steps are those of the whole completion, shared by its blocks.
         steps = max(1, (config.unmask_steps or limit) // (len(borders) - 1))
         for start, stop in pairwise(borders):
             for count in filter(None, fixed_counts(stop - start, steps)):
@@ -71,10 +72,14 @@ class Unmasking:
                     drawn = torch.rand(
                         logits.shape, dtype=logits.dtype, device=self._device, generator=generator
                     )
+                    # Gumbel noise: its maximum is a draw from the softmax at this temperature. In fp64, as in
+                    # LLaDA's code: low precision makes large draws too rare.
                     noisy = logits - config.temperature * (-drawn.log()).log()
                 chosen = noisy.argmax(-1)
+                # Confidence without noise decides which positions are fixed first.
                 sure = logits.softmax(-1).gather(1, chosen[:, None])[:, 0]
                 block = tokens[first + start : first + stop]
+                # Positions that are fixed already are never chosen again.
                 fixed = sure.masked_fill(block != self._mask, NEVER).topk(count).indices
                 block[fixed] = chosen[fixed]
         answer = tokens[first:].tolist()
@@ -95,6 +100,7 @@ class Unmasking:
 
     def _logits(self, tokens: torch.Tensor, probe: AttentionProbe | None = None) -> torch.Tensor:
         """fp64 [R, N, V] of tokens [R, N] that all see each other."""
+        # A new cache for every pass: all tokens see each other, so none can be kept when one changes.
         plan = CachedPlan(self._model.config, probe and probe.of(SINGLE_STACK))
         positions = torch.arange(tokens.shape[1], device=self._device).expand(tokens.shape)
         plan.expect(positions)

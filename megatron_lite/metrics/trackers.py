@@ -106,6 +106,7 @@ class Background:
     def __init__(self, tracker: Tracker):
         self._tracker = tracker
         self._queue: queue.SimpleQueue[Record | str] = queue.SimpleQueue()
+        # Records of a service that fails wait here, and are sent in order once it works again.
         self._kept: deque[Record] = deque(maxlen=MAX_KEPT)
         self._failing = False
         self._thread: threading.Thread | None = None
@@ -116,6 +117,8 @@ class Background:
         if not numbers:
             return
         if self._thread is None:
+            # A thread, although W&B has a process of its own: MLflow's client retries for minutes within the
+            # call. It is a daemon, so that a service that hangs cannot keep the run from ending.
             self._thread = threading.Thread(target=self._work, name=self._tracker.name, daemon=True)
             self._thread.start()
         self._queue.put(Record(step, time.time(), numbers))
@@ -150,6 +153,7 @@ class Background:
     def _send_kept(self) -> None:
         while self._kept:
             self._tracker.send(self._kept[0])
+            # After the call, so that a record that fails is sent again.
             self._kept.popleft()
 
     def _try(self, call: Any) -> None:
@@ -222,6 +226,7 @@ class Wandb:
         import wandb
 
         if self._id.value is None:
+            # Before the service hears of the run: a start that dies in between continues the same one.
             self._id.store(secrets.token_hex(4))
         config = self._config
         run = wandb.init(

@@ -69,6 +69,8 @@ class Metrics:
         if not enabled:
             return
         directory.mkdir(parents=True, exist_ok=True)
+        # Without a buffer a record is one write, so that a killed run loses no record and a reader sees whole
+        # lines.
         self._file = (directory / FILE).open("ab+", buffering=0)
         _cut_last_line(self._file)
         if tensorboard:
@@ -138,6 +140,7 @@ def _append(file: io.FileIO, line: bytes) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError:
         with contextlib.suppress(OSError):
+            # A part of a line would make the next record unreadable too.
             file.truncate(size)
         raise
 

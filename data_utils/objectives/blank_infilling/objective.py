@@ -73,9 +73,11 @@ def _fill_example(
     tail = tail and objective == DOCUMENT
     n = length + 1
     maskable = length - 1 if length > 0 and text[start + length - 1] == s.eos else length
+    # masked_lm predicts in place and adds no token; 3 n never limits.
     available = 3 * n if s.masked_lm else limit - used
     count, cut = 0, 0
     for attempt in range(1, ATTEMPTS + 2):
+        # Numbers of its own for each attempt: how many numbers a failed one consumed does not matter.
         seed_rng(rng, s.key, sample, chunk, attempt)
         fewest, cut = attempt > ATTEMPTS, 0
         if objective == DOCUMENT:
@@ -88,11 +90,13 @@ def _fill_example(
             units = find_words(w, words, start, maskable) if s.whole_words else maskable
             count = draw_token_spans(rng, w, n, maskable, units, available, single, fewest, cumulative, s)
             cut = tokens_to_cut(n, count, available)
+        # Each span adds a mask to part A and a sop to part B.
         if count >= 0 and n + 2 * count - cut <= available:
             break
     length -= cut
     for i in range(count):
         w[ORDER, i] = i
+    # The model learns to fill a span whatever spans it has seen before.
     if s.shuffle_spans:
         shuffle(rng, w[ORDER], count)
     return write_example(row, used, chunk, text, start, length, count, objective, tail, rng, w, s)
@@ -114,6 +118,7 @@ def _fill_row(row, text, words, start, lengths, sample, first_chunk, rng, w, sen
     used = 0
     chunk = first_chunk
     for length in lengths:
+        # A chunk may use what later ones do not need at least, so that none of them is left without room.
         needed -= least_tokens(length, s)  # what the chunks after this one need
         limit = row_length - needed
         used = _fill_example(

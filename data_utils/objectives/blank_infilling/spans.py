@@ -54,6 +54,7 @@ def _place_spans(rng, w, count, total, maskable, uniform):
             marks[below(rng, slots)] += 1
     set_range(w, STARTS, 0, count, 0)
     placed = np.uint64(0)
+    # Unsigned, because numba tests a signed index for being negative, which keeps LLVM from vectorizing.
     for slot in range(np.uint64(slots)):  # the marked slots, in order, without a mispredicted branch
         w[STARTS, placed] = slot
         placed += np.uint64(marks[slot])
@@ -98,6 +99,8 @@ def draw_token_spans(rng, w, n, maskable, units, available, single, fewest, cumu
         room = units - total - count  # each span before this one also takes a gap
         if room < 1:
             return -1
+        # The caller's last resort where drawn spans do not fit the row: the longest spans need the fewest masks
+        # and sop tokens.
         if fewest and not single:
             length = min(longest, target - total)
         else:
@@ -109,11 +112,13 @@ def draw_token_spans(rng, w, n, maskable, units, available, single, fewest, cumu
             break
     cut = tokens_to_cut(n, count, available)
     maskable = min(maskable, n - 1 - cut)
+    # Words beyond the shortened text can no longer be chosen.
     if s.whole_words:
         while w[MASK_AT, units] > maskable:
             units -= 1
     else:
         units = maskable
+    # The caller draws again: cutting more would lose text, and without a token between them spans would join.
     if cut > (n - 1) // MOST_CUT or total + count - 1 > units:
         return -1
     shuffle(rng, w[ORDER], count)  # the last length drawn is larger on average
@@ -121,6 +126,7 @@ def draw_token_spans(rng, w, n, maskable, units, available, single, fewest, cumu
     if s.whole_words:
         for i in range(count):
             w[STARTS, i] = w[MASK_AT, w[STARTS, i]]
+            # The row has room for spans of `longest_span` tokens at most, so a longer word is masked in part.
             w[ENDS, i] = min(w[MASK_AT, w[ENDS, i]], w[STARTS, i] + s.longest_span)
     return count
 
@@ -144,6 +150,7 @@ def draw_sentences(rng, w, text, start, n, maskable, fewest, sentence_end, s):
     number = _find_sentences(w, text, start, maskable, sentence_end, s)
     target = min(max(1, int(s.sentence_ratio * n)), maskable)
     if fewest:
+        # Grows from a random sentence to the right, then to the left: one span needs one mask and one sop.
         first = last = below(rng, number)
         while True:
             begin = w[ENDS, first - 1] if first > 0 else 0
@@ -213,6 +220,7 @@ def _write_part_a(row, used, text, start, length, count, objective, w, s):
     """CLS and the text with one mask per span, whose places go to w[MASK_AT]. Returns the end of part A."""
     mask = s.mask if objective == TOKEN else s.smask if objective == SENTENCE else s.gmask
     row[TOKENS, used] = s.cls
+    # One mask stands for each span, whatever its length, so that part A does not give lengths away.
     at, last = used + 1, 0
     for i in range(count):
         between = w[STARTS, i] - last
@@ -235,9 +243,12 @@ def _write_part_b(row, part_b, used, text, start, count, objective, tail, rng, w
         span = w[ORDER, k]
         begin = start + w[STARTS, span]
         length = w[ENDS, span] - w[STARTS, span]
+        # The first position id of a token of part B is that of its mask, the second one counts within the span
+        # from 1.
         position = w[MASK_AT, span]
         sop = s.sop
         if s.sentinel_first >= 0:
+            # T5's sentinels name the span, so positions of part B need not; all have the same one.
             position = s.sequence_length
             if k > 0:
                 pair = s.sentinel_first + 2 * ((k - 1) % s.sentinel_count)
@@ -258,6 +269,7 @@ def _write_part_b(row, part_b, used, text, start, count, objective, tail, rng, w
             for j in range(at - length, at):
                 if chance(rng, s.block_mask_below):
                     tokens[j] = s.dblock
+    # Only part B is predicted. ORD above 0 makes it causal, and hides it from part A.
     set_range(row, WEIGHTS, part_b, at, ONE_AS_INT32)
     count_up(row, ORD, part_b, at, 1)
     return at
@@ -298,6 +310,8 @@ def write_example(row, used, document, text, start, length, count, objective, ta
             _mask_context(row, used, part_b, count, rng, w, s, length + 1)
     count_up(row, POSITION_IDS, used, part_b, 0)
     if s.random_position:
+        # Positions that short texts never reach are trained as well: the whole Example moves by a random
+        # offset.
         shift = below(rng, s.sequence_length + 1 - (part_b - used - 1))
         stop = part_b if s.sentinel_first >= 0 else end
         for i in range(used, stop):

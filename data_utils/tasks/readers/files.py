@@ -95,6 +95,7 @@ class Intake:
             message = f"{self._location if line is None else self._named(line)}: {problem}"
             if not self.config.skip_bad_lines:
                 raise DataError(f"{message}; {_REMEDY}.") from None
+            # A bad line may have given samples before its problem was found: all of them go.
             for record in self.records[count:]:
                 self._seen.pop(record.index, None)
             del self.records[count:]
@@ -116,6 +117,7 @@ class Intake:
 
     def _append(self, fields: Mapping[str, Any], label: Any, index: Any, group: Any) -> None:
         if index is None:
+            # Lines that were left out are counted, so that a number is the line's own.
             index = len(self.records) + self.records.skipped
         elif index in self._seen:
             raise BadLine(f"index {shown(index)} already appears at {self._seen[index]}; it must be unique")
@@ -147,6 +149,7 @@ class Intake:
                 else ""
             )
             raise DataError(f"{self.path} has no sample{left_out}; check the file and task.reader.")
+        # Predictions are matched by index: numbers of our own among the file's could coincide with them.
         if self._seen and len(self._seen) != len(records):
             without = next(record for record in records if self._seen.get(record.index) != record.location)
             raise DataError(

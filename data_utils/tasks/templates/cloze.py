@@ -77,6 +77,7 @@ class Cloze:
         known = self.pattern.verbalizers
         if not known:
             return []
+        # Named classes go by their names, since files have them in several orders (CB); numbers by their order.
         if set(known) == set(self.labels):
             return [known[label] for label in self.labels]
         if all(label.isdigit() for label in known) and len(known) == len(self.labels):
@@ -90,6 +91,8 @@ class Cloze:
         scoring = self.inputs.config.scoring
         if scoring != "auto":
             return scoring
+        # One-token answers are choices with a repeated row: the softmax over the vocabulary cancels between
+        # them, so that one document serves all.
         one_token = self.words and all(len(self._answer(words)) == 1 for words in self.words)
         return "restricted" if one_token or self.inputs.form.name in IN_PLACE else "sum"
 

@@ -177,6 +177,7 @@ class Continuations:
             return list(self._encode(context)), self.inputs.tokenizer.encode(continuation.strip())
         kept = context.rstrip()  # a space belongs to the word after it
         following = context[len(kept) :] + continuation
+        # lm_eval keeps the cut even where a token reaches over the border, and may then score nothing.
         before, whole = list(self._encode(kept)), self.inputs.tokenizer.encode(kept + following)
         if len(whole) > len(before) and whole[: len(before)] == before:
             return before, whole[len(before) :]
@@ -193,11 +194,13 @@ class Continuations:
             max_tokens = self.longest + 1 - start - following - end
             # Without a start the context has a token, or nothing predicts the first.
             return max_tokens if max_tokens or start else -1
+        # Special tokens beside context and continuation.
         beside = {"glm": 4, "prefix": 1 + end, "xlnet": 0, "bert": 2}.get(self.form, 3)
         return self.longest - beside - following
 
     def _cut(self, asked: Asked, max_tokens: int) -> Asked:
         cut = max(0, len(asked.context) - max_tokens)
+        # Contexts lose their beginning; text after the blank cannot go, since the blank depends on it.
         if cut > asked.blank:
             raise DataError(
                 f"a context has {len(asked.context) - asked.blank} tokens after its blank, too many for a model of "
@@ -207,6 +210,8 @@ class Continuations:
 
     def sample(self, asked: Asked) -> TaskSample:
         """The sample whose groups' log probabilities sum to that of the continuation."""
+        # A masked language model has no probability of several tokens at once: a document for each token, in
+        # which it is masked.
         if self.form == "bert":
             return self._hidden_in_turn(asked)
         example = self._example(asked)
@@ -240,6 +245,7 @@ class Continuations:
             return decoded(inputs, whole, following)
         target = [*following, special.sep]
         segments = (4, 5) if form.name == "unilm" else (0, 1)
+        # UniLM is scored in one pass: a [MASK] beside each token sees what its decoder's appended [MASK] sees.
         masks = [special.mask] * len(target)
         return beside_masks(whole, target, masks, target, form.loss(1), segments=segments)
 

@@ -67,6 +67,8 @@ def head_document(inputs: Inputs, texts: Sequence[Sequence[int]]) -> HeadDocumen
         has_segments = form.name in ("bert", "unilm", "unilmv2")
         segments += [min(number, 1) * has_segments] * (len(tokens) - len(segments))
     order = np.arange(len(tokens)) if is_causal else np.zeros(len(tokens))
+    # The one token that sees the whole text: the last where tokens see only what precedes them; XLNet's CLS
+    # stands at the end.
     row = len(tokens) - 1 if is_causal or is_xlnet else 0
     example = document(tokens=tokens, ord=order, segment_ids=segments, objective=form.loss())
     return HeadDocument(example, row, tuple(starts))
@@ -229,6 +231,7 @@ class Tagging:
         used = cut = 0
         for number, word in enumerate(words):
             whole = self.inputs.tokenizer.encode(" " + word if number else word)
+            # A word that the tokenizer drops still has a tag, which needs a row.
             ids = (whole or [self.inputs.special.unk])[:max_tokens]
             cut += max(0, len(whole) - max_tokens)
             if used + len(ids) > max_tokens:
@@ -297,6 +300,7 @@ class Spans:
             if answer is not None:
                 first, last = answer
                 inside = start <= first <= last < end
+                # Row 0 is CLS: no answer in this window.
                 targets = [first - start + 1, last - start + 1] if inside else [0, 0]
             groups.append(TargetGroup(len(documents), rows, np.array(targets, np.int32)))
             documents.append(made.example)

@@ -173,6 +173,7 @@ class Seq2Seq:
         return fields.get("target", record.label)
 
     def _encoded_target(self, text: str) -> list[int]:
+        # A target that goes on after the source keeps the space before its first word.
         return self.inputs.continuation(text) if self.goes_on else self.inputs.tokenizer.encode(text.strip())
 
     def _context(self, record: TaskRecord) -> tuple[list[int], int, int]:
@@ -239,6 +240,7 @@ class Seq2Seq:
             return after_prefix(context, special.sop, inputs.ended(target), form.loss())
         if form.takes_masks_away:
             length = inputs.config.target_length
+            # One length for all answers, so that a sample does not depend on its batch.
             answer = [*target, *[special.eos] * (length - len(target))]
             share = _LEAST_SHARE + (1.0 - _LEAST_SHARE) * draws.uniform(1)[0]
             return masked_answer(context, answer, special.mask, share, draws, form.loss())

@@ -161,6 +161,8 @@ def _letters_end(data, i):
     while True:
         word = eight_bytes(data, i)
         lower = (word | _CASE) & _LOW_BITS
+        # Eight bytes at a time: the additions carry into the high bit of a byte that is at least "a", or beyond
+        # "z".
         letters = (lower + _FROM_A) & ~(lower + _AFTER_Z) & ~word & _HIGH_BITS  # the high bit of each byte
         if letters != _HIGH_BITS:
             return i + (trailing_zeros(letters ^ _HIGH_BITS) >> 3)
@@ -182,6 +184,7 @@ def _pretoken_end(data, i, stop, classes):
     end = _letters_end(data, start)
     if end > start and (end >= stop or data[end] < 0x80):  # otherwise there was none, or more may follow
         return min(end, stop)
+    # Beyond ASCII, classes come from pages that Python fills at first use, by the library's own expressions.
     point, after = next_code_point(data, start)
     kind = classes[point]
     if kind == UNKNOWN:
@@ -213,11 +216,13 @@ def _merge(data, start, length, byte_ids, merges, space):
         ids[k], right[k], left[k] = byte_ids[byte], k + 1, k - 1
         order[k - 1] = of_bytes[before << 8 | byte] | np.uint32(k - 1)
         before = byte
+    # Most words have at most 16 pairs, whose minimum is one vector operation.
     is_short = length <= 17
     places = 16 if is_short else (length + 14) // 16 * 16  # whole vectors
     for k in range(length - 1, places):
         order[k] = _NO_PAIR
     while True:
+        # The minimum of rank << 8 | place is the lowest rank and of equal ranks the leftmost: the order of BPE.
         best = _NO_PAIR
         if is_short:  # a fixed number: no loop is left
             for k in range(16):
@@ -228,6 +233,7 @@ def _merge(data, start, length, byte_ids, merges, space):
         if np.uint64(best) >> _BYTE == _NO_RANK:
             break
         here = np.int64(best) & 0xFF
+        # Neighbours are linked instead of moved. Only the two pairs beside the merged one change.
         joined, gone = merged[np.int64(best) >> 8], right[here]
         after = np.int64(right[gone])
         ids[here], right[here] = joined, after
@@ -294,6 +300,8 @@ def _make_encode_byte_level(digest: int) -> Any:
                         status, point = NEEDS_LIBRARY, end
                         break
                     first, second = word_key(data, ahead, min(length, MAX_CACHED_BYTES))
+                    # Slots of a batch are fetched before the first is read, since the cache exceeds a
+                    # processor's caches.
                     prefetch(slots, 4 * home_slot(mask, length, first, second))
                     batch[3 * count], batch[3 * count + 1], batch[3 * count + 2] = (
                         first,

@@ -44,6 +44,7 @@ def encoder_for(backend: tokenizers.Tokenizer) -> CompiledEncoder | None:
     if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
         return None  # the loops need the compiler
     pipeline = orjson.loads(backend.to_str())
+    # Exactly known pipelines alone: anything else stays with the library.
     for family in (ByteLevelEncoder, WordPieceEncoder):
         if family.supports(pipeline):
             return family(backend, pipeline)
@@ -77,6 +78,8 @@ class CompiledEncoder(abc.ABC):
         encoded = [_utf8(text) for text in texts]
         ends = np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded)))
         data = np.frombuffer(b"".join([*encoded, kernels.PADDING]), np.uint8)
+        # All arrays come from here: compiled code frees an array at its last mention, and a pointer is no
+        # mention.
         out = np.empty(len(data), np.int32)  # never more ids than bytes
         out_ends = np.zeros(len(ends), np.int64)
         state = np.zeros(kernels.STATE_SIZE, np.int64)
@@ -209,6 +212,8 @@ class WordPieceEncoder(CompiledEncoder):
 
     def _fill_page(self, points: list[int]) -> None:
         """Find what a character does between two letters: separate them, stand alone, or join their word."""
+        # The pipeline itself is asked, so that no rule of Unicode is written a second time; "zz" marks the end
+        # of each answer.
         text = "".join(f"a{chr(point)}a zz " for point in points)
         normalised = self._backend.normalizer.normalize_str(text)
         parts = [part for part, _ in self._backend.pre_tokenizer.pre_tokenize_str(normalised)]

@@ -130,6 +130,7 @@ def _numbers_and_choices(cls: type, *, has_lists: bool = False) -> Iterator[str]
         allowed = field.metadata.get("range")
         kinds = set(typing.get_args(hint) or (hint,)) - {type(None), ...}
         is_list = has_lists and all(map(_has_no_text, kinds))
+        # Free text is in a recipe by name only, since any other text may be a path.
         if is_list or kinds <= {int, float, bool} or (allowed is not None and allowed.one_of):
             yield key
 
@@ -143,6 +144,7 @@ def _taken(path: Path, name: str, section: Any) -> tuple[Any, list[str]]:
     if name in SHARES:
         return _checked(path, f"config.{name}", section, dict[str, int | float]), []
     cls = _sections().get(name)
+    # Unknown sections are refused: settings of a foreign file may name paths or addresses.
     if cls is None:
         raise CheckpointError(
             f"{path}: config.{shorten(name)} is no part of an export; remove it from the file, and set what you want "

@@ -95,6 +95,7 @@ def open_directory(directory: Path) -> Weights:
 
     Raises: CheckpointError for missing, truncated or hostile files.
     """
+    # Safetensors first: they are mapped, and hold no code.
     for single, open_file in (("model.safetensors", open_safetensors), ("pytorch_model.bin", open_pickle)):
         index = directory / f"{single}.index.json"
         if index.exists():
@@ -153,11 +154,13 @@ def _open_shards(index: Path, open_file: Callable[[Path], Weights]) -> Weights:
     if not isinstance(table, dict) or not table:
         raise CheckpointError(f"{index} has no weight_map; fetch it again.")
     for name in table.values():
+        # A name from a foreign index could lead out of the directory.
         if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
             raise CheckpointError(
                 f"{index} names a file {str(name)[:80]!r}; a shard must lie beside its index."
             )
     shards = {name: open_file(index.parent / name) for name in sorted(set(table.values()))}
+    # Buffers of old versions (position ids, masks) are no parameters.
     table = {tensor: name for tensor, name in table.items() if not is_buffer(tensor)}
     for tensor, name in table.items():
         if tensor not in shards[name].shapes:
@@ -183,6 +186,7 @@ def open_safetensors(path: Path) -> Weights:
                 shapes[name], kinds[name] = tuple(found.get_shape()), found.get_dtype()
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: {one_line(error)}; the file is missing or damaged.") from None
+    # Quantized weights would load as numbers without their scales.
     _require_floats((name for name, kind in kinds.items() if kind not in _FLOATS), path)
 
     def read(name: str) -> torch.Tensor:
@@ -206,6 +210,7 @@ def load_pickle(path: Path) -> dict[str, Any]:
     _require_no_pointer(path)
     try:
         with torch.serialization.safe_globals(_plain_globals()):
+            # Files of torch before 1.6 are no zip archives and cannot be mapped.
             tree = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
         raise CheckpointError(f"{path}: {error.strerror}; check the directory.") from None

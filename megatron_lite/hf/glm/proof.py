@@ -95,6 +95,7 @@ def compare(
     """Two fp32 logit tensors [..., V] of one shape. Args: rounding: as in `Proof`."""
     largest = expected.abs().max().item()
     limit = Proof(0.0, 1.0, 0, largest, rounding).limit(tolerance)
+    # Our choice, by the reference's logits: a tie within the limit is no disagreement.
     best = expected.gather(-1, actual.argmax(-1, keepdim=True)).squeeze(-1)
     agreeing = best >= expected.amax(-1) - limit
     difference = (actual - expected).abs().max().item()
@@ -137,8 +138,11 @@ def prove(
     Returns: name of a comparison -> its result.
     """
     questions = list(ask(torch.float32))
+    # The reference is asked before our model is loaded, so that one of them is in memory.
     answers = _answers(load(), questions)
     found = _judged(questions, answers, tolerance, [0.0] * len(questions))
+    # fp64 takes twice the memory, so rounding is measured only where there is a difference. A fixed, larger
+    # tolerance would hide errors in models that round little.
     if not _hold(found, tolerance) and _fits(shapes):
         with contextlib.suppress(
             CheckpointError
@@ -200,6 +204,7 @@ def proof_batch(config: ModelConfig, seed: int = 0) -> np.ndarray:
     """int32 [3, fields, S], as Batch: part A and two spans, padded; with one span, unpadded; part A, padded."""
     assert config.vocab_size is not None
     rng = np.random.default_rng(seed)
+    # Three windows more, so that a class whose local layers see everything is noticed.
     length = min(96 + 3 * config.attention_window, config.max_position)
     batch = np.zeros((3, len(FIELDS), length), np.int32)
     batch[:, DOC] = PADDING_DOC
@@ -211,6 +216,7 @@ def proof_batch(config: ModelConfig, seed: int = 0) -> np.ndarray:
         batch[row, ORD, context:total] = np.arange(1, total - context + 1)
         start = context
         for span in spans:
+            # All tokens of a span have the position of its mask.
             batch[row, POSITION_IDS, start : start + span] = rng.integers(0, context)
             batch[row, BLOCK_POSITION_IDS, start : start + span] = np.arange(1, span + 1)
             start += span

@@ -128,6 +128,7 @@ def merged(shards: Sequence[Weights], origin: Path) -> Weights:
         split = _split_of(name)
         if split is not None:
             dim, parts = split
+            # Each rank holds its heads of Q, then K, then V: they are joined part by part, not shard by shard.
             by_part = zip(*(part.chunk(parts, dim) for part in slices), strict=True)
             return torch.cat([torch.cat(part, dim) for part in by_part], dim)
         for rank, other in enumerate(slices):
@@ -170,6 +171,7 @@ def reference_logits(
         weight, bias = get(first, f"{name}.weight"), get(first, f"{name}.bias")
         return F.layer_norm(x, x.shape[-1:], weight, bias, config.layernorm_epsilon)
 
+    # Written out apart from our model: this is the independent side of a proof, and holds one layer in memory.
     words = torch.cat([get(shard, WORDS) for shard in shards])
     hidden = words[tokens.long()]
     hidden = hidden + get(first, "transformer.position_embeddings.weight")[position_ids.long()]
@@ -179,6 +181,7 @@ def reference_logits(
     for i in range(config.num_layers):
         layer = f"transformer.layers.{i}"
         x = norm(hidden, f"{layer}.input_layernorm")
+        # On unmerged shards, so that a wrong cut of Q, K and V shows.
         attended = []
         for shard in shards:
             fused = f"{layer}.attention.query_key_value"

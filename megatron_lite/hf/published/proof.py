@@ -80,6 +80,7 @@ def ask(
     theirs: Any = load_class(directory, class_name, dtype, source)
     with by_transformers(directory):
         if is_body(class_name):
+            # A body has no logits to compare.
             return [_hidden_state_question(theirs, config, proof_batch(config))]
         return _questions(theirs, config, start)
 
@@ -94,6 +95,8 @@ def _questions(theirs: Any, config: ModelConfig, start: int | None) -> list[Ques
             return found  # a directory whose class can neither be given labels nor write
         found += _decoder_questions(theirs, config, start)
     else:
+        # With the class's own defaults too: given our positions and segments, a RoBERTa whose positions are off
+        # by its padding token would pass.
         found += _default_input_questions(theirs, config)
     if config.decoder_layers and theirs.config.num_hidden_layers < config.decoder_layers:
         log.warning(
@@ -168,6 +171,7 @@ def _default_input_questions(theirs: Any, config: ModelConfig) -> list[Question]
     found += [_on_first("default inputs", out[name], batch) for name in _SENTENCE_LOGITS if name in out]
     if is_writer:
         predicts = real.clone()
+        # The last token of a text predicts nothing.
         predicts[range(len(real)), real.sum(1) - 1] = False
         tokens = torch.from_numpy(batch[:, TOKENS].astype(np.int64))
         targets = tokens.roll(-1, dims=1)[predicts]
@@ -185,6 +189,7 @@ def _decoder_questions(theirs: Any, config: ModelConfig, start: int) -> list[Que
     out = theirs(**inputs, labels=tokens.masked_fill(~real, _IGNORED))
     for row in batch:
         places = np.flatnonzero(row[ORD] > 0)
+        # The class shifts labels to the right and puts its first token before them; our row is made the same.
         row[TOKENS, places[1:]] = row[TOKENS, places[:-1]]
         row[TOKENS, places[:1]] = start
     return [
@@ -211,6 +216,7 @@ def _generation_question(theirs: Any, config: ModelConfig, start: int | None) ->
     written = out.sequences[:, -len(out.logits) :].numpy()
     counts = [_until_end(row, theirs.generation_config.eos_token_id) for row in written]
     answers = [row[: count - 1] for row, count in zip(written, counts, strict=True)]
+    # [prompts, steps, V]. What the class wrote with its cache is read by our model in one pass.
     logits = torch.stack(out.logits, dim=1)
     expected = torch.cat([row[:count] for row, count in zip(logits, counts, strict=True)]).float()
     if config.decoder_layers:
@@ -328,6 +334,7 @@ def our_output(
     Args: has_task_rows: whether the field of losses holds rows of the task embedding instead.
     """
     config = replace(model.config, task_rows=()) if has_task_rows else model.config
+    # The dense plan applies the attention rule as one mask: the proof does not depend on our faster plans.
     kernel = "auto" if config.decoder_layers else "dense"
     prepared = prepare(Batch(batch), torch.device("cpu"), config, kernel=kernel)
     inputs = prepared.to(torch.device("cpu"))
@@ -349,6 +356,7 @@ def _segments(config: ModelConfig) -> int:
 
 def in_rows(logits: torch.Tensor, batch: np.ndarray) -> torch.Tensor:
     """Logits [B, targets, V] of a decoder in the places of its tokens: [B, S, V]."""
+    # The class pads targets on the right, ours are in the places of their rows.
     whole = logits.new_zeros(*batch[:, 0].shape, logits.shape[-1])
     for row, order in enumerate(batch[:, ORD]):
         places = np.flatnonzero(order > 0)

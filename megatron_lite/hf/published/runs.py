@@ -98,6 +98,8 @@ def import_published(
     Raises: CheckpointError, DataError or ConfigError; `output` then does not exist.
     """
     with new_directory(output) as directory:
+        # Configuration and shapes first: a directory that cannot be imported is refused before a weight is
+        # read.
         source = open_published(path)
         keep_files(source, directory / KEPT_FILES)
         config = build_import_config(source, output, directory, tree, verify)
@@ -133,6 +135,7 @@ def build_import_config(
     if brought:
         tokenizer = brought_tokenizer(source.path, directory / KEPT_FILES, tokenizer)
     require_rows(load_tokenizer(build(TokenizerConfig, tokenizer, "tokenizer.")), source)
+    # Tables may be longer than the tokenizer (Qwen): the model's size counts.
     tokenizer = {"vocab_size": rows, **tokenizer}
     tree = {**tree, "model": {**source.settings, **given}, "tokenizer": tokenizer}
     if head := source.settings.get("task_head"):
@@ -234,6 +237,7 @@ def with_new_heads(source: PublishedSource, config: Config, shapes: dict[str, tu
     ]
     if missing:
         log.warning("%s does not have %s; they are initialized", source.path, ", ".join(sorted(missing)))
+    # Drawn by the run's own rules and seed, as a new run draws them.
     new = {name: torch.nn.Parameter(torch.empty(shapes[name])) for name in missing}
     initialize_parameters(new.items(), config.model, config.training.seed)
 
@@ -248,6 +252,7 @@ def with_new_heads(source: PublishedSource, config: Config, shapes: dict[str, tu
 def trained_layout(run: OpenRun) -> PromptTemplate | None:
     """How rows of a run's training begin and end what is written, None: it was not trained here, or not to write."""
     kept = run.checkpoint.path.parent.parent / KEPT_FILES
+    # An import without training writes as its source does.
     if kept.exists() and run.checkpoint.step == 0:
         return None
     return template_of(run.objectives, run.tokenizer)
@@ -307,6 +312,8 @@ def write_stack(directory: Path, stack: Stack, dtype: str, max_shard_bytes: int)
     config, weights, kept = stack.config, stack.weights, stack.kept
     system = published_system(config)
     ids = special_ids(stack.tokenizer, system, stack.roles, stack.name)
+    # An export of an import begins with the fields of its source, so that what is not trained here stays as it
+    # was.
     base = read_json(kept / "config.json") if kept.exists() else ids
     base |= writing_ids(system, stack.layout) | ({"problem_type": stack.problem} if stack.problem else {})
     described = hf_config(config, {**base, "dtype": str(DTYPES[dtype]).removeprefix("torch.")}, stack.labels)
@@ -330,6 +337,7 @@ def write_stack(directory: Path, stack: Stack, dtype: str, max_shard_bytes: int)
         if ours.startswith(of_heads) and ours not in held
     }
     rows = open_safetensors(kept / KEPT_ROWS) if (kept / KEPT_ROWS).exists() else None
+    # A parameter that no tensor holds would be lost without a word.
     if left := weights.shapes.keys() - held - extra.keys():
         raise CheckpointError(
             f"{stack.name} has {', '.join(sorted(left)[:3])}, which the class {class_name} has not; only "

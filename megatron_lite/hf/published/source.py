@@ -137,6 +137,7 @@ def open_published(
     Raises: CheckpointError, with all that stands against the import.
     """
     described, weights = read_described(path), open_directory(path)
+    # By tensors where config.json leaves it open: released GLMs have the model_type of GLM-4.
     system = system_in(path, described, weights)
     if system is None:
         raise unsupported(path, described)
@@ -147,6 +148,7 @@ def open_published(
     except CheckpointError:  # a size may be what its class refuses
         require_none(path, _size_problems(system, described, described, normalized(weights, system)[0])[1])
         raise
+    # The class's own default counts where the file says nothing.
     is_tied = not system.may_untie or their_config.tie_word_embeddings
     theirs, problems = normalized(weights, system, is_tied)
     described, lines = complete_config(system, described, theirs, path)
@@ -155,6 +157,7 @@ def open_published(
     if isinstance(pad, int):  # if not, it is among the problems
         system = system.padded_with(pad)
     settings, of_fields = settings_and_problems(system, described, theirs, path)
+    # All that stands against the import comes in one message: a user fixes config.json once.
     problems = [*of_sizes, *of_fields, *problems]
     if of_sizes:  # what follows from a wrong size is not said again
         settings |= {option: size for option, size in sizes.items() if option in settings}
@@ -219,6 +222,7 @@ def _size_problems(
 
     Args: config: what its class makes of `described`, which has no fields that are not given.
     """
+    # Tensors say what the sizes are; config.json may be wrong.
     measured = tensor_sizes(shapes_under_our_names(system, theirs))
     sizes, wrong = dict(measured), []
     for entry in system.fields:
@@ -303,6 +307,7 @@ def load_class(
         {} if source is None else {"config": transformers_config(source.system, source.described, directory)}
     )
     with by_transformers(directory), quiet():
+        # The class warns of missing tensors only and draws them anew: here such a report is an error.
         model, loading = cls.from_pretrained(
             directory, dtype=dtype, output_loading_info=True, local_files_only=True, **config
         )

@@ -67,6 +67,7 @@ def tensor_mappings(
                 ours = f"{name}{kind}"
                 if ours not in shapes:
                     continue
+                # BART's and RoBERTa's tables begin with rows that no token uses; our positions begin at 0.
                 skipped = system.skipped_positions if ours in POSITIONS else 0
                 transforms = (
                     rule.transform
@@ -74,6 +75,8 @@ def tensor_mappings(
                     else (rule.transform,) * len(rule.theirs)
                 )
                 for index, (theirs, transform) in enumerate(zip(rule.theirs, transforms, strict=True)):
+                    # A transposition of the weight leaves its bias alone; a permutation of output features
+                    # moves both.
                     transform = transform if transform.applies_to_bias or kind != ".bias" else SAME
                     mapping = TensorMapping(ours, index, shares, transform, config, skipped)
                     mappings[f"{theirs}{kind}".replace("{i}", str(i))] = mapping
@@ -95,6 +98,8 @@ def to_ours(theirs: Weights, mappings: Mapping[str, TensorMapping]) -> Weights:
         return tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors)
 
     def shape(ours: str) -> tuple[int, ...]:
+        # The conversion itself on the device "meta" tells the shape: a second rule for shapes could disagree
+        # with it.
         empty = [torch.empty(theirs.shapes[name], device="meta") for name in sources[ours]]
         return tuple(torch.cat([converted(*pair) for pair in zip(sources[ours], empty, strict=True)]).shape)
 
@@ -156,11 +161,14 @@ def normalized(weights: Weights, system: PublishedSystem, is_tied: bool = True) 
     heads = {rule.theirs[0].split(".")[0] for rule in system.rules} - {system.prefix.rstrip(".")}
     heads |= {found.classifier.split(".")[0] for found in TASK_CLASSES.get(system.model_type, {}).values()}
     heads |= {name.split(".")[0] for name in system.ties}
+    # Files saved from the base class have no prefix before the body; heads never have one.
     if not any(name.startswith(system.prefix) for name in names):
         names = {
             name if name.split(".")[0] in heads else f"{system.prefix}{name}": old
             for name, old in names.items()
         }
+    # A tied weight may be in a file twice. Equal copies are dropped; a T5 head that differs is one that is not
+    # tied.
     for second, first in system.ties.items() if is_tied else ():
         if second not in names:
             continue
@@ -192,6 +200,8 @@ def without_left_out(
     theirs: Weights, mappings: Mapping[str, TensorMapping], system: PublishedSystem
 ) -> tuple[Weights, dict[str, tuple[str, str]]]:
     """Their tensors but for those that the class ignores, and what `reason` says of these, by their names."""
+    # Classes of transformers ignore names that they do not know, so a renamed layer would be drawn anew. Here
+    # every tensor is mapped, or listed with the reason why it is left out, or refused.
     others = [*theirs.buffers, *(name for name in theirs.shapes if name not in mappings)]
     found = {name: why for name in others if (why := reason(name, system.model_type, system.prefix))}
     return theirs.renamed({name: name for name in theirs.shapes if name not in found}), found
@@ -209,6 +219,7 @@ def shapes_under_our_names(system: PublishedSystem, theirs: Weights) -> dict[str
     found: dict[str, tuple[int, ...]] = {}
     for rule in system.rules:
         source, ours = rule.theirs[0], rule.ours
+        # The keys stand for the joined Q, K and V: their rows tell the number of key heads.
         if len(rule.theirs) == 3:
             source, ours = rule.theirs[1], ours.replace("query_key_value", "key")
         elif len(rule.theirs) > 1:

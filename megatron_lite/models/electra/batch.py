@@ -40,6 +40,7 @@ class ElectraBatch(Batch):
 
     def loss_weights(self, num_losses: int) -> np.ndarray:
         weights = np.zeros(num_losses)
+        # The divisors of the two means: masked positions, and all tokens but padding.
         weights[[MASKED.number, REPLACED.number]] = self.loss_rows, self.tokens
         return weights
 
@@ -51,6 +52,8 @@ class ElectraBatch(Batch):
         self, order: np.ndarray, first: int, predicted: np.ndarray, few_counts: bool, config: ModelConfig
     ) -> HostMaskedPositions:
         chosen = order[predicted]  # for padding any position
+        # Draws are named by sample and position in its row, so that any order of tokens and any batch draws the
+        # same.
         row, position = np.divmod(np.where(chosen < 0, 0, chosen), self.fields.shape[2])
         return HostMaskedPositions(self._seed, self.samples[row], position)
 
@@ -68,6 +71,7 @@ class HostMaskedPositions:
         self._seed, self._samples, self._positions = seed, samples, positions
 
     def arrays(self) -> list[np.ndarray]:
+        # Two words of 32 bits, since all inputs of a step are one int32 buffer.
         words = np.ascontiguousarray(self._samples, "<i8").view("<i4").reshape(-1, 2)
         return [words, self._positions.astype(np.int32)]
 

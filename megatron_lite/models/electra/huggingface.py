@@ -77,6 +77,7 @@ def is_pair(path: Path) -> bool:
 
 def write_electra(directory: Path, run: OpenRun, dtype: str, max_shard_bytes: int) -> None:
     """Write both stacks. Raises: CheckpointError for options that the classes have not."""
+    # With detached embeddings the class has one table, the sum of the generator's and the discriminator's own.
     checkpoint, config = with_full_word_embedding(run.checkpoint), run.config
     weights, kept = (
         Weights(checkpoint.shapes, weight_reader(checkpoint)),
@@ -151,6 +152,7 @@ def import_electra(
         }
         usual = {
             "objectives": {"electra": 1},
+            # 50 is the paper's weight of the discriminator's loss.
             "training": {"loss_normalization": "per_objective", "loss_weights": {"replaced": 50.0}},
             "electra": section,
         }
@@ -189,6 +191,7 @@ def _joined(found: PublishedSource, generator: PublishedSource, path: Path, conf
     def read(ours: str) -> torch.Tensor:
         stack, name = held[ours]
         weight = parts[stack].read(name).float()
+        # The discriminator's own table is what its file has beyond the generator's.
         is_own = is_sum and ours == f"{ENCODER}{WORDS}"  # beside the generator's
         return weight - parts[GENERATOR_OF].read(WORDS).float() if is_own else weight
 
@@ -239,6 +242,8 @@ def _ask(directory: Path, config: Config, dtype: torch.dtype) -> list[proof.Ques
     found = ask_published(directory / GENERATOR_OF, of_generator, generator, dtype=dtype)
     found = [replace(question, answer=functools.partial(_of, "generator", question)) for question in found]
     path = directory / DISCRIMINATOR_OF
+    # transformers has no class with DeBERTa-v3's head for replaced tokens: the body's hidden states are
+    # compared.
     if model.system == "deberta_v3":
         states = ask_published(path, of_discriminator, model, dtype=dtype)
         return found + [replace(each, answer=functools.partial(_of, "encoder", each)) for each in states]

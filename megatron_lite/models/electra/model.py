@@ -49,6 +49,8 @@ class DetachedSum(VocabParallelEmbedding):
         self.__dict__["other"] = other  # not registered as a submodule: its parameters keep one name
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        # The discriminator's task would pull the generator's words apart: DeBERTa-v3's "gradient-disentangled"
+        # embeddings.
         with torch.no_grad():
             given = self.other(tokens)
         return given + super().forward(tokens)
@@ -113,6 +115,8 @@ class Electra(TrainedModel):
             words = self.generator.embedding.word_embeddings
             self.encoder.embedding.word_embeddings = DetachedSum(config, words)
         for name in SHARED if not is_detached else ():
+            # One module under two parents: the first name counts, so checkpoints hold the table once, under
+            # `encoder.`.
             setattr(self.generator.embedding, name, getattr(self.encoder.embedding, name))
         self.replaced = ReplacedHead(config)
         self._metrics: DiscriminatorCounts | None = None
@@ -139,10 +143,16 @@ class Electra(TrainedModel):
     def forward(self, batch: ModelInput, *, answers: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum of both losses (fp32 scalar, nats); without gradient, fp32 [losses, 2]: sum and weight of each."""
         rows = batch.loss_rows.tokens
+        # Two losses with divisors of their own: weights of the K rows with loss, then of all T tokens (0:
+        # padding).
         of_chosen, of_tokens = batch.weights.split([len(rows), len(batch.tokens)])
         masked, drawn = self.generated(batch)
+        # A draw that happens to be right is a real token, as in the paper. Rows of padding have weight 0 and
+        # change nothing.
         is_new = (of_chosen > 0) & (drawn != batch.targets)
         change = torch.where(of_chosen > 0, drawn - batch.tokens.index_select(0, rows), 0)
+        # Adds a difference instead of writing: padding repeats a row, and a repeated index is undefined for a
+        # write.
         tokens = batch.tokens.index_add(0, rows, change.to(batch.tokens.dtype))
         label = torch.zeros_like(of_tokens).index_add(0, rows, is_new.float())
         scores = self.scores(replace(batch, tokens=tokens))
@@ -150,6 +160,7 @@ class Electra(TrainedModel):
         if self._metrics is not None:
             self._metrics.add(scores, label, of_tokens > 0, of_chosen > 0)
         sums = torch.zeros(self.num_losses, 2, device=wrong.device)
+        # No gradient goes from the discriminator to the generator through the drawn tokens: a draw has none.
         loss = torch.zeros((), device=wrong.device)
         for which, losses, weights in ((MASKED, masked, of_chosen), (REPLACED, wrong, of_tokens)):
             own = (losses * weights).sum()
@@ -164,6 +175,7 @@ class Electra(TrainedModel):
         words = generator.embedding.word_embeddings
         vectors, classes = generator.heads(hidden, batch.loss_rows, generator.final_layernorm)
         logits = generator.heads.vocabulary_logits(vectors, words)
+        # Before `row_losses`, which may write its gradient over the logits.
         drawn = draw(logits.detach(), masked.seed, masked.samples, masked.positions, words)
         return row_losses(logits, classes, batch.targets, words), drawn
 
@@ -172,6 +184,7 @@ class Electra(TrainedModel):
         encoder = self.encoder
         hidden = encoder.run(batch.tokens, batch.ids, batch.plan, batch.dropout)
         if encoder.parallel.sequence_parallel:
+            # The head is whole on every rank and scores all tokens.
             hidden = gather_tokens(hidden, encoder.parallel.group)
         self.before_use(self.replaced)
         return self.replaced(encoder.final_layernorm(hidden))
@@ -183,6 +196,7 @@ class Electra(TrainedModel):
         config, group = self.generator.config, self.generator.parallel.group
         return replace(
             dropout,
+            # Masks are a hash of these keys: with the same ones both stacks would drop the same features.
             keys=dropout.keys ^ _SALT,
             step=dropout.step ^ _SALT,
             seed=derive_seed(dropout.seed, "generator") >> 1,

@@ -30,6 +30,7 @@ class ElectraSpec(ModelSpec):
         model = Electra(
             *self.made_of(config)[1:], recompute=training.recompute, num_losses=num_losses, parallel=parallel
         )
+        # Each stack by its own configuration: initial scales follow from width and depth.
         for prefix, stack in ((GENERATOR, generator), ("", config.model)):
             named = [
                 pair for pair in model.named_parameters() if pair[0].startswith(GENERATOR) == bool(prefix)

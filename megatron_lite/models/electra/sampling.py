@@ -26,6 +26,8 @@ def philox(counter: list[torch.Tensor], key: tuple[int, int]) -> list[torch.Tens
     a, b, c, d = counter
     first, second = key
     for _ in range(_ROUNDS):
+        # Products of 32-bit words may exceed 2^63 and wrap as int64; the masks below keep the right bits all
+        # the same.
         products = [word * multiplier for word, multiplier in zip((a, c), _MULTIPLIERS, strict=True)]
         (low_a, low_c), (high_a, high_c) = ([p & _LOW for p in products], [p >> 32 & _LOW for p in products])
         a, b, c, d = high_c ^ b ^ first, low_c, high_a ^ d ^ second, low_a
@@ -38,6 +40,8 @@ def gumbel(seed: int, samples: torch.Tensor, positions: torch.Tensor, first: int
 
     Args: samples: int32 [K, 2], the words of each sample's number. positions: int32 [K].
     """
+    # A counter gives 4 numbers, so a shard that begins within one computes it whole and leaves out the first
+    # ones.
     start = first // _LANES
     blocks = torch.arange(start, -(-(first + count) // _LANES), device=positions.device)
     words = (samples.long() & _LOW)[:, :, None].unbind(1)
@@ -45,6 +49,7 @@ def gumbel(seed: int, samples: torch.Tensor, positions: torch.Tensor, first: int
         [blocks[None], positions.long()[:, None], *words], (seed & _LOW, seed >> 32 & _LOW)
     )  # [K, blocks] each
     whole = torch.stack(torch.broadcast_tensors(*numbers), dim=-1).flatten(1)
+    # fp64 and + 0.5: u is never 0 or 1, whose logarithms are infinite.
     uniform = (whole[:, first - start * _LANES :][:, :count].double() + 0.5) * 2.0**-32
     return -torch.log(-torch.log(uniform)).float()
 
@@ -64,6 +69,7 @@ def draw(
     group, first, count = words.parallel.group, words.first, words.local_vocab
     most = torch.full((len(logits),), float("-inf"), device=logits.device)
     token = torch.full_like(most, words.vocab_size, dtype=torch.int64)
+    # In parts: noise in fp64 for all positions and words would be larger than the logits.
     rows = max(1, _CHUNK // max(1, count))
     for start in range(0, len(logits) if count else 0, rows):
         part = slice(start, start + rows)
@@ -71,6 +77,7 @@ def draw(
         best, index = scores.max(dim=1)
         most[part], token[part] = best, index + first
     if group.size > 1:
+        # Of equal maxima the smallest token wins on every rank, so that all draw the same.
         own = most.clone()
         all_reduce(most, group, dist.ReduceOp.MAX)
         token = token.masked_fill(own != most, words.vocab_size)

@@ -39,6 +39,7 @@ class Noise:
 
     def uniform(self, name: str, samples: np.ndarray, length: int) -> np.ndarray:
         """Numbers in [0, 1) for the tokens of samples int64 [B], float64 [B, length]."""
+        # The hash of dropout: a function of (seed, sample, place), equal in every layout and batch.
         keys = token_keys(derive_seed(self.seed, name), samples, length)
         return keys.view(np.uint32) / 2.0**32
 
@@ -117,6 +118,7 @@ class EntityBatch(Batch):
         """The candidates of all Examples, sorted; the candidate of each mention; bounds of the Examples, [N + 1]."""
         numbers, heads = self.examples
         entities = self.fields[:, BLOCK_POSITION_IDS].ravel()[self.mentioned]
+        # Example and entity in one key: sorting it groups the entities by Example, each once.
         found, which = np.unique((numbers[self.mentioned] << 32) + entities, return_inverse=True)
         return found & 0xFFFFFFFF, which, np.searchsorted(found >> 32, np.arange(len(heads) + 1))
 
@@ -126,6 +128,8 @@ class EntityBatch(Batch):
         _, which, begins = self.candidates
         example = self.examples[0][self.mentioned]
         length = self.fields.shape[2]
+        # Drawn where a batch is made, not in the row, which keeps what is predicted: fate decides whether an
+        # entity is replaced, removed or read as it is, choice which one replaces it.
         fate, choice = (
             self._noise.uniform(name, self.samples, length).ravel()[self.mentioned]
             for name in ("fate", "choice")
@@ -148,6 +152,7 @@ class HostMentions:
     def __init__(self, batch: EntityBatch, order: np.ndarray, few_counts: bool):
         numbers, heads = batch.examples
         entities, which, begins = batch.candidates
+        # Index in the batch -> index in the plan's order, in which the model has its tokens.
         place = np.full(len(numbers), -1)
         place[order[order >= 0]] = np.flatnonzero(order >= 0)
         count = few_count(max(1, len(heads))) if few_counts else max(1, len(heads))
@@ -166,6 +171,7 @@ class HostMentions:
         mentioned, given = batch.mentioned, batch.given
         example = numbers[mentioned]
         by_example = np.argsort(example, kind="stable")
+        # Candidate 0 of each Example is "no entity", hence + 1.
         own = np.where(given < 0, 0, given - begins[example] + 1)
         with_one = by_example[given[by_example] >= 0]
         of_read = np.concatenate([np.arange(len(heads)), example[with_one]])
@@ -177,9 +183,12 @@ class HostMentions:
         self.predicted, self.classes = in_rows(example[by_example], place[mentioned][by_example], classes)
         sizes = np.diff(begins)
         (others,) = in_rows(np.repeat(np.arange(len(heads)), sizes), entities, fill=0)
+        # [N, C]: a column before the others for "no entity".
         self.candidates = np.pad(others, ((0, 0), (1, 0)))
         self.counts = np.ones(count, np.int64)
         self.counts[: len(heads)] += sizes
+        # Only the vectors of a batch's candidates go to the device: the table of all entities may have
+        # gigabytes.
         self._vectors = batch._vectors.of(self.candidates)
 
     def arrays(self) -> list[np.ndarray]:

@@ -60,6 +60,7 @@ class EntityAttention(nn.Module):
         qkv = self.query_key_value(states).view(examples, most, 3, self.heads, -1)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # [N, heads, M, E / heads]
         scores = (query @ key.transpose(-1, -2)).float() * query.shape[-1] ** -0.5
+        # Not -inf: an Example without entities would have a softmax of NaN. Its rows are set to 0 later.
         scores = scores.masked_fill(~is_real[:, None, None], torch.finfo(torch.float32).min)
         shares = scores.softmax(-1)
         if self.dropout and dropout is not None:
@@ -85,7 +86,10 @@ class EntityBlock(Block):
     ):
         super().__init__(config, parallel, recompute)
         size, inner, alone = of_entities.size, config.inner_size, TensorParallel()
+        # The one-function block computes BERT's FFN, without entities.
         self.may_fuse = False
+        # Not split over ranks: entities are few and narrow, and a split would cost a sum over ranks in each
+        # layer.
         self.entity_attention = EntityAttention(of_entities, config.attention_dropout) if attends else None
         self.attended_entity_layernorm = make_norm(config, size, alone) if attends else None
         self.entity_h_to_4h = ColumnParallelLinear(size, inner, parallel, has_bias=False)
@@ -126,7 +130,9 @@ class EntityBlock(Block):
         if self.entity_attention is not None and self.attended_entity_layernorm is not None:
             x = self.entity_attention(states, is_real, dropout, layer)
             states = self.attended_entity_layernorm.after_sum(states, x, dropout=features("attended"))[1]
+        # Padding entities point at row 0 (`clamp` above); zeros make their `index_add` below change nothing.
         states = states * is_real.flatten()[:, None].to(states.dtype)
+        # [T, inner]; the entities' share is added at the token where each mention begins.
         inner = self.mlp.dense_h_to_4h(attended) + self.entity_bias
         inner = inner.index_add(0, rows, self.entity_h_to_4h(states))
         inner = activated(inner, self.mlp.activation, gated=False, dropout=None)
@@ -168,6 +174,8 @@ class EntityTransformer(GLM):
         positions: torch.Tensor,
         before_block: BeforeBlock | None = None,
     ) -> torch.Tensor:
+        # The entities come as the condition of a pass, so that the Transformer knows nothing of them; its
+        # blocks get none.
         mentions: Any = context.condition
         context = replace(context, condition=None)
         states = mentions.input_vectors().flatten(0, 1).to(hidden.dtype)
@@ -207,5 +215,7 @@ class EntityTransformer(GLM):
         vectors = self.entity_head(hidden.index_select(0, rows)).view(*mentions.predicted.shape, -1)
         candidates = mentions.vectors.to(vectors.dtype)
         scores = (vectors @ candidates.transpose(1, 2)).float()
+        # Candidates are the entities of the Example, as in the source: a softmax over millions would need their
+        # whole table.
         fills = torch.arange(scores.shape[2], device=scores.device) >= mentions.counts[:, None]
         return scores.masked_fill(fills[:, None], float("-inf")).flatten(0, 1)

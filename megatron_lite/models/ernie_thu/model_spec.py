@@ -49,6 +49,7 @@ class ErnieSpec(ModelSpec):
         """As for one Transformer, and the layers whose entity states no later block reads."""
         kinds = section_of(config).kinds_of(config.model.num_layers)
         last = max((layer for layer, kind in enumerate(kinds) if kind != "sim"), default=-1)
+        # They have no gradient, and weight decay alone would change them.
         unused: tuple[str, ...] = (f"layers.{last}.entity_4h_to_h.", f"layers.{last}.entity_layernorm.")
         if config.task is not None:
             unused = (*unused, "entity_head.")

@@ -53,6 +53,7 @@ class LatentBatch(Batch):
     @cached_property
     def sentence_index(self) -> tuple[np.ndarray, np.ndarray]:
         """The sequence of each sentence and its number there, both int64 [N], in the order of the layout."""
+        # A document's number in the layout is row * width + its number in the row.
         width = self.fields[:, DOC].max(initial=0) + 1
         return np.divmod(np.unique(self.layout.document), width)
 
@@ -61,6 +62,7 @@ class LatentBatch(Batch):
         """Draws of the standard normal distribution for the sentences, fp32 [N, P]."""
         rows, numbers = self.sentence_index
         most = int(numbers.max(initial=-1)) + 1
+        # Named by (seed, sample, sentence), so that a resumed run and any number of ranks draw the same.
         drawn = normals(self._seed, "sentence", self.samples.tolist(), 0, most, self.latent_size)
         return drawn.numpy()[rows, numbers].astype(np.float32)
 
@@ -118,6 +120,7 @@ class HostSentences:
         sentence[layout.rows] = number
         token_sentence = np.where(order < 0, 0, sentence[order])[first:]
         real = len(known)
+        # Few counts, so that kernels and memory of one shape serve many batches.
         count = max(1, few_count(real) if few_counts else real)
 
         def firsts(chosen: np.ndarray) -> np.ndarray:

@@ -115,6 +115,8 @@ def _sample(
         require_finite("log likelihood", log_p, first)
         # log p(z) - log q(z | x): the terms with 2 pi cancel.
         ratio = 0.5 * (logvar[:, None] + noise.square() - z.square()).sum(-1)
+        # The importance-weighted bound: log of the mean of p(x, z) / q(z | x) over all samples, chunk by chunk,
+        # in fp64.
         bound = torch.logaddexp(bound, torch.logsumexp(log_p + ratio, 1))
         reconstruction -= log_p.sum(1) / sampling.samples
         if start == 0:

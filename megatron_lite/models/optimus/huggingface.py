@@ -199,6 +199,7 @@ def import_optimus(
         config = _config(source, directory, recorded, tree, verify)
         weights = _joined(source)
         check_shapes(weights, model_spec(config).shapes(config), path)
+        # The directory has a temporary name until all is proven; paths below it are written as they will be.
         moved = _moved(config, directory, output)
         write_training_checkpoint(directory / "checkpoints" / checkpoint_name(0), weights, moved)
         text = yaml.safe_dump(to_tree(moved), sort_keys=False)
@@ -285,6 +286,7 @@ def _config(
         if verify and not is_brought:
             kept = directory / KEPT_FILES / directory_of(prefix)
             require_same_ids(of_tokenizer, tokenizers[prefix], stack.path, kept)
+    # Whether the stacks share a tokenizer is not recorded; equal ones are one section.
     if tokenizers[ENCODER].fingerprint == tokenizers[DECODER].fingerprint:
         whole["decoder_tokenizer"] = None
     config = build(Config, whole)
@@ -359,6 +361,7 @@ def _of_posteriors(
     longest, sentences, expected = min(longest_sentence(run.config), 200), [], []
     theirs = load_class(directory, published_system(config).pretraining_class(config), dtype)
     base = getattr(theirs, theirs.base_model_prefix)  # type: ignore[call-overload]
+    # Several lengths: a wrong mask or position shows only where rows differ.
     for length in {longest, max(1, longest // 2), 1}:
         random = torch.randint(config.vocab_size, (length,), generator=generator)
         drawn = random.masked_fill(random == base.config.pad_token_id, special.unk).tolist()
@@ -386,6 +389,8 @@ def _of_logits(
     length = min(longest_sentence(run.config), 200)
     drawn = torch.randint(config.vocab_size, (3, length), generator=generator)
     tokens = torch.cat([torch.full((3, 1), begin), drawn], dim=1)
+    # The class reads the memory as a cache of length 1, so that its positions begin at 1; ours has a slot
+    # before the first token.
     has_memory = "memory.weight" in latent
     with_slot = torch.cat([tokens[:, :1], tokens], dim=1) if has_memory else tokens
     decoder = load_class(directory, _DECODER_CLASS, dtype)

@@ -69,6 +69,8 @@ def normals(seed: int, purpose: str, rows: Sequence[int], first: int, count: int
         np.empty((len(rows), count, blocks * _PER_BLOCK), np.uint64),
     )
     for place, row in enumerate(rows):
+        # The counter names vector and row, so that chunks and batches change no draw, and k = 5 uses the first
+        # 5 of k = 100.
         philox = np.random.Philox(key=key, counter=[first * blocks, row, 0, 0])
         words[place] = philox.random_raw(words[place].shape)
     # The middles of 2**53 equal parts of (0, 1): never 0 or 1.

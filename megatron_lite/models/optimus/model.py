@@ -62,6 +62,8 @@ class LatentCondition:
         """qkv [T, 3, H, size of a head] with the keys and values of the memory slots replaced."""
         if self.memory is None:
             return qkv
+        # [N, 2, H, size of a head]. The memory takes the place of a row of the decoder, so that no kernel needs
+        # keys of another length; that row's own state is computed and read by nobody.
         both = self.memory[:, layer].unflatten(1, qkv.shape[2:])[:, None].expand(-1, 2, -1, -1)
         places = torch.arange(1, 3, device=qkv.device)
         return qkv.index_put((self.slots[:, None], places), both.to(qkv.dtype))
@@ -89,6 +91,7 @@ class LatentLayers(nn.Module):
         if self.embedding is not None:
             added = self.embedding(z).index_select(0, token_sentence)
         if self.memory is not None:
+            # Sentences of padding come last and have no slot.
             memory = self.memory(z[: len(slots)]).view(-1, *self.shape)
         return LatentCondition(added, memory, slots)
 
@@ -129,6 +132,7 @@ class Optimus(TrainedModel):
     def set_step(self, step: int, steps: int) -> None:
         config = self.config
         shares = {"zero_share": config.zero_share, "rise_share": config.rise_share}
+        # A pure function of the step, so that a resumed run needs no state.
         self.beta = beta(step - 1, steps, peak=config.beta, cycles=config.cycles, **shares)
 
     @property
@@ -153,9 +157,12 @@ class Optimus(TrainedModel):
         sentences = _sentences(batch)
         mu, logvar = self.posterior(batch)
         # beta 0 trains a plain autoencoder: nothing would keep the posterior wide, so no noise is drawn.
+        # The noise is a function of (seed, sample, sentence): any number of ranks draws the same.
         z = draw(mu, logvar, sentences.noise) if self.config.beta else mu
         if self.observe is not None:
             self.observe(batch, mu, logvar, z)
+        # While the weight of the divergence is 0, noise would only make the latent vector useless to the
+        # decoder.
         if self.config.noise_free and not self.beta:
             z = mu
         reconstruction = self.reconstruction(batch, z)
@@ -170,6 +177,8 @@ class Optimus(TrainedModel):
         return (loss * weight).sum(), self._sums(reconstruction * weight, kl.sum(1) * weight, weight)
 
     def _sums(self, reconstruction: torch.Tensor, kl: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        # The bound itself is reported: the training loss changes with beta, so that its curve would mean
+        # nothing.
         sums = torch.zeros(self.num_losses, 2, device=weight.device)
         for name, values in (("reconstruction", reconstruction), ("kl", kl)):
             sums[LOSS_NAMES.index(name)] = torch.stack([values.detach().sum(), weight.sum()])
@@ -186,6 +195,7 @@ class Optimus(TrainedModel):
             return features
         head = self.encoder.heads.sentence
         assert head is not None, "the configuration checks it"
+        # BERT's pooler is the layer of its next-sentence head.
         return torch.tanh(head.dense(features))
 
     def posterior(self, batch: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
