@@ -144,7 +144,7 @@ def test_mistakes_are_one_line(run, tmp_path, monkeypatch, capsys):
         "empty.yaml has no section task": ["--checkpoint", best, "--task", str(tmp_path / "empty.yaml")],
         "has its own model": ["--checkpoint", best, "model.num_layers=7"],
         "a path must not be empty": ["--checkpoint", best, "--json", ""],
-        "so there is nothing to draw": [
+        "so there is nothing to plot": [
             *("--checkpoint", best, "--plot", str(tmp_path / "a.png"), "task.validation=[]"),
             f"task.test=['{write_lines(tmp_path / 'unlabelled.jsonl', [{'text': 'good'}])}']",
         ],
