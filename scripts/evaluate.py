@@ -27,7 +27,7 @@ from data_utils.common.errors import ArgumentParser, ConfigError, DataError, exp
 from data_utils.common.files import require_named, require_writable, write_whole
 from data_utils.common.setting_files import load_yaml
 from data_utils.common.settings import merge, parse_override
-from data_utils.tasks.readers.minimal_pairs import read_minimal_pairs
+from data_utils.tasks.readers.minimal_pairs import SCORES, read_minimal_pairs
 from megatron_lite.checkpoint.resolve_path import resolve_models
 from megatron_lite.finetune.setup import is_export
 
@@ -49,7 +49,7 @@ def parse_arguments() -> argparse.Namespace:
         "log likelihood; blanks: GLM, each word as a blank (default: words for masked models, blanks for GLM, else "
         "left-to-right)"
     )
-    add("--score", choices=("left-to-right", "words", "tokens", "blanks"), help=text)
+    add("--score", choices=SCORES, help=text)
     add("--every-step", action="store_true", help="all checkpoints of each run instead of the latest")
     add("--tokenizer", type=Path, help="tokenizer path, if it moved since training")
     add("--batch", type=int, default=16, metavar="SAMPLES", help="batch size of a forward pass (default 16)")

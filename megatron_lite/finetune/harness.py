@@ -144,7 +144,7 @@ class Harness:
 
         Raises: ConfigError for a run that does not predict such units; DataError for a text without a token.
         """
-        self.template.check_pseudo(unit)
+        self.template.check_score(unit)
         samples = ((number, self.template.pseudo(text, unit)) for number, text in enumerate(texts))
         return self._scores(samples, len(texts))[0].tolist()
 

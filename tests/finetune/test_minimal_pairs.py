@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -179,7 +180,7 @@ class Constant:
     """Stands for a harness whose sentences of even length have equal scores."""
 
     def __init__(self):
-        self.template = type("Template", (), {"is_pseudo": False, "form": "prefix"})
+        self.template = SimpleNamespace(form="prefix", check_score=lambda score: None)
 
     def loglikelihood(self, pairs):
         return [(float(len(text) % 2) * len(text), False) for _, text in pairs]
@@ -236,3 +237,23 @@ def test_a_score_that_the_run_does_not_give_is_refused(tmp_path):
             minimal_pairs.measure(harness, [], score)
     with pytest.raises(DataError, match="1 to"):
         minimal_pairs.scored(masked, ["the " * 99], "words")
+
+
+def test_a_glm_of_long_spans_alone_is_scored_left_to_right(tmp_path):
+    run = harness_run(tmp_path, "blank_infilling", token_prob=0.0, sentence_prob=0.0)
+    harness = Harness(run)
+    assert minimal_pairs.usual_score(harness) == "left-to-right"
+    with pytest.raises(ConfigError, match="gives left-to-right"):
+        minimal_pairs.measure(harness, [], "blanks")
+    assert minimal_pairs.usual_score(Harness(harness_run(tmp_path, "blank_infilling"))) == "blanks"
+
+
+@pytest.mark.parametrize("paradigms", [67, 2])
+def test_published_means_are_drawn_for_the_whole_benchmark_alone(tmp_path, monkeypatch, paradigms):
+    from matplotlib.axes import Axes
+
+    written = []
+    monkeypatch.setattr(Axes, "annotate", lambda self, text, *_, **__: written.append(text))
+    found = [minimal_pairs.Paradigm(f"p{i}", "some", [True, False]) for i in range(paradigms)]
+    minimal_pairs.draw(tmp_path / "a.png", {"run": minimal_pairs.Scores("words", found)})
+    assert written == (list(minimal_pairs.PUBLISHED) if paradigms == 67 else [])

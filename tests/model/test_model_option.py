@@ -1,4 +1,4 @@
-"""A model option touches two files: docs/changes.md shows one, which is applied to a copy here."""
+"""docs/changes.md shows how to add a model option; the change is applied to a copy here and used."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.documented_changes import apply, changed_files, diff_in, sections
+from support.documented_changes import apply, diff_in, sections
 from support.project import copied_project
 
 from data_utils.common.settings import merge
@@ -47,8 +47,7 @@ def train(project: Path, settings: dict, value: bool) -> tuple[int, list[float]]
     return int(re.search(r"([\d,]+) parameters", printed)[1].replace(",", "")), losses
 
 
-def test_a_model_option_touches_at_most_three_files(project, settings):
-    assert len(changed_files(diff_in(sections()[TITLE]))) <= 3
+def test_the_option_of_the_page_works(project, settings):
     assert re.search(rf"model\.{OPTION} \(bool, default false\)\n +\S+", command(project, "--help", "model"))
     count, losses = train(project, settings, True)
     default_count, default_losses = train(project, settings, False)

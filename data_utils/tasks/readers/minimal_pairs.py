@@ -15,6 +15,13 @@ from data_utils.common.setting_files import shown
 from data_utils.corpus.json_records import UnusableRecord, parse_json_object
 from data_utils.tasks.readers.files import numbered_lines
 
+SCORES = (
+    "left-to-right",
+    "words",
+    "tokens",
+    "blanks",
+)  # of a sentence: megatron_lite/finetune/minimal_pairs.py
+
 
 @dataclass(frozen=True)
 class MinimalPair:

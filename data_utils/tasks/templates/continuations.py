@@ -277,13 +277,22 @@ class Continuations:
 
     # ---- whole texts: pseudo log likelihoods ----
 
-    def check_pseudo(self, unit: str) -> None:
-        """Raise ConfigError unless the run predicts a token, or a word, from the text on both sides of it."""
-        if self.form not in _UNITS or unit not in _UNITS[self.form]:
-            units = " or ".join(_UNITS.get(self.form, ())) or "left-to-right"
+    @property
+    def knows_word_blanks(self) -> bool:
+        """Whether a GLM has learned [MASK], the blank of words; a run of long spans alone has not."""
+        return "mask" in self.inputs.form.masks
+
+    def check_score(self, score: str) -> None:
+        """Raise ConfigError unless the run gives this score of a text: left-to-right, or what `pseudo` predicts."""
+        given = _UNITS.get(self.form, ())
+        if self.form == "glm" and not self.knows_word_blanks:
+            given = ()
+        if not self.is_pseudo:
+            given = (*given, "left-to-right")
+        if score not in given:
             raise ConfigError(
-                f"scores by {unit} are asked for, but a run of {self.inputs.form.objective} scores texts by {units}; "
-                "choose that."
+                f"the score is {score}, but a run of {self.inputs.form.objective} "
+                f"gives {' or '.join(given)}; choose that."
             )
 
     def pseudo(self, text: str, unit: str) -> TaskSample:
