@@ -87,6 +87,18 @@ def test_a_token_drops_the_same_in_any_batch_and_order():
     assert len(np.unique(whole)) == whole.size and (token_keys(4, samples, 40) != whole).all()
 
 
+def test_every_bit_of_seed_and_sample_tells_keys_apart():
+    """Keys of samples that agree in their lowest bits, however many, would drop the same elements."""
+    length, bits = 16, range(62)
+    samples = np.array([5, *(5 ^ 1 << bit for bit in bits)])
+    of_samples = token_keys(3, samples, length)
+    of_seeds = np.concatenate([token_keys(3 ^ 1 << bit, samples[:1], length) for bit in bits])
+    keys = np.concatenate([of_samples, of_seeds])
+    assert (
+        len(np.unique(keys)) == keys.size
+    )  # 2,000 numbers of 32 bits: none twice, by chance, 2,000 times of 2,001
+
+
 def test_a_rank_with_half_of_the_heads_drops_its_half():
     whole = Dropout(KEYS, SALTS, 0).attention(0.3, 1).keep(KEYS[:9], KEYS[:9], 8)
     half = Dropout(KEYS, SALTS, 0, first_head=4).attention(0.3, 1).keep(KEYS[:9], KEYS[:9], 4)

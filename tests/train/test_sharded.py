@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support import parity_cases
 from support.batches import prefix_batch
 from support.distributed import run_ranks
 from support.engines import tree
@@ -247,6 +248,37 @@ def test_gradients_of_norms_and_biases_are_summed_once_a_step():
     *partial, norm = after
     # position tables, and norms with biases: this rank's part of fp32 sums over 4 data-parallel ranks
     assert norm == 8 and len(partial) == 3 and sum(partial) < 4 * 3 * BUCKET
+
+
+def norm_of_ones(context, case):
+    """The gradient norm of a step in which the gradient of every element of the whole model is 1.
+
+    Ranks that hold shares of a gradient, which are summed, hold equal shares of it.
+    """
+    engine = make_engine(case.config(), context, parity_cases.OBJECTIVES)
+    optimizer = engine._engine.optimizer
+    optimizer.begin(1)
+    for parameter, bucket in optimizer.bucket_of.items():
+        shares = bucket.group.summed_over
+        value = 1.0 if shares is None else 1.0 / shares.size
+        optimizer.take(parameter, torch.full_like(parameter, value))
+    optimizer.reduce_gradients()
+    optimizer.step()
+    return optimizer.outcome().grad_norm
+
+
+def test_the_norm_counts_each_element_of_the_model_once():
+    """Stages share T5's tables of relative positions and, at both ends, the words."""
+    (alone,), staged = (
+        run_ranks(
+            norm_of_ones,
+            stages,
+            parity_cases.Case(1, stages, 1, variant="t5 with buckets"),
+            parallel=ParallelConfig(pipeline_parallel_size=stages),
+        )
+        for stages in (1, 2)
+    )
+    assert staged == pytest.approx([alone, alone], rel=1e-6)
 
 
 # Buckets
