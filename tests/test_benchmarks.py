@@ -324,6 +324,7 @@ def test_optimizers_are_measured_beside_adamw(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_memory_of_attention_grows_linearly():
     """Measured by the operating system: no mask of all pairs exists anywhere.
 
@@ -451,7 +452,7 @@ def test_cross_entropy_and_its_gradient_match_float64(monkeypatch, chunk_bytes):
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no mallopt")
-@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("keep", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_keep_freed_memory(keep):
     """In a process of its own, because it changes how the C library allocates for good."""
     code = (

@@ -73,7 +73,11 @@ RESHARDS = [
 ]
 
 
-@pytest.mark.parametrize("ranks, before, new_ranks, after", RESHARDS)
+@pytest.mark.parametrize(
+    "ranks, before, new_ranks, after",
+    # Every second one always: each kind of layout is saved or loaded by one of these.
+    [pytest.param(*case, marks=[pytest.mark.slow] * (i % 2)) for i, case in enumerate(RESHARDS)],
+)
 def test_state_is_bit_equal_on_any_layout(tmp_path, ranks, before, new_ranks, after):
     settings = {"batch": {"micro_batch_size": 1}}
     run_layout(fill_and_save, ranks, before, settings, tmp_path)

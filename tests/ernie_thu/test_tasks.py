@@ -31,6 +31,7 @@ def learn(context, files, output, *overrides):
     return of_file["mean"]
 
 
+@pytest.mark.slow  # in test_planted_corpus.py always
 def test_what_entities_tell_is_learnt_with_them_and_guessed_without(tmp_path):
     """And a run that another one with entities begins: its heads of pretraining are left alone."""
     files = write_task(tmp_path / "task", "entities", train=256)

@@ -176,9 +176,15 @@ FORMULAS = {
 
 @DTYPES
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("p", [0.0, 0.3])
+@pytest.mark.parametrize(
+    "with_bias, gated, p",
+    [  # with dropout, and without anything
+        pytest.param(with_bias, gated, p, marks=[pytest.mark.slow] * (not p and (with_bias or gated)))
+        for with_bias in (False, True)
+        for gated in (False, True)
+        for p in (0.0, 0.3)
+    ],
+)
 def test_activations(dtype, activation, with_bias, gated, p):
     width = 300  # more than a tile has
     shape = (1 + gated) * width

@@ -72,6 +72,7 @@ def trained(settings, directory, world=1, **parallel):
     return load_weights(read_checkpoint(list_checkpoints(directory / "checkpoints")[-1]))
 
 
+@pytest.mark.slow  # always with class heads, in test_class_heads.py
 def test_layouts_and_a_restart_equal_one_process(settings, tmp_path):
     """fp32: only the order of sums differs. A restart is bit for bit."""
     whole = trained(settings, tmp_path / "one")

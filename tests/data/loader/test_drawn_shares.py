@@ -81,7 +81,23 @@ READ_BESIDE = ("entities", "capitalization", "discourse_relation", "relevance") 
 ORDINARY = [" ".join([*PROSE] * 6)] * 8
 
 
-@pytest.mark.parametrize("name", sorted(OBJECTIVES.keys() - {*READ_BESIDE}))
+ALWAYS = {
+    "blank_infilling",
+    "masked_lm",
+    "t5",
+    "bart",
+    "xlnet",
+    "optimus",
+}  # each compiles its loop, for seconds
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ALWAYS))
+        for name in sorted(OBJECTIVES.keys() - {*READ_BESIDE})
+    ],
+)
 def test_ordinary_text_is_not_warned_of(opened, name):
     """Each objective predicts about the share that its settings say, in documents longer than a sample."""
     texts = ("sentences", [*PROSE] * 20) if name == "optimus" else ("ordinary", ORDINARY)

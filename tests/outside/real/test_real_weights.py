@@ -182,7 +182,7 @@ def test_logits_of_real_sentences_are_those_of_the_class(name, imported, release
         assert float((actual[..., : expected.shape[-1]] - expected).abs().max() / scale) < LOGITS
 
 
-@pytest.mark.parametrize("name", ["albert", "bert", "llama"])
+@pytest.mark.parametrize("name", ["albert", "bert", pytest.param("llama", marks=pytest.mark.slow)])
 def test_the_first_steps_on_real_text_are_those_of_the_class(name, imported, released, tmp_path):
     """Each loss of continued training, from the imported weights, in fp32 without dropout."""
     run = imported(name)
