@@ -151,7 +151,7 @@ def measure(
     for repeat in range(-1, repeats):
         for name, made in batches.items():
             batch = made[repeat % len(made)]
-            micro = engine.prepared(batch, None, 1.0 / max(batch.loss_weight, 1.0))
+            micro = engine.prepared(batch, None, 1.0 / max(batch.loss_divisor, 1.0))
             seconds[name].append(timed(lambda micro=micro: engine.train_step([micro], 1e-6).grad_norm))
         plain, asked = batches["pretraining"][repeat % BATCHES], batches["tuning, mixed"][repeat % BATCHES]
         seconds["forward"].append(timed(lambda batch=plain: engine.evaluate([batch])))

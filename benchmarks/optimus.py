@@ -41,7 +41,7 @@ from data_utils.tokenizers.vocabulary import Vocabulary
 from megatron_lite.config.tree import Config
 from megatron_lite.model.build import build_model, model_spec
 from megatron_lite.model.lengths import builds_kernels, few_lengths
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.models.optimus.batch import LatentBatch
 from megatron_lite.models.optimus.config import latent_of
 from megatron_lite.models.optimus.model import Optimus
@@ -100,7 +100,7 @@ def steps(options: argparse.Namespace) -> tuple[dict[str, Callable[[], None]], f
     model.to(dtype)
     inputs, plain = (
         [
-            ModelInput.from_batch(
+            MicroBatch.from_batch(
                 batch,
                 device,
                 of.model,

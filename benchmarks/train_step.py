@@ -48,7 +48,7 @@ from megatron_lite.model.flops import step_flops
 from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.lengths import builds_kernels, few_lengths
 from megatron_lite.model.loss import cross_entropy
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.model.tensor_parallel import linear
 from megatron_lite.model.transformer import GLM
 
@@ -143,7 +143,7 @@ def glm_variants(
     multiple = few_lengths(rows * length, device, dtype)  # as in training
     few_counts = builds_kernels(device, dtype)
     ours, dense = (
-        [ModelInput.from_batch(Batch(x), device, config, kernel=kernel, **options) for x in made]
+        [MicroBatch.from_batch(Batch(x), device, config, kernel=kernel, **options) for x in made]
         for kernel, options in (("auto", {"multiple": multiple, "few_counts": few_counts}), ("dense", {}))
     )
     loss_rows = statistics.mean(Batch(x).loss_rows for x in made)
@@ -181,7 +181,7 @@ def glm_variants(
     ]
 
 
-def computed_rows(inputs: ModelInput) -> int:
+def computed_rows(inputs: MicroBatch) -> int:
     """Rows that the blocks run on."""
     return inputs.tokens.numel()
 

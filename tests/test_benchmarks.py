@@ -38,7 +38,7 @@ from megatron_lite.model.attention_backends.plan import plan_attention
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.flops import parameter_count
 from megatron_lite.model.init import initialize_parameters
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.model.transformer import GLM
 
 CPU = torch.device("cpu")
@@ -419,7 +419,7 @@ def test_dropping_padding_changes_nothing(dtype):
     model.to(dtype).eval()
     results = []
     for multiple in (batch[:, DOC].size, 1):
-        inputs = ModelInput.from_batch(Batch(batch), CPU, model.config, multiple=multiple)
+        inputs = MicroBatch.from_batch(Batch(batch), CPU, model.config, multiple=multiple)
         model.zero_grad()
         loss, _ = model(inputs)
         loss.backward()

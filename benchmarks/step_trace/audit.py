@@ -22,7 +22,7 @@ from megatron_lite.estimate.batches import random_batches
 from megatron_lite.model import cuda_graphs as graphs
 from megatron_lite.model import fused_block
 from megatron_lite.model.fused_block import FusedParameters
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 
 _SEARCHED = 24  # batches, among which two are of one length
 Note = tuple[str, str, tuple[Any, ...]]  # operation, place in the code, numbers and tensors
@@ -99,9 +99,9 @@ def differences(case: Case) -> list[str]:
     return [*notes.entered, *_compared(*passes[1:])]
 
 
-def _of_one_length(made: list[ModelInput]) -> list[ModelInput]:
+def _of_one_length(made: list[MicroBatch]) -> list[MicroBatch]:
     """Two batches of one length, with plans of one shape if there are such ones."""
-    alike: dict[tuple[Any, ...], list[ModelInput]] = {}
+    alike: dict[tuple[Any, ...], list[MicroBatch]] = {}
     for one in made:
         plan = one.plan.shape if one.plan.is_fixed else ()
         alike.setdefault((len(one.tokens), *plan), []).append(one)

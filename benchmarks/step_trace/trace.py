@@ -34,7 +34,7 @@ from megatron_lite.estimate.gpus import gpu_named
 from megatron_lite.estimate.roofline import Members
 from megatron_lite.model import build as models
 from megatron_lite.model.kernels.fused import choose_kernels
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.parallel.context import ParallelContext, initialize
 from megatron_lite.parallel.launch import Launch
 
@@ -210,7 +210,7 @@ def _begin_timers(engine: Engine) -> None:
 class Steps:
     """Training steps that tell the recorder where they are."""
 
-    def __init__(self, engine: Engine, recorder: Recorder, micro_batches: list[ModelInput]):
+    def __init__(self, engine: Engine, recorder: Recorder, micro_batches: list[MicroBatch]):
         self.engine, self.recorder, self.micro_batches = engine, recorder, micro_batches
         self.backwards = 0
         engine._engine.module.register_forward_pre_hook(lambda *_: self._enter("forward"))

@@ -21,7 +21,7 @@ from megatron_lite.inference.attention_probe import attention_weights
 from megatron_lite.inference.open_run import Run
 from megatron_lite.model.attention_backends.dense import DensePlan
 from megatron_lite.model.attention_backends.window import LayeredPlan
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.model.task_batch import TaskBatch
 
 CLOSE = 1e-4  # most difference of both outputs, as a share of the largest
@@ -61,7 +61,7 @@ def weights_of(run: Run, text: Text) -> torch.Tensor:
     fields, parts = collate([text.sample])
     batch = TaskBatch(fields, np.zeros(1, np.int64), parts, "tags")
     device = next(run.model.parameters()).device
-    given = ModelInput.from_batch(batch, device, run.config.model, kernel="dense")
+    given = MicroBatch.from_batch(batch, device, run.config.model, kernel="dense")
     weights: list[torch.Tensor] = []
     recording: Any
     plan = given.plan

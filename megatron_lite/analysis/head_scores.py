@@ -24,7 +24,7 @@ from megatron_lite.finetune.setup import Task
 from megatron_lite.finetune.writing import writer
 from megatron_lite.inference.open_run import OpenRun, Run
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.parallel.context import ParallelContext
 
 
@@ -84,9 +84,9 @@ class LossScorer:
         device = next(self.run.model.parameters()).device
         loss = weight = 0.0
         for one in self.examples():
-            given = ModelInput.from_batch(one.batch, device, self.run.config.model)
+            given = MicroBatch.from_batch(one.batch, device, self.run.config.model)
             loss -= float(loss_of(self.run.model, given))
-            weight += one.batch.loss_weight
+            weight += one.batch.loss_divisor
         return loss / weight
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from megatron_lite.model.attention_backends.calls import PartsPlan
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.model_input import ModelInput, prepare
+from megatron_lite.model.micro_batch import MicroBatch, prepare
 from megatron_lite.model.transformer import GLM
 
 
@@ -81,7 +81,7 @@ def importance(
     return {name: total.cpu() / counts[name] for name, total in sums.items()}
 
 
-def loss_of(model: GLM, given: ModelInput) -> torch.Tensor:
+def loss_of(model: GLM, given: MicroBatch) -> torch.Tensor:
     """The sum of the losses of a micro-batch, nats: of a task, or of its tokens."""
     if given.parts is not None:
         return model(given)[0]

@@ -19,7 +19,7 @@ from data_utils.tasks.templates.forms import input_format_of
 from data_utils.tasks.templates.heads_input import FORMS, head_document, overhead
 from data_utils.tasks.templates.inputs import Inputs
 from megatron_lite.inference.open_run import OpenRun, Run
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.model.task_batch import TaskBatch
 
 
@@ -81,7 +81,7 @@ def layers_of(run: Run, texts: Sequence[Text]) -> list[torch.Tensor]:
     fields, parts = collate([text.sample for text in texts])
     batch = TaskBatch(fields, np.arange(len(texts)), parts, "tags")
     model = run.model
-    given = ModelInput.from_batch(batch, next(model.parameters()).device, run.config.model)
+    given = MicroBatch.from_batch(batch, next(model.parameters()).device, run.config.model)
     layers: list[torch.Tensor] = []
 
     def keep(layer: int, hidden: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ from megatron_lite.model.cuda_graphs import BlockGraphs
 from megatron_lite.model.embedding import PositionEmbeddings
 from megatron_lite.model.length_table import length_table
 from megatron_lite.model.lengths import builds_kernels, few_lengths
-from megatron_lite.model.model_input import ModelInput, dense_reason, prepare
+from megatron_lite.model.micro_batch import MicroBatch, dense_reason, prepare
 from megatron_lite.model.tensor_parallel import (
     ColumnParallelLinear,
     Partition,
@@ -273,15 +273,15 @@ class Engine(ABC):
         return self._named
 
     @abstractmethod
-    def train_step(self, micro_batches: Sequence[ModelInput], lr: float) -> StepResult:
+    def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
         """Forward and backward of the micro-batches, then one optimizer step with learning rate `lr`."""
 
     @abstractmethod
     def evaluate(self, batches: Sequence[Batch]) -> torch.Tensor:
         """fp64 [objectives, 3] as in StepResult, of batches of the training shape, without dropout."""
 
-    def prepared(self, batch: Batch, dropout_seed: int | None, loss_factor: float = 1.0) -> ModelInput:
-        """A batch as the model takes it in this layout, on the host. Args: loss_factor: see ModelInput."""
+    def prepared(self, batch: Batch, dropout_seed: int | None, loss_factor: float = 1.0) -> MicroBatch:
+        """A batch as the model takes it in this layout, on the host. Args: loss_factor: see MicroBatch."""
         rows, length = batch.layout.shape
         has_stages, has_parts = self.context.pp.size > 1, self._config.model.decoder_layers > 0
         device, dtype = self.context.device, TYPES[self._config.training.precision]

@@ -47,7 +47,7 @@ from megatron_lite.model.fused_block import Hidden, Residual, settled
 from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.lm_head import Heads
 from megatron_lite.model.loss import ChunkedLogits, loss_logits, sum_losses
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.model.norms import final_layernorm
 from megatron_lite.model.position_bias import Table, relative_tables
 from megatron_lite.model.tensor_parallel import TensorParallel, VocabParallelEmbedding
@@ -62,7 +62,7 @@ _Parts = tuple[torch.Tensor, torch.Tensor]  # the encoder's rows [Te, D], the de
 class _Current:
     """The micro-batch that a stage is computing. A stage computes them in order."""
 
-    input: ModelInput
+    input: MicroBatch
     context: ForwardContext
     parts: tuple[ForwardContext, DecoderContext] | None  # of encoder and decoder
     before_block: BeforeBlock | None
@@ -75,9 +75,9 @@ class _Feed:
     def __init__(self, config: ModelConfig, parallel: TensorParallel, device: torch.device, has_memory: bool):
         self.config, self.parallel, self.device, self.has_memory = config, parallel, device, has_memory
         self.tables: dict[str, Table] = {}  # those that the stage's blocks read
-        self._waiting: Iterator[tuple[ModelInput, float]] = iter(())
+        self._waiting: Iterator[tuple[MicroBatch, float]] = iter(())
 
-    def fill(self, micro_batches: Iterable[ModelInput], scale: float = 1.0) -> None:
+    def fill(self, micro_batches: Iterable[MicroBatch], scale: float = 1.0) -> None:
         """Args: micro_batches: on the host. scale: multiplies their losses, in addition to the factor of each."""
         self._waiting = ((micro, micro.loss_factor * scale) for micro in micro_batches)
 
@@ -349,7 +349,7 @@ class PipelineEngine(Engine):
         self._sums[:, : per_objective.shape[1]] += per_objective
         return total * current.loss_factor
 
-    def train_step(self, micro_batches: Sequence[ModelInput], lr: float) -> StepResult:
+    def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
         self._begin_step(len(micro_batches), lr)
         self._sums = self._no_sums(self.context.device)
         per_pass = self._engine.train_micro_batch_size_per_gpu() * self._engine.dp_world_size

@@ -10,7 +10,7 @@ from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import Engine, StepResult
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.build import build_model
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.model.task_batch import TaskBatch
 from megatron_lite.model.tensor_parallel import TensorParallel
 from megatron_lite.model.transformer import GLM
@@ -49,7 +49,7 @@ class PlainEngine(Engine):
         assert isinstance(self._model, GLM)
         return self._model
 
-    def train_step(self, micro_batches: Sequence[ModelInput], lr: float) -> StepResult:
+    def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
         """As `Engine.train_step`. Gradients are summed in the optimizer's buckets, and over ranks during backward.
 
         DeepSpeed's `step` does nothing before the last micro-batch. Then it calls the optimizer's: global norm,
@@ -101,10 +101,10 @@ class PlainEngine(Engine):
         """The model's predictions for a task, without dropout, on all ranks of a replica. See `GLM.forward`."""
         return self._model(self._input(batch, None), answers=True)
 
-    def _input(self, batch: Batch, dropout_seed: int | None) -> ModelInput:
+    def _input(self, batch: Batch, dropout_seed: int | None) -> MicroBatch:
         return self.prepared(batch, dropout_seed).to(self.context.device)
 
-    def _buffer_for(self, micro: ModelInput) -> torch.Tensor | None:
+    def _buffer_for(self, micro: MicroBatch) -> torch.Tensor | None:
         """Where CUDA graphs read their batches; None = anywhere."""
         if not self._has_graphs:
             return None

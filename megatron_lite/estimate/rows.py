@@ -28,7 +28,7 @@ from megatron_lite.model.attention_backends.varlen import VarlenCall, VarlenPlan
 from megatron_lite.model.attention_backends.window import LayeredPlan
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.lengths import few_lengths
-from megatron_lite.model.model_input import find_loss_rows, kernel_of, plan_stack
+from megatron_lite.model.micro_batch import find_loss_positions, kernel_of, plan_stack
 
 SAMPLED_ROWS = 32  # at least; enough for means within about 2 %
 _CUDA = torch.device("cuda")
@@ -148,7 +148,7 @@ def _one(config: Config, batch: Batch) -> Rows:
     ]
     cross = _cross(layout, kernel, model) if others else None
     weights, objectives = batch.weights.reshape(-1), batch.fields[:, OBJECTIVE].reshape(-1)
-    loss_rows, _ = find_loss_rows(weights, objectives, model)
+    loss_rows, _ = find_loss_positions(weights, objectives, model)
     return Rows(
         batch.fields.shape[2], stack, others[0] if others else None, cross, batch.tokens,
         len(loss_rows.tokens), len(loss_rows.borders), len(loss_rows.sentences),

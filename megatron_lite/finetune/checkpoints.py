@@ -21,7 +21,7 @@ from megatron_lite.finetune.setup import HEADED, HEADLESS, Task, for_import, is_
 from megatron_lite.finetune.writing import writer
 from megatron_lite.inference.open_run import OpenRun, Run, open_run
 from megatron_lite.model.build import model_spec
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.model.task_batch import TaskBatch
 from megatron_lite.model.task_heads import configs_of_tasks
 from megatron_lite.parallel.context import ParallelContext
@@ -144,6 +144,6 @@ def make_predict(run: Run, config: Config | None = None) -> Predict:
 
     @torch.no_grad()
     def answer(batch: TaskBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        return run.model(ModelInput.from_batch(read(batch), device, run.config.model), answers=True)
+        return run.model(MicroBatch.from_batch(read(batch), device, run.config.model), answers=True)
 
     return answer

@@ -100,7 +100,7 @@ class Batch:
         return np.where(by_tokens, np.float32(1.0), self.weights)
 
     @property
-    def loss_weight(self) -> float:
+    def loss_divisor(self) -> float:
         """The divisor of all losses."""
         return float(self.divisors.sum())
 

@@ -3,7 +3,7 @@
 Models predict tokens through their word embedding, after the final norm of pre-norm models. Options replace that by a
 matrix of its own (GLM-4), and add a layer before it (BERT; to the smaller embedding in ALBERT) and a bias, BERT's
 sentence head (classes at CLS), and SpanBERT's boundary head (a span's tokens from the tokens around it). The field
-`objective` decides which head predicts a token: `find_loss_rows`.
+`objective` decides which head predicts a token: `find_loss_positions`.
 
 Heads compute only the loss rows: the tokens that have a loss. Under tensor parallelism all ranks hold all loss rows;
 what is not split over the vocabulary is computed by each rank, with equal results and equal gradients.
@@ -21,7 +21,7 @@ from megatron_lite.config.model import ModelConfig, padded_vocab_size
 from megatron_lite.model.dense import Transform
 from megatron_lite.model.kernels import fused
 from megatron_lite.model.kernels.dropout import Dropout
-from megatron_lite.model.model_input import LossRows
+from megatron_lite.model.micro_batch import LossPositions
 from megatron_lite.model.task_heads import SentenceHead, SpanBoundaryHead, TaskHead, TaskHeads, task_head
 from megatron_lite.model.tensor_parallel import (
     Partition,
@@ -72,7 +72,7 @@ class Heads(nn.Module):
     def forward(
         self,
         hidden: torch.Tensor,
-        loss_rows: LossRows,
+        loss_rows: LossPositions,
         final_layernorm: nn.Module,
         dropout: Dropout | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from megatron_lite.model.kernels.cross_entropy import log_sums_kernel, write_gradient_kernel
 from megatron_lite.model.kernels.fused import has_kernels
 from megatron_lite.model.lm_head import Heads
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.model.tensor_parallel import VocabParallelEmbedding, add_product, linear
 from megatron_lite.parallel.collectives import SINGLE, Group, all_reduce
 
@@ -106,7 +106,7 @@ def row_losses(
 
 def sum_losses(
     rows: tuple[torch.Tensor | ChunkedLogits, torch.Tensor],
-    batch: ModelInput,
+    batch: MicroBatch,
     embedding: VocabParallelEmbedding,
     num_losses: int,
     smoothing: float,

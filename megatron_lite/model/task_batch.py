@@ -12,7 +12,7 @@ from data_utils.common.batch_fields import DOC, TOKENS
 from data_utils.common.target_groups import TargetGroups
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.model_input import LossRows, few_count
+from megatron_lite.model.micro_batch import LossPositions, few_count
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Parts:
     right: torch.Tensor  # [S]: number of the right part, in [P]; choices with labels, else [0]
     value: torch.Tensor  # fp32 [P]
     divisor: torch.Tensor  # fp32 [P]
-    weight: torch.Tensor  # fp32 [1]: samples, parts or rows with a label, see `TaskBatch.loss_weight`
+    weight: torch.Tensor  # fp32 [1]: samples, parts or rows with a label, see `TaskBatch.loss_divisor`
     has_language: bool = False  # tokens have a loss beside, that of pretraining
     task: str = ""  # the name of its head among several
     place: int = -1  # of its loss among all losses
@@ -67,11 +67,11 @@ class TaskBatch(Batch):
         return self.weights
 
     @property
-    def loss_weight(self) -> float:
+    def loss_divisor(self) -> float:
         """Samples (choices), parts (classes, sets, values, spans), rows (tags) or tokens with a label."""
         parts = self.parts
         if self.head == "tokens":
-            return super().loss_weight
+            return super().loss_divisor
         # What the loss of a head is a mean over; heads that are not listed count their targets.
         counts = {
             "choices": int((parts.right >= 0).sum()),
@@ -91,7 +91,7 @@ class TaskBatch(Batch):
         if self.head == "tokens":
             return super().loss_weights(num_losses)
         weights = super().loss_weights(num_losses) if self.has_language else np.zeros(num_losses)
-        weights[self.place] = self.loss_weight
+        weights[self.place] = self.loss_divisor
         return weights
 
     def host_parts(
@@ -152,24 +152,24 @@ class HostTaskParts:
         # From a number within the sample to one among all parts; samples without a label (-1) are left out below.
         right = parts.right + np.searchsorted(parts.sample, np.arange(len(parts.right)))
         self._integers = (self._rows, parts.position_group, targets, parts.sample, right[parts.right >= 0])
-        self._numbers = (parts.value, parts.divisor, np.array([batch.loss_weight]))
+        self._numbers = (parts.value, parts.divisor, np.array([batch.loss_divisor]))
 
     def _filled(self, of_rows: np.ndarray) -> np.ndarray:
         return np.pad(of_rows, (0, self._fillers))
 
-    def loss_rows(self) -> tuple[LossRows, np.ndarray] | None:
+    def loss_rows(self) -> tuple[LossPositions, np.ndarray] | None:
         """For choices: the rows whose targets are tokens, and these targets. None for other kinds of tasks."""
         if self._head != "choices":
             return None
         none = self._rows[:0]
-        rows = LossRows(self._rows, np.stack([none] * 3, axis=1), none, np.zeros_like(self._rows))
+        rows = LossPositions(self._rows, np.stack([none] * 3, axis=1), none, np.zeros_like(self._rows))
         return rows, self._filled(self._targets)
 
     def arrays(self) -> list[np.ndarray]:
         """int32, floats by their bits."""
         return [
             *(array.astype(np.int32) for array in self._integers),
-            # Floats by their bits: all arrays share one int32 buffer (model_input.py).
+            # Floats by their bits: all arrays share one int32 buffer (micro_batch.py).
             *(array.astype(np.float32).view(np.int32) for array in self._numbers),
         ]
 

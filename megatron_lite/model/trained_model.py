@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from megatron_lite.model.model_input import ModelInput
+    from megatron_lite.model.micro_batch import MicroBatch
     from megatron_lite.parallel.context import ParallelContext
 
 ENCODER, DECODER = "encoder.", "decoder."  # prefixes of the parameters in a model of two stacks
@@ -31,7 +31,7 @@ class TrainedModel(nn.Module):
     before_use: Callable[[nn.Module], None]
 
     @abstractmethod
-    def forward(self, batch: ModelInput, *, answers: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, batch: MicroBatch, *, answers: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss sum (fp32 scalar, nats), and without gradient fp32 [losses, 2]: sum and weight of each loss.
 
         Args: answers: what a task's parts are answered with instead, where the model learns tasks.

@@ -40,7 +40,7 @@ from megatron_lite.model.fused_block import Hidden, settled
 from megatron_lite.model.kernels.dropout import Dropout
 from megatron_lite.model.lm_head import Heads
 from megatron_lite.model.loss import ChunkedLogits, loss_logits, row_losses, sum_losses
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.model.norms import LayerNorm, RMSNorm, final_layernorm
 from megatron_lite.model.position_bias import Table, relative_tables
 from megatron_lite.model.predictions import row_scores, task_rows
@@ -209,7 +209,7 @@ class GLM(TrainedModel):
         """[..., D] -> [..., V]. One process only."""
         return self.heads.logits(self.final_layernorm(hidden), self.embedding.word_embeddings)
 
-    def forward(self, batch: ModelInput, *, answers: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, batch: MicroBatch, *, answers: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Weighted loss sum (fp32 scalar, nats); without gradient, fp32 [objectives, 2 or 3], see `sum_losses`.
 
         Both are equal on all tensor-parallel ranks. The loss of a task is the last of the objectives.
@@ -234,7 +234,7 @@ class GLM(TrainedModel):
             return loss + of_tokens, token_sums
         return loss, sums
 
-    def _token_loss(self, hidden: torch.Tensor, batch: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
+    def _token_loss(self, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         rows, words = self._row_logits(hidden, batch), self.embedding.word_embeddings
         return sum_losses(rows, batch, words, self.num_losses, self.label_smoothing, self.z_loss)
 
@@ -242,7 +242,7 @@ class GLM(TrainedModel):
         loss = task_loss(outputs, parts)
         return loss, sums_of_task(loss, parts, self.num_losses)
 
-    def _answers(self, batch: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
+    def _answers(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Choices: log probability of each part's targets, fp32 [P], and whether each is the likeliest token, bool [P].
 
         Other tasks: the outputs of the task's head, see `task_loss`, and an empty tensor.
@@ -258,10 +258,10 @@ class GLM(TrainedModel):
         log_p, is_likeliest = row_scores(logits[:rows], batch.targets[:rows], self.embedding.word_embeddings)
         return part_sums(log_p, parts), part_sums(~is_likeliest, parts) == 0
 
-    def _hidden(self, batch: ModelInput, before_block: BeforeBlock | None = None) -> torch.Tensor:
+    def _hidden(self, batch: MicroBatch, before_block: BeforeBlock | None = None) -> torch.Tensor:
         return self.run(batch.tokens, batch.ids, batch.plan, batch.dropout, before_block)
 
-    def _layers(self, batch: ModelInput) -> list[torch.Tensor]:
+    def _layers(self, batch: MicroBatch) -> list[torch.Tensor]:
         """[T, D] of the last block; for a mix those of the embeddings and of all blocks."""
         layers: list[torch.Tensor] = []
 
@@ -272,21 +272,21 @@ class GLM(TrainedModel):
         layers.append(self._hidden(batch, keep if self.config.task_mix else None))
         return layers
 
-    def _head_outputs(self, layers: list[torch.Tensor], batch: ModelInput, parts: Parts) -> torch.Tensor:
+    def _head_outputs(self, layers: list[torch.Tensor], batch: MicroBatch, parts: Parts) -> torch.Tensor:
         outputs = task_rows(self.heads, layers, parts.rows, self.final_layernorm, batch.dropout, parts)
         return outputs[: len(parts.position_group)]
 
-    def losses(self, batch: ModelInput, condition: Condition | None = None) -> torch.Tensor:
+    def losses(self, batch: MicroBatch, condition: Condition | None = None) -> torch.Tensor:
         """Cross entropies of the rows with loss, fp32 [K + P + M]. Args: condition: as for `run`."""
         hidden = self.run(batch.tokens, batch.ids, batch.plan, batch.dropout, condition=condition)
         return self._row_losses(hidden, batch)
 
-    def _row_losses(self, hidden: torch.Tensor, batch: ModelInput) -> torch.Tensor:
-        """fp32 [K + P + M], see LossRows."""
+    def _row_losses(self, hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """fp32 [K + P + M], see LossPositions."""
         return row_losses(*self._row_logits(hidden, batch), batch.targets, self.embedding.word_embeddings)
 
     def _row_logits(
-        self, hidden: torch.Tensor, batch: ModelInput, whole: bool = False
+        self, hidden: torch.Tensor, batch: MicroBatch, whole: bool = False
     ) -> tuple[torch.Tensor | ChunkedLogits, torch.Tensor]:
         """Logits of tokens [K + P, local V with padding] and of classes [M, classes]."""
         words = self.embedding.word_embeddings

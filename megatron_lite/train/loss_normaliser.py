@@ -17,7 +17,7 @@ from data_utils.common.losses import BY_TOKENS
 from megatron_lite.config.plan import Plan
 from megatron_lite.metrics.reports import objective_losses
 from megatron_lite.model.batch import mean_scales
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.train.step import StepInputs
 
 
@@ -40,7 +40,7 @@ class LossNormaliser:
         self._plan, self._dp_size = plan, dp_size
         self._normalization = plan.configs[0].training.loss_normalization
 
-    def micro_batches(self, inputs: StepInputs, loss_weights: Sequence[float], step: int) -> list[ModelInput]:
+    def micro_batches(self, inputs: StepInputs, loss_weights: Sequence[float], step: int) -> list[MicroBatch]:
         """A step's micro-batches with the factors that divide their losses.
 
         Args: loss_weights: the divisor of each loss [losses], summed over all ranks.
@@ -56,7 +56,9 @@ class LossNormaliser:
         count = len(inputs) * self._dp_size  # micro-batches of the step on all ranks
         return [
             replace(micro_batch, loss_factor=self._loss_factor(own_divisor, divisor, count))
-            for micro_batch, own_divisor in zip(inputs.micro_batches, inputs.micro_batch_weights, strict=True)
+            for micro_batch, own_divisor in zip(
+                inputs.micro_batches, inputs.micro_batch_divisors, strict=True
+            )
         ]
 
     def _loss_factor(self, own_divisor: float, divisor: float, micro_batches: int) -> float:

@@ -19,7 +19,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.plan import Plan
 from megatron_lite.config.tree import Config
 from megatron_lite.model.batch import Batch, Samples
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.runtime.control import Requests
 
@@ -57,7 +57,7 @@ class StepCounts:
         self.decoder_tokens += batch.targets
         self.decoder_keys += batch.target_keys
 
-    def of_flops(self) -> tuple[int, int, int, int, int]:
+    def flops_counts(self) -> tuple[int, int, int, int, int]:
         """The counts that `step_flops` takes, in its order."""
         return (
             int(self.tokens),
@@ -127,9 +127,9 @@ class Progress:
 class StepInputs:
     """This rank's micro-batches of a step, and what they count."""
 
-    micro_batches: list[ModelInput]
+    micro_batches: list[MicroBatch]
     counts: StepCounts
-    micro_batch_weights: list[float] = field(default_factory=list)  # the divisor of each one's losses
+    micro_batch_divisors: list[float] = field(default_factory=list)  # the divisor of each one's losses
 
     def __len__(self) -> int:
         return len(self.micro_batches)
@@ -148,7 +148,7 @@ class StepMaker:
         plan: Plan,
         context: ParallelContext,
         data: Samples,
-        prepare: Callable[[Batch, int | None], ModelInput],
+        prepare: Callable[[Batch, int | None], MicroBatch],
         num_losses: int,
         mean_factors: Callable[[int], Sequence[float] | None] = lambda step: None,
     ):
@@ -179,7 +179,7 @@ class StepMaker:
             batch = read_batch(self._data, samples)
             # Before positions are left out: divisors and FLOPs describe the whole batch.
             inputs.counts.add(batch, self._config.model)
-            inputs.micro_batch_weights.append(batch.loss_weight)
+            inputs.micro_batch_divisors.append(batch.loss_divisor)
             if kept is not None:  # the head leaves out positions whose loss has the factor 0
                 batch = batch.as_means(kept, [1.0] * self._num_losses)
             inputs.micro_batches.append(self._prepare(batch, seed))

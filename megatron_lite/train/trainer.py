@@ -143,7 +143,7 @@ class Trainer:
         # Sums stay on the device: reading them here would stop the queue of kernels at every step.
         loss_sums = self.context.sum_of_losses(result.objective_sums)
         loss_sums = self.loss_normaliser.with_token_counts(loss_sums, totals.loss_weights, position.step)
-        flops = model_spec(self.config).flops(self.config, *totals.of_flops())
+        flops = model_spec(self.config).flops(self.config, *totals.flops_counts())
         self.interval.add(int(totals.tokens), int(totals.padded_tokens), flops, loss_sums)
         self.progress.advance(position, self._plan.batch_size(position.step), totals)
         self.results.add(step, result)

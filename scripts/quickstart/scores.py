@@ -149,7 +149,7 @@ def model_log_probabilities(  # type: ignore[no-untyped-def]
     import torch
 
     from megatron_lite.model.batch import Batch
-    from megatron_lite.model.model_input import prepare
+    from megatron_lite.model.micro_batch import prepare
 
     device, vocab_size = next(model.parameters()).device, model.config.vocab_size
     longest = max(len(blank.before) + len(blank.word) + len(blank.after) for blank in blanks)

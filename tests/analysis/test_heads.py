@@ -12,7 +12,7 @@ from megatron_lite.analysis.heads import Examples, Head
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.init import initialize_parameters
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.model.transformer import GLM
 
 CPU = torch.device("cpu")
@@ -35,7 +35,7 @@ def examples(rows=4):
 
 def loss(model, fields):
     with torch.no_grad():
-        return measures.loss_of(model, ModelInput.from_batch(Batch(fields), CPU, model.config)).item()
+        return measures.loss_of(model, MicroBatch.from_batch(Batch(fields), CPU, model.config)).item()
 
 
 def scaled(model, head, factor):
@@ -105,7 +105,7 @@ def test_a_removed_head_is_a_gate_of_0_and_comes_back():
     groups = measures.projections(model)
     gates = {name: torch.ones(1, 3) for name in groups}
     gates[head.group][0, head.number] = 0.0
-    given = ModelInput.from_batch(Batch(fields), CPU, model.config)
+    given = MicroBatch.from_batch(Batch(fields), CPU, model.config)
     owners = {name: torch.zeros(len(given.tokens), dtype=torch.int64) for name in groups}
     with measures._gated(groups, gates, owners), torch.no_grad():
         gated = measures.loss_of(model, given).item()

@@ -17,7 +17,7 @@ from megatron_lite.hf.published.systems import DEBERTA
 from megatron_lite.hf.published.tensor_map import tensor_mappings
 from megatron_lite.model.batch import mean_scales
 from megatron_lite.model.build import build_model, model_spec
-from megatron_lite.model.model_input import prepare
+from megatron_lite.model.micro_batch import prepare
 from megatron_lite.models.electra.config import generator_of
 
 CPU = torch.device("cpu")

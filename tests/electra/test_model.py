@@ -24,7 +24,7 @@ from megatron_lite.engine.parameter_groups import parameter_groups
 from megatron_lite.model.attention_backends.layout import allowed
 from megatron_lite.model.batch import mean_scales
 from megatron_lite.model.build import build_model, model_spec
-from megatron_lite.model.model_input import prepare
+from megatron_lite.model.micro_batch import prepare
 from megatron_lite.models.electra import model as electra_model
 from megatron_lite.models.electra.batch import ElectraBatch
 

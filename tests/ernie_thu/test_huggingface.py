@@ -26,7 +26,7 @@ from megatron_lite.hf.published.tensor_map import tensor_mappings, to_ours
 from megatron_lite.inference.open_run import open_run
 from megatron_lite.model.batch import mean_scales
 from megatron_lite.model.build import build_model, model_spec
-from megatron_lite.model.model_input import prepare
+from megatron_lite.model.micro_batch import prepare
 from megatron_lite.models.ernie_thu.huggingface import SYSTEM, write_ernie
 
 CPU = torch.device("cpu")

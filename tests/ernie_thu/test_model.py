@@ -16,7 +16,7 @@ from megatron_lite.config.tree import Config, load_config
 from megatron_lite.model.batch import mean_scales
 from megatron_lite.model.build import build_model, model_spec
 from megatron_lite.model.flops import parameter_count
-from megatron_lite.model.model_input import prepare
+from megatron_lite.model.micro_batch import prepare
 
 CPU = torch.device("cpu")
 CASES = {

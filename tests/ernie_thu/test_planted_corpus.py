@@ -28,7 +28,7 @@ from data_utils.objectives import LOSSES
 from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.config.tree import Config
 from megatron_lite.model.build import build_model, model_spec
-from megatron_lite.model.model_input import prepare
+from megatron_lite.model.micro_batch import prepare
 from megatron_lite.models.ernie_thu.batch import EntityBatch, Noise
 
 WORDS, FILLERS, SIZE = 4, 6, 8

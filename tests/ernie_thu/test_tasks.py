@@ -18,7 +18,7 @@ from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.finetune.data import TaskData
 from megatron_lite.finetune.run import finetune
 from megatron_lite.model.build import build_model, model_spec
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 
 CPU = torch.device("cpu")
 
@@ -94,7 +94,7 @@ def test_the_answers_are_those_of_the_reference(tmp_path):
             parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
     data = model_spec(config).samples(config, TaskData(task.train, task.renderer, 0), "train")
     batch = data.batch(np.arange(6))
-    outputs, _ = model(ModelInput.from_batch(batch, CPU, config.model), answers=True)
+    outputs, _ = model(MicroBatch.from_batch(batch, CPU, config.model), answers=True)
     weights = dict(model.named_parameters())
     reference = Reference(config, weights)
     vectors = torch.from_numpy(np.load(tmp_path / "vectors.npy"))
@@ -112,7 +112,7 @@ def test_the_answers_are_those_of_the_reference(tmp_path):
         pooled = torch.tanh(reference.linear(x[0], "heads.sentence.dense"))
         expected = reference.linear(pooled, "heads.task.classifier")
         assert own.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
-    loss, _ = model(ModelInput.from_batch(batch, CPU, config.model))
+    loss, _ = model(MicroBatch.from_batch(batch, CPU, config.model))
     loss.backward()
     for name, parameter in model.named_parameters():
         is_idle = parameter.grad is None or not parameter.grad.any()

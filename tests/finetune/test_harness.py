@@ -15,7 +15,7 @@ from megatron_lite.finetune.harness import PSEUDO, Harness, HarnessOptions, befo
 from megatron_lite.inference.decoders import make_decoder
 from megatron_lite.inference.filling import BlankFiller
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 
 PAIRS = [
     ("the quick brown", " fox"),
@@ -145,7 +145,7 @@ def logits_of_row(run, tokens, positions, order, place):
     fields[0, TOKENS], fields[0, POSITION_IDS], fields[0, ORD] = tokens, list(positions), list(order)
     fields[0, WEIGHTS, place] = np.float32(1.0).view(np.int32)
     fields[0, DOC] = 0
-    inputs = ModelInput.from_batch(Batch(fields), torch.device("cpu"), run.model.config)
+    inputs = MicroBatch.from_batch(Batch(fields), torch.device("cpu"), run.model.config)
     with torch.no_grad():
         hidden = run.model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)
         return run.model.logits(hidden[inputs.loss_rows.tokens.long()])[0].float()

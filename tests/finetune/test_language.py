@@ -21,7 +21,7 @@ from megatron_lite.finetune.data import TaskData
 from megatron_lite.finetune.run import finetune, task_lr_multipliers, training_data
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.build import build_model
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.train.lr_schedule import learning_rate
 
 CPU = torch.device("cpu")
@@ -76,14 +76,14 @@ def plain_torch(task, steps):
             group["params"][0].grad = None
         numbers = np.arange((step - 1) * size, step * size)
         own = TaskData(task.train, task.renderer, config.training.seed).batch(numbers)
-        of_task, task_sums = model(ModelInput.from_batch(own, CPU, config.model))
+        of_task, task_sums = model(MicroBatch.from_batch(own, CPU, config.model))
         both = [data.sample(number) for number in numbers.tolist()]
         texts = [
             replace(sample, documents=sample.documents[len(sample.documents) // 2 :], target_groups=())
             for sample in both
         ]
         batch = Batch(collate(texts)[0])
-        of_texts, _ = model(ModelInput.from_batch(batch, CPU, config.model))
+        of_texts, _ = model(MicroBatch.from_batch(batch, CPU, config.model))
         loss = of_task / task_sums[-1, 1] + weight(step) * of_texts / batch.weights.sum()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad_norm)
@@ -188,7 +188,7 @@ def test_labels_of_sentences_are_left_out(tmp_path):
     batch = training_data(task).batch(np.arange(8))
     weights = batch.loss_weights(len(LOSS_NAMES) + 1)
     assert weights[LOSS_NAMES.index("next_sentence")] == 0 < weights[LOSS_NAMES.index("masked")]
-    assert weights[-1] == batch.loss_weight == 8
+    assert weights[-1] == batch.loss_divisor == 8
 
 
 CLOZE = {"kind": "cloze", "template": "{text} [MASK]", "verbalizers": {"0": "bad", "1": "good"}}

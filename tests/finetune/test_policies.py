@@ -17,7 +17,7 @@ from megatron_lite.finetune.data import TaskData
 from megatron_lite.finetune.run import finetune, task_lr_multipliers
 from megatron_lite.model.build import build_model, model_spec
 from megatron_lite.model.flops import parameter_shapes
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.optim.lr_multipliers import NEVER, NO_MULTIPLIERS, LrMultipliers
 from megatron_lite.train.lr_schedule import learning_rate
 
@@ -75,7 +75,7 @@ def plain_torch(task, steps):
             parameter.requires_grad_(step >= group["multipliers"].first_step)
             parameter.grad = None
         batch = data.batch(np.arange((step - 1) * size, step * size))
-        loss, sums = model(ModelInput.from_batch(batch, torch.device("cpu"), config.model))
+        loss, sums = model(MicroBatch.from_batch(batch, torch.device("cpu"), config.model))
         (loss / sums[-1, 1]).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_grad_norm)
         adamw.step()
@@ -248,7 +248,7 @@ def test_adapters_begin_as_nothing(tmp_path):
         task = task_of(files, tmp_path / "out", f"model.adapter_size={size}")
         batch = TaskData(task.train, task.renderer, 0).batch(np.arange(8))
         model = build_model(task.config, 1)
-        losses.append(model(ModelInput.from_batch(batch, torch.device("cpu"), task.config.model))[0].item())
+        losses.append(model(MicroBatch.from_batch(batch, torch.device("cpu"), task.config.model))[0].item())
     assert losses[0] == losses[1] > 0
 
 
@@ -257,7 +257,7 @@ def test_a_mix_of_layers_is_elmos(tmp_path):
     task = task_of(write_task(tmp_path / "task"), tmp_path / "out", "model.task_mix=true")
     model = build_model(task.config, 1)
     batch = TaskData(task.train, task.renderer, 0).batch(np.arange(8))
-    given = ModelInput.from_batch(batch, torch.device("cpu"), task.config.model)
+    given = MicroBatch.from_batch(batch, torch.device("cpu"), task.config.model)
     outputs = []
     for block in model.layers:
         block.register_forward_pre_hook(lambda _, inputs: outputs.append(inputs[0]))

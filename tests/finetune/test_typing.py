@@ -20,7 +20,7 @@ from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.inference.open_run import open_run
 from megatron_lite.model.build import build_model
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 
 CPU = torch.device("cpu")
 
@@ -76,8 +76,8 @@ def test_the_loss_of_typing_is_the_mean_of_cross_entropies_of_yes_and_no(tmp_pat
     model = build_model(task.config, 60)
     data = TaskData(task.train, task.renderer, 0)
     batch = data.batch(np.arange(7))
-    assert batch.loss_weight == 7 and batch.loss_weights(60)[-1] == 7
-    made = ModelInput.from_batch(batch, CPU, task.config.model)
+    assert batch.loss_divisor == 7 and batch.loss_weights(60)[-1] == 7
+    made = MicroBatch.from_batch(batch, CPU, task.config.model)
     loss, sums = model(made)
     outputs, _ = model(made, answers=True)
     samples = [data.sample(number) for number in range(7)]

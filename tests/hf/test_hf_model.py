@@ -28,7 +28,7 @@ from megatron_lite.inference.filling import GenerationConfig as TrainingGenerati
 from megatron_lite.model.attention_backends.layout import allowed
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.kernels import dropout
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 
 # fp32: the same sums in another order; logits are of order 1.
 TOLERANCE = {"rtol": 0, "atol": 1e-5}
@@ -129,7 +129,7 @@ def test_dropout_is_applied_at_the_same_places(made, monkeypatch):
     without = proof.training_logits(ours, batch)
     monkeypatch.setattr(F, "scaled_dot_product_attention", scaled_attention)
     monkeypatch.setattr(F, "dropout", scaled)
-    inputs = ModelInput.from_batch(
+    inputs = MicroBatch.from_batch(
         Batch(batch), torch.device("cpu"), ours.config, kernel="dense", dropout_seed=1
     )
     monkeypatch.setattr(

@@ -30,7 +30,7 @@ from megatron_lite.hf.published.tensor_map import kept_rows, to_ours, to_theirs
 from megatron_lite.hf.published.write_config import hf_config
 from megatron_lite.model.attention_backends.layout import allowed
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.model_input import prepare
+from megatron_lite.model.micro_batch import prepare
 from megatron_lite.model.transformer import GLM
 
 # fp32, the same sums in another order; times the largest value beyond 1.

@@ -20,7 +20,7 @@ from megatron_lite.hf.published.tensor_map import to_ours
 from megatron_lite.hf.published.write_config import hf_config
 from megatron_lite.model.attention_backends.layout import may_see
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.model.transformer import GLM
 
 SIZE = 3000
@@ -42,7 +42,7 @@ def test_blank_infilling_is_the_class_with_positions_that_continue_from_the_mask
     rows[:, TOKENS] %= SIZE
     batch = Batch(rows)
     assert SPECIAL.sop % SIZE in rows[:, TOKENS] and rows[:, BLOCK_POSITION_IDS].max() > 3
-    inputs = ModelInput.from_batch(batch, torch.device("cpu"), model.config, kernel="dense")
+    inputs = MicroBatch.from_batch(batch, torch.device("cpu"), model.config, kernel="dense")
     ours = model.logits(model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)).view(
         *rows[:, 0].shape, -1
     )

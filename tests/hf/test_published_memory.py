@@ -26,7 +26,7 @@ from megatron_lite.hf.files.weights import Weights
 from megatron_lite.hf.published.source import open_published
 from megatron_lite.hf.published.tensor_map import to_ours
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.model.transformer import GLM
 
 # fp32, the same sums in another order; of the largest value.
@@ -85,7 +85,7 @@ def our_gradients(source, fields, *, has_memory, recompute="none", kernel="auto"
             parameter.zero_()
             parameter[: len(weights.read(name))] = weights.read(name)
     batch = Batch(fields)
-    loss, _ = model(ModelInput.from_batch(batch, torch.device("cpu"), config, kernel=kernel))
+    loss, _ = model(MicroBatch.from_batch(batch, torch.device("cpu"), config, kernel=kernel))
     loss.backward()
     return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
 

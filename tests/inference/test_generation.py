@@ -21,7 +21,7 @@ from megatron_lite.inference.filling import (
 from megatron_lite.inference.open_run import OpenRun
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.init import initialize_parameters
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.model.transformer import GLM
 
 SPECIAL = SpecialTokens(cls=1, sep=2, mask=3, smask=4, gmask=5, sop=6, eop=7, eos=8, pad=0, unk=9, dblock=10)
@@ -68,7 +68,7 @@ def uncached_logits(model, context, spans):
     row[0, ORD] = [*[0] * len(context), *range(1, len(part_b) + 1)]
     row[0, DOC] = 0
     row[0, WEIGHTS].view(np.float32)[len(context) :] = 1.0
-    inputs = ModelInput.from_batch(Batch(row), torch.device("cpu"), model.config, kernel="dense")
+    inputs = MicroBatch.from_batch(Batch(row), torch.device("cpu"), model.config, kernel="dense")
     hidden = model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)
     return model.logits(hidden[len(context) :])
 

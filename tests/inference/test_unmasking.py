@@ -17,7 +17,7 @@ from megatron_lite.inference.decoders import TextDecoder, _template
 from megatron_lite.inference.unmasking import fixed_counts
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.build import build_model
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 
 VOCAB = 130
 MASK, EOS = SPECIAL.mask, SPECIAL.eos
@@ -61,7 +61,7 @@ def logits_of(model, tokens):
     fields[WEIGHTS] = torch.ones(len(tokens)).view(torch.int32)
     assert not fields[ORD].any() and not fields[DOC].any() and not fields[TARGETS].any()
     batch = Batch(fields[None].numpy())
-    given = ModelInput.from_batch(batch, torch.device("cpu"), model.config)
+    given = MicroBatch.from_batch(batch, torch.device("cpu"), model.config)
     return model.logits(model._hidden(given)).double()[:, :VOCAB]
 
 

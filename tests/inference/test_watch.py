@@ -14,7 +14,7 @@ from megatron_lite.inference.attention_probe import AttentionProbe
 from megatron_lite.inference.cache import CachedPlan
 from megatron_lite.inference.texts import make_text_generator
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 
 CPU = torch.device("cpu")
 BEAMS = GenerationConfig(strategy="beam", num_beams=3, length_penalty=0.0, max_length=5, min_length=2)
@@ -163,7 +163,7 @@ def test_the_weights_of_filled_blanks_are_those_of_training_written_out(model):
         fields[0, ORD, span] = range(order + 1, order + count + 1)
         end, order = end + count, order + count
     fields[0, WEIGHTS, -1] = np.float32(1.0).view(np.int32)
-    inputs = ModelInput.from_batch(Batch(fields), CPU, config)
+    inputs = MicroBatch.from_batch(Batch(fields), CPU, config)
     pairs = list(zip(fields[0, POSITION_IDS].tolist(), fields[0, BLOCK_POSITION_IDS].tolist(), strict=True))
     ids = list(zip(*inputs.ids[:2].tolist(), strict=True))
     places = [ids.index(pair) for pair in pairs]  # the batch's order

@@ -32,7 +32,7 @@ from megatron_lite.model.attention_backends.plan import plan_attention
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.kernels import fused
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.model.transformer import GLM
 
 EACH = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -216,7 +216,7 @@ def test_a_bias_by_distance_and_its_gradient(name):
             parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
     wide = copy.deepcopy(model).double()
     for each, kernel in ((model, "blocks"), (wide, "dense")):
-        given = ModelInput.from_batch(Batch(batch), CPU, config, dropout_seed=3, kernel=kernel, multiple=8)
+        given = MicroBatch.from_batch(Batch(batch), CPU, config, dropout_seed=3, kernel=kernel, multiple=8)
         with mock.patch.object(fused, "DEVICES", ("cuda", "cpu") if kernel == "blocks" else ("cuda",)):
             each.loss = each(given)[0]
             each.loss.backward()

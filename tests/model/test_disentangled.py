@@ -14,7 +14,7 @@ from megatron_lite.model.batch import Batch
 from megatron_lite.model.disentangled import bucket_line
 from megatron_lite.model.flops import step_flops
 from megatron_lite.model.kernels import fused
-from megatron_lite.model.model_input import ModelInput, dense_reason, kernel_of
+from megatron_lite.model.micro_batch import MicroBatch, dense_reason, kernel_of
 
 CPU = torch.device("cpu")
 
@@ -37,7 +37,7 @@ def test_packed_documents_are_those_that_are_alone(own, kernel):
     """Loss and every gradient; the second document is twice as long as the longest distance of its own bucket."""
     lengths = [7, 41, 12]
     model = small_model(position_projections=own, output_dropout=0)
-    together = model(ModelInput.from_batch(Batch(packed(lengths, 64)), CPU, model.config, kernel=kernel))[0]
+    together = model(MicroBatch.from_batch(Batch(packed(lengths, 64)), CPU, model.config, kernel=kernel))[0]
     together.backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
@@ -45,7 +45,7 @@ def test_packed_documents_are_those_that_are_alone(own, kernel):
     for number, length in enumerate(lengths):
         fields = packed([length], length)
         fields[:, TOKENS] = whole[:, TOKENS][whole[:, DOC] == number]
-        one = model(ModelInput.from_batch(Batch(fields), CPU, model.config, kernel="dense"))[0]
+        one = model(MicroBatch.from_batch(Batch(fields), CPU, model.config, kernel="dense"))[0]
         one.backward()
         alone += one.detach()
     assert torch.allclose(together, alone, rtol=1e-5)
@@ -65,7 +65,7 @@ def test_embeddings_are_dropped_out_in_each_layer_and_step_alike_for_all_samples
         lambda module, given, out: rows.append(given[0]) if len(given[0]) == 16 else None
     )
     for seed in (1, 1, 2):
-        model(ModelInput.from_batch(Batch(fields), CPU, model.config, dropout_seed=seed))
+        model(MicroBatch.from_batch(Batch(fields), CPU, model.config, dropout_seed=seed))
     first, second, again, _, other, _ = ((x == 0).float() for x in rows)
     assert all(0.3 < x.mean() < 0.7 for x in (first, second, other))
     assert torch.equal(first, again) and not torch.equal(first, second) and not torch.equal(first, other)

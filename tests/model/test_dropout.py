@@ -21,7 +21,7 @@ from megatron_lite.model.kernels.dropout import (
     stays,
     token_keys,
 )
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.model.position_bias import Distances
 from megatron_lite.model.transformer import GLM
 
@@ -148,7 +148,7 @@ def test_the_sinusoids_of_xlnet_are_dropped_out_in_training(monkeypatch):
     rows = collate(make("xlnet", 40), [[text_of(30, False)]] * 4)
     rows[:, 0] %= 50
     inputs = [
-        ModelInput.from_batch(Batch(part, numbers), torch.device("cpu"), config, dropout_seed=3)
+        MicroBatch.from_batch(Batch(part, numbers), torch.device("cpu"), config, dropout_seed=3)
         for part, numbers in ((rows, np.arange(4)), (rows[2:], np.arange(2, 4)))
     ]
     tables = [Distances.of(config, batch.ids, batch.plan, batch.dropout).sinusoids for batch in inputs]

@@ -28,7 +28,7 @@ from megatron_lite.model.attention_backends.layout import allowed
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.flops import parameter_count
 from megatron_lite.model.init import initialize_parameters
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.model.transformer import GLM
 
 CPU = torch.device("cpu")
@@ -155,7 +155,7 @@ class Reference:
 
 
 def results(model, fields, kernel="auto", dropout_seed=None, **options):
-    data = ModelInput.from_batch(
+    data = MicroBatch.from_batch(
         Batch(fields), CPU, model.config, kernel=kernel, dropout_seed=dropout_seed, **options
     )
     loss, _ = model(data)

@@ -20,7 +20,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.model import fused_block
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.init import initialize_parameters
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.model.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -73,7 +73,7 @@ def batch_of(objective, **config):
 
 
 def input_of(batch, model, dropout_seed, multiple=8):
-    return ModelInput.from_batch(
+    return MicroBatch.from_batch(
         Batch(batch),
         torch.device("cpu"),
         model.config,

@@ -22,7 +22,7 @@ from megatron_lite.model.attention_backends.layout import make_layout
 from megatron_lite.model.attention_backends.plan import plan_attention
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.init import initialize_parameters
-from megatron_lite.model.model_input import prepare
+from megatron_lite.model.micro_batch import prepare
 from megatron_lite.model.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,

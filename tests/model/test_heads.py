@@ -33,7 +33,7 @@ from megatron_lite.model.batch import Batch
 from megatron_lite.model.flops import parameter_count, step_flops
 from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.kernels.dropout import keep_features
-from megatron_lite.model.model_input import ModelInput, few_count, find_loss_rows, prepare
+from megatron_lite.model.micro_batch import MicroBatch, few_count, find_loss_positions, prepare
 from megatron_lite.model.transformer import GLM
 from megatron_lite.train.callbacks.gradient_norms import GradientNorms
 
@@ -77,7 +77,7 @@ def test_rows_are_sorted_by_the_head_that_predicts_them():
     batch = mixed_batch(0)
     weights = batch[:, WEIGHTS].copy().view(np.float32).reshape(-1)
     objectives = batch[:, OBJECTIVE].reshape(-1)
-    found, labelled = find_loss_rows(weights, objectives, ModelConfig(**SIZES, **OPTIONS))
+    found, labelled = find_loss_positions(weights, objectives, ModelConfig(**SIZES, **OPTIONS))
     names = [LOSS_NAMES[i] for i in objectives]
     rows = [i for i in range(len(weights)) if weights[i]]
     sentences = [i for i in rows if names[i] in ("next_sentence", "sentence_order")]
@@ -104,7 +104,7 @@ def test_rows_are_sorted_by_the_head_that_predicts_them():
 def reference_losses(model: GLM, row: np.ndarray) -> dict[str, list[float]]:
     """The losses of one row without padding, each head written out from its paper on the model's own weights."""
     p = dict(model.named_parameters())
-    inputs = ModelInput.from_batch(
+    inputs = MicroBatch.from_batch(
         Batch(row[None]), torch.device("cpu"), model.config, kernel="dense"
     )  # in row order
     ids = {field: torch.from_numpy(row[field].copy()).long() for field in (TOKENS, POSITION_IDS, SEGMENT_IDS)}
@@ -161,7 +161,7 @@ def test_every_head_computes_its_papers_formula():
     for row in mixed_batch(1):
         row = np.ascontiguousarray(row[:, row[DOC] >= 0])
         expected = reference_losses(model, row)
-        loss, sums = model(ModelInput.from_batch(Batch(row[None]), torch.device("cpu"), model.config))
+        loss, sums = model(MicroBatch.from_batch(Batch(row[None]), torch.device("cpu"), model.config))
         assert loss.item() == pytest.approx(sum(map(sum, expected.values())), rel=1e-5)  # fp32 sums
         for name, values in expected.items():
             total, weight = sums[LOSS_NAMES.index(name)].tolist()
@@ -180,7 +180,7 @@ def test_every_head_computes_its_papers_formula():
 @torch.no_grad()
 def test_albert_drops_out_what_its_classes_are_predicted_from():
     model, cpu = make_model(sentence_dropout=0.4), torch.device("cpu")
-    inputs = ModelInput.from_batch(Batch(mixed_batch(1)), cpu, model.config, dropout_seed=5)
+    inputs = MicroBatch.from_batch(Batch(mixed_batch(1)), cpu, model.config, dropout_seed=5)
     hidden = torch.randn(len(inputs.tokens), 32)
     _, classes = model.heads(hidden, inputs.loss_rows, model.final_layernorm, inputs.dropout)
     rows = inputs.loss_rows.sentences
@@ -215,7 +215,7 @@ def test_a_batch_without_loss_has_no_rows_to_fill():
     fields = mixed_batch(0)
     fields[:, WEIGHTS] = 0
     host = prepare(Batch(fields), torch.device("cpu"), make_model().config, few_counts=True)
-    assert len(host.weight_losses) == 0
+    assert len(host.weight_objectives) == 0
 
 
 def test_counts_are_few_and_close():
@@ -239,7 +239,7 @@ def test_shared_layers_are_one_of_the_first_block_run_again(choice):
     assert copies and not copies.keys() & state.keys()
     assert state.keys() | copies.keys() == plain.state_dict().keys()
     plain.load_state_dict({**state, **copies})
-    batch = ModelInput.from_batch(Batch(mixed_batch(0)), torch.device("cpu"), plain.config)
+    batch = MicroBatch.from_batch(Batch(mixed_batch(0)), torch.device("cpu"), plain.config)
     losses = [model(batch)[0] for model in (shared, plain)]
     assert torch.equal(*losses)
     for model, loss in zip((shared, plain), losses, strict=True):

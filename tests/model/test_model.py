@@ -15,7 +15,7 @@ from megatron_lite.model.batch import Batch
 from megatron_lite.model.flops import parameter_count
 from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.kernels.dropout import keep_features
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.model.transformer import GLM
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ def make(config=CONFIG, seed=1, **options):
 
 def gradients(model, batch, kernel="auto", dropout_seed=None):
     loss, per_objective = model(
-        ModelInput.from_batch(Batch(batch), CPU, model.config, dropout_seed=dropout_seed, kernel=kernel)
+        MicroBatch.from_batch(Batch(batch), CPU, model.config, dropout_seed=dropout_seed, kernel=kernel)
     )
     grads = torch.autograd.grad(loss, list(model.parameters()))
     return loss, per_objective, grads
@@ -106,7 +106,7 @@ def test_every_objective_gives_the_same_with_and_without_padding(recipe, emulate
     kernels = [("dense", 1), ("calls", 1), ("calls", 256)]
     kernels += [] if recipe.name == "unilmv2" else [("varlen", 256)]
     for kernel, multiple in kernels:
-        inputs = ModelInput.from_batch(Batch(batch), CPU, model.config, kernel=kernel, multiple=multiple)
+        inputs = MicroBatch.from_batch(Batch(batch), CPU, model.config, kernel=kernel, multiple=multiple)
         loss, per_objective = model(inputs)
         results.append((loss, per_objective, torch.autograd.grad(loss, list(model.parameters()))))
     for loss, per_objective, grads in results[1:]:
@@ -135,7 +135,7 @@ def test_loss_is_the_weighted_sum_over_loss_rows_only_and_splits_by_objective():
     model, batch = make(), prefix_batch(0)
     weights = batch[:, WEIGHTS].view(np.float32)
     weights *= np.random.default_rng(0).uniform(0.5, 2.0, weights.shape).astype(np.float32)
-    inputs = ModelInput.from_batch(Batch(batch), CPU, model.config, kernel="dense")
+    inputs = MicroBatch.from_batch(Batch(batch), CPU, model.config, kernel="dense")
     loss, per_objective = model(inputs)
     hidden = model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)
     logits = model.final_layernorm(hidden) @ model.embedding.word_embeddings.weight[:100].T
@@ -153,7 +153,7 @@ def test_loss_is_the_weighted_sum_over_loss_rows_only_and_splits_by_objective():
 def test_final_dropout_drops_what_the_head_takes():
     """After the final norm, by each token's key and place; nothing else changes."""
     model, batch = make(dataclasses.replace(CONFIG, final_dropout=0.4)), prefix_batch(0)
-    inputs = ModelInput.from_batch(Batch(batch), CPU, model.config, dropout_seed=5)
+    inputs = MicroBatch.from_batch(Batch(batch), CPU, model.config, dropout_seed=5)
     loss, _ = model(inputs)
     rows = inputs.loss_rows.tokens
     vectors = model.final_layernorm(model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)[rows])
@@ -183,11 +183,11 @@ def test_no_loss_row_sees_the_token_it_predicts():
     weights = batch[0, WEIGHTS].view(np.float32)
     rows = np.flatnonzero(weights)
     assert len(rows) >= 2
-    inputs = ModelInput.from_batch(Batch(batch), CPU, model.config)
+    inputs = MicroBatch.from_batch(Batch(batch), CPU, model.config)
     base = model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)
     changed = batch.copy()
     changed[0, TOKENS, rows[1] :] = (changed[0, TOKENS, rows[1] :] + 1) % 100
-    inputs = ModelInput.from_batch(Batch(changed), CPU, model.config)
+    inputs = MicroBatch.from_batch(Batch(changed), CPU, model.config)
     other = model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)
     assert torch.equal(base[: rows[1]], other[: rows[1]])
     assert not torch.equal(base[rows[1]], other[rows[1]])

@@ -13,7 +13,7 @@ from megatron_lite.hf.published.source import open_published
 from megatron_lite.hf.published.tensor_map import to_ours
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.build import build_model, model_spec
-from megatron_lite.model.model_input import ModelInput, prepare
+from megatron_lite.model.micro_batch import MicroBatch, prepare
 from megatron_lite.models.optimus.config import latent_of
 
 CPU = torch.device("cpu")
@@ -190,7 +190,7 @@ def test_without_memory_the_decoder_is_the_plain_causal_run():
         row[0, TOKENS], row[0, TARGETS] = [3, *decoded], [*decoded, 4]
         row[0, POSITION_IDS] = row[0, ORD] = np.arange(len(decoded) + 1)
         row[:, WEIGHTS].view(np.float32)[:] = 1.0
-        close(ours[number], model.decoder(ModelInput.from_batch(Batch(row), CPU, config.decoder))[0])
+        close(ours[number], model.decoder(MicroBatch.from_batch(Batch(row), CPU, config.decoder))[0])
 
 
 def test_sentences_of_a_row_cannot_read_each_others_vector():
@@ -327,7 +327,7 @@ def test_a_batch_of_padding_has_no_loss():
     config, model = built()
     fields = sentence_fields([[([6], [6])]])
     padding = latent_batch(fields, config).padded(3)
-    assert padding.loss_weight == 1.0
+    assert padding.loss_divisor == 1.0
     empty = latent_batch(fields[:0], config, []).padded(2)
     loss, sums = model(prepare(empty, CPU, config.model, of_decoder=config.decoder).to(CPU))
     assert loss == 0.0 and not sums.any()
@@ -340,7 +340,7 @@ def test_counts_leave_the_other_stack_out():
     assert batch.tokens == 5 + 4
     assert batch.target_keys == 1 + 2 + 3 + 4
     assert batch.visible_keys == 25 + 10
-    assert batch.targets == 4 and batch.loss_weight == 1.0
+    assert batch.targets == 4 and batch.loss_divisor == 1.0
 
 
 def test_dropout_differs_between_the_stacks():

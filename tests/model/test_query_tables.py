@@ -32,7 +32,7 @@ from megatron_lite.model.attention_backends.tables import (
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.kernels import fused, rule_attention, triton_attention
-from megatron_lite.model.model_input import ModelInput, dense_reason, kernel_of
+from megatron_lite.model.micro_batch import MicroBatch, dense_reason, kernel_of
 from megatron_lite.model.position_bias import Distances, DistanceScores
 from megatron_lite.model.tensor_parallel import TensorParallel
 from megatron_lite.model.transformer import GLM
@@ -180,7 +180,7 @@ def test_a_model_equals_its_dense_reference(recompute):
     wide = copy.deepcopy(model).double()
     fields = collate(make("xlnet", 37, memory_length=4), windows(2, 37, 4))
     for each, kernel in ((model, "query tables"), (wide, "dense")):
-        given = ModelInput.from_batch(Batch(fields), CPU, config, dropout_seed=3, kernel=kernel, multiple=8)
+        given = MicroBatch.from_batch(Batch(fields), CPU, config, dropout_seed=3, kernel=kernel, multiple=8)
         assert isinstance(given.plan, DensePlan if kernel == "dense" else BlockPlan)
         with mock.patch.object(fused, "DEVICES", ("cuda",) if kernel == "dense" else ("cuda", "cpu")):
             each.loss = each(given)[0]

@@ -15,7 +15,7 @@ from megatron_lite.model.flops import parameter_count, step_flops
 from megatron_lite.model.forward_context import ForwardContext
 from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.kernels.fused import activated
-from megatron_lite.model.model_input import ID_FIELDS, ModelInput
+from megatron_lite.model.micro_batch import ID_FIELDS, MicroBatch
 from megatron_lite.model.rope import Rotary, spread
 from megatron_lite.model.tensor_parallel import TensorParallel
 from megatron_lite.model.transformer import GLM
@@ -94,7 +94,7 @@ def test_the_model_tells_places_in_a_span(block_positions):
     assert tables == ["embedding.block_position_embeddings.weight"] * (block_positions == "table")
     assert parameter_count(config) == parameter_count(CONFIG) + 65 * 32 * len(tables)
     assert step_flops(config, 10, 2, 30) == step_flops(CONFIG, 10, 2, 30)
-    inputs = ModelInput.from_batch(Batch(prefix_batch(0)), CPU, CONFIG, kernel="dense")
+    inputs = MicroBatch.from_batch(Batch(prefix_batch(0)), CPU, CONFIG, kernel="dense")
     outs = [model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)]
     places = inputs.ids[ID_FIELDS.index(BLOCK_POSITION_IDS)]
     assert places.max() > 2
@@ -134,7 +134,7 @@ def test_shared_keys_are_those_of_a_model_that_repeats_their_weights():
             parameter = torch.cat([q, *(x.repeat_interleave(2, dim=0) for x in shared)]).flatten(0, 1)
         state[name] = parameter
     whole.load_state_dict(state)
-    inputs = ModelInput.from_batch(Batch(prefix_batch(0)), CPU, CONFIG, kernel="dense")
+    inputs = MicroBatch.from_batch(Batch(prefix_batch(0)), CPU, CONFIG, kernel="dense")
     one, other = (model.hidden_states(inputs.tokens, inputs.ids, inputs.plan) for model in (grouped, whole))
     torch.testing.assert_close(one, other)
 
@@ -173,7 +173,7 @@ def test_deepnorm_scales_the_residual_and_the_initial_values():
         assert weight.std().item() == pytest.approx(std, rel=0.02)  # 65,536 draws: 4 sigma are 1 %
     inner = named["layers.3.mlp.dense_h_to_4h.weight"]
     assert inner.std().item() == pytest.approx(math.sqrt(2 / (256 + 1024)) / 4, rel=0.02)
-    inputs = ModelInput.from_batch(Batch(prefix_batch(0)), CPU, config)
+    inputs = MicroBatch.from_batch(Batch(prefix_batch(0)), CPU, config)
     context = ForwardContext.of(
         inputs.tokens.shape, inputs.plan, None, TensorParallel(), (Rotary.of(config, inputs.ids),) * 2
     )

@@ -25,7 +25,7 @@ from megatron_lite.model.attention_backends.tables import TableBias
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.kernels import fused, rule_attention, triton_attention
 from megatron_lite.model.kernels.rule_attention import MOST_ROWS, SUMMED, table_places
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 
 HEADS, ROWS = 2, 6
 
@@ -159,7 +159,7 @@ def test_a_model_equals_its_dense_reference(own):
     wide = copy.deepcopy(model).double()
     fields = np.concatenate([packed([7, 23, 5], 40), packed([33], 40)])
     for each, kernel in ((model, "tables"), (wide, "dense")):
-        given = ModelInput.from_batch(
+        given = MicroBatch.from_batch(
             Batch(fields), CPU, model.config, dropout_seed=3, kernel=kernel, multiple=8
         )
         assert isinstance(given.plan, BlockPlan if kernel == "tables" else DensePlan)

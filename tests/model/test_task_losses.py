@@ -16,7 +16,7 @@ from megatron_lite.engine.plain import make_engine
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.loss import Terms, cross_entropy
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.model.predictions import row_scores
 from megatron_lite.model.transformer import GLM
 
@@ -47,7 +47,7 @@ def make_model(head: str, **options) -> GLM:
 def hidden_of(model: GLM, example: Example) -> torch.Tensor:
     """[S, D] after the final norm, of a document alone, under a mask of all pairs."""
     fields = np.stack([getattr(example, name).view(np.int32) for name in Example.__dataclass_fields__])
-    batch = ModelInput.from_batch(Batch(fields[None]), CPU, model.config, kernel="dense")
+    batch = MicroBatch.from_batch(Batch(fields[None]), CPU, model.config, kernel="dense")
     return model.final_layernorm(model.hidden_states(batch.tokens, batch.ids, batch.plan))
 
 
@@ -116,11 +116,11 @@ def test_loss_and_gradients_equal_those_of_each_sample_alone(head, loss, pooled)
     model = make_model(head, **POOLS[pooled])
     numbers = range(5)
     batch = task_batch(head, numbers, loss)
-    total, sums = model(ModelInput.from_batch(batch, CPU, model.config))
+    total, sums = model(MicroBatch.from_batch(batch, CPU, model.config))
     expected = sum(expected_loss(model, head, loss, number) for number in numbers)
     # fp32, other orders of sums; the losses are of size 10.
     torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
-    assert sums[-1].tolist() == pytest.approx([total.item(), batch.loss_weight]) and not sums[:-1].any()
+    assert sums[-1].tolist() == pytest.approx([total.item(), batch.loss_divisor]) and not sums[:-1].any()
     named = dict(model.named_parameters())
     grads = [torch.autograd.grad(x, list(named.values()), allow_unused=True) for x in (total, expected)]
     for name, ours, theirs in zip(named, *grads, strict=True):
@@ -136,7 +136,7 @@ def test_rows_that_fill_change_nothing(head, pool):
     """Few counts of rows, for kernels that are built for each: the same losses, gradients and answers."""
     model, results = make_model(head, task_pool=pool), []
     for few_counts in (False, True):
-        batch = ModelInput.from_batch(task_batch(head, range(5)), CPU, model.config, few_counts=few_counts)
+        batch = MicroBatch.from_batch(task_batch(head, range(5)), CPU, model.config, few_counts=few_counts)
         loss, _ = model(batch)
         grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
         answers, likeliest = model(batch, answers=True)
@@ -152,19 +152,19 @@ def test_rows_that_fill_change_nothing(head, pool):
 
 
 def test_weights_count_what_has_a_label():
-    assert task_batch("choices", range(5)).loss_weight == 5
-    assert task_batch("spans", range(5)).loss_weight == 5
+    assert task_batch("choices", range(5)).loss_divisor == 5
+    assert task_batch("spans", range(5)).loss_divisor == 5
     assert task_batch("choices", range(5)).loss_rows > 0 == task_batch("classes", range(5)).loss_rows
     tags = sum(len(sample("tags", n).target_groups[0].targets) for n in range(5))
     batch = task_batch("tags", range(5))
-    assert batch.loss_weight == tags and batch.loss_weights(4).tolist() == [0, 0, 0, tags]
+    assert batch.loss_divisor == tags and batch.loss_weights(4).tolist() == [0, 0, 0, tags]
 
 
 def test_scores_of_parts_are_log_probabilities():
     """Not divided; the flag says whether each target is the likeliest token."""
     model = make_model("choices")
     batch = task_batch("choices", range(4))
-    scores, likeliest = model(ModelInput.from_batch(batch, CPU, model.config), answers=True)
+    scores, likeliest = model(MicroBatch.from_batch(batch, CPU, model.config), answers=True)
     expected, flags = [], []
     for number in range(4):
         made = sample("choices", number)
@@ -227,7 +227,7 @@ def train(context, head, parallel, pooled):
     for step in range(3):
         numbers = [range(4 * step + 2 * m, 4 * step + 2 * m + 2) for m in range(2)]
         batches = [task_batch(head, n) for n in numbers]
-        weight = sum(batch.loss_weight for batch in batches)
+        weight = sum(batch.loss_divisor for batch in batches)
         mine = [engine.prepared(batch, 40 + step, 1 / weight) for batch in batches[dp.rank :: dp.size]]
         result = engine.train_step(mine, 0.01)
         sums = context.sum_of_losses(result.objective_sums)

@@ -13,7 +13,7 @@ from data_utils.tokenizers.special_tokens import SpecialTokens
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.init import initialize_parameters
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.model.transformer import GLM
 
 TWO_STACKS = {"decoder_layers": 2, "segments": 2}
@@ -97,6 +97,6 @@ def next_logits(run, text, answer):
     fields[0, SEGMENT_IDS] = 0 if segments is None else segments
     fields[0, DOC] = 0
     fields[0, WEIGHTS, -1] = np.float32(1.0).view(np.int32)
-    inputs = ModelInput.from_batch(Batch(fields), torch.device("cpu"), run.model.config)
+    inputs = MicroBatch.from_batch(Batch(fields), torch.device("cpu"), run.model.config)
     hidden = run.model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)
     return run.model.logits(hidden[inputs.loss_rows.tokens.long()])[0].float()

@@ -13,7 +13,7 @@ from data_utils.objectives import LOSS_NAMES
 from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.config.tree import Config
 from megatron_lite.model.build import build_model, model_spec
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.models.optimus.config import latent_of
 from megatron_lite.models.optimus.latent import beta
 from megatron_lite.models.optimus.model import Optimus
@@ -39,7 +39,7 @@ def learn(tree: dict[str, Any]) -> LatentRun:
         for group in solver.param_groups:
             group["lr"] = config.optimizer.lr * (1.0 - 0.9 * step / steps)
         batch = samples.batch(np.arange(step * rows, (step + 1) * rows))
-        given = ModelInput.from_batch(batch, torch.device("cpu"), config.model, of_decoder=config.decoder)
+        given = MicroBatch.from_batch(batch, torch.device("cpu"), config.model, of_decoder=config.decoder)
         loss, sums = model(given)
         (loss / sums[:, 1].max()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad_norm)

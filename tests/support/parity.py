@@ -42,7 +42,7 @@ from megatron_lite.engine.parameter_groups import parameter_groups
 from megatron_lite.engine.plain import make_engine
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.build import build_model, model_spec
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.model.tensor_parallel import whole_shape
 from megatron_lite.parallel.context import ParallelContext
 from support.distributed import run_ranks
@@ -147,7 +147,7 @@ def _one_process(case: Case) -> Record:
     for step in range(case.steps):
         model.zero_grad()
         batch, factor = micro_batch(case, step, 0, case.num_samples)
-        data = ModelInput.from_batch(batch, torch.device("cpu"), config.model, dropout_seed=step)
+        data = MicroBatch.from_batch(batch, torch.device("cpu"), config.model, dropout_seed=step)
         loss_sum, sums = model(data)
         (loss_sum * factor).backward()
         record.objective_sums.append(sums.double())
@@ -242,7 +242,7 @@ def compare_weights(outcome: Outcome, step: int, engine: Engine, whole: dict[str
             compare_fragment(outcome, "weights", step, fragment, fragment.tensors["weight"], whole)
 
 
-def micro_batches_of(case: Case, engine: Engine, context: ParallelContext, step: int) -> list[ModelInput]:
+def micro_batches_of(case: Case, engine: Engine, context: ParallelContext, step: int) -> list[MicroBatch]:
     """This rank's share of a step."""
     size, dp = case.micro_batch_size, context.dp
     indices = [micro * dp.size + dp.rank for micro in range(case.accumulation)]

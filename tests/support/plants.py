@@ -194,7 +194,7 @@ LOSSES = (
 DROPOUT = (
     Plant(
         "dropout of attention equal on all tensor-parallel ranks",
-        "megatron_lite/model/model_input.py",
+        "megatron_lite/model/micro_batch.py",
         "first_head = config.num_attention_heads // tensor_parallel_size * tensor_parallel_rank",
         "first_head = 0",
         (f"{FURTHER}[2x1x1]",),
@@ -202,7 +202,7 @@ DROPOUT = (
     ),
     Plant(
         "dropout of hidden states different on tensor-parallel ranks",
-        "megatron_lite/model/model_input.py",
+        "megatron_lite/model/micro_batch.py",
         "keys = token_keys(dropout_seed, batch.samples,",
         "keys = token_keys(dropout_seed + tensor_parallel_rank, batch.samples,",
         (f"{FURTHER}[2x1x1]",),

@@ -37,7 +37,7 @@ from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published.heads import OTHER_HEADS
 from megatron_lite.inference.open_run import load_run
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.model.task_heads import SentenceHead
 from megatron_lite.model.transformer import GLM
 
@@ -295,7 +295,7 @@ def test_a_small_model_reads_order_and_distance(name, best):
         pieces = [numbered(rng) for _ in range(4 * size)]
         lengths, counts = np.array([len(p) for p in pieces]), np.full(size, 4)
         fields = collate(made, np.concatenate(pieces), lengths, counts, np.arange(size) + size * step)
-        batch = ModelInput.from_batch(Batch(fields), torch.device("cpu"), config)
+        batch = MicroBatch.from_batch(Batch(fields), torch.device("cpu"), config)
         if step < steps:
             for group in optimizer.param_groups:
                 group["lr"] = 2e-3 * min(1.0, step / 50) * (1 - step / steps)

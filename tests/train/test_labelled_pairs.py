@@ -29,7 +29,7 @@ from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published.heads import OTHER_HEADS
 from megatron_lite.inference.open_run import load_run
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.model.transformer import GLM
 
 NAMES = ("relevance", "discourse_relation")
@@ -190,7 +190,7 @@ def loss_after(steps, told, size):
             np.full(size, each),
             np.arange(size) + size * step,
         )
-        batch = ModelInput.from_batch(Batch(fields), torch.device("cpu"), config)
+        batch = MicroBatch.from_batch(Batch(fields), torch.device("cpu"), config)
         if step < steps:
             for group in optimizer.param_groups:
                 group["lr"] = 2e-3 * min(1.0, step / 50) * (1 - step / steps)

@@ -17,7 +17,7 @@ from data_utils.common.errors import DataError, ExitStatus
 from data_utils.common.settings import build, merge
 from megatron_lite.config.tree import Config
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.model_input import prepare
+from megatron_lite.model.micro_batch import prepare
 from megatron_lite.runtime import control
 from megatron_lite.train.prefetch import Prefetch
 from megatron_lite.train.step import StepPosition

@@ -17,7 +17,7 @@ from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.metrics.reports import objective_losses, train_line
 from megatron_lite.model.build import build_model
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.model.transformer import GLM
 
 FACTOR, SMOOTHING = 0.05, 0.1
@@ -38,7 +38,7 @@ def by_hand() -> tuple[torch.Tensor, torch.Tensor]:
     model = build_model(case.config(), case.num_losses)
     assert isinstance(model, GLM)
     batch, _ = parity.micro_batch(case, 0, 0, case.num_samples)
-    data = ModelInput.from_batch(batch, torch.device("cpu"), model.config)
+    data = MicroBatch.from_batch(batch, torch.device("cpu"), model.config)
     with torch.no_grad():
         logits = model._row_logits(model._hidden(data), data)[0][:, :VOCAB_SIZE].double()
     z = FACTOR * logits.logsumexp(-1).square()

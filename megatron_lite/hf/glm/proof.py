@@ -36,7 +36,7 @@ from megatron_lite.hf.glm.released import reference_logits
 from megatron_lite.model.attention_backends.layout import allowed
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.predictions import task_rows
-from megatron_lite.model.transformer import GLM, ModelInput
+from megatron_lite.model.transformer import GLM, MicroBatch
 
 TOLERANCE = 1e-5  # fp32: the same sums in another order
 # Two computations in fp32 that are both right differ by the sum of their errors; the larger one is measured.
@@ -242,7 +242,7 @@ def training_logits(model: GLM, batch: np.ndarray) -> torch.Tensor:
 @torch.no_grad()
 def training_states(model: GLM, batch: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
     """The last block's output [B, S, D], and the logits."""
-    inputs = ModelInput.from_batch(Batch(batch), torch.device("cpu"), model.config, kernel="dense")
+    inputs = MicroBatch.from_batch(Batch(batch), torch.device("cpu"), model.config, kernel="dense")
     hidden = model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)
     rows = hidden, model.logits(hidden).float()
     states, logits = (x.unflatten(0, (len(batch), -1)) for x in rows)

@@ -46,7 +46,7 @@ from megatron_lite.hf.published.segment_memory import read_segment
 from megatron_lite.hf.published.source import PublishedSource, load_class
 from megatron_lite.hf.published.systems import published_system
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.model_input import prepare
+from megatron_lite.model.micro_batch import prepare
 from megatron_lite.model.predictions import task_rows
 from megatron_lite.model.transformer import GLM
 

@@ -20,7 +20,7 @@ import torch
 
 from data_utils.common.batch_fields import DOC, FIELDS, ORD, POSITION_IDS
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.model_input import prepare
+from megatron_lite.model.micro_batch import prepare
 from megatron_lite.model.transformer import GLM
 
 Memory = Sequence[torch.Tensor]  # of each block, [B, M, D]

@@ -34,7 +34,7 @@ class ElectraBatch(Batch):
         self._seed = seed
 
     @property
-    def loss_weight(self) -> float:
+    def loss_divisor(self) -> float:
         """1: both losses are means, whose sum is not divided."""
         return 1.0
 

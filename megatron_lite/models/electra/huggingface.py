@@ -52,7 +52,7 @@ from megatron_lite.inference.open_run import OpenRun
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.build import model_spec
 from megatron_lite.model.flops import parameter_shapes
-from megatron_lite.model.model_input import prepare
+from megatron_lite.model.micro_batch import prepare
 from megatron_lite.model.tensor_parallel import VocabParallelEmbedding
 from megatron_lite.model.trained_model import ENCODER
 from megatron_lite.models.electra.config import generator_of, is_detached

@@ -26,7 +26,7 @@ from megatron_lite.model.dense import Linear
 from megatron_lite.model.kernels import fused
 from megatron_lite.model.kernels.dropout import Dropout
 from megatron_lite.model.loss import row_losses
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.model.tensor_parallel import VocabParallelEmbedding
 from megatron_lite.model.trained_model import TrainedModel
 from megatron_lite.model.transformer import GLM
@@ -140,7 +140,7 @@ class Electra(TrainedModel):
     def end_evaluation(self) -> None:
         """The counts wait for `measures`."""
 
-    def forward(self, batch: ModelInput, *, answers: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, batch: MicroBatch, *, answers: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum of both losses (fp32 scalar, nats); without gradient, fp32 [losses, 2]: sum and weight of each."""
         rows = batch.loss_rows.tokens
         # Two losses with divisors of their own: weights of the K rows with loss, then of all T tokens (0:
@@ -167,7 +167,7 @@ class Electra(TrainedModel):
             loss, sums[which.number] = loss + own, torch.stack([own.detach(), weights.sum()])
         return loss, sums
 
-    def generated(self, batch: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
+    def generated(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Cross entropies of the masked positions, fp32 [K], and a token drawn for each, int64 [K]."""
         generator, masked = self.generator, batch.parts
         assert isinstance(masked, MaskedPositions)
@@ -179,7 +179,7 @@ class Electra(TrainedModel):
         drawn = draw(logits.detach(), masked.seed, masked.samples, masked.positions, words)
         return row_losses(logits, classes, batch.targets, words), drawn
 
-    def scores(self, batch: ModelInput) -> torch.Tensor:
+    def scores(self, batch: MicroBatch) -> torch.Tensor:
         """The discriminator's logit of each token, see ReplacedHead: fp32 [T]."""
         encoder = self.encoder
         hidden = encoder.run(batch.tokens, batch.ids, batch.plan, batch.dropout)

@@ -25,7 +25,7 @@ from data_utils.objectives.entities import EntitiesConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.batch import Batch, Samples
 from megatron_lite.model.kernels.dropout import token_keys
-from megatron_lite.model.model_input import few_count
+from megatron_lite.model.micro_batch import few_count
 from megatron_lite.model.task_batch import HostTaskParts, Parts, TaskBatch
 
 
@@ -75,7 +75,7 @@ class EntityBatch(Batch):
         self._parts: HostMentions | None = None
 
     @property
-    def loss_weight(self) -> float:
+    def loss_divisor(self) -> float:
         """1: the losses are means, whose sum is not divided."""
         return 1.0
 
@@ -227,7 +227,7 @@ _NONE = Noise(0, 0.0, 0.0)  # of tasks: each entity is read as it is
 
 
 @dataclass(frozen=True)
-class EntityParts(Parts):
+class EntityTaskInputs(Parts):
     """What the task's head reads of a micro-batch, with the entities of its texts."""
 
     mentions: Mentions | None = None
@@ -249,7 +249,7 @@ class EntityTaskBatch(TaskBatch):
 
 
 class HostEntityParts:
-    """`EntityParts` on the host."""
+    """`EntityTaskInputs` on the host."""
 
     ARRAYS = HostTaskParts.ARRAYS + HostMentions.ARRAYS
 
@@ -260,10 +260,10 @@ class HostEntityParts:
     def arrays(self) -> list[np.ndarray]:
         return [*self._of_task.arrays(), *self._mentions.arrays()]
 
-    def on_device(self, arrays: list[torch.Tensor]) -> EntityParts:
+    def on_device(self, arrays: list[torch.Tensor]) -> EntityTaskInputs:
         parts = self._of_task.on_device(arrays[: HostTaskParts.ARRAYS])
         mentions = self._mentions.on_device(arrays[HostTaskParts.ARRAYS :])
-        return EntityParts(**vars(parts), mentions=mentions)
+        return EntityTaskInputs(**vars(parts), mentions=mentions)
 
 
 class TaskSamples:

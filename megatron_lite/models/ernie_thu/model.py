@@ -28,7 +28,7 @@ from megatron_lite.model.forward_context import ForwardContext
 from megatron_lite.model.fused_block import Hidden, settled
 from megatron_lite.model.kernels.dropout import Dropout, FeatureDropout, pairs_formula, stays
 from megatron_lite.model.kernels.fused import activated
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.model.norms import make_norm
 from megatron_lite.model.tensor_parallel import (
     ColumnParallelLinear,
@@ -38,7 +38,7 @@ from megatron_lite.model.tensor_parallel import (
     sharded,
 )
 from megatron_lite.model.transformer import GLM, BeforeBlock
-from megatron_lite.models.ernie_thu.batch import EntityParts, Mentions
+from megatron_lite.models.ernie_thu.batch import EntityTaskInputs, Mentions
 
 _SALT = 0x3C6EF372  # makes the entities' dropout differ from their tokens': an int32
 
@@ -162,8 +162,8 @@ class EntityTransformer(GLM):
                 self.layers[layer] = block
         self.entity_head = Transform(config.hidden_size, of_entities.size, config)
 
-    def _hidden(self, batch: ModelInput, before_block: BeforeBlock | None = None) -> torch.Tensor:
-        assert isinstance(batch.parts, EntityParts)
+    def _hidden(self, batch: MicroBatch, before_block: BeforeBlock | None = None) -> torch.Tensor:
+        assert isinstance(batch.parts, EntityTaskInputs)
         mentions: Any = batch.parts.mentions
         return self.run(batch.tokens, batch.ids, batch.plan, batch.dropout, before_block, mentions)
 
@@ -191,7 +191,7 @@ class EntityTransformer(GLM):
         # No layer reads the last entity states. The empty sum makes the gradient of their weights zero instead of None.
         return settled(x) + states[:0].sum()
 
-    def forward(self, batch: ModelInput, *, answers: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, batch: MicroBatch, *, answers: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum of the losses (fp32 scalar, nats); without gradient, fp32 [losses, 2]: sum and weight of each."""
         mentions = batch.parts
         if not isinstance(mentions, Mentions):

@@ -20,7 +20,7 @@ from data_utils.loader.loader import SampleLoader
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.model_input import few_count
+from megatron_lite.model.micro_batch import few_count
 from megatron_lite.models.optimus.latent import normals
 
 
@@ -67,13 +67,13 @@ class LatentBatch(Batch):
         return drawn.numpy()[rows, numbers].astype(np.float32)
 
     @property
-    def loss_weight(self) -> float:
+    def loss_divisor(self) -> float:
         """Number of sentences: the loss is the mean over them."""
         return float(len(self.sentence_index[0]))
 
     def loss_weights(self, num_losses: int) -> np.ndarray:
         weights = np.zeros(num_losses)
-        weights[LOSS_NAMES.index("reconstruction")] = self.loss_weight
+        weights[LOSS_NAMES.index("reconstruction")] = self.loss_divisor
         return weights
 
     @property

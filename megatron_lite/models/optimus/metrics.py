@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from data_utils.common.errors import DataError
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.model.trained_model import usual_measures
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.parallel.gather import gather_arrays
@@ -68,7 +68,7 @@ class LatentMetrics:
         self._passes: list[np.ndarray] = []  # mu, logvar, z side by side: fp64 [N, 3 P]
         self._tokens = 0.0
 
-    def add(self, batch: ModelInput, mu: torch.Tensor, logvar: torch.Tensor, z: torch.Tensor) -> None:
+    def add(self, batch: MicroBatch, mu: torch.Tensor, logvar: torch.Tensor, z: torch.Tensor) -> None:
         """Args: mu, logvar, z: fp32 [N, P] of the sentences of a batch."""
         real = batch.parts.weight > 0
         self._passes.append(torch.cat([mu, logvar, z], 1)[real].double().cpu().numpy())

@@ -27,7 +27,7 @@ from data_utils.objectives.optimus import OptimusConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention_backends.calls import PartsPlan
 from megatron_lite.model.kernels.dropout import Dropout
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.model.tensor_parallel import linear
 from megatron_lite.model.trained_model import TrainedModel
 from megatron_lite.model.transformer import GLM
@@ -119,7 +119,7 @@ class Optimus(TrainedModel):
         self.latent = LatentLayers(encoder, decoder, config)
         self.beta = config.beta
         # Optional callback, called in each forward pass with mu, logvar and z, fp32 [N, P].
-        self.observe: Callable[[ModelInput, torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
+        self.observe: Callable[[MicroBatch, torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
 
     @property
     def before_use(self) -> Callable[[nn.Module], None]:  # type: ignore[override]
@@ -149,7 +149,7 @@ class Optimus(TrainedModel):
     def measures(self, context: ParallelContext, loss: float) -> dict[str, float]:
         return self._metrics.summary(context, loss)
 
-    def forward(self, batch: ModelInput, *, answers: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, batch: MicroBatch, *, answers: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum of the sentences' losses (fp32 scalar, nats); without gradient, fp32 [losses, 2]: sum and weight of each.
 
         Reported are the reconstruction and the divergence itself, without beta and free bits.
@@ -184,7 +184,7 @@ class Optimus(TrainedModel):
             sums[LOSS_NAMES.index(name)] = torch.stack([values.detach().sum(), weight.sum()])
         return sums
 
-    def features(self, batch: ModelInput) -> torch.Tensor:
+    def features(self, batch: MicroBatch) -> torch.Tensor:
         """The encoder's feature vector of each sentence, [N, D]."""
         plan, count = _parts(batch)
         hidden = self.encoder.run(
@@ -198,14 +198,14 @@ class Optimus(TrainedModel):
         # BERT's pooler is the layer of its next-sentence head.
         return torch.tanh(head.dense(features))
 
-    def posterior(self, batch: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
+    def posterior(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Mean and logarithm of the variance of each sentence's z, both fp32 [N, P]."""
         features = self.features(batch)
         self.before_use(self.latent)
         mu, logvar = self.latent.posterior(features).float().chunk(2, dim=1)
         return mu, logvar
 
-    def reconstruction(self, batch: ModelInput, z: torch.Tensor) -> torch.Tensor:
+    def reconstruction(self, batch: MicroBatch, z: torch.Tensor) -> torch.Tensor:
         """-log p(x|z) of each sentence, fp32 [N], nats. Args: z: [N, P]."""
         plan, count = _parts(batch)
         sentences = _sentences(batch)
@@ -222,18 +222,18 @@ class Optimus(TrainedModel):
         return torch.zeros_like(sentences.weight).index_add(0, sentences.loss_sentence, losses)
 
 
-def _sentences(batch: ModelInput) -> Sentences:
+def _sentences(batch: MicroBatch) -> Sentences:
     assert isinstance(batch.parts, Sentences)
     return batch.parts
 
 
-def _parts(batch: ModelInput) -> tuple[PartsPlan, int]:
+def _parts(batch: MicroBatch) -> tuple[PartsPlan, int]:
     """The attention plans of both stacks, and the number of encoder tokens."""
     assert isinstance(batch.plan, PartsPlan)
     return batch.plan, batch.plan.lengths[0]
 
 
-def _dropout(batch: ModelInput, part: int) -> Dropout | None:
+def _dropout(batch: MicroBatch, part: int) -> Dropout | None:
     """Dropout of the encoder's tokens (part 0) or the decoder's (part 1)."""
     plan, _ = _parts(batch)
     if batch.dropout is None:

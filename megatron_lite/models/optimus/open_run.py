@@ -23,7 +23,7 @@ from megatron_lite.inference.open_run import OpenRun, open_run, usual_device, wi
 from megatron_lite.inference.search import Search
 from megatron_lite.model.build import build_model
 from megatron_lite.model.kernels.fused import choose_kernels
-from megatron_lite.model.model_input import ModelInput
+from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.models.optimus.batch import LatentBatch
 from megatron_lite.models.optimus.config import decoder_of, latent_of
 from megatron_lite.models.optimus.interface import Sentence
@@ -110,7 +110,7 @@ class LatentRun:
         other.model = model.eval().to(self.device)
         return other
 
-    def _input(self, sentences: Sequence[Sentence]) -> ModelInput:
+    def _input(self, sentences: Sequence[Sentence]) -> MicroBatch:
         """The model's input for sentences, one row each."""
         pieces = [
             tokens for sentence in sentences for tokens in (sentence.encoder_tokens, sentence.decoder_tokens)
@@ -126,7 +126,7 @@ class LatentRun:
             numbers,
         )
         batch = LatentBatch(fields, numbers, 0, self.latent_size, self._has_memory)
-        return ModelInput.from_batch(batch, self.device, self.config.model, of_decoder=self._decoder)
+        return MicroBatch.from_batch(batch, self.device, self.config.model, of_decoder=self._decoder)
 
 
 class Rows:

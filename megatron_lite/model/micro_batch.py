@@ -1,7 +1,7 @@
 """A micro-batch as the model takes it: prepared on the host, sent to the device in one copy.
 
 `prepare` chooses the attention plan, puts the tokens in its order, finds the rows with loss, and lays all of it side by
-side in one buffer. It needs no device, so it can run ahead of the step in another thread. `ModelInput.to` sends the
+side in one buffer. It needs no device, so it can run ahead of the step in another thread. `MicroBatch.to` sends the
 buffer: one asynchronous copy from pinned memory. On CPU the tensors are views of the buffer.
 
 Shapes: T tokens; K loss rows that predict their token, P of them once more from the borders of their span, M loss rows
@@ -32,11 +32,11 @@ from megatron_lite.model.batch import Batch
 from megatron_lite.model.kernels.dropout import Dropout, salts, token_keys
 from megatron_lite.model.kernels.fused import kernels_are_wanted
 
-_FIXED = 10  # arrays of a ModelInput, after those of its plan, whose place CUDA graphs know; those of its parts follow
+_FIXED = 10  # arrays of a MicroBatch, after those of its plan, whose place CUDA graphs know; those of its parts follow
 
 
 @dataclass(frozen=True)
-class LossRows:
+class LossPositions:
     """Loss rows by the head that predicts them, and what they predict: indices into [T].
 
     On the host int64 arrays, on the device int32 tensors.
@@ -49,7 +49,7 @@ class LossRows:
 
 
 @dataclass
-class ModelInput:
+class MicroBatch:
     """A micro-batch, ready for the model, on the host or on a device: T tokens, padding included, in the plan's order.
 
     Everything is in one buffer of int32, so that it reaches a device in one copy.
@@ -58,28 +58,28 @@ class ModelInput:
     tokens: torch.Tensor  # int32 [T]
     ids: torch.Tensor  # int32 [len(ID_FIELDS), T]: for the other embeddings and for relative positions
     plan: Any  # on the host HostPlan or PartsPlan, on a device what `on_device` made of it
-    loss_rows: LossRows  # where the model has a decoder, of its rows
-    targets: torch.Tensor  # int32 [K + P + M], see LossRows
+    loss_rows: LossPositions  # where the model has a decoder, of its rows
+    targets: torch.Tensor  # int32 [K + P + M], see LossPositions
     weights: torch.Tensor  # fp32 [K + P + M], and then those of `Batch.more_weights`
     dropout: Dropout | None
     buffer: torch.Tensor  # int32, on the host: the arrays of all above, of the parts and of the plan
     shapes: Sequence[tuple[int, ...]]  # of the arrays in the buffer
-    weight_losses: np.ndarray  # the loss to whose total each weight belongs
+    weight_objectives: np.ndarray  # the loss to whose total each weight belongs
     # Inputs of the model beside the tokens, such as the `Parts` of a task; on the host HostParts.
     parts: Any = None
     loss_factor: float = 1.0  # multiplies its loss sum into its share of the step's loss
 
     @staticmethod
-    def from_batch(batch: Batch, device: torch.device, config: ModelConfig, **options: Any) -> ModelInput:
+    def from_batch(batch: Batch, device: torch.device, config: ModelConfig, **options: Any) -> MicroBatch:
         """`prepare` with its options and `to` in one."""
         return prepare(batch, device, config, **options).to(device)
 
     def scale_weights(self, scales: np.ndarray) -> None:
         """Multiply each loss's weights, on the host. Args: scales: fp32 [losses]."""
         # The weights are a view of the buffer, so that scaling them before `to` costs no copy.
-        self.weights *= torch.from_numpy(scales[self.weight_losses])
+        self.weights *= torch.from_numpy(scales[self.weight_objectives])
 
-    def to(self, device: torch.device, into: torch.Tensor | None = None) -> ModelInput:
+    def to(self, device: torch.device, into: torch.Tensor | None = None) -> MicroBatch:
         """The same on a device, `into` a buffer there. On a GPU the copy is asynchronous: nothing waits for it."""
         if into is None:
             sent = self.buffer.to(device, non_blocking=True)
@@ -93,12 +93,12 @@ class ModelInput:
 
 
 def _fields(arrays: list[torch.Tensor], dropout: Dropout | None) -> dict[str, Any]:
-    """Fields of a ModelInput that are arrays of its buffer."""
+    """Fields of a MicroBatch that are arrays of its buffer."""
     tokens, ids, keys, place_salts, weights, targets = arrays[:6]
     return {
         "tokens": tokens,
         "ids": ids,
-        "loss_rows": LossRows(*arrays[6:_FIXED]),
+        "loss_rows": LossPositions(*arrays[6:_FIXED]),
         "targets": targets,
         "weights": weights.view(torch.float32),
         "dropout": None if dropout is None else replace(dropout, keys=keys, salts=place_salts),
@@ -154,9 +154,9 @@ def _with_task_rows(field: np.ndarray, config: ModelConfig) -> np.ndarray:
     return losses
 
 
-def find_loss_rows(
+def find_loss_positions(
     weights: np.ndarray, objectives: np.ndarray, config: ModelConfig, *, few_counts: bool = False
-) -> tuple[LossRows, np.ndarray]:
+) -> tuple[LossPositions, np.ndarray]:
     """The loss rows of a batch, and where their targets and weights are: int64 [K + P + M], indices into [T].
 
     Args:
@@ -180,7 +180,7 @@ def find_loss_rows(
         )
         borders = np.pad(borders, ((0, len(spans) - len(borders)), (0, 0)))
     losses = (objectives[rows], np.full_like(spans, SPAN_BOUNDARY.number), objectives[sentences])
-    found = LossRows(rows.clip(0), borders, sentences.clip(0), np.concatenate(losses))
+    found = LossPositions(rows.clip(0), borders, sentences.clip(0), np.concatenate(losses))
     return found, np.concatenate([rows, spans, sentences])
 
 
@@ -192,7 +192,7 @@ def few_count(count: int) -> int:
 
 
 def _span_borders(predicted: np.ndarray, places: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each True in [T]: its borders, int64 [P, 3] as in LossRows, and its own index [P].
+    """For each True in [T]: its borders, int64 [P, 3] as in LossPositions, and its own index [P].
 
     On both sides of every span is a token that is not predicted (data_utils/objectives/spanbert.py). Tokens at places
     beyond the table are left out.
@@ -220,7 +220,7 @@ def prepare(
     has_graphs: bool = False,
     tensor_parallel_rank: int = 0,
     tensor_parallel_size: int = 1,
-) -> ModelInput:
+) -> MicroBatch:
     """The model's input for a batch, on the host.
 
     Args:
@@ -228,7 +228,7 @@ def prepare(
         of_decoder: configuration of the second stack, which reads the tokens with ord > 0.
         dropout_seed: of the step; None = no dropout.
         multiple: of the number of tokens T, see `plan_attention`; of both parts where there is a decoder.
-        few_counts: of rows with loss, see `find_loss_rows`.
+        few_counts: of rows with loss, see `find_loss_positions`.
         has_one_length: T is the same for all batches of a shape. has_graphs: the plan has fixed shapes, if it can.
     """
     places, first = batch.fields[:, TOKENS].size, 0
@@ -253,7 +253,7 @@ def prepare(
     # Else padding would have the last token's loss.
     weights[is_padding] = 0.0
     objectives = _with_task_rows(fields[1 + ID_FIELDS.index(OBJECTIVE)], config)
-    loss_rows, labelled = find_loss_rows(
+    loss_rows, labelled = find_loss_positions(
         weights[first:], objectives[first:], of_decoder or config, few_counts=few_counts
     )
     parts = batch.host_parts(plan.order, first, labelled, few_counts, config)
@@ -290,4 +290,6 @@ def prepare(
         buffer = buffer.pin_memory()
     shapes, losses = [array.shape for array in arrays], np.r_[objectives[labelled], of_more]
     laid_out = _fields(_split(buffer, shapes)[len(plan.arrays()) :], dropout)
-    return ModelInput(plan=plan, parts=parts, buffer=buffer, shapes=shapes, weight_losses=losses, **laid_out)
+    return MicroBatch(
+        plan=plan, parts=parts, buffer=buffer, shapes=shapes, weight_objectives=losses, **laid_out
+    )
