@@ -104,7 +104,7 @@ def steps(options: argparse.Namespace) -> tuple[dict[str, Callable[[], None]], f
                 batch,
                 device,
                 of.model,
-                of_decoder=of.decoder,
+                decoder_config=of.decoder,
                 multiple=few_lengths(batch.fields.shape[2], device, dtype),
                 few_counts=builds_kernels(device, dtype),
             )
@@ -114,7 +114,9 @@ def steps(options: argparse.Namespace) -> tuple[dict[str, Callable[[], None]], f
     )
     whole, alone = (
         sum(
-            model_spec(config).flops(config, b.tokens, b.loss_rows, b.visible_keys, b.targets, b.target_keys)
+            model_spec(config).flops(
+                config, b.tokens, b.loss_tokens, b.visible_keys, b.decoder_tokens, b.decoder_keys
+            )
             for b in batches(of, options.sentences)
         )
         for of in (config, without)

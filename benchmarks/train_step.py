@@ -146,7 +146,7 @@ def glm_variants(
         [MicroBatch.from_batch(Batch(x), device, config, kernel=kernel, **options) for x in made]
         for kernel, options in (("auto", {"multiple": multiple, "few_counts": few_counts}), ("dense", {}))
     )
-    loss_rows = statistics.mean(Batch(x).loss_rows for x in made)
+    loss_rows = statistics.mean(Batch(x).loss_tokens for x in made)
     real = statistics.mean(Batch(x).tokens for x in made)
     useful = step_flops(config, real, loss_rows, statistics.mean(Batch(x).visible_keys for x in made))
     wanted = [

@@ -82,7 +82,7 @@ def outputs(engine: Engine, batch: Batch) -> dict[str, torch.Tensor]:
         model(prepared)
         words = model.embedding.word_embeddings
         found["logits"] = model.heads.vocabulary_logits(
-            found.pop("rows"), words, len(prepared.loss_rows.borders)
+            found.pop("rows"), words, len(prepared.loss_positions.borders)
         )
     for hook in hooks:
         hook.remove()

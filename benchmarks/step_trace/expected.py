@@ -214,7 +214,7 @@ def _answer(config: Config, request: Request, launch_us: float, ranks: list[_Ran
     roofline_ms = max(rank.roofline_ms for rank in ranks) * bubble
     work = [
         ranks[0].result[key] / ranks[0].traced * micro_batches
-        for key in ("tokens", "loss_rows", "visible_keys", "targets", "target_keys")
+        for key in ("tokens", "loss_tokens", "visible_keys", "decoder_tokens", "decoder_keys")
     ]
     dp = parallel.data_parallel_size(request.processes)
     flops = step_flops(config.model, *map(int, work)) * dp / request.processes

@@ -49,7 +49,7 @@ def measure(request: Request, trace: str | None = None) -> Measured:
     engine = make_engine(config, context, len(LOSS_NAMES))
     batches = random_batches(config, config.batch.accumulation_steps(1))
     micro_batches = [
-        engine.prepared(batch, 1 + i, 1.0 / max(1, batch.loss_rows)) for i, batch in enumerate(batches)
+        engine.prepared(batch, 1 + i, 1.0 / max(1, batch.loss_tokens)) for i, batch in enumerate(batches)
     ]
 
     def step() -> None:
@@ -63,10 +63,10 @@ def measure(request: Request, trace: str | None = None) -> Measured:
     flops = step_flops(
         config.model,
         sum(batch.tokens for batch in batches),
-        sum(batch.loss_rows for batch in batches),
+        sum(batch.loss_tokens for batch in batches),
         sum(batch.layer_keys(config.model) for batch in batches),
-        sum(batch.targets for batch in batches),
-        sum(batch.target_keys for batch in batches),
+        sum(batch.decoder_tokens for batch in batches),
+        sum(batch.decoder_keys for batch in batches),
     )
     on_gpu = context.device.type == "cuda"
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0

@@ -103,10 +103,10 @@ def run_case(case: Case) -> dict[str, Any]:
         "sent": sent,
         "rank_parameters": sum(p.numel() for p in engine.named_parameters.values()),
         "tokens": sum(batch.tokens for batch in batches),
-        "loss_rows": sum(batch.loss_rows for batch in batches),
+        "loss_tokens": sum(batch.loss_tokens for batch in batches),
         "visible_keys": sum(batch.layer_keys(build(Config, case.tree).model) for batch in batches),
-        "targets": sum(batch.targets for batch in batches),
-        "target_keys": sum(batch.target_keys for batch in batches),
+        "decoder_tokens": sum(batch.decoder_tokens for batch in batches),
+        "decoder_keys": sum(batch.decoder_keys for batch in batches),
     }
 
 

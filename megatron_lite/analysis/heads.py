@@ -83,7 +83,7 @@ def importance(
 
 def loss_of(model: GLM, given: MicroBatch) -> torch.Tensor:
     """The sum of the losses of a micro-batch, nats: of a task, or of its tokens."""
-    if given.parts is not None:
+    if given.extra_inputs is not None:
         return model(given)[0]
     return (model.losses(given) * given.weights).sum()
 

@@ -89,7 +89,7 @@ def layers_of(run: Run, texts: Sequence[Text]) -> list[torch.Tensor]:
         return hidden
 
     layers.append(model.run(given.tokens, given.ids, given.plan, None, keep))
-    rows = torch.stack([layer[given.parts.rows] for layer in layers], dim=1).float().cpu()
+    rows = torch.stack([layer[given.extra_inputs.positions] for layer in layers], dim=1).float().cpu()
     pieces = torch.tensor([count for text in texts for count in text.pieces])
     owner = torch.repeat_interleave(torch.arange(len(pieces)), pieces)
     sums = rows.new_zeros(len(pieces), *rows.shape[1:]).index_add_(0, owner, rows)

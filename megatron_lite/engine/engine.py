@@ -30,13 +30,14 @@ from megatron_lite.engine import nvidia_apex
 from megatron_lite.engine.deepspeed_engines import deepspeed_engine, quiet_deepspeed
 from megatron_lite.engine.parameter_groups import decays, make_adamw, parameter_groups, weight_decay
 from megatron_lite.engine.zero3 import Zero3
+from megatron_lite.model.attention_choice import dense_reason
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.block import Block
 from megatron_lite.model.cuda_graphs import BlockGraphs
 from megatron_lite.model.embedding import PositionEmbeddings
 from megatron_lite.model.length_table import length_table
 from megatron_lite.model.lengths import builds_kernels, few_lengths
-from megatron_lite.model.micro_batch import MicroBatch, dense_reason, prepare
+from megatron_lite.model.micro_batch import MicroBatch, prepare
 from megatron_lite.model.tensor_parallel import (
     ColumnParallelLinear,
     Partition,
@@ -298,7 +299,7 @@ class Engine(ABC):
             batch,
             device,
             self._config.model,
-            of_decoder=self._config.decoder,
+            decoder_config=self._config.decoder,
             dropout_seed=dropout_seed,
             multiple=multiple,
             few_counts=builds_kernels(device, dtype),

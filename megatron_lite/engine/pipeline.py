@@ -125,7 +125,7 @@ class _Words(VocabParallelEmbedding):
     def project(module: _Words, inputs: tuple[Heads, *_Rows]) -> _Logits:
         """Last layer, on the tied weight."""
         heads, vectors, classes = inputs
-        boundaries = len(module.feed.current.input.loss_rows.borders)
+        boundaries = len(module.feed.current.input.loss_positions.borders)
         return loss_logits(heads, vectors, module, boundaries), classes
 
 
@@ -203,7 +203,9 @@ class _Readout(nn.Module):
         current = self.feed.current
         hidden = given[1] if current.parts is not None else settled(cast(Hidden, given))  # the decoder's
         context = current.context if current.parts is None else current.parts[1]
-        return self.heads, *self.heads(hidden, current.input.loss_rows, self.final_layernorm, context.dropout)
+        return self.heads, *self.heads(
+            hidden, current.input.loss_positions, self.final_layernorm, context.dropout
+        )
 
 
 class _Project(nn.Module):
@@ -216,7 +218,7 @@ class _Project(nn.Module):
     def forward(self, inputs: tuple[Heads, *_Rows]) -> _Logits:
         heads, vectors, classes = inputs
         assert heads.vocabulary is not None
-        boundaries = len(self.feed.current.input.loss_rows.borders)
+        boundaries = len(self.feed.current.input.loss_positions.borders)
         return loss_logits(heads, vectors, heads.vocabulary, boundaries), classes
 
 

@@ -104,12 +104,13 @@ class PlainEngine(Engine):
     def _input(self, batch: Batch, dropout_seed: int | None) -> MicroBatch:
         return self.prepared(batch, dropout_seed).to(self.context.device)
 
-    def _buffer_for(self, micro: MicroBatch) -> torch.Tensor | None:
+    def _buffer_for(self, micro_batch: MicroBatch) -> torch.Tensor | None:
         """Where CUDA graphs read their batches; None = anywhere."""
         if not self._has_graphs:
             return None
-        if len(self._buffer) < len(micro.buffer):  # graphs of the smaller one are not used again
-            self._buffer = torch.empty(2 * len(micro.buffer), dtype=torch.int32, device=self.context.device)
+        size = len(micro_batch.buffer.data)
+        if len(self._buffer) < size:  # graphs of the smaller one are not used again
+            self._buffer = torch.empty(2 * size, dtype=torch.int32, device=self.context.device)
         return self._buffer
 
     def _no_sums(self) -> torch.Tensor:

@@ -26,9 +26,10 @@ from megatron_lite.model.attention_backends.dense import DensePlan
 from megatron_lite.model.attention_backends.layout import Layout
 from megatron_lite.model.attention_backends.varlen import VarlenCall, VarlenPlan
 from megatron_lite.model.attention_backends.window import LayeredPlan
+from megatron_lite.model.attention_choice import attention_kernel, plan_stack
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.lengths import few_lengths
-from megatron_lite.model.micro_batch import find_loss_positions, kernel_of, plan_stack
+from megatron_lite.model.loss_positions import find_loss_positions
 
 SAMPLED_ROWS = 32  # at least; enough for means within about 2 %
 _CUDA = torch.device("cuda")
@@ -88,12 +89,12 @@ class Rows:
     decoder: Stack | None
     cross: Call | None  # of the decoder's cross-attention
     tokens: float  # without padding
-    loss_rows: float
+    loss_tokens: float
     borders: float  # of the rows with loss, those that SpanBERT's head predicts as well
     sentences: float  # rows with a class of a sentence
     visible_keys: float
-    targets: float
-    target_keys: float
+    decoder_tokens: float
+    decoder_keys: float
     padding: Call  # of 64 tokens
 
     def multiple(self, rows: int) -> int:
@@ -115,7 +116,15 @@ def average_rows(config: Config) -> Rows:
     first = found[0]
     means: dict[str, Any] = {
         name: sum(getattr(of_batch, name) for of_batch in found) / rows
-        for name in ("tokens", "loss_rows", "borders", "sentences", "visible_keys", "targets", "target_keys")
+        for name in (
+            "tokens",
+            "loss_tokens",
+            "borders",
+            "sentences",
+            "visible_keys",
+            "decoder_tokens",
+            "decoder_keys",
+        )
     }
     stack = _mean([of_batch.stack for of_batch in found], rows)
     decoder = cross = None
@@ -141,18 +150,19 @@ def _mean_call(calls: list[Call], rows: int) -> Call:
 def _one(config: Config, batch: Batch) -> Rows:
     """Sums over a batch."""
     model, layout = config.model, batch.layout
-    kernel = kernel_of(model, _CUDA)
+    kernel = attention_kernel(model, _CUDA)
     stack, *others = [
         _stack(plan_stack(part, _CUDA, model, kernel), part, batch, model)
         for part in (layout.parts if model.decoder_layers else [layout])
     ]
     cross = _cross(layout, kernel, model) if others else None
     weights, objectives = batch.weights.reshape(-1), batch.fields[:, OBJECTIVE].reshape(-1)
-    loss_rows, _ = find_loss_positions(weights, objectives, model)
+    positions, _ = find_loss_positions(weights, objectives, model)
     return Rows(
         batch.fields.shape[2], stack, others[0] if others else None, cross, batch.tokens,
-        len(loss_rows.tokens), len(loss_rows.borders), len(loss_rows.sentences),
-        batch.layer_keys(model), batch.targets, batch.target_keys, _call(np.array([64.0]), np.array([64.0]), model),
+        len(positions.tokens), len(positions.borders), len(positions.sentences),
+        batch.layer_keys(model), batch.decoder_tokens, batch.decoder_keys,
+        _call(np.array([64.0]), np.array([64.0]), model),
     )  # fmt: skip
 
 

@@ -111,7 +111,7 @@ class Sizes:
     @cached_property
     def predicted(self) -> float:
         """Rows with loss of a micro-batch, which predict a token."""
-        return self.rows.loss_rows * self.config.batch.micro_batch_size
+        return self.rows.loss_tokens * self.config.batch.micro_batch_size
 
     # Widths
 

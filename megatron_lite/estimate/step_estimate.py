@@ -112,7 +112,7 @@ def estimate(config: Config, processes: int, gpu: Gpu, rows: Rows) -> Estimate:
     stacks = [part for part in model_spec(config).made_of(config) if isinstance(part, ModelConfig)]
     if len(stacks) == 1 or config.decoder is not None:
         return _of_stack(config, processes, gpu, rows)
-    of_each = replace(rows, loss_rows=0.0), rows  # the discriminator has no head for the vocabulary
+    of_each = replace(rows, loss_tokens=0.0), rows  # the discriminator has no head for the vocabulary
     found = [
         _of_stack(_alone(config, stack), processes, gpu, own)
         for stack, own in zip(stacks, of_each, strict=True)
@@ -170,7 +170,7 @@ def _of_stack(config: Config, processes: int, gpu: Gpu, rows: Rows) -> Estimate:
     slowest = max(tallies, key=_micros)
     micro_batches, batch = sizes.micro_batches, config.batch
     samples = batch.micro_batch_size * micro_batches
-    work = (rows.tokens, rows.loss_rows, rows.visible_keys, rows.targets, rows.target_keys)
+    work = (rows.tokens, rows.loss_tokens, rows.visible_keys, rows.decoder_tokens, rows.decoder_keys)
     flops = step_flops(config.model, *(int(each * samples) for each in work)) * sizes.dp / processes
     return Estimate(
         peak=max((peak(every[place], place, sizes) for place in chosen), key=lambda found: found.total),

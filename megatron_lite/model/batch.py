@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
 from data_utils.common.batch_fields import DOC, GRP, OBJECTIVE, ORD, PADDING_DOC, POSITION_IDS, WEIGHTS
 from data_utils.common.losses import BY_TOKENS, CLASS_LEVEL
+from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention_backends.layout import Layout, make_layout
+from megatron_lite.model.loss_positions import LossPositions
 
 if TYPE_CHECKING:
     import torch
-
-    from megatron_lite.config.model import ModelConfig
 
 
 def mean_scales(factors: Sequence[float], totals: Sequence[float]) -> np.ndarray:
@@ -25,19 +26,26 @@ def mean_scales(factors: Sequence[float], totals: Sequence[float]) -> np.ndarray
     return np.array(scales, np.float32)
 
 
-class HostParts(Protocol):
-    """Inputs of a model beside the tokens, as arrays on the host."""
+MakeInputs: TypeAlias = "Callable[[dict[str, torch.Tensor]], Any]"
 
-    ARRAYS: int  # number of arrays that `arrays` returns
 
-    def arrays(self) -> list[np.ndarray]:
-        """int32, floats by their bits."""
+def _no_inputs(tensors: dict[str, torch.Tensor]) -> None:
+    """Most models read nothing besides the tokens."""
 
-    def on_device(self, arrays: list[torch.Tensor]) -> Any:
-        """Args: arrays: as `arrays` gave them, on the device."""
 
-    def loss_rows(self) -> tuple[Any, np.ndarray] | None:
-        """Rows with loss and their targets instead of those of the batch's weights; None = those."""
+@dataclass(frozen=True)
+class ExtraInputs:
+    """What a task or a model reads of a micro-batch besides its tokens, on the host."""
+
+    # By name; they lie in the micro-batch's buffer: integers as int32, floats as fp32.
+    arrays: dict[str, np.ndarray] = field(default_factory=dict)
+    # Makes of these arrays, as tensors, the object that the model reads as `MicroBatch.extra_inputs`.
+    make: MakeInputs = _no_inputs
+    # fp32: of losses that the vocabulary's head does not compute, and the number of each one's loss, int64.
+    weights: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    weight_objectives: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    # Positions with a loss and their targets, in place of those of the tokens' weights.
+    predictions: tuple[LossPositions[np.ndarray], np.ndarray] | None = None
 
 
 class Batch:
@@ -78,22 +86,22 @@ class Batch:
         return self.visible_keys + (near - self.visible_keys) * model.local_share
 
     @property
-    def targets(self) -> int:
+    def decoder_tokens(self) -> int:
         """Tokens that a decoder computes, where the model has one."""
         return int(self.layout.is_target.sum())
 
     @property
-    def target_keys(self) -> int:
+    def decoder_keys(self) -> int:
         """`visible_keys` of those tokens alone."""
         return int(self.layout.views.seen[self.layout.is_target].sum())
 
     @property
-    def loss_rows(self) -> int:
+    def loss_tokens(self) -> int:
         # Losses of classes are no rows of the vocabulary's head.
         return int(np.count_nonzero(self.weights[~np.isin(self.fields[:, OBJECTIVE], CLASS_LEVEL)]))
 
     @cached_property
-    def divisors(self) -> np.ndarray:
+    def token_divisors(self) -> np.ndarray:
         """Share of each token in the divisor of its loss, fp32 [B, S]: its weight, or 1 (`BY_TOKENS`)."""
         # Masked diffusion weighs tokens by 1 / t: its sum is divided by the number of tokens, masked or not.
         by_tokens = np.isin(self.fields[:, OBJECTIVE], BY_TOKENS) & (self.fields[:, DOC] != PADDING_DOC)
@@ -102,12 +110,14 @@ class Batch:
     @property
     def loss_divisor(self) -> float:
         """The divisor of all losses."""
-        return float(self.divisors.sum())
+        return float(self.token_divisors.sum())
 
-    def loss_weights(self, num_losses: int) -> np.ndarray:
+    def loss_divisors(self, num_losses: int) -> np.ndarray:
         """The divisor of each loss, float64 [num_losses]."""
         # float64: sums of whole weights over a step and its ranks stay exact.
-        return np.bincount(self.fields[:, OBJECTIVE].ravel(), self.divisors.ravel(), minlength=num_losses)
+        return np.bincount(
+            self.fields[:, OBJECTIVE].ravel(), self.token_divisors.ravel(), minlength=num_losses
+        )
 
     def as_means(self, factors: Sequence[float], totals: Sequence[float]) -> Batch:
         """The batch with each loss's weights times its factor over its total in the step: sums become means."""
@@ -116,20 +126,23 @@ class Batch:
         other.weights = self.weights * mean_scales(factors, totals)[self.fields[:, OBJECTIVE]]
         return other
 
-    def host_parts(
-        self, order: np.ndarray, first: int, predicted: np.ndarray, few_counts: bool, config: ModelConfig
-    ) -> HostParts | None:
-        """The model's inputs beside the tokens, in the order of the attention plan; None = there are none.
+    def extra_inputs(
+        self,
+        order: np.ndarray,
+        decoder_start: int,
+        predicted: np.ndarray,
+        few_counts: bool,
+        config: ModelConfig,
+    ) -> ExtraInputs:
+        """The model's inputs besides the tokens, in the order of the attention plan.
 
-        Args: order: int64 [T], index of each token of the plan into the flattened batch, -1 for padding. first: token
-            of [T] from which rows are counted: with a decoder its first. predicted: int64, the tokens with loss,
-            counted from `first`, -1 for those that fill up. few_counts: of rows, see `few_count`.
+        Args:
+            order: int64 [T], index of each token of the plan into the flattened batch, -1 for padding.
+            decoder_start: the decoder's first token of [T], from which positions are counted; 0 without a decoder.
+            predicted: int64, the tokens with a loss, counted from there, -1 for padding.
+            few_counts: pad what is counted to one of few counts, see `few_count`.
         """
-        return None
-
-    def more_weights(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Weights of losses that the vocabulary's head does not compute, fp32, and the number of each one's loss."""
-        return self.weights[:0, 0], order[:0]
+        return ExtraInputs()
 
     def padded(self, rows: int) -> Batch:
         """The batch filled with rows of padding, without documents or loss, up to `rows`."""

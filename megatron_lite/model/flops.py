@@ -86,29 +86,29 @@ def _head_products(model: ModelConfig) -> int:
 def step_flops(
     model: ModelConfig,
     tokens: int,
-    loss_rows: int,
+    loss_tokens: int,
     visible_keys: float,
-    targets: int = 0,
-    target_keys: int = 0,
+    decoder_tokens: int = 0,
+    decoder_keys: int = 0,
 ) -> float:
     """Model FLOPs of a training step, forward and backward (3x forward), without recomputation.
 
     Args:
         tokens: tokens that are not padding.
-        loss_rows: tokens on which the head runs.
+        loss_tokens: tokens on which the head runs.
         visible_keys: sum over tokens of the number of keys each may attend to.
-        targets, target_keys: the part of both that a decoder computes, where the model has one.
+        decoder_tokens, decoder_keys: the part of both that a decoder computes, where the model has one.
     """
-    per_token = sum(_block_products(model, targets / max(tokens, 1))) + _products(model, "embedding.")
+    per_token = sum(_block_products(model, decoder_tokens / max(tokens, 1))) + _products(model, "embedding.")
     pairs = model.num_layers * visible_keys
     if model.decoder_layers:
-        pairs += (model.decoder_layers - model.num_layers) * target_keys
+        pairs += (model.decoder_layers - model.num_layers) * decoder_keys
     per_pair = 2 * model.attention_size  # scores, and the sum of values
     if (
         model.relative == "disentangled"
     ):  # with the buckets' queries and keys, of which a token needs those of its pairs
         pairs += model.num_layers * min(visible_keys, model.position_rows * tokens)
-    forward = per_token * tokens + per_pair * pairs + _head_products(model) * loss_rows
+    forward = per_token * tokens + per_pair * pairs + _head_products(model) * loss_tokens
     # 2 FLOPs for a multiply-add; the backward pass computes two products for each of the forward pass.
     return 3.0 * 2.0 * forward
 

@@ -21,7 +21,7 @@ from megatron_lite.config.model import ModelConfig, padded_vocab_size
 from megatron_lite.model.dense import Transform
 from megatron_lite.model.kernels import fused
 from megatron_lite.model.kernels.dropout import Dropout
-from megatron_lite.model.micro_batch import LossPositions
+from megatron_lite.model.loss_positions import LossPositions
 from megatron_lite.model.task_heads import SentenceHead, SpanBoundaryHead, TaskHead, TaskHeads, task_head
 from megatron_lite.model.tensor_parallel import (
     Partition,
@@ -72,7 +72,7 @@ class Heads(nn.Module):
     def forward(
         self,
         hidden: torch.Tensor,
-        loss_rows: LossPositions,
+        loss_positions: LossPositions[torch.Tensor],
         final_layernorm: nn.Module,
         dropout: Dropout | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,24 +84,24 @@ class Heads(nn.Module):
         if self.parallel.sequence_parallel:
             # Loss rows lie anywhere among the tokens, so they are chosen from all of them.
             hidden = gather_tokens(hidden, self.parallel.group)
-        rows = final_layernorm(hidden.index_select(0, loss_rows.tokens))
+        rows = final_layernorm(hidden.index_select(0, loss_positions.tokens))
         last = None if dropout is None else dropout.features(self.dropout, -1, "final")
         if last is not None:
-            rows = fused.dropout_add(rows, None, last.of_rows(loss_rows.tokens))
+            rows = fused.dropout_add(rows, None, last.of_rows(loss_positions.tokens))
         if self.projection is not None:
             rows = self.projection(rows)
         if self.span_boundary is not None:
-            *borders, places = loss_rows.borders.unbind(1)
+            *borders, places = loss_positions.borders.unbind(1)
             before, after = (final_layernorm(hidden.index_select(0, border)) for border in borders)
             rows = torch.cat([rows, self.span_boundary(before, after, places)])
         classes = rows.new_empty(0, 2)
         if self.sentence is not None:
-            labelled = final_layernorm(hidden.index_select(0, loss_rows.sentences))
+            labelled = final_layernorm(hidden.index_select(0, loss_positions.sentences))
             # The embedding has no MLP: the salt of that place is free.
             dropped = None if dropout is None else dropout.features(self.sentence_dropout, -1, "expanded")
             if dropped is not None:
-                dropped = dropped.of_rows(loss_rows.sentences)
-            classes = self.sentence(labelled, dropped, loss_rows.objectives)
+                dropped = dropped.of_rows(loss_positions.sentences)
+            classes = self.sentence(labelled, dropped, loss_positions.objectives)
         return rows, classes
 
     def vocabulary_logits(

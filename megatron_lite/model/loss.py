@@ -131,7 +131,7 @@ def sum_losses(
         columns = terms.apart(*columns)
     sums = torch.zeros(num_losses, len(columns), device=weights.device)
     # [objectives, 2 or 3]: one launch for all objectives.
-    sums.index_add_(0, batch.loss_rows.objectives, torch.stack(columns, dim=1))
+    sums.index_add_(0, batch.loss_positions.objectives, torch.stack(columns, dim=1))
     return weighted.sum(), sums
 
 

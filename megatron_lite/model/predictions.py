@@ -15,7 +15,7 @@ from torch import nn
 from megatron_lite.model.kernels.dropout import Dropout
 from megatron_lite.model.lm_head import Heads
 from megatron_lite.model.loss import cross_entropy, local_columns
-from megatron_lite.model.task_batch import Parts
+from megatron_lite.model.task_batch import TaskInputs
 from megatron_lite.model.tensor_parallel import VocabParallelEmbedding
 from megatron_lite.parallel.collectives import all_reduce
 
@@ -48,7 +48,7 @@ def task_rows(
     rows: torch.Tensor,
     final_layernorm: nn.Module,
     dropout: Dropout | None,
-    parts: Parts | None = None,
+    parts: TaskInputs | None = None,
 ) -> torch.Tensor:
     """Outputs of the task's head for rows int [N]: [N, outputs]; with a pool of the parts, [P, outputs].
 

@@ -16,7 +16,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.dense import Linear, Transform
 from megatron_lite.model.kernels import fused
 from megatron_lite.model.kernels.dropout import Dropout, FeatureDropout
-from megatron_lite.model.task_batch import Parts
+from megatron_lite.model.task_batch import TaskInputs
 from megatron_lite.model.task_losses import first_places, part_pools
 from megatron_lite.model.tensor_parallel import TensorParallel
 from megatron_lite.parallel.collectives import gather_tokens
@@ -100,7 +100,7 @@ class TaskHead(nn.Module):
         rows: torch.Tensor,
         final_layernorm: nn.Module,
         dropout: Dropout | None,
-        parts: Parts | None,
+        parts: TaskInputs | None,
         pooler: Linear | Transform | None,
     ) -> torch.Tensor:
         """See `task_rows`. Args: pooler: another head's, which is used where this one has none."""

@@ -11,30 +11,30 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from megatron_lite.model.task_batch import Parts
+from megatron_lite.model.task_batch import TaskInputs
 
 CHOICE_LOSSES = ("cross_entropy", "hinge", "generative", "mix")
 
 
-def choice_scores(losses: torch.Tensor, parts: Parts) -> torch.Tensor:
+def choice_scores(losses: torch.Tensor, parts: TaskInputs) -> torch.Tensor:
     """Log probability of each part over its divisor, fp32 [P]. Args: losses: cross entropies of the rows, [N]."""
     return -part_sums(losses, parts) / parts.divisor
 
 
-def part_sums(of_rows: torch.Tensor, parts: Parts) -> torch.Tensor:
+def part_sums(of_rows: torch.Tensor, parts: TaskInputs) -> torch.Tensor:
     """Sums over the rows of each part, fp32 [N] -> [P]."""
     none = torch.zeros(len(parts.sample), device=of_rows.device)
     return none.index_add(0, parts.position_group, of_rows.float())
 
 
-def first_places(parts: Parts) -> torch.Tensor:
+def first_places(parts: TaskInputs) -> torch.Tensor:
     """The first row of each part among all rows, int64 [P]; every part has one."""
     # Rows of a part follow each other, so a running sum gives where each begins.
     counts = part_sums(torch.ones_like(parts.position_group), parts).long()
     return counts.cumsum(0) - counts
 
 
-def part_pools(of_rows: torch.Tensor, parts: Parts) -> torch.Tensor:
+def part_pools(of_rows: torch.Tensor, parts: TaskInputs) -> torch.Tensor:
     """First row, maximum and mean of the rows of each part, concatenated: [N or more, D] -> [P, 3 D].
 
     Source: concat pooling, ULMFiT, arXiv:1801.06146, section 3.3.
@@ -48,7 +48,7 @@ def part_pools(of_rows: torch.Tensor, parts: Parts) -> torch.Tensor:
     return torch.cat([first, most, mean], dim=1).to(of_rows.dtype)
 
 
-def task_loss(outputs: torch.Tensor, parts: Parts) -> torch.Tensor:
+def task_loss(outputs: torch.Tensor, parts: TaskInputs) -> torch.Tensor:
     """Sum of the losses, fp32 scalar.
 
     Args: outputs: choices: scores [P]; classes, sets: [P, K]; values: [P, 1]; tags: [N, K]; spans: [N, 2].
@@ -79,7 +79,7 @@ def _log_sums(values: torch.Tensor, owner: torch.Tensor, owners: int) -> torch.T
 
 
 # A sample with one choice has nothing to choose: its loss is generative (WSC without candidates, LAMBADA).
-def _choice_loss(scores: torch.Tensor, parts: Parts) -> torch.Tensor:
+def _choice_loss(scores: torch.Tensor, parts: TaskInputs) -> torch.Tensor:
     right = parts.right.long()
     chosen = scores[right]
     if parts.loss == "generative":
@@ -97,8 +97,8 @@ def _choice_loss(scores: torch.Tensor, parts: Parts) -> torch.Tensor:
     return entropy - chosen.masked_fill(choices > 1, 0.0).sum()
 
 
-def sums_of_task(loss: torch.Tensor, parts: Parts, num_losses: int) -> torch.Tensor:
+def sums_of_task(loss: torch.Tensor, parts: TaskInputs, num_losses: int) -> torch.Tensor:
     """fp32 [objectives, 2] without gradient: the task's row holds its loss and weight, the others are 0."""
     sums = torch.zeros(num_losses, 2, device=loss.device)
-    sums[parts.place] = torch.stack([loss.detach(), parts.weight[0]])
+    sums[parts.loss_number] = torch.stack([loss.detach(), parts.weight[0]])
     return sums

@@ -44,7 +44,7 @@ from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.model.norms import LayerNorm, RMSNorm, final_layernorm
 from megatron_lite.model.position_bias import Table, relative_tables
 from megatron_lite.model.predictions import row_scores, task_rows
-from megatron_lite.model.task_batch import Parts
+from megatron_lite.model.task_batch import TaskInputs
 from megatron_lite.model.task_losses import choice_scores, part_sums, sums_of_task, task_loss
 from megatron_lite.model.tensor_parallel import TensorParallel
 from megatron_lite.model.trained_model import TrainedModel
@@ -218,16 +218,20 @@ class GLM(TrainedModel):
         """
         if answers:
             return self._answers(batch)
-        if batch.parts is None:
+        if batch.extra_inputs is None:
             return self._token_loss(self._hidden(batch), batch)
-        if batch.parts.head == "choices":
+        if batch.extra_inputs.head == "choices":
             # A choice is scored by its tokens' likelihood: no task head, the model's own vocabulary logits.
             losses = self._row_losses(self._hidden(batch), batch)
-            outputs = choice_scores(losses[: len(batch.parts.position_group)], batch.parts)  # without fillers
-            return self._task_loss(outputs, batch.parts)
+            outputs = choice_scores(
+                losses[: len(batch.extra_inputs.position_group)], batch.extra_inputs
+            )  # without fillers
+            return self._task_loss(outputs, batch.extra_inputs)
         layers = self._layers(batch)
-        loss, sums = self._task_loss(self._head_outputs(layers, batch, batch.parts), batch.parts)
-        if batch.parts.has_language:
+        loss, sums = self._task_loss(
+            self._head_outputs(layers, batch, batch.extra_inputs), batch.extra_inputs
+        )
+        if batch.extra_inputs.has_language:
             of_tokens, token_sums = self._token_loss(layers[-1], batch)
             # Columns 0 and 1 are loss and weight; the third is the z-loss, which tasks lack.
             token_sums[:, :2] += sums
@@ -238,7 +242,7 @@ class GLM(TrainedModel):
         rows, words = self._row_logits(hidden, batch), self.embedding.word_embeddings
         return sum_losses(rows, batch, words, self.num_losses, self.label_smoothing, self.z_loss)
 
-    def _task_loss(self, outputs: torch.Tensor, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
+    def _task_loss(self, outputs: torch.Tensor, parts: TaskInputs) -> tuple[torch.Tensor, torch.Tensor]:
         loss = task_loss(outputs, parts)
         return loss, sums_of_task(loss, parts, self.num_losses)
 
@@ -247,7 +251,7 @@ class GLM(TrainedModel):
 
         Other tasks: the outputs of the task's head, see `task_loss`, and an empty tensor.
         """
-        parts = batch.parts
+        parts = batch.extra_inputs
         assert parts is not None
         if parts.head != "choices":
             outputs = self._head_outputs(self._layers(batch), batch, parts).float()
@@ -272,8 +276,8 @@ class GLM(TrainedModel):
         layers.append(self._hidden(batch, keep if self.config.task_mix else None))
         return layers
 
-    def _head_outputs(self, layers: list[torch.Tensor], batch: MicroBatch, parts: Parts) -> torch.Tensor:
-        outputs = task_rows(self.heads, layers, parts.rows, self.final_layernorm, batch.dropout, parts)
+    def _head_outputs(self, layers: list[torch.Tensor], batch: MicroBatch, parts: TaskInputs) -> torch.Tensor:
+        outputs = task_rows(self.heads, layers, parts.positions, self.final_layernorm, batch.dropout, parts)
         return outputs[: len(parts.position_group)]
 
     def losses(self, batch: MicroBatch, condition: Condition | None = None) -> torch.Tensor:
@@ -294,8 +298,8 @@ class GLM(TrainedModel):
         if dropout is not None and isinstance(batch.plan, PartsPlan):
             # Only the decoder's tokens have predictions.
             dropout = replace(dropout, keys=dropout.keys.split(batch.plan.lengths)[1])
-        vectors, classes = self.heads(hidden, batch.loss_rows, self.final_layernorm, dropout)
-        borders = len(batch.loss_rows.borders)
+        vectors, classes = self.heads(hidden, batch.loss_positions, self.final_layernorm, dropout)
+        borders = len(batch.loss_positions.borders)
         if whole or not self.heads.loss_rows:
             return self.heads.vocabulary_logits(vectors, words, borders), classes
         return loss_logits(self.heads, vectors, words, borders), classes

@@ -102,9 +102,9 @@ class Evaluation:
         with engine.averaged_weights():
             # Each sample once over all ranks, so that the loss does not depend on the parallel sizes.
             sums = context.sum_of_losses(engine.evaluate(batches))
-            own = [batch.loss_weights(len(sums)) * context.counts_samples for batch in batches]
-            loss_weights = context.sum_of_hosts(np.sum(own, axis=0).tolist())
-            sums = self._loss_normaliser.with_token_counts(sums, loss_weights)
+            own = [batch.loss_divisors(len(sums)) * context.counts_samples for batch in batches]
+            loss_divisors = context.sum_of_hosts(np.sum(own, axis=0).tolist())
+            sums = self._loss_normaliser.with_token_counts(sums, loss_divisors)
             losses = self._loss_normaliser.means(sums.cpu().numpy(), step)
             values = {**losses, **engine.more_measures(losses["loss"])}
             if config.training.loss_normalization == "per_objective":  # a sum of means

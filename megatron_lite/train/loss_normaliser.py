@@ -40,15 +40,17 @@ class LossNormaliser:
         self._plan, self._dp_size = plan, dp_size
         self._normalization = plan.configs[0].training.loss_normalization
 
-    def micro_batches(self, inputs: StepInputs, loss_weights: Sequence[float], step: int) -> list[MicroBatch]:
+    def micro_batches(
+        self, inputs: StepInputs, loss_divisors: Sequence[float], step: int
+    ) -> list[MicroBatch]:
         """A step's micro-batches with the factors that divide their losses.
 
-        Args: loss_weights: the divisor of each loss [losses], summed over all ranks.
+        Args: loss_divisors: the divisor of each loss [losses], summed over all ranks.
         """
-        divisor, scales = sum(loss_weights), self._weight_scales(loss_weights, step)
+        divisor, scales = sum(loss_divisors), self._weight_scales(loss_divisors, step)
         if self._language_weight is not None:
             # The task's loss is the unit; the language-model losses are already scaled relative to it by their weights.
-            divisor = loss_weights[-1]
+            divisor = loss_divisors[-1]
         if scales is not None:
             for micro_batch in inputs.micro_batches:
                 # In the prepared buffer: the prefetch thread cannot know the sum over ranks.
@@ -85,30 +87,30 @@ class LossNormaliser:
             return None
         return self._plan.config(step).training.loss_weights
 
-    def _weight_scales(self, loss_weights: Sequence[float], step: int) -> np.ndarray | None:
+    def _weight_scales(self, loss_divisors: Sequence[float], step: int) -> np.ndarray | None:
         """What the token weights of each loss are multiplied by, fp32 [losses]; None = 1."""
         factors = self.mean_factors(step)
         if factors is not None:
-            return mean_scales(factors, loss_weights)
+            return mean_scales(factors, loss_divisors)
         if self._language_weight is not None:
-            return scales_relative_to_last(self._language_weight(step + 1), loss_weights)
+            return scales_relative_to_last(self._language_weight(step + 1), loss_divisors)
         return None
 
     def with_token_counts(
-        self, sums: torch.Tensor, loss_weights: Sequence[float], step: int | None = None
+        self, sums: torch.Tensor, loss_divisors: Sequence[float], step: int | None = None
     ) -> torch.Tensor:
         """Sums of a step or an evaluation. The weights of the losses `BY_TOKENS` become their tokens, in place.
 
         Such a loss (masked diffusion) weighs its masked tokens, but is divided by all tokens, masked or not.
 
         Args:
-            sums: [losses, 2 or 3], loss_weights: [losses], both of the same samples on all ranks.
+            sums: [losses, 2 or 3], loss_divisors: [losses], both of the same samples on all ranks.
             step: as in `micro_batches`, whose scales are in the sums of a step; None = of an evaluation: no scales.
         """
         for number in BY_TOKENS:
-            if number < len(sums) and loss_weights[number]:
-                scales = None if step is None else self._weight_scales(loss_weights, step)
-                sums[number, 1] = loss_weights[number] * (1.0 if scales is None else float(scales[number]))
+            if number < len(sums) and loss_divisors[number]:
+                scales = None if step is None else self._weight_scales(loss_divisors, step)
+                sums[number, 1] = loss_divisors[number] * (1.0 if scales is None else float(scales[number]))
         return sums
 
     def means(self, sums: np.ndarray, step: int) -> dict[str, float]:

@@ -35,10 +35,10 @@ class StepPosition(NamedTuple):
 class StepCounts:
     """What the samples of a step count: of one rank, or summed over all ranks. Exact in fp64 up to 2^53."""
 
-    loss_weights: Sequence[float]  # [losses]: the divisor of each loss
+    loss_divisors: Sequence[float]  # [losses]: the divisor of each loss
     tokens: float = 0.0  # without padding
     visible_keys: float = 0.0  # sum over tokens of the keys that each attends to, as the mean over the layers
-    loss_positions: float = 0.0  # positions that predict a token or a class
+    loss_tokens: float = 0.0  # positions that predict a token or a class
     decoder_tokens: float = 0.0  # tokens that a decoder computes, where the model has one
     decoder_keys: float = 0.0  # sum over these of the keys that each attends to
     padded_tokens: float = 0.0  # tokens with padding, as they are computed
@@ -49,19 +49,19 @@ class StepCounts:
 
     def add(self, batch: Batch, model: ModelConfig) -> None:
         """Add a micro-batch, except for its padding, which is known when it is prepared."""
-        own = batch.loss_weights(len(self.loss_weights)).tolist()
-        self.loss_weights = [total + weight for total, weight in zip(self.loss_weights, own, strict=True)]
+        divisors = batch.loss_divisors(len(self.loss_divisors)).tolist()
+        self.loss_divisors = [total + more for total, more in zip(self.loss_divisors, divisors, strict=True)]
         self.tokens += batch.tokens
         self.visible_keys += batch.layer_keys(model)
-        self.loss_positions += batch.loss_rows
-        self.decoder_tokens += batch.targets
-        self.decoder_keys += batch.target_keys
+        self.loss_tokens += batch.loss_tokens
+        self.decoder_tokens += batch.decoder_tokens
+        self.decoder_keys += batch.decoder_keys
 
     def flops_counts(self) -> tuple[int, int, int, int, int]:
         """The counts that `step_flops` takes, in its order."""
         return (
             int(self.tokens),
-            int(self.loss_positions),
+            int(self.loss_tokens),
             int(self.visible_keys),
             int(self.decoder_tokens),
             int(self.decoder_keys),
@@ -72,11 +72,11 @@ class StepCounts:
         return [
             self.tokens,
             self.visible_keys,
-            self.loss_positions,
+            self.loss_tokens,
             self.decoder_tokens,
             self.decoder_keys,
             self.padded_tokens,
-            *self.loss_weights,
+            *self.loss_divisors,
         ]
 
     @staticmethod

@@ -134,7 +134,7 @@ class Trainer:
 
         self.watchdog.at("forward, backward and optimizer")
         # `position.step` counts the steps before this one (from 0); `step` is the number of this one (from 1).
-        micro_batches = self.loss_normaliser.micro_batches(inputs, totals.loss_weights, position.step)
+        micro_batches = self.loss_normaliser.micro_batches(inputs, totals.loss_divisors, position.step)
         lr = step_rate(self.config, self._plan, step)
         self.engine.set_step(step)
         result = self.engine.train_step(micro_batches, lr)  # see `PlainEngine.train_step`
@@ -142,7 +142,7 @@ class Trainer:
         self.watchdog.at("summing losses of all ranks")
         # Sums stay on the device: reading them here would stop the queue of kernels at every step.
         loss_sums = self.context.sum_of_losses(result.objective_sums)
-        loss_sums = self.loss_normaliser.with_token_counts(loss_sums, totals.loss_weights, position.step)
+        loss_sums = self.loss_normaliser.with_token_counts(loss_sums, totals.loss_divisors, position.step)
         flops = model_spec(self.config).flops(self.config, *totals.flops_counts())
         self.interval.add(int(totals.tokens), int(totals.padded_tokens), flops, loss_sums)
         self.progress.advance(position, self._plan.batch_size(position.step), totals)
@@ -160,7 +160,7 @@ class Trainer:
         requests = self.control.local_requests()
         if not self.context.counts_samples:  # another rank works on the same samples
             # They would be counted once for each tensor-parallel rank and stage.
-            counts = StepCounts.zeros(len(counts.loss_weights))
+            counts = StepCounts.zeros(len(counts.loss_divisors))
         sums = self.context.sum_of_hosts(StepMessage(requests, counts).to_vector())
         total = StepMessage.from_sums(sums)
         return total.counts, total.requests

@@ -100,7 +100,7 @@ def test_the_dry_run_counts_both_stacks(name, capsys):
     assert f"parameters        {count:,}; {count:,} on the largest rank" in printed and "it fits" in printed
     rows = average_rows(config)
     found, samples = estimate(config, 8, gpu, rows), config.batch.global_batch_size // 8
-    work = [int(each * samples) for each in (rows.tokens, rows.loss_rows, rows.visible_keys, 0, 0)]
+    work = [int(each * samples) for each in (rows.tokens, rows.loss_tokens, rows.visible_keys, 0, 0)]
     assert found.flops == pytest.approx(model_spec(config).flops(config, *work), rel=1e-3)
     assert found.peak.weights == pytest.approx(2 * count, rel=0.01)
     tree = {"objectives": {"masked_lm": 1}, "training": {"loss_normalization": "global_tokens"}}

@@ -105,7 +105,7 @@ def test_losses_and_gradients_are_those_of_a_plain_model():
     made = prepare(batch, CPU, config.model)
     factors = np.ones(len(LOSSES))
     factors[REPLACED.number] = 50.0
-    made.scale_weights(mean_scales(factors, batch.loss_weights(len(LOSSES))))
+    made.scale_weights(mean_scales(factors, batch.loss_divisors(len(LOSSES))))
     inputs = made.to(CPU)
     with torch.no_grad():
         _, drawn = model.generated(inputs)

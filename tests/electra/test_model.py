@@ -52,7 +52,7 @@ def inputs_of(batch, config, scale=True):
     if scale:
         factors = np.ones(len(LOSSES))
         factors[REPLACED.number] = config.training.loss_weights["replaced"]
-        made.scale_weights(mean_scales(factors, batch.loss_weights(len(LOSSES))))
+        made.scale_weights(mean_scales(factors, batch.loss_divisors(len(LOSSES))))
     return made.to(CPU)
 
 
@@ -81,7 +81,7 @@ def test_the_golden_row(monkeypatch):
     assert seen["tokens"].tolist() == [101, 7, 8, 9, 6, 102]
     assert seen["label"].tolist() == [0, 1, 0, 0, 0, 0]
     assert sums[MASKED.number, 1] == 3 and sums[REPLACED.number].tolist() == pytest.approx([6 * np.log(2), 6])
-    assert batch.loss_weights(len(LOSSES))[[MASKED.number, REPLACED.number]].tolist() == [3, 6]
+    assert batch.loss_divisors(len(LOSSES))[[MASKED.number, REPLACED.number]].tolist() == [3, 6]
 
 
 def their_loss(pair, batch, drawn):
@@ -146,7 +146,7 @@ def test_what_is_drawn_has_no_gradient_and_both_stacks_share_their_tables():
     config = case_config("narrow embeddings")
     model = ours_like(config, their_pair(config))
     inputs = inputs_of(batch_of(2), config)
-    inputs.weights[: len(inputs.loss_rows.tokens)] *= (
+    inputs.weights[: len(inputs.loss_positions.tokens)] *= (
         1e-9  # the generator's own loss, which tells what is chosen
     )
     model(inputs)[0].backward()

@@ -17,7 +17,7 @@ def test_shares_of_replaced_removed_and_kept_entities():
     batch = EntityBatch(fields, np.arange(SAMPLES), NOISE, RandomVectors())
     _, which, begins = batch.candidates
     assert len(which) == SAMPLES * LENGTH and (np.diff(begins) == 997).all()
-    given = batch.given
+    given = batch.read_candidates
     itself = NOISE.replaced / 997  # a draw may be the entity itself
     for found, share in (
         (given == -1, NOISE.removed),
@@ -38,11 +38,11 @@ def test_draws_depend_on_the_sample_alone():
     begins = whole.candidates[2]
     for number in range(6):
         alone = EntityBatch(rows_of(6)[number : number + 1], np.array([number]), NOISE, RandomVectors())
-        own = whole.given[row == number]
+        own = whole.read_candidates[row == number]
         own = np.where(own < 0, -1, own - begins[example[row == number].min()])
-        assert own.tolist() == alone.given.tolist()
+        assert own.tolist() == alone.read_candidates.tolist()
     other = EntityBatch(whole.fields, whole.samples + 1, NOISE, RandomVectors())
-    assert not np.array_equal(other.given, whole.given)
+    assert not np.array_equal(other.read_candidates, whole.read_candidates)
 
 
 def test_entities_stay_on_their_tokens():

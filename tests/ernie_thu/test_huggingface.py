@@ -115,7 +115,7 @@ def test_the_run_computes_what_the_source_does(imported):
     vectors = RandomVectors(section.size)
     batch = batch_of(4, share=0.2, vectors=vectors, vocab=len(WORDS))
     inputs = prepare(batch, CPU, config.model)
-    inputs.scale_weights(mean_scales(np.ones(len(LOSSES)), batch.loss_weights(len(LOSSES))))
+    inputs.scale_weights(mean_scales(np.ones(len(LOSSES)), batch.loss_divisors(len(LOSSES))))
     inputs = inputs.to(CPU)
     loss, sums = model(inputs)
     loss.backward()
@@ -128,8 +128,10 @@ def test_the_run_computes_what_the_source_does(imported):
     expected = sum(means.values())
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     with torch.no_grad():
-        hidden = model.run(inputs.tokens, inputs.ids, inputs.plan, None, condition=inputs.parts)
-        logits = model.entity_logits(hidden, inputs.parts)[(inputs.parts.predicted >= 0).flatten()]
+        hidden = model.run(inputs.tokens, inputs.ids, inputs.plan, None, condition=inputs.extra_inputs)
+        logits = model.entity_logits(hidden, inputs.extra_inputs)[
+            (inputs.extra_inputs.predicted >= 0).flatten()
+        ]
     for own, other in zip(logits, scores, strict=True):
         largest = max(1.0, other.abs().max().item())
         assert (own[: len(other)] - other).abs().max().item() <= 1e-5 * largest

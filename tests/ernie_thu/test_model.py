@@ -37,7 +37,7 @@ def case_config(name: str, **changes) -> Config:
 def made(config, batch, **options):
     inputs = prepare(batch, CPU, config.model, **options)
     factors = np.ones(len(LOSSES))
-    inputs.scale_weights(mean_scales(factors, batch.loss_weights(len(LOSSES))))
+    inputs.scale_weights(mean_scales(factors, batch.loss_divisors(len(LOSSES))))
     return inputs.to(CPU)
 
 
@@ -88,9 +88,9 @@ def test_scores_of_candidates_are_those_of_the_reference():
     batch = batch_of(3, share=0.3)
     model = spread(build_model(config, len(LOSSES)))
     inputs = made(config, batch)
-    hidden = model.run(inputs.tokens, inputs.ids, inputs.plan, None, condition=inputs.parts)
-    logits = model.entity_logits(hidden, inputs.parts)
-    ours = logits[(inputs.parts.predicted >= 0).flatten()]
+    hidden = model.run(inputs.tokens, inputs.ids, inputs.plan, None, condition=inputs.extra_inputs)
+    logits = model.entity_logits(hidden, inputs.extra_inputs)
+    ours = logits[(inputs.extra_inputs.predicted >= 0).flatten()]
     _, expected = reference_losses(Reference(config, dict(model.named_parameters())), batch, vectors)
     assert len(ours) == len(expected)
     for own, other in zip(ours, expected, strict=True):

@@ -97,7 +97,7 @@ def accuracy(model, config, fields, noise):
         EntityBatch(fields, np.arange(len(fields)), noise, vectors), torch.device("cpu"), config.model
     )
     inputs = inputs.to(torch.device("cpu"))
-    hidden = model.run(inputs.tokens, inputs.ids, inputs.plan, None, condition=inputs.parts)
+    hidden = model.run(inputs.tokens, inputs.ids, inputs.plan, None, condition=inputs.extra_inputs)
     logits, _ = model._row_logits(hidden, inputs)
     return (logits.argmax(1) == inputs.targets).float().mean().item()
 

@@ -81,7 +81,7 @@ def test_batches_are_those_of_the_configuration():
     config = load_config([ROOT / "configs/glm-large.yaml", ROOT / "configs/objectives/paper.yaml"])
     first, second = random_batches(config, 2)
     assert first.fields.shape == (16, 10, 568) and (first.fields != second.fields).any()
-    assert first.tokens > 0.9 * 16 * 512 and 0.3 < first.loss_rows / first.tokens < 0.6
+    assert first.tokens > 0.9 * 16 * 512 and 0.3 < first.loss_tokens / first.tokens < 0.6
     assert (random_batches(config, 1)[0].fields == first.fields).all()
 
 

@@ -148,7 +148,7 @@ def logits_of_row(run, tokens, positions, order, place):
     inputs = MicroBatch.from_batch(Batch(fields), torch.device("cpu"), run.model.config)
     with torch.no_grad():
         hidden = run.model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)
-        return run.model.logits(hidden[inputs.loss_rows.tokens.long()])[0].float()
+        return run.model.logits(hidden[inputs.loss_positions.tokens.long()])[0].float()
 
 
 def test_bert_hides_each_token_in_turn(runs):

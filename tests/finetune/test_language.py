@@ -186,7 +186,7 @@ def test_labels_of_sentences_are_left_out(tmp_path):
     options += ["model.segments=2", "finetune.lm_weight=0.2"]
     task = task_of(write_task(tmp_path / "task"), tmp_path / "out", *options)
     batch = training_data(task).batch(np.arange(8))
-    weights = batch.loss_weights(len(LOSS_NAMES) + 1)
+    weights = batch.loss_divisors(len(LOSS_NAMES) + 1)
     assert weights[LOSS_NAMES.index("next_sentence")] == 0 < weights[LOSS_NAMES.index("masked")]
     assert weights[-1] == batch.loss_divisor == 8
 

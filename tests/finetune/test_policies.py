@@ -270,7 +270,7 @@ def test_a_mix_of_layers_is_elmos(tmp_path):
         mix.gain_bias.fill_(gain - 1)
         answers = model(given, answers=True)[0]
         assert len(outputs) == 3
-        rows = [output[given.parts.rows].double() for output in outputs]
+        rows = [output[given.extra_inputs.positions].double() for output in outputs]
         normed = [
             (row - row.mean(-1, keepdim=True)) / (row.var(-1, keepdim=True, unbiased=False) + 1e-5).sqrt()
             for row in rows

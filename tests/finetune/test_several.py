@@ -131,8 +131,8 @@ def test_one_task_has_the_samples_and_settings_that_it_has_alone(files, tmp_path
         own, expected = (one.batch(np.arange(16) + 16 * batch) for one in (several, data))
         for name in ("fields", "samples"):
             assert np.array_equal(getattr(own, name), getattr(expected, name))
-        assert np.array_equal(own.parts.targets, expected.parts.targets)
-        assert np.array_equal(own.loss_weights(5), expected.loss_weights(5))
+        assert np.array_equal(own.target_groups.targets, expected.target_groups.targets)
+        assert np.array_equal(own.loss_divisors(5), expected.loss_divisors(5))
 
 
 def test_heads_without_a_batch_stay_as_they_are_and_layouts_agree(files, tmp_path):

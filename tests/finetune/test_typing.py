@@ -76,7 +76,7 @@ def test_the_loss_of_typing_is_the_mean_of_cross_entropies_of_yes_and_no(tmp_pat
     model = build_model(task.config, 60)
     data = TaskData(task.train, task.renderer, 0)
     batch = data.batch(np.arange(7))
-    assert batch.loss_divisor == 7 and batch.loss_weights(60)[-1] == 7
+    assert batch.loss_divisor == 7 and batch.loss_divisors(60)[-1] == 7
     made = MicroBatch.from_batch(batch, CPU, task.config.model)
     loss, sums = model(made)
     outputs, _ = model(made, answers=True)

@@ -191,7 +191,7 @@ def test_a_batch_finds_its_structure_once(monkeypatch):
         )
     batch = Batch(prefix_batch(0))
     assert batch.tokens and batch.visible_keys
-    weighed = batch.as_means([1.0] * 3, batch.loss_weights(3))
+    weighed = batch.as_means([1.0] * 3, batch.loss_divisors(3))
     for square_causal_only in (True, False):
         make_units(weighed.layout, square_causal_only=square_causal_only)
     assert calls_made == ["make_layout", "_views"]
@@ -202,9 +202,9 @@ def test_a_batch_counts_its_losses():
     batch = Batch(fields)
     weights = fields[:, WEIGHTS].view(np.float32)
     assert batch.tokens == (fields[:, DOC] >= 0).sum()
-    assert batch.loss_rows == (weights != 0).sum() > 0
+    assert batch.loss_tokens == (weights != 0).sum() > 0
     expected = [weights[fields[:, OBJECTIVE] == i].sum() for i in range(4)]
-    assert batch.loss_weights(4).tolist() == expected and expected[0] > 0 and expected[3] == 0
+    assert batch.loss_divisors(4).tolist() == expected and expected[0] > 0 and expected[3] == 0
 
 
 def test_rows_of_padding_add_nothing():
@@ -212,7 +212,7 @@ def test_rows_of_padding_add_nothing():
     padded = batch.padded(5)
     assert padded.fields.shape == (5, *batch.fields.shape[1:])
     assert (padded.fields[:2] == batch.fields).all() and not padded.fields[2:, [TARGETS, WEIGHTS]].any()
-    for fact in ("tokens", "visible_keys", "loss_rows"):
+    for fact in ("tokens", "visible_keys", "loss_tokens"):
         assert getattr(padded, fact) == getattr(batch, fact)
     alone = Batch(batch.fields[:0]).padded(2)
-    assert (alone.tokens, alone.visible_keys, alone.loss_rows) == (0, 0, 0)
+    assert (alone.tokens, alone.visible_keys, alone.loss_tokens) == (0, 0, 0)

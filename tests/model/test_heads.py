@@ -33,7 +33,8 @@ from megatron_lite.model.batch import Batch
 from megatron_lite.model.flops import parameter_count, step_flops
 from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.kernels.dropout import keep_features
-from megatron_lite.model.micro_batch import MicroBatch, few_count, find_loss_positions, prepare
+from megatron_lite.model.loss_positions import few_count, find_loss_positions
+from megatron_lite.model.micro_batch import MicroBatch, prepare
 from megatron_lite.model.transformer import GLM
 from megatron_lite.train.callbacks.gradient_norms import GradientNorms
 
@@ -182,8 +183,8 @@ def test_albert_drops_out_what_its_classes_are_predicted_from():
     model, cpu = make_model(sentence_dropout=0.4), torch.device("cpu")
     inputs = MicroBatch.from_batch(Batch(mixed_batch(1)), cpu, model.config, dropout_seed=5)
     hidden = torch.randn(len(inputs.tokens), 32)
-    _, classes = model.heads(hidden, inputs.loss_rows, model.final_layernorm, inputs.dropout)
-    rows = inputs.loss_rows.sentences
+    _, classes = model.heads(hidden, inputs.loss_positions, model.final_layernorm, inputs.dropout)
+    rows = inputs.loss_positions.sentences
     stays = keep_features(inputs.dropout.keys[rows], int(inputs.dropout.salts[-1, 3]), 32, 0.4)
     assert len(rows) > 8 and 0.5 < stays.float().mean() < 0.7
     pooled = torch.tanh(model.heads.sentence.dense(model.final_layernorm(hidden[rows])))
@@ -202,7 +203,7 @@ def test_rows_that_fill_change_nothing(seed):
         results.append((inputs, loss, sums, torch.autograd.grad(loss, list(model.parameters()))))
     (inputs, loss, sums, grads), (filled, *others) = results
     for part in ("tokens", "borders", "sentences"):
-        mine, theirs = (len(getattr(x.loss_rows, part)) for x in (inputs, filled))
+        mine, theirs = (len(getattr(x.loss_positions, part)) for x in (inputs, filled))
         assert theirs == few_count(mine) > mine, part
     # The layers run in fp64; losses and their gradients pass through fp32.
     torch.testing.assert_close(others[0], loss, rtol=1e-6, atol=0)
@@ -371,7 +372,7 @@ def test_losses_become_means_of_their_own_rows():
     factors = np.arange(1.0, len(totals) + 1)
     before = batch.copy()
     halves = [Batch(half) for half in np.split(batch, 2)]
-    assert totals == pytest.approx(sum(half.loss_weights(len(totals)) for half in halves))
+    assert totals == pytest.approx(sum(half.loss_divisors(len(totals)) for half in halves))
     weighed = [half.as_means(factors, totals) for half in halves]
     weights = np.concatenate([half.weights for half in weighed])
     for i, total in enumerate(totals):

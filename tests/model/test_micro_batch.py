@@ -10,7 +10,8 @@ import torch
 from support.recipes import RECIPES, collate, make, windows
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model import lengths, micro_batch
+from megatron_lite.model import lengths
+from megatron_lite.model.attention_backends.plan import plan_attention
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.length_table import length_table
 from megatron_lite.model.lengths import LENGTHS, few_lengths
@@ -44,7 +45,7 @@ def test_varying_batches_have_few_lengths():
     for seed in range(60):
         batch = Batch(collate(made, windows(16, 100, seed)))
         multiple = few_lengths(batch.fields[:, 0].size, CUDA, torch.bfloat16)
-        plan = micro_batch.plan_attention(batch.layout, CPU, multiple=multiple)
+        plan = plan_attention(batch.layout, CPU, multiple=multiple)
         shapes.add(len(plan.order))
         tokens.add(batch.tokens)
         assert 0 <= len(plan.order) - batch.tokens < multiple

@@ -155,7 +155,7 @@ def test_final_dropout_drops_what_the_head_takes():
     model, batch = make(dataclasses.replace(CONFIG, final_dropout=0.4)), prefix_batch(0)
     inputs = MicroBatch.from_batch(Batch(batch), CPU, model.config, dropout_seed=5)
     loss, _ = model(inputs)
-    rows = inputs.loss_rows.tokens
+    rows = inputs.loss_positions.tokens
     vectors = model.final_layernorm(model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)[rows])
     salt = inputs.dropout.features(0.4, -1, "final").salt
     stays = keep_features(inputs.dropout.keys[rows], salt, 32, 0.4)

@@ -33,7 +33,7 @@ def built(**changes):
 
 def prepared(config, fields, samples=None, **options):
     batch = latent_batch(fields, config, samples)
-    return prepare(batch, CPU, config.model, of_decoder=config.decoder, **options).to(CPU)
+    return prepare(batch, CPU, config.model, decoder_config=config.decoder, **options).to(CPU)
 
 
 def reconstructions(config, model, fields, z, **options):
@@ -210,9 +210,9 @@ def test_packed_padded_and_filled_sentences_are_those_alone():
     flat = [pair for row in sentences for pair in row]
     packed = prepared(config, sentence_fields(sentences, length=100), few_counts=True, multiple=64)
     mu, _ = model.posterior(packed)
-    z = torch.randn(len(packed.parts.weight), 8)
+    z = torch.randn(len(packed.extra_inputs.weight), 8)
     packed_losses = model.reconstruction(packed, z)
-    assert packed.parts.weight.tolist() == [1.0] * 6 + [0.0] * (len(z) - 6)
+    assert packed.extra_inputs.weight.tolist() == [1.0] * 6 + [0.0] * (len(z) - 6)
     for number, pair in enumerate(flat):
         alone = prepared(config, sentence_fields([[pair]]))
         close(mu[number], model.posterior(alone)[0][0])
@@ -229,7 +229,7 @@ def test_the_loss_is_that_of_the_formula():
     batch = prepared(config, fields)
     loss, sums = model(batch)
     mu, logvar = model.posterior(batch)
-    z = mu + (logvar / 2).exp() * batch.parts.noise
+    z = mu + (logvar / 2).exp() * batch.extra_inputs.noise
     rec = model.reconstruction(batch, z)
     kl = 0.5 * (mu**2 + logvar.exp() - logvar - 1)
     assert (kl > 0.02).any() and (kl <= 0.02).any()
@@ -252,7 +252,7 @@ def test_a_noise_free_beginning_decodes_the_mean_while_the_weight_is_0():
     config, model = built(optimus={"noise_free": True})
     batch = prepared(config, sentence_fields(random_sentences(8, 2, 2)))
     mu, logvar = model.posterior(batch)
-    drawn = mu + (logvar / 2).exp() * batch.parts.noise
+    drawn = mu + (logvar / 2).exp() * batch.extra_inputs.noise
     observed = []
     model.observe = lambda *seen: observed.append(seen[3])
     model.beta = 0.0
@@ -329,7 +329,7 @@ def test_a_batch_of_padding_has_no_loss():
     padding = latent_batch(fields, config).padded(3)
     assert padding.loss_divisor == 1.0
     empty = latent_batch(fields[:0], config, []).padded(2)
-    loss, sums = model(prepare(empty, CPU, config.model, of_decoder=config.decoder).to(CPU))
+    loss, sums = model(prepare(empty, CPU, config.model, decoder_config=config.decoder).to(CPU))
     assert loss == 0.0 and not sums.any()
 
 
@@ -338,9 +338,9 @@ def test_counts_leave_the_other_stack_out():
     config, _ = built()
     batch = latent_batch(sentence_fields([[([5, 6, 7], [8, 9])]]), config)
     assert batch.tokens == 5 + 4
-    assert batch.target_keys == 1 + 2 + 3 + 4
+    assert batch.decoder_keys == 1 + 2 + 3 + 4
     assert batch.visible_keys == 25 + 10
-    assert batch.targets == 4 and batch.loss_divisor == 1.0
+    assert batch.decoder_tokens == 4 and batch.loss_divisor == 1.0
 
 
 def test_dropout_differs_between_the_stacks():

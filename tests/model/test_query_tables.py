@@ -29,10 +29,11 @@ from megatron_lite.model.attention_backends.tables import (
     segment_places,
     vectors_of,
 )
+from megatron_lite.model.attention_choice import attention_kernel, dense_reason
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.kernels import fused, rule_attention, triton_attention
-from megatron_lite.model.micro_batch import MicroBatch, dense_reason, kernel_of
+from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.model.position_bias import Distances, DistanceScores
 from megatron_lite.model.tensor_parallel import TensorParallel
 from megatron_lite.model.transformer import GLM
@@ -211,10 +212,10 @@ def test_what_the_kernel_cannot_take_is_dense_and_said_once(caplog):
 
 def test_cuda_reads_tables_and_says_where_it_computes_all_pairs():
     config, device = config_of(), torch.device("cuda")
-    assert kernel_of(config, device) == "query tables" and dense_reason(config, device) is None
+    assert attention_kernel(config, device) == "query tables" and dense_reason(config, device) is None
     fused.choose_kernels("torch")
     try:
-        assert kernel_of(config, device) == "dense"
+        assert attention_kernel(config, device) == "dense"
         assert "model.relative is xlnet" in dense_reason(config, device)
     finally:
         fused.choose_kernels("fused")

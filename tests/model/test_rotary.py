@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.batches import prefix_batch
 
-from data_utils.common.batch_fields import BLOCK_POSITION_IDS
+from data_utils.common.batch_fields import BLOCK_POSITION_IDS, ID_FIELDS
 from megatron_lite.config.model import BLOCK_POSITIONS, ModelConfig
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.block import Block
@@ -15,7 +15,7 @@ from megatron_lite.model.flops import parameter_count, step_flops
 from megatron_lite.model.forward_context import ForwardContext
 from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.kernels.fused import activated
-from megatron_lite.model.micro_batch import ID_FIELDS, MicroBatch
+from megatron_lite.model.micro_batch import MicroBatch
 from megatron_lite.model.rope import Rotary, spread
 from megatron_lite.model.tensor_parallel import TensorParallel
 from megatron_lite.model.transformer import GLM

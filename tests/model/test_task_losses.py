@@ -140,7 +140,7 @@ def test_rows_that_fill_change_nothing(head, pool):
         loss, _ = model(batch)
         grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
         answers, likeliest = model(batch, answers=True)
-        results.append((len(batch.parts.rows), loss, grads, answers, likeliest))
+        results.append((len(batch.extra_inputs.positions), loss, grads, answers, likeliest))
     (rows, loss, grads, answers, likeliest), filled = results
     assert filled[0] % 16 == 0 and filled[0] > rows
     torch.testing.assert_close(filled[1], loss)
@@ -154,10 +154,10 @@ def test_rows_that_fill_change_nothing(head, pool):
 def test_weights_count_what_has_a_label():
     assert task_batch("choices", range(5)).loss_divisor == 5
     assert task_batch("spans", range(5)).loss_divisor == 5
-    assert task_batch("choices", range(5)).loss_rows > 0 == task_batch("classes", range(5)).loss_rows
+    assert task_batch("choices", range(5)).loss_tokens > 0 == task_batch("classes", range(5)).loss_tokens
     tags = sum(len(sample("tags", n).target_groups[0].targets) for n in range(5))
     batch = task_batch("tags", range(5))
-    assert batch.loss_divisor == tags and batch.loss_weights(4).tolist() == [0, 0, 0, tags]
+    assert batch.loss_divisor == tags and batch.loss_divisors(4).tolist() == [0, 0, 0, tags]
 
 
 def test_scores_of_parts_are_log_probabilities():

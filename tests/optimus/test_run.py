@@ -81,7 +81,9 @@ def test_greedy_texts_are_the_likeliest_token_by_token(run):
 def likeliest(run, z, tokens, banned):
     """Of the whole text at once. Its rows with loss are those of BOS and of every token."""
     batch = run._input([Sentence("", tokens, tokens)])
-    latent = run.model.latent.condition(z[None], batch.parts.token_sentence, batch.parts.memory_slots)
+    latent = run.model.latent.condition(
+        z[None], batch.extra_inputs.token_sentence, batch.extra_inputs.memory_slots
+    )
     count = batch.plan.lengths[0]
     hidden = run.model.decoder.run(
         batch.tokens[count:], batch.ids[:, count:], batch.plan.decoder, None, condition=latent

@@ -99,4 +99,4 @@ def next_logits(run, text, answer):
     fields[0, WEIGHTS, -1] = np.float32(1.0).view(np.int32)
     inputs = MicroBatch.from_batch(Batch(fields), torch.device("cpu"), run.model.config)
     hidden = run.model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)
-    return run.model.logits(hidden[inputs.loss_rows.tokens.long()])[0].float()
+    return run.model.logits(hidden[inputs.loss_positions.tokens.long()])[0].float()

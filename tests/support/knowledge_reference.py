@@ -102,7 +102,7 @@ def reference_losses(reference, batch, vectors):
     """Losses of all Examples by name, and scores of the entities, all in the order of rows and documents."""
     found = {MASKED: [], NEXT_SENTENCE_LOSS: [], ENTITIES: []}
     scores = []
-    given, (of_all, _, begins), mentioned = batch.given, batch.candidates, batch.mentioned.tolist()
+    given, (of_all, _, begins), mentioned = batch.read_candidates, batch.candidates, batch.mentioned.tolist()
     example = -1
     for row, fields in enumerate(batch.fields):
         for doc in range(fields[DOC].max() + 1):

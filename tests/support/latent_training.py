@@ -39,7 +39,7 @@ def learn(tree: dict[str, Any]) -> LatentRun:
         for group in solver.param_groups:
             group["lr"] = config.optimizer.lr * (1.0 - 0.9 * step / steps)
         batch = samples.batch(np.arange(step * rows, (step + 1) * rows))
-        given = MicroBatch.from_batch(batch, torch.device("cpu"), config.model, of_decoder=config.decoder)
+        given = MicroBatch.from_batch(batch, torch.device("cpu"), config.model, decoder_config=config.decoder)
         loss, sums = model(given)
         (loss / sums[:, 1].max()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad_norm)

@@ -460,8 +460,8 @@ ELECTRA = (
     Plant(
         "a draw that is the text's token counts as replaced",
         "megatron_lite/models/electra/model.py",
-        "is_new = (of_chosen > 0) & (drawn != batch.targets)",
-        "is_new = of_chosen > 0",
+        "is_new = (masked_weights > 0) & (drawn != batch.targets)",
+        "is_new = masked_weights > 0",
         (f"{PAIR}::test_the_golden_row",),
     ),
     Plant(

@@ -38,7 +38,7 @@ OBJECTIVES = (
     Plant(
         "an evaluation of masked diffusion divided by the weights of its masks",
         "megatron_lite/train/evaluation.py",
-        "sums = self._loss_normaliser.with_token_counts(sums, loss_weights)",
+        "sums = self._loss_normaliser.with_token_counts(sums, loss_divisors)",
         "pass",
         ("tests/train/test_masked_diffusion.py",),
     ),
@@ -115,8 +115,8 @@ OBJECTIVES = (
     Plant(
         "a task whose model reads its tokens alone",
         "megatron_lite/models/ernie_thu/model.py",
-        "mentions: Any = batch.parts.mentions",
-        "mentions: Any = replace(batch.parts.mentions, vectors=batch.parts.mentions.vectors * 0)",
+        "mentions: Any = batch.extra_inputs.mentions",
+        "mentions: Any = replace(batch.extra_inputs.mentions, vectors=batch.extra_inputs.mentions.vectors * 0)",
         ("tests/ernie_thu/test_tasks.py::test_the_answers_are_those_of_the_reference",),
     ),
     Plant(

@@ -91,7 +91,7 @@ def test_masks_in_an_answer():
         assert mask_of(example).all() and example.position_ids.tolist() == [*range(size + 6)]
         batch = Batch(batch_of(example))
         number_of_loss = made.inputs.form.loss()
-        assert batch.loss_divisor == 6 == batch.loss_weights(len(LOSSES))[number_of_loss]
+        assert batch.loss_divisor == 6 == batch.loss_divisors(len(LOSSES))[number_of_loss]
         sums.append(example.weights.sum() / 6)
         counts += masked
     assert abs(np.mean(sums) - 1) < 4 * np.std(sums) / 20  # 1 / share makes it an estimate for all tokens

@@ -196,7 +196,7 @@ def test_the_vocabulary_has_no_part_in_the_flops_of_classes():
     batch = Batch(collate_windows(make("token_document", 60), windows(40, 60, 1)))
     predicted, of_words = batch.weights != 0, LOSS_NAMES.index("masked_parts")
     words = predicted & (batch.fields[:, OBJECTIVE] == of_words)
-    assert batch.loss_rows == words.sum() < predicted.sum() / 4
+    assert batch.loss_tokens == words.sum() < predicted.sum() / 4
 
 
 def test_ernie_2_adds_a_task_in_each_stage_and_trains_all_for_50000_steps():
@@ -307,5 +307,5 @@ def test_a_small_model_reads_order_and_distance(name, best):
             _, classes = model._row_logits(model._hidden(batch), batch)
         labels = batch.targets[-len(classes) :]
         right.append((classes.argmax(1) == labels).float().mean().item())
-        assert (batch.loss_rows.objectives[-len(classes) :] == number).all()
+        assert (batch.loss_positions.objectives[-len(classes) :] == number).all()
     assert abs(np.mean(right) - best) < 0.05, np.mean(right)  # 3 standard errors of 1024 texts

@@ -42,7 +42,7 @@ def test_lengths_of_varying_batches(monkeypatch, precision, has_few):
     hosts = [Engine.prepared(engine(f"training.precision={precision}"), batch, None) for batch in varying]
     lengths, tokens = {len(host.plan.order) for host in hosts}, {batch.tokens for batch in varying}
     assert len(tokens) > 20 and (len(lengths) <= 8 if has_few else lengths == tokens)
-    losses, rows = {len(host.weight_objectives) for host in hosts}, {batch.loss_rows for batch in varying}
+    losses, rows = {len(host.weight_objectives) for host in hosts}, {batch.loss_tokens for batch in varying}
     assert len(rows) > 15 and (len(losses) <= 8 if has_few else losses == rows)
 
 

@@ -59,7 +59,7 @@ def losses_of(batches, nats, normalization="global_tokens", factors=None):
         weighted = torch.from_numpy(batch.weights[batch.weights > 0])
         of = batch.fields[:, OBJECTIVE][batch.weights > 0]
         inputs.append(Input(weighted, of, torch.tensor(each)))
-    counts = StepCounts(sum(b.loss_weights(COUNT) for b in batches).tolist())
+    counts = StepCounts(sum(b.loss_divisors(COUNT) for b in batches).tolist())
     step = StepInputs(inputs, counts, [b.loss_divisor for b in batches])
     ready = normaliser.micro_batches(step, counts.loss_weights, 0)
     trained = sum(float((one.weights * one.nats).sum()) * one.loss_factor for one in ready)
@@ -75,7 +75,7 @@ def losses_of(batches, nats, normalization="global_tokens", factors=None):
 def test_four_tokens_by_hand():
     """Two of four are masked with p = 1/2; they have the probabilities 1/2 and 1/4: (2 ln 2 + 2 ln 4) / 4."""
     batch = Batch(row([2.0, 0.0, 0.0, 2.0], NUMBER, 7))
-    assert batch.loss_divisor == 4.0 and batch.loss_weights(COUNT)[NUMBER] == 4.0 and batch.loss_rows == 2
+    assert batch.loss_divisor == 4.0 and batch.loss_divisors(COUNT)[NUMBER] == 4.0 and batch.loss_tokens == 2
     trained, reported = losses_of([batch], [[math.log(2), math.log(4)]])
     assert trained == pytest.approx(1.0397, abs=1e-4)
     assert reported == {"loss": pytest.approx(trained), "loss/masked_diffusion": pytest.approx(trained)}

@@ -21,7 +21,7 @@ def test_flops_of_a_hand_counted_model():
     model = ModelConfig(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=10)
     # per token and layer 12 h^2 multiply-adds; per visible key 2 h (scores and values); head h V; x2 FLOPs x3 passes.
     expected = 6 * (2 * 12 * 64 * 5 + 2 * 2 * 8 * 11 + 8 * 10 * 3)
-    assert step_flops(model, tokens=5, loss_rows=3, visible_keys=11) == expected
+    assert step_flops(model, tokens=5, loss_tokens=3, visible_keys=11) == expected
 
 
 def test_flops_of_an_encoder_and_a_decoder():
@@ -31,7 +31,7 @@ def test_flops_of_an_encoder_and_a_decoder():
     products = 2 * 12 * 64 * 3 + 3 * (14 * 64 * 2 + 2 * 64 * 3)
     pairs = 2 * (11 - 4) + 3 * 4
     expected = 6 * (products + 2 * 8 * pairs + 8 * 10 * 2)
-    assert step_flops(model, 5, 2, 11, targets=2, target_keys=4) == pytest.approx(expected, rel=1e-12)
+    assert step_flops(model, 5, 2, 11, decoder_tokens=2, decoder_keys=4) == pytest.approx(expected, rel=1e-12)
     first, *blocks, _, head = layer_costs(model, 2 / 5)[1:]
     assert blocks == pytest.approx([3 / 5] * 2 + [(14 * 2 + 2 * 3) / (12 * 5)] * 3) and first == 0.05
     assert head == pytest.approx(10 * 2 / (12 * 8 * 5))
@@ -42,7 +42,7 @@ def test_flops_of_options_are_counted_from_shapes():
     model = ModelConfig(**plain, embedding_size=4, share_layers="all", ffn_size=24, head_dim=6, rms_norm=True)
     # Queries, keys, values and output 8 x 12 each, two matrices 8 x 24; 4 -> 8 at the start, 8 -> 4 -> 10 at the end.
     expected = 6 * (5 * (3 * (4 * 8 * 12 + 2 * 8 * 24) + 4 * 8) + 3 * 2 * 12 * 11 + 3 * (8 * 4 + 4 * 10))
-    assert step_flops(model, tokens=5, loss_rows=3, visible_keys=11) == expected
+    assert step_flops(model, tokens=5, loss_tokens=3, visible_keys=11) == expected
     bert = ModelConfig(**plain, head_transform=True, head_bias=True, sentence_classes=2, segments=2)
     spans = dataclasses.replace(bert, sentence_classes=0, span_boundary_places=7)
     blocks, places = (

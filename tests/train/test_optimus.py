@@ -107,7 +107,7 @@ def test_what_is_reported(one):
     last = records(one, "validation")[-1]
     # The estimate's terms do not share their noise: of sentences that z does not tell apart it may lie below 0.
     assert 0 <= last["active_units"] <= 8 and -1 < last["mutual_information"] <= np.log(24)
-    tokens = RandomSentences(config_of(one), 10**6).batch(np.arange(8)).loss_rows
+    tokens = RandomSentences(config_of(one), 10**6).batch(np.arange(8)).loss_tokens
     assert last["perplexity"] == pytest.approx(np.exp(last["loss"] * 24 / tokens), rel=1e-5)
 
 

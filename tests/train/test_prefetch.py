@@ -226,4 +226,4 @@ def test_weights_are_scaled_in_the_prepared_input_as_in_the_batch():
     expected.weights = fields[:, WEIGHTS].view(np.float32) * scales[fields[:, OBJECTIVE]]
     scaled = prepare(batch, CPU, config, dropout_seed=1)
     scaled.scale_weights(scales)
-    assert torch.equal(scaled.buffer, prepare(expected, CPU, config, dropout_seed=1).buffer)
+    assert torch.equal(scaled.buffer.data, prepare(expected, CPU, config, dropout_seed=1).buffer.data)

@@ -47,7 +47,9 @@ def by_hand() -> tuple[torch.Tensor, torch.Tensor]:
 
     def summed(*columns: torch.Tensor) -> torch.Tensor:
         found = torch.zeros(case.num_losses, len(columns), dtype=torch.float64)
-        return found.index_add_(0, data.loss_rows.objectives, torch.stack(columns, 1) * data.weights[:, None])
+        return found.index_add_(
+            0, data.loss_positions.objectives, torch.stack(columns, 1) * data.weights[:, None]
+        )
 
     ones = torch.ones_like(z)
     return summed(trained, ones, z), summed(evaluated, ones)

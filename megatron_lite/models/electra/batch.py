@@ -14,7 +14,7 @@ import torch
 from data_utils.common.losses import MASKED, REPLACED
 from data_utils.loader.loader import SampleLoader
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.batch import Batch
+from megatron_lite.model.batch import Batch, ExtraInputs
 
 
 @dataclass(frozen=True)
@@ -38,48 +38,37 @@ class ElectraBatch(Batch):
         """1: both losses are means, whose sum is not divided."""
         return 1.0
 
-    def loss_weights(self, num_losses: int) -> np.ndarray:
-        weights = np.zeros(num_losses)
+    def loss_divisors(self, num_losses: int) -> np.ndarray:
+        divisors = np.zeros(num_losses)
         # The divisors of the two means: masked positions, and all tokens but padding.
-        weights[[MASKED.number, REPLACED.number]] = self.loss_rows, self.tokens
-        return weights
+        divisors[[MASKED.number, REPLACED.number]] = self.loss_tokens, self.tokens
+        return divisors
 
-    def more_weights(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The discriminator's loss weights: 1 for each token but padding."""
-        return (order >= 0).astype(np.float32), np.full(len(order), REPLACED.number)
-
-    def host_parts(
-        self, order: np.ndarray, first: int, predicted: np.ndarray, few_counts: bool, config: ModelConfig
-    ) -> HostMaskedPositions:
+    def extra_inputs(
+        self,
+        order: np.ndarray,
+        decoder_start: int,
+        predicted: np.ndarray,
+        few_counts: bool,
+        config: ModelConfig,
+    ) -> ExtraInputs:
+        """`MaskedPositions`, and the discriminator's loss weights: 1 for each token but padding."""
         chosen = order[predicted]  # for padding any position
-        # Draws are named by sample and position in its row, so that any order of tokens and any batch draws the
+        # Draws are named by sample and position in its sequence, so that any order of tokens and any batch draws the
         # same.
-        row, position = np.divmod(np.where(chosen < 0, 0, chosen), self.fields.shape[2])
-        return HostMaskedPositions(self._seed, self.samples[row], position)
+        sequence, position = np.divmod(np.where(chosen < 0, 0, chosen), self.fields.shape[2])
+        # Two words of 32 bits, since all inputs of a step are one int32 buffer.
+        samples = np.ascontiguousarray(self.samples[sequence], "<i8").view("<i4").reshape(-1, 2)
+        return ExtraInputs(
+            arrays={"samples": samples, "positions": position},
+            make=lambda tensors: MaskedPositions(self._seed, **tensors),
+            weights=(order >= 0).astype(np.float32),
+            weight_objectives=np.full(len(order), REPLACED.number),
+        )
 
     def padded(self, rows: int) -> ElectraBatch:
         samples = np.pad(self.samples, (0, rows - len(self.samples)))
         return ElectraBatch(super().padded(rows).fields, samples, self._seed)
-
-
-class HostMaskedPositions:
-    """`MaskedPositions` on the host. Args: samples, positions: int64 [K]."""
-
-    ARRAYS = 2
-
-    def __init__(self, seed: int, samples: np.ndarray, positions: np.ndarray):
-        self._seed, self._samples, self._positions = seed, samples, positions
-
-    def arrays(self) -> list[np.ndarray]:
-        # Two words of 32 bits, since all inputs of a step are one int32 buffer.
-        words = np.ascontiguousarray(self._samples, "<i8").view("<i4").reshape(-1, 2)
-        return [words, self._positions.astype(np.int32)]
-
-    def loss_rows(self) -> None:
-        """None: the predicted positions are the batch's own."""
-
-    def on_device(self, arrays: list[torch.Tensor]) -> MaskedPositions:
-        return MaskedPositions(self._seed, *arrays)
 
 
 class ElectraSamples:

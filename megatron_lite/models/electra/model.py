@@ -142,38 +142,38 @@ class Electra(TrainedModel):
 
     def forward(self, batch: MicroBatch, *, answers: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum of both losses (fp32 scalar, nats); without gradient, fp32 [losses, 2]: sum and weight of each."""
-        rows = batch.loss_rows.tokens
-        # Two losses with divisors of their own: weights of the K rows with loss, then of all T tokens (0:
-        # padding).
-        of_chosen, of_tokens = batch.weights.split([len(rows), len(batch.tokens)])
+        positions = batch.loss_positions.tokens
+        # Two losses with a divisor each: the generator's at the K masked positions, the discriminator's at all T
+        # tokens (0: padding).
+        masked_weights, token_weights = batch.weights, batch.extra_weights
         masked, drawn = self.generated(batch)
         # A draw that happens to be right is a real token, as in the paper. Rows of padding have weight 0 and
         # change nothing.
-        is_new = (of_chosen > 0) & (drawn != batch.targets)
-        change = torch.where(of_chosen > 0, drawn - batch.tokens.index_select(0, rows), 0)
+        is_new = (masked_weights > 0) & (drawn != batch.targets)
+        change = torch.where(masked_weights > 0, drawn - batch.tokens.index_select(0, positions), 0)
         # Adds a difference instead of writing: padding repeats a row, and a repeated index is undefined for a
         # write.
-        tokens = batch.tokens.index_add(0, rows, change.to(batch.tokens.dtype))
-        label = torch.zeros_like(of_tokens).index_add(0, rows, is_new.float())
+        tokens = batch.tokens.index_add(0, positions, change.to(batch.tokens.dtype))
+        label = torch.zeros_like(token_weights).index_add(0, positions, is_new.float())
         scores = self.scores(replace(batch, tokens=tokens))
         wrong = F.binary_cross_entropy_with_logits(scores, label, reduction="none")
         if self._metrics is not None:
-            self._metrics.add(scores, label, of_tokens > 0, of_chosen > 0)
+            self._metrics.add(scores, label, token_weights > 0, masked_weights > 0)
         sums = torch.zeros(self.num_losses, 2, device=wrong.device)
         # No gradient goes from the discriminator to the generator through the drawn tokens: a draw has none.
         loss = torch.zeros((), device=wrong.device)
-        for which, losses, weights in ((MASKED, masked, of_chosen), (REPLACED, wrong, of_tokens)):
-            own = (losses * weights).sum()
-            loss, sums[which.number] = loss + own, torch.stack([own.detach(), weights.sum()])
+        for which, losses, weights in ((MASKED, masked, masked_weights), (REPLACED, wrong, token_weights)):
+            loss_sum = (losses * weights).sum()
+            loss, sums[which.number] = loss + loss_sum, torch.stack([loss_sum.detach(), weights.sum()])
         return loss, sums
 
     def generated(self, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Cross entropies of the masked positions, fp32 [K], and a token drawn for each, int64 [K]."""
-        generator, masked = self.generator, batch.parts
+        generator, masked = self.generator, batch.extra_inputs
         assert isinstance(masked, MaskedPositions)
         hidden = generator.run(batch.tokens, batch.ids, batch.plan, self._other_dropout(batch.dropout))
         words = generator.embedding.word_embeddings
-        vectors, classes = generator.heads(hidden, batch.loss_rows, generator.final_layernorm)
+        vectors, classes = generator.heads(hidden, batch.loss_positions, generator.final_layernorm)
         logits = generator.heads.vocabulary_logits(vectors, words)
         # Before `row_losses`, which may write its gradient over the logits.
         drawn = draw(logits.detach(), masked.seed, masked.samples, masked.positions, words)

@@ -46,10 +46,10 @@ class ElectraSpec(ModelSpec):
 
     def flops(self, config: Config, *counts: int) -> float:
         """FLOPs of both stacks; the discriminator's head, one matrix for all tokens, is not counted."""
-        tokens, loss_rows, visible_keys, *_ = counts
+        tokens, loss_tokens, visible_keys, *_ = counts
         generator = generator_of(config)
         found = step_flops(config.model, tokens, 0, visible_keys)
-        return found + step_flops(generator, tokens, loss_rows, visible_keys)
+        return found + step_flops(generator, tokens, loss_tokens, visible_keys)
 
     def is_unused(self, name: str, config: Config) -> bool:
         return False

@@ -9,7 +9,7 @@ Shapes: N Examples, M entities that are read in one, CLS included, L that are pr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -23,10 +23,10 @@ from data_utils.dataset.vectors import Vectors
 from data_utils.loader.loader import SampleLoader
 from data_utils.objectives.entities import EntitiesConfig
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.batch import Batch, Samples
+from megatron_lite.model.batch import Batch, ExtraInputs, Samples
 from megatron_lite.model.kernels.dropout import token_keys
-from megatron_lite.model.micro_batch import few_count
-from megatron_lite.model.task_batch import HostTaskParts, Parts, TaskBatch
+from megatron_lite.model.loss_positions import few_count
+from megatron_lite.model.task_batch import TaskBatch, TaskInputs
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Noise:
 
     def uniform(self, name: str, samples: np.ndarray, length: int) -> np.ndarray:
         """Numbers in [0, 1) for the tokens of samples int64 [B], float64 [B, length]."""
-        # The hash of dropout: a function of (seed, sample, place), equal in every layout and batch.
+        # The hash of dropout: a function of (seed, sample, position), equal in every layout and batch.
         keys = token_keys(derive_seed(self.seed, name), samples, length)
         return keys.view(np.uint32) / 2.0**32
 
@@ -62,8 +62,8 @@ class Mentions:
 
     def input_vectors(self) -> torch.Tensor:
         """The vector that each position reads, fp32 [N, M, E]."""
-        given = self.inputs.long().clamp(min=0)[..., None].expand(-1, -1, self.vectors.shape[2])
-        return self.vectors.gather(1, given)
+        index = self.inputs.long().clamp(min=0)[..., None].expand(-1, -1, self.vectors.shape[2])
+        return self.vectors.gather(1, index)
 
 
 class EntityBatch(Batch):
@@ -72,7 +72,6 @@ class EntityBatch(Batch):
     def __init__(self, fields: np.ndarray, samples: np.ndarray, noise: Noise, vectors: Any):
         super().__init__(fields, samples)
         self._noise, self._vectors = noise, vectors
-        self._parts: HostMentions | None = None
 
     @property
     def loss_divisor(self) -> float:
@@ -84,51 +83,57 @@ class EntityBatch(Batch):
         """Tokens at which an entity begins, int64, indices into the flattened batch."""
         return np.flatnonzero(self.fields[:, BLOCK_POSITION_IDS].ravel())
 
-    def loss_weights(self, num_losses: int) -> np.ndarray:
-        weights = super().loss_weights(num_losses)
-        weights[ENTITIES.number] = len(self.mentioned)
-        return weights
+    def loss_divisors(self, num_losses: int) -> np.ndarray:
+        divisors = super().loss_divisors(num_losses)
+        divisors[ENTITIES.number] = len(self.mentioned)
+        return divisors
 
-    def more_weights(self, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """1 for each entity that is predicted, in the order of `Mentions.predicted`; 0 for padding."""
-        assert self._parts is not None  # `prepare` asks for them first
-        weights = (self._parts.predicted >= 0).astype(np.float32).ravel()
-        return weights, np.full(len(weights), ENTITIES.number)
-
-    def host_parts(
-        self, order: np.ndarray, first: int, predicted: np.ndarray, few_counts: bool, config: ModelConfig
-    ) -> HostMentions:
-        self._parts = HostMentions(self, order, few_counts)
-        return self._parts
+    def extra_inputs(
+        self,
+        order: np.ndarray,
+        decoder_start: int,
+        predicted: np.ndarray,
+        few_counts: bool,
+        config: ModelConfig,
+    ) -> ExtraInputs:
+        """`Mentions`, and the weights of the entity loss: 1 for each entity of `Mentions.predicted`, 0 for padding."""
+        arrays = self._mention_arrays(order, few_counts)
+        weights = (arrays["predicted"] >= 0).astype(np.float32).ravel()
+        return ExtraInputs(
+            arrays=arrays,
+            make=lambda tensors: Mentions(**tensors),
+            weights=weights,
+            weight_objectives=np.full(len(weights), ENTITIES.number),
+        )
 
     @cached_property
     def examples(self) -> tuple[np.ndarray, np.ndarray]:
         """The Example of each token, -1 for padding, int64 [B * S], and the first token of each, CLS, int64 [N]."""
         doc = self.fields[:, DOC].astype(np.int64)
-        rows = np.arange(len(doc))[:, None] * (int(doc.max(initial=0)) + 1)
-        keys = np.where(doc < 0, -1, rows + doc).ravel()
+        first_of_sequence = np.arange(len(doc))[:, None] * (int(doc.max(initial=0)) + 1)
+        keys = np.where(doc < 0, -1, first_of_sequence + doc).ravel()
         real = np.flatnonzero(keys >= 0)
         _, first, number = np.unique(keys[real], return_index=True, return_inverse=True)
-        numbers = np.full(keys.shape, -1)
-        numbers[real] = number
-        return numbers, real[first]
+        example = np.full(keys.shape, -1)
+        example[real] = number
+        return example, real[first]
 
     @cached_property
     def candidates(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The candidates of all Examples, sorted; the candidate of each mention; bounds of the Examples, [N + 1]."""
-        numbers, heads = self.examples
+        examples, cls = self.examples
         entities = self.fields[:, BLOCK_POSITION_IDS].ravel()[self.mentioned]
         # Example and entity in one key: sorting it groups the entities by Example, each once.
-        found, which = np.unique((numbers[self.mentioned] << 32) + entities, return_inverse=True)
-        return found & 0xFFFFFFFF, which, np.searchsorted(found >> 32, np.arange(len(heads) + 1))
+        keys, candidate = np.unique((examples[self.mentioned] << 32) + entities, return_inverse=True)
+        return keys & 0xFFFFFFFF, candidate, np.searchsorted(keys >> 32, np.arange(len(cls) + 1))
 
     @cached_property
-    def given(self) -> np.ndarray:
+    def read_candidates(self) -> np.ndarray:
         """The candidate that each mentioned token reads, int64, an index into all; -1 = none."""
-        _, which, begins = self.candidates
+        _, candidate, begins = self.candidates
         example = self.examples[0][self.mentioned]
         length = self.fields.shape[2]
-        # Drawn where a batch is made, not in the row, which keeps what is predicted: fate decides whether an
+        # Drawn where a batch is made, not in the sequence, which keeps what is predicted: fate decides whether an
         # entity is replaced, removed or read as it is, choice which one replaces it.
         fate, choice = (
             self._noise.uniform(name, self.samples, length).ravel()[self.mentioned]
@@ -137,70 +142,60 @@ class EntityBatch(Batch):
         counts = begins[example + 1] - begins[example]
         drawn = begins[example] + (choice * counts).astype(np.int64)
         removed = fate < self._noise.replaced + self._noise.removed
-        return np.where(fate < self._noise.replaced, drawn, np.where(removed, -1, which))
+        return np.where(fate < self._noise.replaced, drawn, np.where(removed, -1, candidate))
 
     def padded(self, rows: int) -> EntityBatch:
         samples = np.pad(self.samples, (0, rows - len(self.samples)))
         return EntityBatch(super().padded(rows).fields, samples, self._noise, self._vectors)
 
+    def _mention_arrays(self, order: np.ndarray, few_counts: bool) -> dict[str, np.ndarray]:
+        """The arrays of `Mentions` by name. Args: as for `extra_inputs`."""
+        examples, cls = self.examples
+        entities, mentioned_candidate, bounds = self.candidates
+        # Index in the flattened batch -> index in the plan's order, in which the model has its tokens.
+        index_in_order = np.full(len(examples), -1)
+        index_in_order[order[order >= 0]] = np.flatnonzero(order >= 0)
+        real = len(cls)
+        count = few_count(max(1, real)) if few_counts else max(1, real)
 
-class HostMentions:
-    """`Mentions` on the host. Args: order, few_counts: as for `Batch.host_parts`."""
+        def by_example(example: np.ndarray, values: np.ndarray, padding: int = -1) -> np.ndarray:
+            """Values that are sorted by Example -> one matrix row for each Example, int64 [N, most], padded."""
+            begins = np.searchsorted(example, np.arange(count + 1))
+            most = max(1, int(np.diff(begins).max(initial=0)))
+            matrix = np.full((count, few_count(most) if few_counts else most), padding)
+            matrix[example, np.arange(len(example)) - begins[example]] = values
+            return matrix
 
-    ARRAYS = 6
-
-    def __init__(self, batch: EntityBatch, order: np.ndarray, few_counts: bool):
-        numbers, heads = batch.examples
-        entities, which, begins = batch.candidates
-        # Index in the batch -> index in the plan's order, in which the model has its tokens.
-        place = np.full(len(numbers), -1)
-        place[order[order >= 0]] = np.flatnonzero(order >= 0)
-        count = few_count(max(1, len(heads))) if few_counts else max(1, len(heads))
-
-        def in_rows(example: np.ndarray, *values: np.ndarray, fill: int = -1) -> list[np.ndarray]:
-            """Values that are sorted by Example -> one matrix row per Example, [N, most], padded with `fill`."""
-            begin = np.searchsorted(example, np.arange(count + 1))
-            most = max(1, int(np.diff(begin).max(initial=0)))
-            made = []
-            for value in values:
-                rows = np.full((count, few_count(most) if few_counts else most), fill)
-                rows[example, np.arange(len(example)) - begin[example]] = value
-                made.append(rows)
-            return made
-
-        mentioned, given = batch.mentioned, batch.given
-        example = numbers[mentioned]
-        by_example = np.argsort(example, kind="stable")
-        # Candidate 0 of each Example is "no entity", hence + 1.
-        own = np.where(given < 0, 0, given - begins[example] + 1)
-        with_one = by_example[given[by_example] >= 0]
-        of_read = np.concatenate([np.arange(len(heads)), example[with_one]])
-        read = np.argsort(of_read, kind="stable")  # CLS first
-        places = place[np.concatenate([heads, mentioned[with_one]])]
-        reads = np.concatenate([np.zeros(len(heads), np.int64), own[with_one]])
-        self.positions, self.inputs = in_rows(of_read[read], places[read], reads[read])
-        classes = (which - begins[example] + 1)[by_example]
-        self.predicted, self.classes = in_rows(example[by_example], place[mentioned][by_example], classes)
-        sizes = np.diff(begins)
-        (others,) = in_rows(np.repeat(np.arange(len(heads)), sizes), entities, fill=0)
+        mentioned, read_candidate = self.mentioned, self.read_candidates
+        example = examples[mentioned]
+        sorted_mentions = np.argsort(example, kind="stable")
+        # Predicted: the entity of every mention. Candidate 0 of each Example is "no entity", hence + 1.
+        predicted = index_in_order[mentioned][sorted_mentions]
+        classes = (mentioned_candidate - bounds[example] + 1)[sorted_mentions]
+        # Read: CLS, without an entity, and the mentions that have one to read.
+        inputs = np.where(read_candidate < 0, 0, read_candidate - bounds[example] + 1)
+        readers = sorted_mentions[read_candidate[sorted_mentions] >= 0]
+        reader_example = np.concatenate([np.arange(real), example[readers]])
+        cls_first = np.argsort(reader_example, kind="stable")
+        reader_positions = index_in_order[np.concatenate([cls, mentioned[readers]])]
+        reader_inputs = np.concatenate([np.zeros(real, np.int64), inputs[readers]])
+        sizes = np.diff(bounds)
         # [N, C]: a column before the others for "no entity".
-        self.candidates = np.pad(others, ((0, 0), (1, 0)))
-        self.counts = np.ones(count, np.int64)
-        self.counts[: len(heads)] += sizes
-        # Only the vectors of a batch's candidates go to the device: the table of all entities may have
-        # gigabytes.
-        self._vectors = batch._vectors.of(self.candidates)
-
-    def arrays(self) -> list[np.ndarray]:
-        integers = (self.positions, self.inputs, self.predicted, self.classes, self.counts)
-        return [*(array.astype(np.int32) for array in integers), self._vectors.view(np.int32)]
-
-    def loss_rows(self) -> None:
-        """None: the predicted positions are the batch's own."""
-
-    def on_device(self, arrays: list[torch.Tensor]) -> Mentions:
-        vectors = arrays.pop()
-        return Mentions(*arrays, vectors.view(torch.float32))  # type: ignore[call-arg]
+        candidates = np.pad(
+            by_example(np.repeat(np.arange(real), sizes), entities, padding=0), ((0, 0), (1, 0))
+        )
+        counts = np.ones(count, np.int64)
+        counts[:real] += sizes
+        return {
+            "positions": by_example(reader_example[cls_first], reader_positions[cls_first]),
+            "inputs": by_example(reader_example[cls_first], reader_inputs[cls_first]),
+            "predicted": by_example(example[sorted_mentions], predicted),
+            "classes": by_example(example[sorted_mentions], classes),
+            "counts": counts,
+            # Only the vectors of a batch's candidates go to the device: the table of all entities may have
+            # gigabytes.
+            "vectors": self._vectors.of(candidates),
+        }
 
 
 class EntitySamples:
@@ -224,10 +219,11 @@ class EntitySamples:
 
 
 _NONE = Noise(0, 0.0, 0.0)  # of tasks: each entity is read as it is
+_MENTIONS = "mentions."  # both have `positions`
 
 
 @dataclass(frozen=True)
-class EntityTaskInputs(Parts):
+class EntityTaskInputs(TaskInputs):
     """What the task's head reads of a micro-batch, with the entities of its texts."""
 
     mentions: Mentions | None = None
@@ -237,33 +233,38 @@ class EntityTaskBatch(TaskBatch):
     """A task's batch with the vectors of its entities."""
 
     def __init__(self, batch: TaskBatch, vectors: Vectors | NoVectors):
-        scored = (batch.head, batch.loss, batch.has_language, batch.task, batch.place)
-        super().__init__(batch.fields, batch.samples, batch.parts, *scored)
+        super().__init__(
+            batch.fields,
+            batch.samples,
+            batch.target_groups,
+            batch.head,
+            batch.loss,
+            batch.has_language,
+            batch.task,
+            batch.loss_number,
+        )
         self._entities = EntityBatch(batch.fields, batch.samples, _NONE, vectors)
 
-    def host_parts(self, *arguments: Any) -> Any:
-        """`HostEntityParts`. Args: arguments: as for `Batch.host_parts`."""
-        of_task = super().host_parts(*arguments)
-        assert of_task is not None, "this model has no task that is trained by the documents' own targets"
-        return HostEntityParts(of_task, self._entities.host_parts(*arguments))
+    def extra_inputs(
+        self,
+        order: np.ndarray,
+        decoder_start: int,
+        predicted: np.ndarray,
+        few_counts: bool,
+        config: ModelConfig,
+    ) -> ExtraInputs:
+        """`EntityTaskInputs`."""
+        assert self.head != "tokens", "this model has no task that is trained by the documents' own targets"
+        arguments = order, decoder_start, predicted, few_counts, config
+        task, mentions = super().extra_inputs(*arguments), self._entities.extra_inputs(*arguments)
 
+        def make(tensors: dict[str, torch.Tensor]) -> EntityTaskInputs:
+            task_inputs = task.make({name: tensors[name] for name in task.arrays})
+            read = {name: tensors[f"{_MENTIONS}{name}"] for name in mentions.arrays}
+            return EntityTaskInputs(**vars(task_inputs), mentions=mentions.make(read))
 
-class HostEntityParts:
-    """`EntityTaskInputs` on the host."""
-
-    ARRAYS = HostTaskParts.ARRAYS + HostMentions.ARRAYS
-
-    def __init__(self, of_task: HostTaskParts, mentions: HostMentions):
-        self._of_task, self._mentions = of_task, mentions
-        self.loss_rows = of_task.loss_rows
-
-    def arrays(self) -> list[np.ndarray]:
-        return [*self._of_task.arrays(), *self._mentions.arrays()]
-
-    def on_device(self, arrays: list[torch.Tensor]) -> EntityTaskInputs:
-        parts = self._of_task.on_device(arrays[: HostTaskParts.ARRAYS])
-        mentions = self._mentions.on_device(arrays[HostTaskParts.ARRAYS :])
-        return EntityTaskInputs(**vars(parts), mentions=mentions)
+        named_mentions = {f"{_MENTIONS}{name}": array for name, array in mentions.arrays.items()}
+        return replace(task, arrays={**task.arrays, **named_mentions}, make=make)
 
 
 class TaskSamples:

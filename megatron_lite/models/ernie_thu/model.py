@@ -163,8 +163,8 @@ class EntityTransformer(GLM):
         self.entity_head = Transform(config.hidden_size, of_entities.size, config)
 
     def _hidden(self, batch: MicroBatch, before_block: BeforeBlock | None = None) -> torch.Tensor:
-        assert isinstance(batch.parts, EntityTaskInputs)
-        mentions: Any = batch.parts.mentions
+        assert isinstance(batch.extra_inputs, EntityTaskInputs)
+        mentions: Any = batch.extra_inputs.mentions
         return self.run(batch.tokens, batch.ids, batch.plan, batch.dropout, before_block, mentions)
 
     def run_blocks(
@@ -193,20 +193,19 @@ class EntityTransformer(GLM):
 
     def forward(self, batch: MicroBatch, *, answers: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Sum of the losses (fp32 scalar, nats); without gradient, fp32 [losses, 2]: sum and weight of each."""
-        mentions = batch.parts
+        mentions = batch.extra_inputs
         if not isinstance(mentions, Mentions):
             return super().forward(batch, answers=answers)
         hidden = self.run(batch.tokens, batch.ids, batch.plan, batch.dropout, condition=mentions)
-        of_rows, of_entities = batch.weights.tensor_split([len(batch.targets)])
-        loss, sums = self._token_loss(hidden, replace(batch, weights=of_rows))
+        loss, sums = self._token_loss(hidden, batch)
         wrong = F.cross_entropy(
             self.entity_logits(hidden, mentions),
             mentions.classes.flatten().long().clamp(min=0),
             reduction="none",
         )
-        own = (wrong * of_entities).sum()
-        sums[ENTITIES.number] = torch.stack([own.detach(), of_entities.sum()])
-        return loss + own, sums
+        entity_loss = (wrong * batch.extra_weights).sum()
+        sums[ENTITIES.number] = torch.stack([entity_loss.detach(), batch.extra_weights.sum()])
+        return loss + entity_loss, sums
 
     def entity_logits(self, hidden: torch.Tensor, mentions: Mentions) -> torch.Tensor:
         """Logits of each Example's candidates at its entities, fp32 [N L, C]; -inf for padding."""

@@ -19,8 +19,8 @@ from data_utils.common.batch_fields import DOC
 from data_utils.loader.loader import SampleLoader
 from data_utils.objectives import LOSS_NAMES
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.batch import Batch
-from megatron_lite.model.micro_batch import few_count
+from megatron_lite.model.batch import Batch, ExtraInputs
+from megatron_lite.model.loss_positions import few_count
 from megatron_lite.models.optimus.latent import normals
 
 
@@ -53,28 +53,28 @@ class LatentBatch(Batch):
     @cached_property
     def sentence_index(self) -> tuple[np.ndarray, np.ndarray]:
         """The sequence of each sentence and its number there, both int64 [N], in the order of the layout."""
-        # A document's number in the layout is row * width + its number in the row.
+        # A document's number in the layout is sequence * width + its number in the sequence.
         width = self.fields[:, DOC].max(initial=0) + 1
         return np.divmod(np.unique(self.layout.document), width)
 
     @property
     def noise(self) -> np.ndarray:
         """Draws of the standard normal distribution for the sentences, fp32 [N, P]."""
-        rows, numbers = self.sentence_index
+        sequences, numbers = self.sentence_index
         most = int(numbers.max(initial=-1)) + 1
         # Named by (seed, sample, sentence), so that a resumed run and any number of ranks draw the same.
         drawn = normals(self._seed, "sentence", self.samples.tolist(), 0, most, self.latent_size)
-        return drawn.numpy()[rows, numbers].astype(np.float32)
+        return drawn.numpy()[sequences, numbers].astype(np.float32)
 
     @property
     def loss_divisor(self) -> float:
         """Number of sentences: the loss is the mean over them."""
         return float(len(self.sentence_index[0]))
 
-    def loss_weights(self, num_losses: int) -> np.ndarray:
-        weights = np.zeros(num_losses)
-        weights[LOSS_NAMES.index("reconstruction")] = self.loss_divisor
-        return weights
+    def loss_divisors(self, num_losses: int) -> np.ndarray:
+        divisors = np.zeros(num_losses)
+        divisors[LOSS_NAMES.index("reconstruction")] = self.loss_divisor
+        return divisors
 
     @property
     def visible_keys(self) -> int:
@@ -83,77 +83,55 @@ class LatentBatch(Batch):
         return int(encoder.views.seen.sum() + decoder.views.seen.sum())
 
     @property
-    def target_keys(self) -> int:
+    def decoder_keys(self) -> int:
         return int(self.layout.parts[1].views.seen.sum())
 
-    def host_parts(
-        self, order: np.ndarray, first: int, predicted: np.ndarray, few_counts: bool, config: ModelConfig
-    ) -> HostSentences:
-        return HostSentences(self, order, first, predicted, few_counts)
+    def extra_inputs(
+        self,
+        order: np.ndarray,
+        decoder_start: int,
+        predicted: np.ndarray,
+        few_counts: bool,
+        config: ModelConfig,
+    ) -> ExtraInputs:
+        """`Sentences`; there is always at least one."""
+        layout = self.layout
+        # Index in the flattened batch -> index in the plans' order, in which the model has its tokens.
+        index_in_order = np.full(self.fields[:, DOC].size, -1)
+        index_in_order[order[order >= 0]] = np.flatnonzero(order >= 0)
+        documents, sentence_of_token = np.unique(layout.document, return_inverse=True)
+        sentences = np.zeros(self.fields[:, DOC].size, np.int64)
+        sentences[layout.rows] = sentence_of_token
+        token_sentence = np.where(order < 0, 0, sentences[order])[decoder_start:]
+        real = len(documents)
+        # Few counts, so that kernels and memory of one shape serve many batches.
+        count = max(1, few_count(real) if few_counts else real)
+
+        def first_tokens(chosen: np.ndarray) -> np.ndarray:
+            """The first chosen token of each sentence, as an index into the order."""
+            tokens = np.flatnonzero(chosen)
+            _, first = np.unique(layout.document[tokens], return_index=True)
+            return index_in_order[layout.rows[tokens[first]]]
+
+        memory_slots = first_tokens(layout.is_target)[: real if self.has_memory else 0] - decoder_start
+        noise = np.zeros((count, self.latent_size), np.float32)
+        noise[:real] = self.noise
+        return ExtraInputs(
+            arrays={
+                "cls_positions": np.pad(first_tokens(~layout.is_target), (0, count - real)),
+                "memory_slots": memory_slots,
+                "token_sentence": token_sentence,
+                "loss_sentence": np.where(predicted < 0, 0, token_sentence[predicted]),
+                "noise": noise,
+                "weight": np.r_[np.ones(real), np.zeros(count - real)],
+            },
+            make=lambda tensors: Sentences(**tensors),
+        )
 
     def padded(self, rows: int) -> LatentBatch:
         fields = super().padded(rows).fields
         samples = np.pad(self.samples, (0, rows - len(self.samples)))
         return LatentBatch(fields, samples, self._seed, self.latent_size, self.has_memory)
-
-
-class HostSentences:
-    """The sentences of a batch in the order of its attention plans.
-
-    Args:
-        order: int64 [Te + Td], the plans': index of each token into the flattened batch, -1 for padding.
-        first: Te.
-        loss_rows: int64 [K] in [Td], -1 for padding.
-        few_counts: pad the sentences to one of few counts, see `few_count`; there is always at least one.
-    """
-
-    ARRAYS = 6
-
-    def __init__(
-        self, batch: LatentBatch, order: np.ndarray, first: int, loss_rows: np.ndarray, few_counts: bool
-    ):
-        layout = batch.layout
-        rank = np.full(batch.fields[:, DOC].size, -1)  # index in the batch -> index in the order
-        rank[order[order >= 0]] = np.flatnonzero(order >= 0)
-        known, number = np.unique(layout.document, return_inverse=True)
-        sentence = np.zeros(batch.fields[:, DOC].size, np.int64)
-        sentence[layout.rows] = number
-        token_sentence = np.where(order < 0, 0, sentence[order])[first:]
-        real = len(known)
-        # Few counts, so that kernels and memory of one shape serve many batches.
-        count = max(1, few_count(real) if few_counts else real)
-
-        def firsts(chosen: np.ndarray) -> np.ndarray:
-            """The first chosen token of each sentence, as an index into the order."""
-            rows = np.flatnonzero(chosen)
-            _, at = np.unique(layout.document[rows], return_index=True)
-            return rank[layout.rows[rows[at]]]
-
-        noise = np.zeros((count, batch.latent_size), np.float32)
-        noise[:real] = batch.noise
-        self._integers = (
-            np.pad(firsts(~layout.is_target), (0, count - real)),
-            firsts(layout.is_target)[: real if batch.has_memory else 0] - first,
-            token_sentence,
-            np.where(loss_rows < 0, 0, token_sentence[loss_rows]),
-        )
-        self._numbers = (noise, np.r_[np.ones(real), np.zeros(count - real)])
-
-    def arrays(self) -> list[np.ndarray]:
-        """int32; floats as their bits, so that one buffer goes to the device."""
-        return [
-            *(array.astype(np.int32) for array in self._integers),
-            *(array.astype(np.float32).view(np.int32) for array in self._numbers),
-        ]
-
-    def loss_rows(self) -> None:
-        """None: the predicted positions are the batch's own."""
-
-    def on_device(self, arrays: list[torch.Tensor]) -> Sentences:
-        """Args: arrays: as `arrays` gave them."""
-        cls_positions, memory_slots, token_sentence, loss_sentence, noise, weight = arrays
-        floats = noise.view(torch.float32), weight.view(torch.float32)
-        return Sentences(cls_positions, memory_slots, token_sentence, loss_sentence, *floats)
 
 
 class LatentSamples:

@@ -70,7 +70,7 @@ class LatentMetrics:
 
     def add(self, batch: MicroBatch, mu: torch.Tensor, logvar: torch.Tensor, z: torch.Tensor) -> None:
         """Args: mu, logvar, z: fp32 [N, P] of the sentences of a batch."""
-        real = batch.parts.weight > 0
+        real = batch.extra_inputs.weight > 0
         self._passes.append(torch.cat([mu, logvar, z], 1)[real].double().cpu().numpy())
         self._tokens += float(batch.weights.sum())
 

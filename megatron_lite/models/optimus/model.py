@@ -223,8 +223,8 @@ class Optimus(TrainedModel):
 
 
 def _sentences(batch: MicroBatch) -> Sentences:
-    assert isinstance(batch.parts, Sentences)
-    return batch.parts
+    assert isinstance(batch.extra_inputs, Sentences)
+    return batch.extra_inputs
 
 
 def _parts(batch: MicroBatch) -> tuple[PartsPlan, int]:

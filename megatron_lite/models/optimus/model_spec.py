@@ -47,9 +47,9 @@ class OptimusSpec(ModelSpec):
 
     def flops(self, config: Config, *counts: int) -> float:
         """FLOPs of both stacks. The latent matrices, used once a sentence, are not counted."""
-        tokens, loss_rows, visible_keys, targets, target_keys = counts
-        encoder = step_flops(config.model, tokens - targets, 0, visible_keys - target_keys)
-        return encoder + step_flops(decoder_of(config), targets, loss_rows, target_keys)
+        tokens, loss_tokens, visible_keys, decoder_tokens, decoder_keys = counts
+        encoder = step_flops(config.model, tokens - decoder_tokens, 0, visible_keys - decoder_keys)
+        return encoder + step_flops(decoder_of(config), decoder_tokens, loss_tokens, decoder_keys)
 
     def is_unused(self, name: str, config: Config) -> bool:
         """Whether a parameter is in a head of a stack that the loss does not use."""

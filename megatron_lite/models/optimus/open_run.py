@@ -126,7 +126,7 @@ class LatentRun:
             numbers,
         )
         batch = LatentBatch(fields, numbers, 0, self.latent_size, self._has_memory)
-        return MicroBatch.from_batch(batch, self.device, self.config.model, of_decoder=self._decoder)
+        return MicroBatch.from_batch(batch, self.device, self.config.model, decoder_config=self._decoder)
 
 
 class Rows:

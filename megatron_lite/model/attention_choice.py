@@ -1,0 +1,45 @@
+"""Which attention plan a model needs on a device."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_lite.config.model import ModelConfig
+from megatron_lite.model.attention_backends.calls import HostPlan
+from megatron_lite.model.attention_backends.layout import Layout
+from megatron_lite.model.attention_backends.plan import plan_attention
+from megatron_lite.model.attention_backends.window import plan_layers
+from megatron_lite.model.kernels.fused import kernels_are_wanted
+
+
+def dense_reason(config: ModelConfig, device: torch.device) -> str | None:
+    """Why a model's attention computes all pairs of tokens of a sequence under a mask; None where it does not."""
+    if config.relative == "none" or kernels_are_wanted() or device.type != "cuda":
+        return None
+    return (
+        f"model.relative is {config.relative}: on GPUs attention computes all pairs of tokens of a row, and keeps a "
+        "number for each, since training.kernels is torch; those of fused keep none."
+    )
+
+
+def attention_kernel(config: ModelConfig, device: torch.device) -> str:
+    """The `kernel` of `plan_attention` that a model needs; "auto" = each batch's layout decides."""
+    if dense_reason(config, device) is not None:
+        return "dense"
+    by_relative = {"none": "auto", "buckets": "blocks", "disentangled": "tables"}
+    return by_relative.get(config.relative, "query tables") if device.type == "cuda" else "auto"
+
+
+def plan_stack(
+    layout: Layout,
+    device: torch.device,
+    config: ModelConfig,
+    kernel: str = "auto",
+    multiple: int = 1,
+    has_graphs: bool = False,
+) -> HostPlan:
+    """`plan_attention` for all layers of a stack. Args: has_graphs: the plan has fixed shapes, if it can."""
+    if not config.attention_window:
+        plan = plan_attention(layout, device, kernel, multiple)
+        return plan.fixed(layout.shape[1]) if has_graphs and hasattr(plan, "fixed") else plan
+    return plan_layers(layout, device, kernel, multiple, config.attention_window, config.global_every)
