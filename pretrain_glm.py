@@ -51,8 +51,15 @@ log = logging.getLogger(__name__)
 def parse_arguments() -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__, add_help=False)
     add = parser.add_argument
-    text = "show these options and the names of all sections; or the settings of one SECTION, or of all"
-    add("-h", "--help", action=_Help, nargs="?", default=argparse.SUPPRESS, metavar="SECTION", help=text)
+    add(
+        "-h",
+        "--help",
+        action=_Help,
+        nargs="?",
+        default=argparse.SUPPRESS,
+        metavar="SECTION",
+        help="show these options and the names of all sections; or the settings of one SECTION, or of all",
+    )
     add(
         "--config",
         type=expanded_path,
@@ -67,20 +74,27 @@ def parse_arguments() -> argparse.Namespace:
         metavar="FILE",
         help="DeepSpeed JSON: its values become settings on top of the YAML files, or go to DeepSpeed",
     )
-    text = "accepted for compatibility; training always uses DeepSpeed. With a FILE it is --deepspeed_config"
-    add("--deepspeed", action="store_true", help=text)
+    add(
+        "--deepspeed",
+        action="store_true",
+        help="accepted for compatibility; training always uses DeepSpeed. With a FILE it is --deepspeed_config",
+    )
     add("--local_rank", type=int, help="set by the launcher")
     add("--print-config", action="store_true", help="print the resolved configuration and stop")
-    text = "show memory and speed on PROCESSES GPUs, advise the fastest layout, and stop; needs no GPU and no data"
-    add("--dry-run", type=int, metavar="PROCESSES", help=text)
+    add(
+        "--dry-run",
+        type=int,
+        metavar="PROCESSES",
+        help="show memory and speed on PROCESSES GPUs, advise the fastest layout, and stop; needs no GPU and no data",
+    )
     add(
         "--gpu", default="h100", help="for --dry-run: h100, h200, gh200, b200, a100 or a100-40 (default h100)"
     )
     add("overrides", nargs="*", metavar="section.key=value", help="settings on top of the files")
-    given = with_deepspeed_file(sys.argv[1:])
-    arguments, unknown = parser.parse_known_intermixed_args(given)
+    command_line = with_deepspeed_file(sys.argv[1:])
+    arguments, unknown = parser.parse_known_intermixed_args(command_line)
     if unknown:
-        raise ConfigError(explain_options(given, unknown))
+        raise ConfigError(explain_options(command_line, unknown))
     if not arguments.config:
         raise ConfigError("no configuration given; pass --config FILE, or a name such as small.")
     return arguments
@@ -161,7 +175,7 @@ def train(config: Config, launch: Launch, meeting: Meeting, notes: Iterable[str]
     config.profiler.require_ranks(launch.world_size)
     directory, timeouts = Path(config.run.directory), config.timeouts
     control = RunControl(directory, is_main=launch.rank == 0)
-    found = require_start(directory, config.checkpoint)
+    run_state = require_start(directory, config.checkpoint)
     control.refuse_if_halted()
     if config.settings_for_apex:
         from megatron_lite.engine.nvidia_apex import require_apex
@@ -176,25 +190,22 @@ def train(config: Config, launch: Launch, meeting: Meeting, notes: Iterable[str]
     kept = kept_tokenizer(config.tokenizer, directory)
     tokenizer = load_tokenizer(kept.read)
     config.data.require_train()  # mistakes up to here are reported before torch is imported
-    of_decoder = (
-        None if config.decoder_tokenizer is None else kept_tokenizer(config.decoder_tokenizer, directory)
-    )
-    decoder_tokenizer = None if of_decoder is None else load_tokenizer(of_decoder.read)
-    config = replace(
-        config.with_vocab_size(
-            tokenizer.vocab_size, None if decoder_tokenizer is None else decoder_tokenizer.vocab_size
-        ),
-        tokenizer=kept.recorded,
-        decoder_tokenizer=None if of_decoder is None else of_decoder.recorded,
-    )
-    if found.newest is not None:
-        reason = nothing_to_do(config, found)
+    kept_tokenizers, decoder_tokenizer = [kept], None
+    if config.decoder_tokenizer is None:
+        config = config.with_vocab_size(tokenizer.vocab_size)
+    else:
+        kept_decoder = kept_tokenizer(config.decoder_tokenizer, directory)
+        kept_tokenizers.append(kept_decoder)
+        decoder_tokenizer = load_tokenizer(kept_decoder.read)
+        config = config.with_vocab_size(tokenizer.vocab_size, decoder_tokenizer.vocab_size)
+        config = replace(config, decoder_tokenizer=kept_decoder.recorded)
+    config = replace(config, tokenizer=kept.recorded)
+    if run_state.newest is not None:
+        reason = nothing_to_do(config, run_state)
         if reason is not None:
             if launch.rank == 0:
                 log.info("%s", reason)
             return ExitStatus.FINISHED
-    for note in notes if launch.rank == 0 else ():
-        log.info("%s", note)
     # Rank 0 holds the lease for all: the others write nothing before they have met it.
     with held(directory, "trains") if launch.rank == 0 else nullcontext() as lease:
         if lease is not None:
@@ -202,15 +213,16 @@ def train(config: Config, launch: Launch, meeting: Meeting, notes: Iterable[str]
         watchdog = Watchdog(
             timeouts.sections, directory, launch.rank, launch.world_size, timeouts.heartbeat_seconds, lease
         )
-        to_keep = [each for each in (kept, of_decoder) if each is not None]
-        return train_with(config, tokenizer, decoder_tokenizer, to_keep, launch, control, watchdog, meeting)
+        return train_with(
+            config, tokenizer, decoder_tokenizer, kept_tokenizers, launch, control, watchdog, meeting
+        )
 
 
 def train_with(
     config: Config,
     tokenizer: Tokenizer,
     decoder_tokenizer: Tokenizer | None,
-    to_keep: Sequence[KeptTokenizer],
+    kept_tokenizers: Sequence[KeptTokenizer],
     launch: Launch,
     control: RunControl,
     watchdog: Watchdog,
@@ -238,8 +250,8 @@ def train_with(
         config.data, config.objective_choices, tokenizer, seed, decoder_tokenizer, plan.samples
     )
     if launch.rank == 0:
-        for each in to_keep:
-            each.keep()
+        for kept in kept_tokenizers:
+            kept.keep()
         reading = extent(data.train.mixtures, plan.consumed(config.training.steps), plan.largest_batch)
         for note in (*data.notes, *plan.lines(), *reading, *overlap(data), *drawn_shares(data.train)):
             log.info("%s", note)
@@ -249,13 +261,13 @@ def train_with(
         if context.is_main:
             log.info("all processes have met; building the model")
         with memory_advice(config):
-            engine, kind = make_engine(config, context, len(data.loss_names)), model_spec(config)
+            engine, spec = make_engine(config, context, len(data.loss_names)), model_spec(config)
             return Trainer(
                 config=config,
                 context=context,
                 engine=engine,
-                train_data=kind.samples(config, data.train, "train"),
-                validation_data=data.validation and kind.samples(config, data.validation, "validation"),
+                train_data=spec.samples(config, data.train, "train"),
+                validation_data=data.validation and spec.samples(config, data.validation, "validation"),
                 loss_names=data.loss_names,
                 control=control,
                 watchdog=watchdog,
@@ -278,13 +290,13 @@ def sample_fillings(config: Config, data: Datasets, tokenizer: Tokenizer) -> Any
 
 def require_start(run: Path, checkpoint: CheckpointConfig) -> RunState:
     """Refuse a start that the run's directories show to be impossible, before libraries are loaded."""
-    found = state_of(run)
-    found.require_start()
+    state = state_of(run)
+    state.require_start()
     check_output_directory(run, "run.directory")
     require_writable(run / "config.yaml", "run.directory")
-    if found.newest is None and checkpoint.initialize_from is not None:
+    if state.newest is None and checkpoint.initialize_from is not None:
         resolve_model(Path(checkpoint.initialize_from), "checkpoint.initialize_from")
-    return found
+    return state
 
 
 def command() -> None:

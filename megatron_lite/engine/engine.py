@@ -1,9 +1,9 @@
 """The engine: a model and its optimizer in any parallel configuration, as trainer and checkpoints use them.
 
-An `Engine` makes training steps and evaluations, and gives the fragments of fp32 weights and Adam moments that this
-rank owns under ZeRO. plain.py and pipeline.py hold the two engines. DeepSpeed runs the passes, with the options that
-config/deepspeed_options.py derives; the optimizer is `ShardedOptimizer` at ZeRO 1 and 2, and DeepSpeed's own at ZeRO 3
-(zero3.py).
+An `Engine` computes training steps and evaluations, and yields the fragments of fp32 weights and Adam moments that this
+rank owns under ZeRO. Its two subclasses are in plain.py (all layers in every process) and pipeline.py (stages).
+DeepSpeed runs the passes, with the options that config/deepspeed_options.py derives; the optimizer is
+`ShardedOptimizer` at ZeRO 1 and 2, and DeepSpeed's own at ZeRO 3 (zero3.py).
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ def memory_advice(config: Config) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        batch, recompute, layout = config.batch, config.training.recompute, config.parallel
+        batch, recompute, parallel = config.batch, config.training.recompute, config.parallel
         advised = DeviceMemoryError(
             f"out of memory: {' '.join(str(error).split()[:20])} ... Lower batch.micro_batch_size "
             f"({batch.micro_batch_size}), set training.recompute ({recompute}) to full, or raise parallel.zero_stage "
-            f"({layout.zero_stage}) or tensor_parallel_size ({layout.tensor_parallel_size}); --dry-run PROCESSES "
+            f"({parallel.zero_stage}) or tensor_parallel_size ({parallel.tensor_parallel_size}); --dry-run PROCESSES "
             "estimates what a layout needs."
         )
         advised.only_here = True
@@ -113,7 +113,7 @@ def warn_of_slow_attention(config: Config, context: ParallelContext) -> None:
 
 
 class Engine(ABC):
-    """A model under DeepSpeed in any layout."""
+    """A model and its optimizer under DeepSpeed, in any parallel configuration."""
 
     def __init__(
         self,
@@ -145,24 +145,24 @@ class Engine(ABC):
         self._named = named
         self._multipliers = multipliers or {}
         if config.model.mup is not None:
+            # muP gives every parameter multipliers, not only the frozen ones.
             self._multipliers = {name: self._by_width(name, parameter) for name, parameter in named.items()}
-        # With muP every parameter has a multiplier of its own, so all names get an entry, not only the frozen ones.
         self._step = 1
         options = config.deepspeed_options(context.dp.size)
         with quiet_deepspeed():
             # Stage 3 shards the weights inside DeepSpeed's hooks, so its optimizer stays DeepSpeed's. At stages 1 and 2
             # its engine only runs the passes, and the optimizer is ours (sharded.py says why).
             if config.parallel.zero_stage == 3:
-                self._engine = self._stage_3(module, options, mpu)
+                self._engine = self._zero3_engine(module, options, mpu)
                 self._zero: ShardedOptimizer | Zero3 = Zero3(
                     self._engine.optimizer,
                     context.dp,
                     {named[name]: factors for name, factors in self._multipliers.items()},
                 )
             else:
-                self._engine = deepspeed_engine(module, options, mpu, self._sharded)
+                self._engine = deepspeed_engine(module, options, mpu, self._sharded_optimizer)
                 self._zero = self._engine.optimizer
-                self._sum_products(module, self._engine.optimizer)
+                self._accumulate_in_backward(module, self._engine.optimizer)
         # At the lowest scale DeepSpeed would raise a bare Exception: training.max_nonfinite_steps decides instead.
         self._zero.loss_scaler.raise_error_at_min_scale = False
         self._averages: Averages | None = None
@@ -173,7 +173,7 @@ class Engine(ABC):
         self.before_update: Callable[[], None] = lambda: None  # called before each change of the fragments
         self._announce_updates()
 
-    def _stage_3(self, module: nn.Module, options: dict[str, Any], mpu: Any) -> Any:
+    def _zero3_engine(self, module: nn.Module, options: dict[str, Any], mpu: Any) -> Any:
         import deepspeed
 
         settings = self._config.optimizer
@@ -182,7 +182,7 @@ class Engine(ABC):
             model=module, optimizer=optimizer, config=options, mpu=mpu, dist_init_required=False
         )[0]
 
-    def _sharded(self, options: dict[str, Any], loss_scaler: Any) -> ShardedOptimizer:
+    def _sharded_optimizer(self, options: dict[str, Any], loss_scaler: Any) -> ShardedOptimizer:
         # The backward pass finishes gradients about in the reverse order of the layers.
         group_of = {p: self._param_group(name, p) for name, p in reversed(self._named.items())}
         return ShardedOptimizer(
@@ -209,16 +209,14 @@ class Engine(ABC):
             groups, buckets, names, functools.partial(decays, config=config), config, self.context
         )
 
-    def _sum_products(self, module: nn.Module, optimizer: ShardedOptimizer) -> None:
+    def _accumulate_in_backward(self, module: nn.Module, optimizer: ShardedOptimizer) -> None:
         """Accumulate the gradients of the blocks' parameters inside backward instead of in `.grad`.
 
         This needs parameters that a backward pass uses once, so blocks that share their layers are left out.
         """
         if self._config.model.share_layers != "none":
             return
-        graphs = None
-        if self._has_graphs:
-            graphs = BlockGraphs(optimizer)
+        graphs = BlockGraphs(optimizer) if self._has_graphs else None
         for layer in module.modules():
             if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
                 accumulate_in_backward(
@@ -233,11 +231,10 @@ class Engine(ABC):
     def _param_group(self, name: str, parameter: nn.Parameter) -> ParamGroup:
         """The optimizer's group of a parameter, by its global name."""
         tp, pp = self.context.tp, self.context.pp
-        # `counts`: the gradient norm is over the whole model, so an element that several ranks hold counts on one of
-        # them.
+        # `counts`: the gradient norm is over the whole model, so an element that several ranks hold counts on one.
         is_split = partition_of(parameter).dim is not None
         multipliers = self._multipliers.get(name, NO_MULTIPLIERS)
-        # A parameter that several ranks hold, each with only a part of its gradient: the ranks over which it is summed.
+        # The ranks that each hold the parameter, but only an addend of its gradient.
         summed_over = None
         if is_partial(parameter):
             summed_over = tp
@@ -256,10 +253,8 @@ class Engine(ABC):
 
     def _moments(self, name: str, parameter: nn.Parameter) -> tuple[str, ...]:
         """The optimizer's state of each element of a parameter."""
-        kind = self._config.optimizer.kind
-        if kind == "adamw":
-            return MOMENTS
-        return moments_of(kind, name, parameter)
+        optimizer = self._config.optimizer.kind
+        return MOMENTS if optimizer == "adamw" else moments_of(optimizer, name, parameter)
 
     def _by_width(self, name: str, parameter: nn.Parameter) -> LrMultipliers:
         # Muon keeps one moment of what it makes orthogonal; other optimizers may keep one of everything.
@@ -282,20 +277,27 @@ class Engine(ABC):
         """fp64 [objectives, 3] as in StepResult, of batches of the training shape, without dropout."""
 
     def prepared(self, batch: Batch, dropout_seed: int | None, loss_factor: float = 1.0) -> MicroBatch:
-        """A batch as the model takes it in this layout, on the host. Args: loss_factor: see MicroBatch."""
-        rows, length = batch.layout.shape
-        has_stages, has_parts = self.context.pp.size > 1, self._config.model.decoder_layers > 0
+        """The micro-batch of a batch for this model and parallel configuration, on the host.
+
+        Args: loss_factor: see MicroBatch.
+        """
+        sequences, length = batch.layout.shape
+        slots = sequences * length
+        has_stages, has_decoder = self.context.pp.size > 1, self._config.model.decoder_layers > 0
         device, dtype = self.context.device, TYPES[self._config.training.precision]
         # The number of tokens is rounded up to a multiple, so that memory is reused and few kernels are built. Pipeline
         # stages exchange one shape, so there all padding stays and nothing is rounded.
-        multiple = few_lengths(rows * length, device, dtype) if not has_stages or has_parts else 1
-        if device.type == "cuda" and not (has_stages or has_parts or self._config.decoder):
+        multiple = few_lengths(slots, device, dtype) if not has_stages or has_decoder else 1
+        if device.type == "cuda" and not (has_stages or has_decoder or self._config.decoder):
             # On a GPU the lengths come from a table of about 32: the allocator's blocks and CUDA graphs are reused.
-            table = self._length_table(rows * length)
+            processors = torch.cuda.get_device_properties(device).multi_processor_count
+            table = length_table(
+                slots, self._config.model, processors, self.context.tp.size, self._has_graphs
+            )
             multiple = int(table[np.searchsorted(table, batch.tokens)])
         elif self._config.parallel.sequence_parallel:
             multiple = math.lcm(multiple, self.context.tp.size)  # the tokens are split evenly
-        made = prepare(
+        micro_batch = prepare(
             batch,
             device,
             self._config.model,
@@ -308,11 +310,7 @@ class Engine(ABC):
             tensor_parallel_rank=self.context.tp.rank,
             tensor_parallel_size=self.context.tp.size,
         )
-        return replace(made, loss_factor=loss_factor)
-
-    def _length_table(self, places: int) -> np.ndarray:
-        processors = torch.cuda.get_device_properties(self.context.device).multi_processor_count
-        return length_table(places, self._config.model, processors, self.context.tp.size, self._has_graphs)
+        return replace(micro_batch, loss_factor=loss_factor)
 
     def averaged_weights(self) -> contextlib.AbstractContextManager[None]:
         """Within the context the model computes with the averages of its weights, if `ema.use` says so."""
@@ -377,7 +375,7 @@ class Engine(ABC):
         (`clip_divisor` undoes the clipping). A skipped step calls nothing.
         """
 
-        def show(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        def observe(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if self._zero.is_skipping():
                 return
             # Gradients exist only as flat partitions here; `.grad` of the parameters is gone after the reduction.
@@ -389,7 +387,7 @@ class Engine(ABC):
                     observer(fragment, gradient)
 
         # Every stage of ZeRO ends in a step of this optimizer on flat fp32 partitions, of one group or of all.
-        hook = self._zero.optimizer.register_step_pre_hook(show)
+        hook = self._zero.optimizer.register_step_pre_hook(observe)
         try:
             yield
         finally:
@@ -417,20 +415,21 @@ class Engine(ABC):
             if self._averages is not None:
                 tensors["ema"] = self._averages.part(parameter)
             yield Fragment(name, shape, partition, tp, start, tensors, is_copy)
-            for kind, values in self._zero.whole_state(name).items():
-                # State of the whole tensor (factored moments) is equal on all ranks that own a part: the owner of the
-                # first element writes it.
+            for state_name, values in self._zero.whole_state(name).items():
+                # State of the whole tensor (factored moments) is equal on all ranks that own a shard of it: the owner
+                # of the first element writes it.
                 is_copy |= start > 0 or tp.rank > 0
                 yield Fragment(
-                    name, tuple(values.shape), Partition(), SINGLE, 0, {kind: values.flatten()}, is_copy
+                    name, tuple(values.shape), Partition(), SINGLE, 0, {state_name: values.flatten()}, is_copy
                 )
 
     def count_parameters(self) -> int:
         """Parameter tensors of the whole model, over all pipeline stages."""
         context = self.context
-        mine = [name for name in self._named if not self._is_tied_copy(name)]
-        counts = context.dp.rank == 0 and context.tp.rank == 0
-        return int(context.sum(torch.tensor([len(mine) * counts], device=context.device)).item())
+        names = [name for name in self._named if not self._is_tied_copy(name)]
+        # One rank of each stage counts.
+        is_counter = context.dp.rank == 0 and context.tp.rank == 0
+        return int(context.sum(torch.tensor([len(names) * is_counter], device=context.device)).item())
 
     def _is_tied_copy(self, name: str) -> bool:
         """True for another pipeline stage's copy of the word embedding, or of a table that all stages share."""

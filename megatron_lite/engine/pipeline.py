@@ -1,8 +1,15 @@
 """The model as a DeepSpeed PipelineModule, split over stages by cost.
 
-Every stage has the step's batches and prepares them itself, so a stage sends the next one nothing but the hidden state.
-The first and the last stage each hold a tied word embedding; the optimizer sums its gradients. With an encoder and a
-decoder the rows of both travel through all stages in one tensor, [Te + Td, D] of one shape.
+Schedule: DeepSpeed's TrainSchedule, which is synchronous, non-interleaved 1F1B (PipeDream-Flush). After a warm-up a
+stage alternates one forward and one backward pass, and keeps the activations of at most as many micro-batches as there
+are stages from it to the last; all micro-batches end before the optimizer step. Evaluation runs forward passes alone
+(InferenceSchedule).
+
+Every stage reads and prepares the step's micro-batches itself, so a stage sends the next one nothing but the hidden
+state. The first and the last stage each hold a tied word embedding; the optimizer sums its gradients. With an encoder
+and a decoder the tokens of both travel through all stages in one tensor, [Te + Td, D] of one shape.
+
+Shapes: T tokens, Te of the encoder and Td of the decoder, D hidden size.
 """
 
 from __future__ import annotations
@@ -53,57 +60,73 @@ from megatron_lite.model.position_bias import Table, relative_tables
 from megatron_lite.model.tensor_parallel import TensorParallel, VocabParallelEmbedding
 from megatron_lite.parallel.context import ParallelContext
 
-_Rows = tuple[torch.Tensor, torch.Tensor]  # the vectors that predict tokens, class logits
+_HeadOutputs = tuple[torch.Tensor, torch.Tensor]  # the vectors that predict tokens, class logits
 _Logits = tuple[torch.Tensor | ChunkedLogits, torch.Tensor]  # of tokens, of classes
-_Parts = tuple[torch.Tensor, torch.Tensor]  # the encoder's rows [Te, D], the decoder's [Td, D]
+_TwoStacks = tuple[torch.Tensor, torch.Tensor]  # hidden states of the encoder [Te, D] and the decoder [Td, D]
 
 
 @dataclass
 class _Current:
-    """The micro-batch that a stage is computing. A stage computes them in order."""
+    """The micro-batch that a stage computes, on the device, and what its layers read of it."""
 
-    input: MicroBatch
+    micro_batch: MicroBatch
     context: ForwardContext
-    parts: tuple[ForwardContext, DecoderContext] | None  # of encoder and decoder
+    stack_contexts: tuple[ForwardContext, DecoderContext] | None  # of encoder and decoder; None = one stack
     before_block: BeforeBlock | None
     loss_factor: float
 
 
-class _Feed:
-    """The micro-batches of a step, one after another."""
+class _Queue:
+    """The micro-batches of a step, one after another; all layers of a stage read the current one.
+
+    A pipeline passes hidden states from layer to layer and no arguments besides them.
+    """
+
+    current: _Current
 
     def __init__(self, config: ModelConfig, parallel: TensorParallel, device: torch.device, has_memory: bool):
         self.config, self.parallel, self.device, self.has_memory = config, parallel, device, has_memory
-        self.tables: dict[str, Table] = {}  # those that the stage's blocks read
+        self.tables: dict[str, Table] = {}  # those of relative positions that the stage's blocks read
         self._waiting: Iterator[tuple[MicroBatch, float]] = iter(())
 
     def fill(self, micro_batches: Iterable[MicroBatch], scale: float = 1.0) -> None:
         """Args: micro_batches: on the host. scale: multiplies their losses, in addition to the factor of each."""
-        self._waiting = ((micro, micro.loss_factor * scale) for micro in micro_batches)
+        self._waiting = ((micro_batch, micro_batch.loss_factor * scale) for micro_batch in micro_batches)
 
     def advance(self) -> None:
-        # DeepSpeed's schedule runs the forward passes of a stage in order, so that a queue suffices; backward passes
-        # use what autograd has kept.
-        prepared, loss_factor = next(self._waiting)
-        data = prepared.to(self.device)
+        """Make the next micro-batch the current one."""
+        # 1F1B runs the forward passes of a stage in order, so that a queue suffices; backward passes use what autograd
+        # has kept.
+        on_host, loss_factor = next(self._waiting)
+        micro_batch = on_host.to(self.device)
         context = make_context(
-            self.config, data.tokens.shape, data.ids, data.plan, data.dropout, self.parallel
+            self.config,
+            micro_batch.tokens.shape,
+            micro_batch.ids,
+            micro_batch.plan,
+            micro_batch.dropout,
+            self.parallel,
         )
-        parts = encoder_decoder_contexts(context, self.parallel) if self.config.decoder_layers else None
-        table, positions = self.tables.get("relative_bias"), data.ids[0]
-        if parts is None:
-            # Each stage computes the bias of its own copy of the table: sending it would be many times the hidden
-            # state.
-            context = with_bias(context, table, positions)
+        # Each stage computes the bias of its own copy of a table: sending it would be many times the hidden state.
+        table, positions = self.tables.get("relative_bias"), micro_batch.ids[0]
+        stack_contexts = None
+        if self.config.decoder_layers:
+            encoder, decoder = encoder_decoder_contexts(context, self.parallel)
+            encoder_positions, decoder_positions = positions.split(micro_batch.plan.lengths)
+            decoder_table = self.tables.get("decoder_relative_bias")
+            stack_contexts = (
+                with_bias(encoder, table, encoder_positions),
+                cast(DecoderContext, with_bias(decoder, decoder_table, decoder_positions)),
+            )
         else:
-            of_encoder, of_decoder = positions.split(data.plan.lengths)
-            decoder = with_bias(parts[1], self.tables.get("decoder_relative_bias"), of_decoder)
-            parts = with_bias(parts[0], table, of_encoder), cast(DecoderContext, decoder)
-        before = detached_memory(data.ids, data.plan, self.parallel) if self.has_memory else None
-        self.current = _Current(data, context, parts, before, loss_factor)
+            context = with_bias(context, table, positions)
+        before_block = None
+        if self.has_memory:
+            before_block = detached_memory(micro_batch.ids, micro_batch.plan, self.parallel)
+        self.current = _Current(micro_batch, context, stack_contexts, before_block, loss_factor)
 
-    def split(self, hidden: torch.Tensor) -> _Parts:
-        """The rows of encoder and decoder."""
+    def split(self, hidden: torch.Tensor) -> _TwoStacks:
+        """The hidden states of encoder and decoder, from [Te + Td, D]."""
         plan = self.current.context.plan
         assert isinstance(plan, PartsPlan)
         encoded, decoded = hidden.split(own_lengths(plan, self.parallel))
@@ -113,44 +136,44 @@ class _Feed:
 class _Words(VocabParallelEmbedding):
     """First layer: nothing -> words."""
 
-    def __init__(self, config: ModelConfig, parallel: TensorParallel, feed: _Feed):
+    def __init__(self, config: ModelConfig, parallel: TensorParallel, queue: _Queue):
         super().__init__(config, parallel)
-        self.feed = feed
+        self.queue = queue
 
     def forward(self, nothing: torch.Tensor) -> torch.Tensor:
-        current = self.feed.current
-        return super().forward(by_ranks(current.input.tokens, current.context.plan, self.parallel))
+        current = self.queue.current
+        return super().forward(by_ranks(current.micro_batch.tokens, current.context.plan, self.parallel))
 
     @staticmethod
-    def project(module: _Words, inputs: tuple[Heads, *_Rows]) -> _Logits:
+    def project(module: _Words, inputs: tuple[Heads, *_HeadOutputs]) -> _Logits:
         """Last layer, on the tied weight."""
         heads, vectors, classes = inputs
-        boundaries = len(module.feed.current.input.loss_positions.borders)
+        boundaries = len(module.queue.current.micro_batch.loss_positions.borders)
         return loss_logits(heads, vectors, module, boundaries), classes
 
 
 class _Positions(PositionEmbeddings):
-    def __init__(self, config: ModelConfig, parallel: TensorParallel, feed: _Feed):
+    def __init__(self, config: ModelConfig, parallel: TensorParallel, queue: _Queue):
         super().__init__(config, parallel)
         self.decoder_embedding = DecoderEmbedding(config, parallel) if config.decoder_layers else None
-        self.feed = feed
+        self.queue = queue
 
-    def forward(self, words: torch.Tensor) -> torch.Tensor | _Parts:  # type: ignore[override]
-        current = self.feed.current
-        hidden = super().forward(words, current.input.ids, current.context, self.decoder_embedding)
-        return hidden if current.parts is None else self.feed.split(hidden)
+    def forward(self, words: torch.Tensor) -> torch.Tensor | _TwoStacks:  # type: ignore[override]
+        current = self.queue.current
+        hidden = super().forward(words, current.micro_batch.ids, current.context, self.decoder_embedding)
+        return hidden if current.stack_contexts is None else self.queue.split(hidden)
 
 
 class _Block(Block):
     def __init__(
-        self, config: ModelConfig, layer: int, parallel: TensorParallel, recompute: str, feed: _Feed
+        self, config: ModelConfig, layer: int, parallel: TensorParallel, recompute: str, queue: _Queue
     ):
         super().__init__(config, parallel, recompute, layer == 0)
         self.layer = layer
-        self.feed = feed
+        self.queue = queue
 
     def forward(self, x: Hidden) -> Hidden:  # type: ignore[override]
-        current = self.feed.current
+        current = self.queue.current
         if current.before_block is not None:
             # Memory detaches at each block; a residual that is still a sum is finished for that.
             x = current.before_block(self.layer, settled(x))
@@ -158,67 +181,71 @@ class _Block(Block):
 
 
 class _EncoderBlock(_Block):
-    """Rewrites the encoder's rows."""
+    """A block of the encoder; the decoder's tokens pass it unchanged."""
 
-    def forward(self, parts: _Parts) -> _Parts:  # type: ignore[override]
-        assert self.feed.current.parts is not None
-        context, _ = self.feed.current.parts
-        # Finished: the stage may end here, and what it sends are tensors.
-        return settled(Block.forward(self, parts[0], context, self.layer)), parts[1]
+    def forward(self, hidden: _TwoStacks) -> _TwoStacks:  # type: ignore[override]
+        assert self.queue.current.stack_contexts is not None
+        context, _ = self.queue.current.stack_contexts
+        encoded, decoded = hidden
+        # The residual is summed up here: the stage may end with this block, and it sends tensors.
+        return settled(Block.forward(self, encoded, context, self.layer)), decoded
 
 
 class _DecoderBlock(DecoderBlock):
-    """Rewrites the decoder's rows, the first one also the encoder's: by their norm."""
+    """A block of the decoder. The first one also normalises the encoder's output."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, parallel: TensorParallel, recompute: str, feed: _Feed
+        self, config: ModelConfig, layer: int, parallel: TensorParallel, recompute: str, queue: _Queue
     ):
         super().__init__(config, parallel, recompute)
         is_first = layer == config.num_layers
         self.encoder_layernorm = encoder_layernorm(config, parallel) if is_first else None
         self.encoder_dropout = config.final_dropout if is_first else 0.0
         self.layer = layer
-        self.feed = feed
+        self.queue = queue
 
-    def forward(self, parts: _Parts) -> _Parts:  # type: ignore[override]
-        assert self.feed.current.parts is not None
-        encoded, decoded = parts
+    def forward(self, hidden: _TwoStacks) -> _TwoStacks:  # type: ignore[override]
+        assert self.queue.current.stack_contexts is not None
+        encoder_context, decoder_context = self.queue.current.stack_contexts
+        encoded, decoded = hidden
         if self.encoder_layernorm is not None:
             encoded = self.encoder_layernorm(encoded)
         # `layer - 1` is the encoder's last layer, as in the whole model: the mask's key is the same in both.
-        encoded = self.feed.current.parts[0].last(encoded, self.encoder_dropout, self.layer - 1)
-        return encoded, super().forward(decoded, encoded, self.feed.current.parts[1], self.layer)
+        encoded = encoder_context.last(encoded, self.encoder_dropout, self.layer - 1)
+        return encoded, super().forward(decoded, encoded, decoder_context, self.layer)
 
 
 class _Readout(nn.Module):
     """Final LayerNorm and heads; `_Words.project` applies the tied weight, `_Project` an untied one."""
 
-    def __init__(self, config: ModelConfig, parallel: TensorParallel, feed: _Feed, loss_rows: int):
+    def __init__(self, config: ModelConfig, parallel: TensorParallel, queue: _Queue, loss_rows: int):
         super().__init__()
         self.final_layernorm = final_layernorm(config)
         self.heads = Heads(config, parallel, loss_rows)
-        self.feed = feed
+        self.queue = queue
 
-    def forward(self, given: Hidden | _Parts) -> tuple[Heads, *_Rows]:
-        current = self.feed.current
-        hidden = given[1] if current.parts is not None else settled(cast(Hidden, given))  # the decoder's
-        context = current.context if current.parts is None else current.parts[1]
-        return self.heads, *self.heads(
-            hidden, current.input.loss_positions, self.final_layernorm, context.dropout
-        )
+    def forward(self, inputs: Hidden | _TwoStacks) -> tuple[Heads, *_HeadOutputs]:
+        current = self.queue.current
+        if current.stack_contexts is None:
+            hidden, context = settled(cast(Hidden, inputs)), current.context
+        else:
+            _, hidden = cast(_TwoStacks, inputs)  # only the decoder's tokens have predictions
+            _, context = current.stack_contexts
+        positions = current.micro_batch.loss_positions
+        return self.heads, *self.heads(hidden, positions, self.final_layernorm, context.dropout)
 
 
 class _Project(nn.Module):
     """Last layer of models whose output projection is not the word embedding."""
 
-    def __init__(self, feed: _Feed):
+    def __init__(self, queue: _Queue):
         super().__init__()
-        self.feed = feed
+        self.queue = queue
 
-    def forward(self, inputs: tuple[Heads, *_Rows]) -> _Logits:
+    def forward(self, inputs: tuple[Heads, *_HeadOutputs]) -> _Logits:
         heads, vectors, classes = inputs
         assert heads.vocabulary is not None
-        boundaries = len(self.feed.current.input.loss_positions.borders)
+        boundaries = len(self.queue.current.micro_batch.loss_positions.borders)
         return loss_logits(heads, vectors, heads.vocabulary, boundaries), classes
 
 
@@ -232,39 +259,39 @@ def stage_bounds(costs: list[float], stages: int) -> list[int]:
 
 
 _FIRST_BLOCK = 2  # layers before it: words, positions
-# Parts that a layer, or a stage, holds under the model's own names.
-_WHOLE_MODELS = ("decoder_embedding.", "encoder_layernorm.")
+# Prefixes of modules that a layer of the pipeline holds under the names that they have in the whole model.
+_GLOBAL_PREFIXES = ("decoder_embedding.", "encoder_layernorm.")
 
 
 class _Stages(PipelineModule):
     """Stages with about equal shares of the model's FLOPs, embedding and head counted."""
 
     def __init__(
-        self, config: Config, context: ParallelContext, parallel: TensorParallel, feed: _Feed, loss_fn
+        self, config: Config, context: ParallelContext, parallel: TensorParallel, queue: _Queue, loss_fn
     ):  # type: ignore[no-untyped-def]
         model = config.model
         encoder = _EncoderBlock if model.decoder_layers else _Block
-        kinds = [encoder] * model.num_layers + [_DecoderBlock] * model.decoder_layers
+        block_types = [encoder] * model.num_layers + [_DecoderBlock] * model.decoder_layers
         blocks = [
-            LayerSpec(kind, model, i, parallel, config.training.recompute, feed)
-            for i, kind in enumerate(kinds)
+            LayerSpec(block_type, model, i, parallel, config.training.recompute, queue)
+            for i, block_type in enumerate(block_types)
         ]
-        words, project = LayerSpec(_Words, model, parallel, feed), LayerSpec(_Project, feed)
+        words, project = LayerSpec(_Words, model, parallel, queue), LayerSpec(_Project, queue)
         if model.tie_word_embeddings:
             # The same specification twice: DeepSpeed builds one module for each stage that has it, under one name.
             words, project = (
-                TiedLayerSpec("words", _Words, model, parallel, feed, forward_fn=function)
+                TiedLayerSpec("words", _Words, model, parallel, queue, forward_fn=function)
                 for function in (None, _Words.project)
             )
-        positions = LayerSpec(_Positions, model, parallel, feed)
-        readout = LayerSpec(_Readout, model, parallel, feed, config.training.loss_rows)
+        positions = LayerSpec(_Positions, model, parallel, queue)
+        readout = LayerSpec(_Readout, model, parallel, queue, config.training.loss_rows)
         layers = [words, positions, *blocks, readout, project]
         self.costs = layer_costs(model, config.loss_share)
         topology = PipeModelDataParallelTopology(
             num_pp=context.pp.size, num_mp=context.tp.size, num_dp=context.dp.size
         )
         super().__init__(layers, topology=topology, loss_fn=loss_fn, partition_method="cost")
-        self._feed = feed
+        self._queue = queue
         # Each stage has a copy of the tables that all its layers share; the optimizer sums their gradients.
         begin, end = self._local_start - _FIRST_BLOCK, self._local_stop - _FIRST_BLOCK  # the stage's blocks
         is_used = {
@@ -274,15 +301,15 @@ class _Stages(PipelineModule):
         for name, table in relative_tables(model, parallel).items():
             setattr(self, name, table)
             if is_used[name]:
-                feed.tables[name] = table
+                queue.tables[name] = table
 
     def forward(self, hidden: torch.Tensor) -> Any:
-        self._feed.advance()
-        if self._feed.current.parts is None:
+        self._queue.advance()
+        # DeepSpeed sends one tensor of one shape between stages.
+        if self._queue.current.stack_contexts is None:
             out = super().forward(hidden)
-            # DeepSpeed sends one tensor of one shape between stages.
-            return settled(out) if isinstance(out, Residual) else out  # what a stage sends is one tensor
-        out = super().forward(self._feed.split(hidden) if self._local_start >= _FIRST_BLOCK else hidden)
+            return settled(out) if isinstance(out, Residual) else out
+        out = super().forward(self._queue.split(hidden) if self._local_start >= _FIRST_BLOCK else hidden)
         is_last = self._local_stop == len(self._layer_specs)
         return out if is_last or isinstance(out, torch.Tensor) else torch.cat(out)
 
@@ -318,7 +345,7 @@ class _Stages(PipelineModule):
                 continue
             layer = "tied_modules.words" if name.startswith("tied_modules.") else name.split(".")[0]
             inner = name[len(layer) + 1 :]
-            named[inner if inner.startswith(_WHOLE_MODELS) else prefixes[layer] + inner] = parameter
+            named[inner if inner.startswith(_GLOBAL_PREFIXES) else prefixes[layer] + inner] = parameter
         return named
 
 
@@ -328,45 +355,51 @@ class PipelineEngine(Engine):
     def __init__(self, config: Config, context: ParallelContext, num_losses: int):
         parallel = TensorParallel(context.tp, config.parallel.sequence_parallel)
         self.num_losses = num_losses
-        self._sums = self._no_sums(context.device)
-        self._feed = _Feed(config.model, parallel, context.device, config.has_memory)
+        self._sums = self._zero_sums(context.device)
+        self._queue = _Queue(config.model, parallel, context.device, config.has_memory)
         # no_grad: DeepSpeed broadcasts the tied weight, of which autograd would warn in every backward pass.
         assert context.process_groups is not None
         with quiet_deepspeed(), torch.no_grad(), context.process_groups.lent_to_deepspeed():
-            stages = _Stages(config, context, parallel, self._feed, self._loss)
+            stages = _Stages(config, context, parallel, self._queue, self._loss)
         named = stages.global_names(config.model.total_layers)
         initialize_parameters(named.items(), config.model, config.training.seed, parallel)
         super().__init__(stages, named, config, context, mpu=None)
         self._stages = stages
 
-    def _no_sums(self, device: torch.device) -> torch.Tensor:
+    def _zero_sums(self, device: torch.device) -> torch.Tensor:
         return torch.zeros(self.num_losses, 3, dtype=torch.float64, device=device)
 
     def _loss(self, outputs: _Logits, nothing: torch.Tensor) -> torch.Tensor:
         """On the last stage: this micro-batch's share of the step's loss; adds to the objectives' sums."""
-        current = self._feed.current
-        data, words = current.input, self._stages.output_words()
-        smoothing, z_loss = self._config.training.label_smoothing, self._config.training.z_loss
-        total, per_objective = sum_losses(outputs, data, words, self.num_losses, smoothing, z_loss)
+        current = self._queue.current
+        words, training = self._stages.output_words(), self._config.training
+        loss_sum, per_objective = sum_losses(
+            outputs,
+            current.micro_batch,
+            words,
+            self.num_losses,
+            training.label_smoothing,
+            training.z_loss,
+        )
         self._sums[:, : per_objective.shape[1]] += per_objective
-        return total * current.loss_factor
+        return loss_sum * current.loss_factor
 
     def train_step(self, micro_batches: Sequence[MicroBatch], lr: float) -> StepResult:
         self._begin_step(len(micro_batches), lr)
-        self._sums = self._no_sums(self.context.device)
+        self._sums = self._zero_sums(self.context.device)
         per_pass = self._engine.train_micro_batch_size_per_gpu() * self._engine.dp_world_size
         # Its number of micro-batches follows from the batch size, which a ramp changes between steps.
         self._engine.set_train_batch_size(len(micro_batches) * per_pass)
         scale = len(micro_batches) * self._zero.loss_factor  # DeepSpeed divides by their number
-        self._feed.fill(micro_batches, scale)
+        self._queue.fill(micro_batches, scale)
         # All at once: a stage has no call between its layers where it could wait for each.
         self._zero.await_weights()
         self._engine.train_batch(self._nothing())
         return self._result(self._sums)
 
     def evaluate(self, batches: Sequence[Batch]) -> torch.Tensor:
-        self._sums = self._no_sums(self.context.device)
-        self._feed.fill(self.prepared(batch, None) for batch in batches)
+        self._sums = self._zero_sums(self.context.device)
+        self._queue.fill(self.prepared(batch, None) for batch in batches)
         self._zero.await_weights()
         self._engine.eval_batch(self._nothing(), num_micro_batches=len(batches))
         return self._sums

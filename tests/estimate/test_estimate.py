@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from types import SimpleNamespace
 
@@ -171,7 +170,6 @@ def test_training_pads_to_the_lengths_of_the_estimate(monkeypatch, has_graphs):
     one = SimpleNamespace(size=1, rank=0)
     context = SimpleNamespace(device=torch.device("cuda"), pp=one, tp=one)
     engine = SimpleNamespace(_config=config, context=context, _has_graphs=has_graphs)
-    engine._length_table = functools.partial(Engine._length_table, engine)
     found = [len(Engine.prepared(engine, batch, None).tokens) for batch in random_batches(config, 8)]
     expected = Sizes(config, 64, average_rows(config)).lengths[0]
     assert sum(length in expected for length in found) >= 6 and len(expected) == (2 if has_graphs else 3)

@@ -15,10 +15,14 @@ from support.distributed import run_ranks
 from support.project import ROOT
 from support.training import fit
 
+import pretrain_glm
+from data_utils.common.errors import ExitStatus
 from data_utils.common.settings import build, merge, parse_override, setting_names, to_tree
 from megatron_lite.checkpoint.manifest import Checkpoint
 from megatron_lite.checkpoint.trainer_state import TrainerState
 from megatron_lite.config.tree import Config, load_config
+from megatron_lite.parallel.launch import Launch
+from megatron_lite.parallel.meeting import Meeting
 from megatron_lite.runtime.finished_runs import nothing_to_do
 from megatron_lite.runtime.run_state import Condition, RunState
 
@@ -207,3 +211,10 @@ def test_a_finished_run_ends_in_one_line_before_libraries_are_loaded(settings, t
     assert result.returncode == 0 and result.stderr == "", result.stderr
     assert result.stdout.count("\n") == 1 and "nothing to do: the newest checkpoint of" in result.stdout
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == before
+
+
+def test_notes_on_the_configuration_are_logged_once(settings, monkeypatch, caplog):
+    monkeypatch.setattr(pretrain_glm, "train_with", lambda *arguments: ExitStatus.FINISHED)
+    caplog.set_level("INFO")
+    pretrain_glm.train(build(Config, settings), Launch(0, 1, 0), Meeting(), ["a note"])
+    assert caplog.messages.count("a note") == 1
