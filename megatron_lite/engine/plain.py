@@ -57,16 +57,15 @@ class PlainEngine(Engine):
         (`ShardedOptimizer.step`).
         """
         self._begin_step(len(micro_batches), lr)  # learning rates, empty buckets
-        objective_sums = self._no_sums()
+        objective_sums = self._zero_sums()
         for number, micro_batch in enumerate(micro_batches, start=1):
-            # Said in every micro-batch: the number of micro-batches changes with a batch ramp, DeepSpeed's own count
-            # does not.
+            # Set for every micro-batch: a batch ramp changes the number of micro-batches, which DeepSpeed counts by its
+            # configuration.
             self._engine.set_gradient_accumulation_boundary(number == len(micro_batches))
             batch = micro_batch.to(self.context.device, self._buffer_for(micro_batch))
             loss_sum, per_objective = self._engine(batch)
-            loss = loss_sum * (
-                micro_batch.loss_factor * self._zero.loss_factor
-            )  # normaliser; loss scale of fp16
+            # The normaliser's factor, and the loss scale of fp16.
+            loss = loss_sum * (micro_batch.loss_factor * self._zero.loss_factor)
             # The loss has its factor already; DeepSpeed would divide by its own count of micro-batches.
             self._engine.backward(loss, scale_wrt_gas=False)
             self._engine.step()
@@ -75,7 +74,7 @@ class PlainEngine(Engine):
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> torch.Tensor:
-        sums = self._no_sums()
+        sums = self._zero_sums()
         self._model.begin_evaluation()
         try:
             for batch in batches:
@@ -113,7 +112,7 @@ class PlainEngine(Engine):
             self._buffer = torch.empty(2 * size, dtype=torch.int32, device=self.context.device)
         return self._buffer
 
-    def _no_sums(self) -> torch.Tensor:
+    def _zero_sums(self) -> torch.Tensor:
         return torch.zeros(self._model.num_losses, 3, dtype=torch.float64, device=self.context.device)
 
 

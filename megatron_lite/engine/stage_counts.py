@@ -42,18 +42,18 @@ def stages(config: Config) -> list[Stage]:
         words = count(VocabParallelEmbedding(model, parallel))
         embedding = count(PositionEmbeddings(model, parallel))
         readout = count(final_layernorm(model)) + count(Heads(model, parallel))
-        blocks_of = [count(block) for block in stack(model, parallel, "none")]
+        block_parameters = [count(block) for block in stack(model, parallel, "none")]
         if model.decoder_layers:
             embedding += count(DecoderEmbedding(model, parallel))
-            blocks_of += [count(DecoderBlock(model, parallel, "none"))] * model.decoder_layers
+            block_parameters += [count(DecoderBlock(model, parallel, "none"))] * model.decoder_layers
             norm = encoder_layernorm(model, parallel)  # the first block of the decoder has it
-            blocks_of[model.num_layers] += 0 if norm is None else count(norm)
+            block_parameters[model.num_layers] += 0 if norm is None else count(norm)
         tables = sum(count(table) for table in relative_tables(model, parallel).values())  # on each stage
     stages, begin = [], 0
     for blocks, first, last in stage_shares(config):
         # The first and the last stage each have a copy of a tied word embedding.
         has_words = first or (last and model.tie_word_embeddings)
-        total = sum(blocks_of[begin : begin + blocks]) + words * has_words
+        total = sum(block_parameters[begin : begin + blocks]) + words * has_words
         stages.append(Stage(blocks, total + tables + embedding * first + readout * last))
         begin += blocks
     return stages

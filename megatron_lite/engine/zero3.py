@@ -1,4 +1,4 @@
-"""ZeRO stage 3: DeepSpeed's own optimizer, with the interface of `ShardedOptimizer`."""
+"""ZeRO stage 3: DeepSpeed's stage-3 optimizer behind the interface of `ShardedOptimizer`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from megatron_lite.parallel.collectives import Group
 
 
 class Zero3:
-    """Reads and writes the parts of DeepSpeed's stage-3 optimizer (0.19.8) that hold this rank's state.
+    """Reads and writes this rank's state in DeepSpeed's stage-3 optimizer (0.19.8).
 
     DeepSpeed cannot freeze a parameter and train it later, and keeps no fp32 weights of one that it knows to be frozen.
-    So it is told nothing: the gradient of a frozen parameter becomes 0, as are its learning rate and its step count.
+    So to DeepSpeed every parameter is trained; the gradient, the learning rate and the step count of a frozen one are
+    set to 0.
     """
 
     def __init__(self, optimizer: Any, dp: Group, multipliers: Mapping[nn.Parameter, LrMultipliers]):
@@ -28,25 +29,28 @@ class Zero3:
         self._dp = dp
         # Before the first step, when DeepSpeed has none yet: a load must find tensors to fill.
         allocate_moments(self.optimizer, optimizer.fp32_partitioned_groups_flat)
-        self._late = {parameter: each for parameter, each in multipliers.items() if each.first_step > 1}
-        for parameter, each in self._late.items():
-            parameter.register_hook(functools.partial(self._gradient, each))
+        # Parameters that are frozen in the first steps.
+        self._frozen_at_first = {p: factors for p, factors in multipliers.items() if factors.first_step > 1}
+        for parameter, factors in self._frozen_at_first.items():
+            parameter.register_hook(functools.partial(self._masked_gradient, factors))
         # The step has counted frozen parameters too; their bias correction must begin when they are first trained.
-        self.optimizer.register_step_post_hook(self._forget_steps)
+        self.optimizer.register_step_post_hook(self._reset_frozen_counts)
         self.set_step(1)
 
     def set_step(self, step: int) -> None:
         """The number of the next step, as `ShardedOptimizer.set_step`."""
         self._step = step
-        frozen = [self._state(p) for p, each in self._late.items() if not each.is_trained(step)]
+        states = [
+            self._state(p) for p, factors in self._frozen_at_first.items() if not factors.is_trained(step)
+        ]
         # Parameters share the state of a flat partition, so each state is listed once.
-        self._frozen = list({id(state): state for state in frozen}.values())
+        self._frozen_states = list({id(state): state for state in states}.values())
 
-    def _forget_steps(self, *_: Any) -> None:
-        for state in self._frozen:
+    def _reset_frozen_counts(self, *_: Any) -> None:
+        for state in self._frozen_states:
             state["step"].zero_()
 
-    def _gradient(self, multipliers: LrMultipliers, gradient: torch.Tensor) -> torch.Tensor:
+    def _masked_gradient(self, multipliers: LrMultipliers, gradient: torch.Tensor) -> torch.Tensor:
         return gradient if multipliers.is_trained(self._step) else torch.zeros_like(gradient)
 
     @property
@@ -93,9 +97,10 @@ class Zero3:
         # The padding of the last ranks: the parameter is shorter than the ranges of all ranks together.
         if count <= 0:
             return None
+        # Without a key DeepSpeed gives the fp32 weight.
         keys = {"weight": None, **{key: key for key in MOMENTS}}
         read = self._deepspeed._get_fp32_opt_state_partition
-        tensors = {kind: read(parameter, True, key)[0][:count] for kind, key in keys.items()}
+        tensors = {name: read(parameter, True, key)[0][:count] for name, key in keys.items()}
         return tuple(parameter.ds_shape), start, tensors
 
     def whole_state(self, name: str) -> dict[str, torch.Tensor]:
@@ -103,7 +108,7 @@ class Zero3:
         return {}
 
     def publish_weights(self) -> None:
-        """Copy the fp32 weights of every rank's part to the model on all ranks."""
+        """Copy the fp32 weights of every rank's partition to the model on all ranks."""
         for group in range(len(self._deepspeed.fp32_partitioned_groups_flat)):
             self._deepspeed._reassign_or_swap_out_partitioned_parameters(group)
         if self._deepspeed.persistent_parameters:  # small ones, whole on every rank
@@ -114,6 +119,6 @@ class Zero3:
         return self._state(parameter)["step"]
 
     def _state(self, parameter: Any) -> dict[str, torch.Tensor]:
-        """Adam's, of the flat partition with the parameter: only parameters with equal multipliers share it."""
+        """Adam's state of the parameter's flat partition, which only parameters with equal multipliers share."""
         group, *_ = self._deepspeed.grad_position[self._deepspeed.get_param_id(parameter)]
         return self.optimizer.state[self._deepspeed.fp32_partitioned_groups_flat[group]]

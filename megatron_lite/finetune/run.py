@@ -165,7 +165,7 @@ def _train_seed(
             loss_names=[*LOSS_NAMES, *(one.settings.name for one in task.each)],
             control=control,
             watchdog=watchdog,
-            judge=keeper,
+            task_evaluator=keeper,
             language_weight=policies.language_weight(config, task.epoch_samples),
         )
         status = trainer.fit()

@@ -1,4 +1,8 @@
-"""A batch on the host: the fields of its rows, and what follows from them."""
+"""A batch on the host: the fields of its sequences as the loader made them, and the counts that follow from them.
+
+It knows no model's attention plan and no device, and needs no torch: estimates and scripts count with it.
+micro_batch.py makes of it what a model reads.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +53,11 @@ class ExtraInputs:
 
 
 class Batch:
-    """A batch as it was read, and what follows from it. Each fact is computed once, when it is first needed.
+    """B sequences of length S, padding included, and their counts. The attention layout is computed once.
 
     Args:
         fields: int32 [B, fields, S] (data_utils/common/batch_fields.py), not changed from here on.
-        samples: int64 [B], their numbers, from which dropout follows; None = 0, 1, ...
+        samples: int64 [B], the numbers of the samples, from which dropout follows; None = 0, 1, ...
     """
 
     def __init__(self, fields: np.ndarray, samples: np.ndarray | None = None):
@@ -97,12 +101,12 @@ class Batch:
 
     @property
     def loss_tokens(self) -> int:
-        # Losses of classes are no rows of the vocabulary's head.
+        """Tokens that the vocabulary's head predicts: those with a loss, without classes such as the next sentence."""
         return int(np.count_nonzero(self.weights[~np.isin(self.fields[:, OBJECTIVE], CLASS_LEVEL)]))
 
     @cached_property
     def token_divisors(self) -> np.ndarray:
-        """Share of each token in the divisor of its loss, fp32 [B, S]: its weight, or 1 (`BY_TOKENS`)."""
+        """The addend of each token to the divisor of its loss, fp32 [B, S]: its weight, or 1 (`BY_TOKENS`)."""
         # Masked diffusion weighs tokens by 1 / t: its sum is divided by the number of tokens, masked or not.
         by_tokens = np.isin(self.fields[:, OBJECTIVE], BY_TOKENS) & (self.fields[:, DOC] != PADDING_DOC)
         return np.where(by_tokens, np.float32(1.0), self.weights)
@@ -121,8 +125,8 @@ class Batch:
 
     def as_means(self, factors: Sequence[float], totals: Sequence[float]) -> Batch:
         """The batch with each loss's weights times its factor over its total in the step: sums become means."""
-        # Shallow: the layout is the dearest part of a batch, and weights do not change it.
-        other = copy.copy(self)  # the fields are shared, and the layout where it is known
+        # Shallow: the layout costs most of a batch's time, and weights do not change it.
+        other = copy.copy(self)
         other.weights = self.weights * mean_scales(factors, totals)[self.fields[:, OBJECTIVE]]
         return other
 
@@ -144,9 +148,9 @@ class Batch:
         """
         return ExtraInputs()
 
-    def padded(self, rows: int) -> Batch:
-        """The batch filled with rows of padding, without documents or loss, up to `rows`."""
-        padded = np.zeros((rows, *self.fields.shape[1:]), np.int32)
+    def padded(self, sequences: int) -> Batch:
+        """The batch with sequences of padding added, without documents or loss, up to `sequences` in all."""
+        padded = np.zeros((sequences, *self.fields.shape[1:]), np.int32)
         padded[:, DOC] = PADDING_DOC
         padded[: len(self.fields)] = self.fields
         return Batch(padded)
@@ -159,7 +163,7 @@ class Samples(Protocol):
         """Samples int64 [B] as fields int32 [B, len(FIELDS), row_length], or as a Batch."""
 
     def prefetch(self, indices: np.ndarray) -> None:
-        """Told which samples int64 [B] a later step reads."""
+        """A hint that a later step reads the samples int64 [B]."""
 
     def fingerprint(self) -> list[dict[str, object]]:
         """The identity of the data, for checkpoints."""

@@ -122,7 +122,7 @@ def prepare(
         batch, device, config, decoder_config, kernel, multiple, has_one_length, has_graphs
     )
 
-    # The fields, [fields, T], in the order of the plan, whose kernels read the tokens of a document one after another.
+    # The fields, [fields, T], in the order of the plan.
     is_padding = plan.order < 0
     fields = batch.fields.swapaxes(0, 1)[[TOKENS, *ID_FIELDS, TARGETS]]
     fields = fields.reshape(len(fields), -1)[:, plan.order]

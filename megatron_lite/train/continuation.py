@@ -1,6 +1,7 @@
 """A run that begins with a checkpoint: its own newest, or the one that `checkpoint.initialize_from` names.
 
-resume.py asks for it where there is one.
+resume.py decides which; here it is checked against the settings, loaded, and compared with them: what differs becomes
+events of the run.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from megatron_lite.train.lr_schedule import step_rate
 
 log = logging.getLogger(__name__)
 
-_SHOWN = 6  # changes in an event
+_SHOWN = 6  # changes that an event names
 
 
-def check(config: Config, own: Checkpoint | None) -> None:
-    """See `check_beginning` in resume.py. Args: own: the run's newest checkpoint; None = it has `initialize_from`."""
-    checkpoint = own
-    # The run's own checkpoint wins: a requeued job has `initialize_from` still set, and must not begin again.
-    if own is not None:
-        _check_may_continue(config, own)
+def check(config: Config, newest: Checkpoint | None) -> None:
+    """See `check_beginning` in resume.py. Args: newest: checkpoint of the run; None = it has `initialize_from`."""
+    checkpoint = newest
+    # The run's checkpoint comes first: a requeued job has `initialize_from` still set, and must not begin again.
+    if newest is not None:
+        _check_may_continue(config, newest)
     else:
         assert config.checkpoint.initialize_from is not None
         initial = find_manifest(Path(config.checkpoint.initialize_from))
@@ -87,30 +88,30 @@ def load(
     data: list[dict[str, Any]],
     program: dict[str, Any],
 ) -> tuple[TrainerState | None, bool, list[str]]:
-    """The state to go on with (None: at step 0), whether it is the run's own, and events to be recorded.
+    """The state to continue from (None: at step 0), whether it is this run's, and events to be recorded.
 
     Args: directory: of the run's checkpoints. data, program: as for `load_beginning`.
     """
     # Again, and now by checksums and on all ranks: `check` has looked in each process for itself.
-    own = newest_valid(directory, context)
-    if own is None:
+    newest = newest_valid(directory, context)
+    if newest is None:
         state, events = _initialize(config, engine, context, data)
         return state, False, events
-    _check_may_continue(config, own)
-    state = _load(own, config, engine, context, data)
-    new = to_tree(config)
+    _check_may_continue(config, newest)
+    state = _load(newest, config, engine, context, data)
+    tree = to_tree(config)
     if context.is_main:
-        for change in config_changes(state.config, new):
+        for change in config_changes(state.config, tree):
             log.warning("changed since the checkpoint: %s", change)
         if state.program and state.program != program:  # an import was written by no training program
             before, after = version.describe(state.program), version.describe(program)
             log.warning("changed since the checkpoint: the program: %s -> %s", before, after)
-    events = _changed(changed_samples(state.config, new) + corpora_changes(config, state))
-    events += other_rate(config, state) + _new_moments(own)
+    events = _sample_events(changed_samples(state.config, tree) + corpora_changes(config, state))
+    events += other_rate(config, state) + _new_moments(newest)
     # Averages that start in the middle of a run differ from those of a run that had them from the start.
-    if config.ema.decay is not None and not any(stored.state_name == "ema" for stored in own.slices):
+    if config.ema.decay is not None and not any(stored.state_name == "ema" for stored in newest.slices):
         events.append(f"averages of the weights begin at step {state.step}")
-    return state, True, events + changed_plan(state.config, new)
+    return state, True, events + changed_plan(state.config, tree)
 
 
 def _initialize(
@@ -120,8 +121,8 @@ def _initialize(
     checkpoint = find_checkpoint(Path(config.checkpoint.initialize_from), context)
     if config.checkpoint.initialize == "all":
         state = _load(checkpoint, config, engine, context, data)
-        changes = _changed(corpora_changes(config, state))
-        return state, changes + other_rate(config, state) + _new_moments(checkpoint)
+        events = _sample_events(corpora_changes(config, state))
+        return state, events + other_rate(config, state) + _new_moments(checkpoint)
     checkpoint = _for_model(checkpoint, config)
     new = new_parameters(checkpoint, model_spec(config).shapes(config))
     load_weights_only(checkpoint, engine, context, new)
@@ -133,7 +134,7 @@ def _initialize(
 
 
 def _for_model(checkpoint: Checkpoint, config: Config) -> Checkpoint:
-    """The part of a checkpoint that a configuration begins with: of two stacks the encoder, of several heads one."""
+    """The checkpoint with the weights that the model has: of two stacks the encoder alone, of several heads one."""
     if config.task is not None and not config.tasks and checkpoint.state.get("config", {}).get("tasks"):
         # Fine-tuning one task from a model of several takes that task's head under the only head's name.
         checkpoint = checkpoint.of_task(config.task.name)
@@ -171,7 +172,7 @@ def _load(
     return state
 
 
-def _changed(changes: list[str]) -> list[str]:
+def _sample_events(changes: list[str]) -> list[str]:
     return [
         f"changed, so that samples differ from those of an uninterrupted run: {change}" for change in changes
     ]
@@ -199,8 +200,8 @@ def other_rate(config: Config, state: TrainerState) -> list[str]:
         f"the learning rate of step {step} is {now:.3g}, and would be {was:.3g} by the checkpoint's settings"
     )
     # Only where nobody chose the decay's length does lengthening the run move it: then the message offers the setting.
-    own = config.schedule.decay_steps, config.schedule.parts, recorded.schedule.decay_steps
-    if not any(own) and config.decay_steps != recorded.decay_steps:
+    chosen = config.schedule.decay_steps, config.schedule.parts, recorded.schedule.decay_steps
+    if not any(chosen) and config.decay_steps != recorded.decay_steps:
         text += (
             f": the decay ends with training.steps ({recorded.decay_steps} -> {config.decay_steps}); "
             f"schedule.decay_steps={recorded.decay_steps} keeps it"
@@ -238,9 +239,9 @@ def changed_plan(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[st
     changes = config_changes(old, new)
     events = []
     for key in ("phases", "data.train"):
-        its = [change for change in changes if change.startswith(f"{key}[")]
-        more = f"; and {len(its) - _SHOWN} more" if len(its) > _SHOWN else ""
-        events += [f"changed for later steps: {'; '.join(its[:_SHOWN])}{more}"] if its else []
+        of_key = [change for change in changes if change.startswith(f"{key}[")]
+        rest = f"; and {len(of_key) - _SHOWN} more" if len(of_key) > _SHOWN else ""
+        events += [f"changed for later steps: {'; '.join(of_key[:_SHOWN])}{rest}"] if of_key else []
     return events
 
 

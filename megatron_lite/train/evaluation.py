@@ -26,8 +26,8 @@ from megatron_lite.train.step import read_batch
 log = logging.getLogger(__name__)
 
 
-class Judge(Protocol):
-    """Evaluates a run by other scores than the validation loss. All ranks call it together and get equal results."""
+class TaskEvaluator(Protocol):
+    """Evaluates a run by a task's scores instead of the validation loss. All ranks call it and get equal results."""
 
     @property
     def ends_training(self) -> bool:
@@ -35,7 +35,7 @@ class Judge(Protocol):
         ...
 
     def resume(self, step: int) -> int:
-        """Drop what was found after this step, from which the run continues. Returns the last evaluated step, or 0."""
+        """Drop the scores after this step, from which the run continues. Returns the last evaluated step, or 0."""
         ...
 
     def evaluate(self, step: int) -> dict[str, float]:
@@ -57,25 +57,25 @@ class Evaluation:
         engine: Engine,
         data: Samples | None,
         loss_normaliser: LossNormaliser,
-        judge: Judge | None,
+        task_evaluator: TaskEvaluator | None,
         fill: Callable[[GLM], dict[str, Any]] | None,
     ):
         self._config, self._plan, self._context, self._engine = config, plan, context, engine
         self._data, self._loss_normaliser, self._fill = data, loss_normaliser, fill
-        self.judge = judge
+        self.task_evaluator = task_evaluator
         self._standstill = Standstill()
         self.last_step = 0  # the last step that is known to be evaluated
 
     @property
     def ends_training(self) -> bool:
         """True when early stopping triggers."""
-        return self.judge is not None and self.judge.ends_training
+        return self.task_evaluator is not None and self.task_evaluator.ends_training
 
     def resume(self, step: int, is_own: bool) -> None:
         """The run continues after `step` steps. Args: is_own: of this run, not of one that it branches from."""
-        if self.judge is not None:
-            # The judge knows the last evaluated step itself, so the records are not asked.
-            self.last_step = self.judge.resume(step)
+        if self.task_evaluator is not None:
+            # It knows the last evaluated step itself, so the records are not asked.
+            self.last_step = self.task_evaluator.resume(step)
             return
         # Not a run's own checkpoint: its first step counts as evaluated, unless the run ends there.
         missing = step >= self._config.training.steps
@@ -90,8 +90,8 @@ class Evaluation:
     def run(self, step: int, metrics: Metrics) -> dict[str, float]:
         """Loss and perplexity on the first `training.eval_samples` validation samples, or the scores of a task."""
         self.last_step = step
-        if self.judge is not None:
-            values = self.judge.evaluate(step)
+        if self.task_evaluator is not None:
+            values = self.task_evaluator.evaluate(step)
             metrics.write("scores", step, values, scores_line(step, values))
             return values
         if self._data is None:
@@ -102,8 +102,8 @@ class Evaluation:
         with engine.averaged_weights():
             # Each sample once over all ranks, so that the loss does not depend on the parallel sizes.
             sums = context.sum_of_losses(engine.evaluate(batches))
-            own = [batch.loss_divisors(len(sums)) * context.counts_samples for batch in batches]
-            loss_divisors = context.sum_of_hosts(np.sum(own, axis=0).tolist())
+            divisors = [batch.loss_divisors(len(sums)) * context.counts_samples for batch in batches]
+            loss_divisors = context.sum_of_hosts(np.sum(divisors, axis=0).tolist())
             sums = self._loss_normaliser.with_token_counts(sums, loss_divisors)
             losses = self._loss_normaliser.means(sums.cpu().numpy(), step)
             values = {**losses, **engine.more_measures(losses["loss"])}
@@ -111,7 +111,12 @@ class Evaluation:
                 # exp of a sum of several means is no perplexity of anything.
                 values.pop("perplexity", None)
             metrics.write("validation", step, values, validation_line(step, values))
-            self._record_fillings(step, metrics)
+            if self._fill is not None and context.is_main and isinstance(engine, PlainEngine):
+                filled = self._fill(engine.model)
+                line = (
+                    f"fillings at step {step} | {filled['exact']} of {filled['blanks']} blanks as in the text"
+                )
+                metrics.write("fillings", step, filled, line)
         # Near the end of a decay the loss stands still because the rate does: the advice takes that into account.
         rate_share = step_rate(config, self._plan, step) / config.optimizer.lr
         advice = self._standstill.advice(step, values["loss"], rate_share)
@@ -119,20 +124,14 @@ class Evaluation:
             log.warning("%s", advice)
         return values
 
-    def _record_fillings(self, step: int, metrics: Metrics) -> None:
-        if self._fill is not None and self._context.is_main and isinstance(self._engine, PlainEngine):
-            filled = self._fill(self._engine.model)
-            line = f"fillings at step {step} | {filled['exact']} of {filled['blanks']} blanks as in the text"
-            metrics.write("fillings", step, filled, line)
-
 
 def evaluation_batches(data: Samples, count: int, size: int, context: ParallelContext) -> list[Batch]:
-    """This rank's batches of the first `count` samples. All ranks get equally many, each of `size` samples."""
+    """This rank's batches of the first `count` samples. All ranks get equally many, each of `size` sequences."""
     samples, dp = np.arange(count), context.dp
     per_pass = size * dp.size
     return [
-        # Filled up to `size` with rows without documents: every rank makes as many passes, each with the same
-        # collectives.
+        # Padded to `size` sequences, without documents: every rank computes as many passes of one shape, each with the
+        # same collectives.
         read_batch(data, samples[start : start + per_pass][dp.rank :: dp.size]).padded(size)
         for start in range(0, count, per_pass)
     ]

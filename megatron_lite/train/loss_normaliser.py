@@ -1,8 +1,8 @@
-"""Loss normalisation: what the losses of a step are divided by, and the weight of each.
+"""Loss normalisation: the divisor of a step's losses, and the weight of each.
 
-A loss is divided once, by what all ranks count together, so that it does not depend on the layout. Weights that become
-means are scaled in the prepared inputs, because only they wait for the sum over ranks; everything else of a step is
-made ahead.
+A loss is divided once, by its divisor summed over all ranks, so that it does not depend on the parallel configuration.
+Under `per_objective` each loss is a mean: the weights in the prepared micro-batches are scaled, because they alone wait
+for the sum over ranks; everything else of a step is made ahead.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class LossNormaliser:
         """
         divisor, scales = sum(loss_divisors), self._weight_scales(loss_divisors, step)
         if self._language_weight is not None:
-            # The task's loss is the unit; the language-model losses are already scaled relative to it by their weights.
+            # The task's divisor divides all: the weights of the language-model losses are scaled relative to its loss.
             divisor = loss_divisors[-1]
         if scales is not None:
             for micro_batch in inputs.micro_batches:
@@ -57,28 +57,28 @@ class LossNormaliser:
                 micro_batch.scale_weights(scales)
         count = len(inputs) * self._dp_size  # micro-batches of the step on all ranks
         return [
-            replace(micro_batch, loss_factor=self._loss_factor(own_divisor, divisor, count))
-            for micro_batch, own_divisor in zip(
+            replace(micro_batch, loss_factor=self._loss_factor(micro_batch_divisor, divisor, count))
+            for micro_batch, micro_batch_divisor in zip(
                 inputs.micro_batches, inputs.micro_batch_divisors, strict=True
             )
         ]
 
-    def _loss_factor(self, own_divisor: float, divisor: float, micro_batches: int) -> float:
-        """What a micro-batch's loss sum is multiplied by, so that the sum over all micro-batches is the step's loss.
+    def _loss_factor(self, micro_batch_divisor: float, divisor: float, micro_batches: int) -> float:
+        """The factor of a micro-batch's loss sum, so that the sum over all micro-batches is the step's loss.
 
-        Args: own_divisor, divisor: of the micro-batch, and of the step on all ranks.
+        Args: divisor: of the step on all ranks. micro_batches: of the step on all ranks.
         """
         if self._normalization == "per_objective":
-            return 1.0  # it is in the weights already
+            return 1.0  # the weights are scaled already
         # Both divisors are at least 1: a step whose samples have no loss has the loss 0, not NaN.
         if self._normalization == "global_tokens":
             return 1.0 / max(divisor, 1.0)
         # Mean of the micro-batches' means, as trainers without a global count have it: tokens of short batches weigh
         # more.
-        return 1.0 / max(own_divisor, 1.0) / micro_batches
+        return 1.0 / max(micro_batch_divisor, 1.0) / micro_batches
 
     def mean_factors(self, step: int) -> list[float] | None:
-        """Factor of each loss's mean, where the loss of a step is a sum of means (`per_objective`); else None."""
+        """The factor of each loss's mean under `per_objective`, where a step's loss is a sum of means; else None."""
         by_name = self._mean_factors_by_name(step)
         return None if by_name is None else [by_name.get(name, 1.0) for name in self._names]
 
@@ -88,7 +88,7 @@ class LossNormaliser:
         return self._plan.config(step).training.loss_weights
 
     def _weight_scales(self, loss_divisors: Sequence[float], step: int) -> np.ndarray | None:
-        """What the token weights of each loss are multiplied by, fp32 [losses]; None = 1."""
+        """The factor of each loss's token weights, fp32 [losses]; None = 1."""
         factors = self.mean_factors(step)
         if factors is not None:
             return mean_scales(factors, loss_divisors)
@@ -99,7 +99,7 @@ class LossNormaliser:
     def with_token_counts(
         self, sums: torch.Tensor, loss_divisors: Sequence[float], step: int | None = None
     ) -> torch.Tensor:
-        """Sums of a step or an evaluation. The weights of the losses `BY_TOKENS` become their tokens, in place.
+        """Sums of a step or an evaluation, in which losses of `BY_TOKENS` have their tokens as weight; in place.
 
         Such a loss (masked diffusion) weighs its masked tokens, but is divided by all tokens, masked or not.
 

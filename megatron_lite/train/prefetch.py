@@ -11,21 +11,21 @@ from megatron_lite.train.step import StepInputs, StepPosition
 
 STOP_SECONDS = 10.0  # for which the end of a run waits for the thread; storage may never answer
 
-Make = Callable[[StepPosition, Callable[[], bool]], StepInputs]  # position, whether it is still wanted
+MakeInputs = Callable[[StepPosition, Callable[[], bool]], StepInputs]  # position, is it still wanted
 
 
 class Prefetch:
     """Makes the inputs of the next step in a thread: reads, counts, plans, and copies them to pinned memory.
 
     The trainer starts the position that probably follows, and takes the one that the step needs: a wrong guess costs
-    time only. The thread never communicates, and an error in it is raised where its step begins. It works on one step
-    at a time, so a rank holds the inputs of at most one step more than it computes.
+    time only. The thread calls no collective, and an error in it is raised where its step begins. It works on one step
+    at a time, so a rank holds the inputs of at most one step besides those of the step that it computes.
 
     A thread suffices, because the compiled samplers release the interpreter's lock; a process would have to send the
     arrays back.
     """
 
-    def __init__(self, make: Make, device: torch.device):
+    def __init__(self, make: MakeInputs, device: torch.device):
         self._make, self._device = make, device
         self._running: _PrefetchThread | None = None
 
@@ -47,7 +47,7 @@ class Prefetch:
         return running.result()
 
     def close(self) -> None:
-        """Discard what was made, and stop the thread."""
+        """Discard the inputs made ahead, and stop the thread."""
         if self._running is not None:
             self._running.cancel()
             self._running = None
@@ -56,7 +56,7 @@ class Prefetch:
 class _PrefetchThread(threading.Thread):
     """A daemon, so that it never keeps the process alive."""
 
-    def __init__(self, make: Make, position: StepPosition, device: torch.device):
+    def __init__(self, make: MakeInputs, position: StepPosition, device: torch.device):
         super().__init__(name="prefetch", daemon=True)
         self.position = position
         self._make, self._device = make, device

@@ -31,7 +31,7 @@ class Beginning:
     """The state that was loaded into the engine."""
 
     state: TrainerState | None  # from which training continues; None: at step 0
-    is_own: bool  # the state is of the run's own checkpoint
+    is_own: bool  # the state is of a checkpoint of this run, not of one that it branches from
     events: list[str]  # to be recorded as soon as that is possible
 
 
@@ -40,31 +40,31 @@ def check_beginning(config: Config) -> None:
 
     Args: config: its vocab_size is known.
     """
-    found = state_of(Path(config.run.directory))
-    found.require_start()
+    run_state = state_of(Path(config.run.directory))
+    run_state.require_start()
     # Manifests are enough here: the same decision with checksums follows on all ranks in `load_beginning`.
-    if found.newest is None:
+    if run_state.newest is None:
         if config.model.system is not None:
             require_class(config.model)
         if config.checkpoint.initialize_from is None:
             model_spec(config).check_beginning(config)
             return
-    continuation.check(config, found.newest)
+    continuation.check(config, run_state.newest)
 
 
 def keep_task_rows(config: Config) -> Config:
-    """This configuration with `model.task_rows`: those of the checkpoint that the run would load, and new ones."""
+    """The configuration with `model.task_rows`: those of the checkpoint that the run would load, and new ones."""
     if not config.model.task_types:
         return config
     checkpoint = newest_readable(checkpoint_directory(config))
     if checkpoint is None and config.checkpoint.initialize_from is not None:
         checkpoint = find_manifest(Path(config.checkpoint.initialize_from))
     before = {} if checkpoint is None else checkpoint.trainer_state().config.get("model", {})
-    former: Sequence[int] = before.get("task_rows") or ()
-    if not former and before.get("task_types"):
-        # Such runs have the row of each loss by its number.
-        former = range(min(config.model.task_types, len(LOSSES)))  # a run of a former version
-    return with_task_rows(config, former)
+    task_rows: Sequence[int] = before.get("task_rows") or ()
+    if not task_rows and before.get("task_types"):
+        # A run of a former version: the row of each loss is its number.
+        task_rows = range(min(config.model.task_types, len(LOSSES)))
+    return with_task_rows(config, task_rows)
 
 
 def checkpoint_directory(config: Config) -> Path:

@@ -1,13 +1,13 @@
-"""One training step on the host: which samples it takes, this rank's micro-batches of them, and what they count.
+"""The inputs of one training step: its samples, this rank's micro-batches of them, and their counts.
 
-What a step needs is a pure function of its position: its number and its first sample. So another thread can make it
+The inputs are a pure function of the step's position: its number and its first sample. So another thread can make them
 ahead (prefetch.py), and a resumed run repeats the uninterrupted one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ from megatron_lite.runtime.control import Requests
 
 
 class StepPosition(NamedTuple):
-    """Where a step is in the run."""
+    """A step by the steps and the samples before it."""
 
     step: int  # steps before it
     first_sample: int
@@ -33,12 +33,12 @@ class StepPosition(NamedTuple):
 
 @dataclass
 class StepCounts:
-    """What the samples of a step count: of one rank, or summed over all ranks. Exact in fp64 up to 2^53."""
+    """Counts over the samples of a step: of one rank, or summed over all ranks. Exact in fp64 up to 2^53."""
 
-    loss_divisors: Sequence[float]  # [losses]: the divisor of each loss
+    loss_divisors: Sequence[float]  # [losses]
     tokens: float = 0.0  # without padding
     visible_keys: float = 0.0  # sum over tokens of the keys that each attends to, as the mean over the layers
-    loss_tokens: float = 0.0  # positions that predict a token or a class
+    loss_tokens: float = 0.0  # tokens that the vocabulary's head predicts
     decoder_tokens: float = 0.0  # tokens that a decoder computes, where the model has one
     decoder_keys: float = 0.0  # sum over these of the keys that each attends to
     padded_tokens: float = 0.0  # tokens with padding, as they are computed
@@ -69,24 +69,20 @@ class StepCounts:
 
     def to_vector(self) -> list[float]:
         """The numbers that are summed over the ranks, as `from_vector` reads them."""
-        return [
-            self.tokens,
-            self.visible_keys,
-            self.loss_tokens,
-            self.decoder_tokens,
-            self.decoder_keys,
-            self.padded_tokens,
-            *self.loss_divisors,
-        ]
+        return [*(getattr(self, name) for name in _SCALAR_COUNTS), *self.loss_divisors]
 
     @staticmethod
     def from_vector(values: Sequence[float]) -> StepCounts:
-        return StepCounts(values[6:], *values[:6])
+        scalars = dict(zip(_SCALAR_COUNTS, values, strict=False))
+        return StepCounts(values[len(_SCALAR_COUNTS) :], **scalars)
+
+
+_SCALAR_COUNTS = tuple(each.name for each in fields(StepCounts) if each.name != "loss_divisors")
 
 
 @dataclass(frozen=True)
 class StepMessage:
-    """What ranks tell each other before they compute a step: their counts, and the requests that they received."""
+    """What the ranks exchange before they compute a step: their counts, and the requests that they received."""
 
     requests: Requests
     counts: StepCounts
@@ -106,7 +102,7 @@ class StepMessage:
 class Progress:
     """How far the run has come; checkpoints hold it."""
 
-    step: int = 0  # steps made
+    step: int = 0  # steps done
     consumed_samples: int = 0
     consumed_tokens: int = 0  # without padding
     restarts: int = 0  # how often the run was continued from a checkpoint
@@ -117,7 +113,7 @@ class Progress:
         return StepPosition(self.step, self.consumed_samples)
 
     def advance(self, position: StepPosition, batch_size: int, totals: StepCounts) -> None:
-        """The step at `position` was made. Args: batch_size: samples on all ranks; totals: of all ranks."""
+        """Count the step at `position` as done. Args: batch_size, totals: samples and counts of all ranks."""
         self.step = position.step + 1
         self.consumed_samples = position.first_sample + batch_size
         self.consumed_tokens += int(totals.tokens)
@@ -125,7 +121,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """This rank's micro-batches of a step, and what they count."""
+    """This rank's micro-batches of a step, on the host, and their counts."""
 
     micro_batches: list[MicroBatch]
     counts: StepCounts
@@ -140,7 +136,7 @@ class PrefetchCancelled(Exception):
 
 
 class StepMaker:
-    """Position of a step -> this rank's inputs of it. Has no state, so that another thread can call it."""
+    """Makes this rank's inputs of a step from its position. Has no state, so that another thread can call it."""
 
     def __init__(
         self,
@@ -153,7 +149,7 @@ class StepMaker:
         mean_factors: Callable[[int], Sequence[float] | None] = lambda step: None,
     ):
         """Args:
-        prepare: batch and dropout seed -> the model's input (`Engine.prepared`).
+        prepare: batch and dropout seed -> micro-batch (`Engine.prepared`).
         mean_factors: see `LossNormaliser.mean_factors`.
         """
         self._config, self._plan, self._context, self._data = config, plan, context, data
@@ -170,9 +166,11 @@ class StepMaker:
         seed = derive_seed(self._config.training.seed, "dropout", position.step)
         inputs = StepInputs([], StepCounts.zeros(self._num_losses))
         factors = self._mean_factors(position.step)
-        # Which losses count at all. Their scale follows after the sum over ranks; what counts for nothing is left out
-        # now.
-        kept = None if factors is None or all(factors) else [float(factor != 0) for factor in factors]
+        # Losses with the factor 0 are left out now, so that the head does not compute them. The scale of the others
+        # waits for the sum over ranks.
+        is_counted = None
+        if factors is not None and not all(factors):
+            is_counted = [float(factor != 0) for factor in factors]
         for samples in self._samples(position):
             if not is_wanted():
                 raise PrefetchCancelled
@@ -180,12 +178,12 @@ class StepMaker:
             # Before positions are left out: divisors and FLOPs describe the whole batch.
             inputs.counts.add(batch, self._config.model)
             inputs.micro_batch_divisors.append(batch.loss_divisor)
-            if kept is not None:  # the head leaves out positions whose loss has the factor 0
-                batch = batch.as_means(kept, [1.0] * self._num_losses)
-            inputs.micro_batches.append(self._prepare(batch, seed))
-            inputs.counts.padded_tokens += len(inputs.micro_batches[-1].tokens)
-        # The disk reads the text of the following step meanwhile.
-        # Only a hint to the operating system; nothing waits for it.
+            if is_counted is not None:
+                batch = batch.as_means(is_counted, [1.0] * self._num_losses)
+            micro_batch = self._prepare(batch, seed)
+            inputs.micro_batches.append(micro_batch)
+            inputs.counts.padded_tokens += len(micro_batch.tokens)
+        # A hint to the operating system to read the text of the following step; nothing waits for it.
         self._data.prefetch(self._samples(self.following(position)).ravel())
         return inputs
 
@@ -201,11 +199,11 @@ class StepMaker:
 
 
 def read_batch(data: Samples, samples: np.ndarray) -> Batch:
-    """A batch. An error of this rank's samples is marked, because no other rank meets it."""
+    """The batch of samples int64 [B]. A UserError is marked `only_here`: no other rank reads these samples."""
     try:
-        made = data.batch(samples)
+        loaded = data.batch(samples)
         # The numbers of the samples go along: dropout is drawn by the sample, not by its index in the micro-batch.
-        return made if isinstance(made, Batch) else Batch(made, samples)
+        return loaded if isinstance(loaded, Batch) else Batch(loaded, samples)
     except UserError as error:
         error.only_here = True
         raise

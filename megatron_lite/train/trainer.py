@@ -46,7 +46,7 @@ from megatron_lite.train.callbacks.progress_bar import ProgressBar
 from megatron_lite.train.callbacks.replica_check import ReplicaCheck
 from megatron_lite.train.callbacks.training_log import TrainingLog
 from megatron_lite.train.delayed_results import DelayedResults
-from megatron_lite.train.evaluation import Evaluation, Judge
+from megatron_lite.train.evaluation import Evaluation, TaskEvaluator
 from megatron_lite.train.loss_normaliser import LossNormaliser
 from megatron_lite.train.lr_schedule import step_rate
 from megatron_lite.train.prefetch import Prefetch
@@ -68,13 +68,13 @@ class Trainer:
         control: RunControl | None = None,
         watchdog: Watchdog | None = None,
         fill: Callable[[GLM], dict[str, Any]] | None = None,
-        judge: Judge | None = None,
+        task_evaluator: TaskEvaluator | None = None,
         language_weight: Callable[[int], float] | None = None,
     ):
         """Args:
         control, watchdog: of the process. Without them `fit` makes a control, and nothing is watched.
         fill: makes a record of filled blanks at each evaluation, on the main rank.
-        judge: evaluates a task, instead of the loss on `validation_data`.
+        task_evaluator: evaluates a task, instead of the loss on `validation_data`.
         language_weight: step -> weight of the language-model losses relative to the task's loss, which is the last.
         """
         self.config, self.context, self.engine = config, context, engine
@@ -102,7 +102,7 @@ class Trainer:
         self._prefetch = Prefetch(self._step_maker.make, context.device)
 
         self.evaluation = Evaluation(
-            config, self._plan, context, engine, validation_data, self.loss_normaliser, judge, fill
+            config, self._plan, context, engine, validation_data, self.loss_normaliser, task_evaluator, fill
         )
         path, settings = checkpoint_directory(config), config.checkpoint
         # Made before the first step: it allocates its copy of the state, and memory that is short shows at the start.
@@ -151,7 +151,7 @@ class Trainer:
         return result, requests
 
     def agree(self, counts: StepCounts) -> tuple[StepCounts, Requests]:
-        """The counts of all ranks added up, and the requests that some rank has received: one collective.
+        """The counts summed over all ranks, and the requests that some rank has received, in one collective.
 
         A request is acted on after the step in which all ranks learn of it. The collective sums numbers of the hosts,
         on GPUs in a stream and a process group of their own: in the group of all processes it would queue behind the
@@ -159,11 +159,11 @@ class Trainer:
         """
         requests = self.control.local_requests()
         if not self.context.counts_samples:  # another rank works on the same samples
-            # They would be counted once for each tensor-parallel rank and stage.
+            # Else they would be counted once for each tensor-parallel rank and stage.
             counts = StepCounts.zeros(len(counts.loss_divisors))
         sums = self.context.sum_of_hosts(StepMessage(requests, counts).to_vector())
-        total = StepMessage.from_sums(sums)
-        return total.counts, total.requests
+        summed = StepMessage.from_sums(sums)
+        return summed.counts, summed.requests
 
     # The run
 
@@ -290,8 +290,8 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         """Loss and perplexity on the first `training.eval_samples` validation samples, or the scores of a task."""
-        if self.evaluation.judge is not None:
-            self._saver.finish()  # the judge keeps the best checkpoint
+        if self.evaluation.task_evaluator is not None:
+            self._saver.finish()  # it keeps the best checkpoint
         return self.evaluation.run(self.progress.step, self.metrics)
 
     def _record_event(self, event: str, step: int) -> None:
@@ -319,7 +319,7 @@ class Trainer:
         ).to_json()
 
     def _record_save(self, step: int, seconds: float) -> None:
-        """A record that the run has saved: a later start refuses a run whose checkpoints are lost (run_state.py)."""
+        """Record that the run has saved: a later start refuses a run whose checkpoints are lost (run_state.py)."""
         self.metrics.write(SAVED, step, {"seconds": round(seconds, 3)})
 
     def _watch_save(self, what: str) -> AbstractContextManager[None]:

@@ -211,8 +211,8 @@ DROPOUT = (
     Plant(
         "dropout drawn by the place in the micro-batch, not by the sample",
         "megatron_lite/train/step.py",
-        "else Batch(made, samples)",
-        "else Batch(made)",
+        "else Batch(loaded, samples)",
+        "else Batch(loaded)",
         (SAME_SAMPLES,),
         "pytorch/pytorch#5059",
     ),

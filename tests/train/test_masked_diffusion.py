@@ -61,14 +61,14 @@ def losses_of(batches, nats, normalization="global_tokens", factors=None):
         inputs.append(Input(weighted, of, torch.tensor(each)))
     counts = StepCounts(sum(b.loss_divisors(COUNT) for b in batches).tolist())
     step = StepInputs(inputs, counts, [b.loss_divisor for b in batches])
-    ready = normaliser.micro_batches(step, counts.loss_weights, 0)
+    ready = normaliser.micro_batches(step, counts.loss_divisors, 0)
     trained = sum(float((one.weights * one.nats).sum()) * one.loss_factor for one in ready)
     sums = torch.zeros(COUNT, 2, dtype=torch.float64)
     for one in ready:
         sums.index_add_(
             0, torch.from_numpy(one.of).long(), torch.stack([one.weights * one.nats, one.weights], 1).double()
         )
-    sums = normaliser.with_token_counts(sums, counts.loss_weights, 0)
+    sums = normaliser.with_token_counts(sums, counts.loss_divisors, 0)
     return trained, normaliser.means(np.column_stack([sums.numpy(), np.zeros(COUNT)]), 1)
 
 

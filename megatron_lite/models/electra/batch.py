@@ -66,9 +66,9 @@ class ElectraBatch(Batch):
             weight_objectives=np.full(len(order), REPLACED.number),
         )
 
-    def padded(self, rows: int) -> ElectraBatch:
-        samples = np.pad(self.samples, (0, rows - len(self.samples)))
-        return ElectraBatch(super().padded(rows).fields, samples, self._seed)
+    def padded(self, sequences: int) -> ElectraBatch:
+        samples = np.pad(self.samples, (0, sequences - len(self.samples)))
+        return ElectraBatch(super().padded(sequences).fields, samples, self._seed)
 
 
 class ElectraSamples:

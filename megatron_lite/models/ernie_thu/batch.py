@@ -144,9 +144,9 @@ class EntityBatch(Batch):
         removed = fate < self._noise.replaced + self._noise.removed
         return np.where(fate < self._noise.replaced, drawn, np.where(removed, -1, candidate))
 
-    def padded(self, rows: int) -> EntityBatch:
-        samples = np.pad(self.samples, (0, rows - len(self.samples)))
-        return EntityBatch(super().padded(rows).fields, samples, self._noise, self._vectors)
+    def padded(self, sequences: int) -> EntityBatch:
+        samples = np.pad(self.samples, (0, sequences - len(self.samples)))
+        return EntityBatch(super().padded(sequences).fields, samples, self._noise, self._vectors)
 
     def _mention_arrays(self, order: np.ndarray, few_counts: bool) -> dict[str, np.ndarray]:
         """The arrays of `Mentions` by name. Args: as for `extra_inputs`."""

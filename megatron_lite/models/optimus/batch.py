@@ -128,9 +128,9 @@ class LatentBatch(Batch):
             make=lambda tensors: Sentences(**tensors),
         )
 
-    def padded(self, rows: int) -> LatentBatch:
-        fields = super().padded(rows).fields
-        samples = np.pad(self.samples, (0, rows - len(self.samples)))
+    def padded(self, sequences: int) -> LatentBatch:
+        fields = super().padded(sequences).fields
+        samples = np.pad(self.samples, (0, sequences - len(self.samples)))
         return LatentBatch(fields, samples, self._seed, self.latent_size, self.has_memory)
 
 

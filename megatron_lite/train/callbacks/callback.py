@@ -19,10 +19,10 @@ RecordEvent = Callable[[str, int], None]  # text of an event, step
 
 
 class Callback:
-    """Does nothing. Steps are numbered from 1."""
+    """The hooks of the loop, which do nothing here. Steps are numbered from 1."""
 
     def on_train_begin(self, step: int) -> None:
-        """Before the first step of this start. Args: step: the steps that were made before."""
+        """Before the first step of this start. Args: step: number of steps before it."""
 
     def on_step_begin(self, step: int) -> None:
         """Before a step."""
@@ -34,7 +34,7 @@ class Callback:
         """After the last step of this start, unless an error ended it."""
 
     def close(self) -> None:
-        """When the loop ends, also after an error: give back what is open."""
+        """When the loop ends, also after an error: release what is open."""
 
 
 class Callbacks(Callback):

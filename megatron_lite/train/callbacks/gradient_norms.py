@@ -25,8 +25,8 @@ from megatron_lite.train.callbacks.callback import Callback, is_multiple
 
 def layer_of(parameter: str) -> str:
     """The layer of a parameter: an embedding table or projection, a block, the final LayerNorm, a head."""
-    parts = 3 if parameter.startswith((ENCODER, DECODER)) else 2
-    return ".".join(parameter.split(".")[:parts]).removesuffix(".weight").removesuffix(".bias")
+    depth = 3 if parameter.startswith((ENCODER, DECODER)) else 2
+    return ".".join(parameter.split(".")[:depth]).removesuffix(".weight").removesuffix(".bias")
 
 
 def layer_names(config: Config) -> list[str]:
@@ -82,8 +82,8 @@ class GradientNormRecords(Callback):
         self._observed.close()
         norms, self._norms = self._norms, None
         if not result.skipped:  # waits for the device
-            of_layers = norms.norms(self.engine.clip_divisor(result.grad_norm))
-            self.metrics.write("gradient_norms", step, of_layers, norms_line(step, of_layers))
+            by_layer = norms.norms(self.engine.clip_divisor(result.grad_norm))
+            self.metrics.write("gradient_norms", step, by_layer, norms_line(step, by_layer))
 
     def close(self) -> None:
         self._observed.close()

@@ -81,11 +81,15 @@ def differing_replicas(
 def _compare(named: Mapping[str, nn.Parameter], group: Group) -> list[str]:
     if group.size == 1 or not named:
         return []
-    mine = torch.stack([fingerprint(parameter) for parameter in named.values()])
-    gathered = [torch.empty_like(mine) for _ in group.ranks]
-    dist.all_gather(gathered, mine, group=group.handle)
-    prints = torch.stack(gathered, dim=1).tolist()
-    return [_describe(name, row, group) for name, row in zip(named, prints, strict=True) if len(set(row)) > 1]
+    local = torch.stack([fingerprint(parameter) for parameter in named.values()])
+    gathered = [torch.empty_like(local) for _ in group.ranks]
+    dist.all_gather(gathered, local, group=group.handle)
+    by_parameter = torch.stack(gathered, dim=1).tolist()  # fingerprints [parameters][ranks]
+    return [
+        _describe(name, fingerprints, group)
+        for name, fingerprints in zip(named, by_parameter, strict=True)
+        if len(set(fingerprints)) > 1
+    ]
 
 
 def _compare_ends(named: Mapping[str, nn.Parameter], stages: Group) -> list[str]:
@@ -93,29 +97,30 @@ def _compare_ends(named: Mapping[str, nn.Parameter], stages: Group) -> list[str]
     if stages.size == 1:
         return []
     name = next((name for name in named if name.endswith("word_embeddings.weight")), "")
-    some = fingerprint(named[name] if name else next(iter(named.values())))
-    mine = torch.stack([some, torch.full_like(some, bool(name))])
-    gathered = [torch.empty_like(mine) for _ in stages.ranks]
-    dist.all_gather(gathered, mine, group=stages.handle)
+    # Every stage takes part in the collective; one without the embedding sends another fingerprint and False.
+    value = fingerprint(named[name] if name else next(iter(named.values())))
+    local = torch.stack([value, torch.full_like(value, bool(name))])
+    gathered = [torch.empty_like(local) for _ in stages.ranks]
+    dist.all_gather(gathered, local, group=stages.handle)
     (first, has_first), (last, has_last) = gathered[0].tolist(), gathered[-1].tolist()
     if not name or first == last or not (has_first and has_last):
         return []
     return [f"{name} on ranks [{stages.ranks[0]}] and ranks [{stages.ranks[-1]}]"]
 
 
-def _describe(name: str, prints: list[int], group: Group) -> str:
+def _describe(name: str, fingerprints: list[int], group: Group) -> str:
     holders: dict[int, list[int]] = {}
-    for rank, value in zip(group.ranks, prints, strict=True):
+    for rank, value in zip(group.ranks, fingerprints, strict=True):
         holders.setdefault(value, []).append(rank)
     return f"{name} on " + " and ".join(f"ranks {ranks}" for ranks in holders.values())
 
 
-def _on_every_rank(own: list[str], context: ParallelContext) -> list[str]:
+def _on_every_rank(lines: list[str], context: ParallelContext) -> list[str]:
     """The lines of all ranks, sorted, each once: a rank only sees its own groups."""
     if context.world_size == 1:
-        return sorted(set(own))
+        return sorted(set(lines))
     # As bytes in tensors: torch's object collectives are pickle.
-    text = torch.tensor(list("\n".join(own).encode()), dtype=torch.uint8, device=context.device)
+    text = torch.tensor(list("\n".join(lines).encode()), dtype=torch.uint8, device=context.device)
     lengths = context.gather(torch.tensor([len(text)], device=context.device))
     longest = max(int(length) for length in lengths)
     if longest == 0:
@@ -123,5 +128,5 @@ def _on_every_rank(own: list[str], context: ParallelContext) -> list[str]:
     padded = torch.zeros(longest, dtype=torch.uint8, device=context.device)
     padded[: len(text)] = text
     texts = context.gather(padded)
-    lines = {line for t in texts for line in bytes(t.tolist()).rstrip(b"\0").decode().split("\n") if line}
-    return sorted(lines)
+    of_all = {line for t in texts for line in bytes(t.tolist()).rstrip(b"\0").decode().split("\n") if line}
+    return sorted(of_all)

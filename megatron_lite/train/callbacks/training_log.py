@@ -1,4 +1,4 @@
-"""The record and the log line of every `run.log_interval` steps."""
+"""Writes a record and a log line every `run.log_interval` steps."""
 
 from __future__ import annotations
 
