@@ -171,7 +171,7 @@ class Engine(ABC):
             self._averages = Averages(self._zero, config.ema)
         # The background save copies fragments while the passes run, and finishes its copy here (saver.py).
         self.before_update: Callable[[], None] = lambda: None  # called before each change of the fragments
-        self._announce_updates()
+        self._wrap_optimizer_step()
 
     def _zero3_engine(self, module: nn.Module, options: dict[str, Any], mpu: Any) -> Any:
         import deepspeed
@@ -318,7 +318,7 @@ class Engine(ABC):
             return contextlib.nullcontext()
         return self._averages.in_the_model()
 
-    def _announce_updates(self) -> None:
+    def _wrap_optimizer_step(self) -> None:
         """Call `before_update` before each optimizer step: until then the fragments do not change and can be copied."""
         optimizer = self._engine.optimizer
         step = optimizer.step

@@ -1,13 +1,17 @@
-"""Batches of a shape have few lengths where each new length costs a kernel."""
+"""Micro-batches: one buffer of named arrays, and few lengths where each new length costs a kernel."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support import electra, knowledge
 from support.recipes import RECIPES, collate, make, windows
+from support.task_batches import task_batch
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model import lengths
@@ -15,6 +19,9 @@ from megatron_lite.model.attention_backends.plan import plan_attention
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.length_table import length_table
 from megatron_lite.model.lengths import LENGTHS, few_lengths
+from megatron_lite.model.micro_batch import prepare
+from megatron_lite.model.named_buffer import NamedBuffer
+from megatron_lite.models.ernie_thu.batch import EntityTaskBatch, NoVectors
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -72,3 +79,50 @@ def test_lengths_of_a_gpu_are_divided_by_the_ranks_that_share_them():
         for places in (1, 64, 999, 9088):
             table = length_table(places, half, 132, ranks)
             assert (table % ranks == 0).all() and places <= table[-1] < places + 64 * ranks
+
+
+def test_named_arrays_come_back_from_one_buffer_of_int32():
+    arrays = {
+        "ids": np.arange(6, dtype=np.int64).reshape(2, 3),
+        "weights": np.array([0.5, -0.0, np.inf]),
+        "flags": np.array([True, False]),
+        "none": np.zeros((0, 4), np.float32),
+    }
+    sent = NamedBuffer.pack(arrays, pin=False).to(CPU, into=torch.empty(99, dtype=torch.int32))
+    assert sent.data.dtype == torch.int32 and len(sent.data) == 11
+    tensors = sent.tensors()
+    assert list(tensors) == list(arrays)
+    for name, array in arrays.items():
+        is_float = array.dtype.kind == "f"
+        assert tensors[name].dtype == (torch.float32 if is_float else torch.int32)
+        assert tensors[name].shape == array.shape and np.array_equal(tensors[name].numpy(), array)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif dataclasses.is_dataclass(value):
+        for each in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, each.name))
+
+
+BATCHES = {
+    "classes": lambda: task_batch("classes", range(5)),
+    "choices": lambda: task_batch("choices", range(5)),
+    "entities of a task": lambda: EntityTaskBatch(task_batch("tags", range(5)), NoVectors(8)),
+    "entities": lambda: knowledge.batch_of(3),
+    "electra": lambda: electra.batch_of(3),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_what_tasks_and_models_add_travels_in_the_one_copy(name):
+    host = prepare(BATCHES[name](), CPU, WIDE, dropout_seed=3)
+    sent = host.to(CPU, torch.empty(2 * len(host.buffer.data), dtype=torch.int32))
+    first, end = sent.buffer.data.data_ptr(), sent.buffer.data.data_ptr() + sent.buffer.data.nbytes
+    tensors_of = {
+        field.name: list(tensors_in(getattr(sent, field.name))) for field in dataclasses.fields(sent)
+    }
+    assert tensors_of["extra_inputs"] and tensors_of["dropout"] and tensors_of["loss_positions"]
+    for tensor in (x for name, tensors in tensors_of.items() if name != "plan" for x in tensors if x.numel()):
+        assert first <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= end
