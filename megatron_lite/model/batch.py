@@ -7,10 +7,10 @@ micro_batch.py makes of it what a model reads.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -30,7 +30,10 @@ def mean_scales(factors: Sequence[float], totals: Sequence[float]) -> np.ndarray
     return np.array(scales, np.float32)
 
 
-MakeInputs: TypeAlias = "Callable[[dict[str, torch.Tensor]], Any]"
+class MakeInputs(Protocol):
+    """Tensors by name -> the object that a model reads."""
+
+    def __call__(self, tensors: dict[str, torch.Tensor], /) -> Any: ...
 
 
 def _no_inputs(tensors: dict[str, torch.Tensor]) -> None:
@@ -43,7 +46,7 @@ class ExtraInputs:
 
     # By name; they lie in the micro-batch's buffer: integers as int32, floats as fp32.
     arrays: dict[str, np.ndarray] = field(default_factory=dict)
-    # Makes of these arrays, as tensors, the object that the model reads as `MicroBatch.extra_inputs`.
+    # Makes `MicroBatch.extra_inputs` of these arrays, on the host and on the device.
     make: MakeInputs = _no_inputs
     # fp32: of losses that the vocabulary's head does not compute, and the number of each one's loss, int64.
     weights: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
