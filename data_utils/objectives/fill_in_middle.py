@@ -20,9 +20,9 @@ from data_utils.common.batch_fields import ORD, POSITION_IDS, TARGETS, TOKENS
 from data_utils.common.losses import Loss
 from data_utils.common.random_streams import below, chance, chance_threshold
 from data_utils.common.settings import check, checked, fraction, setting
+from data_utils.objectives.base import check_token
 from data_utils.objectives.causal import Causal, CausalConfig
-from data_utils.objectives.registry import register
-from data_utils.objectives.row_loops import (
+from data_utils.objectives.compiled import (
     copy_range,
     count_up,
     entry_point,
@@ -32,7 +32,7 @@ from data_utils.objectives.row_loops import (
     maskable_length,
     predict_range,
 )
-from data_utils.objectives.rows import check_token
+from data_utils.objectives.registry import register
 from data_utils.tokenizers.vocabulary import Vocabulary
 
 # Setting -> the role of the token that stands for it in a vocabulary without one of its own.
@@ -84,25 +84,27 @@ class FillInMiddleConfig(CausalConfig):
 
 
 @inlined
-def _fill_chunk(row, used, limit, document, text, unit_start, start, length, rng, w, cumulative, s):
-    size = maskable_length(text, start, length, s)  # without the eos at its end
-    end = used + length
-    if chance(rng, s.cut_below):
+def _fill_chunk(
+    row, offset, limit, document, text, unit_start, start, length, rng, scratch, length_table, settings
+):
+    size = maskable_length(text, start, length, settings)  # without the eos at its end
+    end = offset + length
+    if chance(rng, settings.cut_below):
         first, last = below(rng, size + 1), below(rng, size + 1)
         if first > last:
             first, last = last, first
         end += 3
-        at = used
-        row[TARGETS, at] = s.prefix_id
+        at = offset
+        row[TARGETS, at] = settings.prefix_id
         at += 1
-        is_suffix_first = chance(rng, s.suffix_first_below)
+        is_suffix_first = chance(rng, settings.suffix_first_below)
         if not is_suffix_first:
             copy_range(row, TARGETS, at, at + first, text, start)
             at += first
-        row[TARGETS, at] = s.suffix_id
+        row[TARGETS, at] = settings.suffix_id
         copy_range(row, TARGETS, at + 1, at + 1 + size - last, text, start + last)
         at += 1 + size - last
-        row[TARGETS, at] = s.middle_id
+        row[TARGETS, at] = settings.middle_id
         at += 1
         if is_suffix_first:
             copy_range(row, TARGETS, at, at + first, text, start)
@@ -111,24 +113,24 @@ def _fill_chunk(row, used, limit, document, text, unit_start, start, length, rng
         at += last - first
         copy_range(row, TARGETS, at, end, text, start + size)
     else:
-        copy_range(row, TARGETS, used, end, text, start)
-    if s.begin >= 0:
-        row[TOKENS, used] = s.begin
-        copy_range(row, TOKENS, used + 1, end, row[TARGETS], used)
-        predict_range(row, used, end, row[TARGETS], used)
+        copy_range(row, TARGETS, offset, end, text, start)
+    if settings.begin >= 0:
+        row[TOKENS, offset] = settings.begin
+        copy_range(row, TOKENS, offset + 1, end, row[TARGETS], offset)
+        predict_range(row, offset, end, row[TARGETS], offset)
     else:
-        copy_range(row, TOKENS, used, end, row[TARGETS], used)
-        predict_range(row, used, end - 1, row[TARGETS], used + 1)
+        copy_range(row, TOKENS, offset, end, row[TARGETS], offset)
+        predict_range(row, offset, end - 1, row[TARGETS], offset + 1)
         row[TARGETS, end - 1] = 0
-    count_up(row, POSITION_IDS, used, end, 0)
-    count_up(row, ORD, used, end, 0)
-    mark_document(row, used, end, document, s.loss)
+    count_up(row, POSITION_IDS, offset, end, 0)
+    count_up(row, ORD, offset, end, 0)
+    mark_document(row, offset, end, document, settings.loss)
     return end
 
 
 @entry_point
-def _fill_rows(batch, chunks, tables, settings):
-    fill_chunks(_fill_chunk, batch, chunks, tables, settings)
+def _fill_rows(batch, chunks, tables, record):
+    fill_chunks(_fill_chunk, batch, chunks, tables, record)
 
 
 @register

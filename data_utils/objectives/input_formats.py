@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from data_utils.objectives.row_loops import entry_point
+from data_utils.objectives.compiled import entry_point
 
 _SENTENCES, _FULL, _DOCUMENT = range(3)
 FORMATS = {"sentences": _SENTENCES, "full": _FULL, "document": _DOCUMENT}

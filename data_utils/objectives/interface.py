@@ -121,7 +121,7 @@ class ObjectiveConfig(ABC):
 
 
 class Objective(Protocol):
-    """The interface between an objective and collation. Most objectives are a `RowObjective` (rows.py)."""
+    """The interface between an objective and collation. Most objectives are a `RowObjective` (base.py)."""
 
     row_length: int  # tokens per row of the batch; every valid sample fits
     sequence_length: int  # source tokens per sample, at most

@@ -55,7 +55,7 @@ class LabelledPairs(LabelledText):
         labels[chunk], pairs[chunk, OWN] = marks[begins], begins - (ends - chunk_lengths)[chunk]
         chunks = (text, self._unit_starts(text, chunk_lengths), chunk_lengths, chunks_per_sample)
         given = (*chunks, sample_indices, first_chunk)
-        self.entry(batch, given, self._tables(batch), pairs, self._sentence_end, self._settings)
+        self.entry(batch, given, self._tables(batch), pairs, self._sentence_end, self._record)
         label_documents(batch, chunks_per_sample, labels, first_chunk, CLASS_HEADS[self.name])
 
 

@@ -103,7 +103,7 @@ class MaskedLm(MaskedText):
         if self.config.input != "segments" and len(batch):
             from data_utils.objectives.input_formats import recut
 
-            special, drops_eos = self.vocabulary.special, bool(self._settings[0].drops_eos)
+            special, drops_eos = self.vocabulary.special, bool(self._record[0].drops_eos)
             chunks = recut(
                 self.config.input,
                 SHORTEST,

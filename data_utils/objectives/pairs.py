@@ -13,8 +13,8 @@ from typing import ClassVar
 import numpy as np
 
 from data_utils.common.random_streams import below
-from data_utils.objectives.row_loops import POSITIONS, compiled
-from data_utils.objectives.rows import RowObjective
+from data_utils.objectives.base import RowObjective
+from data_utils.objectives.compiled import POSITIONS, compiled
 
 # Columns of a pair, int64: a number of the objective's own, whether B is to be another chunk's, start and end of A and
 # of B.
@@ -22,15 +22,17 @@ OWN, WRONG, A, A_END, B, B_END = range(6)
 
 
 @compiled
-def split_point(rng, w, text, start, length, sentence_end):
+def split_point(rng, scratch, text, start, length, sentence_end):
     """Tokens of A, 1..length - 1: up to a random end of a sentence, or anywhere where there is none."""
     ends = 0
     for i in range(length - 1):
-        w[POSITIONS, ends] = i + 1  # overwritten unless a sentence ends here: avoids a mispredicted branch
+        scratch[POSITIONS, ends] = (
+            i + 1
+        )  # overwritten unless a sentence ends here: avoids a mispredicted branch
         ends += sentence_end[text[start + i]]
     if ends == 0:
         return 1 + below(rng, length - 1)
-    return w[POSITIONS, below(rng, ends)]
+    return scratch[POSITIONS, below(rng, ends)]
 
 
 @compiled
@@ -73,7 +75,7 @@ class PairedRows(RowObjective):
             first_chunk,
         )
         pairs = np.empty((max(1, chunks_per_sample.max()), 6), np.int64)
-        self.entry(batch, chunks, self._tables(batch), pairs, self._sentence_end, self._settings)
+        self.entry(batch, chunks, self._tables(batch), pairs, self._sentence_end, self._record)
 
     @functools.cached_property
     def _sentence_end(self) -> np.ndarray:

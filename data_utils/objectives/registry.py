@@ -18,7 +18,7 @@ from data_utils.objectives.declared import Declared
 from data_utils.objectives.packages import of_packages
 
 if TYPE_CHECKING:
-    from data_utils.objectives.rows import RowObjective
+    from data_utils.objectives.base import RowObjective
 
 Made = TypeVar("Made", bound="type[RowObjective]")
 

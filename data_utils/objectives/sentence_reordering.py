@@ -18,9 +18,9 @@ from data_utils.common.losses import CLASS_HEADS, Loss
 from data_utils.common.random_streams import below, new_rng, seed_rng
 from data_utils.common.settings import checked, setting
 from data_utils.objectives import pairs
+from data_utils.objectives.compiled import compiled, entry_point, maskable_length
 from data_utils.objectives.labelled_text import LabelledText, LabelledTextConfig, label_documents
 from data_utils.objectives.registry import register
-from data_utils.objectives.row_loops import compiled, entry_point, maskable_length
 
 
 @compiled
@@ -42,12 +42,12 @@ def _cut(text, start, body, sentence_end, rng, cuts, most):
 
 
 @compiled
-def _reorder(text, moved, start, length, sentence_end, rng, cuts, s):
+def _reorder(text, moved, start, length, sentence_end, rng, cuts, settings):
     """Write a chunk with its segments in a drawn order; eos stays last. Returns the class."""
-    body = maskable_length(text, start, length, s)
+    body = maskable_length(text, start, length, settings)
     for i in range(start + body, start + length):
         moved[i] = text[i]
-    segments = _cut(text, start, body, sentence_end, rng, cuts, s.parts)
+    segments = _cut(text, start, body, sentence_end, rng, cuts, settings.parts)
     first, orders = 0, 1
     for n in range(1, segments):
         first += orders
@@ -70,16 +70,16 @@ def _reorder(text, moved, start, length, sentence_end, rng, cuts, s):
 
 
 @entry_point
-def _reorder_all(
-    text, moved, lengths, counts, samples, first_chunk, sentence_end, rng, cuts, labels, settings
-):
-    s = settings[0]
+def _reorder_all(text, moved, lengths, counts, samples, first_chunk, sentence_end, rng, cuts, labels, record):
+    settings = record[0]
     chunk, start = 0, 0
     for i in range(len(samples)):
         for number in range(first_chunk, first_chunk + counts[i]):
             if lengths[chunk] > 0:
-                seed_rng(rng, s.key, samples[i], number, 2)
-                labels[chunk] = _reorder(text, moved, start, lengths[chunk], sentence_end, rng, cuts, s)
+                seed_rng(rng, settings.key, samples[i], number, 2)
+                labels[chunk] = _reorder(
+                    text, moved, start, lengths[chunk], sentence_end, rng, cuts, settings
+                )
             start += lengths[chunk]
             chunk += 1
 
@@ -113,6 +113,6 @@ class SentenceReordering(LabelledText):
         moved, labels = np.empty_like(tokens), np.zeros(len(chunk_lengths), np.int64)
         cuts = np.empty(chunk_lengths.max(initial=0) + 1, np.int64)
         chunks = (chunk_lengths, chunks_per_sample, sample_indices, first_chunk)
-        _reorder_all(tokens, moved, *chunks, self._sentence_end, new_rng(), cuts, labels, self._settings)
+        _reorder_all(tokens, moved, *chunks, self._sentence_end, new_rng(), cuts, labels, self._record)
         super()._fill(batch, moved, *chunks)
         label_documents(batch, chunks_per_sample, labels, first_chunk, CLASS_HEADS["sentence_reordering"])

@@ -20,9 +20,8 @@ from data_utils.common.losses import Loss
 from data_utils.common.random_streams import below, uniform
 from data_utils.common.settings import check, checked, fraction, setting
 from data_utils.objectives import t5
-from data_utils.objectives.interface import Writing
-from data_utils.objectives.registry import register
-from data_utils.objectives.row_loops import (
+from data_utils.objectives.base import check_token
+from data_utils.objectives.compiled import (
     copy_range,
     count_up,
     entry_point,
@@ -31,7 +30,8 @@ from data_utils.objectives.row_loops import (
     mark_document,
     predict_range,
 )
-from data_utils.objectives.rows import check_token
+from data_utils.objectives.interface import Writing
+from data_utils.objectives.registry import register
 from data_utils.objectives.t5 import T5, SentinelConfig, corrupt, lay_out_target
 from data_utils.tokenizers.special_tokens import NO_TOKEN
 
@@ -134,13 +134,15 @@ class Ul2Config(SentinelConfig):
 
 
 @inlined
-def _fill_chunk(row, used, limit, document, text, unit_start, start, length, rng, w, denoisers, s):
+def _fill_chunk(
+    row, offset, limit, document, text, unit_start, start, length, rng, scratch, denoisers, settings
+):
     # A denoiser for each document part, so that short documents of a row mix.
     chosen, draw = 0, uniform(rng)
     while draw >= denoisers[chosen, UNTIL]:
         chosen += 1
     ratio, mode = denoisers[chosen, RATIO], int(denoisers[chosen, MODE])
-    at = used
+    at = offset
     if denoisers[chosen, TOKEN] >= 0:
         row[TOKENS, at] = int(denoisers[chosen, TOKEN])
         at += 1
@@ -151,21 +153,23 @@ def _fill_chunk(row, used, limit, document, text, unit_start, start, length, rng
         copy_range(row, TOKENS, at, part_b, text, start)
         end = part_b
         if rest > 0:
-            row[TOKENS, part_b] = s.eos
+            row[TOKENS, part_b] = settings.eos
             part_b += 1
             end = part_b + rest
             predict_range(row, part_b, end, text, start + length - rest)
-            lay_out_target(row, part_b, end, s)
-        count_up(row, POSITION_IDS, used, part_b, 0)
+            lay_out_target(row, part_b, end, settings)
+        count_up(row, POSITION_IDS, offset, part_b, 0)
     else:
-        end = corrupt(row, used, at, text, start, length, rng, w, s, ratio, denoisers[chosen, LENGTH])
-    mark_document(row, used, end, document, s.loss + mode)
+        end = corrupt(
+            row, offset, at, text, start, length, rng, scratch, settings, ratio, denoisers[chosen, LENGTH]
+        )
+    mark_document(row, offset, end, document, settings.loss + mode)
     return end
 
 
 @entry_point
-def _fill_rows(batch, chunks, tables, settings):
-    fill_chunks(_fill_chunk, batch, chunks, tables, settings)
+def _fill_rows(batch, chunks, tables, record):
+    fill_chunks(_fill_chunk, batch, chunks, tables, record)
 
 
 @register

@@ -24,8 +24,8 @@ OBJECTIVES = (
     Plant(
         "UL2's losses reported as one",
         "data_utils/objectives/ul2.py",
-        "mark_document(row, used, end, document, s.loss + mode)",
-        "mark_document(row, used, end, document, s.loss)",
+        "mark_document(row, offset, end, document, settings.loss + mode)",
+        "mark_document(row, offset, end, document, settings.loss)",
         (f"{RECIPES}::test_the_text_can_be_rebuilt", "tests/train/test_layouts.py"),
     ),
     Plant(

@@ -40,8 +40,8 @@ VARIANTS = (
     Plant(
         "separators between documents masked",
         "data_utils/objectives/masked_text.py",
-        "if text[begin + i] == s.sep or text[begin + i] == s.eos:",
-        "if text[begin + i] == s.eos:",
+        "if text[begin + i] == settings.sep or text[begin + i] == settings.eos:",
+        "if text[begin + i] == settings.eos:",
         (f"{_FORMATS}::test_masks_are_uniform_over_the_tokens_of_joined_documents",),
     ),
     Plant(

@@ -13,7 +13,7 @@ from tokenizers import decoders, pre_tokenizers
 from data_utils.common.errors import ConfigError
 from data_utils.loader.blanks import spans_of
 from data_utils.objectives import OBJECTIVES
-from data_utils.objectives.rows import RowObjective, RowSizes
+from data_utils.objectives.base import RowObjective, RowSizes
 from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from data_utils.tokenizers.vocabulary import Vocabulary, vocabulary_of
 
