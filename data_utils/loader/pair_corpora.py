@@ -28,7 +28,7 @@ from data_utils.loader.sampler import WindowIndex
 from data_utils.objectives import ObjectiveChoice
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD, Objective
 from data_utils.objectives.mixed import Mixed
-from data_utils.objectives.own_corpora import owner_of
+from data_utils.objectives.own_corpora import pair_objective
 
 
 def open_pairs(
@@ -39,11 +39,13 @@ def open_pairs(
     Raises: ConfigError for an objective that the run has not or that reads text; DataError for a dataset without pairs,
         or with another number of labels than the objective.
     """
-    section: Any = next((choice.section for choice in choices if owner_of(choice) == corpus.objective), None)
+    section: Any = next(
+        (choice.section for choice in choices if pair_objective(choice) == corpus.objective), None
+    )
     check(
         section is not None,
         f"corpus {corpus.prefix} has objective {shown(corpus.objective)}, which is not one of the run's objectives "
-        f"for pairs ({', '.join(filter(None, map(owner_of, choices))) or 'none'}); add it to objectives or remove "
+        f"for pairs ({', '.join(filter(None, map(pair_objective, choices))) or 'none'}); add it to objectives or remove "
         "the corpus.",
     )
     require_beside(dataset, {LABELS})
@@ -142,6 +144,6 @@ def linked(
     choices: Sequence[ObjectiveChoice],
 ) -> Objective:
     """The objectives of a run or phase, in which samples of a corpus of pairs are its objective's."""
-    names = [owner_of(choice) for choice in choices]
+    names = [pair_objective(choice) for choice in choices]
     owners = [names.index(c.objective) if c.objective in names and c.objective else -1 for c in corpora]
     return Linked(objective, mixture, owners) if isinstance(objective, Mixed) else objective

@@ -91,20 +91,20 @@ def make_objective(
     Raises: ConfigError when the settings do not go together.
     """
     key = derive_seed(seed, "objective")
-    made = [
+    objectives = [
         make_one(choice.name, choice.section, vocabulary, key, sequence_length, row_length)
         for choice in choices
     ]
-    if len(made) == 1:
-        return made[0]
-    whole = [choice.name for choice in choices if choice.section.whole_documents]
-    if whole:
+    if len(objectives) == 1:
+        return objectives[0]
+    unmixable = [choice.name for choice in choices if choice.section.whole_documents]
+    if unmixable:
         raise ConfigError(
-            f"{whole[0]} cannot be mixed with other objectives, because its samples are whole documents; use it "
+            f"{unmixable[0]} cannot be mixed with other objectives, because its samples are whole documents; use it "
             "alone."
         )
     from data_utils.objectives.mixed import Mixed
 
     weights = [choice.weight for choice in choices]
     first_samples = [choice.first_sample for choice in choices]
-    return Mixed(made, weights, first_samples, derive_seed(seed, "objective mixture"))
+    return Mixed(objectives, weights, first_samples, derive_seed(seed, "objective mixture"))

@@ -77,7 +77,7 @@ class BartConfig(RowSizes):
 
     @property
     def masks_per_span(self) -> float:
-        """Mean number of masks per span: its own, and one for each span of length 0 drawn with it."""
+        """Mean number of masks per span: one for the span, and one for each span of length 0 drawn with it."""
         return 1.0 / (1.0 - math.exp(-self.mean_span_length))
 
     @property
@@ -139,7 +139,7 @@ class BartConfig(RowSizes):
 
 @inlined
 def _permute_sentences(text, sentence_start, start, maskable, length, rng, scratch, settings):
-    """Write the text, its sentences in random order, to scratch[TEXT]. `sentence_start`: bool per token."""
+    """Write the text, its sentences in random order, to scratch[TEXT]. Args: sentence_start: bool of each token."""
     sentences = 1
     scratch[POSITIONS, 0] = 0
     if settings.permute_sentences:

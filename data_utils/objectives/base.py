@@ -145,7 +145,7 @@ class RowObjective:
     entry: ClassVar[Callable[..., Any]]
     compiled_files: ClassVar[tuple[str, ...]] = ()  # further files that the entry point calls into
     writing: ClassVar[Writing | None] = None  # inputs of tasks and generation; None = not supported
-    ends_with_sep: ClassVar[bool] = False  # [SEP] follows the text, so see `kept_length`
+    ends_with_sep: ClassVar[bool] = False  # [SEP] follows the text, so see `length_in_row`
     _digest: ClassVar[int]
 
     def __init_subclass__(cls) -> None:

@@ -44,9 +44,10 @@ class Capitalization(NumberedText):
 
     def _fill(self, batch, tokens, chunk_lengths, chunks_per_sample, sample_indices, first_chunk) -> None:
         super()._fill(batch, tokens, chunk_lengths, chunks_per_sample, sample_indices, first_chunk)
-        marks = batch[:, BLOCK_POSITION_IDS] - 1
+        # NumberedText writes the capitals there, 0 or 1 plus 1; the model does not read them.
+        capitals = batch[:, BLOCK_POSITION_IDS] - 1
         batch[:, BLOCK_POSITION_IDS] = 0
-        labelled = (marks >= 0) & (batch[:, WEIGHTS] == 0)
-        batch[:, TARGETS][labelled] = marks[labelled]
+        labelled = (capitals >= 0) & (batch[:, WEIGHTS] == 0)
+        batch[:, TARGETS][labelled] = capitals[labelled]
         batch[:, WEIGHTS][labelled] = np.float32(1).view(np.int32)
         batch[:, OBJECTIVE][labelled] = CLASS_HEADS["capitalization"]

@@ -153,7 +153,7 @@ def maskable_length(text, start, length, settings):
 
 
 @compiled
-def kept_length(text, start, length, settings):
+def length_in_row(text, start, length, settings):
     """Tokens of a chunk that go into a row.
 
     An eos that is [SEP] or [PAD] itself does not, where [SEP] follows the text: BERT's rows have one [SEP] there, and
@@ -200,7 +200,7 @@ def fill_chunks(fill_chunk, batch, chunks, tables, record):
             reserved += np.int64(settings.growth * chunk_lengths[k] + 1e-9) + settings.overhead
         for number in range(first_chunk, first_chunk + chunks_per_sample[i]):
             reserved -= np.int64(settings.growth * chunk_lengths[chunk] + 1e-9) + settings.overhead
-            length = kept_length(text, start, chunk_lengths[chunk], settings)
+            length = length_in_row(text, start, chunk_lengths[chunk], settings)
             if length > 0:
                 seed_rng(rng, settings.key, sample_indices[i], number, 0)
                 limit = row.shape[1] - reserved

@@ -1,13 +1,13 @@
 """Fill in the middle (arXiv:2207.14255): a causal model learns to write what stands between two texts.
 
 With probability `rate` a chunk of n tokens is cut at two places, uniform over 0 .. n, into prefix, middle and suffix,
-and written in another order, each part after its own token; [p], [s] and [m] are these tokens:
+and written in another order, each segment after its token; [p], [s] and [m] are these tokens:
 
     [p] prefix [s] suffix [m] middle eos      the suffix after the prefix (PSM)
     [p] [s] suffix [m] prefix middle eos      the suffix before it: the middle goes on where the prefix ends (SPM)
 
 Every token is predicted from those before it in the new order, as in `causal`, whose rows the other chunks have. The
-cuts are between tokens. The sources cut between characters and tokenise each part alone, which a dataset of tokens
+cuts are between tokens. The sources cut between characters and tokenise each segment alone, which a dataset of tokens
 cannot: a middle never begins within a token here.
 """
 
@@ -35,7 +35,7 @@ from data_utils.objectives.compiled import (
 from data_utils.objectives.registry import register
 from data_utils.tokenizers.vocabulary import Vocabulary
 
-# Setting -> the role of the token that stands for it in a vocabulary without one of its own.
+# Setting -> the role of the special token that is used where the setting is null.
 _ROLES = {"prefix_token": "cls", "suffix_token": "sep", "middle_token": "mask"}
 
 
@@ -54,18 +54,16 @@ class FillInMiddleConfig(CausalConfig):
     middle_token: int | None = setting(None, "id of the token before a middle; null = [MASK]", at_least=0)
 
     def __post_init__(self) -> None:
-        given = [
-            token for token in (self.prefix_token, self.suffix_token, self.middle_token) if token is not None
-        ]
+        tokens = [token for name in _ROLES if (token := getattr(self, name)) is not None]
         check(
-            len(set(given)) == len(given),
-            f"fill_in_middle.prefix_token, suffix_token and middle_token are {given}; give each a different id.",
+            len(set(tokens)) == len(tokens),
+            f"fill_in_middle.prefix_token, suffix_token and middle_token are {tokens}; give each a different id.",
         )
 
     @property
     def needed_roles(self) -> tuple[str, ...]:  # type: ignore[override]
-        own = [role for name, role in _ROLES.items() if getattr(self, name) is None]
-        return tuple(dict.fromkeys([*own, *(("cls",) if self.begin == "cls" else ())]))
+        roles = [role for name, role in _ROLES.items() if getattr(self, name) is None]
+        return tuple(dict.fromkeys([*roles, *(("cls",) if self.begin == "cls" else ())]))
 
     @property
     def overhead(self) -> int:
@@ -89,6 +87,7 @@ def _fill_chunk(
 ):
     size = maskable_length(text, start, length, settings)  # without the eos at its end
     end = offset + length
+    # The reordered text is written as targets; the inputs below are the same tokens, one position later.
     if chance(rng, settings.cut_below):
         first, last = below(rng, size + 1), below(rng, size + 1)
         if first > last:
@@ -141,13 +140,15 @@ class FillInMiddle(Causal):
     entry = staticmethod(_fill_rows)
 
     def values(self) -> dict[str, Any]:
-        tokens = {
-            f"{name.removesuffix('_token')}_id": int(
-                getattr(self.vocabulary.special, role)
-                if getattr(self.config, name) is None
-                else getattr(self.config, name)
+        ids = {}
+        for name, role in _ROLES.items():
+            token = getattr(self.config, name)
+            ids[f"{name.removesuffix('_token')}_id"] = int(
+                getattr(self.vocabulary.special, role) if token is None else token
             )
-            for name, role in _ROLES.items()
+        return {
+            **super().values(),
+            **ids,
+            "cut_below": chance_threshold(self.config.rate),
+            "suffix_first_below": chance_threshold(self.config.suffix_first_rate),
         }
-        rates = {"cut_below": self.config.rate, "suffix_first_below": self.config.suffix_first_rate}
-        return super().values() | tokens | {name: chance_threshold(rate) for name, rate in rates.items()}

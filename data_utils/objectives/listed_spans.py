@@ -12,6 +12,7 @@ from data_utils.objectives.compiled import entry_point
 
 @entry_point
 def _mark(unit_start, spans, chunk_lengths, as_units):
+    """Mark the listed spans in `unit_start`. Args: as for `with_listed`."""
     start = 0
     for length in chunk_lengths:
         end = start + length

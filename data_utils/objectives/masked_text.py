@@ -40,7 +40,7 @@ from data_utils.objectives.compiled import (
     count_up,
     entry_point,
     inlined,
-    kept_length,
+    length_in_row,
     mark_document,
     maskable_length,
     predict,
@@ -57,17 +57,17 @@ from data_utils.objectives.masking import (
 from data_utils.objectives.pairs import (
     A_END,
     B_END,
-    OWN,
+    CUSTOM,
     WRONG,
     A,
     B,
     PairedRows,
-    exchange_seconds,
+    exchange_second_texts,
     split_point,
 )
 
 BIDIRECTIONAL, SEQ2SEQ, LEFT_TO_RIGHT, RIGHT_TO_LEFT = range(4)  # types of language model
-NO_PAIR, NEXT_SENTENCE, SENTENCE_ORDER, PAIR_ONLY, DISTANCE, GIVEN = range(6)
+NO_PAIR, NEXT_SENTENCE, SENTENCE_ORDER, PAIR_ONLY, DISTANCE, FROM_CORPUS = range(6)
 # Where texts are cut in two; AT_UNITS: before a mask unit; AT_MARKS: where `unit_start` is above 1.
 ANYWHERE, AT_UNITS, AT_MARKS = range(3)
 _LABELS = {
@@ -77,7 +77,8 @@ _LABELS = {
 }
 _TRIES = 16  # draws of a second split point that differs from the first
 
-LM_TYPE = OWN  # column of a pair: the type of language model
+# Columns of a pair: with FROM_CORPUS the length of A, before the chunk is planned; then the type of language model.
+LENGTH_OF_A = LM_TYPE = CUSTOM
 
 
 @compiled
@@ -122,28 +123,23 @@ def _plan_pairs(
 ):
     """Type of language model and halves A, B of every chunk of a sample, with wrong second halves exchanged."""
     for number in range(len(lengths)):
-        length = kept_length(text, start, lengths[number], settings)
+        length = length_in_row(text, start, lengths[number], settings)
         pair = pairs[number]
         if length > 0:
-            seed_rng(
-                rng,
-                settings.key,
-                _sample_counter(text, start, length, sample, settings),
-                first_chunk + number,
-                0,
-            )
-        # One draw for each chunk whether it is needed or not: a setting does not move the draws after it.
-        draw = next_word(rng)
+            counter = _sample_counter(text, start, length, sample, settings)
+            seed_rng(rng, settings.key, counter, first_chunk + number, 0)
+        # One number for each chunk whether it is needed or not: a setting does not change the numbers after it.
+        word = next_word(rng)
         lm_type = BIDIRECTIONAL
-        if draw >= settings.bidirectional_below:
+        if word >= settings.bidirectional_below:
             lm_type = SEQ2SEQ
-            if draw >= settings.seq2seq_below:
-                lm_type = LEFT_TO_RIGHT if draw < settings.left_to_right_below else RIGHT_TO_LEFT
+            if word >= settings.seq2seq_below:
+                lm_type = LEFT_TO_RIGHT if word < settings.left_to_right_below else RIGHT_TO_LEFT
         split = length
         if settings.splits == AT_MARKS:
             split = _marked_split(unit_start, start, length)
-        elif settings.pairing == GIVEN:
-            split = min(pair[OWN], length)
+        elif settings.pairing == FROM_CORPUS:
+            split = min(pair[LENGTH_OF_A], length)
         elif settings.pairing != NO_PAIR and length > 1:
             split = split_point(rng, scratch, text, start, length, sentence_end)
             if settings.splits == AT_UNITS:
@@ -152,16 +148,15 @@ def _plan_pairs(
         pair[A], pair[A_END] = start, start + split
         pair[B], pair[B_END] = start + split, start + length
         # Only bidirectional Examples have a label: CLS of the others does not see both texts.
-        labelled = (
-            settings.pairing == NEXT_SENTENCE
-            or settings.pairing == SENTENCE_ORDER
-            or settings.pairing == DISTANCE
+        pairing = settings.pairing
+        has_label = pairing in (NEXT_SENTENCE, SENTENCE_ORDER, DISTANCE)
+        is_wrong = (
+            has_label and lm_type == BIDIRECTIONAL and split < length and chance(rng, settings.wrong_below)
         )
-        wrong = labelled and lm_type == BIDIRECTIONAL and split < length and chance(rng, settings.wrong_below)
-        pair[WRONG] = wrong
-        if wrong and settings.pairing == SENTENCE_ORDER:
+        pair[WRONG] = is_wrong
+        if is_wrong and pairing == SENTENCE_ORDER:
             _swap_halves(pair)
-        if settings.pairing == DISTANCE and not wrong and split < length and chance(rng, settings.far_below):
+        if pairing == DISTANCE and not is_wrong and split < length and chance(rng, settings.far_below):
             for _ in range(_TRIES):
                 other = split_point(rng, scratch, text, start, length, sentence_end)
                 if other != split:
@@ -171,7 +166,7 @@ def _plan_pairs(
     # A wrong second text comes from the same window, so that a sample stays a function of its own text. Two
     # chunks are needed for an exchange; ALBERT's swap needs one and is done above.
     if settings.pairing == NEXT_SENTENCE or settings.pairing == DISTANCE:
-        only = exchange_seconds(pairs, len(lengths))
+        only = exchange_second_texts(pairs, len(lengths))
         if only >= 0 and settings.pairing == NEXT_SENTENCE:
             _swap_halves(pairs[only])
         elif only >= 0:
@@ -186,7 +181,7 @@ def _swap_halves(pair):
 
 
 @compiled
-def _copy_text(row, scratch, offset, at, text, unit_start, begin, end, settings):
+def _write_text(row, scratch, offset, at, text, unit_start, begin, end, settings):
     """Text and [SEP] at row[at:], and for `draw_spans` what may be masked. Returns the end."""
     length = end - begin
     maskable = maskable_length(text, begin, length, settings)
@@ -257,10 +252,10 @@ def _fill_pair(row, offset, document, text, unit_start, pair, rng, scratch, leng
     row[TOKENS, offset] = settings.cls
     scratch[FREE, 0] = 0
     scratch[UNIT_START, 0] = 1
-    middle = _copy_text(row, scratch, offset, offset + 1, text, unit_start, pair[A], pair[A_END], settings)
+    middle = _write_text(row, scratch, offset, offset + 1, text, unit_start, pair[A], pair[A_END], settings)
     end = middle
     if pair[B] < pair[B_END]:
-        end = _copy_text(row, scratch, offset, middle, text, unit_start, pair[B], pair[B_END], settings)
+        end = _write_text(row, scratch, offset, middle, text, unit_start, pair[B], pair[B_END], settings)
     lm_type = pair[LM_TYPE]
     if lm_type == SEQ2SEQ and end == middle:
         lm_type = BIDIRECTIONAL  # a chunk of one token has no second half
@@ -288,39 +283,21 @@ def _fill_rows(batch, chunks, tables, pairs, sentence_end, record):
         begin_row(row, settings.pad)
         lengths = chunk_lengths[chunk : chunk + chunks_per_sample[i]]
         sample = sample_indices[i]
-        # Given pairs stand one for each chunk of the batch; others are scratch space that every sample uses
-        # again.
-        sample_pairs = pairs[chunk if settings.pairing == GIVEN else 0 :]
+        # Pairs from a corpus are one for each chunk of the batch; others are scratch space that every sample
+        # uses again.
+        sample_pairs = pairs[chunk if settings.pairing == FROM_CORPUS else 0 :]
         _plan_pairs(
-            sample_pairs,
-            text,
-            unit_start,
-            lengths,
-            start,
-            sample,
-            first_chunk,
-            rng,
-            scratch,
-            sentence_end,
-            settings,
-        )
+            sample_pairs, text, unit_start, lengths, start, sample, first_chunk, rng, scratch, sentence_end, settings
+        )  # fmt: skip
         for number in range(len(lengths)):
-            length = kept_length(text, start, lengths[number], settings)
+            document = first_chunk + number
+            length = length_in_row(text, start, lengths[number], settings)
             if length > 0:
                 counter = _sample_counter(text, start, length, sample, settings)
-                seed_rng(rng, settings.key, counter, first_chunk + number, 1)  # 0: the pairs, 1: the masks
+                seed_rng(rng, settings.key, counter, document, 1)  # 0: the pairs, 1: the masks
                 pair = sample_pairs[number]
                 offset = _fill_pair(
-                    row,
-                    offset,
-                    first_chunk + number,
-                    text,
-                    unit_start,
-                    pair,
-                    rng,
-                    scratch,
-                    length_table,
-                    settings,
+                    row, offset, document, text, unit_start, pair, rng, scratch, length_table, settings
                 )
             start += lengths[number]
         chunk += len(lengths)
@@ -367,7 +344,7 @@ class MaskedTextConfig(RowSizes):
 
     @property
     def pairing(self) -> int:
-        """NO_PAIR, NEXT_SENTENCE, SENTENCE_ORDER, PAIR_ONLY (two texts without a label), or GIVEN (by the corpus)."""
+        """NO_PAIR, NEXT_SENTENCE, SENTENCE_ORDER, PAIR_ONLY (two texts without a label), DISTANCE or FROM_CORPUS."""
         return NO_PAIR
 
     @property
@@ -390,7 +367,9 @@ class MaskedText(PairedRows):
     def values(self) -> dict[str, Any]:
         """The same names for the whole family, so that all share one compiled function."""
         config = self.config
-        upto = [min(1.0, sum(config.lm_type_probs[: i + 1])) for i in range(3)]
+        lm_type_thresholds = [
+            chance_threshold(min(1.0, sum(config.lm_type_probs[: i + 1]))) for i in range(3)
+        ]
         label = _LABELS.get(config.pairing)
         return {
             **corruption_thresholds(config.mask_token_prob, config.random_token_prob),
@@ -400,9 +379,9 @@ class MaskedText(PairedRows):
             "wrong_below": chance_threshold(config.wrong_prob),
             # Conditional on the pair not being wrong, which is drawn first.
             "far_below": chance_threshold(min(1.0, config.far_prob / max(1e-9, 1.0 - config.wrong_prob))),
-            "bidirectional_below": chance_threshold(upto[0]),
-            "seq2seq_below": chance_threshold(upto[1]),
-            "left_to_right_below": chance_threshold(upto[2]),
+            "bidirectional_below": lm_type_thresholds[0],
+            "seq2seq_below": lm_type_thresholds[1],
+            "left_to_right_below": lm_type_thresholds[2],
             "gap": bool(config.gap),
             "one_corruption_per_span": bool(config.one_corruption_per_span),
             "static_copies": int(config.static_copies),
@@ -422,6 +401,6 @@ class NumberedText(MaskedText):
         text, numbers = tokens if tokens.ndim == 2 else (tokens, np.full_like(tokens, -1))
         super()._fill(batch, text, chunk_lengths, chunks_per_sample, sample_indices, first_chunk)
         text_positions = batch[:, BLOCK_POSITION_IDS]
-        # The compiled code wrote places in the text (0: none), since it may exchange halves of pairs; here they
-        # become the numbers.
+        # The compiled code wrote positions in the text (0: none), since it may exchange halves of pairs; here
+        # they become the numbers.
         text_positions[:] = np.r_[np.int32(0), numbers + 1][text_positions]

@@ -38,7 +38,7 @@ def masked_target(ratio, size):
 
 
 @compiled
-def _end_of_span(scratch, first, units, size, gap, budget):
+def _span_end(scratch, first, units, size, gap, budget):
     """The end of a span of at most `units` mask units from token `first` on, or -1 if it does not fit.
 
     All its mask units within `budget` tokens must be free; with `gap` its two neighbours must be unmasked.
@@ -64,7 +64,7 @@ def _end_of_span(scratch, first, units, size, gap, budget):
 
 
 @compiled
-def _end_of_listed(scratch, first, size, gap, budget):
+def _listed_span_end(scratch, first, size, gap, budget):
     """The end of the listed span at `first`, or -1: there is none, or its tokens or neighbours are not free."""
     length = scratch[UNIT_START, first] >> 1
     end = first + length
@@ -77,17 +77,17 @@ def _end_of_listed(scratch, first, size, gap, budget):
 
 
 @compiled
-def _listed_span(rng, scratch, size, gap, budget):
+def _draw_listed_span(rng, scratch, size, gap, budget):
     """The first token of one of the listed spans that fit, all equally likely, or -1."""
     count = 0
     for i in range(size):
-        count += _end_of_listed(scratch, i, size, gap, budget) >= 0
+        count += _listed_span_end(scratch, i, size, gap, budget) >= 0
     if count == 0:
         return -1
     # Two passes instead of a list: scratch space is fixed, and listed spans are few.
     skipped = below(rng, count)
     for i in range(size):
-        if _end_of_listed(scratch, i, size, gap, budget) >= 0:
+        if _listed_span_end(scratch, i, size, gap, budget) >= 0:
             if skipped == 0:
                 return i
             skipped -= 1
@@ -119,27 +119,27 @@ def draw_spans(rng, scratch, size, target, gap, length_table, listed_below):
     while chosen < target and candidates > 0:
         first, end = 0, -1
         if listed_below > 0 and chance(rng, listed_below):
-            first = _listed_span(rng, scratch, size, gap, target - chosen)
+            first = _draw_listed_span(rng, scratch, size, gap, target - chosen)
             if first >= 0:
                 end = first + (scratch[UNIT_START, first] >> 1)
         units = draw_length(rng, length_table.shape[0] - 1, length_table) if end < 0 else 0
         while end < 0 and units > 0:
-            # The length is drawn before its place: places drawn first would favour short spans where text is
-            # crowded.
+            # The length is drawn before the position: positions drawn first would favour short spans where text
+            # is crowded.
             for _ in range(POSITIONS_TRIED):
                 first = scratch[POSITIONS, below(rng, candidates)]
-                end = _end_of_span(scratch, first, units, size, gap, target - chosen)
+                end = _span_end(scratch, first, units, size, gap, target - chosen)
                 if end >= 0:
                     break
-            # Halved instead of drawn again, so that the loop ends where free text is in short pieces.
+            # Halved instead of drawn again, so that the loop ends where free text is in short stretches.
             units >>= 1
         if end < 0:  # try every position, from a random one on
-            at = below(rng, candidates)
+            first_tried = below(rng, candidates)
             # The first unit may exceed the target: every Example has something to predict.
             budget = target - chosen if count > 0 else size
             for i in range(candidates):
-                first = scratch[POSITIONS, (at + i) % candidates]
-                end = _end_of_span(scratch, first, 1, size, gap, budget)
+                first = scratch[POSITIONS, (first_tried + i) % candidates]
+                end = _span_end(scratch, first, 1, size, gap, budget)
                 if end >= 0:
                     break
         if end < 0:

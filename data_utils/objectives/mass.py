@@ -42,7 +42,7 @@ from data_utils.objectives.registry import register
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("mass")
 class MassConfig(RowSizes):
-    """The fragment: its length, its place, and what replaces it."""
+    """The fragment: its length, its position, and what replaces it."""
 
     needed_roles = ("cls", "sep", "mask")
 
@@ -88,14 +88,14 @@ class MassConfig(RowSizes):
 
 
 @compiled
-def _draw_start(rng, places, settings):
-    """Where the fragment starts, 0..places - 1: the head, the tail or anywhere."""
+def _draw_start(rng, positions, settings):
+    """Where the fragment starts, 0..positions - 1: the head, the tail or anywhere."""
     word = next_word(rng)
     if word < settings.head_below:
         return 0
     if word < settings.head_or_tail_below:
-        return places - 1
-    return below(rng, places)
+        return positions - 1
+    return below(rng, positions)
 
 
 @inlined

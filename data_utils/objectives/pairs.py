@@ -16,9 +16,9 @@ from data_utils.common.random_streams import below
 from data_utils.objectives.base import RowObjective
 from data_utils.objectives.compiled import POSITIONS, compiled
 
-# Columns of a pair, int64: a number of the objective's own, whether B is to be another chunk's, start and end of A and
-# of B.
-OWN, WRONG, A, A_END, B, B_END = range(6)
+# Columns of a pair, int64: a number that each objective uses as it needs, whether B is to be another chunk's, start and
+# end of A and of B.
+CUSTOM, WRONG, A, A_END, B, B_END = range(6)
 
 
 @compiled
@@ -36,10 +36,10 @@ def split_point(rng, scratch, text, start, length, sentence_end):
 
 
 @compiled
-def exchange_seconds(pairs, count):
-    """Give each of the WRONG pairs the B of the next one, and the last the first's.
+def exchange_second_texts(pairs, count):
+    """Give each of the WRONG pairs the B of the next one, and the last one the B of the first.
 
-    Returns: the number of the only such pair, which then has no other to exchange with; else -1.
+    Returns: the number of the only WRONG pair, which has no other to exchange with; else -1.
     """
     first, last = -1, -1
     for number in range(count):
@@ -48,11 +48,11 @@ def exchange_seconds(pairs, count):
                 first = number
             else:
                 for column in (B, B_END):
-                    # Swaps along the chain turn all WRONG pairs by one place, so that each B is another chunk's
-                    # and none is lost.
-                    moved = pairs[last, column]
+                    # Swaps along the chain move every B by one pair, so that each is another chunk's and none is
+                    # lost.
+                    swapped = pairs[last, column]
                     pairs[last, column] = pairs[number, column]
-                    pairs[number, column] = moved
+                    pairs[number, column] = swapped
             last = number
     return first if first == last else -1
 

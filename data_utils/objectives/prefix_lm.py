@@ -29,7 +29,7 @@ from data_utils.objectives.registry import register
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("prefix_lm")
 class PrefixLmConfig(RowSizes):
-    """How long the prefix is: uniform over a range, in parts of the chunk."""
+    """How long the prefix is: uniform over a range, in fractions of the chunk."""
 
     needed_roles = ("cls",)
 
@@ -62,18 +62,18 @@ class PrefixLmConfig(RowSizes):
 def _fill_chunk(
     row, offset, limit, document, text, unit_start, start, length, rng, scratch, length_table, settings
 ):
-    high = min(length - 1, int(settings.max_prefix_ratio * length))
-    low = min(high, int(settings.min_prefix_ratio * length))
-    prefix = low + below(rng, high - low + 1)
-    rest, end = offset + 1 + prefix, offset + 1 + length
+    longest = min(length - 1, int(settings.max_prefix_ratio * length))
+    shortest = min(longest, int(settings.min_prefix_ratio * length))
+    prefix = shortest + below(rng, longest - shortest + 1)
+    target, end = offset + 1 + prefix, offset + 1 + length
     row[TOKENS, offset] = settings.cls
-    copy_range(row, TOKENS, offset + 1, rest, text, start)
+    copy_range(row, TOKENS, offset + 1, target, text, start)
     # The target is shifted right by sop; the last token of the text is never an input.
-    row[TOKENS, rest] = settings.sop
-    copy_range(row, TOKENS, rest + 1, end, text, start + prefix)
+    row[TOKENS, target] = settings.sop
+    copy_range(row, TOKENS, target + 1, end, text, start + prefix)
     count_up(row, POSITION_IDS, offset, end, 0)
-    count_up(row, ORD, rest, end, 1)
-    predict_range(row, rest, end, text, start + prefix)
+    count_up(row, ORD, target, end, 1)
+    predict_range(row, target, end, text, start + prefix)
     mark_document(row, offset, end, document, settings.loss)
     return end
 

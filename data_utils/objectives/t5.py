@@ -3,8 +3,8 @@
 Part A (order 0) is the text with every noise span replaced by a sentinel. Part B (order 1, 2, ...) is
 `sentinel span sentinel span ... eos` after a `sop`, or after [PAD] in a vocabulary without `sop`, such as T5's. The
 numbers are T5's: round(0.15 n) noise tokens in round(noise / 3) spans. Noise and the other tokens are each divided into
-that many parts, every division equally likely; the parts alternate, and the other tokens come first. Positions of part
-B count from 0 again and its segment id is 1, as in a separate text.
+that many segments, every division equally likely; the segments alternate, and the other tokens come first. Positions of
+part B count from 0 again and its segment id is 1, as in a separate text.
 """
 
 from __future__ import annotations
@@ -137,20 +137,20 @@ class T5Config(SentinelConfig):
 
 
 @compiled
-def _divide(rng, scratch, line, total, parts):
-    """Divide `total` into `parts` lengths >= 1 in w[line], every division equally likely."""
-    rest, cuts = total - 1, parts - 1
-    part, length = 0, 1
-    # Selection sampling: each of the total - 1 borders is a cut with probability cuts / rest.
-    for _ in range(total - 1):  # does a part end between this token and the next?
-        if below(rng, rest) < cuts:
-            scratch[line, part] = length
-            part += 1
+def _divide(rng, scratch, line, total, count):
+    """Divide `total` into `count` lengths >= 1 in scratch[line], every division equally likely."""
+    borders, cuts = total - 1, count - 1
+    segment, length = 0, 1
+    # Selection sampling: each of the total - 1 borders is a cut with probability cuts / remaining borders.
+    for _ in range(total - 1):  # does a segment end between this token and the next?
+        if below(rng, borders) < cuts:
+            scratch[line, segment] = length
+            segment += 1
             length = 0
             cuts -= 1
         length += 1
-        rest -= 1
-    scratch[line, part] = length
+        borders -= 1
+    scratch[line, segment] = length
 
 
 @compiled
@@ -202,7 +202,8 @@ def corrupt(row, offset, at, text, start, length, rng, scratch, settings, noise_
         sentinel_at = at + scratch[STARTS, span]
         copy_range(row, TOKENS, at, sentinel_at, text, source)
         row[TOKENS, sentinel_at] = _sentinel(span, settings)
-        # STARTS has the lengths of kept text, ENDS those of noise, as in T5's code: text comes first.
+        # STARTS has the lengths of the text before each span, ENDS those of the spans: as in T5's code, text is
+        # first.
         source += scratch[STARTS, span] + scratch[ENDS, span]
         at = sentinel_at + 1
     part_b = end = at + start + length - source
