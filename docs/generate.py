@@ -48,7 +48,7 @@ API: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
         {
             "data_utils.objectives.registry": ("register",),
             "data_utils.objectives.base": ("RowObjective", "RowSizes"),
-            "data_utils.objectives.interface": ("ObjectiveConfig", "Objective", "Writing"),
+            "data_utils.objectives.interface": ("ObjectiveConfig", "Objective", "TextFormat"),
             "data_utils.objectives.compiled": (
                 *("compiled", "inlined", "entry_point", "fill_chunks", "put", "predict", "predict_range"),
                 *("set_range", "count_up", "copy_range", "mark_document", "maskable_length"),

@@ -301,11 +301,13 @@ class _Corpora:
         sections = [choice.section for choice in self.all_choices]
         if not sections[0].whole_documents:
             # LABELS belong to corpora of pairs, which name their objective and are opened above.
-            kinds = {each.reads_beside for each in sections if each.reads_beside not in (None, LABELS)}
+            kinds = {
+                each.token_annotation for each in sections if each.token_annotation not in (None, LABELS)
+            }
             if kinds:
-                from data_utils.loader.required_vectors import require_beside  # most read tokens alone
+                from data_utils.loader.annotations import require_annotation  # most read tokens alone
 
-                require_beside(dataset, kinds)
+                require_annotation(dataset, kinds)
             return WindowIndex(dataset, length, DOCUMENT_OVERHEAD, bool(kinds))
         from data_utils.loader.sentences import SentenceIndex
 

@@ -21,9 +21,9 @@ from data_utils.common.setting_files import shown
 from data_utils.common.settings import check
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.manifest import LABELS
+from data_utils.loader.annotations import require_annotation
 from data_utils.loader.config import CorpusConfig
 from data_utils.loader.mixture import Mixture
-from data_utils.loader.required_vectors import require_beside
 from data_utils.loader.sampler import WindowIndex
 from data_utils.objectives import ObjectiveChoice
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD, Objective
@@ -45,10 +45,10 @@ def open_pairs(
     check(
         section is not None,
         f"corpus {corpus.prefix} has objective {shown(corpus.objective)}, which is not one of the run's objectives "
-        f"for pairs ({', '.join(filter(None, map(pair_objective, choices))) or 'none'}); add it to objectives or remove "
-        "the corpus.",
+        f"for pairs ({', '.join(filter(None, map(pair_objective, choices))) or 'none'}); add it to objectives or "
+        "remove the corpus.",
     )
-    require_beside(dataset, {LABELS})
+    require_annotation(dataset, {LABELS})
     count = dataset.manifest["entities"]["count"]
     if count != section.classes:
         raise DataError(

@@ -44,7 +44,7 @@ from data_utils.objectives.compiled import (
     set_range,
     span_count_moments,
 )
-from data_utils.objectives.interface import Writing
+from data_utils.objectives.interface import TextFormat
 from data_utils.objectives.masking import draw_spans, masked_target
 from data_utils.objectives.registry import register
 from data_utils.tokenizers.vocabulary import Vocabulary
@@ -251,7 +251,7 @@ class Bart(RowObjective):
     name = "bart"
     config_class = BartConfig
     losses = (Loss("denoising", 16),)
-    writing = Writing(
+    text_format = TextFormat(
         "encoder_decoder",
         "encoder_decoder",
         before=("cls",),
@@ -269,5 +269,5 @@ class Bart(RowObjective):
         }
 
     @classmethod
-    def writing_of(cls, config: BartConfig) -> Writing:
-        return replace(cls.writing, forced=("cls",)) if config.predict_cls else cls.writing
+    def text_format_for(cls, config: BartConfig) -> TextFormat:
+        return replace(cls.text_format, forced=("cls",)) if config.predict_cls else cls.text_format

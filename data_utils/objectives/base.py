@@ -25,7 +25,7 @@ from data_utils.common.losses import Loss
 from data_utils.common.random_streams import new_rng, source_digest
 from data_utils.common.settings import check
 from data_utils.objectives.compiled import WORK_LINES, cumulative_table, entry_point
-from data_utils.objectives.interface import DOCUMENT_OVERHEAD, ObjectiveConfig, Writing
+from data_utils.objectives.interface import DOCUMENT_OVERHEAD, ObjectiveConfig, TextFormat
 from data_utils.tokenizers.vocabulary import Vocabulary
 
 
@@ -124,6 +124,12 @@ def _look_up(table, tokens, values):
     return True
 
 
+# The names before 0.5.0 of what classes of users may define.
+_FORMER_NAMES = {
+    "choose_units": "choose_mask_units", "writing": "text_format", "writing_of": "text_format_for",
+}  # fmt: skip
+
+
 class RowObjective:
     """An objective around one compiled entry point (see `Objective` in interface.py).
 
@@ -144,14 +150,15 @@ class RowObjective:
     losses: ClassVar[tuple[Loss, ...]]  # `settings.loss` is the number of the first
     entry: ClassVar[Callable[..., Any]]
     compiled_files: ClassVar[tuple[str, ...]] = ()  # further files that the entry point calls into
-    writing: ClassVar[Writing | None] = None  # inputs of tasks and generation; None = not supported
+    text_format: ClassVar[TextFormat | None] = None  # for tasks and generation; None = not supported
     ends_with_sep: ClassVar[bool] = False  # [SEP] follows the text, so see `length_in_row`
     _digest: ClassVar[int]
 
     def __init_subclass__(cls) -> None:
         """Take the digest of the sources now: the files may change after the import."""
-        if "choose_units" in vars(cls):  # the name before 0.5.0, which classes of users may define
-            cls.choose_mask_units = cls.choose_units  # type: ignore[attr-defined, method-assign]
+        for former, name in _FORMER_NAMES.items():
+            if former in vars(cls):
+                setattr(cls, name, vars(cls)[former])
         if not hasattr(cls, "entry"):  # a common base class of several objectives
             return
         own_file = getattr(cls.entry, "py_func", cls.entry).__code__.co_filename
@@ -160,9 +167,9 @@ class RowObjective:
         cls._digest = source_digest(*files, own_file, *cls.compiled_files)
 
     @classmethod
-    def writing_of(cls, config: Any) -> Writing | None:
-        """`writing` where it depends on the section."""
-        return cls.writing
+    def text_format_for(cls, config: Any) -> TextFormat | None:
+        """`text_format` where it depends on the section."""
+        return cls.text_format
 
     def __init__(
         self,
@@ -194,7 +201,8 @@ class RowObjective:
         self.mask_units = self.choose_mask_units()
         check(
             self.mask_units != "words" or vocabulary.word_start is not None,
-            f"{self.name} masks whole words, but {vocabulary.words_unknown}; set {self.name}.{config.units_of_tokens}.",
+            f"{self.name} masks whole words, but {vocabulary.words_unknown}; set "
+            f"{self.name}.{config.token_units_setting}.",
         )
         self._length_table = self.length_table()
         special: dict[str, Any] = {
@@ -247,7 +255,7 @@ class RowObjective:
                 f"{self.sequence_length} and rows of {batch.shape[2]}; the tokens of a window plus "
                 f"{DOCUMENT_OVERHEAD} for each document must not exceed sequence_length."
             )
-        if tokens.ndim == 2 and self.config.reads_beside is None:
+        if tokens.ndim == 2 and self.config.token_annotation is None:
             tokens = tokens[0]
         self._fill(batch, tokens, chunk_lengths, chunks_per_sample, sample_indices, 0)
 

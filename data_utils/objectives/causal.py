@@ -23,7 +23,7 @@ from data_utils.objectives.compiled import (
     mark_document,
     predict_range,
 )
-from data_utils.objectives.interface import Writing
+from data_utils.objectives.interface import TextFormat
 from data_utils.objectives.registry import register
 from data_utils.tokenizers.special_tokens import NO_TOKEN
 
@@ -87,7 +87,7 @@ class Causal(RowObjective):
     name = "causal"
     config_class = CausalConfig
     losses = (Loss("causal", 3),)
-    writing = Writing("causal", "left_to_right", before=("eos",), ends=("eos",), is_causal=True)
+    text_format = TextFormat("causal", "left_to_right", before=("eos",), ends=("eos",), is_causal=True)
     entry = staticmethod(_fill_rows)
 
     def values(self) -> dict[str, Any]:
@@ -95,5 +95,5 @@ class Causal(RowObjective):
         return super().values() | {"begin": int(begin[0]) if begin else NO_TOKEN}
 
     @classmethod
-    def writing_of(cls, config: CausalConfig) -> Writing:
-        return replace(cls.writing, before=config.before)
+    def text_format_for(cls, config: CausalConfig) -> TextFormat:
+        return replace(cls.text_format, before=config.before)

@@ -17,7 +17,7 @@ from typing import Any
 from data_utils.common.losses import ENTITIES, MASKED, NEXT_SENTENCE_LOSS
 from data_utils.common.setting_files import shown
 from data_utils.common.settings import check, checked, fraction, setting
-from data_utils.objectives.interface import Writing
+from data_utils.objectives.interface import TextFormat
 from data_utils.objectives.masked_text import NEXT_SENTENCE, NO_PAIR, MaskedTextConfig, NumberedText
 from data_utils.objectives.own_model import NO_OPTIONS, require, require_alone
 from data_utils.objectives.registry import register
@@ -56,18 +56,18 @@ class EntitiesConfig(MaskedTextConfig):
     next_sentence: bool = setting(True, "Two segments per sample and a next-sentence label on CLS.")
 
     model_module = "megatron_lite.models.ernie_thu.model_spec"
-    two_stacks = (
+    own_model_advice = (
         "reads entities with its tokens; it can be trained, fine-tuned on tasks and evaluated, but cannot generate "
         "text."
     )
     solves_tasks = True
-    reads_beside = "entities"
+    token_annotation = "entities"
 
     @property
     def pairing(self) -> int:
         return NEXT_SENTENCE if self.next_sentence else NO_PAIR
 
-    def kinds_of(self, layers: int) -> tuple[str, ...]:
+    def layer_types_for(self, layers: int) -> tuple[str, ...]:
         """The kind of each of a model's blocks."""
         first = (layers - 1) // 2
         return self.layer_types or (*["sim"] * first, "mix", *["norm"] * (layers - 1 - first))
@@ -78,7 +78,7 @@ class EntitiesConfig(MaskedTextConfig):
         require_alone(config, stands, solves_tasks=True)
         layers = config.model.num_layers
         check(
-            len(self.kinds_of(layers)) == layers and set(self.layer_types) <= set(LAYERS),
+            len(self.layer_types_for(layers)) == layers and set(self.layer_types) <= set(LAYERS),
             f"entities.layer_types is {shown(list(self.layer_types))}; it needs {layers} entries "
             f"(model.num_layers), each one of {', '.join(LAYERS)}.",
         )
@@ -114,4 +114,4 @@ class Entities(NumberedText):
     name = "entities"
     config_class = EntitiesConfig
     losses = (MASKED, NEXT_SENTENCE_LOSS, ENTITIES)
-    writing = Writing("bert")
+    text_format = TextFormat("bert")

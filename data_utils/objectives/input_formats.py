@@ -61,7 +61,7 @@ def _recut(
     text, chunk_lengths, counts, input_format, shortest, eos, sep, drops_eos, sentence_end, out, marks, lengths,
     new_counts,
 ):  # fmt: skip
-    """Write the text of the new chunks to `out`, their lengths, and their number in each sample. Returns both totals."""
+    """Write the new chunks, their lengths, and their number in each sample. Returns: their tokens, their number."""
     chunk, start, length, count = 0, 0, 0, 0  # length: tokens in `out`; count: chunks in it
     for i in range(len(counts)):
         first = count

@@ -28,7 +28,7 @@ MARKERS = 78  # lines of configs/labels/markers.txt
 class LabelledPairsConfig(LabelledTextConfig):
     classes: int = setting(2, "Number of labels in its corpora.", at_least=2)
 
-    reads_beside = "labels"
+    token_annotation = "labels"
 
     @property
     def pairing(self) -> int:

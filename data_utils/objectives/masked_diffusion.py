@@ -29,7 +29,7 @@ from data_utils.objectives.compiled import (
     inlined,
     mark_document,
 )
-from data_utils.objectives.interface import Writing
+from data_utils.objectives.interface import TextFormat
 from data_utils.objectives.registry import register
 
 
@@ -85,5 +85,5 @@ class MaskedDiffusion(RowObjective):
     name = "masked_diffusion"
     config_class = MaskedDiffusionConfig
     losses = (MASKED_DIFFUSION,)
-    writing = Writing("bert", "unmasking", ends=("eos",))
+    text_format = TextFormat("bert", "unmasking", ends=("eos",))
     entry = staticmethod(_fill_rows)

@@ -29,7 +29,7 @@ from data_utils.objectives.compiled import (
     predict_range,
     set_range,
 )
-from data_utils.objectives.interface import Writing
+from data_utils.objectives.interface import TextFormat
 from data_utils.objectives.masking import (
     check_corruption,
     corrupted_token,
@@ -140,7 +140,7 @@ class Mass(RowObjective):
     name = "mass"
     config_class = MassConfig
     losses = (Loss("fragment", 17),)
-    writing = Writing(
+    text_format = TextFormat(
         "encoder_decoder",
         "encoder_decoder",
         before=("cls",),

@@ -1,8 +1,8 @@
 """Several objectives in one run. The objective of a sample is drawn from the sample's random numbers.
 
 The choice depends on (seed, sample index) alone, so it is the same for any batch size and after any restart.
-`first_sample` of an objective is the sample from which on it takes part. This is ERNIE 2.0's cumulative schedule of tasks
-(arXiv:1907.12412): each stage trains the new task and all before it.
+`first_sample` of an objective is the sample from which on it takes part. This is ERNIE 2.0's cumulative schedule of
+tasks (arXiv:1907.12412): each stage trains the new task and all before it.
 
 Price: the rows of a batch are made objective by objective and copied once more. Rows have the length of the longest
 objective; mixing BART, which doubles its text, with BERT wastes half of BERT's rows.

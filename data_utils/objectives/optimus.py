@@ -100,7 +100,7 @@ class OptimusConfig(RowSizes):
     whole_documents = True
     model_module = "megatron_lite.models.optimus.model_spec"
     has_second_stack = True
-    two_stacks = "joins two Transformers by a latent vector; use scripts/latent.py for it."
+    own_model_advice = "joins two Transformers by a latent vector; use scripts/latent.py for it."
     sample_settings = ("optimus.memory", "data.row_length")
 
     def __post_init__(self) -> None:

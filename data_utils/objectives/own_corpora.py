@@ -12,7 +12,7 @@ from data_utils.objectives import ObjectiveChoice
 
 def pair_objective(choice: ObjectiveChoice) -> str | None:
     """The name of an objective that reads corpora of its own; None for one that reads text."""
-    return choice.name if choice.section.reads_beside == "labels" else None
+    return choice.name if choice.section.token_annotation == "labels" else None
 
 
 def shares(corpora: Sequence[Any], objectives: Sequence[ObjectiveChoice]) -> list[float]:

@@ -22,7 +22,7 @@ from data_utils.objectives.compiled import (
     mark_document,
     predict_range,
 )
-from data_utils.objectives.interface import Writing
+from data_utils.objectives.interface import TextFormat
 from data_utils.objectives.registry import register
 
 
@@ -88,5 +88,5 @@ class PrefixLm(RowObjective):
     name = "prefix_lm"
     config_class = PrefixLmConfig
     losses = (Loss("prefix", 4),)
-    writing = Writing("prefix", "left_to_right", before=("cls",), start=("sop",), ends=("eos",))
+    text_format = TextFormat("prefix", "left_to_right", before=("cls",), start=("sop",), ends=("eos",))
     entry = staticmethod(_fill_rows)

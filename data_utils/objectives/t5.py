@@ -38,7 +38,7 @@ from data_utils.objectives.compiled import (
     maskable_length,
     set_range,
 )
-from data_utils.objectives.interface import Writing
+from data_utils.objectives.interface import TextFormat
 from data_utils.objectives.registry import register
 from data_utils.tokenizers.vocabulary import Vocabulary
 
@@ -245,7 +245,7 @@ class T5(RowObjective):
     name = "t5"
     config_class = T5Config
     losses = (Loss("span_corruption", 15),)
-    writing = Writing(
+    text_format = TextFormat(
         "encoder_decoder",
         "encoder_decoder",
         after=("eos",),

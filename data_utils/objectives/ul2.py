@@ -30,7 +30,7 @@ from data_utils.objectives.compiled import (
     mark_document,
     predict_range,
 )
-from data_utils.objectives.interface import Writing
+from data_utils.objectives.interface import TextFormat
 from data_utils.objectives.registry import register
 from data_utils.objectives.t5 import T5, SentinelConfig, corrupt, lay_out_target
 from data_utils.tokenizers.special_tokens import NO_TOKEN
@@ -198,9 +198,9 @@ class Ul2(T5):
         return np.array(table)
 
     @classmethod
-    def writing_of(cls, config: Ul2Config) -> Writing:
+    def text_format_for(cls, config: Ul2Config) -> TextFormat:
         modes = {
             mode: () if token is None else (token,)
             for mode, token in zip(MODES, config.mode_tokens, strict=True)
         }
-        return replace(cls.writing, before=modes["sequential"], modes=modes)
+        return replace(cls.text_format, before=modes["sequential"], modes=modes)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from data_utils.common.losses import NEXT_SENTENCE_LOSS, Loss
 from data_utils.common.settings import check, checked, fraction, setting
-from data_utils.objectives.interface import Writing
+from data_utils.objectives.interface import TextFormat
 from data_utils.objectives.masked_text import NEXT_SENTENCE, PAIR_ONLY, MaskedText, MaskedTextConfig
 from data_utils.objectives.registry import register
 
@@ -71,4 +71,6 @@ class UniLm(MaskedText):
         Loss("right_to_left", 14),
         NEXT_SENTENCE_LOSS,
     )
-    writing = Writing("unilm", "masks", before=("cls",), after=("sep",), ends=("sep",), segments=(4, 5))
+    text_format = TextFormat(
+        "unilm", "masks", before=("cls",), after=("sep",), ends=("sep",), segments=(4, 5)
+    )

@@ -32,7 +32,7 @@ from data_utils.objectives.compiled import (
     predict,
     put,
 )
-from data_utils.objectives.interface import Writing
+from data_utils.objectives.interface import TextFormat
 from data_utils.objectives.masking import draw_spans, masked_target
 from data_utils.objectives.registry import register
 
@@ -127,7 +127,9 @@ class UniLmV2(RowObjective):
     name = "unilmv2"
     config_class = UniLmV2Config
     losses = (Loss("autoencoding", 18), Loss("partially_autoregressive", 19))
-    writing = Writing("unilmv2", "masks", before=("cls",), after=("sep",), ends=("sep",), segments=(0, 1))
+    text_format = TextFormat(
+        "unilmv2", "masks", before=("cls",), after=("sep",), ends=("sep",), segments=(0, 1)
+    )
     entry = staticmethod(_fill_rows)
     ends_with_sep = True
 

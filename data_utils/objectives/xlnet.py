@@ -53,7 +53,7 @@ from data_utils.objectives.compiled import (
     put,
     set_range,
 )
-from data_utils.objectives.interface import Writing
+from data_utils.objectives.interface import TextFormat
 from data_utils.objectives.pairs import (
     A_END,
     B_END,
@@ -333,7 +333,7 @@ class Xlnet(PairedRows):
     name = "xlnet"
     config_class = XlnetConfig
     losses = (Loss("permutation", 20),)
-    writing = Writing("bert")
+    text_format = TextFormat("bert")
     entry = staticmethod(_fill_rows)
     ends_with_sep = True
 

@@ -46,7 +46,7 @@ from data_utils.objectives.blank_infilling.spans import (
     write_example,
 )
 from data_utils.objectives.compiled import entry_point, inlined, set_range
-from data_utils.objectives.interface import DOCUMENT_OVERHEAD, Writing
+from data_utils.objectives.interface import DOCUMENT_OVERHEAD, TextFormat
 from data_utils.objectives.registry import register
 
 _NO_WORDS = np.zeros(0, np.bool_)
@@ -164,7 +164,7 @@ class BlankInfilling(RowObjective):
     name = "blank_infilling"
     config_class = BlankInfillingConfig
     losses = (Loss("token", 0), Loss("sentence", 1), Loss("document", 2))  # TOKEN, SENTENCE, DOCUMENT
-    writing = Writing("glm", "blanks")
+    text_format = TextFormat("glm", "blanks")
     entry = staticmethod(_fill_rows)
     compiled_files = (config.__file__, spans.__file__)
 
@@ -187,7 +187,7 @@ class BlankInfilling(RowObjective):
         return min(self.config.max_span_length, self.sequence_length - 1)
 
     @classmethod
-    def writing_of(cls, config: BlankInfillingConfig) -> Writing:
+    def text_format_for(cls, config: BlankInfillingConfig) -> TextFormat:
         shares = {
             "mask": config.token_prob + config.single_span_prob,
             "smask": config.sentence_prob,
@@ -195,9 +195,9 @@ class BlankInfilling(RowObjective):
         }
         masks = tuple(mask for mask, share in shares.items() if share > 1e-9)
         if config.masked_lm:
-            return Writing("bert")
-        way = "blanks" if config.sentinel_first is None else None  # sentinels are no blanks
-        return replace(cls.writing, way=way, masks=masks)
+            return TextFormat("bert")
+        generation = "blanks" if config.sentinel_first is None else None  # sentinels are no blanks
+        return replace(cls.text_format, generation=generation, masks=masks)
 
     def length_table(self) -> np.ndarray:
         return poisson_length_table(self.config.mean_span_length, self._longest_token_span)

@@ -151,7 +151,7 @@ def test_the_share_of_rows_with_loss_is_that_of_drawn_rows(name, config):
     text = np.random.default_rng(0).integers(1000, 3000, samples * length).astype(np.int32)
     text[length - 1 :: length] = SPECIAL.eos
     ones = np.ones(samples, np.int64)
-    if made.config.reads_beside == "capitals":
+    if made.config.token_annotation == "capitals":
         text = np.stack([text, np.zeros_like(text)])  # each token begins a word
     batch = collate(made, text, ones * length, ones, np.arange(samples))
     drawn = (batch[:, WEIGHTS] != 0).sum() / (batch[:, DOC] >= 0).sum()
@@ -229,7 +229,7 @@ def test_an_objective_is_one_file_and_one_configuration(settings, tmp_path):
 
 @pytest.mark.slow
 def test_tasks_and_generation_need_no_other_file(settings, tmp_path):
-    """A run of an objective that declares its `writing` is tuned on pairs, evaluated by its answers, and writes."""
+    """A run of an objective that declares its `text_format` is tuned on pairs, evaluated by its answers, and writes."""
     project = copied_project(tmp_path / "project")
     shutil.copytree(ROOT / "scripts", project / "scripts")
     source = (ROOT / "data_utils/objectives/causal.py").read_text()
