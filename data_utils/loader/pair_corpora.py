@@ -61,20 +61,20 @@ def open_pairs(
 @njit(cache=True, error_model="numpy", nogil=True)
 def _pack(costs, longest, starts, stops):
     """Write the first cost and the end of each window of whole documents; return how many there are."""
-    windows, at, is_open = 0, np.int64(0), False
+    windows, begin, is_open = 0, np.int64(0), False
     for document in range(costs.shape[0]):
-        end = at + costs[document]
+        end = begin + costs[document]
         # Half of a pair has no label that is true, so pairs are whole or left out. One that is left out also
-        # ends its window, since a window is one range of the stream.
+        # ends its window, since a window is one range of the dataset.
         if costs[document] > longest:
             is_open = False
         else:
             if not is_open or end - starts[windows - 1] > longest:
-                starts[windows] = at
+                starts[windows] = begin
                 windows += 1
                 is_open = True
             stops[windows - 1] = end
-        at = end
+        begin = end
     return windows
 
 
@@ -96,7 +96,7 @@ class PairIndex(WindowIndex):
         costs = dataset.read_lengths(0, len(dataset)).astype(np.int64) + document_overhead
         starts, stops = np.empty_like(costs), np.empty_like(costs)
         self.num_windows = int(_pack(costs, window_length, starts, stops))
-        self._starts, self._stops = (each[: self.num_windows].copy() for each in (starts, stops))
+        self._starts, self._stops = (bounds[: self.num_windows].copy() for bounds in (starts, stops))
         self.too_long = int((costs > window_length).sum())
         if not self.num_windows:
             raise DataError(
@@ -120,7 +120,7 @@ class Linked(Mixed):
     """Objectives of a run of which some read corpora of their own.
 
     Args:
-        mixture: the run's. owners: of its corpora, the number of the objective that reads each, -1 = those of text.
+        mixture: the run's. owners: for each of its corpora the number of the objective that alone reads it; -1 = text.
     """
 
     def __init__(self, mixed: Mixed, mixture: Mixture, owners: Sequence[int]) -> None:
@@ -133,8 +133,8 @@ class Linked(Mixed):
         self.weights[[number for number in owners if number >= 0]] = 0.0
 
     def choose(self, sample_indices: np.ndarray) -> np.ndarray:
-        own = self._owners[self._mixture.deal(sample_indices)[0]]
-        return np.where(own >= 0, own, super().choose(sample_indices))
+        owners = self._owners[self._mixture.deal(sample_indices)[0]]
+        return np.where(owners >= 0, owners, super().choose(sample_indices))
 
 
 def linked(
@@ -145,5 +145,8 @@ def linked(
 ) -> Objective:
     """The objectives of a run or phase, in which samples of a corpus of pairs are its objective's."""
     names = [pair_objective(choice) for choice in choices]
-    owners = [names.index(c.objective) if c.objective in names and c.objective else -1 for c in corpora]
+    owners = [
+        names.index(corpus.objective) if corpus.objective and corpus.objective in names else -1
+        for corpus in corpora
+    ]
     return Linked(objective, mixture, owners) if isinstance(objective, Mixed) else objective

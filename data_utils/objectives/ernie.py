@@ -20,6 +20,7 @@ from data_utils.common.errors import ConfigError
 from data_utils.common.losses import NEXT_SENTENCE_LOSS, Loss
 from data_utils.common.settings import checked, setting
 from data_utils.objectives.interface import TextFormat
+from data_utils.objectives.listed_spans import with_listed
 from data_utils.objectives.masked_text import (
     ANYWHERE,
     AT_UNITS,
@@ -79,8 +80,6 @@ class Ernie(MaskedText):
     def _unit_starts(self, tokens, chunk_lengths):  # type: ignore[no-untyped-def]
         if tokens.ndim == 1:
             return super()._unit_starts(tokens, chunk_lengths)
-        from data_utils.objectives.listed_spans import with_listed
-
         words = super()._unit_starts(tokens[0], chunk_lengths)
         return with_listed(words, tokens[1], chunk_lengths, as_units=True)
 

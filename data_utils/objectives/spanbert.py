@@ -19,6 +19,7 @@ import numpy as np
 from data_utils.common.losses import MASKED_SPANS, SPAN_BOUNDARY
 from data_utils.common.settings import checked, fraction, setting
 from data_utils.objectives.interface import TextFormat
+from data_utils.objectives.listed_spans import with_listed
 from data_utils.objectives.masked_text import MaskedText, MaskedTextConfig
 from data_utils.objectives.registry import register
 
@@ -71,7 +72,5 @@ class SpanBert(MaskedText):
     def _unit_starts(self, tokens, chunk_lengths):  # type: ignore[no-untyped-def]
         if tokens.ndim == 1:
             return super()._unit_starts(tokens, chunk_lengths)
-        from data_utils.objectives.listed_spans import with_listed
-
         words = super()._unit_starts(tokens[0], chunk_lengths)
         return with_listed(words, tokens[1], chunk_lengths, as_units=False)

@@ -279,8 +279,8 @@ SAMPLES = (
     Plant(
         "the order of blocks repeats after the first",
         "data_utils/loader/sampler.py",
-        "ordinals[i] = used[corpus] + block * (starts[corpus + 1] - starts[corpus]) + ranks_of_places[place]",
-        "ordinals[i] = used[corpus] + ranks_of_places[place]",
+        "samples_before[corpus] + block * (starts[corpus + 1] - starts[corpus]) + block_ranks[position]",
+        "samples_before[corpus] + block_ranks[position]",
         ("tests/data/loader/test_mixture.py",),
     ),
     Plant(

@@ -47,8 +47,8 @@ VARIANTS = (
     Plant(
         "the sentence that a window cuts left out",
         "data_utils/objectives/input_formats.py",
-        "used = _copy(out, used, text, stop, end)",
-        "used = _copy(out, used, text, end - 1, end)",
+        "length = _copy(out, length, text, stop, end)",
+        "length = _copy(out, length, text, end - 1, end)",
         (f"{_FORMATS}::test_every_token_comes_once_and_examples_end_with_sentences",),
     ),
     Plant(
