@@ -32,7 +32,7 @@ def blanked_examples(loader: SampleLoader, num_samples: int) -> Iterator[Example
                 yield example
 
 
-def spans_of(example: Example, special: SpecialTokens) -> list[list[int]]:
+def blank_tokens(example: Example, special: SpecialTokens) -> list[list[int]]:
     """Token ids of each blank, in text order: part B has the blank's position, and its spans end with eop."""
     in_part_b = example.ord > 0
     positions, targets = example.position_ids[in_part_b], example.targets[in_part_b]
@@ -54,4 +54,4 @@ def cut(example: Example, special: SpecialTokens) -> Prompt:
     blanks = [position for position, token in enumerate(context) if token == special.mask]
     if len(blanks) > MOST_BLANKS:
         context = context[: blanks[MOST_BLANKS]]
-    return Prompt(context, spans_of(example, special)[: min(len(blanks), MOST_BLANKS)])
+    return Prompt(context, blank_tokens(example, special)[: min(len(blanks), MOST_BLANKS)])

@@ -69,8 +69,8 @@ def word_shares(
         yield f"no word boundaries: {vocabulary.words_unknown}; objectives can mask single tokens only"
         return
     share = float(vocabulary.word_starts(tokens).mean()) if len(tokens) else 1.0
-    each = ": each token is a word, so that hiding whole words hides single tokens" if share == 1.0 else ""
-    yield f"words begin at {_percent(share)} of {whose} tokens{each}"
+    note = ": each token is a word, so that hiding whole words hides single tokens" if share == 1.0 else ""
+    yield f"words begin at {_percent(share)} of {whose} tokens{note}"
     if objectives_of_words and len(tokens) >= _ENOUGH and not FEW_STARTS <= share <= MANY_STARTS:
         reason = (
             "a word is a long text that is masked as a whole" if share < FEW_STARTS else "a word is one token"

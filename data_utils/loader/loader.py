@@ -228,7 +228,7 @@ def _phased_loader(
     run: SampleLoader, phases: Sequence[PhaseSamples], vocabulary: Vocabulary, seed: int
 ) -> SampleLoader:
     """The loader of all phases. Args: run: the loader of the run, whose corpora they share. seed: of the run."""
-    mixtures = mixtures_of(run.mixture.indexes, run.mixture.seed, phases)
+    mixtures = phase_mixtures(run.mixture.indexes, run.mixture.seed, phases)
     loaders = []
     for mixture, (_, data, choices) in zip(mixtures, phases, strict=True):
         objective = make_objective(choices, vocabulary, seed, data.sequence_length, data.row_length)
@@ -244,7 +244,7 @@ def corpus_shares(corpora: Sequence[CorpusConfig], objectives: Sequence[Objectiv
     return [corpus.weight for corpus in corpora]
 
 
-def mixtures_of(indexes: Sequence[Index], seed: int, phases: Sequence[PhaseSamples]) -> list[Mixture]:
+def phase_mixtures(indexes: Sequence[Index], seed: int, phases: Sequence[PhaseSamples]) -> list[Mixture]:
     """The mixture of each phase. Args: seed: of the mixtures."""
     weights = [corpus_shares(phase.data.train, phase.objectives) for phase in phases]
     lengths = [phase.data.sequence_length for phase in phases]

@@ -23,13 +23,13 @@ from data_utils.objectives.own_model import NO_OPTIONS, require, require_alone
 from data_utils.objectives.registry import register
 
 LAYERS = ("sim", "mix", "norm")
-# Options of the model that it cannot have otherwise.
+# Options of the model, and the value that each must have.
 _FIXED = {
     "norm": "post", "positions": "learned", "relative": "none", "ffn": "plain", "biases": "all", "decoder_layers": 0,
     "adapter_size": 0, "mup": None, "share_layers": "none", "sandwich_norm": False, "attention_window": 0,
     "span_boundary_places": 0, "task_types": 0, "tie_word_embeddings": True,
 }  # fmt: skip
-_LAYOUT = {"pipeline_parallel_size": 1, "sequence_parallel": False}
+_PARALLEL = {"pipeline_parallel_size": 1, "sequence_parallel": False}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,12 +68,12 @@ class EntitiesConfig(MaskedTextConfig):
         return NEXT_SENTENCE if self.next_sentence else NO_PAIR
 
     def layer_types_for(self, layers: int) -> tuple[str, ...]:
-        """The kind of each of a model's blocks."""
-        first = (layers - 1) // 2
-        return self.layer_types or (*["sim"] * first, "mix", *["norm"] * (layers - 1 - first))
+        """The type of each block of a model with this number of layers."""
+        token_blocks = (layers - 1) // 2
+        return self.layer_types or (*["sim"] * token_blocks, "mix", *["norm"] * (layers - 1 - token_blocks))
 
     def check_run(self, config: Any) -> None:
-        """Raise ConfigError unless the rest is as a model with two streams needs it."""
+        """Raise ConfigError unless the rest is as a model with hidden states of tokens and of entities needs it."""
         stands = "entities have a stream of their own in the model, and the objective stands"
         require_alone(config, stands, solves_tasks=True)
         layers = config.model.num_layers
@@ -96,7 +96,7 @@ class EntitiesConfig(MaskedTextConfig):
         require(
             config.parallel,
             "parallel",
-            _LAYOUT,
+            _PARALLEL,
             "but the hidden states of entities are not split, neither in tensor nor in pipeline parallelism",
         )
         require(config.training, "training", NO_OPTIONS, "which is not defined for entities")

@@ -47,7 +47,7 @@ class TextFormat:
 Writing = TextFormat  # the name before 0.5.0, which objectives of users import
 
 
-def token_of(role: str | int, special: SpecialTokens) -> int:
+def role_token(role: str | int, special: SpecialTokens) -> int:
     """The id of a role's token; a number is an id."""
     return role if isinstance(role, int) else getattr(special, role)
 
@@ -72,18 +72,14 @@ class ObjectiveConfig(ABC):
     # data_utils/loader/sampler.py; None = nothing.
     token_annotation: str | None = None
     sample_settings: tuple[str, ...] | None = None  # keys on which samples depend; None = the whole section
-    token_units_setting = (
-        "whole_words=false"  # the setting that makes an objective mask tokens, not whole words
-    )
+    token_units_setting = "whole_words=false"  # makes the objective mask tokens instead of whole words
     # The module whose MODEL_SPEC describes the model that the objective trains (megatron_lite/model/build.py); None =
     # one Transformer.
     model_module: str | None = None
     # With a model_module: the end of the sentence that tells a user why the run cannot be opened as one Transformer.
     own_model_advice: str | None = None
-    solves_tasks = False  # whether the model of model_module can be fine-tuned on tasks
-    has_second_stack = (
-        False  # whether the model of model_module has a second Transformer, the section `decoder`
-    )
+    solves_tasks = False  # whether that model can be fine-tuned on tasks
+    has_second_stack = False  # whether that model has a second Transformer, of the section `decoder`
 
     @property
     def has_target(self) -> bool:

@@ -39,11 +39,12 @@ from data_utils.objectives.registry import register
 from data_utils.tokenizers.vocabulary import Vocabulary
 
 FEATURES = ("pooler", "cls")
-# With sentences of at most 64 and on average 35 tokens 7.9 % of a row is padding; with two 15 %, with eight 3.8
-# %. Padding is dropped before the model; what is lost is the evenness of batches.
-LONGEST_PER_ROW = 4  # sentences of the greatest length in a row of the usual length
+# Sentences of the greatest length in a row of the usual length. With sentences of at most 64 and on average 35 tokens
+# 7.9 % of a row is padding; with two 15 %, with eight 3.8 %. Padding is dropped before the model; what is lost is the
+# evenness of batches.
+LONGEST_PER_ROW = 4
 _BOUNDARIES = 2  # CLS and SEP
-# Options that neither stack can have otherwise.
+# Options of both stacks, and the value that each must have.
 _FIXED = {
     "decoder_layers": 0, "share_layers": "none", "embedding_size": None, "relative": "none", "adapter_size": 0,
     "mup": None,
@@ -150,10 +151,10 @@ class OptimusConfig(RowSizes):
             self.cycles <= training.steps,
             f"optimus.cycles is {self.cycles}, more than training.steps ({training.steps}); lower it.",
         )
-        whole, stack = config.checkpoint.initialize_from, self.encoder_from or self.decoder_from
+        model_from, stack_from = config.checkpoint.initialize_from, self.encoder_from or self.decoder_from
         check(
-            whole is None or stack is None,
-            f"checkpoint.initialize_from is {whole}, but optimus also initializes a stack from {stack}; set "
+            model_from is None or stack_from is None,
+            f"checkpoint.initialize_from is {model_from}, but optimus also initializes a stack from {stack_from}; set "
             "checkpoint.initialize_from, or optimus.encoder_from and decoder_from, to null.",
         )
         usual = NO_OPTIONS | {"loss_normalization": "global_tokens"}

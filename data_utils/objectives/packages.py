@@ -37,20 +37,20 @@ def package_objectives(own: Mapping[str, Declared]) -> tuple[list[Declared], dic
                 f"the objective {entry.name} of the package {package} cannot be used: {error}"
             )
     claims: dict[tuple[str, object], Declared] = {
-        (what, value): one for one in own.values() for what, value in _claimed(one.name, one.losses)
+        claim: objective for objective in own.values() for claim in _claimed(objective.name, objective.losses)
     }
-    for one in declared:
-        for claim in _claimed(one.name, one.losses):
-            other = claims.setdefault(claim, one)
-            if other is not one and not (claim[0] != "name" and _is_shared(claim, one, other)):
+    for objective in declared:
+        for claim in _claimed(objective.name, objective.losses):
+            other = claims.setdefault(claim, objective)
+            if other is not objective and not (claim[0] != "name" and _is_shared(claim, objective, other)):
                 text = (
-                    f"{_owner(other)} and {_owner(one)} claim the same {claim[0]} {claim[1]}; uninstall or change "
-                    "one of them."
+                    f"{_owner(other)} and {_owner(objective)} claim the same {claim[0]} {claim[1]}; uninstall or "
+                    "change one of them."
                 )
-                problems.setdefault(one.name, text)
+                problems.setdefault(objective.name, text)
                 if other.package:
                     problems.setdefault(other.name, text)
-    return [one for one in declared if one.name not in problems], problems
+    return [objective for objective in declared if objective.name not in problems], problems
 
 
 def _declared(entry: importlib.metadata.EntryPoint, package: str) -> Declared:
@@ -97,11 +97,12 @@ def _claimed(name: str, losses: Iterable[Loss]) -> Iterable[tuple[str, object]]:
         yield "number of a loss", loss.number
 
 
-def _is_shared(claim: tuple[str, object], one: Declared, other: Declared) -> bool:
+def _is_shared(claim: tuple[str, object], objective: Declared, other: Declared) -> bool:
     """Whether both take a loss of common/losses.py."""
     field = "name" if claim[0] == "loss" else "number"
-    return any(loss.is_shared and getattr(loss, field) == claim[1] for loss in one.losses)
+    return any(loss.is_shared and getattr(loss, field) == claim[1] for loss in objective.losses)
 
 
-def _owner(one: Declared) -> str:
-    return f"the objective {one.name} of {f'the package {one.package}' if one.package else 'this project'}"
+def _owner(objective: Declared) -> str:
+    owner = f"the package {objective.package}" if objective.package else "this project"
+    return f"the objective {objective.name} of {owner}"

@@ -38,15 +38,15 @@ class Objectives(Mapping[str, "type[RowObjective]"]):
     def __init__(self, declared: Iterable[Declared], with_packages: bool = False) -> None:
         self._own: dict[str, Declared] = {}
         # In the order of the numbers of their losses, so that no file name matters.
-        for one in sorted(declared, key=lambda one: one.losses[0].number):
-            other = self._own.setdefault(one.name, one)
-            if other is not one:
+        for objective in sorted(declared, key=lambda objective: objective.losses[0].number):
+            other = self._own.setdefault(objective.name, objective)
+            if other is not objective:
                 raise ConfigError(
-                    f"the objectives of {other.module} and {one.module} both have the name {one.name!r}; rename the "
-                    "new objective."
+                    f"the objectives of {other.module} and {objective.module} both have the name {objective.name!r}; "
+                    "rename the new objective."
                 )
         from_packages, self._problems = package_objectives(self._own) if with_packages else ([], {})
-        self._declared = self._own | {one.name: one for one in from_packages}
+        self._declared = self._own | {objective.name: objective for objective in from_packages}
         self.losses = _with_package_losses(losses_by_number(self._own.values()), from_packages)
 
     @property
@@ -93,7 +93,7 @@ class Objectives(Mapping[str, "type[RowObjective]"]):
 
 def _with_package_losses(own: tuple[Loss, ...], packages: Iterable[Declared]) -> tuple[Loss, ...]:
     """The losses of this project and of packages, each at the index of its number; unused numbers lie between."""
-    others = {loss.number: loss for one in packages for loss in one.losses if not loss.is_shared}
+    others = {loss.number: loss for objective in packages for loss in objective.losses if not loss.is_shared}
     numbers = range(len(own), max(others, default=-1) + 1)
     return (*own, *(others.get(number) or Loss(f"unused_{number}", number) for number in numbers))
 
@@ -107,14 +107,14 @@ def losses_by_number(objectives: Iterable[Declared]) -> tuple[Loss, ...]:
     losses = list(dict.fromkeys(loss for objective in objectives for loss in objective.losses))
     numbers = {loss.number for loss in losses}
     free = next(number for number in itertools.count() if number not in numbers)
-    for what in ("number", "name"):
+    for field in ("number", "name"):
         owners: dict[object, Loss] = {}
         for loss in losses:
-            owner = owners.setdefault(getattr(loss, what), loss)
+            owner = owners.setdefault(getattr(loss, field), loss)
             if owner is not loss:
                 raise ConfigError(
                     f"the losses {owner.name} ({owner.number}) and {loss.name} ({loss.number}) have the same "
-                    f"{what}; change that of the new one. The next free number is {free}."
+                    f"{field}; change that of the new one. The next free number is {free}."
                 )
     if numbers != set(range(len(losses))):
         raise ConfigError(

@@ -22,7 +22,7 @@ import torch
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.common.random_streams import derive_seed
 from data_utils.objectives import OBJECTIVES, ObjectiveChoice
-from data_utils.objectives.interface import TextFormat, first_known, token_of
+from data_utils.objectives.interface import TextFormat, first_known, role_token
 from data_utils.tokenizers.special_tokens import NO_TOKEN, SpecialTokens
 from data_utils.tokenizers.tokenizer import Tokenizer
 from megatron_lite.config.generation import GenerationConfig
@@ -309,7 +309,7 @@ def _template(
         _refuse_unused(choice, writing, config)
 
     def tokens(roles: Sequence[str | int]) -> tuple[int, ...]:
-        return tuple(token for role in roles if (token := token_of(role, special)) != NO_TOKEN)
+        return tuple(token for role in roles if (token := role_token(role, special)) != NO_TOKEN)
 
     return PromptTemplate(
         WAYS[writing.generation],

@@ -11,7 +11,7 @@ from support.word_families import CHINESE, MARKED, MODELS, PROSE
 from tokenizers import decoders, pre_tokenizers
 
 from data_utils.common.errors import ConfigError
-from data_utils.loader.blanks import spans_of
+from data_utils.loader.blanks import blank_tokens
 from data_utils.objectives import OBJECTIVES
 from data_utils.objectives.base import RowObjective, RowSizes
 from data_utils.objectives.interface import Writing
@@ -121,7 +121,7 @@ def hidden_places(example, family, objective, length):
     """Places of the text that are hidden, and the text with all of them shown again."""
     special = family.tokenizer.special
     if objective == "blank_infilling":
-        spans = iter(spans_of(example, special))
+        spans = iter(blank_tokens(example, special))
         places, text = set(), []
         for token in example.tokens[example.ord == 0].tolist()[1:]:
             shown = next(spans) if token == special.mask else [token]
