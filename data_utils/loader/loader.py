@@ -249,8 +249,7 @@ def phase_mixtures(indexes: Sequence[Index], seed: int, phases: Sequence[PhaseSa
     weights = [corpus_shares(phase.data.train, phase.objectives) for phase in phases]
     lengths = [phase.data.sequence_length for phase in phases]
     region = phases[0].data.region
-    # The run's own length may be that of no phase: windows are those of the first phase, and later ones follow
-    # from it.
+    # The run's own length may be that of no phase: windows are those of the first phase, and later ones follow from it.
     if isinstance(indexes[0], WindowIndex) and indexes[0].window_length != lengths[0]:
         indexes = [
             type(index)(index.dataset, lengths[0], DOCUMENT_OVERHEAD, index.has_entities)
@@ -263,8 +262,7 @@ def phase_mixtures(indexes: Sequence[Index], seed: int, phases: Sequence[PhaseSa
     if region or len(set(lengths)) > 1:
         mixtures = [mixtures[0].as_streams(region)]
     for phase, phase_weights, length in zip(phases[1:], weights[1:], lengths[1:], strict=True):
-        # Each phase continues the corpora where the one before left them, so that an epoch visits everything
-        # once.
+        # Each phase continues the corpora where the one before left them, so that an epoch visits everything once.
         mixtures.append(mixtures[-1].following(phase.first_sample, phase_weights, length))
     return mixtures
 

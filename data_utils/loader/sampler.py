@@ -84,8 +84,7 @@ def permute(index, n, key):
             right += _below(columns, _mix(left ^ round_key))
             right -= columns if right >= columns else _U64(0)
         value = left * columns + right
-        # Cycle walking: a value outside [0, n) is permuted again. The walk ends, since its cycle comes back to
-        # `index`.
+        # Cycle walking: a value outside [0, n) is permuted again. The walk ends, since its cycle comes back to `index`.
         if value < size:
             return np.int64(value)
 
@@ -104,8 +103,7 @@ def unpermute(image, n, key):
         right = value % columns
         round_key = _U64(key) + _U64(2 * _ROUNDS) * _GOLDEN
         for _ in range(_ROUNDS):
-            # Unsigned numbers wrap below zero, so the modulus is added first where the difference would be
-            # negative.
+            # Unsigned numbers wrap below zero, so the modulus is added first where the difference would be negative.
             shift = _below(columns, _mix(left ^ round_key))
             right = right - shift if right >= shift else right + columns - shift
             round_key -= _GOLDEN

@@ -246,8 +246,7 @@ def _require_same_documents(first: IndexedDataset, second: IndexedDataset) -> No
 
 def _first_difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> str | None:
     """The first difference between the sources of two manifests, in words; None if they are of the same texts."""
-    # Tokens of two tokenizers cannot be compared, so sources and options are; an adopted dataset records
-    # neither.
+    # Tokens of two tokenizers cannot be compared, so sources and options are; an adopted dataset records neither.
     if first.get("adopted") or second.get("adopted"):
         return None
     sources = [

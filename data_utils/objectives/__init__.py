@@ -103,7 +103,7 @@ def make_objective(
             f"{unmixable[0]} cannot be mixed with other objectives, because its samples are whole documents; use it "
             "alone."
         )
-    from data_utils.objectives.mixed import Mixed
+    from data_utils.objectives.mixed import Mixed  # loads numba, which names and sections do not need
 
     weights = [choice.weight for choice in choices]
     first_samples = [choice.first_sample for choice in choices]

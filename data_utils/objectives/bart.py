@@ -121,8 +121,7 @@ class BartConfig(RowSizes):
         """Mean and ROOM_DEVIATIONS of the number of masks, as a multiple of 8."""
         removed = max(1, int(self.masked_ratio * sequence_length + 0.5))
         mean, deviation = span_count_moments(self.length_weights, removed)
-        # Spans of length 0, a geometric number for each other span; the two lines approximate their mean and
-        # spread.
+        # Spans of length 0, a geometric number for each other span; the two lines approximate their mean and spread.
         inserted = mean * (self.masks_per_span - 1.0)
         deviation = math.sqrt(deviation**2 + inserted * self.masks_per_span)
         masks = min(float(removed), mean + inserted + ROOM_DEVIATIONS * deviation)

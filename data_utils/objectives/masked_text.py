@@ -170,8 +170,7 @@ def _plan_pairs(
         if only >= 0 and settings.pairing == NEXT_SENTENCE:
             _swap_halves(pairs[only])
         elif only >= 0:
-            # Swapped halves would be a fourth class here, which the distance task does not have: the chunk
-            # stays right.
+            # Swapped halves would be a fourth class here, which the distance task does not have: the chunk stays right.
             pairs[only, WRONG] = 0
 
 
@@ -191,8 +190,7 @@ def _write_text(row, scratch, offset, at, text, unit_start, begin, end, settings
         count_up(row, BLOCK_POSITION_IDS, at, at + length, begin + 1)
     copy_range(scratch, UNIT_START, first, first + length, unit_start, begin)
     set_range(scratch, FREE, first, first + maskable, 1)
-    # The first token begins a unit even where the cut is inside a word. `|=` keeps the mark or length above bit
-    # 0.
+    # The first token begins a unit even where the cut is inside a word. `|=` keeps the mark or length above bit 0.
     scratch[UNIT_START, first] |= 1
     # Separators within a text are neither masked nor joined to a unit, so that no span crosses two documents.
     for i in range(maskable if settings.joins_documents else 0):

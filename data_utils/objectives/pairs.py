@@ -26,9 +26,8 @@ def split_point(rng, scratch, text, start, length, sentence_end):
     """Tokens of A, 1..length - 1: up to a random end of a sentence, or anywhere where there is none."""
     ends = 0
     for i in range(length - 1):
-        scratch[POSITIONS, ends] = (
-            i + 1
-        )  # overwritten unless a sentence ends here: avoids a mispredicted branch
+        # Overwritten unless a sentence ends here: avoids a mispredicted branch.
+        scratch[POSITIONS, ends] = i + 1
         ends += sentence_end[text[start + i]]
     if ends == 0:
         return 1 + below(rng, length - 1)
@@ -48,8 +47,7 @@ def exchange_second_texts(pairs, count):
                 first = number
             else:
                 for column in (B, B_END):
-                    # Swaps along the chain move every B by one pair, so that each is another chunk's and none is
-                    # lost.
+                    # Swaps along the chain move every B by one pair, so that each is another chunk's and none is lost.
                     swapped = pairs[last, column]
                     pairs[last, column] = pairs[number, column]
                     pairs[number, column] = swapped

@@ -171,13 +171,13 @@ def _write_target(row, part_b, text, start, spans, scratch, settings):
         source += scratch[ENDS, span]
     row[TARGETS, at] = settings.eos
     set_range(row, WEIGHTS, part_b, at + 1, ONE_AS_INT32)
-    lay_out_target(row, part_b, at + 1, settings)
+    write_decoder_inputs(row, part_b, at + 1, settings)
     return at + 1
 
 
 @compiled
-def lay_out_target(row, part_b, end, settings):
-    """The inputs of part B, whose targets are written: sop and the targets before each."""
+def write_decoder_inputs(row, part_b, end, settings):
+    """Write the inputs of part B, whose targets are there: sop, then each target one position later."""
     row[TOKENS, part_b] = settings.sop
     # Inputs are the targets shifted right by one.
     copy_range(row, TOKENS, part_b + 1, end, row[TARGETS], part_b)
@@ -188,7 +188,7 @@ def lay_out_target(row, part_b, end, settings):
 
 @inlined
 def corrupt(row, offset, at, text, start, length, rng, scratch, settings, noise_ratio, mean_span_length):
-    """Both parts of a chunk: part A's text begins at `at`, its positions at `offset`. Returns the end."""
+    """Write parts A and B of a chunk: A's text begins at `at`, its positions count from `offset`. Returns the end."""
     maskable = maskable_length(text, start, length, settings)
     # At least one token is noise and one is not; a text of one token has no target.
     noise = min(max(1, int(noise_ratio * maskable + 0.5)), maskable - 1)
@@ -202,8 +202,7 @@ def corrupt(row, offset, at, text, start, length, rng, scratch, settings, noise_
         sentinel_at = at + scratch[STARTS, span]
         copy_range(row, TOKENS, at, sentinel_at, text, source)
         row[TOKENS, sentinel_at] = _sentinel(span, settings)
-        # STARTS has the lengths of the text before each span, ENDS those of the spans: as in T5's code, text is
-        # first.
+        # STARTS has the lengths of the text before each span, ENDS those of the spans: as in T5's code, text is first.
         source += scratch[STARTS, span] + scratch[ENDS, span]
         at = sentinel_at + 1
     part_b = end = at + start + length - source
@@ -218,18 +217,9 @@ def corrupt(row, offset, at, text, start, length, rng, scratch, settings, noise_
 def _fill_chunk(
     row, offset, limit, document, text, unit_start, start, length, rng, scratch, length_table, settings
 ):
+    noise_ratio, mean_span_length = settings.noise_ratio, settings.mean_span_length
     end = corrupt(
-        row,
-        offset,
-        offset,
-        text,
-        start,
-        length,
-        rng,
-        scratch,
-        settings,
-        settings.noise_ratio,
-        settings.mean_span_length,
+        row, offset, offset, text, start, length, rng, scratch, settings, noise_ratio, mean_span_length
     )
     mark_document(row, offset, end, document, settings.loss)
     return end

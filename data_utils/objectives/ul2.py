@@ -32,7 +32,7 @@ from data_utils.objectives.compiled import (
 )
 from data_utils.objectives.interface import TextFormat
 from data_utils.objectives.registry import register
-from data_utils.objectives.t5 import T5, SentinelConfig, corrupt, lay_out_target
+from data_utils.objectives.t5 import T5, SentinelConfig, corrupt, write_decoder_inputs
 from data_utils.tokenizers.special_tokens import NO_TOKEN
 
 MODES = ("regular", "extreme", "sequential")  # in the order of their losses
@@ -157,7 +157,7 @@ def _fill_chunk(
             part_b += 1
             end = part_b + target
             predict_range(row, part_b, end, text, start + length - target)
-            lay_out_target(row, part_b, end, settings)
+            write_decoder_inputs(row, part_b, end, settings)
         count_up(row, POSITION_IDS, offset, part_b, 0)
     else:
         end = corrupt(

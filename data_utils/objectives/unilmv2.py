@@ -102,8 +102,7 @@ def _fill_chunk(
         for i in range(scratch[STARTS, block], scratch[ENDS, block]):
             token = text[start + i - 1]
             # Each chosen position is there three times: [MASK] in the text (autoencoding), its original, which
-            # later steps read, and a pseudo mask, which predicts it from the text and the originals of earlier
-            # steps.
+            # later steps read, and a pseudo mask, which predicts it from the text and the originals of earlier steps.
             row[TOKENS, offset + i] = settings.mask
             predict(row, offset + i, token)
             put(row, original, token, i, step)

@@ -249,8 +249,7 @@ def _write_part_b(row, part_b, offset, text, start, count, objective, is_tail, r
         span = scratch[ORDER, k]
         begin = start + scratch[STARTS, span]
         length = scratch[ENDS, span] - scratch[STARTS, span]
-        # The first position id of a token of part B is that of its mask, the second one counts within the span
-        # from 1.
+        # The first position id of a token of part B is that of its mask, the second one counts within the span from 1.
         position = scratch[MASK_AT, span]
         sop = settings.sop
         if settings.sentinel_first >= 0:
@@ -326,8 +325,7 @@ def write_example(
             _mask_context(row, offset, part_b, count, rng, scratch, settings, length + 1)
     count_up(row, POSITION_IDS, offset, part_b, 0)
     if settings.random_position:
-        # Positions that short texts never reach are trained as well: the whole Example moves by a random
-        # offset.
+        # Positions that short texts never reach are trained as well: the whole Example moves by a random offset.
         shift = below(rng, settings.sequence_length + 1 - (part_b - offset - 1))
         stop = part_b if settings.sentinel_first >= 0 else end
         for i in range(offset, stop):
