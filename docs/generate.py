@@ -47,20 +47,16 @@ API: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
         "[An objective of your own](own_objective.md) uses these.",
         {
             "data_utils.objectives.registry": ("register",),
-            "data_utils.objectives.rows": (
-                "RowObjective",
-                "RowSizes",
-                "check_corruption",
-                "corruption_thresholds",
-            ),
-            "data_utils.objectives.interface": ("ObjectiveConfig", "Objective", "Writing"),
-            "data_utils.objectives.row_loops": (
+            "data_utils.objectives.base": ("RowObjective", "RowSizes"),
+            "data_utils.objectives.interface": ("ObjectiveConfig", "Objective", "TextFormat"),
+            "data_utils.objectives.compiled": (
                 *("compiled", "inlined", "entry_point", "fill_chunks", "put", "predict", "predict_range"),
                 *("set_range", "count_up", "copy_range", "mark_document", "maskable_length"),
                 *("cumulative_table", "draw_length"),
             ),
             "data_utils.objectives.masking": (
                 *("masked_target", "draw_spans", "draw_corruption", "corrupted_token", "is_special"),
+                *("check_corruption", "corruption_thresholds"),
             ),
             "data_utils.common.random_streams": ("next_word", "below", "chance_threshold", "derive_seed"),
             "data_utils.common.batch_fields": ("Example",),

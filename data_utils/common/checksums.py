@@ -31,12 +31,12 @@ class FileChecksums:
     def update(self, data: bytes | memoryview) -> None:
         if not len(data):  # an empty array cannot be cast
             return
-        rest = memoryview(data).cast("B")
-        while len(rest):
-            part = rest[: self._block_bytes - self._used]
-            self._block = zlib.crc32(part, self._block)
-            self._used += len(part)
-            rest = rest[len(part) :]
+        remaining = memoryview(data).cast("B")
+        while len(remaining):
+            block_data = remaining[: self._block_bytes - self._used]
+            self._block = zlib.crc32(block_data, self._block)
+            self._used += len(block_data)
+            remaining = remaining[len(block_data) :]
             if self._used == self._block_bytes:
                 self._finished.append(self._block)
                 self._block = self._used = 0

@@ -25,15 +25,15 @@ if sys.version_info < (3, 11):  # noqa: UP036  the requirement of pyproject.toml
     sys.exit(2)
 
 
-def _report_in_one_line(kind, error, traceback):  # type: ignore[no-untyped-def]
+def _report_in_one_line(error_type, error, traceback):  # type: ignore[no-untyped-def]
     errors = sys.modules.get("data_utils.common.errors")
-    if errors is not None and issubclass(kind, errors.UserError):  # found while modules are imported
+    if errors is not None and issubclass(error_type, errors.UserError):  # found while modules are imported
         print(f"error: {error}", file=sys.stderr)
         sys.exit(int(error.status))
     package = (getattr(error, "name", None) or "").split(".")[0]
     ours = ("megatron_lite", "data_utils", "scripts", "benchmarks", "tests")
-    if not issubclass(kind, ModuleNotFoundError) or not package or package in ours:
-        sys.__excepthook__(kind, error, traceback)
+    if not issubclass(error_type, ModuleNotFoundError) or not package or package in ours:
+        sys.__excepthook__(error_type, error, traceback)
         return
     print(f"error: {sys.executable} does not have the package {package}; {_REMEDY}.", file=sys.stderr)
     sys.exit(2)
@@ -41,7 +41,7 @@ def _report_in_one_line(kind, error, traceback):  # type: ignore[no-untyped-def]
 
 sys.excepthook = _report_in_one_line
 
-# Variable that names a place for caches, and where in the home directory the place is if it is not set.
+# Variable that names a directory for caches, and the directory in the home directory that is used if it is not set.
 _CACHES = (
     ("XDG_CACHE_HOME", ".cache"),  # numba, which fails without one; torch; Hugging Face
     ("TRITON_HOME", ""),
@@ -63,8 +63,8 @@ def use_private_caches():  # type: ignore[no-untyped-def]
     share the directory.
     """
     home = os.path.expanduser("~")  # stays as it is for a user without one
-    places = [(name, os.environ.get(name) or os.path.join(home, below)) for name, below in _CACHES]
-    unusable = [name for name, place in places if not (os.path.isabs(place) and _can_hold_files(place))]
+    paths = [(name, os.environ.get(name) or os.path.join(home, below)) for name, below in _CACHES]
+    unusable = [name for name, path in paths if not (os.path.isabs(path) and _can_hold_files(path))]
     if not unusable:
         return
     import atexit

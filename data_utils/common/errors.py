@@ -85,20 +85,19 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's own, but settings (section.key=value) may follow an option that takes several values."""
-        given: list[str] = []
-        place: int | None = (
-            None  # of an option that takes several; settings go before it, so that their order stays
-        )
+        arguments: list[str] = []
+        # The position of an option that takes several values: settings go before it, so that their order stays.
+        insert_at: int | None = None
         for argument in sys.argv[1:] if args is None else args:
             if argument.startswith("--"):
                 action = self._option_string_actions.get(argument)
-                place = len(given) if action is not None and action.nargs == "+" else None
-            if place is not None and _SETTING.match(argument):
-                given.insert(place, argument)
-                place += 1
+                insert_at = len(arguments) if action is not None and action.nargs == "+" else None
+            if insert_at is not None and _SETTING.match(argument):
+                arguments.insert(insert_at, argument)
+                insert_at += 1
             else:
-                given.append(argument)
-        return super().parse_intermixed_args(given, namespace)
+                arguments.append(argument)
+        return super().parse_intermixed_args(arguments, namespace)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see --help.")
@@ -136,14 +135,14 @@ def run_command(
             and whether it was printed.
     """
     status: int
-    found: UserError | None = None
-    is_said = True
+    user_error: UserError | None = None
+    is_printed = True
     interrupts.begin_work()
     try:
         status = main() or ExitStatus.FINISHED
     except UserError as error:
-        found, is_said = error, not quiet or error.only_here
-        if is_said:
+        user_error, is_printed = error, not quiet or error.only_here
+        if is_printed:
             message = str(error)
             if len(message) > MESSAGE_LENGTH:  # for values that were not shortened before
                 message = f"{message[: MESSAGE_LENGTH // 2]} ... {message[-MESSAGE_LENGTH // 2 :]}"
@@ -156,7 +155,7 @@ def run_command(
     if interrupts.end_work() and status == ExitStatus.FINISHED:  # a library has swallowed the exception
         status = _interrupted()
     if leave is not None:
-        leave(status, found, is_said)
+        leave(status, user_error, is_printed)
     sys.exit(status)
 
 

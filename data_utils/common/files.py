@@ -150,7 +150,7 @@ def locked(output: Path) -> Iterator[None]:
     # A file beside the output: a file system may lock files and no directories, and a name that is renamed
     # under a lock keeps it.
     path = output.with_name(f".{output.name}.megatron_lite_lock")
-    made = [above for above in output.parents if not above.exists()]  # the innermost first
+    missing = [above for above in output.parents if not above.exists()]  # the innermost first
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         descriptor = open_locked(path)
@@ -160,7 +160,7 @@ def locked(output: Path) -> Iterator[None]:
             path.unlink(missing_ok=True)  # while it is locked: whoever has opened it sees that it is no more
             os.close(descriptor)
     finally:
-        for above in made:
+        for above in missing:
             with contextlib.suppress(OSError):
                 above.rmdir()
 
@@ -239,11 +239,10 @@ def disk_errors(output: str | Path, setting: str = "--output") -> Iterator[None]
             f"output {output} is being written by another process; wait until it finishes."
         ) from None
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        remedy = "free some space" if full else f"choose another {setting}"
-        place = (
-            "" if error.filename is None else f"{error.filename}: "
-        )  # a file that is read may be the cause
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "free some space" if is_full else f"choose another {setting}"
+        # A file that is read may be the cause.
+        file = "" if error.filename is None else f"{error.filename}: "
         raise DataError(
-            f"output {output} cannot be written ({place}{error.strerror or error}); {remedy} and repeat the command."
+            f"output {output} cannot be written ({file}{error.strerror or error}); {remedy} and repeat the command."
         ) from None

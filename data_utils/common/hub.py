@@ -35,11 +35,8 @@ _OWNERS = {
     "transfo-xl": "transfo-xl", "ctrl": "Salesforce",
 }  # fmt: skip
 _FORMER = re.compile(rf"({'|'.join(sorted(_OWNERS, key=len, reverse=True))})(-[a-z0-9.-]+)?")
-_OURS = (
-    "data",
-    "runs",
-    "configs",
-)  # folders that the documentation names: what is missing there is no owner's model
+# Folders that the documentation names: what is missing there is no owner's model.
+_PROJECT_FOLDERS = ("data", "runs", "configs")
 _TIMEOUT_SECONDS = 10.0
 
 
@@ -78,29 +75,29 @@ def hub_name(text: str) -> HubName | None:
 
     None as well for what exists, and for something missing below a directory that exists, unless it has a revision.
     """
-    found = _NAME.fullmatch(text)
+    match = _NAME.fullmatch(text)
     # Files of the user come first: a path is never sent to a server because of a spelling mistake.
-    if found is None or os.path.lexists(text) or ".." in text or "--" in text.partition("@")[0]:
+    if match is None or os.path.lexists(text) or ".." in text or "--" in text.partition("@")[0]:
         return None
-    owner, model, revision = found["owner"], found["model"], found["revision"]
+    owner, model, revision = match["owner"], match["model"], match["revision"]
     if owner is None:
         former = _FORMER.fullmatch(model)
         return None if former is None else HubName(f"{_OWNERS[former[1]]}/{model}", revision)
-    if revision is None and (os.path.isdir(owner) or owner in _OURS):
+    if revision is None and (os.path.isdir(owner) or owner in _PROJECT_FOLDERS):
         return None
     return HubName(f"{owner}/{model}", revision)
 
 
 def could_be_hub_name(text: str) -> bool:
     """Whether a path has the form of a name."""
-    found = _NAME.fullmatch(text)
-    return found is not None and (found["owner"] is not None or _FORMER.fullmatch(found["model"]) is not None)
+    match = _NAME.fullmatch(text)
+    return match is not None and (match["owner"] is not None or _FORMER.fullmatch(match["model"]) is not None)
 
 
 def require_hub_name(text: str, option: str) -> HubName:
     """The name of a repository to write. Raises: ConfigError."""
-    found = _NAME.fullmatch(text)
-    if found is None or found["owner"] is None or found["revision"] or ".." in text or "--" in text:
+    match = _NAME.fullmatch(text)
+    if match is None or match["owner"] is None or match["revision"] or ".." in text or "--" in text:
         raise ConfigError(
             f"{option} is {text!r}; it must be OWNER/NAME of letters, digits, '-', '_' and '.', at most 96 each."
         )
@@ -126,7 +123,7 @@ def fetch(
             info = (
                 _hub().HfApi().model_info(name.repository, revision=name.revision, timeout=_TIMEOUT_SECONDS)
             )
-            listed = [each.rfilename for each in info.siblings or ()]
+            listed = [file.rfilename for file in info.siblings or ()]
             is_local = False
             directory = _snapshot(name, (), is_local)  # notes the commit, for a start without a network
         except Exception as error:
@@ -149,7 +146,7 @@ def fetch(
         _snapshot(fixed, needed, is_local)
         for file in needed:
             if not (directory / file).is_file():
-                raise _Lacking(f"{file} is not among its files" + " in the cache" * is_local)
+                raise _MissingFileError(f"{file} is not among its files" + " in the cache" * is_local)
         return Snapshot(directory, name.repository, directory.name)
 
 
@@ -164,7 +161,7 @@ def fetch_small(name: HubName, key: str, again: str, patterns: Collection[str]) 
         directory = _snapshot(name, patterns, is_local)
         for pattern in patterns:
             if not any(directory.glob(pattern)):
-                raise _Lacking(f"it has no file {pattern}")
+                raise _MissingFileError(f"it has no file {pattern}")
         return directory
 
     with _fetching(name, key, again):
@@ -176,7 +173,7 @@ def fetch_small(name: HubName, key: str, again: str, patterns: Collection[str]) 
         return Snapshot(directory, name.repository, directory.name)
 
 
-class _Lacking(Exception):
+class _MissingFileError(Exception):
     """A repository lacks a file."""
 
 
@@ -192,10 +189,10 @@ def _hub() -> Any:
 
 def _snapshot(name: HubName, patterns: Collection[str], is_local: bool) -> Path:
     """Fetch the files of these names. Returns: the directory of the commit, in the cache."""
-    found = _hub().snapshot_download(
+    directory = _hub().snapshot_download(
         name.repository, revision=name.revision, allow_patterns=[*patterns], local_files_only=is_local
     )
-    return Path(found)
+    return Path(directory)
 
 
 def push(directory: Path, name: HubName, *, private: bool) -> str:
@@ -204,7 +201,7 @@ def push(directory: Path, name: HubName, *, private: bool) -> str:
     Raises: DataError with the command that uploads it elsewhere.
     """
     remedy = f"{directory} is complete: upload it by `hf upload {name} {shlex.quote(str(directory))}`"
-    with _told(name, f"--push-to-hub {name}", remedy):
+    with _hub_errors(name, f"--push-to-hub {name}", remedy):
         api = _hub().HfApi()
         api.create_repo(name.repository, private=private, exist_ok=True)
         done = api.upload_folder(
@@ -228,7 +225,7 @@ def _fetching(name: HubName, key: str, again: str) -> Iterator[None]:
     """One process at a time, with errors that name the command to fetch by hand. Args: as for `fetch`."""
     absent = f"there is no {name.repository} here, and " * (not os.path.lexists(name.repository))
     by_hand = f"fetch it by `{name.download} --local-dir DIR`, where that can be done, and then give {again}"
-    with _told(name, f"{key} {name}", by_hand, absent), _one_after_another(name):
+    with _hub_errors(name, f"{key} {name}", by_hand, absent), _one_after_another(name):
         yield
 
 
@@ -243,7 +240,7 @@ def _one_after_another(name: HubName) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _told(name: HubName, what: str, remedy: str, absent: str = "") -> Iterator[None]:
+def _hub_errors(name: HubName, what: str, remedy: str, absent: str = "") -> Iterator[None]:
     """Turn what the hub's library raises into a DataError of one line, without the words of library and server.
 
     Args: absent: what a user should know who meant a path.
@@ -251,10 +248,8 @@ def _told(name: HubName, what: str, remedy: str, absent: str = "") -> Iterator[N
     utils = _hub().utils
     utils.disable_progress_bars()
     utils.logging.set_verbosity_error()
-    for client in (
-        "httpx",
-        "httpx2",
-    ):  # its lines have addresses with signatures, which are passwords for a while
+    # Lines of the client have addresses with signatures, which are passwords for a while.
+    for client in ("httpx", "httpx2"):
         logging.getLogger(client).setLevel(logging.WARNING)
     try:
         yield
@@ -275,7 +270,7 @@ def _is_unreachable(error: Exception) -> bool:
 
 def _reason(error: Exception, name: HubName, absent: str) -> str:
     errors = _hub().errors
-    if isinstance(error, _Lacking):
+    if isinstance(error, _MissingFileError):
         return str(error)
     if isinstance(error, errors.GatedRepoError):
         return f"{absent}the hub gives it to those who have accepted its terms on its page and log in (`hf auth login`)"

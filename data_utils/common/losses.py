@@ -15,9 +15,9 @@ class Loss:
     number: int  # in the `objective` field and in checkpoints (`model.task_rows`): it never changes
 
     @property
-    def is_own(self) -> bool:
-        """Whether it is one of this file, which objectives share."""
-        return self in OWN
+    def is_shared(self) -> bool:
+        """Whether it is a loss of this file, which several objectives may have."""
+        return self in SHARED
 
     @property
     def sentence_level(self) -> bool:
@@ -38,7 +38,7 @@ CLASS_HEADS = {"sentence_reordering": 31, "sentence_distance": 33, "token_docume
 SENTENCE_LEVEL = (NEXT_SENTENCE_LOSS.number, SENTENCE_ORDER_LOSS.number, 31, 33, 40, 42)
 CLASS_LEVEL = (*SENTENCE_LEVEL, 35, 38)  # predicted by a head of classes, not by the vocabulary
 BY_TOKENS = (MASKED_DIFFUSION.number,)  # divided by all tokens of the texts, not by predicted weights
-OWN = (
+SHARED = (
     MASKED,
     MASKED_SPANS,
     NEXT_SENTENCE_LOSS,

@@ -90,7 +90,7 @@ def _refuse_octal(loader: _Loader, node: yaml.ScalarNode) -> Any:
     )
 
 
-# Without those for which _PLAIN has others; those of null and << stay.
+# Without the resolvers for which _PLAIN has others; the resolvers of null and << stay.
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] in ("null", "merge")]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -113,10 +113,10 @@ def yaml_comment(text: str) -> tuple[str, bool]:
         ]
     except yaml.YAMLError as error:
         raise ValueError(one_line(error, 400)) from None
-    kinds = {type(token) for token in tokens}
-    if yaml.AnchorToken in kinds and yaml.AliasToken not in kinds:
+    token_types = {type(token) for token in tokens}
+    if yaml.AnchorToken in token_types and yaml.AliasToken not in token_types:
         raise ValueError("& would begin the name of a value, which nothing uses")
-    if kinds & {yaml.DocumentStartToken, yaml.DocumentEndToken, yaml.DirectiveToken}:
+    if token_types & {yaml.DocumentStartToken, yaml.DocumentEndToken, yaml.DirectiveToken}:
         raise ValueError("--- and ... would begin and end a document")
     is_plain = (
         all(isinstance(token, yaml.ScalarToken) and token.plain for token in tokens) and len(tokens) < 2
@@ -165,16 +165,16 @@ def setting_lines(path: str | Path) -> dict[str, int]:
     """Dotted keys of a YAML file that can be read -> their lines, from 1."""
     lines: dict[str, int] = {}
 
-    def walk(node: yaml.Node, place: str) -> None:
+    def walk(node: yaml.Node, path: str) -> None:
         if isinstance(node, yaml.MappingNode):
             for key, value in node.value:
-                name = f"{place}.{key.value}" if place else str(key.value)
+                name = f"{path}.{key.value}" if path else str(key.value)
                 lines[name] = key.start_mark.line + 1
                 walk(value, name)
         elif isinstance(node, yaml.SequenceNode):
             for number, item in enumerate(node.value):
-                lines[f"{place}[{number}]"] = item.start_mark.line + 1
-                walk(item, f"{place}[{number}]")
+                lines[f"{path}[{number}]"] = item.start_mark.line + 1
+                walk(item, f"{path}[{number}]")
 
     root = yaml.compose(read_text(path, "configuration file"), _Loader)
     if root is not None:
@@ -215,8 +215,8 @@ def load_yaml(path: str | Path, folder: str = "") -> dict[str, Any]:
     try:
         tree = parse_yaml(text)
     except YamlError as error:
-        place = path if error.line is None else f"{path}:{error.line}"
-        raise ConfigError(f"configuration file {place} is not valid YAML: {error}.") from None
+        location = path if error.line is None else f"{path}:{error.line}"
+        raise ConfigError(f"configuration file {location} is not valid YAML: {error}.") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -243,13 +243,13 @@ def _named(path: Path, folder: str) -> Path:
     if str(path) in names or os.path.isdir(path):
         return names.get(str(path), path)
     name = path.name.removesuffix(".yaml")
-    found = [file for root in roots for file in sorted(root.rglob("*.yaml")) if file.stem == name]
+    same_name = [file for root in roots for file in sorted(root.rglob("*.yaml")) if file.stem == name]
     close = difflib.get_close_matches(name, names, n=5, cutoff=0.5)
     remedy = f"check the path, or give the name of a file in configs/{folder}{'/' if folder else ''}"
     if close:
         remedy += f", such as {', '.join(close)}"
-    if found:
-        remedy = f"there is {' and '.join(map(str, dict.fromkeys(found)))}"
+    if same_name:
+        remedy = f"there is {' and '.join(map(str, dict.fromkeys(same_name)))}"
     raise ConfigError(f"configuration file {shorten(str(path))}: No such file or directory; {remedy}.")
 
 

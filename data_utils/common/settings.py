@@ -182,10 +182,10 @@ _hints = functools.cache(typing.get_type_hints)
 def _fields_by_key(cls: type) -> dict[str, dataclasses.Field]:
     fields: dict[str, dataclasses.Field] = {}
     for field in dataclasses.fields(cls):
-        own = dict.fromkeys(field.metadata.get("inline", (field.name,)), field)
-        twice = fields.keys() & own.keys()
-        assert not twice, f"{cls.__name__} has the keys {twice} twice"
-        fields |= own
+        section_keys = dict.fromkeys(field.metadata.get("inline", (field.name,)), field)
+        duplicates = fields.keys() & section_keys.keys()
+        assert not duplicates, f"{cls.__name__} has the keys {duplicates} twice"
+        fields |= section_keys
     return fields
 
 
@@ -239,15 +239,15 @@ def parse_override(text: str) -> dict[str, Any]:
 
 def nest(key: str, value: Any) -> dict[str, Any]:
     """`value` at a dotted key, as a nested mapping."""
-    for part in reversed(key.split(".")):
-        value = {part: value}
+    for name in reversed(key.split(".")):
+        value = {name: value}
     return value
 
 
 class SettingsError(ConfigError):
     """Settings that are refused: `problems` has a sentence on each key that is unknown, or whose value cannot be.
 
-    Args: rest: what else stands against them, "" for nothing.
+    Args: rest: the sentence of another error in the same settings; "" = there is none.
     """
 
     def __init__(self, problems: Mapping[str, str], rest: str):
@@ -295,8 +295,8 @@ def _build(cls: type, tree: Mapping[str, Any], path: str, root: type) -> Any:
         if not required or name in values:
             continue
         if not dataclasses.is_dataclass(hint := hints[name]):
-            place, help = path + name, field.metadata.get("help", "")
-            raise ConfigError(f"{place} is required ({help}); set it in a file or as {place}=VALUE.")
+            key, help = path + name, field.metadata.get("help", "")
+            raise ConfigError(f"{key} is required ({help}); set it in a file or as {key}=VALUE.")
         # The error names the key that is missing in it.
         values[name] = _convert({}, hint, f"{path}{name}", root)
     return cls(**values)
@@ -344,30 +344,30 @@ def wrong_settings(cls: type, tree: Mapping[str, Any], path: str, root: type) ->
         if key not in known:
             yield f"{path}{key}", _unknown_key(str(key), value, path, known, root)
             continue
-        hint, place = _type_of(key, known[key], hints), f"{path}{key}"
-        (of_list,) = typing.get_args(hint)[:1] if typing.get_origin(hint) is tuple else (None,)
+        hint, name = _type_of(key, known[key], hints), f"{path}{key}"
+        (item_type,) = typing.get_args(hint)[:1] if typing.get_origin(hint) is tuple else (None,)
         if isinstance(value, Mapping) and (nested := section_in(hint)) is not None:
-            yield from wrong_settings(nested, value, f"{place}.", root)
-        elif dataclasses.is_dataclass(of_list) and isinstance(value, (list, tuple)):
+            yield from wrong_settings(nested, value, f"{name}.", root)
+        elif dataclasses.is_dataclass(item_type) and isinstance(value, (list, tuple)):
             for number, item in enumerate(value):
                 if isinstance(item, Mapping):
-                    yield from wrong_settings(typing.cast(type, of_list), item, f"{place}[{number}].", root)
+                    yield from wrong_settings(typing.cast(type, item_type), item, f"{name}[{number}].", root)
         else:
             try:
-                _checked_value(value, hint, known[key], place, root)
+                _checked_value(value, hint, known[key], name, root)
             except ConfigError as error:
-                yield place, str(error)
+                yield name, str(error)
 
 
 def _unknown_key(key: str, value: Any, path: str, known: Mapping[str, Any], root: type) -> str:
-    place = shorten(path + key) if key.isprintable() else shown(path + key)
+    written_key = shorten(path + key) if key.isprintable() else shown(path + key)
     if "." in key and path + key in setting_names(root):
-        return f"unknown setting {place}: in a file write {_nested_text(path + key, value)}."
-    many = f"the {len(known)} keys here have no such name: correct it, or remove it."
+        return f"unknown setting {written_key}: in a file write {_nested_text(path + key, value)}."
+    too_many = f"the {len(known)} keys here have no such name: correct it, or remove it."
     if path and section_in(keys_of(root).get(key, (None,))[0]) is not None:
-        own = [name for name, field in known.items() if "inline" not in field.metadata]
-        listed = f"keys here are {', '.join(own)}." if len(known) <= _LISTED_KEYS else many
-        return f"unknown setting {place}: {key} is a section of the whole run; {listed}"
+        names = [name for name, field in known.items() if "inline" not in field.metadata]
+        listed = f"keys here are {', '.join(names)}." if len(known) <= _LISTED_KEYS else too_many
+        return f"unknown setting {written_key}: {key} is a section of the whole run; {listed}"
     elsewhere = [name for name in setting_names(root) if name.rpartition(".")[2] == key]
     if not isinstance(value, (list, tuple, Mapping)):  # learning_rate: 0.1 is no list of events
         elsewhere = [name for name in elsewhere if not _is_list(root, name)]
@@ -377,9 +377,9 @@ def _unknown_key(key: str, value: Any, path: str, known: Mapping[str, Any], root
         written = (
             f": write {_nested_text(nearest, value)}" if not path and nearest.endswith(f".{key}") else ""
         )
-        return f"unknown setting {place}; the nearest valid key is {nearest}{written}."
-    listed = f"valid keys here are {', '.join(sorted(known))}." if len(known) <= _LISTED_KEYS else many
-    return f"unknown setting {place}; {listed}"
+        return f"unknown setting {written_key}; the nearest valid key is {nearest}{written}."
+    listed = f"valid keys here are {', '.join(sorted(known))}." if len(known) <= _LISTED_KEYS else too_many
+    return f"unknown setting {written_key}; {listed}"
 
 
 def _is_list(root: type, name: str) -> bool:
@@ -409,7 +409,7 @@ def _convert(value: Any, hint: Any, path: str, root: type) -> Any:
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise ConfigError(
-                f"{path} is a section, but its value is {shown(value)}; write {_form(hint)}, or remove it."
+                f"{path} is a section, but its value is {shown(value)}; write {_example(hint)}, or remove it."
             )
         return build(typing.cast(type, hint), value, f"{path}.", root)
     if origin is dict:
@@ -422,16 +422,16 @@ def _convert(value: Any, hint: Any, path: str, root: type) -> Any:
                 f"{path} must be a list, not {shown(value)}; put brackets around it: [{shown(value)}]."
             )
         if not isinstance(value, (list, tuple)):
-            raise ConfigError(f"{path} must be a list, not {shown(value)}; write {_form(hint)}.")
+            raise ConfigError(f"{path} must be a list, not {shown(value)}; write {_example(hint)}.")
         inner = typing.get_args(hint)[0]
         return tuple(_convert(item, inner, f"{path}[{i}]", root) for i, item in enumerate(value))
     return _convert_scalar(value, hint, path)
 
 
-def _form(hint: Any) -> str:
+def _example(hint: Any) -> str:
     """Example of a value's syntax for messages: `[{prefix: ...}]` for a list of sections, with its required keys."""
     if typing.get_origin(hint) is tuple:
-        return f"[{_form(typing.get_args(hint)[0])}]"
+        return f"[{_example(typing.get_args(hint)[0])}]"
     if not dataclasses.is_dataclass(hint):
         return "..."
     defaults = (dataclasses.MISSING, dataclasses.MISSING)

@@ -31,8 +31,10 @@ def describe(cls: type, path: str = "", listed: dict[type, str] | None = None) -
             yield from describe(nested, f"{path}{key}.", listed)
             continue
         allowed = field.metadata.get("range")
-        kind = _type_name(hint).replace("str", "path") if field.metadata.get("is_path") else _type_name(hint)
-        facts = [kind, str(allowed) if allowed else "", _default_text(field)]
+        type_name = (
+            _type_name(hint).replace("str", "path") if field.metadata.get("is_path") else _type_name(hint)
+        )
+        facts = [type_name, str(allowed) if allowed else "", _default_text(field)]
         yield f"  {path}{key} ({', '.join(filter(None, facts))})"
         yield f"      {field.metadata.get('help', '')}"
 

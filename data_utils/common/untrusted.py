@@ -78,14 +78,14 @@ def conform(value: Any, shape: Any) -> Any:
         return _adapter(shape).validate_python(value, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        place = "".join(
-            f"[{part}]" if isinstance(part, int) else f".{shorten(str(part))}" for part in first["loc"]
+        path = "".join(
+            f"[{key}]" if isinstance(key, int) else f".{shorten(str(key))}" for key in first["loc"]
         )
         rule = first["msg"].replace("Input should be", "it must be")
         if first["type"] == "missing":
-            raise ValueError(f"has no {place.removeprefix('.')}") from None
+            raise ValueError(f"has no {path.removeprefix('.')}") from None
         raise ValueError(
-            f"says {place.removeprefix('.') or 'in all'} {shown(first['input'])}; {rule}"
+            f"says {path.removeprefix('.') or 'in all'} {shown(first['input'])}; {rule}"
         ) from None
 
 

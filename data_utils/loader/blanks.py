@@ -18,7 +18,7 @@ MOST_TOKENS = 150  # of a prompt; longer texts are cut
 
 @dataclass(frozen=True)
 class Prompt:
-    """A text with short blanks, and the tokens that stood there."""
+    """A text with short blanks, and the original tokens of each blank."""
 
     context: list[int]  # part A, cut at the end
     originals: list[list[int]]
@@ -32,7 +32,7 @@ def blanked_examples(loader: SampleLoader, num_samples: int) -> Iterator[Example
                 yield example
 
 
-def spans_of(example: Example, special: SpecialTokens) -> list[list[int]]:
+def blank_tokens(example: Example, special: SpecialTokens) -> list[list[int]]:
     """Token ids of each blank, in text order: part B has the blank's position, and its spans end with eop."""
     in_part_b = example.ord > 0
     positions, targets = example.position_ids[in_part_b], example.targets[in_part_b]
@@ -51,7 +51,7 @@ def prompts(loader: SampleLoader, num_samples: int, special: SpecialTokens) -> I
 def cut(example: Example, special: SpecialTokens) -> Prompt:
     """The beginning of an example's text with at most MOST_BLANKS blanks."""
     context = example.tokens[example.ord == 0][:MOST_TOKENS].tolist()
-    blanks = [place for place, token in enumerate(context) if token == special.mask]
+    blanks = [position for position, token in enumerate(context) if token == special.mask]
     if len(blanks) > MOST_BLANKS:
         context = context[: blanks[MOST_BLANKS]]
-    return Prompt(context, spans_of(example, special)[: min(len(blanks), MOST_BLANKS)])
+    return Prompt(context, blank_tokens(example, special)[: min(len(blanks), MOST_BLANKS)])

@@ -4,7 +4,7 @@ The axis of a corpus is its documents in order; a position is a token, or one of
 tokens (`WindowIndex`). An epoch is the whole axis, cut into regions of `data.region` positions in a keyed order, each
 after a few empty positions, since it begins a chunk of its own. Epochs follow each other without end: the stream.
 
-A stretch is the phases of one length in a row. It cuts the stream into windows from where the stretch before ended,
+A stretch is the consecutive phases of one length. It cuts the stream into windows from where the stretch before ended,
 shuffled within blocks of windows, so that what is read of the stream ends close to one position. Windows of the last
 block that are not read when the length changes become a leftover, a stream of its own, which later stretches cut first.
 So every position comes exactly once in an epoch, and an epoch ends before the next begins. All of it is closed form:
@@ -54,28 +54,27 @@ class Axis:
 
     def ranges(self, epoch: int, start: int, stop: int) -> Ranges:
         """The positions start to stop - 1 of an epoch's stream on the axis, without the empty ones."""
-        found = []
+        ranges = []
         while start < stop:
             begin, end, first = self._region_at(epoch, start)
             end = min(end, stop)
             text = max(start, begin + self.lead)
             if end > text:
                 shift = first - begin - self.lead
-                found.append((text + shift, end + shift))
+                ranges.append((text + shift, end + shift))
             start = end
-        return found
+        return ranges
 
     def _region_at(self, epoch: int, position: int) -> tuple[int, int, int]:
         """Where the region of a position begins and ends in the stream, and where on the axis. The longest is last."""
         last = self.regions - 1
-        place = min(position // (self.region + self.lead), last)
-        begin = place * (self.region + self.lead)
-        if place == last:
-            return begin, self.epoch_cost, place * self.region
-        # The last region is longer and stays last: places of all others are then multiples of one size, without
-        # a table.
+        number = min(position // (self.region + self.lead), last)
+        begin = number * (self.region + self.lead)
+        if number == last:
+            return begin, self.epoch_cost, number * self.region
+        # The last region is longer and stays last: all others then begin at multiples of one size, without a table.
         key = derive_key(self.key(epoch), _REGIONS, 0)
-        return begin, begin + self.region + self.lead, permute(place, last, key) * self.region
+        return begin, begin + self.region + self.lead, permute(number, last, key) * self.region
 
     def last_text(self, epoch: int, start: int, stop: int) -> int:
         """The end of the last text in positions of an epoch's stream; their start if there is none."""
@@ -90,13 +89,13 @@ class Axis:
         return start
 
 
-class _Part(NamedTuple):
+class _EpochWindows(NamedTuple):
     """The windows of a stretch in one epoch."""
 
     epoch: int
-    offset: int  # of the first one in the epoch
-    windows: int
-    before: int  # windows of the stretch in epochs before
+    offset: int  # of the first window in the epoch
+    num_windows: int
+    before: int  # windows of the stretch in earlier epochs
 
 
 @dataclass(frozen=True)
@@ -108,26 +107,26 @@ class _Windows:
     length: int
     position: int
 
-    def _part(self, number: int) -> _Part:
+    def _epoch_windows(self, number: int) -> _EpochWindows:
         cost = self.axis.epoch_cost
         epoch, offset = divmod(self.position, cost)
         # Windows of the epoch that the stretch begins in, and of each whole epoch after it.
-        first, each = -(-(cost - offset) // self.length), -(-cost // self.length)
+        first, per_epoch = -(-(cost - offset) // self.length), -(-cost // self.length)
         if number < first:
-            return _Part(epoch, offset, first, 0)
-        more = (number - first) // each
-        return _Part(epoch + 1 + more, 0, each, first + more * each)
+            return _EpochWindows(epoch, offset, first, 0)
+        whole_epochs = (number - first) // per_epoch
+        return _EpochWindows(epoch + 1 + whole_epochs, 0, per_epoch, first + whole_epochs * per_epoch)
 
-    def _block(self, number: int) -> tuple[_Part, int, int]:
-        """The part of a window by its ordinal, and the first window and the size of its block there."""
-        part = self._part(number)
+    def _block(self, number: int) -> tuple[_EpochWindows, int, int]:
+        """The epoch's windows around a window by its ordinal, and the first window and the size of its block there."""
+        windows = self._epoch_windows(number)
         # Without regions one block is the whole epoch, the order that plain windows have.
         if not self.axis.has_regions:
-            return part, 0, part.windows
-        each = -(-self.axis.epoch_cost // self.length)
-        size = min(_LARGEST_BLOCK, max(_SMALLEST_BLOCK, each // _BLOCKS_OF_EPOCH))
-        begin = (number - part.before) // size * size
-        return part, begin, min(size, part.windows - begin)
+            return windows, 0, windows.num_windows
+        per_epoch = -(-self.axis.epoch_cost // self.length)
+        size = min(_LARGEST_BLOCK, max(_SMALLEST_BLOCK, per_epoch // _BLOCKS_OF_EPOCH))
+        begin = (number - windows.before) // size * size
+        return windows, begin, min(size, windows.num_windows - begin)
 
     def _key(self, epoch: int, begin: int) -> np.uint64:
         # The first block of the first stretch keeps the epoch's own key, so that a run without regions or
@@ -137,27 +136,27 @@ class _Windows:
 
     def window(self, number: int) -> tuple[int, int, int]:
         """Epoch, start and stop there of a window by its ordinal."""
-        part, begin, size = self._block(number)
-        place = permute(number - part.before - begin, size, self._key(part.epoch, begin))
-        start = part.offset + (begin + place) * self.length
-        return part.epoch, start, min(start + self.length, self.axis.epoch_cost)
+        windows, begin, size = self._block(number)
+        position = permute(number - windows.before - begin, size, self._key(windows.epoch, begin))
+        start = windows.offset + (begin + position) * self.length
+        return windows.epoch, start, min(start + self.length, self.axis.epoch_cost)
 
     def left_after(self, count: int) -> tuple[int, _Leftover | None]:
         """After `count` windows: the position after the block begun last, and its windows that are not read."""
         if count == 0:
             return self.position, None
-        part, begin, size = self._block(count - 1)
-        end = min(part.offset + (begin + size) * self.length, self.axis.epoch_cost)
-        position = part.epoch * self.axis.epoch_cost + end
-        stop = part.before + begin + size
+        windows, begin, size = self._block(count - 1)
+        end = min(windows.offset + (begin + size) * self.length, self.axis.epoch_cost)
+        position = windows.epoch * self.axis.epoch_cost + end
+        stop = windows.before + begin + size
         if stop == count:
             return position, None
         # The last window of an epoch may be shorter. If it is unread, the leftover must know which of its
         # windows it is.
-        missing = part.offset + (begin + size) * self.length - end
+        missing = windows.offset + (begin + size) * self.length - end
         short = stop  # ordinal of the shorter window, if it is not read
         if missing:
-            short = part.before + begin + unpermute(size - 1, size, self._key(part.epoch, begin))
+            short = windows.before + begin + unpermute(size - 1, size, self._key(windows.epoch, begin))
         return position, _Leftover(self, count, stop, missing, short)
 
 
@@ -185,28 +184,30 @@ class _Leftover:
         return self.cost - position - empty
 
     def _window_at(self, position: int) -> int:
-        each = self.windows.length + self.overhead
-        return (position if position < self._begin(self.short + 1) else position + self.missing) // each
+        if position >= self._begin(self.short + 1):
+            position += self.missing  # as if the short window were as long as the others
+        return position // (self.windows.length + self.overhead)
 
     def _begin(self, number: int) -> int:
         return number * (self.windows.length + self.overhead) - self.missing * (number > self.short)
 
     def ranges(self, start: int, stop: int) -> Ranges:
         """Positions of this stream on the axis."""
-        found, stop, number = [], min(stop, self.cost), self._window_at(start)
+        ranges: Ranges = []
+        stop, number = min(stop, self.cost), self._window_at(start)
         while start < stop:
             begin, end = self._begin(number), min(stop, self._begin(number + 1))
             epoch, first, _ = self.windows.window(self.first + number)
             shift = first - begin - self.overhead
             if end + shift > first:
-                found += self.windows.axis.ranges(epoch, max(start + shift, first), end + shift)
+                ranges += self.windows.axis.ranges(epoch, max(start + shift, first), end + shift)
             start, number = end, number + 1
-        return found
+        return ranges
 
 
 @dataclass(frozen=True)
-class _Rest:
-    """The unread part of a leftover."""
+class _Unread:
+    """A leftover from the first position on that is not read."""
 
     leftover: _Leftover
     position: int = 0
@@ -220,41 +221,41 @@ class Stream:
 
     Args:
         stretch: its number. length: positions of a sample, 32 or more where lengths change.
-        position: of the stream, from which it cuts windows after the rests of what earlier stretches left.
+        position: of the stream, from which it cuts windows after the leftovers of earlier stretches.
     """
 
     def __init__(
-        self, axis: Axis, length: int, stretch: int = 0, position: int = 0, rests: Sequence[_Rest] = ()
+        self, axis: Axis, length: int, stretch: int = 0, position: int = 0, leftovers: Sequence[_Unread] = ()
     ) -> None:
-        self.axis, self.length, self._rests = axis, length, list(rests)
+        self.axis, self.length, self._leftovers = axis, length, list(leftovers)
         self._main = _Windows(axis, stretch, length, position)
 
     def sample(self, number: int) -> tuple[int, Ranges]:
         """Epoch and ranges of the axis of a sample by its ordinal in the stretch."""
-        for rest in self._rests:
-            windows = rest.windows(self.length)
+        for unread in self._leftovers:
+            windows = unread.windows(self.length)
             if number < windows:
-                start = rest.position + number * self.length
-                return rest.leftover.epoch, rest.leftover.ranges(start, start + self.length)
+                start = unread.position + number * self.length
+                return unread.leftover.epoch, unread.leftover.ranges(start, start + self.length)
             number -= windows
         epoch, start, stop = self._main.window(number)
         return epoch, self.axis.ranges(epoch, start, stop)
 
     def following(self, count: int, length: int) -> Stream:
         """The next stretch, after `count` samples of this one."""
-        rests = []
-        for rest in self._rests:
-            windows = rest.windows(self.length)
+        leftovers = []
+        for unread in self._leftovers:
+            windows = unread.windows(self.length)
             if count < windows:
-                rests.append(replace(rest, position=rest.position + count * self.length))
+                leftovers.append(replace(unread, position=unread.position + count * self.length))
             count = max(0, count - windows)
         position, leftover = self._main.left_after(count)
         if leftover is not None:
-            rests.append(_Rest(leftover))
-        return Stream(self.axis, length, self._main.stretch + 1, position, rests)
+            leftovers.append(_Unread(leftover))
+        return Stream(self.axis, length, self._main.stretch + 1, position, leftovers)
 
     def epochs(self, count: int) -> float:
         """How often the corpus was read after `count` samples of this stretch, earlier stretches included."""
         after = self.following(count, self.length)
-        unread = sum(rest.leftover.unread(rest.position) for rest in after._rests)
-        return (after._main.position - unread) / self.axis.epoch_cost
+        positions = sum(unread.leftover.unread(unread.position) for unread in after._leftovers)
+        return (after._main.position - positions) / self.axis.epoch_cost

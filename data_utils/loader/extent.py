@@ -25,22 +25,23 @@ def extent(mixtures: Sequence[Mixture], samples: int, batch_size: int) -> Iterat
     ]
     indexes = mixtures[0].indexes
     corpora = [
-        (str(index.dataset.prefix), tokens_of(index), epochs, index.num_windows)
+        (str(index.dataset.prefix), epoch_tokens(index), epochs, index.num_windows)
         for index, epochs in zip(indexes, epochs_after[-1], strict=True)
     ]
-    parts = [f"{name} ({tokens:,} tokens) {_times(epochs)}" for name, tokens, epochs, _ in corpora[:_SHOWN]]
-    more = [f"and {len(corpora) - _SHOWN} more"] if len(corpora) > _SHOWN else []
+    listed = [f"{name} ({tokens:,} tokens) {_times(epochs)}" for name, tokens, epochs, _ in corpora[:_SHOWN]]
+    if len(corpora) > _SHOWN:
+        listed.append(f"and {len(corpora) - _SHOWN} more")
     total = sum(tokens * epochs for _, tokens, epochs, _ in corpora)
-    yield f"training reads {total:,.0f} tokens: {', '.join(parts + more)}"
+    yield f"training reads {total:,.0f} tokens: {', '.join(listed)}"
     before = [0.0] * len(indexes)
     for number, after in enumerate(epochs_after if len(mixtures) > 1 else (), start=1):
         read = [
-            (PurePath(index.dataset.prefix).name, last - first, tokens_of(index))
+            (PurePath(index.dataset.prefix).name, last - first, epoch_tokens(index))
             for index, first, last in zip(indexes, before, after, strict=True)
         ]
-        parts = [f"{name} {_times(epochs)}" for name, epochs, _ in read if epochs][:_SHOWN]
+        listed = [f"{name} {_times(epochs)}" for name, epochs, _ in read if epochs][:_SHOWN]
         total = sum(epochs * tokens for _, epochs, tokens in read)
-        yield f"phase {number} reads {total:,.0f} tokens: {', '.join(parts)}"
+        yield f"phase {number} reads {total:,.0f} tokens: {', '.join(listed)}"
         before = after
     yield from _left_out(indexes)
     for name, tokens, epochs, windows in corpora:
@@ -57,8 +58,8 @@ def extent(mixtures: Sequence[Mixture], samples: int, batch_size: int) -> Iterat
             )
 
 
-def tokens_of(index: Index) -> int:
-    """Tokens that an epoch reads: of rows of sentences those of the documents that are not left out."""
+def epoch_tokens(index: Index) -> int:
+    """Tokens that an epoch reads; for rows of sentences, without the documents that are left out."""
     return getattr(index, "num_tokens", index.dataset.num_tokens)
 
 
@@ -76,10 +77,8 @@ def _left_out(indexes: Sequence[Index]) -> Iterator[str]:
 
 def overlap(data: Datasets) -> Iterator[str]:
     """Warnings of corpora with the same texts: of training twice, and of validation on what is trained."""
-    entries, names = (
-        data.train.fingerprint(),
-        [str(each.dataset.prefix) for each in data.train.mixture.indexes],
-    )
+    entries = data.train.fingerprint()
+    names = [str(index.dataset.prefix) for index in data.train.mixture.indexes]
     seen: dict[str, str] = {}
     for entry, name in zip(entries, names, strict=True):
         first = seen.setdefault(str(entry["sha256"]), name)

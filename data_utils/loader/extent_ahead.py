@@ -9,7 +9,7 @@ from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.manifest import dataset_path
 from data_utils.loader.config import DataConfig, PhaseSamples
 from data_utils.loader.extent import extent
-from data_utils.loader.loader import mixtures_of
+from data_utils.loader.loader import phase_mixtures
 from data_utils.loader.mixture import Index
 from data_utils.loader.pair_corpora import open_pairs
 from data_utils.loader.sampler import WindowIndex
@@ -37,5 +37,7 @@ def extent_if_here(
         else open_pairs(corpus, IndexedDataset(corpus.prefix), length, objectives)
         for corpus in data.train
     ]
-    mixtures = mixtures_of(indexes, derive_seed(seed, "train"), phases or [PhaseSamples(0, data, objectives)])
+    mixtures = phase_mixtures(
+        indexes, derive_seed(seed, "train"), phases or [PhaseSamples(0, data, objectives)]
+    )
     yield from extent(mixtures, samples, batch_size)

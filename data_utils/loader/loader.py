@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -18,12 +17,18 @@ from data_utils.common.checksums import identity
 from data_utils.common.errors import DataError
 from data_utils.common.random_streams import derive_seed
 from data_utils.dataset.indexed_dataset import IndexedDataset
+from data_utils.dataset.local_copy import local_copy
 from data_utils.dataset.manifest import LABELS
+from data_utils.loader.annotations import require_annotation
 from data_utils.loader.config import CorpusConfig, DataConfig, PhaseSamples
 from data_utils.loader.mixture import Index, Mixture
+from data_utils.loader.pair_corpora import linked, open_pairs
 from data_utils.loader.sampler import WindowIndex
+from data_utils.loader.sentences import SentenceIndex
+from data_utils.loader.short_samples import Shortener
 from data_utils.objectives import LOSS_NAMES, ObjectiveChoice, make_objective
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD, Objective
+from data_utils.objectives.own_corpora import shares
 from data_utils.tokenizers.tokenizer import Tokenizer
 from data_utils.tokenizers.vocabulary import Vocabulary, vocabulary_of
 
@@ -33,15 +38,15 @@ _BLOCKS_CHECKED = 4  # MiB of each file of a corpus, by each rank at its start
 class SampleLoader:
     """Sample numbers -> batch. Stateless: the caller's count of consumed samples is the only state.
 
-    Args: shorten: a `Shortener` of short_samples.py; None = all samples keep their length.
+    Args: shorten: crops a share of the samples; None = all keep their length.
     """
 
-    def __init__(self, mixture: Mixture, objective: Objective, shorten: Any = None):
+    def __init__(self, mixture: Mixture, objective: Objective, shorten: Shortener | None = None):
         self.mixture, self.objective, self.shorten = mixture, objective, shorten
 
     @property
     def mixtures(self) -> list[Mixture]:
-        """Those of the phases of the run."""
+        """The mixture of each phase of the run."""
         return [self.mixture]
 
     def batch(self, indices: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
@@ -62,9 +67,10 @@ class SampleLoader:
                 "documents": len(index.dataset),
                 "tokens": index.dataset.num_tokens,
                 "sha256": identity(index.dataset.manifest["files"][".bin"]),
-                **_entities_identity(index),
+                **_identity("entities_sha256", index.dataset, ".ent"),
                 "weight": weight,
-                **_decoders_identity(index),
+                # Only where the decoder reads its own token file.
+                **_identity("decoder_sha256", getattr(index, "decoder_dataset", None), ".bin"),
             }
             for index, weight in self.mixture.corpora
         ]
@@ -83,28 +89,23 @@ class PhasedLoader(SampleLoader):
         return [loader.mixture for loader in self._loaders]
 
     def batch(self, indices: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        return self._of(indices).batch(indices, out)
+        return self._loader_at(indices).batch(indices, out)
 
     def prefetch(self, indices: np.ndarray) -> None:
-        self._of(indices).prefetch(indices)
+        self._loader_at(indices).prefetch(indices)
 
-    def _of(self, indices: np.ndarray) -> SampleLoader:
-        number = bisect_right(self._first_samples, int(indices.min())) - 1
-        following = self._first_samples[number + 1 : number + 2]
-        assert not following or indices.max() < following[0]
-        return self._loaders[number]
-
-
-def _decoders_identity(index: Index) -> dict[str, object]:
-    """Checksum of the decoder's token file; empty where encoder and decoder read the same file."""
-    decoder = getattr(index, "decoder_dataset", None)
-    return {} if decoder is None else {"decoder_sha256": identity(decoder.manifest["files"][".bin"])}
+    def _loader_at(self, indices: np.ndarray) -> SampleLoader:
+        """The loader of the phase of these samples."""
+        phase = bisect_right(self._first_samples, int(indices.min())) - 1
+        next_phase = self._first_samples[phase + 1 : phase + 2]
+        assert not next_phase or indices.max() < next_phase[0]
+        return self._loaders[phase]
 
 
-def _entities_identity(index: Index) -> dict[str, object]:
-    """Checksum of the file of entities, where there is one."""
-    entry = index.dataset.manifest["files"].get(".ent")
-    return {} if entry is None else {"entities_sha256": identity(entry)}
+def _identity(key: str, dataset: IndexedDataset | None, ending: str) -> dict[str, object]:
+    """The checksum of a file of a dataset, under `key`; empty where there is no such file."""
+    entry = None if dataset is None else dataset.manifest["files"].get(ending)
+    return {} if entry is None else {key: identity(entry)}
 
 
 def collate(
@@ -183,8 +184,8 @@ def open_datasets(
 
     Args:
         objectives: `Config.objective_choices`.
-        decoder_tokenizer: that of each `decoder_prefix`, where the decoder has one of its own.
-        phases: of the training samples, where the run has several; validation is that of `data` in all.
+        decoder_tokenizer: the tokenizer of each `decoder_prefix`, where the decoder has its own.
+        phases: of the training samples, where the run has several; validation is of `data` in all.
     Raises: ConfigError without a training corpus or for objectives that do not suit the vocabulary;
         DataError for a missing, damaged or foreign dataset.
     """
@@ -194,67 +195,61 @@ def open_datasets(
     objective = make_objective(objectives, vocabulary, seed, data.sequence_length, data.row_length)
     # With the objectives of all phases: what a later phase reads beside the tokens is asked for at the start.
     choices = [*objectives, *(choice for phase in phases for choice in phase.objectives)]
-    opened = _Corpora(data, objectives, choices, objective.row_length, tokenizer, decoder_tokenizer)
-    shorten = None
-    if data.short_prob:
-        # Imports within functions of this file are of options that few runs choose.
-        from data_utils.loader.short_samples import Shortener
-
-        shorten = Shortener(data.short_prob, seed)
+    opener = _Corpora(data, objectives, choices, objective.row_length, tokenizer, decoder_tokenizer)
+    shorten = Shortener(data.short_prob, seed) if data.short_prob else None
     loaders = [
-        _loader(opened.mixture(corpora, derive_seed(seed, name)), objective, corpora, objectives, shorten)
+        _make_loader(
+            opener.mixture(corpora, derive_seed(seed, name)), objective, corpora, objectives, shorten
+        )
         for name, corpora in (("train", data.train), ("validation", data.validation))
         if corpora
     ]
     if phases:
-        loaders[0] = _phased(loaders[0], phases, vocabulary, seed)
+        loaders[0] = _phased_loader(loaders[0], phases, vocabulary, seed)
     indexes = [index for loader in loaders for index in loader.mixture.indexes]
     notes = [str(index) for index in indexes if type(index) is not WindowIndex]
     return Datasets(loaders[0], loaders[1] if data.validation else None, LOSS_NAMES, notes)
 
 
-def _loader(
-    mixture: Mixture, objective: Objective, corpora: Sequence[CorpusConfig], its: Sequence[ObjectiveChoice],
-    shorten: Any,
-) -> SampleLoader:  # fmt: skip
-    """A loader of samples, in which those of corpora of pairs are their objectives'."""
+def _make_loader(
+    mixture: Mixture,
+    objective: Objective,
+    corpora: Sequence[CorpusConfig],
+    choices: Sequence[ObjectiveChoice],
+    shorten: Shortener | None,
+) -> SampleLoader:
+    """A loader of samples; the samples of a corpus of pairs are of the objective that the corpus names."""
     if any(corpus.objective for corpus in corpora):
-        from data_utils.loader.pair_corpora import linked
-
-        objective = linked(objective, mixture, corpora, its)
+        objective = linked(objective, mixture, corpora, choices)
     return SampleLoader(mixture, objective, shorten)
 
 
-def _phased(
+def _phased_loader(
     run: SampleLoader, phases: Sequence[PhaseSamples], vocabulary: Vocabulary, seed: int
 ) -> SampleLoader:
-    """The loader of all phases. Args: run: that of the run, whose corpora they share. seed: of the run."""
-    mixtures = mixtures_of(run.mixture.indexes, run.mixture.seed, phases)
+    """The loader of all phases. Args: run: the loader of the run, whose corpora they share. seed: of the run."""
+    mixtures = phase_mixtures(run.mixture.indexes, run.mixture.seed, phases)
     loaders = []
     for mixture, (_, data, choices) in zip(mixtures, phases, strict=True):
         objective = make_objective(choices, vocabulary, seed, data.sequence_length, data.row_length)
-        loaders.append(
-            _loader(mixture, objective, data.train, choices, run.shorten)
-        )  # `short_prob` is the run's
+        # `short_prob` is the run's.
+        loaders.append(_make_loader(mixture, objective, data.train, choices, run.shorten))
     return PhasedLoader(loaders)
 
 
-def weights_of(corpora: Sequence[CorpusConfig], objectives: Sequence[ObjectiveChoice]) -> list[float]:
+def corpus_shares(corpora: Sequence[CorpusConfig], objectives: Sequence[ObjectiveChoice]) -> list[float]:
     """Shares of the samples. Raises ConfigError where corpora of pairs and the objectives do not go together."""
-    if not any(corpus.objective for corpus in corpora):
-        return [corpus.weight for corpus in corpora]
-    from data_utils.objectives.own_corpora import shares
-
-    return shares(corpora, objectives)
+    if any(corpus.objective for corpus in corpora):
+        return shares(corpora, objectives)
+    return [corpus.weight for corpus in corpora]
 
 
-def mixtures_of(indexes: Sequence[Index], seed: int, phases: Sequence[PhaseSamples]) -> list[Mixture]:
+def phase_mixtures(indexes: Sequence[Index], seed: int, phases: Sequence[PhaseSamples]) -> list[Mixture]:
     """The mixture of each phase. Args: seed: of the mixtures."""
-    weights = [weights_of(phase.data.train, phase.objectives) for phase in phases]
+    weights = [corpus_shares(phase.data.train, phase.objectives) for phase in phases]
     lengths = [phase.data.sequence_length for phase in phases]
     region = phases[0].data.region
-    # The run's own length may be that of no phase: windows are those of the first phase, and later ones follow
-    # from it.
+    # The run's own length may be that of no phase: windows are those of the first phase, and later ones follow from it.
     if isinstance(indexes[0], WindowIndex) and indexes[0].window_length != lengths[0]:
         indexes = [
             type(index)(index.dataset, lengths[0], DOCUMENT_OVERHEAD, index.has_entities)
@@ -266,10 +261,9 @@ def mixtures_of(indexes: Sequence[Index], seed: int, phases: Sequence[PhaseSampl
     # of positions do not.
     if region or len(set(lengths)) > 1:
         mixtures = [mixtures[0].as_streams(region)]
-    for phase, its_weights, length in zip(phases[1:], weights[1:], lengths[1:], strict=True):
-        # Each phase continues the corpora where the one before left them, so that an epoch visits everything
-        # once.
-        mixtures.append(mixtures[-1].following(phase.first_sample, its_weights, length))
+    for phase, phase_weights, length in zip(phases[1:], weights[1:], lengths[1:], strict=True):
+        # Each phase continues the corpora where the one before left them, so that an epoch visits everything once.
+        mixtures.append(mixtures[-1].following(phase.first_sample, phase_weights, length))
     return mixtures
 
 
@@ -277,7 +271,7 @@ def mixtures_of(indexes: Sequence[Index], seed: int, phases: Sequence[PhaseSampl
 class _Corpora:
     """Opens corpora as samples of one objective.
 
-    Args: choices: the objectives; in a mixture all read windows. all_choices: with those of phases.
+    Args: choices: the objectives; in a mixture all read windows. all_choices: with the objectives of all phases.
     """
 
     data: DataConfig
@@ -288,37 +282,29 @@ class _Corpora:
     decoder_tokenizer: Tokenizer | None
 
     def mixture(self, corpora: Sequence[CorpusConfig], seed: int) -> Mixture:
-        weights = weights_of(corpora, self.choices)
+        weights = corpus_shares(corpora, self.choices)
         return Mixture(list(zip(map(self._index, corpora), weights, strict=True)), seed)
 
     def _index(self, corpus: CorpusConfig) -> Index:
         length = self.data.sequence_length
         dataset = self._open(corpus.prefix, self.tokenizer)
         if corpus.objective is not None:
-            from data_utils.loader.pair_corpora import open_pairs
-
             return open_pairs(corpus, dataset, length, self.choices)
         sections = [choice.section for choice in self.all_choices]
         if not sections[0].whole_documents:
             # LABELS belong to corpora of pairs, which name their objective and are opened above.
-            kinds = {each.reads_beside for each in sections if each.reads_beside not in (None, LABELS)}
-            if kinds:
-                from data_utils.loader.required_vectors import require_beside  # most read tokens alone
-
-                require_beside(dataset, kinds)
-            return WindowIndex(dataset, length, DOCUMENT_OVERHEAD, bool(kinds))
-        from data_utils.loader.sentences import SentenceIndex
-
-        paired = None
+            annotations = {section.token_annotation for section in sections} - {None, LABELS}
+            if annotations:
+                require_annotation(dataset, annotations)
+            return WindowIndex(dataset, length, DOCUMENT_OVERHEAD, bool(annotations))
+        decoder_dataset = None
         if corpus.decoder_prefix is not None and self.decoder_tokenizer is not None:
-            paired = self._open(corpus.decoder_prefix, self.decoder_tokenizer)
+            decoder_dataset = self._open(corpus.decoder_prefix, self.decoder_tokenizer)
         overhead = sections[0].least_row_length(0)  # of a sentence without text
-        return SentenceIndex(dataset, length, overhead, self.row_length, paired)
+        return SentenceIndex(dataset, length, overhead, self.row_length, decoder_dataset)
 
     def _open(self, prefix: str, tokenizer: Tokenizer) -> IndexedDataset:
         if self.data.local_directory is not None:
-            from data_utils.dataset.local_copy import local_copy
-
             prefix = str(local_copy(prefix, self.data.local_directory))
         dataset = IndexedDataset(prefix)
         dataset.require_tokenizer(tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.special.eos)

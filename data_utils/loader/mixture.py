@@ -1,6 +1,6 @@
 """Weighted corpora: global sample number -> (corpus, epoch, window), a pure function of seed and number.
 
-Samples form blocks of BLOCK_SIZE. In every block each corpus has an exact quota of the places (largest remainder), and
+Samples form blocks of BLOCK_SIZE. In every block each corpus has an exact quota of the samples (largest remainder), and
 a keyed permutation, different for each block, decides which. The j-th sample of a corpus is window
 `permute(j % num_windows)` of epoch `j // num_windows`. So each window comes exactly once in an epoch, for any batch
 size, any number of ranks and any point of resumption. The state of a loader is one integer.
@@ -15,14 +15,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.dataset.indexed_dataset import IndexedDataset
+from data_utils.loader.corpus_streams import Axis, Stream
 from data_utils.loader.sampler import (
-    CHOICE_STREAM,
+    BLOCK_ORDER,
     PHASE_BITS,
     WindowIndex,
     block_table,
@@ -31,21 +32,18 @@ from data_utils.loader.sampler import (
     gather,
     place_windows,
 )
+from data_utils.loader.sentences import SentenceIndex
 
-if TYPE_CHECKING:
-    from data_utils.loader.corpus_streams import Stream
-    from data_utils.loader.sentences import SentenceIndex
-
-Index: TypeAlias = "WindowIndex | SentenceIndex"
+Index: TypeAlias = WindowIndex | SentenceIndex
 
 BLOCK_SIZE = 4096
 _MASK_64 = (1 << 64) - 1
 
 
 def quotas(weights: Sequence[float]) -> np.ndarray:
-    """Places of each corpus in a block, int64 [corpora], by largest remainder; their sum is BLOCK_SIZE.
+    """Samples of each corpus in a block, int64 [corpora], by largest remainder; their sum is BLOCK_SIZE.
 
-    Raises: ConfigError for a weight that is negative or not finite, or too small for one place, and if all are 0.
+    Raises: ConfigError for a weight that is negative or not finite, or too small for one sample, and if all are 0.
     """
     shares = np.asarray(weights, np.float64)
     if not np.any(shares) or not np.all(np.isfinite(shares) & (shares >= 0)):
@@ -54,25 +52,25 @@ def quotas(weights: Sequence[float]) -> np.ndarray:
         )
     takes_part = shares > 0
     shares = shares / shares.sum() * BLOCK_SIZE
-    places = np.floor(shares).astype(np.int64)
-    largest_remainders = np.argsort(places - shares, kind="stable")  # stable: ties go to the earlier corpus
-    places[largest_remainders[: BLOCK_SIZE - int(places.sum())]] += 1
-    if not places[takes_part].all():
+    counts = np.floor(shares).astype(np.int64)
+    largest_remainders = np.argsort(counts - shares, kind="stable")  # stable: ties go to the earlier corpus
+    counts[largest_remainders[: BLOCK_SIZE - int(counts.sum())]] += 1
+    if not counts[takes_part].all():
         raise ConfigError(
-            f"corpus weight {weights[int(np.argmin(places + ~takes_part))]} is below 1/{BLOCK_SIZE} of the total; "
+            f"corpus weight {weights[int(np.argmin(counts + ~takes_part))]} is below 1/{BLOCK_SIZE} of the total; "
             "raise it or remove the corpus."
         )
-    return places
+    return counts
 
 
 def samples_of_corpora(seed: int, weights: Sequence[float], count: int, phase: int = 0) -> np.ndarray:
     """How many of a phase's first `count` samples are of each corpus, int64 [corpora]. Args: seed: of the mixture."""
-    places = quotas(weights)
-    blocks, rest = divmod(count, BLOCK_SIZE)
+    per_block = quotas(weights)
+    blocks, remaining = divmod(count, BLOCK_SIZE)
     # Whole blocks have exact quotas, so only the last, partial block needs its table.
-    key = derive_key(np.uint64(seed & _MASK_64), CHOICE_STREAM, phase << PHASE_BITS | blocks)
-    corpora, _ = block_table(np.concatenate([[0], np.cumsum(places)]), BLOCK_SIZE, np.uint64(key))
-    return blocks * places + np.bincount(corpora[:rest], minlength=len(places))
+    key = derive_key(np.uint64(seed & _MASK_64), BLOCK_ORDER, phase << PHASE_BITS | blocks)
+    corpora, _ = block_table(np.concatenate([[0], np.cumsum(per_block)]), BLOCK_SIZE, np.uint64(key))
+    return blocks * per_block + np.bincount(corpora[:remaining], minlength=len(per_block))
 
 
 class Start(NamedTuple):
@@ -80,10 +78,10 @@ class Start(NamedTuple):
 
     phase: int = 0  # phases before it
     first_sample: int = 0
-    used: tuple[int, ...] = ()  # samples of each corpus before it; () = none
+    samples_before: tuple[int, ...] = ()  # of each corpus; () = none
 
 
-_AT_ONCE = Start()
+_RUN_START = Start()
 
 
 class Mixture:
@@ -102,7 +100,7 @@ class Mixture:
         self,
         corpora: Sequence[tuple[Index, float]],
         seed: int,
-        start: Start = _AT_ONCE,
+        start: Start = _RUN_START,
         streams: Sequence[Stream] = (),
     ) -> None:
         self.corpora = list(corpora)
@@ -120,16 +118,16 @@ class Mixture:
         _require_one_tokenizer([index.dataset for index in self.indexes])
         self._starts = np.concatenate([[0], np.cumsum(self.quotas)])
         self._num_windows = np.array([index.num_windows for index in self.indexes], np.int64)
-        self._used = np.array(start.used or [0] * len(self.corpora), np.int64)
+        self._samples_before = np.array(start.samples_before or [0] * len(self.corpora), np.int64)
         self._key_seed = np.uint64(seed & _MASK_64)
-        key = derive_key(self._key_seed, CHOICE_STREAM, start.phase << PHASE_BITS)
+        key = derive_key(self._key_seed, BLOCK_ORDER, start.phase << PHASE_BITS)
         self._table = (0, *block_table(self._starts, BLOCK_SIZE, np.uint64(key)))  # of the last block used
 
     def __reduce__(self) -> tuple[type, tuple[list[tuple[Index, float]], int, Start, list[Stream]]]:
         return type(self), (self.corpora, self.seed, self.start, self.streams)
 
     def locate(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The places of samples: indices int64 [B], each of the phase -> corpus, epoch, window, each int64 [B]."""
+        """Where samples are: indices int64 [B], each of the phase -> corpus, epoch, window, each int64 [B]."""
         corpora, ordinals = self.deal(indices)
         return corpora, *place_windows(self._key_seed, corpora, ordinals, self._num_windows)
 
@@ -140,7 +138,7 @@ class Mixture:
         assert not len(indices) or indices.min() >= first_sample
         table = self._table  # one read: another thread may replace it
         corpora, ordinals, *table = deal_samples(
-            self._key_seed, indices, phase, first_sample, self._used, self._starts, *table
+            self._key_seed, indices, phase, first_sample, self._samples_before, self._starts, *table
         )
         self._table = tuple(table)
         return corpora, ordinals
@@ -148,34 +146,36 @@ class Mixture:
     def after(self, count: int) -> tuple[int, ...]:
         """Samples of each corpus before the sample `count` of the phase, with those of former phases of its length."""
         weights = [weight for _, weight in self.corpora]
-        return tuple((self._used + samples_of_corpora(self.seed, weights, count, self.start.phase)).tolist())
+        return tuple(
+            (self._samples_before + samples_of_corpora(self.seed, weights, count, self.start.phase)).tolist()
+        )
 
     def epochs(self, count: int) -> list[float]:
         """How often each corpus was read before the sample `count` of the phase, former phases included."""
-        used = self.after(count)
+        samples = self.after(count)
         if self.streams:
-            return [stream.epochs(samples) for stream, samples in zip(self.streams, used, strict=True)]
-        return (np.array(used) / self._num_windows).tolist()
+            return [stream.epochs(count) for stream, count in zip(self.streams, samples, strict=True)]
+        return (np.array(samples) / self._num_windows).tolist()
 
     def following(self, first_sample: int, weights: Sequence[float], length: int | None = None) -> Mixture:
-        """The mixture of the next phase, from its first sample on, with weights and maybe a length of its own."""
-        used = self.after(first_sample - self.start.first_sample)
+        """The mixture of the next phase, which begins at `first_sample`; its weights and its length may differ."""
+        samples_before = self.after(first_sample - self.start.first_sample)
         indexes, streams = self.indexes, self.streams
         if streams and length not in (None, streams[0].length):
-            streams = [stream.following(count, length) for stream, count in zip(streams, used, strict=True)]
+            streams = [
+                stream.following(count, length) for stream, count in zip(streams, samples_before, strict=True)
+            ]
             indexes = [
                 WindowIndex(index.dataset, stream.length, stream.axis.overhead, index.has_entities)  # type: ignore[union-attr]
                 for index, stream in zip(indexes, streams, strict=True)
             ]
             # Streams carry on where they are by position, so ordinals count from 0 again.
-            used = ()
-        start = Start(self.start.phase + 1, first_sample, used)
+            samples_before = ()
+        start = Start(self.start.phase + 1, first_sample, samples_before)
         return Mixture(list(zip(indexes, weights, strict=True)), self.seed, start, streams)
 
     def as_streams(self, region: int) -> Mixture:
         """The same corpora with regions of `region` costs, 0 = none, and lengths that may change."""
-        from data_utils.loader.corpus_streams import Axis, Stream  # few runs have regions
-
         streams = []
         for corpus, index in enumerate(self.indexes):
             assert isinstance(index, WindowIndex)
@@ -198,20 +198,20 @@ class Mixture:
         """Ranges of the corpora, int64 [ranges, 3]: corpus, start, stop; how many each sample has, int64 [B]."""
         corpora, ordinals = self.deal(indices)
         samples = [
-            [(corpus, *each) for each in self.streams[corpus].sample(ordinal)[1]]
+            [(corpus, start, stop) for start, stop in self.streams[corpus].sample(ordinal)[1]]
             for corpus, ordinal in zip(corpora.tolist(), ordinals.tolist(), strict=True)
         ]
-        ranges = np.array([each for ranges in samples for each in ranges], np.int64).reshape(-1, 3)
-        return ranges, np.array([len(each) for each in samples], np.int64)
+        ranges = np.array([row for ranges in samples for row in ranges], np.int64).reshape(-1, 3)
+        return ranges, np.array([len(ranges) for ranges in samples], np.int64)
 
     def _fetch_ranges(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         ranges, counts = self._ranges(indices)
-        parts = []
+        requests = []
         for corpus, index in enumerate(self.indexes):
-            rows = np.flatnonzero(ranges[:, 0] == corpus)
-            if len(rows):
-                parts.append((index, *np.ascontiguousarray(ranges[rows, 1:].T), rows))
-        tokens, chunk_lengths, chunks = gather(parts)
+            numbers = np.flatnonzero(ranges[:, 0] == corpus)
+            if len(numbers):
+                requests.append((index, *np.ascontiguousarray(ranges[numbers, 1:].T), numbers))
+        tokens, chunk_lengths, chunks = gather(requests)
         # A sample may lie in several ranges (at the border of regions); their chunks are added up.
         return tokens, chunk_lengths, np.add.reduceat(chunks, np.cumsum(counts) - counts)
 
@@ -227,17 +227,21 @@ class Mixture:
                 index.prefetch_from(np.ascontiguousarray(ranges[ranges[:, 0] == corpus, 1]))
             return
         corpora, _, windows = self.locate(indices)
-        for index, its_windows, _ in self._by_corpus(corpora, windows):
-            index.prefetch(its_windows)
+        for index, corpus_windows, _ in self._by_corpus(corpora, windows):
+            index.prefetch(corpus_windows)
 
     def _by_corpus(
         self, corpora: np.ndarray, windows: np.ndarray
     ) -> list[tuple[Index, np.ndarray, np.ndarray]]:
-        """For each corpus: its index, its windows and their rows."""
+        """For each corpus: its index, its windows, and their samples, by position in the batch."""
         if len(self.indexes) == 1:
             return [(self.indexes[0], windows, np.arange(len(windows)))]
-        rows = [np.flatnonzero(corpora == corpus) for corpus in range(len(self.indexes))]
-        return [(index, windows[its], its) for index, its in zip(self.indexes, rows, strict=True) if len(its)]
+        by_corpus = []
+        for corpus, index in enumerate(self.indexes):
+            samples = np.flatnonzero(corpora == corpus)
+            if len(samples):
+                by_corpus.append((index, windows[samples], samples))
+        return by_corpus
 
 
 def _require_one_tokenizer(datasets: Sequence[IndexedDataset]) -> None:

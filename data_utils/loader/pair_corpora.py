@@ -21,14 +21,14 @@ from data_utils.common.setting_files import shown
 from data_utils.common.settings import check
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.manifest import LABELS
+from data_utils.loader.annotations import require_annotation
 from data_utils.loader.config import CorpusConfig
 from data_utils.loader.mixture import Mixture
-from data_utils.loader.required_vectors import require_beside
 from data_utils.loader.sampler import WindowIndex
 from data_utils.objectives import ObjectiveChoice
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD, Objective
 from data_utils.objectives.mixed import Mixed
-from data_utils.objectives.own_corpora import owner_of
+from data_utils.objectives.own_corpora import pair_objective
 
 
 def open_pairs(
@@ -39,14 +39,16 @@ def open_pairs(
     Raises: ConfigError for an objective that the run has not or that reads text; DataError for a dataset without pairs,
         or with another number of labels than the objective.
     """
-    section: Any = next((choice.section for choice in choices if owner_of(choice) == corpus.objective), None)
+    section: Any = next(
+        (choice.section for choice in choices if pair_objective(choice) == corpus.objective), None
+    )
     check(
         section is not None,
         f"corpus {corpus.prefix} has objective {shown(corpus.objective)}, which is not one of the run's objectives "
-        f"for pairs ({', '.join(filter(None, map(owner_of, choices))) or 'none'}); add it to objectives or remove "
-        "the corpus.",
+        f"for pairs ({', '.join(filter(None, map(pair_objective, choices))) or 'none'}); add it to objectives or "
+        "remove the corpus.",
     )
-    require_beside(dataset, {LABELS})
+    require_annotation(dataset, {LABELS})
     count = dataset.manifest["entities"]["count"]
     if count != section.classes:
         raise DataError(
@@ -59,20 +61,20 @@ def open_pairs(
 @njit(cache=True, error_model="numpy", nogil=True)
 def _pack(costs, longest, starts, stops):
     """Write the first cost and the end of each window of whole documents; return how many there are."""
-    windows, at, is_open = 0, np.int64(0), False
+    windows, begin, is_open = 0, np.int64(0), False
     for document in range(costs.shape[0]):
-        end = at + costs[document]
+        end = begin + costs[document]
         # Half of a pair has no label that is true, so pairs are whole or left out. One that is left out also
-        # ends its window, since a window is one range of the stream.
+        # ends its window, since a window is one range of the dataset.
         if costs[document] > longest:
             is_open = False
         else:
             if not is_open or end - starts[windows - 1] > longest:
-                starts[windows] = at
+                starts[windows] = begin
                 windows += 1
                 is_open = True
             stops[windows - 1] = end
-        at = end
+        begin = end
     return windows
 
 
@@ -94,7 +96,7 @@ class PairIndex(WindowIndex):
         costs = dataset.read_lengths(0, len(dataset)).astype(np.int64) + document_overhead
         starts, stops = np.empty_like(costs), np.empty_like(costs)
         self.num_windows = int(_pack(costs, window_length, starts, stops))
-        self._starts, self._stops = (each[: self.num_windows].copy() for each in (starts, stops))
+        self._starts, self._stops = (bounds[: self.num_windows].copy() for bounds in (starts, stops))
         self.too_long = int((costs > window_length).sum())
         if not self.num_windows:
             raise DataError(
@@ -118,7 +120,7 @@ class Linked(Mixed):
     """Objectives of a run of which some read corpora of their own.
 
     Args:
-        mixture: the run's. owners: of its corpora, the number of the objective that reads each, -1 = those of text.
+        mixture: the run's. owners: for each of its corpora the number of the objective that alone reads it; -1 = text.
     """
 
     def __init__(self, mixed: Mixed, mixture: Mixture, owners: Sequence[int]) -> None:
@@ -131,8 +133,8 @@ class Linked(Mixed):
         self.weights[[number for number in owners if number >= 0]] = 0.0
 
     def choose(self, sample_indices: np.ndarray) -> np.ndarray:
-        own = self._owners[self._mixture.deal(sample_indices)[0]]
-        return np.where(own >= 0, own, super().choose(sample_indices))
+        owners = self._owners[self._mixture.deal(sample_indices)[0]]
+        return np.where(owners >= 0, owners, super().choose(sample_indices))
 
 
 def linked(
@@ -142,6 +144,9 @@ def linked(
     choices: Sequence[ObjectiveChoice],
 ) -> Objective:
     """The objectives of a run or phase, in which samples of a corpus of pairs are its objective's."""
-    names = [owner_of(choice) for choice in choices]
-    owners = [names.index(c.objective) if c.objective in names and c.objective else -1 for c in corpora]
+    names = [pair_objective(choice) for choice in choices]
+    owners = [
+        names.index(corpus.objective) if corpus.objective and corpus.objective in names else -1
+        for corpus in corpora
+    ]
     return Linked(objective, mixture, owners) if isinstance(objective, Mixed) else objective

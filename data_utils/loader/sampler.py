@@ -27,8 +27,8 @@ _U64 = np.uint64
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _ROUNDS = 4  # pairs of half rounds
 _GUESSES = 3  # each about as far off as the square root of the one before
-PHASE_BITS = 40  # a block's number, below which the number of its phase stands in its key
-CHOICE_STREAM = 0  # key stream of the order within blocks; corpus c orders its windows with stream c + 1
+PHASE_BITS = 40  # of a block's number in a key; the number of its phase is in the bits above
+BLOCK_ORDER = 0  # purpose of keys for the order within blocks; the windows of corpus c have the purpose c + 1
 
 # All compiled functions of sampling are in this file: numba's cache notices a change of the file of a cached function,
 # but not of another file that it calls into.
@@ -52,10 +52,10 @@ def _below(limit, bits):
 
 
 @njit("uint64(uint64, uint64, uint64)", cache=True, error_model="numpy")
-def derive_key(seed, stream, number):
+def derive_key(seed, purpose, number):
     """A uint64 key for `permute` from three integers in [0, 2^64); different triples give unrelated keys."""
     key = _mix(_U64(seed) + _GOLDEN)
-    key = _mix(key ^ _U64(stream))
+    key = _mix(key ^ _U64(purpose))
     return _mix((key + _GOLDEN) ^ _U64(number))
 
 
@@ -84,8 +84,7 @@ def permute(index, n, key):
             right += _below(columns, _mix(left ^ round_key))
             right -= columns if right >= columns else _U64(0)
         value = left * columns + right
-        # Cycle walking: a value outside [0, n) is permuted again. The walk ends, since its cycle comes back to
-        # `index`.
+        # Cycle walking: a value outside [0, n) is permuted again. The walk ends, since its cycle comes back to `index`.
         if value < size:
             return np.int64(value)
 
@@ -104,8 +103,7 @@ def unpermute(image, n, key):
         right = value % columns
         round_key = _U64(key) + _U64(2 * _ROUNDS) * _GOLDEN
         for _ in range(_ROUNDS):
-            # Unsigned numbers wrap below zero, so the modulus is added first where the difference would be
-            # negative.
+            # Unsigned numbers wrap below zero, so the modulus is added first where the difference would be negative.
             shift = _below(columns, _mix(left ^ round_key))
             right = right - shift if right >= shift else right + columns - shift
             round_key -= _GOLDEN
@@ -119,28 +117,30 @@ def unpermute(image, n, key):
 
 @njit(cache=True, error_model="numpy", nogil=True)
 def block_table(starts, block_size, key):
-    """The corpus of each place of a block, and how many of its places precede it: two int64 [block_size]."""
+    """The corpus of each sample of a block, and how many samples of that corpus precede it: two int64 [block_size]."""
     corpora = np.empty(block_size, np.int64)
     ranks = np.empty(block_size, np.int64)
     seen = np.zeros(starts.shape[0] - 1, np.int64)
     # The slots of corpus c are starts[c] to starts[c + 1] of a block, so every block has exact quotas, in a
     # shuffled order.
-    for place in range(block_size):
-        slot = permute(place, block_size, key)
+    for position in range(block_size):
+        slot = permute(position, block_size, key)
         corpus = np.searchsorted(starts, slot, side="right") - 1
-        corpora[place] = corpus
-        ranks[place] = seen[corpus]
+        corpora[position] = corpus
+        ranks[position] = seen[corpus]
         seen[corpus] += 1
     return corpora, ranks
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
-def deal_samples(seed, indices, phase, first_sample, used, starts, block, corpora_of_places, ranks_of_places):
+def deal_samples(
+    seed, indices, phase, first_sample, samples_before, starts, block, block_corpora, block_ranks
+):
     """Corpus and ordinal in it, each int64 [B], of a phase's samples; see mixture.py.
 
     Args:
         phase, first_sample: the phase's number and its first sample, from which its blocks count.
-        used: int64 [corpora], ordinals that the phases before it took.
+        samples_before: int64 [corpora], samples of each corpus in the phases before it.
         block: the one whose table `block_table` made; it serves the samples of that block.
     Returns: corpora, ordinals, and number and table of the last block.
     """
@@ -153,14 +153,16 @@ def deal_samples(seed, indices, phase, first_sample, used, starts, block, corpor
             block = index // block_size
             # Phase 0 leaves the key as it is without phases, so a run that gets a second phase keeps the
             # samples of its first.
-            key = derive_key(seed, CHOICE_STREAM, phase << PHASE_BITS | block)
-            corpora_of_places, ranks_of_places = block_table(starts, block_size, key)
-        place = index - block * block_size
-        corpus = corpora_of_places[place]
+            key = derive_key(seed, BLOCK_ORDER, phase << PHASE_BITS | block)
+            block_corpora, block_ranks = block_table(starts, block_size, key)
+        position = index - block * block_size
+        corpus = block_corpora[position]
         corpora[i] = corpus
         # A closed form instead of counters: a run resumes at any sample without state.
-        ordinals[i] = used[corpus] + block * (starts[corpus + 1] - starts[corpus]) + ranks_of_places[place]
-    return corpora, ordinals, block, corpora_of_places, ranks_of_places
+        ordinals[i] = (
+            samples_before[corpus] + block * (starts[corpus + 1] - starts[corpus]) + block_ranks[position]
+        )
+    return corpora, ordinals, block, block_corpora, block_ranks
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
@@ -255,43 +257,43 @@ def _window_chunks(pointers, shift, num_tokens, overhead, start, stop, chunks):
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
-def _plan_rows(
-    pointers, shift, num_tokens, overhead, starts, stops, rows, first_tokens, chunk_lengths, counts
+def _plan_chunks(
+    pointers, shift, num_tokens, overhead, starts, stops, samples, first_tokens, chunk_lengths, counts
 ):
-    """Where the tokens of the costs [starts[i], stops[i]) begin and how long their chunks are, into row rows[i]."""
+    """Where the tokens of the costs [starts[i], stops[i]) begin and how long their chunks are, of sample samples[i]."""
     chunks = np.empty((chunk_lengths.shape[1], 2), np.int64)
     for i in range(starts.shape[0]):
-        row = rows[i]
+        sample = samples[i]
         count = _window_chunks(pointers, shift, num_tokens, overhead, starts[i], stops[i], chunks)
         # A window that lies within a document's overhead has no token.
-        first_tokens[row] = chunks[0, 0] if count else 0
+        first_tokens[sample] = chunks[0, 0] if count else 0
         for chunk in range(count):
-            chunk_lengths[row, chunk] = chunks[chunk, 1] - chunks[chunk, 0]
-        counts[row] = count
+            chunk_lengths[sample, chunk] = chunks[chunk, 1] - chunks[chunk, 0]
+        counts[sample] = count
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
-def _pack_rows(chunk_lengths, counts):
-    """Chunk lengths one after the other, and the position of each row's tokens, int64 [rows + 1]."""
+def _pack_chunks(chunk_lengths, counts):
+    """Chunk lengths one after the other, and the position of each sample's tokens, int64 [samples + 1]."""
     packed = np.empty(counts.sum(), np.int64)
     positions = np.zeros(counts.shape[0] + 1, np.int64)
     number = 0
-    for row in range(counts.shape[0]):
+    for sample in range(counts.shape[0]):
         total = np.int64(0)
-        for chunk in range(counts[row]):
-            packed[number] = chunk_lengths[row, chunk]
+        for chunk in range(counts[sample]):
+            packed[number] = chunk_lengths[sample, chunk]
             total += packed[number]
             number += 1
-        positions[row + 1] = positions[row] + total
+        positions[sample + 1] = positions[sample] + total
     return packed, positions
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
-def _copy_rows(tokens, first_tokens, positions, rows, out):
-    """Copy the tokens of rows. The chunks of a window adjoin, so a row is one range of the stream."""
-    for i in range(rows.shape[0]):
-        start, stop = positions[rows[i]], positions[rows[i] + 1]
-        first = first_tokens[rows[i]]
+def _copy_tokens(tokens, first_tokens, positions, samples, out):
+    """Copy the tokens of samples. The chunks of a window adjoin, so a sample is one range of the dataset."""
+    for i in range(samples.shape[0]):
+        start, stop = positions[samples[i]], positions[samples[i] + 1]
+        first = first_tokens[samples[i]]
         source, target = tokens[first : first + stop - start], out[start:stop]
         # A loop over two slices from 0 on vectorizes; indices that begin elsewhere do not, and a slice
         # assignment counts references.
@@ -358,12 +360,12 @@ class WindowIndex:
 
     @staticmethod
     def gather_all(
-        parts: Sequence[tuple[Any, np.ndarray, np.ndarray]],
+        requests: Sequence[tuple[Any, np.ndarray, np.ndarray]],
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The tokens of windows int64 [k] of several datasets, each in its row; see `gather`."""
-        for index, windows, _ in parts:
+        """As `gather`, of an index, its windows int64 [k], and their samples int64 [k], for one or several datasets."""
+        for index, windows, _ in requests:
             assert not len(windows) or (windows.min() >= 0 and windows.max() < index.num_windows)
-        return gather([(index, *index.costs(windows), rows) for index, windows, rows in parts])
+        return gather([(index, *index.costs(windows), samples) for index, windows, samples in requests])
 
     def prefetch(self, windows: np.ndarray) -> None:
         """Let the kernel start to read windows, int64 [k], that will be gathered soon."""
@@ -385,29 +387,37 @@ class WindowIndex:
 
 
 def gather(
-    parts: Sequence[tuple[WindowIndex, np.ndarray, np.ndarray, np.ndarray]],
+    requests: Sequence[tuple[WindowIndex, np.ndarray, np.ndarray, np.ndarray]],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The tokens of ranges of one or several datasets, one after the other; each token is copied once.
 
-    Args: parts: an index, starts and stops int64 [k] of costs at most a window apart, and the rows int64 [k] to which
-        they go; together all rows once.
-    Returns: tokens int32 [all chunks], chunk lengths int64 [chunks], chunks of each row int64. Where the indexes have
-        entities, [2, all chunks]: the tokens, and the entity that begins at each, -1 = none.
+    Args: requests: an index, starts and stops int64 [k] of costs at most a window apart, and the samples int64 [k] that
+        they are, by their position in the result; together every sample once.
+    Returns: tokens int32 [all chunks], chunk lengths int64 [chunks], chunks of each sample int64. Where the indexes
+        have entities, [2, all chunks]: the tokens and their annotations, -1 = none.
     """
-    num_rows = sum(len(part[-1]) for part in parts)
-    first_tokens = np.empty(num_rows, np.int64)
-    chunk_lengths = np.empty((num_rows, max((part[0].max_chunks for part in parts), default=0)), np.int32)
-    counts = np.zeros(num_rows, np.int64)
-    for index, starts, stops, rows in parts:
-        _plan_rows(*index._geometry, starts, stops, rows, first_tokens, chunk_lengths, counts)
-    packed, positions = _pack_rows(chunk_lengths, counts)
-    out = np.full((1 + any(part[0].has_entities for part in parts), positions[-1]), -1, np.int32)
-    for index, _, _, rows in parts:
+    num_samples = sum(len(request[-1]) for request in requests)
+    first_tokens = np.empty(num_samples, np.int64)
+    chunk_lengths = np.empty(
+        (num_samples, max((request[0].max_chunks for request in requests), default=0)), np.int32
+    )
+    counts = np.zeros(num_samples, np.int64)
+    for index, starts, stops, samples in requests:
+        _plan_chunks(*index._geometry, starts, stops, samples, first_tokens, chunk_lengths, counts)
+    packed, positions = _pack_chunks(chunk_lengths, counts)
+    out = np.full((1 + any(request[0].has_entities for request in requests), positions[-1]), -1, np.int32)
+    for index, _, _, samples in requests:
         for source, field in zip((index.dataset.tokens, index.dataset.entities), out, strict=False):
             if isinstance(source, np.ndarray):
-                _copy_rows(source, first_tokens, positions, rows, field)
+                _copy_tokens(source, first_tokens, positions, samples, field)
                 continue
-            for row in rows.tolist() if source is not None else ():  # not mapped: one read for each window
-                start, stop, first = int(positions[row]), int(positions[row + 1]), int(first_tokens[row])
+            for sample in (
+                samples.tolist() if source is not None else ()
+            ):  # not mapped: one read for each window
+                start, stop, first = (
+                    int(positions[sample]),
+                    int(positions[sample + 1]),
+                    int(first_tokens[sample]),
+                )
                 field[start:stop] = source[first : first + stop - start]
     return out if len(out) > 1 else out[0], packed, counts

@@ -31,17 +31,18 @@ _ROWS, _USED, _EMPTY, _TOO_LONG = range(4)  # of the state of `_pack_chunk`
 
 # Numba's cache notices changes in a function's own file only: these functions call into no other one.
 #
-# `sides` below is the lengths of documents in both vocabularies, and of what in them is no text (the eos at their
-# ends). With one vocabulary both are the same. `longest` counts tokens of text, `overhead` what a row adds to them.
+# `lengths` below is, for both vocabularies, the lengths of documents and how many of the tokens are no text (the eos at
+# their ends). With one vocabulary both are the same. `longest` counts tokens of text, `overhead` what a row adds to
+# them. A batch has rows `windows` of the dataset, and row windows[i] is its sample samples[i].
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
-def _cost(sides, document, longest, overhead):
+def _cost(lengths, document, longest, overhead):
     """Row tokens of a document; 0 for one without text, -1 for one that is too long."""
-    first_lengths, first_ends, second_lengths, second_ends = sides
+    first_lengths, first_ends, second_lengths, second_ends = lengths
     first = np.int64(first_lengths[document]) - first_ends
     second = np.int64(second_lengths[document]) - second_ends
-    # Both sides decide together, so that the two datasets keep the same documents.
+    # Both lengths decide together, so that the two datasets keep the same documents.
     if first <= 0 or second <= 0:
         return np.int64(0)
     if first > longest or second > longest:
@@ -50,11 +51,11 @@ def _cost(sides, document, longest, overhead):
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
-def _pack_chunk(sides, first_document, longest, overhead, row_length, state, begins):
+def _pack_chunk(lengths, first_document, longest, overhead, row_length, state, begins):
     """Continue the rows with a chunk of documents; write which documents begin one. Returns how many do."""
     count = 0
-    for document in range(len(sides[0])):
-        cost = _cost(sides, document, longest, overhead)
+    for document in range(len(lengths[0])):
+        cost = _cost(lengths, document, longest, overhead)
         if cost <= 0:
             state[_EMPTY if cost == 0 else _TOO_LONG] += 1
             continue
@@ -70,27 +71,29 @@ def _pack_chunk(sides, first_document, longest, overhead, row_length, state, beg
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
-def _count_sentences(sides, longest, overhead, begins, windows, rows, counts):
-    """The sentences of row windows[i], in counts[rows[i]]."""
+def _count_sentences(lengths, longest, overhead, begins, windows, samples, counts):
+    """Add the number of sentences of row windows[i] to counts[samples[i]]."""
     for i in range(windows.shape[0]):
         for document in range(begins[windows[i]], begins[windows[i] + 1]):
-            counts[rows[i]] += _cost(sides, document, longest, overhead) > 0
+            counts[samples[i]] += _cost(lengths, document, longest, overhead) > 0
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
-def _list_chunks(pointers, shifts, texts, sides, longest, overhead, begins, windows, rows, places, chunks):
-    """First token and length of each chunk of row windows[i], into chunks [2, *] from places[rows[i]] on."""
+def _list_chunks(
+    pointers, shifts, texts, lengths, longest, overhead, begins, windows, samples, first_chunks, chunks
+):
+    """First token and length of each chunk of row windows[i], into chunks [2, *] from first_chunks[samples[i]] on."""
     for i in range(windows.shape[0]):
-        at = places[rows[i]]
+        chunk = first_chunks[samples[i]]
         for document in range(begins[windows[i]], begins[windows[i] + 1]):
-            if _cost(sides, document, longest, overhead) <= 0:
+            if _cost(lengths, document, longest, overhead) <= 0:
                 continue
-            chunks[0, at] = pointers[0][document] >> shifts[0]
-            chunks[1, at] = np.int64(sides[0][document]) - sides[1]
+            chunks[0, chunk] = pointers[0][document] >> shifts[0]
+            chunks[1, chunk] = np.int64(lengths[0][document]) - lengths[1]
             if texts > 1:
-                chunks[0, at + 1] = pointers[1][document] >> shifts[1]
-                chunks[1, at + 1] = np.int64(sides[2][document]) - sides[3]
-            at += texts
+                chunks[0, chunk + 1] = pointers[1][document] >> shifts[1]
+                chunks[1, chunk + 1] = np.int64(lengths[2][document]) - lengths[3]
+            chunk += texts
 
 
 @njit(cache=True, error_model="numpy", nogil=True)
@@ -133,8 +136,8 @@ class SentenceIndex:
         self.decoder_dataset = decoder_dataset
         self.longest, self.overhead, self.row_length = longest, overhead, row_length
         self.datasets = (dataset,) if decoder_dataset is None else (dataset, decoder_dataset)
-        self._ends = [_end_length(each) for each in self.datasets]
-        shifts = [np.int64(each.dtype.itemsize.bit_length() - 1) for each in self.datasets]
+        self._ends = [_end_length(dataset) for dataset in self.datasets]
+        shifts = [np.int64(dataset.dtype.itemsize.bit_length() - 1) for dataset in self.datasets]
         self._shifts = shifts[0], shifts[-1]
         self.num_tokens = 0
         self._begins, state = self._pack()
@@ -168,59 +171,61 @@ class SentenceIndex:
         # By chunks, so that the lengths of the whole corpus are never in memory.
         state, scratch, begins = np.zeros(4, np.int64), np.empty(_CHUNK, np.int64), []
         for first in range(0, len(self.dataset), _CHUNK):
-            lengths = [each.read_lengths(first, first + _CHUNK) for each in self.datasets]
-            sides = self._sides(lengths)
-            texts = [side.astype(np.int64) - end for side, end in zip(lengths, self._ends, strict=True)]
-            kept = np.logical_and.reduce([(text > 0) & (text <= self.longest) for text in texts])
-            self.num_tokens += int(lengths[0][kept].sum(dtype=np.int64))
+            lengths = [dataset.read_lengths(first, first + _CHUNK) for dataset in self.datasets]
+            texts = [length.astype(np.int64) - end for length, end in zip(lengths, self._ends, strict=True)]
+            is_used = np.logical_and.reduce([(text > 0) & (text <= self.longest) for text in texts])
+            self.num_tokens += int(lengths[0][is_used].sum(dtype=np.int64))
             sizes = self.longest, self.overhead, self.row_length
-            begins.append(scratch[: _pack_chunk(sides, first, *sizes, state, scratch)].copy())
+            count = _pack_chunk(self._with_ends(lengths), first, *sizes, state, scratch)
+            begins.append(scratch[:count].copy())
         # The end of the last row closes the list, so that row w is always begins[w] to begins[w + 1].
         return np.concatenate([*begins, [len(self.dataset)]]).astype(np.int64, copy=False), state
 
-    def _sides(self, lengths: Sequence[np.ndarray]) -> tuple[np.ndarray, int, np.ndarray, int]:
+    def _with_ends(self, lengths: Sequence[np.ndarray]) -> tuple[np.ndarray, int, np.ndarray, int]:
         return lengths[0], self._ends[0], lengths[-1], self._ends[-1]
 
     def _geometry(self) -> tuple[tuple[np.ndarray, int, np.ndarray, int], int, int, np.ndarray]:
         """Arguments of compiled functions: lengths and ends of the texts, longest document, overhead, rows' begins."""
-        sides = self._sides([each.lengths for each in self.datasets])
-        return sides, self.longest, self.overhead, self._begins
+        lengths = self._with_ends([dataset.lengths for dataset in self.datasets])
+        return lengths, self.longest, self.overhead, self._begins
 
     def prefetch(self, windows: np.ndarray) -> None:
         """Let the kernel start to read rows, int64 [k], that will be gathered soon."""
         begins = self._begins[windows]
-        for each, shift in zip(self.datasets, self._shifts, strict=False):
-            each.prefetch(each.pointers[begins] >> shift, self.row_length // 2)
+        for dataset, shift in zip(self.datasets, self._shifts, strict=False):
+            dataset.prefetch(dataset.pointers[begins] >> shift, self.row_length // 2)
 
     @staticmethod
     def gather_all(
-        parts: Sequence[tuple[Any, np.ndarray, np.ndarray]],
+        requests: Sequence[tuple[Any, np.ndarray, np.ndarray]],
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The sentences of rows of one or several datasets, as `gather` in sampler.py gives the chunks of windows.
 
-        Args: parts: a SentenceIndex, its rows int64 [k], their places int64 [k] in the batch; together all once.
-        Returns: tokens int32 [all chunks], chunk lengths int64 [chunks], chunks of each place int64. With two datasets
+        Args: requests: a SentenceIndex, its rows int64 [k], and the samples int64 [k] that they are, by their position
+            in the result; together every sample once.
+        Returns: tokens int32 [all chunks], chunk lengths int64 [chunks], chunks of each sample int64. With two datasets
             the chunks are the encoder's and the decoder's by turns.
         """
         index: SentenceIndex
-        counts = np.zeros(sum(len(rows) for _, _, rows in parts), np.int64)
-        for index, windows, rows in parts:
+        counts = np.zeros(sum(len(samples) for _, _, samples in requests), np.int64)
+        for index, windows, samples in requests:
             assert not len(windows) or (windows.min() >= 0 and windows.max() < index.num_windows)
-            _count_sentences(*index._geometry(), windows, rows, counts)
-        texts = len(parts[0][0].datasets)
+            _count_sentences(*index._geometry(), windows, samples, counts)
+        texts = len(requests[0][0].datasets)
         counts *= texts
-        places = np.cumsum(counts) - counts
+        first_chunks = np.cumsum(counts) - counts
         chunks = np.empty((2, counts.sum()), np.int64)
-        for index, windows, rows in parts:
+        for index, windows, samples in requests:
             pointers = index.datasets[0].pointers, index.datasets[-1].pointers
-            where = windows, rows, places, chunks
-            _list_chunks(pointers, index._shifts, texts, *index._geometry(), *where)
+            _list_chunks(
+                pointers, index._shifts, texts, *index._geometry(), windows, samples, first_chunks, chunks
+            )
         positions = np.concatenate([[0], np.cumsum(chunks[1])])
         out = np.empty(positions[-1], np.int32)
-        for index, _, rows in parts:
-            numbers = _ranges(places[rows], counts[rows])
-            for text, each in enumerate(index.datasets):
-                _copy(each, numbers[text::texts], chunks, positions, out)
+        for index, _, samples in requests:
+            numbers = _ranges(first_chunks[samples], counts[samples])
+            for text, dataset in enumerate(index.datasets):
+                _copy(dataset, numbers[text::texts], chunks, positions, out)
         return out, chunks[1], counts
 
 
@@ -241,8 +246,7 @@ def _require_same_documents(first: IndexedDataset, second: IndexedDataset) -> No
 
 def _first_difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> str | None:
     """The first difference between the sources of two manifests, in words; None if they are of the same texts."""
-    # Tokens of two tokenizers cannot be compared, so sources and options are; an adopted dataset records
-    # neither.
+    # Tokens of two tokenizers cannot be compared, so sources and options are; an adopted dataset records neither.
     if first.get("adopted") or second.get("adopted"):
         return None
     sources = [

@@ -2,8 +2,8 @@
 
 Which file does what: `masking` chooses the spans to mask and corrupts them 80/10/10, in whole words or tokens.
 `masked_text` builds BERT-like samples with it: CLS and SEP, sentence pairs, labels (masked_lm, spanbert, albert, ernie,
-unilm). `rows` has the base class of an objective (`RowObjective`) and of its section (`RowSizes`), which says how long
-rows are and whether words are masked whole. `row_loops` has the compiled loop over samples and chunks, and the helpers
+unilm). `base` has the base class of an objective (`RowObjective`) and of its section (`RowSizes`), which says how long
+rows are and whether words are masked whole. `compiled` has the compiled loop over samples and chunks, and the functions
 that write a row's fields. `blank_infilling/spans` draws GLM's spans and writes its parts A and B. `interface` and
 `registry` define and find objectives. The random numbers of a sample are in data_utils/common/random_streams.py.
 """
@@ -25,7 +25,7 @@ from data_utils.objectives.registry import Objectives
 from data_utils.tokenizers.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
-    from data_utils.objectives.rows import RowObjective
+    from data_utils.objectives.base import RowObjective
 
 OBJECTIVES = Objectives(declared_in(Path(__file__).parent, __name__), with_packages=True)
 LOSSES = OBJECTIVES.losses  # the `objective` field holds an index into these
@@ -91,20 +91,20 @@ def make_objective(
     Raises: ConfigError when the settings do not go together.
     """
     key = derive_seed(seed, "objective")
-    made = [
+    objectives = [
         make_one(choice.name, choice.section, vocabulary, key, sequence_length, row_length)
         for choice in choices
     ]
-    if len(made) == 1:
-        return made[0]
-    whole = [choice.name for choice in choices if choice.section.whole_documents]
-    if whole:
+    if len(objectives) == 1:
+        return objectives[0]
+    unmixable = [choice.name for choice in choices if choice.section.whole_documents]
+    if unmixable:
         raise ConfigError(
-            f"{whole[0]} cannot be mixed with other objectives, because its samples are whole documents; use it "
+            f"{unmixable[0]} cannot be mixed with other objectives, because its samples are whole documents; use it "
             "alone."
         )
-    from data_utils.objectives.mixed import Mixed
+    from data_utils.objectives.mixed import Mixed  # loads numba, which names and sections do not need
 
     weights = [choice.weight for choice in choices]
     first_samples = [choice.first_sample for choice in choices]
-    return Mixed(made, weights, first_samples, derive_seed(seed, "objective mixture"))
+    return Mixed(objectives, weights, first_samples, derive_seed(seed, "objective mixture"))

@@ -12,7 +12,7 @@ import numpy as np
 
 from data_utils.common.losses import SENTENCE_ORDER_LOSS, Loss
 from data_utils.common.settings import checked, setting
-from data_utils.objectives.interface import Writing
+from data_utils.objectives.interface import TextFormat
 from data_utils.objectives.masked_text import NO_PAIR, SENTENCE_ORDER, MaskedText, MaskedTextConfig
 from data_utils.objectives.registry import register
 
@@ -42,4 +42,4 @@ class Albert(MaskedText):
     name = "albert"
     config_class = AlbertConfig
     losses = (Loss("masked_ngrams", 7), SENTENCE_ORDER_LOSS)
-    writing = Writing("bert")
+    text_format = TextFormat("bert")

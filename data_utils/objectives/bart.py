@@ -24,10 +24,8 @@ from data_utils.common.batch_fields import ORD, POSITION_IDS, SEGMENT_IDS, TOKEN
 from data_utils.common.losses import Loss
 from data_utils.common.random_streams import below, chance, chance_threshold, rewind, shuffle
 from data_utils.common.settings import check, checked, fraction, setting
-from data_utils.objectives.interface import Writing
-from data_utils.objectives.masking import draw_spans, masked_target
-from data_utils.objectives.registry import register
-from data_utils.objectives.row_loops import (
+from data_utils.objectives.base import RowObjective, RowSizes
+from data_utils.objectives.compiled import (
     FREE,
     POSITIONS,
     STARTS,
@@ -46,7 +44,9 @@ from data_utils.objectives.row_loops import (
     set_range,
     span_count_moments,
 )
-from data_utils.objectives.rows import RowObjective, RowSizes
+from data_utils.objectives.interface import TextFormat
+from data_utils.objectives.masking import draw_spans, masked_target
+from data_utils.objectives.registry import register
 from data_utils.tokenizers.vocabulary import Vocabulary
 
 LONGEST_SPAN = 39  # tokens; the Poisson distribution is cut there, as in blank infilling
@@ -77,7 +77,7 @@ class BartConfig(RowSizes):
 
     @property
     def masks_per_span(self) -> float:
-        """Mean number of masks per span: its own, and one for each span of length 0 drawn with it."""
+        """Mean number of masks per span: one for the span, and one for each span of length 0 drawn with it."""
         return 1.0 / (1.0 - math.exp(-self.mean_span_length))
 
     @property
@@ -121,8 +121,7 @@ class BartConfig(RowSizes):
         """Mean and ROOM_DEVIATIONS of the number of masks, as a multiple of 8."""
         removed = max(1, int(self.masked_ratio * sequence_length + 0.5))
         mean, deviation = span_count_moments(self.length_weights, removed)
-        # Spans of length 0, a geometric number for each other span; the two lines approximate their mean and
-        # spread.
+        # Spans of length 0, a geometric number for each other span; the two lines approximate their mean and spread.
         inserted = mean * (self.masks_per_span - 1.0)
         deviation = math.sqrt(deviation**2 + inserted * self.masks_per_span)
         masks = min(float(removed), mean + inserted + ROOM_DEVIATIONS * deviation)
@@ -138,79 +137,79 @@ class BartConfig(RowSizes):
 
 
 @inlined
-def _permute_sentences(text, sentence_start, start, maskable, length, rng, w, s):
-    """Write the text, its sentences in random order, to w[TEXT]. `sentence_start`: bool per token."""
+def _permute_sentences(text, sentence_start, start, maskable, length, rng, scratch, settings):
+    """Write the text, its sentences in random order, to scratch[TEXT]. Args: sentence_start: bool of each token."""
     sentences = 1
-    w[POSITIONS, 0] = 0
-    if s.permute_sentences:
+    scratch[POSITIONS, 0] = 0
+    if settings.permute_sentences:
         for i in range(1, maskable):
-            w[POSITIONS, sentences] = i  # overwritten unless a sentence begins here
+            scratch[POSITIONS, sentences] = i  # overwritten unless a sentence begins here
             sentences += sentence_start[start + i]
-    w[POSITIONS, sentences] = maskable
+    scratch[POSITIONS, sentences] = maskable
     for k in range(sentences):
-        w[STARTS, k] = k
-    shuffle(rng, w[STARTS], sentences)
+        scratch[STARTS, k] = k
+    shuffle(rng, scratch[STARTS], sentences)
     at = 0
     for k in range(sentences):
-        sentence = w[STARTS, k]
-        first, end = w[POSITIONS, sentence], w[POSITIONS, sentence + 1]
-        copy_range(w, TEXT, at, at + end - first, text, start + first)
+        sentence = scratch[STARTS, k]
+        first, end = scratch[POSITIONS, sentence], scratch[POSITIONS, sentence + 1]
+        copy_range(scratch, TEXT, at, at + end - first, text, start + first)
         at += end - first
-    copy_range(w, TEXT, maskable, length, text, start + maskable)
+    copy_range(scratch, TEXT, maskable, length, text, start + maskable)
 
 
 @inlined
-def _draw_masks(maskable, rng, w, cumulative, s):
-    """Mark the spans that one mask each replaces in w[TAKEN]; count the masks before each token in w[FREE].
+def _draw_masks(maskable, rng, scratch, length_table, settings):
+    """Mark the spans that one mask each replaces in scratch[TAKEN]; count the masks before each token in scratch[FREE].
 
     Spans of length 0 are drawn along with every other span; each inserts a mask.
     """
-    set_range(w, FREE, 0, maskable, 1)
-    set_range(w, UNIT_START, 0, maskable, 1)
-    target = masked_target(s.masked_ratio, maskable)
-    count = draw_spans(rng, w, maskable, target, True, cumulative, 0)
+    set_range(scratch, FREE, 0, maskable, 1)
+    set_range(scratch, UNIT_START, 0, maskable, 1)
+    target = masked_target(settings.masked_ratio, maskable)
+    count = draw_spans(rng, scratch, maskable, target, True, length_table, 0)
     removed, inserted = 0, 0
     for i in range(maskable):
-        removed += w[TAKEN, i]
-    set_range(w, FREE, 0, maskable, 0)
+        removed += scratch[TAKEN, i]
+    set_range(scratch, FREE, 0, maskable, 0)
     # A Poisson length may be 0: such a span removes nothing and inserts a mask. Their number is bounded by the
     # tokens removed, so that a row never grows.
     for _ in range(count):
-        while inserted < removed - count and chance(rng, s.empty_below):
-            w[FREE, below(rng, maskable)] += 1
+        while inserted < removed - count and chance(rng, settings.empty_below):
+            scratch[FREE, below(rng, maskable)] += 1
             inserted += 1
 
 
 @inlined
-def _write_context(row, used, maskable, length, w, s):
-    """CLS and the text of w[TEXT] with its masks. Returns the end."""
-    tokens = row[TOKENS, used:]
-    tokens[0] = s.cls
+def _write_context(row, offset, maskable, length, scratch, settings):
+    """CLS and the text of scratch[TEXT] with its masks. Returns the end."""
+    tokens = row[TOKENS, offset:]
+    tokens[0] = settings.cls
     at, inside = 1, 0
     for i in range(maskable):
-        for _ in range(w[FREE, i]):
-            tokens[at] = s.mask
+        for _ in range(scratch[FREE, i]):
+            tokens[at] = settings.mask
             at += 1
-        taken = w[TAKEN, i]
+        taken = scratch[TAKEN, i]
         at -= taken & inside  # the span's mask is there already: overwrite it
-        tokens[at] = s.mask if taken else w[TEXT, i]
+        tokens[at] = settings.mask if taken else scratch[TEXT, i]
         at += 1
         inside = taken
     for i in range(maskable, length):
-        tokens[at] = w[TEXT, i]
+        tokens[at] = scratch[TEXT, i]
         at += 1
-    count_up(row, POSITION_IDS, used, used + at, 0)
-    return used + at
+    count_up(row, POSITION_IDS, offset, offset + at, 0)
+    return offset + at
 
 
 @inlined
-def _write_target(row, part_b, text, start, length, s):
+def _write_target(row, part_b, text, start, length, settings):
     """The text itself, after CLS if that is predicted, shifted by sop. Returns the end."""
-    first, end = part_b + s.predict_cls, part_b + s.predict_cls + length
-    row[TOKENS, part_b] = s.sop
-    if s.predict_cls:
-        row[TOKENS, first] = s.cls
-        predict(row, part_b, s.cls)
+    first, end = part_b + settings.predict_cls, part_b + settings.predict_cls + length
+    row[TOKENS, part_b] = settings.sop
+    if settings.predict_cls:
+        row[TOKENS, first] = settings.cls
+        predict(row, part_b, settings.cls)
     copy_range(row, TOKENS, first + 1, end, text, start)
     predict_range(row, first, end, text, start)
     count_up(row, POSITION_IDS, part_b, end, 0)
@@ -220,28 +219,30 @@ def _write_target(row, part_b, text, start, length, s):
 
 
 @inlined
-def _fill_chunk(row, used, limit, document, text, unit_start, start, length, rng, w, cumulative, s):
+def _fill_chunk(
+    row, offset, limit, document, text, unit_start, start, length, rng, scratch, length_table, settings
+):
     while True:
-        maskable = maskable_length(text, start, length, s)
-        _permute_sentences(text, unit_start, start, maskable, length, rng, w, s)
+        maskable = maskable_length(text, start, length, settings)
+        _permute_sentences(text, unit_start, start, maskable, length, rng, scratch, settings)
         if maskable > 0:
-            _draw_masks(maskable, rng, w, cumulative, s)
-        part_b = _write_context(row, used, maskable, length, w, s)
-        over = part_b + s.predict_cls + length - limit
+            _draw_masks(maskable, rng, scratch, length_table, settings)
+        part_b = _write_context(row, offset, maskable, length, scratch, settings)
+        over = part_b + settings.predict_cls + length - limit
         if over <= 0:
             break
         # A token less shortens context and target, hence the half.
         length -= (over + 1) // 2
         # The same random numbers again: drawing new ones until it fits would favour draws with few masks.
         rewind(rng)
-    end = _write_target(row, part_b, text, start, length, s)
-    mark_document(row, used, end, document, s.loss)
+    end = _write_target(row, part_b, text, start, length, settings)
+    mark_document(row, offset, end, document, settings.loss)
     return end
 
 
 @entry_point
-def _fill_rows(batch, chunks, tables, settings):
-    fill_chunks(_fill_chunk, batch, chunks, tables, settings)
+def _fill_rows(batch, chunks, tables, record):
+    fill_chunks(_fill_chunk, batch, chunks, tables, record)
 
 
 @register
@@ -249,7 +250,7 @@ class Bart(RowObjective):
     name = "bart"
     config_class = BartConfig
     losses = (Loss("denoising", 16),)
-    writing = Writing(
+    text_format = TextFormat(
         "encoder_decoder",
         "encoder_decoder",
         before=("cls",),
@@ -267,5 +268,5 @@ class Bart(RowObjective):
         }
 
     @classmethod
-    def writing_of(cls, config: BartConfig) -> Writing:
-        return replace(cls.writing, forced=("cls",)) if config.predict_cls else cls.writing
+    def text_format_for(cls, config: BartConfig) -> TextFormat:
+        return replace(cls.text_format, forced=("cls",)) if config.predict_cls else cls.text_format

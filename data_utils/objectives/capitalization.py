@@ -15,7 +15,7 @@ import numpy as np
 from data_utils.common.batch_fields import BLOCK_POSITION_IDS, OBJECTIVE, TARGETS, WEIGHTS
 from data_utils.common.losses import CLASS_HEADS, Loss
 from data_utils.common.settings import checked
-from data_utils.objectives.interface import Writing
+from data_utils.objectives.interface import TextFormat
 from data_utils.objectives.labelled_text import LabelledTextConfig
 from data_utils.objectives.masked_text import NumberedText
 from data_utils.objectives.registry import register
@@ -24,7 +24,7 @@ from data_utils.objectives.registry import register
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("capitalization")
 class CapitalizationConfig(LabelledTextConfig):
-    reads_beside = "capitals"
+    token_annotation = "capitals"
 
     @property
     def loss_share(self) -> float:
@@ -39,14 +39,15 @@ class CapitalizationConfig(LabelledTextConfig):
 class Capitalization(NumberedText):
     name = "capitalization"
     config_class = CapitalizationConfig
-    writing = Writing("bert")
+    text_format = TextFormat("bert")
     losses = (Loss("masked_cased", 37), Loss("capitalization", 38))
 
     def _fill(self, batch, tokens, chunk_lengths, chunks_per_sample, sample_indices, first_chunk) -> None:
         super()._fill(batch, tokens, chunk_lengths, chunks_per_sample, sample_indices, first_chunk)
-        marks = batch[:, BLOCK_POSITION_IDS] - 1
+        # NumberedText writes the capitals there, 0 or 1 plus 1; the model does not read them.
+        capitals = batch[:, BLOCK_POSITION_IDS] - 1
         batch[:, BLOCK_POSITION_IDS] = 0
-        labelled = (marks >= 0) & (batch[:, WEIGHTS] == 0)
-        batch[:, TARGETS][labelled] = marks[labelled]
+        labelled = (capitals >= 0) & (batch[:, WEIGHTS] == 0)
+        batch[:, TARGETS][labelled] = capitals[labelled]
         batch[:, WEIGHTS][labelled] = np.float32(1).view(np.int32)
         batch[:, OBJECTIVE][labelled] = CLASS_HEADS["capitalization"]

@@ -13,9 +13,8 @@ from typing import Any
 from data_utils.common.batch_fields import ORD, POSITION_IDS, TOKENS
 from data_utils.common.losses import Loss
 from data_utils.common.settings import checked, setting
-from data_utils.objectives.interface import Writing
-from data_utils.objectives.registry import register
-from data_utils.objectives.row_loops import (
+from data_utils.objectives.base import RowObjective, RowSizes
+from data_utils.objectives.compiled import (
     copy_range,
     count_up,
     entry_point,
@@ -24,7 +23,8 @@ from data_utils.objectives.row_loops import (
     mark_document,
     predict_range,
 )
-from data_utils.objectives.rows import RowObjective, RowSizes
+from data_utils.objectives.interface import TextFormat
+from data_utils.objectives.registry import register
 from data_utils.tokenizers.special_tokens import NO_TOKEN
 
 
@@ -60,24 +60,26 @@ class CausalConfig(RowSizes):
 
 
 @inlined
-def _fill_chunk(row, used, limit, document, text, unit_start, start, length, rng, w, cumulative, s):
-    end = used + length
-    if s.begin >= 0:
-        row[TOKENS, used] = s.begin
-        copy_range(row, TOKENS, used + 1, end, text, start)
-        predict_range(row, used, end, text, start)
+def _fill_chunk(
+    row, offset, limit, document, text, unit_start, start, length, rng, scratch, length_table, settings
+):
+    end = offset + length
+    if settings.begin >= 0:
+        row[TOKENS, offset] = settings.begin
+        copy_range(row, TOKENS, offset + 1, end, text, start)
+        predict_range(row, offset, end, text, start)
     else:
-        copy_range(row, TOKENS, used, end, text, start)
-        predict_range(row, used, end - 1, text, start + 1)
-    count_up(row, POSITION_IDS, used, end, 0)
-    count_up(row, ORD, used, end, 0)
-    mark_document(row, used, end, document, s.loss)
+        copy_range(row, TOKENS, offset, end, text, start)
+        predict_range(row, offset, end - 1, text, start + 1)
+    count_up(row, POSITION_IDS, offset, end, 0)
+    count_up(row, ORD, offset, end, 0)
+    mark_document(row, offset, end, document, settings.loss)
     return end
 
 
 @entry_point
-def _fill_rows(batch, chunks, tables, settings):
-    fill_chunks(_fill_chunk, batch, chunks, tables, settings)
+def _fill_rows(batch, chunks, tables, record):
+    fill_chunks(_fill_chunk, batch, chunks, tables, record)
 
 
 @register
@@ -85,7 +87,7 @@ class Causal(RowObjective):
     name = "causal"
     config_class = CausalConfig
     losses = (Loss("causal", 3),)
-    writing = Writing("causal", "left_to_right", before=("eos",), ends=("eos",), is_causal=True)
+    text_format = TextFormat("causal", "left_to_right", before=("eos",), ends=("eos",), is_causal=True)
     entry = staticmethod(_fill_rows)
 
     def values(self) -> dict[str, Any]:
@@ -93,5 +95,5 @@ class Causal(RowObjective):
         return super().values() | {"begin": int(begin[0]) if begin else NO_TOKEN}
 
     @classmethod
-    def writing_of(cls, config: CausalConfig) -> Writing:
-        return replace(cls.writing, before=config.before)
+    def text_format_for(cls, config: CausalConfig) -> TextFormat:
+        return replace(cls.text_format, before=config.before)

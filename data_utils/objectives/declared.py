@@ -12,7 +12,7 @@ from data_utils.common import losses as known
 from data_utils.common.errors import ConfigError
 from data_utils.common.losses import Loss
 
-_MARK = re.compile(r"^@(?:\w+\.)?register\b[^\n]*\n", re.MULTILINE)
+_DECORATOR = re.compile(r"^@(?:\w+\.)?register\b[^\n]*\n", re.MULTILINE)
 
 
 class Declared(NamedTuple):
@@ -30,20 +30,20 @@ def declared_in(folder: Path, package: str) -> Iterator[Declared]:
     for path in sorted(folder.rglob("*.py")):
         module = ".".join((package, *path.relative_to(folder).with_suffix("").parts))
         source = path.read_text(encoding="utf-8")
-        for mark in _MARK.finditer(source):
+        for decorator in _DECORATOR.finditer(source):
             # What follows alone is parsed: these files are read at every start.
-            lines_before = source.count("\n", 0, mark.end())
-            cls = _parsed(source[mark.end() :], path, lines_before).body[0]
+            lines_before = source.count("\n", 0, decorator.end())
+            cls = _parsed(source[decorator.end() :], path, lines_before).body[0]
             if not isinstance(cls, ast.ClassDef):
                 raise ConfigError(f"{path}, line {lines_before + 1}: a class must follow @register.")
-            yield _of_class(cls, path, module, "")
+            yield _declared_by(cls, path, module, "")
 
 
 def declared_class(path: Path, module: str, name: str, package: str) -> Declared:
     """The objective that a class of a file is. Raises: ConfigError."""
     for node in _parsed(path.read_text(encoding="utf-8"), path, 0).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
-            return _of_class(node, path, module, package)
+            return _declared_by(node, path, module, package)
     raise ConfigError(f"{path} has no class {name}.")
 
 
@@ -56,7 +56,7 @@ def _parsed(text: str, path: Path, lines_before: int) -> ast.Module:
         raise ConfigError(f"{path}, line {line}: {message}; correct the file.") from None
 
 
-def _of_class(cls: ast.ClassDef, path: Path, module: str, package: str) -> Declared:
+def _declared_by(cls: ast.ClassDef, path: Path, module: str, package: str) -> Declared:
     lines = [line for line in cls.body if isinstance(line, ast.Assign)]
     values: dict[str, Any] = {ast.unparse(line.targets[0]): line.value for line in lines}
     try:

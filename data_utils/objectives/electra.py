@@ -55,7 +55,7 @@ class ElectraConfig(MaskedTextConfig):
     )
 
     model_module = "megatron_lite.models.electra.model_spec"
-    two_stacks = (
+    own_model_advice = (
         "trains a generator and a discriminator; tune the latter with scripts/finetune.py, or export both with "
         "scripts/convert_checkpoint.py."
     )
@@ -65,7 +65,7 @@ class ElectraConfig(MaskedTextConfig):
         """hidden_size of the generator. Args: width: hidden_size of the discriminator."""
         return max(1, round(self.generator_size * width))
 
-    def heads_of(self, width: int) -> int:
+    def num_generator_heads(self, width: int) -> int:
         return self.generator_heads or max(1, width // 64)
 
     def check_run(self, config: Any) -> None:
@@ -88,7 +88,7 @@ class ElectraConfig(MaskedTextConfig):
             f"{model.segments}; only word embeddings can be detached: set positions to none and segments to 0.",
         )
         width = self.generator_width(config.model.hidden_size)
-        heads = self.heads_of(width)
+        heads = self.num_generator_heads(width)
         check(
             width % heads == 0,
             f"electra.generator_size ({self.generator_size:g}) gives a width of {width}, which is not divisible by "

@@ -17,19 +17,19 @@ from typing import Any
 from data_utils.common.losses import ENTITIES, MASKED, NEXT_SENTENCE_LOSS
 from data_utils.common.setting_files import shown
 from data_utils.common.settings import check, checked, fraction, setting
-from data_utils.objectives.interface import Writing
+from data_utils.objectives.interface import TextFormat
 from data_utils.objectives.masked_text import NEXT_SENTENCE, NO_PAIR, MaskedTextConfig, NumberedText
 from data_utils.objectives.own_model import NO_OPTIONS, require, require_alone
 from data_utils.objectives.registry import register
 
 LAYERS = ("sim", "mix", "norm")
-# Options of the model that it cannot have otherwise.
+# Options of the model, and the value that each must have.
 _FIXED = {
     "norm": "post", "positions": "learned", "relative": "none", "ffn": "plain", "biases": "all", "decoder_layers": 0,
     "adapter_size": 0, "mup": None, "share_layers": "none", "sandwich_norm": False, "attention_window": 0,
     "span_boundary_places": 0, "task_types": 0, "tie_word_embeddings": True,
 }  # fmt: skip
-_LAYOUT = {"pipeline_parallel_size": 1, "sequence_parallel": False}
+_PARALLEL = {"pipeline_parallel_size": 1, "sequence_parallel": False}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,29 +56,29 @@ class EntitiesConfig(MaskedTextConfig):
     next_sentence: bool = setting(True, "Two segments per sample and a next-sentence label on CLS.")
 
     model_module = "megatron_lite.models.ernie_thu.model_spec"
-    two_stacks = (
+    own_model_advice = (
         "reads entities with its tokens; it can be trained, fine-tuned on tasks and evaluated, but cannot generate "
         "text."
     )
     solves_tasks = True
-    reads_beside = "entities"
+    token_annotation = "entities"
 
     @property
     def pairing(self) -> int:
         return NEXT_SENTENCE if self.next_sentence else NO_PAIR
 
-    def kinds_of(self, layers: int) -> tuple[str, ...]:
-        """The kind of each of a model's blocks."""
-        first = (layers - 1) // 2
-        return self.layer_types or (*["sim"] * first, "mix", *["norm"] * (layers - 1 - first))
+    def layer_types_for(self, layers: int) -> tuple[str, ...]:
+        """The type of each block of a model with this number of layers."""
+        token_blocks = (layers - 1) // 2
+        return self.layer_types or (*["sim"] * token_blocks, "mix", *["norm"] * (layers - 1 - token_blocks))
 
     def check_run(self, config: Any) -> None:
-        """Raise ConfigError unless the rest is as a model with two streams needs it."""
+        """Raise ConfigError unless the rest is as a model with hidden states of tokens and of entities needs it."""
         stands = "entities have a stream of their own in the model, and the objective stands"
         require_alone(config, stands, solves_tasks=True)
         layers = config.model.num_layers
         check(
-            len(self.kinds_of(layers)) == layers and set(self.layer_types) <= set(LAYERS),
+            len(self.layer_types_for(layers)) == layers and set(self.layer_types) <= set(LAYERS),
             f"entities.layer_types is {shown(list(self.layer_types))}; it needs {layers} entries "
             f"(model.num_layers), each one of {', '.join(LAYERS)}.",
         )
@@ -96,7 +96,7 @@ class EntitiesConfig(MaskedTextConfig):
         require(
             config.parallel,
             "parallel",
-            _LAYOUT,
+            _PARALLEL,
             "but the hidden states of entities are not split, neither in tensor nor in pipeline parallelism",
         )
         require(config.training, "training", NO_OPTIONS, "which is not defined for entities")
@@ -114,4 +114,4 @@ class Entities(NumberedText):
     name = "entities"
     config_class = EntitiesConfig
     losses = (MASKED, NEXT_SENTENCE_LOSS, ENTITIES)
-    writing = Writing("bert")
+    text_format = TextFormat("bert")

@@ -19,7 +19,8 @@ import numpy as np
 from data_utils.common.errors import ConfigError
 from data_utils.common.losses import NEXT_SENTENCE_LOSS, Loss
 from data_utils.common.settings import checked, setting
-from data_utils.objectives.interface import Writing
+from data_utils.objectives.interface import TextFormat
+from data_utils.objectives.listed_spans import with_listed
 from data_utils.objectives.masked_text import (
     ANYWHERE,
     AT_UNITS,
@@ -49,10 +50,10 @@ class ErnieConfig(MaskedTextConfig):
         False, "Two segments per sample and a next-sentence label on CLS (ERNIE 1.0)."
     )
 
-    units_of_tokens = "segmenter=tokens"
+    token_units_setting = "segmenter=tokens"
 
     @property
-    def reads_beside(self) -> str | None:  # type: ignore[override]
+    def token_annotation(self) -> str | None:  # type: ignore[override]
         return "spans" if self.segmenter == "listed" else None
 
     @property
@@ -69,7 +70,7 @@ class Ernie(MaskedText):
     name = "ernie"
     config_class = ErnieConfig
     losses = (Loss("masked_units", 8), NEXT_SENTENCE_LOSS)
-    writing = Writing("bert")
+    text_format = TextFormat("bert")
 
     def choose_mask_units(self) -> str | Callable[[np.ndarray], np.ndarray] | None:
         if self.config.segmenter == "jieba":
@@ -79,8 +80,6 @@ class Ernie(MaskedText):
     def _unit_starts(self, tokens, chunk_lengths):  # type: ignore[no-untyped-def]
         if tokens.ndim == 1:
             return super()._unit_starts(tokens, chunk_lengths)
-        from data_utils.objectives.listed_spans import with_listed
-
         words = super()._unit_starts(tokens[0], chunk_lengths)
         return with_listed(words, tokens[1], chunk_lengths, as_units=True)
 

@@ -1,13 +1,13 @@
 """Fill in the middle (arXiv:2207.14255): a causal model learns to write what stands between two texts.
 
 With probability `rate` a chunk of n tokens is cut at two places, uniform over 0 .. n, into prefix, middle and suffix,
-and written in another order, each part after its own token; [p], [s] and [m] are these tokens:
+and written in another order, each segment after its token; [p], [s] and [m] are these tokens:
 
     [p] prefix [s] suffix [m] middle eos      the suffix after the prefix (PSM)
     [p] [s] suffix [m] prefix middle eos      the suffix before it: the middle goes on where the prefix ends (SPM)
 
 Every token is predicted from those before it in the new order, as in `causal`, whose rows the other chunks have. The
-cuts are between tokens. The sources cut between characters and tokenise each part alone, which a dataset of tokens
+cuts are between tokens. The sources cut between characters and tokenise each segment alone, which a dataset of tokens
 cannot: a middle never begins within a token here.
 """
 
@@ -20,9 +20,9 @@ from data_utils.common.batch_fields import ORD, POSITION_IDS, TARGETS, TOKENS
 from data_utils.common.losses import Loss
 from data_utils.common.random_streams import below, chance, chance_threshold
 from data_utils.common.settings import check, checked, fraction, setting
+from data_utils.objectives.base import check_token
 from data_utils.objectives.causal import Causal, CausalConfig
-from data_utils.objectives.registry import register
-from data_utils.objectives.row_loops import (
+from data_utils.objectives.compiled import (
     copy_range,
     count_up,
     entry_point,
@@ -32,10 +32,10 @@ from data_utils.objectives.row_loops import (
     maskable_length,
     predict_range,
 )
-from data_utils.objectives.rows import check_token
+from data_utils.objectives.registry import register
 from data_utils.tokenizers.vocabulary import Vocabulary
 
-# Setting -> the role of the token that stands for it in a vocabulary without one of its own.
+# Setting -> the role of the special token that is used where the setting is null.
 _ROLES = {"prefix_token": "cls", "suffix_token": "sep", "middle_token": "mask"}
 
 
@@ -54,18 +54,16 @@ class FillInMiddleConfig(CausalConfig):
     middle_token: int | None = setting(None, "id of the token before a middle; null = [MASK]", at_least=0)
 
     def __post_init__(self) -> None:
-        given = [
-            token for token in (self.prefix_token, self.suffix_token, self.middle_token) if token is not None
-        ]
+        tokens = [token for name in _ROLES if (token := getattr(self, name)) is not None]
         check(
-            len(set(given)) == len(given),
-            f"fill_in_middle.prefix_token, suffix_token and middle_token are {given}; give each a different id.",
+            len(set(tokens)) == len(tokens),
+            f"fill_in_middle.prefix_token, suffix_token and middle_token are {tokens}; give each a different id.",
         )
 
     @property
     def needed_roles(self) -> tuple[str, ...]:  # type: ignore[override]
-        own = [role for name, role in _ROLES.items() if getattr(self, name) is None]
-        return tuple(dict.fromkeys([*own, *(("cls",) if self.begin == "cls" else ())]))
+        roles = [role for name, role in _ROLES.items() if getattr(self, name) is None]
+        return tuple(dict.fromkeys([*roles, *(("cls",) if self.begin == "cls" else ())]))
 
     @property
     def overhead(self) -> int:
@@ -84,25 +82,28 @@ class FillInMiddleConfig(CausalConfig):
 
 
 @inlined
-def _fill_chunk(row, used, limit, document, text, unit_start, start, length, rng, w, cumulative, s):
-    size = maskable_length(text, start, length, s)  # without the eos at its end
-    end = used + length
-    if chance(rng, s.cut_below):
+def _fill_chunk(
+    row, offset, limit, document, text, unit_start, start, length, rng, scratch, length_table, settings
+):
+    size = maskable_length(text, start, length, settings)  # without the eos at its end
+    end = offset + length
+    # The reordered text is written as targets; the inputs below are the same tokens, one position later.
+    if chance(rng, settings.cut_below):
         first, last = below(rng, size + 1), below(rng, size + 1)
         if first > last:
             first, last = last, first
         end += 3
-        at = used
-        row[TARGETS, at] = s.prefix_id
+        at = offset
+        row[TARGETS, at] = settings.prefix_id
         at += 1
-        is_suffix_first = chance(rng, s.suffix_first_below)
+        is_suffix_first = chance(rng, settings.suffix_first_below)
         if not is_suffix_first:
             copy_range(row, TARGETS, at, at + first, text, start)
             at += first
-        row[TARGETS, at] = s.suffix_id
+        row[TARGETS, at] = settings.suffix_id
         copy_range(row, TARGETS, at + 1, at + 1 + size - last, text, start + last)
         at += 1 + size - last
-        row[TARGETS, at] = s.middle_id
+        row[TARGETS, at] = settings.middle_id
         at += 1
         if is_suffix_first:
             copy_range(row, TARGETS, at, at + first, text, start)
@@ -111,24 +112,24 @@ def _fill_chunk(row, used, limit, document, text, unit_start, start, length, rng
         at += last - first
         copy_range(row, TARGETS, at, end, text, start + size)
     else:
-        copy_range(row, TARGETS, used, end, text, start)
-    if s.begin >= 0:
-        row[TOKENS, used] = s.begin
-        copy_range(row, TOKENS, used + 1, end, row[TARGETS], used)
-        predict_range(row, used, end, row[TARGETS], used)
+        copy_range(row, TARGETS, offset, end, text, start)
+    if settings.begin >= 0:
+        row[TOKENS, offset] = settings.begin
+        copy_range(row, TOKENS, offset + 1, end, row[TARGETS], offset)
+        predict_range(row, offset, end, row[TARGETS], offset)
     else:
-        copy_range(row, TOKENS, used, end, row[TARGETS], used)
-        predict_range(row, used, end - 1, row[TARGETS], used + 1)
+        copy_range(row, TOKENS, offset, end, row[TARGETS], offset)
+        predict_range(row, offset, end - 1, row[TARGETS], offset + 1)
         row[TARGETS, end - 1] = 0
-    count_up(row, POSITION_IDS, used, end, 0)
-    count_up(row, ORD, used, end, 0)
-    mark_document(row, used, end, document, s.loss)
+    count_up(row, POSITION_IDS, offset, end, 0)
+    count_up(row, ORD, offset, end, 0)
+    mark_document(row, offset, end, document, settings.loss)
     return end
 
 
 @entry_point
-def _fill_rows(batch, chunks, tables, settings):
-    fill_chunks(_fill_chunk, batch, chunks, tables, settings)
+def _fill_rows(batch, chunks, tables, record):
+    fill_chunks(_fill_chunk, batch, chunks, tables, record)
 
 
 @register
@@ -139,13 +140,15 @@ class FillInMiddle(Causal):
     entry = staticmethod(_fill_rows)
 
     def values(self) -> dict[str, Any]:
-        tokens = {
-            f"{name.removesuffix('_token')}_id": int(
-                getattr(self.vocabulary.special, role)
-                if getattr(self.config, name) is None
-                else getattr(self.config, name)
+        ids = {}
+        for name, role in _ROLES.items():
+            token = getattr(self.config, name)
+            ids[f"{name.removesuffix('_token')}_id"] = int(
+                getattr(self.vocabulary.special, role) if token is None else token
             )
-            for name, role in _ROLES.items()
+        return {
+            **super().values(),
+            **ids,
+            "cut_below": chance_threshold(self.config.rate),
+            "suffix_first_below": chance_threshold(self.config.suffix_first_rate),
         }
-        rates = {"cut_below": self.config.rate, "suffix_first_below": self.config.suffix_first_rate}
-        return super().values() | tokens | {name: chance_threshold(rate) for name, rate in rates.items()}

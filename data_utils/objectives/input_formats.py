@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from data_utils.objectives.row_loops import entry_point
+from data_utils.objectives.compiled import entry_point
 
 _SENTENCES, _FULL, _DOCUMENT = range(3)
 FORMATS = {"sentences": _SENTENCES, "full": _FULL, "document": _DOCUMENT}
@@ -21,7 +21,7 @@ FORMATS = {"sentences": _SENTENCES, "full": _FULL, "document": _DOCUMENT}
 
 @entry_point
 def _last_end(text, start, end, eos, sentence_end):
-    """The place after the last sentence of text[start:end]; `end` where the text is not cut, `start` without one."""
+    """The end of the last sentence of text[start:end]; `end` where the text is not cut, `start` without one."""
     if text[end - 1] == eos:
         return end
     while end > start and not sentence_end[text[end - 1]]:
@@ -30,12 +30,12 @@ def _last_end(text, start, end, eos, sentence_end):
 
 
 @entry_point
-def _copy(out, used, text, start, end):
-    """Write text[start:end] to out[used:]. Returns the end."""
-    for k in range(start, end):
-        out[used] = text[k]
-        used += 1
-    return used
+def _copy(out, length, text, start, end):
+    """Append text[start:end] to out[:length]. Returns the new length."""
+    for i in range(start, end):
+        out[length] = text[i]
+        length += 1
+    return length
 
 
 @entry_point
@@ -58,60 +58,49 @@ def _pair_sentences(text, start, end, shortest, sentence_end, marks, lengths, co
 
 @entry_point
 def _recut(
-    text,
-    chunk_lengths,
-    counts,
-    kind,
-    shortest,
-    eos,
-    sep,
-    drops_eos,
-    sentence_end,
-    out,
-    marks,
-    lengths,
-    numbers,
-):
-    chunk, start, used, count = 0, 0, 0, 0
+    text, chunk_lengths, counts, input_format, shortest, eos, sep, drops_eos, sentence_end, out, marks, lengths,
+    new_counts,
+):  # fmt: skip
+    """Write the new chunks, their lengths, and their number in each sample. Returns: their tokens, their number."""
+    chunk, start, length, count = 0, 0, 0, 0  # length: tokens in `out`; count: chunks in it
     for i in range(len(counts)):
         first = count
-        begin = used  # of the Example, in `out`
+        begin = length  # of the current Example, in `out`
         for number in range(counts[i]):
             end = start + chunk_lengths[chunk]
             is_last = number == counts[i] - 1
-            if end > start and kind == _SENTENCES:
-                used = _copy(out, used, text, start, end)
-                first_token = used - (end - start)
-                count = _pair_sentences(out, first_token, used, shortest, sentence_end, marks, lengths, count)
+            if end > start and input_format == _SENTENCES:
+                begin = length
+                length = _copy(out, length, text, start, end)
+                count = _pair_sentences(out, begin, length, shortest, sentence_end, marks, lengths, count)
             elif end > start:
                 stop = _last_end(text, start, end, eos, sentence_end)
-                if kind == _FULL and not is_last:
+                if input_format == _FULL and not is_last:
                     stop = end
-                elif stop == start and (kind == _DOCUMENT or used == begin):
+                elif stop == start and (input_format == _DOCUMENT or length == begin):
                     stop = end  # a sentence without an end is all that there is
-                if kind == _FULL and used > begin and stop > start:
-                    out[used] = sep
-                    used += 1
-                kept = stop
-                if drops_eos and kind == _FULL and stop - start > 1 and text[stop - 1] == eos:
-                    kept -= 1
-                used = _copy(out, used, text, start, kept)
-                if kind == _DOCUMENT or is_last:
-                    lengths[count] = used - begin
+                if input_format == _FULL and length > begin and stop > start:
+                    out[length] = sep
+                    length += 1
+                ends_with_dropped = drops_eos and stop - start > 1 and text[stop - 1] == eos
+                without_eos = stop - 1 if input_format == _FULL and ends_with_dropped else stop
+                length = _copy(out, length, text, start, without_eos)
+                if input_format == _DOCUMENT or is_last:
+                    lengths[count] = length - begin
                     count += 1
-                    begin = used
+                    begin = length
                 if stop < end:
-                    used = _copy(out, used, text, stop, end)
+                    length = _copy(out, length, text, stop, end)
                     lengths[count] = end - stop
                     count += 1
-                    begin = used
-            elif kind == _FULL and is_last and used > begin:
-                lengths[count] = used - begin
+                    begin = length
+            elif input_format == _FULL and is_last and length > begin:
+                lengths[count] = length - begin
                 count += 1
             start = end
             chunk += 1
-        numbers[i] = count - first
-    return used, count
+        new_counts[i] = count - first
+    return length, count
 
 
 def recut(
@@ -130,9 +119,9 @@ def recut(
         SEP. drops_eos: where SEP follows. sentence_end: bool, of each token of the vocabulary.
     Returns: int32 [2, tokens], the text and 1 where the second sentence of a pair begins; lengths and number of chunks.
     """
-    most = len(tokens) + len(chunk_lengths)
-    text = np.zeros((2, most), np.int32)
-    lengths, numbers = np.empty(most + len(counts), np.int64), np.empty(len(counts), np.int64)
+    longest = len(tokens) + len(chunk_lengths)  # a SEP for each chunk
+    out, marks = text = np.zeros((2, longest), np.int32)
+    lengths, new_counts = np.empty(longest + len(counts), np.int64), np.empty(len(counts), np.int64)
     rule = (FORMATS[name], shortest, *special, drops_eos, sentence_end)
-    used, count = _recut(tokens, chunk_lengths, counts, *rule, *text, lengths, numbers)
-    return np.ascontiguousarray(text[:, :used]), lengths[:count], numbers
+    length, count = _recut(tokens, chunk_lengths, counts, *rule, out, marks, lengths, new_counts)
+    return np.ascontiguousarray(text[:, :length]), lengths[:count], new_counts

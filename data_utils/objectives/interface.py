@@ -18,39 +18,42 @@ DOCUMENT_OVERHEAD = 4
 
 
 @dataclass(frozen=True)
-class Writing:
-    """How an objective lays out a text and what follows it: the inputs of tasks, and of generation.
+class TextFormat:
+    """How an objective formats a text and the completion that follows it, for inputs of tasks and for generation.
 
     Special tokens are named by their roles; a number is the id of another token.
     """
 
-    form: str  # the layout of inputs, one of FORMS in data_utils/tasks/config.py
-    # How an answer is written: "blanks" fills the blanks of a text; "left_to_right" continues it; "masks" appends a
-    # mask that predicts its own token; "unmasking" fills masks behind it; "encoder_decoder" writes in a second stack;
-    # None = not at all.
-    way: str | None = None
-    before: tuple[str | int, ...] = ()  # a text
-    # `before` of each mode, if it has several.
+    input_format: str  # of tasks, one of FORMS in data_utils/tasks/config.py
+    # How a completion is generated: "blanks" fills the blanks of a text; "left_to_right" continues it; "masks" appends
+    # a mask that predicts its own token; "unmasking" fills masks behind it; "encoder_decoder" generates in a second
+    # stack; None = not at all.
+    generation: str | None = None
+    before: tuple[str | int, ...] = ()  # tokens before a text
+    # `before` of each mode, if there are several.
     modes: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
-    after: tuple[str, ...] = ()
-    # What predicts the answer's first token; of several roles the first that exists.
+    after: tuple[str, ...] = ()  # tokens after a text
+    # The token that predicts the completion's first token; of several roles the first that exists.
     start: tuple[str, ...] = ()
-    forced: tuple[str, ...] = ()  # what the answer begins with, unseen
-    ends: tuple[str, ...] = ()  # of an answer; training writes the first
-    allowed: tuple[str, ...] = ()  # special tokens that answers may have
+    forced: tuple[str, ...] = ()  # tokens with which every completion begins, and which are not returned
+    ends: tuple[str, ...] = ()  # tokens that end a completion; training writes the first
+    allowed: tuple[str, ...] = ()  # special tokens that a completion may have
     masks: tuple[str, ...] = ("mask",)  # tokens of blanks that the run has learnt
-    segments: tuple[int, int] = (0, 0)  # of a text, of its answer
+    segments: tuple[int, int] = (0, 0)  # segment ids of a text and of its completion
     group: int = 0  # `grp` of an encoder's text
-    is_causal: bool = False  # a token of a text sees those before it
+    is_causal: bool = False  # whether a token of a text sees only those before it
 
 
-def token_of(role: str | int, special: SpecialTokens) -> int:
-    """The token of a role; a number is one."""
+Writing = TextFormat  # the name before 0.5.0, which objectives of users import
+
+
+def role_token(role: str | int, special: SpecialTokens) -> int:
+    """The id of a role's token; a number is an id."""
     return role if isinstance(role, int) else getattr(special, role)
 
 
 def first_known(roles: Sequence[str], lacking: Collection[str]) -> str:
-    """The first of the roles that a vocabulary has, else the last. Args: lacking: roles that it has not."""
+    """The first of the roles that a vocabulary has, else the last. Args: lacking: the roles that it lacks."""
     return next((role for role in roles if role not in lacking), roles[-1])
 
 
@@ -62,21 +65,21 @@ class ObjectiveConfig(ABC):
     segments = 2  # segment ids are below this
     needed_roles: tuple[str, ...] = ()  # special tokens that the vocabulary must have
     has_span_boundaries = False  # whether spans are predicted again, from the tokens around them
-    has_block_positions = False  # whether block_position_ids tell places that position_ids do not
+    has_block_positions = False  # whether block_position_ids hold positions that position_ids do not
     memory_length: int = 0  # first tokens of long texts: block_position_ids 1, no loss, no gradient (XLNet)
     whole_documents = False  # whether a sample is a row of whole documents, not a window of the joined corpus
-    # What `fill` also reads of each token: "entities", "capitals", "spans" or "labels", see `gather`; None = nothing.
-    reads_beside: str | None = None
+    # The annotation of each token that `fill` also reads: "entities", "capitals", "spans" or "labels", see `gather` in
+    # data_utils/loader/sampler.py; None = nothing.
+    token_annotation: str | None = None
     sample_settings: tuple[str, ...] | None = None  # keys on which samples depend; None = the whole section
-    units_of_tokens = "whole_words=false"  # the setting that makes an objective mask tokens, not whole words
+    token_units_setting = "whole_words=false"  # makes the objective mask tokens instead of whole words
     # The module whose MODEL_SPEC describes the model that the objective trains (megatron_lite/model/build.py); None =
     # one Transformer.
     model_module: str | None = None
-    two_stacks: str | None = (
-        None  # of another kind of model: what a user is told who asks for one Transformer
-    )
-    solves_tasks = False  # whether that kind is tuned on tasks as it is
-    has_second_stack = False  # whether that model has a second Transformer, the section `decoder`
+    # With a model_module: the end of the sentence that tells a user why the run cannot be opened as one Transformer.
+    own_model_advice: str | None = None
+    solves_tasks = False  # whether that model can be fine-tuned on tasks
+    has_second_stack = False  # whether that model has a second Transformer, of the section `decoder`
 
     @property
     def has_target(self) -> bool:
@@ -96,7 +99,7 @@ class ObjectiveConfig(ABC):
     @property
     @abstractmethod
     def loss_share(self) -> float:
-        """Part of the row tokens that is predicted, on average, in long documents and without padding."""
+        """Share of the row tokens that is predicted, on average, in long documents and without padding."""
 
     @abstractmethod
     def least_row_length(self, sequence_length: int) -> int:
@@ -108,7 +111,7 @@ class ObjectiveConfig(ABC):
 
     @abstractmethod
     def max_position_needed(self, sequence_length: int) -> int:
-        """Largest position id that can occur; the model needs one row more."""
+        """Largest position id that can occur; the model needs one position more."""
 
     def check_run(self, config: Any) -> None:  # noqa: B027  (most ask for nothing)
         """Raise ConfigError unless the rest of the configuration, a `Config`, is as the objective needs it."""
@@ -121,7 +124,7 @@ class ObjectiveConfig(ABC):
 
 
 class Objective(Protocol):
-    """The interface between an objective and collation. Most objectives are a `RowObjective` (rows.py)."""
+    """The interface between an objective and collation. Most objectives are a `RowObjective` (base.py)."""
 
     row_length: int  # tokens per row of the batch; every valid sample fits
     sequence_length: int  # source tokens per sample, at most

@@ -17,9 +17,8 @@ import numpy as np
 from data_utils.common.losses import CLASS_HEADS, Loss
 from data_utils.common.settings import checked, setting
 from data_utils.objectives.labelled_text import LabelledText, LabelledTextConfig, label_documents
-from data_utils.objectives.masked_text import GIVEN
+from data_utils.objectives.masked_text import FROM_CORPUS, LENGTH_OF_A
 from data_utils.objectives.own_corpora import check_corpora
-from data_utils.objectives.pairs import OWN
 from data_utils.objectives.registry import register
 
 MARKERS = 78  # lines of configs/labels/markers.txt
@@ -29,11 +28,11 @@ MARKERS = 78  # lines of configs/labels/markers.txt
 class LabelledPairsConfig(LabelledTextConfig):
     classes: int = setting(2, "Number of labels in its corpora.", at_least=2)
 
-    reads_beside = "labels"
+    token_annotation = "labels"
 
     @property
     def pairing(self) -> int:
-        return GIVEN
+        return FROM_CORPUS
 
     @property
     def class_heads(self) -> dict[str, int]:
@@ -47,15 +46,17 @@ class LabelledPairs(LabelledText):
     def _fill(self, batch, tokens, chunk_lengths, chunks_per_sample, sample_indices, first_chunk) -> None:
         if not len(batch):
             return
-        text, marks = tokens if tokens.ndim == 2 else (tokens, np.full_like(tokens, -1))
+        # token_labels: the label at the first token of each B, -1 at all other tokens.
+        text, token_labels = tokens if tokens.ndim == 2 else (tokens, np.full_like(tokens, -1))
         labels, pairs = np.full(len(chunk_lengths), -1), np.empty((len(chunk_lengths), 6), np.int64)
-        pairs[:, OWN] = chunk_lengths  # all of a chunk without a label is one text
-        ends, begins = np.cumsum(chunk_lengths), np.flatnonzero(marks >= 0)
-        chunk = np.searchsorted(ends, begins, side="right")
-        labels[chunk], pairs[chunk, OWN] = marks[begins], begins - (ends - chunk_lengths)[chunk]
-        chunks = (text, self._unit_starts(text, chunk_lengths), chunk_lengths, chunks_per_sample)
-        given = (*chunks, sample_indices, first_chunk)
-        self.entry(batch, given, self._tables(batch), pairs, self._sentence_end, self._settings)
+        pairs[:, LENGTH_OF_A] = chunk_lengths  # all of a chunk without a label is one text
+        chunk_ends, b_starts = np.cumsum(chunk_lengths), np.flatnonzero(token_labels >= 0)
+        chunk = np.searchsorted(chunk_ends, b_starts, side="right")
+        labels[chunk] = token_labels[b_starts]
+        pairs[chunk, LENGTH_OF_A] = b_starts - (chunk_ends - chunk_lengths)[chunk]
+        unit_start = self._unit_starts(text, chunk_lengths)
+        chunks = (text, unit_start, chunk_lengths, chunks_per_sample, sample_indices, first_chunk)
+        self.entry(batch, chunks, self._tables(batch), pairs, self._sentence_end, self._record)
         label_documents(batch, chunks_per_sample, labels, first_chunk, CLASS_HEADS[self.name])
 
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from data_utils.common.batch_fields import DOC, OBJECTIVE, POSITION_IDS
 from data_utils.common.settings import setting
-from data_utils.objectives.interface import Writing
+from data_utils.objectives.compiled import entry_point, predict
+from data_utils.objectives.interface import TextFormat
 from data_utils.objectives.masked_text import MaskedText, MaskedTextConfig
-from data_utils.objectives.row_loops import entry_point, predict
 
 
 @entry_point
@@ -40,4 +40,4 @@ class LabelledTextConfig(MaskedTextConfig):
 
 
 class LabelledText(MaskedText):
-    writing = Writing("bert")
+    text_format = TextFormat("bert")

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from data_utils.objectives.row_loops import entry_point
+from data_utils.objectives.compiled import entry_point
 
 
 @entry_point
 def _mark(unit_start, spans, chunk_lengths, as_units):
+    """Mark the listed spans in `unit_start`. Args: as for `with_listed`."""
     start = 0
     for length in chunk_lengths:
         end = start + length
@@ -37,7 +38,7 @@ def with_listed(
 
     Args:
         words: bool, where words begin. spans: int32, the length of the span that begins at each token, -1 = none.
-        as_units: a span is one mask unit; else it is marked by twice its length, see UNIT_START in row_loops.py.
+        as_units: a span is one mask unit; else it is marked by twice its length, see UNIT_START in compiled.py.
     """
     unit_start = words.astype(np.int32)
     _mark(unit_start, np.ascontiguousarray(spans), chunk_lengths, as_units)

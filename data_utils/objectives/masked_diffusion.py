@@ -20,9 +20,8 @@ from data_utils.common.batch_fields import POSITION_IDS, TARGETS, TOKENS, WEIGHT
 from data_utils.common.losses import MASKED_DIFFUSION
 from data_utils.common.random_streams import uniform
 from data_utils.common.settings import checked, setting
-from data_utils.objectives.interface import Writing
-from data_utils.objectives.registry import register
-from data_utils.objectives.row_loops import (
+from data_utils.objectives.base import RowObjective, RowSizes
+from data_utils.objectives.compiled import (
     copy_range,
     count_up,
     entry_point,
@@ -30,7 +29,8 @@ from data_utils.objectives.row_loops import (
     inlined,
     mark_document,
 )
-from data_utils.objectives.rows import RowObjective, RowSizes
+from data_utils.objectives.interface import TextFormat
+from data_utils.objectives.registry import register
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,24 +58,26 @@ class MaskedDiffusionConfig(RowSizes):
 
 
 @inlined
-def _fill_chunk(row, used, limit, document, text, unit_start, start, length, rng, w, cumulative, s):
-    end = used + length
-    share = s.least_share + (1.0 - s.least_share) * uniform(rng)
-    copy_range(row, TOKENS, used, end, text, start)
-    weights = row[WEIGHTS, used:end].view(np.float32)
+def _fill_chunk(
+    row, offset, limit, document, text, unit_start, start, length, rng, scratch, length_table, settings
+):
+    end = offset + length
+    share = settings.least_share + (1.0 - settings.least_share) * uniform(rng)
+    copy_range(row, TOKENS, offset, end, text, start)
+    weights = row[WEIGHTS, offset:end].view(np.float32)
     for i in range(length):
         if uniform(rng) < share:
-            row[TOKENS, used + i] = s.mask
-            row[TARGETS, used + i] = text[start + i]
+            row[TOKENS, offset + i] = settings.mask
+            row[TARGETS, offset + i] = text[start + i]
             weights[i] = np.float32(1.0 / share)
-    count_up(row, POSITION_IDS, used, end, 0)
-    mark_document(row, used, end, document, s.loss)
+    count_up(row, POSITION_IDS, offset, end, 0)
+    mark_document(row, offset, end, document, settings.loss)
     return end
 
 
 @entry_point
-def _fill_rows(batch, chunks, tables, settings):
-    fill_chunks(_fill_chunk, batch, chunks, tables, settings)
+def _fill_rows(batch, chunks, tables, record):
+    fill_chunks(_fill_chunk, batch, chunks, tables, record)
 
 
 @register
@@ -83,5 +85,5 @@ class MaskedDiffusion(RowObjective):
     name = "masked_diffusion"
     config_class = MaskedDiffusionConfig
     losses = (MASKED_DIFFUSION,)
-    writing = Writing("bert", "unmasking", ends=("eos",))
+    text_format = TextFormat("bert", "unmasking", ends=("eos",))
     entry = staticmethod(_fill_rows)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from data_utils.common.losses import MASKED, NEXT_SENTENCE_LOSS
 from data_utils.common.settings import check, checked, setting
-from data_utils.objectives.interface import Writing
+from data_utils.objectives.input_formats import recut
+from data_utils.objectives.interface import TextFormat
 from data_utils.objectives.masked_text import (
     ANYWHERE,
     AT_MARKS,
@@ -96,14 +97,12 @@ class MaskedLm(MaskedText):
     name = "masked_lm"
     config_class = MaskedLmConfig
     losses = (MASKED, NEXT_SENTENCE_LOSS)
-    writing = Writing("bert")
+    text_format = TextFormat("bert")
 
     def _fill(self, batch, tokens, chunk_lengths, chunks_per_sample, sample_indices, first_chunk) -> None:
         chunks = tokens, chunk_lengths, chunks_per_sample
         if self.config.input != "segments" and len(batch):
-            from data_utils.objectives.input_formats import recut
-
-            special, drops_eos = self.vocabulary.special, bool(self._settings[0].drops_eos)
+            special, drops_eos = self.vocabulary.special, bool(self._record[0].drops_eos)
             chunks = recut(
                 self.config.input,
                 SHORTEST,

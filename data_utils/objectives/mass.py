@@ -16,10 +16,8 @@ from data_utils.common.batch_fields import GRP, ORD, POSITION_IDS, SEGMENT_IDS, 
 from data_utils.common.losses import Loss
 from data_utils.common.random_streams import below, chance_threshold, next_word
 from data_utils.common.settings import check, checked, fraction
-from data_utils.objectives.interface import Writing
-from data_utils.objectives.masking import corrupted_token, draw_corruption
-from data_utils.objectives.registry import register
-from data_utils.objectives.row_loops import (
+from data_utils.objectives.base import RowObjective, RowSizes
+from data_utils.objectives.compiled import (
     compiled,
     copy_range,
     count_up,
@@ -31,13 +29,20 @@ from data_utils.objectives.row_loops import (
     predict_range,
     set_range,
 )
-from data_utils.objectives.rows import RowObjective, RowSizes, check_corruption, corruption_thresholds
+from data_utils.objectives.interface import TextFormat
+from data_utils.objectives.masking import (
+    check_corruption,
+    corrupted_token,
+    corruption_thresholds,
+    draw_corruption,
+)
+from data_utils.objectives.registry import register
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("mass")
 class MassConfig(RowSizes):
-    """The fragment: its length, its place, and what replaces it."""
+    """The fragment: its length, its position, and what replaces it."""
 
     needed_roles = ("cls", "sep", "mask")
 
@@ -83,32 +88,36 @@ class MassConfig(RowSizes):
 
 
 @compiled
-def _draw_start(rng, places, s):
-    """Where the fragment starts, 0..places - 1: the head, the tail or anywhere."""
+def _draw_start(rng, positions, settings):
+    """Where the fragment starts, 0..positions - 1: the head, the tail or anywhere."""
     word = next_word(rng)
-    if word < s.head_below:
+    if word < settings.head_below:
         return 0
-    if word < s.head_or_tail_below:
-        return places - 1
-    return below(rng, places)
+    if word < settings.head_or_tail_below:
+        return positions - 1
+    return below(rng, positions)
 
 
 @inlined
-def _fill_chunk(row, used, limit, document, text, unit_start, start, length, rng, w, cumulative, s):
-    maskable = maskable_length(text, start, length, s)
-    size = min(max(1, int(s.fragment_ratio * maskable + 0.5)), maskable)
-    first = _draw_start(rng, maskable - size + 1, s)
-    begin, part_b = used + 1, used + 2 + length
+def _fill_chunk(
+    row, offset, limit, document, text, unit_start, start, length, rng, scratch, length_table, settings
+):
+    maskable = maskable_length(text, start, length, settings)
+    size = min(max(1, int(settings.fragment_ratio * maskable + 0.5)), maskable)
+    first = _draw_start(rng, maskable - size + 1, settings)
+    begin, part_b = offset + 1, offset + 2 + length
     end = part_b + size
-    row[TOKENS, used] = s.cls
+    row[TOKENS, offset] = settings.cls
     copy_range(row, TOKENS, begin, begin + length, text, start)
     for i in range(first, first + size):
-        row[TOKENS, begin + i] = corrupted_token(rng, text[start + i], draw_corruption(rng, s), s)
-    row[TOKENS, part_b - 1] = s.sep
+        row[TOKENS, begin + i] = corrupted_token(
+            rng, text[start + i], draw_corruption(rng, settings), settings
+        )
+    row[TOKENS, part_b - 1] = settings.sep
     # Order -1 hides the fragment from part B; the context sees it all the same by its group.
     set_range(row, ORD, begin + first, begin + first + size, -1)
-    count_up(row, POSITION_IDS, used, part_b, 0)
-    set_range(row, GRP, used, part_b, 1)
+    count_up(row, POSITION_IDS, offset, part_b, 0)
+    set_range(row, GRP, offset, part_b, 1)
     if size > 0:
         # The decoder begins with the token before the fragment, and at its position.
         row[TOKENS, part_b] = row[TOKENS, begin + first - 1]
@@ -117,13 +126,13 @@ def _fill_chunk(row, used, limit, document, text, unit_start, start, length, rng
     count_up(row, ORD, part_b, end, 1)
     predict_range(row, part_b, end, text, start + first)
     set_range(row, SEGMENT_IDS, part_b, end, 1)
-    mark_document(row, used, end, document, s.loss)
+    mark_document(row, offset, end, document, settings.loss)
     return end
 
 
 @entry_point
-def _fill_rows(batch, chunks, tables, settings):
-    fill_chunks(_fill_chunk, batch, chunks, tables, settings)
+def _fill_rows(batch, chunks, tables, record):
+    fill_chunks(_fill_chunk, batch, chunks, tables, record)
 
 
 @register
@@ -131,7 +140,7 @@ class Mass(RowObjective):
     name = "mass"
     config_class = MassConfig
     losses = (Loss("fragment", 17),)
-    writing = Writing(
+    text_format = TextFormat(
         "encoder_decoder",
         "encoder_decoder",
         before=("cls",),

@@ -1,8 +1,8 @@
 """Several objectives in one run. The objective of a sample is drawn from the sample's random numbers.
 
 The choice depends on (seed, sample index) alone, so it is the same for any batch size and after any restart.
-`first_sample` of an objective says from which sample on it takes part. This is ERNIE 2.0's cumulative schedule of tasks
-(arXiv:1907.12412): each stage trains the new task and all before it.
+`first_sample` of an objective is the sample from which on it takes part. This is ERNIE 2.0's cumulative schedule of
+tasks (arXiv:1907.12412): each stage trains the new task and all before it.
 
 Price: the rows of a batch are made objective by objective and copied once more. Rows have the length of the longest
 objective; mixing BART, which doubles its text, with BERT wastes half of BERT's rows.
@@ -33,12 +33,12 @@ def _entry_point(digest: int):
             for k in range(len(weights)):
                 total += weights[k] if samples[i] >= first_samples[k] else 0.0
             seed_rng(rng, key, samples[i], 0, 0)
-            rest = uniform(rng) * total
+            remaining = uniform(rng) * total
             for k in range(len(weights)):
                 if samples[i] >= first_samples[k] and weights[k] > 0:
                     chosen[i] = k
-                    rest -= weights[k]
-                    if rest < 0:
+                    remaining -= weights[k]
+                    if remaining < 0:
                         break
 
     return choose
@@ -101,15 +101,15 @@ class Mixed:
         chunk_sample = np.repeat(np.arange(len(sample_indices)), chunks_per_sample)
         token_sample = np.repeat(chunk_sample, chunk_lengths)
         for k, objective in enumerate(self.objectives):
-            rows = np.flatnonzero(chosen == k)
-            if not len(rows):
+            samples = np.flatnonzero(chosen == k)
+            if not len(samples):
                 continue
-            part = np.empty((len(rows), len(FIELDS), batch.shape[2]), np.int32)
+            rows = np.empty((len(samples), len(FIELDS), batch.shape[2]), np.int32)
             objective.fill(
-                part,
+                rows,
                 np.ascontiguousarray(tokens[..., chosen[token_sample] == k]),
                 chunk_lengths[chosen[chunk_sample] == k],
-                chunks_per_sample[rows],
-                sample_indices[rows],
+                chunks_per_sample[samples],
+                sample_indices[samples],
             )
-            batch[rows] = part
+            batch[samples] = rows

@@ -23,9 +23,8 @@ from data_utils.common.batch_fields import ONE_AS_INT32, ORD, POSITION_IDS, TARG
 from data_utils.common.errors import DataError
 from data_utils.common.losses import Loss
 from data_utils.common.settings import check, checked, setting
-from data_utils.objectives.own_model import NO_OPTIONS, require, require_alone
-from data_utils.objectives.registry import register
-from data_utils.objectives.row_loops import (
+from data_utils.objectives.base import RowObjective, RowSizes
+from data_utils.objectives.compiled import (
     begin_row,
     compiled,
     copy_range,
@@ -35,15 +34,17 @@ from data_utils.objectives.row_loops import (
     put,
     set_range,
 )
-from data_utils.objectives.rows import RowObjective, RowSizes
+from data_utils.objectives.own_model import NO_OPTIONS, require, require_alone
+from data_utils.objectives.registry import register
 from data_utils.tokenizers.vocabulary import Vocabulary
 
 FEATURES = ("pooler", "cls")
-# With sentences of at most 64 and on average 35 tokens 7.9 % of a row is padding; with two 15 %, with eight 3.8
-# %. Padding is dropped before the model; what is lost is the evenness of batches.
-LONGEST_PER_ROW = 4  # sentences of the greatest length in a row of the usual length
+# Sentences of the greatest length in a row of the usual length. With sentences of at most 64 and on average 35 tokens
+# 7.9 % of a row is padding; with two 15 %, with eight 3.8 %. Padding is dropped before the model; what is lost is the
+# evenness of batches.
+LONGEST_PER_ROW = 4
 _BOUNDARIES = 2  # CLS and SEP
-# Options that neither stack can have otherwise.
+# Options of both stacks, and the value that each must have.
 _FIXED = {
     "decoder_layers": 0, "share_layers": "none", "embedding_size": None, "relative": "none", "adapter_size": 0,
     "mup": None,
@@ -100,7 +101,7 @@ class OptimusConfig(RowSizes):
     whole_documents = True
     model_module = "megatron_lite.models.optimus.model_spec"
     has_second_stack = True
-    two_stacks = "joins two Transformers by a latent vector; use scripts/latent.py for it."
+    own_model_advice = "joins two Transformers by a latent vector; use scripts/latent.py for it."
     sample_settings = ("optimus.memory", "data.row_length")
 
     def __post_init__(self) -> None:
@@ -150,10 +151,10 @@ class OptimusConfig(RowSizes):
             self.cycles <= training.steps,
             f"optimus.cycles is {self.cycles}, more than training.steps ({training.steps}); lower it.",
         )
-        whole, stack = config.checkpoint.initialize_from, self.encoder_from or self.decoder_from
+        model_from, stack_from = config.checkpoint.initialize_from, self.encoder_from or self.decoder_from
         check(
-            whole is None or stack is None,
-            f"checkpoint.initialize_from is {whole}, but optimus also initializes a stack from {stack}; set "
+            model_from is None or stack_from is None,
+            f"checkpoint.initialize_from is {model_from}, but optimus also initializes a stack from {stack_from}; set "
             "checkpoint.initialize_from, or optimus.encoder_from and decoder_from, to null.",
         )
         usual = NO_OPTIONS | {"loss_normalization": "global_tokens"}
@@ -200,28 +201,28 @@ class OptimusConfig(RowSizes):
 
 
 @compiled
-def _write_encoder(row, used, text, start, length, s):
+def _write_encoder(row, offset, text, start, length, settings):
     """[CLS] x [SEP]. Returns the end."""
-    end = used + length + 2
-    row[TOKENS, used] = s.cls
-    copy_range(row, TOKENS, used + 1, end - 1, text, start)
-    row[TOKENS, end - 1] = s.sep
-    count_up(row, POSITION_IDS, used, end, 0)
+    end = offset + length + 2
+    row[TOKENS, offset] = settings.cls
+    copy_range(row, TOKENS, offset + 1, end - 1, text, start)
+    row[TOKENS, end - 1] = settings.sep
+    count_up(row, POSITION_IDS, offset, end, 0)
     return end
 
 
 @compiled
-def _write_decoder(row, used, text, start, length, s):
+def _write_decoder(row, offset, text, start, length, settings):
     """The slot, and BOS x, which predict x EOS. Returns the end."""
-    slot = np.int64(s.memory)
+    slot = np.int64(settings.memory)
     if slot:
-        put(row, used, s.sop, 0, 1)
-    first = used + slot
+        put(row, offset, settings.sop, 0, 1)
+    first = offset + slot
     end = first + length + 1
-    row[TOKENS, first] = s.sop
+    row[TOKENS, first] = settings.sop
     copy_range(row, TOKENS, first + 1, end, text, start)
     copy_range(row, TARGETS, first, end - 1, text, start)
-    row[TARGETS, end - 1] = s.eop
+    row[TARGETS, end - 1] = settings.eop
     set_range(row, WEIGHTS, first, end, ONE_AS_INT32)
     count_up(row, POSITION_IDS, first, end, slot)
     # Order above 0 makes the decoder's tokens causal. The slot has order 1, before all of them, so that every
@@ -237,24 +238,24 @@ def _without_end(text, start, length, eos):
 
 
 @entry_point
-def _fill_rows(batch, chunks, tables, settings):
+def _fill_rows(batch, chunks, tables, record):
     text, _, chunk_lengths, chunks_per_sample, _, first_chunk = chunks
-    s = settings[0]
+    settings = record[0]
     chunk, start = 0, 0
     for i in range(len(batch)):
-        row, used = batch[i], 0
-        begin_row(row, s.pad)
-        for number in range(first_chunk, first_chunk + chunks_per_sample[i] // s.texts):
+        row, offset = batch[i], 0
+        begin_row(row, settings.pad)
+        for number in range(first_chunk, first_chunk + chunks_per_sample[i] // settings.texts):
             # One document for both texts, so that packing, plans and loaders are those of the other objectives.
-            begin = used
-            length = _without_end(text, start, chunk_lengths[chunk], s.eos)
-            used = _write_encoder(row, used, text, start, length, s)
-            if s.texts > 1:
+            begin = offset
+            length = _without_end(text, start, chunk_lengths[chunk], settings.eos)
+            offset = _write_encoder(row, offset, text, start, length, settings)
+            if settings.texts > 1:
                 start += chunk_lengths[chunk]
                 chunk += 1
-                length = _without_end(text, start, chunk_lengths[chunk], s.decoder_eos)
-            used = _write_decoder(row, used, text, start, length, s)
-            mark_document(row, begin, used, number, s.loss)
+                length = _without_end(text, start, chunk_lengths[chunk], settings.decoder_eos)
+            offset = _write_decoder(row, offset, text, start, length, settings)
+            mark_document(row, begin, offset, number, settings.loss)
             start += chunk_lengths[chunk]
             chunk += 1
 

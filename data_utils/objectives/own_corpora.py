@@ -10,30 +10,32 @@ from data_utils.common.settings import check
 from data_utils.objectives import ObjectiveChoice
 
 
-def owner_of(choice: ObjectiveChoice) -> str | None:
+def pair_objective(choice: ObjectiveChoice) -> str | None:
     """The name of an objective that reads corpora of its own; None for one that reads text."""
-    return choice.name if choice.section.reads_beside == "labels" else None
+    return choice.name if choice.section.token_annotation == "labels" else None
 
 
 def shares(corpora: Sequence[Any], objectives: Sequence[ObjectiveChoice]) -> list[float]:
-    """The part of the samples that each corpus has. Raises ConfigError for an objective without a corpus."""
+    """The share of the samples that each corpus has. Raises ConfigError for an objective without a corpus."""
     total = sum(choice.weight for choice in objectives)
-    parts: dict[str | None, float] = {}
-    pools: dict[str | None, float] = {}
+    # By the objective that owns the corpora, None for all objectives of text.
+    sample_shares: dict[str | None, float] = {}
+    corpus_weights: dict[str | None, float] = {}
     for choice in objectives:
-        parts[owner_of(choice)] = parts.get(owner_of(choice), 0.0) + choice.weight / total
+        owner = pair_objective(choice)
+        sample_shares[owner] = sample_shares.get(owner, 0.0) + choice.weight / total
     for corpus in corpora:
-        pools[corpus.objective] = pools.get(corpus.objective, 0.0) + corpus.weight
-    for owner in parts:
-        if not pools.get(owner):
-            names = ", ".join(choice.name for choice in objectives if owner_of(choice) == owner)
+        corpus_weights[corpus.objective] = corpus_weights.get(corpus.objective, 0.0) + corpus.weight
+    for owner in sample_shares:
+        if not corpus_weights.get(owner):
+            names = ", ".join(choice.name for choice in objectives if pair_objective(choice) == owner)
             which = "without an objective of its own" if owner is None else f"with objective: {owner}"
             raise ConfigError(
                 f"{names} has a positive weight, but no corpus {which} has one; add such a corpus to data.train "
                 "(and to data.validation, if set), or remove the objective."
             )
     return [
-        corpus.weight * parts.get(corpus.objective, 0.0) / (pools[corpus.objective] or 1.0)
+        corpus.weight * sample_shares.get(corpus.objective, 0.0) / (corpus_weights[corpus.objective] or 1.0)
         for corpus in corpora
     ]
 

@@ -1,4 +1,4 @@
-"""The rest of a run with an objective that has a model of its own: one-line refusals of what does not go with it."""
+"""Checks of the other settings of a run whose objective trains its own model (`model_module`)."""
 
 from __future__ import annotations
 
@@ -7,16 +7,12 @@ from typing import Any
 
 from data_utils.common.settings import check, to_yaml_scalar
 
-NO_OPTIONS = {
-    "label_smoothing": 0.0,
-    "z_loss": 0.0,
-    "loss_rows": 0,
-    "eval_fillings": 0,
-}  # of training: defined for tokens alone
+# Options of training that are defined for losses of tokens only.
+NO_OPTIONS = {"label_smoothing": 0.0, "z_loss": 0.0, "loss_rows": 0, "eval_fillings": 0}
 
 
 def require_alone(config: Any, why: str, solves_tasks: bool = False) -> None:
-    """Raise ConfigError if another objective or a task is beside it. Args: why: subject and verb before "alone"."""
+    """Raise ConfigError if the run has another objective or a task. Args: why: subject and verb before "alone"."""
     names = ", ".join(choice.name for choice in config.objective_choices)
     check(
         len(config.objective_choices) == 1 and (solves_tasks or config.task is None),

@@ -22,35 +22,35 @@ FIRST_NUMBER = 48  # of losses of packages, up to MOST_LOSSES: the numbers below
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
-def of_packages(own: Mapping[str, Declared]) -> tuple[list[Declared], dict[str, str]]:
+def package_objectives(own: Mapping[str, Declared]) -> tuple[list[Declared], dict[str, str]]:
     """The objectives of the installed packages, and what is wrong with the names that cannot be used.
 
     Args: own: this project's objectives.
     """
-    found, problems = [], {}
+    declared, problems = [], {}
     for entry in importlib.metadata.entry_points(group=GROUP):
         package = "" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
         try:
-            found.append(_declared(entry, package))
+            declared.append(_declared(entry, package))
         except (ConfigError, OSError, UnicodeError) as error:
             problems[entry.name] = (
                 f"the objective {entry.name} of the package {package} cannot be used: {error}"
             )
     claims: dict[tuple[str, object], Declared] = {
-        (what, value): one for one in own.values() for what, value in _claimed(one.name, one.losses)
+        claim: objective for objective in own.values() for claim in _claimed(objective.name, objective.losses)
     }
-    for one in found:
-        for claim in _claimed(one.name, one.losses):
-            other = claims.setdefault(claim, one)
-            if other is not one and not (claim[0] != "name" and _is_shared(claim, one, other)):
+    for objective in declared:
+        for claim in _claimed(objective.name, objective.losses):
+            other = claims.setdefault(claim, objective)
+            if other is not objective and not (claim[0] != "name" and _is_shared(claim, objective, other)):
                 text = (
-                    f"{_owner(other)} and {_owner(one)} claim the same {claim[0]} {claim[1]}; uninstall or change "
-                    "one of them."
+                    f"{_owner(other)} and {_owner(objective)} claim the same {claim[0]} {claim[1]}; uninstall or "
+                    "change one of them."
                 )
-                problems.setdefault(one.name, text)
+                problems.setdefault(objective.name, text)
                 if other.package:
                     problems.setdefault(other.name, text)
-    return [one for one in found if one.name not in problems], problems
+    return [objective for objective in declared if objective.name not in problems], problems
 
 
 def _declared(entry: importlib.metadata.EntryPoint, package: str) -> Declared:
@@ -61,32 +61,33 @@ def _declared(entry: importlib.metadata.EntryPoint, package: str) -> Declared:
     path = _source(entry.module)
     if path is None:
         raise ConfigError(f"the module {entry.module} has no Python source file.")
-    made = declared_class(path, entry.module, entry.attr, package)
-    if made.name != entry.name:
+    declared = declared_class(path, entry.module, entry.attr, package)
+    if declared.name != entry.name:
         raise ConfigError(
-            f"its entry point has the name {entry.name!r}, but its class has the name {made.name!r}."
+            f"its entry point has the name {entry.name!r}, but its class has the name {declared.name!r}."
         )
-    numbers = [loss.number for loss in made.losses if not loss.is_own]
+    numbers = [loss.number for loss in declared.losses if not loss.is_shared]
     if any(not FIRST_NUMBER <= number < MOST_LOSSES for number in numbers):
         raise ConfigError(
             f"its losses have the numbers {numbers}; losses of packages must have numbers from {FIRST_NUMBER} to "
             f"{MOST_LOSSES - 1}."
         )
-    return made
+    return declared
 
 
 def _source(module: str) -> Path | None:
     """The file of a module, without an import of it or of the packages that it is in."""
-    first, *rest = module.split(".")
+    first, *children = module.split(".")
     spec: ModuleSpec | None = importlib.util.find_spec(first)
-    place = first
-    for name in rest:
+    full_name = first
+    for name in children:
         if spec is None or spec.submodule_search_locations is None:
             return None
-        place = f"{place}.{name}"
-        spec = PathFinder.find_spec(place, spec.submodule_search_locations)
-    is_source = spec is not None and spec.origin is not None and spec.origin.endswith(".py")
-    return Path(str(spec.origin)) if spec is not None and is_source else None
+        full_name = f"{full_name}.{name}"
+        spec = PathFinder.find_spec(full_name, spec.submodule_search_locations)
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return None
+    return Path(spec.origin)
 
 
 def _claimed(name: str, losses: Iterable[Loss]) -> Iterable[tuple[str, object]]:
@@ -96,11 +97,12 @@ def _claimed(name: str, losses: Iterable[Loss]) -> Iterable[tuple[str, object]]:
         yield "number of a loss", loss.number
 
 
-def _is_shared(claim: tuple[str, object], one: Declared, other: Declared) -> bool:
+def _is_shared(claim: tuple[str, object], objective: Declared, other: Declared) -> bool:
     """Whether both take a loss of common/losses.py."""
     field = "name" if claim[0] == "loss" else "number"
-    return any(loss.is_own and getattr(loss, field) == claim[1] for loss in one.losses)
+    return any(loss.is_shared and getattr(loss, field) == claim[1] for loss in objective.losses)
 
 
-def _owner(one: Declared) -> str:
-    return f"the objective {one.name} of {f'the package {one.package}' if one.package else 'this project'}"
+def _owner(objective: Declared) -> str:
+    owner = f"the package {objective.package}" if objective.package else "this project"
+    return f"the objective {objective.name} of {owner}"

@@ -13,31 +13,32 @@ from typing import ClassVar
 import numpy as np
 
 from data_utils.common.random_streams import below
-from data_utils.objectives.row_loops import POSITIONS, compiled
-from data_utils.objectives.rows import RowObjective
+from data_utils.objectives.base import RowObjective
+from data_utils.objectives.compiled import POSITIONS, compiled
 
-# Columns of a pair, int64: a number of the objective's own, whether B is to be another chunk's, start and end of A and
-# of B.
-OWN, WRONG, A, A_END, B, B_END = range(6)
+# Columns of a pair, int64: a number that each objective uses as it needs, whether B is to be another chunk's, start and
+# end of A and of B.
+CUSTOM, WRONG, A, A_END, B, B_END = range(6)
 
 
 @compiled
-def split_point(rng, w, text, start, length, sentence_end):
+def split_point(rng, scratch, text, start, length, sentence_end):
     """Tokens of A, 1..length - 1: up to a random end of a sentence, or anywhere where there is none."""
     ends = 0
     for i in range(length - 1):
-        w[POSITIONS, ends] = i + 1  # overwritten unless a sentence ends here: avoids a mispredicted branch
+        # Overwritten unless a sentence ends here: avoids a mispredicted branch.
+        scratch[POSITIONS, ends] = i + 1
         ends += sentence_end[text[start + i]]
     if ends == 0:
         return 1 + below(rng, length - 1)
-    return w[POSITIONS, below(rng, ends)]
+    return scratch[POSITIONS, below(rng, ends)]
 
 
 @compiled
-def exchange_seconds(pairs, count):
-    """Give each of the WRONG pairs the B of the next one, and the last the first's.
+def exchange_second_texts(pairs, count):
+    """Give each of the WRONG pairs the B of the next one, and the last one the B of the first.
 
-    Returns: the number of the only such pair, which then has no other to exchange with; else -1.
+    Returns: the number of the only WRONG pair, which has no other to exchange with; else -1.
     """
     first, last = -1, -1
     for number in range(count):
@@ -46,11 +47,10 @@ def exchange_seconds(pairs, count):
                 first = number
             else:
                 for column in (B, B_END):
-                    # Swaps along the chain turn all WRONG pairs by one place, so that each B is another chunk's
-                    # and none is lost.
-                    moved = pairs[last, column]
+                    # Swaps along the chain move every B by one pair, so that each is another chunk's and none is lost.
+                    swapped = pairs[last, column]
                     pairs[last, column] = pairs[number, column]
-                    pairs[number, column] = moved
+                    pairs[number, column] = swapped
             last = number
     return first if first == last else -1
 
@@ -73,7 +73,7 @@ class PairedRows(RowObjective):
             first_chunk,
         )
         pairs = np.empty((max(1, chunks_per_sample.max()), 6), np.int64)
-        self.entry(batch, chunks, self._tables(batch), pairs, self._sentence_end, self._settings)
+        self.entry(batch, chunks, self._tables(batch), pairs, self._sentence_end, self._record)
 
     @functools.cached_property
     def _sentence_end(self) -> np.ndarray:

@@ -12,9 +12,8 @@ from data_utils.common.batch_fields import ORD, POSITION_IDS, TOKENS
 from data_utils.common.losses import Loss
 from data_utils.common.random_streams import below
 from data_utils.common.settings import check, checked, fraction
-from data_utils.objectives.interface import Writing
-from data_utils.objectives.registry import register
-from data_utils.objectives.row_loops import (
+from data_utils.objectives.base import RowObjective, RowSizes
+from data_utils.objectives.compiled import (
     copy_range,
     count_up,
     entry_point,
@@ -23,13 +22,14 @@ from data_utils.objectives.row_loops import (
     mark_document,
     predict_range,
 )
-from data_utils.objectives.rows import RowObjective, RowSizes
+from data_utils.objectives.interface import TextFormat
+from data_utils.objectives.registry import register
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("prefix_lm")
 class PrefixLmConfig(RowSizes):
-    """How long the prefix is: uniform over a range, in parts of the chunk."""
+    """How long the prefix is: uniform over a range, in fractions of the chunk."""
 
     needed_roles = ("cls",)
 
@@ -59,26 +59,28 @@ class PrefixLmConfig(RowSizes):
 
 
 @inlined
-def _fill_chunk(row, used, limit, document, text, unit_start, start, length, rng, w, cumulative, s):
-    high = min(length - 1, int(s.max_prefix_ratio * length))
-    low = min(high, int(s.min_prefix_ratio * length))
-    prefix = low + below(rng, high - low + 1)
-    rest, end = used + 1 + prefix, used + 1 + length
-    row[TOKENS, used] = s.cls
-    copy_range(row, TOKENS, used + 1, rest, text, start)
+def _fill_chunk(
+    row, offset, limit, document, text, unit_start, start, length, rng, scratch, length_table, settings
+):
+    longest = min(length - 1, int(settings.max_prefix_ratio * length))
+    shortest = min(longest, int(settings.min_prefix_ratio * length))
+    prefix = shortest + below(rng, longest - shortest + 1)
+    target, end = offset + 1 + prefix, offset + 1 + length
+    row[TOKENS, offset] = settings.cls
+    copy_range(row, TOKENS, offset + 1, target, text, start)
     # The target is shifted right by sop; the last token of the text is never an input.
-    row[TOKENS, rest] = s.sop
-    copy_range(row, TOKENS, rest + 1, end, text, start + prefix)
-    count_up(row, POSITION_IDS, used, end, 0)
-    count_up(row, ORD, rest, end, 1)
-    predict_range(row, rest, end, text, start + prefix)
-    mark_document(row, used, end, document, s.loss)
+    row[TOKENS, target] = settings.sop
+    copy_range(row, TOKENS, target + 1, end, text, start + prefix)
+    count_up(row, POSITION_IDS, offset, end, 0)
+    count_up(row, ORD, target, end, 1)
+    predict_range(row, target, end, text, start + prefix)
+    mark_document(row, offset, end, document, settings.loss)
     return end
 
 
 @entry_point
-def _fill_rows(batch, chunks, tables, settings):
-    fill_chunks(_fill_chunk, batch, chunks, tables, settings)
+def _fill_rows(batch, chunks, tables, record):
+    fill_chunks(_fill_chunk, batch, chunks, tables, record)
 
 
 @register
@@ -86,5 +88,5 @@ class PrefixLm(RowObjective):
     name = "prefix_lm"
     config_class = PrefixLmConfig
     losses = (Loss("prefix", 4),)
-    writing = Writing("prefix", "left_to_right", before=("cls",), start=("sop",), ends=("eos",))
+    text_format = TextFormat("prefix", "left_to_right", before=("cls",), start=("sop",), ends=("eos",))
     entry = staticmethod(_fill_rows)

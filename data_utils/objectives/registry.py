@@ -15,15 +15,15 @@ from data_utils.common.errors import ConfigError
 from data_utils.common.losses import MOST_LOSSES, Loss
 from data_utils.common.setting_files import one_line
 from data_utils.objectives.declared import Declared
-from data_utils.objectives.packages import of_packages
+from data_utils.objectives.packages import package_objectives
 
 if TYPE_CHECKING:
-    from data_utils.objectives.rows import RowObjective
+    from data_utils.objectives.base import RowObjective
 
-Made = TypeVar("Made", bound="type[RowObjective]")
+ObjectiveType = TypeVar("ObjectiveType", bound="type[RowObjective]")
 
 
-def register(cls: Made) -> Made:
+def register(cls: ObjectiveType) -> ObjectiveType:
     """The mark of an objective's class, by which declared.py finds it."""
     return cls
 
@@ -38,16 +38,16 @@ class Objectives(Mapping[str, "type[RowObjective]"]):
     def __init__(self, declared: Iterable[Declared], with_packages: bool = False) -> None:
         self._own: dict[str, Declared] = {}
         # In the order of the numbers of their losses, so that no file name matters.
-        for one in sorted(declared, key=lambda one: one.losses[0].number):
-            other = self._own.setdefault(one.name, one)
-            if other is not one:
+        for objective in sorted(declared, key=lambda objective: objective.losses[0].number):
+            other = self._own.setdefault(objective.name, objective)
+            if other is not objective:
                 raise ConfigError(
-                    f"the objectives of {other.module} and {one.module} both have the name {one.name!r}; rename the "
-                    "new objective."
+                    f"the objectives of {other.module} and {objective.module} both have the name {objective.name!r}; "
+                    "rename the new objective."
                 )
-        found, self._problems = of_packages(self._own) if with_packages else ([], {})
-        self._declared = self._own | {one.name: one for one in found}
-        self.losses = _filled(losses_by_number(self._own.values()), found)
+        from_packages, self._problems = package_objectives(self._own) if with_packages else ([], {})
+        self._declared = self._own | {objective.name: objective for objective in from_packages}
+        self.losses = _with_package_losses(losses_by_number(self._own.values()), from_packages)
 
     @property
     def own(self) -> tuple[str, ...]:
@@ -91,15 +91,15 @@ class Objectives(Mapping[str, "type[RowObjective]"]):
         return len(list(iter(self)))
 
 
-def _filled(own: tuple[Loss, ...], packages: Iterable[Declared]) -> tuple[Loss, ...]:
-    """The losses at the places of their numbers; those of packages begin beyond our own, and others lie between."""
-    others = {loss.number: loss for one in packages for loss in one.losses if not loss.is_own}
-    places = range(len(own), max(others, default=-1) + 1)
-    return (*own, *(others.get(place) or Loss(f"unused_{place}", place) for place in places))
+def _with_package_losses(own: tuple[Loss, ...], packages: Iterable[Declared]) -> tuple[Loss, ...]:
+    """The losses of this project and of packages, each at the index of its number; unused numbers lie between."""
+    others = {loss.number: loss for objective in packages for loss in objective.losses if not loss.is_shared}
+    numbers = range(len(own), max(others, default=-1) + 1)
+    return (*own, *(others.get(number) or Loss(f"unused_{number}", number) for number in numbers))
 
 
 def losses_by_number(objectives: Iterable[Declared]) -> tuple[Loss, ...]:
-    """The losses of the objectives, each at the place of its number.
+    """The losses of the objectives, each at the index of its number.
 
     Raises: ConfigError for two losses with one number or name, and for numbers that are not 0, 1, 2, ... below
         MOST_LOSSES.
@@ -107,14 +107,14 @@ def losses_by_number(objectives: Iterable[Declared]) -> tuple[Loss, ...]:
     losses = list(dict.fromkeys(loss for objective in objectives for loss in objective.losses))
     numbers = {loss.number for loss in losses}
     free = next(number for number in itertools.count() if number not in numbers)
-    for what in ("number", "name"):
+    for field in ("number", "name"):
         owners: dict[object, Loss] = {}
         for loss in losses:
-            owner = owners.setdefault(getattr(loss, what), loss)
+            owner = owners.setdefault(getattr(loss, field), loss)
             if owner is not loss:
                 raise ConfigError(
                     f"the losses {owner.name} ({owner.number}) and {loss.name} ({loss.number}) have the same "
-                    f"{what}; change that of the new one. The next free number is {free}."
+                    f"{field}; change that of the new one. The next free number is {free}."
                 )
     if numbers != set(range(len(losses))):
         raise ConfigError(

@@ -18,68 +18,73 @@ from data_utils.common.losses import CLASS_HEADS, Loss
 from data_utils.common.random_streams import below, new_rng, seed_rng
 from data_utils.common.settings import checked, setting
 from data_utils.objectives import pairs
+from data_utils.objectives.compiled import compiled, entry_point, maskable_length
 from data_utils.objectives.labelled_text import LabelledText, LabelledTextConfig, label_documents
 from data_utils.objectives.registry import register
-from data_utils.objectives.row_loops import compiled, entry_point, maskable_length
 
 
 @compiled
-def _cut(text, start, body, sentence_end, rng, cuts, most):
-    """Draw the number of segments, and where all but the first begin, into `cuts`. Returns the number."""
+def _cut(text, start, length, sentence_end, rng, cuts, max_segments):
+    """Draw the number of segments, and the ends of all into `cuts`. Returns the number."""
     count = 0
-    for i in range(body - 1):
+    for i in range(length - 1):
         if sentence_end[text[start + i]]:
             cuts[count] = i + 1
             count += 1
-    segments = 1 + below(rng, min(most, count + 1))
-    taken = 0
-    for place in range(count):
-        if below(rng, count - place) < segments - 1 - taken:
-            cuts[taken] = cuts[place]
-            taken += 1
-    cuts[taken] = body
+    segments = 1 + below(rng, min(max_segments, count + 1))
+    # Selection sampling: segments - 1 of the `count` ends of sentences, every choice equally likely.
+    chosen = 0
+    for i in range(count):
+        if below(rng, count - i) < segments - 1 - chosen:
+            cuts[chosen] = cuts[i]
+            chosen += 1
+    cuts[chosen] = length
     return segments
 
 
 @compiled
-def _reorder(text, moved, start, length, sentence_end, rng, cuts, s):
+def _reorder(text, reordered, start, length, sentence_end, rng, cuts, settings):
     """Write a chunk with its segments in a drawn order; eos stays last. Returns the class."""
-    body = maskable_length(text, start, length, s)
-    for i in range(start + body, start + length):
-        moved[i] = text[i]
-    segments = _cut(text, start, body, sentence_end, rng, cuts, s.parts)
-    first, orders = 0, 1
+    maskable = maskable_length(text, start, length, settings)
+    for i in range(start + maskable, start + length):
+        reordered[i] = text[i]
+    segments = _cut(text, start, maskable, sentence_end, rng, cuts, settings.parts)
+    first_class, orders = 0, 1  # of the orders of as many segments
     for n in range(1, segments):
-        first += orders
+        first_class += orders
         orders *= n + 1
     rank = below(rng, orders)
-    label, used, at = first + rank, 0, start
-    for left in range(segments, 0, -1):
-        orders //= left
+    label = first_class + rank
+    # The order of this rank: its next segment is that number `skipped` of the segments that are not written yet.
+    written, at = 0, start  # written: a bit for each segment
+    for remaining in range(segments, 0, -1):
+        orders //= remaining
         skipped = rank // orders
         rank -= skipped * orders
         segment = 0
-        while skipped > 0 or used >> segment & 1:
-            skipped -= 1 - (used >> segment & 1)
+        while skipped > 0 or written >> segment & 1:
+            skipped -= 1 - (written >> segment & 1)
             segment += 1
-        used |= 1 << segment
+        written |= 1 << segment
         for i in range(cuts[segment - 1] if segment > 0 else 0, cuts[segment]):
-            moved[at] = text[start + i]
+            reordered[at] = text[start + i]
             at += 1
     return label
 
 
 @entry_point
 def _reorder_all(
-    text, moved, lengths, counts, samples, first_chunk, sentence_end, rng, cuts, labels, settings
+    text, reordered, lengths, counts, samples, first_chunk, sentence_end, rng, cuts, labels, record
 ):
-    s = settings[0]
+    settings = record[0]
     chunk, start = 0, 0
     for i in range(len(samples)):
         for number in range(first_chunk, first_chunk + counts[i]):
             if lengths[chunk] > 0:
-                seed_rng(rng, s.key, samples[i], number, 2)
-                labels[chunk] = _reorder(text, moved, start, lengths[chunk], sentence_end, rng, cuts, s)
+                seed_rng(rng, settings.key, samples[i], number, 2)
+                labels[chunk] = _reorder(
+                    text, reordered, start, lengths[chunk], sentence_end, rng, cuts, settings
+                )
             start += lengths[chunk]
             chunk += 1
 
@@ -110,9 +115,9 @@ class SentenceReordering(LabelledText):
         if not len(batch):
             return
         self._unit_starts(tokens, chunk_lengths)  # refuses tokens of another vocabulary
-        moved, labels = np.empty_like(tokens), np.zeros(len(chunk_lengths), np.int64)
+        reordered, labels = np.empty_like(tokens), np.zeros(len(chunk_lengths), np.int64)
         cuts = np.empty(chunk_lengths.max(initial=0) + 1, np.int64)
         chunks = (chunk_lengths, chunks_per_sample, sample_indices, first_chunk)
-        _reorder_all(tokens, moved, *chunks, self._sentence_end, new_rng(), cuts, labels, self._settings)
-        super()._fill(batch, moved, *chunks)
+        _reorder_all(tokens, reordered, *chunks, self._sentence_end, new_rng(), cuts, labels, self._record)
+        super()._fill(batch, reordered, *chunks)
         label_documents(batch, chunks_per_sample, labels, first_chunk, CLASS_HEADS["sentence_reordering"])

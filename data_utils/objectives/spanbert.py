@@ -18,7 +18,8 @@ import numpy as np
 
 from data_utils.common.losses import MASKED_SPANS, SPAN_BOUNDARY
 from data_utils.common.settings import checked, fraction, setting
-from data_utils.objectives.interface import Writing
+from data_utils.objectives.interface import TextFormat
+from data_utils.objectives.listed_spans import with_listed
 from data_utils.objectives.masked_text import MaskedText, MaskedTextConfig
 from data_utils.objectives.registry import register
 
@@ -48,7 +49,7 @@ class SpanBertConfig(MaskedTextConfig):
     )
 
     @property
-    def reads_beside(self) -> str | None:  # type: ignore[override]
+    def token_annotation(self) -> str | None:  # type: ignore[override]
         return "spans" if self.spans == "listed" else None
 
     @property
@@ -66,12 +67,10 @@ class SpanBert(MaskedText):
     name = "spanbert"
     config_class = SpanBertConfig
     losses = (MASKED_SPANS, SPAN_BOUNDARY)
-    writing = Writing("bert")
+    text_format = TextFormat("bert")
 
     def _unit_starts(self, tokens, chunk_lengths):  # type: ignore[no-untyped-def]
         if tokens.ndim == 1:
             return super()._unit_starts(tokens, chunk_lengths)
-        from data_utils.objectives.listed_spans import with_listed
-
         words = super()._unit_starts(tokens[0], chunk_lengths)
         return with_listed(words, tokens[1], chunk_lengths, as_units=False)

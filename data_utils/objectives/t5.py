@@ -3,8 +3,8 @@
 Part A (order 0) is the text with every noise span replaced by a sentinel. Part B (order 1, 2, ...) is
 `sentinel span sentinel span ... eos` after a `sop`, or after [PAD] in a vocabulary without `sop`, such as T5's. The
 numbers are T5's: round(0.15 n) noise tokens in round(noise / 3) spans. Noise and the other tokens are each divided into
-that many parts, every division equally likely; the parts alternate, and the other tokens come first. Positions of part
-B count from 0 again and its segment id is 1, as in a separate text.
+that many segments, every division equally likely; the segments alternate, and the other tokens come first. Positions of
+part B count from 0 again and its segment id is 1, as in a separate text.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from data_utils.common.batch_fields import (
 from data_utils.common.losses import Loss
 from data_utils.common.random_streams import below
 from data_utils.common.settings import check, checked, fraction, setting
-from data_utils.objectives.interface import Writing
-from data_utils.objectives.registry import register
-from data_utils.objectives.row_loops import (
+from data_utils.objectives.base import RowObjective, RowSizes, check_token
+from data_utils.objectives.compiled import (
     ENDS,
     STARTS,
     compiled,
@@ -39,7 +38,8 @@ from data_utils.objectives.row_loops import (
     maskable_length,
     set_range,
 )
-from data_utils.objectives.rows import RowObjective, RowSizes, check_token
+from data_utils.objectives.interface import TextFormat
+from data_utils.objectives.registry import register
 from data_utils.tokenizers.vocabulary import Vocabulary
 
 
@@ -137,48 +137,48 @@ class T5Config(SentinelConfig):
 
 
 @compiled
-def _divide(rng, w, line, total, parts):
-    """Divide `total` into `parts` lengths >= 1 in w[line], every division equally likely."""
-    rest, cuts = total - 1, parts - 1
-    part, length = 0, 1
-    # Selection sampling: each of the total - 1 borders is a cut with probability cuts / rest.
-    for _ in range(total - 1):  # does a part end between this token and the next?
-        if below(rng, rest) < cuts:
-            w[line, part] = length
-            part += 1
+def _divide(rng, scratch, line, total, count):
+    """Divide `total` into `count` lengths >= 1 in scratch[line], every division equally likely."""
+    borders, cuts = total - 1, count - 1
+    segment, length = 0, 1
+    # Selection sampling: each of the total - 1 borders is a cut with probability cuts / remaining borders.
+    for _ in range(total - 1):  # does a segment end between this token and the next?
+        if below(rng, borders) < cuts:
+            scratch[line, segment] = length
+            segment += 1
             length = 0
             cuts -= 1
         length += 1
-        rest -= 1
-    w[line, part] = length
+        borders -= 1
+    scratch[line, segment] = length
 
 
 @compiled
-def _sentinel(span, s):
-    return s.sentinel_first + s.sentinel_step * (span % s.sentinel_count)
+def _sentinel(span, settings):
+    return settings.sentinel_first + settings.sentinel_step * (span % settings.sentinel_count)
 
 
 @inlined
-def _write_target(row, part_b, text, start, spans, w, s):
+def _write_target(row, part_b, text, start, spans, scratch, settings):
     """Each sentinel with its span, then eos, all shifted by sop. Returns the end."""
     at, source = part_b, start
     for span in range(spans):
-        source += w[STARTS, span]
-        row[TARGETS, at] = _sentinel(span, s)
-        for i in range(w[ENDS, span]):
+        source += scratch[STARTS, span]
+        row[TARGETS, at] = _sentinel(span, settings)
+        for i in range(scratch[ENDS, span]):
             row[TARGETS, at + 1 + i] = text[source + i]
-        at += 1 + w[ENDS, span]
-        source += w[ENDS, span]
-    row[TARGETS, at] = s.eos
+        at += 1 + scratch[ENDS, span]
+        source += scratch[ENDS, span]
+    row[TARGETS, at] = settings.eos
     set_range(row, WEIGHTS, part_b, at + 1, ONE_AS_INT32)
-    lay_out_target(row, part_b, at + 1, s)
+    write_decoder_inputs(row, part_b, at + 1, settings)
     return at + 1
 
 
 @compiled
-def lay_out_target(row, part_b, end, s):
-    """The inputs of part B, whose targets are written: sop and the targets before each."""
-    row[TOKENS, part_b] = s.sop
+def write_decoder_inputs(row, part_b, end, settings):
+    """Write the inputs of part B, whose targets are there: sop, then each target one position later."""
+    row[TOKENS, part_b] = settings.sop
     # Inputs are the targets shifted right by one.
     copy_range(row, TOKENS, part_b + 1, end, row[TARGETS], part_b)
     count_up(row, POSITION_IDS, part_b, end, 0)
@@ -187,42 +187,47 @@ def lay_out_target(row, part_b, end, s):
 
 
 @inlined
-def corrupt(row, used, at, text, start, length, rng, w, s, noise_ratio, mean_span_length):
-    """Both parts of a chunk: part A's text begins at `at`, its positions at `used`. Returns the end."""
-    maskable = maskable_length(text, start, length, s)
+def corrupt(row, offset, at, text, start, length, rng, scratch, settings, noise_ratio, mean_span_length):
+    """Write parts A and B of a chunk: A's text begins at `at`, its positions count from `offset`. Returns the end."""
+    maskable = maskable_length(text, start, length, settings)
     # At least one token is noise and one is not; a text of one token has no target.
     noise = min(max(1, int(noise_ratio * maskable + 0.5)), maskable - 1)
     spans = 0
     if noise > 0:
         spans = min(max(1, int(noise / mean_span_length + 0.5)), noise, maskable - noise)
-        _divide(rng, w, STARTS, maskable - noise, spans)
-        _divide(rng, w, ENDS, noise, spans)
+        _divide(rng, scratch, STARTS, maskable - noise, spans)
+        _divide(rng, scratch, ENDS, noise, spans)
     source = start
     for span in range(spans):
-        sentinel_at = at + w[STARTS, span]
+        sentinel_at = at + scratch[STARTS, span]
         copy_range(row, TOKENS, at, sentinel_at, text, source)
-        row[TOKENS, sentinel_at] = _sentinel(span, s)
-        # STARTS has the lengths of kept text, ENDS those of noise, as in T5's code: text comes first.
-        source += w[STARTS, span] + w[ENDS, span]
+        row[TOKENS, sentinel_at] = _sentinel(span, settings)
+        # STARTS has the lengths of the text before each span, ENDS those of the spans: as in T5's code, text is first.
+        source += scratch[STARTS, span] + scratch[ENDS, span]
         at = sentinel_at + 1
     part_b = end = at + start + length - source
     copy_range(row, TOKENS, at, part_b, text, source)
-    count_up(row, POSITION_IDS, used, part_b, 0)
+    count_up(row, POSITION_IDS, offset, part_b, 0)
     if spans > 0:
-        end = _write_target(row, part_b, text, start, spans, w, s)
+        end = _write_target(row, part_b, text, start, spans, scratch, settings)
     return end
 
 
 @inlined
-def _fill_chunk(row, used, limit, document, text, unit_start, start, length, rng, w, cumulative, s):
-    end = corrupt(row, used, used, text, start, length, rng, w, s, s.noise_ratio, s.mean_span_length)
-    mark_document(row, used, end, document, s.loss)
+def _fill_chunk(
+    row, offset, limit, document, text, unit_start, start, length, rng, scratch, length_table, settings
+):
+    noise_ratio, mean_span_length = settings.noise_ratio, settings.mean_span_length
+    end = corrupt(
+        row, offset, offset, text, start, length, rng, scratch, settings, noise_ratio, mean_span_length
+    )
+    mark_document(row, offset, end, document, settings.loss)
     return end
 
 
 @entry_point
-def _fill_rows(batch, chunks, tables, settings):
-    fill_chunks(_fill_chunk, batch, chunks, tables, settings)
+def _fill_rows(batch, chunks, tables, record):
+    fill_chunks(_fill_chunk, batch, chunks, tables, record)
 
 
 @register
@@ -230,7 +235,7 @@ class T5(RowObjective):
     name = "t5"
     config_class = T5Config
     losses = (Loss("span_corruption", 15),)
-    writing = Writing(
+    text_format = TextFormat(
         "encoder_decoder",
         "encoder_decoder",
         after=("eos",),

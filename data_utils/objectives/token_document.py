@@ -1,7 +1,7 @@
-"""Token-document relation, along with masked words: does a token also occur in the other part of its document?
+"""Token-document relation, along with masked words: does a token also occur in the other half of its document?
 
 A chunk is cut at an end of a sentence into two documents that do not see each other. Each ordinary token that is not
-masked predicts whether it is also in the other part, 1, or not, 0: frequent and topical words are.
+masked predicts whether it is also in the other half, 1, or not, 0: frequent and topical words are.
 
 Source: ERNIE 2.0, arXiv:1907.12412, section 4.2.1.
 """
@@ -17,24 +17,24 @@ from data_utils.common.losses import CLASS_HEADS, Loss
 from data_utils.common.random_streams import new_rng, seed_rng
 from data_utils.common.settings import checked
 from data_utils.objectives import masking, pairs
+from data_utils.objectives.compiled import WORK_LINES, entry_point, predict
 from data_utils.objectives.labelled_text import LabelledText, LabelledTextConfig
 from data_utils.objectives.masking import is_special
 from data_utils.objectives.pairs import split_point
 from data_utils.objectives.registry import register
-from data_utils.objectives.row_loops import WORK_LINES, entry_point, predict
 
 
 @entry_point
-def _halve(text, lengths, counts, samples, first_chunk, sentence_end, rng, w, halves, settings):
-    """Lengths of both parts of each chunk, int64 [2 chunks]; a chunk of one token has one part."""
-    s = settings[0]
+def _halve(text, lengths, counts, samples, first_chunk, sentence_end, rng, scratch, halves, record):
+    """Lengths of both halves of each chunk, int64 [2 chunks]; a chunk of one token has an empty second half."""
+    settings = record[0]
     chunk, start = 0, 0
     for i in range(len(samples)):
         for number in range(first_chunk, first_chunk + counts[i]):
             split = lengths[chunk]
             if split > 1:
-                seed_rng(rng, s.key, samples[i], number, 2)
-                split = split_point(rng, w, text, start, lengths[chunk], sentence_end)
+                seed_rng(rng, settings.key, samples[i], number, 2)
+                split = split_point(rng, scratch, text, start, lengths[chunk], sentence_end)
             halves[2 * chunk] = split
             halves[2 * chunk + 1] = lengths[chunk] - split
             start += lengths[chunk]
@@ -42,21 +42,24 @@ def _halve(text, lengths, counts, samples, first_chunk, sentence_end, rng, w, ha
 
 
 @entry_point
-def _label(batch, text, halves, counts, first_chunk, seen, objective, settings):
-    """Label the tokens of each part. Args: seen: int64 zeros, one for each id of the vocabulary."""
-    s = settings[0]
+def _label(batch, text, halves, counts, first_chunk, seen, objective, record):
+    """Label the tokens of each half: 1 for those that the other half has too.
+
+    Args: seen: int64 zeros, one for each id of the vocabulary; the last half whose other half has the token, plus 1.
+    """
+    settings = record[0]
     half, start = 0, 0
     for i in range(len(batch)):
         row, at = batch[i], 0
         for number in range(first_chunk, first_chunk + counts[i]):
             is_second = (number - first_chunk) % 2
-            begin = start - halves[half - 1] if is_second else start + halves[half]
-            length = halves[half - 1] if is_second else halves[half + 1]
-            for place in range(begin, begin + length):
-                seen[text[place]] = half + 1
+            other_start = start - halves[half - 1] if is_second else start + halves[half]
+            other_length = halves[half - 1] if is_second else halves[half + 1]
+            for k in range(other_start, other_start + other_length):
+                seen[text[k]] = half + 1
             while at < row.shape[1] and row[DOC, at] == number:
                 token = row[TOKENS, at]
-                if row[WEIGHTS, at] == 0 and not is_special(token, s):
+                if row[WEIGHTS, at] == 0 and not is_special(token, settings):
                     predict(row, at, 1 if seen[token] == half + 1 else 0)
                     row[OBJECTIVE, at] = objective
                 at += 1
@@ -93,12 +96,10 @@ class TokenDocument(LabelledText):
             return
         self._unit_starts(tokens, chunk_lengths)  # refuses tokens of another vocabulary
         halves = np.zeros(2 * len(chunk_lengths), np.int64)
-        work = np.empty((WORK_LINES, chunk_lengths.max(initial=0) + 2), np.int64)
+        scratch = np.empty((WORK_LINES, chunk_lengths.max(initial=0) + 2), np.int64)
         chunks = (chunk_lengths, chunks_per_sample, sample_indices, first_chunk)
-        _halve(tokens, *chunks, self._sentence_end, new_rng(), work, halves, self._settings)
+        _halve(tokens, *chunks, self._sentence_end, new_rng(), scratch, halves, self._record)
         counts = 2 * chunks_per_sample
         super()._fill(batch, tokens, halves, counts, sample_indices, first_chunk)
         seen = np.zeros(self.vocabulary.size, np.int64)
-        _label(
-            batch, tokens, halves, counts, first_chunk, seen, CLASS_HEADS["token_document"], self._settings
-        )
+        _label(batch, tokens, halves, counts, first_chunk, seen, CLASS_HEADS["token_document"], self._record)

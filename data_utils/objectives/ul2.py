@@ -20,9 +20,8 @@ from data_utils.common.losses import Loss
 from data_utils.common.random_streams import below, uniform
 from data_utils.common.settings import check, checked, fraction, setting
 from data_utils.objectives import t5
-from data_utils.objectives.interface import Writing
-from data_utils.objectives.registry import register
-from data_utils.objectives.row_loops import (
+from data_utils.objectives.base import check_token
+from data_utils.objectives.compiled import (
     copy_range,
     count_up,
     entry_point,
@@ -31,8 +30,9 @@ from data_utils.objectives.row_loops import (
     mark_document,
     predict_range,
 )
-from data_utils.objectives.rows import check_token
-from data_utils.objectives.t5 import T5, SentinelConfig, corrupt, lay_out_target
+from data_utils.objectives.interface import TextFormat
+from data_utils.objectives.registry import register
+from data_utils.objectives.t5 import T5, SentinelConfig, corrupt, write_decoder_inputs
 from data_utils.tokenizers.special_tokens import NO_TOKEN
 
 MODES = ("regular", "extreme", "sequential")  # in the order of their losses
@@ -43,7 +43,7 @@ UNTIL, RATIO, LENGTH, MODE, TOKEN = range(5)  # columns of the table of denoiser
 @dataclass(frozen=True, kw_only=True, slots=True)
 @checked("ul2.denoisers[]")
 class DenoiserConfig:
-    """One way to hide parts of a text."""
+    """One way to hide tokens of a text."""
 
     mode: str = setting("regular", "regular (R), extreme (X) or sequential (S)", one_of=MODES)
     share: float = setting(1.0, "sampling weight, relative to the other denoisers", above=0)
@@ -94,15 +94,15 @@ class Ul2Config(SentinelConfig):
 
     def __post_init__(self) -> None:
         SentinelConfig.__post_init__(self)
-        given = [token for token in self.tokens if token is not None]
+        tokens = [token for token in self.mode_tokens if token is not None]
         check(
-            len(set(given)) == len(given),
-            f"ul2 has the mode tokens {given}; give each mode a different id.",
+            len(set(tokens)) == len(tokens),
+            f"ul2 has the mode tokens {tokens}; give each mode a different id.",
         )
 
     @property
-    def tokens(self) -> tuple[int | None, ...]:
-        """Those of the modes, in their order."""
+    def mode_tokens(self) -> tuple[int | None, ...]:
+        """The token of each of MODES, in their order."""
         return self.regular_token, self.extreme_token, self.sequential_token
 
     @property
@@ -129,43 +129,47 @@ class Ul2Config(SentinelConfig):
 
     def check_vocabulary_size(self, size: int) -> None:
         SentinelConfig.check_vocabulary_size(self, size)
-        for mode, token in zip(MODES, self.tokens, strict=True):
+        for mode, token in zip(MODES, self.mode_tokens, strict=True):
             check_token(f"ul2.{mode}_token", token, size)
 
 
 @inlined
-def _fill_chunk(row, used, limit, document, text, unit_start, start, length, rng, w, denoisers, s):
-    # A denoiser for each document part, so that short documents of a row mix.
-    chosen, draw = 0, uniform(rng)
-    while draw >= denoisers[chosen, UNTIL]:
-        chosen += 1
-    ratio, mode = denoisers[chosen, RATIO], int(denoisers[chosen, MODE])
-    at = used
-    if denoisers[chosen, TOKEN] >= 0:
-        row[TOKENS, at] = int(denoisers[chosen, TOKEN])
+def _fill_chunk(
+    row, offset, limit, document, text, unit_start, start, length, rng, scratch, denoisers, settings
+):
+    # A denoiser for each chunk, so that short documents of a row mix.
+    denoiser, number = 0, uniform(rng)
+    while number >= denoisers[denoiser, UNTIL]:
+        denoiser += 1
+    ratio, mode = denoisers[denoiser, RATIO], int(denoisers[denoiser, MODE])
+    at = offset
+    if denoisers[denoiser, TOKEN] >= 0:
+        row[TOKENS, at] = int(denoisers[denoiser, TOKEN])
         at += 1
     if mode == SEQUENTIAL:
         # Uniform from 1 to 2 * ratio * length - 1, with the mean ratio * length, as in the paper.
-        rest = min(length - 1, 1 + below(rng, max(1, int(2 * ratio * length + 0.5) - 1)))
-        part_b = at + length - rest
+        target = min(length - 1, 1 + below(rng, max(1, int(2 * ratio * length + 0.5) - 1)))
+        part_b = at + length - target
         copy_range(row, TOKENS, at, part_b, text, start)
         end = part_b
-        if rest > 0:
-            row[TOKENS, part_b] = s.eos
+        if target > 0:
+            row[TOKENS, part_b] = settings.eos
             part_b += 1
-            end = part_b + rest
-            predict_range(row, part_b, end, text, start + length - rest)
-            lay_out_target(row, part_b, end, s)
-        count_up(row, POSITION_IDS, used, part_b, 0)
+            end = part_b + target
+            predict_range(row, part_b, end, text, start + length - target)
+            write_decoder_inputs(row, part_b, end, settings)
+        count_up(row, POSITION_IDS, offset, part_b, 0)
     else:
-        end = corrupt(row, used, at, text, start, length, rng, w, s, ratio, denoisers[chosen, LENGTH])
-    mark_document(row, used, end, document, s.loss + mode)
+        end = corrupt(
+            row, offset, at, text, start, length, rng, scratch, settings, ratio, denoisers[denoiser, LENGTH]
+        )
+    mark_document(row, offset, end, document, settings.loss + mode)
     return end
 
 
 @entry_point
-def _fill_rows(batch, chunks, tables, settings):
-    fill_chunks(_fill_chunk, batch, chunks, tables, settings)
+def _fill_rows(batch, chunks, tables, record):
+    fill_chunks(_fill_chunk, batch, chunks, tables, record)
 
 
 @register
@@ -177,19 +181,26 @@ class Ul2(T5):
     compiled_files = (t5.__file__,)
 
     def length_table(self) -> np.ndarray:
-        """The denoisers, float64 [denoisers, columns]; a draw below UNTIL and not below the one before chooses one."""
-        shares = np.cumsum([denoiser.share for denoiser in self.config.mixture])
-        rows = zip(self.config.mixture, shares / shares[-1], strict=True)
-        return np.array([[until, *self._columns(denoiser)] for denoiser, until in rows])
-
-    def _columns(self, denoiser: DenoiserConfig) -> tuple[float, ...]:
-        mode = MODES.index(denoiser.mode)
-        token = self.config.tokens[mode]
-        return denoiser.noise_ratio, denoiser.mean_span_length, mode, NO_TOKEN if token is None else token
+        """The denoisers, float64 [denoisers, columns]; the first whose UNTIL is above a uniform number is chosen."""
+        config: Ul2Config = self.config
+        shares = np.cumsum([denoiser.share for denoiser in config.mixture])
+        table = []
+        for denoiser, until in zip(config.mixture, shares / shares[-1], strict=True):
+            mode = MODES.index(denoiser.mode)
+            token = config.mode_tokens[mode]
+            columns = (
+                denoiser.noise_ratio,
+                denoiser.mean_span_length,
+                mode,
+                NO_TOKEN if token is None else token,
+            )
+            table.append([until, *columns])
+        return np.array(table)
 
     @classmethod
-    def writing_of(cls, config: Ul2Config) -> Writing:
+    def text_format_for(cls, config: Ul2Config) -> TextFormat:
         modes = {
-            mode: () if token is None else (token,) for mode, token in zip(MODES, config.tokens, strict=True)
+            mode: () if token is None else (token,)
+            for mode, token in zip(MODES, config.mode_tokens, strict=True)
         }
-        return replace(cls.writing, before=modes["sequential"], modes=modes)
+        return replace(cls.text_format, before=modes["sequential"], modes=modes)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from data_utils.common.losses import NEXT_SENTENCE_LOSS, Loss
 from data_utils.common.settings import check, checked, fraction, setting
-from data_utils.objectives.interface import Writing
+from data_utils.objectives.interface import TextFormat
 from data_utils.objectives.masked_text import NEXT_SENTENCE, PAIR_ONLY, MaskedText, MaskedTextConfig
 from data_utils.objectives.registry import register
 
@@ -36,8 +36,8 @@ class UniLmConfig(MaskedTextConfig):
 
     @property
     def length_weights(self) -> tuple[float, float, float]:
-        rest = 1 - self.single_token_prob
-        return self.single_token_prob, rest / 2, rest / 2
+        longer_prob = 1 - self.single_token_prob
+        return self.single_token_prob, longer_prob / 2, longer_prob / 2
 
     @property
     def pairing(self) -> int:
@@ -56,8 +56,8 @@ class UniLmConfig(MaskedTextConfig):
     @property
     def lm_type_probs(self) -> tuple[float, float, float, float]:
         """Bidirectional, sequence-to-sequence, left-to-right, right-to-left."""
-        given = (self.bidirectional_prob, self.seq2seq_prob, self.left_to_right_prob)
-        return (*given, max(0.0, 1.0 - sum(given)))
+        first_three = (self.bidirectional_prob, self.seq2seq_prob, self.left_to_right_prob)
+        return (*first_three, max(0.0, 1.0 - sum(first_three)))
 
 
 @register
@@ -71,4 +71,6 @@ class UniLm(MaskedText):
         Loss("right_to_left", 14),
         NEXT_SENTENCE_LOSS,
     )
-    writing = Writing("unilm", "masks", before=("cls",), after=("sep",), ends=("sep",), segments=(4, 5))
+    text_format = TextFormat(
+        "unilm", "masks", before=("cls",), after=("sep",), ends=("sep",), segments=(4, 5)
+    )

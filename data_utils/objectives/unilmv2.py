@@ -18,10 +18,8 @@ from typing import Any
 from data_utils.common.batch_fields import GRP, TOKENS
 from data_utils.common.losses import Loss
 from data_utils.common.settings import checked, fraction, setting
-from data_utils.objectives.interface import Writing
-from data_utils.objectives.masking import draw_spans, masked_target
-from data_utils.objectives.registry import register
-from data_utils.objectives.row_loops import (
+from data_utils.objectives.base import RowObjective, RowSizes
+from data_utils.objectives.compiled import (
     ENDS,
     FREE,
     STARTS,
@@ -34,7 +32,9 @@ from data_utils.objectives.row_loops import (
     predict,
     put,
 )
-from data_utils.objectives.rows import RowObjective, RowSizes
+from data_utils.objectives.interface import TextFormat
+from data_utils.objectives.masking import draw_spans, masked_target
+from data_utils.objectives.registry import register
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,36 +78,37 @@ class UniLmV2Config(RowSizes):
 
 
 @inlined
-def _fill_chunk(row, used, limit, document, text, unit_start, start, length, rng, w, cumulative, s):
+def _fill_chunk(
+    row, offset, limit, document, text, unit_start, start, length, rng, scratch, length_table, settings
+):
     size = length + 2
-    maskable = maskable_length(text, start, length, s)
+    maskable = maskable_length(text, start, length, settings)
     for i in range(size):
-        token = s.cls if i == 0 else s.sep if i == size - 1 else text[start + i - 1]
-        put(row, used + i, token, i, 0)
-        w[FREE, i] = 1 <= i <= maskable
-        w[UNIT_START, i] = 1
-    target = min(masked_target(s.masked_ratio, size), length)
-    blocks = draw_spans(rng, w, size, target, False, cumulative, 0)
+        token = settings.cls if i == 0 else settings.sep if i == size - 1 else text[start + i - 1]
+        put(row, offset + i, token, i, 0)
+        scratch[FREE, i] = 1 <= i <= maskable
+        scratch[UNIT_START, i] = 1
+    target = min(masked_target(settings.masked_ratio, size), length)
+    blocks = draw_spans(rng, scratch, size, target, False, length_table, 0)
     chosen = 0
     for block in range(blocks):
-        chosen += w[ENDS, block] - w[STARTS, block]
-    end = used + size + 2 * chosen
-    mark_document(row, used, used + size, document, s.loss)
-    mark_document(row, used + size, end, document, s.second_loss)
-    original, pseudo = used + size, used + size + chosen
+        chosen += scratch[ENDS, block] - scratch[STARTS, block]
+    end = offset + size + 2 * chosen
+    mark_document(row, offset, offset + size, document, settings.loss)
+    mark_document(row, offset + size, end, document, settings.second_loss)
+    original, pseudo = offset + size, offset + size + chosen
     for block in range(blocks):
         step = block + 1
-        for i in range(w[STARTS, block], w[ENDS, block]):
+        for i in range(scratch[STARTS, block], scratch[ENDS, block]):
             token = text[start + i - 1]
             # Each chosen position is there three times: [MASK] in the text (autoencoding), its original, which
-            # later steps read, and a pseudo mask, which predicts it from the text and the originals of earlier
-            # steps.
-            row[TOKENS, used + i] = s.mask
-            predict(row, used + i, token)
+            # later steps read, and a pseudo mask, which predicts it from the text and the originals of earlier steps.
+            row[TOKENS, offset + i] = settings.mask
+            predict(row, offset + i, token)
             put(row, original, token, i, step)
             # A negative order: it sees what is before its step, and only the pseudo masks of its own block
             # (GRP) see it.
-            put(row, pseudo, s.mask, i, -step)
+            put(row, pseudo, settings.mask, i, -step)
             row[GRP, pseudo] = step
             predict(row, pseudo, token)
             original += 1
@@ -116,8 +117,8 @@ def _fill_chunk(row, used, limit, document, text, unit_start, start, length, rng
 
 
 @entry_point
-def _fill_rows(batch, chunks, tables, settings):
-    fill_chunks(_fill_chunk, batch, chunks, tables, settings)
+def _fill_rows(batch, chunks, tables, record):
+    fill_chunks(_fill_chunk, batch, chunks, tables, record)
 
 
 @register
@@ -125,7 +126,9 @@ class UniLmV2(RowObjective):
     name = "unilmv2"
     config_class = UniLmV2Config
     losses = (Loss("autoencoding", 18), Loss("partially_autoregressive", 19))
-    writing = Writing("unilmv2", "masks", before=("cls",), after=("sep",), ends=("sep",), segments=(0, 1))
+    text_format = TextFormat(
+        "unilmv2", "masks", before=("cls",), after=("sep",), ends=("sep",), segments=(0, 1)
+    )
     entry = staticmethod(_fill_rows)
     ends_with_sep = True
 

@@ -5,7 +5,7 @@ texts, `A [SEP] B [SEP] [CLS]`; B continues A, or with probability 1/2 is exchan
 window (pairs.py). In each half 1/6 of the tokens are targets (K = 6), chosen as n-grams of up to 5 tokens, n with
 probability ~ 1/n, in windows of K n tokens.
 
-The other tokens come first in the order, and the targets follow in random order. SEP and CLS have random places among
+The other tokens come first in the order, and the targets follow in random order. SEP and CLS have random ranks among
 the targets: they are seen by what comes later, and are not predicted. The query stream has a token for each target:
 [MASK] at the target's position, which sees what precedes the target in the order and predicts it. XLNet's own model
 (`model.relative: xlnet`) begins these rows from one learned vector, the paper's w, instead of [MASK]'s embedding.
@@ -33,20 +33,8 @@ from data_utils.common.batch_fields import BLOCK_POSITION_IDS, ORD, POSITION_IDS
 from data_utils.common.losses import Loss
 from data_utils.common.random_streams import below, chance, chance_threshold, seed_rng, shuffle
 from data_utils.common.settings import check, checked, setting
-from data_utils.objectives.interface import Writing
-from data_utils.objectives.pairs import (
-    A_END,
-    B_END,
-    OWN,
-    WRONG,
-    A,
-    B,
-    PairedRows,
-    exchange_seconds,
-    split_point,
-)
-from data_utils.objectives.registry import register
-from data_utils.objectives.row_loops import (
+from data_utils.objectives.base import RowSizes
+from data_utils.objectives.compiled import (
     ENDS,
     FREE,
     POSITIONS,
@@ -59,15 +47,27 @@ from data_utils.objectives.row_loops import (
     draw_length,
     entry_point,
     inlined,
-    kept_length,
+    length_in_row,
     mark_document,
     predict,
     put,
     set_range,
 )
-from data_utils.objectives.rows import RowSizes
+from data_utils.objectives.interface import TextFormat
+from data_utils.objectives.pairs import (
+    A_END,
+    B_END,
+    CUSTOM,
+    WRONG,
+    A,
+    B,
+    PairedRows,
+    exchange_second_texts,
+    split_point,
+)
+from data_utils.objectives.registry import register
 
-LENGTH = OWN  # column of a pair: tokens of the chunk after its memory
+LENGTH = CUSTOM  # column of a pair: tokens of the chunk after its memory
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,179 +144,185 @@ class XlnetConfig(RowSizes):
 
 
 @compiled
-def _draw_targets(rng, w, size, goal, cumulative, s):
-    """Mark `goal` of `size` tokens in w[TAKEN]: n-grams in windows, then singles."""
+def _draw_targets(rng, scratch, size, goal, length_table, settings):
+    """Mark `goal` of `size` tokens in scratch[TAKEN]: n-grams in windows, then single tokens."""
     for i in range(size):
-        w[TAKEN, i] = 0
-    spare = size - goal * s.tokens_per_target  # tokens that no window covers
-    at, chosen = 0, 0
-    if spare > 0:
-        at += below(rng, spare + 1)
+        scratch[TAKEN, i] = 0
+    uncovered = size - goal * settings.tokens_per_target  # tokens that no window covers
+    window_start, chosen = 0, 0
+    if uncovered > 0:
+        window_start += below(rng, uncovered + 1)
     while chosen < goal:
-        longest = min(cumulative.shape[0] - 1, goal - chosen, (size - at) // s.tokens_per_target)
+        longest = min(
+            length_table.shape[0] - 1, goal - chosen, (size - window_start) // settings.tokens_per_target
+        )
         if longest < 1:
             break
-        ngram = draw_length(rng, longest, cumulative)
-        window = ngram * s.tokens_per_target
+        ngram = draw_length(rng, longest, length_table)
+        window = ngram * settings.tokens_per_target
         # An n-gram anywhere in a window of n * K tokens, as in XLNet's code, so that targets are spread evenly.
-        begin = at + below(rng, window - ngram + 1)
+        begin = window_start + below(rng, window - ngram + 1)
         for i in range(begin, begin + ngram):
-            w[TAKEN, i] = 1
+            scratch[TAKEN, i] = 1
         chosen += ngram
-        at += window
+        window_start += window
     # Windows that no longer fit leave a few targets, which are drawn as single tokens.
     while chosen < goal:
         i = below(rng, size)
-        if not w[TAKEN, i]:
-            w[TAKEN, i] = 1
+        if not scratch[TAKEN, i]:
+            scratch[TAKEN, i] = 1
             chosen += 1
 
 
 @compiled
-def _put_text(row, used, place, text, first, end, order, segment, w, free, s):
-    """Text at row[used + place:]. Its tokens but eos may be targets: their places go to w[FREE, free:].
+def _write_text(row, offset, position, text, first, end, order, segment, scratch, candidates, settings):
+    """Write text[first:end] at `position` of the Example, and the positions that may be targets to scratch[FREE].
 
-    Returns: how many are in w[FREE] then.
+    Args: candidates: the number of positions there before. Returns: the number after.
     """
     for i in range(first, end):
-        at = place + i - first
-        put(row, used + at, text[i], at, order)
-        row[SEGMENT_IDS, used + at] = segment
-        w[FREE, free] = at  # overwritten unless the next line counts it
-        free += text[i] != s.eos
-    return free
+        at = position + i - first
+        put(row, offset + at, text[i], at, order)
+        row[SEGMENT_IDS, offset + at] = segment
+        scratch[FREE, candidates] = at  # overwritten unless the next line counts it
+        candidates += text[i] != settings.eos
+    return candidates
 
 
 @compiled
-def _put_mark(row, used, place, token, segment, w, marks):
-    """SEP or CLS at row[used + place]. Its place goes to w[ENDS, marks]. Returns: how many are there then."""
-    put(row, used + place, token, place, 0)
-    row[SEGMENT_IDS, used + place] = segment
-    w[ENDS, marks] = place
-    return marks + 1
+def _write_separator(row, offset, position, token, segment, scratch, separators):
+    """Write SEP or CLS at `position` of the Example, and the position to scratch[ENDS]. Returns the number there."""
+    put(row, offset + position, token, position, 0)
+    row[SEGMENT_IDS, offset + position] = segment
+    scratch[ENDS, separators] = position
+    return separators + 1
 
 
 @compiled
-def _put_order(row, used, query, order, count, marks, rng, w, s):
-    """Ranks of the targets in w[POSITIONS, :count] and the marks in w[ENDS, :marks], and queries of the targets."""
-    for i in range(count + marks):
-        w[STARTS, i] = i + 1
-    shuffle(rng, w[STARTS], count + marks)
-    for i in range(marks):
-        # Marks have a rank in the order like targets, but are never predicted.
-        row[ORD, used + w[ENDS, i]] = order + w[STARTS, count + i]
-    for i in range(count):
-        at = w[POSITIONS, i]
-        rank = order + w[STARTS, i]
-        row[ORD, used + at] = rank
-        # The query stream as further tokens of the row: a negative order sees what is before its rank and is
-        # seen by nobody, so that one attention serves both streams.
-        put(row, query + i, s.mask, at, -rank)
-        row[SEGMENT_IDS, query + i] = row[SEGMENT_IDS, used + at]
-        predict(row, query + i, row[TOKENS, used + at])
+def _write_queries(row, offset, query, order, targets, separators, rng, scratch, settings):
+    """Draw the order of a section's targets and separators, and write the queries of the targets.
 
-
-@compiled
-def _put_memory(row, used, text, start, memory):
-    """The first `memory` tokens of a chunk at row[used:], which block_position_ids names for the model."""
-    copy_range(row, TOKENS, used, used + memory, text, start)
-    count_up(row, POSITION_IDS, used, used + memory, 0)
-    set_range(row, BLOCK_POSITION_IDS, used, used + memory, 1)
+    Their positions are in scratch[POSITIONS, :targets] and scratch[ENDS, :separators].
+    """
+    for i in range(targets + separators):
+        scratch[STARTS, i] = i + 1
+    shuffle(rng, scratch[STARTS], targets + separators)
+    for i in range(separators):
+        # Separators have a rank in the order like targets, but are never predicted.
+        row[ORD, offset + scratch[ENDS, i]] = order + scratch[STARTS, targets + i]
+    for i in range(targets):
+        position = scratch[POSITIONS, i]
+        rank = order + scratch[STARTS, i]
+        row[ORD, offset + position] = rank
+        # Queries are further tokens of the row: a negative order sees what is before its rank and is seen by
+        # nobody, so that one attention serves contents and queries.
+        put(row, query + i, settings.mask, position, -rank)
+        row[SEGMENT_IDS, query + i] = row[SEGMENT_IDS, offset + position]
+        predict(row, query + i, row[TOKENS, offset + position])
 
 
 @inlined
-def _fill_chunk(row, used, document, text, start, pair, goal, rng, w, cumulative, s):
-    """Write the Example of a chunk with at most `goal` targets at `used`. Returns: its end."""
+def _fill_chunk(row, offset, document, text, start, pair, goal, rng, scratch, length_table, settings):
+    """Write the Example of a chunk with at most `goal` targets at `offset`. Returns its end."""
     second, memory = pair[B_END] - pair[B], pair[A] - start
-    _put_memory(row, used, text, start, memory)
-    query = used + memory + pair[A_END] - pair[A] + second + (3 if second > 0 else 2)
+    # The memory of the following tokens, which block_position_ids names for the model.
+    copy_range(row, TOKENS, offset, offset + memory, text, start)
+    count_up(row, POSITION_IDS, offset, offset + memory, 0)
+    set_range(row, BLOCK_POSITION_IDS, offset, offset + memory, 1)
+    query = offset + memory + pair[A_END] - pair[A] + second + (3 if second > 0 else 2)
     # A memory has order 0 alone: it sees nothing that follows it.
-    place, done, order, first = memory, 0, min(memory, 1), pair[A]
-    for part in range(s.orders):
-        is_last = part == s.orders - 1
-        end = pair[A_END] if is_last else pair[A] + pair[LENGTH] * (part + 1) // s.orders
-        free = _put_text(row, used, place, text, first, end, order, 0, w, 0, s)
-        place += end - first
+    position, done, order, first = memory, 0, min(memory, 1), pair[A]
+    for section in range(settings.orders):
+        is_last = section == settings.orders - 1
+        end = pair[A_END] if is_last else pair[A] + pair[LENGTH] * (section + 1) // settings.orders
+        candidates = _write_text(row, offset, position, text, first, end, order, 0, scratch, 0, settings)
+        position += end - first
         first = end
-        marks = 0
+        separators = 0
         if is_last:
-            marks = _put_mark(row, used, place, s.sep, 0, w, marks)
-            place += 1
+            separators = _write_separator(row, offset, position, settings.sep, 0, scratch, separators)
+            position += 1
             if second > 0:
-                free = _put_text(row, used, place, text, pair[B], pair[B_END], order, 1, w, free, s)
-                place += second
-                marks = _put_mark(row, used, place, s.sep, 1, w, marks)
-                place += 1
-            marks = _put_mark(row, used, place, s.cls, 2, w, marks)
+                candidates = _write_text(
+                    row, offset, position, text, pair[B], pair[B_END], order, 1, scratch, candidates, settings
+                )
+                position += second
+                separators = _write_separator(row, offset, position, settings.sep, 1, scratch, separators)
+                position += 1
+            separators = _write_separator(row, offset, position, settings.cls, 2, scratch, separators)
         # Rounded up of what is left, so that the sections together have exactly `goal` targets.
-        shared = (goal * (part + 1) + s.orders - 1) // s.orders - done
-        _draw_targets(rng, w, free, min(shared, free), cumulative, s)
-        count = 0
-        for i in range(free):
-            if w[TAKEN, i]:
-                w[POSITIONS, count] = w[FREE, i]
-                count += 1
-        _put_order(row, used, query, order, count, marks, rng, w, s)
-        query += count
-        done += count
-        order += count + 1  # marks are in the last part only
-    mark_document(row, used, query, document, s.loss)
+        section_goal = (goal * (section + 1) + settings.orders - 1) // settings.orders - done
+        _draw_targets(rng, scratch, candidates, min(section_goal, candidates), length_table, settings)
+        targets = 0
+        for i in range(candidates):
+            if scratch[TAKEN, i]:
+                scratch[POSITIONS, targets] = scratch[FREE, i]
+                targets += 1
+        _write_queries(row, offset, query, order, targets, separators, rng, scratch, settings)
+        query += targets
+        done += targets
+        order += targets + 1  # separators are in the last section only
+    mark_document(row, offset, query, document, settings.loss)
     return query
 
 
 @inlined
-def _plan_pairs(pairs, text, lengths, start, sample, first_chunk, rng, w, sentence_end, s):
-    """Cut every chunk of a sample into its memory and A, and the last part of A in two.
+def _plan_pairs(pairs, text, lengths, start, sample, first_chunk, rng, scratch, sentence_end, settings):
+    """Cut every chunk of a sample into its memory and A, and the last section of A in two.
 
-    Returns: for how many targets their row has room.
+    Returns: the number of targets that fit their row.
     """
     # One target that each chunk has in any case, and what growth leaves each.
-    room = len(lengths)
+    max_targets = len(lengths)
     for number in range(len(lengths)):
-        room += np.int64(s.growth * lengths[number] + 1e-9) - lengths[number]
-        length = kept_length(text, start, lengths[number], s)
+        max_targets += np.int64(settings.growth * lengths[number] + 1e-9) - lengths[number]
+        length = length_in_row(text, start, lengths[number], settings)
         end = start + length
         # At most half of a text goes without targets. The memory is of the sample's own text, so that samples
         # stay functions of their numbers; the step before is not needed.
-        memory = s.memory_length if length >= 2 * s.memory_length else 0
+        memory = settings.memory_length if length >= 2 * settings.memory_length else 0
         length -= memory
         # B is cut from the last section only: the sections before it are A's.
-        first = end - length + length * (s.orders - 1) // s.orders
+        first = end - length + length * (settings.orders - 1) // settings.orders
         split = end
         pair = pairs[number]
         pair[WRONG] = False
-        if s.two_texts and end - first > 1:
-            seed_rng(rng, s.key, sample, first_chunk + number, 0)
-            split = first + split_point(rng, w, text, first, end - first, sentence_end)
-            pair[WRONG] = chance(rng, s.wrong_below)
+        if settings.two_texts and end - first > 1:
+            seed_rng(rng, settings.key, sample, first_chunk + number, 0)
+            split = first + split_point(rng, scratch, text, first, end - first, sentence_end)
+            pair[WRONG] = chance(rng, settings.wrong_below)
         pair[LENGTH] = length
         pair[A], pair[A_END], pair[B], pair[B_END] = end - length, split, split, end
         start += lengths[number]
-    exchange_seconds(pairs, len(lengths))
-    return room
+    exchange_second_texts(pairs, len(lengths))
+    return max_targets
 
 
 @entry_point
-def _fill_rows(batch, chunks, tables, pairs, sentence_end, settings):
+def _fill_rows(batch, chunks, tables, pairs, sentence_end, record):
     text, _, chunk_lengths, chunks_per_sample, sample_indices, first_chunk = chunks
-    cumulative, rng, w = tables
-    s = settings[0]
+    length_table, rng, scratch = tables
+    settings = record[0]
     chunk, start = 0, 0
     for i in range(len(batch)):
-        row, used, sample = batch[i], 0, sample_indices[i]
-        begin_row(row, s.pad)
+        row, offset, sample = batch[i], 0, sample_indices[i]
+        begin_row(row, settings.pad)
         lengths = chunk_lengths[chunk : chunk + chunks_per_sample[i]]
-        room = _plan_pairs(pairs, text, lengths, start, sample, first_chunk, rng, w, sentence_end, s)
+        max_targets = _plan_pairs(
+            pairs, text, lengths, start, sample, first_chunk, rng, scratch, sentence_end, settings
+        )
         for number in range(len(lengths)):
-            pair = pairs[number]
+            pair, document = pairs[number], first_chunk + number
             length = pair[A_END] - pair[A] + pair[B_END] - pair[B]
             # The bound is of the chunks as they were cut, and B may be a longer one's: each later chunk keeps a target.
-            goal = min(max(1, length // s.tokens_per_target), room - (len(lengths) - number - 1))
-            room -= goal
+            goal = min(
+                max(1, length // settings.tokens_per_target), max_targets - (len(lengths) - number - 1)
+            )
+            max_targets -= goal
             if length > 0:
-                seed_rng(rng, s.key, sample, first_chunk + number, 1)
-                used = _fill_chunk(
-                    row, used, first_chunk + number, text, start, pair, goal, rng, w, cumulative, s
+                seed_rng(rng, settings.key, sample, document, 1)
+                offset = _fill_chunk(
+                    row, offset, document, text, start, pair, goal, rng, scratch, length_table, settings
                 )
             start += lengths[number]
         chunk += len(lengths)
@@ -327,7 +333,7 @@ class Xlnet(PairedRows):
     name = "xlnet"
     config_class = XlnetConfig
     losses = (Loss("permutation", 20),)
-    writing = Writing("bert")
+    text_format = TextFormat("bert")
     entry = staticmethod(_fill_rows)
     ends_with_sep = True
 

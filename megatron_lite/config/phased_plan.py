@@ -110,7 +110,7 @@ class PhasedPlan(Plan):
             choice.name
             for each in self.configs
             for choice in each.objective_choices
-            if choice.section.whole_documents or choice.section.reads_beside == "labels"
+            if choice.section.whole_documents or choice.section.token_annotation == "labels"
         ]
         check(
             not self.has_streams or not whole,

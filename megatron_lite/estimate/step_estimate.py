@@ -38,7 +38,7 @@ def require_one_transformer(config: Config) -> None:
     """Raise ConfigError for a configuration of two."""
     require_rows_of_one(config)
     for choice in config.objective_choices:
-        if choice.section.two_stacks is not None:
+        if choice.section.own_model_advice is not None:
             raise ConfigError(
                 f"objectives has {choice.name}, but a trace covers a single Transformer; use pretrain_glm.py "
                 "--dry-run, which counts both."

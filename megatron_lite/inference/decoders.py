@@ -22,7 +22,7 @@ import torch
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.common.random_streams import derive_seed
 from data_utils.objectives import OBJECTIVES, ObjectiveChoice
-from data_utils.objectives.interface import Writing, first_known, token_of
+from data_utils.objectives.interface import TextFormat, first_known, role_token
 from data_utils.tokenizers.special_tokens import NO_TOKEN, SpecialTokens
 from data_utils.tokenizers.tokenizer import Tokenizer
 from megatron_lite.config.generation import GenerationConfig
@@ -86,12 +86,16 @@ def make_decoder_for(
 
 def check_can_generate(run: OpenRun) -> None:
     """Raise ConfigError if none of the run's objectives trains filling blanks or generation."""
-    if not any(writing is not None and writing.way for writing in map(_writing, run.objectives)):
+    if not any(writing is not None and writing.generation for writing in map(_writing, run.objectives)):
         raise _cannot_generate(run.objectives, str(run.checkpoint.path))
 
 
 def _cannot_generate(objectives: Sequence[ObjectiveChoice], run: str) -> ConfigError:
-    writers = [name for name, made in OBJECTIVES.items() if made.writing is not None and made.writing.way]
+    writers = [
+        name
+        for name, made in OBJECTIVES.items()
+        if made.text_format is not None and made.text_format.generation
+    ]
     return ConfigError(
         f"{run} was trained on {', '.join(objective_names(objectives))}, which does not train generation; give a "
         f"run of one of {', '.join(writers)}."
@@ -111,7 +115,7 @@ def writes_whole_texts(run: OpenRun, *, has_blanks: bool) -> bool:
     """
     if any(map(_fills_blanks, run.objectives)) and not run.config.model.decoder_layers:
         return False
-    ways = {writing.way for writing in map(_writing, run.objectives) if writing is not None}
+    ways = {writing.generation for writing in map(_writing, run.objectives) if writing is not None}
     return bool(ways & ({"encoder_decoder"} if has_blanks else WAYS.keys()))
 
 
@@ -119,14 +123,14 @@ def check_generation_options(run: OpenRun, config: GenerationConfig) -> None:
     """Raise ConfigError for options that blank infilling does not read."""
     for choice in run.objectives:
         writing = _writing(choice)
-        if writing is not None and writing.way == "blanks":
+        if writing is not None and writing.generation == "blanks":
             _refuse_unused(choice, writing, config)
 
 
-def _refuse_unused(choice: ObjectiveChoice, writing: Writing, config: GenerationConfig) -> None:
+def _refuse_unused(choice: ObjectiveChoice, writing: TextFormat, config: GenerationConfig) -> None:
     """Raise ConfigError for options that this way of generating does not read."""
     mode = config.mode
-    if writing.way != "unmasking" and (config.unmask_steps or config.unmask_block or config.guidance):
+    if writing.generation != "unmasking" and (config.unmask_steps or config.unmask_block or config.guidance):
         raise ConfigError(
             f"unmask_steps, unmask_block or guidance is set, but the run was trained on {choice.name}, which does not "
             "generate by unmasking; remove it."
@@ -140,7 +144,7 @@ def _refuse_unused(choice: ObjectiveChoice, writing: Writing, config: Generation
 
 def _fills_blanks(choice: ObjectiveChoice) -> bool:
     writing = _writing(choice)
-    return writing is not None and writing.way == "blanks"
+    return writing is not None and writing.generation == "blanks"
 
 
 def ignored_tokens(tokenizer: Tokenizer, config: GenerationConfig) -> set[int]:
@@ -281,7 +285,7 @@ class TextDecoder:
         return torch.Generator(device=next(self.model.parameters()).device).manual_seed(seed)
 
 
-# `Writing.way` of the objective -> the state that generates the completion of a whole text.
+# `TextFormat.way` of the objective -> the state that generates the completion of a whole text.
 WAYS: dict[str, Callable[..., TextState | Unmasking]] = {
     "unmasking": Unmasking,
     "left_to_right": LeftToRight,
@@ -298,17 +302,17 @@ def _template(
 ) -> PromptTemplate | None:
     """The template of an objective; None: it does not train completing whole texts. Raises: ConfigError."""
     writing = _writing(choice)
-    if writing is None or writing.way not in WAYS:
+    if writing is None or writing.generation not in WAYS:
         return None
     mode = "" if config is None else config.mode
     if config is not None:
         _refuse_unused(choice, writing, config)
 
     def tokens(roles: Sequence[str | int]) -> tuple[int, ...]:
-        return tuple(token for role in roles if (token := token_of(role, special)) != NO_TOKEN)
+        return tuple(token for role in roles if (token := role_token(role, special)) != NO_TOKEN)
 
     return PromptTemplate(
-        WAYS[writing.way],
+        WAYS[writing.generation],
         before=tokens(writing.modes.get(mode, writing.before)),
         after=tokens(writing.after),
         ends=tokens(writing.ends),
@@ -316,10 +320,10 @@ def _template(
         forced=tokens(writing.forced),
         allowed=tokens(writing.allowed),
         is_causal=writing.is_causal,
-        mask=special.mask if writing.way in ("masks", "unmasking") else NO_TOKEN,
+        mask=special.mask if writing.generation in ("masks", "unmasking") else NO_TOKEN,
         segments=writing.segments,
     )
 
 
-def _writing(choice: ObjectiveChoice) -> Writing | None:
-    return OBJECTIVES[choice.name].writing_of(choice.section)
+def _writing(choice: ObjectiveChoice) -> TextFormat | None:
+    return OBJECTIVES[choice.name].text_format_for(choice.section)

@@ -70,8 +70,8 @@ class OpenRun:
     def require_one_transformer(self, for_task: bool = False) -> None:
         """Raise ConfigError for a model of two Transformers. Args: for_task: accept those that solve tasks."""
         for choice in self.config.objective_choices:
-            if choice.section.two_stacks is not None and not (for_task and choice.section.solves_tasks):
-                raise ConfigError(f"{self.checkpoint.path} {choice.section.two_stacks}")
+            if choice.section.own_model_advice is not None and not (for_task and choice.section.solves_tasks):
+                raise ConfigError(f"{self.checkpoint.path} {choice.section.own_model_advice}")
 
     def with_model(self, device: torch.device | None = None, for_task: bool = False) -> Run:
         """Load the weights, onto a GPU if there is one. Args: for_task: as for `require_one_transformer`."""

@@ -23,7 +23,7 @@ from data_utils.common.random_streams import derive_seed
 from data_utils.common.settings import build, leaves, to_tree
 from data_utils.dataset.manifest import read_manifest
 from data_utils.loader.config import CorpusConfig
-from data_utils.loader.loader import weights_of
+from data_utils.loader.loader import corpus_shares
 from data_utils.loader.mixture import quotas, samples_of_corpora
 from megatron_lite.checkpoint.trainer_state import TrainerState
 from megatron_lite.config.plan import Plan
@@ -76,7 +76,7 @@ def changed_corpora(config: Config, state: TrainerState) -> Change | None:
     if config.phases or state.config.get("phases") or any(regions):
         return _changed_phases(config, state, old, new)
     # Weights count as they round to places in a block of samples: equal places make equal samples.
-    weights = [entry["weight"] for entry in before], weights_of(after, config.objective_choices)
+    weights = [entry["weight"] for entry in before], corpus_shares(after, config.objective_choices)
     if old == new and np.array_equal(quotas(weights[0]), quotas(weights[1])):
         return None
     seed = derive_seed(config.training.seed, "train")
@@ -161,7 +161,7 @@ def _begun(plan: Plan, step: int, has_phases: bool) -> list[_Begun]:
     for first, sample, config in zip(plan.first_steps, plan.first_samples, plan.configs, strict=False):
         # Phase 0 counts as begun before the first step too.
         if first < max(step, 1):
-            weights = weights_of(config.data.train, config.objective_choices)
+            weights = corpus_shares(config.data.train, config.objective_choices)
             places = quotas(weights).tolist()
             while not places[-1]:
                 places.pop()  # of a corpus added later

@@ -13,7 +13,7 @@ import numpy as np
 
 from data_utils.common.batch_fields import Example
 from data_utils.common.errors import DataError
-from data_utils.loader.blanks import spans_of
+from data_utils.loader.blanks import blank_tokens
 from data_utils.loader.config import CorpusConfig, DataConfig
 from data_utils.loader.loader import SampleLoader, open_datasets
 from data_utils.objectives.blank_infilling import DOCUMENT, SENTENCE, TOKEN
@@ -76,7 +76,7 @@ def _texts(loader: SampleLoader, tokenizer: Tokenizer, num_samples: int) -> Iter
         for example in Example.from_fields(loader.batch(np.array([index]))[0]).documents():
             if example.objective[0] not in (TOKEN, SENTENCE, DOCUMENT):
                 continue
-            spans = iter(spans_of(example, special))
+            spans = iter(blank_tokens(example, special))
             context = example.tokens[example.ord == 0].tolist()[1:]
             yield [token for one in context for token in (next(spans) if one in masks else [one])]
 

@@ -60,7 +60,7 @@ def test_electra_has_the_recipe_of_its_code():
             *(
                 config.model.embedding_size or config.model.hidden_size,
                 width,
-                section.heads_of(width),
+                section.num_generator_heads(width),
                 config.optimizer.lr,
             ),
             *(config.batch.global_batch_size, config.row_length, section.masked_ratio),

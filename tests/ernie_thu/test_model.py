@@ -109,7 +109,7 @@ def test_the_published_base_has_its_parameters():
     path = ROOT / "configs/ernie-thu-base.yaml"
     config = load_config([path])
     section = config.objective_choices[0].section
-    assert section.kinds_of(12) == ("sim",) * 5 + ("mix",) + ("norm",) * 6 and (
+    assert section.layer_types_for(12) == ("sim",) * 5 + ("mix",) + ("norm",) * 6 and (
         section.size,
         section.heads,
     ) == (100, 4)

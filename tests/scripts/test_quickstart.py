@@ -13,7 +13,7 @@ from support.project import ROOT
 
 from data_utils.common.batch_fields import FIELDS, OBJECTIVE, ORD, POSITION_IDS, TARGETS, TOKENS, Example
 from data_utils.loader import blanks
-from data_utils.loader.blanks import Prompt, cut, spans_of
+from data_utils.loader.blanks import Prompt, blank_tokens, cut
 from data_utils.tokenizers.special_tokens import SpecialTokens
 from megatron_lite.config.tree import load_config
 from megatron_lite.model.flops import parameter_count
@@ -138,7 +138,7 @@ def test_original_spans_in_text_order(monkeypatch: pytest.MonkeyPatch) -> None:
     fields[ORD, 5:] = [1, 2, 3, 4, 5]
     fields[OBJECTIVE] = 0
     example = Example.from_fields(fields)
-    assert spans_of(example, SPECIAL) == [[40], [30, 31]]
+    assert blank_tokens(example, SPECIAL) == [[40], [30, 31]]
     assert cut(example, SPECIAL) == Prompt([1, 20, 3, 21, 3], [[40], [30, 31]])
     monkeypatch.setattr(blanks, "MOST_BLANKS", 1)
     assert cut(example, SPECIAL) == Prompt([1, 20, 3, 21], [[40]])

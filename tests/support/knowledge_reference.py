@@ -34,7 +34,7 @@ class Reference(nn.Module):
             config.model.num_attention_heads,
             config.objective_choices[0].section.heads,
         )
-        self.kinds = config.objective_choices[0].section.kinds_of(config.model.num_layers)
+        self.kinds = config.objective_choices[0].section.layer_types_for(config.model.num_layers)
 
     def linear(self, x, name):
         return x @ self.w[f"{name}.weight"].T + self.w[f"{name}.bias"]

@@ -155,8 +155,8 @@ LOSSES = (
     Plant(
         "labels of causal language modelling one place late",
         "data_utils/objectives/causal.py",
-        "predict_range(row, used, end, text, start)",
-        "predict_range(row, used, end - 1, text, start + 1)",
+        "predict_range(row, offset, end, text, start)",
+        "predict_range(row, offset, end - 1, text, start + 1)",
         (f"{RECIPES}::test_the_text_can_be_rebuilt[causal]",),
         "huggingface/transformers#47394",
     ),
@@ -218,9 +218,9 @@ DROPOUT = (
     ),
     Plant(
         "masks drawn by the place in the batch, not by the sample",
-        "data_utils/objectives/row_loops.py",
-        "seed_rng(rng, s.key, sample_indices[i], number, 0)",
-        "seed_rng(rng, s.key, i, number, 0)",
+        "data_utils/objectives/compiled.py",
+        "seed_rng(rng, settings.key, sample_indices[i], number, 0)",
+        "seed_rng(rng, settings.key, i, number, 0)",
         (f"{RECIPES}::test_a_sample_is_the_same_in_any_batch_and_differs_by_number_and_seed[t5]",),
         "pytorch/pytorch#5059",
     ),
@@ -279,8 +279,8 @@ SAMPLES = (
     Plant(
         "the order of blocks repeats after the first",
         "data_utils/loader/sampler.py",
-        "ordinals[i] = used[corpus] + block * (starts[corpus + 1] - starts[corpus]) + ranks_of_places[place]",
-        "ordinals[i] = used[corpus] + ranks_of_places[place]",
+        "samples_before[corpus] + block * (starts[corpus + 1] - starts[corpus]) + block_ranks[position]",
+        "samples_before[corpus] + block_ranks[position]",
         ("tests/data/loader/test_mixture.py",),
     ),
     Plant(
@@ -327,16 +327,16 @@ ROWS = (
     Plant(
         "positions not restarted in each document of a row",
         "data_utils/objectives/causal.py",
-        "count_up(row, POSITION_IDS, used, end, 0)",
-        "count_up(row, POSITION_IDS, used, end, used)",
+        "count_up(row, POSITION_IDS, offset, end, 0)",
+        "count_up(row, POSITION_IDS, offset, end, offset)",
         (f"{RECIPES}::test_the_text_can_be_rebuilt[causal]",),
         "huggingface/nanoVLM#204",
     ),
     Plant(
         "positions begin with 1",
         "data_utils/objectives/causal.py",
-        "count_up(row, POSITION_IDS, used, end, 0)",
-        "count_up(row, POSITION_IDS, used, end, 1)",
+        "count_up(row, POSITION_IDS, offset, end, 0)",
+        "count_up(row, POSITION_IDS, offset, end, 1)",
         (f"{RECIPES}::test_the_text_can_be_rebuilt[causal]",),
     ),
     Plant(
@@ -356,8 +356,8 @@ ROWS = (
     Plant(
         "position of a span is that of the token after its mask",
         WRITE,
-        "w[MASK_AT, i] = at - used\n",
-        "w[MASK_AT, i] = at - used + 1\n",
+        "scratch[MASK_AT, i] = at - offset\n",
+        "scratch[MASK_AT, i] = at - offset + 1\n",
         ("tests/data/objectives/test_blank_infilling.py::test_worked_example_of_two_spans",),
     ),
     Plant(
@@ -380,7 +380,7 @@ ROWS = (
     Plant(
         "masks, random tokens and kept tokens as 80/20/0",
         "data_utils/objectives/masking.py",
-        "return RANDOM_TOKEN if word < s.mask_or_random_below else KEEP",
+        "return RANDOM_TOKEN if word < settings.mask_or_random_below else KEEP",
         "return RANDOM_TOKEN",
         ("tests/data/objectives/test_masking.py::test_spanbert_treats_a_span_as_one_and_masks_whole_words",),
     ),

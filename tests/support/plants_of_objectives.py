@@ -24,8 +24,8 @@ OBJECTIVES = (
     Plant(
         "UL2's losses reported as one",
         "data_utils/objectives/ul2.py",
-        "mark_document(row, used, end, document, s.loss + mode)",
-        "mark_document(row, used, end, document, s.loss)",
+        "mark_document(row, offset, end, document, settings.loss + mode)",
+        "mark_document(row, offset, end, document, settings.loss)",
         (f"{RECIPES}::test_the_text_can_be_rebuilt", "tests/train/test_layouts.py"),
     ),
     Plant(
@@ -137,7 +137,7 @@ OBJECTIVES = (
     Plant(
         "samples of corpora of pairs whose objective is drawn",
         "data_utils/loader/pair_corpora.py",
-        "return np.where(own >= 0, own, super().choose(sample_indices))",
+        "return np.where(owners >= 0, owners, super().choose(sample_indices))",
         "return super().choose(sample_indices)",
         (f"{PAIR_CORPORA}::test_each_pair_comes_once_in_an_epoch_of_its_corpus_and_for_its_objective",),
     ),

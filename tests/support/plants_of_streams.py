@@ -19,10 +19,10 @@ STREAMS = tuple(
         ),
         (
             "regions in the order of the axis",
-            "permute(place, last, key) * self.region",
-            "place * self.region",
+            "permute(number, last, key) * self.region",
+            "number * self.region",
         ),
-        ("the longest region not last", "permute(place, last, key)", "(permute(place, last, key) + 1)"),
+        ("the longest region not last", "permute(number, last, key)", "(permute(number, last, key) + 1)"),
         (
             "a leftover that ends without text",
             "text_end = windows.axis.last_text(self.epoch, start, end)",
@@ -35,13 +35,13 @@ STREAMS = tuple(
         ),
         (
             "an epoch's short last window left out",
-            "first, each = -(-(cost - offset) // self.length)",
-            "first, each = max(1, (cost - offset) // self.length)",
+            "first, per_epoch = -(-(cost - offset) // self.length)",
+            "first, per_epoch = max(1, (cost - offset) // self.length)",
         ),
         (
             "epochs after the second repeat it",
-            "return _Part(epoch + 1 + more, 0,",
-            "return _Part(epoch + 1, 0,",
+            "return _EpochWindows(epoch + 1 + whole_epochs, 0,",
+            "return _EpochWindows(epoch + 1, 0,",
         ),
         (
             "every stretch shuffled alike",
@@ -55,7 +55,7 @@ STREAMS = tuple(
         ),
         (
             "the next stretch begins in the first epoch again",
-            "position = part.epoch * self.axis.epoch_cost + end",
+            "position = windows.epoch * self.axis.epoch_cost + end",
             "position = end",
         ),
         ("unread windows of a block forgotten", "        if stop == count:", "        if stop >= count:"),
@@ -66,8 +66,8 @@ STREAMS = tuple(
         ),
         (
             "places after the short window found as before it",
-            "position < self._begin(self.short + 1)",
-            "position >= 0",
+            "position >= self._begin(self.short + 1)",
+            "position < 0",
         ),
         (
             "a window of a leftover read from its beginning again",
@@ -76,7 +76,7 @@ STREAMS = tuple(
         ),
         (
             "a leftover's rest begun at its beginning again",
-            "position=rest.position + count * self.length",
+            "position=unread.position + count * self.length",
             "position=count * self.length",
         ),
         (
@@ -91,7 +91,7 @@ STREAMS = tuple(
         ),
         (
             "windows of leftovers counted as read",
-            "return (after._main.position - unread)",
+            "return (after._main.position - positions)",
             "return after._main.position",
         ),
     )

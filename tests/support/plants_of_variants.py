@@ -40,15 +40,15 @@ VARIANTS = (
     Plant(
         "separators between documents masked",
         "data_utils/objectives/masked_text.py",
-        "if text[begin + i] == s.sep or text[begin + i] == s.eos:",
-        "if text[begin + i] == s.eos:",
+        "if text[begin + i] == settings.sep or text[begin + i] == settings.eos:",
+        "if text[begin + i] == settings.eos:",
         (f"{_FORMATS}::test_masks_are_uniform_over_the_tokens_of_joined_documents",),
     ),
     Plant(
         "the sentence that a window cuts left out",
         "data_utils/objectives/input_formats.py",
-        "used = _copy(out, used, text, stop, end)",
-        "used = _copy(out, used, text, end - 1, end)",
+        "length = _copy(out, length, text, stop, end)",
+        "length = _copy(out, length, text, end - 1, end)",
         (f"{_FORMATS}::test_every_token_comes_once_and_examples_end_with_sentences",),
     ),
     Plant(

@@ -31,7 +31,7 @@ from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.writer import IndexedDatasetWriter
 from data_utils.loader import corpus_streams as streams
 from data_utils.loader import mixture as mixture_module
-from data_utils.loader.loader import mixtures_of
+from data_utils.loader.loader import phase_mixtures
 from data_utils.loader.mixture import Mixture, batch_indices
 from data_utils.loader.sampler import WindowIndex
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD
@@ -110,7 +110,7 @@ class Start:
     def __init__(self, tree: dict[str, Any], indexes: list[WindowIndex]):
         self.config = build(Config, tree)
         self.plan = self.config.plan
-        self._mixtures: list[Mixture] = mixtures_of(indexes, SEED, self.plan.samples)
+        self._mixtures: list[Mixture] = phase_mixtures(indexes, SEED, self.plan.samples)
 
     def texts(self, step: int, ranks: int) -> list[Text]:
         """The samples of a step as its ranks take them, in the order of their numbers."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from data_utils.common.settings import check, checked, fraction, setting
+from data_utils.objectives.compiled import cumulative_table, span_count_moments
 from data_utils.objectives.interface import ObjectiveConfig
-from data_utils.objectives.row_loops import cumulative_table, span_count_moments
 from data_utils.tokenizers.vocabulary import Vocabulary
 
 TOKEN, SENTENCE, DOCUMENT = range(3)  # the objectives, and the numbers of their losses
@@ -160,7 +160,7 @@ class BlankInfillingConfig(ObjectiveConfig):
         if self.sentence_prob > 0:
             room = 2 * (int(self.sentence_ratio * n) // EXPECTED_SENTENCE_LENGTH + 1)
         if self.token_prob > 0 and not self.masked_lm:
-            weights = np.diff(length_table(self.mean_span_length, self.max_span_length)) / 2.0**32
+            weights = np.diff(poisson_length_table(self.mean_span_length, self.max_span_length)) / 2.0**32
             mean, deviation = span_count_moments(weights, int(self.masked_ratio * n))
             room = max(room, math.ceil(2 * (mean + ROOM_DEVIATIONS * deviation)))
         return room
@@ -182,19 +182,20 @@ class BlankInfillingConfig(ObjectiveConfig):
     @property
     def loss_share(self) -> float:
         """The mean of the three objectives, weighted by the lengths of their rows."""
-        weights = np.diff(length_table(self.mean_span_length, self.max_span_length))
-        lengths = {TOKEN: float(np.average(np.arange(1, len(weights) + 1), weights=weights))}
-        lengths[SENTENCE] = float(EXPECTED_SENTENCE_LENGTH)
-        masked = {TOKEN: self.masked_ratio, SENTENCE: self.sentence_ratio}
-        probabilities = {TOKEN: self.token_prob, SENTENCE: self.sentence_prob}
-        document = (self.document_min_ratio + self.document_max_ratio) / 2
-        loss, rows = self.document_prob * document, self.document_prob
-        for kind, probability in probabilities.items():
-            spans = 0.0 if self.masked_lm else masked[kind] / lengths[kind]
-            loss += probability * (masked[kind] + spans)
-            rows += probability * (1.0 + 2.0 * spans)
-        kept = 1.0 - self.single_span_prob  # a single short span masks next to nothing
-        return kept * loss / (kept * rows + self.single_span_prob)
+        weights = np.diff(poisson_length_table(self.mean_span_length, self.max_span_length))
+        mean_length = float(np.average(np.arange(1, len(weights) + 1), weights=weights))
+        # Predicted and all tokens of a row, per token of text.
+        predicted = self.document_prob * (self.document_min_ratio + self.document_max_ratio) / 2
+        total = self.document_prob
+        for probability, masked, span_length in (
+            (self.token_prob, self.masked_ratio, mean_length),
+            (self.sentence_prob, self.sentence_ratio, float(EXPECTED_SENTENCE_LENGTH)),
+        ):
+            spans = 0.0 if self.masked_lm else masked / span_length
+            predicted += probability * (masked + spans)
+            total += probability * (1.0 + 2.0 * spans)
+        not_single = 1.0 - self.single_span_prob  # a single short span masks next to nothing
+        return not_single * predicted / (not_single * total + self.single_span_prob)
 
     def check_vocabulary_size(self, size: int) -> None:
         if self.sentinel_first is None:
@@ -220,7 +221,7 @@ class BlankInfillingConfig(ObjectiveConfig):
         )
 
 
-def length_table(mean: float, longest: int) -> np.ndarray:
+def poisson_length_table(mean: float, longest: int) -> np.ndarray:
     """Truncated Poisson of span lengths, cumulative in units of 2**-32: int64 `[longest + 1]`, from 0.
 
     See `cumulative_table`. Every length keeps a positive weight, because it may be the only one that fits.

@@ -2,7 +2,7 @@
 
 An Example is `[part A | part B]`: the text with each span replaced by one mask token, then the spans in shuffled
 order, each as `sop + span` predicting `span + eop`. Its random numbers are a pure function of (seed, sample index,
-piece index, attempt), so they do not depend on batch size, place in the batch, worker or history.
+chunk number, attempt), so they do not depend on batch size, position in the batch, worker or history.
 docs/blank_infilling.md explains the options and the differences from the reference implementation.
 
 A row has a fixed length near the mean: room for the mean number of spans and one standard deviation. Where the spans of
@@ -24,13 +24,14 @@ from data_utils.common.errors import DataError
 from data_utils.common.losses import Loss
 from data_utils.common.random_streams import chance, chance_threshold, next_word, seed_rng, shuffle
 from data_utils.common.settings import check
+from data_utils.objectives.base import RowObjective, numeric_settings
 from data_utils.objectives.blank_infilling import config, spans
 from data_utils.objectives.blank_infilling.config import (
     DOCUMENT,
     SENTENCE,
     TOKEN,
     BlankInfillingConfig,
-    length_table,
+    poisson_length_table,
 )
 from data_utils.objectives.blank_infilling.spans import (
     ENDS,
@@ -44,10 +45,9 @@ from data_utils.objectives.blank_infilling.spans import (
     tokens_to_cut,
     write_example,
 )
-from data_utils.objectives.interface import DOCUMENT_OVERHEAD, Writing
+from data_utils.objectives.compiled import entry_point, inlined, set_range
+from data_utils.objectives.interface import DOCUMENT_OVERHEAD, TextFormat
 from data_utils.objectives.registry import register
-from data_utils.objectives.row_loops import entry_point, inlined, set_range
-from data_utils.objectives.rows import RowObjective, numbers_of
 
 _NO_WORDS = np.zeros(0, np.bool_)
 ATTEMPTS = 16  # draws of spans before the fewest are used
@@ -55,114 +55,108 @@ ATTEMPTS = 16  # draws of spans before the fewest are used
 
 @inlined
 def _fill_example(
-    row, used, limit, text, words, start, length, sample, chunk, rng, w, sentence_end, cumulative, s
-):
-    """Draw and write the Example of one chunk at row[used:limit]. Returns the new end.
+    row, offset, limit, text, words, start, length, sample, document, rng, scratch, sentence_end, length_table,
+    settings,
+):  # fmt: skip
+    """Draw and write the Example of one chunk at row[offset:limit]. Returns its end.
 
     Attempt 0 decides what must not depend on whether the spans fit, so that a full row does not change the mix of
     objectives.
     """
-    seed_rng(rng, s.key, sample, chunk, 0)
+    seed_rng(rng, settings.key, sample, document, 0)
     next_word(rng)  # unused: so masks are those of the runs that drew a length here
-    single = chance(rng, s.single_below)
-    mode = next_word(rng)
-    tail = chance(rng, s.tail_below)
+    is_single = chance(rng, settings.single_below)
+    word = next_word(rng)
+    is_tail = chance(rng, settings.tail_below)
     objective = TOKEN
-    if not single and mode >= s.token_below:
-        objective = SENTENCE if mode < s.token_or_sentence_below else DOCUMENT
-    tail = tail and objective == DOCUMENT
+    if not is_single and word >= settings.token_below:
+        objective = SENTENCE if word < settings.token_or_sentence_below else DOCUMENT
+    is_tail = is_tail and objective == DOCUMENT
     n = length + 1
-    maskable = length - 1 if length > 0 and text[start + length - 1] == s.eos else length
+    maskable = length - 1 if length > 0 and text[start + length - 1] == settings.eos else length
     # masked_lm predicts in place and adds no token; 3 n never limits.
-    available = 3 * n if s.masked_lm else limit - used
+    available = 3 * n if settings.masked_lm else limit - offset
     count, cut = 0, 0
     for attempt in range(1, ATTEMPTS + 2):
         # Numbers of its own for each attempt: how many numbers a failed one consumed does not matter.
-        seed_rng(rng, s.key, sample, chunk, attempt)
-        fewest, cut = attempt > ATTEMPTS, 0
+        seed_rng(rng, settings.key, sample, document, attempt)
+        use_fewest, cut = attempt > ATTEMPTS, 0
         if objective == DOCUMENT:
-            count = draw_document_span(rng, w, n, length, maskable, tail, s)
+            count = draw_document_span(rng, scratch, n, length, maskable, is_tail, settings)
         elif maskable == 0:
             count = 0
         elif objective == SENTENCE:
-            count = draw_sentences(rng, w, text, start, n, maskable, fewest, sentence_end, s)
+            count = draw_sentences(rng, scratch, text, start, n, maskable, use_fewest, sentence_end, settings)
         else:
-            units = find_words(w, words, start, maskable) if s.whole_words else maskable
-            count = draw_token_spans(rng, w, n, maskable, units, available, single, fewest, cumulative, s)
+            units = find_words(scratch, words, start, maskable) if settings.whole_words else maskable
+            count = draw_token_spans(
+                rng, scratch, n, maskable, units, available, is_single, use_fewest, length_table, settings
+            )
             cut = tokens_to_cut(n, count, available)
         # Each span adds a mask to part A and a sop to part B.
         if count >= 0 and n + 2 * count - cut <= available:
             break
     length -= cut
     for i in range(count):
-        w[ORDER, i] = i
+        scratch[ORDER, i] = i
     # The model learns to fill a span whatever spans it has seen before.
-    if s.shuffle_spans:
-        shuffle(rng, w[ORDER], count)
-    return write_example(row, used, chunk, text, start, length, count, objective, tail, rng, w, s)
-
-
-@inlined
-def _fill_row(row, text, words, start, lengths, sample, first_chunk, rng, w, sentence_end, cumulative, s):
-    """Write one sample, its chunks from number `first_chunk` on, then padding. False: it cannot fit."""
-    needed, total = 0, 0
-    for length in lengths:
-        needed += least_tokens(length, s)
-        total += length
-    row_length = row.shape[1]
-    if needed > row_length or total > s.sequence_length:
-        return False
-    for field in range(len(FIELDS)):
-        if field != TOKENS and field != POSITION_IDS:  # these two are written everywhere
-            set_range(row, field, 0, row_length, 0)
-    used = 0
-    chunk = first_chunk
-    for length in lengths:
-        # A chunk may use what later ones do not need at least, so that none of them is left without room.
-        needed -= least_tokens(length, s)  # what the chunks after this one need
-        limit = row_length - needed
-        used = _fill_example(
-            row, used, limit, text, words, start, length, sample, chunk, rng, w, sentence_end, cumulative, s
-        )  # fmt: skip
-        chunk += 1
-        start += length
-    set_range(row, TOKENS, used, row_length, s.pad)
-    set_range(row, POSITION_IDS, used, row_length, 0)
-    set_range(row, DOC, used, row_length, PADDING_DOC)
-    return True
+    if settings.shuffle_spans:
+        shuffle(rng, scratch[ORDER], count)
+    return write_example(
+        row, offset, document, text, start, length, count, objective, is_tail, rng, scratch, settings
+    )
 
 
 @entry_point
-def _fill_rows(batch, chunks, tables, sentence_end, settings):
-    """Returns the index of the first sample that cannot fit, or -1."""
+def _fill_rows(batch, chunks, tables, sentence_end, record):
+    """Write the Examples of all chunks, then padding. Returns the index of the first sample that cannot fit, or -1."""
     text, words, chunk_lengths, chunks_per_sample, sample_indices, first_chunk = chunks
-    cumulative, rng, w = tables
-    s = settings[0]
+    length_table, rng, scratch = tables
+    settings = record[0]
+    row_length = batch.shape[2]
     chunk, start = 0, 0
     for i in range(len(batch)):
+        row, offset = batch[i], 0
         lengths = chunk_lengths[chunk : chunk + chunks_per_sample[i]]
-        row, sample = batch[i], sample_indices[i]
-        if not _fill_row(
-            row, text, words, start, lengths, sample, first_chunk, rng, w, sentence_end, cumulative, s
-        ):
-            return i
-        chunk += chunks_per_sample[i]
+        needed, total = 0, 0
         for length in lengths:
+            needed += least_tokens(length, settings)
+            total += length
+        if needed > row_length or total > settings.sequence_length:
+            return i
+        for field in range(len(FIELDS)):
+            if field != TOKENS and field != POSITION_IDS:  # these two are written everywhere
+                set_range(row, field, 0, row_length, 0)
+        document = first_chunk
+        for length in lengths:
+            # A chunk may use what later ones do not need at least, so that none of them is left without room.
+            needed -= least_tokens(length, settings)  # what the chunks after this one need
+            limit = row_length - needed
+            offset = _fill_example(
+                row, offset, limit, text, words, start, length, sample_indices[i], document, rng, scratch,
+                sentence_end, length_table, settings,
+            )  # fmt: skip
+            document += 1
             start += length
+        set_range(row, TOKENS, offset, row_length, settings.pad)
+        set_range(row, POSITION_IDS, offset, row_length, 0)
+        set_range(row, DOC, offset, row_length, PADDING_DOC)
+        chunk += chunks_per_sample[i]
     return -1
 
 
 @entry_point
-def _write_given(row, text, starts, ends, order, objective, tail, tables, settings):
-    _, rng, w = tables
-    s = settings[0]
+def _write_example_with(row, text, starts, ends, order, objective, is_tail, tables, record):
+    """Write the Example with these spans, `order` their order in part B. Returns its end."""
+    _, rng, scratch = tables
+    settings = record[0]
     count = len(starts)
     for i in range(count):
-        w[STARTS, i] = starts[i]
-        w[ENDS, i] = ends[i]
-        w[ORDER, i] = order[i]
-    seed_rng(rng, s.key, 0, 0, 1)
-    return write_example(row, 0, 0, text, 0, len(text), count, objective, tail, rng, w, s)
+        scratch[STARTS, i] = starts[i]
+        scratch[ENDS, i] = ends[i]
+        scratch[ORDER, i] = order[i]
+    seed_rng(rng, settings.key, 0, 0, 1)
+    return write_example(row, 0, 0, text, 0, len(text), count, objective, is_tail, rng, scratch, settings)
 
 
 @register
@@ -170,13 +164,13 @@ class BlankInfilling(RowObjective):
     name = "blank_infilling"
     config_class = BlankInfillingConfig
     losses = (Loss("token", 0), Loss("sentence", 1), Loss("document", 2))  # TOKEN, SENTENCE, DOCUMENT
-    writing = Writing("glm", "blanks")
+    text_format = TextFormat("glm", "blanks")
     entry = staticmethod(_fill_rows)
     compiled_files = (config.__file__, spans.__file__)
 
     def values(self) -> dict[str, Any]:
         config = self.config
-        return numbers_of(config) | {
+        return numeric_settings(config) | {
             "token_below": chance_threshold(config.token_prob),
             "token_or_sentence_below": chance_threshold(1.0 - config.document_prob),
             "tail_below": chance_threshold(config.document_tail_prob),
@@ -193,7 +187,7 @@ class BlankInfilling(RowObjective):
         return min(self.config.max_span_length, self.sequence_length - 1)
 
     @classmethod
-    def writing_of(cls, config: BlankInfillingConfig) -> Writing:
+    def text_format_for(cls, config: BlankInfillingConfig) -> TextFormat:
         shares = {
             "mask": config.token_prob + config.single_span_prob,
             "smask": config.sentence_prob,
@@ -201,12 +195,12 @@ class BlankInfilling(RowObjective):
         }
         masks = tuple(mask for mask, share in shares.items() if share > 1e-9)
         if config.masked_lm:
-            return Writing("bert")
-        way = "blanks" if config.sentinel_first is None else None  # sentinels are no blanks
-        return replace(cls.writing, way=way, masks=masks)
+            return TextFormat("bert")
+        generation = "blanks" if config.sentinel_first is None else None  # sentinels are no blanks
+        return replace(cls.text_format, generation=generation, masks=masks)
 
     def length_table(self) -> np.ndarray:
-        return length_table(self.config.mean_span_length, self._longest_token_span)
+        return poisson_length_table(self.config.mean_span_length, self._longest_token_span)
 
     def choose_mask_units(self) -> str | None:
         """Whole words or tokens; the compiled code finds the sentences."""
@@ -222,12 +216,12 @@ class BlankInfilling(RowObjective):
     ) -> None:
         """See `Objective.fill`. The `doc` field numbers the chunks of a sample from 0."""
         tokens = tokens if tokens.ndim == 1 else tokens[0]
-        failed = self._fill(batch, tokens, chunk_lengths, chunks_per_sample, sample_indices, 0)
-        if failed >= 0:
-            first = int(chunks_per_sample[:failed].sum())
-            lengths = chunk_lengths[first : first + int(chunks_per_sample[failed])]
+        too_long = self._fill(batch, tokens, chunk_lengths, chunks_per_sample, sample_indices, 0)
+        if too_long >= 0:
+            first = int(chunks_per_sample[:too_long].sum())
+            lengths = chunk_lengths[first : first + int(chunks_per_sample[too_long])]
             raise DataError(
-                f"sample {sample_indices[failed]} has {len(lengths)} chunks with {lengths.sum()} tokens, too many "
+                f"sample {sample_indices[too_long]} has {len(lengths)} chunks with {lengths.sum()} tokens, too many "
                 f"for sequence_length {self.sequence_length} and rows of {batch.shape[2]}; the tokens of a window "
                 f"plus {DOCUMENT_OVERHEAD} for each document must not exceed sequence_length."
             )
@@ -243,15 +237,16 @@ class BlankInfilling(RowObjective):
     def _fill(self, batch, tokens, chunk_lengths, chunks_per_sample, sample_indices, first_chunk) -> int:
         """Fill the rows; returns the index of the first sample that cannot fit, or -1."""
         if self.config.cross_document_attention:  # the chunks of a row are one text
-            sums, ends = np.concatenate([[0], np.cumsum(chunk_lengths)]), np.cumsum(chunks_per_sample)
+            token_ends = np.concatenate([[0], np.cumsum(chunk_lengths)])
+            chunk_ends = np.cumsum(chunks_per_sample)
             not_empty = chunks_per_sample > 0
-            chunk_lengths = (sums[ends] - sums[ends - chunks_per_sample])[not_empty]
+            chunk_lengths = (token_ends[chunk_ends] - token_ends[chunk_ends - chunks_per_sample])[not_empty]
             chunks_per_sample = not_empty.astype(np.int64)
         sentence_end = self.vocabulary.sentence_end
         sentence_end = np.ascontiguousarray([] if sentence_end is None else sentence_end, np.bool_)
         words = self._unit_starts(tokens, chunk_lengths) if self.mask_units else _NO_WORDS
         chunks = (tokens, words, chunk_lengths, chunks_per_sample, sample_indices, first_chunk)
-        return self.entry(batch, chunks, self._tables(batch), sentence_end, self._settings)
+        return self.entry(batch, chunks, self._tables(batch), sentence_end, self._record)
 
     def build(
         self,
@@ -263,8 +258,19 @@ class BlankInfilling(RowObjective):
     ) -> Example:
         """The Example for given spans of `chunk` (`[start, end)`, in text order) in a given part-B order."""
         text = np.ascontiguousarray(chunk, np.int32)
-        starts, ends = np.array(spans, np.int64).reshape(-1, 2).T
+        starts, ends = (
+            np.array(bounds, np.int64) for bounds in (zip(*spans, strict=True) if spans else ([], []))
+        )
         batch = np.zeros((1, len(FIELDS), self.config.most_tokens(len(text))), np.int32)
-        given = (np.ascontiguousarray(starts), np.ascontiguousarray(ends), np.array(order, np.int64))
-        end = _write_given(batch[0], text, *given, objective, tail, self._tables(batch), self._settings)
+        end = _write_example_with(
+            batch[0],
+            text,
+            starts,
+            ends,
+            np.array(order, np.int64),
+            objective,
+            tail,
+            self._tables(batch),
+            self._record,
+        )
         return Example.from_fields(batch[0, :, :end])

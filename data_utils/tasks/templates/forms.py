@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 
 from data_utils.common.errors import ConfigError
 from data_utils.objectives import OBJECTIVES, ObjectiveChoice
-from data_utils.objectives.interface import Writing
+from data_utils.objectives.interface import TextFormat
 
 # Objective -> the form of its inputs; objectives without a form of their own are left out.
-_WRITINGS = {name: OBJECTIVES[name].writing for name in OBJECTIVES.own}
-FORMAT_OF_OBJECTIVE = {name: writing.form for name, writing in _WRITINGS.items() if writing is not None}
+_WRITINGS = {name: OBJECTIVES[name].text_format for name in OBJECTIVES.own}
+FORMAT_OF_OBJECTIVE = {
+    name: writing.input_format for name, writing in _WRITINGS.items() if writing is not None
+}
 # Forms that only a model of theirs can take: with a decoder, or with UniLM's six segments.
 _OWN_ONLY = ("encoder_decoder", "unilm")
 ROLES_OF_FORMAT: dict[str, tuple[str, ...]] = {
@@ -57,12 +59,12 @@ class InputFormat:
     @property
     def takes_masks_away(self) -> bool:
         """Whether an answer is written in the place of masks, in any order (masked diffusion)."""
-        return self.writing.way == "unmasking"
+        return self.writing.generation == "unmasking"
 
     @property
-    def writing(self) -> Writing:
+    def writing(self) -> TextFormat:
         """The objective's declaration."""
-        writing = OBJECTIVES[self.objective].writing
+        writing = OBJECTIVES[self.objective].text_format
         assert writing is not None, "an objective without one has no input format"
         return writing if self.before is None else replace(writing, before=self.before)
 
@@ -103,14 +105,16 @@ def _objectives_of(form: str) -> list[str]:
 
 
 def _natural(choice: ObjectiveChoice) -> InputFormat:
-    writing = OBJECTIVES[choice.name].writing_of(choice.section)
+    writing = OBJECTIVES[choice.name].text_format_for(choice.section)
     if writing is None:
         raise ConfigError(
             f"the objective {choice.name} has no input format for tasks; set task.form to one of "
             f"{', '.join(dict.fromkeys(FORMAT_OF_OBJECTIVE.values()))}."
         )
-    usual = OBJECTIVES[choice.name].writing
-    if usual is not None and writing.form != usual.form:  # another objective's, by its settings
-        return InputFormat(writing.form, _objectives_of(writing.form)[0])
-    form = InputFormat(writing.form, choice.name, writing.masks, predict_cls=bool(writing.forced))
+    usual = OBJECTIVES[choice.name].text_format
+    if (
+        usual is not None and writing.input_format != usual.input_format
+    ):  # another objective's, by its settings
+        return InputFormat(writing.input_format, _objectives_of(writing.input_format)[0])
+    form = InputFormat(writing.input_format, choice.name, writing.masks, predict_cls=bool(writing.forced))
     return form if writing.before == form.writing.before else replace(form, before=writing.before)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from data_utils.common.errors import ConfigError, DataError
-from data_utils.objectives.interface import token_of
+from data_utils.objectives.interface import role_token
 from data_utils.tasks.base import TaskRecord, TaskSample
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.templates.examples import LOSS_OF_MASK
@@ -66,7 +66,7 @@ class Inputs:
     @property
     def start(self) -> list[int]:
         """The token before a text, which predicts its first one in the form causal; [] where there is none."""
-        ids = (token_of(role, self.special) for role in self.form.writing.before)
+        ids = (role_token(role, self.special) for role in self.form.writing.before)
         return [token for token in ids if token != NO_TOKEN]
 
     def mask(self) -> tuple[int, int]:

@@ -102,7 +102,7 @@ def marked_tokens(
                 f"task.sequence_length is {inputs.config.sequence_length}; set it to {needed} or more."
             )
     entities = None
-    if OBJECTIVES[inputs.form.objective].config_class.reads_beside == ENTITIES:
+    if OBJECTIVES[inputs.form.objective].config_class.token_annotation == ENTITIES:
         entities = np.zeros(len(ids), np.int32)
         for own in _aligned(record, marked, offsets):
             entities = np.where(own >= 0, own + 1, entities)

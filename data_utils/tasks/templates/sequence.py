@@ -24,7 +24,7 @@ import numpy as np
 
 from data_utils.common.batch_fields import Example
 from data_utils.common.errors import ConfigError, DataError
-from data_utils.objectives.interface import first_known, token_of
+from data_utils.objectives.interface import first_known, role_token
 from data_utils.objectives.masked_diffusion import MaskedDiffusionConfig
 from data_utils.tasks.base import TaskRecord, TaskSample
 from data_utils.tasks.readers.files import plain_name
@@ -60,7 +60,7 @@ _MASKED, _REPLACED = 0.8, 0.1
 def around(form: InputFormat, special: SpecialTokens) -> tuple[list[int], list[int]]:
     """Special tokens before and after a text that another text follows; GLM's form has its own."""
     writing = form.writing
-    begin, end = ([token_of(role, special) for role in roles] for roles in (writing.before, writing.after))
+    begin, end = ([role_token(role, special) for role in roles] for roles in (writing.before, writing.after))
     return [token for token in begin if token != NO_TOKEN], end
 
 

@@ -37,7 +37,7 @@ def generator_of(config: Config) -> ModelConfig:
         system="electra_generator" if model.system == "electra" else model.system,
         num_layers=section.generator_layers or model.num_layers,
         hidden_size=width,
-        num_attention_heads=section.heads_of(width),
+        num_attention_heads=section.num_generator_heads(width),
         num_key_value_heads=None,
         head_dim=None,
         ffn_size=4 * width,

@@ -260,7 +260,7 @@ def write_ernie(directory: Path, run: OpenRun, dtype: str, max_shard_bytes: int,
         "num_attention_heads": model.num_attention_heads, "intermediate_size": model.inner_size,
         "max_position_embeddings": model.max_position + 1, "type_vocab_size": model.segments, "hidden_act": activation,
         "hidden_dropout_prob": model.output_dropout, "attention_probs_dropout_prob": model.attention_dropout,
-        "initializer_range": model.init_std, "layer_types": [*section.kinds_of(model.num_layers)],
+        "initializer_range": model.init_std, "layer_types": [*section.layer_types_for(model.num_layers)],
     }  # fmt: skip
     described |= {} if section.heads == _HEADS else {HEADS: section.heads}
     write_json(directory / ERNIE_CONFIG, {**(read_json(kept) if kept.exists() else {}), **described})

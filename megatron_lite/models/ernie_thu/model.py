@@ -155,7 +155,7 @@ class EntityTransformer(GLM):
 
     def __init__(self, config: ModelConfig, of_entities: EntitiesConfig, **options: Any):
         super().__init__(config, **options)
-        for layer, kind in enumerate(of_entities.kinds_of(config.num_layers)):
+        for layer, kind in enumerate(of_entities.layer_types_for(config.num_layers)):
             if kind != "sim":
                 recompute = options.get("recompute", "none")
                 block = EntityBlock(config, of_entities, self.parallel, recompute, kind == "norm")

@@ -47,7 +47,7 @@ class ErnieSpec(ModelSpec):
 
     def is_unused(self, name: str, config: Config) -> bool:
         """As for one Transformer, and the layers whose entity states no later block reads."""
-        kinds = section_of(config).kinds_of(config.model.num_layers)
+        kinds = section_of(config).layer_types_for(config.model.num_layers)
         last = max((layer for layer, kind in enumerate(kinds) if kind != "sim"), default=-1)
         # They have no gradient, and weight decay alone would change them.
         unused: tuple[str, ...] = (f"layers.{last}.entity_4h_to_h.", f"layers.{last}.entity_layernorm.")

@@ -16,7 +16,7 @@ from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.loader.config import CorpusConfig, DataConfig
 from data_utils.loader.extent import extent, overlap
 from data_utils.loader.extent_ahead import extent_if_here
-from data_utils.loader.loader import mixtures_of, open_datasets
+from data_utils.loader.loader import open_datasets, phase_mixtures
 from data_utils.loader.mixture import Mixture
 from data_utils.loader.sampler import WindowIndex
 from data_utils.objectives import ObjectiveChoice
@@ -136,7 +136,7 @@ def test_phases_of_several_lengths_are_told_as_they_are_read(corpora, tmp_path):
     ]
     config = load_config([str(tmp_path / "config.yaml")], [])
     indexes = [WindowIndex(IndexedDataset(corpora / name), 40, DOCUMENT_OVERHEAD) for name in ("a", "b")]
-    mixtures = mixtures_of(indexes, derive_seed(config.training.seed, "train"), config.plan.samples)
+    mixtures = phase_mixtures(indexes, derive_seed(config.training.seed, "train"), config.plan.samples)
     batch = config.batch.global_batch_size
     read = [
         sum(len(mixture.fetch(np.array([sample]))[0]) for sample in range(first * batch, last * batch))

@@ -12,7 +12,7 @@ from data_utils.dataset.writer import IndexedDatasetWriter
 from data_utils.loader import corpus_streams as streams
 from data_utils.loader import mixture as mixture_module
 from data_utils.loader.config import CorpusConfig, DataConfig, PhaseSamples
-from data_utils.loader.loader import mixtures_of
+from data_utils.loader.loader import phase_mixtures
 from data_utils.loader.mixture import Mixture, Start, samples_of_corpora
 from data_utils.loader.sampler import WindowIndex
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD
@@ -152,7 +152,7 @@ def test_every_token_comes_once_in_an_epoch_whatever_changes(tmp_path, monkeypat
     phases = [
         phase(int(first), *settings, region) for first, (_, *settings) in zip(firsts, plan, strict=False)
     ]
-    mixtures = mixtures_of(indexes, 5, phases)
+    mixtures = phase_mixtures(indexes, 5, phases)
     read = [[], []]
     for mixture, first, (count, length, _) in zip(mixtures, firsts, plan, strict=False):
         samples = np.arange(first, first + count)

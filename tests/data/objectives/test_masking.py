@@ -17,8 +17,7 @@ from support.recipes import FIRST_TEXT_TOKEN, SIZE, SPECIAL, make, many, text_of
 
 from data_utils.common.random_streams import new_rng, seed_rng
 from data_utils.objectives.bart import BartConfig
-from data_utils.objectives.masking import draw_spans
-from data_utils.objectives.row_loops import (
+from data_utils.objectives.compiled import (
     ENDS,
     FREE,
     STARTS,
@@ -28,6 +27,7 @@ from data_utils.objectives.row_loops import (
     cumulative_table,
     draw_length,
 )
+from data_utils.objectives.masking import draw_spans
 from data_utils.objectives.spanbert import SpanBertConfig
 from data_utils.objectives.unilmv2 import UniLmV2Config
 

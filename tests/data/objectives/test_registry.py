@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import json
 import re
 import shutil
@@ -149,7 +151,7 @@ def test_the_share_of_rows_with_loss_is_that_of_drawn_rows(name, config):
     text = np.random.default_rng(0).integers(1000, 3000, samples * length).astype(np.int32)
     text[length - 1 :: length] = SPECIAL.eos
     ones = np.ones(samples, np.int64)
-    if made.config.reads_beside == "capitals":
+    if made.config.token_annotation == "capitals":
         text = np.stack([text, np.zeros_like(text)])  # each token begins a word
     batch = collate(made, text, ones * length, ones, np.arange(samples))
     drawn = (batch[:, WEIGHTS] != 0).sum() / (batch[:, DOC] >= 0).sum()
@@ -171,7 +173,7 @@ def test_a_section_is_read_as_numbers(name):
     """Whole numbers given for real ones make the same type of settings: compiled code is not compiled again."""
     section = OBJECTIVES[name].config_class()
     made = make_one(name, section, vocabulary(), 1, 24)
-    assert made._settings.dtype == make_one(name, section, vocabulary(), 2**64 - 1, 48)._settings.dtype
+    assert made._record.dtype == make_one(name, section, vocabulary(), 2**64 - 1, 48)._record.dtype
 
 
 def documented_objective() -> tuple[str, dict]:
@@ -180,6 +182,29 @@ def documented_objective() -> tuple[str, dict]:
     source, config = (re.search(rf"```{kind}\n(.*?)```", page, re.S)[1] for kind in ("python", "yaml"))
     assert f'Loss("every_nth", {len(LOSS_NAMES)})' in source
     return source, yaml.safe_load(config)
+
+
+def test_an_objective_with_the_names_before_0_5_0_draws_the_same(tmp_path, monkeypatch):
+    source, _ = documented_objective()
+    former = source
+    for old, new in (
+        ("objectives.rows", "objectives.base"),
+        ("objectives.row_loops", "objectives.compiled"),
+        ("fill_pieces", "fill_chunks"),
+    ):
+        assert new in former
+        former = former.replace(new, old)
+    (tmp_path / "of_today.py").write_text(source)
+    (tmp_path / "of_before.py").write_text(former)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    examples = []
+    for name in ("of_today", "of_before"):
+        module = importlib.import_module(name)
+        objective = module.EveryNth(module.EveryNthConfig(distance=3), vocabulary(), 1, 24)
+        examples.append(objective.example(np.arange(1000, 1020), 7))
+    today, before = (dataclasses.astuple(example) for example in examples)
+    np.testing.assert_array_equal(today, before)
+    assert examples[0].weights.sum() == 7
 
 
 def run_command(project, *words):
@@ -204,7 +229,7 @@ def test_an_objective_is_one_file_and_one_configuration(settings, tmp_path):
 
 @pytest.mark.slow
 def test_tasks_and_generation_need_no_other_file(settings, tmp_path):
-    """A run of an objective that declares its `writing` is tuned on pairs, evaluated by its answers, and writes."""
+    """A run of an objective that declares its `text_format` is tuned on pairs, evaluated by its answers, and writes."""
     project = copied_project(tmp_path / "project")
     shutil.copytree(ROOT / "scripts", project / "scripts")
     source = (ROOT / "data_utils/objectives/causal.py").read_text()
@@ -262,7 +287,7 @@ def test_the_cache_of_compiled_code_notices_changes_in_other_files(tmp_path):
 
     hits_and_misses()
     assert hits_and_misses() == [1, 0]
-    with (project / "data_utils/objectives/rows.py").open("a") as file:
+    with (project / "data_utils/objectives/base.py").open("a") as file:
         file.write("# another version\n")
     assert hits_and_misses() == [0, 1]
     assert hits_and_misses() == [1, 0]

@@ -11,9 +11,10 @@ from support.word_families import CHINESE, MARKED, MODELS, PROSE
 from tokenizers import decoders, pre_tokenizers
 
 from data_utils.common.errors import ConfigError
-from data_utils.loader.blanks import spans_of
+from data_utils.loader.blanks import blank_tokens
 from data_utils.objectives import OBJECTIVES
-from data_utils.objectives.rows import RowObjective, RowSizes
+from data_utils.objectives.base import RowObjective, RowSizes
+from data_utils.objectives.interface import Writing
 from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from data_utils.tokenizers.vocabulary import Vocabulary, vocabulary_of
 
@@ -120,7 +121,7 @@ def hidden_places(example, family, objective, length):
     """Places of the text that are hidden, and the text with all of them shown again."""
     special = family.tokenizer.special
     if objective == "blank_infilling":
-        spans = iter(spans_of(example, special))
+        spans = iter(blank_tokens(example, special))
         places, text = set(), []
         for token in example.tokens[example.ord == 0].tolist()[1:]:
             shown = next(spans) if token == special.mask else [token]
@@ -173,13 +174,22 @@ def test_a_text_after_a_special_token_keeps_its_space(opened, name, tmp_path):
     assert tokenizer.decode([tokenizer.special.cls, *ids]).endswith("] stones and stones")
 
 
-def test_sections_and_classes_may_use_the_former_names_of_mask_units():
+def test_sections_and_classes_may_use_the_names_before_0_5_0():
     class Former(RowSizes):
         units, loss_share = "words", 0.5
 
     class FormerObjective(RowObjective):
+        writing = Writing("causal", "left_to_right", ends=("eos",))
+
         def choose_units(self):
             return "sentences"
 
+        @classmethod
+        def writing_of(cls, config):
+            return cls.writing
+
     assert Former.mask_units.fget(Former()) == "words"
     assert FormerObjective.choose_mask_units is FormerObjective.choose_units
+    text_format = FormerObjective.text_format_for(Former())
+    assert text_format is FormerObjective.text_format
+    assert (text_format.input_format, text_format.generation) == ("causal", "left_to_right")
