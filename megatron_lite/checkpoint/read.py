@@ -130,7 +130,7 @@ def load_checkpoint(checkpoint: Checkpoint, engine: StateOwner, context: Paralle
     """Fill this rank's fragments from the stored slices that overlap them, then copy the weights to the model."""
     _load_fragments(checkpoint, engine, context, None)
     engine.load_scalar_state(checkpoint.optimizer)
-    engine.publish_weights()
+    engine.gather_weights()
 
 
 @torch.no_grad()
@@ -142,7 +142,7 @@ def load_weights_only(
     Args: new: parameters that the checkpoint lacks and that keep their values, see `new_parameters`.
     """
     _load_fragments(checkpoint, engine, context, ("weight",), new)
-    engine.publish_weights()
+    engine.gather_weights()
 
 
 def _load_fragments(

@@ -358,14 +358,14 @@ class PipelineEngine(Engine):
         scale = len(micro_batches) * self._zero.loss_factor  # DeepSpeed divides by their number
         self._feed.fill(micro_batches, scale)
         # All at once: a stage has no call between its layers where it could wait for each.
-        self._zero.await_weights()
+        self._zero.wait_for_weights()
         self._engine.train_batch(self._nothing())
         return self._result(self._sums)
 
     def evaluate(self, batches: Sequence[Batch]) -> torch.Tensor:
         self._sums = self._no_sums(self.context.device)
         self._feed.fill(self.prepared(batch, None) for batch in batches)
-        self._zero.await_weights()
+        self._zero.wait_for_weights()
         self._engine.eval_batch(self._nothing(), num_micro_batches=len(batches))
         return self._sums
 

@@ -70,7 +70,7 @@ class StubEngine:
         for value in (*state.get("adam_steps", {}).values(), *state["loss_scaler"].values()):
             torch.zeros(1).fill_(-1 if value is None else value)  # as an engine does
 
-    def publish_weights(self) -> None:
+    def gather_weights(self) -> None:
         pass
 
 
