@@ -199,7 +199,7 @@ class ShardedOptimizer:
             self._finish_reduce_scatter(self._trained[self._next - 2])
 
     def _finish_reduce_scatter(self, bucket: Bucket) -> None:
-        """Take this rank's shard of the sum over the data-parallel ranks; stage 2 adds it to the sum of former passes."""
+        """Take this rank's shard of the sum over the data-parallel ranks; stage 2 adds it to the shard so far."""
         if bucket.grad_buffer is None:
             return
         finish(bucket.reduce_work)
