@@ -233,15 +233,17 @@ def train_with(
     meet(launch, config, watchdog, meeting)
     config = keep_task_rows(config)
     watchdog.at("opening datasets")
-    plan, seed = config.plan, config.training.seed
+    phase_plan, seed = config.phase_plan, config.training.seed
     data = open_datasets(
-        config.data, config.objective_choices, tokenizer, seed, decoder_tokenizer, plan.samples
+        config.data, config.objective_choices, tokenizer, seed, decoder_tokenizer, phase_plan.samples
     )
     if launch.rank == 0:
         for each in to_keep:
             each.keep()
-        reading = extent(data.train.mixtures, plan.consumed(config.training.steps), plan.largest_batch)
-        for note in (*data.notes, *plan.lines(), *reading, *overlap(data), *drawn_shares(data.train)):
+        reading = extent(
+            data.train.mixtures, phase_plan.consumed(config.training.steps), phase_plan.largest_batch
+        )
+        for note in (*data.notes, *phase_plan.lines(), *reading, *overlap(data), *drawn_shares(data.train)):
             log.info("%s", note)
 
     def fit(context: ParallelContext) -> ExitStatus:

@@ -39,8 +39,8 @@ from megatron_lite.config.events import EventsConfig
 from megatron_lite.config.finetuning import FinetuneConfig
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.phase_plan import PhasePlan
 from megatron_lite.config.phases import PhaseConfig
-from megatron_lite.config.plan import Plan
 from megatron_lite.config.rules import check_together
 from megatron_lite.config.schedule import ScheduleConfig
 from megatron_lite.config.sections import (
@@ -119,7 +119,7 @@ class Config:
         object.__setattr__(self, "objective_sections", chosen)  # those of the run's objectives, no others
         check_together(self)
         self.deepspeed_options()
-        _plan_of(self)  # refuses phases that contradict the run
+        _phase_plan_of(self)  # refuses phases that contradict the run
 
     @property
     def objective_choices(self) -> tuple[ObjectiveChoice, ...]:
@@ -145,9 +145,9 @@ class Config:
         return any(choice.section.has_sentence_label for choice in self.objective_choices)
 
     @property
-    def plan(self) -> Plan:
+    def phase_plan(self) -> PhasePlan:
         """Which settings hold at which step; made at each call."""
-        return _plan_of(self)
+        return _phase_plan_of(self)
 
     @property
     def has_memory(self) -> bool:
@@ -187,9 +187,9 @@ class Config:
         """
         batch = self.batch
         if dp_size is not None:
-            plan = self.plan
-            plan.require_ranks(dp_size)
-            batch = plan.configs[0].batch
+            phase_plan = self.phase_plan
+            phase_plan.require_ranks(dp_size)
+            batch = phase_plan.configs[0].batch
         sections = (batch, self.optimizer, self.parallel, self.training)
         return deepspeed_options(self.deepspeed, *sections, dp_size)
 
@@ -211,14 +211,14 @@ def _section_of(name: str, given: Any) -> ObjectiveConfig:
     return build(cls, given or {}, f"{name}.") if given is None or isinstance(given, Mapping) else given
 
 
-def _plan_of(config: Config) -> Plan:
+def _phase_plan_of(config: Config) -> PhasePlan:
     changes = config.phases, config.batch.ramp, config.schedule.parts, config.data.region
     # Most runs never change a setting: the modules of phases and timetables are loaded for those that do.
     if any(changes) or config.events.skip_samples:
-        from megatron_lite.config.phased_plan import PhasedPlan
+        from megatron_lite.config.varying_phase_plan import VaryingPhasePlan
 
-        return PhasedPlan(config)
-    return Plan(config)
+        return VaryingPhasePlan(config)
+    return PhasePlan(config)
 
 
 def _with_size(key: str, model: ModelConfig, size: int) -> ModelConfig:

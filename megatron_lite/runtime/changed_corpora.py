@@ -26,7 +26,7 @@ from data_utils.loader.config import CorpusConfig
 from data_utils.loader.loader import weights_of
 from data_utils.loader.mixture import quotas, samples_of_corpora
 from megatron_lite.checkpoint.trainer_state import TrainerState
-from megatron_lite.config.plan import Plan
+from megatron_lite.config.phase_plan import PhasePlan
 from megatron_lite.config.tree import Config
 
 _SHOWN = 4  # corpora or settings in a message
@@ -118,9 +118,9 @@ def _changed_phases(
     if regions[0] != regions[1]:
         what = f"it is {regions[1]}, and was {regions[0]}"
         return Change("data.region", what, f"Set data.region={regions[0]}")
-    before, after = recorded.plan, config.plan
+    before, after = recorded.phase_plan, config.phase_plan
     has_phases = bool(recorded.phases or config.phases)
-    made = [_begun(plan, state.step, has_phases) for plan in (before, after)]
+    made = [_begun(phase_plan, state.step, has_phases) for phase_plan in (before, after)]
     seed = derive_seed(config.training.seed, "train")
     read = np.zeros(len(old), np.int64)
     # Each phase numbers its samples from its own first one, so they are counted phase by phase.
@@ -155,10 +155,12 @@ class _Begun(NamedTuple):
     recipe: dict[str, Any]  # dotted key -> value
 
 
-def _begun(plan: Plan, step: int, has_phases: bool) -> list[_Begun]:
+def _begun(phase_plan: PhasePlan, step: int, has_phases: bool) -> list[_Begun]:
     """The phases that begin before a step."""
     begun = []
-    for first, sample, config in zip(plan.first_steps, plan.first_samples, plan.configs, strict=False):
+    for first, sample, config in zip(
+        phase_plan.first_steps, phase_plan.first_samples, phase_plan.configs, strict=False
+    ):
         # Phase 0 counts as begun before the first step too.
         if first < max(step, 1):
             weights = weights_of(config.data.train, config.objective_choices)

@@ -192,7 +192,7 @@ def other_rate(config: Config, state: TrainerState) -> list[str]:
         return []  # a task's steps follow from its records
     recorded: Config = build(Config, state.config)
     step = state.step + 1
-    was, now = (step_rate(its, its.plan, step) for its in (recorded, config))
+    was, now = (step_rate(its, its.phase_plan, step) for its in (recorded, config))
     if math.isclose(was, now, rel_tol=1e-6):
         return []
     text = (

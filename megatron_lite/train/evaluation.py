@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megatron_lite.config.plan import Plan
+from megatron_lite.config.phase_plan import PhasePlan
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import Engine
 from megatron_lite.engine.plain import PlainEngine
@@ -52,7 +52,7 @@ class Evaluation:
     def __init__(
         self,
         config: Config,
-        plan: Plan,
+        phase_plan: PhasePlan,
         context: ParallelContext,
         engine: Engine,
         data: Samples | None,
@@ -60,7 +60,7 @@ class Evaluation:
         judge: Judge | None,
         fill: Callable[[GLM], dict[str, Any]] | None,
     ):
-        self._config, self._plan, self._context, self._engine = config, plan, context, engine
+        self._config, self._phase_plan, self._context, self._engine = config, phase_plan, context, engine
         self._data, self._loss_normaliser, self._fill = data, loss_normaliser, fill
         self.judge = judge
         self._standstill = Standstill()
@@ -113,7 +113,7 @@ class Evaluation:
             metrics.write("validation", step, values, validation_line(step, values))
             self._record_fillings(step, metrics)
         # Near the end of a decay the loss stands still because the rate does: the advice takes that into account.
-        rate_share = step_rate(config, self._plan, step) / config.optimizer.lr
+        rate_share = step_rate(config, self._phase_plan, step) / config.optimizer.lr
         advice = self._standstill.advice(step, values["loss"], rate_share)
         if advice and context.is_main:
             log.warning("%s", advice)

@@ -81,7 +81,7 @@ class Trainer:
         self.train_data = train_data
         self.directory = Path(config.run.directory)
         self.watchdog = watchdog or NoWatchdog()
-        self._plan = config.plan  # which settings hold at which step
+        self._phase_plan = config.phase_plan  # which settings hold at which step
         self._control = control
         # Only the main rank writes it.
         self._program = version.program(packages=config.packages) if context.is_main else {}
@@ -94,15 +94,15 @@ class Trainer:
 
         # Order: the normaliser gives the factors by which the step maker leaves out losses that count for nothing, and
         # the prefetch thread runs the step maker.
-        self.loss_normaliser = LossNormaliser(self._plan, loss_names, context.dp.size, language_weight)
+        self.loss_normaliser = LossNormaliser(self._phase_plan, loss_names, context.dp.size, language_weight)
         mean_factors = self.loss_normaliser.mean_factors
         self._step_maker = StepMaker(
-            config, self._plan, context, train_data, engine.prepared, len(loss_names), mean_factors
+            config, self._phase_plan, context, train_data, engine.prepared, len(loss_names), mean_factors
         )
         self._prefetch = Prefetch(self._step_maker.make, context.device)
 
         self.evaluation = Evaluation(
-            config, self._plan, context, engine, validation_data, self.loss_normaliser, judge, fill
+            config, self._phase_plan, context, engine, validation_data, self.loss_normaliser, judge, fill
         )
         path, settings = checkpoint_directory(config), config.checkpoint
         # Made before the first step: it allocates its copy of the state, and memory that is short shows at the start.
@@ -135,7 +135,7 @@ class Trainer:
         self.watchdog.at("forward, backward and optimizer")
         # `position.step` counts the steps before this one (from 0); `step` is the number of this one (from 1).
         micro_batches = self.loss_normaliser.micro_batches(inputs, totals.loss_weights, position.step)
-        lr = step_rate(self.config, self._plan, step)
+        lr = step_rate(self.config, self._phase_plan, step)
         self.engine.set_step(step)
         result = self.engine.train_step(micro_batches, lr)  # see `PlainEngine.train_step`
 
@@ -145,7 +145,7 @@ class Trainer:
         loss_sums = self.loss_normaliser.with_token_counts(loss_sums, totals.loss_weights, position.step)
         flops = model_spec(self.config).flops(self.config, *totals.of_flops())
         self.interval.add(int(totals.tokens), int(totals.padded_tokens), flops, loss_sums)
-        self.progress.advance(position, self._plan.batch_size(position.step), totals)
+        self.progress.advance(position, self._phase_plan.batch_size(position.step), totals)
         self.results.add(step, result)
         self.results.read(all_but=1)  # of the step before: a skipped one, or too many of them in a row
         return result, requests
@@ -214,7 +214,7 @@ class Trainer:
             # The order is part of the behaviour. Gradient hooks are set before the step; the log reads the interval
             # before pauses; the checkpoint of a step is saved before its evaluation, which may be long or hang.
             PlannedEvents(
-                config, self._plan, engine, self.progress, self.events,
+                config, self._phase_plan, engine, self.progress, self.events,
                 record=self._record_event,
                 report=self._report_event,
                 shrink=config.model.embedding_gradient_shrink,
@@ -222,7 +222,7 @@ class Trainer:
             GradientNormRecords(config, context, engine, self.metrics),
             ProgressBar(config.run.progress_bar and context.is_main, self._last_step),
             TrainingLog(
-                config, self._plan, context, engine, self.progress, self.interval, self.results,
+                config, self._phase_plan, context, engine, self.progress, self.interval, self.results,
                 self.loss_normaliser, self.peak_flops, self.metrics, self._last_step,
             ),
             self._profiler,
@@ -333,9 +333,9 @@ class Trainer:
         state, progress = beginning.state, self.progress
         if state is not None:
             progress.step, progress.consumed_samples = state.step, state.consumed_samples
-            if self._plan.samples:
+            if self._phase_plan.samples:
                 # Phases number samples by their plan; where a changed one is accepted, a batch would span two phases.
-                progress.consumed_samples = self._plan.consumed(state.step)
+                progress.consumed_samples = self._phase_plan.consumed(state.step)
             progress.consumed_tokens = state.consumed_tokens
             self.results.skipped_steps = state.skipped_steps
             self.results.skipped_in_a_row = state.skipped_in_a_row

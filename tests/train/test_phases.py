@@ -221,7 +221,7 @@ def test_a_batch_of_a_past_phase_that_is_accepted_goes_on_by_the_new_plan(phased
     accepted = {"checkpoint": {"accept_changed_data": True}}
     changed = merge(phased, {"phases": [{**first, "batch": {"global_batch_size": 6}}, *others], **accepted})
     run_ranks(read, 1, changed)
-    assert state_at_end(changed).consumed_samples == build(Config, changed).plan.consumed(6)
+    assert state_at_end(changed).consumed_samples == build(Config, changed).phase_plan.consumed(6)
     events = [json.dumps(event) for _, event in history(changed)]
     assert sum("step 3 ends with 16 samples" in event for event in events) == 1
 

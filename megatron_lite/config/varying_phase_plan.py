@@ -16,8 +16,8 @@ from data_utils.common.errors import ConfigError
 from data_utils.common.setting_files import shown
 from data_utils.common.settings import build, check, to_tree
 from data_utils.loader.config import PhaseSamples
+from megatron_lite.config.phase_plan import Config, PhasePlan
 from megatron_lite.config.phases import PhaseConfig
-from megatron_lite.config.plan import Config, Plan
 from megatron_lite.config.schedule import ScheduleConfig
 from megatron_lite.config.timetable import Stage, Timetable, ramp_stages
 
@@ -48,7 +48,7 @@ class RatePart(NamedTuple):
         return self.start_rate + (self.end_rate - self.start_rate) * way[self.kind]
 
 
-class PhasedPlan(Plan):
+class VaryingPhasePlan(PhasePlan):
     """The phases of a run: configuration, steps and samples of each. A run without `phases` is one phase.
 
     Raises: ConfigError for phases that contradict the run or themselves.
