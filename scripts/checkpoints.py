@@ -39,7 +39,7 @@ from megatron_lite.checkpoint.manifest import checkpoints_in, checkpoints_of, li
 from megatron_lite.checkpoint.resolve_path import PathType, check_output_directory, path_type, resolve_run
 from megatron_lite.metrics.writer import record_rewind
 from megatron_lite.runtime.lease import held
-from megatron_lite.runtime.run_state import state_of
+from megatron_lite.runtime.run_state import read_run_state
 
 if TYPE_CHECKING:  # imports torch, which takes seconds: functions import it after the arguments are checked
     from megatron_lite.checkpoint.manifest import Checkpoint
@@ -137,7 +137,7 @@ def find(directory: Path) -> list[Path]:
     with contextlib.suppress(OSError):  # the state says why
         if paths := list_checkpoints(checkpoints_in(directory)):
             return paths
-    if problem := state_of(directory).problem:
+    if problem := read_run_state(directory).problem:
         raise CheckpointError(problem)
     resolve_run(directory)
     raise CheckpointError(f"{directory} holds no checkpoint: the run has not saved yet.")
@@ -149,7 +149,7 @@ def rewind(run: Path, step: int) -> None:
 
     try:
         resolve_run(run)
-        state_of(run).require_checkpoints()
+        read_run_state(run).require_checkpoints()
         with held(run, "rewinds"):
             aside = rewind(run, step)
             # Also if nothing moved: a call before may have been killed between the two.

@@ -44,27 +44,27 @@ def _is_gloo(group: Group) -> bool:
     return dist.get_backend(group.handle) == "gloo"
 
 
-def own_shard(flat: torch.Tensor, group: Group) -> torch.Tensor:
+def local_shard(flat: torch.Tensor, group: Group) -> torch.Tensor:
     """This rank's shard: an equal part of the first dimension."""
     length = len(flat) // group.size
     return flat[group.rank * length : (group.rank + 1) * length]
 
 
 def reduce_scatter_in_place(flat: torch.Tensor, group: Group) -> dist.Work | None:
-    """Start a reduce-scatter in place: each rank's `own_shard` becomes the sum. Returns None if there is no wait."""
+    """Start a reduce-scatter in place: each rank's `local_shard` becomes the sum. Returns None if there is no wait."""
     if group.size == 1:
         return None
     if _is_gloo(group):  # it has no efficient reduce-scatter
         return dist.all_reduce(flat, group=group.handle, async_op=True)
     # The output is a view of the input, which NCCL allows at exactly this offset: no second buffer.
-    return dist.reduce_scatter_tensor(own_shard(flat, group), flat, group=group.handle, async_op=True)
+    return dist.reduce_scatter_tensor(local_shard(flat, group), flat, group=group.handle, async_op=True)
 
 
 def all_gather_in_place(flat: torch.Tensor, group: Group) -> dist.Work | None:
-    """Start an all-gather in place: `flat` gets every rank's `own_shard`. Returns None if there is no wait."""
+    """Start an all-gather in place: `flat` gets every rank's `local_shard`. Returns None if there is no wait."""
     if group.size == 1:
         return None
-    return dist.all_gather_into_tensor(flat, own_shard(flat, group), group=group.handle, async_op=True)
+    return dist.all_gather_into_tensor(flat, local_shard(flat, group), group=group.handle, async_op=True)
 
 
 def start_all_reduce(x: torch.Tensor, group: Group) -> dist.Work | None:
@@ -87,7 +87,7 @@ def start_reduce_scatter(x: torch.Tensor, group: Group) -> tuple[torch.Tensor, d
     assert len(x) % group.size == 0, "configuration checks that tokens divide"
     x = x.contiguous()
     if _is_gloo(group):
-        return own_shard(all_reduce(x, group), group).clone(), None
+        return local_shard(all_reduce(x, group), group).clone(), None
     out = x.new_empty(len(x) // group.size, *x.shape[1:])
     return out, dist.reduce_scatter_tensor(out, x, group=group.handle, async_op=True)
 
@@ -142,7 +142,7 @@ class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         # No sum: what follows is equal on all ranks, so each has the whole gradient already.
-        return own_shard(grad, ctx.group).contiguous(), None
+        return local_shard(grad, ctx.group).contiguous(), None
 
 
 class _ReduceScatterTokens(torch.autograd.Function):

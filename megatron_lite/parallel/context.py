@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.parallel.collectives import SINGLE, Group
 from megatron_lite.parallel.launch import Launch, rendezvous_address
-from megatron_lite.parallel.meeting import Meeting
+from megatron_lite.parallel.rendezvous import Rendezvous
 
 log = logging.getLogger(__name__)
 
@@ -272,7 +272,7 @@ def device_number(launch: Launch) -> int:
     return 0 if torch.cuda.is_available() and torch.cuda.device_count() == 1 else launch.local_rank
 
 
-def _join(backend: str, launch: Launch, meeting: Meeting, timeout: datetime.timedelta) -> None:
+def _join(backend: str, launch: Launch, rendezvous: Rendezvous, timeout: datetime.timedelta) -> None:
     """Initialize the default process group.
 
     Torch's group is not bound to a device, as DeepSpeed would do: every new group would then be split off by all
@@ -282,16 +282,16 @@ def _join(backend: str, launch: Launch, meeting: Meeting, timeout: datetime.time
 
     if not dist.is_initialized():  # the fake-device trace has its own
         # One TCP server serves the rendezvous and torch; the prefix keeps their keys apart.
-        store = dist.PrefixStore("group", meeting.open(launch, timeout.total_seconds()))
+        store = dist.PrefixStore("group", rendezvous.open(launch, timeout.total_seconds()))
         dist.init_process_group(
             backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
         )
-    meeting.over()
+    rendezvous.over()
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
 
 
 def initialize(
-    launch: Launch, parallel: ParallelConfig, timeout_seconds: float, meeting: Meeting | None = None
+    launch: Launch, parallel: ParallelConfig, timeout_seconds: float, rendezvous: Rendezvous | None = None
 ) -> ParallelContext:
     """Start the process group (NCCL on GPUs, gloo on CPU), also for DeepSpeed, and return this process's context."""
     dp_size = parallel.data_parallel_size(launch.world_size)
@@ -315,7 +315,7 @@ def initialize(
         torch.cuda.set_device(local_rank)
     device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
     timeout = datetime.timedelta(seconds=timeout_seconds)
-    _join("nccl" if use_gpu else "gloo", launch, meeting or Meeting(), timeout)
+    _join("nccl" if use_gpu else "gloo", launch, rendezvous or Rendezvous(), timeout)
     groups = ProcessGroups(launch.rank, launch.world_size, timeout)
     axes = groups.along_axes(parallel.tensor_parallel_size, dp_size, parallel.pipeline_parallel_size)
     return ParallelContext(launch.rank, launch.world_size, local_rank, device, **axes, process_groups=groups)

@@ -24,7 +24,7 @@ from megatron_lite.checkpoint.resolve_path import resolve_run
 from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.tree import Config
 from megatron_lite.report.curves import Records, read_records
-from megatron_lite.runtime.run_state import MEANINGS, state_of
+from megatron_lite.runtime.run_state import MEANINGS, read_run_state
 
 MAX_CHECKPOINTS = 20  # of a run, that are looked at
 # Written by scripts/quickstart/scores.py, and by scripts/finetune.py in the directory of each seed.
@@ -144,7 +144,7 @@ def _public(tree: Any) -> Any:
 
 
 def _read_checkpoints(run: RunReport) -> None:
-    found = state_of(run.path)
+    found = read_run_state(run.path)
     if MEANINGS[found.condition].note:
         run.notes.append(f"Checkpoints: {found.condition}. {found.problem}")
     try:

@@ -180,7 +180,7 @@ def _changed(changes: list[str]) -> list[str]:
 def corpora_changes(config: Config, state: TrainerState) -> list[str]:
     """Accepted changes of the seed and the corpora. `check_beginning` has refused the others."""
     changes = changed_seed(config, state), changed_corpora(config, state)
-    return [f"{change.setting}: {change.what}" for change in changes if change is not None]
+    return [f"{change.setting}: {change.effect}" for change in changes if change is not None]
 
 
 def other_rate(config: Config, state: TrainerState) -> list[str]:

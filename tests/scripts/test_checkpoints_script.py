@@ -261,7 +261,7 @@ def test_rewind_refuses_while_the_run_is_training_and_keeps_starts_away_meanwhil
     with held(directory, "trains"):
         status, out, err = run("rewind", directory, 10)
     assert (status, out, err.count("\n")) == (2, "", 1)
-    assert f"error: {directory} is in use: process " in err and " trains in it since " in err
+    assert f"error: {directory} is in use: process " in err and " trains in it, since " in err
     assert len(list_checkpoints(directory / "checkpoints")) == 2
 
     def start_meanwhile(*arguments):

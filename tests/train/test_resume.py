@@ -72,12 +72,12 @@ def test_what_a_run_can_begin_with_is_let_pass(corpus, trained, tmp_path):
         (
             True,
             {"training": {"seed": 8}},
-            r"training.seed differs from .*: it is 8, and was 7; .*\. Set training.seed=7; or begin",
+            r"training.seed differs from .*: it was 7 and is now 8; .*\. Set training.seed=7; or start",
         ),
         (
             False,
             {"initialize_from": "", "initialize": "all", "training": {"seed": 8}},
-            r"training.seed differs from .*: it is 8, and was 7; .*\. Set training.seed=7; or begin",
+            r"training.seed differs from .*: it was 7 and is now 8; .*\. Set training.seed=7; or start",
         ),
         (True, {"resume": "never"}, "already holds a checkpoint of step 2 and checkpoint.resume is never"),
     ],
@@ -131,7 +131,7 @@ def test_a_branch_with_another_seed_that_is_accepted_says_so(corpus, trained, tm
     given = {"initialize_from": str(trained), "initialize": "all", "accept_changed_data": True}
     tree = merge(small_run(corpus, tmp_path), {"training": {"seed": 8}, "checkpoint": given})
     run_ranks(fit, 1, tree)
-    assert any("training.seed: it is 8, and was 7" in event for event in events_of(tmp_path))
+    assert any("training.seed: it was 7 and is now 8" in event for event in events_of(tmp_path))
 
 
 @pytest.mark.parametrize("is_branch", [False, True])
