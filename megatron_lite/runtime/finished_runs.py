@@ -18,7 +18,7 @@ from data_utils.common.settings_listed import path_settings
 from data_utils.objectives import OBJECTIVES
 from megatron_lite.checkpoint.manifest import Checkpoint
 from megatron_lite.checkpoint.verify import ChecksumBlock, checksum_blocks, verify_checkpoint
-from megatron_lite.config.deepspeed_file import read_options
+from megatron_lite.config.deepspeed_file import sort_options
 from megatron_lite.config.tree import Config, require_objectives
 from megatron_lite.metrics.writer import is_recorded
 from megatron_lite.runtime.changed_corpora import current_identity, recorded_identity
@@ -106,7 +106,7 @@ def differing_settings(checkpoint: Checkpoint, config: Config) -> list[str]:
 
 def _compared(config: Config) -> dict[str, Any]:
     """The tree of settings, with only those DeepSpeed options that DeepSpeed reads: former versions recorded all."""
-    options = read_options(config.deepspeed).for_deepspeed(config.parallel.zero_stage)
+    options = sort_options(config.deepspeed).for_deepspeed(config.parallel.zero_stage)
     return {**to_tree(config), "deepspeed": options}
 
 

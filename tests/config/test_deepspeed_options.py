@@ -255,7 +255,7 @@ def leaves(tree: dict[str, Any], path: str = "") -> dict[str, Any]:
 
 
 DERIVED = sorted(
-    key for key in leaves(tiny().deepspeed_options(1)) if key in KEYS and KEYS[key].policy is Policy.OURS
+    key for key in leaves(tiny().deepspeed_options(1)) if key in KEYS and KEYS[key].policy is Policy.SETTING
 )
 
 
@@ -359,7 +359,7 @@ WORDS = {"switch": {"enabled": True}, "free": {"mode": "fixed"}, "text": "sum"}
 @pytest.mark.parametrize("key", REFUSED)
 def test_what_would_change_training_is_refused_with_a_remedy(tmp_path, key):
     row = KEYS[key]
-    value = WORDS.get(row.kind, not row.fine[0] if row.fine else True)
+    value = WORDS.get(row.type_name, not row.harmless[0] if row.harmless else True)
     with pytest.raises(ConfigError, match=f"deepspeed.{key} is ") as error:
         read(tmp_path, nested(key, value))
     assert row.reason in str(error.value)
