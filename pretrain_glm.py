@@ -33,7 +33,7 @@ from data_utils.loader.loader import Datasets, open_datasets
 from data_utils.objectives import OBJECTIVES
 from data_utils.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megatron_lite.checkpoint.resolve_path import check_output_directory, resolve_model
-from megatron_lite.config.coming_from import explain_options, with_deepspeed_file
+from megatron_lite.config.foreign_options import explain_options, with_deepspeed_file
 from megatron_lite.config.sections import CheckpointConfig
 from megatron_lite.config.tree import Config, load_config, require_validation
 from megatron_lite.parallel.launch import Launch, is_first_of_node, prepare_environment

@@ -34,7 +34,7 @@ from data_utils.common.files import require_writable
 from data_utils.common.settings import merge
 from megatron_lite.checkpoint.resolve_path import MODEL_OR_EXPORT_PATH, check_output_directory, resolve_model
 from megatron_lite.checkpoint.verify import find_manifest
-from megatron_lite.config.coming_from import explain_options, with_deepspeed_file
+from megatron_lite.config.foreign_options import explain_options, with_deepspeed_file
 from megatron_lite.engine.nvidia_apex import require_apex
 from megatron_lite.finetune.setup import Task, check_output, for_import, is_export, load_tree, prepare
 from megatron_lite.parallel.launch import Launch, is_first_of_node, prepare_environment

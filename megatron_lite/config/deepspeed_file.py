@@ -229,7 +229,7 @@ class _Translation:
             self._set("parallel.tensor_parallel_size", shards, "tensor_parallel.autotp_size")
 
     def _batch(self) -> None:
-        """Batch = micro-batch x accumulation steps x data-parallel ranks: as in DeepSpeed, two of the three options do."""
+        """Batch = micro-batch x accumulation steps x data-parallel ranks: two of the options suffice."""
         settings, typed = self._options.settings, self._overrides
         size = settings.get("train_batch_size", _whole(_lookup(typed, "batch.global_batch_size")))
         micro = settings.get(

@@ -55,6 +55,7 @@ from megatron_lite.config.sections import (
     TrackersConfig,
     TrainingConfig,
 )
+from megatron_lite.config.varying_phase_plan import VaryingPhasePlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,10 +214,7 @@ def _section_of(name: str, given: Any) -> ObjectiveConfig:
 
 def _phase_plan_of(config: Config) -> PhasePlan:
     changes = config.phases, config.batch.ramp, config.schedule.parts, config.data.region
-    # Most runs never change a setting: the modules of phases and timetables are loaded for those that do.
     if any(changes) or config.events.skip_samples:
-        from megatron_lite.config.varying_phase_plan import VaryingPhasePlan
-
         return VaryingPhasePlan(config)
     return PhasePlan(config)
 

@@ -223,6 +223,6 @@ def test_parts_in_tokens_end_where_phases_in_tokens_do():
     phase_plan = config_of(phases, steps=18, **in_parts(*parts)).phase_plan
     assert [phase_plan.batch_size(step) for step in (0, 1, 2, 3, 4, 9, 17)] == [2, 2, 4, 6, 8, 8, 16]
     assert phase_plan.first_steps == [0, 9, 17, 18]
-    assert [part.end for part in phase_plan.parts] == [5, 9, 17, 18]
+    assert [part.end for part in phase_plan.rate_parts] == [5, 9, 17, 18]
     with pytest.raises(ConfigError, match="at least 19 steps"):
         config_of(phases, steps=18, **in_parts(*parts, {"kind": "constant", "tokens": 1}))
