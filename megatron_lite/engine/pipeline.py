@@ -330,7 +330,7 @@ class PipelineEngine(Engine):
         self._feed = _Feed(config.model, parallel, context.device, config.has_memory)
         # no_grad: DeepSpeed broadcasts the tied weight, of which autograd would warn in every backward pass.
         assert context.process_groups is not None
-        with quiet_deepspeed(), torch.no_grad(), context.process_groups.lent_to_deepspeed():
+        with quiet_deepspeed(), torch.no_grad(), context.process_groups.shared_with_deepspeed():
             stages = _Stages(config, context, parallel, self._feed, self._loss)
         named = stages.global_names(config.model.total_layers)
         initialize_parameters(named.items(), config.model, config.training.seed, parallel)

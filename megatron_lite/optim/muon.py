@@ -124,7 +124,7 @@ class MatrixExchange:
         self._group = None
         if size > 1:
             assert context.process_groups is not None
-            self._group = context.process_groups.of(ranks)
+            self._group = context.process_groups.group(ranks)
         # Once, at the start: every rank knows which slices all others own, so that steps exchange values only.
         described = [(owned.tensor, *dataclasses.astuple(owned.region)) for owned in slices]
         slices_by_rank = [

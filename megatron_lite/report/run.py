@@ -19,7 +19,7 @@ from data_utils.common.errors import DataError, UserError
 from data_utils.common.setting_files import MAX_BYTES, parse_yaml
 from data_utils.common.settings import build, to_tree
 from data_utils.common.untrusted import conform, parse_json, read_bounded
-from megatron_lite.checkpoint.manifest import Checkpoint, list_checkpoints, step_of
+from megatron_lite.checkpoint.manifest import Checkpoint, checkpoint_step, list_checkpoints
 from megatron_lite.checkpoint.resolve_path import resolve_run
 from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.tree import Config
@@ -156,7 +156,7 @@ def _read_checkpoints(run: RunReport) -> None:
         try:
             checkpoint = read_checkpoint(path)
         except (UserError, OSError, RecursionError) as error:
-            run.checkpoints.append(SavedStep(step_of(path), "", None, 0, str(error)))
+            run.checkpoints.append(SavedStep(checkpoint_step(path), "", None, 0, str(error)))
             continue
         run.checkpoints.append(_saved_step(checkpoint))
         if not run.state and isinstance(checkpoint.state, dict):

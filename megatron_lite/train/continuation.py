@@ -136,7 +136,7 @@ def _for_model(checkpoint: Checkpoint, config: Config) -> Checkpoint:
     """The part of a checkpoint that a configuration begins with: of two stacks the encoder, of several heads one."""
     if config.task is not None and not config.tasks and checkpoint.state.get("config", {}).get("tasks"):
         # Fine-tuning one task from a model of several takes that task's head under the only head's name.
-        checkpoint = checkpoint.of_task(config.task.name)
+        checkpoint = checkpoint.with_task_head(config.task.name)
     has_stacks, wants_stacks = (
         any(name.startswith(ENCODER) for name in names)
         for names in (checkpoint.shapes, model_spec(config).shapes(config))
@@ -144,7 +144,7 @@ def _for_model(checkpoint: Checkpoint, config: Config) -> Checkpoint:
     if not has_stacks or wants_stacks:
         return checkpoint
     # The encoder of several stacks alone. ELECTRA's may store its word embedding as a difference to the generator's.
-    return with_full_word_embedding(checkpoint).part(ENCODER)
+    return with_full_word_embedding(checkpoint).stack(ENCODER)
 
 
 def _load(

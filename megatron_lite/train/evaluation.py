@@ -82,7 +82,7 @@ class Evaluation:
         if is_own:  # the main rank decides: other nodes may see an older state of a shared file system
             directory = Path(self._config.run.directory)
             unrecorded = self._context.is_main and not is_recorded(directory, "validation", step)
-            (missing_on_main,) = self._context.sum_of_hosts([float(unrecorded)])
+            (missing_on_main,) = self._context.sum_on_hosts([float(unrecorded)])
             missing = missing_on_main > 0
         if not missing:
             self.last_step = step
@@ -101,9 +101,9 @@ class Evaluation:
         batches = evaluation_batches(self._data, samples, size, context)
         with engine.averaged_weights():
             # Each sample once over all ranks, so that the loss does not depend on the parallel sizes.
-            sums = context.sum_of_losses(engine.evaluate(batches))
+            sums = context.sum_losses(engine.evaluate(batches))
             own = [batch.loss_weights(len(sums)) * context.counts_samples for batch in batches]
-            loss_weights = context.sum_of_hosts(np.sum(own, axis=0).tolist())
+            loss_weights = context.sum_on_hosts(np.sum(own, axis=0).tolist())
             sums = self._loss_normaliser.with_token_counts(sums, loss_weights)
             losses = self._loss_normaliser.means(sums.cpu().numpy(), step)
             values = {**losses, **engine.more_measures(losses["loss"])}

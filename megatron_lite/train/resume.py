@@ -13,7 +13,7 @@ from typing import Any
 
 from data_utils.objectives import LOSSES
 from megatron_lite.checkpoint.collective_errors import raise_on_all_ranks, steps_seen_by_rank_0
-from megatron_lite.checkpoint.manifest import rewinds
+from megatron_lite.checkpoint.manifest import rewound_directories
 from megatron_lite.checkpoint.trainer_state import TrainerState
 from megatron_lite.checkpoint.verify import find_manifest, newest_readable
 from megatron_lite.config.model import require_class
@@ -104,6 +104,6 @@ def _rewinds(directory: Path, known: list[str], context: ParallelContext) -> lis
     """Events for each `scripts/checkpoints.py rewind` of the run, without the known ones."""
     events = [
         f"went back from step {last}, whose checkpoint is in {path.name}"
-        for path, last in (rewinds(directory) if context.is_main else ())
+        for path, last in (rewound_directories(directory) if context.is_main else ())
     ]
     return [event for event in events if event not in known]

@@ -27,9 +27,9 @@ from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import TYPES, Engine, StepResult
 from megatron_lite.metrics import version
 from megatron_lite.metrics.peak_flops import PeakFlops
-from megatron_lite.metrics.reports import LogInterval, save_resolved, start_line, start_values
+from megatron_lite.metrics.reports import LogInterval, save_resolved, start_line, start_record
 from megatron_lite.metrics.trackers import make_trackers
-from megatron_lite.metrics.writer import SAVED, Metrics, keep_aside
+from megatron_lite.metrics.writer import SAVED, Metrics, set_records_aside
 from megatron_lite.model.batch import Samples
 from megatron_lite.model.build import model_spec
 from megatron_lite.model.transformer import GLM
@@ -141,7 +141,7 @@ class Trainer:
 
         self.watchdog.at("summing losses of all ranks")
         # Sums stay on the device: reading them here would stop the queue of kernels at every step.
-        loss_sums = self.context.sum_of_losses(result.objective_sums)
+        loss_sums = self.context.sum_losses(result.objective_sums)
         loss_sums = self.loss_normaliser.with_token_counts(loss_sums, totals.loss_weights, position.step)
         flops = model_spec(self.config).flops(self.config, *totals.of_flops())
         self.interval.add(int(totals.tokens), int(totals.padded_tokens), flops, loss_sums)
@@ -161,7 +161,7 @@ class Trainer:
         if not self.context.counts_samples:  # another rank works on the same samples
             # They would be counted once for each tensor-parallel rank and stage.
             counts = StepCounts.zeros(len(counts.loss_weights))
-        sums = self.context.sum_of_hosts(StepMessage(requests, counts).to_vector())
+        sums = self.context.sum_on_hosts(StepMessage(requests, counts).to_vector())
         total = StepMessage.from_sums(sums)
         return total.counts, total.requests
 
@@ -277,13 +277,13 @@ class Trainer:
             if not restarts:
                 # Not a restart: records that are there are of a start that never saved. The run begins again, and
                 # they would be counted twice.
-                keep_aside(self.directory)
+                set_records_aside(self.directory)
         trackers = make_trackers(self.config, restarts > 0) if self.context.is_main else []
         tensorboard = self.config.run.tensorboard
         self.metrics = Metrics(
             self.directory, self.context.is_main, tensorboard, self.progress.step, trackers
         )
-        values = start_values(self.config, self.context, self.peak_flops, restarts, program)
+        values = start_record(self.config, self.context, self.peak_flops, restarts, program)
         self.metrics.write("start", self.progress.step, values)
         for event in events:
             self._record_event(event, self.progress.step)

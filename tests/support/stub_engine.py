@@ -13,7 +13,7 @@ import torch
 
 from megatron_lite.checkpoint.fragments import Fragment
 from megatron_lite.checkpoint.manifest import ADAM_STATE, Checkpoint
-from megatron_lite.checkpoint.read import _Reader
+from megatron_lite.checkpoint.read import _SliceReader
 from megatron_lite.checkpoint.shard_slices import ShardSlice, matrix_shape
 from megatron_lite.model.tensor_parallel import Partition
 from megatron_lite.parallel.collectives import SINGLE
@@ -76,7 +76,7 @@ class StubEngine:
 
 def whole_state_is(found: Checkpoint, step: int) -> bool:
     """Whether a checkpoint of a stub engine holds, in every element, what it should at this step."""
-    reader = _Reader(found)
+    reader = _SliceReader(found)
     for name, shape in SHAPES.items():
         rows, columns = matrix_shape(shape)
         for kind in ADAM_STATE:

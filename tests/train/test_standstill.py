@@ -62,4 +62,4 @@ def test_a_run_that_learns_nothing_warns_once(settings) -> None:
         "schedule": {"kind": "constant"},
     }
     (texts,) = run_ranks(warnings_of_fit, 1, merge(settings, still))
-    assert len([text for text in texts if "stands still" in text and "model.positions=rotary" in text]) == 1
+    assert len([text for text in texts if "has stopped falling" in text and "model.positions=rotary" in text]) == 1
