@@ -258,10 +258,10 @@ def norm_of_ones(context, case):
     engine = make_engine(case.config(), context, parity_cases.OBJECTIVES)
     optimizer = engine._engine.optimizer
     optimizer.begin(1)
-    for parameter, bucket in optimizer.bucket_of.items():
-        shares = bucket.group.summed_over
+    for parameter, bucket in optimizer.bucket_by_param.items():
+        shares = bucket.group.extra_reduce_group
         value = 1.0 if shares is None else 1.0 / shares.size
-        optimizer.take(parameter, torch.full_like(parameter, value))
+        optimizer.add_gradient(parameter, torch.full_like(parameter, value))
     optimizer.reduce_gradients()
     optimizer.step()
     return optimizer.outcome().grad_norm
