@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from data_utils.common.errors import ConfigError
 from data_utils.loader.config import PhaseSamples
 
-if TYPE_CHECKING:  # tree.py imports this file
-    from megatron_lite.config.tree import Config
+Config = Any  # tree.Config: tree.py imports this file, and imports go one way
 
 
 class PhasePlan:

@@ -177,7 +177,7 @@ LOSSES = (
     Plant(
         "schedule of the learning rate advanced twice a step",
         TRAINER,
-        "        lr = step_rate(self.config, self._plan, step)\n",
+        "        lr = step_rate(self.config, self._phase_plan, step)\n",
         "        lr = step_rate(self.config, self._plan, 2 * step)\n",
         ("tests/train/test_events.py::test_the_changes_reach_model_and_optimizer",),
         "huggingface/accelerate#2926",
