@@ -164,7 +164,7 @@ def broken(shell, change, *parts):
 
 
 def test_lost_checkpoints_are_refused(finished):
-    message = "metrics.jsonl is of a run that has saved, but"
+    message = "metrics.jsonl records a save, but"
     broken(finished, lambda path: None, message, "restore the checkpoints")
     broken(
         finished,

@@ -105,7 +105,7 @@ def test_a_run_whose_checkpoints_were_removed_is_refused(corpus, trained, tmp_pa
     config.write_text(yaml.safe_dump(small_run(corpus, copy)))
     before = {path: path.stat().st_mtime_ns for path in copy.rglob("*")}
     result = forked("pretrain_glm.py", "--config", str(config))
-    message = f"{copy}/metrics.jsonl is of a run that has saved, but {copy}/checkpoints holds no checkpoint"
+    message = f"{copy}/metrics.jsonl records a save, but {copy}/checkpoints holds no checkpoint"
     assert_refused(result, message)
     assert {path: path.stat().st_mtime_ns for path in copy.rglob("*")} == before
 
