@@ -265,7 +265,7 @@ def test_rewind_refuses_while_the_run_is_training_and_keeps_starts_away_meanwhil
     assert len(list_checkpoints(directory / "checkpoints")) == 2
 
     def start_meanwhile(*arguments):
-        with pytest.raises(LeaseError, match="rewinds in it since"), held(directory, "trains"):
+        with pytest.raises(LeaseError, match="rewinds in it, since"), held(directory, "trains"):
             pass
 
     monkeypatch.setattr("megatron_lite.checkpoint.write.rewind", start_meanwhile)
