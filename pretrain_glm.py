@@ -33,16 +33,16 @@ from data_utils.loader.loader import Datasets, open_datasets
 from data_utils.objectives import OBJECTIVES
 from data_utils.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megatron_lite.checkpoint.resolve_path import check_output_directory, resolve_model
-from megatron_lite.config.coming_from import explain_options, with_deepspeed_file
+from megatron_lite.config.foreign_options import explain_options, with_deepspeed_file
 from megatron_lite.config.sections import CheckpointConfig
 from megatron_lite.config.tree import Config, load_config, require_validation
 from megatron_lite.parallel.launch import Launch, is_first_of_node, prepare_environment
-from megatron_lite.parallel.meeting import Meeting
+from megatron_lite.parallel.rendezvous import Rendezvous
 from megatron_lite.runtime.control import RunControl
 from megatron_lite.runtime.finished_runs import nothing_to_do
-from megatron_lite.runtime.hub_tokenizer import KeptTokenizer, kept_tokenizer
+from megatron_lite.runtime.hub_tokenizer import RunTokenizer, run_tokenizer
 from megatron_lite.runtime.lease import held
-from megatron_lite.runtime.run_state import RunState, state_of
+from megatron_lite.runtime.run_state import RunState, read_run_state
 from megatron_lite.runtime.watchdog import Section, Watchdog
 
 log = logging.getLogger(__name__)
@@ -131,11 +131,11 @@ class _Help(argparse.Action):
         sys.exit(0)
 
 
-def main(meeting: Meeting | None = None) -> ExitStatus:
+def main(rendezvous: Rendezvous | None = None) -> ExitStatus:
     arguments = parse_arguments()
-    meeting = meeting or Meeting()
+    rendezvous = rendezvous or Rendezvous()
     if arguments.print_config or arguments.dry_run is not None:
-        meeting.over()
+        rendezvous.over()
     launch, notes = Launch.from_environment(arguments.local_rank), list[str]()
     processes = launch.world_size if arguments.dry_run is None else arguments.dry_run
     config = load_config(
@@ -155,10 +155,10 @@ def main(meeting: Meeting | None = None) -> ExitStatus:
         dry_run(config, arguments.dry_run, arguments.gpu)
         return ExitStatus.FINISHED
     require_validation(arguments.overrides, config)
-    return train(config, launch, meeting, notes)
+    return train(config, launch, rendezvous, notes)
 
 
-def train(config: Config, launch: Launch, meeting: Meeting, notes: Iterable[str] = ()) -> ExitStatus:
+def train(config: Config, launch: Launch, rendezvous: Rendezvous, notes: Iterable[str] = ()) -> ExitStatus:
     """Args: notes: lines on how the configuration was read, for the log."""
     logging.basicConfig(
         format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO, stream=sys.stdout
@@ -187,14 +187,14 @@ def train(config: Config, launch: Launch, meeting: Meeting, notes: Iterable[str]
         require_trackers(config.trackers)
     if config.tokenizer is None:
         raise ConfigError("training needs a tokenizer; set tokenizer.kind and tokenizer.path.")
-    kept = kept_tokenizer(config.tokenizer, directory)
+    kept = run_tokenizer(config.tokenizer, directory)
     tokenizer = load_tokenizer(kept.read)
     config.data.require_train()  # mistakes up to here are reported before torch is imported
     kept_tokenizers, decoder_tokenizer = [kept], None
     if config.decoder_tokenizer is None:
         config = config.with_vocab_size(tokenizer.vocab_size)
     else:
-        kept_decoder = kept_tokenizer(config.decoder_tokenizer, directory)
+        kept_decoder = run_tokenizer(config.decoder_tokenizer, directory)
         kept_tokenizers.append(kept_decoder)
         decoder_tokenizer = load_tokenizer(kept_decoder.read)
         config = config.with_vocab_size(tokenizer.vocab_size, decoder_tokenizer.vocab_size)
@@ -214,7 +214,7 @@ def train(config: Config, launch: Launch, meeting: Meeting, notes: Iterable[str]
             timeouts.sections, directory, launch.rank, launch.world_size, timeouts.heartbeat_seconds, lease
         )
         return train_with(
-            config, tokenizer, decoder_tokenizer, kept_tokenizers, launch, control, watchdog, meeting
+            config, tokenizer, decoder_tokenizer, kept_tokenizers, launch, control, watchdog, rendezvous
         )
 
 
@@ -222,11 +222,11 @@ def train_with(
     config: Config,
     tokenizer: Tokenizer,
     decoder_tokenizer: Tokenizer | None,
-    kept_tokenizers: Sequence[KeptTokenizer],
+    kept_tokenizers: Sequence[RunTokenizer],
     launch: Launch,
     control: RunControl,
     watchdog: Watchdog,
-    meeting: Meeting,
+    rendezvous: Rendezvous,
 ) -> ExitStatus:
     watchdog.enter(Section.SETUP, "loading libraries")
     if launch.rank == 0:
@@ -236,24 +236,26 @@ def train_with(
     from megatron_lite.engine.plain import make_engine
     from megatron_lite.model.build import model_spec
     from megatron_lite.parallel.context import ParallelContext
-    from megatron_lite.runtime.process import meet, together
+    from megatron_lite.runtime.process import agree_with_ranks, run_with_ranks
     from megatron_lite.train.resume import check_beginning, keep_task_rows
     from megatron_lite.train.trainer import Trainer
 
     watchdog.at("checking the checkpoint to begin with")
     check_beginning(config)  # before corpora are copied and the model is built, which takes minutes
-    meet(launch, config, watchdog, meeting)
+    agree_with_ranks(launch, config, watchdog, rendezvous)
     config = keep_task_rows(config)
     watchdog.at("opening datasets")
-    plan, seed = config.plan, config.training.seed
+    phase_plan, seed = config.phase_plan, config.training.seed
     data = open_datasets(
-        config.data, config.objective_choices, tokenizer, seed, decoder_tokenizer, plan.samples
+        config.data, config.objective_choices, tokenizer, seed, decoder_tokenizer, phase_plan.samples
     )
     if launch.rank == 0:
         for kept in kept_tokenizers:
-            kept.keep()
-        reading = extent(data.train.mixtures, plan.consumed(config.training.steps), plan.largest_batch)
-        for note in (*data.notes, *plan.lines(), *reading, *overlap(data), *drawn_shares(data.train)):
+            kept.copy_to_run()
+        reading = extent(
+            data.train.mixtures, phase_plan.consumed(config.training.steps), phase_plan.largest_batch
+        )
+        for note in (*data.notes, *phase_plan.lines(), *reading, *overlap(data), *drawn_shares(data.train)):
             log.info("%s", note)
 
     def fit(context: ParallelContext) -> ExitStatus:
@@ -274,7 +276,7 @@ def train_with(
                 fill=sample_fillings(config, data, tokenizer) if context.is_main else None,
             ).fit()
 
-    return together(launch, config, control, watchdog, meeting, fit)
+    return run_with_ranks(launch, config, control, watchdog, rendezvous, fit)
 
 
 def sample_fillings(config: Config, data: Datasets, tokenizer: Tokenizer) -> Any:
@@ -290,7 +292,7 @@ def sample_fillings(config: Config, data: Datasets, tokenizer: Tokenizer) -> Any
 
 def require_start(run: Path, checkpoint: CheckpointConfig) -> RunState:
     """Refuse a start that the run's directories show to be impossible, before libraries are loaded."""
-    state = state_of(run)
+    state = read_run_state(run)
     state.require_start()
     check_output_directory(run, "run.directory")
     require_writable(run / "config.yaml", "run.directory")
@@ -301,8 +303,8 @@ def require_start(run: Path, checkpoint: CheckpointConfig) -> RunState:
 
 def command() -> None:
     """The entry point. Where all ranks find the same mistake, one per node reports it."""
-    meeting = Meeting()
-    run_command(lambda: main(meeting), quiet=not is_first_of_node(), leave=meeting.leave)
+    rendezvous = Rendezvous()
+    run_command(lambda: main(rendezvous), quiet=not is_first_of_node(), leave=rendezvous.leave)
 
 
 if __name__ == "__main__":

@@ -204,7 +204,7 @@ def save_side(
     torch.manual_seed(0)
     for values in state_of(engine).values():
         values.uniform_()
-    engine.publish_weights()
+    engine.gather_weights()
     parameters = sum(values.numel() for values in state_of(engine).values()) // len(ADAM_STATE)
     result: dict[str, Any] = {"total": total_of(engine, context), "parameters": parameters}
     times: dict[str, list[float]] = {"disk": [], "save": [], "torch": [], "deepspeed": []}

@@ -90,7 +90,7 @@ class Timed:
 def bytes_per_parameter(engine: Engine) -> float:
     """Bytes of weights in fp32, moments and averages, by the optimizer's own tensors."""
     zero, count = engine._zero, sum(parameter.numel() for parameter in engine.named_parameters.values())
-    kept = [bucket.master for bucket in zero.buckets]
+    kept = [bucket.master_shard for bucket in zero.buckets]
     kept += [
         value for state in zero.optimizer.state.values() for value in state.values() if torch.is_tensor(value)
     ]

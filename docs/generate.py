@@ -186,7 +186,7 @@ def coming_from() -> str:
             theirs = ", ".join(f"`--{name}`" for name in names)
             form = argument.setting.replace("{}", "VALUE").replace("{{", "{").replace("}}", "}")
             lines.append(f"| {theirs} | {f'`{form}`' if form else ''} | {argument.note} |")
-    decided = [(key, row.reason) for key, row in KEYS.items() if row.policy is Policy.OURS]
+    decided = [(key, row.reason) for key, row in KEYS.items() if row.policy is Policy.SETTING]
     lines += ["", "## DeepSpeed's JSON", "", "| DeepSpeed key | setting |", "|---|---|"]
     lines += [f"| `{key}` | {reason} |" for key, reason in decided]
     text = (ROOT / "docs/coming_from.md").read_text(encoding="utf-8")

@@ -35,11 +35,11 @@ from data_utils.common.files import require_new_directory
 from data_utils.common.progress import progress_bar
 from data_utils.common.setting_files import shown
 from data_utils.common.untrusted import conform
-from megatron_lite.checkpoint.manifest import checkpoints_in, checkpoints_of, list_checkpoints
+from megatron_lite.checkpoint.manifest import checkpoints_at_steps, checkpoints_in, list_checkpoints
 from megatron_lite.checkpoint.resolve_path import PathType, check_output_directory, path_type, resolve_run
 from megatron_lite.metrics.writer import record_rewind
 from megatron_lite.runtime.lease import held
-from megatron_lite.runtime.run_state import state_of
+from megatron_lite.runtime.run_state import read_run_state
 
 if TYPE_CHECKING:  # imports torch, which takes seconds: functions import it after the arguments are checked
     from megatron_lite.checkpoint.manifest import Checkpoint
@@ -137,7 +137,7 @@ def find(directory: Path) -> list[Path]:
     with contextlib.suppress(OSError):  # the state says why
         if paths := list_checkpoints(checkpoints_in(directory)):
             return paths
-    if problem := state_of(directory).problem:
+    if problem := read_run_state(directory).problem:
         raise CheckpointError(problem)
     resolve_run(directory)
     raise CheckpointError(f"{directory} holds no checkpoint: the run has not saved yet.")
@@ -149,7 +149,7 @@ def rewind(run: Path, step: int) -> None:
 
     try:
         resolve_run(run)
-        state_of(run).require_checkpoints()
+        read_run_state(run).require_checkpoints()
         with held(run, "rewinds"):
             aside = rewind(run, step)
             # Also if nothing moved: a call before may have been killed between the two.
@@ -172,18 +172,18 @@ def merge_into(output: Path, run: Path, more: list[str], weights: str) -> None:
     """Write the merged checkpoint of steps of a run, or of runs. Raises UserError."""
     require_new_directory(output)
     check_output_directory(output, "--output")
-    from megatron_lite.checkpoint.merge import DECAYS, merge, shares_of
+    from megatron_lite.checkpoint.merge import DECAYS, merge, merge_shares
     from megatron_lite.checkpoint.verify import find_manifest
 
     paths = [run, *map(Path, more)]
     given = list(map(int, more)) if all(each.isdigit() for each in more) else []  # steps of one run
     if given:
         find(run)
-        paths = checkpoints_of(checkpoints_in(run), sorted(given))
+        paths = checkpoints_at_steps(checkpoints_in(run), sorted(given))
     if len(set(paths)) < max(2, len(paths)):
         raise ConfigError(f"merge got {len(set(paths))} distinct checkpoints; pass at least two.")
     sources = [find_manifest(path) for path in paths]
-    shares = shares_of(weights, [source.step for source in sources])
+    shares = merge_shares(weights, [source.step for source in sources])
     if given and weights not in ("mean", *DECAYS):  # numbers belong to the steps in the order that was given
         shares = [shares[i] for i in sorted(range(len(given)), key=given.__getitem__)]
     for source in sources:

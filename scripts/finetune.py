@@ -34,11 +34,11 @@ from data_utils.common.files import require_writable
 from data_utils.common.settings import merge
 from megatron_lite.checkpoint.resolve_path import MODEL_OR_EXPORT_PATH, check_output_directory, resolve_model
 from megatron_lite.checkpoint.verify import find_manifest
-from megatron_lite.config.coming_from import explain_options, with_deepspeed_file
+from megatron_lite.config.foreign_options import explain_options, with_deepspeed_file
 from megatron_lite.engine.nvidia_apex import require_apex
 from megatron_lite.finetune.setup import Task, check_output, for_import, is_export, load_tree, prepare
 from megatron_lite.parallel.launch import Launch, is_first_of_node, prepare_environment
-from megatron_lite.parallel.meeting import Meeting
+from megatron_lite.parallel.rendezvous import Rendezvous
 from megatron_lite.runtime.control import RunControl
 from megatron_lite.runtime.lease import held
 from megatron_lite.runtime.watchdog import Section, Watchdog
@@ -78,9 +78,9 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def main(meeting: Meeting | None = None) -> ExitStatus:
+def main(rendezvous: Rendezvous | None = None) -> ExitStatus:
     arguments = parse_arguments()
-    meeting = meeting or Meeting()
+    rendezvous = rendezvous or Rendezvous()
     logging.basicConfig(
         format="%(asctime)s %(message)s", datefmt="%H:%M:%S", level=logging.INFO, stream=sys.stdout
     )
@@ -125,7 +125,7 @@ def main(meeting: Meeting | None = None) -> ExitStatus:
         watchdog = Watchdog(
             timeouts.sections, output, launch.rank, launch.world_size, timeouts.heartbeat_seconds, lease
         )
-        return train(task, output, launch, control, watchdog, meeting)
+        return train(task, output, launch, control, watchdog, rendezvous)
 
 
 def imported(source: Path, run: Path, arguments: argparse.Namespace, launch: Launch) -> Path:
@@ -146,7 +146,7 @@ def imported(source: Path, run: Path, arguments: argparse.Namespace, launch: Lau
 
 
 def train(
-    task: Task, output: Path, launch: Launch, control: RunControl, watchdog: Watchdog, meeting: Meeting
+    task: Task, output: Path, launch: Launch, control: RunControl, watchdog: Watchdog, rendezvous: Rendezvous
 ) -> ExitStatus:
     watchdog.enter(Section.SETUP, "loading libraries")
     config = task.config
@@ -154,24 +154,24 @@ def train(
     from megatron_lite.finetune.data import digest
     from megatron_lite.finetune.run import finetune
     from megatron_lite.parallel.context import ParallelContext
-    from megatron_lite.runtime.process import meet, together
+    from megatron_lite.runtime.process import agree_with_ranks, run_with_ranks
     from megatron_lite.train.resume import check_beginning
 
     # The runs of the seeds are below; here only what all of them begin with is looked at.
     check_beginning(replace(config, run=replace(config.run, directory=str(output / "none"))))
     records = {f"the records of {one.settings.train}": digest(one.train) for one in task.each}
-    meet(launch, config, watchdog, meeting, records)
+    agree_with_ranks(launch, config, watchdog, rendezvous, records)
 
     def work(context: ParallelContext) -> ExitStatus:
         return finetune(task, output, context, control, watchdog)
 
-    return together(launch, config, control, watchdog, meeting, work)
+    return run_with_ranks(launch, config, control, watchdog, rendezvous, work)
 
 
 def command() -> None:
     """The entry point. Where all ranks find the same mistake, one per node reports it."""
-    meeting = Meeting()
-    run_command(lambda: main(meeting), quiet=not is_first_of_node(), leave=meeting.leave)
+    rendezvous = Rendezvous()
+    run_command(lambda: main(rendezvous), quiet=not is_first_of_node(), leave=rendezvous.leave)
 
 
 if __name__ == "__main__":

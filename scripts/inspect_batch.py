@@ -172,7 +172,7 @@ def rows_of_config(arguments: argparse.Namespace) -> Shown:
     spell = tokenizer.token_to_text, None if decoders is None else decoders.token_to_text
     seed = config.training.seed
     if arguments.text is None:
-        phases = [] if arguments.objective else config.plan.samples
+        phases = [] if arguments.objective else config.phase_plan.samples
         train = open_datasets(config.data, choices, tokenizer, seed, decoders, phases).train
         rows = [train.batch(np.array([sample]))[0] for sample in arguments.samples]
         return Shown([Example.from_fields(row) for row in rows], *spell)

@@ -92,16 +92,18 @@ def _take_gradients(blocks: nn.ModuleList) -> Bucket:
 
     def take(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
         parameter.grad = gradient
-        bucket.add(parameter)
+        bucket.add_gradient(parameter)
 
     for part in blocks.modules():
         if isinstance(part, (ColumnParallelLinear, RowParallelLinear)):
-            accumulate_in_backward(part.weight, functools.partial(bucket.add_product, part.weight))
+            accumulate_in_backward(part.weight, functools.partial(bucket.accumulate_weight_grad, part.weight))
     for block in blocks:
         assert isinstance(block, Block)
         block.accumulate_gradients(take)
-    for parameter in bucket.starts:
-        parameter.register_post_accumulate_grad_hook(lambda p: None if p.grad is None else bucket.add(p))
+    for parameter in bucket.offsets:
+        parameter.register_post_accumulate_grad_hook(
+            lambda p: None if p.grad is None else bucket.add_gradient(p)
+        )
     return bucket
 
 
@@ -124,7 +126,7 @@ def layer_cost() -> tuple[float, float]:
     hidden = torch.ones(context.shape[0], _CONFIG.hidden_size, requires_grad=True)
 
     def step() -> None:
-        bucket.await_gradients(1)
+        bucket.begin_accumulation(1)
         x: Hidden = hidden
         for layer, block in enumerate(blocks):
             x = block(x, context, layer)

@@ -10,7 +10,7 @@ import torch
 
 from data_utils.common.errors import MESSAGE_LENGTH, CheckpointError
 from data_utils.common.setting_files import one_line
-from megatron_lite.checkpoint.manifest import list_checkpoints, step_of
+from megatron_lite.checkpoint.manifest import checkpoint_step, list_checkpoints
 from megatron_lite.parallel.context import ParallelContext
 
 
@@ -39,7 +39,7 @@ def steps_seen_by_rank_0(directory: Path, context: ParallelContext) -> list[int]
     steps: list[int] = []
     with raise_on_all_ranks(context, f"reading {directory}"):
         if context.is_main:
-            steps = [step_of(path) for path in list_checkpoints(directory)]
+            steps = [checkpoint_step(path) for path in list_checkpoints(directory)]
     count = int(context.sum(torch.tensor([len(steps)], device=context.device)).item())
     # A sum with zeros from the other ranks is the broadcast of rank 0's list.
     shared = torch.zeros(count, dtype=torch.int64, device=context.device)

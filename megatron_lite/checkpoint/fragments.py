@@ -57,6 +57,6 @@ class StateOwner(Protocol):
 
     def load_scalar_state(self, state: dict[str, Any]) -> None: ...
 
-    def publish_weights(self) -> None:
+    def gather_weights(self) -> None:
         """Copy changed fragments to the model weights in training precision, on every rank."""
         ...

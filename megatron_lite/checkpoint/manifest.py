@@ -36,11 +36,11 @@ FORMAT = "megatron-lite-checkpoint"
 FORMAT_VERSION = 2
 # State names of a parameter under AdamW. The manifest's "kinds" names those of parameters that have others.
 ADAM_STATE = ("weight", "exp_avg", "exp_avg_sq")
-# In the directory of a run: its checkpoints, and the one with the best scores of a task.
+# Directories in a run's directory: its checkpoints, and the checkpoint with the best scores of a task.
 CHECKPOINTS, BEST = "checkpoints", "best"
-RESULTS = "results.json"  # of fine-tuning: in the directory of a seed, and in that of all
+RESULTS = "results.json"  # of fine-tuning: in the directory of each seed, and of all seeds together
 NAME = re.compile(r"step_(\d{8,})(\.replaced)?")
-# In the names of what fine-tuning adds to a model.
+# In the names of parameters that fine-tuning adds to a model.
 TASK_HEAD = "heads.task."
 ADAPTER = "_adapter."
 
@@ -78,22 +78,22 @@ class Checkpoint:
         """The trainer's state of a checkpoint. Raises CheckpointError if it is not from a training run."""
         return TrainerState.from_json(self.state, self.path)
 
-    def part(self, prefix: str) -> Checkpoint:
+    def stack(self, prefix: str) -> Checkpoint:
         """The parameters of one stack of several: those whose names begin with `prefix`, without the prefix."""
         return self._renamed(lambda name: name.removeprefix(prefix) if name.startswith(prefix) else None)
 
-    def of_task(self, task: str) -> Checkpoint:
-        """A checkpoint with heads of several tasks, with that of one as its only head; without any if it lacks it."""
-        own = f"{TASK_HEAD}{task}."
+    def with_task_head(self, task: str) -> Checkpoint:
+        """The checkpoint with the head of one of several tasks as its only task head; without a head if it has none."""
+        prefix = f"{TASK_HEAD}{task}."
         return self._renamed(
             lambda name: (
                 None
-                if name.startswith(TASK_HEAD) and not name.startswith(own)
-                else name.replace(own, TASK_HEAD)
+                if name.startswith(TASK_HEAD) and not name.startswith(prefix)
+                else name.replace(prefix, TASK_HEAD)
             )
         )
 
-    def as_part(self, prefix: str) -> Checkpoint:
+    def as_stack(self, prefix: str) -> Checkpoint:
         """The checkpoint with `prefix` before every parameter name, to load it as one stack of a model of several."""
         return self._renamed(lambda name: prefix + name)
 
@@ -101,16 +101,16 @@ class Checkpoint:
         """Args: rename: old name -> new name; None leaves the parameter out."""
         names = {name: rename(name) for name in self.shapes}
         shapes = {new: self.shapes[old] for old, new in names.items() if new is not None}
-        named = [(names[stored.name], stored) for stored in self.slices]
-        kept = tuple(dataclasses.replace(stored, name=new) for new, stored in named if new is not None)
-        return dataclasses.replace(self, shapes=shapes, slices=kept)
+        renamed = [(names[stored.name], stored) for stored in self.slices]
+        slices = tuple(dataclasses.replace(stored, name=new) for new, stored in renamed if new is not None)
+        return dataclasses.replace(self, shapes=shapes, slices=slices)
 
 
 def checkpoint_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def step_of(path: Path) -> int:
+def checkpoint_step(path: Path) -> int:
     match = NAME.fullmatch(path.name)
     assert match
     return int(match[1])
@@ -129,16 +129,16 @@ def list_checkpoints(directory: Path) -> list[Path]:
     if not directory.is_dir():
         return []
     paths: dict[int, Path] = {}
-    # The later one wins, so a complete `step_N` hides the `.replaced` that a killed save left.
+    # The last path of a step stays, so a complete `step_N` hides the `.replaced` that a killed save left.
     for path in sorted(directory.iterdir(), reverse=True):  # step_N comes after step_N.replaced
         if match := NAME.fullmatch(path.name):
             paths[int(match[1])] = path
     return [path for _, path in sorted(paths.items())]
 
 
-def checkpoints_of(directory: Path, steps: Iterable[int]) -> list[Path]:
+def checkpoints_at_steps(directory: Path, steps: Iterable[int]) -> list[Path]:
     """The checkpoints of these steps in `directory`. Raises CheckpointError naming the steps that are absent."""
-    paths = {step_of(path): path for path in list_checkpoints(directory)}
+    paths = {checkpoint_step(path): path for path in list_checkpoints(directory)}
     wanted = list(steps)
     if absent := [step for step in wanted if step not in paths]:
         raise CheckpointError(
@@ -172,11 +172,11 @@ def checksum_line(content: bytes) -> bytes:
     return f"{hashlib.sha256(content).hexdigest()}  manifest.json\n".encode()
 
 
-def rewinds(directory: Path) -> Iterator[tuple[Path, int]]:
-    """The directories that `rewind` made, oldest first, each with the step of its newest checkpoint."""
+def rewound_directories(directory: Path) -> Iterator[tuple[Path, int]]:
+    """The directories that `rewind` has created, oldest first, each with the step of its newest checkpoint."""
     for path in sorted(directory.glob("rewound_*")):
         if checkpoints := list_checkpoints(path):
-            yield path, step_of(checkpoints[-1])
+            yield path, checkpoint_step(checkpoints[-1])
 
 
 def none_is_valid(directory: Path, count: int) -> CheckpointError:

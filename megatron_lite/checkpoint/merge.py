@@ -1,4 +1,4 @@
-"""A checkpoint whose weights are a weighted mean of others', as a substitute for a decay of the learning rate.
+"""A checkpoint with the weighted mean of other checkpoints' weights, in place of a decay of the learning rate.
 
 Between checkpoints i - 1 and i the weights change by d_i = w_i - w_(i-1). Had the learning rate decayed, each update
 of that interval would have been smaller by the factor f that the decay has at its step, so the change would have been
@@ -7,7 +7,7 @@ checkpoints with the shares 1 - F_1, F_1 - F_2, ..., F_(k-1) - F_k, F_k. The dec
 and ends at the last one's, and f falls, so every share is above 0.
 Source: the equivalence of decay and merging is that of WSM, arXiv:2507.17634, which has an update for each checkpoint.
 
-Sums are made in fp64 and rounded once.
+Sums are computed in fp64 and rounded once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megatron_lite.checkpoint.verify import check_model
 DECAYS = {"linear": lambda x: x - x * x / 2, "1-sqrt": lambda x: x - x * math.sqrt(x) * 2 / 3}
 
 
-def shares_of(text: str, steps: Sequence[int]) -> list[float]:
+def merge_shares(text: str, steps: Sequence[int]) -> list[float]:
     """The weight of each checkpoint.
 
     Args:
@@ -92,10 +92,10 @@ def merge(sources: Sequence[Checkpoint], shares: Sequence[float], output: Path) 
     last = sources[-1]
     for source in sources[:-1]:
         check_model(source, last.shapes)
-        ours, theirs = (each.state.get("config", {}).get("tokenizer") for each in (last, source))
-        if ours != theirs:
+        expected, actual = (each.state.get("config", {}).get("tokenizer") for each in (last, source))
+        if expected != actual:
             raise CheckpointError(
-                f"checkpoint {source.path} is of another tokenizer than {last.path}; merge checkpoints of one."
+                f"checkpoint {source.path} has another tokenizer than {last.path}; merge checkpoints of one tokenizer."
             )
     described = [
         {"path": str(source.path), "share": share} for source, share in zip(sources, shares, strict=True)

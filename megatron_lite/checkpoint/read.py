@@ -17,11 +17,11 @@ from megatron_lite.checkpoint.manifest import (
     Checkpoint,
     StoredSlice,
     checkpoint_name,
+    checkpoint_step,
     checkpoints_in,
     is_checkpoint,
     list_checkpoints,
     none_is_valid,
-    step_of,
 )
 from megatron_lite.checkpoint.resolve_path import resolve_model
 from megatron_lite.checkpoint.shard_slices import ShardSlice, matrix_shape
@@ -49,11 +49,11 @@ def newest_valid(directory: Path, context: ParallelContext) -> Checkpoint | None
     # Nodes may see different states of a shared file system: all ranks walk through rank 0's list.
     steps = steps_seen_by_rank_0(directory, context)
     for step in reversed(steps):
-        path = next((p for p in list_checkpoints(directory) if step_of(p) == step), None)
+        path = next((p for p in list_checkpoints(directory) if checkpoint_step(p) == step), None)
         try:
             # Absent on this rank: reading it fails, so that all ranks fall back together instead of loading different
             # steps.
-            return _read_together(path or directory / checkpoint_name(step), context)
+            return _read_on_all_ranks(path or directory / checkpoint_name(step), context)
         except CheckpointError as error:
             log.warning("%s Falling back to the checkpoint before it.", error)
     if steps:
@@ -68,11 +68,11 @@ def find_checkpoint(path: Path, context: ParallelContext) -> Checkpoint:
     """
     path = resolve_model(path)
     if is_checkpoint(path):
-        return _read_together(path, context)
+        return _read_on_all_ranks(path, context)
     return require_found(newest_valid(checkpoints_in(path), context), path)
 
 
-def _read_together(path: Path, context: ParallelContext) -> Checkpoint:
+def _read_on_all_ranks(path: Path, context: ParallelContext) -> Checkpoint:
     """Read the manifest on every rank and verify the checksums, each rank a share of the blocks."""
     with raise_on_all_ranks(context, f"checking {path}"):
         checkpoint = read_checkpoint(path)
@@ -83,12 +83,12 @@ def _read_together(path: Path, context: ParallelContext) -> Checkpoint:
     return checkpoint
 
 
-def _with_progress(items: list[T], what: str, context: ParallelContext) -> Iterable[T]:
+def _with_progress(items: list[T], description: str, context: ParallelContext) -> Iterable[T]:
     """The items, with a progress bar on the main rank's terminal, if it has one."""
-    return progress_bar(items, desc=what, disable=None if context.is_main else True)
+    return progress_bar(items, desc=description, disable=None if context.is_main else True)
 
 
-class _Reader:
+class _SliceReader:
     """Reads slices of parameters from a checkpoint's files, with little memory besides the target's."""
 
     def __init__(self, checkpoint: Checkpoint):
@@ -130,7 +130,7 @@ def load_checkpoint(checkpoint: Checkpoint, engine: StateOwner, context: Paralle
     """Fill this rank's fragments from the stored slices that overlap them, then copy the weights to the model."""
     _load_fragments(checkpoint, engine, context, None)
     engine.load_scalar_state(checkpoint.optimizer)
-    engine.publish_weights()
+    engine.gather_weights()
 
 
 @torch.no_grad()
@@ -142,7 +142,7 @@ def load_weights_only(
     Args: new: parameters that the checkpoint lacks and that keep their values, see `new_parameters`.
     """
     _load_fragments(checkpoint, engine, context, ("weight",), new)
-    engine.publish_weights()
+    engine.gather_weights()
 
 
 def _load_fragments(
@@ -163,7 +163,7 @@ def _load_fragments(
     with raise_on_all_ranks(context, f"loading {checkpoint.path}"):
         if new is None:
             check_same_number(checkpoint, count)
-        reader, weight = _Reader(checkpoint), weights_in_use(checkpoint)
+        reader, weight = _SliceReader(checkpoint), weights_in_use(checkpoint)
         fragments = [fragment for fragment in engine.fragments() if fragment.name not in (new or ())]
         for fragment in _with_progress(fragments, f"loading {checkpoint.path.name}", context):
             chosen = {k: v for k, v in fragment.tensors.items() if state_names is None or k in state_names}
@@ -194,7 +194,7 @@ def weights_in_use(checkpoint: Checkpoint) -> str:
 
 def weight_reader(checkpoint: Checkpoint) -> Callable[[str], torch.Tensor]:
     """A function: parameter name -> its whole fp32 weight, or EMA where the run uses it, without padding rows."""
-    reader, state_name = _Reader(checkpoint), weights_in_use(checkpoint)
+    reader, state_name = _SliceReader(checkpoint), weights_in_use(checkpoint)
 
     def read(name: str) -> torch.Tensor:
         rows, columns = matrix_shape(checkpoint.shapes[name])

@@ -1,4 +1,4 @@
-"""What a path given to a command is: a run, a checkpoint, an output of fine-tuning, an export, or none of these.
+"""The type of a path given to a command: a run, a checkpoint, an output of fine-tuning, an export, or none of these.
 
 Every command resolves its paths here, so all accept the same ones and refuse others with the same message. Needs no
 torch.
@@ -25,7 +25,7 @@ MODEL_PATH = "a run directory or one of its checkpoints"
 MODEL_OR_EXPORT_PATH = "a run, one of its checkpoints, or an exported directory"
 RUN_PATH = "the directory of a run that has started, as run.directory names it"
 RECORDS = "metrics.jsonl"  # in the directory of a run that has started
-_SHOWN = 4  # paths that a message names
+_MAX_SHOWN = 4  # paths that a message names
 
 
 class PathType(StrEnum):
@@ -123,7 +123,7 @@ def resolve_model(path: Path, option: str = "", takes: str = MODEL_PATH) -> Path
     if found is PathType.FINETUNED and len(best) == 1:
         return best[0]
     if found is PathType.RUN_AND_FINETUNED:
-        # Which of them is meant is the user's question, so none is taken.
+        # The user must choose one of them.
         best = [path / CHECKPOINTS, *best]
     raise path_error(path, found, option, takes, best)
 
@@ -150,14 +150,14 @@ def resolve_run(path: Path, option: str = "") -> Path:
 def check_is_export(path: Path, option: str) -> None:
     """Raise CheckpointError for a path to import that needs no import: a run or checkpoint of this program."""
     found = path_type(path)
-    if found in _OWN:
+    if found in _OF_THIS_PROGRAM:
         raise CheckpointError(
             f"{option} {path} {found}, which needs no import; pass it as --checkpoint or as "
             "checkpoint.initialize_from."
         )
 
 
-_OWN = (
+_OF_THIS_PROGRAM = (
     PathType.RUN,
     PathType.RUN_AND_FINETUNED,
     PathType.CHECKPOINT,
@@ -172,9 +172,9 @@ def check_output_directory(path: Path, option: str, is_tuned: bool = False) -> N
     Args: is_tuned: the output is that of scripts/finetune.py, else of a run.
     """
     found = path_type(path)
-    own = (PathType.FINETUNED,) if is_tuned else (PathType.RUN, PathType.RUN_AND_FINETUNED)
-    if found in (*_OWN, PathType.EXPORT, PathType.ORIGINAL_GLM) and found not in own:
-        remedy = "name this with --checkpoint" if is_tuned else "name this as checkpoint.initialize_from"
+    expected = (PathType.FINETUNED,) if is_tuned else (PathType.RUN, PathType.RUN_AND_FINETUNED)
+    if found in (*_OF_THIS_PROGRAM, PathType.EXPORT, PathType.ORIGINAL_GLM) and found not in expected:
+        remedy = "give this as --checkpoint" if is_tuned else "give this as checkpoint.initialize_from"
         raise CheckpointError(
             f"{option} {path} {found}; choose another directory, and {remedy} to start from its weights."
         )
@@ -216,8 +216,8 @@ def path_error(
             f"; to convert it, run python scripts/convert_checkpoint.py {convert} --input {path} --output RUN"
         )
     elif within:
-        more = f" and {len(within) - _SHOWN} more" if len(within) > _SHOWN else ""
-        remedy = f"give one: {', '.join(map(str, within[:_SHOWN]))}{more}"
+        more = f" and {len(within) - _MAX_SHOWN} more" if len(within) > _MAX_SHOWN else ""
+        remedy = f"give one: {', '.join(map(str, within[:_MAX_SHOWN]))}{more}"
     elif found is PathType.ABSENT and takes != RUN_PATH and (name := hub_name(str(path))) is not None:
         run = f"runs/{name.repository.rpartition('/')[2]}"
         command = f"python scripts/convert_checkpoint.py import --input {path} --output {run}"

@@ -30,12 +30,12 @@ from megatron_lite.checkpoint.manifest import (
     Checkpoint,
     StoredSlice,
     checkpoint_name,
+    checkpoint_step,
     checkpoints_in,
     checksum_line,
     is_checkpoint,
     list_checkpoints,
     none_is_valid,
-    step_of,
 )
 from megatron_lite.checkpoint.resolve_path import resolve_model
 from megatron_lite.checkpoint.shard_slices import ShardSlice, matrix_shape
@@ -141,7 +141,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         manifest.get("saved_at"),
     )
     # The newest name must be the newest step: a run that continued from a renamed one would train steps twice.
-    if NAME.fullmatch(path.name) and step_of(path) != checkpoint.step:
+    if NAME.fullmatch(path.name) and checkpoint_step(path) != checkpoint.step:
         raise WrongStepNameError(
             f"checkpoint {path} holds step {checkpoint.step}, which is not the step of its name; rename it to "
             f"{checkpoint_name(checkpoint.step)}, or remove it."

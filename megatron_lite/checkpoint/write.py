@@ -26,19 +26,20 @@ from megatron_lite.checkpoint.manifest import (
     NAME,
     RESULTS,
     checkpoint_name,
-    checkpoints_of,
+    checkpoint_step,
+    checkpoints_at_steps,
     list_checkpoints,
     manifest_header,
-    step_of,
     write_manifest,
 )
 from megatron_lite.checkpoint.shard_slices import matrix_shape
 from megatron_lite.checkpoint.tensor_files import write_tensors
+from megatron_lite.checkpoint.verify import read_checkpoint, verify_checkpoint
 from megatron_lite.model.tensor_parallel import whole_shape
 from megatron_lite.parallel.context import ParallelContext
 
 log = logging.getLogger(__name__)
-# partial: never complete. deleted: on its way out. replaced: complete, with a successor that may not exist yet.
+# partial: never complete. deleted: its removal has begun. replaced: complete; its successor may not have its name yet.
 _LEFTOVER = re.compile(r"(step_\d{8,})\.(partial|deleted|replaced)")
 Watch = Callable[[str], contextlib.AbstractContextManager[None]]
 
@@ -62,10 +63,10 @@ def unwatched(what: str) -> contextlib.AbstractContextManager[None]:
 
 
 class Save:
-    """One save in progress on every rank, in a thread of its own.
+    """One save in progress on every rank, in a background thread.
 
-    It has three stages. Each begins when all ranks have ended the one before. Only `advance` communicates, so training
-    can go on meanwhile: all ranks need only call `advance` at the same points.
+    It has three stages. Each begins when all ranks have finished the one before. Only `advance` communicates, so
+    training can go on meanwhile: all ranks need only call `advance` at the same points.
     """
 
     def __init__(
@@ -112,10 +113,10 @@ class Save:
                 self._thread.join()
             ended = not self._thread.is_alive()
             failed = ended and bool(self.failure)
-            # Every step asks, and the device's work must not be waited for.
-            all_ended, all_failed = self._context.sum_of_hosts([float(ended), float(failed)])
+            # On the hosts: every step asks, and must not wait for the device.
+            all_ended, all_failed = self._context.sum_on_hosts([float(ended), float(failed)])
             if all_ended < self._context.world_size:
-                # Some rank still writes: asked again after the next step.
+                # Some rank still writes; the next step asks again.
                 return False
             # Only after all have ended: another rank's thread may still write into the directory that is removed.
             if all_failed:
@@ -161,7 +162,7 @@ class Save:
     def _commit(self) -> None:
         if self._context.is_main:
             _write_manifest(self._partial, self._header, self._context.world_size)
-            publish(self._partial, self.path)
+            commit_directory(self._partial, self.path)
             self._after_commit()
 
 
@@ -175,13 +176,13 @@ def _make_directory(path: Path) -> None:
 
 
 def _clear_leftovers(directory: Path) -> None:
-    """Remove what killed saves left; give a checkpoint that was to be replaced its name back."""
+    """Remove the leftovers of killed saves; give a checkpoint that was being replaced its name back."""
     for path in sorted(directory.iterdir()):
         match = _LEFTOVER.fullmatch(path.name)
         if not match:
             continue
         if match[2] == "replaced" and not (directory / match[1]).exists():
-            # Killed between the two renames of `publish`: the old checkpoint is the only one of its step.
+            # Killed between the two renames of `commit_directory`: the old checkpoint is the only one of its step.
             os.rename(path, directory / match[1])
             sync_directory(directory)
         else:
@@ -231,10 +232,10 @@ def _write_manifest(directory: Path, header: dict[str, Any], world_size: int) ->
         files[_rank_file(rank)] = listing["file"]
         shapes.update(listing["shapes"])
         pieces += [{"file": _rank_file(rank), **piece} for piece in listing["pieces"]]
-        for name, own in listing["kinds"].items():
-            kinds.setdefault(name, {}).update(own)
+        for name, state_shapes in listing["kinds"].items():
+            kinds.setdefault(name, {}).update(state_shapes)
     # AdamW's state is what a manifest without "kinds" means, so most manifests have none.
-    unusual = {name: own for name, own in kinds.items() if set(own) != set(ADAM_STATE)}
+    unusual = {name: states for name, states in kinds.items() if set(states) != set(ADAM_STATE)}
     content = {**header, "shapes": shapes, "files": files, "pieces": pieces}
     write_manifest(directory, {**content, "kinds": unusual} if unusual else content)
     for rank in range(world_size):
@@ -243,7 +244,7 @@ def _write_manifest(directory: Path, header: dict[str, Any], world_size: int) ->
     sync_directory(directory)
 
 
-def publish(partial: Path, final: Path) -> None:
+def commit_directory(partial: Path, final: Path) -> None:
     """Give a complete directory its name, durably."""
     replaced = final.with_name(f"{final.name}.replaced")
     if final.exists():  # the same step again, for example after a fallback to an older checkpoint
@@ -260,7 +261,7 @@ def retain(directory: Path, keep_last: int, keep_every: int) -> None:
     if keep_last == 0:
         return
     for path in list_checkpoints(directory)[:-keep_last]:
-        step = step_of(path)
+        step = checkpoint_step(path)
         if keep_every and step % keep_every == 0:
             continue
         # Renamed first, and that on disk: a half-deleted checkpoint has no valid name.
@@ -273,25 +274,23 @@ def retain(directory: Path, keep_last: int, keep_every: int) -> None:
 def rewind(run: Path, step: int) -> Path | None:
     """Make the checkpoint of `step` the newest of a run: move all newer ones into a new directory `rewound_TIME`.
 
-    What fine-tuning has made of them goes there too. Nothing is deleted. If a call is killed, another one moves the
-    rest. Returns the new directory, None if there was nothing to move.
+    Results of fine-tuning that were computed with them go there too. Nothing is deleted. If a call is killed, another
+    one moves the rest. Returns the new directory, None if there was nothing to move.
     Raises: CheckpointError if there is no such checkpoint or it is damaged; OSError.
     """
-    from megatron_lite.checkpoint.verify import read_checkpoint, verify_checkpoint
-
     directory = run / CHECKPOINTS
-    (path,) = checkpoints_of(directory, [step])
+    (path,) = checkpoints_at_steps(directory, [step])
     # First: going back to a damaged checkpoint would leave the run with none.
     verify_checkpoint(read_checkpoint(path))
     newer, best = (
-        [p for p in above.glob("step_*") if NAME.fullmatch(p.name) and step_of(p) > step]
+        [p for p in above.glob("step_*") if NAME.fullmatch(p.name) and checkpoint_step(p) > step]
         for above in (directory, run / BEST)
     )
     if not newer and not best:
         return None
     target = directory / f"rewound_{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S_%f}"
     os.mkdir(target)
-    # Results are of the end of the run. They go first: what the run writes at its end, it can write again.
+    # Results belong to the end of the run. They go first: the run writes them again when it ends.
     for path in filter(Path.exists, [run / name for name in (RESULTS, "predictions", "tasks")]):
         os.rename(path, target / path.name)
     if best:

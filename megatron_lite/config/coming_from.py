@@ -1,24 +1,15 @@
-"""Arguments of other training programs, and the settings that they are here.
+"""Tables of arguments of other training programs, and the settings that they are here.
 
-docs/coming_from.md has the tables (docs/generate.py writes them). An option with dashes on a command line is answered
-with the setting.
+docs/generate.py writes them to docs/coming_from.md; foreign_options.py answers a command line with them.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import NamedTuple
-
-from data_utils.common.errors import ConfigError
-from data_utils.common.setting_files import shorten
-from data_utils.common.settings import setting_names, to_yaml_scalar
-from megatron_lite.config.tree import Config
 
 
 class Argument(NamedTuple):
-    names: tuple[str, ...]  # with underscores; dashes are read as these
+    names: tuple[str, ...]  # with underscores, which also match dashes
     # `key={}` takes the value as it is, `key=VALUE` stands for a flag, `key` alone needs the note; "" = no setting.
     setting: str
     note: str = ""
@@ -33,7 +24,7 @@ def _arguments(*rows: tuple[str, str] | tuple[str, str, str]) -> tuple[Argument,
 
 
 _RECOMPUTE = "training.recompute=full"
-_OF_LAUNCHER = "it is a launcher option: put it before the script's name"
+_LAUNCHER = "it is a launcher option: put it before the script's name"
 _OPTIMIZER = "adam is adamw"
 _DATA = (
     "a list of token datasets; scripts/preprocess_data.py builds them, scripts/dataset.py adopt "
@@ -255,91 +246,7 @@ SOURCES: dict[str, tuple[Argument, ...]] = {
         (
             "num_gpus num_nodes nproc_per_node nnodes node_rank master_addr master_port hostfile",
             "",
-            _OF_LAUNCHER,
+            _LAUNCHER,
         ),
     ),
 }
-_BY_NAME = {name: row for rows in reversed(SOURCES.values()) for row in reversed(rows) for name in row.names}
-
-
-def with_deepspeed_file(arguments: Sequence[str]) -> list[str]:
-    """The command line with `--deepspeed FILE`, as Hugging Face's Trainer takes it, as `--deepspeed_config FILE`.
-
-    Raises: ConfigError for a second file, of which the parser would drop the first without a word.
-    """
-    made = [
-        word.replace("--deepspeed=", "--deepspeed_config=", 1) if word.startswith("--deepspeed=") else word
-        for word in arguments
-    ]
-    for place, (option, value) in enumerate(pairwise(arguments)):
-        if option == "--deepspeed" and "=" not in value and not value.startswith("-"):
-            made[place] = "--deepspeed_config"
-    if sum(word.partition("=")[0] == "--deepspeed_config" for word in made) > 1:
-        raise ConfigError(
-            "--deepspeed_config is given twice, but a run takes one DeepSpeed file; remove one."
-        )
-    return made
-
-
-def explain_options(arguments: Sequence[str], unknown: Sequence[str]) -> str:
-    """One line that answers options which the command line does not have with the settings that they are.
-
-    Args:
-        arguments: the command line.
-        unknown: the options among them that the parser does not know; values may follow.
-    """
-    answers = []
-    for option, values in _options(arguments):
-        if any(option == given.partition("=")[0] for given in unknown):
-            answers.append(_answer(option, values))
-    return f"write settings as section.key=value, without dashes: {'; '.join(dict.fromkeys(answers))}."
-
-
-def _options(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Each option with the values that follow it."""
-    for place, argument in enumerate(arguments):
-        if not argument.startswith("-") or _is_number(argument):
-            continue
-        option, equals, value = argument.partition("=")
-        values = [value] if equals else []
-        for following in arguments[place + 1 :] if not equals else ():
-            if "=" in following or (following.startswith("-") and not _is_number(following)):
-                break
-            values.append(following)
-        yield option, values
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _answer(option: str, values: list[str]) -> str:
-    name = option.lstrip("-").replace("-", "_")
-    given = shorten(" ".join([option, *values]), 60)
-    row = _BY_NAME.get(name)
-    keys = list(setting_names(Config))
-    if row is None:
-        same = [key for key in keys if name in (key, key.rpartition(".")[2], key.replace(".", "_"))]
-        if not same:
-            near = difflib.get_close_matches(
-                name, [*_BY_NAME, *(key.rpartition(".")[2] for key in keys)], n=1
-            )
-            hint = _answer(near[0], []) if near else "docs/settings.md lists all settings"
-            return f"{given} is not known ({'the nearest: ' if near else ''}{hint})"
-        row = Argument((name,), f"{same[0]}={{}}")
-    if not row.setting:
-        return f"{given}: {row.note}"
-    if "{}" in row.setting and values:
-        text = values[0] if len(values) == 1 else f"[{', '.join(values)}]"
-        return f"{given} is {row.setting.format(text)}"
-    if "=" in row.setting and "{}" not in row.setting:
-        if [value.lower() for value in values] in (["false"], ["0"]):
-            return f"{given}: leave it out"
-        return f"{given} is {row.setting}"
-    if row.key == "model.max_position" and len(values) == 1 and values[0].isdecimal():
-        return f"{given} is {row.key}={to_yaml_scalar(int(values[0]) - 1)}"
-    return f"{given} is {row.key}" + (f" ({row.note})" if row.note else "=VALUE")

@@ -1,180 +1,28 @@
 """A user's DeepSpeed options -> settings of this project, and what remains for DeepSpeed.
 
-`read_options` sorts options by the policies of deepspeed_keys.py. `with_deepspeed` replaces the section `deepspeed` of
-a tree of settings, with a DeepSpeed file on top of it, by the settings that they mean. What the options leave out or
-call "auto" stays as the tree says; where that says nothing either, DeepSpeed's default holds in a block that is given.
+`with_deepspeed` takes the section `deepspeed` of a tree of settings, with a DeepSpeed file on top of it, and replaces
+it by the settings that its options mean. An option that is absent or "auto" leaves the tree's own setting. Where the
+tree has none either, DeepSpeed's default holds for the parameters of the blocks `optimizer` and `scheduler`, if given.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import Any
 
 from data_utils.common.errors import ConfigError
 from data_utils.common.setting_files import load_hjson, shown
-from data_utils.common.settings import build, merge, nest, section, to_tree
-from megatron_lite.config.deepspeed_keys import (
-    ALIASES,
-    FORMER_FLAGS,
-    KEYS,
-    Options,
-    Policy,
-    option_class,
-)
+from data_utils.common.settings import build, merge, nest
+from megatron_lite.config.deepspeed_keys import option_class
+from megatron_lite.config.deepspeed_sorting import COMMENTS, SortedOptions, sort_options
 from megatron_lite.config.schedule import ScheduleConfig
 from megatron_lite.config.sections import BatchConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 
-_ROOT = make_dataclass("Root", [("deepspeed", Options, section(Options))], frozen=True, kw_only=True)
-_SECTIONS = {key.rsplit(".", depth)[0] for key in KEYS for depth in range(1, key.count(".") + 1)}
-_COMMENTS = ("_", "#", "//", "comment")  # JSON has no comments, so that people write them as keys
-_OFFLOADS = ("zero_optimization.offload_param", "zero_optimization.offload_optimizer")
 _DEFAULTS = {
     "batch": BatchConfig, "optimizer": OptimizerConfig, "schedule": ScheduleConfig, "parallel": ParallelConfig,
     "training": TrainingConfig,
 }  # fmt: skip
-
-
-# Options by policy
-
-
-@dataclass
-class Said:
-    """What options say. Keys are dotted, in the spelling of the table."""
-
-    ours: dict[str, Any] = field(default_factory=dict)
-    handed: dict[str, Any] = field(default_factory=dict)
-    stage_3: dict[str, Any] = field(default_factory=dict)
-    idle: dict[str, str] = field(default_factory=dict)  # key -> why it has no effect
-    problems: list[str] = field(default_factory=list)  # a sentence each
-
-    def for_deepspeed(self, stage: int) -> dict[str, Any]:
-        """The nested mapping that is handed on at a ZeRO stage."""
-        options: dict[str, Any] = {}
-        for key, value in (self.handed | (self.stage_3 if stage == 3 else {})).items():
-            options = merge(options, nest(key, value))
-        return options
-
-    def without_effect(self, stage: int) -> dict[str, str]:
-        """Key -> reason, at a ZeRO stage."""
-        if stage == 3:
-            return self.idle
-        asked = {key: KEYS[key] for key, value in self.stage_3.items() if value not in KEYS[key].fine}
-        return self.idle | {key: row.reason for key, row in asked.items()}
-
-    def refuse(self, source: str = "") -> None:
-        """Raise ConfigError with all problems in one line, if there are any."""
-        if not self.problems:
-            return
-        begin = f"{source}: " if source else ""
-        if len(self.problems) > 1:
-            begin += f"{len(self.problems)} DeepSpeed options must change. "
-        raise ConfigError(begin + " ".join(dict.fromkeys(self.problems)))
-
-
-def read_options(given: Mapping[str, Any]) -> Said:
-    """Sort options by policy. It raises nothing: problems are part of the result."""
-    said = Said()
-    seen: dict[str, tuple[str, Any]] = {}  # key -> as it is written, value
-    for written, key, value in _leaves(given, "", ""):
-        if key in seen and seen[key][1] != value:
-            said.problems.append(
-                f"deepspeed.{written} and deepspeed.{seen[key][0]} are the same option; remove one."
-            )
-        row = KEYS.get(key)
-        # "auto" asks the program that reads the file to decide: here our settings do.
-        if key in seen or (row is not None and (value is None or value == "auto")):
-            continue
-        seen[key] = written, value
-        try:
-            value = _checked(key, value, row.kind if row is not None else "")
-        except ConfigError as error:
-            said.problems.append(str(error))
-            continue
-        assert row is not None, "unknown keys are refused"
-        if row.policy is Policy.OURS:
-            said.ours[key] = value
-        elif row.policy is Policy.HANDED:
-            said.handed[key] = value
-        elif row.policy is Policy.STAGE_3:
-            said.stage_3[key] = value
-        # Refused is what would train otherwise; a refused feature that is off changes nothing.
-        elif value in row.fine or (row.kind in ("free", "switch") and _is_off(value, row.kind)):
-            continue
-        elif row.policy is Policy.IDLE:
-            said.idle[key] = row.reason
-        else:
-            what = "is on" if row.kind == "switch" else f"is {shown(value)}"
-            said.problems.append(f"deepspeed.{key} {what}: {row.reason}.")
-    return said
-
-
-def _leaves(tree: Mapping[str, Any], written: str, path: str) -> Iterator[tuple[str, str, Any]]:
-    """Options below a section: as they are written, the key of the table, and the value."""
-    for name, value in tree.items():
-        if str(name).startswith(_COMMENTS):
-            continue
-        as_written, key = f"{written}{name}", f"{path}{name}"
-        key = ALIASES.get(key, key)
-        if key == "zero_optimization" and isinstance(value, bool):  # its first form
-            if value:
-                yield as_written, "zero_optimization.stage", 1
-        elif key in FORMER_FLAGS and (value is None or value == "auto" or isinstance(value, bool)):
-            if value is True:
-                yield as_written, *FORMER_FLAGS[key]
-        elif key not in _SECTIONS or not (isinstance(value, Mapping) or value in (None, "auto", False)):
-            yield as_written, key, value
-        elif isinstance(value, Mapping):
-            yield from _of_section(value, f"{as_written}.", key)
-
-
-def _of_section(section: Mapping[str, Any], written: str, key: str) -> Iterator[tuple[str, str, Any]]:
-    # The other keys of an offload say nothing where nothing is offloaded.
-    if key in _OFFLOADS and section.get("device") in (None, "none", "auto"):
-        return
-    switch = KEYS.get(f"{key}.enabled")
-    if switch is not None and section.get("enabled") is False:
-        section = {"enabled": False}
-    if (
-        switch is not None
-        and switch.policy is Policy.HANDED
-        and section.get("enabled") in (None, "auto", False)
-    ):
-        return  # DeepSpeed's default is off
-    yield from _leaves(section, written, f"{key}.")
-
-
-def _checked(key: str, value: Any, kind: str) -> Any:
-    """The value in the table's type. Raises: ConfigError, which names the nearest key of one that is unknown."""
-    if kind in ("free", "switch") and value is False:
-        return {"enabled": False}
-    if kind == "dtype" and isinstance(value, str):
-        value = value.lower()  # as DeepSpeed does
-    found = to_tree(build(_ROOT, nest(f"deepspeed.{key}", value)))["deepspeed"]
-    for name in key.split("."):
-        found = found[name]
-    return found
-
-
-def _is_off(section: Mapping[str, Any], kind: str) -> bool:
-    """Whether a section turns nothing on. Args: kind: "switch" = off unless its `enabled`, or one below, is true."""
-    if "device" in section:
-        return section["device"] in (None, "none", "auto")
-    state = _state(section)
-    return state is False or (state is None and (kind == "switch" or not section))
-
-
-def _state(section: Mapping[str, Any]) -> bool | None:
-    """The section's `enabled`, else whether one of its parts is; None = nothing says so."""
-    if section.get("enabled") is not None:
-        return section["enabled"] not in (False, "auto")
-    states = [_state(part) for part in section.values() if isinstance(part, Mapping)]
-    known = [state for state in states if state is not None]
-    return any(known) if known else None
-
-
-# Options as settings
 
 
 def with_deepspeed(
@@ -199,42 +47,44 @@ def with_deepspeed(
         return dict(tree)  # the settings refuse it
     problems: list[str] = []
     if path is not None:
-        of_file, typed = load_hjson(path, "DeepSpeed configuration"), overrides.get("deepspeed") or {}
-        problems = list(_contradictions(of_file, typed, "deepspeed."))
+        file_options, typed = load_hjson(path, "DeepSpeed configuration"), overrides.get("deepspeed") or {}
+        problems = list(_contradictions(file_options, typed, "deepspeed."))
         # A DeepSpeed file stands between the YAML files and the command line.
-        given = merge(merge(given, of_file), typed)
+        given = merge(merge(given, file_options), typed)
     source = str(path) if path is not None else ""
-    said = read_options(given)
-    said.problems += problems
-    translation = _Translation(tree, overrides, said, processes)
+    options = sort_options(given)
+    options.problems += problems
+    translation = _Translation(tree, overrides, options, processes)
     translation.run()
-    said.refuse(source)
+    options.refuse(source)
     stage = translation.value("parallel.zero_stage")
-    made = merge(tree, {"deepspeed": None})
+    result = merge(tree, {"deepspeed": None})
     for key, (value, _) in translation.settings.items():
-        made = merge(made, nest(key, value))
-    made["deepspeed"] = said.for_deepspeed(stage)
-    for line in (translation.changes(), _idle_line(said.without_effect(stage))) if say is not None else ():
-        if line:
-            say(f"{source or 'the section deepspeed'} {line}")  # type: ignore[misc]
-    return made
+        result = merge(result, nest(key, value))
+    result["deepspeed"] = options.for_deepspeed(stage)
+    for note in (translation.changes(), _without_effect(options.without_effect(stage))):
+        if note and say is not None:
+            say(f"{source or 'the section deepspeed'} {note}")
+    return result
 
 
-def _contradictions(of_file: Mapping[str, Any], typed: Mapping[str, Any], path: str) -> Iterator[str]:
-    for key in of_file.keys() & typed.keys():
-        one, other = of_file[key], typed[key]
+def _contradictions(file_options: Mapping[str, Any], typed: Mapping[str, Any], path: str) -> Iterator[str]:
+    """A sentence for each option that the file and the command line set to different values."""
+    for key in file_options.keys() & typed.keys():
+        one, other = file_options[key], typed[key]
         if isinstance(one, Mapping) and isinstance(other, Mapping):
             yield from _contradictions(one, other, f"{path}{key}.")
         elif one not in (None, "auto") and other not in (None, "auto") and not _equal(one, other):
             yield f"{path}{key} is {shown(one)} in the file but {shown(other)} as an override; make them equal."
 
 
-def _idle_line(idle: Mapping[str, str]) -> str:
+def _without_effect(reasons: Mapping[str, str]) -> str:
+    """A note on options without effect; "" for none. Args: reasons: key -> reason."""
     by_reason: dict[str, list[str]] = {}
-    for key, reason in idle.items():
+    for key, reason in reasons.items():
         by_reason.setdefault(reason, []).append(key)
-    parts = [f"{', '.join(keys)} ({reason})" for reason, keys in by_reason.items()]
-    return f"has options without effect: {'; '.join(parts)}" if parts else ""
+    groups = [f"{', '.join(keys)} ({reason})" for reason, keys in by_reason.items()]
+    return f"has options without effect: {'; '.join(groups)}" if groups else ""
 
 
 _ADAM = {
@@ -243,7 +93,7 @@ _ADAM = {
     "foreach": "flag", "capturable": "flag", "differentiable": "flag", "set_grad_none": "flag", "maximize": "flag",
     "fp32_optimizer_states": "flag", "eps_inside_sqrt": "flag",
 }  # fmt: skip
-# Parameters under which DeepSpeed's Adam computes other numbers than ours: the value that is fine, and the remedy.
+# Parameters with which DeepSpeed's Adam computes other numbers than AdamW here: the value that agrees, the reason.
 _ADAM_REFUSED = {
     "bias_correction": (True, "AdamW here uses bias correction"),
     "amsgrad": (False, "AMSGrad is not supported"),
@@ -280,42 +130,41 @@ _SCHEDULES = {  # DeepSpeed's class -> our kind, and its parameters
 
 
 class _Translation:
-    """Settings that options mean. Problems and options without effect go to `said`."""
+    """The settings that options mean. Adds problems and options without effect to the options."""
 
     def __init__(
         self,
         tree: Mapping[str, Any],
         overrides: Mapping[str, Any],
-        said: Said,
+        options: SortedOptions,
         processes: int,
     ) -> None:
-        self._tree, self._overrides, self._said, self._processes = tree, overrides, said, processes
-        self.settings: dict[
-            str, tuple[Any, str]
-        ] = {}  # dotted setting -> value, the DeepSpeed key that says it
+        self._tree, self._overrides, self._options, self._processes = tree, overrides, options, processes
+        # Dotted setting -> value, and the DeepSpeed key that sets it.
+        self.settings: dict[str, tuple[Any, str]] = {}
 
     def run(self) -> None:
-        # The layout comes before the batch, which depends on the number of data-parallel ranks.
+        # Parallel sizes come before the batch, which depends on the number of data-parallel ranks.
         self._precision()
-        self._layout()
+        self._parallel_sizes()
         self._batch()
-        clip = self._said.ours.get("gradient_clipping")
+        clip = self._options.settings.get("gradient_clipping")
         if clip is not None:
             self._set("optimizer.clip_grad_norm", clip, "gradient_clipping")
-        if "optimizer" in self._said.ours:
-            self._optimizer(self._said.ours["optimizer"])
-        if "scheduler" in self._said.ours:
-            self._scheduler(self._said.ours["scheduler"])
+        if "optimizer" in self._options.settings:
+            self._optimizer(self._options.settings["optimizer"])
+        if "scheduler" in self._options.settings:
+            self._scheduler(self._options.settings["scheduler"])
         for setting, (value, key) in self.settings.items():
-            # What was typed and the file both claim to decide: neither is dropped in silence.
+            # The command line and the file both set it: neither is ignored without a message.
             typed = _lookup(self._overrides, setting)
             if typed is not None and not _equal(typed, value):
-                self._said.problems.append(
+                self._options.problems.append(
                     f"{setting}={typed} contradicts deepspeed.{key}, which sets it to {value}; remove one of them."
                 )
 
     def value(self, setting: str) -> Any:
-        """What the options make of a setting, else the tree, else its default."""
+        """A setting's value by the options, else by the tree, else its default."""
         if setting in self.settings:
             return self.settings[setting][0]
         given = self._explicit(setting)
@@ -323,26 +172,26 @@ class _Translation:
 
     def changes(self) -> str:
         """What the options change, in words; empty for nothing."""
-        parts = []
+        changes = []
         for setting, (value, key) in self.settings.items():
             given = self._explicit(setting)
             before = _default(setting) if given is None else given
             if not _equal(before, value):
-                parts.append(f"{setting}={shown(value)} (was {shown(before)}; {key})")
-        return f"sets {', '.join(parts)}" if parts else ""
+                changes.append(f"{setting}={shown(value)} (was {shown(before)}; {key})")
+        return f"sets {', '.join(changes)}" if changes else ""
 
     def _set(self, setting: str, value: Any, key: str) -> None:
         self.settings[setting] = value, key
 
     def _explicit(self, setting: str) -> Any:
-        """The tree's own value of a setting, None where it says nothing."""
+        """The tree's value of a setting, None where it has none."""
         return _lookup(self._tree, setting)
 
     def _refuse(self, key: str, value: Any, remedy: str) -> None:
-        self._said.problems.append(f"deepspeed.{key} is {shown(value)}: {remedy}.")
+        self._options.problems.append(f"deepspeed.{key} is {shown(value)}: {remedy}.")
 
     def _precision(self) -> None:
-        enabled = {name: self._said.ours.get(f"{name}.enabled") for name in ("fp16", "bf16")}
+        enabled = {name: self._options.settings.get(f"{name}.enabled") for name in ("fp16", "bf16")}
         if all(enabled.values()):
             self._refuse("fp16.enabled", True, "bf16.enabled is true too: keep one of them")
             return
@@ -350,24 +199,26 @@ class _Translation:
             if on:
                 self._set("training.precision", name, f"{name}.enabled")
         now = self.value("training.precision")
-        # The file switches off what our setting asks for: then neither half precision is left.
+        # The file switches off the half precision that the tree asks for, and on no other.
         if enabled.get(now) is False:
             self._set("training.precision", "fp32", f"{now}.enabled")
 
-    def _layout(self) -> None:
-        ours = self._said.ours
-        stage = ours.get("zero_optimization.stage")
+    def _parallel_sizes(self) -> None:
+        settings = self._options.settings
+        stage = settings.get("zero_optimization.stage")
         if stage is not None:
             same = " 0; stage 1 gives the same results with less memory" if stage == 0 else ""
-            # Stage 0 is stage 1 here: the optimizer's step is the same for all stages, only the place of its
-            # state differs.
+            # Stage 0 becomes stage 1: the optimizer's step is the same, only its state is sharded.
             self._set("parallel.zero_stage", max(1, stage), f"zero_optimization.stage{same}")
         device = "zero_optimization.offload_optimizer.device"
-        if device in ours:
+        if device in settings:
             self._set("parallel.offload_optimizer", True, device)
-            if ours[device] == "nvme":
-                self._said.idle[f"{device} nvme"] = "the optimizer state stays in CPU memory"
-        shards, sequence = ours.get("tensor_parallel.autotp_size", 0), ours.get("sequence_parallel_size", 1)
+            if settings[device] == "nvme":
+                self._options.no_effect[f"{device} nvme"] = "the optimizer state stays in CPU memory"
+        shards, sequence = (
+            settings.get("tensor_parallel.autotp_size", 0),
+            settings.get("sequence_parallel_size", 1),
+        )
         if shards > 1 < sequence != shards:
             remedy = f"tensor-parallel ranks also shard the sequence: set sequence_parallel_size to {shards}"
             self._refuse("sequence_parallel_size", sequence, remedy)
@@ -378,20 +229,24 @@ class _Translation:
             self._set("parallel.tensor_parallel_size", shards, "tensor_parallel.autotp_size")
 
     def _batch(self) -> None:
-        """As DeepSpeed derives it: of batch, micro-batch and passes two give the third, on so many ranks."""
-        ours, typed = self._said.ours, self._overrides
-        size = ours.get("train_batch_size", _whole(_lookup(typed, "batch.global_batch_size")))
-        micro = ours.get("train_micro_batch_size_per_gpu", _whole(_lookup(typed, "batch.micro_batch_size")))
-        passes = ours.get("gradient_accumulation_steps")
+        """Batch = micro-batch x accumulation steps x data-parallel ranks: two of the options suffice."""
+        settings, typed = self._options.settings, self._overrides
+        size = settings.get("train_batch_size", _whole(_lookup(typed, "batch.global_batch_size")))
+        micro = settings.get(
+            "train_micro_batch_size_per_gpu", _whole(_lookup(typed, "batch.micro_batch_size"))
+        )
+        passes = settings.get("gradient_accumulation_steps")
         ranks = self._data_parallel_size()
         keys = [
-            key for key in ("train_batch_size", "train_micro_batch_size_per_gpu") if ours.get(key) is not None
+            key
+            for key in ("train_batch_size", "train_micro_batch_size_per_gpu")
+            if settings.get(key) is not None
         ]
         if keys or (passes is not None and (size, micro) != (None, None)):
             key = (*keys, "gradient_accumulation_steps")[0]
             size, micro = self._derived(size, micro, passes, ranks)
             if size % (micro * ranks):
-                self._said.problems.append(
+                self._options.problems.append(
                     f"deepspeed.{key} gives a global batch of {size} samples, but it must be a multiple of {micro} "
                     f"samples x {ranks} data-parallel ranks; change it, one of the other two batch options, or the "
                     "number of processes."
@@ -405,31 +260,35 @@ class _Translation:
     def _derived(
         self, size: int | None, micro: int | None, passes: int | None, ranks: int
     ) -> tuple[int, int]:
-        """Batch and micro-batch from one of them or both. Without passes the tree's other one stays where it fits."""
-        size_here = _whole(self._explicit("batch.global_batch_size"))
-        micro_here = _whole(self._explicit("batch.micro_batch_size"))
+        """Batch and micro-batch from one of them or both, with None for the other.
+
+        Without `passes` the tree's value of the other one stays where it divides.
+        """
+        tree_size = _whole(self._explicit("batch.global_batch_size"))
+        tree_micro = _whole(self._explicit("batch.micro_batch_size"))
         if size is None:
             assert micro is not None, "one is given"
-            fits = passes is None and size_here is not None and size_here % (micro * ranks) == 0
-            size = size_here if fits and size_here else micro * ranks * (passes or 1)
+            fits = passes is None and tree_size is not None and tree_size % (micro * ranks) == 0
+            size = tree_size if fits and tree_size else micro * ranks * (passes or 1)
         if micro is None:
-            fits = passes is None and micro_here is not None and size % (micro_here * ranks) == 0
-            micro = micro_here if fits and micro_here else max(1, size // (ranks * (passes or 1)))
+            fits = passes is None and tree_micro is not None and size % (tree_micro * ranks) == 0
+            micro = tree_micro if fits and tree_micro else max(1, size // (ranks * (passes or 1)))
         return size, micro
 
     def _check_passes(self, passes: int, ranks: int) -> None:
-        whole, part = (
-            _whole(self._said.ours.get(key)) for key in ("train_batch_size", "train_micro_batch_size_per_gpu")
+        batch, micro_batch = (
+            _whole(self._options.settings.get(key))
+            for key in ("train_batch_size", "train_micro_batch_size_per_gpu")
         )
-        if whole and part and whole % (part * passes):
-            self._said.problems.append(
-                f"deepspeed.train_batch_size ({whole}) must be a multiple of train_micro_batch_size_per_gpu "
-                f"({part}) x gradient_accumulation_steps ({passes}); change or remove one of them."
+        if batch and micro_batch and batch % (micro_batch * passes):
+            self._options.problems.append(
+                f"deepspeed.train_batch_size ({batch}) must be a multiple of train_micro_batch_size_per_gpu "
+                f"({micro_batch}) x gradient_accumulation_steps ({passes}); change or remove one of them."
             )
             return
         size, micro = self.value("batch.global_batch_size"), self.value("batch.micro_batch_size")
         if _whole(size) and _whole(micro) and size != passes * micro * ranks:
-            self._said.idle["gradient_accumulation_steps"] = (
+            self._options.no_effect["gradient_accumulation_steps"] = (
                 f"derived from global batch {size}, micro-batch {micro} and {ranks} data-parallel ranks"
             )
 
@@ -438,17 +297,17 @@ class _Translation:
             self.value(f"parallel.{name}") for name in ("tensor_parallel_size", "pipeline_parallel_size")
         ]
         shards = sizes[0] * sizes[1] if all(_whole(size) for size in sizes) else 1
-        return max(1, self._processes // shards)  # where it does not divide, the start is refused
+        return max(1, self._processes // shards)  # where the shards do not divide it, the start is refused
 
     def _optimizer(self, block: Mapping[str, Any]) -> None:
         if not self._keys_known("optimizer", block, ("type", "params", "legacy_fusion")):
             return
         name, given = block.get("type"), block.get("params") or {}
         if block.get("legacy_fusion"):
-            self._said.idle["optimizer.legacy_fusion"] = "set optimizer.kernel instead"
+            self._options.no_effect["optimizer.legacy_fusion"] = "set optimizer.kernel instead"
         if name is None:
             if given:
-                self._said.idle["optimizer.params"] = "optimizer.type is missing"
+                self._options.no_effect["optimizer.params"] = "optimizer.type is missing"
             return
         kind = str(name).lower()
         if kind not in ("adam", "adamw"):
@@ -459,12 +318,14 @@ class _Translation:
             self._refuse("optimizer.type", name, f"{why}: {remedy}")
             return
         params = self._parameters("optimizer", given, _ADAM)
-        for param, (fine, why) in _ADAM_REFUSED.items():
-            if params.get(param, fine) is not fine:
-                self._refuse(f"optimizer.params.{param}", params[param], f"{why}: set it to {shown(fine)}")
+        for param, (supported, why) in _ADAM_REFUSED.items():
+            if params.get(param, supported) is not supported:
+                self._refuse(
+                    f"optimizer.params.{param}", params[param], f"{why}: set it to {shown(supported)}"
+                )
         for param in _ADAM_KERNELS:
             if params.get(param):
-                self._said.idle[f"optimizer.params.{param}"] = "set optimizer.kernel instead"
+                self._options.no_effect[f"optimizer.params.{param}"] = "set optimizer.kernel instead"
         betas = params.get("betas")
         if betas is not None and len(betas) != 2:
             self._refuse("optimizer.params.betas", list(betas), "it must be two numbers")
@@ -481,7 +342,7 @@ class _Translation:
             ("weight_decay", "weight_decay", params.get("weight_decay"), 0.0),
         ):
             # A file that names the optimizer and not the parameter was trained with DeepSpeed's default, which
-            # is not ours.
+            # is not the default here.
             if value is None and param not in given and self._explicit(f"optimizer.{setting}") is None:
                 value = usual  # DeepSpeed's default: neither file says it
             if value is not None:
@@ -491,7 +352,7 @@ class _Translation:
         if kind == "adam" and params.get("adam_w_mode") is False and not _equal(decay, 0):
             remedy = "weight decay is always decoupled: set adam_w_mode to true, or weight_decay to 0"
             self._refuse("optimizer.params.adam_w_mode", False, remedy)
-        clip, other = params.get("max_grad_norm"), self._said.ours.get("gradient_clipping")
+        clip, other = params.get("max_grad_norm"), self._options.settings.get("gradient_clipping")
         if clip and other is not None and clip != other:
             remedy = f"but gradient_clipping is {other}: remove one of them"
             self._refuse("optimizer.params.max_grad_norm", clip, remedy)
@@ -504,7 +365,7 @@ class _Translation:
         name, given = block.get("type"), block.get("params") or {}
         if name is None:
             if given:
-                self._said.idle["scheduler.params"] = "scheduler.type is missing"
+                self._options.no_effect["scheduler.params"] = "scheduler.type is missing"
             return
         if not isinstance(name, str) or name not in _SCHEDULES:
             known = ", ".join(_SCHEDULES)
@@ -512,7 +373,7 @@ class _Translation:
             self._refuse("scheduler.type", name, remedy)
             return
         kind, kinds = _SCHEDULES[name]
-        problems = len(self._said.problems)
+        problems = len(self._options.problems)
         params = self._parameters("scheduler", given, kinds)
         if params.get("last_batch_iteration", -1) != -1:
             remedy = "the schedule depends on the step only: remove it"
@@ -527,7 +388,7 @@ class _Translation:
             floor = params.get("cos_min_ratio", 1e-4)
             if given.get("cos_min_ratio") == "auto":
                 floor = self.value("schedule.min_lr_ratio")
-        if len(self._said.problems) > problems:
+        if len(self._options.problems) > problems:
             return
         if "warmup_num_steps" not in given:
             params["warmup_num_steps"] = 1000  # DeepSpeed's default
@@ -538,10 +399,10 @@ class _Translation:
             ("min_lr_ratio", floor),
             ("warmup_kind", params.get("warmup_type", "log")),
             ("warmup_start_ratio", first),
-            # The file's schedule replaces the parts of ours.
+            # The file's schedule replaces the tree's schedule.parts.
             ("parts", []),
         ):
-            if value is not None:  # else it is "auto": ours decides
+            if value is not None:  # else it is "auto": the tree decides
                 self._set(f"schedule.{setting}", value, "scheduler")
 
     def _lowest(self, name: str, given: Mapping[str, Any], params: Mapping[str, Any]) -> float:
@@ -564,10 +425,10 @@ class _Translation:
         return float(lowest / peak)
 
     def _keys_known(self, name: str, block: Mapping[str, Any], known: tuple[str, ...]) -> bool:
-        wrong = [key for key in block if key not in known and not str(key).startswith(_COMMENTS)]
+        wrong = [key for key in block if key not in known and not str(key).startswith(COMMENTS)]
         for key in wrong:
             remedy = f"unknown setting deepspeed.{name}.{key}; valid keys here are {', '.join(known)}."
-            self._said.problems.append(remedy)
+            self._options.problems.append(remedy)
         params = block.get("params")
         if not isinstance(params, Mapping) and params not in (None, "auto"):
             self._refuse(f"{name}.params", params, "it must be a mapping: write its keys, or remove it")
@@ -579,12 +440,12 @@ class _Translation:
         cls = option_class(name, kinds)
         found: dict[str, Any] = {}
         for key, value in given.items():
-            if str(key).startswith(_COMMENTS) or (key in kinds and value in (None, "auto")):
+            if str(key).startswith(COMMENTS) or (key in kinds and value in (None, "auto")):
                 continue
             try:
                 found[key] = getattr(build(cls, {key: value}, f"deepspeed.{name}.params."), str(key))
             except ConfigError as error:
-                self._said.problems.append(str(error))
+                self._options.problems.append(str(error))
         return found
 
 

@@ -1,7 +1,7 @@
-"""The dictionary for DeepSpeed, from this project's configuration and the user's further DeepSpeed options.
+"""The dictionary for DeepSpeed, from this project's settings and the user's other DeepSpeed options.
 
-Most options follow from our own settings. What a user's file says of those became settings when it was read
-(deepspeed_file.py); here the section may repeat them, and a contradiction is an error.
+Most options follow from settings. Those of a user's file became settings when it was read (deepspeed_file.py); here the
+section `deepspeed` may repeat them, and a contradiction is an error.
 Nothing here imports deepspeed or torch: a configuration is checked before either is loaded.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from data_utils.common.setting_files import shown
 from data_utils.common.settings import merge, nest
-from megatron_lite.config.deepspeed_file import read_options
+from megatron_lite.config.deepspeed_file import sort_options
 from megatron_lite.config.deepspeed_keys import KEYS
 from megatron_lite.config.sections import BatchConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 
@@ -40,24 +40,24 @@ def deepspeed_options(
         given: the user's options, the section `deepspeed`.
         dp_size: None = not known yet; what depends on it is neither checked nor part of the result.
     Raises: ConfigError if the batch does not divide over the ranks, or a user's option is refused, unknown, of the
-        wrong type, or contradicts ours.
+        wrong type, or contradicts a setting.
     """
-    said = read_options(given)
+    sorted_options = sort_options(given)
     derived = _derived(batch, optimizer, parallel, training, dp_size)
-    for key, value in said.ours.items():
-        ours, source = derived.get(key, (None, KEYS[key].reason))
+    for key, value in sorted_options.settings.items():
+        expected, source = derived.get(key, (None, KEYS[key].reason))
         if key not in derived:
-            said.problems.append(
+            sorted_options.problems.append(
                 f"deepspeed.{key} corresponds to {source}; set that instead, or set the option in a file or as an "
                 "override."
             )
-        elif ours is not None and value != ours:
-            said.problems.append(
-                f"deepspeed.{key} is {shown(value)}, but {source} makes it {ours!r}; make them equal, or remove "
+        elif expected is not None and value != expected:
+            sorted_options.problems.append(
+                f"deepspeed.{key} is {shown(value)}, but {source} makes it {expected!r}; make them equal, or remove "
                 "the DeepSpeed option, which is derived."
             )
-    said.refuse()
-    options = merge(DEFAULTS, said.for_deepspeed(parallel.zero_stage))
+    sorted_options.refuse()
+    options = merge(DEFAULTS, sorted_options.for_deepspeed(parallel.zero_stage))
     for key, (value, _) in derived.items():
         if value is not None:
             options = merge(options, nest(key, value))

@@ -1,7 +1,7 @@
 """Interventions in a run: skip samples after a loss spike, change the learning rate, shrink the embeddings' gradient.
 
-All are settings keyed to absolute samples or steps, so that a run with them is as repeatable as one without. What takes
-effect is recorded with its step in metrics.jsonl and in the checkpoints.
+All are settings for absolute samples or steps, so that a run with them is as repeatable as one without. Each event is
+recorded with its step in metrics.jsonl and in the checkpoints.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class LearningRateChange:
             f"events.learning_rate has from_step {self.from_step} and until_step {self.until_step}; from_step "
             "must not be larger than until_step.",
         )
-        given = [number for number in (self.factor, self.value) if number is not None]
+        set_values = [number for number in (self.factor, self.value) if number is not None]
         check(
-            len(given) == 1,
+            len(set_values) == 1,
             f"events.learning_rate has factor {self.factor} and value {self.value}; set exactly one of them.",
         )
 
@@ -101,8 +101,8 @@ class EventsConfig:
         return next((change for change in reversed(self.learning_rate) if change.includes(step)), None)
 
     def _shrink_change(self, step: int) -> ShrinkChange | None:
-        begun = (change for change in reversed(self.embedding_gradient_shrink) if change.from_step <= step)
-        return next(begun, None)
+        active = (change for change in reversed(self.embedding_gradient_shrink) if change.from_step <= step)
+        return next(active, None)
 
 
 @dataclass

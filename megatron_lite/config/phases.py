@@ -51,10 +51,10 @@ class PhaseConfig:
     )
 
     def __post_init__(self) -> None:
-        given = {name: getattr(self, name) for name in _LENGTHS if getattr(self, name) is not None}
+        lengths = {name: getattr(self, name) for name in _LENGTHS if getattr(self, name) is not None}
         check(
-            len(given) <= 1,
-            f"a phase has {' and '.join(f'{name} {value}' for name, value in given.items())}; set only one of "
+            len(lengths) <= 1,
+            f"a phase has {' and '.join(f'{name} {value}' for name, value in lengths.items())}; set only one of "
             "them.",
         )
 
@@ -64,8 +64,8 @@ class PhaseConfig:
 
     def settings(self, tree: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
         """A configuration's tree with this phase's settings. Args: names: of its training corpora."""
-        own = {"batch": self.batch, **self.objective_settings}
-        merged = merge(tree, {"phases": [], "schedule": {"parts": []}, **own})
+        overrides = {"batch": self.batch, **self.objective_settings}
+        merged = merge(tree, {"phases": [], "schedule": {"parts": []}, **overrides})
         if self.weights:
             train = zip(tree["data"]["train"], names, strict=True)
             with_weights = [{**corpus, "weight": self.weights.get(name, 0)} for corpus, name in train]

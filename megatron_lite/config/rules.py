@@ -1,4 +1,4 @@
-"""Rules that concern several sections of the settings together. tree.py asks for them when a configuration is made."""
+"""Rules that concern several sections of the settings. tree.py checks them whenever a configuration is created."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from data_utils.common.setting_files import shown
 from data_utils.common.settings import check
 from data_utils.objectives import OBJECTIVES
 
-Config = Any  # that of tree.py, which imports this file
+Config = Any  # tree.Config: tree.py imports this file, and imports go one way
 
 
 def check_together(config: Config) -> None:
@@ -25,7 +25,7 @@ def check_together(config: Config) -> None:
     _check_lengths(config)
     _check_heads(config)
     _check_fillings(config)
-    _check_layout(config)
+    _check_parallel_sizes(config)
     if config.training.cuda_graphs:
         _check_graphs(config)
     _check_decoder(config)
@@ -60,7 +60,7 @@ def _check_steps(config: Config) -> None:
 
 
 def _check_lengths(config: Config) -> None:
-    """Positions, rows and the vocabulary, as long as the objectives need them."""
+    """Positions, sequences and the vocabulary have at least the size that the objectives need."""
     chosen = [choice.section for choice in config.objective_choices]
     data, model = config.data, config.model
     needed = max(section.max_position_needed(data.sequence_length) for section in chosen)
@@ -85,9 +85,9 @@ def _check_lengths(config: Config) -> None:
 
 def _check_objectives(config: Config) -> None:
     for name, weight in config.objectives.items():
-        number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+        is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
         check(
-            number and 0 <= weight < float("inf"),
+            is_number and 0 <= weight < float("inf"),
             f"objectives.{name} is {shown(weight)}; it must be a number, 0 or more.",
         )
     for name, first in config.objective_starts.items():
@@ -96,9 +96,9 @@ def _check_objectives(config: Config) -> None:
             f"objective_starts contains {shown(name)}, which is not in objectives; add it there, or remove it "
             "here.",
         )
-        whole = isinstance(first, int) and not isinstance(first, bool)
+        is_whole = isinstance(first, int) and not isinstance(first, bool)
         check(
-            whole and first >= 0,
+            is_whole and first >= 0,
             f"objective_starts.{name} is {shown(first)}; it must be a number of samples, 0 or more.",
         )
     check(
@@ -126,7 +126,7 @@ def _check_heads(config: Config) -> None:
     if model.span_boundary_places and not any(choice.section.has_span_boundaries for choice in chosen):
         raise ConfigError(
             f"model.span_boundary_places is {model.span_boundary_places}, but only "
-            f"{_with_ability('has_span_boundaries')} uses it; set it to 0, or add that objective."
+            f"{_objectives_with('has_span_boundaries')} uses it; set it to 0, or add that objective."
         )
     segments = max(choice.section.segments for choice in chosen)
     check(
@@ -144,10 +144,12 @@ def _check_heads(config: Config) -> None:
         f"model.task_rows is {shown(list(model.task_rows))}, but the task embedding has "
         f"{model.task_types} rows; remove it: it is filled in at the start.",
     )
-    in_blocks = [choice.name for choice in chosen if choice.section.has_block_positions]
+    block_objectives = [choice.name for choice in chosen if choice.section.has_block_positions]
     check(
-        model.positions in ("learned_blocks", "rotary") or model.block_positions == "none" or not in_blocks,
-        f"model.positions is {model.positions}, but {', '.join(in_blocks)} needs positions in the span; "
+        model.positions in ("learned_blocks", "rotary")
+        or model.block_positions == "none"
+        or not block_objectives,
+        f"model.positions is {model.positions}, but {', '.join(block_objectives)} needs positions in the span; "
         "set it to learned_blocks or rotary, or set model.block_positions to none to ignore them.",
     )
 
@@ -155,9 +157,11 @@ def _check_heads(config: Config) -> None:
 def _check_fillings(config: Config) -> None:
     parallel, count = config.parallel, config.training.eval_fillings
     # Filling reads the model token by token, for which a rank must hold all weights.
-    whole = parallel.tensor_parallel_size == parallel.pipeline_parallel_size == 1 and parallel.zero_stage < 3
+    is_on_one_rank = (
+        parallel.tensor_parallel_size == parallel.pipeline_parallel_size == 1 and parallel.zero_stage < 3
+    )
     check(
-        not count or whole,
+        not count or is_on_one_rank,
         f"training.eval_fillings is {count}, but no rank holds the whole model; set it to 0 and use "
         "scripts/generate.py, or set tensor_parallel_size and pipeline_parallel_size to 1 and zero_stage "
         "to 1 or 2.",
@@ -168,19 +172,21 @@ def _check_fillings(config: Config) -> None:
     )
 
 
-# Options of a body that have graphs too: they are set aside before the others are compared.
-_MODERN = {"rms_norm": False, "ffn": "plain", "ffn_size": None, "biases": "all", "num_key_value_heads": None}
+# Options with which graphs work too: they get their defaults before all others are compared with plain blocks.
+_MODERN: dict[str, Any] = {
+    "rms_norm": False,
+    "ffn": "plain",
+    "ffn_size": None,
+    "biases": "all",
+    "num_key_value_heads": None,
+}
 
 
 def _check_graphs(config: Config) -> None:
-    """Under these settings blocks are not one function each, or what a graph reads lies elsewhere in each step."""
-    parallel, training, model, given = (
-        config.parallel,
-        config.training,
-        config.model,
-        "training.cuda_graphs is true, but ",
-    )
-    summed_as = config.deepspeed.get("communication_data_type", "fp32")
+    """Raise ConfigError where a block is not one function, or a graph's inputs have other addresses in each step."""
+    parallel, training, model = config.parallel, config.training, config.model
+    rule = "training.cuda_graphs is true, but "
+    communication_type = config.deepspeed.get("communication_data_type", "fp32")
     for name, value, needed, why in (
         (
             "parallel.pipeline_parallel_size",
@@ -190,7 +196,7 @@ def _check_graphs(config: Config) -> None:
         ),
         ("parallel.tensor_parallel_size", parallel.tensor_parallel_size, 1, "blocks communicate"),
         ("parallel.zero_stage", parallel.zero_stage, 1, "gradient or weight buffers are reallocated"),
-        ("deepspeed.communication_data_type", summed_as, "fp32", "gradient buffers are reallocated"),
+        ("deepspeed.communication_data_type", communication_type, "fp32", "gradient buffers are reallocated"),
         ("training.recompute", training.recompute, "none", "recomputation runs blocks twice"),
         ("training.kernels", training.kernels, "fused", "blocks are not a single fused function"),
         ("training.layernorm", training.layernorm, "torch", "blocks are not a single fused function"),
@@ -198,20 +204,20 @@ def _check_graphs(config: Config) -> None:
         ("model.decoder_layers", model.decoder_layers, 0, "decoder blocks are not captured"),
     ):
         check(
-            value == needed, f"{given}{name} is {value} ({why}); set it to {needed}, or cuda_graphs to false."
+            value == needed, f"{rule}{name} is {value} ({why}); set it to {needed}, or cuda_graphs to false."
         )
     rest = "set cuda_graphs to false."
     check(
-        training.precision != "fp32", f"{given}training.precision is fp32; set it to bf16 or fp16, or {rest}"
+        training.precision != "fp32", f"{rule}training.precision is fp32; set it to bf16 or fp16, or {rest}"
     )
-    check(config.task is None, f"{given}fine-tuning may freeze parameters; {rest}")
+    check(config.task is None, f"{rule}fine-tuning may freeze parameters; {rest}")
     check(
         replace(model, **_MODERN).is_plain and model.has_plain_blocks and model.query_factor == 1.0,
-        f"{given}the model has options that graphs do not support; {rest}",
+        f"{rule}the model has options that graphs do not support; {rest}",
     )
 
 
-def _check_layout(config: Config) -> None:
+def _check_parallel_sizes(config: Config) -> None:
     parallel, model = config.parallel, config.model
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     check(
@@ -252,7 +258,7 @@ def _check_layout(config: Config) -> None:
         f"model.ffn_size ({model.inner_size}) must be divisible by parallel.tensor_parallel_size ({tp}); "
         "change ffn_size.",
     )
-    # Rows as they are padded: every rank takes an equal share of the tokens of a micro-batch.
+    # Padding included: every rank takes an equal share of the tokens of a micro-batch.
     tokens = config.batch.micro_batch_size * config.row_length
     check(
         not parallel.sequence_parallel or tokens % tp == 0,
@@ -288,7 +294,7 @@ def _check_task(config: Config) -> None:
         config.finetune.trained != "adapters" or config.model.adapter_size > 0,
         "finetune.trained is adapters, but model.adapter_size is 0; set it to a bottleneck size such as 64.",
     )
-    # The loss of a task needs rows of a whole micro-batch after the head, which stages do not have together.
+    # The loss of a task needs the head's outputs of a whole micro-batch, which no pipeline stage has.
     stages, normalization = config.parallel.pipeline_parallel_size, config.training.loss_normalization
     check(
         stages == 1,
@@ -330,14 +336,14 @@ def _check_second_stack(config: Config) -> None:
         return
     for name in ("decoder", "decoder_tokenizer"):
         if getattr(config, name) is not None:
-            with_two = _with_ability("has_second_stack")
+            objectives = _objectives_with("has_second_stack")
             raise ConfigError(
-                f"{name} is set, but only the objective {with_two} uses it; set it to null, or objectives to "
-                f"{{{with_two.partition(' ')[0]}: 1}}."
+                f"{name} is set, but only the objective {objectives} uses it; set it to null, or objectives to "
+                f"{{{objectives.partition(' ')[0]}: 1}}."
             )
 
 
-def _with_ability(ability: str) -> str:
-    """The objectives whose sections have it, for messages."""
-    own = {name: OBJECTIVES[name].config_class for name in OBJECTIVES.own}
-    return " or ".join(name for name, section in own.items() if getattr(section, ability))
+def _objectives_with(ability: str) -> str:
+    """The names of this project's objectives whose sections have an ability, for messages."""
+    sections = {name: OBJECTIVES[name].config_class for name in OBJECTIVES.own}
+    return " or ".join(name for name, section in sections.items() if getattr(section, ability))

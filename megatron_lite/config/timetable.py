@@ -1,4 +1,4 @@
-"""Steps and samples of a run in closed form: stages with one batch size each, ramps made of such, skipped samples.
+"""Steps and samples of a run in closed form: stages with one batch size each, ramps of such stages, skipped samples.
 
 A step's first sample and batch size are pure functions of its number, so that no state is kept of them. They equal what
 `EventsConfig.next_sample` gives step by step.
@@ -21,7 +21,7 @@ class Stage(NamedTuple):
     batch_size: int
 
 
-class _Stretch(NamedTuple):
+class _UninterruptedStage(NamedTuple):
     """Steps of one batch size that no skip interrupts."""
 
     step: int  # steps before it
@@ -38,34 +38,38 @@ class Timetable:
     """
 
     def __init__(self, stages: Sequence[Stage], events: EventsConfig) -> None:
-        self._stretches: list[_Stretch] = []
+        self._stages: list[_UninterruptedStage] = []
         step = consumed = 0
         for number, (steps, size) in enumerate(stages):
             left = math.inf if number == len(stages) - 1 else steps
             while left:
                 consumed = events.next_sample(consumed, size)
-                self._stretches.append(_Stretch(step, consumed, size))
-                ahead = [skip.first for skip in events.skip_samples if skip.first >= consumed]
+                self._stages.append(_UninterruptedStage(step, consumed, size))
+                next_skips = [skip.first for skip in events.skip_samples if skip.first >= consumed]
                 # Whole batches up to the next skip; the batch that would reach into it begins after it.
-                run = min([left, *((first - consumed) // size for first in ahead)])
-                if run == math.inf:
+                num_steps = min([left, *((first - consumed) // size for first in next_skips)])
+                if num_steps == math.inf:
                     return
-                step, consumed, left = step + int(run), consumed + int(run) * size, left - run
+                step, consumed, left = (
+                    step + int(num_steps),
+                    consumed + int(num_steps) * size,
+                    left - num_steps,
+                )
 
     def batch_size(self, step: int) -> int:
         """Args: step: the steps before it, as in all methods."""
-        return self._stretch(step).batch_size
+        return self._stage(step).batch_size
 
     def first_sample(self, step: int) -> int:
-        stretch = self._stretch(step)
-        return stretch.first_sample + (step - stretch.step) * stretch.batch_size
+        stage = self._stage(step)
+        return stage.first_sample + (step - stage.step) * stage.batch_size
 
     def consumed(self, step: int) -> int:
         """Samples used or skipped by `step` steps."""
         return self.first_sample(step - 1) + self.batch_size(step - 1) if step else 0
 
-    def _stretch(self, step: int) -> _Stretch:
-        return self._stretches[bisect_right(self._stretches, step, key=lambda each: each.step) - 1]
+    def _stage(self, step: int) -> _UninterruptedStage:
+        return self._stages[bisect_right(self._stages, step, key=lambda each: each.step) - 1]
 
 
 def ramp_stages(size: int, start: int, by: int, samples: int) -> Iterator[Stage]:

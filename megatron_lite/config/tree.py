@@ -39,8 +39,8 @@ from megatron_lite.config.events import EventsConfig
 from megatron_lite.config.finetuning import FinetuneConfig
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.model import ModelConfig
+from megatron_lite.config.phase_plan import PhasePlan
 from megatron_lite.config.phases import PhaseConfig
-from megatron_lite.config.plan import Plan
 from megatron_lite.config.rules import check_together
 from megatron_lite.config.schedule import ScheduleConfig
 from megatron_lite.config.sections import (
@@ -55,6 +55,7 @@ from megatron_lite.config.sections import (
     TrackersConfig,
     TrainingConfig,
 )
+from megatron_lite.config.varying_phase_plan import VaryingPhasePlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,10 +107,10 @@ class Config:
 
     def __post_init__(self) -> None:
         """Raises: ConfigError for what cannot be trained: a value, the rule that it breaks, and a remedy."""
-        # Sections of objectives that the run does not choose decide nothing. They are checked where they are
-        # read, and left out here, so that a resolved configuration records only what holds.
-        given, names = self.objective_sections, self.objectives or ("blank_infilling",)
-        chosen = {name: _section_of(name, given.get(name)) for name in names}
+        # Sections of objectives that the run does not train have no effect. They are checked where they are read, and
+        # left out here, so that a resolved configuration records only settings in effect.
+        names = self.objectives or ("blank_infilling",)
+        chosen = {name: _objective_section(name, self.objective_sections.get(name)) for name in names}
         glm: Any = chosen.get("blank_infilling")
         if glm is not None and glm.short_seq_prob:  # as in files of former versions
             data = replace(self.data, short_prob=self.data.short_prob or glm.short_seq_prob)
@@ -119,7 +120,7 @@ class Config:
         object.__setattr__(self, "objective_sections", chosen)  # those of the run's objectives, no others
         check_together(self)
         self.deepspeed_options()
-        _plan_of(self)  # refuses phases that contradict the run
+        _phase_plan_of(self)  # refuses phases that contradict the run
 
     @property
     def objective_choices(self) -> tuple[ObjectiveChoice, ...]:
@@ -136,8 +137,8 @@ class Config:
     @property
     def packages(self) -> dict[str, str]:
         """Objective -> the package that brings it, with its version; those of this project are left out."""
-        found = {choice.name: OBJECTIVES.package(choice.name) for choice in self.objective_choices}
-        return {name: package for name, package in found.items() if package}
+        packages = {choice.name: OBJECTIVES.package(choice.name) for choice in self.objective_choices}
+        return {name: package for name, package in packages.items() if package}
 
     @property
     def has_sentence_labels(self) -> bool:
@@ -145,9 +146,9 @@ class Config:
         return any(choice.section.has_sentence_label for choice in self.objective_choices)
 
     @property
-    def plan(self) -> Plan:
-        """Which settings hold at which step; made at each call."""
-        return _plan_of(self)
+    def phase_plan(self) -> PhasePlan:
+        """Which settings hold at which step; computed at each call."""
+        return _phase_plan_of(self)
 
     @property
     def has_memory(self) -> bool:
@@ -187,9 +188,9 @@ class Config:
         """
         batch = self.batch
         if dp_size is not None:
-            plan = self.plan
-            plan.require_ranks(dp_size)
-            batch = plan.configs[0].batch
+            phase_plan = self.phase_plan
+            phase_plan.require_ranks(dp_size)
+            batch = phase_plan.configs[0].batch
         sections = (batch, self.optimizer, self.parallel, self.training)
         return deepspeed_options(self.deepspeed, *sections, dp_size)
 
@@ -205,20 +206,19 @@ class Config:
         return self.training.steps if self.schedule.decay_steps is None else self.schedule.decay_steps
 
 
-def _section_of(name: str, given: Any) -> ObjectiveConfig:
-    """The section of an objective that is chosen. That of a package was a mapping until here."""
+def _objective_section(name: str, section: Any) -> ObjectiveConfig:
+    """The section of an objective of the run. The section of a package's objective is a mapping until here."""
     cls = objective_class(name).config_class
-    return build(cls, given or {}, f"{name}.") if given is None or isinstance(given, Mapping) else given
+    if section is None or isinstance(section, Mapping):
+        return build(cls, section or {}, f"{name}.")
+    return section
 
 
-def _plan_of(config: Config) -> Plan:
+def _phase_plan_of(config: Config) -> PhasePlan:
     changes = config.phases, config.batch.ramp, config.schedule.parts, config.data.region
-    # Most runs never change a setting: the modules of phases and timetables are loaded for those that do.
     if any(changes) or config.events.skip_samples:
-        from megatron_lite.config.phased_plan import PhasedPlan
-
-        return PhasedPlan(config)
-    return Plan(config)
+        return VaryingPhasePlan(config)
+    return PhasePlan(config)
 
 
 def _with_size(key: str, model: ModelConfig, size: int) -> ModelConfig:
@@ -246,35 +246,35 @@ def load_config(
     Raises: ConfigError naming the value, the rule and the remedy.
     """
     files = tuple(files)
-    tree, given, usual, notes = load_tree(files, overrides)
+    tree, typed, file_steps, notes = load_tree(files, overrides)
     for note in notes:
         say(note)
     if deepspeed_config is not None or tree.get("deepspeed"):
         try:
-            tree = with_deepspeed(tree, given, deepspeed_config, processes, say)
-        except ConfigError as error:  # the settings' own mistakes are named with those of DeepSpeed's file
+            tree = with_deepspeed(tree, typed, deepspeed_config, processes, say)
+        except ConfigError as error:  # mistakes of settings are named together with those of DeepSpeed's file
             problems = dict(wrong_settings(Config, {**tree, "deepspeed": {}}, "", Config))
-            raise _located(SettingsError(problems, str(error)), files, given) from None
+            raise _located(SettingsError(problems, str(error)), files, typed) from None
     require_objectives(tree)
     try:
         config = build(Config, tree)
     except ConfigError as error:
-        located = _located(error, files, given) if isinstance(error, SettingsError) else error
-        located.args = (f"{located}{_first_steps(tree, usual)}",)
+        located = _located(error, files, typed) if isinstance(error, SettingsError) else error
+        located.args = (f"{located}{_first_steps_advice(tree, file_steps)}",)
         raise located from None
-    _require_chosen(given, config)
+    _require_chosen(typed, config)
     return config
 
 
-def _located(error: SettingsError, files: Iterable[str | Path], given: Mapping[str, Any]) -> SettingsError:
+def _located(error: SettingsError, files: Iterable[str | Path], typed: Mapping[str, Any]) -> SettingsError:
     """The error with file and line before each key that a file has and the command line does not replace."""
-    places: dict[str, str] = {}
+    locations: dict[str, str] = {}
     for file in map(yaml_path, files):
-        if file.is_file():  # what came through a pipe is gone
-            places |= {key: f"{file}:{line}: " for key, line in setting_lines(file).items()}
-    overridden = {key for key, _ in leaves(given)}
+        if file.is_file():  # a pipe cannot be read again
+            locations |= {key: f"{file}:{line}: " for key, line in setting_lines(file).items()}
+    overridden = {key for key, _ in leaves(typed)}
     problems = {
-        key: sentence if key in overridden else f"{places.get(key, '')}{sentence}"
+        key: sentence if key in overridden else f"{locations.get(key, '')}{sentence}"
         for key, sentence in error.problems.items()
     }
     return SettingsError(problems, error.rest)
@@ -301,40 +301,40 @@ def load_tree(
 ) -> tuple[dict[str, Any], dict[str, Any], int, list[str]]:
     """YAML files in order with overrides on top, unchecked.
 
-    Returns: also the overrides alone, `training.steps` of the files (0: not set), and lines about what has changed.
+    Returns: the merged tree, the overrides alone, `training.steps` of the files (0: not set), and notes on changes.
 
-    A warm-up of the files that is not shorter than `training.steps=30` becomes the same part of these steps as it was
-    of the files': so the first steps of a recipe are tried by one setting.
+    A warm-up that is not shorter than an override such as `training.steps=30` becomes the same fraction of these steps
+    that it is of the files' steps, so that one setting suffices to try the first steps of a recipe.
     """
-    of_files: dict[str, Any] = {}
+    file_tree: dict[str, Any] = {}
     for path in files:
         tree = load_yaml(path)
         if _is_deepspeed_file(tree):
             raise ConfigError(f"{path} is a DeepSpeed file; pass it as --deepspeed_config {path}.")
-        of_files = merge(of_files, tree)
-    given: dict[str, Any] = {}
+        file_tree = merge(file_tree, tree)
+    typed: dict[str, Any] = {}
     for override in overrides:
-        given = merge(given, parse_override(override))
-    tree = merge(of_files, given)
+        typed = merge(typed, parse_override(override))
+    tree = merge(file_tree, typed)
     schedule = _section(tree, "schedule")
-    usual, steps, warmup = (
+    file_steps, steps, warmup = (
         value if type(value) is int else 0
         for value in (
-            _section(of_files, "training").get("steps"),
-            _section(given, "training").get("steps"),
+            _section(file_tree, "training").get("steps"),
+            _section(typed, "training").get("steps"),
             schedule.get("warmup_steps"),
         )
     )
-    # Whoever gives both numbers means both; only a recipe's warm-up that would not end is shortened.
-    is_own = "warmup_steps" in _section(given, "schedule") or schedule.get("decay_steps") is not None
-    if is_own or not 0 < steps <= warmup < usual:
-        return tree, given, usual, []
-    shorter = warmup * steps // usual
+    # A user who sets both numbers means both; only a warm-up of the files that would not end is shortened.
+    is_set = "warmup_steps" in _section(typed, "schedule") or schedule.get("decay_steps") is not None
+    if is_set or not 0 < steps <= warmup < file_steps:
+        return tree, typed, file_steps, []
+    scaled_warmup = warmup * steps // file_steps
     note = (
-        f"schedule.warmup_steps is scaled to {shorter:,} for training.steps={steps:,} (the files have "
-        f"{warmup:,} for {usual:,} steps); set it to use another value"
+        f"schedule.warmup_steps is scaled to {scaled_warmup:,} for training.steps={steps:,} (the files have "
+        f"{warmup:,} for {file_steps:,} steps); set it to use another value"
     )
-    return merge(tree, {"schedule": {"warmup_steps": shorter}}), given, usual, [note]
+    return merge(tree, {"schedule": {"warmup_steps": scaled_warmup}}), typed, file_steps, [note]
 
 
 def _is_deepspeed_file(tree: Mapping[str, Any]) -> bool:
@@ -349,16 +349,16 @@ def _section(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def _first_steps(tree: Mapping[str, Any], usual: int) -> str:
-    """What a refused tree should set to have the first steps of its plan; "" where fewer steps are not at fault.
+def _first_steps_advice(tree: Mapping[str, Any], file_steps: int) -> str:
+    """How to train only the first steps of a recipe, where fewer steps are the mistake; else "".
 
-    Args: usual: training.steps of the files.
+    Args: file_steps: training.steps of the files.
     """
     steps = _section(tree, "training").get("steps")
-    if type(steps) is not int or not 0 < steps < usual:
+    if type(steps) is not int or not 0 < steps < file_steps:
         return ""
     try:
-        build(Config, merge(tree, {"training": {"steps": usual, "stop_after_step": steps}}))
+        build(Config, merge(tree, {"training": {"steps": file_steps, "stop_after_step": steps}}))
     except ConfigError:
         return ""
     return (
@@ -367,10 +367,10 @@ def _first_steps(tree: Mapping[str, Any], usual: int) -> str:
     )
 
 
-def _require_chosen(given: Mapping[str, Any], config: Config) -> None:
+def _require_chosen(typed: Mapping[str, Any], config: Config) -> None:
     """Raise ConfigError for an override of an objective that the run has not. Files may hold several objectives'."""
     chosen = [choice.name for choice in config.objective_choices]
-    for name in given.keys() & OBJECTIVES.keys():
+    for name in typed.keys() & OBJECTIVES.keys():
         if name not in chosen and config.task is None:
             raise ConfigError(
                 f"{name} is set, but the run trains {', '.join(chosen)}; set objectives={{{name}: 1}} to train "

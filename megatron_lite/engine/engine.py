@@ -49,7 +49,7 @@ from megatron_lite.model.tensor_parallel import (
 from megatron_lite.model.trained_model import usual_measures
 from megatron_lite.optim.buckets import MOMENTS, Bucket, ParamGroup
 from megatron_lite.optim.ema import Averages
-from megatron_lite.optim.kinds import make_optimizer, moments_of
+from megatron_lite.optim.factory import element_state, make_optimizer
 from megatron_lite.optim.lr_multipliers import NO_MULTIPLIERS, LrMultipliers, by_width
 from megatron_lite.optim.sharded import Outcome, ShardedOptimizer
 from megatron_lite.parallel.collectives import SINGLE
@@ -184,9 +184,9 @@ class Engine(ABC):
 
     def _sharded_optimizer(self, options: dict[str, Any], loss_scaler: Any) -> ShardedOptimizer:
         # The backward pass finishes gradients about in the reverse order of the layers.
-        group_of = {p: self._param_group(name, p) for name, p in reversed(self._named.items())}
+        groups = {p: self._param_group(name, p) for name, p in reversed(self._named.items())}
         return ShardedOptimizer(
-            group_of,
+            groups,
             self.context,
             stage=self._config.parallel.zero_stage,
             bucket_size=options["zero_optimization"].get(
@@ -200,7 +200,7 @@ class Engine(ABC):
         )
 
     def _make_optimizer(self, groups: list[dict[str, Any]], buckets: list[Bucket]) -> torch.optim.Optimizer:
-        # torch's optimizers know tensors, not names; which matrices Muon serves and which tensors LAMB adapts follows
+        # torch's optimizers know tensors, not names; which matrices Muon updates and which tensors LAMB adapts follows
         # from the name.
         config, names = self._config, {parameter: name for name, parameter in self._named.items()}
         if config.optimizer.kind == "adamw":
@@ -224,37 +224,37 @@ class Engine(ABC):
                 )
         for layer in module.modules():
             if isinstance(layer, Block):
-                layer.accumulate_gradients(optimizer.take)
+                layer.accumulate_gradients(optimizer.add_gradient)
                 if graphs is not None:
                     layer.fused = graphs.put(layer.fused)
 
     def _param_group(self, name: str, parameter: nn.Parameter) -> ParamGroup:
         """The optimizer's group of a parameter, by its global name."""
         tp, pp = self.context.tp, self.context.pp
-        # `counts`: the gradient norm is over the whole model, so an element that several ranks hold counts on one.
+        # `in_grad_norm`: the norm is over the whole model, so an element that several ranks hold counts on one of them.
         is_split = partition_of(parameter).dim is not None
         multipliers = self._multipliers.get(name, NO_MULTIPLIERS)
-        # The ranks that each hold the parameter, but only an addend of its gradient.
-        summed_over = None
+        # A parameter that several ranks hold, each with only a part of its gradient: the ranks over which it is summed.
+        extra_reduce_group = None
         if is_partial(parameter):
-            summed_over = tp
+            extra_reduce_group = tp
         elif name.startswith(SHARED_BY_STAGES) and pp.size > 1:
-            summed_over = pp
+            extra_reduce_group = pp
         elif pp.size > 1 and name == TIED and self._config.model.tie_word_embeddings:
-            summed_over = self.context.pipeline_ends()
+            extra_reduce_group = self.context.pipeline_ends()
         return ParamGroup(
             weight_decay=weight_decay(name, self._config) * multipliers.decay_factor,
-            counts=(is_split or tp.rank == 0) and not self._is_tied_copy(name),
-            summed_over=summed_over,
+            in_grad_norm=(is_split or tp.rank == 0) and not self._is_tied_copy(name),
+            extra_reduce_group=extra_reduce_group,
             multipliers=multipliers,
             moments=self._moments(name, parameter),
-            is_of_stages=name.startswith(SHARED_BY_STAGES),
+            on_all_stages=name.startswith(SHARED_BY_STAGES),
         )
 
     def _moments(self, name: str, parameter: nn.Parameter) -> tuple[str, ...]:
         """The optimizer's state of each element of a parameter."""
         optimizer = self._config.optimizer.kind
-        return MOMENTS if optimizer == "adamw" else moments_of(optimizer, name, parameter)
+        return MOMENTS if optimizer == "adamw" else element_state(optimizer, name, parameter)
 
     def _by_width(self, name: str, parameter: nn.Parameter) -> LrMultipliers:
         # Muon keeps one moment of what it makes orthogonal; other optimizers may keep one of everything.
@@ -265,7 +265,7 @@ class Engine(ABC):
     @property
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters of this rank under their global names, with the values of the last step."""
-        self._zero.await_weights()
+        self._zero.wait_for_weights()
         return self._named
 
     @abstractmethod
@@ -316,7 +316,7 @@ class Engine(ABC):
         """Within the context the model computes with the averages of its weights, if `ema.use` says so."""
         if self._averages is None or not self._config.ema.use:
             return contextlib.nullcontext()
-        return self._averages.in_the_model()
+        return self._averages.swapped_in()
 
     def _wrap_optimizer_step(self) -> None:
         """Call `before_update` before each optimizer step: until then the fragments do not change and can be copied."""
@@ -413,7 +413,7 @@ class Engine(ABC):
             partition = partition_of(parameter)
             is_copy = (partition.dim is None and tp.rank > 0) or self._is_tied_copy(name)
             if self._averages is not None:
-                tensors["ema"] = self._averages.part(parameter)
+                tensors["ema"] = self._averages.owned(parameter)
             yield Fragment(name, shape, partition, tp, start, tensors, is_copy)
             for state_name, values in self._zero.whole_state(name).items():
                 # State of the whole tensor (factored moments) is equal on all ranks that own a shard of it: the owner
@@ -461,9 +461,9 @@ class Engine(ABC):
             if key in SCALER_STATE and hasattr(scaler, key):
                 setattr(scaler, key, value)
 
-    def publish_weights(self) -> None:
-        """Copy the fp32 masters to the model weights, on every rank; called after fragments were changed."""
-        self._zero.publish_weights()
+    def gather_weights(self) -> None:
+        """Copy the fp32 weights of all ranks to the model on every rank, after fragments were changed."""
+        self._zero.gather_weights()
 
 
 def _gradient_of(weight: torch.Tensor, flats: Sequence[torch.Tensor]) -> torch.Tensor | None:

@@ -359,7 +359,7 @@ class PipelineEngine(Engine):
         self._queue = _Queue(config.model, parallel, context.device, config.has_memory)
         # no_grad: DeepSpeed broadcasts the tied weight, of which autograd would warn in every backward pass.
         assert context.process_groups is not None
-        with quiet_deepspeed(), torch.no_grad(), context.process_groups.lent_to_deepspeed():
+        with quiet_deepspeed(), torch.no_grad(), context.process_groups.shared_with_deepspeed():
             stages = _Stages(config, context, parallel, self._queue, self._loss)
         named = stages.global_names(config.model.total_layers)
         initialize_parameters(named.items(), config.model, config.training.seed, parallel)
@@ -393,14 +393,14 @@ class PipelineEngine(Engine):
         scale = len(micro_batches) * self._zero.loss_factor  # DeepSpeed divides by their number
         self._queue.fill(micro_batches, scale)
         # All at once: a stage has no call between its layers where it could wait for each.
-        self._zero.await_weights()
+        self._zero.wait_for_weights()
         self._engine.train_batch(self._nothing())
         return self._result(self._sums)
 
     def evaluate(self, batches: Sequence[Batch]) -> torch.Tensor:
         self._sums = self._zero_sums(self.context.device)
         self._queue.fill(self.prepared(batch, None) for batch in batches)
-        self._zero.await_weights()
+        self._zero.wait_for_weights()
         self._engine.eval_batch(self._nothing(), num_micro_batches=len(batches))
         return self._sums
 

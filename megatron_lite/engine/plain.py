@@ -38,14 +38,14 @@ class PlainEngine(Engine):
         super().__init__(
             self._model, dict(self._model.named_parameters()), config, context, Mpu(context), multipliers
         )
-        self._model.before_use = self._zero.await_weights
+        self._model.before_use = self._zero.wait_for_weights
         # Empty until a batch needs it: its size follows from the batches.
         self._buffer = torch.empty(0, dtype=torch.int32, device=context.device)
 
     @property
     def model(self) -> GLM:
         """The model with the weights of the last step, where it is one Transformer."""
-        self._zero.await_weights()
+        self._zero.wait_for_weights()
         assert isinstance(self._model, GLM)
         return self._model
 

@@ -82,7 +82,7 @@ class Zero3:
         outcome = Outcome(norm, skipped, float(self.loss_scaler.cur_scale))
         return lambda: outcome
 
-    def await_weights(self, part: nn.Module | None = None) -> None:
+    def wait_for_weights(self, module: nn.Module | None = None) -> None:
         """DeepSpeed gathers weights when they are used."""
 
     def is_skipping(self) -> bool:
@@ -107,8 +107,8 @@ class Zero3:
         """None: AdamW alone runs at stage 3."""
         return {}
 
-    def publish_weights(self) -> None:
-        """Copy the fp32 weights of every rank's partition to the model on all ranks."""
+    def gather_weights(self) -> None:
+        """Copy the fp32 shards of every rank to the model's weights on all ranks, after the shards were changed."""
         for group in range(len(self._deepspeed.fp32_partitioned_groups_flat)):
             self._deepspeed._reassign_or_swap_out_partitioned_parameters(group)
         if self._deepspeed.persistent_parameters:  # small ones, whole on every rank

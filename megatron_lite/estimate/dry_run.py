@@ -33,12 +33,12 @@ def dry_run(config: Config, processes: int, gpu_name: str) -> None:
         config = config.with_vocab_size(load_tokenizer(config.tokenizer).vocab_size)
     gpu = gpu_named(gpu_name)
     config.deepspeed_options(config.parallel.data_parallel_size(processes))
-    plan = config.plan
-    samples = plan.consumed(config.training.steps)
-    drawn = plan.largest_batch, plan.samples, config.objective_choices
+    phase_plan = config.phase_plan
+    samples = phase_plan.consumed(config.training.steps)
+    drawn = phase_plan.largest_batch, phase_plan.samples, config.objective_choices
     reading = extent_if_here(config.data, config.training.seed, samples, *drawn)
     phases: list[Phase] = []
-    for each, line in zip(plan.alone(), plan.lines() or [""], strict=True):
+    for each, line in zip(phase_plan.alone(), phase_plan.lines() or [""], strict=True):
         rows = average_rows(each)
         phases.append((each, rows, estimate(each, processes, gpu, rows)))
         print(f"{line}\n" * bool(line) + dry_run_report(each, processes, gpu, phases[-1][2]))

@@ -15,9 +15,9 @@ from megatron_lite.estimate.sizes import Sizes
 from megatron_lite.model.flops import WORDS
 from megatron_lite.model.tensor_parallel import TensorParallel, is_partial, partition_of
 from megatron_lite.model.transformer import GLM
-from megatron_lite.optim.buckets import ADDED_ALONE, ALIGNMENT, MOVED_AT_ONCE
-from megatron_lite.optim.kinds import moments_of
-from megatron_lite.optim.whole_tensors import whole_blocks
+from megatron_lite.optim.buckets import ALIGNMENT, MAX_PENDING_NUMEL, SINGLE_ADD_NUMEL
+from megatron_lite.optim.factory import element_state
+from megatron_lite.optim.whole_tensors import block_shapes
 from megatron_lite.parallel.collectives import Group
 
 
@@ -83,7 +83,7 @@ def _counted(
         Counted(
             name, p.numel(), is_partial(p),
             p.dim() == 2 and name.startswith("layers.") and "adapter" not in name and not hasattr(p, "is_used_twice"),
-            whole_blocks(tuple(p.shape), partition_of(p), tp), moments_of(kind, name, p),
+            block_shapes(tuple(p.shape), partition_of(p), tp), element_state(kind, name, p),
         )
         for name, p in module.named_parameters()
     )  # fmt: skip
@@ -164,7 +164,7 @@ def moves(bucket: Bucket) -> list[list[Counted]]:
             continue
         waiting.append(parameter)
         elements += parameter.numbers
-        if elements >= MOVED_AT_ONCE:
+        if elements >= MAX_PENDING_NUMEL:
             groups.append(waiting)
             waiting, elements = [], 0
     return [*groups, waiting] if waiting else groups
@@ -172,4 +172,4 @@ def moves(bucket: Bucket) -> list[list[Counted]]:
 
 def is_small(parameter: Counted) -> bool:
     """Whether its gradient is added together with others."""
-    return parameter.numbers < ADDED_ALONE
+    return parameter.numbers < SINGLE_ADD_NUMEL

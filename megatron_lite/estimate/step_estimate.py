@@ -162,7 +162,7 @@ def _joined(found: list[Estimate], shared: float) -> Estimate:
 
 def _of_stack(config: Config, processes: int, gpu: Gpu, rows: Rows) -> Estimate:
     sizes = Sizes(config, processes, rows, gpu.processors)
-    config.plan.require_ranks(sizes.dp)
+    config.phase_plan.require_ranks(sizes.dp)
     every = stages(sizes)
     chosen = _counted_stages(every)
     tallies = [stage_tally(every[place], sizes, gpu) for place in chosen]

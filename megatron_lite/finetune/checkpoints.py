@@ -99,7 +99,7 @@ def with_one_head(run: OpenRun, tree: Mapping[str, Any], name: Path) -> OpenRun:
         )
     of_task = configs_of_tasks(run.config.model).get(chosen, replace(run.config.model, task_heads=()))
     config = replace(run.config, task=run.config.tasks[names.index(chosen)], tasks=(), model=of_task)
-    return replace(run, config=config, checkpoint=run.checkpoint.of_task(chosen))
+    return replace(run, config=config, checkpoint=run.checkpoint.with_task_head(chosen))
 
 
 def task_of(run: OpenRun, tree: Mapping[str, Any], name: Path) -> Task:

@@ -12,7 +12,13 @@ from typing import Any
 
 from data_utils.common.files import sync_directory
 from data_utils.tasks.metrics.metrics_by_task import Metrics
-from megatron_lite.checkpoint.manifest import BEST, CHECKPOINTS, checkpoint_name, list_checkpoints, step_of
+from megatron_lite.checkpoint.manifest import (
+    BEST,
+    CHECKPOINTS,
+    checkpoint_name,
+    checkpoint_step,
+    list_checkpoints,
+)
 from megatron_lite.finetune.evaluation import Evaluation, Model
 from megatron_lite.metrics.records import read_metrics
 from megatron_lite.parallel.context import ParallelContext
@@ -59,9 +65,9 @@ class TaskMetricKeeper:
         last = max(scores, default=0)
         # The main rank alone reads the file, since other nodes may see it later; all ranks must stop at the
         # same evaluation.
-        count, last = self._context.sum_of_hosts([float(len(scores)), float(last)])
+        count, last = self._context.sum_on_hosts([float(len(scores)), float(last)])
         own = list(scores.values()) if self._context.is_main else [0.0] * int(count)
-        self._scores = self._context.sum_of_hosts(own)
+        self._scores = self._context.sum_on_hosts(own)
         if self._context.is_main:
             self._kept = keep_best_of(self._directory, scores)
         return int(last)
@@ -134,8 +140,8 @@ def keep_best_of(directory: Path, scores: Mapping[int, float]) -> float:
 
     Args: scores: of the completed steps, in order.
     """
-    valid = {step_of(path): path for path in list_checkpoints(directory / CHECKPOINTS)}
-    best = {step_of(path): path for path in list_checkpoints(directory / BEST)}
+    valid = {checkpoint_step(path): path for path in list_checkpoints(directory / CHECKPOINTS)}
+    best = {checkpoint_step(path): path for path in list_checkpoints(directory / BEST)}
     for step, path in best.items():
         # `best` belongs to the steps that the run has behind it: a rewound run would else report the score of
         # steps that it no longer has.
@@ -192,6 +198,6 @@ def keep_best(directory: Path, step: int) -> bool:
         )
         return False
     for path in list_checkpoints(best):
-        if step_of(path) != step:
+        if checkpoint_step(path) != step:
             shutil.rmtree(path, ignore_errors=True)
     return True

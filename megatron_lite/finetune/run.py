@@ -133,7 +133,7 @@ def _in_turn(task: Task, rates: dict[str, LrMultipliers], turns: TaskOrder) -> d
 def _is_done(task: Task, directory: Path, context: ParallelContext) -> bool:
     """Whether a seed has its results, as the main rank sees it: other nodes may see files later."""
     there = all((directory / one.place / RESULTS).exists() for one in task.each)
-    (done,) = context.sum_of_hosts([float(context.is_main and there)])
+    (done,) = context.sum_on_hosts([float(context.is_main and there)])
     return done > 0
 
 

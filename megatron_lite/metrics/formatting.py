@@ -1,18 +1,22 @@
-"""Numbers for people, and lines that fit a terminal. Needs no torch."""
+"""Numbers for people, and log lines that fit a terminal. Needs no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-LINE_LENGTH = 120 - len("12:34:56 ")  # of what follows the time in a line of the log
+LINE_LENGTH = 120 - len("12:34:56 ")  # characters after the time in a log line
 
 
 def format_duration(seconds: float) -> str:
-    """In two units: 42s, 3m05s, 2h07m, 12d03h."""
+    """A duration in two units at most: 42s, 3m05s, 2h07m, 12d03h."""
     seconds = int(seconds)
-    for unit, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
+    for unit, size, smaller_unit, smaller_size in (
+        ("d", 86400, "h", 3600),
+        ("h", 3600, "m", 60),
+        ("m", 60, "s", 1),
+    ):
         if seconds >= size:
-            return f"{seconds // size}{unit}{seconds % size // part:02d}{smaller}"
+            return f"{seconds // size}{unit}{seconds % size // smaller_size:02d}{smaller_unit}"
     return f"{seconds}s"
 
 
@@ -24,11 +28,11 @@ def format_count(number: float) -> str:
     return f"{number:,.0f}"
 
 
-def fitted(parts: Iterable[str]) -> str:
-    """As many of the parts, the most important first, as one line of a terminal holds beside the time."""
+def fit_line(items: Iterable[str]) -> str:
+    """One log line with as many of the items, the most important first, as fit a terminal."""
     line = ""
-    for part in parts:
-        longer = f"{line} | {part}" if line else part
+    for item in items:
+        longer = f"{line} | {item}" if line else item
         if line and len(longer) > LINE_LENGTH:
             break
         line = longer

@@ -118,7 +118,7 @@ class PeakFlops:
         known = configured
         if known is None and context.device.type == "cuda":
             known = known_peak_tflops(self.name)
-        self.is_measured = context.sum_of_hosts([float(known is None)])[0] > 0
+        self.is_measured = context.sum_on_hosts([float(known is None)])[0] > 0
         self.tflops = self.rates.get(self._key, 0.0) if self.is_measured else known or 0.0
         self._left = LATER_TIMES
         if self.is_measured:
@@ -134,7 +134,7 @@ class PeakFlops:
         """Measure and keep the higher rate."""
         self._context.barrier()
         own = matmul_tflops(self._dtype, self._context.device, seconds)
-        mean = self._context.sum_of_hosts([own])[0] / self._context.world_size
+        mean = self._context.sum_on_hosts([own])[0] / self._context.world_size
         self.tflops = self.rates[self._key] = max(self.tflops, mean)
 
     def utilisation(self, tflops: float) -> dict[str, float]:

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from data_utils.common.errors import DataError
-from megatron_lite.metrics.writer import FILE, lines_of, record_of
+from megatron_lite.metrics.writer import FILE, parse_record, read_lines
 
-BEGINNINGS = ("start", "rewind")  # kinds of records that make those of later steps before them void
+START_KINDS = ("start", "rewind")  # a record of these kinds makes earlier records of later steps void
 
-LARGEST = 1e100  # beyond the squares of fp32's numbers; sums and ranges of larger ones are infinite in fp64
+MAX_FINITE = (
+    1e100  # above the square of any fp32 number; sums and ranges of larger numbers would overflow fp64
+)
 
 
 def last_validation(run: Path) -> dict[str, Any]:
@@ -25,7 +27,7 @@ def last_validation(run: Path) -> dict[str, Any]:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The records of RUN/metrics.jsonl. Of a step that was repeated after a restart or a rewind, only the last one.
+    """The records of RUN/metrics.jsonl; of a step that was repeated after a restart or a rewind, only the last record.
 
     Raises DataError if the file is missing or damaged. An incomplete last line is ignored.
     """
@@ -42,15 +44,15 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def valid_records(path: Path, damaged: Callable[[int], None]) -> Iterator[dict[str, Any]]:
-    """The records that no later start has made void by training their steps again, in the order of the file.
+    """The records in the order of the file, without those whose steps a later start trained again.
 
     Reads the file twice, in memory that grows with the number of restarts only. Raises OSError.
 
     Args: damaged: called with the number of each line that is not a record. An incomplete last line is ignored.
     """
     voids = _voids(path)
-    for number, line in lines_of(path):
-        record = record_of(line)
+    for number, line in read_lines(path):
+        record = parse_record(line)
         if record is None:
             damaged(number)
             continue
@@ -62,30 +64,31 @@ def valid_records(path: Path, damaged: Callable[[int], None]) -> Iterator[dict[s
 
 def _finite(record: dict[str, Any]) -> dict[str, Any]:
     """A record without numbers that count as infinite: null, as the writer has for infinity."""
-    if all(type(value) is not float or abs(value) <= LARGEST for value in record.values()):
+    if all(type(value) is not float or abs(value) <= MAX_FINITE for value in record.values()):
         return record
     return {
-        key: None if type(value) is float and abs(value) > LARGEST else value for key, value in record.items()
+        key: None if type(value) is float and abs(value) > MAX_FINITE else value
+        for key, value in record.items()
     }
 
 
 def _voids(path: Path) -> list[tuple[int, int]]:
     """(line, step): before the line, records of the step or a later one are void. The last lines come first."""
-    found: list[tuple[int, int]] = []
+    starts: list[tuple[int, int]] = []
     last = 0
-    for number, line in lines_of(path):
-        record = record_of(line)
+    for number, line in read_lines(path):
+        record = parse_record(line)
         if record is None:
             continue
         kind, step = record["kind"], record["step"]
-        # Without a record of its start, as in files of earlier versions, a restart shows by a step that comes again.
-        if kind in BEGINNINGS or (kind == "train" and step <= last):
-            found.append((number, step + (kind in BEGINNINGS)))
-        if kind in (*BEGINNINGS, "train"):
+        # Files of earlier versions have no record of a start: there a step that is not larger shows the restart.
+        if kind in START_KINDS or (kind == "train" and step <= last):
+            starts.append((number, step + (kind in START_KINDS)))
+        if kind in (*START_KINDS, "train"):
             last = step
-    least = math.inf
+    lowest = math.inf
     effective = []
-    for number, step in reversed(found):
-        least = min(least, step)
-        effective.append((number, int(least)))
+    for number, step in reversed(starts):
+        lowest = min(lowest, step)
+        effective.append((number, int(lowest)))
     return effective

@@ -18,14 +18,17 @@ from data_utils.common.errors import ConfigError
 from data_utils.common.settings import to_tree
 from megatron_lite.config.tree import Config
 from megatron_lite.metrics import version
-from megatron_lite.metrics.formatting import fitted, format_count, format_duration
+from megatron_lite.metrics.formatting import fit_line, format_count, format_duration
 from megatron_lite.metrics.peak_flops import PeakFlops
 from megatron_lite.model.build import model_spec
 from megatron_lite.parallel.context import ParallelContext
 
-_MEASURES = ("perplexity", "mutual_information", "active_units")
-_AGAIN = ("span_boundary", "kl")  # losses whose tokens or sentences have another loss already
-SHOWN = 0.05  # fraction of padding, or of the time waited for data, from which the log line shows it
+_VALIDATION_METRICS = ("perplexity", "mutual_information", "active_units")
+_COUNTED_WITH_OTHERS = (
+    "span_boundary",
+    "kl",
+)  # losses of tokens or sentences that another loss counts already
+MIN_SHOWN = 0.05  # smallest fraction of padding, or of time spent waiting for data, that the log line shows
 
 
 @dataclass
@@ -40,14 +43,14 @@ class LogInterval:
 
     def reset(self) -> None:
         """Start the next interval now."""
-        # On the device: to read a sum in each step would make the host wait.
+        # On the device: reading a sum in each step would make the host wait.
         self.objective_sums = torch.zeros(self.num_losses, 3, dtype=torch.float64, device=self.device)
         """fp64 [losses, 3]: loss sum, loss weight, z-loss."""
         self.steps = 0
         self.tokens = 0
-        self.padded_tokens = 0  # tokens with padding, as they are computed
+        self.padded_tokens = 0  # tokens that are computed, padding included
         self.flops = 0.0
-        self.data_seconds = 0.0  # for which the loop waited for data
+        self.data_seconds = 0.0  # seconds for which the loop waited for data
         self.started = time.perf_counter()
 
     def add(self, tokens: int, padded_tokens: int, flops: float, objective_sums: torch.Tensor) -> None:
@@ -60,14 +63,14 @@ class LogInterval:
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """The time within the context is waiting for data."""
+        """Count the time within the context as waiting for data."""
         start = time.perf_counter()
         yield
         self.data_seconds += time.perf_counter() - start
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """The time within the context is not training time, and not in the interval."""
+        """Leave the time within the context out of the interval: it is not training."""
         start = time.perf_counter()
         yield
         self.started += time.perf_counter() - start
@@ -86,29 +89,34 @@ def objective_losses(
     loss predicts, and the sentences of OPTIMUS's divergence, are counted once. With `factors` (`per_objective`) it is
     the sum of the means, each times its factor; with `last_divides` the sum of all over the weight of the last.
     """
-    losses, weights, of_z = sums[:, 0], sums[:, 1], sums[:, 2:]
+    losses, weights, z_losses = sums[:, 0], sums[:, 1], sums[:, 2:]
     means = {
-        name: float(of / weight) for name, of, weight in zip(names, losses, weights, strict=True) if weight
+        name: float(loss / weight)
+        for name, loss, weight in zip(names, losses, weights, strict=True)
+        if weight
     }
     if factors is None:
-        counted = names[-1:] if last_divides else [name for name in names if name not in _AGAIN]
+        counted = names[-1:] if last_divides else [name for name in names if name not in _COUNTED_WITH_OTHERS]
         tokens = sum(weight for name, weight in zip(names, weights, strict=True) if name in counted)
         total = float(losses.sum() / tokens) if tokens else float("nan")
     else:
         total = sum(factors.get(name, 1.0) * mean for name, mean in means.items()) if means else float("nan")
-    found = {"loss": total, **{f"loss/{name}": mean for name, mean in means.items()}}
-    if not of_z.any():
-        return found
-    apart = objective_losses(np.column_stack([of_z, weights]), names, factors, last_divides)
-    return {**found, "z_loss": apart["loss"]}
+    values = {"loss": total, **{f"loss/{name}": mean for name, mean in means.items()}}
+    if not z_losses.any():
+        return values
+    z_values = objective_losses(np.column_stack([z_losses, weights]), names, factors, last_divides)
+    return {**values, "z_loss": z_values["loss"]}
 
 
 def train_line(step: int, steps: int, values: dict[str, Any]) -> str:
-    """The console line of a training interval. metrics.jsonl holds every number; what is unusual is shown as well."""
+    """The console line of a training interval: usual numbers, and unusual ones where they matter.
+
+    metrics.jsonl has all numbers.
+    """
     share = (
         f"machine {values['machine_share']:.1%}" if "machine_share" in values else f"MFU {values['mfu']:.1%}"
     )
-    parts = [
+    items = [
         f"step {step}/{steps}",
         f"loss {values['loss']:.4f}",
         *([f"z loss {values['z_loss']:.2g}"] if "z_loss" in values else []),
@@ -118,28 +126,28 @@ def train_line(step: int, steps: int, values: dict[str, Any]) -> str:
         share,
     ]
     if values["skipped_steps"]:
-        parts.append(f"skipped {values['skipped_steps']}")
-    if values["data_share"] >= SHOWN:
-        parts.append(f"data wait {values['data_share']:.0%}")
-    if values["padding"] >= SHOWN:
-        parts.append(f"padding {values['padding']:.0%}")
-    return fitted([*parts, f"{format_duration(values['eta_seconds'])} left"])
+        items.append(f"skipped {values['skipped_steps']}")
+    if values["data_share"] >= MIN_SHOWN:
+        items.append(f"data wait {values['data_share']:.0%}")
+    if values["padding"] >= MIN_SHOWN:
+        items.append(f"padding {values['padding']:.0%}")
+    return fit_line([*items, f"{format_duration(values['eta_seconds'])} left"])
 
 
 def validation_line(step: int, values: dict[str, Any]) -> str:
     """The console line of an evaluation."""
-    parts = [
+    items = [
         f"validation at step {step}",
         f"loss {values['loss']:.4f}",
-        *(f"{name.replace('_', ' ')} {values[name]:.4g}" for name in _MEASURES if name in values),
+        *(f"{name.replace('_', ' ')} {values[name]:.4g}" for name in _VALIDATION_METRICS if name in values),
     ]
     by_loss = {name.removeprefix("loss/"): values[name] for name in values if name.startswith("loss/")}
-    return fitted([*parts, *(f"{name} {value:.4f}" for name, value in by_loss.items())])
+    return fit_line([*items, *(f"{name} {value:.4f}" for name, value in by_loss.items())])
 
 
 def scores_line(step: int, values: Mapping[str, float]) -> str:
     """The console line of a task's evaluation."""
-    return fitted([f"scores at step {step}", *(f"{name} {value:.4f}" for name, value in values.items())])
+    return fit_line([f"scores at step {step}", *(f"{name} {value:.4f}" for name, value in values.items())])
 
 
 def memory_gib(device: torch.device) -> float:
@@ -173,10 +181,10 @@ def start_line(config: Config, context: ParallelContext, step: int) -> str:
     )
 
 
-def start_values(
+def start_record(
     config: Config, context: ParallelContext, peak_flops: PeakFlops, restarts: int, program: dict[str, Any]
 ) -> dict[str, Any]:
-    """Who trains from here on. Args: restarts: how often the run was continued from a checkpoint."""
+    """The record of a start: model, machine and program. Args: restarts: how often the run was continued before."""
     return {
         "restarts": restarts,
         "processes": context.world_size,

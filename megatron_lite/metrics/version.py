@@ -18,30 +18,30 @@ GIT_SECONDS = 5.0  # a large checkout on a slow file system
 def program(root: Path = ROOT, packages: Mapping[str, str] | None = None) -> dict[str, Any]:
     """{version, commit, changed}: changed says whether files of the commit were edited; None means unknown.
 
-    Args: packages: objective -> package with its version, of those that packages bring; a key more where there are any.
+    Args: packages: objective -> its package with version; where there are any, the result has the key `packages` too.
     """
     commit = _git(root, "rev-parse", "HEAD") if (root / ".git").exists() else None
     changes = None if commit is None else _git(root, "status", "--porcelain", "--untracked-files=no")
-    made: dict[str, Any] = {
+    description: dict[str, Any] = {
         "version": release(root),
         "commit": commit,
         "changed": None if changes is None else bool(changes),
     }
-    return made | ({"packages": dict(packages)} if packages else {})
+    return description | ({"packages": dict(packages)} if packages else {})
 
 
 def describe(program: Mapping[str, Any]) -> str:
     """`0.1.0, commit 1234abc with changes, my-package 1.2`, for people."""
     changed = " with changes" if program.get("changed") else ""
-    named = program.get("packages")  # of a file that anybody may have written
+    named = program.get("packages")  # perhaps from a checkpoint of any origin, so its type is checked
     packages = "".join(f", {package}" for package in named.values()) if isinstance(named, Mapping) else ""
     return f"{program.get('version') or 'unknown'}, commit {program.get('commit') or 'unknown'}{changed}{packages}"
 
 
 def sources(root: Path = ROOT) -> str:
-    """12 hexadecimal digits that change with any file of the two packages that the program reads.
+    """12 hexadecimal digits that change with any source file of the program.
 
-    All ranks ask for it, and git may not answer all of them in time.
+    All ranks compute it; git may not answer all of them in time.
     """
     digest = hashlib.sha256()
     for package in ("data_utils", "megatron_lite"):

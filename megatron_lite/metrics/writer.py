@@ -1,4 +1,4 @@
-"""Writes a run's records: metrics.jsonl, TensorBoard and trackers. records.py reads all of them again."""
+"""Writes a run's records: metrics.jsonl, TensorBoard and trackers. records.py reads metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -23,19 +23,21 @@ from megatron_lite.metrics.trackers import Background
 log = logging.getLogger(__name__)
 
 FILE = "metrics.jsonl"
-SAVED = "checkpoint"  # the kind of the record that each save makes
-MAX_LINE_BYTES = 1 << 16  # of a record
-_MOST_BYTES = 1 << 24  # of a line that is read
+SAVED = "checkpoint"  # the kind of record that each save writes
+MAX_LINE_BYTES = 1 << 16  # of a record that is written
+_MAX_READ_BYTES = 1 << 24  # of a line that is read
 
 
-def keep_aside(directory: Path) -> None:
+def set_records_aside(directory: Path) -> None:
     """Rename the records of an earlier start that stopped before its first save: the run starts again at step 0."""
     old = directory / FILE
     with contextlib.suppress(OSError):
         if old.exists() and old.stat().st_size:
-            kept = directory / f"metrics_before_{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S_%f}.jsonl"
-            old.rename(kept)
-            log.warning("no checkpoint to continue from; the records of an earlier start are in %s", kept)
+            renamed = (
+                directory / f"metrics_before_{datetime.datetime.now(datetime.UTC):%Y%m%dT%H%M%S_%f}.jsonl"
+            )
+            old.rename(renamed)
+            log.warning("no checkpoint to continue from; the records of an earlier start are in %s", renamed)
 
 
 def record_rewind(directory: Path, step: int) -> None:
@@ -65,7 +67,7 @@ class Metrics:
         self._trackers = trackers
         self._file: io.FileIO | None = None
         self._board: Any = None
-        self._lost = 0  # records in a row
+        self._lost = 0  # records lost in a row
         if not enabled:
             return
         directory.mkdir(parents=True, exist_ok=True)
@@ -90,7 +92,7 @@ class Metrics:
         except OSError as error:
             if not self._lost:
                 log.warning(
-                    "%s: %s; records are lost until it can be written.", self._file.name, error.strerror
+                    "%s: %s; records are lost until the file can be written.", self._file.name, error.strerror
                 )
             self._lost += 1
         else:
@@ -108,7 +110,7 @@ class Metrics:
             for name, value in values.items():
                 if isinstance(value, (int, float)):
                     self._board.add_scalar(f"{kind}/{name}", value, step)
-        except OSError as error:  # of its writing thread, which has ended
+        except OSError as error:  # raised by TensorBoard's writing thread, which has ended
             self._board = None
             log.warning("TensorBoard's file cannot be written: %s; records continue in metrics.jsonl.", error)
 
@@ -157,8 +159,8 @@ def _cut_last_line(file: io.FileIO) -> None:
 def has_saved(run: Path) -> bool:
     """Whether the records say that the run saved a checkpoint, or was continued from one. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
-        for _, line in lines_of(run / FILE):
-            record = record_of(line)
+        for _, line in read_lines(run / FILE):
+            record = parse_record(line)
             if record is not None and (
                 record["kind"] == SAVED or (record["kind"] == "start" and record.get("restarts"))
             ):
@@ -174,22 +176,22 @@ def is_recorded(run: Path, kind: str, step: int) -> bool:
             lines = file.read().splitlines()
     except OSError:
         return False
-    records = map(record_of, lines)
+    records = map(parse_record, lines)
     return any(record is not None and (record["kind"], record["step"]) == (kind, step) for record in records)
 
 
-def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Numbered complete lines, each cut at a length that no record has."""
+def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Complete lines with their numbers from 1; a longer line than any record is cut."""
     number, inside = 1, False
     with open_regular(path) as file:
-        while line := file.readline(_MOST_BYTES):
-            if not inside and (line.endswith(b"\n") or len(line) == _MOST_BYTES):
+        while line := file.readline(_MAX_READ_BYTES):
+            if not inside and (line.endswith(b"\n") or len(line) == _MAX_READ_BYTES):
                 yield number, line
             inside = not line.endswith(b"\n")
             number += not inside
 
 
-def record_of(line: bytes) -> dict[str, Any] | None:
+def parse_record(line: bytes) -> dict[str, Any] | None:
     """None if the line is not a record."""
     try:
         record = orjson.loads(line)

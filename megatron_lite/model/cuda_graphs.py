@@ -32,16 +32,16 @@ Taken = list[tuple[nn.Parameter, torch.Tensor]]
 class Sums(Protocol):
     """Where gradients are added up."""
 
-    def has_begun(self, parameter: nn.Parameter) -> bool:
+    def is_accumulated(self, parameter: nn.Parameter) -> bool:
         """Whether there is a sum, to which the next gradient is added."""
 
-    def write_product(
-        self, parameter: nn.Parameter, grad: torch.Tensor, rows: torch.Tensor, begun: bool
+    def write_weight_grad(
+        self, parameter: nn.Parameter, grad: torch.Tensor, inputs: torch.Tensor, accumulate: bool
     ) -> None:
-        """Launches only: grad^T rows to the sum."""
+        """Launch the product grad^T inputs, added to the sum, or written over it."""
 
-    def count_product(self, parameter: nn.Parameter) -> None:
-        """The host's part, after `write_product`."""
+    def count_weight_grad(self, parameter: nn.Parameter) -> None:
+        """The host's bookkeeping, after `write_weight_grad`."""
 
 
 def address(tensor: torch.Tensor) -> Any:
@@ -180,7 +180,7 @@ class _Pass:
         self.products = [part.weight for part in parts if isinstance(part, _Product)]
         self.taken: dict[bool, Taken] = {False: [], True: []}
         self.begun = False
-        write = graphs.sums.write_product
+        write = graphs.sums.write_weight_grad
 
         def writing(part: _Product) -> _Product:
             return part._replace(take=lambda grad, rows: write(part.weight, grad, rows, self.begun))
@@ -215,11 +215,11 @@ class _Pass:
             self.graphs.keep(self.backwards[False].results, self.backwards[True].results)
             self.context = None
         # Whether to write or to add is fixed in a captured product, so there are two backward graphs.
-        begun = self.graphs.sums.has_begun(self.products[0])
+        begun = self.graphs.sums.is_accumulated(self.products[0])
         results = self.backwards[begun].run(grads)
         for weight in self.products:
             # A graph repeats launches only; the host's bookkeeping of the bucket follows here.
-            self.graphs.sums.count_product(weight)
+            self.graphs.sums.count_weight_grad(weight)
         for parameter, gradient in self.taken[begun]:
             self.take(parameter, gradient)
         return results

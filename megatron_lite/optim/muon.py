@@ -4,8 +4,8 @@
     w = (1 - lr weight_decay) w - lr 0.2 sqrt(max(rows, columns)) NS(u)
 
 NS takes the singular values of a matrix near to 1. With this factor a step is as large as AdamW's, so that learning
-rate and weight decay of AdamW serve both. Each matrix has an owner: ranks send it their pieces of u and get those of
-NS(u) back, in one exchange each way. Momentum stays with the pieces.
+rate and weight decay of AdamW serve both. Each matrix has an owner: ranks send it their slices of u and get the slices
+of NS(u) back, in one exchange each way. Momentum stays with the slices.
 
 Source: Keller Jordan, Muon; the factor of Moonlight, arXiv:2502.16982; iteration as torch.optim.Muon.
 """
@@ -23,13 +23,13 @@ from torch import nn
 from megatron_lite.checkpoint.shard_slices import ShardSlice
 from megatron_lite.config.sections import OptimizerConfig
 from megatron_lite.optim.buckets import MOMENTS
-from megatron_lite.optim.whole_tensors import Layout, Part, Piece, TensorOptimizer
+from megatron_lite.optim.whole_tensors import BucketShard, OwnedSlice, TensorIndex, TensorOptimizer
 from megatron_lite.parallel.context import ParallelContext
 
-ORIGIN = ShardSlice(0, 0, 0, 0)  # boxes within it are indices into a whole matrix
+ORIGIN = ShardSlice(0, 0, 0, 0)  # a region relative to it has indices into the whole matrix
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
-AS_ADAM = 0.2  # rms of AdamW's steps
+ADAMW_RMS = 0.2  # root mean square of AdamW's steps
 
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
@@ -45,134 +45,149 @@ def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
-def is_served(name: str, parameter: nn.Parameter) -> bool:
+def is_orthogonalized(name: str, parameter: nn.Parameter) -> bool:
     """Whether Muon updates a parameter, and not AdamW."""
     # Matrices between hidden states only: embeddings, heads and vectors have no singular values that should be equal.
     return "layers." in name and name.endswith(".weight") and parameter.dim() == 2
 
 
-def cost(shape: tuple[int, int]) -> int:
+def multiply_adds(shape: tuple[int, int]) -> int:
     """Multiply-adds of `orthogonal`."""
     short, long = sorted(shape)
     return ITERATIONS * (2 * short**2 * long + short**3)
 
 
-def owners(shapes: dict[int, tuple[int, int]], ranks: int) -> dict[int, int]:
-    """Tensor -> the rank that makes it orthogonal: the longest first, each to the rank with least work."""
-    work, found = [0] * ranks, {}
-    for number in sorted(shapes, key=lambda number: (-cost(shapes[number]), number)):
-        found[number] = min(range(ranks), key=work.__getitem__)
-        work[found[number]] += cost(shapes[number])
-    return found
+def assign_owners(shapes: dict[int, tuple[int, int]], ranks: int) -> dict[int, int]:
+    """Matrix -> the rank that makes it orthogonal: the costliest first, each to the rank with least work."""
+    work, owners = [0] * ranks, {}
+    for number in sorted(shapes, key=lambda number: (-multiply_adds(shapes[number]), number)):
+        owners[number] = min(range(ranks), key=work.__getitem__)
+        work[owners[number]] += multiply_adds(shapes[number])
+    return owners
 
 
 class Muon(TensorOptimizer):
-    def __init__(self, groups: list[dict[str, Any]], layout: Layout, settings: OptimizerConfig):
-        super().__init__(groups, layout, settings)
-        others = [group for group in self.param_groups if group["moments"] == MOMENTS]
-        for group in others:
+    def __init__(self, groups: list[dict[str, Any]], index: TensorIndex, settings: OptimizerConfig):
+        super().__init__(groups, index, settings)
+        adamw_groups = [group for group in self.param_groups if group["moments"] == MOMENTS]
+        for group in adamw_groups:
             group["eps"] = settings.eps * group["multipliers"].eps_factor
         betas = settings.beta1, settings.beta2
-        self._adamw = torch.optim.AdamW(others, lr=0.0, betas=betas, fused=True)
-        # One state for both, so that checkpoints find all moments in the same place.
+        self._adamw = torch.optim.AdamW(adamw_groups, lr=0.0, betas=betas, fused=True)
+        # One state for both, so that checkpoints find the moments of all parameters in this optimizer.
         self._adamw.state = self.state
-        self.parts = [part for part in self.parts if part.group["moments"] != MOMENTS]
-        self._factors = self.per_tensor(lambda tensor: AS_ADAM * math.sqrt(max(tensor.shape)))
-        self._exchange = Exchange(layout, [piece for part in self.parts for piece in part.pieces])
+        self.shards = [shard for shard in self.shards if shard.group["moments"] != MOMENTS]
+        self._factors = self.per_tensor(lambda tensor: ADAMW_RMS * math.sqrt(max(tensor.shape)))
+        self._exchange = MatrixExchange(index, [owned for shard in self.shards for owned in shard.slices])
 
     @staticmethod
     def moments(name: str, parameter: nn.Parameter) -> tuple[str, ...]:
-        return ("exp_avg",) if is_served(name, parameter) else MOMENTS
+        return ("exp_avg",) if is_orthogonalized(name, parameter) else MOMENTS
 
-    def update(self, parts: list[Part]) -> None:
+    def update(self, shards: list[BucketShard]) -> None:
         # torch's fused AdamW then leaves everything as it is in a skipped step, without a wait for the device.
         self._adamw.found_inf = self.found_inf  # type: ignore[attr-defined]
         self._adamw.step()
         momentum = self.settings.momentum
-        for part in parts:
-            part.state["exp_avg"].lerp_(part.gradient, (1 - momentum) * self.share)
-            # Nesterov's form: the gradient is looked at once more on top of the momentum.
-            part.gradient.lerp_(part.state["exp_avg"], momentum)
-        steps = [
-            # The exchange has fixed sizes, so frozen matrices send zeros.
-            part.gradient if part in parts else torch.zeros_like(part.weights)  # frozen
-            for part in self.parts
+        for shard in shards:
+            shard.state["exp_avg"].lerp_(shard.gradient, (1 - momentum) * self.step_factor)
+            # Nesterov's momentum: the gradient has a weight in u beside its weight in B.
+            shard.gradient.lerp_(shard.state["exp_avg"], momentum)
+        # The exchange has fixed sizes, so the slices of frozen matrices take part as zeros.
+        directions = [
+            shard.gradient if shard in shards else torch.zeros_like(shard.weights) for shard in self.shards
         ]
         self._exchange.make_orthogonal(
-            [step[piece.place] for step, part in zip(steps, self.parts, strict=True) for piece in part.pieces]
+            [
+                direction[owned.positions]
+                for direction, shard in zip(directions, self.shards, strict=True)
+                for owned in shard.slices
+            ]
         )
-        for part in parts:
-            rate, decay = part.group["lr"], part.group["weight_decay"]
-            part.weights.mul_(1 - rate * decay * self.share)
-            part.weights.addcmul_(part.gradient, part.spread(rate * self._factors * self.share), value=-1)
+        for shard in shards:
+            rate, decay = shard.group["lr"], shard.group["weight_decay"]
+            shard.weights.mul_(1 - rate * decay * self.step_factor)
+            rates = shard.per_element(rate * self._factors * self.step_factor)
+            shard.weights.addcmul_(shard.gradient, rates, value=-1)
 
 
-class Exchange:
-    """Pieces of matrices on the ranks of a pipeline stage, each matrix made orthogonal by one of them."""
+class MatrixExchange:
+    """Slices of matrices on the ranks of a pipeline stage, each matrix made orthogonal by its owner."""
 
-    def __init__(self, layout: Layout, pieces: list[Piece]):
-        context = layout.context
+    def __init__(self, index: TensorIndex, slices: list[OwnedSlice]):
+        context = index.context
         size = context.dp.size * context.tp.size
         ranks = range(context.pp.rank * size, (context.pp.rank + 1) * size)
         # bf16 halves the exchange; the iteration's result needs no more digits. Runs in fp32 keep theirs.
-        self._type = torch.float32 if layout.precision == "fp32" else torch.bfloat16
+        self._dtype = torch.float32 if index.precision == "fp32" else torch.bfloat16
+        self._device = context.device
         self._group = None
         if size > 1:
             assert context.process_groups is not None
-            self._group = context.process_groups.of(ranks)
-        listed = [(piece.tensor, *dataclasses.astuple(piece.box)) for piece in pieces]
-        # Once, at the start: every rank knows which pieces all others hold, so that steps exchange values only.
-        held = _of_all_ranks(listed, context)[ranks.start : ranks.stop]
-        self._shapes = {row[0]: layout.tensors[row[0]].shape for of_rank in held for row in of_rank}
-        owner = owners(self._shapes, size)
-        # Pieces travel in the order of the ranks that they go to or come from; of each in its own order.
-        self._order = sorted(range(len(pieces)), key=lambda place: owner[pieces[place].tensor])
-        self._sent = [sum(p.box.size for p in pieces if owner[p.tensor] == rank) for rank in range(size)]
-        mine = context.rank - ranks.start
-        come = [[(row[0], ShardSlice(*row[1:])) for row in rows if owner[row[0]] == mine] for rows in held]
-        self._received = [sum(box.size for _, box in rows) for rows in come]
-        self._boxes = [row for rows in come for row in rows]
+            self._group = context.process_groups.group(ranks)
+        # Once, at the start: every rank knows which slices all others own, so that steps exchange values only.
+        described = [(owned.tensor, *dataclasses.astuple(owned.region)) for owned in slices]
+        slices_by_rank = [
+            [(number, ShardSlice(*region)) for number, *region in of_rank]
+            for of_rank in _gather_descriptions(described, context)[ranks.start : ranks.stop]
+        ]
+        self._shapes = {
+            number: index.tensors[number].shape for of_rank in slices_by_rank for number, _ in of_rank
+        }
+        owners = assign_owners(self._shapes, size)
+        # An exchange is ordered by rank, and within a rank by the order in which it listed its slices.
+        self._order = sorted(range(len(slices)), key=lambda i: owners[slices[i].tensor])
+        self._send_sizes = [
+            sum(owned.region.size for owned in slices if owners[owned.tensor] == rank) for rank in range(size)
+        ]
+        this_rank = context.rank - ranks.start
+        received = [
+            [(number, region) for number, region in of_rank if owners[number] == this_rank]
+            for of_rank in slices_by_rank
+        ]
+        self._receive_sizes = [sum(region.size for _, region in of_rank) for of_rank in received]
+        self._received = [matrix_slice for of_rank in received for matrix_slice in of_rank]
 
-    def make_orthogonal(self, pieces: list[torch.Tensor]) -> None:
-        """Replace pieces of matrices by those of the orthogonal ones, in place. Args: pieces: as at the beginning."""
-        ordered = [pieces[place] for place in self._order]
-        sent = (
-            torch.cat([piece.to(self._type) for piece in ordered])
-            if ordered
-            else torch.empty(0, dtype=self._type)
-        )
-        received = self._exchanged(sent, self._sent, self._received)
-        parts = received.split([box.size for _, box in self._boxes])
+    def make_orthogonal(self, slices: list[torch.Tensor]) -> None:
+        """Replace slices of matrices by the slices of the orthogonal matrices, in place.
+
+        Args: slices: fp32 [elements] each, in the order in which the exchange was made.
+        """
+        ordered = [slices[i] for i in self._order]
+        # The empty tensor, for a rank without slices: torch.cat needs at least one.
+        empty = torch.empty(0, dtype=self._dtype, device=self._device)
+        sent = torch.cat([empty, *(flat.to(self._dtype) for flat in ordered)])
+        received = self._all_to_all(sent, self._send_sizes, self._receive_sizes)
+        flats = received.split([region.size for _, region in self._received])
         matrices: dict[int, torch.Tensor] = {}
-        for (number, box), part in zip(self._boxes, parts, strict=True):
-            matrix = matrices.setdefault(number, part.new_empty(self._shapes[number]))
-            matrix[box.within(ORIGIN)] = part.view(box.shape)
+        for (number, region), flat in zip(self._received, flats, strict=True):
+            matrix = matrices.setdefault(number, flat.new_empty(self._shapes[number]))
+            matrix[region.within(ORIGIN)] = flat.view(region.shape)
         for number, matrix in matrices.items():
             matrices[number] = orthogonal(matrix)
-        for (number, box), part in zip(self._boxes, parts, strict=True):
-            part.view(box.shape).copy_(matrices[number][box.within(ORIGIN)])
-        back = self._exchanged(received, self._received, self._sent)
-        for piece, new in zip(ordered, back.split([len(piece) for piece in ordered]), strict=True):
-            piece.copy_(new)
+        for (number, region), flat in zip(self._received, flats, strict=True):
+            flat.view(region.shape).copy_(matrices[number][region.within(ORIGIN)])
+        returned = self._all_to_all(received, self._receive_sizes, self._send_sizes)
+        for flat, new in zip(ordered, returned.split([len(flat) for flat in ordered]), strict=True):
+            flat.copy_(new)
 
-    def _exchanged(self, values: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
-        """One exchange of as many elements with each rank of the stage."""
+    def _all_to_all(
+        self, values: torch.Tensor, send_sizes: list[int], receive_sizes: list[int]
+    ) -> torch.Tensor:
+        """Values [sum of send_sizes], ordered by the rank that gets them -> [sum of receive_sizes], by sender."""
         if self._group is None:
             return values
-        size = values.element_size()
-        # As bytes: an exchange does no arithmetic, so any backend can carry any type.
-        out = torch.empty(sum(received) * size, dtype=torch.uint8, device=values.device)
-        splits = [count * size for count in received], [count * size for count in sent]
-        dist.all_to_all_single(out, values.view(torch.uint8), *splits, group=self._group)
-        return out.view(self._type)
+        out = values.new_empty(sum(receive_sizes))
+        dist.all_to_all_single(out, values, receive_sizes, send_sizes, group=self._group)
+        return out
 
 
-def _of_all_ranks(rows: list[tuple[int, ...]], context: ParallelContext) -> list[list[list[int]]]:
-    """The rows of five numbers of every rank, by rank."""
-    count = torch.tensor([len(rows)], device=context.device)
+def _gather_descriptions(described: list[tuple[int, ...]], context: ParallelContext) -> list[list[list[int]]]:
+    """The descriptions (five numbers each) of the slices of every rank, by rank."""
+    count = torch.tensor([len(described)], device=context.device)
     counts = [int(each) for each in context.gather(count)]
-    # Ranks have different numbers of pieces, and a gather wants equal shapes.
+    # Ranks own different numbers of slices, and a gather needs equal shapes.
     padded = torch.zeros(max(counts), 5, dtype=torch.int64, device=context.device)
-    if rows:
-        padded[: len(rows)] = torch.tensor(rows, device=context.device)
-    return [each[:kept].tolist() for each, kept in zip(context.gather(padded), counts, strict=True)]
+    if described:
+        padded[: len(described)] = torch.tensor(described, device=context.device)
+    return [each[:number].tolist() for each, number in zip(context.gather(padded), counts, strict=True)]

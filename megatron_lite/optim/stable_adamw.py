@@ -12,28 +12,31 @@ from functools import cached_property
 
 import torch
 
-from megatron_lite.optim.whole_tensors import Part, TensorOptimizer
+from megatron_lite.optim.whole_tensors import BucketShard, TensorOptimizer
 
 
-def _decay(beta: float, step: torch.Tensor) -> torch.Tensor:
-    """The factor of the moment before, which makes a mean of it that needs no correction."""
+def _debiased_beta(beta: float, step: torch.Tensor) -> torch.Tensor:
+    """The weight of the former moment with which the new moment needs no bias correction."""
     return (beta**step - beta) / (beta**step - 1)
 
 
 class StableAdamW(TensorOptimizer):
-    def update(self, parts: list[Part]) -> None:
+    def update(self, shards: list[BucketShard]) -> None:
         betas = self.settings.beta1, self.settings.beta2
-        for part in parts:
-            part.move_moments(*((1 - _decay(beta, part.step)) * self.share for beta in betas))
+        for shard in shards:
+            shard.update_moments(
+                *((1 - _debiased_beta(beta, shard.step)) * self.step_factor for beta in betas)
+            )
         (sums,) = self.square_sums(
-            parts, lambda part: part.gradient / part.state["exp_avg_sq"].sqrt().clamp_(min=self.eps(part))
+            shards,
+            lambda shard: shard.gradient / shard.state["exp_avg_sq"].sqrt().clamp_(min=self.eps(shard)),
         )
         rms = (sums.float() / self._sizes).sqrt()
-        for part in parts:
-            rate = part.spread(part.group["lr"] * self.share / rms.clamp(min=1.0))
-            step = part.state["exp_avg"] / part.state["exp_avg_sq"].sqrt().add_(self.eps(part))
-            step.add_(part.weights, alpha=part.group["weight_decay"])
-            part.weights.addcmul_(step, rate, value=-1)
+        for shard in shards:
+            rate = shard.per_element(shard.group["lr"] * self.step_factor / rms.clamp(min=1.0))
+            step = shard.state["exp_avg"] / shard.state["exp_avg_sq"].sqrt().add_(self.eps(shard))
+            step.add_(shard.weights, alpha=shard.group["weight_decay"])
+            shard.weights.addcmul_(step, rate, value=-1)
 
     @cached_property
     def _sizes(self) -> torch.Tensor:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.parallel.collectives import SINGLE, Group
 from megatron_lite.parallel.launch import Launch, rendezvous_address
-from megatron_lite.parallel.meeting import Meeting
+from megatron_lite.parallel.rendezvous import Rendezvous
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class ParallelContext:
             return self.pp
         assert self.process_groups is not None
         ends = (self.pp.ranks[0], self.pp.ranks[-1])
-        return Group(self.process_groups.of(ends), ends.index(self.rank), 2, ends)
+        return Group(self.process_groups.group(ends), ends.index(self.rank), 2, ends)
 
     @property
     def is_main(self) -> bool:
@@ -74,13 +74,13 @@ class ParallelContext:
             dist.all_reduce(values)
         return values
 
-    def sum_of_losses(self, sums: torch.Tensor) -> torch.Tensor:
+    def sum_losses(self, sums: torch.Tensor) -> torch.Tensor:
         """Sum of losses over all samples, each counted once, on its last pipeline stage; stays on the device."""
         counts = self.tp.rank == 0 and self.pp.rank == self.pp.size - 1
-        # Zeros and no skipped call: a collective needs every rank, and sums of losses exist on the last stage only.
+        # Zeros from the other ranks, since a collective needs every rank: losses exist on the last stage only.
         return self.sum(sums if counts else torch.zeros_like(sums))
 
-    def sum_of_hosts(self, values: Sequence[float]) -> list[float]:
+    def sum_on_hosts(self, values: Sequence[float]) -> list[float]:
         """Sum over all processes of numbers on the host. Does not wait for work that is queued on the device."""
         if self.world_size == 1:
             return list(values)
@@ -110,11 +110,11 @@ class ParallelContext:
 
 
 class ProcessGroups:
-    """Torch's process groups by their ranks: each is made once, and by its members only.
+    """Torch's process groups by their ranks: each is created once, and by its members only.
 
-    `new_group` usually waits for all processes, so a job of 1,024 would wait for each of its thousands of groups. Made
-    by members only, a process waits for the few groups it belongs to. All processes ask for groups along the same axes
-    in the same order, so that no two wait for each other.
+    `new_group` usually waits for all processes, so a job of 1,024 would wait for each of its thousands of groups.
+    Created by members only, a process waits for the few groups it belongs to. All processes ask for groups along the
+    same axes in the same order, so that no two wait for each other.
     """
 
     def __init__(self, rank: int, world_size: int, timeout: datetime.timedelta):
@@ -122,20 +122,20 @@ class ProcessGroups:
         self._timeout = timeout
         self._all = tuple(range(world_size))
         assert dist.group.WORLD is not None
-        # By members, so that two axes with the same ranks share a group. A group costs NCCL buffers on its GPU.
-        self._made = {self._all: dist.group.WORLD}
+        # By members, so that two axes with the same ranks share a group: each group costs NCCL buffers on the GPU.
+        self._groups = {self._all: dist.group.WORLD}
         self._side_stream: tuple[dist.ProcessGroup, torch.cuda.Stream] | None = None
 
-    def of(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:
+    def group(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:
         """The process group of these ranks; None if this process is no member."""
         members = tuple(ranks)
         if self._rank not in members:
             return None
-        if members not in self._made:
-            self._made[members] = self._make(members)
-        return self._made[members]
+        if members not in self._groups:
+            self._groups[members] = self._new_group(members)
+        return self._groups[members]
 
-    def _make(self, members: tuple[int, ...]) -> dist.ProcessGroup:
+    def _new_group(self, members: tuple[int, ...]) -> dist.ProcessGroup:
         return dist.new_group(
             list(members),
             timeout=self._timeout,  # else torch takes its own default
@@ -150,10 +150,10 @@ class ProcessGroups:
         collectives in order.
         """
         if device.type != "cuda":
-            yield self._made[self._all]
+            yield self._groups[self._all]
             return
         if self._side_stream is None:
-            self._side_stream = self._make(self._all), torch.cuda.Stream(device)
+            self._side_stream = self._new_group(self._all), torch.cuda.Stream(device)
         group, stream = self._side_stream
         with torch.cuda.stream(stream):
             yield group
@@ -172,18 +172,18 @@ class ProcessGroups:
             members = tuple(line.tolist())
             # Every rank asks for its tp, dp and pp group in this order, which rules out two ranks that wait for each
             # other.
-            handle = self.of(members) if len(members) > 1 else None
+            handle = self.group(members) if len(members) > 1 else None
             groups[name] = Group(handle, members.index(self._rank), len(members), members)
         return groups
 
     @contextlib.contextmanager
-    def lent_to_deepspeed(self) -> Iterator[None]:
-        """Let DeepSpeed's pipeline, which makes every group of its grid on every rank, get the existing ones."""
+    def shared_with_deepspeed(self) -> Iterator[None]:
+        """Let DeepSpeed's pipeline, which creates every group of its grid on every rank, get the existing ones."""
         import deepspeed.comm
 
         new_group = deepspeed.comm.new_group
-        # Its PipelineParallelGrid would make all groups on all processes: 2,049 of them for 1,024 data-parallel ranks.
-        deepspeed.comm.new_group = self.of
+        # Its PipelineParallelGrid would create all groups on all processes: 2,049 for 1,024 data-parallel ranks.
+        deepspeed.comm.new_group = self.group
         try:
             yield
         finally:
@@ -200,7 +200,7 @@ class Mpu:
         assert context.process_groups is not None, "DeepSpeed needs a process group"
         self._tp, self._dp = context.tp, context.dp
         self._handles = {
-            axis: group.handle or context.process_groups.of((context.rank,))
+            axis: group.handle or context.process_groups.group((context.rank,))
             for axis, group in (("tp", context.tp), ("dp", context.dp))
         }
 
@@ -235,18 +235,18 @@ def _quiet() -> Iterator[None]:
     """
     sys.stderr.flush()
     # The linker is a child process that writes to descriptor 2: replacing sys.stderr would not catch it.
-    shown = os.dup(2)
+    stderr = os.dup(2)
     logging.disable(logging.INFO)
-    with tempfile.TemporaryFile() as kept:
-        os.dup2(kept.fileno(), 2)
+    with tempfile.TemporaryFile() as output:
+        os.dup2(output.fileno(), 2)
         try:
             yield
         finally:
-            os.dup2(shown, 2)
-            os.close(shown)
+            os.dup2(stderr, 2)
+            os.close(stderr)
             logging.disable(logging.NOTSET)
-            kept.seek(0)
-            log.debug("%s", kept.read().decode(errors="replace"))
+            output.seek(0)
+            log.debug("%s", output.read().decode(errors="replace"))
 
 
 def set_rendezvous_environment(launch: Launch, local_rank: int) -> None:
@@ -272,7 +272,7 @@ def device_number(launch: Launch) -> int:
     return 0 if torch.cuda.is_available() and torch.cuda.device_count() == 1 else launch.local_rank
 
 
-def _join(backend: str, launch: Launch, meeting: Meeting, timeout: datetime.timedelta) -> None:
+def _join(backend: str, launch: Launch, rendezvous: Rendezvous, timeout: datetime.timedelta) -> None:
     """Initialize the default process group.
 
     Torch's group is not bound to a device, as DeepSpeed would do: every new group would then be split off by all
@@ -282,16 +282,16 @@ def _join(backend: str, launch: Launch, meeting: Meeting, timeout: datetime.time
 
     if not dist.is_initialized():  # the fake-device trace has its own
         # One TCP server serves the rendezvous and torch; the prefix keeps their keys apart.
-        store = dist.PrefixStore("group", meeting.open(launch, timeout.total_seconds()))
+        store = dist.PrefixStore("group", rendezvous.open(launch, timeout.total_seconds()))
         dist.init_process_group(
             backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout
         )
-    meeting.over()
+    rendezvous.over()
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False, timeout=timeout)
 
 
 def initialize(
-    launch: Launch, parallel: ParallelConfig, timeout_seconds: float, meeting: Meeting | None = None
+    launch: Launch, parallel: ParallelConfig, timeout_seconds: float, rendezvous: Rendezvous | None = None
 ) -> ParallelContext:
     """Start the process group (NCCL on GPUs, gloo on CPU), also for DeepSpeed, and return this process's context."""
     dp_size = parallel.data_parallel_size(launch.world_size)
@@ -315,7 +315,7 @@ def initialize(
         torch.cuda.set_device(local_rank)
     device = torch.device("cuda", local_rank) if use_gpu else torch.device("cpu")
     timeout = datetime.timedelta(seconds=timeout_seconds)
-    _join("nccl" if use_gpu else "gloo", launch, meeting or Meeting(), timeout)
+    _join("nccl" if use_gpu else "gloo", launch, rendezvous or Rendezvous(), timeout)
     groups = ProcessGroups(launch.rank, launch.world_size, timeout)
     axes = groups.along_axes(parallel.tensor_parallel_size, dp_size, parallel.pipeline_parallel_size)
     return ParallelContext(launch.rank, launch.world_size, local_rank, device, **axes, process_groups=groups)

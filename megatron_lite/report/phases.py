@@ -33,31 +33,34 @@ def phase_table(run: RunReport) -> Iterator[Html]:
         config = build(Config, run.config)
     except UserError:
         return
-    plan = config.plan
-    if len(plan.configs) == 1:
+    phase_plan = config.phase_plan
+    if len(phase_plan.configs) == 1:
         return
-    samples = plan.consumed(config.training.steps)
+    samples = phase_plan.consumed(config.training.steps)
     try:
-        drawn = plan.largest_batch, plan.samples, config.objective_choices
+        drawn = phase_plan.largest_batch, phase_plan.samples, config.objective_choices
         reading = list(extent_if_here(config.data, config.training.seed, samples, *drawn))
     except UserError as error:
         reading = [str(error)]
     speed = run.records.curve("train", "tokens_per_second")
     rows: list[list[object]] = []
-    for number, of_phase in enumerate(plan.configs, start=1):
-        first, end = plan.first_steps[number - 1 : number + 1]
+    for number, of_phase in enumerate(phase_plan.configs, start=1):
+        first, end = phase_plan.first_steps[number - 1 : number + 1]
         trained = min(max(0, run.records.last_step - first), end - first)
         length = of_phase.data.sequence_length
-        tokens = [(plan.consumed(step) - plan.consumed(first)) * length for step in (first + trained, end)]
-        sizes = sorted({plan.batch_size(first), plan.batch_size(end - 1)})
-        rates = dict.fromkeys(f"{step_rate(of_phase, plan, step):.3g}" for step in (first + 1, end))
+        tokens = [
+            (phase_plan.consumed(step) - phase_plan.consumed(first)) * length
+            for step in (first + trained, end)
+        ]
+        sizes = sorted({phase_plan.batch_size(first), phase_plan.batch_size(end - 1)})
+        rates = dict.fromkeys(f"{step_rate(of_phase, phase_plan, step):.3g}" for step in (first + 1, end))
         found = [point.value for point in speed.points() if first < point.step <= end] if speed else []
         pace = statistics.mean(found) if found else 0.0
         begin = f"phase {number} reads "
         texts = [line.removeprefix(begin) for line in reading if line.startswith(begin)]
         rows.append(
             [
-                f"{number}: {plan.phases[number - 1]}",
+                f"{number}: {phase_plan.phases[number - 1]}",
                 f"{first + 1:,} to {end:,}",
                 f"{trained:,}",
                 f"{tokens[1]:,}",

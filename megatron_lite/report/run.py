@@ -19,12 +19,12 @@ from data_utils.common.errors import DataError, UserError
 from data_utils.common.setting_files import MAX_BYTES, parse_yaml
 from data_utils.common.settings import build, to_tree
 from data_utils.common.untrusted import conform, parse_json, read_bounded
-from megatron_lite.checkpoint.manifest import Checkpoint, list_checkpoints, step_of
+from megatron_lite.checkpoint.manifest import Checkpoint, checkpoint_step, list_checkpoints
 from megatron_lite.checkpoint.resolve_path import resolve_run
 from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.tree import Config
 from megatron_lite.report.curves import Records, read_records
-from megatron_lite.runtime.run_state import MEANINGS, state_of
+from megatron_lite.runtime.run_state import MEANINGS, read_run_state
 
 MAX_CHECKPOINTS = 20  # of a run, that are looked at
 # Written by scripts/quickstart/scores.py, and by scripts/finetune.py in the directory of each seed.
@@ -144,7 +144,7 @@ def _public(tree: Any) -> Any:
 
 
 def _read_checkpoints(run: RunReport) -> None:
-    found = state_of(run.path)
+    found = read_run_state(run.path)
     if MEANINGS[found.condition].note:
         run.notes.append(f"Checkpoints: {found.condition}. {found.problem}")
     try:
@@ -156,7 +156,7 @@ def _read_checkpoints(run: RunReport) -> None:
         try:
             checkpoint = read_checkpoint(path)
         except (UserError, OSError, RecursionError) as error:
-            run.checkpoints.append(SavedStep(step_of(path), "", None, 0, str(error)))
+            run.checkpoints.append(SavedStep(checkpoint_step(path), "", None, 0, str(error)))
             continue
         run.checkpoints.append(_saved_step(checkpoint))
         if not run.state and isinstance(checkpoint.state, dict):

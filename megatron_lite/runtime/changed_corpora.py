@@ -2,10 +2,10 @@
 
 A sample's position in its corpus follows from its number and the current weights (data_utils/loader/mixture.py), as if
 they had held from the start. So after a change of weights a corpus continues before or after the position that it had
-reached: samples are repeated or left out. A corpus's index in the list is the key of its random order.
+reached: samples are repeated or skipped. A corpus's index in the list is the key of its random order.
 
-Phases say when weights change, so that nothing is repeated or left out. What a checkpoint's phases have made must then
-be what the new phases would have made.
+Phases say when weights change, so that nothing is repeated or skipped. The phases that have begun by the checkpoint's
+step must then be the same in the checkpoint's configuration and in the new one.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from data_utils.loader.config import CorpusConfig
 from data_utils.loader.loader import corpus_shares
 from data_utils.loader.mixture import quotas, samples_of_corpora
 from megatron_lite.checkpoint.trainer_state import TrainerState
-from megatron_lite.config.plan import Plan
+from megatron_lite.config.phase_plan import PhasePlan
 from megatron_lite.config.tree import Config
 
-_SHOWN = 4  # corpora or settings in a message
+_MAX_SHOWN = 4  # corpora or settings in a message
 
 
 class Change(NamedTuple):
-    """What is not as a checkpoint has it, so that samples come again or are left out."""
+    """A difference from a checkpoint by which samples are repeated or skipped."""
 
     setting: str
-    what: str
+    effect: str
     remedy: str  # a sentence without its end
 
 
@@ -46,67 +46,75 @@ def require_same_corpora(config: Config, path: Path, state: TrainerState) -> Non
     if change is None or config.checkpoint.accept_changed_data:
         return
     raise CheckpointError(
-        f"{change.setting} differs from {path}, by which its {state.consumed_samples:,} samples were numbered: "
-        f"{change.what}. {change.remedy}; or begin at step 0 in another run.directory with "
-        f"checkpoint.initialize_from={path}; or accept it with checkpoint.accept_changed_data=true."
+        f"{change.setting} differs from {path}, which numbers its {state.consumed_samples:,} samples by it: "
+        f"{change.effect}. {change.remedy}; or start at step 0 in another run.directory with "
+        f"checkpoint.initialize_from={path}; or accept the change with checkpoint.accept_changed_data=true."
     )
 
 
 def changed_seed(config: Config, state: TrainerState) -> Change | None:
-    """The seed numbers samples and draws dropout, of a task too."""
+    """The seed numbers samples and draws dropout, also in fine-tuning."""
     old, new = state.config.get("training", {}).get("seed"), config.training.seed
-    # Before the first sample no number has been used, so nothing can be repeated or left out.
+    # Before the first sample no number has been used, so nothing can be repeated or skipped.
     if old == new or not state.consumed_samples:
         return None
-    what = f"it is {new}, and was {old}; another seed repeats some samples, leaves out others and draws other dropout"
-    return Change("training.seed", what, f"Set training.seed={old}")
+    effect = f"it was {old} and is now {new}; another seed repeats and skips samples and draws other dropout"
+    return Change("training.seed", effect, f"Set training.seed={old}")
 
 
 def changed_corpora(config: Config, state: TrainerState) -> Change | None:
-    """Differences of the corpora of a checkpoint and of `config`, with their effect; None: the samples are the same.
+    """Differences between the corpora of a checkpoint and of `config`, with their effect; None: the samples are equal.
 
     Raises: DataError for a corpus without a manifest.
     """
     before = state.data or []
     if config.task is not None or not before or any("weight" not in entry for entry in before):
-        return None  # not trained here, or on a task
+        return None  # the checkpoint was not trained here, or on a task
     after = config.data.train
-    old, new = [identity_there(entry) for entry in before], [identity_here(corpus) for corpus in after]
+    old, new = [recorded_identity(entry) for entry in before], [current_identity(corpus) for corpus in after]
     regions = state.config.get("data", {}).get("region", 0), config.data.region
     if config.phases or state.config.get("phases") or any(regions):
         return _changed_phases(config, state, old, new)
-    # Weights count as they round to places in a block of samples: equal places make equal samples.
-    weights = [entry["weight"] for entry in before], corpus_shares(after, config.objective_choices)
-    if old == new and np.array_equal(quotas(weights[0]), quotas(weights[1])):
+    # Weights count as they round to a number of samples in each block: equal numbers make equal samples.
+    old_weights = [entry["weight"] for entry in before]
+    new_weights = corpus_shares(after, config.objective_choices)
+    if old == new and np.array_equal(quotas(old_weights), quotas(new_weights)):
         return None
     seed = derive_seed(config.training.seed, "train")
-    # How many samples of each corpus the old weights have read, and from which on the new ones would read.
-    read, begin = (samples_of_corpora(seed, its, state.consumed_samples).tolist() for its in weights)
-    changes = []
-    for place, corpus in enumerate(after):
-        name, start = corpus.prefix, begin[place]
-        if old[place : place + 1] == [new[place]]:
-            was, now = (f"{its[place]:g} of {sum(its):g}" for its in weights)
+    # How many samples of each corpus are trained with the old weights, and at which one the new weights continue.
+    trained, starts = (
+        samples_of_corpora(seed, weights, state.consumed_samples).tolist()
+        for weights in (old_weights, new_weights)
+    )
+    effects = []
+    for index, corpus in enumerate(after):
+        name, start = corpus.prefix, starts[index]
+        if old[index : index + 1] == [new[index]]:
+            was, now = (f"{weights[index]:g} of {sum(weights):g}" for weights in (old_weights, new_weights))
             name += f" (weight {was} -> {now})"
-            if start < read[place]:
-                changes.append(f"{name} would read {read[place] - start:,} samples again")
-            elif start > read[place]:
-                changes.append(f"{name} would leave out {start - read[place]:,} samples")
-        elif new[place] in old:
-            count = f"{read[old.index(new[place])]:,}"
-            changes.append(
-                f"{name} is at another index of data.train and gets a new order: its {count} samples may be repeated"
+            if start < trained[index]:
+                effects.append(f"{name} would repeat {trained[index] - start:,} samples")
+            elif start > trained[index]:
+                effects.append(f"{name} would skip {start - trained[index]:,} samples")
+        elif new[index] in old:
+            count = f"{trained[old.index(new[index])]:,}"
+            effects.append(
+                f"{name} has another index in data.train and so another order, which may repeat its {count} samples"
             )
         else:
-            changes.append(f"{name} is new and would leave out its first {start:,} samples")
-    changes += [f"{name} is gone" for name in _missing(state, old, new)]
-    more = [f"and {len(changes) - _SHOWN} more"] if len(changes) > _SHOWN else []
-    return _of_corpora("; ".join(changes[:_SHOWN] + more), state) if changes else None
+            effects.append(f"{name} is new and would skip its first {start:,} samples")
+    effects += [f"{name} is removed" for name in _removed(state, old, new)]
+    return _corpora_change(_shortened(effects), state) if effects else None
 
 
-def _of_corpora(what: str, state: TrainerState) -> Change:
-    remedy = f"Set corpora and weights as they were, and others in a phase after step {state.step}"
-    return Change("data.train", what, remedy)
+def _shortened(effects: Sequence[str]) -> str:
+    more = [f"and {len(effects) - _MAX_SHOWN} more"] if len(effects) > _MAX_SHOWN else []
+    return "; ".join([*effects[:_MAX_SHOWN], *more])
+
+
+def _corpora_change(effect: str, state: TrainerState) -> Change:
+    remedy = f"Restore the former corpora and weights, and set new ones in a phase after step {state.step}"
+    return Change("data.train", effect, remedy)
 
 
 def _changed_phases(
@@ -114,69 +122,73 @@ def _changed_phases(
 ) -> Change | None:
     """As `changed_corpora`, where phases are planned. Args: old, new: identities of the corpora."""
     recorded: Config = build(Config, state.config)
-    regions = recorded.data.region, config.data.region
-    if regions[0] != regions[1]:
-        what = f"it is {regions[1]}, and was {regions[0]}"
-        return Change("data.region", what, f"Set data.region={regions[0]}")
-    before, after = recorded.plan, config.plan
+    old_region, new_region = recorded.data.region, config.data.region
+    if old_region != new_region:
+        effect = f"it was {old_region} and is now {new_region}"
+        return Change("data.region", effect, f"Set data.region={old_region}")
     has_phases = bool(recorded.phases or config.phases)
-    made = [_begun(plan, state.step, has_phases) for plan in (before, after)]
+    old_phases, new_phases = (
+        _begun_phases(each.phase_plan, state.step, has_phases) for each in (recorded, config)
+    )
     seed = derive_seed(config.training.seed, "train")
-    read = np.zeros(len(old), np.int64)
+    trained = np.zeros(len(old), np.int64)
     # Each phase numbers its samples from its own first one, so they are counted phase by phase.
-    ends = [begun.first_sample for begun in made[0][1:]] + [state.consumed_samples]
-    for number, (begun, end) in enumerate(zip(made[0], ends, strict=True)):
-        weights = [*begun.places, *[0] * (len(old) - len(begun.places))]
-        read += samples_of_corpora(seed, weights, end - begun.first_sample, number)
-    for place, count in enumerate(read.tolist()):
-        if count and old[place : place + 1] != new[place : place + 1]:
-            name = recorded.data.train[place].prefix
-            what = f"{name}, of which {count:,} samples are read, is no longer at index {place} of data.train"
-            return _of_corpora(what, state)
-    differences, consumed = _differences(*made), after.consumed(state.step)
+    ends = [phase.first_sample for phase in old_phases[1:]] + [state.consumed_samples]
+    for number, (phase, end) in enumerate(zip(old_phases, ends, strict=True)):
+        weights = [*phase.quotas, *[0] * (len(old) - len(phase.quotas))]
+        trained += samples_of_corpora(seed, weights, end - phase.first_sample, number)
+    for index, count in enumerate(trained.tolist()):
+        if count and old[index : index + 1] != new[index : index + 1]:
+            name = recorded.data.train[index].prefix
+            effect = f"{name}, with {count:,} trained samples, is no longer at index {index} of data.train"
+            return _corpora_change(effect, state)
+    differences, consumed = _differences(old_phases, new_phases), config.phase_plan.consumed(state.step)
     if consumed != state.consumed_samples:
         differences.append(
-            f"step {state.step} ends with {consumed:,} samples, by batches and skipped samples"
+            f"step {state.step} now ends with {consumed:,} samples, because batches or skipped samples changed"
         )
     if not differences:
         return None
-    more = [f"and {len(differences) - _SHOWN} more"] if len(differences) > _SHOWN else []
-    remedy = f"Leave phases that have begun as the run's config.yaml has them, and change those after step {state.step}"
-    return Change("the plan", "; ".join(differences[:_SHOWN] + more), remedy)
+    remedy = (
+        "Keep the phases that have begun as in the run's config.yaml, and change only phases after step "
+        f"{state.step}"
+    )
+    return Change("the phase plan", _shortened(differences), remedy)
 
 
-class _Begun(NamedTuple):
-    """A phase that has begun."""
-
+class _BegunPhase(NamedTuple):
     first_step: int
     first_sample: int
-    places: list[int]  # of each corpus in a block of samples
-    weights: list[float]  # of which they are made
-    recipe: dict[str, Any]  # dotted key -> value
+    quotas: list[int]  # samples of each corpus in a block
+    weights: list[float]  # from which the quotas are rounded
+    settings: dict[str, Any]  # dotted key -> value
 
 
-def _begun(plan: Plan, step: int, has_phases: bool) -> list[_Begun]:
+def _begun_phases(phase_plan: PhasePlan, step: int, has_phases: bool) -> list[_BegunPhase]:
     """The phases that begin before a step."""
     begun = []
-    for first, sample, config in zip(plan.first_steps, plan.first_samples, plan.configs, strict=False):
+    starts = zip(phase_plan.first_steps, phase_plan.first_samples, phase_plan.configs, strict=False)
+    for first_step, first_sample, config in starts:
         # Phase 0 counts as begun before the first step too.
-        if first < max(step, 1):
+        if first_step < max(step, 1):
             weights = corpus_shares(config.data.train, config.objective_choices)
-            places = quotas(weights).tolist()
-            while not places[-1]:
-                places.pop()  # of a corpus added later
-            begun.append(_Begun(first, sample, places, weights, _recipe(config, has_phases)))
+            corpus_quotas = quotas(weights).tolist()
+            while not corpus_quotas[-1]:
+                corpus_quotas.pop()  # of a corpus that is added later
+            settings = _sample_settings(config, has_phases)
+            begun.append(_BegunPhase(first_step, first_sample, corpus_quotas, weights, settings))
     return begun
 
 
-def _recipe(config: Config, has_phases: bool) -> dict[str, Any]:
-    """What a phase can set and its samples, their loss and its gradient depend on, but the weights of corpora.
+def _sample_settings(config: Config, has_phases: bool) -> dict[str, Any]:
+    """The settings that a phase can change, and on which samples, their loss or its gradient depend.
 
-    Without phases a change of most of this is an event (continuation.py), since no phase could say from when it holds.
+    Weights of corpora are left out. Without phases a change of most of these settings is an event (continuation.py),
+    since no phase could say from when it holds.
     """
-    recipe = {"data.sequence_length": config.data.sequence_length}
+    settings = {"data.sequence_length": config.data.sequence_length}
     if not has_phases:
-        return recipe
+        return settings
     choices = config.objective_choices
     total = sum(choice.weight for choice in choices)
     tree = {
@@ -186,54 +198,53 @@ def _recipe(config: Config, has_phases: bool) -> dict[str, Any]:
         "model": {"embedding_gradient_shrink": config.model.embedding_gradient_shrink},
         **{choice.name: to_tree(choice.section) for choice in choices},
     }
-    return {**recipe, **dict(leaves(tree))}
+    return {**settings, **dict(leaves(tree))}
 
 
-def _differences(before: Sequence[_Begun], after: Sequence[_Begun]) -> list[str]:
-    """What phases that have begun would have made otherwise, with both values."""
+def _differences(before: Sequence[_BegunPhase], after: Sequence[_BegunPhase]) -> list[str]:
+    """How phases that have begun differ, with both values."""
     differences: list[str] = []
     for number, (was, now) in enumerate(itertools.zip_longest(before, after)):
-        if was is None or now is None:
-            has, had = ("has" if it is not None else "has not" for it in (now, was))
-            return [*differences, f"phases[{number}] {has} begun by these settings, and {had} in the run"]
+        if was is None:
+            return [*differences, f"phases[{number}] has begun by the new settings, but not in the run"]
+        if now is None:
+            return [*differences, f"phases[{number}] has begun in the run, but not by the new settings"]
         # From here on the phases do not correspond, and more differences would only confuse.
         if was.first_step != now.first_step:
-            return [
-                *differences,
-                f"phases[{number}] begins after step {now.first_step}, and began after step {was.first_step}",
-            ]
+            starts = f"begins after step {now.first_step}, but began after step {was.first_step}"
+            return [*differences, f"phases[{number}] {starts}"]
         changes = [
-            f"{key}: {was.recipe.get(key)} -> {now.recipe.get(key)}"
-            for key in sorted({*was.recipe, *now.recipe})
-            if was.recipe.get(key) != now.recipe.get(key) and _is_shared(key, was, now)
+            f"{key}: {was.settings.get(key)} -> {now.settings.get(key)}"
+            for key in sorted({*was.settings, *now.settings})
+            if was.settings.get(key) != now.settings.get(key) and _in_both_or_neither(key, was, now)
         ]
-        if was.places != now.places:
-            old, new = (", ".join(f"{weight:g}" for weight in its.weights) for its in (was, now))
+        if was.quotas != now.quotas:
+            old, new = (", ".join(f"{weight:g}" for weight in phase.weights) for phase in (was, now))
             changes.append(f"weights of data.train: {old} -> {new}")
-        differences += [f"phases[{number}] has begun with {change}" for change in changes]
+        differences += [f"phases[{number}] has begun and changes {change}" for change in changes]
     return differences
 
 
-def _is_shared(key: str, was: _Begun, now: _Begun) -> bool:
-    """Whether a key is not of an objective that only one of two recipes has, which `objectives` tells."""
+def _in_both_or_neither(key: str, was: _BegunPhase, now: _BegunPhase) -> bool:
+    """Whether both phases train the objective of a key, or neither does. Else the key `objectives` has the change."""
     name = f"objectives.{key.partition('.')[0]}"
-    return (name in was.recipe) == (name in now.recipe)
+    return (name in was.settings) == (name in now.settings)
 
 
-def _missing(state: TrainerState, old: Sequence[Any], new: Sequence[Any]) -> list[str]:
-    """The corpora of the checkpoint that are in the list no more, by their names then."""
-    named = state.config.get("data", {}).get("train") or []
-    names = [corpus.get("prefix") for corpus in named] if len(named) == len(old) else old
-    return [str(name) for name, its in zip(names, old, strict=True) if its not in new]
+def _removed(state: TrainerState, old: Sequence[Any], new: Sequence[Any]) -> list[str]:
+    """The names that corpora of the checkpoint had, which are no longer in the list."""
+    entries = state.config.get("data", {}).get("train") or []
+    names = [entry.get("prefix") for entry in entries] if len(entries) == len(old) else old
+    return [str(name) for name, contents in zip(names, old, strict=True) if contents not in new]
 
 
-def identity_there(entry: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The contents of a corpus as a checkpoint has them: tokens, those of the decoder, entities."""
+def recorded_identity(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The contents of a corpus as a checkpoint records them: checksums of tokens, decoder tokens, entities."""
     return entry.get("sha256"), entry.get("decoder_sha256"), entry.get("entities_sha256")
 
 
-def identity_here(corpus: CorpusConfig) -> tuple[Any, ...]:
-    """The same as they are now. Raises DataError."""
+def current_identity(corpus: CorpusConfig) -> tuple[Any, ...]:
+    """The same of a corpus as it is now. Raises DataError."""
     wanted = ((corpus.prefix, ".bin"), (corpus.decoder_prefix, ".bin"), (corpus.prefix, ".ent"))
-    entries = [name and read_manifest(name)["files"].get(suffix) for name, suffix in wanted]
+    entries = [prefix and read_manifest(prefix)["files"].get(suffix) for prefix, suffix in wanted]
     return tuple(entry and identity(entry) for entry in entries)

@@ -1,7 +1,7 @@
 """Heartbeats: small files below the run's directory in which each rank's watchdog writes where the rank is.
 
-All ranks pass the same places in the same order, and each counts the places it has passed. So the rank with the lowest
-count is the one that the others wait for. `scripts/heartbeats.py` shows them.
+All ranks pass the same points of the program in the same order, and each counts the points that it has passed. So the
+others wait for the rank with the lowest count. `scripts/heartbeats.py` shows them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from data_utils.common.setting_files import one_line
 from data_utils.common.untrusted import conform_to, parse_json, read_bounded
 
-_MAX_BYTES = 1 << 16  # of a file
+_MAX_FILE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Heartbeat:
     section: str
     place: str
     step: int
-    passed: int  # places passed since the start
+    passed: int  # points passed since the start
     seconds: float  # in the section
     time: float  # of writing, Unix
 
@@ -39,9 +39,9 @@ class Heartbeat:
         return f"rank {self.rank} on {self.host} ({where}{', ' if self.place else ''}{self.place})"
 
     @property
-    def noted(self) -> str:
-        """Who and where, with the age of this knowledge: a rank may have gone on since."""
-        return f"{self}, noted {max(0.0, time.time() - self.time):.0f} s ago"
+    def with_age(self) -> str:
+        """Rank and point, with the age of the heartbeat: the rank may have gone on since."""
+        return f"{self}, last heartbeat {max(0.0, time.time() - self.time):.0f} s ago"
 
     def write(self, directory: Path) -> None:
         """Replace the rank's file as a whole. Raises OSError."""
@@ -52,8 +52,8 @@ class Heartbeat:
         os.replace(temporary, path)
 
     @property
-    def is_of_a_dead_process(self) -> bool:
-        """Whether the process ran on this machine and has ended, also where its parent has not taken its status yet."""
+    def process_has_died(self) -> bool:
+        """Whether the process ran on this machine and has ended; a zombie, whose status is not read yet, has too."""
         if self.host != socket.gethostname():
             return False
         try:
@@ -72,8 +72,8 @@ def read_heartbeats(directory: Path, earliest: float = 0.0) -> list[Heartbeat]:
     heartbeats = []
     for path in directory.glob("rank_*.json"):
         with contextlib.suppress(OSError, ValueError):
-            beat = conform_to(parse_json(read_bounded(path, _MAX_BYTES)), Heartbeat)
-            # What a terminal would take for a command is escaped: who may write into the directory may write anything.
+            beat = conform_to(parse_json(read_bounded(path, _MAX_FILE_BYTES)), Heartbeat)
+            # Control characters of terminals are escaped: whoever can write into the directory can write anything.
             host, section, place = (
                 one_line(text) if text else "" for text in (beat.host, beat.section, beat.place)
             )
@@ -82,14 +82,15 @@ def read_heartbeats(directory: Path, earliest: float = 0.0) -> list[Heartbeat]:
 
 
 def who_is_behind(heartbeats: list[Heartbeat], world_size: int) -> str:
-    """One line: the ranks that have passed the fewest places, for whom the others wait."""
-    ours = [beat for beat in heartbeats if beat.rank < world_size]
-    silent = sorted(set(range(world_size)) - {beat.rank for beat in ours})
+    """One line: the ranks that have passed the fewest points, for which the others wait."""
+    # Files of higher ranks are left by an earlier start with more processes.
+    current = [beat for beat in heartbeats if beat.rank < world_size]
+    silent = sorted(set(range(world_size)) - {beat.rank for beat in current})
     if silent:
-        return f"no heartbeat of {len(silent)} of {world_size} ranks, the first of them {silent[:8]}"
-    least = min(beat.passed for beat in ours)
-    behind = [beat for beat in ours if beat.passed == least]
+        return f"no heartbeat from {len(silent)} of {world_size} ranks, first {silent[:8]}"
+    least = min(beat.passed for beat in current)
+    behind = [beat for beat in current if beat.passed == least]
     if len(behind) == world_size:
         return f"all {world_size} ranks are at the same point"
-    named = "; ".join(str(beat) for beat in behind[:8])
-    return f"furthest behind, so that the other {world_size - len(behind)} wait: {named}"
+    waiting = world_size - len(behind)
+    return f"{waiting} of {world_size} ranks wait for {'; '.join(str(beat) for beat in behind[:8])}"

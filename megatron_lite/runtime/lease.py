@@ -1,12 +1,12 @@
-"""A lease on a run's directory: one process at a time writes into it, and a dead one does not keep it.
+"""A lease on a run's directory: one process at a time writes into it, and loses the lease when it dies.
 
 The file `LEASE` in the directory names the holder, who renews it by setting its modification time. A start that finds
 the file decides as follows, without comparing the clocks of two machines:
 
-1. On the same kernel, a lock (flock) on the file tells at once whether the holder lives.
+1. On the same kernel, a lock (flock) on the file shows at once whether the holder is alive.
 2. An earlier attempt of the same SLURM job is over: SLURM would not have begun this one otherwise.
-3. Else, also where the file system has no locks or does not share them between machines: a file that is renewed while
-   we watch has a living holder; a file that is not renewed for STALE_SECONDS is taken over.
+3. Else, as where the file system has no locks or does not share them between machines: the start watches the file. If
+   it is renewed, its holder is alive; if it is not renewed for STALE_SECONDS, the start takes over.
 
 Needs no torch: a second start is refused before it loads anything.
 """
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 NAME = "LEASE"
 RENEW_SECONDS = 10.0
-STALE_SECONDS = 60.0  # six renewals: a file system may stall for a while
+STALE_SECONDS = 60.0  # six renewals, since a file system may stall for a while
 SETTLE_SECONDS = 2.0  # after a takeover: two machines may have decided on it at once
 POLL_SECONDS = 0.2
 RECORD_BYTES = 1024  # written in one piece, so that no reader sees half of it
@@ -44,21 +44,21 @@ RECORD_BYTES = 1024  # written in one piece, so that no reader sees half of it
 class LeaseError(ConfigError):
     """Another process holds the run's directory."""
 
-    only_here = True  # only the rank that asks for the lease finds it
+    only_here = True  # only the rank that asks for the lease raises it
 
 
 @dataclass(frozen=True)
 class Holder:
-    """The content of the file."""
+    """The process that holds the lease, as the file has it."""
 
     token: str  # of this start alone
-    what: str  # the purpose, as a verb
+    what: str  # what it does in the directory, as a verb: "trains"
     host: str
     pid: int
     since: str
-    job: str  # of SLURM; "" outside of a job
+    job: str  # number of the SLURM job; "" outside of a job
     attempt: int  # how often that job was queued again
-    boot: str  # of the kernel, see `_boot`
+    boot: str  # identifies the running kernel, see `_boot_id`
     locked: bool  # whether the holder has a lock on the file
 
     def __str__(self) -> str:
@@ -74,31 +74,32 @@ class Holder:
             return None
 
     @staticmethod
-    def ourselves(what: str, locked: bool) -> Holder:
+    def this_process(what: str, locked: bool) -> Holder:
         since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         job, attempt = slurm_attempt()
         host = socket.gethostname()
-        return Holder(secrets.token_hex(8), what, host, os.getpid(), since, job, attempt, _boot(), locked)
+        return Holder(secrets.token_hex(8), what, host, os.getpid(), since, job, attempt, _boot_id(), locked)
 
 
 class Lease:
     """A held directory. `lost_to` is called by the watchdog's thread, `release` once at the end."""
 
-    def __init__(self, path: Path, descriptor: int, token: str, made: list[Path]):
-        """Args: made: directories that were made for the lease; `release` removes those that are still empty."""
-        self._path, self._descriptor, self._token, self._made = path, descriptor, token, made
-        self._next = time.monotonic() + RENEW_SECONDS
+    def __init__(self, path: Path, descriptor: int, token: str, new_directories: list[Path]):
+        """Args: new_directories: created for the lease; `release` removes those that are still empty."""
+        self._path, self._descriptor, self._token = path, descriptor, token
+        self._new_directories = new_directories
+        self._next_renewal = time.monotonic() + RENEW_SECONDS
 
     def lost_to(self) -> Holder | None:
-        """Renew the lease if it is time to. Returns the new holder if another process has taken it over."""
-        if self._descriptor < 0 or time.monotonic() < self._next:
+        """Renew the lease every RENEW_SECONDS. Returns the new holder if another process has taken it over."""
+        if self._descriptor < 0 or time.monotonic() < self._next_renewal:
             return None
-        self._next = time.monotonic() + RENEW_SECONDS
+        self._next_renewal = time.monotonic() + RENEW_SECONDS
         with contextlib.suppress(OSError):  # a disk may fail for a while; the next renewal may succeed
             holder = Holder.read(self._path)
             if holder is not None and holder.token != self._token:
                 return holder
-            # By its path, which other starts watch: the descriptor may be of a file that has been replaced.
+            # By path, which other starts watch: the descriptor may belong to a file that has been replaced.
             os.utime(self._path)
         return None
 
@@ -112,7 +113,7 @@ class Lease:
                 self._path.unlink()
         os.close(self._descriptor)
         self._descriptor = -1
-        _remove(self._made)
+        _remove_empty(self._new_directories)
 
 
 @contextlib.contextmanager
@@ -126,13 +127,15 @@ def held(directory: Path, what: str) -> Iterator[Lease]:
 
 
 def acquire(directory: Path, what: str) -> Lease:
-    """Take the lease of a run's directory, which is made if it does not exist.
+    """Take the lease of a run's directory, which is created if it does not exist.
 
-    Args: what: the purpose, as a verb, for the message to others.
+    Args: what: what this process does in the directory, as a verb, for the message to other starts.
     Raises: LeaseError if another process holds it; ConfigError if the file cannot be written.
     """
     path = directory / NAME
-    made = [above for above in (directory, *directory.parents) if not above.exists()]  # the innermost first
+    new_directories = [
+        each for each in (directory, *directory.parents) if not each.exists()
+    ]  # innermost first
     try:
         directory.mkdir(parents=True, exist_ok=True)
         while True:
@@ -140,15 +143,15 @@ def acquire(directory: Path, what: str) -> Lease:
             if descriptor is None:
                 descriptor = _take_over(path)
             if descriptor is not None:
-                return Lease(path, descriptor, _sign(path, descriptor, what), made)
+                return Lease(path, descriptor, _write_holder(path, descriptor, what), new_directories)
     except OSError as error:
-        _remove(made)
+        _remove_empty(new_directories)
         raise ConfigError(
             f"run.directory {directory}: {error.strerror}; choose a writable directory."
         ) from None
 
 
-def _remove(directories: list[Path]) -> None:
+def _remove_empty(directories: list[Path]) -> None:
     for directory in directories:
         with contextlib.suppress(OSError):  # not empty: the run has begun
             directory.rmdir()
@@ -167,14 +170,16 @@ def _create(path: Path) -> int | None:
 def _take_over(path: Path) -> int | None:
     """Open the file of a dead holder. None if it was released meanwhile. Raises LeaseError, OSError."""
     try:
-        # A link to nothing exists, and cannot be opened.
+        # Links are not followed: `_create` finds a dangling link, but an open that follows it finds no file, so that
+        # `acquire` would try for ever.
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:
         return None
+    is_taken = False
     try:
         holder = _wait_for_record(path)
-        # Before the decision, since on the same kernel the lock is the decision. If the holder lives all the same,
-        # closing the descriptor gives the lock back.
+        # Before the decision, since on the same kernel the lock decides. If the holder is alive all the same, closing
+        # the descriptor gives the lock back.
         locked = _lock(descriptor)
         if not is_named(path, descriptor):
             return None
@@ -183,32 +188,32 @@ def _take_over(path: Path) -> int | None:
         if not is_named(path, descriptor):
             return None
         log.warning("%s: %s exited without releasing it; this start takes over", path.parent, holder)
-        descriptor, taken = -1, descriptor
-        return taken
+        is_taken = True
+        return descriptor
     finally:
-        if descriptor >= 0:
+        if not is_taken:
             os.close(descriptor)
 
 
 def _is_dead(path: Path, descriptor: int, holder: Holder | None, locked: bool | None) -> bool:
-    """Args: locked: whether this process has just got the file's lock; None: there are no locks here."""
+    """Args: locked: whether this process has just got the file's lock; None: the file system has no locks."""
     if holder is not None:
-        if locked is not None and holder.locked and holder.boot and holder.boot == _boot():
+        if locked is not None and holder.locked and holder.boot and holder.boot == _boot_id():
             return locked
         job, attempt = slurm_attempt()
         if job and holder.job == job and holder.attempt < attempt:
             return True
-    log.warning("%s is held by %s; watching for up to %d s whether it lives", path, holder, STALE_SECONDS)
-    first, deadline = _mark(path), time.monotonic() + STALE_SECONDS
-    # By our own clock and by changes only: clocks of two machines may differ by more than a renewal.
+    log.warning("%s is held by %s; waiting up to %d s for a sign of life", path, holder, STALE_SECONDS)
+    first, deadline = _renewal_mark(path), time.monotonic() + STALE_SECONDS
+    # By this machine's clock and by changes only: clocks of two machines may differ by more than a renewal.
     while time.monotonic() < deadline and is_named(path, descriptor):
-        if _mark(path) != first:
+        if _renewal_mark(path) != first:
             return False
         time.sleep(POLL_SECONDS)
     return True
 
 
-def _mark(path: Path) -> tuple[int, bytes]:
+def _renewal_mark(path: Path) -> tuple[int, bytes]:
     """A value that every renewal changes. Opening the file makes network file systems ask the server."""
     try:
         with open_regular(path) as file:
@@ -217,24 +222,27 @@ def _mark(path: Path) -> tuple[int, bytes]:
         return 0, b""
 
 
-def _sign(path: Path, descriptor: int, what: str) -> str:
-    """Write ourselves as the holder. Raises LeaseError if another machine did so at the same time; OSError."""
+def _write_holder(path: Path, descriptor: int, what: str) -> str:
+    """Write this process as the holder. Returns its token.
+
+    Raises: LeaseError if another machine writes at the same time; OSError.
+    """
     is_new = os.fstat(descriptor).st_size == 0
-    ours = Holder.ourselves(what, _lock(descriptor) is True)
+    own = Holder.this_process(what, _lock(descriptor) is True)
     try:
-        os.pwrite(descriptor, json.dumps(asdict(ours)).encode().ljust(RECORD_BYTES), 0)
+        os.pwrite(descriptor, json.dumps(asdict(own)).encode().ljust(RECORD_BYTES), 0)
         os.fsync(descriptor)
     except OSError:
         if is_new:
             path.unlink(missing_ok=True)
         raise
-    if not is_new and not ours.locked:
-        # Without locks two machines may both have found the holder dead; the last to write has the file.
+    if not is_new and not own.locked:
+        # Without locks two machines may both have found the holder dead; the last one to write gets the lease.
         time.sleep(SETTLE_SECONDS)
         holder = Holder.read(path)
-        if holder is not None and holder.token != ours.token:
+        if holder is not None and holder.token != own.token:
             raise LeaseError(_refusal(path, holder))
-    return ours.token
+    return own.token
 
 
 def _lock(descriptor: int) -> bool | None:
@@ -249,7 +257,7 @@ def _lock(descriptor: int) -> bool | None:
 
 
 def _wait_for_record(path: Path) -> Holder | None:
-    """The holder; None if the file stays unreadable for longer than it takes to write it."""
+    """The holder, for whose record it waits up to a second; None if the file stays unreadable."""
     deadline = time.monotonic() + 1.0
     while (holder := Holder.read(path)) is None and path.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -261,13 +269,13 @@ def _refusal(path: Path, holder: Holder | None) -> str:
     if holder is None:
         return f"{path} cannot be read, but a process renews it; end that process, or choose another run.directory."
     return (
-        f"{run} is in use: {holder} {holder.what} in it since {holder.since}; choose another run.directory, or stop "
+        f"{run} is in use: {holder} {holder.what} in it, since {holder.since}; choose another run.directory, or stop "
         f"that process (touch {run / 'STOP'}) and start again when it has ended."
     )
 
 
-def _boot() -> str:
-    """A name of the running kernel, another one after each start of the machine; "" if unknown."""
+def _boot_id() -> str:
+    """Identifies the running kernel; it changes with each start of the machine; "" if unknown."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""

@@ -1,4 +1,4 @@
-"""A process among those of a run: it meets the others, works, and leaves with them. One way for every entry point."""
+"""How a process of a run starts, works and ends together with the other ranks; for every entry point."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from megatron_lite.config.tree import Config
 from megatron_lite.model.kernels.fused import choose_kernels
 from megatron_lite.parallel.context import ParallelContext, initialize
 from megatron_lite.parallel.launch import Launch, report_status
-from megatron_lite.parallel.meeting import Meeting
+from megatron_lite.parallel.rendezvous import Rendezvous
 from megatron_lite.runtime.control import Phase, RunControl
 from megatron_lite.runtime.rank_agreement import facts
 from megatron_lite.runtime.watchdog import Section, Watchdog
 
 
-def meet(
+def agree_with_ranks(
     launch: Launch,
     config: Config,
     watchdog: Watchdog,
-    meeting: Meeting,
-    more: Mapping[str, str] | None = None,
+    rendezvous: Rendezvous,
+    extra_facts: Mapping[str, str] | None = None,
 ) -> None:
-    """Return when all ranks have begun with the same. Before data are copied and the model is built.
+    """Return when all ranks have the same facts. Called before data are copied and the model is built.
 
-    Args: more: facts beside those of the configuration, in words.
-    Raises: ConfigError where this rank differs from rank 0; LeftError where another rank has refused the start.
+    Args: extra_facts: name -> value in words, in addition to the facts of the configuration.
+    Raises: ConfigError where this rank differs from rank 0; RankLeftError where another rank has refused the start.
     """
     watchdog.at("comparing with the other ranks")
-    meeting.open(launch, config.timeouts.collective_seconds)
+    rendezvous.open(launch, config.timeouts.collective_seconds)
     device = "a GPU" if torch.cuda.is_available() else "a CPU"
-    meeting.compare({**facts(config, device), **(more or {})})
+    rendezvous.compare({**facts(config, device), **(extra_facts or {})})
 
 
-def together(
+def run_with_ranks(
     launch: Launch,
     config: Config,
     control: RunControl,
     watchdog: Watchdog,
-    meeting: Meeting,
+    rendezvous: Rendezvous,
     work: Callable[[ParallelContext], ExitStatus],
 ) -> ExitStatus:
-    """Call `work` with this process's context. Returns its status when all processes have theirs."""
+    """Call `work` with this process's context. Returns its status when `work` has returned on all ranks."""
     watchdog.at("waiting for the other ranks")
-    meeting.gather("ready")
+    rendezvous.gather("ready")
     watchdog.at("joining the process group")
-    context = initialize(launch, config.parallel, config.timeouts.collective_seconds, meeting)
+    context = initialize(launch, config.parallel, config.timeouts.collective_seconds, rendezvous)
     watchdog.joined()
     set_numerics(config.training, context.device)
     if context.device.type == "cpu":
@@ -59,7 +59,7 @@ def together(
             status = work(context)
         watchdog.done(status)
     finally:
-        control.enter(Phase.OVER)  # launchers repeat their signals while ranks leave one after the other
+        control.enter(Phase.OVER)  # launchers repeat their signals while ranks exit one after another
         watchdog.enter(Section.EXIT)  # leaving may hang too, above all after an error
     report_status(status)
     context.barrier()  # launchers kill all processes as soon as one ends with another status than 0
@@ -71,7 +71,7 @@ def set_numerics(training: TrainingConfig, device: torch.device) -> None:
     """Apply `training.tf32`, `deterministic` and `kernels`. `launch.prepare_environment` has prepared cuBLAS."""
     choose_kernels(training.kernels)
     if device.type == "cuda":
-        # Said either way: NVIDIA's containers switch TF32 on by an environment variable.
+        # Set in both cases: NVIDIA's containers switch TF32 on by an environment variable.
         torch.set_float32_matmul_precision("high" if training.tf32 else "highest")
     if training.deterministic:
         # Without warn_only: the attention kernels then keep their changing order, and only warn.

@@ -1,6 +1,6 @@
-"""What all ranks of a run must begin with: its settings, the contents of its data sets, the program, the libraries.
+"""What must be equal on all ranks of a run: settings, contents of data sets, the program, the libraries.
 
-Ranks with other settings or another program would train on, each in its own way, and no number would say so.
+Ranks with different settings or programs would train on, and no metric would show it.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ _LIBRARIES = ("torch", "deepspeed", "numpy")
 
 
 def facts(config: Config, device: str) -> dict[str, str]:
-    """Name -> value in words, to be compared between ranks. Args: device: the kind on which this rank computes.
+    """Name -> value in words, to be compared between ranks. Args: device: the type on which this rank computes.
 
     Raises: DataError for a corpus without a manifest.
     """
-    found = {key: repr(value) for key, value in leaves(to_tree(config))}
+    values = {key: repr(value) for key, value in leaves(to_tree(config))}
     for name in ("train", "validation"):
         for number, corpus in enumerate(getattr(config.data, name)):
             for prefix in filter(None, (corpus.prefix, corpus.decoder_prefix)):
-                found[f"the contents of {prefix} (data.{name}[{number}])"] = _contents(prefix)
-    found["the program's version"] = version.release() or "unknown"
-    found["the digest of the program's files"] = version.sources()
+                values[f"the contents of {prefix} (data.{name}[{number}])"] = _contents(prefix)
+    values["the program's version"] = version.release() or "unknown"
+    values["the digest of the program's files"] = version.sources()
     for choice in config.objective_choices:
         package = OBJECTIVES.package(choice.name)
         if package:
-            found[f"the package of {choice.name}"] = package
+            values[f"the package of {choice.name}"] = package
     for library in _LIBRARIES:
-        found[f"the version of {library}"] = _version_of(library)
-    found["the device"] = device
-    return found
+        values[f"the version of {library}"] = _version_of(library)
+    values["the device"] = device
+    return values
 
 
 def _version_of(library: str) -> str:
     try:
         return importlib.metadata.version(library)
-    except importlib.metadata.PackageNotFoundError:  # on the path of modules alone
+    except importlib.metadata.PackageNotFoundError:  # importable from PYTHONPATH, but not installed
         return "unknown"
 
 

@@ -1,7 +1,7 @@
 """The state of a run's directory, decided in one place: a start, `scripts/checkpoints.py` and the report all ask here.
 
-A start must tell a run that has not saved yet, which begins at step 0, from one whose checkpoints are out of sight,
-which must not. So it looks at the records as well: each save is one. Needs no torch.
+A run that has not saved yet begins at step 0; a run whose checkpoints are out of sight, as on an unmounted disk, must
+not. So a start reads the records as well, which have one of each save. Needs no torch.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Start(StrEnum):
 
 @dataclass(frozen=True)
 class Meaning:
-    sign: str  # what is seen in the directory
+    sign: str  # what the directory shows
     start: Start
-    rewind: bool  # whether it can go back to a checkpoint; else it is refused
-    note: bool  # whether the report says so
+    rewind: bool  # whether `scripts/checkpoints.py rewind` can go back to a checkpoint; else it is refused
+    note: bool  # whether the report has a note on it
 
 
 MEANINGS = {
@@ -91,7 +91,7 @@ MEANINGS = {
 class RunState:
     run: Path
     condition: Condition
-    problem: str = ""  # a sentence with place and remedy; "" where there is nothing to say
+    problem: str = ""  # a sentence with path and remedy; "" where there is none
     newest: Checkpoint | None = None  # the newest whose manifest and file sizes are right
 
     def require_start(self) -> None:
@@ -100,12 +100,14 @@ class RunState:
             raise CheckpointError(self.problem)
 
     def require_checkpoints(self) -> None:
-        """Raise CheckpointError unless a checkpoint can be gone back to."""
+        """Raise CheckpointError unless the run can go back to a checkpoint."""
         if not MEANINGS[self.condition].rewind:
-            raise CheckpointError(self.problem or f"{self.run} has never saved: it holds no checkpoint.")
+            raise CheckpointError(
+                self.problem or f"{self.run} holds no checkpoint: the run has not saved yet."
+            )
 
 
-def state_of(run: Path) -> RunState:
+def read_run_state(run: Path) -> RunState:
     """The state of a run's directory, as this process sees it. Reads manifests only; raises and changes nothing."""
     checkpoints = run / "checkpoints"
     try:
@@ -116,25 +118,30 @@ def state_of(run: Path) -> RunState:
         if not paths:
             return _without_checkpoint(run, checkpoints)
     except OSError as error:
-        problem = f"{error.filename or checkpoints}: {error.strerror}; get permission, or choose another run.directory."
+        problem = (
+            f"{error.filename or checkpoints}: {error.strerror}; change its permissions, or choose another "
+            "run.directory."
+        )
         return RunState(run, Condition.UNREADABLE, problem)
-    # The newest one's error decides the condition; older ones are only looked at to fall back to.
-    first: CheckpointError | None = None
+    # The newest checkpoint's error decides the condition; a start falls back to the newest of the older good ones.
+    newest_error: CheckpointError | None = None
     for path in reversed(paths):
         try:
             newest = read_checkpoint(path)
         except CheckpointError as error:
-            first = first or error
+            newest_error = newest_error or error
             continue
-        if first is None:
+        if newest_error is None:
             return RunState(run, Condition.SAVED, newest=newest)
-        condition = Condition.MISNAMED if isinstance(first, WrongStepNameError) else Condition.NEWEST_DAMAGED
-        return RunState(run, condition, str(first), newest)
+        condition = (
+            Condition.MISNAMED if isinstance(newest_error, WrongStepNameError) else Condition.NEWEST_DAMAGED
+        )
+        return RunState(run, condition, str(newest_error), newest)
     return RunState(run, Condition.NONE_VALID, str(none_is_valid(checkpoints, len(paths))))
 
 
 def _blocked(checkpoints: Path) -> tuple[Condition, str] | None:
-    """The reason why a directory neither exists nor can be made; None if there is none. Raises OSError."""
+    """Why a directory neither exists nor can be created; None if it exists or can be. Raises OSError."""
     # Upwards to the first that exists: a link to an unmounted disk anywhere above must not look like a new run.
     for path in (checkpoints, *checkpoints.absolute().parents):
         try:
@@ -145,10 +152,11 @@ def _blocked(checkpoints: Path) -> tuple[Condition, str] | None:
                 raise
             if not os.path.islink(path):
                 continue  # absent
+            target = os.readlink(path)
             problem = (
-                f"{path} is a link to {os.readlink(path)}, which does not exist; mount or make what it names"
+                f"{path} is a link to {target}, which does not exist; mount or create it, or remove the link."
             )
-            return Condition.DANGLING, f"{problem}, or remove the link."
+            return Condition.DANGLING, problem
         problem = f"{path} is not a directory; move it away, or choose another run.directory."
         return Condition.NOT_A_DIRECTORY, problem
     return None
@@ -158,13 +166,11 @@ def _without_checkpoint(run: Path, checkpoints: Path) -> RunState:
     """Raises OSError."""
     if has_saved(run):
         problem = (
-            f"{run / FILE} is of a run that has saved, but {checkpoints} holds no checkpoint; put its checkpoints "
-            f"back, choose another run.directory, or move {run / FILE} away to start at step 0."
+            f"{run / FILE} records a save, but {checkpoints} holds no checkpoint; restore the checkpoints, choose "
+            f"another run.directory, or move {run / FILE} away to start at step 0."
         )
         return RunState(run, Condition.LOST, problem)
     if checkpoints.exists():
-        problem = (
-            f"{checkpoints} holds no checkpoint: the run's first save failed, was ended, or is under way."
-        )
+        problem = f"{checkpoints} holds no checkpoint: the run's first save failed, was interrupted, or is in progress."
         return RunState(run, Condition.FIRST_SAVE_FAILED, problem)
     return RunState(run, Condition.NEVER_SAVED)

@@ -1,9 +1,9 @@
 """A thread in every rank that kills the process when a section of the run takes longer than its limit.
 
 A rank that waits in a collective cannot notice that another rank never comes: such a hang costs hours until somebody
-looks. The watchdog prints its rank, host and place, every thread's stack, and which rank is furthest behind (see
-heartbeats.py). Then it ends the process, whereupon the launcher ends the others. The background thread that writes a
-checkpoint has the limit of its section too.
+looks. The watchdog prints its rank, host and point of the program, every thread's stack, and which rank the others wait
+for (heartbeats.py). Then it ends the process, whereupon the launcher ends the others. The background thread that writes
+a checkpoint has the limit of its section too.
 
 A Python thread needs the interpreter's lock. If native code keeps it, a timer of the C library (faulthandler) ends the
 process a little later, with the stacks and status 1. faulthandler also prints the stacks at a signal that kills the
@@ -43,7 +43,7 @@ EXIT_SECONDS = (
 )
 CLOCKS_DIFFER_SECONDS = 60.0  # between the machines of a run, and between the starts of its ranks
 DEATH_SECONDS = 10.0  # from a broken connection until the process at its other end is seen to be dead
-OTHERS_SECONDS = 1.5  # from our own alarm until the others' last heartbeats are read
+COMPARE_SECONDS = 1.5  # from this rank's alarm until the last heartbeats of the others are read
 # Messages of gloo, NCCL and torch's store about a broken connection.
 _CONNECTION = re.compile(
     r"gloo/transport|Connection (closed|reset|refused|was likely closed)|Broken pipe|ncclRemoteError"
@@ -51,7 +51,7 @@ _CONNECTION = re.compile(
 
 
 class Section(StrEnum):
-    """The parts of a run that have a time limit each: timeouts.*_seconds."""
+    """The sections of a run, each with a time limit: timeouts.*_seconds."""
 
     SETUP = "setup"
     STEP = "step"
@@ -61,7 +61,9 @@ class Section(StrEnum):
 
 
 @dataclass(frozen=True)
-class _Here:
+class _Point:
+    """Where a thread is."""
+
     section: Section
     place: str
     step: int
@@ -70,7 +72,7 @@ class _Here:
 
 
 class Watchdog:
-    """Where this rank is, and the thread that watches how long it stays."""
+    """The point of the program where this rank is, and the thread that watches how long it stays there."""
 
     def __init__(
         self,
@@ -90,8 +92,8 @@ class Watchdog:
         self._has_joined = False
         self._status: int | None = None
         self._started = time.time()
-        self._here = _Here(Section.SETUP, "", 0, 0, time.monotonic())
-        self._background: _Here | None = None
+        self._point = _Point(Section.SETUP, "", 0, 0, time.monotonic())
+        self._background: _Point | None = None
         self._closed = threading.Event()
         self._writes = threading.Lock()  # of the heartbeat
         faulthandler.enable(file=2)
@@ -100,9 +102,9 @@ class Watchdog:
     def enter(self, section: Section, place: str = "", step: int | None = None) -> None:
         """Enter a section and restart its clock. All ranks call this in the same order."""
         # One immutable record replaced by one assignment: the watching thread needs no lock to read it.
-        here = self._here
-        step = here.step if step is None else step
-        self._here = _Here(section, place, step, here.passed + 1, time.monotonic())
+        point = self._point
+        step = point.step if step is None else step
+        self._point = _Point(section, place, step, point.passed + 1, time.monotonic())
         if section == Section.CHECKPOINT and self._has_joined:
             self._beat()  # where runs die most: on a full disk, or of the memory that a save needs
         if section == Section.EXIT:
@@ -112,8 +114,8 @@ class Watchdog:
 
     def at(self, place: str) -> None:
         """Name a place within the section."""
-        here = self._here
-        self._here = _Here(here.section, place, here.step, here.passed + 1, here.since)
+        point = self._point
+        self._point = _Point(point.section, place, point.step, point.passed + 1, point.since)
 
     def done(self, status: int) -> None:
         """The work has finished with a status, which a slow exit does not change."""
@@ -126,8 +128,8 @@ class Watchdog:
     @contextlib.contextmanager
     def in_background(self, section: Section, place: str) -> Iterator[None]:
         """Give the calling thread, which works in the background, the limit of a section. One thread at a time."""
-        here = self._here
-        self._background = _Here(section, place, here.step, here.passed, time.monotonic())
+        point = self._point
+        self._background = _Point(section, place, point.step, point.passed, time.monotonic())
         try:
             yield
         finally:
@@ -136,14 +138,12 @@ class Watchdog:
     def _watch(self) -> None:
         next_beat = 0.0
         while True:
-            here, now = (
-                # The section whose time is over first, of the training thread and the background save.
-                min(filter(None, (self._here, self._background)), key=self._deadline),
-                time.monotonic(),
-            )
-            left = self._deadline(here) - now
+            # Of the training thread and the background save, the one whose time is over first.
+            point = min(filter(None, (self._point, self._background)), key=self._deadline)
+            now = time.monotonic()
+            left = self._deadline(point) - now
             if left < 0:
-                self._end(here, now)
+                self._end(point, now)
             self._keep_lease()
             if self._has_joined and now >= next_beat and self._beat():
                 next_beat = now + self._heartbeat_seconds
@@ -176,16 +176,16 @@ class Watchdog:
             report_status(ExitStatus.USER_ERROR)
             os._exit(ExitStatus.USER_ERROR)
 
-    def _deadline(self, here: _Here) -> float:
-        return here.since + self._limits[here.section]
+    def _deadline(self, point: _Point) -> float:
+        return point.since + self._limits[point.section]
 
-    def _heartbeat(self, here: _Here) -> Heartbeat:
-        seconds = round(time.monotonic() - here.since, 1)
+    def _heartbeat(self, point: _Point) -> Heartbeat:
+        seconds = round(time.monotonic() - point.since, 1)
         host, now = socket.gethostname(), round(time.time(), 1)
         other = self._background
-        place = here.place if other in (None, here) else f"{here.place}; in the background: {other.place}"
+        place = point.place if other in (None, point) else f"{point.place}; in the background: {other.place}"
         return Heartbeat(
-            self._rank, host, os.getpid(), here.section, place, here.step, here.passed, seconds, now
+            self._rank, host, os.getpid(), point.section, place, point.step, point.passed, seconds, now
         )
 
     def _beat(self, always: bool = False) -> bool:
@@ -197,7 +197,7 @@ class Watchdog:
             return False
         # A full or broken disk must not keep the watchdog from watching.
         with contextlib.suppress(OSError), self._writes:
-            self._heartbeat(self._here).write(self._directory)
+            self._heartbeat(self._point).write(self._directory)
         return True
 
     def _heartbeats(self) -> list[Heartbeat]:
@@ -207,7 +207,7 @@ class Watchdog:
     def dead_ranks(self) -> list[Heartbeat]:
         """The last heartbeats of those ranks on this machine whose processes have died."""
         beats = [beat for beat in self._heartbeats() if beat.rank < self._world_size]
-        dead = [beat for beat in beats if beat.section != Section.EXIT and beat.is_of_a_dead_process]
+        dead = [beat for beat in beats if beat.section != Section.EXIT and beat.process_has_died]
         # Read again: a process that ended in order said so before it ended, maybe between the two looks at it.
         ended = {beat.rank for beat in self._heartbeats() if beat.section == Section.EXIT} if dead else set()
         return [beat for beat in dead if beat.rank not in ended]
@@ -226,8 +226,8 @@ class Watchdog:
             ended = RankError(
                 f"rank {self._rank} lost the connection to another rank: "
                 + (
-                    "; ".join(f"{beat.noted}, process {beat.pid}, has died" for beat in dead)
-                    or "other ranks name it"
+                    "; ".join(f"{beat.with_age}, process {beat.pid}, has died" for beat in dead)
+                    or "the messages of the other ranks name it"
                 )
                 + ". Its last output, or the system's log if memory ran out, shows the cause; start again to continue."
             )
@@ -235,26 +235,29 @@ class Watchdog:
             ended.only_here = self._rank == min(living) or not dead
             raise ended from error
 
-    def _end(self, here: _Here, now: float) -> None:
-        rule = f"timeouts.{here.section}_seconds is {self._limits[here.section]:g}"
-        head = f"\n{self._heartbeat(here)} hangs: {now - here.since:.0f} s, {rule}\n"
+    def _end(self, point: _Point, now: float) -> None:
+        rule = f"timeouts.{point.section}_seconds is {self._limits[point.section]:g}"
+        head = f"\n{self._heartbeat(point)} hangs: {now - point.since:.0f} s, {rule}\n"
         os.write(2, head.encode() + _stacks())
-        if here is not self._background:  # no other rank waits for a background thread
+        if point is not self._background:  # no other rank waits for a background thread
             # In another thread: the file system that is to blame may hang here as well.
             summary = threading.Thread(target=self._compare, daemon=True)
             summary.start()
-            summary.join(OTHERS_SECONDS + 5.0)
+            summary.join(COMPARE_SECONDS + 5.0)
         report_status(ExitStatus.HUNG)
         # No cleanup: it would wait for the same collective or file system that hangs.
         os._exit(ExitStatus.HUNG)
 
     def _compare(self) -> None:
         self._beat(always=True)
-        time.sleep(OTHERS_SECONDS)
+        time.sleep(COMPARE_SECONDS)
         heartbeats = self._heartbeats()
-        os.write(2, f"rank {self._rank} compares: {who_is_behind(heartbeats, self._world_size)}\n".encode())
-        if self._here.passed < max((beat.passed for beat in heartbeats), default=0):
-            time.sleep(OTHERS_SECONDS)  # our end breaks the others' connections: let them speak first
+        os.write(
+            2,
+            f"rank {self._rank} compares heartbeats: {who_is_behind(heartbeats, self._world_size)}\n".encode(),
+        )
+        if self._point.passed < max((beat.passed for beat in heartbeats), default=0):
+            time.sleep(COMPARE_SECONDS)  # our end breaks the others' connections: let them speak first
 
 
 def _stacks() -> bytes:

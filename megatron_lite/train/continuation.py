@@ -137,7 +137,7 @@ def _for_model(checkpoint: Checkpoint, config: Config) -> Checkpoint:
     """The checkpoint with the weights that the model has: of two stacks the encoder alone, of several heads one."""
     if config.task is not None and not config.tasks and checkpoint.state.get("config", {}).get("tasks"):
         # Fine-tuning one task from a model of several takes that task's head under the only head's name.
-        checkpoint = checkpoint.of_task(config.task.name)
+        checkpoint = checkpoint.with_task_head(config.task.name)
     has_stacks, wants_stacks = (
         any(name.startswith(ENCODER) for name in names)
         for names in (checkpoint.shapes, model_spec(config).shapes(config))
@@ -145,7 +145,7 @@ def _for_model(checkpoint: Checkpoint, config: Config) -> Checkpoint:
     if not has_stacks or wants_stacks:
         return checkpoint
     # The encoder of several stacks alone. ELECTRA's may store its word embedding as a difference to the generator's.
-    return with_full_word_embedding(checkpoint).part(ENCODER)
+    return with_full_word_embedding(checkpoint).stack(ENCODER)
 
 
 def _load(
@@ -181,7 +181,7 @@ def _sample_events(changes: list[str]) -> list[str]:
 def corpora_changes(config: Config, state: TrainerState) -> list[str]:
     """Accepted changes of the seed and the corpora. `check_beginning` has refused the others."""
     changes = changed_seed(config, state), changed_corpora(config, state)
-    return [f"{change.setting}: {change.what}" for change in changes if change is not None]
+    return [f"{change.setting}: {change.effect}" for change in changes if change is not None]
 
 
 def other_rate(config: Config, state: TrainerState) -> list[str]:
@@ -193,7 +193,7 @@ def other_rate(config: Config, state: TrainerState) -> list[str]:
         return []  # a task's steps follow from its records
     recorded: Config = build(Config, state.config)
     step = state.step + 1
-    was, now = (step_rate(its, its.plan, step) for its in (recorded, config))
+    was, now = (step_rate(its, its.phase_plan, step) for its in (recorded, config))
     if math.isclose(was, now, rel_tol=1e-6):
         return []
     text = (

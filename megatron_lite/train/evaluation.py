@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megatron_lite.config.plan import Plan
+from megatron_lite.config.phase_plan import PhasePlan
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import Engine
 from megatron_lite.engine.plain import PlainEngine
@@ -52,7 +52,7 @@ class Evaluation:
     def __init__(
         self,
         config: Config,
-        plan: Plan,
+        phase_plan: PhasePlan,
         context: ParallelContext,
         engine: Engine,
         data: Samples | None,
@@ -60,7 +60,7 @@ class Evaluation:
         task_evaluator: TaskEvaluator | None,
         fill: Callable[[GLM], dict[str, Any]] | None,
     ):
-        self._config, self._plan, self._context, self._engine = config, plan, context, engine
+        self._config, self._phase_plan, self._context, self._engine = config, phase_plan, context, engine
         self._data, self._loss_normaliser, self._fill = data, loss_normaliser, fill
         self.task_evaluator = task_evaluator
         self._standstill = Standstill()
@@ -82,7 +82,7 @@ class Evaluation:
         if is_own:  # the main rank decides: other nodes may see an older state of a shared file system
             directory = Path(self._config.run.directory)
             unrecorded = self._context.is_main and not is_recorded(directory, "validation", step)
-            (missing_on_main,) = self._context.sum_of_hosts([float(unrecorded)])
+            (missing_on_main,) = self._context.sum_on_hosts([float(unrecorded)])
             missing = missing_on_main > 0
         if not missing:
             self.last_step = step
@@ -101,9 +101,9 @@ class Evaluation:
         batches = evaluation_batches(self._data, samples, size, context)
         with engine.averaged_weights():
             # Each sample once over all ranks, so that the loss does not depend on the parallel sizes.
-            sums = context.sum_of_losses(engine.evaluate(batches))
+            sums = context.sum_losses(engine.evaluate(batches))
             divisors = [batch.loss_divisors(len(sums)) * context.counts_samples for batch in batches]
-            loss_divisors = context.sum_of_hosts(np.sum(divisors, axis=0).tolist())
+            loss_divisors = context.sum_on_hosts(np.sum(divisors, axis=0).tolist())
             sums = self._loss_normaliser.with_token_counts(sums, loss_divisors)
             losses = self._loss_normaliser.means(sums.cpu().numpy(), step)
             values = {**losses, **engine.more_measures(losses["loss"])}
@@ -118,7 +118,7 @@ class Evaluation:
                 )
                 metrics.write("fillings", step, filled, line)
         # Near the end of a decay the loss stands still because the rate does: the advice takes that into account.
-        rate_share = step_rate(config, self._plan, step) / config.optimizer.lr
+        rate_share = step_rate(config, self._phase_plan, step) / config.optimizer.lr
         advice = self._standstill.advice(step, values["loss"], rate_share)
         if advice and context.is_main:
             log.warning("%s", advice)

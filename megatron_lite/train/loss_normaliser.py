@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from data_utils.common.losses import BY_TOKENS
-from megatron_lite.config.plan import Plan
+from megatron_lite.config.phase_plan import PhasePlan
 from megatron_lite.metrics.reports import objective_losses
 from megatron_lite.model.batch import mean_scales
 from megatron_lite.model.micro_batch import MicroBatch
@@ -31,14 +31,14 @@ class LossNormaliser:
 
     def __init__(
         self,
-        plan: Plan,
+        phase_plan: PhasePlan,
         names: Sequence[str],
         dp_size: int,
         language_weight: Callable[[int], float] | None = None,
     ):
         self._names, self._language_weight = list(names), language_weight
-        self._plan, self._dp_size = plan, dp_size
-        self._normalization = plan.configs[0].training.loss_normalization
+        self._phase_plan, self._dp_size = phase_plan, dp_size
+        self._normalization = phase_plan.configs[0].training.loss_normalization
 
     def micro_batches(
         self, inputs: StepInputs, loss_divisors: Sequence[float], step: int
@@ -85,7 +85,7 @@ class LossNormaliser:
     def _mean_factors_by_name(self, step: int) -> Mapping[str, float] | None:
         if self._normalization != "per_objective":
             return None
-        return self._plan.config(step).training.loss_weights
+        return self._phase_plan.config(step).training.loss_weights
 
     def _weight_scales(self, loss_divisors: Sequence[float], step: int) -> np.ndarray | None:
         """The factor of each loss's token weights, fp32 [losses]; None = 1."""

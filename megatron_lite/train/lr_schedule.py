@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megatron_lite.config.plan import Plan
+from megatron_lite.config.phase_plan import PhasePlan
 from megatron_lite.config.schedule import ScheduleConfig
 from megatron_lite.config.tree import Config
 
@@ -59,11 +59,11 @@ def deepspeed_rate(step: int, *, peak: float, schedule: ScheduleConfig, decay_st
     return peak * (schedule.min_lr_ratio + (1.0 - schedule.min_lr_ratio) * remaining)
 
 
-def step_rate(config: Config, plan: Plan, step: int) -> float:
+def step_rate(config: Config, phase_plan: PhasePlan, step: int) -> float:
     """Learning rate of optimizer step `step` (the first is 1), with the run's parts of a schedule and its events."""
     schedule, peak = config.schedule, config.optimizer.lr
     # Schedules in parts come first; None means that the configuration has one of the named kinds.
-    factor = plan.learning_rate(step)
+    factor = phase_plan.learning_rate(step)
     if factor is not None:
         return config.events.learning_rate_at(step, peak * factor)
     if schedule.is_deepspeeds:

@@ -13,7 +13,7 @@ from typing import Any
 
 from data_utils.objectives import LOSSES
 from megatron_lite.checkpoint.collective_errors import raise_on_all_ranks, steps_seen_by_rank_0
-from megatron_lite.checkpoint.manifest import rewinds
+from megatron_lite.checkpoint.manifest import rewound_directories
 from megatron_lite.checkpoint.trainer_state import TrainerState
 from megatron_lite.checkpoint.verify import find_manifest, newest_readable
 from megatron_lite.config.model import require_class
@@ -22,7 +22,7 @@ from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import Engine
 from megatron_lite.model.build import model_spec
 from megatron_lite.parallel.context import ParallelContext
-from megatron_lite.runtime.run_state import state_of
+from megatron_lite.runtime.run_state import read_run_state
 from megatron_lite.train import continuation
 
 
@@ -40,7 +40,7 @@ def check_beginning(config: Config) -> None:
 
     Args: config: its vocab_size is known.
     """
-    run_state = state_of(Path(config.run.directory))
+    run_state = read_run_state(Path(config.run.directory))
     run_state.require_start()
     # Manifests are enough here: the same decision with checksums follows on all ranks in `load_beginning`.
     if run_state.newest is None:
@@ -86,7 +86,7 @@ def load_beginning(
     directory = checkpoint_directory(config)
     with raise_on_all_ranks(context, f"looking at {config.run.directory}"):
         if context.is_main:  # other nodes may see an older state of a shared file system
-            state_of(Path(config.run.directory)).require_start()
+            read_run_state(Path(config.run.directory)).require_start()
     state, is_own = None, False
     events: list[str] = []
     if steps_seen_by_rank_0(directory, context) or config.checkpoint.initialize_from is not None:
@@ -104,6 +104,6 @@ def _rewinds(directory: Path, known: list[str], context: ParallelContext) -> lis
     """Events for each `scripts/checkpoints.py rewind` of the run, without the known ones."""
     events = [
         f"went back from step {last}, whose checkpoint is in {path.name}"
-        for path, last in (rewinds(directory) if context.is_main else ())
+        for path, last in (rewound_directories(directory) if context.is_main else ())
     ]
     return [event for event in events if event not in known]

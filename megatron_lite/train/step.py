@@ -16,7 +16,7 @@ from data_utils.common.errors import UserError
 from data_utils.common.random_streams import derive_seed
 from data_utils.loader.mixture import batch_indices
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.config.plan import Plan
+from megatron_lite.config.phase_plan import PhasePlan
 from megatron_lite.config.tree import Config
 from megatron_lite.model.batch import Batch, Samples
 from megatron_lite.model.micro_batch import MicroBatch
@@ -141,7 +141,7 @@ class StepMaker:
     def __init__(
         self,
         config: Config,
-        plan: Plan,
+        phase_plan: PhasePlan,
         context: ParallelContext,
         data: Samples,
         prepare: Callable[[Batch, int | None], MicroBatch],
@@ -152,13 +152,13 @@ class StepMaker:
         prepare: batch and dropout seed -> micro-batch (`Engine.prepared`).
         mean_factors: see `LossNormaliser.mean_factors`.
         """
-        self._config, self._plan, self._context, self._data = config, plan, context, data
+        self._config, self._phase_plan, self._context, self._data = config, phase_plan, context, data
         self._prepare, self._num_losses, self._mean_factors = prepare, num_losses, mean_factors
 
     def following(self, position: StepPosition) -> StepPosition:
         """The next step, unless a request or the end of the run comes before it."""
-        end, step = position.first_sample + self._plan.batch_size(position.step), position.step + 1
-        return StepPosition(step, self._config.events.next_sample(end, self._plan.batch_size(step)))
+        end, step = position.first_sample + self._phase_plan.batch_size(position.step), position.step + 1
+        return StepPosition(step, self._config.events.next_sample(end, self._phase_plan.batch_size(step)))
 
     def make(self, position: StepPosition, is_wanted: Callable[[], bool] = lambda: True) -> StepInputs:
         """Raises: UserError, marked `only_here`, if this rank's samples cannot be read."""
@@ -191,8 +191,8 @@ class StepMaker:
         """int64 [micro-batches, micro_batch_size]: this rank's samples of a step."""
         return batch_indices(
             position.first_sample,
-            global_batch_size=self._plan.batch_size(position.step),
-            micro_batch_size=self._plan.config(position.step).batch.micro_batch_size,
+            global_batch_size=self._phase_plan.batch_size(position.step),
+            micro_batch_size=self._phase_plan.config(position.step).batch.micro_batch_size,
             dp_rank=self._context.dp.rank,
             dp_size=self._context.dp.size,
         )

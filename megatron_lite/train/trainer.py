@@ -27,9 +27,9 @@ from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import TYPES, Engine, StepResult
 from megatron_lite.metrics import version
 from megatron_lite.metrics.peak_flops import PeakFlops
-from megatron_lite.metrics.reports import LogInterval, save_resolved, start_line, start_values
+from megatron_lite.metrics.reports import LogInterval, save_resolved, start_line, start_record
 from megatron_lite.metrics.trackers import make_trackers
-from megatron_lite.metrics.writer import SAVED, Metrics, keep_aside
+from megatron_lite.metrics.writer import SAVED, Metrics, set_records_aside
 from megatron_lite.model.batch import Samples
 from megatron_lite.model.build import model_spec
 from megatron_lite.model.transformer import GLM
@@ -81,7 +81,7 @@ class Trainer:
         self.train_data = train_data
         self.directory = Path(config.run.directory)
         self.watchdog = watchdog or NoWatchdog()
-        self._plan = config.plan  # which settings hold at which step
+        self._phase_plan = config.phase_plan  # which settings hold at which step
         self._control = control
         # Only the main rank writes it.
         self._program = version.program(packages=config.packages) if context.is_main else {}
@@ -94,15 +94,22 @@ class Trainer:
 
         # Order: the normaliser gives the factors by which the step maker leaves out losses that count for nothing, and
         # the prefetch thread runs the step maker.
-        self.loss_normaliser = LossNormaliser(self._plan, loss_names, context.dp.size, language_weight)
+        self.loss_normaliser = LossNormaliser(self._phase_plan, loss_names, context.dp.size, language_weight)
         mean_factors = self.loss_normaliser.mean_factors
         self._step_maker = StepMaker(
-            config, self._plan, context, train_data, engine.prepared, len(loss_names), mean_factors
+            config, self._phase_plan, context, train_data, engine.prepared, len(loss_names), mean_factors
         )
         self._prefetch = Prefetch(self._step_maker.make, context.device)
 
         self.evaluation = Evaluation(
-            config, self._plan, context, engine, validation_data, self.loss_normaliser, task_evaluator, fill
+            config,
+            self._phase_plan,
+            context,
+            engine,
+            validation_data,
+            self.loss_normaliser,
+            task_evaluator,
+            fill,
         )
         path, settings = checkpoint_directory(config), config.checkpoint
         # Made before the first step: it allocates its copy of the state, and memory that is short shows at the start.
@@ -135,17 +142,17 @@ class Trainer:
         self.watchdog.at("forward, backward and optimizer")
         # `position.step` counts the steps before this one (from 0); `step` is the number of this one (from 1).
         micro_batches = self.loss_normaliser.micro_batches(inputs, totals.loss_divisors, position.step)
-        lr = step_rate(self.config, self._plan, step)
+        lr = step_rate(self.config, self._phase_plan, step)
         self.engine.set_step(step)
         result = self.engine.train_step(micro_batches, lr)  # see `PlainEngine.train_step`
 
         self.watchdog.at("summing losses of all ranks")
         # Sums stay on the device: reading them here would stop the queue of kernels at every step.
-        loss_sums = self.context.sum_of_losses(result.objective_sums)
+        loss_sums = self.context.sum_losses(result.objective_sums)
         loss_sums = self.loss_normaliser.with_token_counts(loss_sums, totals.loss_divisors, position.step)
         flops = model_spec(self.config).flops(self.config, *totals.flops_counts())
         self.interval.add(int(totals.tokens), int(totals.padded_tokens), flops, loss_sums)
-        self.progress.advance(position, self._plan.batch_size(position.step), totals)
+        self.progress.advance(position, self._phase_plan.batch_size(position.step), totals)
         self.results.add(step, result)
         self.results.read(all_but=1)  # of the step before: a skipped one, or too many of them in a row
         return result, requests
@@ -161,7 +168,7 @@ class Trainer:
         if not self.context.counts_samples:  # another rank works on the same samples
             # Else they would be counted once for each tensor-parallel rank and stage.
             counts = StepCounts.zeros(len(counts.loss_divisors))
-        sums = self.context.sum_of_hosts(StepMessage(requests, counts).to_vector())
+        sums = self.context.sum_on_hosts(StepMessage(requests, counts).to_vector())
         summed = StepMessage.from_sums(sums)
         return summed.counts, summed.requests
 
@@ -214,7 +221,7 @@ class Trainer:
             # The order is part of the behaviour. Gradient hooks are set before the step; the log reads the interval
             # before pauses; the checkpoint of a step is saved before its evaluation, which may be long or hang.
             PlannedEvents(
-                config, self._plan, engine, self.progress, self.events,
+                config, self._phase_plan, engine, self.progress, self.events,
                 record=self._record_event,
                 report=self._report_event,
                 shrink=config.model.embedding_gradient_shrink,
@@ -222,7 +229,7 @@ class Trainer:
             GradientNormRecords(config, context, engine, self.metrics),
             ProgressBar(config.run.progress_bar and context.is_main, self._last_step),
             TrainingLog(
-                config, self._plan, context, engine, self.progress, self.interval, self.results,
+                config, self._phase_plan, context, engine, self.progress, self.interval, self.results,
                 self.loss_normaliser, self.peak_flops, self.metrics, self._last_step,
             ),
             self._profiler,
@@ -277,13 +284,13 @@ class Trainer:
             if not restarts:
                 # Not a restart: records that are there are of a start that never saved. The run begins again, and
                 # they would be counted twice.
-                keep_aside(self.directory)
+                set_records_aside(self.directory)
         trackers = make_trackers(self.config, restarts > 0) if self.context.is_main else []
         tensorboard = self.config.run.tensorboard
         self.metrics = Metrics(
             self.directory, self.context.is_main, tensorboard, self.progress.step, trackers
         )
-        values = start_values(self.config, self.context, self.peak_flops, restarts, program)
+        values = start_record(self.config, self.context, self.peak_flops, restarts, program)
         self.metrics.write("start", self.progress.step, values)
         for event in events:
             self._record_event(event, self.progress.step)
@@ -333,9 +340,9 @@ class Trainer:
         state, progress = beginning.state, self.progress
         if state is not None:
             progress.step, progress.consumed_samples = state.step, state.consumed_samples
-            if self._plan.samples:
+            if self._phase_plan.samples:
                 # Phases number samples by their plan; where a changed one is accepted, a batch would span two phases.
-                progress.consumed_samples = self._plan.consumed(state.step)
+                progress.consumed_samples = self._phase_plan.consumed(state.step)
             progress.consumed_tokens = state.consumed_tokens
             self.results.skipped_steps = state.skipped_steps
             self.results.skipped_in_a_row = state.skipped_in_a_row

@@ -64,13 +64,16 @@ def unigram_losses(config: Config) -> dict[str, float]:
 
     if config.tokenizer is None:
         raise ConfigError("the run's configuration names no tokenizer; give a directory of pretrain_glm.py.")
-    tokenizer, plan = load_tokenizer(config.tokenizer), config.plan
-    seed, phases = config.training.seed, plan.samples
+    tokenizer, phase_plan = load_tokenizer(config.tokenizer), config.phase_plan
+    seed, phases = config.training.seed, phase_plan.samples
     data = open_datasets(config.data, config.objective_choices, tokenizer, seed, phases=phases)
     if data.validation is None:
         raise ConfigError("the run has no validation corpus; set data.validation.")
     shape = (len(data.loss_names), tokenizer.vocab_size)
-    borders = [*plan.first_samples, plan.consumed(config.training.steps)]  # a batch is of one phase
+    borders = [
+        *phase_plan.first_samples,
+        phase_plan.consumed(config.training.steps),
+    ]  # a batch is of one phase
     ranges = itertools.starmap(range, itertools.pairwise(borders))
     seen = np.sum([target_counts(data.train, samples, shape) for samples in ranges], axis=0)
     wanted = target_counts(data.validation, range(config.training.eval_samples), shape)

@@ -15,7 +15,7 @@ from support.whole_weights import compare_steps, compare_weights, placed_weights
 from data_utils.common.batch_fields import WEIGHTS
 from data_utils.common.settings import build
 from megatron_lite.checkpoint.manifest import ADAM_STATE, list_checkpoints
-from megatron_lite.checkpoint.read import _Reader, load_checkpoint, newest_valid
+from megatron_lite.checkpoint.read import _SliceReader, load_checkpoint, newest_valid
 from megatron_lite.checkpoint.shard_slices import ShardSlice, matrix_shape
 from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.checkpoint.write import save_checkpoint
@@ -77,7 +77,7 @@ def whole_parameters(shapes):
 
 def check_boxes(found, boxes):
     """Read boxes out of a checkpoint and compare every element."""
-    reader, whole = _Reader(found), whole_parameters(found.shapes)
+    reader, whole = _SliceReader(found), whole_parameters(found.shapes)
     for name, box in boxes:
         for kind in ADAM_STATE:
             part = torch.full(box.shape, float("nan"))
@@ -128,7 +128,7 @@ def train(context, settings, steps, load_from=None, save_to=None):
         result = engine.train_step(
             [engine.prepared(Batch(batch), step, 1.0 / weight) for batch in mine], lr=1e-3
         )
-        sums = context.sum_of_losses(result.objective_sums)
+        sums = context.sum_losses(result.objective_sums)
         records.append((sums[:, 0].sum().item() / weight, result.outcome()))
     if save_to is not None:
         save_checkpoint(save_to, len(records), engine, {}, context)

@@ -9,8 +9,9 @@ from support.configs import tiny
 
 from data_utils.common.errors import ConfigError
 from data_utils.common.settings import setting_names
-from megatron_lite.config.coming_from import SOURCES, explain_options, with_deepspeed_file
+from megatron_lite.config.coming_from import SOURCES
 from megatron_lite.config.deepspeed_keys import KEYS
+from megatron_lite.config.foreign_options import explain_options, with_deepspeed_file
 from megatron_lite.config.tree import Config
 
 ROWS = [(source, row) for source, rows in SOURCES.items() for row in rows]

@@ -10,8 +10,8 @@ import pytest
 from support.configs import tiny
 from support.distributed import run_ranks
 
-from megatron_lite.config.deepspeed_file import read_options
-from megatron_lite.config.deepspeed_keys import ALIASES, FORMER_FLAGS, KEYS, KINDS, Policy
+from megatron_lite.config.deepspeed_file import sort_options
+from megatron_lite.config.deepspeed_keys import ALIASES, FORMER_FLAGS, KEYS, OPTION_TYPES, Policy
 from megatron_lite.engine.plain import make_engine
 
 
@@ -42,7 +42,7 @@ FIELDS = [
     if f"{section}.{name}" not in deepspeed_models()
 ]
 # DeepSpeed's own default is not one here, since the key decides a setting.
-DECIDED_HERE = [key for key, row in KEYS.items() if row.policy in (Policy.OURS, Policy.HANDED)]
+DECIDED_HERE = [key for key, row in KEYS.items() if row.policy in (Policy.SETTING, Policy.PASSED_ON)]
 
 
 def todays(key: str) -> str:
@@ -53,11 +53,11 @@ def todays(key: str) -> str:
 def test_each_field_of_deepspeed_has_a_policy_and_its_default_sets_nothing(key, field):
     row = KEYS[todays(key)]
     default = field.get_default(call_default_factory=True)
-    if key in DECIDED_HERE or default is None or key in FORMER_FLAGS or row.kind == "free":
+    if key in DECIDED_HERE or default is None or key in FORMER_FLAGS or row.type_name == "free":
         return
-    if row.kind == "text" and row.policy is Policy.IDLE and not isinstance(default, str):
+    if row.type_name == "text" and row.policy is Policy.NO_EFFECT and not isinstance(default, str):
         return  # an object there
-    assert default in row.fine, f"{default} would be said to have no effect"
+    assert default in row.harmless, f"{default} would be said to have no effect"
 
 
 PLAIN = {bool: ("flag",), float: ("number", "share"), str: ("text", "dtype", "device")}
@@ -71,9 +71,9 @@ def test_types_are_deepspeeds(key, field):
     kind = arguments[0] if len(arguments) == 1 else field.annotation
     row = KEYS[todays(key)]
     if kind in PLAIN and key not in FORMER_FLAGS:
-        assert row.kind in PLAIN[kind]
+        assert row.type_name in PLAIN[kind]
     elif kind is int:
-        assert KINDS[row.kind][0] is int
+        assert OPTION_TYPES[row.type_name][0] is int
 
 
 class Asked(dict):
@@ -154,7 +154,7 @@ SWITCHED = ("tensorboard.", "csv_monitor.", "wandb.", "flops_profiler.")
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_what_is_handed_on_is_read_by_the_engine_of_the_stage(stage):
-    policies = (Policy.HANDED, Policy.STAGE_3) if stage == 3 else (Policy.HANDED,)
+    policies = (Policy.PASSED_ON, Policy.STAGE_3) if stage == 3 else (Policy.PASSED_ON,)
     keys = [key for key, row in KEYS.items() if row.policy in policies and not key.startswith(SWITCHED)]
     options = {
         "communication_data_type": "bf16",
@@ -168,12 +168,12 @@ def test_what_is_handed_on_is_read_by_the_engine_of_the_stage(stage):
 
 
 def test_dictionary_has_handed_options_of_the_stage_alone():
-    given = {key: OTHER[row.kind] for key, row in KEYS.items() if row.policy is Policy.STAGE_3}
+    given = {key: OTHER[row.type_name] for key, row in KEYS.items() if row.policy is Policy.STAGE_3}
     nested: dict[str, Any] = {}
     for key, value in given.items():
         nested.setdefault("zero_optimization", {})[key.partition(".")[2]] = value
-    said = read_options(nested)
-    assert not said.problems
-    assert said.for_deepspeed(1) == {} and said.for_deepspeed(3) == nested
-    asked = {key for key, value in given.items() if value not in KEYS[key].fine}
-    assert said.without_effect(1).keys() == asked and said.without_effect(3) == {}
+    options = sort_options(nested)
+    assert not options.problems
+    assert options.for_deepspeed(1) == {} and options.for_deepspeed(3) == nested
+    asked = {key for key, value in given.items() if value not in KEYS[key].harmless}
+    assert options.without_effect(1).keys() == asked and options.without_effect(3) == {}

@@ -16,7 +16,7 @@ from megatron_lite.config.deepspeed_keys import KEYS, Policy
 from megatron_lite.config.deepspeed_options import DEFAULTS
 from megatron_lite.config.tree import Config, load_config
 from megatron_lite.finetune.setup import load_tree
-from megatron_lite.runtime.finished_runs import different_run
+from megatron_lite.runtime.finished_runs import differing_settings
 
 
 def read(tmp_path, given: Any, *overrides: str, yaml_tree: Any = None, processes: int = 1):
@@ -255,7 +255,7 @@ def leaves(tree: dict[str, Any], path: str = "") -> dict[str, Any]:
 
 
 DERIVED = sorted(
-    key for key in leaves(tiny().deepspeed_options(1)) if key in KEYS and KEYS[key].policy is Policy.OURS
+    key for key in leaves(tiny().deepspeed_options(1)) if key in KEYS and KEYS[key].policy is Policy.SETTING
 )
 
 
@@ -359,7 +359,7 @@ WORDS = {"switch": {"enabled": True}, "free": {"mode": "fixed"}, "text": "sum"}
 @pytest.mark.parametrize("key", REFUSED)
 def test_what_would_change_training_is_refused_with_a_remedy(tmp_path, key):
     row = KEYS[key]
-    value = WORDS.get(row.kind, not row.fine[0] if row.fine else True)
+    value = WORDS.get(row.type_name, not row.harmless[0] if row.harmless else True)
     with pytest.raises(ConfigError, match=f"deepspeed.{key} is ") as error:
         read(tmp_path, nested(key, value))
     assert row.reason in str(error.value)
@@ -517,8 +517,8 @@ def test_what_a_former_version_recorded_beside_its_settings_is_no_other_run():
     recorded = to_tree(tiny("deepspeed={train_batch_size: 16, prescale_gradients: true, dump_state: true}"))
     state = SimpleNamespace(config=recorded, data=None, program={})
     checkpoint: Any = SimpleNamespace(trainer_state=lambda: state, path="step_1")
-    assert different_run(checkpoint, tiny("deepspeed.dump_state=true")) == []
-    assert different_run(checkpoint, tiny()) == ["deepspeed.dump_state: True -> None"]
+    assert differing_settings(checkpoint, tiny("deepspeed.dump_state=true")) == []
+    assert differing_settings(checkpoint, tiny()) == ["deepspeed.dump_state: True -> None"]
 
 
 def test_fine_tuning_reads_the_same_file(tmp_path):

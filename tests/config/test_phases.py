@@ -37,46 +37,46 @@ def test_a_phase_overrides_the_run_for_its_steps():
         {"objectives": {"masked_lm": 2}, "masked_lm": {"masked_ratio": 0.3}},
     ]
     config = config_of(phases, **MIXED)
-    plan = config.plan
-    assert plan.first_steps == [0, 2, 4, 9] and plan.first_samples == [0, 16, 48]
-    assert [plan.number(step) for step in range(11)] == [0, 0, 1, 1, 2, 2, 2, 2, 2, 2, 2]
-    assert [plan.batch_size(step) for step in range(6)] == [8, 8, 16, 16, 8, 8]
-    assert [weights(each) for each in plan.configs] == [[1, 0], [1, 1], [1, 1]]
-    assert [each.model.embedding_gradient_shrink for each in plan.configs] == [1, 0.5, 1]
-    assert [len(each.objective_choices) for each in plan.configs] == [2, 2, 1]
-    ratios = [each.objective_sections["masked_lm"].masked_ratio for each in plan.configs]
+    phase_plan = config.phase_plan
+    assert phase_plan.first_steps == [0, 2, 4, 9] and phase_plan.first_samples == [0, 16, 48]
+    assert [phase_plan.number(step) for step in range(11)] == [0, 0, 1, 1, 2, 2, 2, 2, 2, 2, 2]
+    assert [phase_plan.batch_size(step) for step in range(6)] == [8, 8, 16, 16, 8, 8]
+    assert [weights(each) for each in phase_plan.configs] == [[1, 0], [1, 1], [1, 1]]
+    assert [each.model.embedding_gradient_shrink for each in phase_plan.configs] == [1, 0.5, 1]
+    assert [len(each.objective_choices) for each in phase_plan.configs] == [2, 2, 1]
+    ratios = [each.objective_sections["masked_lm"].masked_ratio for each in phase_plan.configs]
     assert ratios == [0.15, 0.15, 0.3]
     assert build(Config, to_tree(config)) == config
 
 
 def test_lengths_are_rounded_up_to_whole_steps():
     phases = [{"samples": 9}, {"tokens": 64 * 8 + 1}, {"tokens": 64 * 8}, {}]
-    assert config_of(phases).plan.first_steps == [0, 2, 4, 5, 9]
+    assert config_of(phases).phase_plan.first_steps == [0, 2, 4, 5, 9]
 
 
 def test_rows_follow_the_length_of_a_phase():
     data = {"train": TRAIN, "row_length": 120}
     config = config_of([{"steps": 3}, {"steps": 3, "sequence_length": 32}, {"row_length": 128}], data=data)
-    assert [each.row_length for each in config.plan.configs] == [120, 40, 128]
-    assert [each.data.sequence_length for each in config.plan.configs] == [64, 32, 64]
+    assert [each.row_length for each in config.phase_plan.configs] == [120, 40, 128]
+    assert [each.data.sequence_length for each in config.phase_plan.configs] == [64, 32, 64]
 
 
 def test_a_ramp_is_part_of_its_phase():
     ramp = {"start": 2, "by": 2, "samples": 12}
     phases = [{"steps": 1}, {"samples": 30, "batch": {"ramp": ramp}}, {}]
-    plan = config_of(phases, steps=12).plan
-    assert [plan.batch_size(step) for step in range(9)] == [8, 2, 2, 4, 6, 8, 8, 8, 8]
-    assert plan.first_steps == [0, 1, 7, 12] and plan.first_samples == [0, 8, 38]
-    alone = config_of([], steps=9, batch={"ramp": ramp}).plan
+    phase_plan = config_of(phases, steps=12).phase_plan
+    assert [phase_plan.batch_size(step) for step in range(9)] == [8, 2, 2, 4, 6, 8, 8, 8, 8]
+    assert phase_plan.first_steps == [0, 1, 7, 12] and phase_plan.first_samples == [0, 8, 38]
+    alone = config_of([], steps=9, batch={"ramp": ramp}).phase_plan
     assert [alone.batch_size(step) for step in range(6)] == [2, 2, 4, 6, 8, 8]
 
 
 def test_what_is_skipped_counts_in_the_phase_that_meets_it():
     skips = {"skip_samples": [{"first": 20, "end": 100}]}
-    plan = config_of([{"steps": 2}, {}], events=skips).plan
-    assert plan.first_samples == [0, 16] and plan.timetable.first_sample(2) == 100
-    plan = config_of([{"steps": 3}, {}], events=skips).plan
-    assert plan.first_samples == [0, 108]
+    phase_plan = config_of([{"steps": 2}, {}], events=skips).phase_plan
+    assert phase_plan.first_samples == [0, 16] and phase_plan.timetable.first_sample(2) == 100
+    phase_plan = config_of([{"steps": 3}, {}], events=skips).phase_plan
+    assert phase_plan.first_samples == [0, 108]
 
 
 @pytest.mark.parametrize(
@@ -146,17 +146,17 @@ def test_contradictions_are_refused_in_one_line(phases, settings, words):
 def test_a_plan_is_told_in_lines():
     ramp = {"start": 2, "by": 2, "samples": 12}
     phases = [{"steps": 8, "batch": {"ramp": ramp}}, {"sequence_length": 32, "weights": {"web": 1}}]
-    plan = config_of(phases, steps=12).plan
-    assert plan.lines() == [
+    phase_plan = config_of(phases, steps=12).phase_plan
+    assert phase_plan.lines() == [
         "phase 1: steps 1 to 8, batches of 2 to 8: batch {'ramp': {'start': 2, 'by': 2, 'samples': 12}}",
         "phase 2: steps 9 to 12, batches of 8: sequence_length 32, weights {'web': 1}",
     ]
     tokens = [config_of([]).row_length * 8] * 4 + [40 * 8] * 4
-    left = [plan.steps_left(step) * tokens[step - 5] for step in range(5, 13)]
+    left = [phase_plan.steps_left(step) * tokens[step - 5] for step in range(5, 13)]
     assert left == pytest.approx([sum(tokens[step - 4 :]) for step in range(5, 13)])
-    alone = plan.alone()
+    alone = phase_plan.alone()
     assert [each.training.steps for each in alone] == [8, 4] and alone[0].batch.ramp is None
-    assert config_of([]).plan.lines() == []
+    assert config_of([]).phase_plan.lines() == []
 
 
 def test_every_batch_of_the_run_must_fit_the_ranks():
@@ -169,7 +169,7 @@ def test_every_batch_of_the_run_must_fit_the_ranks():
 
 
 def rates(config, steps):
-    return [config.plan.learning_rate(step) for step in range(1, steps + 1)]
+    return [config.phase_plan.learning_rate(step) for step in range(1, steps + 1)]
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine", "constant", "inverse_sqrt"])
@@ -220,9 +220,9 @@ def test_parts_in_tokens_end_where_phases_in_tokens_do():
         {"kind": "1-sqrt", "tokens": 2100, "end": 0.5},
         {"kind": "linear", "tokens": 700, "end": 0},
     ]
-    plan = config_of(phases, steps=18, **in_parts(*parts)).plan
-    assert [plan.batch_size(step) for step in (0, 1, 2, 3, 4, 9, 17)] == [2, 2, 4, 6, 8, 8, 16]
-    assert plan.first_steps == [0, 9, 17, 18]
-    assert [part.end for part in plan.parts] == [5, 9, 17, 18]
+    phase_plan = config_of(phases, steps=18, **in_parts(*parts)).phase_plan
+    assert [phase_plan.batch_size(step) for step in (0, 1, 2, 3, 4, 9, 17)] == [2, 2, 4, 6, 8, 8, 16]
+    assert phase_plan.first_steps == [0, 9, 17, 18]
+    assert [part.end for part in phase_plan.rate_parts] == [5, 9, 17, 18]
     with pytest.raises(ConfigError, match="at least 19 steps"):
         config_of(phases, steps=18, **in_parts(*parts, {"kind": "constant", "tokens": 1}))

@@ -349,9 +349,11 @@ def test_a_system_has_the_published_vocabulary(name):
 
 @pytest.mark.parametrize("size", ["base", "large"])
 def test_bert_trains_nine_tenths_of_its_steps_on_short_rows(size):
-    plan = published(f"bert-{size}").plan
-    assert plan.first_steps == [0, 900_000, 1_000_000] and [c.row_length for c in plan.configs] == [128, 512]
-    assert {plan.batch_size(step) for step in (0, 899_999, 900_000)} == {256}
+    phase_plan = published(f"bert-{size}").phase_plan
+    assert phase_plan.first_steps == [0, 900_000, 1_000_000] and [
+        c.row_length for c in phase_plan.configs
+    ] == [128, 512]
+    assert {phase_plan.batch_size(step) for step in (0, 899_999, 900_000)} == {256}
 
 
 def test_albert_trains_with_lamb_as_in_its_code():
@@ -368,15 +370,15 @@ def test_t5_trains_with_adafactor_and_the_root_of_the_step():
         1e-4,
     )
     for step in (1, 10_000, 40_000, 1_000_000):
-        rate = config.optimizer.lr * config.plan.learning_rate(step)
+        rate = config.optimizer.lr * config.phase_plan.learning_rate(step)
         assert rate == pytest.approx(max(step, 10_000) ** -0.5)
 
 
 def test_llada_has_the_rates_of_its_paper():
     config = published("llada-8b")
-    plan, tokens = config.plan, 1280 * 4096
+    phase_plan, tokens = config.phase_plan, 1280 * 4096
     steps = [2000, round(1.2e12 / tokens), round(2.0e12 / tokens), round(2.3e12 / tokens)]
-    rates = [config.optimizer.lr * plan.learning_rate(step) for step in (1000, *steps, steps[1] + 2)]
+    rates = [config.optimizer.lr * phase_plan.learning_rate(step) for step in (1000, *steps, steps[1] + 2)]
     assert rates == pytest.approx([2e-4, 4e-4, 4e-4, 1e-4, 1e-5, 1e-4], rel=0.01)
 
 
@@ -395,16 +397,22 @@ def test_ul2_has_the_seven_denoisers_of_its_paper_and_ul2r_those_of_levanter():
 
 def test_glm_130b_ramps_its_batch_and_decays_over_nine_tenths_of_its_tokens():
     config = published("glm-130b")
-    plan, samples = config.plan, 450_000_000_000 // 2048
-    sizes = {plan.batch_size(step) for step in range(4297)}
+    phase_plan, samples = config.phase_plan, 450_000_000_000 // 2048
+    sizes = {phase_plan.batch_size(step) for step in range(4297)}
     assert (
-        sizes == set(range(192, 4225, 24)) and plan.batch_size(4295) == 4200 < plan.batch_size(4296) == 4224
+        sizes == set(range(192, 4225, 24))
+        and phase_plan.batch_size(4295) == 4200 < phase_plan.batch_size(4296) == 4224
     )
-    assert plan.consumed(55_013) < samples <= plan.consumed(55_014) and config.training.steps == 55_014
+    assert (
+        phase_plan.consumed(55_013) < samples <= phase_plan.consumed(55_014)
+        and config.training.steps == 55_014
+    )
     peak, floor = 2318, 2318 + 47_494
-    assert plan.consumed(peak - 1) < samples * 0.005 <= plan.consumed(peak)
-    assert plan.consumed(floor - 1) < samples * 0.9 <= plan.consumed(floor)
-    rates = [config.optimizer.lr * plan.learning_rate(step) for step in (peak // 2, peak, floor, 55_014)]
+    assert phase_plan.consumed(peak - 1) < samples * 0.005 <= phase_plan.consumed(peak)
+    assert phase_plan.consumed(floor - 1) < samples * 0.9 <= phase_plan.consumed(floor)
+    rates = [
+        config.optimizer.lr * phase_plan.learning_rate(step) for step in (peak // 2, peak, floor, 55_014)
+    ]
     assert rates == pytest.approx([4e-5, 8e-5, 8e-6, 8e-6]) and config.model.embedding_gradient_shrink == 0.1
 
 
@@ -429,29 +437,45 @@ def test_a_whole_recipe_can_be_estimated(name, capsys):
     phases = len(config.phases) or 1
     assert printed.count("parameters  ") >= phases and "it fits" in printed
     assert printed.count("\nadvice") == phases and ("\nall phases  " in printed) == (phases > 1)
-    assert all(line in printed for line in config.plan.lines())
+    assert all(line in printed for line in config.phase_plan.lines())
 
 
 def test_modernbert_trains_on_long_rows_after_short_ones():
     config = published("modernbert-base")
-    plan, lr = config.plan, config.optimizer.lr
-    assert [each.row_length for each in plan.configs] == [1024, 8192, 8192]
-    assert (plan.batch_size(0), plan.batch_size(380_000), plan.batch_size(400_000)) == (768, 4608, 576)
-    short, long, end = (step * 1.0 for step in plan.first_steps[1:])
+    phase_plan, lr = config.phase_plan, config.optimizer.lr
+    assert [each.row_length for each in phase_plan.configs] == [1024, 8192, 8192]
+    assert (phase_plan.batch_size(0), phase_plan.batch_size(380_000), phase_plan.batch_size(400_000)) == (
+        768,
+        4608,
+        576,
+    )
+    short, long, end = (step * 1.0 for step in phase_plan.first_steps[1:])
     rates = {3_826: 8e-4, short: 8e-4, short + 1: 3e-4, long: 3e-4, end: 8e-7}  # steps count from 1
-    assert {step: lr * plan.learning_rate(int(step)) for step in rates} == pytest.approx(rates, rel=1e-3)
+    assert {step: lr * phase_plan.learning_rate(int(step)) for step in rates} == pytest.approx(
+        rates, rel=1e-3
+    )
     assert abs(lr * config.optimizer.weight_decay - 1e-5) < 1e-12 and config.model.rotary_base == 16 * 1e4
-    with_tokens = plan.consumed(plan.first_steps[1]) * 1021
+    with_tokens = phase_plan.consumed(phase_plan.first_steps[1]) * 1021
     assert 0 <= with_tokens - 1_719_000_000_000 < 4608 * 1021
 
 
 def test_modernbert_large_has_rates_and_batches_of_its_own():
     config = published("sizes/modernbert-large")
-    plan, lr = config.plan, config.optimizer.lr
-    assert (plan.batch_size(0), plan.batch_size(340_000), plan.batch_size(400_000)) == (896, 4928, 616)
-    assert 0 <= plan.consumed(1706) * 1021 - 2e9 < 4928 * 1021
-    steps = [1706, plan.first_steps[1], plan.first_steps[1] + 1, plan.first_steps[2], plan.first_steps[3]]
-    assert [lr * plan.learning_rate(step) for step in steps] == pytest.approx(
+    phase_plan, lr = config.phase_plan, config.optimizer.lr
+    assert (phase_plan.batch_size(0), phase_plan.batch_size(340_000), phase_plan.batch_size(400_000)) == (
+        896,
+        4928,
+        616,
+    )
+    assert 0 <= phase_plan.consumed(1706) * 1021 - 2e9 < 4928 * 1021
+    steps = [
+        1706,
+        phase_plan.first_steps[1],
+        phase_plan.first_steps[1] + 1,
+        phase_plan.first_steps[2],
+        phase_plan.first_steps[3],
+    ]
+    assert [lr * phase_plan.learning_rate(step) for step in steps] == pytest.approx(
         [5e-4, 5e-4, 5e-5, 5e-5, 5e-7], rel=1e-3
     )
 

@@ -23,7 +23,7 @@ from megatron_lite.estimate.step_estimate import estimate, require_one_transform
 from megatron_lite.estimate.tally import Tally
 from megatron_lite.model.tensor_parallel import TensorParallel
 from megatron_lite.model.transformer import GLM
-from megatron_lite.optim.buckets import ParamGroup, assign
+from megatron_lite.optim.buckets import ParamGroup, assign_buckets
 
 H100 = GPUS["h100"]
 # The largest deviations of the formulas that were seen; they may only fall.
@@ -186,7 +186,7 @@ def test_buckets_are_those_of_the_optimizer(files):
     groups = {
         p: decays[not (name.endswith("bias") or "layernorm" in name)] for name, p in reversed(named.items())
     }
-    expected = assign(groups, sizes.bucket_size)
+    expected = assign_buckets(groups, sizes.bucket_size)
     (stage,) = stages(sizes)
     found = buckets(stage, sizes)
     assert Counter(len(b.parameters) for b in found) == Counter(len(p) for _, p in expected)

@@ -154,11 +154,13 @@ def step_of_engine(context, files, output, *overrides):
     before = {name: p.detach().clone() for name, p in engine.named_parameters.items()}
     allocated = []  # elements of gradients
     engine.before_update = lambda: allocated.extend(
-        bucket.size for bucket in engine._zero.buckets if not bucket.part is bucket.summed is None
+        bucket.size
+        for bucket in engine._zero.buckets
+        if not (bucket.grad_shard is None and bucket.grad_buffer is None)
     )
     # Blocks that are one function of autograd give the gradients of all their parameters.
     frozen = engine.named_parameters["layers.0.mlp.dense_h_to_4h.weight"]
-    engine._zero.take(frozen, torch.ones_like(frozen))
+    engine._zero.add_gradient(frozen, torch.ones_like(frozen))
     engine._zero.accumulate_weight_grad(frozen, torch.ones(3, len(frozen)), torch.ones(3, frozen.shape[1]))
     assert frozen.grad is None
     halves = [engine.prepared(data.batch(np.arange(first, first + 8)), 0, 1 / 16) for first in (0, 8)]

@@ -18,7 +18,7 @@ from data_utils.common.errors import CheckpointError, ConfigError, ExitStatus
 from data_utils.common.settings import build, parse_override
 from data_utils.tasks.metrics.metrics_by_task import compared_by
 from megatron_lite.checkpoint import write as write_module
-from megatron_lite.checkpoint.manifest import list_checkpoints, step_of
+from megatron_lite.checkpoint.manifest import checkpoint_step, list_checkpoints
 from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.sections import ParallelConfig
@@ -74,7 +74,7 @@ def test_a_task_is_learnt_from_initial_weights(tmp_path, kind):
     (seed,) = found["seeds"]
     best = max(accuracy for _, accuracy in scores(tmp_path / "out"))
     assert seed["best_step"] == next(step for step, accuracy in scores(tmp_path / "out") if accuracy == best)
-    assert step_of(list_checkpoints(tmp_path / "out/seed_1234/best")[-1]) == seed["best_step"]
+    assert checkpoint_step(list_checkpoints(tmp_path / "out/seed_1234/best")[-1]) == seed["best_step"]
     lines = (tmp_path / "out/seed_1234/predictions/votes.jsonl").read_text().splitlines()
     right = [
         json.loads(line)["label"] == sample["label"] for line, sample in zip(lines, votes(1, 32), strict=True)
@@ -154,7 +154,7 @@ def test_the_best_checkpoint_is_of_the_branch_that_goes_on(tmp_path, is_done):
     learn(files, output, *options, *([] if is_done else ["training.stop_after_step=23"]))
     run = output / "seed_1234"
     (best,) = list_checkpoints(run / "best")
-    assert step_of(best) > 4 and max(accuracy for _, accuracy in scores(output)) > 0.9
+    assert checkpoint_step(best) > 4 and max(accuracy for _, accuracy in scores(output)) > 0.9
     rewind(run, 4)
     assert not list_checkpoints(run / "best") and not (run / "results.json").exists()
     (aside,) = (run / "checkpoints").glob("rewound_*")
@@ -169,7 +169,7 @@ def test_the_best_checkpoint_is_of_the_branch_that_goes_on(tmp_path, is_done):
     (of_file,) = seed["files"].values()
     assert of_file["metrics"]["accuracy"] == max(live.values()) == live[seed["best_step"]] < 0.9
     assert seed["best_step"] == 4  # the first of equal ones
-    assert [step_of(path) for path in list_checkpoints(run / "best")] == [4]
+    assert [checkpoint_step(path) for path in list_checkpoints(run / "best")] == [4]
 
 
 def test_a_best_checkpoint_that_lacks_or_is_another_branchs_is_chosen_again(tmp_path):
@@ -181,7 +181,7 @@ def test_a_best_checkpoint_that_lacks_or_is_another_branchs_is_chosen_again(tmp_
     before, (best,) = dict(scores(output)), list_checkpoints(run / "best")
     shutil.move(best, run / "best/step_00000023")  # of a step that the run has not
     learn(files, output, *options, "training.stop_after_step=17")
-    assert list_checkpoints(run / "best") == [best] and before[step_of(best)] == max(before.values())
+    assert list_checkpoints(run / "best") == [best] and before[checkpoint_step(best)] == max(before.values())
     shutil.rmtree(best)
     shutil.copytree(run / "checkpoints/step_00000004", best)
     (best / "manifest.json").write_bytes(b"another branch")

@@ -56,7 +56,7 @@ def save_layout(context, settings, directory):
     for fragment, run, positions in placed(engine):
         part = fragment.tensors["weight"][run.start - fragment.start : run.stop - fragment.start]
         part.data.copy_(whole[fragment.name].flatten()[positions])
-    engine.publish_weights()
+    engine.gather_weights()
     state = TrainerState.beginning(settings).to_json()
     save_checkpoint(Path(directory) / "checkpoints", 5, engine, state, context)
 

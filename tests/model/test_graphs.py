@@ -81,30 +81,35 @@ class Trained:
     def __init__(self, model, has_graphs):
         self.model, self.has_graphs = model, has_graphs
         self.bucket = Bucket(list(model.layers.parameters()), ParamGroup(0.0, True), SINGLE, offload=False)
-        self.write_product, self.count_product = self.bucket.write_product, self.bucket.count_product
+        self.write_weight_grad, self.count_weight_grad = (
+            self.bucket.write_weight_grad,
+            self.bucket.count_weight_grad,
+        )
         for layer in model.modules():
             if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
-                accumulate_in_backward(layer.weight, functools.partial(self.bucket.add_product, layer.weight))
+                accumulate_in_backward(
+                    layer.weight, functools.partial(self.bucket.accumulate_weight_grad, layer.weight)
+                )
         self.graphs = graphs.BlockGraphs(self) if has_graphs else None
         for block in model.layers:
             block.accumulate_gradients(self.take)
             if has_graphs:
                 block.fused = self.graphs.put(block.fused)
         model.layers[-1].mlp.dense_4h_to_h.bias.register_post_accumulate_grad_hook(
-            lambda parameter: self.bucket.add(parameter)
+            lambda parameter: self.bucket.add_gradient(parameter)
         )
         self.buffer = torch.empty(1 << 14, dtype=torch.int32)
 
     def take(self, parameter, gradient):
         parameter.grad = gradient
-        self.bucket.add(parameter)
+        self.bucket.add_gradient(parameter)
 
-    def has_begun(self, parameter):
-        return parameter in self.bucket.begun
+    def is_accumulated(self, parameter):
+        return parameter in self.bucket.accumulated
 
     def step(self, inputs):
         """Losses and gradients of a step of these micro-batches."""
-        self.bucket.await_gradients(len(inputs))
+        self.bucket.begin_accumulation(len(inputs))
         self.model.zero_grad(set_to_none=True)
         losses = []
         for micro_batch in inputs:
@@ -112,7 +117,7 @@ class Trained:
             loss.backward()
             losses.append(loss.detach().clone())
         rest = [p.grad.clone() for p in self.model.embedding.parameters()]
-        return [*losses, self.bucket.complete().clone(), *rest]
+        return [*losses, self.bucket.finish_accumulation().clone(), *rest]
 
 
 def batches(objective, count, config):
@@ -176,7 +181,7 @@ def test_what_is_stale_is_found(steps, monkeypatch, what):
 
         monkeypatch.setattr(graphs.BlockGraphs, "settled", stale)
     elif what == "sums begin twice":
-        monkeypatch.setattr(Trained, "has_begun", lambda self, parameter: False)
+        monkeypatch.setattr(Trained, "is_accumulated", lambda self, parameter: False)
     else:
 
         def run(graph, inputs):

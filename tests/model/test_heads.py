@@ -309,7 +309,7 @@ def train(context, settings):
             result = engine.train_step(
                 [engine.prepared(Batch(batch), step, 1.0 / weight) for batch in mine], lr=1e-3
             )
-        sums = context.sum_of_losses(result.objective_sums)
+        sums = context.sum_losses(result.objective_sums)
         norms = layers.norms(engine.clip_divisor(result.grad_norm))
         records.append((sums, result.grad_norm, norms))
     return records, placed_weights(engine)

@@ -230,7 +230,7 @@ def train(context, head, parallel, pooled):
         weight = sum(batch.loss_divisor for batch in batches)
         mine = [engine.prepared(batch, 40 + step, 1 / weight) for batch in batches[dp.rank :: dp.size]]
         result = engine.train_step(mine, 0.01)
-        sums = context.sum_of_losses(result.objective_sums)
+        sums = context.sum_losses(result.objective_sums)
         records.append((sums[-1].tolist(), result.grad_norm))
     return records, engine.answers(task_batch(head, range(100, 103)))[0]
 

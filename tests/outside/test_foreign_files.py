@@ -112,7 +112,7 @@ def small_state_files(root, corpus):
 
     def beats():
         for found in read_heartbeats(run / "heartbeats"):
-            f"{found.noted} {found.rank:5} {found.step:9} {found.seconds:12.0f} {found.is_of_a_dead_process}"
+            f"{found.with_age} {found.rank:5} {found.step:9} {found.seconds:12.0f} {found.process_has_died}"
 
     yield fuzz.Target("heartbeat", run / "heartbeats/rank_00000.json", beats)
     started = {"kind": "start", "step": 0, "restarts": 1, "time": 5.0, "layout": "dp1"}

@@ -164,8 +164,8 @@ def broken(shell, change, *parts):
 
 
 def test_lost_checkpoints_are_refused(finished):
-    message = "metrics.jsonl is of a run that has saved, but"
-    broken(finished, lambda path: None, message, "put its checkpoints back")
+    message = "metrics.jsonl records a save, but"
+    broken(finished, lambda path: None, message, "restore the checkpoints")
     broken(
         finished,
         lambda path: path.symlink_to("/nowhere/checkpoints"),
@@ -204,7 +204,7 @@ def test_another_user_is_refused(finished):
         run.chmod(0)
         command = [sys.executable, "-c", AS_NOBODY, str(ROOT / "pretrain_glm.py"), "--config", str(config)]
         done = subprocess.run([*command, f"run.directory={run}"], cwd=root, capture_output=True, text=True)
-        refused(done, "Permission denied; get permission, or choose another run.directory")
+        refused(done, "Permission denied; change its permissions, or choose another run.directory")
     finally:
         (root / "run").chmod(0o700)
         shutil.rmtree(root)

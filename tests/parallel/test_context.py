@@ -99,7 +99,7 @@ def sums_beside_the_device(context):
             values = torch.tensor([value + context.rank])
             dist.all_reduce(values, group=group)
             sums.append((values.item(), group is not dist.group.WORLD))
-    return sums, entered, len(made), context.sum_of_hosts([1.0, context.rank]), len(made)
+    return sums, entered, len(made), context.sum_on_hosts([1.0, context.rank]), len(made)
 
 
 def test_sums_of_hosts_do_not_queue_behind_the_device():

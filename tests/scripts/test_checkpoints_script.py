@@ -15,8 +15,8 @@ from support.whole_weights import load_weights
 
 from data_utils.common.errors import DataError
 from data_utils.common.files import new_directory
-from megatron_lite.checkpoint.manifest import list_checkpoints, rewinds
-from megatron_lite.checkpoint.merge import shares_of
+from megatron_lite.checkpoint.manifest import list_checkpoints, rewound_directories
+from megatron_lite.checkpoint.merge import merge_shares
 from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.parallel.context import ParallelContext
@@ -112,17 +112,17 @@ def test_shares_are_those_of_a_decay(name, steps):
     places = (np.arange(100_000) + 0.5) / 100_000
     interval = np.searchsorted(steps, steps[0] + places * (steps[-1] - steps[0]), side="right") - 1
     updates = speeds[interval] * DECAYS[name](places) * (steps[-1] - steps[0]) / 100_000
-    shares = shares_of(name, steps)
+    shares = merge_shares(name, steps)
     assert np.dot(shares, weights) == pytest.approx(3.0 + updates.sum(), rel=1e-4)
     assert sum(shares) == pytest.approx(1) and min(shares) > 0
 
 
 def test_shares_of_equal_distances():
-    assert shares_of("mean", [5, 6, 9, 100]) == [0.25] * 4
-    assert shares_of("linear", [10, 20]) == pytest.approx([0.5, 0.5])
-    assert shares_of("linear", [10, 20, 30]) == pytest.approx([0.25, 0.5, 0.25])
-    assert shares_of("1-sqrt", [10, 20, 30]) == pytest.approx([0.4714, 0.3905, 0.1381], abs=1e-4)
-    assert shares_of("linear", [0, 1, 4]) == pytest.approx([1 / 8, 1 / 2, 3 / 8])  # unequal ones count
+    assert merge_shares("mean", [5, 6, 9, 100]) == [0.25] * 4
+    assert merge_shares("linear", [10, 20]) == pytest.approx([0.5, 0.5])
+    assert merge_shares("linear", [10, 20, 30]) == pytest.approx([0.25, 0.5, 0.25])
+    assert merge_shares("1-sqrt", [10, 20, 30]) == pytest.approx([0.4714, 0.3905, 0.1381], abs=1e-4)
+    assert merge_shares("linear", [0, 1, 4]) == pytest.approx([1 / 8, 1 / 2, 3 / 8])  # unequal ones count
 
 
 def test_a_merge_of_two_by_a_decay_is_their_mean(directory, run, tmp_path):
@@ -223,7 +223,7 @@ def test_merge_refuses_what_has_no_mean(directory, run, tmp_path):
     other = StubEngine()
     state = {"config": {"tokenizer": {"path": "other"}}}
     save_checkpoint(tmp_path / "other/checkpoints", 20, other, state, ParallelContext.alone())
-    assert "of another tokenizer" in refused(directory, tmp_path / "other", *output)
+    assert "has another tokenizer" in refused(directory, tmp_path / "other", *output)
 
 
 def test_rewind_sets_newer_checkpoints_aside(directory, run):
@@ -236,7 +236,7 @@ def test_rewind_sets_newer_checkpoints_aside(directory, run):
     assert run("verify", aside)[0] == 0  # whole, for another time
     status, out, _ = run("rewind", directory, 10)
     assert status == 0 and "is already the latest" in out
-    assert list(rewinds(checkpoints)) == [(aside, 20)]
+    assert list(rewound_directories(checkpoints)) == [(aside, 20)]
 
 
 def test_rewind_refuses_what_would_lose_the_run(directory, run):
@@ -261,11 +261,11 @@ def test_rewind_refuses_while_the_run_is_training_and_keeps_starts_away_meanwhil
     with held(directory, "trains"):
         status, out, err = run("rewind", directory, 10)
     assert (status, out, err.count("\n")) == (2, "", 1)
-    assert f"error: {directory} is in use: process " in err and " trains in it since " in err
+    assert f"error: {directory} is in use: process " in err and " trains in it, since " in err
     assert len(list_checkpoints(directory / "checkpoints")) == 2
 
     def start_meanwhile(*arguments):
-        with pytest.raises(LeaseError, match="rewinds in it since"), held(directory, "trains"):
+        with pytest.raises(LeaseError, match="rewinds in it, since"), held(directory, "trains"):
             pass
 
     monkeypatch.setattr("megatron_lite.checkpoint.write.rewind", start_meanwhile)

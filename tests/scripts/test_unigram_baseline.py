@@ -80,10 +80,12 @@ def test_targets_of_all_phases_count(tmp_path: Path) -> None:
     lengths = [{"steps": 3, "sequence_length": 32}, {"batch": ramp}]
     config = build(Config, merge(settings, {"phases": lengths, "training": {"steps": 9}}))
     tokenizer, seed = load_tokenizer(config.tokenizer), config.training.seed
-    data = open_datasets(config.data, config.objective_choices, tokenizer, seed, phases=config.plan.samples)
+    data = open_datasets(
+        config.data, config.objective_choices, tokenizer, seed, phases=config.phase_plan.samples
+    )
     counts = np.zeros((len(data.loss_names), tokenizer.vocab_size))
     for step in range(9):
-        end, size = config.plan.consumed(step + 1), config.plan.batch_size(step)
+        end, size = config.phase_plan.consumed(step + 1), config.phase_plan.batch_size(step)
         for row in data.train.batch(np.arange(end - size, end)):
             weights = row[WEIGHTS].view(np.float32)
             np.add.at(counts, (row[OBJECTIVE], row[TARGETS]), weights)

@@ -40,7 +40,7 @@ def fill(engine, step):
         for kind, values in fragment.tensors.items():
             part = values[owned.start - fragment.start : owned.stop - fragment.start]
             part.data.copy_(expected(fragment.name, kind, step, positions))
-    engine.publish_weights()
+    engine.gather_weights()
     engine.load_scalar_state({"adam_step": float(step), "loss_scaler": {"cur_scale": 2.0**step}})
 
 

@@ -13,12 +13,12 @@ from torch import nn
 from megatron_lite.config.sections import OptimizerConfig
 from megatron_lite.model.tensor_parallel import Partition, partition_of
 from megatron_lite.optim.buckets import Bucket, ParamGroup, allocate_moments
-from megatron_lite.optim.kinds import KINDS, Layout
+from megatron_lite.optim.factory import OPTIMIZERS, TensorIndex
 from megatron_lite.optim.lr_multipliers import NO_MULTIPLIERS
 from megatron_lite.parallel.collectives import SINGLE
 from megatron_lite.parallel.context import ParallelContext
 
-ALL = tuple(KINDS)
+ALL = tuple(OPTIMIZERS)
 State = dict[str, Any]
 
 
@@ -147,9 +147,9 @@ class Ours:
     """One of our optimizers on parameters in buckets of one process."""
 
     def __init__(self, named: Mapping[str, nn.Parameter], settings: OptimizerConfig, precision: str = "fp32"):
-        self.named, kind = named, KINDS[settings.kind]
+        self.named, kind = named, OPTIMIZERS[settings.kind]
         shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
-        layout = Layout(shapes, ParallelContext.alone(), precision)
+        index = TensorIndex(shapes, ParallelContext.alone(), precision)
         by_parameter = {parameter: name for name, parameter in named.items()}
         self.buckets, groups = [], []
         for name, parameter in named.items():
@@ -157,28 +157,28 @@ class Ours:
             moments = kind.moments(name, parameter)
             group = ParamGroup(decay, True, moments=moments)
             bucket = Bucket([parameter], group, SINGLE, offload=False)
-            layout.add(bucket, by_parameter, decays)
+            index.add(bucket, by_parameter, decays)
             self.buckets.append(bucket)
             groups.append(
                 {
-                    "params": [bucket.master],
+                    "params": [bucket.master_shard],
                     "weight_decay": decay,
                     "multipliers": NO_MULTIPLIERS,
                     "moments": moments,
                 }
             )
-        self.optimizer = kind(groups, layout, settings)
+        self.optimizer = kind(groups, index, settings)
         for bucket in self.buckets:
-            allocate_moments(self.optimizer, [bucket.master], bucket.group.moments)
+            allocate_moments(self.optimizer, [bucket.master_shard], bucket.group.moments)
 
     def step(self, gradients: Mapping[str, torch.Tensor], lr: float, found_inf: float = 0.0) -> None:
         """Update the fp32 weights of the buckets."""
         for bucket, name in zip(self.buckets, self.named, strict=True):
-            bucket.master.grad = None
+            bucket.master_shard.grad = None
             if name not in gradients:  # frozen
                 continue
-            bucket.master.grad = torch.zeros_like(bucket.master)
-            bucket.view(bucket.master.grad, self.named[name]).copy_(gradients[name])
+            bucket.master_shard.grad = torch.zeros_like(bucket.master_shard)
+            bucket.view(bucket.master_shard.grad, self.named[name]).copy_(gradients[name])
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.found_inf = torch.tensor(found_inf)
@@ -186,7 +186,7 @@ class Ours:
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {
-            name: bucket.view(bucket.master, self.named[name]).clone()
+            name: bucket.view(bucket.master_shard, self.named[name]).clone()
             for name, bucket in zip(self.named, self.buckets, strict=True)
         }
 

@@ -258,7 +258,7 @@ def run_step(
         result = engine.train_step(micro_batches_of(case, engine, context, step), LR)
     assert not result.skipped and result.grad_norm > case.least_norm, "clipping should be active"
     assert result.loss_scale == (65536.0 if case.precision == "fp16" else 1.0)
-    sums = context.sum_of_losses(result.objective_sums).cpu()
+    sums = context.sum_losses(result.objective_sums).cpu()
     # Every loss token counts once. Weights of masked diffusion are no whole numbers, so their sums are rounded.
     torch.testing.assert_close(sums[:, 1], record.objective_sums[step][:, 1], rtol=1e-6, atol=0)
     for got, expected in zip(sums[:, 0], record.objective_sums[step][:, 0], strict=True):

@@ -55,7 +55,7 @@ POSITIONS = (
     Plant(
         "tied words share a bucket of gradients with what all stages hold",
         "megatron_lite/engine/engine.py",
-        "is_of_stages=name.startswith(SHARED_BY_STAGES),",
+        "on_all_stages=name.startswith(SHARED_BY_STAGES),",
         "",
         (LAYOUTS,),
     ),

@@ -109,15 +109,15 @@ class Start:
 
     def __init__(self, tree: dict[str, Any], indexes: list[WindowIndex]):
         self.config = build(Config, tree)
-        self.plan = self.config.plan
+        self.plan = self.config.phase_plan
         self._mixtures: list[Mixture] = phase_mixtures(indexes, SEED, self.plan.samples)
 
     def texts(self, step: int, ranks: int) -> list[Text]:
         """The samples of a step as its ranks take them, in the order of their numbers."""
-        self.plan.require_ranks(ranks)
-        config, size = self.plan.config(step), self.plan.batch_size(step)
-        first = self.plan.consumed(step + 1) - size
-        phase = max(n for n, begin in enumerate(self.plan.first_steps[:-1]) if begin <= step)
+        self.phase_plan.require_ranks(ranks)
+        config, size = self.phase_plan.config(step), self.phase_plan.batch_size(step)
+        first = self.phase_plan.consumed(step + 1) - size
+        phase = max(n for n, begin in enumerate(self.phase_plan.first_steps[:-1]) if begin <= step)
         found: dict[int, Text] = {}
         for rank in range(ranks):
             micro = config.batch.micro_batch_size
@@ -148,7 +148,7 @@ def _ranks(start: Start, draw: random.Random) -> int:
     fitting = []
     for ranks in range(1, 9):
         try:
-            start.plan.require_ranks(ranks)
+            start.phase_plan.require_ranks(ranks)
             fitting.append(ranks)
         except ConfigError:
             continue

@@ -13,7 +13,7 @@ import torch
 
 from megatron_lite.checkpoint.fragments import Fragment
 from megatron_lite.checkpoint.manifest import ADAM_STATE, Checkpoint
-from megatron_lite.checkpoint.read import _Reader
+from megatron_lite.checkpoint.read import _SliceReader
 from megatron_lite.checkpoint.shard_slices import ShardSlice, matrix_shape
 from megatron_lite.model.tensor_parallel import Partition
 from megatron_lite.parallel.collectives import SINGLE
@@ -70,13 +70,13 @@ class StubEngine:
         for value in (*state.get("adam_steps", {}).values(), *state["loss_scaler"].values()):
             torch.zeros(1).fill_(-1 if value is None else value)  # as an engine does
 
-    def publish_weights(self) -> None:
+    def gather_weights(self) -> None:
         pass
 
 
 def whole_state_is(found: Checkpoint, step: int) -> bool:
     """Whether a checkpoint of a stub engine holds, in every element, what it should at this step."""
-    reader = _Reader(found)
+    reader = _SliceReader(found)
     for name, shape in SHAPES.items():
         rows, columns = matrix_shape(shape)
         for kind in ADAM_STATE:

@@ -19,7 +19,7 @@ def open_data(tree):
     config = build(Config, tree)
     tokenizer = load_tokenizer(config.tokenizer)
     config = config.with_vocab_size(tokenizer.vocab_size)
-    seed, phases = config.training.seed, config.plan.samples
+    seed, phases = config.training.seed, config.phase_plan.samples
     return config, open_datasets(config.data, config.objective_choices, tokenizer, seed, phases=phases)
 
 

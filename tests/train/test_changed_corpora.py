@@ -94,9 +94,9 @@ def test_other_weights_make_samples_come_again_and_leave_others_out(corpora):
     assert again_soon == soon == 12_014  # of A, while 20,034 of its windows are unread
     assert again == 119_976 and passed == 119_976
     change = changed_corpora(config_of(corpora, after), state_of(corpora, before))
-    assert change.what == (
-        f"{corpora['a']} (weight 0.9 of 1 -> 0.3 of 1) would read {again:,} samples again; "
-        f"{corpora['b']} (weight 0.1 of 1 -> 0.7 of 1) would leave out {passed:,} samples"
+    assert change.effect == (
+        f"{corpora['a']} (weight 0.9 of 1 -> 0.3 of 1) would repeat {again:,} samples; "
+        f"{corpora['b']} (weight 0.1 of 1 -> 0.7 of 1) would skip {passed:,} samples"
     )
 
 
@@ -122,15 +122,15 @@ def test_what_leaves_the_samples_as_they_are_is_no_change(corpora, tmp_path):
 @pytest.mark.parametrize(
     ("after", "words"),
     [
-        ([("b", 0.1), ("a", 0.9)], ["b is at another index", "its 20,019 samples may be repeated"]),
-        ([("c", 0.9), ("b", 0.1)], ["c is new and would leave out its first 179,981", "a is gone"]),
-        ([("a", 0.9), ("b", 0.1), ("c", 1.0)], ["a (weight 0.9 of 1 -> 0.9 of 2) would read", "c is new"]),
-        ([("a", 0.9)], ["a (weight 0.9 of 1 -> 0.9 of 0.9) would leave out 20,019 samples", "b is gone"]),
+        ([("b", 0.1), ("a", 0.9)], ["b has another index", "may repeat its 20,019 samples"]),
+        ([("c", 0.9), ("b", 0.1)], ["c is new and would skip its first 179,981", "a is removed"]),
+        ([("a", 0.9), ("b", 0.1), ("c", 1.0)], ["a (weight 0.9 of 1 -> 0.9 of 2) would repeat", "c is new"]),
+        ([("a", 0.9)], ["a (weight 0.9 of 1 -> 0.9 of 0.9) would skip 20,019 samples", "b is removed"]),
     ],
 )
 def test_other_corpora_and_another_order_are_named(corpora, after, words):
     change = changed_corpora(config_of(corpora, after), state_of(corpora, [("a", 0.9), ("b", 0.1)]))
-    assert all(word in change.what for word in words), change
+    assert all(word in change.effect for word in words), change
 
 
 def test_the_refusal_is_a_line_with_the_remedies(corpora, tmp_path):
@@ -138,8 +138,10 @@ def test_the_refusal_is_a_line_with_the_remedies(corpora, tmp_path):
     state = state_of(corpora, [("a", 0.9), ("b", 0.1)])
     with pytest.raises(CheckpointError) as error:
         require_same_corpora(config_of(corpora, after), tmp_path, state)
-    assert str(error.value).startswith(f"data.train differs from {tmp_path}, by which its 200,000 samples")
-    for remedy in ("as they were", f"initialize_from={tmp_path}", "accept_changed_data=true"):
+    assert str(error.value).startswith(
+        f"data.train differs from {tmp_path}, which numbers its 200,000 samples"
+    )
+    for remedy in ("former corpora and weights", f"initialize_from={tmp_path}", "accept_changed_data=true"):
         assert remedy in str(error.value)
     assert "\n" not in str(error.value)
     require_same_corpora(config_of(corpora, after, accept_changed_data=True), tmp_path, state)
@@ -175,7 +177,7 @@ def test_a_run_goes_on_with_other_weights_only_if_told_so(corpus, tmp_path):
         last = read_checkpoint(list_checkpoints(tmp_path / run / "checkpoints")[-1]).trainer_state()
         events = [entry["event"] for entry in last.events["history"]]
         assert any(
-            "data.train: " in event and "(weight 0.9 of 1 -> 0.1 of 1) would read" in event
+            "data.train: " in event and "(weight 0.9 of 1 -> 0.1 of 1) would repeat" in event
             for event in events
         )
         assert "(weight 0.9 of 1 -> 0.1 of 1)" in (tmp_path / run / "metrics.jsonl").read_text()

@@ -205,13 +205,13 @@ def test_ernie_2_adds_a_task_in_each_stage_and_trains_all_for_50000_steps():
     assert config.model.task_types and batch * tokens == 393_216
     rows = {choice.section.row_length_for(config.data.sequence_length) for choice in config.objective_choices}
     assert rows == {tokens}
-    tasks = [[choice.name for choice in each.objective_choices] for each in config.plan.configs]
+    tasks = [[choice.name for choice in each.objective_choices] for each in config.phase_plan.configs]
     names = ["ernie", "token_document", "sentence_reordering", "sentence_distance"]
     assert tasks == [names[:1], names[:2], names[:3], names]
-    first = config.plan.first_steps
+    first = config.phase_plan.first_steps
     assert first == [0, 20_000, 60_000, 120_000, 200_000] and config.training.steps == 200_000
     trained, drawn = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0.0)
-    for each, steps in zip(config.plan.configs, np.diff(first), strict=True):
+    for each, steps in zip(config.phase_plan.configs, np.diff(first), strict=True):
         choices = each.objective_choices
         weights = [choice.weight for choice in choices]
         made = [SimpleNamespace(row_length=512, sequence_length=508)] * len(weights)

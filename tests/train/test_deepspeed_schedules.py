@@ -50,6 +50,6 @@ def test_rates_are_deepspeeds(tmp_path, name, params):
     optimizer = {"type": "AdamW", "params": {"lr": 4e-4}}
     path.write_text(json.dumps({"optimizer": optimizer, "scheduler": {"type": name, "params": params}}))
     config = load_config([base], [], path)
-    rates = [step_rate(config, config.plan, step) for step in range(1, STEPS + 1)]
+    rates = [step_rate(config, config.phase_plan, step) for step in range(1, STEPS + 1)]
     # Both are a few operations in double precision.
     assert rates == pytest.approx(deepspeeds_rates(name, params, 4e-4), rel=1e-12, abs=1e-18)

@@ -54,7 +54,7 @@ def holder(directory, **variables):
 @pytest.fixture
 def elsewhere(monkeypatch):
     """We seem to be on another machine, with a file system whose locks do not reach it."""
-    monkeypatch.setattr(lease, "_boot", lambda: "another kernel")
+    monkeypatch.setattr(lease, "_boot_id", lambda: "another kernel")
     monkeypatch.setattr(lease, "_lock", lambda descriptor: None)
     monkeypatch.setattr(lease, "STALE_SECONDS", HANG_SECONDS)  # a living holder is seen by its next renewal
     monkeypatch.setattr(lease, "SETTLE_SECONDS", 0.1)
@@ -70,7 +70,7 @@ def test_a_second_start_is_refused_in_one_line_and_changes_nothing(settings, tmp
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
         assert f"error: {run} is in use: process {first.pid} on " in done.stderr
-        assert ", SLURM job 77 trains in it since 20" in done.stderr and f"touch {run}/STOP" in done.stderr
+        assert ", SLURM job 77 trains in it, since 20" in done.stderr and f"touch {run}/STOP" in done.stderr
         assert {path: path.read_bytes() for path in run.iterdir()} == before
 
 

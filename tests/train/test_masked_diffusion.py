@@ -48,8 +48,8 @@ class Input:
 
 def make_normaliser(normalization="global_tokens", factors=None):
     training = {"loss_normalization": normalization, "loss_weights": factors or {}}
-    plan = tiny(f"training={training}".replace("'", "")).plan
-    return LossNormaliser(plan, LOSS_NAMES, dp_size=1)
+    phase_plan = tiny(f"training={training}".replace("'", "")).phase_plan
+    return LossNormaliser(phase_plan, LOSS_NAMES, dp_size=1)
 
 
 def losses_of(batches, nats, normalization="global_tokens", factors=None):

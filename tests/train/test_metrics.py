@@ -97,7 +97,7 @@ def test_a_full_disk_costs_records_and_no_run(small_disk, caplog):
         metrics.write("train", step, {"note": "x" * 60}, "line")
     kept = steps_in(disk / "metrics.jsonl")
     assert kept == list(range(len(kept))) and 0 < len(kept) < 100
-    assert caplog.text.count("No space left on device; records are lost until it can be written") == 1
+    assert caplog.text.count("No space left on device; records are lost until the file can be written") == 1
     (disk / "other").unlink()
     metrics.write("train", 100, {}, "line")
     assert steps_in(disk / "metrics.jsonl") == [*kept, 100]

@@ -22,7 +22,7 @@ from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.checkpoint.write import save_checkpoint
 from megatron_lite.config.sections import OptimizerConfig, ParallelConfig
 from megatron_lite.engine.plain import make_engine
-from megatron_lite.optim.muon import cost, is_served, orthogonal, owners
+from megatron_lite.optim.muon import assign_owners, is_orthogonalized, multiply_adds, orthogonal
 from megatron_lite.parallel.context import ParallelContext
 from megatron_lite.train.continuation import require_same_optimizer
 
@@ -105,8 +105,8 @@ def of_the_library(kind, named, settings):
         from transformers.optimization import Adafactor
 
         return parts, [Adafactor(groups, lr=0.0, scale_parameter=True, relative_step=False)]
-    served = [g for g in groups if is_served(g["name"], g["params"][0])]
-    others = [g for g in groups if not is_served(g["name"], g["params"][0])]
+    served = [g for g in groups if is_orthogonalized(g["name"], g["params"][0])]
+    others = [g for g in groups if not is_orthogonalized(g["name"], g["params"][0])]
     betas = (settings.beta1, settings.beta2)
     return parts, [
         torch.optim.Muon(served, lr=0.0, momentum=settings.momentum, adjust_lr_fn="match_rms_adamw"),
@@ -183,7 +183,7 @@ def test_a_frozen_parameter_and_its_state_stay_as_they_are(kind):
             before = both.weights()[frozen]
     assert torch.equal(both.weights()[frozen], before) and not torch.equal(alone.weights()[frozen], before)
     assert torch.equal(both.weights()[other], alone.weights()[other])
-    counts = [float(both.optimizer.state[bucket.master]["step"]) for bucket in both.buckets]
+    counts = [float(both.optimizer.state[bucket.master_shard]["step"]) for bucket in both.buckets]
     assert counts == [1.0 if name == frozen else 3.0 for name in both.named]
 
 
@@ -198,10 +198,10 @@ def test_the_iteration_in_bf16_is_that_of_torch(shape):
 
 def test_owners_of_matrices_share_the_work():
     shapes = {number: ((96, 24), (96, 32), (24, 96), (24, 24))[number % 4] for number in range(40)}
-    owner = owners(shapes, 4)
-    work = [sum(cost(shapes[n]) for n in shapes if owner[n] == rank) for rank in range(4)]
+    owner = assign_owners(shapes, 4)
+    work = [sum(multiply_adds(shapes[n]) for n in shapes if owner[n] == rank) for rank in range(4)]
     assert max(work) < 1.1 * sum(work) / 4
-    assert owners(shapes, 1) == dict.fromkeys(shapes, 0)
+    assert assign_owners(shapes, 1) == dict.fromkeys(shapes, 0)
 
 
 # Layouts and checkpoints

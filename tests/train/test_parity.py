@@ -125,7 +125,7 @@ def with_the_whole_norm_on_each_rank(context, case, record):
     """A fault: parameters do not say that they are split, so that the gradient norm counts rank 0's parts only."""
     group = Engine._param_group
     Engine._param_group = lambda self, name, parameter: replace(
-        group(self, name, parameter), counts=context.tp.rank == 0
+        group(self, name, parameter), in_grad_norm=context.tp.rank == 0
     )
     return parity.run_case(context, case, record)
 

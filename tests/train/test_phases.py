@@ -118,12 +118,14 @@ def test_the_length_changes_and_a_run_resumes_bit_for_bit(settings, tmp_path, re
     assert all(torch.equal(weight, resumed[0][name]) for name, weight in whole[0].items())
     config = build(Config, merge(settings, {"data": {"region": 64}}))
     with pytest.raises(
-        CheckpointError, match=r"data.region differs from .*: it is 64, and was \d+. Set data.region=\d+;"
+        CheckpointError, match=r"data.region differs from .*: it was \d+ and is now 64. Set data.region=\d+;"
     ) as error:
         require_same_corpora(config, tmp_path, state_at_end(settings))
     assert "\n" not in str(error.value)
     shorter = [{"steps": 2, "sequence_length": 34}, *lengths[1:]]
-    with pytest.raises(CheckpointError, match=r"phases\[0\] has begun with data.sequence_length: 32 -> 34"):
+    with pytest.raises(
+        CheckpointError, match=r"phases\[0\] has begun and changes data.sequence_length: 32 -> 34"
+    ):
         require_same_corpora(
             build(Config, merge(settings, {"phases": shorter})), tmp_path, state_at_end(settings)
         )
@@ -170,47 +172,50 @@ def test_later_phases_may_change_and_earlier_ones_may_not(phased, tmp_path):
     for phases in good:
         require_same_corpora(edited(phases), tmp_path, state)
     bad = [
-        ([{**first, "steps": 1}, second, third], "phases[1] begins after step 1, and began after step 2"),
+        ([{**first, "steps": 1}, second, third], "phases[1] begins after step 1, but began after step 2"),
         (
             [{**first, "weights": {"corpus_validation": 1}}, second, third],
-            "phases[0] has begun with weights of data.train: 1, 0 -> 0, 1",
+            "phases[0] has begun and changes weights of data.train: 1, 0 -> 0, 1",
         ),
         (
             [first, {**second, "weights": {"corpus_train": 3, "corpus_validation": 1}}, third],
-            "phases[1] has begun with weights of data.train: 1, 1 -> 3, 1",
+            "phases[1] has begun and changes weights of data.train: 1, 1 -> 3, 1",
         ),
-        ([first, {**first, "steps": 1}, third], "phases[1] has begun with batch.global_batch_size: 8 -> 4"),
+        (
+            [first, {**first, "steps": 1}, third],
+            "phases[1] has begun and changes batch.global_batch_size: 8 -> 4",
+        ),
         (
             [{**first, "batch": {"global_batch_size": 8}}, second, third],
-            "phases[0] has begun with batch.global_batch_size: 4 -> 8; step 3 ends with 20 samples",
+            "phases[0] has begun and changes batch.global_batch_size: 4 -> 8; step 3 now ends with 20 samples",
         ),
         (
             [{**first, "objectives": {"masked_lm": 1}}, second, third],
-            "phases[0] has begun with objectives.blank_infilling: 0.5 -> None",
+            "phases[0] has begun and changes objectives.blank_infilling: 0.5 -> None",
         ),
         (
             [first, {**second, "masked_lm": {"masked_ratio": 0.3}}, third],
-            "phases[1] has begun with masked_lm.masked_ratio: 0.15 -> 0.3",
+            "phases[1] has begun and changes masked_lm.masked_ratio: 0.15 -> 0.3",
         ),
         (
             [{**first, "embedding_gradient_shrink": 0.1}, second, third],
-            "phases[0] has begun with model.embedding_gradient_shrink: 1.0 -> 0.1",
+            "phases[0] has begun and changes model.embedding_gradient_shrink: 1.0 -> 0.1",
         ),
     ]
     for phases, words in bad:
         with pytest.raises(CheckpointError) as error:
             require_same_corpora(edited(phases), tmp_path, state)
         assert words in str(error.value) and "\n" not in str(error.value), error.value
-        assert "corpora and weights as they were" not in str(error.value)
+        assert "former corpora and weights" not in str(error.value)
     weighted = {**phased["training"], "loss_normalization": "per_objective"}
     other = edited([first, {**second, "loss_weights": {"masked": 2}}, third], training=weighted)
     with pytest.raises(
-        CheckpointError, match=r"phases\[1\] has begun with training.loss_weights.masked: None -> 2"
+        CheckpointError, match=r"phases\[1\] has begun and changes training.loss_weights.masked: None -> 2"
     ):
         require_same_corpora(other, tmp_path, state)
     swapped = phased["data"]["train"][::-1]
     other = edited([first, second, third], data={**phased["data"], "train": swapped})
-    with pytest.raises(CheckpointError, match=r"corpus_train, of which \d+ samples are read, is no longer"):
+    with pytest.raises(CheckpointError, match=r"corpus_train, with \d+ trained samples, is no longer"):
         require_same_corpora(other, tmp_path, state)
 
 
@@ -221,9 +226,9 @@ def test_a_batch_of_a_past_phase_that_is_accepted_goes_on_by_the_new_plan(phased
     accepted = {"checkpoint": {"accept_changed_data": True}}
     changed = merge(phased, {"phases": [{**first, "batch": {"global_batch_size": 6}}, *others], **accepted})
     run_ranks(read, 1, changed)
-    assert state_at_end(changed).consumed_samples == build(Config, changed).plan.consumed(6)
+    assert state_at_end(changed).consumed_samples == build(Config, changed).phase_plan.consumed(6)
     events = [json.dumps(event) for _, event in history(changed)]
-    assert sum("step 3 ends with 16 samples" in event for event in events) == 1
+    assert sum("step 3 now ends with 16 samples" in event for event in events) == 1
 
 
 def test_weights_of_a_run_without_phases_change_by_a_phase(corpus, settings, tmp_path):

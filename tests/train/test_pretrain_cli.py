@@ -22,7 +22,7 @@ from megatron_lite.checkpoint.manifest import Checkpoint
 from megatron_lite.checkpoint.trainer_state import TrainerState
 from megatron_lite.config.tree import Config, load_config
 from megatron_lite.parallel.launch import Launch
-from megatron_lite.parallel.meeting import Meeting
+from megatron_lite.parallel.rendezvous import Rendezvous
 from megatron_lite.runtime.finished_runs import nothing_to_do
 from megatron_lite.runtime.run_state import Condition, RunState
 
@@ -216,5 +216,5 @@ def test_a_finished_run_ends_in_one_line_before_libraries_are_loaded(settings, t
 def test_notes_on_the_configuration_are_logged_once(settings, monkeypatch, caplog):
     monkeypatch.setattr(pretrain_glm, "train_with", lambda *arguments: ExitStatus.FINISHED)
     caplog.set_level("INFO")
-    pretrain_glm.train(build(Config, settings), Launch(0, 1, 0), Meeting(), ["a note"])
+    pretrain_glm.train(build(Config, settings), Launch(0, 1, 0), Rendezvous(), ["a note"])
     assert caplog.messages.count("a note") == 1

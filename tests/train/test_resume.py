@@ -72,12 +72,12 @@ def test_what_a_run_can_begin_with_is_let_pass(corpus, trained, tmp_path):
         (
             True,
             {"training": {"seed": 8}},
-            r"training.seed differs from .*: it is 8, and was 7; .*\. Set training.seed=7; or begin",
+            r"training.seed differs from .*: it was 7 and is now 8; .*\. Set training.seed=7; or start",
         ),
         (
             False,
             {"initialize_from": "", "initialize": "all", "training": {"seed": 8}},
-            r"training.seed differs from .*: it is 8, and was 7; .*\. Set training.seed=7; or begin",
+            r"training.seed differs from .*: it was 7 and is now 8; .*\. Set training.seed=7; or start",
         ),
         (True, {"resume": "never"}, "already holds a checkpoint of step 2 and checkpoint.resume is never"),
     ],
@@ -105,7 +105,7 @@ def test_a_run_whose_checkpoints_were_removed_is_refused(corpus, trained, tmp_pa
     config.write_text(yaml.safe_dump(small_run(corpus, copy)))
     before = {path: path.stat().st_mtime_ns for path in copy.rglob("*")}
     result = forked("pretrain_glm.py", "--config", str(config))
-    message = f"{copy}/metrics.jsonl is of a run that has saved, but {copy}/checkpoints holds no checkpoint"
+    message = f"{copy}/metrics.jsonl records a save, but {copy}/checkpoints holds no checkpoint"
     assert_refused(result, message)
     assert {path: path.stat().st_mtime_ns for path in copy.rglob("*")} == before
 
@@ -131,7 +131,7 @@ def test_a_branch_with_another_seed_that_is_accepted_says_so(corpus, trained, tm
     given = {"initialize_from": str(trained), "initialize": "all", "accept_changed_data": True}
     tree = merge(small_run(corpus, tmp_path), {"training": {"seed": 8}, "checkpoint": given})
     run_ranks(fit, 1, tree)
-    assert any("training.seed: it is 8, and was 7" in event for event in events_of(tmp_path))
+    assert any("training.seed: it was 7 and is now 8" in event for event in events_of(tmp_path))
 
 
 @pytest.mark.parametrize("is_branch", [False, True])

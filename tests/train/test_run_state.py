@@ -20,7 +20,7 @@ from data_utils.common.settings import merge
 from megatron_lite.checkpoint.manifest import list_checkpoints
 from megatron_lite.config.sections import CheckpointConfig
 from megatron_lite.report.run import read_run
-from megatron_lite.runtime.run_state import MEANINGS, Condition, Start, state_of
+from megatron_lite.runtime.run_state import MEANINGS, Condition, Start, read_run_state
 from pretrain_glm import require_start
 from scripts import checkpoints
 
@@ -166,10 +166,10 @@ CASES = [
         "rename it to step_00000001",
     ),
     Case(lambda run: cut(run, (1, 2, 3)), Condition.NONE_VALID, says="none of the 3 checkpoints in"),
-    Case(emptied, Condition.LOST, says="is of a run that has saved, but"),
-    Case(lambda run: shutil.rmtree(run / "checkpoints"), Condition.LOST, says="put its checkpoints back"),
+    Case(emptied, Condition.LOST, says="records a save, but"),
+    Case(lambda run: shutil.rmtree(run / "checkpoints"), Condition.LOST, says="restore the checkpoints"),
     Case(lost_after_a_restart, Condition.LOST, says="metrics.jsonl away to start at step 0"),
-    Case(dangling, Condition.DANGLING, says="not_mounted/checkpoints, which does not exist; mount or make"),
+    Case(dangling, Condition.DANGLING, says="not_mounted/checkpoints, which does not exist; mount or create"),
     Case(circular, Condition.DANGLING, says="checkpoints is a link to checkpoints, which"),
     Case(run_itself_dangling, Condition.DANGLING, says="not_mounted, which does not exist", is_run=False),
     Case(file_instead, Condition.NOT_A_DIRECTORY, says="checkpoints is not a directory; move it away"),
@@ -237,7 +237,7 @@ def test_a_start_does_what_the_table_says(prepared, corpus):
     assert list(records(run))[-(5 - first) :] == list(range(first, 5)), written
     assert len(list(run.glob("metrics_before_*"))) == (had_records and expected is Start.AT_BEGINNING)
     assert (expected is Start.FALLS_BACK) == (case.says != "" and case.says in log)
-    assert state_of(run).condition == (case.condition if case.make is renamed else Condition.SAVED)
+    assert read_run_state(run).condition == (case.condition if case.make is renamed else Condition.SAVED)
 
 
 @each_state
@@ -250,9 +250,9 @@ def test_rewind_does_what_the_table_says(prepared, monkeypatch, capsys):
     said = capsys.readouterr()
     if MEANINGS[case.condition].rewind:
         assert ended.value.code == 0 and "will resume from step 2" in said.out
-        assert state_of(run).newest.step == 2 and [p.name for p in list_checkpoints(run / "checkpoints")][
-            -1:
-        ] == ["step_00000002"]
+        assert read_run_state(run).newest.step == 2 and [
+            p.name for p in list_checkpoints(run / "checkpoints")
+        ][-1:] == ["step_00000002"]
         return
     assert ended.value.code == 2 and said.err.startswith("error: ") and said.err.count("\n") == 1
     assert case.says in said.err or not case.is_run

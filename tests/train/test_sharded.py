@@ -25,7 +25,7 @@ from megatron_lite.config.tree import Config
 from megatron_lite.engine.plain import make_engine
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.tensor_parallel import is_partial
-from megatron_lite.optim.buckets import ALIGNMENT, Bucket, ParamGroup, assign
+from megatron_lite.optim.buckets import ALIGNMENT, Bucket, ParamGroup, assign_buckets
 from megatron_lite.parallel import collectives
 from megatron_lite.parallel.collectives import Group
 
@@ -258,10 +258,10 @@ def norm_of_ones(context, case):
     engine = make_engine(case.config(), context, parity_cases.OBJECTIVES)
     optimizer = engine._engine.optimizer
     optimizer.begin(1)
-    for parameter, bucket in optimizer.bucket_of.items():
-        shares = bucket.group.summed_over
+    for parameter, bucket in optimizer.bucket_by_param.items():
+        shares = bucket.group.extra_reduce_group
         value = 1.0 if shares is None else 1.0 / shares.size
-        optimizer.take(parameter, torch.full_like(parameter, value))
+        optimizer.add_gradient(parameter, torch.full_like(parameter, value))
     optimizer.reduce_gradients()
     optimizer.step()
     return optimizer.outcome().grad_norm
@@ -292,7 +292,7 @@ def test_buckets_hold_every_parameter_once_and_ranks_own_every_element_once(size
     whole = [parameter.detach().clone() for parameter in parameters]
     kinds = [ParamGroup(0.1, True), ParamGroup(0.0, True), ParamGroup(0.0, False)]
     groups = dict(zip(parameters, itertools.cycle(kinds)))
-    assigned = assign(groups, size)
+    assigned = assign_buckets(groups, size)
     assert sorted(id(p) for _, bucket in assigned for p in bucket) == sorted(map(id, parameters))
     owned = {id(parameter): torch.zeros(parameter.numel()) for parameter in parameters}
     for rank in range(dp):
@@ -303,12 +303,12 @@ def test_buckets_hold_every_parameter_once_and_ranks_own_every_element_once(size
             assert bucket.size % (dp * ALIGNMENT) == 0
             for parameter in members:
                 assert parameter.data_ptr() % (ALIGNMENT * 4) == bucket.weights.data_ptr() % (ALIGNMENT * 4)
-                found = bucket.owned(parameter)
-                if found is not None:
-                    start, place = found
-                    part = bucket.master[place]
-                    owned[id(parameter)][start : start + len(part)] += 1
-                    assert torch.equal(part, parameter.detach().flatten()[start : start + len(part)])
+                owned_range = bucket.owned_range(parameter)
+                if owned_range is not None:
+                    start, positions = owned_range
+                    weights = bucket.master_shard[positions]
+                    owned[id(parameter)][start : start + len(weights)] += 1
+                    assert torch.equal(weights, parameter.detach().flatten()[start : start + len(weights)])
     assert all((count == 1).all() for count in owned.values())
     assert all(torch.equal(p.detach(), before) for p, before in zip(parameters, whole, strict=True))
 
@@ -318,7 +318,7 @@ def test_buckets_are_ordered_by_when_they_are_complete():
     often, once = ParamGroup(0.1, True), ParamGroup(0.0, True)
     groups = dict(zip(parameters, [once, often, often, often, often, once], strict=True))
     number = {parameter: place for place, parameter in enumerate(parameters)}
-    order = [[number[p] for p in members] for _, members in assign(groups, 20)]
+    order = [[number[p] for p in members] for _, members in assign_buckets(groups, 20)]
     assert order == [[1, 2], [3, 4], [0, 5]]
 
 

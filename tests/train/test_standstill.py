@@ -10,7 +10,7 @@ from support.distributed import run_ranks
 from support.training import make_trainer
 
 from data_utils.common.settings import merge
-from megatron_lite.metrics.standstill import LEAST_EVALUATIONS, Standstill
+from megatron_lite.metrics.standstill import MIN_EVALUATIONS, Standstill
 
 
 def said(losses, rate=1.0, interval=100) -> list[str]:
@@ -43,7 +43,7 @@ def test_a_run_that_learns_slowly_is_left_alone(evaluations) -> None:
 
 
 def test_nothing_is_said_too_early_or_where_the_rate_has_fallen() -> None:
-    assert said([5.0] * (LEAST_EVALUATIONS - 1)) == []
+    assert said([5.0] * (MIN_EVALUATIONS - 1)) == []
     assert said([5.0] * 50, rate=0.2) == []
 
 
@@ -62,4 +62,7 @@ def test_a_run_that_learns_nothing_warns_once(settings) -> None:
         "schedule": {"kind": "constant"},
     }
     (texts,) = run_ranks(warnings_of_fit, 1, merge(settings, still))
-    assert len([text for text in texts if "stands still" in text and "model.positions=rotary" in text]) == 1
+    assert (
+        len([text for text in texts if "has stopped falling" in text and "model.positions=rotary" in text])
+        == 1
+    )

@@ -76,7 +76,7 @@ def test_a_hang_of_one_rank_is_named_by_all_and_ends_all(settings, capfd):
         assert re.search(rf"\(step, step 3, {place}\) hangs: \d+ s, timeouts.step_seconds is 3\n", printed), (
             printed
         )
-        assert f"rank {rank} compares: furthest behind, so that the other 1 wait: rank 1 on " in printed
+        assert f"rank {rank} compares heartbeats: 1 of 2 ranks wait for rank 1 on " in printed
     assert "in never_return" in printed and "in agree" in printed
     beats = read_heartbeats(Path(settings["run"]["directory"]) / "heartbeats")
     assert [(beat.rank, beat.step, beat.place) for beat in beats] == [
@@ -121,9 +121,9 @@ def test_a_rank_that_is_killed_is_named(settings, capfd):
     assert [line.split()[:2] for line in lines] == [["1", "True"], ["2", "False"]]  # one of them reports it
     assert all(f"rank 0 on {socket.gethostname()} (" in line for line in lines), lines
     assert all(f"process {ranks[0].pid}, has died" in line for line in lines), lines
-    assert all(re.search(r"rank 0 on \S+ \(step, .*\), noted \d+ s ago, process", line) for line in lines), (
-        lines
-    )
+    assert all(
+        re.search(r"rank 0 on \S+ \(step, .*\), last heartbeat \d+ s ago, process", line) for line in lines
+    ), lines
 
 
 def train_while_writing_hangs(tree):
@@ -245,7 +245,7 @@ def test_the_beginning_of_a_save_is_noted_at_once(tmp_path):
 def test_an_unwritable_run_directory_does_not_matter(tmp_path):
     (tmp_path / "heartbeats").write_text("a file, not a directory")
     done = start(tmp_path, "time.sleep(60)")
-    assert done.returncode == ExitStatus.HUNG and "no heartbeat of 1 of 1 ranks" in done.stderr
+    assert done.returncode == ExitStatus.HUNG and "no heartbeat from 1 of 1 ranks" in done.stderr
 
 
 def beat(rank, passed, place="p"):
@@ -254,10 +254,10 @@ def beat(rank, passed, place="p"):
 
 def test_the_rank_that_has_passed_the_fewest_places_is_the_one_to_look_at():
     assert who_is_behind([beat(0, 9), beat(1, 8, "reading data"), beat(2, 9)], 3) == (
-        "furthest behind, so that the other 2 wait: rank 1 on host1 (step, step 7, reading data)"
+        "2 of 3 ranks wait for rank 1 on host1 (step, step 7, reading data)"
     )
     assert "all 2 ranks" in who_is_behind([beat(0, 9), beat(1, 9)], 2)
-    assert "no heartbeat of 1 of 3 ranks, the first of them [1]" in who_is_behind([beat(0, 9), beat(2, 9)], 3)
+    assert "no heartbeat from 1 of 3 ranks, first [1]" in who_is_behind([beat(0, 9), beat(2, 9)], 3)
     assert "all 1 ranks" in who_is_behind([beat(0, 9), beat(5, 1)], 1)  # left by a run on more ranks
 
 
@@ -297,13 +297,13 @@ def test_collectives_wait_longer_than_any_section():
 def test_a_rank_that_ends_between_two_looks_is_not_dead(tmp_path, monkeypatch):
     """Its heartbeat is read before it says that it ends, and its process is looked at after it has ended."""
     looks = [
-        [SimpleNamespace(rank=1, section=section, is_of_a_dead_process=True)]
+        [SimpleNamespace(rank=1, section=section, process_has_died=True)]
         for section in ("step", Section.EXIT)
     ]
     dog = Watchdog({"setup": 60}, tmp_path, 0, 2, 0.5)
     monkeypatch.setattr(dog, "_heartbeats", lambda: looks.pop(0))
     assert dog.dead_ranks() == []
     monkeypatch.setattr(
-        dog, "_heartbeats", lambda: [SimpleNamespace(rank=1, section="step", is_of_a_dead_process=True)]
+        dog, "_heartbeats", lambda: [SimpleNamespace(rank=1, section="step", process_has_died=True)]
     )
     assert [beat.rank for beat in dog.dead_ranks()] == [1]

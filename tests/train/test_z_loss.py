@@ -62,7 +62,7 @@ def of_a_layout(context, case):
     firsts = [(micro * dp.size + dp.rank) * size for micro in range(case.accumulation)]
     evaluated = engine.evaluate([parity.micro_batch(case, 0, first, size)[0] for first in firsts])
     result = engine.train_step(parity.micro_batches_of(case, engine, context, 0), parity.LR)
-    return [context.sum_of_losses(sums) for sums in (evaluated, result.objective_sums)]
+    return [context.sum_losses(sums) for sums in (evaluated, result.objective_sums)]
 
 
 @pytest.fixture(scope="module")

@@ -86,7 +86,7 @@ class DiscriminatorCounts:
     def summary(self, context: ParallelContext) -> dict[str, float]:
         """Called by every rank: shares of tokens over all ranks."""
         own = torch.stack(self._counts).sum(0).double().tolist()
-        right, tokens, found, replaced, chosen = context.sum_of_hosts(own)
+        right, tokens, found, replaced, chosen = context.sum_on_hosts(own)
         return {
             "replaced_accuracy": right / max(tokens, 1.0),
             "replaced_recall": found / max(replaced, 1.0),

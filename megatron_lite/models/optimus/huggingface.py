@@ -109,13 +109,13 @@ def write_optimus(directory: Path, run: OpenRun, dtype: str, max_shard_bytes: in
     kept = checkpoint.path.parent.parent / KEPT_FILES
     tokenizers = {ENCODER: run.tokenizer, DECODER: run.decoder_tokenizer or run.tokenizer}
     for prefix, stack in ((ENCODER, config.model), (DECODER, config.decoder)):
-        part, name = checkpoint.part(prefix), directory_of(prefix)
+        part, name = checkpoint.stack(prefix), directory_of(prefix)
         weights = Weights(part.shapes, weight_reader(part))
         (directory / name).mkdir()
         origin = f"the {name} of {checkpoint.path}"
         described = Stack(stack, weights, tokenizers[prefix], kept / name, origin, _ROLES[prefix])
         write_stack(directory / name, described, dtype, max_shard_bytes)
-    latent = checkpoint.part(LATENT)
+    latent = checkpoint.stack(LATENT)
     matrices = map(weight_reader(latent), latent.shapes)
     write_tensors(directory / MATRICES, latent.shapes, matrices, DTYPES[dtype], METADATA)
     section = {name: getattr(latent_of(config), name) for name in DESCRIBED}

@@ -76,7 +76,7 @@ class LatentMetrics:
 
     def summary(self, context: ParallelContext, loss: float) -> dict[str, float]:
         """Called by every rank. Args: loss: -ELBO, mean over the sentences."""
-        tokens = context.sum_of_hosts([self._tokens])[0]
+        tokens = context.sum_on_hosts([self._tokens])[0]
         gathered = gather_arrays(context, self._passes)
         rows = torch.from_numpy(np.concatenate([array for of_rank in gathered for array in of_rank]))
         mu, logvar, z = rows.chunk(3, dim=1)

@@ -38,7 +38,7 @@ def load(config: Config, engine: Engine, context: ParallelContext) -> None:
     for key, path, prefix in _named(config):
         checkpoint, added = _fitted(key, find_checkpoint(Path(path), context), config)
         others = {name for name in model_spec(config).shapes(config) if not name.startswith(prefix)}
-        load_weights_only(checkpoint.as_part(prefix), engine, context, others)
+        load_weights_only(checkpoint.as_stack(prefix), engine, context, others)
         if context.is_main:
             new = (
                 f"; the embeddings of {', '.join(added)}, which it lacks, keep initial values"

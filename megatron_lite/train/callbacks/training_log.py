@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_lite.config.plan import Plan
+from megatron_lite.config.phase_plan import PhasePlan
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import Engine, StepResult
 from megatron_lite.metrics.peak_flops import PeakFlops
@@ -26,7 +26,7 @@ class TrainingLog(Callback):
     """Attributes: interval: sums over the steps since the last line; last_step: of this start, which has a line too."""
 
     config: Config
-    plan: Plan
+    phase_plan: PhasePlan
     context: ParallelContext
     engine: Engine
     progress: Progress
@@ -55,7 +55,7 @@ class TrainingLog(Callback):
             "consumed_samples": self.progress.consumed_samples,
             "consumed_tokens": self.progress.consumed_tokens,
             **self.loss_normaliser.means(sums, step),
-            "lr": step_rate(self.config, self.plan, step),
+            "lr": step_rate(self.config, self.phase_plan, step),
             **self.engine.annealed,
             "grad_norm": result.grad_norm,
             "loss_scale": result.loss_scale,
@@ -67,5 +67,5 @@ class TrainingLog(Callback):
             "memory_gib": memory_gib(self.context.device),
             "data_share": interval.data_seconds / elapsed,
             "seconds_per_step": elapsed / interval.steps,
-            "eta_seconds": self.plan.steps_left(step) * elapsed / interval.steps,
+            "eta_seconds": self.phase_plan.steps_left(step) * elapsed / interval.steps,
         }

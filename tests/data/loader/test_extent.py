@@ -136,7 +136,7 @@ def test_phases_of_several_lengths_are_told_as_they_are_read(corpora, tmp_path):
     ]
     config = load_config([str(tmp_path / "config.yaml")], [])
     indexes = [WindowIndex(IndexedDataset(corpora / name), 40, DOCUMENT_OVERHEAD) for name in ("a", "b")]
-    mixtures = phase_mixtures(indexes, derive_seed(config.training.seed, "train"), config.plan.samples)
+    mixtures = phase_mixtures(indexes, derive_seed(config.training.seed, "train"), config.phase_plan.samples)
     batch = config.batch.global_batch_size
     read = [
         sum(len(mixture.fetch(np.array([sample]))[0]) for sample in range(first * batch, last * batch))

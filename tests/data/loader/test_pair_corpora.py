@@ -89,7 +89,9 @@ def loader_of(tree):
     config = build(Config, tree)
     tokenizer = load_tokenizer(config.tokenizer)
     seed = config.training.seed
-    data = open_datasets(config.data, config.objective_choices, tokenizer, seed, phases=config.plan.samples)
+    data = open_datasets(
+        config.data, config.objective_choices, tokenizer, seed, phases=config.phase_plan.samples
+    )
     return data, config
 
 
@@ -173,7 +175,7 @@ def test_phases_go_on_where_the_one_before_ended(corpus, pairs):
     changes = {"phases": phases, "training": {"steps": 200}}
     data, config = loader_of(tree_of(corpus, pairs, MIXED, **changes))
     first = [0, 400, 800, 1200, 1600]
-    assert config.plan.first_samples == first[:-1]
+    assert config.phase_plan.first_samples == first[:-1]
     rows = list(read(data.train, 1600, 8))
     parts = [counted(rows[a:b]) for a, b in itertools.pairwise(first)]
     assert [set(samples) for samples, _ in parts] == [

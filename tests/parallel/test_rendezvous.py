@@ -14,7 +14,7 @@ from support.project import ROOT, copied_project
 from data_utils.build.corpus import BuildConfig, build_corpus
 from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
 from megatron_lite.metrics import version
-from megatron_lite.parallel import meeting
+from megatron_lite.parallel import rendezvous
 
 LIMIT_SECONDS = 120  # far below timeouts.setup_seconds, far above what a busy machine needs
 
@@ -128,7 +128,7 @@ def test_a_start_that_asks_only_does_not_wait_for_others(settings, tmp_path):
         "pretrain_glm.py", "--config", config, "--print-config", "training.stepz=9",
         MASTER_PORT=str(free_port()), **place,
     )  # fmt: skip
-    assert done.returncode == 2 and time.monotonic() - begin < meeting.PATIENCE_SECONDS / 2
+    assert done.returncode == 2 and time.monotonic() - begin < rendezvous.PATIENCE_SECONDS / 2
 
 
 def test_facts_change_with_the_program(tmp_path):

@@ -1,4 +1,4 @@
-"""The optimizers beside AdamW, by the values of `optimizer.kind`; each is one file."""
+"""The optimizers other than AdamW, by the values of `optimizer.kind`; each is one file."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megatron_lite.optim.buckets import MOMENTS, Bucket
 from megatron_lite.optim.lamb import Lamb
 from megatron_lite.optim.muon import Muon
 from megatron_lite.optim.stable_adamw import StableAdamW
-from megatron_lite.optim.whole_tensors import Layout, TensorOptimizer
+from megatron_lite.optim.whole_tensors import TensorIndex, TensorOptimizer
 from megatron_lite.parallel.context import ParallelContext
 
-KINDS: dict[str, type[TensorOptimizer]] = {
+OPTIMIZERS: dict[str, type[TensorOptimizer]] = {
     "lamb": Lamb,
     "stable_adamw": StableAdamW,
     "adafactor": AdaFactor,
@@ -26,21 +26,21 @@ KINDS: dict[str, type[TensorOptimizer]] = {
 }
 
 
-def moments_of(kind: str, name: str, parameter: nn.Parameter) -> tuple[str, ...]:
+def element_state(kind: str, name: str, parameter: nn.Parameter) -> tuple[str, ...]:
     """The state that an optimizer keeps of each element of a parameter."""
-    return KINDS[kind].moments(name, parameter) if kind in KINDS else MOMENTS
+    return OPTIMIZERS[kind].moments(name, parameter) if kind in OPTIMIZERS else MOMENTS
 
 
 def make_optimizer(
     groups: list[dict[str, Any]],
     buckets: Sequence[Bucket],
     names: Mapping[nn.Parameter, str],
-    decays: Callable[[str], bool],
+    has_weight_decay: Callable[[str], bool],
     config: Config,
     context: ParallelContext,
 ) -> torch.optim.Optimizer:
-    """The optimizer of a configuration that is not AdamW's, of the fp32 weights of buckets."""
-    layout = Layout(model_spec(config).shapes(config), context, config.training.precision)
+    """The optimizer of a configuration that is not AdamW's, of the fp32 shards of buckets."""
+    index = TensorIndex(model_spec(config).shapes(config), context, config.training.precision)
     for bucket in buckets:
-        layout.add(bucket, names, decays)
-    return KINDS[config.optimizer.kind](groups, layout, config.optimizer)
+        index.add(bucket, names, has_weight_decay)
+    return OPTIMIZERS[config.optimizer.kind](groups, index, config.optimizer)

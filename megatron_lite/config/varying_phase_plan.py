@@ -1,54 +1,31 @@
 """The plan of a run whose settings change: phases, a ramp of the batch, parts of the schedule, skipped samples.
 
-Each phase is a configuration of its own: the run's, with what the phase sets in place of it. The plan is a pure
-function of the configuration, so that no state is kept of it.
+Each phase has a whole configuration: the run's, with the settings of the phase. The plan is a pure function of the
+run's configuration, so that a checkpoint holds no state of it.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from data_utils.common.errors import ConfigError
 from data_utils.common.setting_files import shown
 from data_utils.common.settings import build, check, to_tree
 from data_utils.loader.config import PhaseSamples
+from megatron_lite.config.phase_plan import Config, PhasePlan
 from megatron_lite.config.phases import PhaseConfig
-from megatron_lite.config.plan import Config, Plan
+from megatron_lite.config.rate_parts import rate_parts
 from megatron_lite.config.schedule import ScheduleConfig
+from megatron_lite.config.sections import ProfilerConfig
 from megatron_lite.config.timetable import Stage, Timetable, ramp_stages
 
-SHORTEST = 32  # tokens: empty positions of three borders and what two documents cost are 20 in a row
+MIN_SEQUENCE_LENGTH = 32  # three borders of samples and two documents cost 20 tokens
 
 
-class RatePart(NamedTuple):
-    """A part of the schedule. Its steps are begin + 1 to end, counted from 1; rates are factors of optimizer.lr."""
-
-    begin: int
-    end: int
-    kind: str
-    start_rate: float
-    end_rate: float
-
-    def factor(self, step: int) -> float:
-        """After the end: that of the end."""
-        if self.kind == "inverse_sqrt":
-            return max(self.end_rate, self.start_rate * math.sqrt(self.begin / step))
-        x = min(1.0, (step - self.begin) / (self.end - self.begin))
-        way = {
-            "constant": 0.0,
-            "linear": x,
-            "cosine": 0.5 * (1.0 - math.cos(math.pi * x)),
-            "1-sqrt": math.sqrt(x),
-            "exponential": 2.0 * (1.0 - 0.5**x),
-        }
-        return self.start_rate + (self.end_rate - self.start_rate) * way[self.kind]
-
-
-class PhasedPlan(Plan):
+class VaryingPhasePlan(PhasePlan):
     """The phases of a run: configuration, steps and samples of each. A run without `phases` is one phase.
 
     Raises: ConfigError for phases that contradict the run or themselves.
@@ -57,14 +34,14 @@ class PhasedPlan(Plan):
     def __init__(self, config: Config) -> None:
         steps = config.training.steps
         self.phases = config.phases
-        # Each phase is a whole configuration, so that every rule holds for every phase, and no setting has a
-        # second reader.
-        self.configs = [_of_phase(config, number, phase) for number, phase in enumerate(config.phases)] or [
-            config
-        ]
+        # Each phase has a whole configuration, so that every rule is checked for every phase, and code reads a setting
+        # in the same way with phases and without.
+        self.configs = [
+            _phase_config(config, number, phase) for number, phase in enumerate(config.phases)
+        ] or [config]
         self.stages: list[Stage] = []
-        self.first_steps = [0]  # of each phase, and the end of the run: the steps before it
-        for number, of_phase in enumerate(self.configs):
+        self.first_steps = [0]  # steps before each phase, and those of the run
+        for number, phase_config in enumerate(self.configs):
             phase = config.phases[number] if config.phases else PhaseConfig()
             is_last = number == len(self.configs) - 1
             check(
@@ -72,7 +49,7 @@ class PhasedPlan(Plan):
                 f"phases[{number}] has no length, which only the last phase may leave out; set its steps, samples "
                 "or tokens.",
             )
-            stages = list(_stages(of_phase, phase, steps - self.first_steps[-1]))
+            stages = list(_phase_stages(phase_config, phase, steps - self.first_steps[-1]))
             self.stages += stages
             self.first_steps.append(self.first_steps[-1] + sum(int(stage.steps) for stage in stages))
             check(
@@ -87,7 +64,7 @@ class PhasedPlan(Plan):
             "or leave out the length of the last phase.",
         )
         self._check_lengths(config)
-        # With the run's own, since the pipeline is made from it.
+        # The run's micro-batch too, since the pipeline is made from it.
         micro_batches = {each.batch.micro_batch_size for each in self.configs} | {
             config.batch.micro_batch_size
         }
@@ -97,56 +74,36 @@ class PhasedPlan(Plan):
             "pipeline stages need a single size; set batch.micro_batch_size once, outside phases.",
         )
         self.timetable = Timetable(self.stages, config.events)
-        self.parts = self._parts(config.schedule)
-        # Samples skipped when a phase begins count as its own.
+        self.rate_parts = rate_parts(config.schedule, steps, self._tokens)
+        # Samples that are skipped when a phase begins count to this phase.
         self.first_samples = [self.timetable.consumed(step) for step in self.first_steps[:-1]]
 
     def _check_lengths(self, config: Config) -> None:
-        """Raise ConfigError for lengths and regions that do not go with each other or with the run."""
+        """Raise ConfigError for lengths and regions that exclude each other or contradict the run."""
         lengths = {each.data.sequence_length for each in self.configs}
-        rows = {each.row_length for each in self.configs}
-        self.has_streams = len(lengths) > 1 or config.data.region > 0
-        whole = [
+        row_lengths = {each.row_length for each in self.configs}
+        self._reads_regions = len(lengths) > 1 or config.data.region > 0
+        packing = [
             choice.name
             for each in self.configs
             for choice in each.objective_choices
             if choice.section.whole_documents or choice.section.token_annotation == "labels"
         ]
         check(
-            not self.has_streams or not whole,
-            f"{whole and whole[0]} packs whole documents for one sequence_length; remove it from the phases, "
+            not self._reads_regions or not packing,
+            f"{packing and packing[0]} packs whole documents for one sequence_length; remove it from the phases, "
             "and set data.region to 0.",
         )
         check(
-            not self.has_streams or min(lengths) >= SHORTEST,
+            not self._reads_regions or min(lengths) >= MIN_SEQUENCE_LENGTH,
             f"the phases have samples of {min(lengths)} tokens; with phases that change sequence_length, or "
-            f"with data.region, samples need at least {SHORTEST} tokens.",
+            f"with data.region, samples need at least {MIN_SEQUENCE_LENGTH} tokens.",
         )
         check(
-            len(rows) == 1 or config.parallel.pipeline_parallel_size == 1,
-            f"the phases have sequences of {', '.join(map(str, sorted(rows)))} tokens, but pipeline stages "
-            f"need a single size; set data.row_length to {max(rows)}, or pipeline_parallel_size to 1.",
+            len(row_lengths) == 1 or config.parallel.pipeline_parallel_size == 1,
+            f"the phases have sequences of {', '.join(map(str, sorted(row_lengths)))} tokens, but pipeline stages "
+            f"need a single size; set data.row_length to {max(row_lengths)}, or pipeline_parallel_size to 1.",
         )
-
-    def _parts(self, schedule: ScheduleConfig) -> list[RatePart]:
-        """The parts of the schedule in steps. Raises: ConfigError for parts that are longer than the run."""
-        parts: list[RatePart] = []
-        begin, rate, used = 0, 0.0, 0
-        for part in schedule.parts:
-            end = begin + (part.steps or 1)  # of a part in tokens: one at least
-            used = self._tokens(end) if part.tokens is None else used + part.tokens
-            if part.tokens is not None:
-                # The first step by which that many tokens are seen; `_tokens` rises with the step.
-                end = bisect_left(range(self.first_steps[-1] + 1), used, end, key=self._tokens)
-            start = rate if part.start is None else part.start
-            parts.append(RatePart(begin, end, part.kind, start, start if part.end is None else part.end))
-            begin, rate = end, parts[-1].factor(end)
-        check(
-            begin <= self.first_steps[-1],
-            f"schedule.parts have at least {begin:,} steps, but training.steps is {self.first_steps[-1]:,}; "
-            "shorten the parts.",
-        )
-        return parts
 
     def _tokens(self, step: int) -> int:
         """Tokens of `step` steps. A phase whose length is in tokens has that many, though its last batch is whole."""
@@ -155,22 +112,24 @@ class PhasedPlan(Plan):
             number, steps = self.number(begin), min(max(0, step - begin), int(stage.steps))
             used[number] += steps * stage.batch_size * self.configs[number].data.sequence_length
             begin += int(stage.steps)
-        # A phase in tokens counts as just these, so that parts and phases of one recipe end at the same steps,
-        # whatever ramps and lengths lie between.
-        most = [phase.tokens or sum(used) for phase in self.phases] or used
-        return sum(min(pair) for pair in zip(used, most, strict=True))
+        # A phase with a length in tokens counts exactly these, so that schedule.parts and phases of one recipe end at
+        # the same steps, whatever ramps and lengths lie between.
+        limits = [phase.tokens or sum(used) for phase in self.phases] or used
+        return sum(min(pair) for pair in zip(used, limits, strict=True))
 
     def learning_rate(self, step: int) -> float | None:
-        if not self.parts:
+        if not self.rate_parts:
             return None
-        return next((part for part in self.parts if step <= part.end), self.parts[-1]).factor(step)
+        return next((part for part in self.rate_parts if step <= part.end), self.rate_parts[-1]).factor(step)
 
     @property
     def samples(self) -> Sequence[PhaseSamples]:
-        if not self.phases and not self.has_streams:
+        if not self.phases and not self._reads_regions:
             return []
-        each = zip(self.first_samples, self.configs, strict=True)
-        return [PhaseSamples(first, config.data, config.objective_choices) for first, config in each]
+        return [
+            PhaseSamples(first_sample, config.data, config.objective_choices)
+            for first_sample, config in zip(self.first_samples, self.configs, strict=True)
+        ]
 
     def number(self, step: int) -> int:
         """The phase of a step, from 0. Args: step: the steps before it, as in all methods."""
@@ -194,7 +153,7 @@ class PhasedPlan(Plan):
         return [f"phase {number + 1}: {self.phases[number]}"] if self.phases else []
 
     def steps_left(self, step: int) -> float:
-        # Steps differ in cost: the rest is weighed by tokens, in units of the step just made.
+        # Steps differ in cost: the rest is counted in tokens, and divided by the tokens of the last step.
         begin = left = 0
         for stage in self.stages:
             per_step = stage.batch_size * self.config(begin).row_length
@@ -216,10 +175,15 @@ class PhasedPlan(Plan):
     def alone(self) -> list[Config]:
         runs = []
         for config, first, end in zip(self.configs, self.first_steps, self.first_steps[1:], strict=False):
-            training = replace(config.training, steps=end - first, stop_after_step=None)
-            batch, schedule = replace(config.batch, ramp=None), type(config.schedule)()
-            changes = {"training": training, "batch": batch, "schedule": schedule}
-            runs.append(replace(config, phases=(), profiler=type(config.profiler)(), **changes))
+            alone = replace(
+                config,
+                training=replace(config.training, steps=end - first, stop_after_step=None),
+                batch=replace(config.batch, ramp=None),
+                schedule=ScheduleConfig(),
+                profiler=ProfilerConfig(),
+                phases=(),
+            )
+            runs.append(alone)
         return runs
 
     def _batches(self) -> Iterator[tuple[Config, int, int]]:
@@ -235,33 +199,33 @@ class PhasedPlan(Plan):
             step += int(stage.steps)
 
 
-def _stages(config: Config, phase: PhaseConfig, rest: int) -> Iterator[Stage]:
-    """Batch sizes of a phase. Args: rest: steps of the run from its beginning on.
+def _phase_stages(config: Config, phase: PhaseConfig, rest: int) -> Iterator[Stage]:
+    """The stages of a phase: steps with one batch size. Args: rest: steps of the run that remain for it.
 
     Raises: ConfigError for a phase that ends within its ramp.
     """
     batch, ramp = config.batch, config.batch.ramp
-    # A ramp is expanded to whole steps, which gives closed forms for the batch and first sample of any step.
-    every = [Stage(math.inf, batch.global_batch_size)]
+    # A ramp is expanded to stages of whole steps, from which the first sample of any step follows in closed form.
+    all_stages = [Stage(math.inf, batch.global_batch_size)]
     if ramp is not None:
-        every = list(ramp_stages(batch.global_batch_size, ramp.start, ramp.by, ramp.samples))
+        all_stages = list(ramp_stages(batch.global_batch_size, ramp.start, ramp.by, ramp.samples))
     samples: float = math.inf if phase.samples is None else phase.samples
     if phase.tokens is not None:
         samples = -(-phase.tokens // config.data.sequence_length)
     left: float = phase.steps if phase.steps is not None else math.inf if samples < math.inf else max(rest, 0)
-    for stage in every:
+    for stage in all_stages:
         steps = min(stage.steps, left, -(-samples // stage.batch_size) if samples < math.inf else math.inf)
         if steps:
             yield Stage(int(steps), stage.batch_size)
         left, samples = left - steps, max(0, samples - steps * stage.batch_size)
-        if not (left and samples) and stage is not every[-1]:
+        if not (left and samples) and stage is not all_stages[-1]:
             raise ConfigError(
                 f"a phase ends at batch size {stage.batch_size}, before batch.ramp reaches "
                 f"{batch.global_batch_size}; make the phase longer, or ramp.samples smaller."
             )
 
 
-def _of_phase(config: Config, number: int, phase: PhaseConfig) -> Config:
+def _phase_config(config: Config, number: int, phase: PhaseConfig) -> Config:
     """The run's configuration with the settings of a phase. Raises: ConfigError naming the phase."""
     names = [corpus.key for corpus in config.data.train]
     for name in phase.weights:
@@ -279,13 +243,13 @@ def _of_phase(config: Config, number: int, phase: PhaseConfig) -> Config:
             "objectives, or remove it here.",
         )
     try:
-        made: Config = build(type(config), phase.settings(to_tree(config), names))
+        phase_config: Config = build(type(config), phase.settings(to_tree(config), names))
     except ConfigError as error:
         raise ConfigError(f"phases[{number}]: {error}") from None
-    idle = phase.objective_settings.keys() - {choice.name for choice in made.objective_choices}
+    idle = phase.objective_settings.keys() - {choice.name for choice in phase_config.objective_choices}
     check(
         not idle,
         f"phases[{number}] sets {', '.join(sorted(idle))}, which the phase does not train; add it to its "
         "objectives, or remove it here.",
     )
-    return made
+    return phase_config

@@ -57,7 +57,7 @@ class Leaver:
     reason: str
 
 
-class LeftError(UserError):
+class RankLeftError(UserError):
     """Another rank has stopped this start; `status` is that rank's exit status."""
 
     def __init__(self, message: str, status: int):
@@ -65,7 +65,7 @@ class LeftError(UserError):
         self.status = ExitStatus(status)  # type: ignore[misc]  # of the instance, not of the class
 
 
-class Meeting:
+class Rendezvous:
     """The rendezvous of one process with the other ranks of this start."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class Meeting:
     def compare(self, facts: Mapping[str, str]) -> None:
         """Return when all ranks have equal facts: name -> value, as printed.
 
-        Raises: ConfigError on a rank whose facts differ from rank 0's; LeftError if another rank has exited.
+        Raises: ConfigError on a rank whose facts differ from rank 0's; RankLeftError if another rank has exited.
         """
         assert self._store is not None and self._launch is not None, "the store is open"
         written = json.dumps(dict(facts), sort_keys=True)
@@ -126,7 +126,7 @@ class Meeting:
         return error
 
     def gather(self, point: str) -> None:
-        """A barrier with a name. Raises: LeftError if a rank has exited."""
+        """A barrier with a name. Raises: RankLeftError if a rank has exited."""
         assert self._store is not None and self._launch is not None, "the store is open"
         size = self._launch.world_size
         self._store.set(f"{point}/{self._launch.rank}", "here")
@@ -152,17 +152,17 @@ class Meeting:
                 if is_reached(self._store):
                     return
         except RuntimeError as error:  # torch's errors of a connection: rank 0 or its launcher has ended
-            raise LeftError(
+            raise RankLeftError(
                 f"rank 0, at {rendezvous_address(self._launch)[0]}, exited before all ranks met; see its messages.",
                 ExitStatus.CRASHED,
             ) from error
 
-    def _left(self, leavers: list[Leaver]) -> LeftError:
+    def _left(self, leavers: list[Leaver]) -> RankLeftError:
         assert self._launch is not None
         first = leavers[0]
         others = sorted({leaver.rank for leaver in leavers[1:]} - {first.rank})
         more = f", and so have ranks {others[:8]}" if others else ""
-        error = LeftError(
+        error = RankLeftError(
             f"rank {first.rank} on {first.host} has stopped this start{more}: {first.reason}", first.status
         )
         # One line per node, from its first rank, unless that is the rank that exited.
@@ -181,7 +181,7 @@ class Meeting:
         report_status(status)
         if self._is_over or error is None:
             return
-        is_printed = is_printed or isinstance(error, LeftError)  # which one rank of each node prints
+        is_printed = is_printed or isinstance(error, RankLeftError)  # which one rank of each node prints
         try:
             launch = self._launch or Launch.from_environment()
             if launch.world_size > 1:

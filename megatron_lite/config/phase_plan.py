@@ -8,13 +8,13 @@ from typing import Any
 from data_utils.common.errors import ConfigError
 from data_utils.loader.config import PhaseSamples
 
-Config = Any  # that of tree.py, which imports this file
+Config = Any  # tree.Config: tree.py imports this file, and imports go one way
 
 
-class Plan:
-    """The plan of a run whose settings never change; phased_plan.py has that of all others.
+class PhasePlan:
+    """The plan of a run with one phase whose settings never change; varying_phase_plan.py has the plans of other runs.
 
-    A `step` is given as the steps before it, so the first is 0.
+    A `step` is the number of steps before it, so the first is 0.
     """
 
     def __init__(self, config: Config) -> None:

@@ -1,0 +1,156 @@
+"""A user's DeepSpeed options, sorted by the policies of deepspeed_keys.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, make_dataclass
+from typing import Any
+
+from data_utils.common.errors import ConfigError
+from data_utils.common.setting_files import shown
+from data_utils.common.settings import build, merge, nest, section, to_tree
+from megatron_lite.config.deepspeed_keys import ALIASES, FORMER_FLAGS, KEYS, Options, Policy
+
+_ROOT = make_dataclass("Root", [("deepspeed", Options, section(Options))], frozen=True, kw_only=True)
+_SECTIONS = {key.rsplit(".", depth)[0] for key in KEYS for depth in range(1, key.count(".") + 1)}
+COMMENTS = ("_", "#", "//", "comment")  # JSON has no comments, so that people write them as keys
+_OFFLOADS = ("zero_optimization.offload_param", "zero_optimization.offload_optimizer")
+
+
+@dataclass
+class SortedOptions:
+    """Options by policy: dotted key, in the spelling of the table -> value."""
+
+    settings: dict[str, Any] = field(default_factory=dict)  # values that become settings of this project
+    passed_on: dict[str, Any] = field(default_factory=dict)  # values for DeepSpeed
+    stage_3: dict[str, Any] = field(default_factory=dict)  # values for DeepSpeed at ZeRO 3 alone
+    no_effect: dict[str, str] = field(default_factory=dict)  # key -> the reason
+    problems: list[str] = field(default_factory=list)  # a sentence each
+
+    def for_deepspeed(self, stage: int) -> dict[str, Any]:
+        """The nested mapping that DeepSpeed gets at a ZeRO stage."""
+        options: dict[str, Any] = {}
+        for key, value in (self.passed_on | (self.stage_3 if stage == 3 else {})).items():
+            options = merge(options, nest(key, value))
+        return options
+
+    def without_effect(self, stage: int) -> dict[str, str]:
+        """Options without effect at a ZeRO stage: key -> reason."""
+        if stage == 3:
+            return self.no_effect
+        set_options = {
+            key: KEYS[key] for key, value in self.stage_3.items() if value not in KEYS[key].harmless
+        }
+        return self.no_effect | {key: option.reason for key, option in set_options.items()}
+
+    def refuse(self, source: str = "") -> None:
+        """Raise ConfigError with all problems in one line, if there are any."""
+        if not self.problems:
+            return
+        begin = f"{source}: " if source else ""
+        if len(self.problems) > 1:
+            begin += f"{len(self.problems)} DeepSpeed options must change. "
+        raise ConfigError(begin + " ".join(dict.fromkeys(self.problems)))
+
+
+def sort_options(options: Mapping[str, Any]) -> SortedOptions:
+    """Sort a nested mapping of options by policy. Raises nothing: problems are part of the result."""
+    result = SortedOptions()
+    seen: dict[str, tuple[str, Any]] = {}  # key -> the spelling in the file, value
+    for written, key, value in _leaves(options, "", ""):
+        if key in seen and seen[key][1] != value:
+            result.problems.append(
+                f"deepspeed.{written} and deepspeed.{seen[key][0]} are the same option; remove one."
+            )
+        option = KEYS.get(key)
+        # "auto" leaves the decision to the program that reads the file: here its settings decide.
+        if key in seen or (option is not None and (value is None or value == "auto")):
+            continue
+        seen[key] = written, value
+        try:
+            value = _checked(key, value, option.type_name if option is not None else "")
+        except ConfigError as error:
+            result.problems.append(str(error))
+            continue
+        assert option is not None, "unknown keys are refused"
+        if option.policy is Policy.SETTING:
+            result.settings[key] = value
+        elif option.policy is Policy.PASSED_ON:
+            result.passed_on[key] = value
+        elif option.policy is Policy.STAGE_3:
+            result.stage_3[key] = value
+        # Features are refused because they would train differently; one that is off changes nothing.
+        elif value in option.harmless or (
+            option.type_name in ("free", "switch") and _is_off(value, option.type_name)
+        ):
+            continue
+        elif option.policy is Policy.NO_EFFECT:
+            result.no_effect[key] = option.reason
+        else:
+            what = "is on" if option.type_name == "switch" else f"is {shown(value)}"
+            result.problems.append(f"deepspeed.{key} {what}: {option.reason}.")
+    return result
+
+
+def _leaves(tree: Mapping[str, Any], written: str, path: str) -> Iterator[tuple[str, str, Any]]:
+    """The options of a section: spelling in the file, key of the table, value."""
+    for name, value in tree.items():
+        if str(name).startswith(COMMENTS):
+            continue
+        as_written, key = f"{written}{name}", f"{path}{name}"
+        key = ALIASES.get(key, key)
+        if key == "zero_optimization" and isinstance(value, bool):  # as in early versions of DeepSpeed
+            if value:
+                yield as_written, "zero_optimization.stage", 1
+        elif key in FORMER_FLAGS and (value is None or value == "auto" or isinstance(value, bool)):
+            if value is True:
+                yield as_written, *FORMER_FLAGS[key]
+        elif key not in _SECTIONS or not (isinstance(value, Mapping) or value in (None, "auto", False)):
+            yield as_written, key, value
+        elif isinstance(value, Mapping):
+            yield from _section_leaves(value, f"{as_written}.", key)
+
+
+def _section_leaves(section: Mapping[str, Any], written: str, key: str) -> Iterator[tuple[str, str, Any]]:
+    # Without a device nothing is offloaded, and the other keys of an offload have no meaning.
+    if key in _OFFLOADS and section.get("device") in (None, "none", "auto"):
+        return
+    switch = KEYS.get(f"{key}.enabled")
+    if switch is not None and section.get("enabled") is False:
+        section = {"enabled": False}
+    if (
+        switch is not None
+        and switch.policy is Policy.PASSED_ON
+        and section.get("enabled") in (None, "auto", False)
+    ):
+        return  # DeepSpeed's default is off
+    yield from _leaves(section, written, f"{key}.")
+
+
+def _checked(key: str, value: Any, type_name: str) -> Any:
+    """The value in the table's type. Raises: ConfigError; for an unknown key it names the nearest one."""
+    if type_name in ("free", "switch") and value is False:
+        return {"enabled": False}
+    if type_name == "dtype" and isinstance(value, str):
+        value = value.lower()  # as DeepSpeed does
+    checked = to_tree(build(_ROOT, nest(f"deepspeed.{key}", value)))["deepspeed"]
+    for name in key.split("."):
+        checked = checked[name]
+    return checked
+
+
+def _is_off(section: Mapping[str, Any], type_name: str) -> bool:
+    """Whether a section turns nothing on. A "switch" is off unless its `enabled`, or one inside it, is true."""
+    if "device" in section:
+        return section["device"] in (None, "none", "auto")
+    state = _state(section)
+    return state is False or (state is None and (type_name == "switch" or not section))
+
+
+def _state(section: Mapping[str, Any]) -> bool | None:
+    """The section's `enabled`, else whether a section inside it is enabled; None = there is no `enabled`."""
+    if section.get("enabled") is not None:
+        return section["enabled"] not in (False, "auto")
+    states = [_state(inner) for inner in section.values() if isinstance(inner, Mapping)]
+    known = [state for state in states if state is not None]
+    return any(known) if known else None

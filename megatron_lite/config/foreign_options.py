@@ -1,0 +1,105 @@
+"""Options of other training programs on a command line: an answer that names the setting to write instead."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from data_utils.common.errors import ConfigError
+from data_utils.common.setting_files import shorten
+from data_utils.common.settings import setting_names, to_yaml_scalar
+from megatron_lite.config.coming_from import SOURCES, Argument
+from megatron_lite.config.tree import Config
+
+# Where programs share a name, the first table has precedence.
+_BY_NAME = {
+    name: argument
+    for arguments in reversed(SOURCES.values())
+    for argument in reversed(arguments)
+    for name in argument.names
+}
+
+
+def with_deepspeed_file(arguments: Sequence[str]) -> list[str]:
+    """The command line with `--deepspeed FILE`, as Hugging Face's Trainer takes it, as `--deepspeed_config FILE`.
+
+    Raises: ConfigError for a second file, of which the parser would drop the first without a word.
+    """
+    words = [
+        word.replace("--deepspeed=", "--deepspeed_config=", 1) if word.startswith("--deepspeed=") else word
+        for word in arguments
+    ]
+    for index, (option, value) in enumerate(pairwise(arguments)):
+        if option == "--deepspeed" and "=" not in value and not value.startswith("-"):
+            words[index] = "--deepspeed_config"
+    if sum(word.partition("=")[0] == "--deepspeed_config" for word in words) > 1:
+        raise ConfigError(
+            "--deepspeed_config is given twice, but a run takes one DeepSpeed file; remove one."
+        )
+    return words
+
+
+def explain_options(arguments: Sequence[str], unknown: Sequence[str]) -> str:
+    """One line that names the settings for options which the command line does not have.
+
+    Args:
+        arguments: the command line.
+        unknown: the options among them that the parser does not know; values may follow.
+    """
+    answers = []
+    for option, values in _options(arguments):
+        if any(option == each.partition("=")[0] for each in unknown):
+            answers.append(_answer(option, values))
+    return f"write settings as section.key=value, without dashes: {'; '.join(dict.fromkeys(answers))}."
+
+
+def _options(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Each option with the values that follow it."""
+    for index, argument in enumerate(arguments):
+        if not argument.startswith("-") or _is_number(argument):
+            continue
+        option, equals, value = argument.partition("=")
+        values = [value] if equals else []
+        for following in arguments[index + 1 :] if not equals else ():
+            if "=" in following or (following.startswith("-") and not _is_number(following)):
+                break
+            values.append(following)
+        yield option, values
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _answer(option: str, values: list[str]) -> str:
+    """What to write in place of an option: the setting, or why there is none."""
+    name = option.lstrip("-").replace("-", "_")
+    typed = shorten(" ".join([option, *values]), 60)
+    argument = _BY_NAME.get(name)
+    keys = list(setting_names(Config))
+    if argument is None:
+        matching = [key for key in keys if name in (key, key.rpartition(".")[2], key.replace(".", "_"))]
+        if not matching:
+            near = difflib.get_close_matches(
+                name, [*_BY_NAME, *(key.rpartition(".")[2] for key in keys)], n=1
+            )
+            hint = _answer(near[0], []) if near else "docs/settings.md lists all settings"
+            return f"{typed} is not known ({'the nearest: ' if near else ''}{hint})"
+        argument = Argument((name,), f"{matching[0]}={{}}")
+    if not argument.setting:
+        return f"{typed}: {argument.note}"
+    if "{}" in argument.setting and values:
+        text = values[0] if len(values) == 1 else f"[{', '.join(values)}]"
+        return f"{typed} is {argument.setting.format(text)}"
+    if "=" in argument.setting and "{}" not in argument.setting:
+        if [value.lower() for value in values] in (["false"], ["0"]):
+            return f"{typed}: leave it out"
+        return f"{typed} is {argument.setting}"
+    if argument.key == "model.max_position" and len(values) == 1 and values[0].isdecimal():
+        return f"{typed} is {argument.key}={to_yaml_scalar(int(values[0]) - 1)}"
+    return f"{typed} is {argument.key}" + (f" ({argument.note})" if argument.note else "=VALUE")
