@@ -78,7 +78,7 @@ class SplitRule:
     bounds: tuple[int, ...]  # upper ends of the splits in [0, 2^64]
     key: bytes
 
-    def split_of(self, text: str) -> int:
+    def split_index(self, text: str) -> int:
         if len(self.bounds) == 1:
             return 0
         digest = hashlib.blake2b(text.encode(), digest_size=8, key=self.key).digest()

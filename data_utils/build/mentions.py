@@ -14,7 +14,7 @@ from data_utils.common.errors import ConfigError
 from data_utils.corpus.documents import ParsedBlock, RecordBlock, RecordCounts, SourceLocation
 from data_utils.corpus.inputs import file_format
 from data_utils.corpus.json_records import UnusableRecord, parse_json_object
-from data_utils.corpus.mentions import EntityNames, Mention, entities_of_tokens, read_names
+from data_utils.corpus.mentions import EntityNames, Mention, read_names, token_entities
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class EntityReader(EntityNames):
         return self.values(mentions, offsets, text), counts
 
     def values(self, mentions: list[Mention], offsets: list[tuple[int, int]], text: str) -> np.ndarray:
-        """The number that stands on each token. Args and errors: as `entities_of_tokens`."""
-        return entities_of_tokens(mentions, offsets, text)
+        """The number that stands on each token. Args and errors: as `token_entities`."""
+        return token_entities(mentions, offsets, text)
 
 
 def encode_with_entities(

@@ -145,7 +145,7 @@ def encode_block(block: RecordBlock, tokenizer: Any, rule: SplitRule, job: Job) 
     return EncodedBlock(
         # By a keyed hash of the text: independent of file order and workers, and equal texts are in one split.
         # Pairs go by the text that they come from, so that no text is in two splits.
-        splits=np.array([rule.split_of(text) for text in parsed.origins or texts], np.int64),
+        splits=np.array([rule.split_index(text) for text in parsed.origins or texts], np.int64),
         tokens=to_token_dtype(ids, tokenizer.vocab_size),
         entities=entities,
         lengths=lengths,

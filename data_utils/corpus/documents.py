@@ -25,11 +25,11 @@ from typing import IO
 
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.corpus import column_files, csv_files
-from data_utils.corpus.inputs import DELIMITERS, ending_of, expand_inputs, file_format
+from data_utils.corpus.inputs import DELIMITERS, expand_inputs, file_ending, file_format
 from data_utils.corpus.json_records import UTF8_BOM, UnusableRecord, not_utf8, parse_json_line
 from data_utils.corpus.stored_files import (
     BEGINNING_BYTES,
-    compression_of,
+    compression_suffix,
     decompressed,
     open_regular,
     read_errors,
@@ -239,7 +239,7 @@ def plan_shards(paths: Iterable[Path], text_split: str, shard_bytes: int) -> lis
 
 
 def _can_be_cut(path: Path, text_split: str) -> bool:
-    return not compression_of(path) and file_format(path, text_split) in _RECORD_ENDS
+    return not compression_suffix(path) and file_format(path, text_split) in _RECORD_ENDS
 
 
 def is_whole(path: Path, text_split: str) -> bool:
@@ -362,7 +362,7 @@ def _chunks(file_range: FileRange, record_format: str, chunk_bytes: int) -> Iter
     """Yield (decompressed bytes, stored bytes of the file part so far)."""
     path = file_range.path
     with read_errors(path), open_regular(path) as file:
-        if compression := compression_of(path):
+        if compression := compression_suffix(path):
             stream = decompressed(file, compression, chunk_bytes)
         else:
             # The end is the start of the first record after `stop`, by the same rule that the next part begins
@@ -383,7 +383,7 @@ def _read_until(file: IO[bytes], stop: float, chunk_bytes: int) -> Iterator[byte
 
 def _row_blocks(path: Path, text_key: str) -> Iterator[RecordBlock]:
     consumed = 0
-    if delimiter := DELIMITERS.get(ending_of(path)):
+    if delimiter := DELIMITERS.get(file_ending(path)):
         row, chunks = csv_files.FIRST_ROW, _chunks(FileRange(path), "rows", BLOCK_BYTES)
         blocks = csv_files.column_texts(path, chunks, delimiter, text_key, MAX_RECORD_BYTES)
     else:

@@ -91,7 +91,7 @@ def _parsed(entry: object) -> tuple[int, int, str, float]:
     raise UnusableRecord("bad_mention", f"the mention {shown(entry)} is not {_SCHEMA}")
 
 
-def entities_of_tokens(mentions: list[Mention], places: list[tuple[int, int]], text: str) -> np.ndarray:
+def token_entities(mentions: list[Mention], places: list[tuple[int, int]], text: str) -> np.ndarray:
     """The entity that begins at each token, int32 [tokens], -1 = none. Args and errors: as `tokens_of`."""
     entities = np.full(len(places), -1, np.int32)
     for first, _, entity in tokens_of(mentions, places, text):

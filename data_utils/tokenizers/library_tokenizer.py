@@ -14,7 +14,7 @@ from data_utils.tokenizers.fast.library_encoders import Encoder, without_lone_su
 from data_utils.tokenizers.special_tokens import ROBERTA_NAMES, assign_special_tokens
 from data_utils.tokenizers.tokenizer import Tokenizer, fingerprint
 from data_utils.tokenizers.tokenizer_readers import TokenizerConfig
-from data_utils.tokenizers.word_marks import WordMarks, marks_of
+from data_utils.tokenizers.word_marks import WordMarks, find_word_marks
 
 # A noncharacter, put before special names inside the `tokenizers` library, so that no text equals one.
 HIDDEN = "\ufdd0"
@@ -83,7 +83,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @functools.cached_property
     def word_marks(self) -> WordMarks:  # type: ignore[override]
-        return marks_of(self._backend)
+        return find_word_marks(self._backend)
 
     @functools.cached_property
     def _added(self) -> frozenset[int]:

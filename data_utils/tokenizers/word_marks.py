@@ -102,7 +102,7 @@ class WordMarks:
         return WordToken(begins or chinese, ends or is_chinese(last), text)
 
 
-def marks_of(backend: tokenizers.Tokenizer) -> WordMarks:
+def find_word_marks(backend: tokenizers.Tokenizer) -> WordMarks:
     """The marks of a pipeline of the library `tokenizers`, by its model and by what it makes of a space."""
     model = backend.model
     if isinstance(model, models.WordLevel):

@@ -1,7 +1,7 @@
 """Which metrics a task has, and the one number by which evaluations of it are compared.
 
 Tasks are found by their name without case and signs: `SST-2`, `sst2` and `sst_2` are one. A task that is not in the
-table has the metrics of its kind. What a task's predictions are decides which metrics it can have (ANSWERS).
+table has the metrics of its kind. The type of a task's predictions decides which metrics it can have.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _OF_TEXTS = (
     *(name + form for name in ROUGE for form in ("", "_char")),
 )
 WITH_POSITIVE = ("f1", "f1a")  # of one class, `task.positive`
-# Type of predictions (answers.py) -> the metrics that compare them with labels. Every other pair is refused.
-ANSWERS: dict[str, tuple[str, ...]] = {
+# Type of predictions (decode_outputs.py) -> the metrics that compare them with labels. Every other pair is refused.
+METRICS_BY_PREDICTION_TYPE: dict[str, tuple[str, ...]] = {
     "classes": (*_OF_LABELS, "micro_f1"),
     "numbers of choices": _OF_LABELS,
     "label sets": ("strict_accuracy", "loose_macro_f1", "loose_micro_f1"),
@@ -67,22 +67,22 @@ _COMPARED = {
     "language_modelling": ("token_perplexity",), "lambada": ("accuracy",), "spans": ("answer_f1",),
     "typing": ("loose_micro_f1",),
 }  # fmt: skip
-BY_KIND = {kind: Metrics(names, _COMPARED.get(kind, ())) for kind, names in KINDS.items()}
+METRICS_BY_KIND = {kind: Metrics(names, _COMPARED.get(kind, ())) for kind, names in KINDS.items()}
 
 _ACCURACY_F1 = Metrics(("accuracy", "f1"))
 _ANSWERS_OR_NONE = Metrics(("answer_em_v2", "answer_f1_v2"), ("answer_f1_v2",))
 _SUMMARIES = Metrics(("rouge1", "rouge2", "rougeLsum"))
 
 SUPERGLUE = ("boolq", "cb", "copa", "multirc", "record", "rte", "wic", "wsc")
-BY_TASK = {
-    **dict.fromkeys((*SUPERGLUE, "axg", "sst2", "mnli", "mnlimm", "qnli", "wnli"), BY_KIND["classification"]),
+METRICS_BY_TASK = {
+    **dict.fromkeys((*SUPERGLUE, "axg", "sst2", "mnli", "mnlimm", "qnli", "wnli"), METRICS_BY_KIND["classification"]),
     "cb": Metrics(("accuracy", "macro_f1")),
     "multirc": Metrics(("f1a", "group_em")),
     "record": Metrics(("answer_f1", "answer_em")),
     **dict.fromkeys(("cola", "ax", "axb"), Metrics(("matthews",))),
     **dict.fromkeys(("mrpc", "qqp"), _ACCURACY_F1),
-    "stsb": BY_KIND["regression"],
-    **dict.fromkeys(("squad", "squadv1", "squad11"), BY_KIND["spans"]),
+    "stsb": METRICS_BY_KIND["regression"],
+    **dict.fromkeys(("squad", "squadv1", "squad11"), METRICS_BY_KIND["spans"]),
     **dict.fromkeys(("squad2", "squadv2", "squad20"), _ANSWERS_OR_NONE),
     **dict.fromkeys(("gigaword", "cnndm", "cnndailymail", "xsum"), _SUMMARIES),
     "fewrel": Metrics(("accuracy", "macro_f1"), ("accuracy",)), "tacred": Metrics(("micro_f1",)),
@@ -90,14 +90,14 @@ BY_TASK = {
 }  # fmt: skip
 
 
-def metrics_of(task: TaskConfig) -> Metrics:
+def task_metrics(task: TaskConfig) -> Metrics:
     """The metrics that the configuration names, else those of the task, else those of its kind.
 
     Raises: ConfigError for a metric that is unknown, or whose package is not installed.
     """
-    found = BY_TASK.get(plain_name(task.name), BY_KIND[task.kind])
+    found = METRICS_BY_TASK.get(plain_name(task.name), METRICS_BY_KIND[task.kind])
     if task.metrics:
-        known = [m for m in (found, BY_KIND["lambada"], _ANSWERS_OR_NONE) if m.names == task.metrics]
+        known = [m for m in (found, METRICS_BY_KIND["lambada"], _ANSWERS_OR_NONE) if m.names == task.metrics]
         found = known[0] if known else Metrics(task.metrics)
     require_metrics(name for name in found.names if name not in PERPLEXITIES)
     return found
@@ -107,16 +107,16 @@ def check_metrics(task: TaskConfig, answers: str, labels: Sequence[str]) -> None
     """Raise ConfigError unless the task's metrics compare what it predicts.
 
     Args:
-        answers: what predictions are, see ANSWERS.
+        answers: what predictions are, see METRICS_BY_PREDICTION_TYPE.
         labels: the classes; () where there are none.
     """
-    names = metrics_of(task).names
+    names = task_metrics(task).names
     for name in names:
-        if name not in ANSWERS[answers]:
+        if name not in METRICS_BY_PREDICTION_TYPE[answers]:
             whose = "task.metrics names" if task.metrics else f"task.name is {task.name}, whose metrics are"
             raise ConfigError(
                 f"{whose} {name}, but this task (task.kind {task.kind}) predicts {answers}, which {name} does not "
-                f"measure; choose task.metrics from {', '.join(ANSWERS[answers])}."
+                f"measure; choose task.metrics from {', '.join(METRICS_BY_PREDICTION_TYPE[answers])}."
             )
     if ("micro_f1" in names) != (task.negative is not None) or task.negative not in (None, *labels):
         given = shown(task.negative)
@@ -145,7 +145,7 @@ def check_metrics(task: TaskConfig, answers: str, labels: Sequence[str]) -> None
 
 def with_no_answers(task: TaskConfig) -> TaskConfig:
     """The task with metrics for questions that have no answer. Raises: ConfigError where it names others."""
-    if set(metrics_of(task).names) <= set(_ANSWERS_OR_NONE.names):
+    if set(task_metrics(task).names) <= set(_ANSWERS_OR_NONE.names):
         return task
     if task.metrics:
         raise ConfigError(
@@ -158,9 +158,9 @@ def with_no_answers(task: TaskConfig) -> TaskConfig:
 def compared_by(task: TaskConfig, best: str | None) -> Metrics:
     """The metrics of a task, compared by `finetune.best` where that names one.
 
-    Raises: ConfigError if it names no metric of the task, and as `metrics_of`.
+    Raises: ConfigError if it names no metric of the task, and as `task_metrics`.
     """
-    metrics = metrics_of(task)
+    metrics = task_metrics(task)
     if task.writes_text:
         metrics = Metrics((*metrics.names, LOSS), metrics.compared or metrics.names)
     if best is not None and best not in metrics.names:

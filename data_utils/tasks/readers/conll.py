@@ -15,7 +15,7 @@ from pathlib import Path
 
 from data_utils.common.setting_files import shown
 from data_utils.corpus.json_records import UnusableRecord
-from data_utils.tasks.readers.files import BadLine, Intake, TaskRecords, decoded, numbered_lines
+from data_utils.tasks.readers.files import BadLine, Intake, TaskRecords, numbered_lines, utf8_text
 
 LABELS = {
     name: ("O", *(f"{begin}-{type_}" for type_ in ("PER", "ORG", "LOC", "MISC") for begin in "BI"))
@@ -83,7 +83,7 @@ def _columns(intake: Intake, sentence: Lines) -> tuple[tuple[str, ...], list[str
 
 
 def _cells(line: bytes) -> list[str]:
-    return _BLANKS.split(decoded(line).strip(" \t"))
+    return _BLANKS.split(utf8_text(line).strip(" \t"))
 
 
 class _Scheme:

@@ -16,14 +16,14 @@ from data_utils.tasks.readers.files import BadLine, Intake, value_in
 ENTITIES = "entities"  # field of a line and of a TaskRecord
 
 
-def marks_of(config: TaskConfig) -> Mapping[str, str]:
+def task_marks(config: TaskConfig) -> Mapping[str, str]:
     """Field of a span -> the mark before and after it. Source: thunlp/ERNIE, its code for typing."""
     return config.marks or ({"mention": "\u3002"} if config.kind == "typing" else {})
 
 
 def is_marked(config: TaskConfig) -> bool:
     """Whether samples have mentions or entities."""
-    return bool(marks_of(config)) or config.entity_ids is not None
+    return bool(task_marks(config)) or config.entity_ids is not None
 
 
 def mentions_in(config: TaskConfig, tree: Mapping[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def mentions_in(config: TaskConfig, tree: Mapping[str, Any], texts: Mapping[str,
             "task.text_fields to one of them."
         )
     (text,) = texts.values()
-    fields: dict[str, Any] = {name: _span_in(tree, name, text) for name in marks_of(config)}
+    fields: dict[str, Any] = {name: _span_in(tree, name, text) for name in task_marks(config)}
     for (first, one), (second, other) in itertools.combinations(fields.items(), 2):
         (_, end), (start, last) = sorted((one, other))
         if start < end < last and one[0] != other[0]:

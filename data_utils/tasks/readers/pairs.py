@@ -15,10 +15,10 @@ from data_utils.tasks.readers.files import (
     BadLine,
     Intake,
     TaskRecords,
-    decoded,
     numbered_lines,
     plain_name,
     require_file,
+    utf8_text,
 )
 
 _TARGET_OF = {"source": "target", "src": "tgt"}
@@ -75,7 +75,7 @@ def target_path(sources: Path) -> Path:
 
 
 def _text(line: bytes, what: str) -> str:
-    text = decoded(line)
+    text = utf8_text(line)
     if not text.strip():
         raise BadLine(f"the {what} is empty; a pair needs a source and a target")
     return text

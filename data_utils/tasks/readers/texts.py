@@ -19,11 +19,11 @@ from data_utils.tasks.readers.files import (
     BadLine,
     Intake,
     TaskRecords,
-    decoded,
+    file_suffix,
     numbered_lines,
     plain_name,
-    suffix_of,
     text_in,
+    utf8_text,
 )
 
 BLANK = "<blank>"  # in lines whose words are hidden
@@ -56,12 +56,12 @@ def read_texts(intake: Intake) -> TaskRecords:
     """The documents of a file. Raises DataError."""
     if plain_name(intake.config.name).startswith("wikitext"):
         return _read_wikitext(intake)
-    if suffix_of(intake.path) == ".blank":
+    if file_suffix(intake.path) == ".blank":
         return _read_blanks(intake)
-    is_json = suffix_of(intake.path) in JSON_SUFFIXES
+    is_json = file_suffix(intake.path) in JSON_SUFFIXES
     for number, line in numbered_lines(Path(intake.path)):
         with intake.at(number):
-            text = text_in(parse_json_object(line), "text") if is_json and line.strip() else decoded(line)
+            text = text_in(parse_json_object(line), "text") if is_json and line.strip() else utf8_text(line)
             if text.strip():
                 add_text(intake, text)
     return intake.finish()
@@ -93,7 +93,7 @@ def _read_wikitext(intake: Intake) -> TaskRecords:
     lines = []
     for number, line in numbered_lines(Path(intake.path)):
         try:
-            lines.append(f"{decoded(line)}\n")
+            lines.append(f"{utf8_text(line)}\n")
         except UnusableRecord as problem:  # one document: nothing of it can be left out
             raise DataError(f"{intake.path}:{number}: {problem}; download the file again.") from None
     text = "".join(lines)
@@ -142,7 +142,7 @@ def _read_blanks(intake: Intake) -> TaskRecords:
                 f"{have}:{max(number, whole[0])}: {lack} has fewer lines; both must have the same number of lines."
             )
         with intake.at(number):
-            masked = decoded(line)
+            masked = utf8_text(line)
             count = masked.split().count(BLANK)
             if not count or count != masked.count(BLANK):
                 raise BadLine(
@@ -152,7 +152,7 @@ def _read_blanks(intake: Intake) -> TaskRecords:
             if whole[1] is None:
                 intake.add({"masked": masked}, None)
                 continue
-            text = decoded(whole[1])
+            text = utf8_text(whole[1])
             fields = {"text": text, "masked": masked, "fillings": fillings(masked.split(), text.split())}
             intake.add(fields, text)
     return intake.finish()

@@ -24,19 +24,19 @@ from data_utils.tasks.readers.files import plain_name
 from data_utils.tasks.templates import cloze_rules
 from data_utils.tasks.templates.examples import (
     after_prefix,
-    blanks_filled,
     document,
+    fill_blanks,
     left_to_right,
     without_loss,
 )
-from data_utils.tasks.templates.inputs import Inputs, TokenSegment, flat
+from data_utils.tasks.templates.inputs import Inputs, TokenSegment, joined_ids
 from data_utils.tasks.templates.patterns import (
     Pattern,
     TextSegment,
-    pattern_of,
+    chosen_pattern,
+    parse_template,
     rendered,
     require_one_blank,
-    slots_of,
 )
 
 IN_PLACE = ("bert", "unilm", "unilmv2")  # forms whose blank is one token, predicted where it stands
@@ -54,8 +54,8 @@ class Cloze:
     def __init__(self, inputs: Inputs, labels: Sequence[str] = ()) -> None:
         self.inputs = inputs
         self.task = plain_name(inputs.config.name)
-        self.pattern: Pattern = pattern_of(inputs.config)
-        self.slots = slots_of(self.pattern.template)
+        self.pattern: Pattern = chosen_pattern(inputs.config)
+        self.slots = parse_template(self.pattern.template)
         self.labels = tuple(labels) or tuple(self.pattern.verbalizers)
         require_one_blank(self.slots, self.pattern.template)
         # COPA's third pattern asks for the word between premise and choice, in a document for each choice.
@@ -64,8 +64,8 @@ class Cloze:
         self.scoring = self._scoring()
 
     @property
-    def answers(self) -> str:
-        """The type of predictions, a key of ANSWERS (metrics_by_task.py)."""
+    def prediction_type(self) -> str:
+        """The type of predictions, a key of METRICS_BY_PREDICTION_TYPE (metrics_by_task.py)."""
         if self.task == "record":
             return "texts"
         return "classes" if self.words or self.task == "wsc" else "numbers of choices"
@@ -94,10 +94,10 @@ class Cloze:
         # One-token answers are choices with a repeated row: the softmax over the vocabulary cancels between
         # them, so that one document serves all.
         one_token = self.words and all(len(self._answer(words)) == 1 for words in self.words)
-        return "restricted" if one_token or self.inputs.form.name in IN_PLACE else "sum"
+        return "restricted" if one_token or self.inputs.input_format.name in IN_PLACE else "sum"
 
     def check(self) -> None:
-        inputs, form = self.inputs, self.inputs.form
+        inputs, form = self.inputs, self.inputs.input_format
         inputs.require_format(FORMS)
         if form.objective == "xlnet":
             raise ConfigError(
@@ -122,7 +122,7 @@ class Cloze:
             )
         self._check_words()
         fixed = [segment for side in self._fixed() for segment in inputs.encode(side)]
-        needed = len(flat(fixed)) + self._overhead([self._answer(words) for words in self.words])
+        needed = len(joined_ids(fixed)) + self._overhead([self._answer(words) for words in self.words])
         if needed > inputs.config.sequence_length:
             raise ConfigError(
                 f"task.sequence_length is {inputs.config.sequence_length}, but the pattern and its verbalizers "
@@ -169,7 +169,7 @@ class Cloze:
         """The names of a sample's groups, in order: the classes, or the texts of the record's choices."""
         if self.words:
             return self.labels
-        return tuple(cloze_rules.choices_of(self.task, record, self.inputs.seed, number)[0])
+        return tuple(cloze_rules.record_choices(self.task, record, self.inputs.seed, number)[0])
 
     def sample(self, record: TaskRecord, number: int, epoch: int) -> TaskSample:
         texts, right = self._answers(record, number)
@@ -195,7 +195,7 @@ class Cloze:
 
     def _answers(self, record: TaskRecord, number: int) -> tuple[list[str], int | None]:
         if not self.words:
-            return cloze_rules.choices_of(self.task, record, self.inputs.seed, number)
+            return cloze_rules.record_choices(self.task, record, self.inputs.seed, number)
         if record.label is None:
             return self.words, None
         if str(record.label) not in self.labels:
@@ -223,7 +223,7 @@ class Cloze:
 
     def _overhead(self, answers: Sequence[Sequence[int]]) -> int:
         """Tokens of a document beside the pattern: CLS, the blank, the end, the longest answer and its beginning."""
-        form = self.inputs.form.name
+        form = self.inputs.input_format.name
         longest = 0 if self.scoring == "restricted" else max(map(len, answers), default=1)
         return {"glm": 4, "causal": 1, "prefix": 2}.get(form, 3) + longest
 
@@ -241,18 +241,18 @@ class Cloze:
     def _restricted(
         self, before: list[TokenSegment], after: list[TokenSegment], answers: Sequence[Sequence[int]]
     ) -> tuple[list[Example], list[TargetGroup]]:
-        example, row = self._one_row(flat(before), flat(after))
+        example, row = self._one_row(joined_ids(before), joined_ids(after))
         rows = np.array([row], np.int32)
         return [example], [TargetGroup(0, rows, np.array(answer, np.int32)) for answer in answers]
 
     def _one_row(self, before: list[int], after: list[int]) -> tuple[Example, int]:
         """A document and the row that predicts the token in its blank."""
-        inputs, special, form = self.inputs, self.inputs.special, self.inputs.form.name
+        inputs, special, form = self.inputs, self.inputs.special, self.inputs.input_format.name
         mask, loss = inputs.mask()
         if form == "glm":
             context = inputs.part_a([*before, mask, *after])
             # One token of part B: what fills the blank is not read.
-            example = blanks_filled(context, [(len(before) + 1, [0])], special, loss, ends=False)
+            example = fill_blanks(context, [(len(before) + 1, [0])], special, loss, ends=False)
             return without_loss(example), len(context)
         if form == "causal":
             example = left_to_right([*before, 0], 0, inputs.start, loss)
@@ -272,7 +272,7 @@ class Cloze:
         documents: list[Example] = []
         groups: list[TargetGroup] = []
         for (before, after, _), answer in zip(contexts, answers, strict=True):
-            example = self._with_answer(flat(before), flat(after), answer)
+            example = self._with_answer(joined_ids(before), joined_ids(after), answer)
             group = target_group_with_loss(example, len(documents))
             documents.append(without_loss(example))
             groups.append(replace(group, divisor=float(len(group.positions)) ** power))
@@ -280,11 +280,11 @@ class Cloze:
 
     def _with_answer(self, before: list[int], after: list[int], answer: Sequence[int]) -> Example:
         """A document whose rows with loss predict the answer and its end."""
-        inputs, special, form = self.inputs, self.inputs.special, self.inputs.form.name
+        inputs, special, form = self.inputs, self.inputs.special, self.inputs.input_format.name
         mask, loss = inputs.mask()
         if form == "glm":
             context = inputs.part_a([*before, mask, *after])
-            return blanks_filled(context, [(len(before) + 1, answer)], special, loss)
+            return fill_blanks(context, [(len(before) + 1, answer)], special, loss)
         answer = inputs.ended(answer)
         if form == "causal":
             return left_to_right([*before, *answer], len(answer), inputs.start, loss)

@@ -107,7 +107,7 @@ def _exchanged(record: TaskRecord) -> TaskRecord:
     return dataclasses.replace(record.with_fields(**choices), label=label)
 
 
-def choices_of(task: str, record: TaskRecord, seed: int, number: int) -> tuple[list[str], int | None]:
+def record_choices(task: str, record: TaskRecord, seed: int, number: int) -> tuple[list[str], int | None]:
     """The texts that may fill the blank of a record, and the number of the right one (None: not known).
 
     Args: seed, number: of the run and the sample, which decide the wrong entities of a training sample of ReCoRD.

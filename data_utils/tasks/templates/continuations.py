@@ -31,14 +31,14 @@ from data_utils.tasks.base import TargetGroup, TaskSample, target_group_with_los
 from data_utils.tasks.templates.examples import (
     LOSS_OF_MASK,
     after_prefix,
-    beside_masks,
-    blanks_filled,
     document,
+    fill_blanks,
     left_to_right,
+    with_pseudo_masks,
     without_loss,
 )
 from data_utils.tasks.templates.inputs import Inputs
-from data_utils.tasks.templates.sequence import around, decoded, overhead
+from data_utils.tasks.templates.sequence import context_affixes, encoder_decoder_example, overhead
 from data_utils.tasks.templates.windows import FORMS as FORMS_OF_TEXTS
 from data_utils.tasks.templates.windows import continued, windows
 from data_utils.tokenizers.special_tokens import NO_TOKEN
@@ -92,9 +92,9 @@ class Continuations:
         self.inputs, self.score_end, self.allow_masks = inputs, score_end, allow_masks
         self.no_start = no_start
         self.longest = inputs.config.sequence_length
-        self.is_xlnet = inputs.form.objective == "xlnet"
-        self.form = "xlnet" if self.is_xlnet else inputs.form.name
-        has_start = self.form != "causal" or bool(inputs.start)
+        self.is_xlnet = inputs.input_format.objective == "xlnet"
+        self.format_name = "xlnet" if self.is_xlnet else inputs.input_format.name
+        has_start = self.format_name != "causal" or bool(inputs.start)
         # Nothing stands before a first token that could predict it.
         self.first_token = first_token and has_start
         self._encode = functools.lru_cache(maxsize=64)(inputs.tokenizer.encode)  # choices share their context
@@ -102,26 +102,26 @@ class Continuations:
     @property
     def is_pseudo(self) -> bool:
         """Whether the score is a pseudo log-likelihood, not a probability."""
-        return self.form == "bert"
+        return self.format_name == "bert"
 
     def check(self) -> None:
         """Raise ConfigError for settings that no text can have."""
         self.inputs.require_format(FORMS)
-        if self.allow_masks and self.form not in _WITH_BLANKS:
+        if self.allow_masks and self.format_name not in _WITH_BLANKS:
             raise ConfigError(
-                f"allow_masks is set, but inputs of {self.inputs.form.objective} have no blanks; use a run of "
+                f"allow_masks is set, but inputs of {self.inputs.input_format.objective} have no blanks; use a run of "
                 "blank_infilling or masked_lm, or remove allow_masks."
             )
-        if self.no_start and self.form != "causal":
+        if self.no_start and self.format_name != "causal":
             raise ConfigError(
-                f"no_start is set, but inputs of {self.inputs.form.objective} need their start token; use a run of "
-                "causal, or remove no_start."
+                f"no_start is set, but inputs of {self.inputs.input_format.objective} need their start token; use a "
+                "run of causal, or remove no_start."
             )
-        if self.score_end and self.form in ("bert", "xlnet"):
+        if self.score_end and self.format_name in ("bert", "xlnet"):
             raise ConfigError(
-                f"score_end is set, but {self.inputs.form.objective} predicts no end token; remove score_end."
+                f"score_end is set, but {self.inputs.input_format.objective} predicts no end token; remove score_end."
             )
-        if self.score_end and self.form == "causal" and self.inputs.special.eos == NO_TOKEN:
+        if self.score_end and self.format_name == "causal" and self.inputs.special.eos == NO_TOKEN:
             raise ConfigError("score_end is set, but the vocabulary has no eos; remove score_end.")
 
     # ---- a context and its continuation ----
@@ -136,7 +136,7 @@ class Continuations:
             following = list(self._encode(continuation))
         if not following:
             raise DataError(f"the continuation {shown(continuation)} has no token; correct the task.")
-        if not tokens and self.form == "causal" and not self.first_token and not self.inputs.start:
+        if not tokens and self.format_name == "causal" and not self.first_token and not self.inputs.start:
             raise DataError(
                 f"the continuation {shown(continuation)} has no context, and the vocabulary has no start token; "
                 "give it a context."
@@ -164,7 +164,7 @@ class Continuations:
         if not places:
             return [], None, self.inputs.mask()
         token = ids.pop(places[0])
-        is_glm = self.form == "glm"  # BERT has learnt [MASK] alone
+        is_glm = self.format_name == "glm"  # BERT has learnt [MASK] alone
         return ids, places[0], (token, LOSS_OF_MASK[kinds[token]]) if is_glm else self.inputs.mask()
 
     def _both(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
@@ -173,7 +173,7 @@ class Continuations:
         Both are tokenized together and cut where the context ends: in training a text is one. The two are tokenized
         apart where a token would reach over the border.
         """
-        if self.form in _SEPARATE:
+        if self.format_name in _SEPARATE:
             return list(self._encode(context)), self.inputs.tokenizer.encode(continuation.strip())
         kept = context.rstrip()  # a space belongs to the word after it
         following = context[len(kept) :] + continuation
@@ -185,7 +185,7 @@ class Continuations:
 
     def _max_context(self, following: int) -> int:
         """Most tokens of a context before a continuation of `following` tokens; negative if that does not fit."""
-        form, end = self.inputs.form, int(self.score_end)
+        form, end = self.inputs.input_format, int(self.score_end)
         if form.name == "encoder_decoder":
             of_decoder = self.longest - 1 - form.predict_cls - following
             return of_decoder if of_decoder < 0 else self.longest - overhead(form)
@@ -195,7 +195,7 @@ class Continuations:
             # Without a start the context has a token, or nothing predicts the first.
             return max_tokens if max_tokens or start else -1
         # Special tokens beside context and continuation.
-        beside = {"glm": 4, "prefix": 1 + end, "xlnet": 0, "bert": 2}.get(self.form, 3)
+        beside = {"glm": 4, "prefix": 1 + end, "xlnet": 0, "bert": 2}.get(self.format_name, 3)
         return self.longest - beside - following
 
     def _cut(self, asked: Asked, max_tokens: int) -> Asked:
@@ -212,47 +212,47 @@ class Continuations:
         """The sample whose groups' log probabilities sum to that of the continuation."""
         # A masked language model has no probability of several tokens at once: a document for each token, in
         # which it is masked.
-        if self.form == "bert":
+        if self.format_name == "bert":
             return self._hidden_in_turn(asked)
         example = self._example(asked)
         group = target_group_with_loss(example)
-        first = self.inputs.form.predict_cls  # BART's CLS is no part of the continuation
+        first = self.inputs.input_format.predict_cls  # BART's CLS is no part of the continuation
         rows = slice(first, first + len(asked.continuation) + self.score_end)
         group = TargetGroup(0, group.positions[rows], group.targets[rows])
         return TaskSample([without_loss(example)], [group], cut=asked.cut)
 
     def _example(self, asked: Asked) -> Example:
         """A document in which the continuation, and maybe its end, have a loss."""
-        inputs, special, form = self.inputs, self.inputs.special, self.inputs.form
+        inputs, special, form = self.inputs, self.inputs.special, self.inputs.input_format
         context, following = asked.context, asked.continuation
-        if self.form == "glm":
+        if self.format_name == "glm":
             before, after = context[: asked.blank], context[asked.blank :]
             mask, loss = asked.mask
             part_a = inputs.part_a([*before, mask, *after])
-            return blanks_filled(part_a, [(len(before) + 1, following)], special, loss, ends=self.score_end)
-        if self.form in ("causal", "prefix"):
+            return fill_blanks(part_a, [(len(before) + 1, following)], special, loss, ends=self.score_end)
+        if self.format_name in ("causal", "prefix"):
             following = inputs.ended(following) if self.score_end else following
-        if self.form == "causal":
+        if self.format_name == "causal":
             start = [] if self.no_start and context else inputs.start
             return left_to_right([*context, *following], len(following), start, form.loss())
-        if self.form == "prefix":
+        if self.format_name == "prefix":
             return after_prefix([special.cls, *context], special.sop, following, form.loss())
-        if self.form == "xlnet":
+        if self.format_name == "xlnet":
             return self._queried(context, following)
-        begin, end = around(form, special)
+        begin, end = context_affixes(form, special)
         whole = [*begin, *context, *end]
         if form.name == "encoder_decoder":
-            return decoded(inputs, whole, following)
+            return encoder_decoder_example(inputs, whole, following)
         target = [*following, special.sep]
         segments = (4, 5) if form.name == "unilm" else (0, 1)
         # UniLM is scored in one pass: a [MASK] beside each token sees what its decoder's appended [MASK] sees.
         masks = [special.mask] * len(target)
-        return beside_masks(whole, target, masks, target, form.loss(1), segments=segments)
+        return with_pseudo_masks(whole, target, masks, target, form.loss(1), segments=segments)
 
     def _queried(self, context: Sequence[int], following: Sequence[int]) -> Example:
         masks = [self.inputs.special.mask] * len(following)
-        loss = self.inputs.form.loss()
-        return beside_masks(context, following, masks, following, loss, sees_itself=False)
+        loss = self.inputs.input_format.loss()
+        return with_pseudo_masks(context, following, masks, following, loss, sees_itself=False)
 
     def _hidden_in_turn(self, asked: Asked, ends: Sequence[int] | None = None) -> TaskSample:
         """A document for each token of the continuation, in which it is masked.
@@ -280,18 +280,18 @@ class Continuations:
     @property
     def knows_word_blanks(self) -> bool:
         """Whether a GLM has learned [MASK], the blank of words; a run of long spans alone has not."""
-        return "mask" in self.inputs.form.masks
+        return "mask" in self.inputs.input_format.masks
 
     def check_score(self, score: str) -> None:
         """Raise ConfigError unless the run gives this score of a text: left-to-right, or what `pseudo` predicts."""
-        given = _UNITS.get(self.form, ())
-        if self.form == "glm" and not self.knows_word_blanks:
+        given = _UNITS.get(self.format_name, ())
+        if self.format_name == "glm" and not self.knows_word_blanks:
             given = ()
         if not self.is_pseudo:
             given = (*given, "left-to-right")
         if score not in given:
             raise ConfigError(
-                f"the score is {score}, but a run of {self.inputs.form.objective} "
+                f"the score is {score}, but a run of {self.inputs.input_format.objective} "
                 f"gives {' or '.join(given)}; choose that."
             )
 
@@ -306,7 +306,7 @@ class Continuations:
         Raises: DataError for a text without a token, or longer than the model.
         """
         tokens = list(self._encode(text))
-        longest = self.longest - (4 if self.form == "glm" else 2)
+        longest = self.longest - (4 if self.format_name == "glm" else 2)
         if not 0 < len(tokens) <= longest:
             raise DataError(
                 f"the text {shown(text)} has {len(tokens)} tokens, but a text has 1 to {longest} here; leave it "
@@ -338,7 +338,7 @@ class Continuations:
         documents, parts = [], []
         for number, (start, end) in enumerate(words):
             context = self.inputs.part_a([*tokens[:start], mask, *tokens[end:]])
-            example = blanks_filled(context, [(start + 1, tokens[start:end])], self.inputs.special, loss)
+            example = fill_blanks(context, [(start + 1, tokens[start:end])], self.inputs.special, loss)
             parts.append(target_group_with_loss(example, number))
             documents.append(without_loss(example))
         return TaskSample(documents, parts)
@@ -347,10 +347,10 @@ class Continuations:
 
     def check_texts(self) -> None:
         """Raise ConfigError if the run does not tell how likely a text is."""
-        if self.form not in (*FORMS_OF_TEXTS, "xlnet"):
+        if self.format_name not in (*FORMS_OF_TEXTS, "xlnet"):
             raise ConfigError(
-                f"the task measures perplexity, but a run of {self.inputs.form.objective} gives no likelihood of a "
-                f"text; use a run of the form {', '.join(FORMS_OF_TEXTS)}, or of xlnet."
+                f"the task measures perplexity, but a run of {self.inputs.input_format.objective} gives no likelihood "
+                f"of a text; use a run of the form {', '.join(FORMS_OF_TEXTS)}, or of xlnet."
             )
         size, stride = self.longest - 1, self.inputs.config.stride
         if stride >= size:
@@ -384,7 +384,7 @@ class Continuations:
 
         Raises: ConfigError where such an answer leaves no token for a context; DataError as `asked`.
         """
-        form, special = self.inputs.form, self.inputs.special
+        form, special = self.inputs.input_format, self.inputs.special
         ids, blank, mask = self._context(context)
         if blank is None:
             ids = list(self._encode(context))
@@ -400,7 +400,7 @@ class Continuations:
         if form.name == "glm":
             before, after = asked.context[: asked.blank], asked.context[asked.blank :]
             return self.inputs.part_a([*before, mask[0], *after]), asked.cut
-        begin, end = around(form, special)
+        begin, end = context_affixes(form, special)
         if self.no_start and asked.context:
             begin = []
         return [*begin, *asked.context, *end], asked.cut

@@ -1,10 +1,10 @@
 """Documents of labelled samples in the fields of pretraining, and random numbers of a sample.
 
-blanks_filled     GLM: a context with blanks, and part B that fills them
+fill_blanks     GLM: a context with blanks, and part B that fills them
 left_to_right     GPT: all from left to right
 after_prefix      prefix LM, T5, BART: a context that is read both ways, and what follows it
-beside_masks      UniLM, UniLMv2: the same, where a mask in the place of each token predicts it
-masked_answer     masked diffusion: a text, and an answer of which a random part is masks
+with_pseudo_masks      UniLM, UniLMv2: the same, where a mask in the place of each token predicts it
+partly_masked_target     masked diffusion: a text, and an answer of which a random part is masks
 document          any other: fields given one by one
 """
 
@@ -57,7 +57,7 @@ def document(
     return Example(weights=weights, **arrays)
 
 
-def blanks_filled(
+def fill_blanks(
     context: Sequence[int],
     blanks: Sequence[tuple[int, Sequence[int]]],
     special: SpecialTokens,
@@ -150,7 +150,7 @@ def after_prefix(
     )
 
 
-def masked_answer(
+def partly_masked_target(
     context: Sequence[int], answer: Sequence[int], mask: int, share: float, draws: Draws, objective: int
 ) -> Example:
     """`context`, none of it masked, and an answer whose tokens are masks with probability `share` (LLaDA).
@@ -172,7 +172,7 @@ def masked_answer(
     return example
 
 
-def beside_masks(
+def with_pseudo_masks(
     context: Sequence[int],
     seen: Sequence[int] | np.ndarray,
     masks: Sequence[int] | np.ndarray,

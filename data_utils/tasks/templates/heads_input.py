@@ -23,7 +23,7 @@ from data_utils.tasks.readers.conll import is_bio
 from data_utils.tasks.readers.files import plain_name
 from data_utils.tasks.readers.marked import is_marked
 from data_utils.tasks.templates.examples import document
-from data_utils.tasks.templates.inputs import Inputs, TokenSegment, covering
+from data_utils.tasks.templates.inputs import Inputs, TokenSegment, overlapping_windows
 from data_utils.tasks.templates.marked import check_marks, marked_tokens
 from data_utils.tasks.templates.patterns import field_text
 
@@ -50,7 +50,7 @@ class HeadDocument:
 
 def head_document(inputs: Inputs, texts: Sequence[Sequence[int]]) -> HeadDocument:
     """One document of the texts' tokens; its length is that of `overhead` and the texts."""
-    special, form = inputs.special, inputs.form
+    special, form = inputs.special, inputs.input_format
     is_causal, is_xlnet = form.name == "causal", form.objective == "xlnet"
     between = _between(inputs)
     tokens: list[int] = []
@@ -80,12 +80,12 @@ def overhead(inputs: Inputs, texts: int) -> int:
 
 
 def _between(inputs: Inputs) -> list[int]:
-    has_sep = inputs.form.name != "causal" and "sep" not in inputs.tokenizer.lacking
+    has_sep = inputs.input_format.name != "causal" and "sep" not in inputs.tokenizer.lacking
     return [inputs.special.sep] if has_sep else []
 
 
 def _end(inputs: Inputs) -> list[int]:
-    special, form = inputs.special, inputs.form
+    special, form = inputs.special, inputs.input_format
     if form.objective == "xlnet":
         return [special.sep, special.cls]
     return {"glm": [special.eos], "causal": [], "prefix": []}.get(form.name, [special.sep])
@@ -100,7 +100,7 @@ class TextHead:
     def __init__(self, inputs: Inputs, labels: Sequence[str] = ()) -> None:
         self.inputs, self.labels = inputs, tuple(labels)
         self.is_class = inputs.config.kind != "regression"
-        self.head, self.answers = ("classes", "classes") if self.is_class else ("values", "numbers")
+        self.head, self.prediction_type = ("classes", "classes") if self.is_class else ("values", "numbers")
 
     def check(self) -> None:
         self.inputs.require_format(FORMS)
@@ -119,7 +119,7 @@ class TextHead:
         if is_marked(inputs.config):
             return self._marked(record, field_text(names[0], record, inputs.config))
         texts = [field_text(name, record, inputs.config).strip() for name in names]
-        is_joined = inputs.form.name == "causal"
+        is_joined = inputs.input_format.name == "causal"
         encoded = [
             TokenSegment(inputs.tokenizer.encode(" " + text if is_joined and i else text), True)
             for i, text in enumerate(texts)
@@ -161,7 +161,7 @@ class Typing(TextHead):
 
     def __init__(self, inputs: Inputs, labels: Sequence[str] = ()) -> None:
         super().__init__(inputs, labels)
-        self.head, self.answers = "sets", "label sets"
+        self.head, self.prediction_type = "sets", "label sets"
 
     def _target_group(self, row: int, record: TaskRecord) -> TargetGroup:
         rows = np.array([row], np.int32)
@@ -190,7 +190,7 @@ class Tagging:
 
     def __init__(self, inputs: Inputs, labels: Sequence[str] = ()) -> None:
         self.inputs, self.labels = inputs, tuple(labels)
-        self.answers = "entities" if is_bio(self.labels) else "tags"
+        self.prediction_type = "entities" if is_bio(self.labels) else "tags"
 
     def check(self) -> None:
         self.inputs.require_format(FORMS)
@@ -249,7 +249,7 @@ class Spans:
     which stands for "no answer in this window", and the tokens of the context; so no answer lies in the question.
     """
 
-    head, answers = "spans", "texts"
+    head, prediction_type = "spans", "texts"
     labels = ()
 
     def __init__(self, inputs: Inputs, labels: Sequence[str] = ()) -> None:
@@ -331,7 +331,7 @@ class Spans:
         """[start, end) of each window in the context's tokens; they overlap, and the last one ends it."""
         config = self.inputs.config
         max_tokens = config.sequence_length - overhead(self.inputs, 2) - question
-        return covering(context, max_tokens, config.stride)
+        return overlapping_windows(context, max_tokens, config.stride)
 
     def _answer(self, record: TaskRecord, offsets: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
         """First and last token of the first answer; (-1, -1) if the text has no answer; None without a label."""

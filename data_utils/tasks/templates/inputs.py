@@ -11,7 +11,7 @@ from data_utils.objectives.interface import token_of
 from data_utils.tasks.base import TaskRecord, TaskSample
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.templates.examples import LOSS_OF_MASK
-from data_utils.tasks.templates.forms import InputFormat
+from data_utils.tasks.templates.input_formats import InputFormat
 from data_utils.tasks.templates.patterns import TextSegment
 from data_utils.tokenizers.special_tokens import NO_TOKEN, SpecialTokens
 from data_utils.tokenizers.tokenizer import Tokenizer
@@ -31,8 +31,8 @@ class TaskType(Protocol):
     head: str  # one of HEADS
 
     @property
-    def answers(self) -> str:
-        """The type of predictions, a key of ANSWERS (metrics_by_task.py)."""
+    def prediction_type(self) -> str:
+        """The type of predictions, a key of METRICS_BY_PREDICTION_TYPE (metrics_by_task.py)."""
 
     def check(self) -> None:
         """Raise ConfigError for settings with which no sample can be made."""
@@ -56,7 +56,7 @@ class TokenSegment:
 class Inputs:
     config: TaskConfig
     tokenizer: Tokenizer
-    form: InputFormat
+    input_format: InputFormat
     seed: int
 
     @property
@@ -66,17 +66,17 @@ class Inputs:
     @property
     def start(self) -> list[int]:
         """The token before a text, which predicts its first one in the form causal; [] where there is none."""
-        ids = (token_of(role, self.special) for role in self.form.writing.before)
+        ids = (token_of(role, self.special) for role in self.input_format.writing.before)
         return [token for token in ids if token != NO_TOKEN]
 
     def mask(self) -> tuple[int, int]:
         """The blank's token, and the number of the loss that goes with it in pretraining."""
-        if self.form.name != "glm":
-            return self.special.mask, self.form.loss()
+        if self.input_format.name != "glm":
+            return self.special.mask, self.input_format.loss()
         preferred = _MASKS.get(self.config.kind, ("mask", "smask", "gmask"))
         name = self.config.mask
         if name == "auto":
-            name = next((kind for kind in preferred if kind in self.form.masks), preferred[0])
+            name = next((kind for kind in preferred if kind in self.input_format.masks), preferred[0])
         return getattr(self.special, name), LOSS_OF_MASK[name]
 
     def part_a(self, tokens: Sequence[int]) -> list[int]:
@@ -104,14 +104,14 @@ class Inputs:
 
         Args: why: the reason for a form that is not.
         """
-        name = self.form.name
+        name = self.input_format.name
         if name not in allowed:
             reason = (why or {}).get(name, "does not support it")
             raise ConfigError(
-                f"task.kind is {self.config.kind}, but the run's input format is {name} ({self.form.objective}), "
-                f"which {reason}; use a run with the format {' or '.join(allowed)}."
+                f"task.kind is {self.config.kind}, but the run's input format is {name} "
+                f"({self.input_format.objective}), which {reason}; use a run with the format {' or '.join(allowed)}."
             )
-        lacking = sorted(self.tokenizer.lacking.intersection(self.form.roles))
+        lacking = sorted(self.tokenizer.lacking.intersection(self.input_format.roles))
         if lacking:
             raise ConfigError(
                 f"the input format {name} needs the special tokens {', '.join(lacking)}, which the tokenizer does "
@@ -147,11 +147,11 @@ class Inputs:
         return kept, over
 
 
-def flat(segments: Sequence[TokenSegment]) -> list[int]:
+def joined_ids(segments: Sequence[TokenSegment]) -> list[int]:
     return [token for segment in segments for token in segment.ids]
 
 
-def covering(length: int, max_tokens: int, step: int) -> list[tuple[int, int]]:
+def overlapping_windows(length: int, max_tokens: int, step: int) -> list[tuple[int, int]]:
     """[start, end) of windows of at most `max_tokens` that cover 0 .. length and start at most `step` apart."""
     step = min(step, max_tokens)
     starts = [0, *range(step, max(length - max_tokens + step, 1), step)]

@@ -17,17 +17,17 @@ import numpy as np
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.common.setting_files import shown
 from data_utils.corpus.json_records import UnusableRecord
-from data_utils.corpus.mentions import Mention, entities_of_tokens
+from data_utils.corpus.mentions import Mention, token_entities
 from data_utils.objectives import OBJECTIVES
 from data_utils.tasks.base import TaskRecord
 from data_utils.tasks.config import TaskConfig
-from data_utils.tasks.readers.marked import ENTITIES, is_marked, marks_of
+from data_utils.tasks.readers.marked import ENTITIES, is_marked, task_marks
 from data_utils.tasks.templates.inputs import Inputs
 
 
 def check_marks(inputs: Inputs) -> None:
     """Raise ConfigError for marks that are not one token of the vocabulary each."""
-    for name, mark in marks_of(inputs.config).items():
+    for name, mark in task_marks(inputs.config).items():
         ids = inputs.tokenizer.encode(mark) if isinstance(mark, str) else []
         # A tokenizer may have a token of its own for the space that it thinks before a text.
         if len(ids) > 1 and not inputs.tokenizer.decode(ids[:1]).strip():
@@ -86,7 +86,7 @@ def marked_tokens(
         without), and the number of tokens cut off.
     Raises: DataError if the marks and what lies between them do not fit.
     """
-    spans = [(*record.needed(name), mark) for name, mark in marks_of(inputs.config).items()]
+    spans = [(*record.needed(name), mark) for name, mark in task_marks(inputs.config).items()]
     marked = MarkedText(text, spans)
     ids, offsets = inputs.tokenizer.encode_with_offsets(marked.text)
     begin, cut = 0, max(0, len(ids) - max_tokens)
@@ -102,7 +102,7 @@ def marked_tokens(
                 f"task.sequence_length is {inputs.config.sequence_length}; set it to {needed} or more."
             )
     entities = None
-    if OBJECTIVES[inputs.form.objective].config_class.reads_beside == ENTITIES:
+    if OBJECTIVES[inputs.input_format.objective].config_class.reads_beside == ENTITIES:
         entities = np.zeros(len(ids), np.int32)
         for own in _aligned(record, marked, offsets):
             entities = np.where(own >= 0, own + 1, entities)
@@ -111,8 +111,8 @@ def marked_tokens(
 
 
 def _aligned(record: TaskRecord, marked: MarkedText, offsets: list[tuple[int, int]]) -> Iterator[np.ndarray]:
-    """The tokens of each entity of a record, as `entities_of_tokens`; one that is half a token is left out."""
+    """The tokens of each entity of a record, as `token_entities`; one that is half a token is left out."""
     for start, end, entity in record.fields.get(ENTITIES, ()):
         mention = Mention(marked.start(start), marked.end(end), entity)
         with contextlib.suppress(UnusableRecord):
-            yield entities_of_tokens([mention], offsets, marked.text)
+            yield token_entities([mention], offsets, marked.text)

@@ -65,7 +65,7 @@ class TextSegment:
     shortenable: bool = False
 
 
-def slots_of(template: str, path: str = "task.template") -> tuple[Slot, ...]:
+def parse_template(template: str, path: str = "task.template") -> tuple[Slot, ...]:
     """The parts of a template. Raises ConfigError unless it can be read and has one blank."""
     try:
         parsed = list(string.Formatter().parse(template))
@@ -97,7 +97,7 @@ def require_one_blank(slots: tuple[Slot, ...], template: str, path: str = "task.
         )
 
 
-def pattern_of(config: TaskConfig) -> Pattern:
+def chosen_pattern(config: TaskConfig) -> Pattern:
     """The pattern that a task's settings choose. Raises ConfigError for an unknown one, or none."""
     if config.template is not None:
         words = dict(_verbalizer(label, value) for label, value in config.verbalizers.items())

@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from data_utils.tasks.base import TaskRecord, TaskSample
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.templates.cloze import Cloze
-from data_utils.tasks.templates.forms import InputFormat
 from data_utils.tasks.templates.heads_input import Spans, Tagging, TextHead, Typing
+from data_utils.tasks.templates.input_formats import InputFormat
 from data_utils.tasks.templates.inputs import Inputs, TaskType
 from data_utils.tasks.templates.marked import refuse_marks
 from data_utils.tasks.templates.sequence import Blanks, Seq2Seq
@@ -45,7 +45,7 @@ class Renderer:
     """Makes the samples of a task. All of it is pure: (seed, number, epoch, record) -> sample.
 
     Args:
-        form: of the run's inputs (forms.py).
+        form: of the run's inputs (input_formats.py).
         seed: that of the run.
         labels: the classes or tags in the order of their numbers; () where the kind has none.
     Raises: ConfigError for a pattern or verbalizers that do not exist or do not go together.
@@ -60,38 +60,38 @@ class Renderer:
         labels: Sequence[str] = (),
     ) -> None:
         self.inputs = Inputs(config, tokenizer, form, seed)
-        self.kind = TASK_TYPES[config.kind](self.inputs, labels)
+        self.task_type = TASK_TYPES[config.kind](self.inputs, labels)
 
     @property
     def head(self) -> str:
         """How the samples' parts are scored: one of HEADS."""
-        return self.kind.head
+        return self.task_type.head
 
     @property
-    def answers(self) -> str:
-        """The type of predictions, a key of ANSWERS (metrics_by_task.py)."""
-        return self.kind.answers
+    def prediction_type(self) -> str:
+        """The type of predictions, a key of METRICS_BY_PREDICTION_TYPE (metrics_by_task.py)."""
+        return self.task_type.prediction_type
 
     @property
     def labels(self) -> tuple[str, ...]:
         """The classes or tags in the order of their numbers."""
-        return getattr(self.kind, "labels", ())
+        return getattr(self.task_type, "labels", ())
 
     @property
     def max_position_needed(self) -> int:
         """Largest position id, of text or block, that a sample can have; the model needs one row more."""
         last = self.inputs.config.sequence_length - 1
-        return max(last, self.kind.last_position) if isinstance(self.kind, Seq2Seq) else last
+        return max(last, self.task_type.last_position) if isinstance(self.task_type, Seq2Seq) else last
 
     def check(self) -> None:
         """Raise ConfigError for what can be known before any record is read: form, tokens, lengths."""
-        self.kind.check()
-        if not isinstance(self.kind, TextHead):
+        self.task_type.check()
+        if not isinstance(self.task_type, TextHead):
             refuse_marks(self.inputs.config)
 
     def prepare(self, records: Sequence[TaskRecord], *, training: bool) -> list[TaskRecord]:
         """The records that `sample` takes: more or fewer than the file's where the kind says so."""
-        return self.kind.prepare(records, training=training)
+        return self.task_type.prepare(records, training=training)
 
     def sample(self, record: TaskRecord, number: int, epoch: int = 0) -> TaskSample:
         """The sample of a prepared record.
@@ -99,7 +99,7 @@ class Renderer:
         Args: number, epoch: decide what is drawn at random.
         Raises: DataError for a record that gives no sample.
         """
-        return self.kind.sample(record, number, epoch)
+        return self.task_type.sample(record, number, epoch)
 
     def prompt(self, record: TaskRecord, number: int, epoch: int = 0) -> list[int]:
         """Token ids that the model reads before it writes the answer of a record (seq2seq, blanks and lambada).
@@ -116,7 +116,7 @@ class Renderer:
         return self._writer().written(prompt, answers)
 
     def _writer(self) -> Seq2Seq | Blanks | Lambada:
-        assert isinstance(self.kind, (Seq2Seq, Blanks, Lambada)), (
+        assert isinstance(self.task_type, (Seq2Seq, Blanks, Lambada)), (
             f"{self.inputs.config.kind} generates no text"
         )
-        return self.kind
+        return self.task_type

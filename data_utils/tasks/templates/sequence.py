@@ -31,15 +31,22 @@ from data_utils.tasks.readers.files import plain_name
 from data_utils.tasks.templates.examples import (
     Draws,
     after_prefix,
-    beside_masks,
-    blanks_filled,
     document,
+    fill_blanks,
     left_to_right,
-    masked_answer,
+    partly_masked_target,
+    with_pseudo_masks,
 )
-from data_utils.tasks.templates.forms import InputFormat
-from data_utils.tasks.templates.inputs import Inputs, TokenSegment, covering, flat
-from data_utils.tasks.templates.patterns import MARK, Slot, TextSegment, rendered, require_one_blank, slots_of
+from data_utils.tasks.templates.input_formats import InputFormat
+from data_utils.tasks.templates.inputs import Inputs, TokenSegment, joined_ids, overlapping_windows
+from data_utils.tasks.templates.patterns import (
+    MARK,
+    Slot,
+    TextSegment,
+    parse_template,
+    rendered,
+    require_one_blank,
+)
 from data_utils.tokenizers.special_tokens import NO_TOKEN, SpecialTokens
 from data_utils.tokenizers.vocabulary import vocabulary_of
 
@@ -57,7 +64,7 @@ NO_ANSWER = "N/A"
 _MASKED, _REPLACED = 0.8, 0.1
 
 
-def around(form: InputFormat, special: SpecialTokens) -> tuple[list[int], list[int]]:
+def context_affixes(form: InputFormat, special: SpecialTokens) -> tuple[list[int], list[int]]:
     """Special tokens before and after a text that another text follows; GLM's form has its own."""
     writing = form.writing
     begin, end = ([token_of(role, special) for role in roles] for roles in (writing.before, writing.after))
@@ -69,12 +76,12 @@ def overhead(form: InputFormat) -> int:
     return 3 if form.name == "glm" else len(form.writing.before) + len(form.writing.after)
 
 
-def decoded(inputs: Inputs, context: Sequence[int], target: Sequence[int]) -> Example:
+def encoder_decoder_example(inputs: Inputs, context: Sequence[int], target: Sequence[int]) -> Example:
     """Example of an encoder's context and its decoder's target with an end token; BART may predict CLS before it."""
-    special, writing = inputs.special, inputs.form.writing
+    special, writing = inputs.special, inputs.input_format.writing
     start = getattr(special, first_known(writing.start, inputs.tokenizer.lacking))
-    begin, end = [special.cls] if inputs.form.predict_cls else [], getattr(special, writing.ends[0])
-    following, loss = [*begin, *target, end], inputs.form.loss()
+    begin, end = [special.cls] if inputs.input_format.predict_cls else [], getattr(special, writing.ends[0])
+    following, loss = [*begin, *target, end], inputs.input_format.loss()
     return after_prefix(
         context, start, following, loss, first_position=0, segment=writing.segments[1], group=writing.group
     )
@@ -83,16 +90,16 @@ def decoded(inputs: Inputs, context: Sequence[int], target: Sequence[int]) -> Ex
 class Seq2Seq:
     """The kind `seq2seq`. Fields: source and target, or those of the template; the target may be the label."""
 
-    head, answers = "tokens", "texts"
+    head, prediction_type = "tokens", "texts"
     labels = ()
 
     def __init__(self, inputs: Inputs, labels: Sequence[str] = ()) -> None:
         self.inputs = inputs
-        config, form = inputs.config, inputs.form
+        config, form = inputs.config, inputs.input_format
         self.task = plain_name(config.name)
         known = TEMPLATES.get(self.task, OWN)
         self.template = known if config.template is None else config.template
-        slots = slots_of(self.template)
+        slots = parse_template(self.template)
         if form.name == "glm":
             require_one_blank(slots, self.template)
         else:  # other layouts have no blank; a summary's source needs no words before it
@@ -101,14 +108,14 @@ class Seq2Seq:
                 slots = tuple(slot for slot in slots if slot.field)
         self.slots: tuple[Slot, ...] = slots
         # The target goes on after the source; elsewhere it is a text of its own.
-        self.goes_on = form.name in ("glm", "causal", "prefix") or form.takes_masks_away
+        self.goes_on = form.name in ("glm", "causal", "prefix") or form.writes_by_unmasking
         self.cuts_start = self.template == OWN and self.goes_on
         special = set(inputs.tokenizer.special_names)
         count = inputs.tokenizer.num_tokens
         self.ordinary = np.array([i for i in range(count) if i not in special], np.int32)
 
     def check(self) -> None:
-        forms = (*FORMS, "bert") if self.inputs.form.takes_masks_away else FORMS
+        forms = (*FORMS, "bert") if self.inputs.input_format.writes_by_unmasking else FORMS
         self.inputs.require_format(forms, {"bert": "predicts single tokens and cannot generate text"})
         if not any(slot.field for slot in self.slots):
             raise ConfigError(
@@ -116,13 +123,13 @@ class Seq2Seq:
                 f"{MARK}."
             )
         fixed = [TextSegment(slot.text) for slot in self.slots if slot.text]
-        needed = len(flat(self.inputs.encode(fixed))) + self._overhead() + 1
+        needed = len(joined_ids(self.inputs.encode(fixed))) + self._overhead() + 1
         if needed > self.inputs.config.sequence_length:
             raise ConfigError(
                 f"task.sequence_length is {self.inputs.config.sequence_length}, but the template {self.template!r} "
                 f"and a source of one token need {needed}; raise it."
             )
-        if self.inputs.form.name == "causal" and self.inputs.special.eos == NO_TOKEN:
+        if self.inputs.input_format.name == "causal" and self.inputs.special.eos == NO_TOKEN:
             raise ConfigError(
                 "the vocabulary has no end token, so a target would never end; set tokenizer.added_tokens to glm, "
                 "or use another run."
@@ -131,12 +138,12 @@ class Seq2Seq:
     @property
     def last_position(self) -> int:
         """Largest position of a target and its end."""
-        config, form = self.inputs.config, self.inputs.form
+        config, form = self.inputs.config, self.inputs.input_format
         if form.name == "glm":
             return config.target_length + 1  # a block's positions count from 1, that of sop
         if form.name == "encoder_decoder":
             return config.target_length + form.predict_cls
-        return config.sequence_length + config.target_length - form.takes_masks_away
+        return config.sequence_length + config.target_length - form.writes_by_unmasking
 
     def prepare(self, records: Sequence[TaskRecord], *, training: bool) -> list[TaskRecord]:
         if not training:
@@ -155,7 +162,7 @@ class Seq2Seq:
         context, blank, cut = self._context(record)
         text = self._target(record)
         if text is None:
-            return TaskSample([document(tokens=context, objective=self.inputs.form.loss())], cut=cut)
+            return TaskSample([document(tokens=context, objective=self.inputs.input_format.loss())], cut=cut)
         whole = self._encoded_target(text)
         if not whole:
             raise DataError(f"{record.location}: the target has no token; correct or remove the sample.")
@@ -178,26 +185,26 @@ class Seq2Seq:
 
     def _context(self, record: TaskRecord) -> tuple[list[int], int, int]:
         """Tokens before the target, the position of the blank (GLM's form), and the number of tokens cut."""
-        inputs, special, form = self.inputs, self.inputs.special, self.inputs.form
+        inputs, special, form = self.inputs, self.inputs.special, self.inputs.input_format
         if self.task == "squadquestions":
             record = self._near_answer(record)
         before, after = rendered(self.slots, record, inputs.config)
         first, second = inputs.encode(before), inputs.encode(after or [])
-        if not flat([*first, *second]):
+        if not joined_ids([*first, *second]):
             raise DataError(f"{record.location}: the source has no token; correct or remove the sample.")
         max_tokens = inputs.config.sequence_length - self._overhead()
         kept, cut = inputs.cut([*first, *second], max_tokens, record, at_start=self.cuts_start)
-        tokens = flat(kept)
-        blank = len(flat(kept[: len(first)]))
+        tokens = joined_ids(kept)
+        blank = len(joined_ids(kept[: len(first)]))
         if form.name == "glm":
             mask, _ = inputs.mask()
             return inputs.part_a([*tokens[:blank], mask, *tokens[blank:]]), blank + 1, cut
-        begin, end = around(form, special)
+        begin, end = context_affixes(form, special)
         return [*begin, *tokens, *end], 0, cut
 
     def _overhead(self) -> int:
         """Tokens of what stands before the target, beside those of the source."""
-        return overhead(self.inputs.form)
+        return overhead(self.inputs.input_format)
 
     def _windows(self, record: TaskRecord) -> list[TaskRecord]:
         """A record for each window of a long context, half a window apart; one without the answer has none."""
@@ -208,7 +215,7 @@ class Seq2Seq:
         if len(offsets) <= max_tokens or max_tokens < 2:
             return [record]
         found = []
-        for start, end in covering(len(offsets), max_tokens, max_tokens // 2):
+        for start, end in overlapping_windows(len(offsets), max_tokens, max_tokens // 2):
             first, last = offsets[start][0], offsets[end - 1][1]
             inside = tuple(text for text, at in answers if first <= at and at + len(text) <= last)
             part = record.with_fields(context=context[first:last])
@@ -229,26 +236,26 @@ class Seq2Seq:
         return record.with_fields(context=context, answer=text)
 
     def _example(self, context: list[int], blank: int, target: list[int], draws: Draws) -> Example:
-        inputs, special, form = self.inputs, self.inputs.special, self.inputs.form
+        inputs, special, form = self.inputs, self.inputs.special, self.inputs.input_format
         if form.name == "glm":
-            return blanks_filled(context, [(blank, target)], special, inputs.mask()[1])
+            return fill_blanks(context, [(blank, target)], special, inputs.mask()[1])
         if form.name == "causal":
             whole = inputs.ended([*context, *target])
             start = inputs.start
             return left_to_right(whole[len(start) :], len(whole) - len(context), start, form.loss())
         if form.name == "prefix":
             return after_prefix(context, special.sop, inputs.ended(target), form.loss())
-        if form.takes_masks_away:
+        if form.writes_by_unmasking:
             length = inputs.config.target_length
             # One length for all answers, so that a sample does not depend on its batch.
             answer = [*target, *[special.eos] * (length - len(target))]
             share = _LEAST_SHARE + (1.0 - _LEAST_SHARE) * draws.uniform(1)[0]
-            return masked_answer(context, answer, special.mask, share, draws, form.loss())
+            return partly_masked_target(context, answer, special.mask, share, draws, form.loss())
         if form.name == "unilm":
             return self._masked_in_place(context, [*target, special.sep], draws)
         if form.name == "unilmv2":
             return self._pseudo_masked(context, [*target, special.sep], draws)
-        return decoded(inputs, context, target)
+        return encoder_decoder_example(inputs, context, target)
 
     # ---- UniLM ----
 
@@ -274,7 +281,7 @@ class Seq2Seq:
             weights=weights,
             ord=[*[0] * size, *range(1, len(target) + 1)],
             segment_ids=[*[4] * size, *[5] * len(target)],
-            objective=self.inputs.form.loss(1),
+            objective=self.inputs.input_format.loss(1),
         )
 
     def _pseudo_masked(self, context: list[int], target: list[int], draws: Draws) -> Example:
@@ -287,7 +294,9 @@ class Seq2Seq:
         dropped = draws.uniform(len(target)) < self.inputs.config.target_mask_prob
         seen = np.where(dropped, self._treated(words, draws), words)
         masks = self._treated(words, draws)
-        return beside_masks(context, seen, masks, target, self.inputs.form.loss(1), segments=(0, 1))
+        return with_pseudo_masks(
+            context, seen, masks, target, self.inputs.input_format.loss(1), segments=(0, 1)
+        )
 
 
 class Blanks:
@@ -296,7 +305,7 @@ class Blanks:
     The spans are filled in the order of the text, each ends with eop, and later ones see earlier ones.
     """
 
-    head, answers = "tokens", "texts"
+    head, prediction_type = "tokens", "texts"
     labels = ()
     mark = "<blank>"  # of a file with hidden words
 
@@ -329,7 +338,7 @@ class Blanks:
         _, loss = self.inputs.mask()
         if any(not filling for _, filling in blanks):  # a file that does not say what it hides
             return TaskSample([document(tokens=context, objective=loss)], cut=cut)
-        return TaskSample([blanks_filled(context, blanks, self.inputs.special, loss)], cut=cut)
+        return TaskSample([fill_blanks(context, blanks, self.inputs.special, loss)], cut=cut)
 
     def _hidden(
         self, record: TaskRecord, number: int, epoch: int

@@ -23,9 +23,9 @@ import numpy as np
 from data_utils.common.batch_fields import Example
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.tasks.base import TaskRecord, TaskSample, target_group_with_loss
-from data_utils.tasks.templates.examples import after_prefix, blanks_filled, left_to_right, without_loss
+from data_utils.tasks.templates.examples import after_prefix, fill_blanks, left_to_right, without_loss
 from data_utils.tasks.templates.inputs import Inputs
-from data_utils.tasks.templates.sequence import around
+from data_utils.tasks.templates.sequence import context_affixes
 
 FORMS = ("glm", "causal", "prefix")
 _NO_TEXT = {form: "gives no likelihood of a text" for form in ("bert", "unilm", "unilmv2", "encoder_decoder")}
@@ -60,7 +60,7 @@ def windows(tokens: int, size: int, stride: int, first: int = 1) -> list[Window]
 class LanguageModelling:
     """The kind `language_modelling`. `prepare` makes a record for each window; its `group` is the document's index."""
 
-    head, answers = "tokens", "likelihoods"
+    head, prediction_type = "tokens", "likelihoods"
     labels = ()
 
     def __init__(self, inputs: Inputs, labels: Sequence[str] = ()) -> None:
@@ -96,7 +96,7 @@ class LanguageModelling:
 
 def continued(inputs: Inputs, tokens: list[int], new: int) -> Example:
     """A text whose last `new` tokens have a loss, and no end."""
-    special, form = inputs.special, inputs.form
+    special, form = inputs.special, inputs.input_format
     if form.name == "causal":
         return left_to_right(tokens, new, inputs.start, form.loss())
     known = len(tokens) - new
@@ -106,13 +106,13 @@ def continued(inputs: Inputs, tokens: list[int], new: int) -> Example:
     if not inputs.config.bidirectional:
         known = min(known, 1)
     context = [special.cls, *tokens[:known], mask]
-    return blanks_filled(context, [(known + 1, tokens[known:])], special, loss, ends=False, loss=new)
+    return fill_blanks(context, [(known + 1, tokens[known:])], special, loss, ends=False, loss=new)
 
 
 class Lambada:
     """The kind `lambada`: one group, the last word of the text, which is right if its every token is the likeliest."""
 
-    head, answers = "choices", "last words"
+    head, prediction_type = "choices", "last words"
     labels = ()
 
     def __init__(self, inputs: Inputs, labels: Sequence[str] = ()) -> None:
@@ -133,9 +133,9 @@ class Lambada:
     def prompt(self, record: TaskRecord, number: int = 0, epoch: int = 0) -> list[int]:
         """Token ids that the model reads before it writes the word; in GLM's form the context is read both ways."""
         inputs, context = self.inputs, self._tokens(record)[0]
-        if inputs.form.name == "glm":
+        if inputs.input_format.name == "glm":
             return inputs.part_a([*context, inputs.mask()[0]])
-        begin, end = around(inputs.form, inputs.special)
+        begin, end = context_affixes(inputs.input_format, inputs.special)
         return [*begin, *context, *end]
 
     def written(self, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> str:
@@ -166,8 +166,8 @@ class Lambada:
 
     def _example(self, context: list[int], answer: list[int]) -> Example:
         inputs = self.inputs
-        if inputs.form.name != "glm" or not inputs.config.bidirectional:
+        if inputs.input_format.name != "glm" or not inputs.config.bidirectional:
             return continued(inputs, [*context, *answer], len(answer))
         mask, loss = inputs.mask()
         part_a = inputs.part_a([*context, mask])
-        return blanks_filled(part_a, [(len(context) + 1, answer)], inputs.special, loss, ends=False)
+        return fill_blanks(part_a, [(len(context) + 1, answer)], inputs.special, loss, ends=False)

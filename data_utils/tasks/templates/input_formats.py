@@ -50,12 +50,12 @@ class InputFormat:
     def roles(self) -> tuple[str | int, ...]:
         """The special tokens that the layout writes, and that a vocabulary must therefore have."""
         own = (*self.writing.before, *self.writing.after)
-        if self.takes_masks_away:
+        if self.writes_by_unmasking:
             return ("mask", "eos")
         return ROLES_OF_FORMAT.get(self.name, own)
 
     @property
-    def takes_masks_away(self) -> bool:
+    def writes_by_unmasking(self) -> bool:
         """Whether an answer is written in the place of masks, in any order (masked diffusion)."""
         return self.writing.way == "unmasking"
 
@@ -71,7 +71,7 @@ class InputFormat:
         return OBJECTIVES[self.objective].losses[number].number
 
 
-def input_format_of(setting: str, choices: Sequence[ObjectiveChoice]) -> InputFormat:
+def choose_input_format(setting: str, choices: Sequence[ObjectiveChoice]) -> InputFormat:
     """The form that `task.form` and the run's objectives give.
 
     Raises: ConfigError where the objectives have inputs of several forms, or none has the form that is asked for.

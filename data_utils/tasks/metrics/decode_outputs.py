@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from data_utils.tasks.base import TaskRecord, TaskSample
-from data_utils.tasks.metrics.metrics_by_task import metrics_of
+from data_utils.tasks.metrics.metrics_by_task import task_metrics
 from data_utils.tasks.templates.cloze import Cloze
 from data_utils.tasks.templates.heads_input import Spans
 from data_utils.tasks.templates.render import Renderer
@@ -23,7 +23,7 @@ def prediction(renderer: Renderer, record: TaskRecord, sample: TaskSample, answe
     """The prediction, of the type of `TaskRecord.label`: a class, the number of a choice, a number,
     a list of tags or classes, a text.
     """
-    kind = renderer.kind
+    kind = renderer.task_type
     if isinstance(kind, Cloze):
         return _of_choices(kind, record, sample, answers)
     if renderer.head == "classes":
@@ -43,14 +43,14 @@ def choice_scores(sample: TaskSample, answers: np.ndarray) -> np.ndarray:
     return answers[:, 0] / np.array([group.divisor for group in sample.target_groups])
 
 
-def shares(
+def probabilities(
     renderer: Renderer, sample: TaskSample, answers: np.ndarray
 ) -> dict[str, float] | list[float] | None:
     """The softmax over the scores of the classes, by their names, or of the choices; None of other kinds.
 
     Of sets the probability of each class by itself.
     """
-    kind = renderer.kind
+    kind = renderer.task_type
     if renderer.head == "sets":
         found = (1 / (1 + np.exp(-answers[0]))).round(4)
         return dict(zip(renderer.labels, found.tolist(), strict=True))
@@ -94,7 +94,7 @@ def _best_span(kind: Spans, record: TaskRecord, sample: TaskSample, answers: np.
             place = int(sums.argmax())
             spans.append((float(sums.flat[place]), number, *divmod(place, len(first))))
         none.append(float(outputs[0].sum()))
-    may_be_empty = any(name.endswith("_v2") for name in metrics_of(config).names)
+    may_be_empty = any(name.endswith("_v2") for name in task_metrics(config).names)
     if not spans or (may_be_empty and min(none) > max(spans)[0]):
         return ""
     _, number, begin, end = max(spans, key=lambda span: span[0])
@@ -109,6 +109,6 @@ def references(records: Sequence[TaskRecord]) -> list[Any]:
 def positive_label(renderer: Renderer) -> Any:
     """The class that F1 counts: `task.positive`, else the second of two, as in MRPC, QQP and MultiRC."""
     given = renderer.inputs.config.positive
-    if renderer.answers != "classes":
+    if renderer.prediction_type != "classes":
         return given and int(given)  # of choices; no other answers have an F1 of one class
     return given or renderer.labels[-1]
