@@ -16,6 +16,7 @@ from data_utils.common.errors import ConfigError, DataError
 from data_utils.objectives import LOSSES
 from data_utils.tasks.templates.input_formats import InputFormat
 from data_utils.tasks.templates.render import Renderer
+from data_utils.tasks.templates.sequence import overhead
 from megatron_lite.inference.filling import blank_context
 from megatron_lite.model.batch import Batch
 
@@ -213,7 +214,7 @@ def test_source_and_target_are_cut(objective):
     sample = made.sample(long, 0)
     example = sample.documents[0]
     prompt = made.prompt(long, 0)
-    assert len(prompt) == 10 and sample.cut == 31 - (len(prompt) - made.task_type._overhead()) + 2
+    assert len(prompt) == 10 and sample.cut == 31 - (len(prompt) - overhead(made.inputs.input_format)) + 2
     kept_end = made.inputs.tokenizer.encode("rain")[0] in prompt
     assert kept_end == (objective in ("blank_infilling", "causal", "prefix_lm")), (
         "the end is next to the target"

@@ -1,4 +1,4 @@
-"""Common inputs of all kinds of tasks: settings, tokenizer, form of the model's inputs, seed."""
+"""What the samples of all kinds of tasks are made with: settings, tokenizer, input format, seed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ class TaskType(Protocol):
         """The records that samples are made of: more, fewer or others than those of the file."""
         ...
 
-    def sample(self, record: TaskRecord, number: int, epoch: int) -> TaskSample: ...
+    def sample(self, record: TaskRecord, number: int, epoch: int) -> TaskSample:
+        """The sample of a record; `number` and `epoch` decide what is drawn at random."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class TokenSegment:
 
 @dataclass(frozen=True)
 class Inputs:
+    """What every kind of task needs to make samples."""
+
     config: TaskConfig
     tokenizer: Tokenizer
     input_format: InputFormat
@@ -65,7 +69,7 @@ class Inputs:
 
     @property
     def start(self) -> list[int]:
-        """The token before a text, which predicts its first one in the form causal; [] where there is none."""
+        """The token before a text, which predicts its first one in the causal format; [] where there is none."""
         ids = (token_of(role, self.special) for role in self.input_format.writing.before)
         return [token for token in ids if token != NO_TOKEN]
 
@@ -76,7 +80,7 @@ class Inputs:
         preferred = _MASKS.get(self.config.kind, ("mask", "smask", "gmask"))
         name = self.config.mask
         if name == "auto":
-            name = next((kind for kind in preferred if kind in self.input_format.masks), preferred[0])
+            name = next((mask for mask in preferred if mask in self.input_format.masks), preferred[0])
         return getattr(self.special, name), LOSS_OF_MASK[name]
 
     def part_a(self, tokens: Sequence[int]) -> list[int]:
@@ -90,6 +94,7 @@ class Inputs:
         return [*tokens] if self.special.eos == NO_TOKEN else [*tokens, self.special.eos]
 
     def encode(self, segments: Sequence[TextSegment]) -> list[TokenSegment]:
+        """Each segment by itself: it may be cut."""
         return [
             TokenSegment(self.tokenizer.encode(segment.text), segment.shortenable) for segment in segments
         ]
@@ -100,9 +105,9 @@ class Inputs:
         return self.tokenizer.encode(text if is_chinese(text[:1]) else " " + text)
 
     def require_format(self, allowed: Sequence[str], why: Mapping[str, str] | None = None) -> None:
-        """Raise ConfigError unless the form is one of `allowed` and the vocabulary has its special tokens.
+        """Raise ConfigError unless the input format is one of `allowed` and the vocabulary has its special tokens.
 
-        Args: why: the reason for a form that is not.
+        Args: why: format -> the reason why it is not allowed.
         """
         name = self.input_format.name
         if name not in allowed:
@@ -139,15 +144,16 @@ class Inputs:
         for _ in range(over):
             longest = max(lengths, key=lambda i: lengths[i])
             lengths[longest] -= 1
-        kept = []
+        shortened = []
         for i, segment in enumerate(segments):
             length = lengths.get(i, len(segment.ids))
             ids = segment.ids[len(segment.ids) - length :] if at_start else segment.ids[:length]
-            kept.append(TokenSegment(ids, segment.shortenable))
-        return kept, over
+            shortened.append(TokenSegment(ids, segment.shortenable))
+        return shortened, over
 
 
 def joined_ids(segments: Sequence[TokenSegment]) -> list[int]:
+    """The tokens of all segments."""
     return [token for segment in segments for token in segment.ids]
 
 

@@ -33,9 +33,10 @@ def check_marks(inputs: Inputs) -> None:
         if len(ids) > 1 and not inputs.tokenizer.decode(ids[:1]).strip():
             ids = ids[1:]
         if len(ids) != 1 or inputs.special.unk in ids:
-            what = f"{len(ids)} tokens" if len(ids) > 1 and inputs.special.unk not in ids else "no token"
+            is_known = len(ids) > 1 and inputs.special.unk not in ids
+            count = f"{len(ids)} tokens" if is_known else "no token"
             raise ConfigError(
-                f"task.marks.{name} is {shown(mark)}, which is {what} of the vocabulary; choose a sign that is one "
+                f"task.marks.{name} is {shown(mark)}, which is {count} of the vocabulary; choose a sign that is one "
                 "token, in quotes."
             )
 
@@ -53,26 +54,26 @@ class MarkedText:
     """A text with its marks. Args: spans: (start, end, mark) in characters of the text."""
 
     def __init__(self, text: str, spans: Sequence[tuple[int, int, str]]):
-        # Where both stand at one place, what ends comes before what begins; of two that end, the one that began last.
+        # At one position, what ends comes before what begins; of two that end, the one that began last.
         inserted = [(end, 0, -start, f" {mark}") for start, end, mark in spans]
         inserted += [(start, 1, -end, f"{mark} ") for start, end, mark in spans]
-        self._at: list[int] = []
-        self._before = [0]  # characters of the first marks
+        self._positions: list[int] = []  # where each mark stands, in characters of the text without marks
+        self._added = [0]  # characters of the first 0, 1, 2, ... marks
         texts, done = [], 0
-        for place, _, _, mark in sorted(inserted):
-            texts += [text[done:place], mark]
-            done = place
-            self._at.append(place)
-            self._before.append(self._before[-1] + len(mark))
+        for position, _, _, mark in sorted(inserted):
+            texts += [text[done:position], mark]
+            done = position
+            self._positions.append(position)
+            self._added.append(self._added[-1] + len(mark))
         self.text = "".join([*texts, text[done:]])
 
-    def start(self, place: int) -> int:
-        """Where a mention begins that began at `place`: after all marks there."""
-        return place + self._before[bisect.bisect_right(self._at, place)]
+    def start(self, position: int) -> int:
+        """Where a mention begins that began at `position`: after all marks there."""
+        return position + self._added[bisect.bisect_right(self._positions, position)]
 
-    def end(self, place: int) -> int:
-        """Where a mention ends that ended at `place`: before all marks there."""
-        return place + self._before[bisect.bisect_left(self._at, place)]
+    def end(self, position: int) -> int:
+        """Where a mention ends that ended at `position`: before all marks there."""
+        return position + self._added[bisect.bisect_left(self._positions, position)]
 
 
 def marked_tokens(
@@ -104,8 +105,8 @@ def marked_tokens(
     entities = None
     if OBJECTIVES[inputs.input_format.objective].config_class.reads_beside == ENTITIES:
         entities = np.zeros(len(ids), np.int32)
-        for own in _aligned(record, marked, offsets):
-            entities = np.where(own >= 0, own + 1, entities)
+        for values in _aligned(record, marked, offsets):
+            entities = np.where(values >= 0, values + 1, entities)
         entities = entities[begin : begin + max_tokens]
     return ids[begin : begin + max_tokens], entities, cut
 
