@@ -127,7 +127,7 @@ class Harness:
         Raises: DataError as `Continuations.asked`.
         """
         self.asked["loglikelihood"] += len(pairs)
-        asked = [self.template.asked(*pair) for pair in pairs]
+        asked = [self.template.tokenize(*pair) for pair in pairs]
         self.cut += sum(one.cut > 0 for one in asked)
         # Longest first: running out of memory shows at once, and equal contexts are neighbours.
         order = sorted(
@@ -145,7 +145,7 @@ class Harness:
         Raises: ConfigError for a run that does not predict such units; DataError for a text without a token.
         """
         self.template.check_score(unit)
-        samples = ((number, self.template.pseudo(text, unit)) for number, text in enumerate(texts))
+        samples = ((number, self.template.pseudo_sample(text, unit)) for number, text in enumerate(texts))
         return self._scores(samples, len(texts))[0].tolist()
 
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
