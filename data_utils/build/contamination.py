@@ -19,7 +19,7 @@ import numpy as np
 
 from data_utils.build.config import BuildConfig
 from data_utils.common.errors import DataError
-from data_utils.corpus.documents import Document, documents_of
+from data_utils.corpus.documents import Document, read_document_files
 
 NGRAM_WORDS = 13
 
@@ -76,7 +76,7 @@ class EvaluationTexts:
 
 def read_evaluation_texts(config: BuildConfig, paths: Sequence[Path]) -> EvaluationTexts:
     """Read evaluation texts with the corpus's own text key, text split and policy for bad records."""
-    documents = documents_of(
+    documents = read_document_files(
         paths,
         config.text_key,
         config.text_split,

@@ -42,7 +42,7 @@ from data_utils.corpus.documents import (
     RecordCounts,
     SourceLocation,
     check_text_key,
-    is_whole,
+    is_one_document,
     plan_shards,
 )
 from data_utils.corpus.inputs import expand_inputs
@@ -281,7 +281,7 @@ def _finish(
         duplicates=duplicates,
         contamination=contamination,
         shape=statistics.shape(),
-        whole_files=sum(is_whole(path, config.text_split) for path in paths),
+        whole_files=sum(is_one_document(path, config.text_split) for path in paths),
     )
 
 
