@@ -173,8 +173,8 @@ OBJECTIVES = (
     Plant(
         "words by `##`, whatever prefix a tokenizer has",
         "data_utils/tokenizers/word_marks.py",
-        "continues = rest and name.startswith(self.mark)",
-        'continues = rest and name.startswith("##")',
+        "continues = has_text and name.startswith(self.mark)",
+        'continues = has_text and name.startswith("##")',
         (f"{WORDS}[wordpiece @@]",),
     ),
     Plant(
