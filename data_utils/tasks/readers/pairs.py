@@ -48,8 +48,8 @@ def read_pairs(intake: Intake) -> TaskRecords:
         if source is None or target is None:
             longer, shorter = (targets, sources) if source is None else (sources, targets)
             raise DataError(
-                f"{longer}:{number or target_number}: {shorter} has fewer lines; sources and targets must have the same number "
-                "of lines."
+                f"{longer}:{number or target_number}: {shorter} has fewer lines; sources and targets must have the "
+                "same number of lines."
             )
         with intake.at(number):
             fields = {"source": _text(source, "source"), "target": _text(target, "target")}

@@ -1,6 +1,6 @@
 """Questions with answers in a text: SQuAD's JSON, and its questions as lines of JSON.
 
-An answer's position counts characters (Python's, one for each code point), and the text must begin with the answer there.
+An answer's position counts characters (Python's, one for each code point), and the text must have the answer there.
 
 Source: Rajpurkar et al., arXiv:1606.05250 and arXiv:1806.03822, and their files.
 """
