@@ -10,6 +10,7 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders
 
+from data_utils.tokenizers.fast.encoders import library_or_faster
 from data_utils.tokenizers.fast.library_encoders import Encoder, without_lone_surrogates
 from data_utils.tokenizers.special_tokens import ROBERTA_NAMES, assign_special_tokens
 from data_utils.tokenizers.tokenizer import Tokenizer, fingerprint
@@ -60,8 +61,6 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @functools.cached_property
     def _encoder(self) -> Encoder:  # type: ignore[override]
-        from data_utils.tokenizers.fast.encoders import library_or_faster
-
         return library_or_faster(self._backend, self._backend_names)
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:

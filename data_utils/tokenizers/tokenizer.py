@@ -26,6 +26,7 @@ import numpy as np
 
 from data_utils.common.errors import DataError
 from data_utils.tokenizers.fast.library_encoders import Encoder
+from data_utils.tokenizers.published_tokens import added_to_published, own_special_tokens
 from data_utils.tokenizers.special_tokens import SpecialTokens, all_special_names
 from data_utils.tokenizers.tokenizer_readers import TokenizerConfig, read_files
 from data_utils.tokenizers.word_marks import WordMarks, WordToken
@@ -166,8 +167,6 @@ class Tokenizer(abc.ABC):
         if config.added_tokens == "glm":
             (self.special, size), self.lacking = glm, frozenset()
         else:
-            from data_utils.tokenizers.published_tokens import added_to_published, own_special_tokens
-
             size = max(ids_in_files) + 1
             roles, added = added_to_published(config.added_tokens, known.keys(), size)
             self.special, self.lacking = own_special_tokens({**known, **roles})
