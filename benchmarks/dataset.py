@@ -39,7 +39,7 @@ from benchmarks.arguments import check_at_least, check_places
 from data_utils.common.errors import ArgumentParser, expanded_path, run_command
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.tools import adopt_dataset
-from data_utils.dataset.writer import IndexedDatasetWriter, index_pieces
+from data_utils.dataset.writer import IndexedDatasetWriter, index_chunks
 from data_utils.loader.loader import SampleLoader
 from data_utils.loader.mixture import Mixture
 from data_utils.loader.sampler import WindowIndex
@@ -63,7 +63,7 @@ def write_sparse(prefix: Path, num_documents: int) -> None:
     dtype = np.dtype("<u2")
     lengths = np.random.default_rng(0).integers(1, 2 * DOCUMENT, num_documents, dtype=np.int32)
     with open(f"{prefix}.idx", "wb") as file:
-        for piece in index_pieces(lengths, dtype):
+        for piece in index_chunks(lengths, dtype):
             file.write(piece)
     with open(f"{prefix}.bin", "wb") as file:
         file.truncate(int(lengths.sum(dtype=np.int64)) * dtype.itemsize)

@@ -7,11 +7,13 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from data_utils.common.errors import ConfigError
 from data_utils.common.files import require_prefix
 from data_utils.common.settings import checked, setting
 from data_utils.corpus.documents import DEFAULT_MAX_BAD_RECORDS, check_options
+from data_utils.corpus.inputs import file_format
 
 DEFAULT_SHARD_BYTES = 16 << 20
 _HASH_RANGE = 1 << 64
@@ -51,17 +53,17 @@ class BuildConfig:
     def __post_init__(self) -> None:
         check_options(self.text_split, self.on_bad_record, self.max_bad_records)
         require_prefix(self.output)
-        for pair in (("entities_key", "entity_ids"), ("second_key", "labels")):
-            present, absent = pair if getattr(self, pair[0]) else pair[::-1]
+        for together in (("entities_key", "entity_ids"), ("second_key", "labels")):
+            present, absent = together if getattr(self, together[0]) else together[::-1]
             if getattr(self, present) is not None and getattr(self, absent) is None:
                 options = f"--{present} is given without --{absent}".replace("_", "-")
                 raise ConfigError(f"{options}; give both or neither.")
         exclusive = ("capitals", "spans_key", "entities_key", "second_key", "markers")
-        given = [f"--{name.replace('_', '-')}" for name in exclusive if getattr(self, name)]
-        if len(given) > 1:
+        conflicting = [f"--{name.replace('_', '-')}" for name in exclusive if getattr(self, name)]
+        if len(conflicting) > 1:
             raise ConfigError(
-                f"{given[0]} is given with {given[1]}, but a dataset stores only one value per token; give one of "
-                "them."
+                f"{conflicting[0]} is given with {conflicting[1]}, but a dataset stores only one value per token; "
+                "give one of them."
             )
         if self.second_key is not None and self.second_key == self.text_key:
             raise ConfigError(
@@ -78,7 +80,8 @@ class SplitRule:
     bounds: tuple[int, ...]  # upper ends of the splits in [0, 2^64]
     key: bytes
 
-    def split_of(self, text: str) -> int:
+    def split_index(self, text: str) -> int:
+        """The index of a text's split."""
         if len(self.bounds) == 1:
             return 0
         digest = hashlib.blake2b(text.encode(), digest_size=8, key=self.key).digest()
@@ -94,21 +97,30 @@ def parse_split(text: str) -> dict[str, float]:
     if not text:
         return {"": 1.0}
     splits: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, number = part.partition("=")
+    for entry in text.split(","):
+        name, _, number = entry.partition("=")
         try:
             fraction = float(number)
         except ValueError:
             fraction = -1.0
         if not _SPLIT_NAME.fullmatch(name) or name in splits or not 0 < fraction <= 1:
             raise ConfigError(
-                f"split entry {part!r} must be NAME=FRACTION with a unique name (A-Z a-z 0-9 . _ -) and a fraction "
+                f"split entry {entry!r} must be NAME=FRACTION with a unique name (A-Z a-z 0-9 . _ -) and a fraction "
                 "in (0, 1], for example train=0.98,validation=0.01,test=0.01."
             )
         splits[name] = fraction
     if abs(sum(splits.values()) - 1) > 1e-9:
         raise ConfigError(f"split fractions {text!r} sum to {sum(splits.values()):.6g}; they must sum to 1.")
     return splits
+
+
+def require_json_lines(option: str, inputs: Sequence[Path]) -> None:
+    """Raise ConfigError for inputs without fields, which an option reads."""
+    for source in inputs:
+        if file_format(source, "") != "jsonl":
+            raise ConfigError(
+                f"{option} needs JSON lines, but {source} is another format; convert it or drop the option."
+            )
 
 
 def split_rule(config: BuildConfig) -> SplitRule:

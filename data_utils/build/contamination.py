@@ -19,7 +19,7 @@ import numpy as np
 
 from data_utils.build.config import BuildConfig
 from data_utils.common.errors import DataError
-from data_utils.corpus.documents import Document, documents_of
+from data_utils.corpus.documents import Document, read_document_files
 
 NGRAM_WORDS = 13
 
@@ -52,29 +52,31 @@ class EvaluationTexts:
     """
 
     def __init__(self, documents: Sequence[Document]) -> None:
-        hashes_of_texts = [ngram_hashes(document.text) for document in documents]
-        self.num_texts = len(hashes_of_texts)
-        self.num_too_short = sum(not len(hashes) for hashes in hashes_of_texts)
-        self.hashes = np.unique(np.concatenate([np.empty(0, np.uint64), *hashes_of_texts]))
+        text_hashes = [ngram_hashes(document.text) for document in documents]
+        self.num_texts = len(text_hashes)
+        self.num_too_short = sum(not len(hashes) for hashes in text_hashes)
+        self.hashes = np.unique(np.concatenate([np.empty(0, np.uint64), *text_hashes]))
         self.fingerprint = hashlib.sha256(self.hashes.astype("<u8").tobytes()).hexdigest()
-        self._texts = [np.searchsorted(self.hashes, hashes) for hashes in hashes_of_texts]
+        self._indices = [
+            np.searchsorted(self.hashes, hashes) for hashes in text_hashes
+        ]  # of each text's n-grams
 
     def shared(self, text: str) -> np.ndarray:
-        """The n-grams that a text shares with the evaluation texts: places in `hashes`, int64, each once."""
+        """The n-grams that a text shares with the evaluation texts: indices of `hashes`, int64, each once."""
         hashes = np.unique(ngram_hashes(text))
-        places = np.searchsorted(self.hashes, hashes)
+        indices = np.searchsorted(self.hashes, hashes)
         # searchsorted gives the length for what is beyond the last.
-        places = np.minimum(places, max(len(self.hashes) - 1, 0))
-        return places[self.hashes[places] == hashes] if len(self.hashes) else places[:0]
+        indices = np.minimum(indices, max(len(self.hashes) - 1, 0))
+        return indices[self.hashes[indices] == hashes] if len(self.hashes) else indices[:0]
 
     def num_matched(self, matched: np.ndarray) -> int:
         """How many evaluation texts have an n-gram among `matched`, bool [n-grams]."""
-        return sum(bool(matched[places].any()) for places in self._texts)
+        return sum(bool(matched[indices].any()) for indices in self._indices)
 
 
 def read_evaluation_texts(config: BuildConfig, paths: Sequence[Path]) -> EvaluationTexts:
     """Read evaluation texts with the corpus's own text key, text split and policy for bad records."""
-    documents = documents_of(
+    documents = read_document_files(
         paths,
         config.text_key,
         config.text_split,

@@ -25,7 +25,7 @@ import numpy as np
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from data_utils.build.capitals import Reader, open_reader
+from data_utils.build.annotations import AnnotationReader, open_annotation_reader
 from data_utils.build.config import BuildConfig, output_prefixes, parse_split
 from data_utils.build.contamination import EvaluationTexts, read_evaluation_texts
 from data_utils.build.pairs import WITHOUT, PairReader
@@ -42,7 +42,7 @@ from data_utils.corpus.documents import (
     RecordCounts,
     SourceLocation,
     check_text_key,
-    is_whole,
+    is_one_document,
     plan_shards,
 )
 from data_utils.corpus.inputs import expand_inputs
@@ -54,8 +54,17 @@ from data_utils.dataset.writer import IndexedDatasetWriter, remove_dataset, toke
 from data_utils.tokenizers.special_tokens import NO_TOKEN
 
 _PLAN_VERSION = 1
-_Number = Annotated[int, Field(ge=0, lt=1 << 63)]
 _MERGE_DOCUMENTS = 4096  # documents that are joined at a time
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFacts:
+    """The tokenizer's identity in a plan and a manifest."""
+
+    vocab_size: int
+    eos: int  # or NO_TOKEN
+    fingerprint: str
+    config: Any
 
 
 def build_corpus(
@@ -74,49 +83,18 @@ def build_corpus(
     started = time.monotonic()
     writers: list[IndexedDatasetWriter] = []
     with ExitStack() as stack:
-        loaded: list[Any] = []
-        ranks.on_each(lambda: loaded.append(make_tokenizer()))  # one node may lack the files
-        facts = TokenizerFacts.of(loaded[0])
+        tokenizer = ranks.on_each(make_tokenizer)  # on each: one node may lack the files
+        facts = TokenizerFacts(
+            tokenizer.vocab_size, tokenizer.special.eos, tokenizer.fingerprint, tokenizer.config
+        )
         job = ranks.on_first(lambda: _start(config, facts, stack, writers))
         if isinstance(job, BuildReport):
             return job
         if uses_workers(job, ranks):
-            loaded.clear()  # they load their own
+            tokenizer = None  # they load their own
         return_freed_memory()  # reading the tokenizer took twice the memory that it holds
-        ranks.on_each(lambda: build_shards(job, loaded, make_tokenizer, ranks))
+        ranks.on_each(lambda: build_shards(job, tokenizer, make_tokenizer, ranks))
         return ranks.on_first(lambda: _finish(job, facts, writers, started))
-
-
-class _Contamination(TypedDict):
-    documents: _Number
-    evaluation_texts: _Number
-    evaluation_texts_too_short: _Number
-    evaluation_texts_found: _Number
-    examples: list[str]
-
-
-class _Counts(TypedDict):
-    """Counts of the records that a build left out, as the manifest has them."""
-
-    bad_records: dict[str, _Number]
-    empty_documents: _Number
-    blank_lines: _Number
-    duplicates: NotRequired[_Number]
-    contamination: NotRequired[_Contamination]
-
-
-@dataclass(frozen=True, slots=True)
-class TokenizerFacts:
-    """The tokenizer's identity in a plan and a manifest."""
-
-    vocab_size: int
-    eos: int  # or NO_TOKEN
-    fingerprint: str
-    config: Any
-
-    @classmethod
-    def of(cls, tokenizer: Any) -> TokenizerFacts:
-        return cls(tokenizer.vocab_size, tokenizer.special.eos, tokenizer.fingerprint, tokenizer.config)
 
 
 def _start(
@@ -127,10 +105,10 @@ def _start(
     Returns: a report instead of the work, if this build was stopped when only its directory was left to remove.
     """
     paths = expand_inputs(config.inputs)
-    others = expand_inputs(config.evaluation_inputs) if config.evaluation_inputs else []
-    check_text_key(config.text_key, [*paths, *others])
+    evaluation_paths = expand_inputs(config.evaluation_inputs) if config.evaluation_inputs else []
+    check_text_key(config.text_key, [*paths, *evaluation_paths])
     _sources(paths)  # refuses now what the manifest has no room for, not after hours of work
-    reader = open_reader(config, paths)
+    annotation_reader = open_annotation_reader(config, paths)
     prefixes = output_prefixes(config)
     directory = BuildDirectory(config.output)
     may_be_ours = (directory.is_committing() or directory.is_built()) and not config.restart
@@ -138,18 +116,18 @@ def _start(
     _refuse_existing(prefixes, paths, config.overwrite or may_be_ours)
     evaluation = None
     if config.evaluation_inputs:
-        evaluation = read_evaluation_texts(config, others)
+        evaluation = read_evaluation_texts(config, evaluation_paths)
     for prefix in prefixes:  # opened now for their lock: only one build at a time
-        writers.append(
-            stack.enter_context(IndexedDatasetWriter(prefix, tokenizer.vocab_size, reader is not None))
-        )
-    plan = _plan(config, tokenizer, paths, evaluation, reader)
+        writer = IndexedDatasetWriter(prefix, tokenizer.vocab_size, annotation_reader is not None)
+        writers.append(stack.enter_context(writer))
+    plan = _plan(config, tokenizer, paths, evaluation, annotation_reader)
     # Killed after the datasets were in place: the plan beside them says whose they are. A manifest could not,
     # since equal input gives equal bytes.
     if directory.is_built():
-        is_ours = directory.was_built_as(plan) and all(map(_has_manifest, prefixes))
+        has_manifests = all(dataset_path(prefix, ".json").exists() for prefix in prefixes)
+        is_ours = directory.was_built_as(plan) and has_manifests
         if is_ours and not config.restart:
-            report = _report_of_built(prefixes)
+            report = _report_from_manifests(prefixes)
             directory.remove()
             return report
         _refuse_existing(prefixes, paths, config.overwrite)
@@ -166,7 +144,7 @@ def _start(
         dtype=token_dtype(tokenizer.vocab_size),
         input_bytes=sum(map(stored_bytes, paths)),
         evaluation=evaluation,
-        reader=reader,
+        annotation_reader=annotation_reader,
     )
 
 
@@ -175,45 +153,23 @@ def _plan(
     tokenizer: TokenizerFacts,
     paths: Sequence[Path],
     evaluation: EvaluationTexts | None,
-    reader: Reader | None,
+    annotation_reader: AnnotationReader | None,
 ) -> dict[str, Any]:
     """Everything that the shards depend on. A build with another plan cannot use them."""
+    annotations = None
+    if annotation_reader is not None:
+        annotations = [annotation_reader.key, annotation_reader.min_score, annotation_reader.fingerprint]
     return {
         "plan_version": _PLAN_VERSION,
         "tokenizer": f"{getattr(tokenizer.config, 'kind', '?')} {tokenizer.fingerprint}",
         "vocab_size": tokenizer.vocab_size, "eos": tokenizer.eos, "text_key": config.text_key,
         "text_split": config.text_split, "split": config.split, "split_seed": config.split_seed,
         "deduplicate": config.deduplicate, "evaluation_inputs": evaluation and evaluation.fingerprint,
-        "entities": reader and [reader.key, reader.min_score, reader.fingerprint],
-        "shard_bytes": config.shard_bytes, "inputs": _identify(paths),
+        "entities": annotations, "shard_bytes": config.shard_bytes, "inputs": _file_identities(paths),
     }  # fmt: skip
 
 
-def _has_manifest(prefix: str) -> bool:
-    return dataset_path(prefix, ".json").exists()
-
-
-def _report_of_built(prefixes: Sequence[str]) -> BuildReport:
-    manifests = {prefix: read_manifest(prefix) for prefix in prefixes}
-    try:
-        first = conform(manifests[prefixes[0]], _Counts)
-    except ValueError as error:
-        raise damaged(prefixes[0], ".json", str(error)) from None
-    return BuildReport(
-        documents={prefix: manifest["num_documents"] for prefix, manifest in manifests.items()},
-        tokens={prefix: manifest["num_tokens"] for prefix, manifest in manifests.items()},
-        counts=RecordCounts(first["bad_records"], [], first["empty_documents"], first["blank_lines"]),
-        text_bytes=0,
-        seconds=0.0,
-        shards=0,
-        finished_before=0,
-        built_text_bytes=0,
-        duplicates=first.get("duplicates"),
-        contamination=dict(found) if (found := first.get("contamination")) else None,
-    )
-
-
-def _identify(paths: Iterable[Path]) -> list[list[Any]]:
+def _file_identities(paths: Iterable[Path]) -> list[list[Any]]:
     identities = []
     for path in paths:
         try:
@@ -225,6 +181,49 @@ def _identify(paths: Iterable[Path]) -> list[list[Any]]:
         # Size and time instead of a checksum, which would read all input twice.
         identities.append([str(path), stat.st_size, stat.st_mtime_ns])
     return identities
+
+
+_Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+
+
+class _Contamination(TypedDict):
+    documents: _Count
+    evaluation_texts: _Count
+    evaluation_texts_too_short: _Count
+    evaluation_texts_found: _Count
+    examples: list[str]
+
+
+class _Counts(TypedDict):
+    """Counts of the records that a build left out, as the manifest has them."""
+
+    bad_records: dict[str, _Count]
+    empty_documents: _Count
+    blank_lines: _Count
+    duplicates: NotRequired[_Count]
+    contamination: NotRequired[_Contamination]
+
+
+def _report_from_manifests(prefixes: Sequence[str]) -> BuildReport:
+    """The report of a build whose datasets are in place."""
+    manifests = {prefix: read_manifest(prefix) for prefix in prefixes}
+    try:
+        counts = conform(manifests[prefixes[0]], _Counts)
+    except ValueError as error:
+        raise damaged(prefixes[0], ".json", str(error)) from None
+    contamination = counts.get("contamination")
+    return BuildReport(
+        documents={prefix: manifest["num_documents"] for prefix, manifest in manifests.items()},
+        tokens={prefix: manifest["num_tokens"] for prefix, manifest in manifests.items()},
+        counts=RecordCounts(counts["bad_records"], [], counts["empty_documents"], counts["blank_lines"]),
+        text_bytes=0,
+        seconds=0.0,
+        shards=0,
+        finished_before=0,
+        built_text_bytes=0,
+        duplicates=counts.get("duplicates"),
+        contamination=dict(contamination) if contamination else None,
+    )
 
 
 def _remove_if_nothing_is_finished(directory: BuildDirectory) -> None:
@@ -247,23 +246,28 @@ def _finish(
         for path in dict.fromkeys(str(file_range.path) for shard in job.shards for file_range in shard)
     ]
     if job.todo:  # otherwise nothing was read now, and `open` has compared the inputs
-        directory.open(_plan(config, tokenizer, paths, job.evaluation, job.reader), restart=False)
+        directory.open(_plan(config, tokenizer, paths, job.evaluation, job.annotation_reader), restart=False)
     statistics = DocumentStatistics()
     duplicates = _join(job, records, writers, statistics)
-    contamination = _contamination(job.evaluation, records, contaminated) if job.evaluation else None
+    contamination = None
+    if job.evaluation is not None:
+        contamination = _contamination_entry(job.evaluation, records, contaminated)
     try:
         _require_documents(writers, counts, config)
     except DataError:
         directory.remove()  # no option can make these shards useful
         raise
     manifest = _manifest(tokenizer, config, paths, counts)
-    manifest |= {} if duplicates is None else {"duplicates": duplicates}
-    manifest |= {} if contamination is None else {"contamination": contamination}
-    if job.reader is not None:
+    if duplicates is not None:
+        manifest["duplicates"] = duplicates
+    if contamination is not None:
+        manifest["contamination"] = contamination
+    if (reader := job.annotation_reader) is not None:
+        entry = {"ids": reader.fingerprint, "count": reader.count, "min_score": reader.min_score}
+        if isinstance(reader, PairReader):
+            entry["names"] = reader.names
         counts.mentions[KEPT] = statistics.entities  # without those of documents that were left out
-        ids = {"ids": job.reader.fingerprint, "count": job.reader.count, "min_score": job.reader.min_score}
-        ids |= {"names": job.reader.names} if isinstance(job.reader, PairReader) else {}
-        manifest["entities"] = {**ids, "mentions": dict(sorted(counts.mentions.items()))}
+        manifest["entities"] = {**entry, "mentions": dict(sorted(counts.mentions.items()))}
     _commit(writers, list(parse_split(config.split)), manifest, directory)
     return BuildReport(
         documents={str(writer.prefix): writer.num_documents for writer in writers},
@@ -277,7 +281,7 @@ def _finish(
         duplicates=duplicates,
         contamination=contamination,
         shape=statistics.shape(),
-        whole_files=sum(is_whole(path, config.text_split) for path in paths),
+        whole_files=sum(is_one_document(path, config.text_split) for path in paths),
     )
 
 
@@ -285,17 +289,22 @@ def _merge_counts(records: Sequence[ShardRecord]) -> tuple[RecordCounts, list[So
     """Add up the counts of all shards, and make line numbers count from the start of the files."""
     counts = RecordCounts()
     contaminated: list[SourceLocation] = []
-    lines: dict[str, int] = {}
+    lines_before: dict[str, int] = {}  # file -> lines of it in the shards so far
 
     def in_file(locations: Iterable[SourceLocation]) -> list[SourceLocation]:
-        return [SourceLocation(p.source, p.line + lines.get(p.source, 0), p.problem) for p in locations]
+        return [
+            SourceLocation(
+                location.source, location.line + lines_before.get(location.source, 0), location.problem
+            )
+            for location in locations
+        ]
 
     for record in records:
         record.counts.examples = in_file(record.counts.examples)
         counts.merge(record.counts)
         contaminated += in_file(record.contaminated)[: MAX_EXAMPLES - len(contaminated)]
-        for source, number in record.lines:
-            lines[source] = lines.get(source, 0) + number
+        for source, lines in record.lines:
+            lines_before[source] = lines_before.get(source, 0) + lines
     return counts, contaminated
 
 
@@ -310,17 +319,19 @@ def _join(
     total = sum(sum(record.tokens) for record in records)
     with progress_bar(total=total, unit="token", unit_scale=True, desc="join") as bar:
         for split, writer in enumerate(writers):
-            keep = _first_occurrences(job, records, split) if job.config.deduplicate else None
-            first = 0
+            is_kept = _first_occurrences(job, records, split) if job.config.deduplicate else None
+            start = 0  # of the shard in the documents of the split
             for number, record in enumerate(records):
-                documents, tokens = record.documents[split], record.tokens[split]
-                shard = job.directory.read(number, split, job.dtype, documents, tokens)
-                kept = None if keep is None else keep[first : first + documents]
-                entities = job.directory.entities(number, split, tokens) if job.reader else None
-                _append(writer, statistics, *shard, kept, entities)
-                first += documents
-                bar.update(tokens)
-            duplicates += first - writer.num_documents
+                stop, num_tokens = start + record.documents[split], record.tokens[split]
+                tokens, lengths = job.directory.read(number, split, job.dtype, stop - start, num_tokens)
+                shard_is_kept = None if is_kept is None else is_kept[start:stop]
+                entities = (
+                    job.directory.entities(number, split, num_tokens) if job.annotation_reader else None
+                )
+                _append(writer, statistics, tokens, lengths, shard_is_kept, entities)
+                start = stop
+                bar.update(num_tokens)
+            duplicates += start - writer.num_documents
     return duplicates if job.config.deduplicate else None
 
 
@@ -329,20 +340,24 @@ def _append(
     statistics: DocumentStatistics,
     tokens: np.ndarray,
     lengths: np.ndarray,
-    keep: np.ndarray | None,
+    is_kept: np.ndarray | None,
     entities: np.ndarray | None,
 ) -> None:
+    """Append the documents of a shard to a dataset, some at a time.
+
+    Args: is_kept: bool [documents]; None: all are. entities: int32 [tokens], if the dataset stores them.
+    """
     start = 0
     for first in range(0, len(lengths), _MERGE_DOCUMENTS):
-        some = lengths[first : first + _MERGE_DOCUMENTS]
-        stop = start + int(some.sum(dtype=np.int64))
-        chunks = [tokens[start:stop], *([] if entities is None else [entities[start:stop]])]
-        if keep is not None and not (kept := keep[first : first + _MERGE_DOCUMENTS]).all():
-            of_tokens = np.repeat(kept, some)
-            chunks, some = [chunk[of_tokens] for chunk in chunks], some[kept]
-        writer.add(chunks[0], some, *chunks[1:])
-        statistics.add(chunks[0], some)
-        statistics.entities += sum(int((chunk >= 0).sum()) for chunk in chunks[1:])
+        batch_lengths = lengths[first : first + _MERGE_DOCUMENTS]
+        stop = start + int(batch_lengths.sum(dtype=np.int64))
+        arrays = [tokens[start:stop], *([] if entities is None else [entities[start:stop]])]
+        if is_kept is not None and not (mask := is_kept[first : first + _MERGE_DOCUMENTS]).all():
+            token_mask = np.repeat(mask, batch_lengths)
+            arrays, batch_lengths = [array[token_mask] for array in arrays], batch_lengths[mask]
+        writer.add(arrays[0], batch_lengths, *arrays[1:])
+        statistics.add(arrays[0], batch_lengths)
+        statistics.entities += sum(int((array >= 0).sum()) for array in arrays[1:])
         start = stop
 
 
@@ -351,25 +366,26 @@ def _first_occurrences(job: Job, records: Sequence[ShardRecord], split: int) -> 
     hashes = [job.directory.hashes(i, split, record.documents[split]) for i, record in enumerate(records)]
     low, high = np.concatenate(hashes).T
     order = np.lexsort((low, high))  # stable: equal texts stay in their order
-    again = (low[order][1:] == low[order][:-1]) & (high[order][1:] == high[order][:-1])
-    keep = np.ones(len(order), bool)
-    keep[order[1:][again]] = False
-    return keep
+    is_repeated = (low[order][1:] == low[order][:-1]) & (high[order][1:] == high[order][:-1])
+    is_first = np.ones(len(order), bool)
+    is_first[order[1:][is_repeated]] = False
+    return is_first
 
 
-def _contamination(
+def _contamination_entry(
     evaluation: EvaluationTexts, records: Sequence[ShardRecord], examples: Sequence[SourceLocation]
 ) -> dict[str, Any]:
-    matched = np.zeros(len(evaluation.hashes), bool)
+    """The entry of the manifest."""
+    matched_ngrams = np.zeros(len(evaluation.hashes), bool)
     for record in records:
-        matched[record.evaluation_ngrams] = True
+        matched_ngrams[record.evaluation_ngrams] = True
     return {
         "documents": sum(record.contaminated_documents for record in records),
         "evaluation_texts": evaluation.num_texts,
         "evaluation_texts_too_short": evaluation.num_too_short,
-        "evaluation_texts_found": evaluation.num_matched(matched),
-        "evaluation_ngrams": len(matched),
-        "evaluation_ngrams_found": int(matched.sum()),
+        "evaluation_texts_found": evaluation.num_matched(matched_ngrams),
+        "evaluation_ngrams": len(matched_ngrams),
+        "evaluation_ngrams_found": int(matched_ngrams.sum()),
         "examples": [str(location) for location in examples],
     }
 

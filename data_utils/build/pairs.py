@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data_utils.build.config import BuildConfig
-from data_utils.build.mentions import require_json_lines
+from data_utils.build.config import BuildConfig, require_json_lines
 from data_utils.common.errors import ConfigError
 from data_utils.common.setting_files import read_text, shown
 from data_utils.corpus.documents import ParsedBlock, RecordBlock, RecordCounts, SourceLocation
@@ -46,8 +45,8 @@ class Pair(NamedTuple):
 class PairReader:
     """Reads the pairs of records, or finds them in texts where `key` is None."""
 
-    names: tuple[str, ...]  # of the labels
-    key: str | None  # field of B
+    names: tuple[str, ...]  # the names of the labels
+    key: str | None  # the field of B; None: pairs are found in texts
 
     min_score = 0.0
 
@@ -70,15 +69,16 @@ class PairReader:
 
     def pairs(self, record: bytes, text: str) -> list[Pair]:
         """The pairs of a text, or of a JSON line whose first text it is. Raises UnusableRecord."""
-        return list(self._found(text)) if self.key is None else [self._read(record, text)]
+        return list(self._find(text)) if self.key is None else [self._read(record, text)]
 
-    def _found(self, text: str) -> Iterator[Pair]:
+    def _find(self, text: str) -> Iterator[Pair]:
         for paragraph in _PARAGRAPHS.split(text):
-            ends = [match.span(1) for match in _SENTENCE_END.finditer(paragraph)]
-            begins, stops = [0, *(end for _, end in ends)], [*(start for start, _ in ends), len(paragraph)]
-            for begin, stop, start, end in zip(begins, stops, begins[1:], stops[1:], strict=False):
-                if match := self._marker.match(paragraph, start):
-                    first, second = paragraph[begin:stop].strip(), paragraph[match.end() : end].strip()
+            gaps = [match.span(1) for match in _SENTENCE_END.finditer(paragraph)]
+            starts, ends = [0, *(end for _, end in gaps)], [*(start for start, _ in gaps), len(paragraph)]
+            for previous, sentence in itertools.pairwise(zip(starts, ends, strict=True)):
+                if match := self._marker.match(paragraph, sentence[0]):
+                    first = paragraph[slice(*previous)].strip()
+                    second = paragraph[match.end() : sentence[1]].strip()
                     if first and second:
                         yield Pair(first, second, self._numbers[match[1].lower()])
 
@@ -100,34 +100,38 @@ class PairReader:
 def encode_pairs(
     parsed: ParsedBlock, block: RecordBlock, tokenizer: Any, reader: PairReader
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ids, lengths and labels beside tokens of the pairs, which take the place of their texts in `parsed`."""
+    """Ids, lengths and labels of the pairs of a block, which take the place of their texts in `parsed`.
+
+    A label is on the first token of its B, as annotations are (annotations.py).
+    """
     pairs: list[Pair] = []
     origins: list[str] = []
     lines: list[int] = []
     records = block.data.split(b"\n") if isinstance(block.data, bytes) and reader.key is not None else None
     for text, line in zip(parsed.texts, parsed.lines, strict=True):
         try:
-            found = reader.pairs(b"" if records is None else records[line - block.first_line], text)
+            record = b"" if records is None else records[line - block.first_line]
+            text_pairs = reader.pairs(record, text)
         except UnusableRecord as error:
             parsed.counts.add_bad(error.kind, SourceLocation(block.source, line, str(error), block.start))
             continue
-        parsed.counts.merge(RecordCounts(mentions={KEPT: len(found), WITHOUT: int(not found)}))
-        pairs += found
-        origins += [text] * len(found)
-        lines += [line] * len(found)
+        parsed.counts.merge(RecordCounts(mentions={KEPT: len(text_pairs), WITHOUT: int(not text_pairs)}))
+        pairs += text_pairs
+        origins += [text] * len(text_pairs)
+        lines += [line] * len(text_pairs)
     ids, lengths = tokenizer.encode_batch([text for pair in pairs for text in pair[:2]])
-    halves = lengths.reshape(-1, 2)
-    whole = halves.all(axis=1)  # a tokenizer may drop all of a text (control characters)
-    parsed.counts.empty_documents += int((~whole).sum())
-    ids = ids[np.repeat(whole, halves.sum(axis=1))]
-    pairs, halves = list(itertools.compress(pairs, whole)), halves[whole]
-    beside = np.full(len(ids), -1, np.int32)
-    ends = halves.sum(axis=1).cumsum()
-    beside[ends - halves[:, 1]] = [pair.label for pair in pairs]
+    lengths = lengths.reshape(-1, 2)  # of A and B
+    is_whole = lengths.all(axis=1)  # a tokenizer may drop all of a text (control characters)
+    parsed.counts.empty_documents += int((~is_whole).sum())
+    ids = ids[np.repeat(is_whole, lengths.sum(axis=1))]
+    pairs, lengths = list(itertools.compress(pairs, is_whole)), lengths[is_whole]
+    labels = np.full(len(ids), -1, np.int32)
+    ends = lengths.sum(axis=1).cumsum()
+    labels[ends - lengths[:, 1]] = [pair.label for pair in pairs]
     parsed.texts = [f"{pair.first}\n{pair.second}" for pair in pairs]
-    parsed.origins = list(itertools.compress(origins, whole))
-    parsed.lines = list(itertools.compress(lines, whole))
-    return ids, halves.sum(axis=1), beside
+    parsed.origins = list(itertools.compress(origins, is_whole))
+    parsed.lines = list(itertools.compress(lines, is_whole))
+    return ids, lengths.sum(axis=1), labels
 
 
 def open_pairs(config: BuildConfig, inputs: Sequence[Path]) -> PairReader | None:

@@ -37,9 +37,13 @@ class Ranks:
             raise error
         return result
 
-    def on_each(self, work: Callable[[], None]) -> None:
-        """Run `work` on every rank. Raises the UserError of the lowest rank that has one, on every rank."""
-        _, error = _attempt(work)
+    def on_each(self, work: Callable[[], _Result]) -> _Result:
+        """Run `work` on every rank and return this rank's result.
+
+        Raises: the UserError of the lowest rank that has one, on every rank.
+        """
+        result: Any
+        result, error = _attempt(work)
         errors = [error]
         if self._communicator is not None:
             self._meet()
@@ -47,8 +51,10 @@ class Ranks:
         for error in errors:
             if error is not None:
                 raise error
+        return result
 
     def _meet(self) -> None:
+        """Wait, asleep, until all ranks are here."""
         request = self._communicator.Ibarrier()
         while not request.Test():
             time.sleep(_POLL_SECONDS)

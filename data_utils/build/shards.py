@@ -35,7 +35,7 @@ from data_utils.common.untrusted import conform, parse_json, read_bounded
 _PLAN, _COMMITTING, _STOP, _RECORD = "plan.json", "committing", "stop", "record.json"
 _MAX_BYTES = 256 << 20  # of a plan or a record
 _SHARD_NAME = re.compile(r"shard-(\d{6,})")
-_OWN_NAME = re.compile(r"shard-\d{6,}(\.[0-9a-f]{32})?|plan\.json(\.partial)?|committing|stop")
+_BUILD_ENTRY = re.compile(r"shard-\d{6,}(\.[0-9a-f]{32})?|plan\.json(\.partial)?|committing|stop")
 
 
 class _Plan(TypedDict):
@@ -63,20 +63,17 @@ class BuildDirectory:
             if started is None:
                 self.remove()
                 self.path.mkdir(parents=True)
-                self._write_plan(plan)
+                write_atomically(self.path / _PLAN, json.dumps(plan, indent=1).encode())
             # Shards of another plan would be mixed into this build without a word.
-            elif (difference := _difference(started, _as_read(plan))) is not None:
+            elif (difference := _difference(started, _as_json_reads(plan))) is not None:
                 raise DataError(
                     f"{self.path} holds an unfinished build that was started with {difference}; repeat the original "
                     "command, or discard the build with --restart."
                 )
             for entry in self.path.iterdir():  # left by killed processes
-                if "." in entry.name and _OWN_NAME.fullmatch(entry.name) and entry.is_dir():
+                if "." in entry.name and _BUILD_ENTRY.fullmatch(entry.name) and entry.is_dir():
                     shutil.rmtree(entry, ignore_errors=True)
             (self.path / _STOP).unlink(missing_ok=True)
-
-    def _write_plan(self, plan: Mapping[str, Any]) -> None:
-        write_atomically(self.path / _PLAN, json.dumps(plan, indent=1).encode())
 
     def finished(self) -> set[int]:
         """The numbers of the shards that are finished."""
@@ -150,7 +147,7 @@ class BuildDirectory:
     def was_built_as(self, plan: Mapping[str, Any]) -> bool:
         """Whether the finished build had this plan."""
         with disk_errors(self.path):
-            return _difference(_read_plan(self._built), _as_read(plan)) is None
+            return _difference(_read_plan(self._built), _as_json_reads(plan)) is None
 
     def remove(self) -> None:
         """Remove the build. Raises DataError, removing nothing, if the directory holds anything else."""
@@ -161,7 +158,7 @@ class BuildDirectory:
 
     def _remove_directory(self) -> None:
         entries = list(self.path.iterdir())
-        foreign = sorted(entry.name for entry in entries if not _OWN_NAME.fullmatch(entry.name))
+        foreign = sorted(entry.name for entry in entries if not _BUILD_ENTRY.fullmatch(entry.name))
         # Nothing is removed that a build did not write.
         if foreign:
             raise DataError(
@@ -189,21 +186,22 @@ def _read_plan(path: Path) -> dict[str, Any] | None:
         raise DataError(f"{path} is damaged; discard the build with --restart.") from None
 
 
-def _as_read(plan: Mapping[str, Any]) -> Any:
+def _as_json_reads(plan: Mapping[str, Any]) -> Any:
+    """The plan as it comes back from its file: tuples are lists."""
     return json.loads(json.dumps(plan))
 
 
 def _difference(started: Any, plan: Any) -> str | None:
     """A description of how the started build differs from `plan`; None if they agree."""
     for key in {**plan, **(started if isinstance(started, dict) else {})}:
-        before, now = (tree.get(key) if isinstance(tree, dict) else None for tree in (started, plan))
-        if before == now:
+        old_value, new_value = (tree.get(key) if isinstance(tree, dict) else None for tree in (started, plan))
+        if old_value == new_value:
             continue
         if key == "tokenizer":
-            return f"another tokenizer ({before})"
+            return f"another tokenizer ({old_value})"
         if key != "inputs":
-            return f"{key} {before!r} instead of {now!r}"
-        pairs = zip(before or [], now or [], strict=False)
+            return f"{key} {old_value!r} instead of {new_value!r}"
+        pairs = zip(old_value or [], new_value or [], strict=False)
         changed = next(
             (f"another version of input {old[0]}" for old, new in pairs if old[0] == new[0] != old), None
         )

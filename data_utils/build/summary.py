@@ -24,16 +24,16 @@ _SHIFT = np.uint64(29)
 @njit(cache=True, error_model="numpy", nogil=True)
 def _hashes(tokens, lengths):
     """A hash of the tokens of each document, uint64 [documents]."""
-    found = np.empty(lengths.shape[0], np.uint64)
+    hashes = np.empty(lengths.shape[0], np.uint64)
     start = 0
     for document in range(lengths.shape[0]):
         value = np.uint64(lengths[document] + 1) * _MULTIPLIER  # spread: tokens are small numbers
-        for place in range(start, start + lengths[document]):
-            value = (value ^ np.uint64(tokens[place])) * _MULTIPLIER
+        for i in range(start, start + lengths[document]):
+            value = (value ^ np.uint64(tokens[i])) * _MULTIPLIER
             value ^= value >> _SHIFT
         start += lengths[document]
-        found[document] = value * _MULTIPLIER
-    return found
+        hashes[document] = value * _MULTIPLIER
+    return hashes
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class DocumentStatistics:
     zero bit stay, then with two, ...: a sample that holds every copy of the documents in it.
     """
 
-    entities = 0  # that stand in the documents
+    entities = 0  # how many tokens have an annotation (annotations.py)
 
     def __init__(self, max_hashes: int = _MAX_HASHES) -> None:
         self._max_hashes = max_hashes
@@ -86,17 +86,17 @@ class DocumentStatistics:
         return hashes <= np.uint64((1 << (64 - self._zero_bits)) - 1)
 
     def _compact(self) -> None:
+        """Count the pending hashes, and halve the sample until it fits."""
         hashes = np.concatenate([self._hashes, *self._pending])
-        ones = np.ones(len(hashes) - len(self._hashes), np.int64)
-        self._hashes, places = np.unique(hashes, return_inverse=True)
-        counts = np.concatenate([self._counts, ones])
+        counts = np.concatenate([self._counts, np.ones(len(hashes) - len(self._hashes), np.int64)])
+        self._hashes, indices = np.unique(hashes, return_inverse=True)
         self._counts = np.zeros(len(self._hashes), np.int64)
-        np.add.at(self._counts, places, counts)
+        np.add.at(self._counts, indices, counts)
         self._pending, self._num_pending = [], 0
         while len(self._hashes) > self._max_hashes:
             self._zero_bits += 1
-            kept = self._in_sample(self._hashes)
-            self._hashes, self._counts = self._hashes[kept], self._counts[kept]
+            in_sample = self._in_sample(self._hashes)
+            self._hashes, self._counts = self._hashes[in_sample], self._counts[in_sample]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +136,12 @@ class BuildReport:
             yield f"  each of the {self.whole_files:,} .txt files is one document; --text-split splits them"
         if self.shape is None:
             return
-        among = sum(self.documents.values())
-        sample = "" if self.shape.compared == among else f" (in a sample of {self.shape.compared:,})"
+        documents = sum(self.documents.values())
+        sample = "" if self.shape.compared == documents else f" (in a sample of {self.shape.compared:,})"
         yield (
             f"  tokens per document: median {self.shape.median_tokens:,}, mean "
-            f"{sum(self.tokens.values()) / among:,.0f}; {100 * self.shape.duplicates:.1f} % are exact duplicates of "
-            f"another{sample}"
+            f"{sum(self.tokens.values()) / documents:,.0f}; {100 * self.shape.duplicates:.1f} % are exact "
+            f"duplicates of another{sample}"
         )
 
     def _left_out_lines(self) -> Iterator[str]:

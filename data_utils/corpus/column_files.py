@@ -31,7 +31,8 @@ def column_texts(path: Path, text_key: str) -> Iterator[tuple[list[bytes | Unusa
     """
     import pyarrow
 
-    read, kind = (_parquet, "parquet") if path.suffix.lower() == ".parquet" else (_arrow, "Arrow")
+    is_parquet = path.suffix.lower() == ".parquet"
+    read = _read_parquet if is_parquet else _read_arrow
     null = UnusableRecord("field_not_text", f"column {text_key!r} is null, not text")
     try:
         open_regular(path).close()  # pyarrow would wait for the other end of a pipe
@@ -42,8 +43,9 @@ def column_texts(path: Path, text_key: str) -> Iterator[tuple[list[bytes | Unusa
                 yield [null if text is None else text for text in texts.to_pylist()], position
     except (pyarrow.ArrowException, OSError) as error:
         raise_if_out_of_memory(error)
+        file_type = "parquet" if is_parquet else "Arrow"
         raise DataError(
-            f"{path}: not a readable {kind} file ({one_line(error)}); download it again."
+            f"{path}: not a readable {file_type} file ({one_line(error)}); download it again."
         ) from None
 
 
@@ -57,33 +59,34 @@ def _as_bytes(column: pyarrow.Array) -> pyarrow.Array:
     return column.cast(pyarrow.large_binary())
 
 
-def _is_text(kind: pyarrow.DataType) -> bool:
+def _is_text(data_type: pyarrow.DataType) -> bool:
     import pyarrow
 
-    kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-    return kind in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view())
+    data_type = data_type.value_type if pyarrow.types.is_dictionary(data_type) else data_type
+    return data_type in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view())
 
 
-def _is_bytes(kind: pyarrow.DataType) -> bool:
+def _is_bytes(data_type: pyarrow.DataType) -> bool:
     """Whether text may stand there that its writer did not call text, as Hive, Impala and old Spark do."""
     import pyarrow
 
-    kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-    return kind in (pyarrow.binary(), pyarrow.large_binary(), pyarrow.binary_view())
+    data_type = data_type.value_type if pyarrow.types.is_dictionary(data_type) else data_type
+    return data_type in (pyarrow.binary(), pyarrow.large_binary(), pyarrow.binary_view())
 
 
-def _parquet(path: Path, text_key: str) -> Iterator[tuple[pyarrow.Array, int]]:
+def _read_parquet(path: Path, text_key: str) -> Iterator[tuple[pyarrow.Array, int]]:
     import pyarrow.parquet
 
-    size, row = path.stat().st_size, 0
+    size, rows_read = path.stat().st_size, 0
     with pyarrow.parquet.ParquetFile(path) as file:
-        first, *fields = _place(path, file.schema_arrow, text_key)
+        column, *fields = _column_and_fields(path, file.schema_arrow, text_key)
         for batch in file.iter_batches(batch_size=_BLOCK_ROWS, columns=[text_key]):
-            row += len(batch)
-            yield _field(batch.column(first), fields), size * row // max(file.metadata.num_rows, 1)
+            rows_read += len(batch)
+            position = size * rows_read // max(file.metadata.num_rows, 1)
+            yield _field(batch.column(column), fields), position
 
 
-def _arrow(path: Path, text_key: str) -> Iterator[tuple[pyarrow.Array, int]]:
+def _read_arrow(path: Path, text_key: str) -> Iterator[tuple[pyarrow.Array, int]]:
     import pyarrow.ipc
 
     # Mapped: only the pages of this column are read, and the kernel may drop them again.
@@ -97,12 +100,12 @@ def _arrow(path: Path, text_key: str) -> Iterator[tuple[pyarrow.Array, int]]:
         else:
             reader = pyarrow.ipc.open_stream(source)
             batches = ((batch, source.tell()) for batch in reader)
-        first, *fields = _place(path, reader.schema, text_key)
+        column, *fields = _column_and_fields(path, reader.schema, text_key)
         for batch, position in batches:
-            yield _sound(_field(batch.column(first), fields)), position
+            yield _checked(_field(batch.column(column), fields)), position
 
 
-def _sound(column: pyarrow.Array) -> pyarrow.Array:
+def _checked(column: pyarrow.Array) -> pyarrow.Array:
     """`column`, whose offsets are checked: Arrow believes them, and a damaged file would end the process."""
     import pyarrow
 
@@ -112,8 +115,8 @@ def _sound(column: pyarrow.Array) -> pyarrow.Array:
         pyarrow.string_view(): pyarrow.binary_view(),
     }
     # Not as text: that would refuse the whole batch for one invalid character.
-    kind = column.type
-    (column.view(as_bytes[kind]) if kind in as_bytes else column).validate(full=True)
+    bytes_type = as_bytes.get(column.type)
+    (column if bytes_type is None else column.view(bytes_type)).validate(full=True)
     return column
 
 
@@ -124,34 +127,33 @@ def _field(column: pyarrow.Array, names: Sequence[str]) -> pyarrow.Array:
     return pyarrow.compute.struct_field(column, list(names)) if names else column
 
 
-def _place(path: Path, schema: pyarrow.Schema, text_key: str) -> list[str]:
+def _column_and_fields(path: Path, schema: pyarrow.Schema, text_key: str) -> list[str]:
     """The column of the text, and names of fields within it. Raises DataError."""
     import pyarrow
 
-    names, place, kind = schema.names, [text_key], None
-    if text_key not in names and "." in text_key:
-        place = text_key.split(".")
-    if (count := names.count(place[0])) > 1:
-        raise DataError(f"{path}: {count} columns have the name {place[0]!r}; rename all but one.")
-    if count:
-        kind = schema.field(place[0]).type
-        for name in place[1:]:
-            is_there = pyarrow.types.is_struct(kind) and kind.get_field_index(name) >= 0
-            kind = kind.field(name).type if is_there else None
-            if kind is None:
-                break
-    if kind is None:
+    names = [text_key]
+    if text_key not in schema.names and "." in text_key:
+        names = text_key.split(".")
+    if (count := schema.names.count(names[0])) > 1:
+        raise DataError(f"{path}: {count} columns have the name {names[0]!r}; rename all but one.")
+    data_type = schema.field(names[0]).type if count else None
+    for name in names[1:]:
+        if data_type is not None:
+            has_field = pyarrow.types.is_struct(data_type) and data_type.get_field_index(name) >= 0
+            data_type = data_type.field(name).type if has_field else None
+    if data_type is None:
         raise DataError(
             f"{path}: there is no column {text_key!r}; set --text-key to one of "
             f"{shorten(', '.join(_columns(schema)), 400)}."
         )
-    if not _is_text(kind) and not _is_bytes(kind):
-        within = [f"{text_key}.{field.name}" for field in kind] if pyarrow.types.is_struct(kind) else []
-        better = f"one of {shorten(', '.join(within), 200)}" if within else "a column of text"
+    if not _is_text(data_type) and not _is_bytes(data_type):
+        is_struct = pyarrow.types.is_struct(data_type)
+        fields = [f"{text_key}.{field.name}" for field in data_type] if is_struct else []
+        better = f"one of {shorten(', '.join(fields), 200)}" if fields else "a column of text"
         raise DataError(
-            f"{path}: column {text_key!r} holds {shorten(str(kind), 200)}, not text; set --text-key to {better}."
+            f"{path}: column {text_key!r} holds {shorten(str(data_type), 200)}, not text; set --text-key to {better}."
         )
-    return place
+    return names
 
 
 def _columns(schema: pyarrow.Schema) -> Iterator[str]:
@@ -180,18 +182,18 @@ def saved_dataset_files(directory: Path) -> list[Path]:
         named = " or ".join(str(directory / str(split)) for split in splits[:10])
         raise DataError(f"input {directory} contains several splits; give one of them: {named}.")
     state = directory / "state.json"
-    found = _json_object(state)
-    if found is None:
+    state_tree = _json_object(state)
+    if state_tree is None:
         raise DataError(
             f"input {directory} has no state.json, so it is not a directory that Hugging Face `save_to_disk` wrote; "
             "download it again."
         )
-    files = found.get("_data_files")
+    files = state_tree.get("_data_files")
     entries = files if isinstance(files, list) else []
     names = [str(entry.get("filename")) for entry in entries if isinstance(entry, dict)]
     if not names or not all(Path(name).name == name for name in names):
         raise DataError(f"{state} lists no Arrow files; save the dataset again with save_to_disk.")
-    if found.get("_indices_files") or found.get("_indices_data_files"):
+    if state_tree.get("_indices_files") or state_tree.get("_indices_data_files"):
         raise DataError(
             f"{state}: the dataset has an indices mapping (select, shuffle); call flatten_indices() and save it "
             "again."
@@ -210,9 +212,9 @@ def _json_object(path: Path) -> dict[str, Any] | None:
     with read_errors(path):
         content = path.read_bytes()
     try:
-        found = json.loads(content)
+        tree = json.loads(content)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        tree = None
+    if not isinstance(tree, dict):
         raise DataError(f"{path} is not a JSON object; download the dataset again.")
-    return found
+    return tree

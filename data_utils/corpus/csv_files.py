@@ -32,20 +32,20 @@ def column_texts(
 
     def lines() -> Iterator[str]:
         nonlocal position
-        rest, is_first = bytearray(), True
-        for chunk, read in chunks:
-            position = read
-            first, *others = chunk.split(b"\n")
-            rest += first
-            if len(rest) > max_bytes:
+        pending, is_first = bytearray(), True  # the line that is not yet at its end
+        for chunk, bytes_read in chunks:
+            position = bytes_read
+            end_of_line, *next_lines = chunk.split(b"\n")
+            pending += end_of_line
+            if len(pending) > max_bytes:
                 raise DataError(
                     f"{path}: a line is longer than {max_bytes} bytes; is this a CSV or TSV file?"
                 )
-            for line in others:
-                yield _decoded(rest + b"\n", path, is_first)
-                rest, is_first = bytearray(line), False
-        if rest:
-            yield _decoded(rest, path, is_first)
+            for line in next_lines:
+                yield _decoded(pending + b"\n", path, is_first)
+                pending, is_first = bytearray(line), False
+        if pending:
+            yield _decoded(pending, path, is_first)
 
     csv.field_size_limit(max_bytes)
     # strict: otherwise a quote that is never closed takes the rest of the file for one field
@@ -91,15 +91,15 @@ def _column(path: Path, names: list[str], delimiter: str, text_key: str) -> int:
         raise DataError(
             f"{path}: {names.count(text_key)} columns have the name {text_key!r}; rename all but one."
         )
-    found = shorten(", ".join(name if name == name.strip() else repr(name) for name in names[:20]), 200)
-    other = next((sign for sign in (";", "\t", "|", ",") if len(names) == 1 and sign in names[0]), None)
-    if other is not None:
+    listed = shorten(", ".join(name if name == name.strip() else repr(name) for name in names[:20]), 200)
+    # One column whose name has a delimiter in it: the file is separated by that one.
+    if len(names) == 1 and any(sign in names[0] for sign in (";", "\t", "|", ",")):
         raise DataError(
             f"{path}: a file with this suffix has fields separated by {_NAMES[delimiter]}, but the first row is "
-            f"{found!r}; convert the file or rename it (.csv: commas, .tsv: tabs)."
+            f"{listed!r}; convert the file or rename it (.csv: commas, .tsv: tabs)."
         )
     raise DataError(
-        f"{path}: there is no column {text_key!r}; set --text-key to one of {found} (the first row must hold the "
+        f"{path}: there is no column {text_key!r}; set --text-key to one of {listed} (the first row must hold the "
         "column names)."
     )
 

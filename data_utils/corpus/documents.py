@@ -1,15 +1,15 @@
 """Readers: JSON lines, CSV, parquet, Arrow and plain text files become documents; inputs.py says which files.
 
 Reading has three steps, so that a corpus build can share the work between processes. `plan_shards` cuts the input into
-parts of about equal size by bytes alone, without reading it. `read_blocks` cuts a part into blocks of whole records
-without parsing them. `parse_block` turns a block into texts. `read_documents` does all three. Compressed files, tables
-(CSV, parquet, Arrow) and text files of one document each are never cut, so a huge .gz is the work of one process.
+ranges of files, by their sizes alone. `read_blocks` cuts a range into blocks of whole records without parsing them.
+`parse_block` turns a block into texts. `read_documents` does all of it in one process. Compressed files, tables (CSV,
+parquet, Arrow) and text files of one document each are never cut, so a huge .gz is the work of one process.
 
-A byte position inside a file stands for the next start of a record. Neighbouring parts use the same rule for the
-position they share, so each record is in exactly one part, wherever the cuts are.
+A byte position inside a file stands for the next start of a record. Neighbouring ranges use the same rule for the
+position they share, so each record is in exactly one range, wherever the cuts are.
 
 A bad record is reported as `file:line` with the problem. By default it stops the work; with `on_bad_record="skip"` it
-is counted by kind, up to a limit. Damage that hides where records begin and end (a truncated compressed stream, an
+is counted by type, up to a limit. Damage that hides where records begin and end (a truncated compressed stream, an
 unreadable table, a huge record) always stops the work.
 """
 
@@ -25,11 +25,11 @@ from typing import IO
 
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.corpus import column_files, csv_files
-from data_utils.corpus.inputs import DELIMITERS, ending_of, expand_inputs, file_format
+from data_utils.corpus.inputs import DELIMITERS, expand_inputs, file_ending, file_format
 from data_utils.corpus.json_records import UTF8_BOM, UnusableRecord, not_utf8, parse_json_line
 from data_utils.corpus.stored_files import (
     BEGINNING_BYTES,
-    compression_of,
+    compression_suffix,
     decompressed,
     open_regular,
     read_errors,
@@ -74,7 +74,7 @@ class SourceLocation:
     """A record to be reported, and its problem."""
 
     source: str
-    line: int  # 1-based (of a table: row), counted from the file part that begins at byte `start`
+    line: int  # 1-based (of a table: row), counted from the file range that begins at byte `start`
     problem: str
     start: int = 0
 
@@ -84,12 +84,12 @@ class SourceLocation:
 
 @dataclass(frozen=True, slots=True)
 class RecordBlock:
-    """Whole, unparsed records of one part of a file."""
+    """Whole, unparsed records of one file range."""
 
     source: str
     record_format: str  # "jsonl", "rows" (of a table), or how a text file is cut: one of TEXT_SPLITS
-    start: int  # byte at which the file part begins
-    first_line: int  # line (or row) number of the first record, counted from the start of the file part
+    start: int  # byte at which the file range begins
+    first_line: int  # line (or row) number of the first record, counted from the start of the file range
     data: bytes | list[bytes | UnusableRecord]  # a list for "rows", else the bytes of the file
     num_lines: int  # newlines (or rows) in it
     input_bytes: int  # bytes of the stored file that this block covers, for the progress bar
@@ -99,21 +99,21 @@ class RecordBlock:
 class RecordCounts:
     """The records that were not used, and why. Counts merged in input order do not depend on the number of workers."""
 
-    bad: dict[str, int] = field(default_factory=dict)  # kind -> number of records
+    bad: dict[str, int] = field(default_factory=dict)  # type of problem -> number of records
     examples: list[SourceLocation] = field(default_factory=list)  # the first MAX_EXAMPLES
     empty_documents: int = 0
     blank_lines: int = 0
     mentions: dict[str, int] = field(default_factory=dict)  # of entities: how many were kept, or why not
 
-    def add_bad(self, kind: str, location: SourceLocation) -> None:
-        self.bad[kind] = self.bad.get(kind, 0) + 1
+    def add_bad(self, problem: str, location: SourceLocation) -> None:
+        self.bad[problem] = self.bad.get(problem, 0) + 1
         if len(self.examples) < MAX_EXAMPLES:
             self.examples.append(location)
 
     def merge(self, other: RecordCounts) -> None:
-        for own, more in ((self.bad, other.bad), (self.mentions, other.mentions)):
-            for kind, count in more.items():
-                own[kind] = own.get(kind, 0) + count
+        for counts, added in ((self.bad, other.bad), (self.mentions, other.mentions)):
+            for name, count in added.items():
+                counts[name] = counts.get(name, 0) + count
         self.examples.extend(other.examples[: MAX_EXAMPLES - len(self.examples)])
         self.empty_documents += other.empty_documents
         self.blank_lines += other.blank_lines
@@ -132,15 +132,17 @@ class RecordCounts:
             raise DataError(
                 f"{first}; correct or remove this record, or skip bad records (--on-bad-record skip)."
             )
-        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(self.bad.items()))
+        problems = ", ".join(f"{count} {problem}" for problem, count in sorted(self.bad.items()))
         raise DataError(
-            f"{self.num_bad} bad records ({kinds}) exceed max_bad_records ({max_bad_records}); the first is "
+            f"{self.num_bad} bad records ({problems}) exceed max_bad_records ({max_bad_records}); the first is "
             f"{first}; correct the input or raise the limit."
         )
 
 
 @dataclass(slots=True)
 class ParsedBlock:
+    """The texts of a block, and the line (or row) of each."""
+
     texts: list[str]
     lines: list[int]
     counts: RecordCounts
@@ -165,10 +167,12 @@ def read_documents(
     Raises: DataError naming file and line; ConfigError for an unknown option.
     """
     check_options(text_split, on_bad_record, max_bad_records)
-    return documents_of(expand_inputs(patterns), text_key, text_split, on_bad_record, max_bad_records, counts)
+    return read_document_files(
+        expand_inputs(patterns), text_key, text_split, on_bad_record, max_bad_records, counts
+    )
 
 
-def documents_of(
+def read_document_files(
     paths: Iterable[Path],
     text_key: str,
     text_split: str,
@@ -207,59 +211,50 @@ def check_text_key(text_key: str, paths: Iterable[Path]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# Files to parts, parts to blocks
+# Files to ranges, ranges to blocks
 
 
 def plan_shards(paths: Iterable[Path], text_split: str, shard_bytes: int) -> list[list[FileRange]]:
-    """Cut the input into groups of file parts, each group of about `shard_bytes` of stored data, in order.
+    """Cut the input into shards, in order: lists of file ranges, of about `shard_bytes` of stored data each.
 
-    A group holds at most one part of each file. Files that cannot be cut go whole into a group. The plan
+    A shard holds at most one range of each file. Files that cannot be cut go whole into a shard. The plan
     depends only on the sizes of the files.
     """
-    groups: list[list[FileRange]] = []
+    shards: list[list[FileRange]] = []
     remaining = 0  # bytes that the current shard can still take
     for path in paths:
-        size, position = stored_bytes(path), 0
-        while (
-            position < size or not position
-        ):  # an empty file is a part too: its reader decides whether that is an error
+        can_be_cut = not compression_suffix(path) and file_format(path, text_split) in _RECORD_ENDS
+        size, position, at_end = stored_bytes(path), 0, False
+        while not at_end:  # once for an empty file too: its reader decides whether that is an error
             if remaining <= 0:
-                groups.append([])
+                shards.append([])
                 remaining = shard_bytes
-            # Cuts are at any byte; readers move both ends of a part to the next start of a record, so the plan
+            # Cuts are at any byte; readers move both ends of a range to the next start of a record, so the plan
             # needs sizes only.
-            taken = min(remaining, size - position) if _can_be_cut(path, text_split) else size
+            taken = min(remaining, size - position) if can_be_cut else size
             at_end = position + taken >= size
-            groups[-1].append(FileRange(path, position, None if at_end else position + taken))
+            shards[-1].append(FileRange(path, position, None if at_end else position + taken))
             position += taken
             remaining -= taken
-            if at_end:
-                break
-    return groups
+    return shards
 
 
-def _can_be_cut(path: Path, text_split: str) -> bool:
-    return not compression_of(path) and file_format(path, text_split) in _RECORD_ENDS
-
-
-def is_whole(path: Path, text_split: str) -> bool:
+def is_one_document(path: Path, text_split: str) -> bool:
     """Whether all of a text file is one document."""
     return file_format(path, text_split) == "file"
 
 
 def lines_before(file_range: FileRange, text_split: str) -> int:
-    """The number of lines of the file before this part; reads the file up to there."""
+    """The number of lines of the file before this range; reads the file up to there."""
+    if not file_range.start:
+        return 0
     count = 0
     with read_errors(file_range.path), open_regular(file_range.path) as file:
-        left = (
-            _record_start(file, file_range.start, file_format(file_range.path, text_split))
-            if file_range.start
-            else 0
-        )
+        remaining = _record_start(file, file_range.start, file_format(file_range.path, text_split))
         file.seek(0)
-        while left > 0 and (data := file.read(min(left, BLOCK_BYTES))):
+        while remaining > 0 and (data := file.read(min(remaining, BLOCK_BYTES))):
             count += data.count(b"\n")
-            left -= len(data)
+            remaining -= len(data)
     return count
 
 
@@ -275,7 +270,7 @@ def read_blocks(
     text_split: str = "file",
     block_bytes: int = BLOCK_BYTES,
 ) -> Iterator[RecordBlock]:
-    """Cut file parts into blocks of whole records, of about `block_bytes` each.
+    """Cut file ranges into blocks of whole records, of about `block_bytes` each.
 
     Raises: DataError for files that cannot be read or decompressed and for records beyond MAX_RECORD_BYTES.
     """
@@ -288,22 +283,24 @@ def read_blocks(
 
 
 def _byte_blocks(file_range: FileRange, record_format: str, block_bytes: int) -> Iterator[RecordBlock]:
+    """The blocks of a file that is bytes. A chunk is what is read at a time, a block whole records of chunks."""
     path = file_range.path
-    line, consumed, position, started = 1, 0, 0, file_range.start > 0
+    line, consumed, position = 1, 0, 0
+    is_begun = file_range.start > 0  # the beginning of the file is behind, so its content has been checked
     pending = bytearray()  # grows in place: a record may be many chunks long
     for chunk, position in _chunks(file_range, record_format, block_bytes):
         # Only what is new is searched for a boundary: a record of many chunks would else cost quadratic time.
         searched = len(pending)
         pending += chunk
-        if not started and len(pending) >= BEGINNING_BYTES:
-            pending, started, searched = _without_mark(pending, path), True, 0
+        if not is_begun and len(pending) >= BEGINNING_BYTES:
+            pending, is_begun, searched = _without_byte_order_mark(pending, path), True, 0
         # A limit, because a file that is no JSONL may be one line of any length.
         if len(pending) > MAX_RECORD_BYTES + block_bytes:
             raise DataError(
                 f"{path}:{line + lines_before(file_range, record_format)}: a record is longer than "
                 f"{MAX_RECORD_BYTES} bytes; split it, or check that every record is on its own line."
             )
-        cut = _last_boundary(pending, record_format, searched) if started else 0
+        cut = _last_boundary(pending, record_format, searched) if is_begun else 0
         if cut:
             lines = pending.count(b"\n", 0, cut)
             with memoryview(pending) as view:
@@ -313,8 +310,8 @@ def _byte_blocks(file_range: FileRange, record_format: str, block_bytes: int) ->
             )
             del pending[:cut]
             line, consumed = line + lines, position
-    if not started:
-        pending = _without_mark(pending, path)
+    if not is_begun:
+        pending = _without_byte_order_mark(pending, path)
     if pending:
         if file_range.stop is None:  # a decompressor may not have read its file to the end
             position = stored_bytes(path) - file_range.start
@@ -324,7 +321,7 @@ def _byte_blocks(file_range: FileRange, record_format: str, block_bytes: int) ->
         )
 
 
-def _without_mark(data: bytearray, path: Path) -> bytearray:
+def _without_byte_order_mark(data: bytearray, path: Path) -> bytearray:
     """The beginning of a file without its byte order mark. Raises DataError if it is no text in UTF-8."""
     refuse_other_content(data, path)
     return data.removeprefix(UTF8_BOM)
@@ -359,20 +356,20 @@ def _record_start(file: IO[bytes], position: int, record_format: str) -> int:
 
 
 def _chunks(file_range: FileRange, record_format: str, chunk_bytes: int) -> Iterator[tuple[bytes, int]]:
-    """Yield (decompressed bytes, stored bytes of the file part so far)."""
+    """Yield (decompressed bytes, stored bytes of the file range so far)."""
     path = file_range.path
     with read_errors(path), open_regular(path) as file:
-        if compression := compression_of(path):
-            stream = decompressed(file, compression, chunk_bytes)
+        if compression := compression_suffix(path):
+            chunks = decompressed(file, compression, chunk_bytes)
         else:
-            # The end is the start of the first record after `stop`, by the same rule that the next part begins
+            # The end is the start of the first record after `stop`, by the same rule that the next range begins
             # with: no record is lost or read twice.
             stop = (
                 math.inf if file_range.stop is None else _record_start(file, file_range.stop, record_format)
             )
             file.seek(_record_start(file, file_range.start, record_format))
-            stream = _read_until(file, stop, chunk_bytes)
-        for chunk in stream:
+            chunks = _read_until(file, stop, chunk_bytes)
+        for chunk in chunks:
             yield chunk, file.tell() - file_range.start
 
 
@@ -382,8 +379,9 @@ def _read_until(file: IO[bytes], stop: float, chunk_bytes: int) -> Iterator[byte
 
 
 def _row_blocks(path: Path, text_key: str) -> Iterator[RecordBlock]:
+    """The blocks of a table."""
     consumed = 0
-    if delimiter := DELIMITERS.get(ending_of(path)):
+    if delimiter := DELIMITERS.get(file_ending(path)):
         row, chunks = csv_files.FIRST_ROW, _chunks(FileRange(path), "rows", BLOCK_BYTES)
         blocks = csv_files.column_texts(path, chunks, delimiter, text_key, MAX_RECORD_BYTES)
     else:
@@ -407,10 +405,10 @@ def parse_block(block: RecordBlock, text_key: str = "text") -> ParsedBlock:
         except UnusableRecord as error:
             # A file that ends inside a record was cut off while it was copied: another remedy than for bad
             # JSON.
-            cut_off = error.kind == "malformed_json" and line == unterminated_line
-            kind = "truncated_record" if cut_off else error.kind
-            note = " (the file ends inside this record)" if cut_off else ""
-            parsed.counts.add_bad(kind, SourceLocation(block.source, line, f"{error}{note}", block.start))
+            is_cut_off = error.kind == "malformed_json" and line == unterminated_line
+            problem = "truncated_record" if is_cut_off else error.kind
+            note = " (the file ends inside this record)" if is_cut_off else ""
+            parsed.counts.add_bad(problem, SourceLocation(block.source, line, f"{error}{note}", block.start))
             continue
         if text is None:
             parsed.counts.blank_lines += 1
@@ -436,7 +434,7 @@ def largest_record(block: RecordBlock) -> tuple[int, int]:
 
 
 def _unterminated_line(block: RecordBlock) -> int | None:
-    """The number of the file's last line if it does not end with a newline."""
+    """The number of a block's last line if it does not end with a newline: the last line of the file."""
     if not isinstance(block.data, bytes) or block.data.endswith(b"\n"):
         return None
     return block.first_line + block.data.count(b"\n")

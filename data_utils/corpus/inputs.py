@@ -18,7 +18,7 @@ from pathlib import Path
 from data_utils.common.errors import DataError
 from data_utils.common.setting_files import shorten
 from data_utils.corpus.column_files import is_saved_dataset, saved_dataset_files
-from data_utils.corpus.stored_files import COMPRESSIONS, compression_of, why_not_regular
+from data_utils.corpus.stored_files import COMPRESSIONS, compression_suffix, why_not_regular
 
 log = logging.getLogger(__name__)
 
@@ -39,26 +39,24 @@ _BOOKKEEPING = ("_", ".")  # how Spark, Hive and Arrow begin the names of files 
 _MOST_PROBLEMS = 30  # in a message
 
 
-def ending_of(path: Path) -> str:
+def file_ending(path: Path) -> str:
     """The ending that says what a file holds, in lower case and without that of its compression; "" = none."""
-    name = path.name[: len(path.name) - len(compression_of(path))]
+    name = path.name[: len(path.name) - len(compression_suffix(path))]
     return Path(name).suffix.lower()
 
 
 def file_format(path: Path, text_split: str) -> str:
     """How the records of a file lie in it: "jsonl", "rows" of a table, or `text_split` for .txt. Raises DataError."""
-    ending = ending_of(path)
+    ending = file_ending(path)
     record_format = _FORMATS.get(ending)
-    if record_format is None or (ending in TABLES and compression_of(path)):
+    if record_format is None or (ending in TABLES and compression_suffix(path)):
         raise DataError(f"input {path} {_unknown(path, ending)}.")
     return text_split if record_format == "text" else record_format
 
 
 def _unknown(path: Path, ending: str) -> str:
     if ending in TABLES:
-        return (
-            f"is a {ending} file in {compression_of(path)}, which does not allow random access; decompress it"
-        )
+        return f"is a {ending} file in {compression_suffix(path)}, which does not allow random access; decompress it"
     if any(suffix.lower() in _ARCHIVES for suffix in path.suffixes[-2:]):  # .tar.gz too
         return "is an archive; unpack it and give its files"
     return f"has an unknown suffix; supported are {_SUPPORTED}"
@@ -144,7 +142,7 @@ class _Inputs:
             {str(parent) for match in matches for parent in Path(match).parents} if "**" in pattern else ()
         )
         for match in map(Path, matches):
-            if match.name.startswith("_") and not ending_of(match) and match.is_file():
+            if match.name.startswith("_") and not file_ending(match) and match.is_file():
                 self._said["bookkeeping"][str(match)] = None
             elif str(match) not in entered:
                 self._add(match, is_match=True)
@@ -174,8 +172,8 @@ class _Inputs:
             self._refuse_for(error)
             return
         if not state.st_size:
-            kind = {".parquet": "parquet", ".arrow": "Arrow"}.get(ending_of(path))
-            if kind or compression_of(path):
+            kind = {".parquet": "parquet", ".arrow": "Arrow"}.get(file_ending(path))
+            if kind or compression_suffix(path):
                 what = f"not a readable {kind} file" if kind else "the compressed data is truncated"
                 self._refuse(f"{path}: {what} (it is empty); download it again")
                 return
@@ -189,7 +187,7 @@ class _Inputs:
             if is_saved_dataset(path):
                 for file in saved_dataset_files(path):
                     self._add(file)
-            elif ending_of(path) in _FORMATS:
+            elif file_ending(path) in _FORMATS:
                 if not self._add_parts(path, set()):
                     self._refuse(f"{path} is a directory without part files; download it again")
             elif not is_match or any(not name.startswith(".") for name in os.listdir(path)):

@@ -1,4 +1,4 @@
-"""Entities that texts mention: the numbers of their names, places in a text, and the tokens on which they stand.
+"""Entities that texts mention: the numbers of their names, their offsets in a text, and the tokens they begin at.
 
 A mention is `[start, end, name]` or `[start, end, name, score]`: characters of its text, `end` not included. A file
 gives each name a number: its first line is their count, each other line `name<TAB>number`, as in the entity2id.txt of
@@ -47,11 +47,12 @@ class EntityNames:
     def number(self, name: str) -> int:
         """The entity of a name, -1 if it has none."""
         wanted = name.encode("utf-8", "surrogatepass")
-        at = bisect.bisect_left(range(len(self.ends)), wanted, key=self._name)
-        return int(self.numbers[at]) if at < len(self.ends) and self._name(at) == wanted else -1
+        index = bisect.bisect_left(range(len(self.ends)), wanted, key=self._name)
+        is_known = index < len(self.ends) and self._name(index) == wanted
+        return int(self.numbers[index]) if is_known else -1
 
-    def _name(self, place: int) -> bytes:
-        return self.names[self.ends[place - 1] if place else 0 : self.ends[place]]
+    def _name(self, index: int) -> bytes:
+        return self.names[self.ends[index - 1] if index else 0 : self.ends[index]]
 
     def mentions(
         self, tree: Mapping[str, Any], key: str, text: str, min_score: float, hint: str = ""
@@ -60,11 +61,11 @@ class EntityNames:
 
         Args: key: field of the list. hint: follows what is said where there is none.
         """
-        found = tree.get(key)
-        if not isinstance(found, list):
+        entries = tree.get(key)
+        if not isinstance(entries, list):
             raise UnusableRecord("no_entities", f"there is no list {key!r} of {_SCHEMA}{hint}")
         mentions, counts = [], {KEPT: 0, UNKNOWN: 0, LOW_SCORE: 0}
-        for entry in found:
+        for entry in entries:
             start, end, name, score = _parsed(entry)
             if not 0 <= start < end <= len(text):
                 problem = f"the mention {shown(entry)} is not within the text of {len(text)} characters"
@@ -91,32 +92,32 @@ def _parsed(entry: object) -> tuple[int, int, str, float]:
     raise UnusableRecord("bad_mention", f"the mention {shown(entry)} is not {_SCHEMA}")
 
 
-def entities_of_tokens(mentions: list[Mention], places: list[tuple[int, int]], text: str) -> np.ndarray:
-    """The entity that begins at each token, int32 [tokens], -1 = none. Args and errors: as `tokens_of`."""
-    entities = np.full(len(places), -1, np.int32)
-    for first, _, entity in tokens_of(mentions, places, text):
+def token_entities(mentions: list[Mention], offsets: list[tuple[int, int]], text: str) -> np.ndarray:
+    """The entity that begins at each token, int32 [tokens], -1 = none. Args and errors: as `mention_tokens`."""
+    entities = np.full(len(offsets), -1, np.int32)
+    for first, _, entity in mention_tokens(mentions, offsets, text):
         entities[first] = entity
     return entities
 
 
-def tokens_of(
-    mentions: list[Mention], places: list[tuple[int, int]], text: str
+def mention_tokens(
+    mentions: list[Mention], offsets: list[tuple[int, int]], text: str
 ) -> Iterator[tuple[int, int, int]]:
     """First token, end and entity of each mention. Raises UnusableRecord for half a token.
 
-    Args: places: first character and end of each token.
+    Args: offsets: first character and end of each token.
     """
     token = 0
     for start, end, entity in mentions:
-        while token < len(places) and places[token][1] <= start:
+        while token < len(offsets) and offsets[token][1] <= start:
             token += 1
         last = token
-        while last < len(places) and places[last][0] < end:
+        while last < len(offsets) and offsets[last][0] < end:
             last += 1
         words = shown(text[start:end])
         if last == token:
             raise UnusableRecord("bad_mention", f"the mention {words} at {start} covers no token")
-        before, after = text[places[token][0] : start], text[end : places[last - 1][1]]
+        before, after = text[offsets[token][0] : start], text[end : offsets[last - 1][1]]
         if before.strip() or after.strip():  # a token may begin with the space before a word
             problem = f"the mention {words} at {start} begins or ends inside a token"
             raise UnusableRecord("bad_mention", problem)
@@ -139,26 +140,26 @@ def read_names(path: str, option: str) -> EntityNames:
             "follow; it must be the number of these lines, 1 or more."
         )
     names, numbers = [], np.full(len(lines), -1, np.int32)
-    for place, line in enumerate(lines):
+    for index, line in enumerate(lines):
         name, _, digits = line.rstrip(b"\r").rpartition(b"\t")
         number = _number(digits)
         if not name or not 0 <= number < len(lines):
             raise DataError(
-                f"{path}:{place + 2}: the line is {shown(line[:80].decode(errors='replace'))}; it must be a name, a "
+                f"{path}:{index + 2}: the line is {shown(line[:80].decode(errors='replace'))}; it must be a name, a "
                 f"tab and a number below {len(lines)}."
             )
         names.append(name)
-        numbers[place] = number
+        numbers[index] = number
     order = sorted(range(len(names)), key=names.__getitem__)
-    names = [names[place] for place in order]
-    name_again = next((name for name, following in itertools.pairwise(names) if name == following), None)
+    names = [names[index] for index in order]
+    repeated_name = next((name for name, following in itertools.pairwise(names) if name == following), None)
     values, counts = np.unique(numbers, return_counts=True)
-    for what, again in (
-        ("name", None if name_again is None else shown(name_again.decode(errors="replace"))),
+    for column, repeated in (
+        ("name", None if repeated_name is None else shown(repeated_name.decode(errors="replace"))),
         ("number", next(iter(values[counts > 1].tolist()), None)),
     ):
-        if again is not None:
-            raise DataError(f"{path}: the {what} {again} appears twice; give each entity its own.")
+        if repeated is not None:
+            raise DataError(f"{path}: the {column} {repeated} appears twice; give each entity its own.")
     ends = np.cumsum([len(name) for name in names])
     return EntityNames(hashlib.sha256(data).hexdigest(), b"".join(names), ends, numbers[order])
 

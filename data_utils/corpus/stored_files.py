@@ -40,7 +40,7 @@ _BEGINNINGS = {
 BEGINNING_BYTES = max(map(len, _BEGINNINGS))
 
 
-def compression_of(path: Path) -> str:
+def compression_suffix(path: Path) -> str:
     """The part of a name's end that tells how a file is compressed, such as .gz or .GZ; "" = it is not."""
     return path.suffix if path.suffix.lower() in COMPRESSIONS else ""
 

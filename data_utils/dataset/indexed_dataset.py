@@ -45,6 +45,7 @@ from data_utils.dataset.manifest import (
     require_finished,
     tokenizer_name,
 )
+from data_utils.dataset.unmapped import FileTokens
 
 logger = logging.getLogger(__name__)
 
@@ -272,8 +273,6 @@ class IndexedDataset:
         if (mapped := self._map(suffix)) is not None:
             self._maps.append((mapped, dtype.itemsize))
             return np.frombuffer(mapped, dtype)
-        from data_utils.dataset.unmapped import FileTokens
-
         return FileTokens(dataset_path(self.prefix, suffix), dtype, self.num_tokens)
 
     def _open_index(self) -> tuple[np.ndarray, np.ndarray]:

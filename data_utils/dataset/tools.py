@@ -115,45 +115,47 @@ def merge_datasets(prefixes: Sequence[str], output: str, overwrite: bool = False
                 f"datasets {datasets[0].prefix} and {dataset.prefix} were built with different tokenizers; "
                 f"rebuild one of them."
             )
-    of_entities = [dataset.manifest.get("entities", {}).get("ids") for dataset in datasets]
-    for dataset, ids in zip(datasets, of_entities, strict=True):
-        if ids != of_entities[0]:
+    entity_ids = [dataset.manifest.get("entities", {}).get("ids") for dataset in datasets]
+    for dataset, ids in zip(datasets, entity_ids, strict=True):
+        if ids != entity_ids[0]:
             raise DataError(
                 f"datasets {datasets[0].prefix} and {dataset.prefix} do not have the same entities or labels; "
                 "rebuild one with the --entity-ids, --capitals, --spans-key, --labels or --markers of the other."
             )
     require_prefix(str(output))
     existing = existing_files(output)
-    if any(dataset_path(p, ".bin").samefile(path) for path in existing for p in prefixes):
+    inputs = [dataset_path(prefix, ".bin") for prefix in prefixes]
+    if any(path.samefile(existing_path) for existing_path in existing for path in inputs):
         raise DataError(f"output {output} is also an input; choose another --output.")
     if existing and not overwrite and not is_left_by_a_stopped_writer(output):
         raise DataError(f"output {existing[0]} already exists; choose another --output or pass --overwrite.")
-    places = [dataset_path(prefix, ".bin").resolve() for prefix in prefixes]
-    again = next((prefix for i, prefix in enumerate(prefixes) if places[i] in places[:i]), None)
-    if again is not None:
+    resolved = [path.resolve() for path in inputs]
+    repeated = next((prefix for i, prefix in enumerate(prefixes) if resolved[i] in resolved[:i]), None)
+    if repeated is not None:
         raise DataError(
-            f"dataset {again} is given twice; give each dataset once (to repeat a corpus, raise its weight in "
+            f"dataset {repeated} is given twice; give each dataset once (to repeat a corpus, raise its weight in "
             "data.train)."
         )
     facts = _merged_manifest(datasets)  # refused before the work, if at all
     total = sum(dataset.num_tokens for dataset in datasets)
     with (
-        IndexedDatasetWriter(output, first["vocab_size"], of_entities[0] is not None) as writer,
+        IndexedDatasetWriter(output, first["vocab_size"], entity_ids[0] is not None) as writer,
         progress_bar(total=total, unit="token", unit_scale=True, desc="merge") as bar,
     ):
         for dataset in datasets:
             for start in range(0, dataset.num_documents, _DOCUMENTS):
                 lengths = dataset.lengths[start : start + _DOCUMENTS]
                 begin = int(dataset.pointers[start]) // dataset.dtype.itemsize
-                part = slice(begin, begin + int(lengths.sum(dtype=np.int64)))
-                tokens = dataset.tokens[part]
-                writer.add(tokens, lengths, None if dataset.entities is None else dataset.entities[part])
+                span = slice(begin, begin + int(lengths.sum(dtype=np.int64)))
+                tokens = dataset.tokens[span]
+                writer.add(tokens, lengths, None if dataset.entities is None else dataset.entities[span])
                 bar.update(len(tokens))
         writer.finish(facts)
     return IndexedDataset(output)
 
 
 def _identity(dataset: IndexedDataset) -> dict[str, Any]:
+    """What datasets must have in common to be merged. Raises DataError for one whose tokenizer is unknown."""
     if dataset.manifest.get("adopted"):
         raise DataError(
             f"dataset {dataset.prefix} was adopted, so its tokenizer is unknown and it cannot be merged; rebuild it."
@@ -166,8 +168,8 @@ def _merged_manifest(datasets: Sequence[IndexedDataset]) -> dict[str, Any]:
     manifests = [dataset.manifest for dataset in datasets]
     bad: dict[str, int] = {}
     for manifest in manifests:
-        for kind, count in manifest.get("bad_records", {}).items():
-            bad[kind] = bad.get(kind, 0) + count
+        for problem, count in manifest.get("bad_records", {}).items():
+            bad[problem] = bad.get(problem, 0) + count
     return {
         **{key: manifests[0].get(key) for key in ("eos", "documents_end_with_eos", "tokenizer")},
         **joined_entities([manifest["entities"] for manifest in manifests if "entities" in manifest]),
@@ -184,12 +186,14 @@ def _merged_manifest(datasets: Sequence[IndexedDataset]) -> dict[str, Any]:
     }
 
 
-def joined_entities(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The entry `entities` of a manifest from those of its parts, whose ids are the same; {} without parts."""
-    if not parts:
+def joined_entities(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The entry `entities` of a merged manifest from those of its datasets, whose ids are the same; {} without any."""
+    if not entries:
         return {}
-    mentions = {name: sum(part["mentions"].get(name, 0) for part in parts) for name in parts[0]["mentions"]}
-    return {"entities": {**parts[0], "mentions": mentions}}
+    mentions = {
+        name: sum(entry["mentions"].get(name, 0) for entry in entries) for name in entries[0]["mentions"]
+    }
+    return {"entities": {**entries[0], "mentions": mentions}}
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ def to_token_dtype(ids: np.ndarray, vocab_size: int) -> np.ndarray:
     return ids.astype(token_dtype(vocab_size), copy=False)
 
 
-def index_pieces(lengths: np.ndarray, dtype: np.dtype) -> Iterator[bytes]:
+def index_chunks(lengths: np.ndarray, dtype: np.dtype) -> Iterator[bytes]:
     """The bytes of the .idx file for documents of `lengths` [documents] and tokens of `dtype`."""
     count = len(lengths)
     code = next(code for code, known in DTYPE_CODES.items() if np.dtype(known) == dtype)
@@ -127,7 +127,7 @@ class IndexedDatasetWriter:
                 lengths = (
                     np.memmap(self._partial(".lengths"), "<i4", "r") if self.num_documents else np.empty(0)
                 )
-                for chunk in index_pieces(lengths, self.dtype):
+                for chunk in index_chunks(lengths, self.dtype):
                     index.write(chunk)
                     self._checksums[".idx"].update(chunk)
                 sync_file(index)

@@ -1,4 +1,4 @@
-"""Spans that the corpus lists along with its tokens (data_utils/build/spans.py), as mask units (masking.py).
+"""Spans that the corpus lists along with its tokens (data_utils/build/annotations.py), as mask units (masking.py).
 
 A span begins and ends mask units. A span that the window cuts is ignored: its words are masked as words.
 """

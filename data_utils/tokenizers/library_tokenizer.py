@@ -10,11 +10,12 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders
 
+from data_utils.tokenizers.fast.encoders import library_or_faster
 from data_utils.tokenizers.fast.library_encoders import Encoder, without_lone_surrogates
 from data_utils.tokenizers.special_tokens import ROBERTA_NAMES, assign_special_tokens
 from data_utils.tokenizers.tokenizer import Tokenizer, fingerprint
 from data_utils.tokenizers.tokenizer_readers import TokenizerConfig
-from data_utils.tokenizers.word_marks import WordMarks, marks_of
+from data_utils.tokenizers.word_marks import WordMarks, find_word_marks
 
 # A noncharacter, put before special names inside the `tokenizers` library, so that no text equals one.
 HIDDEN = "\ufdd0"
@@ -60,8 +61,6 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @functools.cached_property
     def _encoder(self) -> Encoder:  # type: ignore[override]
-        from data_utils.tokenizers.fast.encoders import library_or_faster
-
         return library_or_faster(self._backend, self._backend_names)
 
     def encode_batch(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -83,7 +82,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @functools.cached_property
     def word_marks(self) -> WordMarks:  # type: ignore[override]
-        return marks_of(self._backend)
+        return find_word_marks(self._backend)
 
     @functools.cached_property
     def _added(self) -> frozenset[int]:

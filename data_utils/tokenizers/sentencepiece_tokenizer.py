@@ -46,8 +46,8 @@ class SentencePieceTokenizer(Tokenizer):
         self._set_vocabulary(known, glm, names, pieces.keys())
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        found = self._model.encode(without_lone_surrogates(text), return_type="offset_mapping")
-        return found["ids"], found["offsets"]
+        mapping = self._model.encode(without_lone_surrogates(text), return_type="offset_mapping")
+        return mapping["ids"], mapping["offsets"]
 
     def _decode_text(self, ids: list[int], at_start: bool) -> str:
         text = self._model.decode(ids)
@@ -59,12 +59,14 @@ class SentencePieceTokenizer(Tokenizer):
         pieces = map(self._model.id_to_piece, range(self._model.get_piece_size()))
         marked = [piece for piece in pieces if _SPACE in piece and piece.strip(_SPACE)]
         # A model that was trained with treat_whitespace_as_suffix has all of its spaces at the ends of pieces.
-        trails = bool(marked) and all(piece.endswith(_SPACE) for piece in marked)
-        return WordMarks("space", _SPACE, trails=trails and not any(p.startswith(_SPACE) for p in marked))
+        trails = bool(marked) and all(
+            piece.endswith(_SPACE) and not piece.startswith(_SPACE) for piece in marked
+        )
+        return WordMarks("space", _SPACE, trails=trails)
 
     def is_unknown(self, token_id: int) -> bool:
-        own = token_id < self._model.get_piece_size() and self._model.is_unknown(token_id)
-        return own or super().is_unknown(token_id)
+        is_in_model = token_id < self._model.get_piece_size()
+        return (is_in_model and self._model.is_unknown(token_id)) or super().is_unknown(token_id)
 
     def _has(self, name: str) -> bool:
         return not self._model.is_unknown(self._model.piece_to_id(name))

@@ -26,6 +26,7 @@ import numpy as np
 
 from data_utils.common.errors import DataError
 from data_utils.tokenizers.fast.library_encoders import Encoder
+from data_utils.tokenizers.published_tokens import added_to_published, own_special_tokens
 from data_utils.tokenizers.special_tokens import SpecialTokens, all_special_names
 from data_utils.tokenizers.tokenizer_readers import TokenizerConfig, read_files
 from data_utils.tokenizers.word_marks import WordMarks, WordToken
@@ -55,8 +56,8 @@ def load_tokenizer(config: TokenizerConfig) -> Tokenizer:
     """
     config = config.local()
     loaders = importlib.import_module(f"data_utils.tokenizers.{MODULES[config.kind]}")
-    made: Tokenizer = getattr(loaders, f"load_{config.kind}")(config, read_files(config))
-    return made
+    tokenizer: Tokenizer = getattr(loaders, f"load_{config.kind}")(config, read_files(config))
+    return tokenizer
 
 
 class Tokenizer(abc.ABC):
@@ -92,12 +93,13 @@ class Tokenizer(abc.ABC):
 
         Spaces before a marker are dropped, because a predicted span has its own leading space.
         """
-        parts = re.split("(" + "|".join(map(re.escape, PROMPT_MARKERS)) + ")", text)
+        # text, marker, text, marker, ..., text
+        *texts_and_markers, last = re.split("(" + "|".join(map(re.escape, PROMPT_MARKERS)) + ")", text)
         ids = []
-        for i in range(0, len(parts) - 1, 2):  # text, marker, text, marker, ..., text
-            ids += self.encode(parts[i].rstrip(" "))
-            ids.append(getattr(self.special, PROMPT_MARKERS[parts[i + 1]]))
-        return ids + self.encode(parts[-1])
+        for before, marker in zip(texts_and_markers[::2], texts_and_markers[1::2], strict=True):
+            ids += self.encode(before.rstrip(" "))
+            ids.append(getattr(self.special, PROMPT_MARKERS[marker]))
+        return ids + self.encode(last)
 
     def decode(self, ids: Iterable[int], skip_special: bool = False) -> str:
         """Text of `ids`; special tokens appear by name, or not at all with `skip_special`.
@@ -108,13 +110,13 @@ class Tokenizer(abc.ABC):
         ids = self._checked(ids)
         if skip_special:
             ids = [i for i in ids if i not in self.special_names]
-        parts: list[str] = []
+        texts: list[str] = []
         for is_special, group in itertools.groupby(ids, key=self.special_names.__contains__):
             if is_special:
-                parts.extend(self.special_names[i] for i in group)
+                texts.extend(self.special_names[i] for i in group)
             else:
-                parts.append(self._decode_text(list(group), at_start=not parts))
-        return self._separator.join(parts)
+                texts.append(self._decode_text(list(group), at_start=not texts))
+        return self._separator.join(texts)
 
     def token_to_text(self, token_id: int) -> str:
         """One token for display: a special token's name, else its text, which may be part of a character."""
@@ -130,10 +132,10 @@ class Tokenizer(abc.ABC):
         """What a token tells of words. What is no text, or was added to the vocabulary, is a word."""
         marks, name = self.word_marks, self._name(token_id)
         if self.is_unknown(token_id):
-            return marks.of_unknown(self.special_names.get(token_id, name), self._has(marks.mark))
+            return marks.unknown_word_token(self.special_names.get(token_id, name), self._has(marks.mark))
         if token_id in self.special_names or self._is_added(token_id):
             return WordToken(True, True, self.special_names.get(token_id, name))
-        return marks.of(name)
+        return marks.word_token(name)
 
     def is_unknown(self, token_id: int) -> bool:
         """Whether a token stands for text that the vocabulary lacks."""
@@ -165,8 +167,6 @@ class Tokenizer(abc.ABC):
         if config.added_tokens == "glm":
             (self.special, size), self.lacking = glm, frozenset()
         else:
-            from data_utils.tokenizers.published_tokens import added_to_published, own_special_tokens
-
             size = max(ids_in_files) + 1
             roles, added = added_to_published(config.added_tokens, known.keys(), size)
             self.special, self.lacking = own_special_tokens({**known, **roles})
@@ -181,8 +181,8 @@ class Tokenizer(abc.ABC):
         self.special_names = all_special_names(
             self.special, self.lacking, names, self.vocab_size, ids_in_files
         )
-        own = range(max(ids_in_files) + 1, self.num_tokens)
-        self.added_names = {i: self.special_names[i] for i in own if i in self.special_names}
+        added_ids = range(max(ids_in_files) + 1, self.num_tokens)
+        self.added_names = {i: self.special_names[i] for i in added_ids if i in self.special_names}
 
     def _checked(self, ids: Iterable[int]) -> list[int]:
         ids = [int(i) for i in ids]

@@ -1,4 +1,4 @@
-"""Reads, parses and checks the files of a tokenizer; tokenizers.py makes tokenizers of them."""
+"""Reads, parses and checks the files of a tokenizer; tokenizer.py makes tokenizers of them."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ class TokenizerConfig:
         """
         if (name := self.hub_name) is None:
             return self
-        found = fetch_small(name, "tokenizer.path", "tokenizer.path=DIR", FILES[self.kind])
-        return replace(self, path=str(found.directory))
+        fetched = fetch_small(name, "tokenizer.path", "tokenizer.path=DIR", FILES[self.kind])
+        return replace(self, path=str(fetched.directory))
 
     def absolute(self) -> TokenizerConfig:
         """The configuration with an absolute path, so that a run can be opened from any working directory."""
@@ -110,19 +110,19 @@ def model_vocab(model: Mapping[str, Any], path: Path) -> dict[str, Any]:
     vocab = model.get("vocab")
     if isinstance(vocab, dict):
         return dict(vocab)
-    if isinstance(vocab, list) and all(isinstance(v, list) and len(v) == 2 for v in vocab):  # Unigram
-        return {str(piece): i for i, (piece, _) in enumerate(vocab)}
+    if isinstance(vocab, list) and all(isinstance(entry, list) and len(entry) == 2 for entry in vocab):
+        return {str(token): i for i, (token, _) in enumerate(vocab)}  # Unigram: token and score
     raise DataError(f"{path}: the model has no vocabulary; give a tokenizer.json of the tokenizers library.")
 
 
 def merge_results(model: Mapping[str, Any], path: Path) -> set[str]:
     """The tokens that a BPE model makes by merging two others, hence ordinary text."""
     merges, prefix = model.get("merges") or [], model.get("continuing_subword_prefix") or ""
-    pairs = (
-        [m.split(" ") if isinstance(m, str) else m for m in merges] if isinstance(merges, list) else [merges]
-    )
+    if not isinstance(merges, list):
+        merges = [merges]  # refused below
+    pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
     for pair in pairs:
-        if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(piece, str) for piece in pair)):
+        if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(token, str) for token in pair)):
             raise DataError(f"{path}: merge {str(pair)[:50]!r} must be two tokens; the file is damaged.")
         if not (
             isinstance(prefix, str) and pair[1].startswith(prefix)
@@ -143,10 +143,10 @@ def read_files(config: TokenizerConfig) -> dict[str, bytes]:
         )
     if config.kind == "sentencepiece":
         return {"model": _read(_find_sentencepiece_model(path))}
-    first, *others = FILES[config.kind]
+    first, *other_names = FILES[config.kind]
     directory = path if path.is_dir() else path.parent
-    read = {first: _read(path / first if path.is_dir() else path)}
-    return read | {name: _read(directory / name) for name in others}
+    contents = {first: _read(path / first if path.is_dir() else path)}
+    return contents | {name: _read(directory / name) for name in other_names}
 
 
 def _find_sentencepiece_model(path: Path) -> Path:
@@ -205,12 +205,12 @@ def check_vocab(ids: Mapping[str, Any], path: Path) -> None:
 
 def check_unique(ids: Mapping[str, int], path: Path) -> None:
     """Raise DataError for an id of two tokens: which of them text gets would be chance."""
-    first: dict[int, str] = {}
+    token_of_id: dict[int, str] = {}
     for token, token_id in ids.items():
-        other = first.setdefault(token_id, token)
-        if other != token:
+        earlier = token_of_id.setdefault(token_id, token)
+        if earlier != token:
             raise DataError(
-                f"{path}: {other[:50]!r} and {token[:50]!r} both have the id {token_id}; give each token its own id, "
+                f"{path}: {earlier[:50]!r} and {token[:50]!r} both have the id {token_id}; give each token its own id, "
                 "or remove one."
             )
 

@@ -50,14 +50,14 @@ class Vocabulary:
 
 
 def vocabulary_of(tokenizer: Tokenizer, decoder: Tokenizer | None = None) -> Vocabulary:
-    """The tables of a tokenizer, and of that of a decoder with one of its own.
+    """The tables of a tokenizer, and those of the decoder's tokenizer where that is another one.
 
     word_marks.py says how tokens mark words. Chinese characters and what is no text are words of their own.
     """
-    told = [tokenizer.word_token(i) for i in range(tokenizer.vocab_size)]
-    starts, ends = np.array([token.begins for token in told]), np.array([token.ends for token in told])
+    tokens = [tokenizer.word_token(i) for i in range(tokenizer.vocab_size)]
+    starts, ends = np.array([token.begins for token in tokens]), np.array([token.ends for token in tokens])
     special = tokenizer.special_names
-    is_text = np.array([i not in special and not tokenizer.is_unknown(i) for i in range(len(told))])
+    is_text = np.array([i not in special and not tokenizer.is_unknown(i) for i in range(len(tokens))])
     starts |= bool(starts[is_text].all())  # no token continues a word: what is unknown is a word too
     unknown = tokenizer.word_marks.unknown
     if not unknown and not (starts | ends)[is_text].any():
@@ -71,9 +71,9 @@ def vocabulary_of(tokenizer: Tokenizer, decoder: Tokenizer | None = None) -> Voc
         word_end=None if unknown or starts.all() or not ends[is_text].any() else ends,
         words_unknown=unknown
         and f"the tokenizer {tokenizer.config.path} does not show where words begin: {unknown}",
-        token_texts=tuple(token.text for token in told),
+        token_texts=tuple(token.text for token in tokens),
         lacking=tokenizer.lacking,
-        sentinels=_sentinels([token.text for token in told]),
+        sentinels=_sentinels([token.text for token in tokens]),
         decoder=None if decoder is None else vocabulary_of(decoder),
     )
 

@@ -11,6 +11,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from data_utils.common.errors import DataError
 from data_utils.common.setting_files import one_line
 from data_utils.tokenizers.library_tokenizer import HuggingFaceTokenizer
+from data_utils.tokenizers.published_tokens import roberta_roles
 from data_utils.tokenizers.special_tokens import ROBERTA_NAMES, SPECIAL_NAMES
 from data_utils.tokenizers.tokenizer import Tokenizer
 from data_utils.tokenizers.tokenizer_readers import (
@@ -100,8 +101,6 @@ def _bpe(
 def _gpt2_roles(names: Set[str], path: Path, added_tokens: str) -> tuple[dict[str, str], Set[str]]:
     """Role -> name in a vocab.json of GPT-2 or RoBERTa, and names there that are neither text nor a role."""
     if names >= set(ROBERTA_NAMES.values()):
-        from data_utils.tokenizers.published_tokens import roberta_roles
-
         return roberta_roles(names, added_tokens)
     eos, other = SPECIAL_NAMES["eos"], sorted(names & set(ROBERTA_NAMES.values()))
     if eos in names and not other:

@@ -1,7 +1,7 @@
 """How the tokens of a vocabulary show where words begin.
 
 The text of a token does not say it: `##` is a mark of WordPiece and a heading of Markdown. So the tokenizer's pipeline
-is asked. There are four kinds of marks:
+is asked. There are four types of marks:
     prefix   of tokens that continue a word: WordPiece (`##` or another), BPE with such a prefix
     suffix   of tokens that end a word: `</w>` of GPT and CLIP
     joint    a suffix of tokens whose word goes on: `@@` of subword-nmt
@@ -37,7 +37,7 @@ def is_chinese(text: str) -> bool:
     """Whether all of a text is Chinese characters."""
     if not text or text.isascii():
         return False
-    return all(any(low <= ord(c) <= high for low, high in _CHINESE) for c in text)
+    return all(any(low <= ord(character) <= high for low, high in _CHINESE) for character in text)
 
 
 class WordToken(NamedTuple):
@@ -59,23 +59,23 @@ class WordMarks:
     alone: bool = False  # a space is a word
     unknown: str = ""
 
-    def of(self, name: str) -> WordToken:
+    def word_token(self, name: str) -> WordToken:
         """What a token of text tells by its name in the vocabulary."""
         if self.kind == "word":
             return WordToken(True, True, name)
         # A name that is all mark is the text of the mark: a continued word has at least one more character.
-        rest = len(name) > len(self.mark)
+        has_text = len(name) > len(self.mark)
         if self.kind == "prefix":
-            continues = rest and name.startswith(self.mark)
+            continues = has_text and name.startswith(self.mark)
             return WordToken(not continues, False, name.removeprefix(self.mark) if continues else name)
         if self.kind in ("suffix", "joint"):
-            marked = rest and name.endswith(self.mark)
-            ends = marked == (self.kind == "suffix")
-            text = name.removesuffix(self.mark) if marked else name
+            is_marked = has_text and name.endswith(self.mark)
+            ends = is_marked == (self.kind == "suffix")
+            text = name.removesuffix(self.mark) if is_marked else name
             return WordToken(is_chinese(text[:1]), ends or is_chinese(text[-1:]), text + " " * ends)
-        return self._by_spaces(self._bytes_of(name))
+        return self._read_spaces(self._token_bytes(name))
 
-    def of_unknown(self, name: str, has_mark: bool) -> WordToken:
+    def unknown_word_token(self, name: str, has_mark: bool) -> WordToken:
         """What the token for unknown text tells.
 
         Args: has_mark: the vocabulary has the mark as a token, so that unknown text follows it.
@@ -84,14 +84,15 @@ class WordMarks:
             return WordToken(not has_mark, False, name)
         return WordToken(self.kind != "suffix", self.kind != "prefix", name)
 
-    def _bytes_of(self, name: str) -> bytes:
+    def _token_bytes(self, name: str) -> bytes:
+        """The UTF-8 of a token, which may be a cut-off character."""
         if self.is_bytes and _BYTES.keys() >= set(name):
             return bytes(map(_BYTES.__getitem__, name))
         if name.startswith("<0x") and (byte := _BYTE.fullmatch(name)):
             return bytes([int(byte[1], 16)])
         return (name.replace(self.mark, " ") if self.mark else name).encode("utf-8", "replace")
 
-    def _by_spaces(self, data: bytes) -> WordToken:
+    def _read_spaces(self, data: bytes) -> WordToken:
         text = data.decode("utf-8", "replace")
         first, last = text[:1], text[-1:]
         # A space stands before its word; other white space is cut from it. `▁` alone is the beginning of a word
@@ -102,7 +103,7 @@ class WordMarks:
         return WordToken(begins or chinese, ends or is_chinese(last), text)
 
 
-def marks_of(backend: tokenizers.Tokenizer) -> WordMarks:
+def find_word_marks(backend: tokenizers.Tokenizer) -> WordMarks:
     """The marks of a pipeline of the library `tokenizers`, by its model and by what it makes of a space."""
     model = backend.model
     if isinstance(model, models.WordLevel):
@@ -115,13 +116,13 @@ def marks_of(backend: tokenizers.Tokenizer) -> WordMarks:
     if len(_words(backend, "ab")) > 1:
         return WordMarks(unknown=f"its pre-tokenizer splits text into characters, so its {name} has no words")
     words = _words(backend, "a b")
-    found = re.search("a(.*)b", "".join(words), re.DOTALL)
-    space = found[1] if found else ""
+    match = re.search("a(.*)b", "".join(words), re.DOTALL)
+    space = match[1] if match else ""
     if not space and _has_joints(backend):
         return WordMarks("joint", JOINT)
     if len(space) != 1:
-        what = "drops spaces" if not space else f"writes a space as {space!r}"
-        return WordMarks(unknown=f"it {what}, and the tokens of its {name} do not mark words")
+        habit = "drops spaces" if not space else f"writes a space as {space!r}"
+        return WordMarks(unknown=f"it {habit}, and the tokens of its {name} do not mark words")
     return WordMarks(
         "space",
         space,

@@ -15,8 +15,8 @@ from data_utils.common.errors import ConfigError
 from data_utils.tasks.base import TargetGroup, TaskSample
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.templates.collate import collate
-from data_utils.tasks.templates.forms import input_format_of
 from data_utils.tasks.templates.heads_input import FORMS, head_document, overhead
+from data_utils.tasks.templates.input_formats import choose_input_format
 from data_utils.tasks.templates.inputs import Inputs
 from megatron_lite.inference.open_run import OpenRun, Run
 from megatron_lite.model.micro_batch import MicroBatch
@@ -45,7 +45,7 @@ def inputs_of(run: OpenRun) -> Inputs:
         )
     length = min(run.config.data.sequence_length, run.config.model.max_position)
     settings = TaskConfig(name="texts", kind="tagging", reader="jsonl", sequence_length=max(length, 8))
-    inputs = Inputs(settings, run.tokenizer, input_format_of("auto", run.objectives), seed=0)
+    inputs = Inputs(settings, run.tokenizer, choose_input_format("auto", run.objectives), seed=0)
     inputs.require_format(FORMS)
     return inputs
 

@@ -14,9 +14,9 @@ import torch
 from data_utils.common.errors import DataError
 from data_utils.tasks.base import TaskRecord, TaskSample, target_group_with_loss
 from data_utils.tasks.config import TaskConfig
-from data_utils.tasks.metrics.answers import positive_label, prediction, references, shares
+from data_utils.tasks.metrics.decode_outputs import positive_label, prediction, probabilities, references
 from data_utils.tasks.metrics.metrics import measure
-from data_utils.tasks.metrics.metrics_by_task import LOSS, metrics_of, perplexities
+from data_utils.tasks.metrics.metrics_by_task import LOSS, perplexities, task_metrics
 from data_utils.tasks.readers.pairs import sentences_on_lines
 from data_utils.tasks.templates.render import Renderer
 from data_utils.tasks.templates.windows import Lambada
@@ -85,7 +85,7 @@ class Evaluation:
             for record, sample, given in zip(self.records, self._samples, answers, strict=True)
         ]
         scores = [
-            shares(self._renderer, sample, given)
+            probabilities(self._renderer, sample, given)
             for sample, given in zip(self._samples, answers, strict=True)
         ]
         extra = {} if None in scores else {"scores": scores}
@@ -97,7 +97,7 @@ class Evaluation:
         if any(record.label is None for record in self.records):
             return {}
         return measure(
-            metrics_of(self._task).names,
+            task_metrics(self._task).names,
             predictions,
             references(self.records),
             groups=[record.group for record in self.records],
@@ -112,7 +112,7 @@ class Evaluation:
         measured = {"accuracy": sum(right) / len(right), "word_perplexity": word_perplexity}
         words: list[str | None] = [None] * len(right)
         if write is not None:
-            kind, texts = self._renderer.kind, self._written(write)
+            kind, texts = self._renderer.task_type, self._written(write)
             assert isinstance(kind, Lambada)
             found = zip(self.records, texts, right, strict=True)
             words = [kind.predicted(record, text, is_right=flag) for record, text, flag in found]
@@ -131,7 +131,7 @@ class Evaluation:
             return EvaluationResult(losses, self.records, [], self.cut)
         found = self._written(model.write)
         compared = found
-        if any(name.startswith("rougeLsum") for name in metrics_of(self._task).names):
+        if any(name.startswith("rougeLsum") for name in task_metrics(self._task).names):
             compared = [sentences_on_lines(text) for text in found]  # as references have it
         return EvaluationResult({**self.measured(compared), **losses}, self.records, found, self.cut)
 
@@ -173,7 +173,7 @@ class Evaluation:
         return by_record
 
     def _answers(self, answer: Predict, samples: Sequence[TaskSample]) -> list[np.ndarray]:
-        """The answers of each sample (data_utils/tasks/metrics/answers.py), on all ranks. Raises: DataError for NaN."""
+        """The model's outputs for each sample (see decode_outputs.py), on all ranks. Raises: DataError for NaN."""
         dp, mine = self._context.dp, []
         per_pass = self._size * dp.size
         for start in range(0, len(samples), per_pass):

@@ -24,7 +24,7 @@ from data_utils.tasks.base import TargetGroup, TaskSample
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.templates.collate import collate
 from data_utils.tasks.templates.continuations import Continuations
-from data_utils.tasks.templates.forms import input_format_of
+from data_utils.tasks.templates.input_formats import choose_input_format
 from data_utils.tasks.templates.inputs import Inputs
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.tree import Config
@@ -91,7 +91,7 @@ class Harness:
             stride=options.stride or max(1, (self.longest - 1) // 2),
             bidirectional=options.bidirectional,
         )
-        form = input_format_of(options.form, run.config.objective_choices)
+        form = choose_input_format(options.form, run.config.objective_choices)
         inputs = Inputs(task, run.tokenizer, form, run.config.training.seed)
         self.template = Continuations(
             inputs,
@@ -107,7 +107,7 @@ class Harness:
 
     def report(self) -> dict[str, Any]:
         """Number of requests of each kind, contexts cut, and the form in which the model got them, for a JSON file."""
-        form, task = self.template.inputs.form, self.template.inputs.config
+        form, task = self.template.inputs.input_format, self.template.inputs.config
         found: dict[str, Any] = {
             "form": form.name, "objective": form.objective, "step": self.run.checkpoint.step,
             "sequence_length": self.longest, "stride": task.stride, "score_end": self.options.score_end,
@@ -127,7 +127,7 @@ class Harness:
         Raises: DataError as `Continuations.asked`.
         """
         self.asked["loglikelihood"] += len(pairs)
-        asked = [self.template.asked(*pair) for pair in pairs]
+        asked = [self.template.tokenize(*pair) for pair in pairs]
         self.cut += sum(one.cut > 0 for one in asked)
         # Longest first: running out of memory shows at once, and equal contexts are neighbours.
         order = sorted(
@@ -145,7 +145,7 @@ class Harness:
         Raises: ConfigError for a run that does not predict such units; DataError for a text without a token.
         """
         self.template.check_score(unit)
-        samples = ((number, self.template.pseudo(text, unit)) for number, text in enumerate(texts))
+        samples = ((number, self.template.pseudo_sample(text, unit)) for number, text in enumerate(texts))
         return self._scores(samples, len(texts))[0].tolist()
 
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
@@ -233,7 +233,7 @@ class Harness:
 
     def _decoder(self, config: GenerationConfig, until: Sequence[str]) -> Decoder:
         run, decode = self.run, self.run.tokenizer.decode
-        form = self.template.inputs.form
+        form = self.template.inputs.input_format
         objectives = [choice for choice in run.objectives if choice.name == form.objective]
         check(
             bool(objectives),

@@ -93,9 +93,9 @@ def _numbers(paradigms: Sequence[Paradigm]) -> dict[str, Any]:
 
 def usual_score(harness: Harness) -> str:
     template = harness.template
-    if template.form == "glm" and not template.knows_word_blanks:
+    if template.format_name == "glm" and not template.knows_word_blanks:
         return "left-to-right"
-    return USUAL.get(template.form, "left-to-right")
+    return USUAL.get(template.format_name, "left-to-right")
 
 
 def measure(harness: Harness, pairs: Sequence[MinimalPair], score: str) -> Scores:
@@ -127,7 +127,7 @@ def scored(harness: Harness, texts: Sequence[str], score: str) -> list[float]:
     """The score of each sentence, in nats."""
     if score == "left-to-right":
         # lm_eval puts a space before what follows a context, also an empty one. GPT-2's tokens differ by it.
-        space = " " if harness.template.form == "causal" else ""
+        space = " " if harness.template.format_name == "causal" else ""
         return [total for total, _ in harness.loglikelihood([("", space + text) for text in texts])]
     return harness.pseudo_loglikelihood(texts, score)
 

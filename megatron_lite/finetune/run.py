@@ -28,7 +28,7 @@ from data_utils.common.files import write_whole
 from data_utils.objectives import LOSS_NAMES
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.metrics.metrics_by_task import LOSS, Metrics, compared_by
-from data_utils.tasks.metrics.predictions import file_name, write_predictions
+from data_utils.tasks.metrics.prediction_files import file_name, write_predictions
 from data_utils.tasks.readers.synthetic import optimum
 from megatron_lite.checkpoint.manifest import BEST, RESULTS, TASK_HEAD
 from megatron_lite.checkpoint.read import find_checkpoint, load_weights_only
@@ -295,8 +295,8 @@ def warn_of_little_progress(task: Task, directory: Path, keeper: TaskMetricKeepe
     if keeper is not None:
         # Scores are compared with one answer to all samples: a score that only stands still may be at its
         # optimum.
-        of_labels, labels = task.renderer.answers in ("classes", "numbers of choices"), set[Any]()
-        if of_labels or task.renderer.answers == "label sets":
+        of_labels, labels = task.renderer.prediction_type in ("classes", "numbers of choices"), set[Any]()
+        if of_labels or task.renderer.prediction_type == "label sets":
             labels = {record.label if of_labels else tuple(record.label) for record in task.train}
         possible = {path: optimum(path) for path in task.validation if settings.reader == "synthetic"}
         reasons += filter(None, [keeper.lack(labels, possible)])
@@ -312,7 +312,7 @@ def warn_of_little_progress(task: Task, directory: Path, keeper: TaskMetricKeepe
 
 def loss_of_guess(task: Task) -> float:
     """Entropy of the training samples' labels, nats, where the loss is the cross entropy of such; else 0."""
-    of_labels = task.renderer.answers in ("classes", "numbers of choices")
+    of_labels = task.renderer.prediction_type in ("classes", "numbers of choices")
     if not of_labels or task.settings.loss != "cross_entropy" or task.config.finetune.lm_weight:
         return 0.0
     counts = Counter(record.label for record in task.train).values()

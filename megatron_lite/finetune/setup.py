@@ -19,8 +19,8 @@ from data_utils.common.settings import build, check, merge, parse_override, to_t
 from data_utils.tasks.base import TaskRecord
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.metrics.metrics_by_task import check_metrics, compared_by, with_no_answers
-from data_utils.tasks.readers.by_name import labels_of, read_records
-from data_utils.tasks.templates.forms import input_format_of
+from data_utils.tasks.readers.by_name import read_records, task_labels
+from data_utils.tasks.templates.input_formats import choose_input_format
 from data_utils.tasks.templates.render import Renderer
 from data_utils.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megatron_lite.checkpoint.manifest import RESULTS
@@ -206,7 +206,7 @@ def _with_files(config: Config, tokenizer: Tokenizer) -> Task:
     renderer = make_renderer(config, tokenizer)
     task = config.task
     assert task is not None
-    check_metrics(task, renderer.answers, renderer.labels)
+    check_metrics(task, renderer.prediction_type, renderer.labels)
     train = [] if task.train is None else training_records(config, renderer)
     validation, test = (
         {path: read_records(task, path, labelled=labelled) for path in paths}
@@ -228,8 +228,8 @@ def make_renderer(config: Config, tokenizer: Tokenizer) -> Renderer:
     """The renderer of a configuration, checked."""
     task = config.task
     assert task is not None
-    form = input_format_of(task.form, config.objective_choices)
-    renderer = Renderer(task, tokenizer, form, config.training.seed, labels_of(task))
+    form = choose_input_format(task.form, config.objective_choices)
+    renderer = Renderer(task, tokenizer, form, config.training.seed, task_labels(task))
     renderer.check()
     return renderer
 

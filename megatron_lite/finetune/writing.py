@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from data_utils.common.errors import ConfigError
 from data_utils.objectives import ObjectiveChoice
-from data_utils.tasks.templates.forms import input_format_of
+from data_utils.tasks.templates.input_formats import choose_input_format
 from data_utils.tokenizers.tokenizer import Tokenizer
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.tree import Config
@@ -53,7 +53,7 @@ def _word_writer(
     """Greedy words, with the template that scores them. None, with one warning, if the run cannot generate with it."""
     task = config.task
     assert task is not None
-    form = input_format_of(task.form, config.objective_choices)
+    form = choose_input_format(task.form, config.objective_choices)
     own = [choice for choice in objectives if choice.name == form.objective]
     if not own or (form.name == "glm" and (not task.bidirectional or model.config.decoder_layers)):
         _warn_once(f"{run} in the form {form.name}{'' if task.bidirectional else ', left to right,'}")

@@ -24,7 +24,7 @@ from transformers import GenerationConfig
 
 from data_utils.common.errors import CheckpointError
 from data_utils.common.settings import checked, setting
-from data_utils.tasks.readers.by_name import labels_of
+from data_utils.tasks.readers.by_name import task_labels
 from data_utils.tokenizers.special_tokens import SpecialTokens
 from data_utils.tokenizers.tokenizer import Tokenizer
 from megatron_lite.checkpoint.read import weight_reader
@@ -279,7 +279,7 @@ def _describe_head(described: GLMConfig, run: OpenRun) -> None:
     if run.config.model.task_head == "values":
         described.num_labels = 1
         return
-    names = () if task is None else labels_of(task)
+    names = () if task is None else task_labels(task)
     described.problem_type = SEVERAL_LABELS if task is not None and task.kind == "typing" else None
     described.id2label = dict(enumerate(names or map(str, range(run.config.model.task_classes))))
     described.label2id = {name: number for number, name in described.id2label.items()}

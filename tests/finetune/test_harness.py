@@ -217,10 +217,10 @@ def test_text_is_tokenized_as_one(runs):
     """A word that goes on after the context is a piece of it; where a token reaches over the border, both are apart."""
     layout = Harness(runs("causal")).template
     piece, word = (runs("causal").tokenizer.encode(text) for text in ("jumps", " s"))
-    assert layout.asked("jump", "s").continuation == piece[1:] != word
-    assert layout.asked("the ", "fox").continuation == layout.asked("the", " fox").continuation
-    assert layout.asked("the f", "ox").context == runs("causal").tokenizer.encode("the f")
-    assert layout.asked("the f", "ox").continuation == runs("causal").tokenizer.encode("ox")
+    assert layout.tokenize("jump", "s").continuation == piece[1:] != word
+    assert layout.tokenize("the ", "fox").continuation == layout.tokenize("the", " fox").continuation
+    assert layout.tokenize("the f", "ox").context == runs("causal").tokenizer.encode("the f")
+    assert layout.tokenize("the f", "ox").continuation == runs("causal").tokenizer.encode("ox")
 
 
 @pytest.mark.parametrize("objective", ["causal", "prefix_lm", "blank_infilling", "xlnet"])

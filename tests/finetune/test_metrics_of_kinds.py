@@ -18,7 +18,7 @@ from support.tasks import task_of, write_lines, write_task
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.tasks.base import TaskRecord
 from data_utils.tasks.metrics.metrics import BLEU, KNOWN, measure
-from data_utils.tasks.metrics.metrics_by_task import PERPLEXITIES, WITH_POSITIVE, check_metrics, metrics_of
+from data_utils.tasks.metrics.metrics_by_task import PERPLEXITIES, WITH_POSITIVE, check_metrics, task_metrics
 from megatron_lite.finetune.evaluation import Evaluation, Model
 from megatron_lite.finetune.run import write_file_predictions
 from megatron_lite.parallel.context import ParallelContext
@@ -238,9 +238,9 @@ def test_a_metric_of_a_kind_is_that_of_a_reference_or_refused_at_the_start(kind,
             with pytest.raises(
                 ConfigError, match=rf"names {metric}, but this task \(task.kind {task.kind}\)"
             ):
-                check_metrics(config, made.answers, made.labels)
+                check_metrics(config, made.prediction_type, made.labels)
             continue
-        check_metrics(config, made.answers, made.labels)
+        check_metrics(config, made.prediction_type, made.labels)
         evaluation = Evaluation(config, made, given, ParallelContext.alone(), 8)
         write = (lambda contexts: []) if writes else None
         measured = evaluation.run(Model(lambda batch: None, write)).measured
@@ -290,12 +290,12 @@ def test_f1_needs_to_know_its_class():
             check_metrics(task.config, answers, labels)
     task = renderer(kind="classification", labels=("no", "yes"), positive="yes").inputs.config
     with pytest.raises(ConfigError, match=r"task.positive is 'yes', but no metric of the task"):
-        check_metrics(task, made.answers, made.labels)
+        check_metrics(task, made.prediction_type, made.labels)
 
 
 def test_a_score_weighs_bleu_as_the_other_metrics():
     made = renderer(kind="seq2seq", metrics=("bleu", "exact_match"))
-    score = metrics_of(made.inputs.config).score
+    score = task_metrics(made.inputs.config).score
     assert score({"bleu": 40.0, "exact_match": 0.1}) == pytest.approx(0.25)
     assert score({"bleu": 30.0, "exact_match": 0.3}) > score({"bleu": 40.0, "exact_match": 0.1})
 
@@ -336,8 +336,8 @@ def test_questions_without_an_answer_choose_their_metrics_or_are_refused_at_the_
         for name, content in (("train", train), ("validation", validation)):
             write_lines(tmp_path / "task" / f"{name}.jsonl", content)
         made = task_of(files, tmp_path / "out")
-        assert metrics_of(made.settings).names == expected
-        assert metrics_of(made.renderer.inputs.config) == metrics_of(made.settings)
+        assert task_metrics(made.settings).names == expected
+        assert task_metrics(made.renderer.inputs.config) == task_metrics(made.settings)
         (given,) = made.validation.values()
         evaluation = Evaluation(made.settings, made.renderer, given, ParallelContext.alone(), 8)
         zeros = torch.zeros(

@@ -180,7 +180,7 @@ class Constant:
     """Stands for a harness whose sentences of even length have equal scores."""
 
     def __init__(self):
-        self.template = SimpleNamespace(form="prefix", check_score=lambda score: None)
+        self.template = SimpleNamespace(format_name="prefix", check_score=lambda score: None)
 
     def loglikelihood(self, pairs):
         return [(float(len(text) % 2) * len(text), False) for _, text in pairs]

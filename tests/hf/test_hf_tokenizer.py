@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, tokenization_utils_base
 from data_utils.common.errors import CheckpointError
 from data_utils.tasks.base import TaskRecord
 from data_utils.tasks.config import TaskConfig
-from data_utils.tasks.templates.forms import InputFormat
+from data_utils.tasks.templates.input_formats import InputFormat
 from data_utils.tasks.templates.render import Renderer
 from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
 from megatron_lite.hf.glm.tokenization_glm import GLMSentencePieceTokenizer, GLMTokenizerFast

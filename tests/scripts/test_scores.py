@@ -120,7 +120,7 @@ class Words:
         return False
 
     def word_token(self, token: int) -> WordToken:
-        return self.word_marks.of(self.decode([token]))
+        return self.word_marks.word_token(self.decode([token]))
 
     def sentence_end_ids(self) -> None:
         return None

@@ -80,15 +80,16 @@ OBJECTIVES = (
     Plant(
         "an entity on the last token of its mention",
         "data_utils/corpus/mentions.py",
-        "for first, _, entity in tokens_of(mentions, places, text):\n        entities[first] = entity",
-        "for _, last, entity in tokens_of(mentions, places, text):\n        entities[last - 1] = entity",
+        "for first, _, entity in mention_tokens(mentions, offsets, text):\n        entities[first] = entity",
+        "for _, last, entity in mention_tokens(mentions, offsets, text):\n        entities[last - 1] = entity",
         (f"{MENTIONS}::test_an_entity_stands_on_the_first_token_of_its_mention",),
     ),
     Plant(
         "duplicates that leave without their entities",
         "data_utils/build/corpus.py",
-        "chunks, some = [chunk[of_tokens] for chunk in chunks], some[kept]",
-        "chunks, some = [chunks[0][of_tokens], *(c[: of_tokens.sum()] for c in chunks[1:])], some[kept]",
+        "arrays, batch_lengths = [array[token_mask] for array in arrays], batch_lengths[mask]",
+        "arrays = [arrays[0][token_mask], *(array[: token_mask.sum()] for array in arrays[1:])]\n"
+        "            batch_lengths = batch_lengths[mask]",
         (f"{MENTIONS}::test_duplicates_leave_with_their_entities",),
     ),
     Plant(
@@ -130,8 +131,8 @@ OBJECTIVES = (
     Plant(
         "the label of a pair on the one before it",
         "data_utils/build/pairs.py",
-        "beside[ends - halves[:, 1]] = [pair.label for pair in pairs]",
-        "beside[ends - halves[:, 1]] = np.roll([pair.label for pair in pairs], -1)",
+        "labels[ends - lengths[:, 1]] = [pair.label for pair in pairs]",
+        "labels[ends - lengths[:, 1]] = np.roll([pair.label for pair in pairs], -1)",
         (f"{PAIRS}::test_texts_become_pairs_in_the_split_of_their_text",),
     ),
     Plant(
@@ -172,8 +173,8 @@ OBJECTIVES = (
     Plant(
         "words by `##`, whatever prefix a tokenizer has",
         "data_utils/tokenizers/word_marks.py",
-        "continues = rest and name.startswith(self.mark)",
-        'continues = rest and name.startswith("##")',
+        "continues = has_text and name.startswith(self.mark)",
+        'continues = has_text and name.startswith("##")',
         (f"{WORDS}[wordpiece @@]",),
     ),
     Plant(

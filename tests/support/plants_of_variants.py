@@ -25,7 +25,7 @@ VARIANTS = (
     ),
     Plant(
         "a listed span one token shorter than its text",
-        "data_utils/build/spans.py",
+        "data_utils/build/annotations.py",
         "lengths[first] = last - first",
         "lengths[first] = max(1, last - first - 1)",
         ("tests/data/build/test_mentions.py::test_spans_have_their_length_in_tokens_on_the_first",),

@@ -11,7 +11,7 @@ from typing import Any
 from data_utils.common.batch_fields import Example
 from data_utils.tasks.base import TargetGroup, TaskRecord
 from data_utils.tasks.config import TaskConfig
-from data_utils.tasks.templates.forms import FORMAT_OF_OBJECTIVE, InputFormat
+from data_utils.tasks.templates.input_formats import FORMAT_OF_OBJECTIVE, InputFormat
 from data_utils.tasks.templates.inputs import Inputs
 from data_utils.tasks.templates.render import Renderer
 from data_utils.tokenizers.tokenizer import Tokenizer, load_tokenizer

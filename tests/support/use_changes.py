@@ -48,7 +48,7 @@ def flux() -> dict:
 
 
 def word_class() -> dict:
-    from data_utils.tasks.metrics.metrics_by_task import metrics_of
+    from data_utils.tasks.metrics.metrics_by_task import task_metrics
     from support.task_inputs import record, renderer, tokenizer
 
     made = renderer("blank_infilling", labels=("noun", "verb"), kind="word_class")
@@ -59,8 +59,8 @@ def word_class() -> dict:
     return {
         "word": tokenizer().token_to_text(token),
         "class": part.targets.tolist(),
-        "answers": made.answers,
-        "metrics": metrics_of(made.inputs.config).names,
+        "answers": made.prediction_type,
+        "metrics": task_metrics(made.inputs.config).names,
     }
 
 

@@ -163,8 +163,8 @@ def test_copa_trains_on_both_orders():
     assert made.prepare([given], training=False) == [given]
     first, second = made.prepare([given], training=True)
     assert first is given and second.label == 1
-    assert made.kind.choices(first) == ("rain falls", "it is red")
-    assert made.kind.choices(second) == ("it is red", "rain falls")
+    assert made.task_type.choices(first) == ("rain falls", "it is red")
+    assert made.task_type.choices(second) == ("it is red", "rain falls")
     assert "he ran, so [MASK]" in shown(one(made, second).documents[0], made)
     with pytest.raises(DataError, match=r"the question of COPA is 'why'; it must be cause or effect"):
         one(made, record(0, premise="x", choice1="a", choice2="b", question="why"))
@@ -195,7 +195,11 @@ def test_wsc_trains_on_true_samples_only():
     assert made.prepare([true, false], training=False) == [true, false]
     assert [len(one(made, given).target_groups) for given in (true, false)] == [1, 1]
     assert (one(made, true).right, one(made, false).right) == (0, None)
-    assert made.kind.choices(wsc(2, candidates=("rain", "the river"))) == ("the man", "rain", "the river")
+    assert made.task_type.choices(wsc(2, candidates=("rain", "the river"))) == (
+        "the man",
+        "rain",
+        "the river",
+    )
 
 
 ENTITIES = tuple(f"{name} city" for name in "abcdefghijklmn")
@@ -208,16 +212,16 @@ def test_record_trains_on_each_right_entity_with_wrong_ones():
     made = renderer(name="record")
     records = made.prepare([NEWS], training=True)
     assert [given.fields["answer"] for given in records] == ["b city", "c city"]
-    drawn = [made.kind.choices(given, number) for number, given in enumerate(records)]
+    drawn = [made.task_type.choices(given, number) for number, given in enumerate(records)]
     for choices, right in zip(drawn, ("b city", "c city"), strict=True):
         assert choices[0] == right and len(set(choices)) == 10
         assert not {"b city", "c city"} & set(choices[1:])
     assert one(made, records[0], 0).right == 0
-    assert drawn[0] == made.kind.choices(records[0], 0) != made.kind.choices(records[0], 5)
-    seen = {entity for number in range(60) for entity in made.kind.choices(records[0], number)}
+    assert drawn[0] == made.task_type.choices(records[0], 0) != made.task_type.choices(records[0], 5)
+    seen = {entity for number in range(60) for entity in made.task_type.choices(records[0], number)}
     assert seen == set(ENTITIES) - {"c city"}, "every wrong entity is drawn at some time"
     (same,) = made.prepare([NEWS], training=False)
-    assert made.kind.choices(same) == ENTITIES and one(made, same).right == 1
+    assert made.task_type.choices(same) == ENTITIES and one(made, same).right == 1
 
 
 def test_choices_of_a_record():

@@ -18,7 +18,7 @@ from data_utils.common.settings import build
 from data_utils.tasks.base import HEADS
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.readers import files as module
-from data_utils.tasks.readers.by_name import labels_of, read_records
+from data_utils.tasks.readers.by_name import read_records, task_labels
 from data_utils.tasks.readers.files import plain_name
 from data_utils.tasks.templates.collate import collate
 from data_utils.tasks.templates.render import Renderer
@@ -100,7 +100,7 @@ def test_from_its_file_to_samples(name, files):
     objective = OBJECTIVE.get(name.rpartition("-")[2], "blank_infilling")
     if task.kind == "cloze":  # other words than the small vocabulary's are several tokens
         task = dataclasses.replace(task, scoring="sum")
-    made = Renderer(task, tokenizer(), form(objective), 7, labels_of(task))
+    made = Renderer(task, tokenizer(), form(objective), 7, task_labels(task))
     made.check()
     assert made.head in HEADS
     for training in (True, False):

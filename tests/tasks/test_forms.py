@@ -8,7 +8,7 @@ from support.task_inputs import record, renderer
 from data_utils.common.errors import ConfigError
 from data_utils.objectives import OBJECTIVES, ObjectiveChoice
 from data_utils.tasks.config import FORMS
-from data_utils.tasks.templates.forms import FORMAT_OF_OBJECTIVE, InputFormat, input_format_of
+from data_utils.tasks.templates.input_formats import FORMAT_OF_OBJECTIVE, InputFormat, choose_input_format
 
 
 def choice(name, **section):
@@ -20,37 +20,37 @@ def test_every_objective_has_a_form():
     assert set(FORMAT_OF_OBJECTIVE) == set(OBJECTIVES) - {"optimus", "electra"}
     assert set(FORMAT_OF_OBJECTIVE.values()) == set(FORMS) - {"auto"}
     with pytest.raises(ConfigError, match="the objective optimus has no input format"):
-        input_format_of("auto", [choice("optimus")])
+        choose_input_format("auto", [choice("optimus")])
     for name in FORMAT_OF_OBJECTIVE:
-        found = input_format_of("auto", [choice(name)])
+        found = choose_input_format("auto", [choice(name)])
         assert (found.name, found.objective) == (FORMAT_OF_OBJECTIVE[name], name)
         assert found.loss() == OBJECTIVES[name].losses[0].number
 
 
 def test_the_masks_that_a_run_has_learnt():
     def masks(**section):
-        return input_format_of("auto", [choice("blank_infilling", **section)]).masks
+        return choose_input_format("auto", [choice("blank_infilling", **section)]).masks
 
     assert masks() == ("mask",)
     assert masks(token_prob=0.5) == ("mask", "gmask")
     assert masks(token_prob=0.0, sentence_prob=0.5) == ("smask", "gmask")
     assert masks(token_prob=0.0, sentence_prob=1.0) == ("smask",)
-    assert input_format_of("auto", [choice("blank_infilling", masked_lm=True)]).name == "bert"
-    assert input_format_of("auto", [choice("bart", predict_cls=True)]).predict_cls
+    assert choose_input_format("auto", [choice("blank_infilling", masked_lm=True)]).name == "bert"
+    assert choose_input_format("auto", [choice("bart", predict_cls=True)]).predict_cls
 
 
 def test_several_objectives_need_one_form():
-    assert input_format_of("auto", [choice("masked_lm"), choice("ernie")]).objective == "masked_lm"
+    assert choose_input_format("auto", [choice("masked_lm"), choice("ernie")]).objective == "masked_lm"
     mixed = [choice("masked_lm"), choice("causal")]
     with pytest.raises(ConfigError, match=r"masked_lm, causal have different input formats.* bert, causal"):
-        input_format_of("auto", mixed)
-    assert input_format_of("causal", mixed) == InputFormat("causal", "causal")
-    assert input_format_of("bert", [choice("unilm")]) == InputFormat("bert", "masked_lm")
+        choose_input_format("auto", mixed)
+    assert choose_input_format("causal", mixed) == InputFormat("causal", "causal")
+    assert choose_input_format("bert", [choice("unilm")]) == InputFormat("bert", "masked_lm")
     for setting, remedy in (("encoder_decoder", "t5 or bart or mass or ul2"), ("unilm", "unilm")):
         message = rf"task.form is {setting}, but the run's objective is masked_lm; .* a run of {remedy}\."
         with pytest.raises(ConfigError, match=message):
-            input_format_of(setting, [choice("masked_lm")])
-    assert input_format_of("unilmv2", [choice("masked_lm")]) == InputFormat("unilmv2", "unilmv2")
+            choose_input_format(setting, [choice("masked_lm")])
+    assert choose_input_format("unilmv2", [choice("masked_lm")]) == InputFormat("unilmv2", "unilmv2")
 
 
 @pytest.mark.parametrize("name", FORMAT_OF_OBJECTIVE)

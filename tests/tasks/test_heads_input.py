@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.task_inputs import record, renderer, shown
 
 from data_utils.common.errors import ConfigError, DataError
-from data_utils.tasks.templates.inputs import covering
+from data_utils.tasks.templates.inputs import overlapping_windows
 
 PAIR = {"text_a": "rain falls", "text_b": "it is wet"}
 LABELS = ("no", "yes")
@@ -163,7 +163,7 @@ def test_an_answer_is_found_and_cut_from_the_original_characters(objective, kind
         assert len(example.tokens) <= 30 and part.document == number
         assert example.tokens[part.positions[0]] == made.inputs.special.cls
         assert made.inputs.special.sep not in example.tokens[part.positions[1:]]
-        answer = made.kind.answer_text(given, number, *part.targets.tolist())
+        answer = made.task_type.answer_text(given, number, *part.targets.tolist())
         if part.targets.any():
             found.append(answer)
         else:
@@ -181,7 +181,7 @@ def test_an_answer_is_found_and_cut_from_the_original_characters(objective, kind
 
 @given(st.integers(0, 300), st.integers(1, 60), st.integers(1, 80))
 def test_windows_cover_the_context(length, max_tokens, step):
-    windows = covering(length, max_tokens, step)
+    windows = overlapping_windows(length, max_tokens, step)
     assert windows[0][0] == 0 and windows[-1][1] == length
     assert {i for start, end in windows for i in range(start, end)} == set(range(length))
     assert all(end < length for _, end in windows[:-1]), "no window is more than needed"

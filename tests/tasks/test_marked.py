@@ -7,7 +7,7 @@ from support.task_inputs import form, record, renderer, settings, shown, tokeniz
 
 from data_utils.common.batch_fields import Example
 from data_utils.common.errors import ConfigError, DataError
-from data_utils.tasks.readers.marked import marks_of
+from data_utils.tasks.readers.marked import task_marks
 from data_utils.tasks.templates.marked import MarkedText
 from data_utils.tasks.templates.render import Renderer
 
@@ -52,8 +52,8 @@ def test_marks_are_inserted_and_places_follow_them():
 
 
 def test_typing_has_the_mark_of_the_source():
-    assert marks_of(settings(kind="typing")) == {"mention": "\u3002"}
-    assert marks_of(settings(kind="classification")) == {}
+    assert task_marks(settings(kind="typing")) == {"mention": "\u3002"}
+    assert task_marks(settings(kind="classification")) == {}
 
 
 @pytest.mark.parametrize("objective", ["masked_lm", "blank_infilling", "causal", "xlnet"])

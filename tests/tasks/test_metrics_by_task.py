@@ -6,11 +6,11 @@ from data_utils.common.errors import ConfigError
 from data_utils.tasks.config import PERPLEXITIES, TaskConfig
 from data_utils.tasks.metrics.metrics import require_metrics
 from data_utils.tasks.metrics.metrics_by_task import (
-    BY_KIND,
-    BY_TASK,
-    metrics_of,
+    METRICS_BY_KIND,
+    METRICS_BY_TASK,
     perplexities,
     plain_name,
+    task_metrics,
 )
 
 
@@ -19,30 +19,30 @@ def task(name="mine", kind="cloze", **more):
 
 
 def test_tables_hold_known_names_only():
-    assert all(plain_name(name) == name for name in BY_TASK)
-    for metrics in [*BY_TASK.values(), *BY_KIND.values()]:
+    assert all(plain_name(name) == name for name in METRICS_BY_TASK)
+    for metrics in [*METRICS_BY_TASK.values(), *METRICS_BY_KIND.values()]:
         require_metrics(set(metrics.names) - set(PERPLEXITIES))
         assert set(metrics.compared) <= set(metrics.names)
 
 
 def test_a_task_has_what_is_said_then_its_own_then_its_kinds():
-    assert metrics_of(task("AX-b")).names == metrics_of(task("ax_b")).names == ("matthews",)
-    assert metrics_of(task("SST-2", "classification")).names == ("accuracy",)
-    assert metrics_of(task("mine", "tagging")).names == ("entity_f1",)
-    assert metrics_of(task("CoLA", metrics=("accuracy", "f1"))).names == ("accuracy", "f1")
+    assert task_metrics(task("AX-b")).names == task_metrics(task("ax_b")).names == ("matthews",)
+    assert task_metrics(task("SST-2", "classification")).names == ("accuracy",)
+    assert task_metrics(task("mine", "tagging")).names == ("entity_f1",)
+    assert task_metrics(task("CoLA", metrics=("accuracy", "f1"))).names == ("accuracy", "f1")
     with pytest.raises(ConfigError, match="unknown metric 'matthew'; the nearest is matthews"):
-        metrics_of(task(metrics=("matthew",)))
+        task_metrics(task(metrics=("matthew",)))
     both = ("accuracy", "word_perplexity")  # their mean would be the perplexity alone
-    assert metrics_of(task(kind="lambada", metrics=both)).compared == ("accuracy",)
+    assert task_metrics(task(kind="lambada", metrics=both)).compared == ("accuracy",)
 
 
 def test_the_higher_score_is_the_better_one():
-    squad = metrics_of(task("SQuAD", "spans"))
+    squad = task_metrics(task("SQuAD", "spans"))
     assert squad.score({"answer_em": 0.1, "answer_f1": 0.7}) == 0.7
-    assert metrics_of(task("cb")).score({"accuracy": 0.8, "macro_f1": 0.6}) == pytest.approx(0.7)
+    assert task_metrics(task("cb")).score({"accuracy": 0.8, "macro_f1": 0.6}) == pytest.approx(0.7)
     measured = dict.fromkeys(PERPLEXITIES, 30.0)
-    assert metrics_of(task(kind="language_modelling")).score(measured) == -30.0
-    assert metrics_of(task(kind="lambada")).score({"accuracy": 0.6, "word_perplexity": 9.0}) == 0.6
+    assert task_metrics(task(kind="language_modelling")).score(measured) == -30.0
+    assert task_metrics(task(kind="lambada")).score({"accuracy": 0.6, "word_perplexity": 9.0}) == 0.6
 
 
 def test_perplexities_of_uniform_bytes():

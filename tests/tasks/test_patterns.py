@@ -13,10 +13,10 @@ from data_utils.tasks.templates.inputs import TokenSegment
 from data_utils.tasks.templates.patterns import (
     PATTERNS,
     TextSegment,
-    pattern_of,
+    chosen_pattern,
+    parse_template,
     rendered,
     require_one_blank,
-    slots_of,
 )
 
 GOLDEN = Path(__file__).parent / "golden" / "patterns.json"
@@ -82,13 +82,13 @@ def write_golden() -> None:
 @pytest.mark.parametrize("task", PATTERNS)
 def test_patterns_have_one_blank_and_distinct_verbalizers(task):
     for pattern in PATTERNS[task]:
-        require_one_blank(slots_of(pattern.template), pattern.template)
+        require_one_blank(parse_template(pattern.template), pattern.template)
         words = list(pattern.verbalizers.values())
         assert len(set(words)) == len(words) and all(word.strip() == word and word for word in words)
 
 
 def text_of(template, **fields):
-    before, after = rendered(slots_of(template), record(**fields), settings())
+    before, after = rendered(parse_template(template), record(**fields), settings())
     return "".join(segment.text for segment in before), "".join(segment.text for segment in after or [])
 
 
@@ -133,9 +133,11 @@ def test_only_shortenable_pieces_are_cut_the_longest_first():
 
 
 def test_names_of_tasks_and_fields():
-    assert pattern_of(settings(name="SST-2")) is PATTERNS["sst2"][0]
+    assert chosen_pattern(settings(name="SST-2")) is PATTERNS["sst2"][0]
     assert text_of("{text} [MASK]", text_a="it") == ("it", "")
-    before, _ = rendered(slots_of("{body} [MASK]"), record(text_a="it"), settings(text_fields=("body",)))
+    before, _ = rendered(
+        parse_template("{body} [MASK]"), record(text_a="it"), settings(text_fields=("body",))
+    )
     assert before == [TextSegment("it", shortenable=True)]
     with pytest.raises(
         DataError, match=r"data.jsonl:1: the pattern needs the text 'body', but .* has text_a"
@@ -161,7 +163,7 @@ def test_names_of_tasks_and_fields():
 )
 def test_a_pattern_that_does_not_exist_is_refused(more, message):
     with pytest.raises(ConfigError, match=message):
-        pattern_of(settings(**more))
+        chosen_pattern(settings(**more))
 
 
 @pytest.mark.parametrize(
@@ -169,7 +171,7 @@ def test_a_pattern_that_does_not_exist_is_refused(more, message):
 )
 def test_a_template_that_cannot_be_read_is_refused(template):
     with pytest.raises(ConfigError, match=r"task\.template"):
-        slots_of(template)
+        parse_template(template)
 
 
 @pytest.mark.parametrize("template", ["{text}", "[MASK] {text} [MASK]"])

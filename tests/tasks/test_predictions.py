@@ -9,9 +9,9 @@ from support.task_inputs import predicted, renderer
 
 from data_utils.common.errors import DataError
 from data_utils.tasks.config import TaskConfig
-from data_utils.tasks.metrics.answers import prediction, references
+from data_utils.tasks.metrics.decode_outputs import prediction, references
 from data_utils.tasks.metrics.metrics import measure
-from data_utils.tasks.metrics.predictions import file_name, write_predictions
+from data_utils.tasks.metrics.prediction_files import file_name, write_predictions
 
 
 def task(name, reader):

@@ -6,7 +6,7 @@ import json
 import pytest
 from support.labelled_files import task
 
-from data_utils.tasks.readers.by_name import labels_of
+from data_utils.tasks.readers.by_name import task_labels
 from data_utils.tasks.readers.pairs import sentences_on_lines
 
 SQUAD = task("squad", "squad", "spans")
@@ -120,7 +120,7 @@ def test_columns_of_conll(files):
     )
     files.refused(two, "a x NOUN\nb VERB\n", "train.txt:2: the line has 2 columns, fewer than 3")
     assert files.read(two, "a\nb\n", labelled=False)[0].label is None
-    assert labels_of(CONLL)[:3] == ("O", "B-PER", "I-PER") and len(labels_of(CONLL)) == 9
+    assert task_labels(CONLL)[:3] == ("O", "B-PER", "I-PER") and len(task_labels(CONLL)) == 9
     files.refused(
         task("conll", "mine", "tagging"),
         "a x\n",

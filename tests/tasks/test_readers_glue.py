@@ -3,7 +3,7 @@
 import pytest
 from support.labelled_files import task
 
-from data_utils.tasks.readers.by_name import labels_of
+from data_utils.tasks.readers.by_name import task_labels
 
 
 def glue(name, kind="classification", **settings):
@@ -75,9 +75,9 @@ def test_each_task(files, name):
 
 
 def test_classes():
-    assert labels_of(glue("MNLI")) == ("contradiction", "entailment", "neutral")
-    assert labels_of(glue("SST-2")) == ("0", "1")
-    assert labels_of(glue("qnli")) == ("entailment", "not_entailment")
+    assert task_labels(glue("MNLI")) == ("contradiction", "entailment", "neutral")
+    assert task_labels(glue("SST-2")) == ("0", "1")
+    assert task_labels(glue("qnli")) == ("entailment", "not_entailment")
 
 
 def test_quotes_are_characters(files):

@@ -11,7 +11,7 @@ from support.labelled_files import task
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.common.settings import build
 from data_utils.tasks.config import TaskConfig
-from data_utils.tasks.readers.by_name import labels_of, read_records
+from data_utils.tasks.readers.by_name import read_records, task_labels
 
 
 def jsonl(kind="classification", **settings):
@@ -52,7 +52,7 @@ def test_ones_own_fields(files):
 
 def test_fields_of_a_template_must_be_there(files):
     config = jsonl("cloze", template="{a} and {b:strip}: [MASK]", verbalizers={"no": "bad", "yes": "good"})
-    assert labels_of(config) == ("no", "yes")
+    assert task_labels(config) == ("no", "yes")
     (record,) = files.read(config, [{"a": "1", "b": "2", "label": "yes"}])
     assert record.fields == {"a": "1", "b": "2"}
     files.refused(config, [{"a": "1", "label": "yes"}], "there is no field 'b' (fields: a, label)")
@@ -222,14 +222,14 @@ def test_labels_of_a_task_without_any(files):
         [{"text": "a", "label": "no"}],
         "task.labels is empty, and task 'mine' has no predefined classes",
     )
-    assert labels_of(jsonl(name="AG-News")) == ("1", "2", "3", "4")
+    assert task_labels(jsonl(name="AG-News")) == ("1", "2", "3", "4")
     verbalizers = build(TaskConfig, {"name": "m", "kind": "cloze", "reader": "jsonl",
                                      "verbalizers": {False: "bad", 1: "good"}})  # fmt: skip
-    assert labels_of(verbalizers) == ("false", "1")
+    assert task_labels(verbalizers) == ("false", "1")
     with pytest.raises(ConfigError, match="contains a name twice"):
-        labels_of(jsonl(labels=("a", "a")))
+        task_labels(jsonl(labels=("a", "a")))
     with pytest.raises(ConfigError, match=r"task\.verbalizers: the label is a number \(0\.5\).*in quotes"):
-        labels_of(jsonl("cloze", verbalizers={0.5: "good"}))
+        task_labels(jsonl("cloze", verbalizers={0.5: "good"}))
 
 
 def test_fields_within_fields(files):

@@ -4,7 +4,7 @@ import pytest
 from support.labelled_files import task
 
 from data_utils.common.errors import ConfigError
-from data_utils.tasks.readers.by_name import labels_of
+from data_utils.tasks.readers.by_name import task_labels
 
 PASSAGE = {
     "text": "\u201cI am here,\u201d said Ann Lee. Bob\u2019s dog \u2013 Rex \u2013 barked.\n@highlight\nRex barks"
@@ -70,10 +70,10 @@ def test_simple_tasks(files, name):
 
 
 def test_classes_in_the_order_of_their_numbers():
-    assert labels_of(superglue("boolq")) == labels_of(superglue("wsc")) == ("false", "true")
-    assert labels_of(superglue("multirc")) == ("0", "1")
-    assert labels_of(superglue("cb")) == ("entailment", "contradiction", "neutral")
-    assert labels_of(superglue("copa")) == labels_of(superglue("record")) == ()
+    assert task_labels(superglue("boolq")) == task_labels(superglue("wsc")) == ("false", "true")
+    assert task_labels(superglue("multirc")) == ("0", "1")
+    assert task_labels(superglue("cb")) == ("entailment", "contradiction", "neutral")
+    assert task_labels(superglue("copa")) == task_labels(superglue("record")) == ()
 
 
 def multirc(*labels):

@@ -12,7 +12,7 @@ from data_utils.common.setting_files import load_yaml
 from data_utils.common.settings import build
 from data_utils.common.target_groups import NO_RIGHT
 from data_utils.tasks.config import TaskConfig
-from data_utils.tasks.readers.by_name import labels_of, read_records
+from data_utils.tasks.readers.by_name import read_records, task_labels
 from data_utils.tasks.templates.collate import collate
 from data_utils.tasks.templates.render import Renderer
 
@@ -22,7 +22,7 @@ CONFIGS = {name: tree["task"] for name, tree in FILES.items() if "task" in tree}
 
 def made_of(config, objective="blank_infilling", kind_of_tokenizer="gpt2"):
     made = Renderer(
-        config, tokenizer(kind_of_tokenizer), form(objective, masks=ALL_MASKS), 7, labels_of(config)
+        config, tokenizer(kind_of_tokenizer), form(objective, masks=ALL_MASKS), 7, task_labels(config)
     )
     made.check()
     return made

@@ -11,7 +11,7 @@ from data_utils.common.errors import ConfigError, DataError
 from data_utils.tasks.base import HEADS
 from data_utils.tasks.config import KINDS
 from data_utils.tasks.templates.collate import collate
-from data_utils.tasks.templates.forms import FORMAT_OF_OBJECTIVE
+from data_utils.tasks.templates.input_formats import FORMAT_OF_OBJECTIVE
 from data_utils.tasks.templates.render import TASK_TYPES
 
 TEXT = "rain falls in wet city he runs north and south"

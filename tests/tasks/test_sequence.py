@@ -14,8 +14,9 @@ from support.task_inputs import ALL_MASKS, form, record, renderer, settings, sho
 from data_utils.common.batch_fields import FIELDS, Example
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.objectives import LOSSES
-from data_utils.tasks.templates.forms import InputFormat
+from data_utils.tasks.templates.input_formats import InputFormat
 from data_utils.tasks.templates.render import Renderer
+from data_utils.tasks.templates.sequence import overhead
 from megatron_lite.inference.filling import blank_context
 from megatron_lite.model.batch import Batch
 
@@ -90,7 +91,7 @@ def test_masks_in_an_answer():
         assert len(set(example.weights[size:][masked])) <= 1 and not example.targets[:size].any()
         assert mask_of(example).all() and example.position_ids.tolist() == [*range(size + 6)]
         batch = Batch(batch_of(example))
-        number_of_loss = made.inputs.form.loss()
+        number_of_loss = made.inputs.input_format.loss()
         assert batch.loss_divisor == 6 == batch.loss_divisors(len(LOSSES))[number_of_loss]
         sums.append(example.weights.sum() / 6)
         counts += masked
@@ -213,7 +214,7 @@ def test_source_and_target_are_cut(objective):
     sample = made.sample(long, 0)
     example = sample.documents[0]
     prompt = made.prompt(long, 0)
-    assert len(prompt) == 10 and sample.cut == 31 - (len(prompt) - made.kind._overhead()) + 2
+    assert len(prompt) == 10 and sample.cut == 31 - (len(prompt) - overhead(made.inputs.input_format)) + 2
     kept_end = made.inputs.tokenizer.encode("rain")[0] in prompt
     assert kept_end == (objective in ("blank_infilling", "causal", "prefix_lm")), (
         "the end is next to the target"
@@ -383,7 +384,7 @@ def test_hidden_words_fill_the_text_again(words, ratio, number):
     hidden = [
         t for t, w in zip(example.targets, example.weights, strict=True) if w and t != made.inputs.special.eop
     ]
-    begins = made.kind.vocabulary.word_start[hidden].sum()
+    begins = made.task_type.vocabulary.word_start[hidden].sum()
     assert begins == max(1, int(ratio * len(words) + 1e-9)), "whole words, as many as asked for"
     context = example.tokens[example.ord == 0]
     spans = fillings(example, made)

@@ -13,7 +13,7 @@ from support.labelled_files import task
 from support.synthetic_tasks import markov_chain
 
 from data_utils.common.errors import ConfigError
-from data_utils.tasks.readers.by_name import labels_of, read_records
+from data_utils.tasks.readers.by_name import read_records, task_labels
 from data_utils.tasks.readers.synthetic import (
     TASKS,
     optimum,
@@ -64,9 +64,9 @@ def test_they_are_records_of_every_kind(name):
         records = read_records(config, DEFAULTS[name], labelled=True)
         assert [(dict(r.fields), r.label) for r in records] == drawn(DEFAULTS[name])
         assert [record.index for record in records] == list(range(40))
-        assert labels_of(config) == TASKS[name].labels
+        assert task_labels(config) == TASKS[name].labels
         used = {tag for r in records for tag in (r.label if isinstance(r.label, tuple) else (r.label,))}
-        assert not labels_of(config) or used == set(labels_of(config))
+        assert not task_labels(config) or used == set(task_labels(config))
 
 
 def votes(record):

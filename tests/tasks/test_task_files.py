@@ -6,9 +6,9 @@ from support.project import ROOT
 from data_utils.common.setting_files import load_yaml
 from data_utils.common.settings import build, merge
 from data_utils.tasks.config import TaskConfig
-from data_utils.tasks.metrics.metrics_by_task import BY_TASK, plain_name
-from data_utils.tasks.readers.by_name import labels_of
-from data_utils.tasks.templates.patterns import PATTERNS, pattern_of
+from data_utils.tasks.metrics.metrics_by_task import METRICS_BY_TASK, plain_name
+from data_utils.tasks.readers.by_name import task_labels
+from data_utils.tasks.templates.patterns import PATTERNS, chosen_pattern
 from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.finetune.setup import load_tree
@@ -80,9 +80,10 @@ def test_tasks_without_training():
 
 @pytest.mark.parametrize("name", [name for name, task in TASKS.items() if task.kind == "cloze"])
 def test_patterns_have_words_for_the_classes(name):
-    words = pattern_of(TASKS[name]).verbalizers
-    assert set(words) == set(labels_of(TASKS[name])) or (not words and plain_name(name) not in BY_TASK) or name in (
-        "copa", "record", "wsc")  # fmt: skip
+    words = chosen_pattern(TASKS[name]).verbalizers
+    brings_choices = name in ("copa", "record", "wsc")
+    is_own = not words and plain_name(name) not in METRICS_BY_TASK
+    assert set(words) == set(task_labels(TASKS[name])) or is_own or brings_choices
 
 
 def test_every_pattern_and_template_has_a_file():

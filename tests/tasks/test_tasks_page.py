@@ -12,7 +12,7 @@ from support.synthetic_tasks import MORE
 from data_utils.common.errors import DataError
 from data_utils.common.settings import build
 from data_utils.tasks.config import TaskConfig
-from data_utils.tasks.readers.by_name import labels_of, read_records
+from data_utils.tasks.readers.by_name import read_records, task_labels
 from data_utils.tasks.readers.synthetic import TASKS, optimum, parsed
 
 PAGE = (ROOT / "docs/tasks.md").read_text(encoding="utf-8")
@@ -35,7 +35,7 @@ def test_the_example(files, monkeypatch):
     monkeypatch.chdir(files.folder)
     config = build(TaskConfig, tree["task"])
     first, *_ = read_records(config, config.train, labelled=True)
-    assert labels_of(config) == ("negative", "positive")
+    assert task_labels(config) == ("negative", "positive")
     assert (first.fields["text"], first.label) == ("A warm and funny film.", "positive")
 
 
@@ -75,7 +75,7 @@ def test_tables():
         "qnli": "entailment, not_entailment",
     }
     for name, classes in shown.items():
-        assert labels_of(task("glue", name)) == tuple(classes.split(", ")) and f"| {classes} |" in PAGE
+        assert task_labels(task("glue", name)) == tuple(classes.split(", ")) and f"| {classes} |" in PAGE
     section = PAGE.partition("## Synthetic tasks")[2].partition("\n## ")[0]
     named = {spec.partition(":")[0]: spec for spec in re.findall(r"`(\w+(?::[\w=.,]+)?)`", section)}
     assert TASKS.keys() - MORE.keys() <= named.keys()

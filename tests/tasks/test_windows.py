@@ -38,7 +38,7 @@ def text_of(tokens: int) -> np.ndarray:
 
 def document_windows(made, tokens):
     """The samples of a document of distinct tokens, which no tokenizer makes."""
-    ids, size = text_of(tokens), made.kind.size
+    ids, size = text_of(tokens), made.task_type.size
     for window in windows(tokens, size, made.inputs.config.stride):
         fields = {"tokens": ids[window.start : window.end], "new": window.end - window.new}
         yield window, made.sample(TaskRecord(0, fields), 0).documents[0]

@@ -1,7 +1,7 @@
 """Metrics of predictions, in NumPy and plain Python; BLEU and ROUGE are those of sacrebleu and rouge-score.
 
     metric                            prediction        reference
-    accuracy                          a label           a label: a name or a number, both of one kind
+    accuracy                          a label           a label: a name or a number, both of one type
     f1                                a label           a label; of the class `positive`
     macro_f1                          a label           a label; mean of the classes that occur in either
     micro_f1                          a label           a label; of all that are not `negative` (TACRED)
@@ -52,6 +52,10 @@ BLEU: dict[str, dict[str, Any]] = {
 }
 
 
+_PUNCTUATION = frozenset(string.punctuation)
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+
+
 def measure(
     names: Iterable[str],
     predictions: Sequence[Any],
@@ -76,10 +80,10 @@ def measure(
     names = list(names)
     require_metrics(names)
     _require_samples(predictions, references)
-    of_rouge = [name for name in names if name.removesuffix("_char") in ROUGE]
+    rouge_names = [name for name in names if name.removesuffix("_char") in ROUGE]
     rouge: dict[str, float] = {}
     for is_char in (False, True):
-        types = [name.removesuffix("_char") for name in of_rouge if name.endswith("_char") == is_char]
+        types = [name.removesuffix("_char") for name in rouge_names if name.endswith("_char") == is_char]
         if types:
             scores = _rouge(types, predictions, references, is_char)
             rouge |= {name + "_char" * is_char: score for name, score in scores.items()}
@@ -96,7 +100,7 @@ def measure(
         elif name == "micro_f1":
             measured[name] = micro_f1(predictions, references, negative)
         else:
-            measured[name] = PLAIN[name](predictions, references)
+            measured[name] = METRIC_FUNCTIONS[name](predictions, references)
     return measured
 
 
@@ -134,29 +138,30 @@ def f1(predictions: Sequence[Any], references: Sequence[Any], positive: Any = "1
     if positive not in labels and any(
         isinstance(label, str) != isinstance(positive, str) for label in labels
     ):
-        some = ", ".join(sorted(map(repr, labels))[:4])
+        examples = ", ".join(sorted(map(repr, labels))[:4])
         raise DataError(
-            f"the positive class of f1 is {positive!r}, but the labels are {some}; set task.positive to one of them."
+            f"the positive class of f1 is {positive!r}, but the labels are {examples}; set task.positive to one of "
+            "them."
         )
-    return _f1_of(positive, predictions, references)
+    return _class_f1(positive, predictions, references)
 
 
-def _f1_of(label: Any, predictions: Sequence[Any], references: Sequence[Any]) -> float:
+def _class_f1(label: Any, predictions: Sequence[Any], references: Sequence[Any]) -> float:
     right = sum(p == r == label for p, r in zip(predictions, references, strict=True))
-    both = sum(p == label for p in predictions) + sum(r == label for r in references)
-    return 2 * right / both if both else 0.0
+    total = sum(p == label for p in predictions) + sum(r == label for r in references)
+    return 2 * right / total if total else 0.0
 
 
 def macro_f1(predictions: Sequence[Any], references: Sequence[Any]) -> float:
     """Mean F1 of the classes that are predicted or there. A class that is neither does not count."""
-    return _mean(_f1_of(label, predictions, references) for label in {*predictions, *references})
+    return _mean(_class_f1(label, predictions, references) for label in {*predictions, *references})
 
 
 def micro_f1(predictions: Sequence[Any], references: Sequence[Any], negative: Any) -> float:
     """2 right / (predicted + there) of all labels but one; 0 where there are no others."""
     right = sum(p == r != negative for p, r in zip(predictions, references, strict=True))
-    both = sum(label != negative for side in (predictions, references) for label in side)
-    return 2 * right / both if both else 0.0
+    total = sum(label != negative for labels in (predictions, references) for label in labels)
+    return 2 * right / total if total else 0.0
 
 
 def strict_accuracy(predictions: Sequence[Any], references: Sequence[Any]) -> float:
@@ -167,88 +172,80 @@ def strict_accuracy(predictions: Sequence[Any], references: Sequence[Any]) -> fl
 def loose_macro_f1(predictions: Sequence[Any], references: Sequence[Any]) -> float:
     """F1 of precision and recall, each the mean over samples; a sample without labels on a side has 0 there."""
     pairs = [(set(p), set(r)) for p, r in zip(predictions, references, strict=True)]
-    precision, recall = (
-        _mean(len(p & r) / max(1, len(pair[i])) for pair in pairs for p, r in [pair]) for i in (0, 1)
-    )
+    precision = _mean(len(p & r) / max(1, len(p)) for p, r in pairs)
+    recall = _mean(len(p & r) / max(1, len(r)) for p, r in pairs)
     return 2 * precision * recall / (precision + recall) if recall else 0.0
 
 
 def loose_micro_f1(predictions: Sequence[Any], references: Sequence[Any]) -> float:
     """2 right / (predicted + there) of the labels of all samples."""
     right = sum(len({*p} & {*r}) for p, r in zip(predictions, references, strict=True))
-    both = sum(len({*labels}) for side in (predictions, references) for labels in side)
-    return 2 * right / both if both else 0.0
+    total = sum(len({*labels}) for samples in (predictions, references) for labels in samples)
+    return 2 * right / total if total else 0.0
 
 
 def matthews(predictions: Sequence[Any], references: Sequence[Any]) -> float:
     """Correlation of predicted and true classes, one indicator for each class."""
-    labels = {label: number for number, label in enumerate({*predictions, *references})}
-    indicators = np.eye(len(labels))
-    p, r = (indicators[[labels[label] for label in side]] for side in (predictions, references))
-    return _correlation(p, r)
+    numbers = {label: number for number, label in enumerate({*predictions, *references})}
+    indicators = np.eye(len(numbers))
+    predicted = indicators[[numbers[label] for label in predictions]]
+    true = indicators[[numbers[label] for label in references]]
+    return _correlation(predicted, true)
 
 
 def pearson(predictions: Sequence[float], references: Sequence[float]) -> float:
-    return _correlation(*(_finite(side)[:, None] for side in (predictions, references)))
+    return _correlation(_finite(predictions)[:, None], _finite(references)[:, None])
 
 
 def spearman(predictions: Sequence[float], references: Sequence[float]) -> float:
     """Pearson's correlation of the ranks; equal values share their mean rank."""
-    return pearson(*(_ranks(_finite(side)).tolist() for side in (predictions, references)))
+    return pearson(_ranks(_finite(predictions)).tolist(), _ranks(_finite(references)).tolist())
 
 
 def _finite(values: Sequence[float]) -> np.ndarray:
-    """Raises: DataError for NaN and infinity, which have no rank and no deviation."""
-    numbers = np.asarray(values, float)
-    if not np.isfinite(numbers).all():
-        number = int(np.flatnonzero(~np.isfinite(numbers))[0])
-        raise DataError(f"value {number} is {numbers[number]}; a correlation needs finite numbers.")
-    return numbers
+    """The values as an array. Raises: DataError for NaN and infinity, which have no rank and no deviation."""
+    array = np.asarray(values, float)
+    if not np.isfinite(array).all():
+        index = int(np.flatnonzero(~np.isfinite(array))[0])
+        raise DataError(f"value {index} is {array[index]}; a correlation needs finite numbers.")
+    return array
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:
-    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts - 1) / 2)[place]
+    _, indices, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[indices]
 
 
-def _correlation(one: np.ndarray, other: np.ndarray) -> float:
-    """Covariance over deviations, summed over columns: [samples, columns]."""
+def _correlation(x: np.ndarray, y: np.ndarray) -> float:
+    """Covariance over deviations, summed over columns. Args: x, y: [samples, columns]."""
     # A constant side is found exactly: its deviations from a rounded mean would be noise over noise.
-    if (one == one[0]).all() or (other == other[0]).all():
+    if (x == x[0]).all() or (y == y[0]).all():
         return 0.0
-    one, other = one - one.mean(0), other - other.mean(0)
-    return float((one * other).sum() / np.sqrt((one * one).sum() * (other * other).sum()))
+    x, y = x - x.mean(0), y - y.mean(0)
+    return float((x * y).sum() / np.sqrt((x * x).sum() * (y * y).sum()))
 
 
 def group_exact(
     predictions: Sequence[Any], references: Sequence[Any], groups: Sequence[Any] | None = None
 ) -> float:
     """The share of groups whose labels are all right (MultiRC's EM)."""
-    names = groups if groups is not None else [None] * len(references)
-    right: dict[Any, bool] = {}
-    for number, (p, r, group) in enumerate(zip(predictions, references, names, strict=True)):
-        key = (True, number) if group is None else (False, group)
-        right[key] = right.get(key, True) and p == r
-    return _mean(right.values())
+    sample_groups = groups if groups is not None else [None] * len(references)
+    is_right: dict[Any, bool] = {}
+    for number, (p, r, group) in enumerate(zip(predictions, references, sample_groups, strict=True)):
+        key = (True, number) if group is None else (False, group)  # so that no group equals a number
+        is_right[key] = is_right.get(key, True) and p == r
+    return _mean(is_right.values())
 
 
 def exact_match(predictions: Sequence[str], references: Sequence[Any]) -> float:
     """The share of texts that are equal to a reference, but for the amount of white space."""
-
-    def words(text: str) -> list[str]:
-        return text.split()
-
-    return _best_mean(lambda p, r: words(p) == words(r), predictions, references)
+    return _best_mean(lambda p, r: p.split() == r.split(), predictions, references)
 
 
 def normal_answer(text: str) -> str:
-    """SQuAD's form of an answer: lower case, no punctuation (ASCII), no articles, single blanks."""
+    """SQuAD's normal form of an answer: lower case, no punctuation (ASCII), no articles, single blanks."""
     text = "".join(letter for letter in text.lower() if letter not in _PUNCTUATION)
     return " ".join(_ARTICLES.sub(" ", text).split())
-
-
-_PUNCTUATION = frozenset(string.punctuation)
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
 
 
 def _answer_em(prediction: str, reference: str) -> float:
@@ -256,9 +253,9 @@ def _answer_em(prediction: str, reference: str) -> float:
 
 
 def _answer_f1(prediction: str, reference: str) -> float:
-    p, r = normal_answer(prediction).split(), normal_answer(reference).split()
-    common = sum((Counter(p) & Counter(r)).values())
-    return 2 * common / (len(p) + len(r)) if common else 0.0
+    predicted_words, words = normal_answer(prediction).split(), normal_answer(reference).split()
+    common = sum((Counter(predicted_words) & Counter(words)).values())
+    return 2 * common / (len(predicted_words) + len(words)) if common else 0.0
 
 
 def _answer_f1_v2(prediction: str, reference: str) -> float:
@@ -270,8 +267,8 @@ def _v2(score: Callable[[str, str], float]) -> Callable[[Sequence[str], Sequence
     """References that say nothing are left out; without any, the one right answer is none."""
 
     def mean(predictions: Sequence[str], references: Sequence[Any]) -> float:
-        kept = [[r for r in _several(each) if normal_answer(r)] or [""] for each in references]
-        return _best_mean(score, predictions, kept)
+        answers = [[text for text in _as_list(texts) if normal_answer(text)] or [""] for texts in references]
+        return _best_mean(score, predictions, answers)
 
     return mean
 
@@ -280,16 +277,17 @@ def _best_mean(
     score: Callable[[str, str], float], predictions: Sequence[str], references: Sequence[Any]
 ) -> float:
     """The mean over samples of the best score against a reference."""
-    best = []
-    for number, (p, each) in enumerate(zip(predictions, references, strict=True)):
-        if not _several(each):
+    best_scores = []
+    for number, (prediction, texts) in enumerate(zip(predictions, references, strict=True)):
+        if not _as_list(texts):
             raise DataError(f"sample {number} has no reference; give one, or use the metrics of SQuAD 2.0.")
-        best.append(max(score(p, r) for r in _several(each)))
-    return _mean(best)
+        best_scores.append(max(score(prediction, text) for text in _as_list(texts)))
+    return _mean(best_scores)
 
 
-def _several(references: str | Sequence[str]) -> Sequence[str]:
-    return [references] if isinstance(references, str) else references
+def _as_list(texts: str | Sequence[str]) -> Sequence[str]:
+    """The references of a sample, which may be one text."""
+    return [texts] if isinstance(texts, str) else texts
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -301,25 +299,25 @@ def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
 
     An I- after O or after another type begins an entity: taggers write such tags.
     """
-    found, start, before = set(), 0, "O"
-    for place, tag in enumerate([*tags, "O"]):
-        kind, was = tag.partition("-")[2], before.partition("-")[2]
-        begins = tag != "O" and (tag.startswith("B") or before == "O" or kind != was)
-        if before != "O" and (begins or tag == "O"):
-            found.add((was, start, place - 1))
-        start, before = place if begins else start, tag
-    return found
+    spans, start, previous = set(), 0, "O"
+    for i, tag in enumerate([*tags, "O"]):
+        entity_type, previous_type = tag.partition("-")[2], previous.partition("-")[2]
+        begins = tag != "O" and (tag.startswith("B") or previous == "O" or entity_type != previous_type)
+        if previous != "O" and (begins or tag == "O"):
+            spans.add((previous_type, start, i - 1))
+        start, previous = i if begins else start, tag
+    return spans
 
 
 def entity_f1(predictions: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> float:
     """2 right / (predicted + there), of entities: type, first and last word must be right."""
-    right = both = 0
+    right = total = 0
     for number, (p, r) in enumerate(zip(predictions, references, strict=True)):
         if len(p) != len(r):
             raise DataError(f"sentence {number} has {len(p)} tags for {len(r)} words; each word needs one.")
-        predicted, there = entities(p), entities(r)
-        right, both = right + len(predicted & there), both + len(predicted) + len(there)
-    return 2 * right / both if both else 0.0
+        predicted, true = entities(p), entities(r)
+        right, total = right + len(predicted & true), total + len(predicted) + len(true)
+    return 2 * right / total if total else 0.0
 
 
 def tag_accuracy(predictions: Sequence[Sequence[str]], references: Sequence[Sequence[str]]) -> float:
@@ -331,14 +329,16 @@ def tag_accuracy(predictions: Sequence[Sequence[str]], references: Sequence[Sequ
 def _bleu(predictions: Sequence[str], references: Sequence[Any], options: dict[str, Any]) -> float:
     import sacrebleu
 
-    several = [_several(each) for each in references]
-    most = max(map(len, several))
-    streams: Any = [[each[i] if i < len(each) else None for each in several] for i in range(most)]
-    return float(sacrebleu.corpus_bleu(list(predictions), streams, **options).score)
+    lists = [_as_list(texts) for texts in references]
+    # sacrebleu wants the first references of all samples, then the second ones, ...
+    by_rank: Any = [
+        [texts[i] if i < len(texts) else None for texts in lists] for i in range(max(map(len, lists)))
+    ]
+    return float(sacrebleu.corpus_bleu(list(predictions), by_rank, **options).score)
 
 
 class _Characters:
-    """rouge-score's own tokenizer drops all but ASCII letters and digits."""
+    """A tokenizer for rouge-score, whose own one drops all but ASCII letters and digits."""
 
     def tokenize(self, text: str) -> list[str]:
         return [letter for letter in text.lower() if not letter.isspace()]
@@ -351,18 +351,18 @@ def _rouge(
 
     scorer = RougeScorer(types, use_stemmer=not is_char, tokenizer=_Characters() if is_char else None)
     scores = []
-    for number, (p, each) in enumerate(zip(predictions, references, strict=True)):
-        for r in _several(each):
-            if not is_char and r.strip() and not re.search("[a-z0-9]", r.lower()):
+    for number, (prediction, texts) in enumerate(zip(predictions, references, strict=True)):
+        for text in _as_list(texts):
+            if not is_char and text.strip() and not re.search("[a-z0-9]", text.lower()):
                 raise DataError(
-                    f"reference {number}, {shorten(r)!r}, has no ASCII letters or digits, but {types[0]} counts "
+                    f"reference {number}, {shorten(text)!r}, has no ASCII letters or digits, but {types[0]} counts "
                     f"nothing else; use {types[0]}_char."
                 )
-        scores.append(scorer.score_multi(_several(each), p))
+        scores.append(scorer.score_multi(_as_list(texts), prediction))
     return {name: _mean(score[name].fmeasure for score in scores) for name in types}
 
 
-PLAIN: dict[str, Callable[[Sequence[Any], Sequence[Any]], float]] = {
+METRIC_FUNCTIONS: dict[str, Callable[[Sequence[Any], Sequence[Any]], float]] = {
     "accuracy": accuracy,
     "macro_f1": macro_f1,
     "matthews": matthews,
@@ -380,5 +380,14 @@ PLAIN: dict[str, Callable[[Sequence[Any], Sequence[Any]], float]] = {
     "tag_accuracy": tag_accuracy,
 }
 KNOWN: Collection[str] = frozenset(
-    [*PLAIN, *BLEU, *ROUGE, *(f"{name}_char" for name in ROUGE), "f1", "f1a", "micro_f1", "group_em"]
+    [
+        *METRIC_FUNCTIONS,
+        *BLEU,
+        *ROUGE,
+        *(f"{name}_char" for name in ROUGE),
+        "f1",
+        "f1a",
+        "micro_f1",
+        "group_em",
+    ]
 )

@@ -1,7 +1,7 @@
 """Which metrics a task has, and the one number by which evaluations of it are compared.
 
 Tasks are found by their name without case and signs: `SST-2`, `sst2` and `sst_2` are one. A task that is not in the
-table has the metrics of its kind. What a task's predictions are decides which metrics it can have (ANSWERS).
+table has the metrics of its kind. The type of a task's predictions decides which metrics it can have.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from data_utils.tasks.readers.files import plain_name
 
 LOSS = "loss"  # of each target token, nats: what can be had where the model does not write
 
-_OF_LABELS = ("accuracy", "f1", "macro_f1", "matthews", "f1a", "group_em")
-_OF_TEXTS = (
+_LABEL_METRICS = ("accuracy", "f1", "macro_f1", "matthews", "f1a", "group_em")
+_TEXT_METRICS = (
     *("exact_match", "answer_em", "answer_f1", "answer_em_v2", "answer_f1_v2"),
     *BLEU,
-    *(name + form for name in ROUGE for form in ("", "_char")),
+    *(name + suffix for name in ROUGE for suffix in ("", "_char")),
 )
 WITH_POSITIVE = ("f1", "f1a")  # of one class, `task.positive`
-# Type of predictions (answers.py) -> the metrics that compare them with labels. Every other pair is refused.
-ANSWERS: dict[str, tuple[str, ...]] = {
-    "classes": (*_OF_LABELS, "micro_f1"),
-    "numbers of choices": _OF_LABELS,
+# Type of predictions (decode_outputs.py) -> the metrics that compare them with labels. Every other pair is refused.
+METRICS_BY_PREDICTION_TYPE: dict[str, tuple[str, ...]] = {
+    "classes": (*_LABEL_METRICS, "micro_f1"),
+    "numbers of choices": _LABEL_METRICS,
     "label sets": ("strict_accuracy", "loose_macro_f1", "loose_micro_f1"),
     "numbers": ("pearson", "spearman"),
-    "texts": _OF_TEXTS,
+    "texts": _TEXT_METRICS,
     "entities": ("entity_f1", "tag_accuracy"),
     "tags": ("tag_accuracy",),
     "likelihoods": PERPLEXITIES,
@@ -54,7 +54,7 @@ class Metrics:
     def score(self, measured: Mapping[str, float]) -> float:
         """The number that ranks evaluations; higher is better.
 
-        Perplexities and losses are negative, and BLEU is a share, as the others are.
+        Perplexities and losses count negative, and BLEU up to 1, as the others do.
         """
         numbers = [measured[name] * _WEIGHTS.get(name, 1.0) for name in self.compared or self.names]
         return sum(numbers) / len(numbers)
@@ -67,65 +67,65 @@ _COMPARED = {
     "language_modelling": ("token_perplexity",), "lambada": ("accuracy",), "spans": ("answer_f1",),
     "typing": ("loose_micro_f1",),
 }  # fmt: skip
-BY_KIND = {kind: Metrics(names, _COMPARED.get(kind, ())) for kind, names in KINDS.items()}
+METRICS_BY_KIND = {kind: Metrics(names, _COMPARED.get(kind, ())) for kind, names in KINDS.items()}
 
 _ACCURACY_F1 = Metrics(("accuracy", "f1"))
-_ANSWERS_OR_NONE = Metrics(("answer_em_v2", "answer_f1_v2"), ("answer_f1_v2",))
+_MAY_HAVE_NO_ANSWER = Metrics(("answer_em_v2", "answer_f1_v2"), ("answer_f1_v2",))
 _SUMMARIES = Metrics(("rouge1", "rouge2", "rougeLsum"))
 
 SUPERGLUE = ("boolq", "cb", "copa", "multirc", "record", "rte", "wic", "wsc")
-BY_TASK = {
-    **dict.fromkeys((*SUPERGLUE, "axg", "sst2", "mnli", "mnlimm", "qnli", "wnli"), BY_KIND["classification"]),
+METRICS_BY_TASK = {
+    **dict.fromkeys((*SUPERGLUE, "axg", "sst2", "mnli", "mnlimm", "qnli", "wnli"), METRICS_BY_KIND["classification"]),
     "cb": Metrics(("accuracy", "macro_f1")),
     "multirc": Metrics(("f1a", "group_em")),
     "record": Metrics(("answer_f1", "answer_em")),
     **dict.fromkeys(("cola", "ax", "axb"), Metrics(("matthews",))),
     **dict.fromkeys(("mrpc", "qqp"), _ACCURACY_F1),
-    "stsb": BY_KIND["regression"],
-    **dict.fromkeys(("squad", "squadv1", "squad11"), BY_KIND["spans"]),
-    **dict.fromkeys(("squad2", "squadv2", "squad20"), _ANSWERS_OR_NONE),
+    "stsb": METRICS_BY_KIND["regression"],
+    **dict.fromkeys(("squad", "squadv1", "squad11"), METRICS_BY_KIND["spans"]),
+    **dict.fromkeys(("squad2", "squadv2", "squad20"), _MAY_HAVE_NO_ANSWER),
     **dict.fromkeys(("gigaword", "cnndm", "cnndailymail", "xsum"), _SUMMARIES),
     "fewrel": Metrics(("accuracy", "macro_f1"), ("accuracy",)), "tacred": Metrics(("micro_f1",)),
     "squadquestions": Metrics(("bleu", "rougeL")),
 }  # fmt: skip
 
 
-def metrics_of(task: TaskConfig) -> Metrics:
+def task_metrics(task: TaskConfig) -> Metrics:
     """The metrics that the configuration names, else those of the task, else those of its kind.
 
     Raises: ConfigError for a metric that is unknown, or whose package is not installed.
     """
-    found = BY_TASK.get(plain_name(task.name), BY_KIND[task.kind])
+    metrics = METRICS_BY_TASK.get(plain_name(task.name), METRICS_BY_KIND[task.kind])
     if task.metrics:
-        known = [m for m in (found, BY_KIND["lambada"], _ANSWERS_OR_NONE) if m.names == task.metrics]
-        found = known[0] if known else Metrics(task.metrics)
-    require_metrics(name for name in found.names if name not in PERPLEXITIES)
-    return found
+        # The same names as those of a known set are compared as it is.
+        known_sets = (metrics, METRICS_BY_KIND["lambada"], _MAY_HAVE_NO_ANSWER)
+        metrics = next((known for known in known_sets if known.names == task.metrics), Metrics(task.metrics))
+    require_metrics(name for name in metrics.names if name not in PERPLEXITIES)
+    return metrics
 
 
-def check_metrics(task: TaskConfig, answers: str, labels: Sequence[str]) -> None:
+def check_metrics(task: TaskConfig, prediction_type: str, labels: Sequence[str]) -> None:
     """Raise ConfigError unless the task's metrics compare what it predicts.
 
     Args:
-        answers: what predictions are, see ANSWERS.
+        prediction_type: a key of METRICS_BY_PREDICTION_TYPE.
         labels: the classes; () where there are none.
     """
-    names = metrics_of(task).names
+    names = task_metrics(task).names
     for name in names:
-        if name not in ANSWERS[answers]:
-            whose = "task.metrics names" if task.metrics else f"task.name is {task.name}, whose metrics are"
+        if name not in METRICS_BY_PREDICTION_TYPE[prediction_type]:
+            source = "task.metrics names" if task.metrics else f"task.name is {task.name}, whose metrics are"
             raise ConfigError(
-                f"{whose} {name}, but this task (task.kind {task.kind}) predicts {answers}, which {name} does not "
-                f"measure; choose task.metrics from {', '.join(ANSWERS[answers])}."
+                f"{source} {name}, but this task (task.kind {task.kind}) predicts {prediction_type}, which {name} "
+                f"does not measure; choose task.metrics from {', '.join(METRICS_BY_PREDICTION_TYPE[prediction_type])}."
             )
     if ("micro_f1" in names) != (task.negative is not None) or task.negative not in (None, *labels):
-        given = shown(task.negative)
         raise ConfigError(
-            f"task.negative is {given} and the metrics are {', '.join(names)}; micro_f1 needs the negative class, "
-            f"one of {', '.join(labels)}; without micro_f1 remove task.negative."
+            f"task.negative is {shown(task.negative)} and the metrics are {', '.join(names)}; micro_f1 needs the "
+            f"negative class, one of {', '.join(labels)}; without micro_f1 remove task.negative."
         )
-    of_one_class = [name for name in names if name in WITH_POSITIVE]
-    if not of_one_class:
+    one_class_metrics = [name for name in names if name in WITH_POSITIVE]
+    if not one_class_metrics:
         if task.positive is not None:
             raise ConfigError(
                 f"task.positive is {shown(task.positive)}, but no metric of the task ({', '.join(names)}) needs a "
@@ -135,7 +135,7 @@ def check_metrics(task: TaskConfig, answers: str, labels: Sequence[str]) -> None
         if len(labels) != 2:
             known = f"one of {', '.join(labels)}" if labels else "the index of a choice, from 0"
             raise ConfigError(
-                f"{of_one_class[0]} needs a positive class, but task.positive is null; set it to {known}, or use "
+                f"{one_class_metrics[0]} needs a positive class, but task.positive is null; set it to {known}, or use "
                 "macro_f1."
             )
     elif not (task.positive in labels if labels else task.positive.isascii() and task.positive.isdigit()):
@@ -145,22 +145,22 @@ def check_metrics(task: TaskConfig, answers: str, labels: Sequence[str]) -> None
 
 def with_no_answers(task: TaskConfig) -> TaskConfig:
     """The task with metrics for questions that have no answer. Raises: ConfigError where it names others."""
-    if set(metrics_of(task).names) <= set(_ANSWERS_OR_NONE.names):
+    if set(task_metrics(task).names) <= set(_MAY_HAVE_NO_ANSWER.names):
         return task
     if task.metrics:
         raise ConfigError(
             f"task.metrics names {', '.join(task.metrics)}, but the files have questions without an answer "
-            f"(is_impossible), which these metrics do not cover; set it to [{', '.join(_ANSWERS_OR_NONE.names)}]."
+            f"(is_impossible), which these metrics do not cover; set it to [{', '.join(_MAY_HAVE_NO_ANSWER.names)}]."
         )
-    return replace(task, metrics=_ANSWERS_OR_NONE.names)
+    return replace(task, metrics=_MAY_HAVE_NO_ANSWER.names)
 
 
 def compared_by(task: TaskConfig, best: str | None) -> Metrics:
     """The metrics of a task, compared by `finetune.best` where that names one.
 
-    Raises: ConfigError if it names no metric of the task, and as `metrics_of`.
+    Raises: ConfigError if it names no metric of the task, and as `task_metrics`.
     """
-    metrics = metrics_of(task)
+    metrics = task_metrics(task)
     if task.writes_text:
         metrics = Metrics((*metrics.names, LOSS), metrics.compared or metrics.names)
     if best is not None and best not in metrics.names:

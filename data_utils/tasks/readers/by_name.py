@@ -95,10 +95,10 @@ def read_records(config: TaskConfig, path: Path | str, *, labelled: bool) -> Tas
             f"task.reader is {config.reader}, but mentions and entities are read from JSON lines only; set it to "
             "jsonl, or remove task.marks and task.entity_ids."
         )
-    return _READERS[config.reader](Intake(config, path, labelled, labels_of(config)))
+    return _READERS[config.reader](Intake(config, path, labelled, task_labels(config)))
 
 
-def labels_of(config: TaskConfig) -> tuple[str, ...]:
+def task_labels(config: TaskConfig) -> tuple[str, ...]:
     """The names of a task's classes or tags in the order of their numbers.
 
     These are task.labels, else the labels that task.verbalizers names, else the task's own. () where there are none:

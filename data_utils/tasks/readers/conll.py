@@ -15,7 +15,7 @@ from pathlib import Path
 
 from data_utils.common.setting_files import shown
 from data_utils.corpus.json_records import UnusableRecord
-from data_utils.tasks.readers.files import BadLine, Intake, TaskRecords, decoded, numbered_lines
+from data_utils.tasks.readers.files import BadLine, Intake, TaskRecords, numbered_lines, utf8_text
 
 LABELS = {
     name: ("O", *(f"{begin}-{type_}" for type_ in ("PER", "ORG", "LOC", "MISC") for begin in "BI"))
@@ -42,6 +42,7 @@ def read_conll(intake: Intake) -> TaskRecords:
 
 
 def is_bio(labels: Sequence[str]) -> bool:
+    """Whether the tags are those of entities, as BIO."""
     return any(label.startswith("B-") for label in labels)
 
 
@@ -66,24 +67,21 @@ def _sentences(lines: Iterator[tuple[int, bytes]]) -> Iterator[Lines]:
 
 def _columns(intake: Intake, sentence: Lines) -> tuple[tuple[str, ...], list[str] | None]:
     """Words and tags of a sentence; no tags where a file without labels has one column."""
-    rows = []
+    lines: list[list[str]] = []  # the columns of each
     for number, line in sentence:
         try:
-            rows.append(_cells(line))
+            columns = _BLANKS.split(utf8_text(line).strip(" \t"))
         except UnusableRecord as problem:
             raise BadLine(str(problem), number) from None
-        if len(rows[-1]) < len(rows[0]) or (intake.labelled and len(rows[-1]) < 2):
-            wanted = max(2, len(rows[0])) if intake.labelled else len(rows[0])
+        lines.append(columns)
+        if len(columns) < len(lines[0]) or (intake.labelled and len(columns) < 2):
+            wanted = max(2, len(lines[0])) if intake.labelled else len(lines[0])
             raise BadLine(
-                f"the line has {len(rows[-1])} columns, fewer than {wanted} (first the word, last the tag)",
+                f"the line has {len(columns)} columns, fewer than {wanted} (first the word, last the tag)",
                 number,
             )
-    tags = None if len(rows[0]) == 1 else [row[-1] for row in rows]
-    return tuple(row[0] for row in rows), tags
-
-
-def _cells(line: bytes) -> list[str]:
-    return _BLANKS.split(decoded(line).strip(" \t"))
+    tags = None if len(lines[0]) == 1 else [columns[-1] for columns in lines]
+    return tuple(columns[0] for columns in lines), tags
 
 
 class _Scheme:
@@ -92,39 +90,39 @@ class _Scheme:
     def __init__(self, sentences: Sequence[Lines]) -> None:
         self.bio_line = 0  # the line that shows it; 0 = none
         for sentence in sentences:
-            before = "O"
+            previous = "O"
             for number, line in sentence:
                 tag = line.rstrip(b" \t").rpartition(b" ")[2].rpartition(b"\t")[2].decode("utf-8", "replace")
-                if tag.startswith("B-") and before[2:] != tag[2:]:
+                if tag.startswith("B-") and previous[2:] != tag[2:]:
                     self.bio_line = number
                     return
-                before = tag
+                previous = tag
 
     def as_bio(self, tags: Sequence[str], lines: Sequence[int]) -> list[str]:
         """BIO of a sentence. Raises BadLine for another form of tag, or an I- that continues nothing under BIO."""
-        found: list[str] = []
-        before = "O"
+        bio_tags: list[str] = []
+        previous = "O"
         for tag, line in zip(tags, lines, strict=True):
             if tag != "O" and (tag[:2] not in ("B-", "I-") or not tag[2:]):
                 raise BadLine(f"tag {shown(tag)} is not O, B-TYPE or I-TYPE", line)
-            begins = tag != "O" and (tag[0] == "B" or before[2:] != tag[2:])
+            begins = tag != "O" and (tag[0] == "B" or previous[2:] != tag[2:])
             if begins and tag[0] == "I" and self.bio_line:
                 raise BadLine(
-                    f"tag {tag} follows {before}, so it does not continue an entity; line {self.bio_line} shows "
+                    f"tag {tag} follows {previous}, so it does not continue an entity; line {self.bio_line} shows "
                     "that the file uses BIO, where every entity begins with B-",
                     line,
                 )
-            found.append(f"B-{tag[2:]}" if begins else tag)
-            before = tag
-        return found
+            bio_tags.append(f"B-{tag[2:]}" if begins else tag)
+            previous = tag
+        return bio_tags
 
 
 def checked_bio(tags: Sequence[str]) -> None:
     """Raise BadLine unless every I- continues an entity of its type."""
-    before = "O"
+    previous = "O"
     for tag in tags:
-        if tag.startswith("I-") and before[2:] != tag[2:]:
+        if tag.startswith("I-") and previous[2:] != tag[2:]:
             raise BadLine(
-                f"tag {tag} follows {before}, so it does not continue an entity; an entity must begin with B-"
+                f"tag {tag} follows {previous}, so it does not continue an entity; an entity must begin with B-"
             )
-        before = tag
+        previous = tag

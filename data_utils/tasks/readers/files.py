@@ -22,10 +22,10 @@ from typing import IO, Any
 
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.common.setting_files import shorten, shown
-from data_utils.corpus.inputs import ending_of
+from data_utils.corpus.inputs import file_ending
 from data_utils.corpus.json_records import UTF8_BOM, UnusableRecord, field_at, json_type, not_utf8
 from data_utils.corpus.stored_files import (
-    compression_of,
+    compression_suffix,
     decompressed,
     open_regular,
     read_errors,
@@ -194,7 +194,7 @@ def numbered_lines(path: Path | str) -> Iterator[tuple[int, bytes]]:
     path = Path(path)
     require_file(path)
     with read_errors(path), open_regular(path) as file:
-        compression = compression_of(path)
+        compression = compression_suffix(path)
         lines = _decompressed_lines(file, compression) if compression else _plain_lines(file)
         for number, line in enumerate(lines, 1):
             if len(line) > MAX_LINE_BYTES:
@@ -236,7 +236,7 @@ def _decompressed_lines(file: IO[bytes], suffix: str) -> Iterator[bytes]:
         yield bytes(rest)
 
 
-def decoded(line: bytes) -> str:
+def utf8_text(line: bytes) -> str:
     """The text of a line. Raises UnusableRecord if it is not UTF-8."""
     try:
         return line.decode("utf-8")
@@ -244,9 +244,9 @@ def decoded(line: bytes) -> str:
         raise not_utf8(error) from None
 
 
-def suffix_of(path: Path | str) -> str:
+def file_suffix(path: Path | str) -> str:
     """`.jsonl` of a.jsonl and of A.JSONL.GZ."""
-    return ending_of(Path(path))
+    return file_ending(Path(path))
 
 
 # ------------------------------------------------------------------------------------------------------------

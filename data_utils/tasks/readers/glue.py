@@ -20,10 +20,10 @@ from data_utils.tasks.readers.files import (
     BadLine,
     Intake,
     TaskRecords,
-    decoded,
     finite,
     numbered_lines,
     plain_name,
+    utf8_text,
 )
 
 _TWO_WAY = ("entailment", "not_entailment")
@@ -71,7 +71,7 @@ def read_glue(intake: Intake) -> TaskRecords:
         if not line.strip():
             continue
         with intake.at(number):
-            cells = decoded(line).split("\t")
+            cells = utf8_text(line).split("\t")
             if not header:
                 header = _header(intake, columns, cells)
                 if header == cells:

@@ -16,14 +16,14 @@ from data_utils.tasks.readers.files import BadLine, Intake, value_in
 ENTITIES = "entities"  # field of a line and of a TaskRecord
 
 
-def marks_of(config: TaskConfig) -> Mapping[str, str]:
+def task_marks(config: TaskConfig) -> Mapping[str, str]:
     """Field of a span -> the mark before and after it. Source: thunlp/ERNIE, its code for typing."""
     return config.marks or ({"mention": "\u3002"} if config.kind == "typing" else {})
 
 
 def is_marked(config: TaskConfig) -> bool:
     """Whether samples have mentions or entities."""
-    return bool(marks_of(config)) or config.entity_ids is not None
+    return bool(task_marks(config)) or config.entity_ids is not None
 
 
 def mentions_in(config: TaskConfig, tree: Mapping[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
@@ -34,16 +34,17 @@ def mentions_in(config: TaskConfig, tree: Mapping[str, Any], texts: Mapping[str,
             "task.text_fields to one of them."
         )
     (text,) = texts.values()
-    fields: dict[str, Any] = {name: _span_in(tree, name, text) for name in marks_of(config)}
-    for (first, one), (second, other) in itertools.combinations(fields.items(), 2):
-        (_, end), (start, last) = sorted((one, other))
-        if start < end < last and one[0] != other[0]:
+    fields: dict[str, Any] = {name: _span_in(tree, name, text) for name in task_marks(config)}
+    for (name, span), (other_name, other_span) in itertools.combinations(fields.items(), 2):
+        (_, end), (start, last) = sorted((span, other_span))
+        if start < end < last and span[0] != other_span[0]:
             raise BadLine(
-                f"the spans {first} {[*one]} and {second} {[*other]} overlap; spans must be disjoint or nested"
+                f"the spans {name} {[*span]} and {other_name} {[*other_span]} overlap; spans must be disjoint or "
+                "nested"
             )
     if config.entity_ids is not None:
-        found, _ = _names(config.entity_ids).mentions(tree, ENTITIES, text, config.min_score)
-        fields[ENTITIES] = tuple(tuple(mention) for mention in found)
+        mentions, _ = _names(config.entity_ids).mentions(tree, ENTITIES, text, config.min_score)
+        fields[ENTITIES] = tuple(tuple(mention) for mention in mentions)
     return fields
 
 
@@ -59,7 +60,7 @@ def _names(path: str) -> EntityNames:
 
 def _span_in(tree: Mapping[str, Any], name: str, text: str) -> tuple[int, int]:
     span = value_in(tree, name)
-    is_pair = isinstance(span, list) and [type(each) for each in span] == [int, int]
+    is_pair = isinstance(span, list) and [type(offset) for offset in span] == [int, int]
     if not is_pair or not 0 <= span[0] < span[1] <= len(text) or not text[slice(*span)].strip():
         raise BadLine(
             f"field {name!r} is {shown(span)}; it must be [start, end], a non-empty range within the {len(text)} "
@@ -72,7 +73,7 @@ def class_names(intake: Intake, value: Any) -> tuple[str, ...]:
     """The classes of a label in the order of their numbers, each once; [] says none. Raises BadLine."""
     if not isinstance(value, list):
         raise BadLine(f"the label is {shown(value)}; typing needs a list of labels, which may be empty")
-    given = {intake.class_name(each) for each in value}
-    if None in given:
+    names = {intake.class_name(label) for label in value}
+    if None in names:
         raise BadLine(f"the label {shown(value)} contains a NUL character; remove it")
-    return tuple(label for label in intake.labels if label in given)
+    return tuple(label for label in intake.labels if label in names)

@@ -15,12 +15,8 @@ from data_utils.common.setting_files import shown
 from data_utils.corpus.json_records import UnusableRecord, parse_json_object
 from data_utils.tasks.readers.files import numbered_lines
 
-SCORES = (
-    "left-to-right",
-    "words",
-    "tokens",
-    "blanks",
-)  # of a sentence: megatron_lite/finetune/minimal_pairs.py
+# Scores of a sentence, see megatron_lite/finetune/minimal_pairs.py.
+SCORES = ("left-to-right", "words", "tokens", "blanks")
 
 
 @dataclass(frozen=True)
@@ -42,10 +38,10 @@ def read_minimal_pairs(path: Path) -> list[MinimalPair]:
             raise DataError(f"{path} has no .jsonl file; name the directory of the benchmark's files.")
     else:
         files = [path]
-    return [pair for file in files for pair in _pairs_of(file)]
+    return [pair for file in files for pair in _read_file(file)]
 
 
-def _pairs_of(path: Path) -> list[MinimalPair]:
+def _read_file(path: Path) -> list[MinimalPair]:
     pairs = []
     for number, line in numbered_lines(path):
         if not line.strip():
@@ -66,7 +62,7 @@ def _pairs_of(path: Path) -> list[MinimalPair]:
             raise DataError(
                 f"{path}, line {number}: both sentences are {shown(good)}; a pair needs two sentences."
             )
-        names = [tree.get(key, other) for key, other in (("UID", path.stem), ("linguistics_term", ""))]
+        names = [tree.get("UID", path.stem), tree.get("linguistics_term", "")]
         if not all(isinstance(name, str) for name in names):
             raise DataError(
                 f"{path}, line {number}: UID and linguistics_term are {shown(names)}; they are names."

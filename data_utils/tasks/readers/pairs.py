@@ -15,10 +15,10 @@ from data_utils.tasks.readers.files import (
     BadLine,
     Intake,
     TaskRecords,
-    decoded,
     numbered_lines,
     plain_name,
     require_file,
+    utf8_text,
 )
 
 _TARGET_OF = {"source": "target", "src": "tgt"}
@@ -28,7 +28,7 @@ _MARKS = re.compile(r"\s*(?:<S_SEP>|\[X_SEP\]|</?t>)\s*")
 
 def sentences_on_lines(text: str) -> str:
     """A summary whose marks of sentences (<S_SEP>, [X_SEP], <t> </t>) are ends of lines, as ROUGE-Lsum wants it."""
-    return "\n".join(part for part in _MARKS.split(text) if part)
+    return "\n".join(sentence for sentence in _MARKS.split(text) if sentence)
 
 
 def read_pairs(intake: Intake) -> TaskRecords:
@@ -42,40 +42,40 @@ def read_pairs(intake: Intake) -> TaskRecords:
         return intake.finish()
     require_file(sources)
     has_marks = plain_name(intake.config.name) in SUMMARIES
-    for (number, source), (other, target) in zip_longest(
+    for (number, source), (target_number, target) in zip_longest(
         numbered_lines(sources), numbered_lines(targets), fillvalue=(0, None)
     ):
         if source is None or target is None:
-            have, lack = (targets, sources) if source is None else (sources, targets)
+            longer, shorter = (targets, sources) if source is None else (sources, targets)
             raise DataError(
-                f"{have}:{number or other}: {lack} has fewer lines; sources and targets must have the same number "
-                "of lines."
+                f"{longer}:{number or target_number}: {shorter} has fewer lines; sources and targets must have the "
+                "same number of lines."
             )
         with intake.at(number):
             fields = {"source": _text(source, "source"), "target": _text(target, "target")}
             label = fields["target"]
             if has_marks:
-                fields["source"] = " ".join(part for part in _MARKS.split(fields["source"]) if part)
+                fields["source"] = " ".join(filter(None, _MARKS.split(fields["source"])))
                 label = sentences_on_lines(label)
             intake.add(fields, label)
     return intake.finish()
 
 
 def target_path(sources: Path) -> Path:
-    """The file of targets for one of sources. Raises DataError if the name has no part `source` or `src`."""
-    parts = sources.name.split(".")
-    found = [i for i, part in enumerate(parts) if part in _TARGET_OF]
-    if not found:
+    """The file of targets for one of sources. Raises DataError for a name without `source` or `src`."""
+    name = sources.name.split(".")
+    indices = [i for i, word in enumerate(name) if word in _TARGET_OF]
+    if not indices:
         raise DataError(
             f"{sources} is not a file of sources; its name must contain source or src, as in train.source with "
             "train.target. For JSON lines with src and tgt use task.reader jsonl."
         )
-    parts[found[-1]] = _TARGET_OF[parts[found[-1]]]
-    return sources.with_name(".".join(parts))
+    name[indices[-1]] = _TARGET_OF[name[indices[-1]]]
+    return sources.with_name(".".join(name))
 
 
-def _text(line: bytes, what: str) -> str:
-    text = decoded(line)
+def _text(line: bytes, field: str) -> str:
+    text = utf8_text(line)
     if not text.strip():
-        raise BadLine(f"the {what} is empty; a pair needs a source and a target")
+        raise BadLine(f"the {field} is empty; a pair needs a source and a target")
     return text

@@ -1,6 +1,6 @@
 """Questions with answers in a text: SQuAD's JSON, and its questions as lines of JSON.
 
-An answer's place counts characters (Python's, one for each code point), and the text must begin with the answer there.
+An answer's position counts characters (Python's, one for each code point), and the text must have the answer there.
 
 Source: Rajpurkar et al., arXiv:1606.05250 and arXiv:1806.03822, and their files.
 """
@@ -45,11 +45,11 @@ def read_squad(intake: Intake) -> TaskRecords:
 
 def _read_paragraphs(intake: Intake, paragraphs: list[dict[str, Any]], article: str) -> None:
     for i, paragraph in enumerate(paragraphs):
-        place = f"{article}.paragraphs[{i}]"
-        with intake.at(place):
+        location = f"{article}.paragraphs[{i}]"
+        with intake.at(location):
             context = text_in(paragraph, "context")
             for j, question in enumerate(objects_in(paragraph, "qas")):
-                with intake.at(f"{place}.qas[{j}]"):
+                with intake.at(f"{location}.qas[{j}]"):
                     add_question(intake, question, context, "id")
 
 
@@ -59,14 +59,14 @@ def add_question(intake: Intake, tree: dict[str, Any], context: str, index: str)
     The label of squad_questions is the question, and questions without an answer are no samples.
     """
     answers: list[tuple[str, int]] = []
-    known = tree.get("answers") is not None
-    for answer in objects_in(tree, "answers") if known else ():
+    has_answers = tree.get("answers") is not None
+    for answer in objects_in(tree, "answers") if has_answers else ():
         text, start = text_in(answer, "text"), whole_number_in(answer, "answer_start")
         if start < 0 or not text or not context.startswith(text, start):
-            found = context[start : start + len(text)] if start >= 0 else ""
+            text_there = context[start : start + len(text)] if start >= 0 else ""
             raise BadLine(
                 f"the answer {shown(text)} is not at character {start} (answer_start) of the text, which has "
-                f"{shown(found)} there"
+                f"{shown(text_there)} there"
             )
         answers.append((text, start))
     is_impossible = tree.get("is_impossible", False)

@@ -2,7 +2,7 @@
 
 Each task is one function from a line's object to samples. Labels become class names: true and false, the texts of the
 file, 0 and 1 of MultiRC. Models read typographic quotes and dashes of WSC and ReCoRD as ASCII, as in the reference, so
-that the words of spans are found; each is one character, so places stay. Entities and answers of ReCoRD stay as the
+that the words of spans are found; each is one character, so offsets stay. Entities and answers of ReCoRD stay as the
 file has them: the server compares them with its own.
 
 Source: Wang et al., arXiv:1905.00537, and its files.
@@ -96,39 +96,42 @@ def _wsc(intake: Intake, tree: dict[str, Any]) -> None:
     target = object_in(tree, "target")
     words = in_ascii(text_in(tree, "text")).split()
     span1, pronoun = (in_ascii(text_in(target, name)) for name in ("span1_text", "span2_text"))
-    first = _near(words, span1.split(), whole_number_in(target, "span1_index"), str.lower)
-    place = _near(words, pronoun.split(), whole_number_in(target, "span2_index"), str)
-    if place is None:
-        place = _glued(words, pronoun, target["span2_index"])
+    span1_index = _find_near(words, span1.split(), whole_number_in(target, "span1_index"), str.lower)
+    pronoun_index = _find_near(words, pronoun.split(), whole_number_in(target, "span2_index"), str)
+    if pronoun_index is None:
+        pronoun_index = _separate_pronoun(words, pronoun, target["span2_index"])
     candidates = objects_in(tree, "candidates") if tree.get("candidates") is not None else []
     fields = {
         "text": " ".join(words),
-        "span1_index": target["span1_index"] if first is None else first,
+        "span1_index": target["span1_index"] if span1_index is None else span1_index,
         "span1_text": span1,
-        "span2_index": place,
+        "span2_index": pronoun_index,
         "span2_text": pronoun,
-        "candidates": tuple(dict.fromkeys(in_ascii(text_in(each, "text")) for each in candidates)),
+        "candidates": tuple(dict.fromkeys(in_ascii(text_in(candidate, "text")) for candidate in candidates)),
     }
     intake.add(fields, intake.class_name(tree.get("label")), index_in(tree))
 
 
-def _near(words: list[str], span: list[str], index: int, form: Callable[[str], str]) -> int | None:
+def _find_near(words: list[str], span: list[str], index: int, normalise: Callable[[str], str]) -> int | None:
     """Where the words of `span` begin: at `index`, or one word before or after it, as some samples need."""
-    wanted = [form(word) for word in span]
-    for place in (index, index - 1, index + 1):
-        if place >= 0 and [form(word) for word in words[place : place + len(span)]] == wanted:
-            return place
+    wanted = [normalise(word) for word in span]
+    for start in (index, index - 1, index + 1):
+        if start >= 0 and [normalise(word) for word in words[start : start + len(span)]] == wanted:
+            return start
     return None
 
 
-def _glued(words: list[str], pronoun: str, index: int) -> int:
-    """Cut off what is glued to the pronoun (`him.`, `she'd`), so that it is a word of its own. Changes `words`."""
-    for place in (index, index - 1, index + 1):
-        if 0 <= place < len(words):
-            before, found, after = words[place].partition(pronoun)
-            if found and not after[:1].isalnum() and not any(map(str.isalnum, before)):
-                words[place : place + 1] = [part for part in (before, pronoun, after) if part]
-                return place + bool(before)
+def _separate_pronoun(words: list[str], pronoun: str, index: int) -> int:
+    """Cut off what is glued to the pronoun (`him.`, `she'd`), so that it is a word by itself. Changes `words`.
+
+    Returns: its index. Raises: BadLine if it is not at `index` or one word before or after it.
+    """
+    for candidate in (index, index - 1, index + 1):
+        if 0 <= candidate < len(words):
+            before, match, after = words[candidate].partition(pronoun)
+            if match and not after[:1].isalnum() and not any(map(str.isalnum, before)):
+                words[candidate : candidate + 1] = [text for text in (before, pronoun, after) if text]
+                return candidate + bool(before)
     raise BadLine(
         f"the pronoun {shown(pronoun)} is not at word {index} of the text or next to it (span2_index counts words "
         "from 0)"
@@ -154,9 +157,9 @@ def _multirc(intake: Intake, tree: dict[str, Any]) -> None:
 def _record(intake: Intake, tree: dict[str, Any]) -> None:
     passage = object_in(tree, "passage")
     text = text_in(passage, "text")
-    places = (_place(text, entity) for entity in objects_in(passage, "entities"))
+    spans = (_entity_span(text, entity) for entity in objects_in(passage, "entities"))
     spelled: dict[str, str] = {}  # as models read it -> as the file first has it
-    for start, end in sorted(places):
+    for start, end in sorted(spans):
         entity = text[start : end + 1]
         spelled.setdefault(in_ascii(entity), entity)
     for query in objects_in(tree, "qas"):
@@ -165,15 +168,15 @@ def _record(intake: Intake, tree: dict[str, Any]) -> None:
             raise BadLine(f"the query {shown(sentence)} has no {PLACEHOLDER}, which marks the answer")
         answers = None
         if query.get("answers") is not None:
-            found = (text_in(answer, "text") for answer in objects_in(query, "answers"))
-            answers = tuple(dict.fromkeys(spelled.get(in_ascii(text), text) for text in found)) or None
+            texts = (text_in(answer, "text") for answer in objects_in(query, "answers"))
+            answers = tuple(dict.fromkeys(spelled.get(in_ascii(text), text) for text in texts)) or None
         fields = {"passage": in_ascii(text), "query": sentence, "entities": tuple(sorted(spelled.values()))}
         intake.add(fields, answers, whole_number_in(query, "idx"))
 
 
-def _place(text: str, place: dict[str, Any]) -> tuple[int, int]:
+def _entity_span(text: str, entity: dict[str, Any]) -> tuple[int, int]:
     """First and last character of an entity: its end is its last character, not the one after it."""
-    start, end = whole_number_in(place, "start"), whole_number_in(place, "end")
+    start, end = whole_number_in(entity, "start"), whole_number_in(entity, "end")
     if not 0 <= start <= end < len(text):
         raise BadLine(
             f"an entity has the characters {start} to {end} (inclusive), but the passage has {len(text)}"

@@ -19,11 +19,11 @@ from data_utils.tasks.readers.files import (
     BadLine,
     Intake,
     TaskRecords,
-    decoded,
+    file_suffix,
     numbered_lines,
     plain_name,
-    suffix_of,
     text_in,
+    utf8_text,
 )
 
 BLANK = "<blank>"  # in lines whose words are hidden
@@ -56,12 +56,12 @@ def read_texts(intake: Intake) -> TaskRecords:
     """The documents of a file. Raises DataError."""
     if plain_name(intake.config.name).startswith("wikitext"):
         return _read_wikitext(intake)
-    if suffix_of(intake.path) == ".blank":
+    if file_suffix(intake.path) == ".blank":
         return _read_blanks(intake)
-    is_json = suffix_of(intake.path) in JSON_SUFFIXES
+    is_json = file_suffix(intake.path) in JSON_SUFFIXES
     for number, line in numbered_lines(Path(intake.path)):
         with intake.at(number):
-            text = text_in(parse_json_object(line), "text") if is_json and line.strip() else decoded(line)
+            text = text_in(parse_json_object(line), "text") if is_json and line.strip() else utf8_text(line)
             if text.strip():
                 add_text(intake, text)
     return intake.finish()
@@ -93,7 +93,7 @@ def _read_wikitext(intake: Intake) -> TaskRecords:
     lines = []
     for number, line in numbered_lines(Path(intake.path)):
         try:
-            lines.append(f"{decoded(line)}\n")
+            lines.append(f"{utf8_text(line)}\n")
         except UnusableRecord as problem:  # one document: nothing of it can be left out
             raise DataError(f"{intake.path}:{number}: {problem}; download the file again.") from None
     text = "".join(lines)
@@ -135,57 +135,62 @@ def _read_blanks(intake: Intake) -> TaskRecords:
             f"{path}: {name} with the complete texts is missing in its directory and the one above; add it."
         )
     originals = numbered_lines(original) if original is not None else ()
-    for (number, line), whole in zip_longest(numbered_lines(path), originals, fillvalue=(0, None)):
-        if line is None or (whole[1] is None and original is not None):
-            have, lack = (original, path) if line is None else (path, original)
+    for (number, line), (original_number, original_line) in zip_longest(
+        numbered_lines(path), originals, fillvalue=(0, None)
+    ):
+        if line is None or (original_line is None and original is not None):
+            longer, shorter = (original, path) if line is None else (path, original)
             raise DataError(
-                f"{have}:{max(number, whole[0])}: {lack} has fewer lines; both must have the same number of lines."
+                f"{longer}:{max(number, original_number)}: {shorter} has fewer lines; both must have the same "
+                "number of lines."
             )
         with intake.at(number):
-            masked = decoded(line)
+            masked = utf8_text(line)
             count = masked.split().count(BLANK)
             if not count or count != masked.count(BLANK):
                 raise BadLine(
                     f"the line has {masked.count(BLANK)} {BLANK}, {count} of them separate words; each must be a "
                     "word"
                 )
-            if whole[1] is None:
+            if original_line is None:
                 intake.add({"masked": masked}, None)
                 continue
-            text = decoded(whole[1])
+            text = utf8_text(original_line)
             fields = {"text": text, "masked": masked, "fillings": fillings(masked.split(), text.split())}
             intake.add(fields, text)
     return intake.finish()
 
 
-def fillings(masked: Sequence[str], whole: Sequence[str]) -> tuple[str, ...]:
+def fillings(masked: Sequence[str], words: Sequence[str]) -> tuple[str, ...]:
     """The words that each blank hides, the shortest ones from the left where several would do.
 
+    Args: masked, words: of the line with blanks and of the whole line.
     Raises: BadLine if the lines do not agree; a blank hides a word at least.
     """
-    pieces: list[list[str]] = [[]]
+    stretches: list[list[str]] = [[]]  # the words before, between and after the blanks
     for word in masked:
         if word == BLANK:
-            pieces.append([])
+            stretches.append([])
         else:
-            pieces[-1].append(word)
-    first, *middle, last = pieces
-    end = len(whole) - len(last)
-    if list(whole[: len(first)]) != first or list(whole[end:]) != last:
+            stretches[-1].append(word)
+    first, *middle, last = stretches
+    end = len(words) - len(last)
+    if list(words[: len(first)]) != first or list(words[end:]) != last:
         raise BadLine("the line with blanks does not agree with the whole text at its beginning or end")
-    at, found = len(first), []
-    for piece in (*middle, None):
-        start = end if piece is None else _find(whole, piece, at + 1, end)
-        if start <= at:
-            raise BadLine(f"the line with blanks does not agree with the whole text after word {at}")
-        found.append(" ".join(whole[at:start]))
-        at = start + len(piece or ())
-    return tuple(found)
+    position, hidden = len(first), []
+    for stretch in (*middle, None):
+        # The last blank ends where the last stretch begins.
+        start = end if stretch is None else _find(words, stretch, position + 1, end)
+        if start <= position:
+            raise BadLine(f"the line with blanks does not agree with the whole text after word {position}")
+        hidden.append(" ".join(words[position:start]))
+        position = start + len(stretch or ())
+    return tuple(hidden)
 
 
-def _find(whole: Sequence[str], piece: Sequence[str], start: int, end: int) -> int:
-    """Where `piece` begins first in whole[start:end], with a word left after it; 0 = nowhere."""
-    for place in range(start, end - len(piece)):
-        if list(whole[place : place + len(piece)]) == piece:
-            return place
+def _find(words: Sequence[str], stretch: Sequence[str], start: int, end: int) -> int:
+    """Where `stretch` begins first in words[start:end], with a word left after it; 0 = nowhere."""
+    for position in range(start, end - len(stretch)):
+        if list(words[position : position + len(stretch)]) == stretch:
+            return position
     return 0

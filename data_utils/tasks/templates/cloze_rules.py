@@ -34,23 +34,21 @@ def _copa(record: TaskRecord) -> TaskRecord:
 
 def _wsc(record: TaskRecord) -> TaskRecord:
     """Stars around the pronoun, whose index may be off by one word; punctuation glued to it stays outside."""
-    pronoun, given = str(record.needed("span2_text")), str(record.needed("span2_index"))
-    if not given.isdecimal():
+    pronoun, index_text = str(record.needed("span2_text")), str(record.needed("span2_index"))
+    if not index_text.isdecimal():
         raise DataError(
-            f"{record.location}: span2_index is {shown(given)}; it must be the index of a word, from 0."
+            f"{record.location}: span2_index is {shown(index_text)}; it must be the index of a word, from 0."
         )
-    index = int(given)
+    index = int(index_text)
     words = record.needed("text").split()
-    for place in (index, index + 1, index - 1):
-        if 0 <= place < len(words):
-            found = re.fullmatch(
-                rf"([{re.escape(string.punctuation)}]*){re.escape(pronoun)}((?:\W.*)?)",
-                words[place],
-                re.IGNORECASE,
+    for candidate in (index, index + 1, index - 1):
+        if 0 <= candidate < len(words):
+            word = words[candidate]
+            match = re.fullmatch(
+                rf"([{re.escape(string.punctuation)}]*){re.escape(pronoun)}((?:\W.*)?)", word, re.IGNORECASE
             )
-            if found:
-                inside = words[place][found.end(1) : found.start(2)]
-                words[place] = f"{found[1]}*{inside}*{found[2]}"
+            if match:
+                words[candidate] = f"{match[1]}*{word[match.end(1) : match.start(2)]}*{match[2]}"
                 return record.with_fields(text=" ".join(words), pronoun=pronoun)
     raise DataError(
         f"{record.location}: the pronoun {shown(pronoun)} is not word {index} (from 0) of the text or next to it; "
@@ -59,6 +57,7 @@ def _wsc(record: TaskRecord) -> TaskRecord:
 
 
 def _record(record: TaskRecord) -> TaskRecord:
+    """ReCoRD: the query before and after its placeholder, and the passage without marks of its highlights."""
     query = record.needed("query")
     start, *rest = query.split("@placeholder")
     if len(rest) != 1:
@@ -102,12 +101,12 @@ def training_records(task: str, records: Sequence[TaskRecord]) -> list[TaskRecor
 
 def _exchanged(record: TaskRecord) -> TaskRecord:
     choices = {"choice1": record.needed("choice2"), "choice2": record.needed("choice1")}
-    right = _right(record, 2)
+    right = _right_choice(record, 2)
     label = None if right is None else 1 - right
     return dataclasses.replace(record.with_fields(**choices), label=label)
 
 
-def choices_of(task: str, record: TaskRecord, seed: int, number: int) -> tuple[list[str], int | None]:
+def record_choices(task: str, record: TaskRecord, seed: int, number: int) -> tuple[list[str], int | None]:
     """The texts that may fill the blank of a record, and the number of the right one (None: not known).
 
     Args: seed, number: of the run and the sample, which decide the wrong entities of a training sample of ReCoRD.
@@ -117,17 +116,17 @@ def choices_of(task: str, record: TaskRecord, seed: int, number: int) -> tuple[l
         right = 0 if record.label == "true" else None  # of a false one it is not known
         return [str(record.needed("span1_text")), *map(str, fields.get("candidates") or ())], right
     if task == "record":
-        return _entities(record, seed, number)
+        return _entity_choices(record, seed, number)
     if task == "copa":
         choices = [_as_in_pattern(str(record.needed(name))) for name in ("choice1", "choice2")]
-        return choices, _right(record, len(choices))
-    given = fields.get("choices")
-    if not isinstance(given, (list, tuple)) or len(given) < 2:
+        return choices, _right_choice(record, len(choices))
+    listed = fields.get("choices")
+    if not isinstance(listed, (list, tuple)) or len(listed) < 2:
         raise DataError(
             f"{record.location}: the sample has fewer than 2 choices and the pattern has no verbalizers; add "
             "choices to the file, or set task.verbalizers."
         )
-    return [str(choice) for choice in given], _right(record, len(given))
+    return [str(choice) for choice in listed], _right_choice(record, len(listed))
 
 
 def as_read(task: str, choice: str) -> str:
@@ -135,7 +134,7 @@ def as_read(task: str, choice: str) -> str:
     return in_ascii(choice) if task == "record" else choice
 
 
-def _right(record: TaskRecord, count: int) -> int | None:
+def _right_choice(record: TaskRecord, count: int) -> int | None:
     """The number of the right choice. Raises DataError for a label that is no choice."""
     label = record.label
     if label is not None and str(label) not in map(str, range(count)):
@@ -150,12 +149,13 @@ def _as_in_pattern(choice: str) -> str:
     return choice[:1].lower() + choice[1:]
 
 
-def _entities(record: TaskRecord, seed: int, number: int) -> tuple[list[str], int | None]:
+def _entity_choices(record: TaskRecord, seed: int, number: int) -> tuple[list[str], int | None]:
+    """ReCoRD: all entities of the passage; of a training record its answer and wrong ones, drawn at random."""
     entities = sorted({str(entity).strip() for entity in record.needed("entities")})
-    known = [answer.strip() for answer in record.label or ()]
+    right_entities = [answer.strip() for answer in record.label or ()]
     if "answer" in record.fields:
-        wrong = [entity for entity in entities if entity not in known]
+        wrong = [entity for entity in entities if entity not in right_entities]
         drawn = Draws(seed, "entities", number).chosen(len(wrong), NEGATIVES)
         return [record.fields["answer"].strip(), *(wrong[i] for i in drawn)], 0
-    right = next((i for i, entity in enumerate(entities) if entity in known), None)
+    right = next((i for i, entity in enumerate(entities) if entity in right_entities), None)
     return entities, right

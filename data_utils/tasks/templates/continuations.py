@@ -1,10 +1,10 @@
-"""Log probability of a text after another, as evaluation harnesses ask for it, in the layout of every objective.
+"""Log probability of a text after another, as evaluation harnesses ask for it, in the format of every objective.
 
     glm               [CLS] context [gMASK]    sop continuation
     causal            <eos> context continuation
     prefix            [CLS] context            sop continuation
-    xlnet             context continuation     a query in the place of each token of the continuation
-    unilm, unilmv2    [CLS] context [SEP] continuation [SEP]    a [MASK] in the place of each, as its decoder appends it
+    xlnet             context continuation     a query at the position of each token of the continuation
+    unilm, unilmv2    [CLS] context [SEP] continuation [SEP]    a [MASK] at the position of each, as its decoder appends
     t5, bart, mass    as sequence to sequence: the encoder reads the context, the decoder writes the continuation
     bert              [CLS] context continuation [SEP]    a document for each token, in which it alone is masked
 
@@ -12,7 +12,7 @@ All but the last give the log probability of the continuation. The last gives a 
 log probabilities of each token given all others (arXiv:1910.14659): it is no probability of the text.
 
 GLM's blank is a [gMASK], without an end behind it, or the one that the run has learnt. With `allow_masks` a [MASK],
-[sMASK] or [gMASK] that a context spells out is its blank, in the layouts of glm and bert.
+[sMASK] or [gMASK] that a context spells out is its blank, in the formats glm and bert.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from data_utils.tasks.base import TargetGroup, TaskSample, target_group_with_los
 from data_utils.tasks.templates.examples import (
     LOSS_OF_MASK,
     after_prefix,
-    beside_masks,
-    blanks_filled,
     document,
+    fill_blanks,
     left_to_right,
+    with_pseudo_masks,
     without_loss,
 )
 from data_utils.tasks.templates.inputs import Inputs
-from data_utils.tasks.templates.sequence import around, decoded, overhead
+from data_utils.tasks.templates.sequence import context_affixes, encoder_decoder_example, overhead
 from data_utils.tasks.templates.windows import FORMS as FORMS_OF_TEXTS
 from data_utils.tasks.templates.windows import continued, windows
 from data_utils.tokenizers.special_tokens import NO_TOKEN
 from data_utils.tokenizers.vocabulary import Vocabulary, vocabulary_of
 
 FORMS = ("glm", "causal", "prefix", "bert", "unilm", "unilmv2", "encoder_decoder")
-# Forms whose continuation is a text of its own; elsewhere it goes on after the context.
+# Formats whose continuation is a text by itself; elsewhere it goes on after the context.
 _SEPARATE = ("unilm", "unilmv2", "encoder_decoder")
 _WITH_BLANKS = ("glm", "bert")
-# What pseudo log likelihoods predict, by form, the usual one first.
-_UNITS = {"bert": ("words", "tokens"), "glm": ("blanks",)}
+# What pseudo log likelihoods predict, by format, the usual one first.
+_PSEUDO_SCORES = {"bert": ("words", "tokens"), "glm": ("blanks",)}
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A context and what follows it, in tokens.
+class TokenizedPair:
+    """A context and its continuation, in tokens.
 
     Args:
         blank: how many tokens of the context stand before the blank.
@@ -70,7 +70,8 @@ class Asked:
 
 
 class Continuations:
-    """
+    """Makes the samples that score continuations and whole texts, and the prompts to write on.
+
     Args:
         inputs: `config.sequence_length` is the longest document; `config.stride` and `bidirectional` are those of
             language modelling.
@@ -91,10 +92,10 @@ class Continuations:
     ) -> None:
         self.inputs, self.score_end, self.allow_masks = inputs, score_end, allow_masks
         self.no_start = no_start
-        self.longest = inputs.config.sequence_length
-        self.is_xlnet = inputs.form.objective == "xlnet"
-        self.form = "xlnet" if self.is_xlnet else inputs.form.name
-        has_start = self.form != "causal" or bool(inputs.start)
+        self.max_length = inputs.config.sequence_length
+        self.is_xlnet = inputs.input_format.objective == "xlnet"
+        self.format_name = "xlnet" if self.is_xlnet else inputs.input_format.name
+        has_start = self.format_name != "causal" or bool(inputs.start)
         # Nothing stands before a first token that could predict it.
         self.first_token = first_token and has_start
         self._encode = functools.lru_cache(maxsize=64)(inputs.tokenizer.encode)  # choices share their context
@@ -102,41 +103,41 @@ class Continuations:
     @property
     def is_pseudo(self) -> bool:
         """Whether the score is a pseudo log-likelihood, not a probability."""
-        return self.form == "bert"
+        return self.format_name == "bert"
 
     def check(self) -> None:
         """Raise ConfigError for settings that no text can have."""
         self.inputs.require_format(FORMS)
-        if self.allow_masks and self.form not in _WITH_BLANKS:
+        if self.allow_masks and self.format_name not in _WITH_BLANKS:
             raise ConfigError(
-                f"allow_masks is set, but inputs of {self.inputs.form.objective} have no blanks; use a run of "
+                f"allow_masks is set, but inputs of {self.inputs.input_format.objective} have no blanks; use a run of "
                 "blank_infilling or masked_lm, or remove allow_masks."
             )
-        if self.no_start and self.form != "causal":
+        if self.no_start and self.format_name != "causal":
             raise ConfigError(
-                f"no_start is set, but inputs of {self.inputs.form.objective} need their start token; use a run of "
-                "causal, or remove no_start."
+                f"no_start is set, but inputs of {self.inputs.input_format.objective} need their start token; use a "
+                "run of causal, or remove no_start."
             )
-        if self.score_end and self.form in ("bert", "xlnet"):
+        if self.score_end and self.format_name in ("bert", "xlnet"):
             raise ConfigError(
-                f"score_end is set, but {self.inputs.form.objective} predicts no end token; remove score_end."
+                f"score_end is set, but {self.inputs.input_format.objective} predicts no end token; remove score_end."
             )
-        if self.score_end and self.form == "causal" and self.inputs.special.eos == NO_TOKEN:
+        if self.score_end and self.format_name == "causal" and self.inputs.special.eos == NO_TOKEN:
             raise ConfigError("score_end is set, but the vocabulary has no eos; remove score_end.")
 
     # ---- a context and its continuation ----
 
-    def asked(self, context: str, continuation: str) -> Asked:
+    def tokenize(self, context: str, continuation: str) -> TokenizedPair:
         """Raises: DataError for a continuation without a token, or one that is longer than the model."""
-        tokens, blank, mask = self._context(context)
+        tokens, blank, mask = self._context_with_blank(context)
         if blank is None:
-            tokens, following = self._both(context, continuation)
+            tokens, following = self._encode_together(context, continuation)
             blank = len(tokens)
         else:
             following = list(self._encode(continuation))
         if not following:
             raise DataError(f"the continuation {shown(continuation)} has no token; correct the task.")
-        if not tokens and self.form == "causal" and not self.first_token and not self.inputs.start:
+        if not tokens and self.format_name == "causal" and not self.first_token and not self.inputs.start:
             raise DataError(
                 f"the continuation {shown(continuation)} has no context, and the vocabulary has no start token; "
                 "give it a context."
@@ -147,177 +148,182 @@ class Continuations:
                 f"the continuation {shown(continuation)} has {len(following)} tokens, but only "
                 f"{len(following) + max_tokens} fit the model; shorten it, or use a model with more positions."
             )
-        return self._cut(Asked(tokens, following, blank, mask), max_tokens)
+        return self._cut(TokenizedPair(tokens, following, blank, mask), max_tokens)
 
-    def _context(self, context: str) -> tuple[list[int], int | None, tuple[int, int]]:
-        """Tokens, the place of the blank that the context spells out, and the blank's token."""
+    def _context_with_blank(self, context: str) -> tuple[list[int], int | None, tuple[int, int]]:
+        """The tokens around the blank that a context spells out, its position, and its token and loss.
+
+        The position is None, and the tokens are not made, where the context spells out none.
+        """
         if not self.allow_masks:
             return [], None, self.inputs.mask()
         special = self.inputs.special
-        kinds = {getattr(special, name): name for name in ("gmask", "smask", "mask")}
+        mask_names = {getattr(special, name): name for name in ("gmask", "smask", "mask")}
         ids = self.inputs.tokenizer.encode_with_specials(context)
-        places = [place for place, token in enumerate(ids) if token in kinds]
-        if len(places) > 1:
+        positions = [position for position, token in enumerate(ids) if token in mask_names]
+        if len(positions) > 1:
             raise DataError(
-                f"the context {shown(context)} has {len(places)} blanks; a continuation fills only one."
+                f"the context {shown(context)} has {len(positions)} blanks; a continuation fills only one."
             )
-        if not places:
+        if not positions:
             return [], None, self.inputs.mask()
-        token = ids.pop(places[0])
-        is_glm = self.form == "glm"  # BERT has learnt [MASK] alone
-        return ids, places[0], (token, LOSS_OF_MASK[kinds[token]]) if is_glm else self.inputs.mask()
+        token = ids.pop(positions[0])
+        if self.format_name == "glm":
+            return ids, positions[0], (token, LOSS_OF_MASK[mask_names[token]])
+        return ids, positions[0], self.inputs.mask()  # BERT has learnt [MASK] alone
 
-    def _both(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+    def _encode_together(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Token ids of a context and of its continuation.
 
         Both are tokenized together and cut where the context ends: in training a text is one. The two are tokenized
         apart where a token would reach over the border.
         """
-        if self.form in _SEPARATE:
+        if self.format_name in _SEPARATE:
             return list(self._encode(context)), self.inputs.tokenizer.encode(continuation.strip())
-        kept = context.rstrip()  # a space belongs to the word after it
-        following = context[len(kept) :] + continuation
+        stripped = context.rstrip()  # a space belongs to the word after it
+        following = context[len(stripped) :] + continuation
         # lm_eval keeps the cut even where a token reaches over the border, and may then score nothing.
-        before, whole = list(self._encode(kept)), self.inputs.tokenizer.encode(kept + following)
-        if len(whole) > len(before) and whole[: len(before)] == before:
-            return before, whole[len(before) :]
-        return before, self.inputs.tokenizer.encode(following)
+        context_ids = list(self._encode(stripped))
+        ids = self.inputs.tokenizer.encode(stripped + following)
+        if len(ids) > len(context_ids) and ids[: len(context_ids)] == context_ids:
+            return context_ids, ids[len(context_ids) :]
+        return context_ids, self.inputs.tokenizer.encode(following)
 
     def _max_context(self, following: int) -> int:
         """Most tokens of a context before a continuation of `following` tokens; negative if that does not fit."""
-        form, end = self.inputs.form, int(self.score_end)
-        if form.name == "encoder_decoder":
-            of_decoder = self.longest - 1 - form.predict_cls - following
-            return of_decoder if of_decoder < 0 else self.longest - overhead(form)
-        if form.name == "causal":
+        input_format, end = self.inputs.input_format, int(self.score_end)
+        if input_format.name == "encoder_decoder":
+            left = self.max_length - 1 - input_format.predict_cls - following  # of the decoder's positions
+            return left if left < 0 else self.max_length - overhead(input_format)
+        if input_format.name == "causal":
             start = int(bool(self.inputs.start) and not self.no_start)
-            max_tokens = self.longest + 1 - start - following - end
+            max_tokens = self.max_length + 1 - start - following - end
             # Without a start the context has a token, or nothing predicts the first.
             return max_tokens if max_tokens or start else -1
-        # Special tokens beside context and continuation.
-        beside = {"glm": 4, "prefix": 1 + end, "xlnet": 0, "bert": 2}.get(self.form, 3)
-        return self.longest - beside - following
+        num_specials = {"glm": 4, "prefix": 1 + end, "xlnet": 0, "bert": 2}.get(self.format_name, 3)
+        return self.max_length - num_specials - following
 
-    def _cut(self, asked: Asked, max_tokens: int) -> Asked:
-        cut = max(0, len(asked.context) - max_tokens)
+    def _cut(self, pair: TokenizedPair, max_tokens: int) -> TokenizedPair:
+        cut = max(0, len(pair.context) - max_tokens)
         # Contexts lose their beginning; text after the blank cannot go, since the blank depends on it.
-        if cut > asked.blank:
+        if cut > pair.blank:
             raise DataError(
-                f"a context has {len(asked.context) - asked.blank} tokens after its blank, too many for a model of "
-                f"{self.longest} positions; shorten it, or use a model with more positions."
+                f"a context has {len(pair.context) - pair.blank} tokens after its blank, too many for a model of "
+                f"{self.max_length} positions; shorten it, or use a model with more positions."
             )
-        return Asked(asked.context[cut:], asked.continuation, asked.blank - cut, asked.mask, cut)
+        return TokenizedPair(pair.context[cut:], pair.continuation, pair.blank - cut, pair.mask, cut)
 
-    def sample(self, asked: Asked) -> TaskSample:
+    def sample(self, pair: TokenizedPair) -> TaskSample:
         """The sample whose groups' log probabilities sum to that of the continuation."""
         # A masked language model has no probability of several tokens at once: a document for each token, in
         # which it is masked.
-        if self.form == "bert":
-            return self._hidden_in_turn(asked)
-        example = self._example(asked)
+        if self.format_name == "bert":
+            return self._mask_in_turn(pair)
+        example = self._example(pair)
         group = target_group_with_loss(example)
-        first = self.inputs.form.predict_cls  # BART's CLS is no part of the continuation
-        rows = slice(first, first + len(asked.continuation) + self.score_end)
-        group = TargetGroup(0, group.positions[rows], group.targets[rows])
-        return TaskSample([without_loss(example)], [group], cut=asked.cut)
+        first = self.inputs.input_format.predict_cls  # BART's CLS is no part of the continuation
+        scored = slice(first, first + len(pair.continuation) + self.score_end)
+        group = TargetGroup(0, group.positions[scored], group.targets[scored])
+        return TaskSample([without_loss(example)], [group], cut=pair.cut)
 
-    def _example(self, asked: Asked) -> Example:
+    def _example(self, pair: TokenizedPair) -> Example:
         """A document in which the continuation, and maybe its end, have a loss."""
-        inputs, special, form = self.inputs, self.inputs.special, self.inputs.form
-        context, following = asked.context, asked.continuation
-        if self.form == "glm":
-            before, after = context[: asked.blank], context[asked.blank :]
-            mask, loss = asked.mask
+        inputs, special, input_format = self.inputs, self.inputs.special, self.inputs.input_format
+        context, following = pair.context, pair.continuation
+        if self.format_name == "glm":
+            before, after = context[: pair.blank], context[pair.blank :]
+            mask, loss = pair.mask
             part_a = inputs.part_a([*before, mask, *after])
-            return blanks_filled(part_a, [(len(before) + 1, following)], special, loss, ends=self.score_end)
-        if self.form in ("causal", "prefix"):
-            following = inputs.ended(following) if self.score_end else following
-        if self.form == "causal":
+            return fill_blanks(part_a, [(len(before) + 1, following)], special, loss, ends=self.score_end)
+        if self.format_name in ("causal", "prefix") and self.score_end:
+            following = inputs.ended(following)
+        if self.format_name == "causal":
             start = [] if self.no_start and context else inputs.start
-            return left_to_right([*context, *following], len(following), start, form.loss())
-        if self.form == "prefix":
-            return after_prefix([special.cls, *context], special.sop, following, form.loss())
-        if self.form == "xlnet":
+            return left_to_right([*context, *following], len(following), start, input_format.loss())
+        if self.format_name == "prefix":
+            return after_prefix([special.cls, *context], special.sop, following, input_format.loss())
+        if self.format_name == "xlnet":
             return self._queried(context, following)
-        begin, end = around(form, special)
-        whole = [*begin, *context, *end]
-        if form.name == "encoder_decoder":
-            return decoded(inputs, whole, following)
+        first, last = context_affixes(input_format, special)
+        context = [*first, *context, *last]
+        if input_format.name == "encoder_decoder":
+            return encoder_decoder_example(inputs, context, following)
         target = [*following, special.sep]
-        segments = (4, 5) if form.name == "unilm" else (0, 1)
+        segments = (4, 5) if input_format.name == "unilm" else (0, 1)
         # UniLM is scored in one pass: a [MASK] beside each token sees what its decoder's appended [MASK] sees.
         masks = [special.mask] * len(target)
-        return beside_masks(whole, target, masks, target, form.loss(1), segments=segments)
+        return with_pseudo_masks(context, target, masks, target, input_format.loss(1), segments=segments)
 
     def _queried(self, context: Sequence[int], following: Sequence[int]) -> Example:
+        """XLNet: a document in which a query predicts each token of `following`."""
         masks = [self.inputs.special.mask] * len(following)
-        loss = self.inputs.form.loss()
-        return beside_masks(context, following, masks, following, loss, sees_itself=False)
+        loss = self.inputs.input_format.loss()
+        return with_pseudo_masks(context, following, masks, following, loss, sees_itself=False)
 
-    def _hidden_in_turn(self, asked: Asked, ends: Sequence[int] | None = None) -> TaskSample:
+    def _mask_in_turn(self, pair: TokenizedPair, ends: Sequence[int] | None = None) -> TaskSample:
         """A document for each token of the continuation, in which it is masked.
 
         Args: ends: for each token, the end of the tokens that are masked with it; None = it alone is.
         """
-        special, (mask, loss) = self.inputs.special, asked.mask
-        before, after = asked.context[: asked.blank], asked.context[asked.blank :]
-        whole = [special.cls, *before, *asked.continuation, *after, special.sep]
+        special, (mask, loss) = self.inputs.special, pair.mask
+        before, after = pair.context[: pair.blank], pair.context[pair.blank :]
+        tokens = [special.cls, *before, *pair.continuation, *after, special.sep]
         documents, groups = [], []
-        for number, token in enumerate(asked.continuation):
-            place = 1 + len(before) + number
-            target = [0] * len(whole)
-            target[place] = token
-            end = place + 1 if ends is None else place + ends[number] - number
-            hidden = [*whole[:place], *[mask] * (end - place), *whole[end:]]
-            weights = [float(i == place) for i in range(len(whole))]
-            example = document(tokens=hidden, targets=target, weights=weights, objective=loss)
+        for number, token in enumerate(pair.continuation):
+            position = 1 + len(before) + number
+            targets = [0] * len(tokens)
+            targets[position] = token
+            end = position + 1 if ends is None else position + ends[number] - number
+            masked = [*tokens[:position], *[mask] * (end - position), *tokens[end:]]
+            weights = [float(i == position) for i in range(len(tokens))]
+            example = document(tokens=masked, targets=targets, weights=weights, objective=loss)
             groups.append(target_group_with_loss(example, number))
             documents.append(without_loss(example))
-        return TaskSample(documents, groups, cut=asked.cut)
+        return TaskSample(documents, groups, cut=pair.cut)
 
     # ---- whole texts: pseudo log likelihoods ----
 
     @property
     def knows_word_blanks(self) -> bool:
         """Whether a GLM has learned [MASK], the blank of words; a run of long spans alone has not."""
-        return "mask" in self.inputs.form.masks
+        return "mask" in self.inputs.input_format.masks
 
     def check_score(self, score: str) -> None:
-        """Raise ConfigError unless the run gives this score of a text: left-to-right, or what `pseudo` predicts."""
-        given = _UNITS.get(self.form, ())
-        if self.form == "glm" and not self.knows_word_blanks:
-            given = ()
+        """Raise ConfigError unless the run gives this score of a text: left-to-right, or one of `pseudo_sample`."""
+        scores = _PSEUDO_SCORES.get(self.format_name, ())
+        if self.format_name == "glm" and not self.knows_word_blanks:
+            scores = ()
         if not self.is_pseudo:
-            given = (*given, "left-to-right")
-        if score not in given:
+            scores = (*scores, "left-to-right")
+        if score not in scores:
             raise ConfigError(
-                f"the score is {score}, but a run of {self.inputs.form.objective} "
-                f"gives {' or '.join(given)}; choose that."
+                f"the score is {score}, but a run of {self.inputs.input_format.objective} "
+                f"gives {' or '.join(scores)}; choose that."
             )
 
-    def pseudo(self, text: str, unit: str) -> TaskSample:
-        """The sample whose parts' log probabilities sum to a text's pseudo log likelihood.
+    def pseudo_sample(self, text: str, score: str) -> TaskSample:
+        """The sample whose groups' log probabilities sum to a text's pseudo log likelihood.
 
         Args:
-            unit: what is predicted from all the rest.
+            score: what is predicted from all the rest.
                 tokens: each token (arXiv:1910.14659).
                 words: each token, without the tokens after it in its word, which would give it away (arXiv:2305.10588).
                 blanks: GLM: each word is a blank, whose tokens and end are predicted from left to right.
         Raises: DataError for a text without a token, or longer than the model.
         """
         tokens = list(self._encode(text))
-        longest = self.longest - (4 if self.form == "glm" else 2)
-        if not 0 < len(tokens) <= longest:
+        max_tokens = self.max_length - (4 if self.format_name == "glm" else 2)
+        if not 0 < len(tokens) <= max_tokens:
             raise DataError(
-                f"the text {shown(text)} has {len(tokens)} tokens, but a text has 1 to {longest} here; leave it "
+                f"the text {shown(text)} has {len(tokens)} tokens, but a text has 1 to {max_tokens} here; leave it "
                 "out, or give a model with more positions."
             )
-        if unit == "tokens":
-            return self._hidden_in_turn(Asked([], tokens, 0, self.inputs.mask()))
+        pair = TokenizedPair([], tokens, 0, self.inputs.mask())
+        if score == "tokens":
+            return self._mask_in_turn(pair)
         words = self._words(tokens)
-        if unit == "words":
-            ends = [end for start, end in words for _ in range(start, end)]
-            return self._hidden_in_turn(Asked([], tokens, 0, self.inputs.mask()), ends)
+        if score == "words":
+            return self._mask_in_turn(pair, [end for start, end in words for _ in range(start, end)])
         return self._blanks_in_turn(tokens, words)
 
     def _words(self, tokens: list[int]) -> list[tuple[int, int]]:
@@ -326,33 +332,33 @@ class Continuations:
             raise ConfigError(f"{self._vocabulary.words_unknown}; score by tokens, or left-to-right.")
         starts = self._vocabulary.word_starts(np.array(tokens))
         starts[0] = True
-        places = np.flatnonzero(starts).tolist()
-        return list(itertools.pairwise([*places, len(tokens)]))
+        return list(itertools.pairwise([*np.flatnonzero(starts).tolist(), len(tokens)]))
 
     @functools.cached_property
     def _vocabulary(self) -> Vocabulary:
         return vocabulary_of(self.inputs.tokenizer)
 
     def _blanks_in_turn(self, tokens: list[int], words: list[tuple[int, int]]) -> TaskSample:
+        """GLM: a document for each word, in which it is a blank."""
         mask, loss = self.inputs.special.mask, LOSS_OF_MASK["mask"]
-        documents, parts = [], []
+        documents, groups = [], []
         for number, (start, end) in enumerate(words):
             context = self.inputs.part_a([*tokens[:start], mask, *tokens[end:]])
-            example = blanks_filled(context, [(start + 1, tokens[start:end])], self.inputs.special, loss)
-            parts.append(target_group_with_loss(example, number))
+            example = fill_blanks(context, [(start + 1, tokens[start:end])], self.inputs.special, loss)
+            groups.append(target_group_with_loss(example, number))
             documents.append(without_loss(example))
-        return TaskSample(documents, parts)
+        return TaskSample(documents, groups)
 
     # ---- whole texts: probabilities ----
 
     def check_texts(self) -> None:
         """Raise ConfigError if the run does not tell how likely a text is."""
-        if self.form not in (*FORMS_OF_TEXTS, "xlnet"):
+        if self.format_name not in (*FORMS_OF_TEXTS, "xlnet"):
             raise ConfigError(
-                f"the task measures perplexity, but a run of {self.inputs.form.objective} gives no likelihood of a "
-                f"text; use a run of the form {', '.join(FORMS_OF_TEXTS)}, or of xlnet."
+                f"the task measures perplexity, but a run of {self.inputs.input_format.objective} gives no likelihood "
+                f"of a text; use a run of the form {', '.join(FORMS_OF_TEXTS)}, or of xlnet."
             )
-        size, stride = self.longest - 1, self.inputs.config.stride
+        size, stride = self.max_length - 1, self.inputs.config.stride
         if stride >= size:
             raise ConfigError(
                 f"the stride ({stride}) must be below the window size ({size}), so that every token has a context; "
@@ -360,11 +366,11 @@ class Continuations:
             )
 
     def windows(self, text: str) -> list[TaskSample]:
-        """A text as windows (windows.py), a group in each, which predict every token once; the first if told."""
+        """A text as windows (windows.py), a group in each, which predict every token once; see `first_token`."""
         ids = list(self.inputs.tokenizer.encode(text))
         first = int(not self.first_token)
         samples = []
-        for window in windows(len(ids), self.longest - 1, self.inputs.config.stride, first):
+        for window in windows(len(ids), self.max_length - 1, self.inputs.config.stride, first):
             tokens, new = ids[window.start : window.end], window.end - window.new
             if new < 1:
                 continue
@@ -379,28 +385,29 @@ class Continuations:
 
     # ---- texts to write on ----
 
-    def prompt(self, context: str, longest: int) -> tuple[list[int], int]:
-        """The tokens before an answer of up to `longest` tokens, and how many were cut at the beginning.
+    def prompt(self, context: str, max_new_tokens: int) -> tuple[list[int], int]:
+        """The tokens before a completion of up to `max_new_tokens`, and how many were cut at the beginning.
 
-        Raises: ConfigError where such an answer leaves no token for a context; DataError as `asked`.
+        Raises: ConfigError where such a completion leaves no token for a context; DataError as `tokenize`.
         """
-        form, special = self.inputs.form, self.inputs.special
-        ids, blank, mask = self._context(context)
+        input_format, special = self.inputs.input_format, self.inputs.special
+        ids, blank, mask = self._context_with_blank(context)
         if blank is None:
             ids = list(self._encode(context))
             blank = len(ids)
-        of_answer = 0 if form.name == "encoder_decoder" else longest
-        max_tokens = self.longest - overhead(form) - 1 - of_answer
+        # A decoder writes into positions of its own sequence.
+        reserved = 0 if input_format.name == "encoder_decoder" else max_new_tokens
+        max_tokens = self.max_length - overhead(input_format) - 1 - reserved
         if max_tokens < 1:
             raise ConfigError(
-                f"answers of up to {longest} tokens (max_gen_toks) leave no tokens for a context in a model of "
-                f"{self.longest} positions; lower max_gen_toks."
+                f"answers of up to {max_new_tokens} tokens (max_gen_toks) leave no tokens for a context in a model of "
+                f"{self.max_length} positions; lower max_gen_toks."
             )
-        asked = self._cut(Asked(ids, [], blank, mask), max_tokens)
-        if form.name == "glm":
-            before, after = asked.context[: asked.blank], asked.context[asked.blank :]
-            return self.inputs.part_a([*before, mask[0], *after]), asked.cut
-        begin, end = around(form, special)
-        if self.no_start and asked.context:
-            begin = []
-        return [*begin, *asked.context, *end], asked.cut
+        pair = self._cut(TokenizedPair(ids, [], blank, mask), max_tokens)
+        if input_format.name == "glm":
+            before, after = pair.context[: pair.blank], pair.context[pair.blank :]
+            return self.inputs.part_a([*before, mask[0], *after]), pair.cut
+        first, last = context_affixes(input_format, special)
+        if self.no_start and pair.context:
+            first = []
+        return [*first, *pair.context, *last], pair.cut

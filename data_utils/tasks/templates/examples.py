@@ -1,11 +1,11 @@
 """Documents of labelled samples in the fields of pretraining, and random numbers of a sample.
 
-blanks_filled     GLM: a context with blanks, and part B that fills them
-left_to_right     GPT: all from left to right
-after_prefix      prefix LM, T5, BART: a context that is read both ways, and what follows it
-beside_masks      UniLM, UniLMv2: the same, where a mask in the place of each token predicts it
-masked_answer     masked diffusion: a text, and an answer of which a random part is masks
-document          any other: fields given one by one
+fill_blanks           GLM: a context with blanks, and part B that fills them
+left_to_right         GPT: all from left to right
+after_prefix          prefix LM, T5, BART: a context that is read both ways, and what follows it
+with_pseudo_masks     UniLM, UniLMv2: the same, where a mask at the position of each token predicts it
+partly_masked_target  masked diffusion: a text, and a target of which a random share is masks
+document              any other: fields given one by one
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def document(
 ) -> Example:
     """An Example of one document from sequences of one length; fields not given are 0, positions 0, 1, ..."""
     length = len(tokens)
-    given = {"tokens": tokens, "position_ids": np.arange(length), **fields}
-    weights = np.asarray(given.pop("weights", np.zeros(length)), np.float32)
-    arrays = {name: np.asarray(values, np.int32) for name, values in given.items()}
+    sequences = {"tokens": tokens, "position_ids": np.arange(length), **fields}
+    weights = np.asarray(sequences.pop("weights", np.zeros(length)), np.float32)
+    arrays = {name: np.asarray(values, np.int32) for name, values in sequences.items()}
     for name in ("block_position_ids", "targets", "doc", "ord", "grp", "segment_ids"):
         arrays.setdefault(name, np.zeros(length, np.int32))
     arrays["objective"] = np.full(length, objective, np.int32)
@@ -57,7 +57,7 @@ def document(
     return Example(weights=weights, **arrays)
 
 
-def blanks_filled(
+def fill_blanks(
     context: Sequence[int],
     blanks: Sequence[tuple[int, Sequence[int]]],
     special: SpecialTokens,
@@ -86,7 +86,7 @@ def blanks_filled(
         targets += [*filling, special.eop] if ends else filling
         positions += [position] * len(inputs)
         block_positions += range(1, len(inputs) + 1)
-    rows = len(tokens) - size
+    added = len(tokens) - size
     weights = np.zeros(len(tokens))
     weights[size if loss is None else len(tokens) - loss :] = 1.0
     return document(
@@ -95,7 +95,7 @@ def blanks_filled(
         block_position_ids=block_positions,
         targets=np.where(weights > 0, targets, 0),
         weights=weights,
-        ord=[*[0] * size, *range(1, rows + 1)],
+        ord=[*[0] * size, *range(1, added + 1)],
         objective=objective,
     )
 
@@ -150,18 +150,18 @@ def after_prefix(
     )
 
 
-def masked_answer(
-    context: Sequence[int], answer: Sequence[int], mask: int, share: float, draws: Draws, objective: int
+def partly_masked_target(
+    context: Sequence[int], target: Sequence[int], mask: int, share: float, draws: Draws, objective: int
 ) -> Example:
-    """`context`, none of it masked, and an answer whose tokens are masks with probability `share` (LLaDA).
+    """`context`, none of it masked, and a target whose tokens are masks with probability `share` (LLaDA).
 
-    A mask has the weight 1 / `share`. The loss is divided by the tokens of answers: those of the context have the
+    A mask has the weight 1 / `share`. The loss is divided by the tokens of targets: those of the context have the
     number of a loss that is divided by weights, which are 0.
     """
     size = len(context)
-    tokens = np.array([*context, *answer], np.int32)
+    tokens = np.array([*context, *target], np.int32)
     is_mask = np.arange(len(tokens)) >= size
-    is_mask[size:] &= draws.uniform(len(answer)) < share
+    is_mask[size:] &= draws.uniform(len(target)) < share
     example = document(
         tokens=np.where(is_mask, mask, tokens),
         targets=np.where(is_mask, tokens, 0),
@@ -172,7 +172,7 @@ def masked_answer(
     return example
 
 
-def beside_masks(
+def with_pseudo_masks(
     context: Sequence[int],
     seen: Sequence[int] | np.ndarray,
     masks: Sequence[int] | np.ndarray,
@@ -182,15 +182,15 @@ def beside_masks(
     segments: tuple[int, int] = (0, 0),
     sees_itself: bool = True,
 ) -> Example:
-    """`context`, what follows it, and for each token of that another at its position, which predicts it.
+    """`context`, the tokens that follow it, and for each of them a mask at its position, which predicts it.
 
-    Token j has order j; what predicts it has order -j and group j: it sees the context, the tokens before j and itself.
+    Token j has order j; its mask has order -j and group j, so that it sees the context, the tokens before j and itself.
 
     Args:
         seen: tokens that follow the context, as later ones see them.
-        masks: what stands in their places when they are predicted.
+        masks: what is read in their stead where they are predicted.
         segments: of the context, of what follows it.
-        sees_itself: false: without groups, as XLNet's query stream.
+        sees_itself: false: masks have no group, as XLNet's query stream.
     """
     size, length = len(context), len(targets)
     steps, positions = np.arange(1, length + 1), size + np.arange(length)

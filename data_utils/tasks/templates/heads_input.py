@@ -1,10 +1,10 @@
 """Inputs of the heads: classes and numbers of texts, tags of words, spans of an answer.
 
-glm              [CLS] a [SEP] b <eos>          the row of CLS
-bert, unilm      [CLS] a [SEP] b [SEP]          segments 0 and 1; the row of CLS
+glm              [CLS] a [SEP] b <eos>          the position of CLS
+bert, unilm      [CLS] a [SEP] b [SEP]          segments 0 and 1; the position of CLS
 XLNet            a [SEP] b [SEP] [CLS]          as in its pretraining
 prefix           [CLS] a [SEP] b
-causal           <eos> a b                      the last row, which alone has read everything
+causal           <eos> a b                      the last position, which alone has read everything
 """
 
 from __future__ import annotations
@@ -23,36 +23,45 @@ from data_utils.tasks.readers.conll import is_bio
 from data_utils.tasks.readers.files import plain_name
 from data_utils.tasks.readers.marked import is_marked
 from data_utils.tasks.templates.examples import document
-from data_utils.tasks.templates.inputs import Inputs, TokenSegment, covering
+from data_utils.tasks.templates.inputs import Inputs, TokenSegment, overlapping_windows
 from data_utils.tasks.templates.marked import check_marks, marked_tokens
 from data_utils.tasks.templates.patterns import field_text
 
 FORMS = ("glm", "bert", "unilm", "unilmv2", "prefix", "causal")
-# The texts of tasks whose files name them otherwise than text_a and text_b.
-_NLI = ("premise", "hypothesis")
-_TEXTS = {
-    **dict.fromkeys(("cb", "rte", "axb", "axg"), _NLI),
+# The fields of tasks whose files name their texts otherwise than text_a and text_b.
+_TEXT_FIELDS = {
+    **dict.fromkeys(("cb", "rte", "axb", "axg"), ("premise", "hypothesis")),
     "boolq": ("passage", "question"),
     "multirc": ("passage", "question", "answer"),
     "wic": ("sentence1", "sentence2", "word"),
 }
-_SPECIALS = 2  # tokens of a document beside its texts and what stands between them
+_NUM_SPECIALS = 2  # special tokens of a document before its first text and after its last
 
 
 @dataclass(frozen=True)
 class HeadDocument:
-    """A document for a head. Args: row: the row that stands for all of it. starts: first row of each text."""
+    """A document for a head.
+
+    Args:
+        summary: the position that stands for the whole document.
+        starts: the first position of each text.
+    """
 
     example: Example
-    row: int
+    summary: int
     starts: tuple[int, ...]
 
 
 def head_document(inputs: Inputs, texts: Sequence[Sequence[int]]) -> HeadDocument:
-    """One document of the texts' tokens; its length is that of `overhead` and the texts."""
-    special, form = inputs.special, inputs.form
-    is_causal, is_xlnet = form.name == "causal", form.objective == "xlnet"
-    between = _between(inputs)
+    """One document of the texts' tokens; its length is that of the texts and at most `overhead`."""
+    special, input_format = inputs.special, inputs.input_format
+    is_causal, is_xlnet = input_format.name == "causal", input_format.objective == "xlnet"
+    has_segments = input_format.name in ("bert", "unilm", "unilmv2")
+    separator = _separator(inputs)
+    if is_xlnet:
+        end = [special.sep, special.cls]
+    else:
+        end = {"glm": [special.eos], "causal": [], "prefix": []}.get(input_format.name, [special.sep])
     tokens: list[int] = []
     if is_causal:
         tokens = inputs.start
@@ -62,33 +71,26 @@ def head_document(inputs: Inputs, texts: Sequence[Sequence[int]]) -> HeadDocumen
     starts = []
     for number, text in enumerate(texts):
         starts.append(len(tokens))
-        last = number == len(texts) - 1
-        tokens += [*text, *(_end(inputs) if last else between)]
-        has_segments = form.name in ("bert", "unilm", "unilmv2")
+        is_last = number == len(texts) - 1
+        tokens += [*text, *(end if is_last else separator)]
         segments += [min(number, 1) * has_segments] * (len(tokens) - len(segments))
     order = np.arange(len(tokens)) if is_causal else np.zeros(len(tokens))
     # The one token that sees the whole text: the last where tokens see only what precedes them; XLNet's CLS
     # stands at the end.
-    row = len(tokens) - 1 if is_causal or is_xlnet else 0
-    example = document(tokens=tokens, ord=order, segment_ids=segments, objective=form.loss())
-    return HeadDocument(example, row, tuple(starts))
+    summary = len(tokens) - 1 if is_causal or is_xlnet else 0
+    example = document(tokens=tokens, ord=order, segment_ids=segments, objective=input_format.loss())
+    return HeadDocument(example, summary, tuple(starts))
 
 
 def overhead(inputs: Inputs, texts: int) -> int:
-    """Most tokens of a document beside those of its texts."""
-    return _SPECIALS + (texts - 1) * len(_between(inputs))
+    """Most tokens of a document that are not of its texts."""
+    return _NUM_SPECIALS + (texts - 1) * len(_separator(inputs))
 
 
-def _between(inputs: Inputs) -> list[int]:
-    has_sep = inputs.form.name != "causal" and "sep" not in inputs.tokenizer.lacking
+def _separator(inputs: Inputs) -> list[int]:
+    """What stands between two texts."""
+    has_sep = inputs.input_format.name != "causal" and "sep" not in inputs.tokenizer.lacking
     return [inputs.special.sep] if has_sep else []
-
-
-def _end(inputs: Inputs) -> list[int]:
-    special, form = inputs.special, inputs.form
-    if form.objective == "xlnet":
-        return [special.sep, special.cls]
-    return {"glm": [special.eos], "causal": [], "prefix": []}.get(form.name, [special.sep])
 
 
 class TextHead:
@@ -100,7 +102,7 @@ class TextHead:
     def __init__(self, inputs: Inputs, labels: Sequence[str] = ()) -> None:
         self.inputs, self.labels = inputs, tuple(labels)
         self.is_class = inputs.config.kind != "regression"
-        self.head, self.answers = ("classes", "classes") if self.is_class else ("values", "numbers")
+        self.head, self.prediction_type = ("classes", "classes") if self.is_class else ("values", "numbers")
 
     def check(self) -> None:
         self.inputs.require_format(FORMS)
@@ -115,45 +117,48 @@ class TextHead:
 
     def sample(self, record: TaskRecord, number: int, epoch: int) -> TaskSample:
         inputs = self.inputs
-        names = self._names(record)
+        fields = self._text_fields(record)
         if is_marked(inputs.config):
-            return self._marked(record, field_text(names[0], record, inputs.config))
-        texts = [field_text(name, record, inputs.config).strip() for name in names]
-        is_joined = inputs.form.name == "causal"
-        encoded = [
+            return self._marked_sample(record, field_text(fields[0], record, inputs.config))
+        texts = [field_text(name, record, inputs.config).strip() for name in fields]
+        # Without a separator the space before a text is all that parts it from the one before.
+        is_joined = inputs.input_format.name == "causal"
+        segments = [
             TokenSegment(inputs.tokenizer.encode(" " + text if is_joined and i else text), True)
             for i, text in enumerate(texts)
         ]
         max_tokens = inputs.config.sequence_length - overhead(inputs, len(texts))
-        kept, cut = inputs.cut(encoded, max_tokens, record)
-        made = head_document(inputs, [piece.ids for piece in kept])
-        return TaskSample([made.example], [self._target_group(made.row, record)], cut=cut)
+        segments, cut = inputs.cut(segments, max_tokens, record)
+        head = head_document(inputs, [segment.ids for segment in segments])
+        return TaskSample([head.example], [self._target_group(head.summary, record)], cut=cut)
 
-    def _marked(self, record: TaskRecord, text: str) -> TaskSample:
+    def _marked_sample(self, record: TaskRecord, text: str) -> TaskSample:
         max_tokens = self.inputs.config.sequence_length - overhead(self.inputs, 1)
         ids, entities, cut = marked_tokens(self.inputs, text, record, max_tokens)
-        made = head_document(self.inputs, [ids])
+        head = head_document(self.inputs, [ids])
+        example = head.example
         if entities is not None:
-            first = made.starts[0]
-            beside = np.pad(entities, (first, len(made.example.tokens) - first - len(ids)))
-            made = replace(made, example=replace(made.example, block_position_ids=beside))
-        return TaskSample([made.example], [self._target_group(made.row, record)], cut=cut)
+            first = head.starts[0]
+            padded = np.pad(entities, (first, len(example.tokens) - first - len(ids)))
+            example = replace(example, block_position_ids=padded)
+        return TaskSample([example], [self._target_group(head.summary, record)], cut=cut)
 
-    def _names(self, record: TaskRecord) -> Sequence[str]:
+    def _text_fields(self, record: TaskRecord) -> Sequence[str]:
         if self.inputs.config.text_fields:
             return self.inputs.config.text_fields
-        known = _TEXTS.get(plain_name(self.inputs.config.name), ())
-        if known and all(name in record.fields for name in known):
-            return known
+        fields = _TEXT_FIELDS.get(plain_name(self.inputs.config.name), ())
+        if fields and all(name in record.fields for name in fields):
+            return fields
         return ("text_a", "text_b") if "text_b" in record.fields else ("text_a",)
 
-    def _target_group(self, row: int, record: TaskRecord) -> TargetGroup:
-        rows = np.array([row], np.int32)
+    def _target_group(self, position: int, record: TaskRecord) -> TargetGroup:
+        positions = np.array([position], np.int32)
         if record.label is None:
-            return TargetGroup(0, rows)
+            return TargetGroup(0, positions)
         if self.is_class:
-            return TargetGroup(0, rows, np.array([label_number(record.label, self.labels, record)], np.int32))
-        return TargetGroup(0, rows, value=float(record.label))
+            number = label_number(record.label, self.labels, record)
+            return TargetGroup(0, positions, np.array([number], np.int32))
+        return TargetGroup(0, positions, value=float(record.label))
 
 
 class Typing(TextHead):
@@ -161,17 +166,18 @@ class Typing(TextHead):
 
     def __init__(self, inputs: Inputs, labels: Sequence[str] = ()) -> None:
         super().__init__(inputs, labels)
-        self.head, self.answers = "sets", "label sets"
+        self.head, self.prediction_type = "sets", "label sets"
 
-    def _target_group(self, row: int, record: TaskRecord) -> TargetGroup:
-        rows = np.array([row], np.int32)
+    def _target_group(self, position: int, record: TaskRecord) -> TargetGroup:
+        positions = np.array([position], np.int32)
         if record.label is None:
-            return TargetGroup(0, rows)
-        return TargetGroup(0, rows, np.array([label in record.label for label in self.labels], np.int32))
+            return TargetGroup(0, positions)
+        holds = np.array([label in record.label for label in self.labels], np.int32)
+        return TargetGroup(0, positions, holds)
 
 
 def label_number(label: object, labels: Sequence[str], record: TaskRecord) -> int:
-    """The place of a label among the labels. Raises DataError for an unknown one."""
+    """The index of a label among the labels. Raises DataError for an unknown one."""
     if str(label) not in labels:
         raise DataError(
             f"{record.location}: label {shown(label)} is unknown; the labels are {', '.join(labels)}."
@@ -180,7 +186,7 @@ def label_number(label: object, labels: Sequence[str], record: TaskRecord) -> in
 
 
 class Tagging:
-    """The kind `tagging`: a tag for the first piece of every word; other pieces have none.
+    """The kind `tagging`: a tag for the first token of every word; its other tokens have none.
 
     A sentence that is too long continues in further documents, so that each word gets a tag.
     Args: labels: the tags in the order of their numbers.
@@ -190,7 +196,7 @@ class Tagging:
 
     def __init__(self, inputs: Inputs, labels: Sequence[str] = ()) -> None:
         self.inputs, self.labels = inputs, tuple(labels)
-        self.answers = "entities" if is_bio(self.labels) else "tags"
+        self.prediction_type = "entities" if is_bio(self.labels) else "tags"
 
     def check(self) -> None:
         self.inputs.require_format(FORMS)
@@ -213,16 +219,18 @@ class Tagging:
         chunks, cut = self._chunks(words, max_tokens)
         documents: list[Example] = []
         groups: list[TargetGroup] = []
-        done = 0
+        num_words = 0  # in the documents so far
         for chunk in chunks:
-            made = head_document(self.inputs, [[token for word in chunk for token in word]])
+            head = head_document(self.inputs, [[token for word in chunk for token in word]])
             lengths = [len(word) for word in chunk]
-            rows = made.starts[0] + np.cumsum([0, *lengths[:-1]])
-            chosen = () if tags is None else tags[done : done + len(chunk)]
-            numbers = [label_number(tag, self.labels, record) for tag in chosen]
-            groups.append(TargetGroup(len(documents), rows.astype(np.int32), np.array(numbers, np.int32)))
-            documents.append(made.example)
-            done += len(chunk)
+            positions = head.starts[0] + np.cumsum([0, *lengths[:-1]])
+            chunk_tags = () if tags is None else tags[num_words : num_words + len(chunk)]
+            numbers = [label_number(tag, self.labels, record) for tag in chunk_tags]
+            groups.append(
+                TargetGroup(len(documents), positions.astype(np.int32), np.array(numbers, np.int32))
+            )
+            documents.append(head.example)
+            num_words += len(chunk)
         return TaskSample(documents, groups, cut=cut)
 
     def _chunks(self, words: Sequence[str], max_tokens: int) -> tuple[list[list[list[int]]], int]:
@@ -230,10 +238,10 @@ class Tagging:
         chunks: list[list[list[int]]] = [[]]
         used = cut = 0
         for number, word in enumerate(words):
-            whole = self.inputs.tokenizer.encode(" " + word if number else word)
-            # A word that the tokenizer drops still has a tag, which needs a row.
-            ids = (whole or [self.inputs.special.unk])[:max_tokens]
-            cut += max(0, len(whole) - max_tokens)
+            word_ids = self.inputs.tokenizer.encode(" " + word if number else word)
+            cut += max(0, len(word_ids) - max_tokens)
+            # A word that the tokenizer drops still has a tag, which needs a position.
+            ids = (word_ids or [self.inputs.special.unk])[:max_tokens]
             if used + len(ids) > max_tokens:
                 chunks.append([])
                 used = 0
@@ -249,7 +257,7 @@ class Spans:
     which stands for "no answer in this window", and the tokens of the context; so no answer lies in the question.
     """
 
-    head, answers = "spans", "texts"
+    head, prediction_type = "spans", "texts"
     labels = ()
 
     def __init__(self, inputs: Inputs, labels: Sequence[str] = ()) -> None:
@@ -258,7 +266,7 @@ class Spans:
     def check(self) -> None:
         inputs, config = self.inputs, self.inputs.config
         inputs.require_format(
-            tuple(form for form in FORMS if form != "causal"),
+            tuple(name for name in FORMS if name != "causal"),
             {"causal": "sees no later tokens and therefore not the end of an answer"},
         )
         max_tokens = config.sequence_length - overhead(inputs, 2) - config.question_length
@@ -274,15 +282,17 @@ class Spans:
         if not training:
             return list(records)
         lengths: dict[str, int] = {}  # several questions have one context
-        found = []
+        window_records: list[TaskRecord] = []
         for record in records:
             context = record.needed("context")
             if context not in lengths:
                 lengths[context] = len(self.inputs.tokenizer.encode(context))
             count = len(self._windows(len(self._question(record)[0]), lengths[context]))
-            alone = [record] if count == 1 else []
-            found += alone or [record.with_fields(window=number) for number in range(count)]
-        return found
+            if count == 1:
+                window_records.append(record)
+            else:
+                window_records += [record.with_fields(window=number) for number in range(count)]
+        return window_records
 
     def sample(self, record: TaskRecord, number: int, epoch: int) -> TaskSample:
         question, cut = self._question(record)
@@ -294,23 +304,26 @@ class Spans:
         documents: list[Example] = []
         groups: list[TargetGroup] = []
         for start, end in windows:
-            made = head_document(self.inputs, [question, context[start:end]])
-            rows = np.array([made.row, *range(made.starts[1], made.starts[1] + end - start)], np.int32)
+            head = head_document(self.inputs, [question, context[start:end]])
+            context_start = head.starts[1]
+            positions = [head.summary, *range(context_start, context_start + end - start)]
             targets: list[int] = []
             if answer is not None:
                 first, last = answer
                 inside = start <= first <= last < end
-                # Row 0 is CLS: no answer in this window.
+                # 0 is CLS: no answer in this window.
                 targets = [first - start + 1, last - start + 1] if inside else [0, 0]
-            groups.append(TargetGroup(len(documents), rows, np.array(targets, np.int32)))
-            documents.append(made.example)
+            groups.append(
+                TargetGroup(len(documents), np.array(positions, np.int32), np.array(targets, np.int32))
+            )
+            documents.append(head.example)
         return TaskSample(documents, groups, cut=cut)
 
     def answer_text(self, record: TaskRecord, group: int, first: int, last: int) -> str:
         """The text of an answer, cut from the context's own characters.
 
         Args:
-            group: of the record's sample. first, last: offsets among its rows; 0: no answer.
+            group: of the record's sample. first, last: indices of its positions; 0: no answer.
         """
         if not 0 < first <= last:
             return ""
@@ -324,14 +337,14 @@ class Spans:
     def _question(self, record: TaskRecord) -> tuple[list[int], int]:
         """Token ids of the question, and the number of tokens cut."""
         ids = self.inputs.tokenizer.encode(record.needed("question").strip())
-        most = self.inputs.config.question_length
-        return ids[:most], max(0, len(ids) - most)
+        max_tokens = self.inputs.config.question_length
+        return ids[:max_tokens], max(0, len(ids) - max_tokens)
 
-    def _windows(self, question: int, context: int) -> list[tuple[int, int]]:
+    def _windows(self, question_tokens: int, context_tokens: int) -> list[tuple[int, int]]:
         """[start, end) of each window in the context's tokens; they overlap, and the last one ends it."""
         config = self.inputs.config
-        max_tokens = config.sequence_length - overhead(self.inputs, 2) - question
-        return covering(context, max_tokens, config.stride)
+        max_tokens = config.sequence_length - overhead(self.inputs, 2) - question_tokens
+        return overlapping_windows(context_tokens, max_tokens, config.stride)
 
     def _answer(self, record: TaskRecord, offsets: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
         """First and last token of the first answer; (-1, -1) if the text has no answer; None without a label."""

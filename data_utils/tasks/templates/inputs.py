@@ -1,4 +1,4 @@
-"""Common inputs of all kinds of tasks: settings, tokenizer, form of the model's inputs, seed."""
+"""What the samples of all kinds of tasks are made with: settings, tokenizer, input format, seed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from data_utils.objectives.interface import role_token
 from data_utils.tasks.base import TaskRecord, TaskSample
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.templates.examples import LOSS_OF_MASK
-from data_utils.tasks.templates.forms import InputFormat
+from data_utils.tasks.templates.input_formats import InputFormat
 from data_utils.tasks.templates.patterns import TextSegment
 from data_utils.tokenizers.special_tokens import NO_TOKEN, SpecialTokens
 from data_utils.tokenizers.tokenizer import Tokenizer
@@ -31,8 +31,8 @@ class TaskType(Protocol):
     head: str  # one of HEADS
 
     @property
-    def answers(self) -> str:
-        """The type of predictions, a key of ANSWERS (metrics_by_task.py)."""
+    def prediction_type(self) -> str:
+        """The type of predictions, a key of METRICS_BY_PREDICTION_TYPE (metrics_by_task.py)."""
 
     def check(self) -> None:
         """Raise ConfigError for settings with which no sample can be made."""
@@ -41,7 +41,9 @@ class TaskType(Protocol):
         """The records that samples are made of: more, fewer or others than those of the file."""
         ...
 
-    def sample(self, record: TaskRecord, number: int, epoch: int) -> TaskSample: ...
+    def sample(self, record: TaskRecord, number: int, epoch: int) -> TaskSample:
+        """The sample of a record; `number` and `epoch` decide what is drawn at random."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -54,9 +56,11 @@ class TokenSegment:
 
 @dataclass(frozen=True)
 class Inputs:
+    """What every kind of task needs to make samples."""
+
     config: TaskConfig
     tokenizer: Tokenizer
-    form: InputFormat
+    input_format: InputFormat
     seed: int
 
     @property
@@ -65,18 +69,18 @@ class Inputs:
 
     @property
     def start(self) -> list[int]:
-        """The token before a text, which predicts its first one in the form causal; [] where there is none."""
-        ids = (role_token(role, self.special) for role in self.form.writing.before)
+        """The token before a text, which predicts its first one in the causal format; [] where there is none."""
+        ids = (role_token(role, self.special) for role in self.input_format.writing.before)
         return [token for token in ids if token != NO_TOKEN]
 
     def mask(self) -> tuple[int, int]:
         """The blank's token, and the number of the loss that goes with it in pretraining."""
-        if self.form.name != "glm":
-            return self.special.mask, self.form.loss()
+        if self.input_format.name != "glm":
+            return self.special.mask, self.input_format.loss()
         preferred = _MASKS.get(self.config.kind, ("mask", "smask", "gmask"))
         name = self.config.mask
         if name == "auto":
-            name = next((kind for kind in preferred if kind in self.form.masks), preferred[0])
+            name = next((mask for mask in preferred if mask in self.input_format.masks), preferred[0])
         return getattr(self.special, name), LOSS_OF_MASK[name]
 
     def part_a(self, tokens: Sequence[int]) -> list[int]:
@@ -90,6 +94,7 @@ class Inputs:
         return [*tokens] if self.special.eos == NO_TOKEN else [*tokens, self.special.eos]
 
     def encode(self, segments: Sequence[TextSegment]) -> list[TokenSegment]:
+        """Each segment by itself: it may be cut."""
         return [
             TokenSegment(self.tokenizer.encode(segment.text), segment.shortenable) for segment in segments
         ]
@@ -100,18 +105,18 @@ class Inputs:
         return self.tokenizer.encode(text if is_chinese(text[:1]) else " " + text)
 
     def require_format(self, allowed: Sequence[str], why: Mapping[str, str] | None = None) -> None:
-        """Raise ConfigError unless the form is one of `allowed` and the vocabulary has its special tokens.
+        """Raise ConfigError unless the input format is one of `allowed` and the vocabulary has its special tokens.
 
-        Args: why: the reason for a form that is not.
+        Args: why: format -> the reason why it is not allowed.
         """
-        name = self.form.name
+        name = self.input_format.name
         if name not in allowed:
             reason = (why or {}).get(name, "does not support it")
             raise ConfigError(
-                f"task.kind is {self.config.kind}, but the run's input format is {name} ({self.form.objective}), "
-                f"which {reason}; use a run with the format {' or '.join(allowed)}."
+                f"task.kind is {self.config.kind}, but the run's input format is {name} "
+                f"({self.input_format.objective}), which {reason}; use a run with the format {' or '.join(allowed)}."
             )
-        lacking = sorted(self.tokenizer.lacking.intersection(self.form.roles))
+        lacking = sorted(self.tokenizer.lacking.intersection(self.input_format.roles))
         if lacking:
             raise ConfigError(
                 f"the input format {name} needs the special tokens {', '.join(lacking)}, which the tokenizer does "
@@ -139,19 +144,20 @@ class Inputs:
         for _ in range(over):
             longest = max(lengths, key=lambda i: lengths[i])
             lengths[longest] -= 1
-        kept = []
+        shortened = []
         for i, segment in enumerate(segments):
             length = lengths.get(i, len(segment.ids))
             ids = segment.ids[len(segment.ids) - length :] if at_start else segment.ids[:length]
-            kept.append(TokenSegment(ids, segment.shortenable))
-        return kept, over
+            shortened.append(TokenSegment(ids, segment.shortenable))
+        return shortened, over
 
 
-def flat(segments: Sequence[TokenSegment]) -> list[int]:
+def joined_ids(segments: Sequence[TokenSegment]) -> list[int]:
+    """The tokens of all segments."""
     return [token for segment in segments for token in segment.ids]
 
 
-def covering(length: int, max_tokens: int, step: int) -> list[tuple[int, int]]:
+def overlapping_windows(length: int, max_tokens: int, step: int) -> list[tuple[int, int]]:
     """[start, end) of windows of at most `max_tokens` that cover 0 .. length and start at most `step` apart."""
     step = min(step, max_tokens)
     starts = [0, *range(step, max(length - max_tokens + step, 1), step)]

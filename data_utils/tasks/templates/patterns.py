@@ -32,7 +32,7 @@ _OTHER_NAMES = {"premise": "text_a", "hypothesis": "text_b", "text": "text_a", "
 
 @dataclass(frozen=True)
 class Slot:
-    """A part of a pattern: fixed text, a field, or (with neither) the blank."""
+    """An element of a pattern: fixed text, a field, or (with neither) the blank."""
 
     text: str = ""
     field: str = ""
@@ -65,8 +65,8 @@ class TextSegment:
     shortenable: bool = False
 
 
-def slots_of(template: str, path: str = "task.template") -> tuple[Slot, ...]:
-    """The parts of a template. Raises ConfigError unless it can be read and has one blank."""
+def parse_template(template: str, path: str = "task.template") -> tuple[Slot, ...]:
+    """The slots of a template. Raises ConfigError unless it can be read and has one blank."""
     try:
         parsed = list(string.Formatter().parse(template))
     except ValueError as error:
@@ -75,8 +75,11 @@ def slots_of(template: str, path: str = "task.template") -> tuple[Slot, ...]:
         ) from None
     slots: list[Slot] = []
     for text, name, spec, conversion in parsed:
-        for number, stretch in enumerate(text.split(MARK)):
-            slots += [Slot()] * (number > 0) + [Slot(text=stretch)] * bool(stretch)
+        for number, fixed_text in enumerate(text.split(MARK)):
+            if number > 0:
+                slots.append(Slot())  # the blank
+            if fixed_text:
+                slots.append(Slot(text=fixed_text))
         if name is not None:
             options = tuple((spec or "").split())
             unknown = [option for option in options if option not in OPTIONS]
@@ -97,7 +100,7 @@ def require_one_blank(slots: tuple[Slot, ...], template: str, path: str = "task.
         )
 
 
-def pattern_of(config: TaskConfig) -> Pattern:
+def chosen_pattern(config: TaskConfig) -> Pattern:
     """The pattern that a task's settings choose. Raises ConfigError for an unknown one, or none."""
     if config.template is not None:
         words = dict(_verbalizer(label, value) for label, value in config.verbalizers.items())
@@ -130,8 +133,8 @@ def _verbalizer(label: Any, words: Any) -> tuple[str, str]:
 def field_text(name: str, record: TaskRecord, config: TaskConfig) -> str:
     """A text of a record. Raises DataError where it has none."""
     fields = record.fields
-    places = dict(zip(config.text_fields, ("text_a", "text_b"), strict=False))
-    for candidate in (name, places.get(name, ""), _OTHER_NAMES.get(name, "")):
+    generic_names = dict(zip(config.text_fields, ("text_a", "text_b"), strict=False))
+    for candidate in (name, generic_names.get(name, ""), _OTHER_NAMES.get(name, "")):
         if isinstance(fields.get(candidate), str):
             return fields[candidate]
     raise DataError(

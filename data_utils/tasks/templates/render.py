@@ -1,15 +1,16 @@
-"""TaskRecords -> samples, for every kind of task and every form of inputs.
+"""TaskRecords -> samples, for every kind of task and every input format.
 
-What a record gives, by kind; `prepare` may make several records of one, and fewer or more in training:
+The head and the target groups of a record's sample, by kind; `prepare` may make several records of one, and fewer or
+more in training:
 
-    cloze                       choices    right: the class or the choice; parts in the order of `kind.choices(record)`
-    classification, regression  classes, values    one part
-    typing                      sets       one part
-    tagging                     tags       parts of one sentence, which follow each other
-    spans                       spans      a part for each window; `kind.answer_text` cuts the answer's characters
-    seq2seq, blanks             tokens     `prompt` is what stands before the answer in use, `written` the text it gives
+    cloze                       choices    right: the class or the choice; groups in the order of `choices(record)`
+    classification, regression  classes, values    one group
+    typing                      sets       one group
+    tagging                     tags       groups of one sentence, which follow each other
+    spans                       spans      a group for each window; `answer_text` cuts the answer's characters
+    seq2seq, blanks             tokens     `prompt` is what a completion follows in use, `written` the text it gives
     language_modelling          tokens     a record for each window (group: the document)
-    lambada                     choices    one part, whose tokens must all be the likeliest; `prompt` and `written` too
+    lambada                     choices    one group, whose tokens must all be the likeliest; `prompt` and `written` too
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from collections.abc import Callable, Sequence
 
 from data_utils.tasks.base import TaskRecord, TaskSample
 from data_utils.tasks.config import TaskConfig
+from data_utils.tasks.templates.blanks import Blanks
 from data_utils.tasks.templates.cloze import Cloze
-from data_utils.tasks.templates.forms import InputFormat
 from data_utils.tasks.templates.heads_input import Spans, Tagging, TextHead, Typing
+from data_utils.tasks.templates.input_formats import InputFormat
 from data_utils.tasks.templates.inputs import Inputs, TaskType
 from data_utils.tasks.templates.marked import refuse_marks
-from data_utils.tasks.templates.sequence import Blanks, Seq2Seq
+from data_utils.tasks.templates.sequence import Seq2Seq
 from data_utils.tasks.templates.windows import Lambada, LanguageModelling
 from data_utils.tokenizers.tokenizer import Tokenizer
 
@@ -45,7 +47,7 @@ class Renderer:
     """Makes the samples of a task. All of it is pure: (seed, number, epoch, record) -> sample.
 
     Args:
-        form: of the run's inputs (forms.py).
+        input_format: of the run (input_formats.py).
         seed: that of the run.
         labels: the classes or tags in the order of their numbers; () where the kind has none.
     Raises: ConfigError for a pattern or verbalizers that do not exist or do not go together.
@@ -55,43 +57,43 @@ class Renderer:
         self,
         config: TaskConfig,
         tokenizer: Tokenizer,
-        form: InputFormat,
+        input_format: InputFormat,
         seed: int,
         labels: Sequence[str] = (),
     ) -> None:
-        self.inputs = Inputs(config, tokenizer, form, seed)
-        self.kind = TASK_TYPES[config.kind](self.inputs, labels)
+        self.inputs = Inputs(config, tokenizer, input_format, seed)
+        self.task_type = TASK_TYPES[config.kind](self.inputs, labels)
 
     @property
     def head(self) -> str:
-        """How the samples' parts are scored: one of HEADS."""
-        return self.kind.head
+        """How the samples' target groups are scored: one of HEADS."""
+        return self.task_type.head
 
     @property
-    def answers(self) -> str:
-        """The type of predictions, a key of ANSWERS (metrics_by_task.py)."""
-        return self.kind.answers
+    def prediction_type(self) -> str:
+        """The type of predictions, a key of METRICS_BY_PREDICTION_TYPE (metrics_by_task.py)."""
+        return self.task_type.prediction_type
 
     @property
     def labels(self) -> tuple[str, ...]:
         """The classes or tags in the order of their numbers."""
-        return getattr(self.kind, "labels", ())
+        return getattr(self.task_type, "labels", ())
 
     @property
     def max_position_needed(self) -> int:
-        """Largest position id, of text or block, that a sample can have; the model needs one row more."""
+        """Largest position id, of text or block, that a sample can have; the model needs one position more."""
         last = self.inputs.config.sequence_length - 1
-        return max(last, self.kind.last_position) if isinstance(self.kind, Seq2Seq) else last
+        return max(last, self.task_type.last_position) if isinstance(self.task_type, Seq2Seq) else last
 
     def check(self) -> None:
-        """Raise ConfigError for what can be known before any record is read: form, tokens, lengths."""
-        self.kind.check()
-        if not isinstance(self.kind, TextHead):
+        """Raise ConfigError for what can be known before any record is read: format, tokens, lengths."""
+        self.task_type.check()
+        if not isinstance(self.task_type, TextHead):
             refuse_marks(self.inputs.config)
 
     def prepare(self, records: Sequence[TaskRecord], *, training: bool) -> list[TaskRecord]:
         """The records that `sample` takes: more or fewer than the file's where the kind says so."""
-        return self.kind.prepare(records, training=training)
+        return self.task_type.prepare(records, training=training)
 
     def sample(self, record: TaskRecord, number: int, epoch: int = 0) -> TaskSample:
         """The sample of a prepared record.
@@ -99,24 +101,25 @@ class Renderer:
         Args: number, epoch: decide what is drawn at random.
         Raises: DataError for a record that gives no sample.
         """
-        return self.kind.sample(record, number, epoch)
+        return self.task_type.sample(record, number, epoch)
 
     def prompt(self, record: TaskRecord, number: int, epoch: int = 0) -> list[int]:
-        """Token ids that the model reads before it writes the answer of a record (seq2seq, blanks and lambada).
+        """Token ids that the model reads before it completes a record (seq2seq, blanks and lambada).
 
-        In GLM's form they are part A, which ends with eos and has a mask for each blank.
+        In GLM's format they are part A, which ends with eos and has a mask for each blank.
         """
         return self._writer().prompt(record, number, epoch)
 
-    def written(self, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> str:
-        """The text that answers give: the target, or the whole text with its blanks filled.
+    def written(self, prompt: Sequence[int], completions: Sequence[Sequence[int]]) -> str:
+        """The text that completions give: the target, or the whole text with its blanks filled.
 
-        Args: answers: tokens that the model has written, without an end; several where the prompt has several blanks.
+        Args: completions: tokens that the model has written, without an end; several where the prompt has several
+            blanks.
         """
-        return self._writer().written(prompt, answers)
+        return self._writer().written(prompt, completions)
 
     def _writer(self) -> Seq2Seq | Blanks | Lambada:
-        assert isinstance(self.kind, (Seq2Seq, Blanks, Lambada)), (
+        assert isinstance(self.task_type, (Seq2Seq, Blanks, Lambada)), (
             f"{self.inputs.config.kind} generates no text"
         )
-        return self.kind
+        return self.task_type

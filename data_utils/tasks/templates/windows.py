@@ -23,12 +23,12 @@ import numpy as np
 from data_utils.common.batch_fields import Example
 from data_utils.common.errors import ConfigError, DataError
 from data_utils.tasks.base import TaskRecord, TaskSample, target_group_with_loss
-from data_utils.tasks.templates.examples import after_prefix, blanks_filled, left_to_right, without_loss
+from data_utils.tasks.templates.examples import after_prefix, fill_blanks, left_to_right, without_loss
 from data_utils.tasks.templates.inputs import Inputs
-from data_utils.tasks.templates.sequence import around
+from data_utils.tasks.templates.sequence import context_affixes
 
 FORMS = ("glm", "causal", "prefix")
-_NO_TEXT = {form: "gives no likelihood of a text" for form in ("bert", "unilm", "unilmv2", "encoder_decoder")}
+_NO_TEXT = dict.fromkeys(("bert", "unilm", "unilmv2", "encoder_decoder"), "gives no likelihood of a text")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,18 +49,18 @@ def windows(tokens: int, size: int, stride: int, first: int = 1) -> list[Window]
         first: the first token that is predicted, 0 or 1.
     """
     assert 1 <= stride < size
-    found = [Window(0, first, min(size, tokens))]
-    while found[-1].end < tokens:
-        before = found[-1]
-        start = before.start + stride
-        found.append(Window(start, before.end, min(start + size, tokens)))
-    return found
+    result = [Window(0, first, min(size, tokens))]
+    while result[-1].end < tokens:
+        previous = result[-1]
+        start = previous.start + stride
+        result.append(Window(start, previous.end, min(start + size, tokens)))
+    return result
 
 
 class LanguageModelling:
     """The kind `language_modelling`. `prepare` makes a record for each window; its `group` is the document's index."""
 
-    head, answers = "tokens", "likelihoods"
+    head, prediction_type = "tokens", "likelihoods"
     labels = ()
 
     def __init__(self, inputs: Inputs, labels: Sequence[str] = ()) -> None:
@@ -77,7 +77,7 @@ class LanguageModelling:
 
     def prepare(self, records: Sequence[TaskRecord], *, training: bool) -> list[TaskRecord]:
         """A record for each window, with its tokens and how many of them are new."""
-        found = []
+        window_records = []
         for record in records:
             ids = np.array(self.inputs.tokenizer.encode(record.needed("text")), np.int32)
             if len(ids) < 2:
@@ -86,8 +86,10 @@ class LanguageModelling:
                 )
             for number, window in enumerate(windows(len(ids), self.size, self.inputs.config.stride)):
                 fields = {"tokens": ids[window.start : window.end], "new": window.end - window.new}
-                found.append(TaskRecord((record.index, number), fields, None, record.index, record.location))
-        return found
+                window_records.append(
+                    TaskRecord((record.index, number), fields, None, record.index, record.location)
+                )
+        return window_records
 
     def sample(self, record: TaskRecord, number: int, epoch: int) -> TaskSample:
         tokens = record.fields["tokens"].tolist()
@@ -96,23 +98,24 @@ class LanguageModelling:
 
 def continued(inputs: Inputs, tokens: list[int], new: int) -> Example:
     """A text whose last `new` tokens have a loss, and no end."""
-    special, form = inputs.special, inputs.form
-    if form.name == "causal":
-        return left_to_right(tokens, new, inputs.start, form.loss())
+    special, input_format = inputs.special, inputs.input_format
+    if input_format.name == "causal":
+        return left_to_right(tokens, new, inputs.start, input_format.loss())
     known = len(tokens) - new
-    if form.name == "prefix":
-        return after_prefix([special.cls, *tokens[:known]], special.sop, tokens[known:], form.loss())
+    if input_format.name == "prefix":
+        context, targets = tokens[:known], tokens[known:]
+        return after_prefix([special.cls, *context], special.sop, targets, input_format.loss())
     mask, loss = inputs.mask()
     if not inputs.config.bidirectional:
         known = min(known, 1)
     context = [special.cls, *tokens[:known], mask]
-    return blanks_filled(context, [(known + 1, tokens[known:])], special, loss, ends=False, loss=new)
+    return fill_blanks(context, [(known + 1, tokens[known:])], special, loss, ends=False, loss=new)
 
 
 class Lambada:
     """The kind `lambada`: one group, the last word of the text, which is right if its every token is the likeliest."""
 
-    head, answers = "choices", "last words"
+    head, prediction_type = "choices", "last words"
     labels = ()
 
     def __init__(self, inputs: Inputs, labels: Sequence[str] = ()) -> None:
@@ -125,49 +128,49 @@ class Lambada:
         return list(records)
 
     def sample(self, record: TaskRecord, number: int, epoch: int) -> TaskSample:
-        kept, answer, cut = self._tokens(record)
-        example = self._example(kept, answer)
+        context, last_word, cut = self._tokens(record)
+        example = self._example(context, last_word)
         groups = [target_group_with_loss(example)]
         return TaskSample([without_loss(example)], groups, right=0, cut=cut)
 
     def prompt(self, record: TaskRecord, number: int = 0, epoch: int = 0) -> list[int]:
-        """Token ids that the model reads before it writes the word; in GLM's form the context is read both ways."""
+        """Token ids that the model reads before it writes the word; in GLM's format the context is read both ways."""
         inputs, context = self.inputs, self._tokens(record)[0]
-        if inputs.form.name == "glm":
+        if inputs.input_format.name == "glm":
             return inputs.part_a([*context, inputs.mask()[0]])
-        begin, end = around(inputs.form, inputs.special)
-        return [*begin, *context, *end]
+        first, last = context_affixes(inputs.input_format, inputs.special)
+        return [*first, *context, *last]
 
-    def written(self, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> str:
-        return self.inputs.tokenizer.decode(answers[0], skip_special=True).strip()
+    def written(self, prompt: Sequence[int], completions: Sequence[Sequence[int]]) -> str:
+        return self.inputs.tokenizer.decode(completions[0], skip_special=True).strip()
 
     def predicted(self, record: TaskRecord, text: str, *, is_right: bool) -> str:
         """The first word of what the model writes. A right one ends where the last word does: no end is scored."""
-        tokenizer, known = self.inputs.tokenizer, ""
         if is_right:
-            known = tokenizer.decode(self._tokens(record)[1], skip_special=True).strip()
-        return known if known and text.startswith(known) else next(iter(text.split()), "")
+            last_word = self.inputs.tokenizer.decode(self._tokens(record)[1], skip_special=True).strip()
+            if last_word and text.startswith(last_word):
+                return last_word
+        return next(iter(text.split()), "")
 
     def _tokens(self, record: TaskRecord) -> tuple[list[int], list[int], int]:
-        """Those of the context, which is cut, and of the last word, and how many were cut off."""
+        """Tokens of the context, which is cut, and of the last word, and the number of tokens cut."""
         words = record.needed("text").rsplit(maxsplit=1)
         if len(words) < 2:
             raise DataError(f"{record.location}: the text has one word; it needs a context and a last word.")
-        context, word = words
-        answer = self.inputs.continuation(word)
-        before = self.inputs.tokenizer.encode(context.strip())
-        max_tokens = self.inputs.config.sequence_length - 4 - len(answer)
+        context = self.inputs.tokenizer.encode(words[0].strip())
+        last_word = self.inputs.continuation(words[1])
+        max_tokens = self.inputs.config.sequence_length - 4 - len(last_word)
         if max_tokens < 1:
             raise DataError(
-                f"{record.location}: the last word has {len(answer)} tokens, which leave no tokens for a context; set "
-                f"task.sequence_length to {len(answer) + 5} or more."
+                f"{record.location}: the last word has {len(last_word)} tokens, which leave no tokens for a context; "
+                f"set task.sequence_length to {len(last_word) + 5} or more."
             )
-        return before[-max_tokens:], answer, max(0, len(before) - max_tokens)
+        return context[-max_tokens:], last_word, max(0, len(context) - max_tokens)
 
-    def _example(self, context: list[int], answer: list[int]) -> Example:
+    def _example(self, context: list[int], last_word: list[int]) -> Example:
         inputs = self.inputs
-        if inputs.form.name != "glm" or not inputs.config.bidirectional:
-            return continued(inputs, [*context, *answer], len(answer))
+        if inputs.input_format.name != "glm" or not inputs.config.bidirectional:
+            return continued(inputs, [*context, *last_word], len(last_word))
         mask, loss = inputs.mask()
         part_a = inputs.part_a([*context, mask])
-        return blanks_filled(part_a, [(len(context) + 1, answer)], inputs.special, loss, ends=False)
+        return fill_blanks(part_a, [(len(context) + 1, last_word)], inputs.special, loss, ends=False)

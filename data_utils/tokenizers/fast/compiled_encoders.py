@@ -16,6 +16,7 @@ of one word, or only of new words, gain little.
 from __future__ import annotations
 
 import abc
+import itertools
 import threading
 import unicodedata
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ from data_utils.tokenizers.fast.library_encoders import without_lone_surrogates
 
 Array = np.ndarray
 CACHE_SLOTS = 2**19  # half of it words; a power of two
-PAGE = 256  # code points whose classes are found at a time
+PAGE = 256  # code points whose classes are asked for at a time
 _SURROGATES = range(0xD800, 0xE000)
 
 
@@ -71,8 +72,8 @@ class CompiledEncoder(abc.ABC):
         """Call the compiled loop."""
 
     @abc.abstractmethod
-    def _fill_page(self, points: list[int]) -> None:
-        """Find the classes of some code points."""
+    def _fill_page(self, code_points: list[int]) -> None:
+        """Ask the library for the classes of some code points."""
 
     def encode(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         encoded = [_utf8(text) for text in texts]
@@ -86,8 +87,9 @@ class CompiledEncoder(abc.ABC):
         with self._lock:
             while (status := self._run(data, ends, out, out_ends, state)) != kernels.DONE:
                 if status == kernels.NEEDS_PAGE:
-                    start = int(state[kernels.POINT]) // PAGE * PAGE
-                    self._fill_page([p for p in range(start, start + PAGE) if p not in _SURROGATES])
+                    start = int(state[kernels.PENDING]) // PAGE * PAGE
+                    page = range(start, start + PAGE)
+                    self._fill_page([point for point in page if point not in _SURROGATES])
                 else:
                     out = self._append_from_library(data, out, state, status)
         return out[: state[kernels.WRITTEN]].copy(), np.diff(out_ends, prepend=0)
@@ -96,7 +98,7 @@ class CompiledEncoder(abc.ABC):
         self, data: np.ndarray, out: np.ndarray, state: np.ndarray, status: int
     ) -> np.ndarray:
         """Encode the pending word with the library. Returns: `out`, or a larger copy of it."""
-        start, stop, written = (int(state[i]) for i in (kernels.POSITION, kernels.POINT, kernels.WRITTEN))
+        start, stop, written = (int(state[i]) for i in (kernels.POSITION, kernels.PENDING, kernels.WRITTEN))
         word = data[start:stop].tobytes().decode()
         ids = np.array(self._backend.encode(word, add_special_tokens=False).ids, np.int32)
         if status == kernels.NEEDS_LIBRARY_AND_CACHE:
@@ -122,7 +124,7 @@ class ByteLevelEncoder(CompiledEncoder):
         rights = np.fromiter((vocab[right] for _, right in pairs), np.int64, len(pairs))
         merged = np.fromiter((vocab[left + right] for left, right in pairs), np.int64, len(pairs))
         self._merges = byte_level.new_merges(lefts, rights, merged, self._byte_ids)
-        self._space = byte_level.new_merge_space()
+        self._scratch = byte_level.new_merge_scratch()
 
     @classmethod
     def supports(cls, pipeline: dict[str, Any]) -> bool:
@@ -149,15 +151,15 @@ class ByteLevelEncoder(CompiledEncoder):
 
     def _run(self, data: Array, ends: Array, out: Array, out_ends: Array, state: Array) -> int:
         return byte_level.encode_byte_level(
-            data, ends, self._classes, self._cache, self._byte_ids, self._merges, self._space,
+            data, ends, self._classes, self._cache, self._byte_ids, self._merges, self._scratch,
             out, out_ends, state,
         )  # fmt: skip
 
-    def _fill_page(self, points: list[int]) -> None:
-        text = "".join(map(chr, points))
+    def _fill_page(self, code_points: list[int]) -> None:
+        text = "".join(map(chr, code_points))
         for mark, expression in _CHARACTER_CLASSES.items():
             text = normalizers.Replace(tokenizers.Regex(expression), mark).normalize_str(text)
-        self._classes[points] = [_CLASS_OF_MARK.get(mark, byte_level.OTHER) for mark in text]
+        self._classes[code_points] = [_CLASS_OF_MARK.get(mark, byte_level.OTHER) for mark in text]
 
 
 # The classes in GPT-2's expression, as the library's regular expressions see them. Each mark belongs to its own class.
@@ -175,12 +177,12 @@ class WordPieceEncoder(CompiledEncoder):
         self._unknown = self._vocab[model["unk_token"]]
         prefix = model["continuing_subword_prefix"]
         self._values = np.zeros(kernels.CODE_POINTS, np.int32)
-        self._images = np.zeros(0, np.int32)
+        self._expansions = np.zeros(0, np.int32)
         self._reorders = backend.normalizer.normalize_str("\u302e\U0001d165") != "\u302e\U0001d165"
-        self._edges, self._tokens, continuation = self._make_trie(prefix)
-        characters = model["max_input_chars_per_word"]
-        self._options = np.array([continuation, self._unknown, characters], np.int64)
-        self._space = np.empty((2, characters + 1), np.int32)
+        self._edges, self._node_ids, continuation_node = self._make_trie(prefix)
+        max_characters = model["max_input_chars_per_word"]
+        self._options = np.array([continuation_node, self._unknown, max_characters], np.int64)
+        self._scratch = np.empty((2, max_characters + 1), np.int32)
 
     @classmethod
     def supports(cls, pipeline: dict[str, Any]) -> bool:
@@ -194,51 +196,62 @@ class WordPieceEncoder(CompiledEncoder):
             and 0 < model["max_input_chars_per_word"] <= kernels.MAX_CACHED_BYTES * 2
         )
 
-    def _make_trie(self, prefix: str) -> tuple[word_piece.PairTable, np.ndarray, int]:
-        names = [prefix, *self._vocab]  # first, and without an id unless the vocabulary gives it one
+    def _make_trie(self, prefix: str) -> tuple[word_piece.TrieEdges, np.ndarray, int]:
+        """Edges and ids of the vocabulary's trie, and the node of `prefix`, where continuations of a word begin."""
+        strings = [prefix, *self._vocab]  # first, and without an id unless the vocabulary gives it one
         ids = np.array([-1, *self._vocab.values()], np.int64)
-        points = np.frombuffer("".join(names).encode("utf-32-le"), np.uint32).astype(np.int64)
-        ends = np.cumsum(np.fromiter(map(len, names), np.int64, len(names)))
-        edges = word_piece.new_pair_table(len(points))
-        tokens = np.full(len(points) + 1, -1, np.int32)
-        nodes, continuation = word_piece.fill_trie(edges, tokens, points, ends, ids)
-        return edges, tokens[:nodes].copy(), continuation
+        code_points = np.frombuffer("".join(strings).encode("utf-32-le"), np.uint32).astype(np.int64)
+        ends = np.cumsum(np.fromiter(map(len, strings), np.int64, len(strings)))
+        edges = word_piece.new_trie_edges(len(code_points))
+        node_ids = np.full(len(code_points) + 1, -1, np.int32)
+        num_nodes, prefix_node = word_piece.fill_trie(edges, node_ids, code_points, ends, ids)
+        return edges, node_ids[:num_nodes].copy(), prefix_node
 
     def _run(self, data: Array, ends: Array, out: Array, out_ends: Array, state: Array) -> int:
         return word_piece.encode_word_piece(
-            data, ends, self._classes, self._values, self._images, self._cache,
-            self._edges, self._tokens, self._options, self._space, out, out_ends, state,
+            data, ends, self._classes, self._values, self._expansions, self._cache,
+            self._edges, self._node_ids, self._options, self._scratch, out, out_ends, state,
         )  # fmt: skip
 
-    def _fill_page(self, points: list[int]) -> None:
-        """Find what a character does between two letters: separate them, stand alone, or join their word."""
+    def _fill_page(self, code_points: list[int]) -> None:
+        """Ask what each character does between two letters: separate them, stand alone, or join their word."""
         # The pipeline itself is asked, so that no rule of Unicode is written a second time; "zz" marks the end
-        # of each answer.
-        text = "".join(f"a{chr(point)}a zz " for point in points)
+        # of what each character gives.
+        text = "".join(f"a{chr(code_point)}a zz " for code_point in code_points)
         normalised = self._backend.normalizer.normalize_str(text)
-        parts = [part for part, _ in self._backend.pre_tokenizer.pre_tokenize_str(normalised)]
-        images: list[int] = []
-        for point in points:
-            end = parts.index("zz")
-            self._classes[point], self._values[point] = self._class_and_value(point, parts[:end], images)
-            del parts[: end + 1]
-        self._images = np.concatenate([self._images, np.array(images, np.int32)])
+        words = iter([word for word, _ in self._backend.pre_tokenizer.pre_tokenize_str(normalised)])
+        expansions: list[int] = []
+        for code_point in code_points:
+            words_between = list(itertools.takewhile(lambda word: word != "zz", words))
+            self._classes[code_point], self._values[code_point] = self._class_and_value(
+                code_point, words_between, expansions
+            )
+        self._expansions = np.concatenate([self._expansions, np.array(expansions, np.int32)])
 
-    def _class_and_value(self, point: int, parts: list[str], images: list[int]) -> tuple[int, int]:
-        if parts == ["a", "a"]:
-            return word_piece.BLANK, 0
-        if len(parts) == 3 and parts[0] == parts[2] == "a" and len(parts[1]) == 1:
-            return word_piece.ALONE, self._vocab.get(parts[1], self._unknown)
-        if len(parts) != 1:
-            return word_piece.UNUSUAL, 0
-        image = parts[0][1:-1]
-        if len(image) > len(chr(point).encode()) or (self._reorders and any(map(_may_be_moved, image))):
-            return word_piece.UNUSUAL, 0
-        if len(image) == 1:
-            return word_piece.PLAIN, ord(image)
-        place = len(self._images) + len(images)
-        images += [len(image), *map(ord, image)]
-        return word_piece.EXPANDED, place
+    def _class_and_value(self, code_point: int, words: list[str], expansions: list[int]) -> tuple[int, int]:
+        """The class of a code point and its entry of `values`, see word_piece_kernels.py.
+
+        Args:
+            words: what the library makes of the code point between two "a".
+            expansions: of this page; receives that of the code point if it has one.
+        """
+        if words == ["a", "a"]:
+            return word_piece.SEPARATOR, 0
+        if len(words) == 3 and words[0] == words[2] == "a" and len(words[1]) == 1:
+            return word_piece.STANDALONE, self._vocab.get(words[1], self._unknown)
+        if len(words) != 1:
+            return word_piece.LEFT_TO_LIBRARY, 0
+        normalised = words[0][1:-1]
+        # The compiled loop has room for as many ids as bytes.
+        if len(normalised) > len(chr(code_point).encode()):
+            return word_piece.LEFT_TO_LIBRARY, 0
+        if self._reorders and any(map(_may_be_moved, normalised)):
+            return word_piece.LEFT_TO_LIBRARY, 0
+        if len(normalised) == 1:
+            return word_piece.MAPPED, ord(normalised)
+        index = len(self._expansions) + len(expansions)
+        expansions += [len(normalised), *map(ord, normalised)]
+        return word_piece.EXPANDED, index
 
 
 def _may_be_moved(character: str) -> bool:

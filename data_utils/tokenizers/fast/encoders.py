@@ -72,12 +72,12 @@ class CheckedEncoder:
             if self._make_fast is None:
                 return self._encoder
             fast = self._make_fast()
-            wrong = None if fast is None else first_difference(fast, self._encoder, self._sample)
-            if wrong is not None:
+            difference = None if fast is None else first_difference(fast, self._encoder, self._sample)
+            if difference is not None:
                 log.warning(
                     "%s and the tokenizers library disagree on %r; the slower library is used",
                     type(fast).__name__,
-                    wrong[:100],
+                    difference[:100],
                 )
             elif fast is not None:
                 self._encoder = fast
@@ -85,14 +85,14 @@ class CheckedEncoder:
             return self._encoder
 
 
-def first_difference(one: Encoder, other: Encoder, sample: Sequence[str]) -> str | None:
-    """The first text that the two encode differently, None if there is none."""
+def first_difference(encoder: Encoder, reference: Encoder, sample: Sequence[str]) -> str | None:
+    """The first text that `encoder` encodes in another way than `reference`, None if there is none."""
     for text in sample:  # one by one: a batch would start the library's threads
-        if not np.array_equal(one.encode([text])[0], other.encode([text])[0]):
+        if not np.array_equal(encoder.encode([text])[0], reference.encode([text])[0]):
             return text
-    ids, lengths = one.encode(sample)  # state may pass from text to text
-    other_ids, other_lengths = other.encode(sample)
-    if np.array_equal(ids, other_ids) and np.array_equal(lengths, other_lengths):
+    ids, lengths = encoder.encode(sample)  # state may pass from text to text
+    right_ids, right_lengths = reference.encode(sample)
+    if np.array_equal(ids, right_ids) and np.array_equal(lengths, right_lengths):
         return None
     return "".join(sample)
 

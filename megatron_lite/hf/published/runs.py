@@ -20,7 +20,7 @@ from data_utils.common.setting_files import shown
 from data_utils.common.settings import build, merge, to_tree
 from data_utils.objectives import OBJECTIVES
 from data_utils.tasks.config import TaskConfig
-from data_utils.tasks.readers.by_name import labels_of
+from data_utils.tasks.readers.by_name import task_labels
 from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
 from megatron_lite.checkpoint.manifest import checkpoint_name
 from megatron_lite.checkpoint.tensor_files import write_tensors
@@ -273,7 +273,7 @@ def write_published(directory: Path, weights: Weights, run: OpenRun, dtype: str,
             ),
         )
     task = run.config.task
-    labels = () if task is None else labels_of(task)
+    labels = () if task is None else task_labels(task)
     name = f"checkpoint {run.checkpoint.path}"
     stack = Stack(
         run.config.model, weights, run.tokenizer, kept, name, labels=labels, layout=trained_layout(run)

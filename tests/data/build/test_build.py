@@ -77,13 +77,13 @@ def test_splits_share_the_documents(tmp_path):
 @settings(deadline=None)
 def test_the_split_depends_on_the_text_alone(text):
     config = BuildConfig(inputs=["x"], output="x", split="a=0.5,b=0.5")
-    assert split_rule(config).split_of(text) == split_rule(config).split_of(text) in (0, 1)
+    assert split_rule(config).split_index(text) == split_rule(config).split_index(text) in (0, 1)
 
 
 def test_another_seed_gives_another_split():
     def splits(seed):
         rule = split_rule(BuildConfig(inputs=["x"], output="x", split="a=0.5,b=0.5", split_seed=seed))
-        return [rule.split_of(str(i)) for i in range(100)]
+        return [rule.split_index(str(i)) for i in range(100)]
 
     assert splits(0) == splits(0) != splits(1)
 

@@ -11,7 +11,7 @@ import pytest
 from support.byte_tokenizer import ByteTokenizer
 from support.project import small_corpus
 
-from data_utils.build.capitals import CapitalReader
+from data_utils.build.annotations import CapitalReader
 from data_utils.build.config import BuildConfig
 from data_utils.build.corpus import build_corpus
 from data_utils.common.errors import ConfigError, DataError
@@ -217,7 +217,7 @@ def test_capitals_are_those_of_the_text_on_the_first_token_of_each_word(corpus, 
     assert (
         entities_of(tmp_path / "out") == [*expected, -1] and expected.count(1) == 3 and expected.count(0) == 2
     )
-    pieces, _ = CapitalReader().of_tokens(
+    pieces, _ = CapitalReader().token_values(
         b"", "McDon no 7Up B", [(0, 2), (2, 5), (5, 8), (9, 10), (10, 12), (12, 14)]
     )
     assert pieces.tolist() == [1, -1, 0, -1, -1, 1]  # a token may begin with a space

@@ -17,7 +17,7 @@ from data_utils.dataset import indexed_dataset, writer
 from data_utils.dataset.indexed_dataset import IndexedDataset
 from data_utils.dataset.tools import adopt_dataset
 from data_utils.dataset.verification import verify
-from data_utils.dataset.writer import IndexedDatasetWriter, index_pieces, remove_dataset, token_dtype
+from data_utils.dataset.writer import IndexedDatasetWriter, index_chunks, remove_dataset, token_dtype
 from data_utils.loader.sampler import WindowIndex
 
 
@@ -432,7 +432,7 @@ def test_more_tokens_than_an_int32_can_count(tmp_path):
     """3,000 documents of a million tokens, holes in a file except for the last few."""
     count, length = 3000, 1_000_000
     with open(tmp_path / "d.idx", "wb") as file:
-        file.writelines(index_pieces(np.full(count, length), np.dtype("<u2")))
+        file.writelines(index_chunks(np.full(count, length), np.dtype("<u2")))
     with open(tmp_path / "d.bin", "wb") as file:
         file.truncate(count * length * 2)
         file.seek(count * length * 2 - 6)
@@ -448,7 +448,7 @@ def test_more_tokens_than_an_int32_can_count(tmp_path):
 def test_more_documents_than_an_int32_can_count(tmp_path):
     """All documents are empty but the last one, so that nearly the whole index is a hole in its file."""
     count = 2**31 + 5
-    header, _ = index_pieces(np.zeros(0), np.dtype("<u2"))
+    header, _ = index_chunks(np.zeros(0), np.dtype("<u2"))
     with open(tmp_path / "d.idx", "wb") as file:
         file.write(header[:18] + struct.pack("<QQ", count, count + 1))
         file.seek(34 + 4 * (count - 1))

@@ -1,6 +1,6 @@
-"""The form of a model's inputs: the layout of the objective that it was trained with.
+"""The format of a model's inputs: that of the objective that it was trained with.
 
-A task's inputs must look like those of pretraining, or the model meets something new in every row. So the run's
+A task's inputs must look like those of pretraining, or the model meets something new in every sequence. So the run's
 objective decides, unless `task.form` says otherwise.
 """
 
@@ -13,13 +13,13 @@ from data_utils.common.errors import ConfigError
 from data_utils.objectives import OBJECTIVES, ObjectiveChoice
 from data_utils.objectives.interface import TextFormat
 
-# Objective -> the form of its inputs; objectives without a form of their own are left out.
+# Objective -> the name of its input format, the setting `task.form`; objectives without one are left out.
 _WRITINGS = {name: OBJECTIVES[name].text_format for name in OBJECTIVES.own}
 FORMAT_OF_OBJECTIVE = {
     name: writing.input_format for name, writing in _WRITINGS.items() if writing is not None
 }
-# Forms that only a model of theirs can take: with a decoder, or with UniLM's six segments.
-_OWN_ONLY = ("encoder_decoder", "unilm")
+# Formats that need a model of their objectives: one with a decoder, or with UniLM's six segments.
+_NEED_THEIR_MODEL = ("encoder_decoder", "unilm")
 ROLES_OF_FORMAT: dict[str, tuple[str, ...]] = {
     "glm": ("cls", "mask", "sop", "eop", "eos"),
     "causal": (),
@@ -32,11 +32,11 @@ ROLES_OF_FORMAT: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class InputFormat:
-    """The layout of inputs.
+    """The format of inputs.
 
     Args:
         name: one of FORMS, but not "auto".
-        objective: the objective whose layout it is; decides between T5, BART and MASS.
+        objective: the objective whose format it is; decides between T5, BART and MASS.
         masks: the blank's tokens that the run has learnt ("mask", "smask", "gmask").
         predict_cls: BART: CLS is predicted before the text.
         before: the role of the token before a text, where the objective's section decides (causal).
@@ -50,15 +50,14 @@ class InputFormat:
 
     @property
     def roles(self) -> tuple[str | int, ...]:
-        """The special tokens that the layout writes, and that a vocabulary must therefore have."""
-        own = (*self.writing.before, *self.writing.after)
-        if self.takes_masks_away:
+        """The special tokens that the format writes, and that a vocabulary must therefore have."""
+        if self.writes_by_unmasking:
             return ("mask", "eos")
-        return ROLES_OF_FORMAT.get(self.name, own)
+        return ROLES_OF_FORMAT.get(self.name, (*self.writing.before, *self.writing.after))
 
     @property
-    def takes_masks_away(self) -> bool:
-        """Whether an answer is written in the place of masks, in any order (masked diffusion)."""
+    def writes_by_unmasking(self) -> bool:
+        """Whether a text is written in the stead of masks, in any order (masked diffusion)."""
         return self.writing.generation == "unmasking"
 
     @property
@@ -73,38 +72,39 @@ class InputFormat:
         return OBJECTIVES[self.objective].losses[number].number
 
 
-def input_format_of(setting: str, choices: Sequence[ObjectiveChoice]) -> InputFormat:
-    """The form that `task.form` and the run's objectives give.
+def choose_input_format(setting: str, choices: Sequence[ObjectiveChoice]) -> InputFormat:
+    """The input format that `task.form` and the run's objectives give.
 
-    Raises: ConfigError where the objectives have inputs of several forms, or none has the form that is asked for.
+    Raises: ConfigError where the objectives have several formats, or none has the one that is asked for.
     """
-    forms = {choice.name: _natural(choice) for choice in choices}
+    formats = {choice.name: _format_of_objective(choice) for choice in choices}
+    names = sorted({input_format.name for input_format in formats.values()})
     if setting == "auto":
-        if len({form.name for form in forms.values()}) > 1:
+        if len(names) > 1:
             raise ConfigError(
-                f"task.form is auto, but the objectives {', '.join(forms)} have different input formats; set it to "
-                f"one of {', '.join(sorted({form.name for form in forms.values()}))}."
+                f"task.form is auto, but the objectives {', '.join(formats)} have different input formats; set it to "
+                f"one of {', '.join(names)}."
             )
-        return next(iter(forms.values()))
-    for form in forms.values():
-        if form.name == setting:
-            return form
-    fitting = _objectives_of(setting)
-    if setting in _OWN_ONLY:
+        return next(iter(formats.values()))
+    for input_format in formats.values():
+        if input_format.name == setting:
+            return input_format
+    objectives = _objectives_with(setting)
+    if setting in _NEED_THEIR_MODEL:
         raise ConfigError(
-            f"task.form is {setting}, but the run's objective is {', '.join(forms)}; set it to auto, or use a run "
-            f"of {' or '.join(fitting)}."
+            f"task.form is {setting}, but the run's objective is {', '.join(formats)}; set it to auto, or use a run "
+            f"of {' or '.join(objectives)}."
         )
-    return InputFormat(setting, fitting[0])
+    return InputFormat(setting, objectives[0])
 
 
-def _objectives_of(form: str) -> list[str]:
-    """Those with this form, the ones of a single Transformer first."""
-    names = [name for name, its_form in FORMAT_OF_OBJECTIVE.items() if its_form == form]
+def _objectives_with(format_name: str) -> list[str]:
+    """The objectives with this format, the ones of a single Transformer first."""
+    names = [name for name, its_format in FORMAT_OF_OBJECTIVE.items() if its_format == format_name]
     return sorted(names, key=lambda name: OBJECTIVES[name].config_class.model_module is not None)
 
 
-def _natural(choice: ObjectiveChoice) -> InputFormat:
+def _format_of_objective(choice: ObjectiveChoice) -> InputFormat:
     writing = OBJECTIVES[choice.name].text_format_for(choice.section)
     if writing is None:
         raise ConfigError(
@@ -115,6 +115,10 @@ def _natural(choice: ObjectiveChoice) -> InputFormat:
     if (
         usual is not None and writing.input_format != usual.input_format
     ):  # another objective's, by its settings
-        return InputFormat(writing.input_format, _objectives_of(writing.input_format)[0])
-    form = InputFormat(writing.input_format, choice.name, writing.masks, predict_cls=bool(writing.forced))
-    return form if writing.before == form.writing.before else replace(form, before=writing.before)
+        return InputFormat(writing.input_format, _objectives_with(writing.input_format)[0])
+    input_format = InputFormat(
+        writing.input_format, choice.name, writing.masks, predict_cls=bool(writing.forced)
+    )
+    if writing.before == input_format.writing.before:
+        return input_format
+    return replace(input_format, before=writing.before)
