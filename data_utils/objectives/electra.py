@@ -55,6 +55,7 @@ class ElectraConfig(MaskedTextConfig):
     )
 
     model_module = "megatron_lite.models.electra.model_spec"
+    model_files = ("generator/", "discriminator/")
     two_stacks = (
         "trains a generator and a discriminator; tune the latter with scripts/finetune.py, or export both with "
         "scripts/convert_checkpoint.py."

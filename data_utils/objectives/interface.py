@@ -72,6 +72,9 @@ class ObjectiveConfig(ABC):
     # The module whose MODEL_SPEC describes the model that the objective trains (megatron_lite/model/build.py); None =
     # one Transformer.
     model_module: str | None = None
+    # Files by which the model's Hugging Face directory differs from the directory of one Transformer; a name that ends
+    # in / is a directory with a Transformer's files. The first name occurs in no other directory.
+    model_files: tuple[str, ...] = ()
     two_stacks: str | None = (
         None  # of another kind of model: what a user is told who asks for one Transformer
     )

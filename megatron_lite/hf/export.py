@@ -12,7 +12,6 @@ has none).
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -26,20 +25,18 @@ from data_utils.common.errors import CheckpointError
 from data_utils.common.settings import checked, setting
 from data_utils.tasks.readers.by_name import labels_of
 from data_utils.tokenizers.special_tokens import SpecialTokens
-from data_utils.tokenizers.tokenizer import Tokenizer
 from megatron_lite.checkpoint.read import weight_reader
 from megatron_lite.config.model import ModelConfig, padded_vocab_size
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.files.config_json import OwnLayout, write_config
 from megatron_lite.hf.files.model_card import model_card
-from megatron_lite.hf.files.recipe import FORMAT, portable_recipe, tokenizer_options
+from megatron_lite.hf.files.recipe import write_recipe
 from megatron_lite.hf.files.tokenizer_proof import prove_exported
 from megatron_lite.hf.files.weights import (
     DTYPES,
     PADDING_ROWS,
     SCORE,
     TASK_CLASSIFIER,
-    TRAINING_JSON,
     WORDS,
     Weights,
     check_shapes,
@@ -53,6 +50,7 @@ from megatron_lite.hf.glm import glm_proof, proof, released
 from megatron_lite.hf.glm.configuration_glm import GLMConfig
 from megatron_lite.hf.glm.proof import Question
 from megatron_lite.hf.glm.tokenizer_files import prove_tokenizer, write_tokenizer
+from megatron_lite.hf.model_format import format_of_run
 from megatron_lite.hf.proof_report import Report, write_report
 from megatron_lite.hf.published import proof as published_proof
 from megatron_lite.hf.published.heads import SEVERAL_LABELS
@@ -60,12 +58,6 @@ from megatron_lite.hf.published.runs import trained_layout, write_published
 from megatron_lite.hf.published.systems import SYSTEMS_BY_NAME
 from megatron_lite.inference.open_run import OpenRun, load_model, objective_names, open_run
 from megatron_lite.model.flops import parameter_shapes
-from megatron_lite.model.trained_model import DECODER, ENCODER
-from megatron_lite.models.electra import huggingface as electra
-from megatron_lite.models.electra.config import is_electra
-from megatron_lite.models.ernie_thu.huggingface import is_ernie_thu, write_ernie
-from megatron_lite.models.optimus import huggingface as optimus
-from megatron_lite.models.optimus.huggingface import optimus_card
 
 _PREFIX = "glm."
 _CODE = [f"{part}_glm.py" for part in ("configuration", "positions", "modeling", "tokenization", "pipeline")]
@@ -122,15 +114,20 @@ def export_run(
         if run.config.model.task_heads:
             message = "has heads of several tasks; tune it on one (scripts/finetune.py --task FILE), and export that"
             raise CheckpointError(f"checkpoint {run.checkpoint.path} {message}.")
-        if run.config.decoder is not None:
-            return _export_optimus(directory, run, options)
-        if is_electra(run.config):
-            return _export_electra(directory, run, options)
-        if is_ernie_thu(run.config):
-            _refuse_released(run, options, "entity states")
-            write_ernie(directory, run, options.dtype, options.max_shard_bytes, options.verify)
-            write_report(directory, None)
-            return None
+        if (model_format := format_of_run(run.config)) is not None:
+            if options.layout == "released":
+                raise CheckpointError(
+                    f"checkpoint {run.checkpoint.path} has {model_format.beyond_glm}, which the released layout does "
+                    "not have; use --layout huggingface."
+                )
+            if options.verify:
+                model_format.require_provable(run.checkpoint.path)
+            model_format.write(directory, run, options.dtype, options.max_shard_bytes)
+            return _reported(
+                directory,
+                options,
+                lambda: model_format.prove(run, directory, options.dtype, options.tolerance),
+            )
         _check_exportable(run, options.layout)
         checkpoint, model = run.checkpoint, run.config.model
         weights = Weights(checkpoint.shapes, weight_reader(checkpoint))
@@ -147,7 +144,8 @@ def export_run(
             _write_released(directory, padded, model, options)
         else:
             _write_huggingface(directory, weights, run, options)
-            _write_provenance(directory, run, model_card(run))
+            write_recipe(directory, run)
+            (directory / "README.md").write_text(model_card(run), encoding="utf-8")
         return _reported(directory, options, lambda: _prove_export(directory, run, options))
 
 
@@ -156,43 +154,6 @@ def _reported(directory: Path, options: ExportOptions, prove: Callable[[], Repor
     report = prove() if options.verify else None
     write_report(directory, report)
     return None if report is None else proof.joined(report.comparisons)
-
-
-def _refuse_released(run: OpenRun, options: ExportOptions, what: str) -> None:
-    if options.layout == "released":
-        message = f"has {what}, which the released layout does not have; use --layout huggingface"
-        raise CheckpointError(f"checkpoint {run.checkpoint.path} {message}.")
-
-
-def _export_optimus(directory: Path, run: OpenRun, options: ExportOptions) -> proof.Proof | None:
-    _refuse_released(run, options, "two Transformers joined by a latent vector")
-    optimus.write_optimus(directory, run, options.dtype, options.max_shard_bytes)
-    _write_provenance(directory, run, optimus_card(run))
-    what = f"the export of {run.checkpoint.path}"
-
-    def prove() -> Report:
-        found = optimus.prove(run, directory, options.dtype, options.tolerance, what)
-        parts = {ENCODER: run.tokenizer, DECODER: run.decoder_tokenizer or run.tokenizer}
-        names = {optimus.directory_of(part): tokenizer for part, tokenizer in parts.items()}
-        tokenizers = {name: _compared(tokenizer, directory / name) for name, tokenizer in names.items()}
-        return Report(found, options.tolerance, tokenizers)
-
-    return _reported(directory, options, prove)
-
-
-def _export_electra(directory: Path, run: OpenRun, options: ExportOptions) -> proof.Proof | None:
-    _refuse_released(run, options, "a generator and a discriminator")
-    electra.write_electra(directory, run, options.dtype, options.max_shard_bytes)
-    (directory / "README.md").write_text(electra.electra_card(run), encoding="utf-8")
-    what = f"the export of {run.checkpoint.path}"
-
-    def prove() -> Report:
-        found = electra.prove(run.checkpoint, run.config, directory, options.dtype, options.tolerance, what)
-        names = electra.GENERATOR_OF, electra.DISCRIMINATOR_OF
-        tokenizers = {name: _compared(run.tokenizer, directory / name) for name in names}
-        return Report(found, options.tolerance, tokenizers)
-
-    return _reported(directory, options, prove)
 
 
 def require_usual_logits(config: Config, path: Path) -> None:
@@ -356,26 +317,10 @@ def generation_config(special: SpecialTokens) -> GenerationConfig:
     )
 
 
-def _write_provenance(directory: Path, run: OpenRun, card: str) -> None:
-    """Write training.json, which an import reads, and the model card."""
-    checkpoint = run.checkpoint
-    described = {
-        "format": FORMAT,
-        "step": checkpoint.step,
-        "config": portable_recipe(run.config),
-        "tokenizer": tokenizer_options(run.tokenizer),
-        "state": {key: value for key, value in checkpoint.state.items() if key != "config"},
-    }
-    if run.config.decoder is not None:
-        described["decoder_tokenizer"] = tokenizer_options(run.decoder_tokenizer or run.tokenizer)
-    (directory / TRAINING_JSON).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
-    (directory / "README.md").write_text(card, encoding="utf-8")
-
-
 def _prove_published(directory: Path, run: OpenRun, options: ExportOptions, class_name: str) -> Report:
     dtype, config, layout = DTYPES[options.dtype], run.config.model, trained_layout(run)
     start = None if layout is None else next(iter(layout.start), None)
-    tokenizers = {"tokenizer": _compared(run.tokenizer, directory)}
+    tokenizers = {"tokenizer": prove_exported(run.tokenizer, directory).as_record()}
     found = proof.prove(
         lambda computed: published_proof.ask(directory, class_name, config, start, computed),
         lambda: load_model(run.checkpoint, config, lambda weight: weight.to(dtype).float()),
@@ -384,11 +329,6 @@ def _prove_published(directory: Path, run: OpenRun, options: ExportOptions, clas
         run.checkpoint.shapes,
     )
     return Report(found, options.tolerance, tokenizers)
-
-
-def _compared(tokenizer: Tokenizer, directory: Path) -> dict[str, Any]:
-    """The record of a published directory's tokenizer. Raises: CheckpointError if it gives other ids."""
-    return prove_exported(tokenizer, directory).as_record()
 
 
 def _prove_export(directory: Path, run: OpenRun, options: ExportOptions) -> Report:

@@ -13,23 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from data_utils.common.errors import CheckpointError, ConfigError
 from data_utils.common.setting_files import shown
-from data_utils.common.settings import build, merge, to_tree
+from data_utils.common.settings import build, merge
 from data_utils.objectives import OBJECTIVES
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.readers.by_name import labels_of
 from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
-from megatron_lite.checkpoint.manifest import checkpoint_name
 from megatron_lite.checkpoint.tensor_files import write_tensors
 from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.task_rows import with_task_rows
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.files.config_json import write_config
-from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
+from megatron_lite.hf.files.first_checkpoint import write_imported_run
 from megatron_lite.hf.files.model_card import published_card
 from megatron_lite.hf.files.weights import (
     DTYPES,
@@ -103,12 +101,8 @@ def import_published(
         source = open_published(path)
         keep_files(source, directory / KEPT_FILES)
         config = build_import_config(source, output, directory, tree, verify)
-        checkpoint = directory / "checkpoints" / checkpoint_name(0)
         weights = with_new_heads(source, config, parameter_shapes(config.model))
-        write_training_checkpoint(checkpoint, weights, config)
-        (directory / "config.yaml").write_text(
-            yaml.safe_dump(to_tree(config), sort_keys=False), encoding="utf-8"
-        )
+        checkpoint = write_imported_run(directory, weights, config)
         if not verify:
             return None
         saved = read_checkpoint(checkpoint)
