@@ -133,7 +133,7 @@ class BlankFiller:
                 break
             texts = [texts[row] for row in kept]
             plan.select(kept)
-            spans = [[self.special.sop, *found[text][number][0].tokens] for text in texts]
+            spans = [self._inputs(found[text][number][0]) for text in texts]
             # In one pass instead of token by token.
             self.write(plan, spans, [blanks[text][number] for text in texts])
         return found
@@ -167,9 +167,7 @@ class BlankFiller:
         """
         tokens, real = pad_batch(spans, self.device)
         blank_positions = torch.tensor(positions, device=self.device)[:, None].expand(tokens.shape)
-        steps = torch.arange(first, first + tokens.shape[1], device=self.device)
-        # The table ends at max_position; a longest span with its sop may end one later.
-        steps = steps.clamp(max=self.model.config.max_position).expand(tokens.shape)
+        steps = torch.arange(first, first + tokens.shape[1], device=self.device).expand(tokens.shape)
         plan.expect(blank_positions, real=real, is_causal=True)
         return self.model.logits(
             run_cached_stack(self.model, tokens, id_fields(blank_positions, steps), plan)
@@ -180,13 +178,21 @@ class BlankFiller:
         self, context: Sequence[int], found: Sequence[Hypothesis], probe: AttentionProbe | None = None
     ) -> Replay:
         """Run the model once more on a text with its spans. Args: probe: keeps attention weights."""
-        plan, rows, logits = self.encoded([context], probe), query_tokens(context, []), []
+        plan, queries, logits = self.encoded([context], probe), query_tokens(context, []), []
         for position, each in zip(self._blanks(context), found, strict=True):
-            span = [self.special.sop, *each.tokens]
-            logits.append(self.write(plan, [span], [position])[0, : len(each.tokens) + each.ended])
-            rows += query_tokens([], span)
-            rows[-1] = QueryToken(span[-1], each.ended)
-        return Replay(logits, {SINGLE_STACK: (rows, [row.token for row in rows])})
+            span = self._inputs(each)
+            predicted = len(each.tokens) + each.ended
+            logits.append(self.write(plan, [span], [position])[0, :predicted])
+            queries += [QueryToken(token, number < predicted) for number, token in enumerate(span)]
+        return Replay(logits, {SINGLE_STACK: (queries, [query.token for query in queries])})
+
+    def _inputs(self, found: Hypothesis) -> list[int]:
+        """A span as later blanks see it: sop and its tokens.
+
+        Block positions end at max_position. A span that is cut there has none for its last token, and in training such
+        a token is no input either: only a document's tail is that long, and its last token is a target alone.
+        """
+        return [self.special.sop, *found.tokens][: self.model.config.max_position]
 
     def context(self, tokens: Sequence[int]) -> list[int]:
         """See `blank_context`."""
