@@ -29,7 +29,7 @@ from data_utils.common.setting_files import load_yaml
 from data_utils.common.settings import merge, parse_override
 from data_utils.tasks.readers.minimal_pairs import SCORES, read_minimal_pairs
 from megatron_lite.checkpoint.resolve_path import resolve_models
-from megatron_lite.finetune.setup import is_export
+from megatron_lite.finetune.setup import is_export, located_settings
 
 if TYPE_CHECKING:
     from megatron_lite.finetune.checkpoints import CheckpointResult
@@ -105,7 +105,8 @@ def main() -> None:
     measured = []
     for path in given:
         for checkpoint in steps_of(path) if arguments.every_step else [path]:
-            measured.append(evaluate(checkpoint, tree, arguments.batch, arguments.tokenizer))
+            with located_settings([], arguments.task, arguments.overrides):
+                measured.append(evaluate(checkpoint, tree, arguments.batch, arguments.tokenizer))
             print(f"measured {checkpoint}", flush=True)
     print(table(measured))
     if arguments.json is not None:

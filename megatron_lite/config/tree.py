@@ -254,24 +254,33 @@ def load_config(
             tree = with_deepspeed(tree, given, deepspeed_config, processes, say)
         except ConfigError as error:  # the settings' own mistakes are named with those of DeepSpeed's file
             problems = dict(wrong_settings(Config, {**tree, "deepspeed": {}}, "", Config))
-            raise _located(SettingsError(problems, str(error)), files, given) from None
+            raise located(SettingsError(problems, str(error)), places_of(files), given) from None
     require_objectives(tree)
     try:
         config = build(Config, tree)
     except ConfigError as error:
-        located = _located(error, files, given) if isinstance(error, SettingsError) else error
-        located.args = (f"{located}{_first_steps(tree, usual)}",)
-        raise located from None
+        if isinstance(error, SettingsError):
+            error = located(error, places_of(files), given)
+        error.args = (f"{error}{_first_steps(tree, usual)}",)
+        raise error from None
     _require_chosen(given, config)
     return config
 
 
-def _located(error: SettingsError, files: Iterable[str | Path], given: Mapping[str, Any]) -> SettingsError:
-    """The error with file and line before each key that a file has and the command line does not replace."""
+def places_of(files: Iterable[str | Path]) -> dict[str, str]:
+    """Dotted keys of files -> `FILE:LINE: ` of the last file that has them."""
     places: dict[str, str] = {}
     for file in map(yaml_path, files):
         if file.is_file():  # what came through a pipe is gone
             places |= {key: f"{file}:{line}: " for key, line in setting_lines(file).items()}
+    return places
+
+
+def located(error: SettingsError, places: Mapping[str, str], given: Mapping[str, Any]) -> SettingsError:
+    """The error with file and line before each key that a file has and the command line does not replace.
+
+    Args: places: of `places_of`. given: settings of the command line.
+    """
     overridden = {key for key, _ in leaves(given)}
     problems = {
         key: sentence if key in overridden else f"{places.get(key, '')}{sentence}"

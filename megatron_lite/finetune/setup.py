@@ -6,6 +6,7 @@ Mistakes in any of them are found here, in seconds.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ import numpy as np
 
 from data_utils.common.errors import ConfigError
 from data_utils.common.random_streams import derive_seed
-from data_utils.common.setting_files import load_json, load_yaml, shown
-from data_utils.common.settings import build, check, merge, parse_override, to_tree
+from data_utils.common.setting_files import load_json, load_yaml, shown, yaml_path
+from data_utils.common.settings import SettingsError, build, check, merge, parse_override, to_tree
 from data_utils.tasks.base import TaskRecord
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.metrics.metrics_by_task import check_metrics, compared_by, with_no_answers
@@ -27,7 +28,7 @@ from megatron_lite.checkpoint.manifest import RESULTS
 from megatron_lite.checkpoint.resolve_path import PathType, path_type
 from megatron_lite.config.deepspeed_file import with_deepspeed
 from megatron_lite.config.sections import BatchConfig
-from megatron_lite.config.tree import Config
+from megatron_lite.config.tree import Config, located, places_of
 from megatron_lite.finetune.multi_task import batches_per_epoch, join_configs, with_sections
 from megatron_lite.models.electra.config import discriminator_alone
 from megatron_lite.models.optimus.config import encoder_alone
@@ -162,6 +163,34 @@ def load_tree(
     if deepspeed_config is not None or tree.get("deepspeed"):
         tree = with_deepspeed(tree, changes, deepspeed_config, processes, say)
     return tree
+
+
+@contextmanager
+def located_settings(
+    model_files: Iterable[str | Path],
+    task_file: str | Path | None,
+    overrides: Iterable[str],
+    tasks: Sequence[str | Path] = (),
+) -> Iterator[None]:
+    """Context that names file and line of each wrong setting. Args: as for `load_tree`."""
+    try:
+        yield
+    except SettingsError as error:
+        first_task = next(iter(tasks), task_file)
+        files = [*model_files, *([] if first_task is None else [yaml_path(first_task, "tasks")])]
+        places, problems = places_of(files), error.problems
+        given: dict[str, Any] = {}
+        for override in overrides:
+            given = merge(given, parse_override(override))
+        if len(tasks) > 1:
+            # The section `task` is the first of `tasks`, so its mistakes are there too.
+            problems = {key: sentence for key, sentence in problems.items() if not key.startswith("task.")}
+            for number, file in enumerate(tasks):
+                in_file = places_of([yaml_path(file, "tasks")])
+                places |= {
+                    f"tasks[{number}]{key.removeprefix('task')}": line for key, line in in_file.items()
+                }
+        raise located(SettingsError(problems, error.rest), places, given) from None
 
 
 def is_export(path: Path) -> bool:
