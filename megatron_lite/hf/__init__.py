@@ -14,5 +14,5 @@ models with a spec         OPTIMUS, ELECTRA and ERNIE (Tsinghua): a HuggingFaceF
 
 files/ reads and writes what all paths share: safetensors (weights.py), config.json, recipe, model card, tokenizer.
 Unless `--no-verify` is given, both directions end with a proof: our model and the other one get the same inputs, and
-their outputs are compared (glm/proof.py; published/proof.py for published systems).
+their outputs are compared (files/proof.py) on inputs of glm/proof.py or published/proof.py.
 """

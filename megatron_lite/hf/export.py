@@ -28,8 +28,11 @@ from data_utils.tokenizers.special_tokens import SpecialTokens
 from megatron_lite.checkpoint.read import weight_reader
 from megatron_lite.config.model import ModelConfig, padded_vocab_size
 from megatron_lite.config.tree import Config
+from megatron_lite.hf.files import proof
 from megatron_lite.hf.files.config_json import OwnLayout, write_config
 from megatron_lite.hf.files.model_card import model_card
+from megatron_lite.hf.files.proof import Question
+from megatron_lite.hf.files.proof_report import Report, write_report
 from megatron_lite.hf.files.recipe import write_recipe
 from megatron_lite.hf.files.tokenizer_proof import prove_exported
 from megatron_lite.hf.files.weights import (
@@ -46,12 +49,11 @@ from megatron_lite.hf.files.weights import (
     write_json,
     write_sharded,
 )
-from megatron_lite.hf.glm import glm_proof, proof, released
+from megatron_lite.hf.glm import proof as glm_proof
+from megatron_lite.hf.glm import released
 from megatron_lite.hf.glm.configuration_glm import GLMConfig
-from megatron_lite.hf.glm.proof import Question
 from megatron_lite.hf.glm.tokenizer_files import prove_tokenizer, write_tokenizer
 from megatron_lite.hf.model_format import format_of_run
-from megatron_lite.hf.proof_report import Report, write_report
 from megatron_lite.hf.published import proof as published_proof
 from megatron_lite.hf.published.heads import SEVERAL_LABELS
 from megatron_lite.hf.published.runs import trained_layout, write_published

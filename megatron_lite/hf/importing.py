@@ -27,6 +27,7 @@ from megatron_lite.checkpoint.tensor_files import write_tensors
 from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.model import OF_TRAINING
 from megatron_lite.config.tree import Config
+from megatron_lite.hf.files import proof
 from megatron_lite.hf.files.config_json import (
     CONFIG_JSON,
     by_transformers,
@@ -52,7 +53,8 @@ from megatron_lite.hf.files.weights import (
     new_directory,
     open_directory,
 )
-from megatron_lite.hf.glm import glm_proof, proof, released
+from megatron_lite.hf.glm import proof as glm_proof
+from megatron_lite.hf.glm import released
 from megatron_lite.hf.glm.configuration_glm import GLMConfig
 from megatron_lite.hf.glm.tokenizer_files import TRAINING_TOKENIZER, prove_tokenizer, training_tokenizer
 from megatron_lite.hf.model_format import format_of_directory

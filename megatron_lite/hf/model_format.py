@@ -16,8 +16,8 @@ from typing import Any
 from data_utils.common.errors import CheckpointError
 from data_utils.objectives import sections_with_models
 from megatron_lite.config.tree import Config
-from megatron_lite.hf.glm.proof import Proof
-from megatron_lite.hf.proof_report import Report
+from megatron_lite.hf.files.proof import Proof
+from megatron_lite.hf.files.proof_report import Report
 from megatron_lite.inference.open_run import OpenRun
 from megatron_lite.model.build import ModelSpec, model_spec
 

@@ -13,8 +13,8 @@ from data_utils.common.errors import CheckpointError, ConfigError
 from data_utils.common.settings import build, merge
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.hf.files import proof
 from megatron_lite.hf.files.weights import TRAINING_JSON
-from megatron_lite.hf.glm import proof
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published.heads import OTHER_HEADS, TASK_CLASSES
 from megatron_lite.hf.published.proof import ask

@@ -12,7 +12,7 @@ from support.released_facts import RELEASED, write_released
 
 from data_utils.common.errors import CheckpointError, ConfigError
 from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.hf.glm.proof import compare
+from megatron_lite.hf.files.proof import compare
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published.proof import ask
 from megatron_lite.hf.published.source import open_published

@@ -15,7 +15,7 @@ from support.alone import CASES, TEXTS, Case, answers, logits_of_inputs, wordpie
 
 from data_utils.common.errors import CheckpointError
 from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.hf.glm.proof import prove
+from megatron_lite.hf.files.proof import prove
 from megatron_lite.hf.published.heads import transformers_class_name
 from megatron_lite.hf.published.proof import ask
 from megatron_lite.hf.published.runs import trained_layout

@@ -1,16 +1,19 @@
-"""Proof of a conversion: outputs of both models on the same inputs are compared. One model is in memory at a time.
+"""Proof of a directory of GLM's own classes: see published/proof.py for those of published systems.
 
-`ask` functions put questions to the reference, `prove` asks our model the same. The input of `proof_batch`, drawn
-from a fixed seed, has rows of different lengths with padding, a row without spans, and one with two spans.
+    logits           with both position ids handed over
+    default inputs   tokens and a mask alone, padded on the left: positions are the class's own
+    generation       the logits of each step of `generate`, with its cache, on what the tokenizer builds
+    pipeline         the spans that the pipeline writes into texts: by how much our best token is likelier, each step
+    head             the head of a task
+
+Generation is asked of models that fill blanks, beside `BlankFiller`. The pipeline obeys generation_config.json,
+which is ours in an export only.
 """
 
 from __future__ import annotations
 
-import contextlib
-import math
-import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,177 +30,160 @@ from data_utils.common.batch_fields import (
     TOKENS,
     WEIGHTS,
 )
-from data_utils.common.errors import CheckpointError
+from data_utils.tokenizers.special_tokens import SpecialTokens
+from data_utils.tokenizers.tokenizer import Tokenizer
+from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.files.config_json import by_transformers
+from megatron_lite.hf.files.proof import Question
 from megatron_lite.hf.files.weights import Weights
-from megatron_lite.hf.glm.modeling_glm import GLMForSequenceClassification
+from megatron_lite.hf.glm.modeling_glm import GLMForBlankInfilling, GLMForSequenceClassification
+from megatron_lite.hf.glm.pipeline_glm import BlankInfillingPipeline
 from megatron_lite.hf.glm.released import reference_logits
+from megatron_lite.hf.glm.tokenizer_files import exported_tokenizer
+from megatron_lite.inference.filling import BlankFiller, blank_context
 from megatron_lite.model.attention_backends.layout import allowed
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.predictions import task_rows
 from megatron_lite.model.transformer import GLM, ModelInput
 
-TOLERANCE = 1e-5  # fp32: the same sums in another order
-# Two computations in fp32 that are both right differ by the sum of their errors; the larger one is measured.
-_ERRORS = 2.0
-_SHARE_OF_MEMORY = 0.7  # of the machine's, for a reference in fp64
-
-
-@dataclass(frozen=True)
-class Proof:
-    """The result of a comparison."""
-
-    largest_difference: float
-    agreement: float  # share of rows with the same argmax, ties within the limit counted as the same
-    rows: int
-    largest_logit: float  # magnitude; fp32 rounding grows with it
-    rounding: float = 0.0  # largest difference of a model in fp32 and in fp64; 0 = it was not needed
-
-    def __str__(self) -> str:
-        return (
-            f"largest logit difference {self.largest_difference:.2e}, argmax agreement {self.agreement:.2%} "
-            f"of {self.rows} rows"
-        )
-
-    def joined(self, other: Proof) -> Proof:
-        """Both comparisons as one."""
-        rows = self.rows + other.rows
-        agreeing = self.agreement * self.rows + other.agreement * other.rows
-        return Proof(
-            max(self.largest_difference, other.largest_difference),
-            agreeing / rows,
-            rows,
-            max(self.largest_logit, other.largest_logit),
-            max(self.rounding, other.rounding),
-        )
-
-    def limit(self, tolerance: float) -> float:
-        """The largest difference that passes: `tolerance` times the largest logit beyond 1, or what fp32 explains."""
-        return max(tolerance * max(1.0, self.largest_logit), _ERRORS * self.rounding)
-
-    def holds(self, tolerance: float) -> bool:
-        """Whether both models compute the same. NaN is no difference that passes."""
-        return self.largest_difference <= self.limit(tolerance) and self.agreement == 1.0
-
-    def require(self, tolerance: float, what: str) -> None:
-        """Raise CheckpointError unless the comparison holds."""
-        if not self.holds(tolerance):
-            raise CheckpointError(
-                f"{what} does not compute what its source computes: {self} (tolerance {self.limit(tolerance):.1e}); "
-                "nothing was kept."
-            )
-
-
-def compare(
-    actual: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANCE, rounding: float = 0.0
-) -> Proof:
-    """Two fp32 logit tensors [..., V] of one shape. Args: rounding: as in `Proof`."""
-    largest = expected.abs().max().item()
-    limit = Proof(0.0, 1.0, 0, largest, rounding).limit(tolerance)
-    # Our choice, by the reference's logits: a tie within the limit is no disagreement.
-    best = expected.gather(-1, actual.argmax(-1, keepdim=True)).squeeze(-1)
-    agreeing = best >= expected.amax(-1) - limit
-    difference = (actual - expected).abs().max().item()
-    return Proof(difference, agreeing.float().mean().item(), agreeing.numel(), largest, rounding)
-
-
-@dataclass(frozen=True)
-class Question:
-    """One comparison of a proof.
-
-    Args:
-        name: of the inputs, as in INPUTS of report.py.
-        expected: what the reference says, [rows, V].
-        answer: the same of our model, fp32.
-    """
-
-    name: str
-    expected: torch.Tensor
-    answer: Callable[[Any], torch.Tensor]
-
-
-def prove(
-    ask: Callable[[torch.dtype], Sequence[Question]],
-    load: Callable[[], Any],
-    tolerance: float,
-    what: str,
-    shapes: Mapping[str, tuple[int, ...]],
-) -> dict[str, Proof]:
-    """Compare two models, of which one is in memory at a time. Raises: CheckpointError unless they are equal.
-
-    The reference is asked in fp32. Only where the difference is beyond `tolerance`, both are asked again in fp64: if
-    the rounding of one of them explains the difference, the limit follows from that. A wrong weight moves logits by far
-    more. Our rounding counts too: classes of transformers compute their norms in fp32 whatever their type, so what
-    fp64 shows of them is too little for weights with large activations (SmolLM2: 22,000 in the residual).
-
-    Args:
-        ask: what the reference says in a type; it holds its model no longer than the call.
-        load: our model.
-        shapes: of its parameters; in fp64 it is not asked where the machine's memory does not hold them.
-    Returns: name of a comparison -> its result.
-    """
-    questions = list(ask(torch.float32))
-    # The reference is asked before our model is loaded, so that one of them is in memory.
-    answers = _answers(load(), questions)
-    found = _judged(questions, answers, tolerance, [0.0] * len(questions))
-    # fp64 takes twice the memory, so rounding is measured only where there is a difference. A fixed, larger
-    # tolerance would hide errors in models that round little.
-    if not _hold(found, tolerance) and _fits(shapes):
-        with contextlib.suppress(
-            CheckpointError
-        ):  # XLNet's class computes in fp32 only: no more is allowed then
-            exact = ask(torch.float64)
-            roundings = [_difference(q.expected, e.expected) for q, e in zip(questions, exact, strict=True)]
-            found = _judged(questions, answers, tolerance, roundings)
-            if not _hold(found, tolerance) and isinstance(model := load(), GLM):
-                ours = map(_difference, answers, _answers(model.double(), questions))
-                found = _judged(questions, answers, tolerance, list(map(max, roundings, ours)))
-    for name, result in found.items():
-        result.require(tolerance, what if name == "logits" else f"{what} ({name})")
-    return found
-
-
-def _hold(found: Mapping[str, Proof], tolerance: float) -> bool:
-    return all(result.holds(tolerance) for result in found.values())
+_STEPS = 4  # tokens that are written for a blank
+_LONGEST = 24  # tokens of a text
 
 
 @torch.no_grad()
-def _answers(model: Any, questions: Sequence[Question]) -> list[torch.Tensor]:
-    return [question.answer(model) for question in questions]
+def ask(
+    directory: Path,
+    config: ModelConfig,
+    tokenizer: Tokenizer | None,
+    *,
+    is_export: bool,
+    dtype: torch.dtype = torch.float32,
+) -> list[Question]:
+    """Outputs of GLM's classes of transformers for a directory's model.
 
-
-def _judged(
-    questions: Sequence[Question],
-    answers: Sequence[torch.Tensor],
-    tolerance: float,
-    roundings: Sequence[float],
-) -> dict[str, Proof]:
-    found: dict[str, Proof] = {}
-    for question, answer, rounding in zip(questions, answers, roundings, strict=True):
-        result = compare(answer, question.expected, tolerance, rounding)
-        found[question.name] = found[question.name].joined(result) if question.name in found else result
+    Args:
+        config: of our model.
+        tokenizer: of a run that fills blanks, whose files the directory has; None: generation is not asked.
+    """
+    batch = proof_batch(config)
+    with by_transformers(directory):
+        theirs: Any = GLMForBlankInfilling.from_pretrained(directory, dtype=dtype).eval()
+        logits = theirs(**inputs_of(batch), use_cache=False).logits
+        found = [Question("logits", logits, lambda model: training_logits(model, batch))]
+        found.append(_of_default_inputs(theirs, config))
+        if tokenizer is not None:
+            fast: Any = exported_tokenizer(tokenizer, directory)
+            found.append(_of_generation(theirs, fast, tokenizer, config))
+            if is_export:
+                found.append(_of_pipeline(theirs, fast, tokenizer, config))
+    del theirs
+    if config.task_head != "none":
+        classes = exported_classes(directory, batch, dtype)
+        found.append(Question("head", classes, lambda model: training_classes(model, batch)))
     return found
 
 
-def _difference(fp32: torch.Tensor, fp64: torch.Tensor) -> float:
-    """Difference of two logits; 0 if they are not of the same rows, since another token was written after a tie."""
-    return (fp32 - fp64).abs().max().item() if fp32.shape == fp64.shape else 0.0
+def ask_released(shards: Sequence[Weights], config: ModelConfig, dtype: torch.dtype) -> list[Question]:
+    """Logits of the reference's arithmetic with weights in the released layout."""
+    batch = proof_batch(config)
+    logits = released_logits(shards, config, batch, dtype)
+    return [Question("logits", logits, lambda model: training_logits(model, batch))]
 
 
-def _fits(shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether the machine's memory holds such parameters in fp64."""
-    return 8 * sum(map(math.prod, shapes.values())) < _SHARE_OF_MEMORY * os.sysconf(
-        "SC_PAGE_SIZE"
-    ) * os.sysconf("SC_PHYS_PAGES")
+def _of_default_inputs(theirs: Any, config: ModelConfig) -> Question:
+    assert config.vocab_size is not None
+    rng, longest = np.random.default_rng(1), min(_LONGEST, config.max_position + 1)
+    lengths = (longest, max(1, longest // 2))
+    batch = np.zeros((len(lengths), len(FIELDS), longest), np.int32)
+    batch[:, DOC] = PADDING_DOC
+    batch[:, WEIGHTS].view(np.float32)[:] = 1.0
+    ids, mask = torch.zeros(2, len(lengths), longest, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        tokens = rng.integers(0, config.vocab_size, length)
+        batch[row, TOKENS, :length], batch[row, DOC, :length] = tokens, 0
+        batch[row, POSITION_IDS, :length] = np.arange(length)
+        ids[row, longest - length :], mask[row, longest - length :] = torch.from_numpy(tokens), 1
+    real = torch.from_numpy(batch[:, DOC] != PADDING_DOC)
+    expected = theirs(input_ids=ids, attention_mask=mask).logits[mask.bool()]
+    return Question("default inputs", expected, lambda model: training_logits(model, batch)[real])
 
 
-def joined(comparisons: Mapping[str, Proof]) -> Proof:
-    """All comparisons as one."""
-    first, *others = comparisons.values()
-    for other in others:
-        first = first.joined(other)
-    return first
+def _contexts(tokenizer: Tokenizer, config: ModelConfig) -> list[tuple[str, list[int]]]:
+    """Two texts with blanks, and our tokens of them."""
+    rng, room = np.random.default_rng(2), min(_LONGEST, config.max_position + 1) - 5
+    text_ids = [i for i in range(tokenizer.num_tokens) if i not in tokenizer.special_names]
+    found = []
+    for form, count in (("{} [MASK] {}", room // 4), ("{} [gMASK]", room // 8)):
+        drawn = iter(rng.choice(text_ids, 2 * max(1, count)).reshape(2, -1).tolist())
+        text = form.format(
+            *(tokenizer.decode(next(drawn)).replace("[", " ") for _ in range(form.count("{}")))
+        )
+        context = blank_context(tokenizer.encode_with_specials(text), tokenizer.special)
+        if len(context) <= config.max_position:
+            found.append((text, context))
+    return found
+
+
+def _masks(context: Sequence[int], special: SpecialTokens) -> list[int]:
+    return [i for i, token in enumerate(context) if token in (special.mask, special.smask, special.gmask)]
+
+
+def _written(
+    model: GLM, special: SpecialTokens, context: Sequence[int], spans: Sequence[Sequence[int]]
+) -> torch.Tensor:
+    """Logits [steps, V] of each token of the last span, by the machinery of `BlankFiller`."""
+    filler = BlankFiller(model, special, GenerationConfig(max_length=_STEPS))
+    plan, places = filler.encoded([context]), _masks(context, special)
+    for span, place in zip(spans, places, strict=False):
+        logits = filler.write(plan, [[special.sop, *span]], [place])
+    return logits[0]
+
+
+def _of_generation(theirs: Any, fast: Any, tokenizer: Tokenizer, config: ModelConfig) -> Question:
+    contexts, special = [context for _, context in _contexts(tokenizer, config)], tokenizer.special
+    inputs = fast.build_inputs_for_generation({"input_ids": contexts})
+    out = theirs.generate(
+        **inputs, max_new_tokens=_STEPS, do_sample=False, num_beams=1, num_return_sequences=1, use_cache=True,
+        output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    written, ends = out.sequences[:, -len(out.logits) :].tolist(), (special.eop, special.eos)
+    counts = [next((i + 1 for i, token in enumerate(row) if token in ends), len(row)) for row in written]
+    logits = torch.stack(out.logits, dim=1)
+    expected = torch.cat([row[:count] for row, count in zip(logits, counts, strict=True)])
+
+    def answer(model: GLM) -> torch.Tensor:
+        rows = zip(contexts, written, counts, strict=True)
+        return torch.cat([_written(model, special, context, [row[: n - 1]]) for context, row, n in rows])
+
+    return Question("generation", expected, answer)
+
+
+def _of_pipeline(theirs: Any, fast: Any, tokenizer: Tokenizer, config: ModelConfig) -> Question:
+    """0 at each step, but for ties: our best token is the one that the pipeline wrote."""
+    special, contexts = tokenizer.special, _contexts(tokenizer, config)
+    fill = BlankInfillingPipeline(model=theirs, tokenizer=fast, max_new_tokens=_STEPS)
+    spans = [fill(text)["span_ids"] for text, _ in contexts]
+    held_back = sorted(set(asdict(special).values()) - {special.eop, special.eos})
+
+    def answer(model: GLM) -> torch.Tensor:
+        behind = []
+        for (_, context), (span,) in zip(contexts, spans, strict=True):
+            logits = _written(model, special, context, [span])
+            logits[:, held_back] = -torch.inf
+            steps = torch.arange(len(span))
+            chosen = [logits[steps, span]] if span else []
+            if len(span) < _STEPS:  # it ended by one of two tokens
+                chosen.append(logits[len(span) :, [special.eop, special.eos]].amax(-1))
+            best = logits.amax(-1)[: len(span) + (len(span) < _STEPS)]
+            behind.append((best - torch.cat(chosen)) / best.abs().clamp(min=1.0))
+        return torch.cat(behind)[:, None]
+
+    count = sum(len(span) + (len(span) < _STEPS) for (span,) in spans)
+    return Question("pipeline", torch.zeros(count, 1), answer)
+
+
+# Inputs, and what both models compute of them
 
 
 def proof_batch(config: ModelConfig, seed: int = 0) -> np.ndarray:

@@ -40,7 +40,7 @@ from data_utils.common.batch_fields import (
 )
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.files.config_json import by_transformers, quiet
-from megatron_lite.hf.glm.proof import Question
+from megatron_lite.hf.files.proof import Question
 from megatron_lite.hf.published.recognition import is_body
 from megatron_lite.hf.published.segment_memory import read_segment
 from megatron_lite.hf.published.source import PublishedSource, load_class

@@ -26,6 +26,7 @@ from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.task_rows import with_task_rows
 from megatron_lite.config.tree import Config
+from megatron_lite.hf.files import proof
 from megatron_lite.hf.files.config_json import write_config
 from megatron_lite.hf.files.first_checkpoint import write_imported_run
 from megatron_lite.hf.files.model_card import published_card
@@ -39,7 +40,6 @@ from megatron_lite.hf.files.weights import (
     write_json,
     write_sharded,
 )
-from megatron_lite.hf.glm import proof
 from megatron_lite.hf.published.heads import (
     OTHER_HEADS,
     SEVERAL_LABELS,

@@ -27,14 +27,14 @@ from megatron_lite.checkpoint.read import weight_reader
 from megatron_lite.checkpoint.verify import Checkpoint, read_checkpoint
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
+from megatron_lite.hf.files import proof
 from megatron_lite.hf.files.config_json import CONFIG_JSON
 from megatron_lite.hf.files.first_checkpoint import write_imported_run
 from megatron_lite.hf.files.model_card import ORIGINS, sizes, write_card
+from megatron_lite.hf.files.proof_report import Report
 from megatron_lite.hf.files.tokenizer_proof import prove_exported
 from megatron_lite.hf.files.weights import DTYPES, WORDS, Weights, check_shapes, new_directory
-from megatron_lite.hf.glm import proof
 from megatron_lite.hf.model_format import HuggingFaceFormat
-from megatron_lite.hf.proof_report import Report
 from megatron_lite.hf.published.heads import transformers_class_name
 from megatron_lite.hf.published.proof import ask as ask_published
 from megatron_lite.hf.published.proof import proof_batch, their_output

@@ -31,9 +31,11 @@ from megatron_lite.checkpoint.tensor_files import write_tensors
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.task_rows import with_task_rows
 from megatron_lite.config.tree import Config
+from megatron_lite.hf.files import proof
 from megatron_lite.hf.files.config_json import by_transformers
 from megatron_lite.hf.files.first_checkpoint import write_imported_run
 from megatron_lite.hf.files.model_card import ORIGINS, sizes, write_card
+from megatron_lite.hf.files.proof_report import Report
 from megatron_lite.hf.files.recipe import Recorded, read_recipe, write_recipe
 from megatron_lite.hf.files.tokenizer_proof import prove_exported
 from megatron_lite.hf.files.weights import (
@@ -46,9 +48,7 @@ from megatron_lite.hf.files.weights import (
     read_json,
     write_json,
 )
-from megatron_lite.hf.glm import proof
 from megatron_lite.hf.model_format import HuggingFaceFormat
-from megatron_lite.hf.proof_report import Report
 from megatron_lite.hf.published.runs import (
     KEPT_FILES,
     Stack,
