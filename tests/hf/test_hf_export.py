@@ -102,7 +102,7 @@ def test_gelu_is_part_of_the_model(vocabulary, tmp_path, gelu):
     with by_transformers(tmp_path / "export"):
         swapped = GLMForBlankInfilling.from_pretrained(tmp_path / "export").eval()
     with torch.no_grad():
-        logits = swapped(**proof.inputs_of(batch), use_cache=False).logits
+        logits = swapped(**proof.class_inputs(batch), use_cache=False).logits
     model = load_run(tmp_path / "run").model
     assert (logits - proof.training_logits(model, batch)).abs().max() > 1e-4  # the setting is not idle
 

@@ -22,7 +22,7 @@ from data_utils.common.batch_fields import (
 from data_utils.common.settings import build
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.files.weights import Weights
-from megatron_lite.hf.published.proof import in_rows, our_output, proof_batch, their_output
+from megatron_lite.hf.published.proof import our_output, proof_batch, scatter_targets, their_output
 from megatron_lite.hf.published.read_config import field_of
 from megatron_lite.hf.published.segment_memory import read_segment
 from megatron_lite.hf.published.source import open_published
@@ -70,7 +70,7 @@ def test_logits_and_gradients_are_those_of_the_class(both):
     out = their_output(theirs, config, batch)
     expected = out["logits"] if "logits" in out else out["prediction_logits"]
     if config.decoder_layers:
-        expected = in_rows(expected, batch)
+        expected = scatter_targets(expected, batch)
         real &= torch.from_numpy(batch[:, ORD] > 0)
     pairs = [(logits[real], expected[real])]
     for name in ("seq_relationship_logits", "sop_logits"):

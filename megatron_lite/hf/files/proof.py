@@ -57,7 +57,7 @@ class Proof:
         return max(tolerance * max(1.0, self.largest_logit), _ERRORS * self.rounding)
 
     def holds(self, tolerance: float) -> bool:
-        """Whether both models compute the same. NaN is no difference that passes."""
+        """Whether both models compute the same. NaN does not pass."""
         return self.largest_difference <= self.limit(tolerance) and self.agreement == 1.0
 
     def require(self, tolerance: float, what: str) -> None:
@@ -72,12 +72,12 @@ class Proof:
 def compare(
     actual: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANCE, rounding: float = 0.0
 ) -> Proof:
-    """Two fp32 logit tensors [..., V] of one shape. Args: rounding: as in `Proof`."""
+    """Compare two fp32 logit tensors [..., V] of one shape. Args: rounding: as in `Proof`."""
     largest = expected.abs().max().item()
     limit = Proof(0.0, 1.0, 0, largest, rounding).limit(tolerance)
-    # Our choice, by the reference's logits: a tie within the limit is no disagreement.
-    best = expected.gather(-1, actual.argmax(-1, keepdim=True)).squeeze(-1)
-    agreeing = best >= expected.amax(-1) - limit
+    # The reference's logit of the token that our model prefers: a tie within the limit is no disagreement.
+    preferred = expected.gather(-1, actual.argmax(-1, keepdim=True)).squeeze(-1)
+    agreeing = preferred >= expected.amax(-1) - limit
     difference = (actual - expected).abs().max().item()
     return Proof(difference, agreeing.float().mean().item(), agreeing.numel(), largest, rounding)
 
@@ -88,13 +88,13 @@ class Question:
 
     Args:
         name: of the inputs, as in INPUTS of proof_report.py.
-        expected: what the reference says, [rows, V].
-        answer: the same of our model, fp32.
+        expected: what the reference computes, [rows, V].
+        compute: returns the same of our model, fp32.
     """
 
     name: str
     expected: torch.Tensor
-    answer: Callable[[Any], torch.Tensor]
+    compute: Callable[[Any], torch.Tensor]
 
 
 def prove(
@@ -106,70 +106,67 @@ def prove(
 ) -> dict[str, Proof]:
     """Compare two models, of which one is in memory at a time. Raises: CheckpointError unless they are equal.
 
-    The reference is asked in fp32. Only where the difference is beyond `tolerance`, both are asked again in fp64: if
-    the rounding of one of them explains the difference, the limit follows from that. A wrong weight moves logits by far
-    more. Our rounding counts too: classes of transformers compute their norms in fp32 whatever their type, so what
+    The reference computes in fp32. Only where the difference is beyond `tolerance`, both models compute again in fp64:
+    if the rounding of one of them explains the difference, the limit follows from that. A wrong weight moves logits by
+    far more. Our rounding counts too: classes of transformers compute their norms in fp32 whatever their type, so what
     fp64 shows of them is too little for weights with large activations (SmolLM2: 22,000 in the residual).
 
     Args:
-        ask: what the reference says in a type; it holds its model no longer than the call.
-        load: our model.
-        shapes: of its parameters; in fp64 it is not asked where the machine's memory does not hold them.
+        ask: returns what the reference computes in a type; it holds its model no longer than the call.
+        load: returns our model.
+        shapes: of its parameters; there is no fp64 where the machine's memory does not hold them.
     Returns: name of a comparison -> its result.
     """
+    # The reference computes before our model is loaded, so that one of them is in memory.
     questions = list(ask(torch.float32))
-    # The reference is asked before our model is loaded, so that one of them is in memory.
-    answers = _answers(load(), questions)
-    found = _judged(questions, answers, tolerance, [0.0] * len(questions))
+    ours = _compute(load(), questions)
+    comparisons = _compare_all(questions, ours, tolerance, [0.0] * len(questions))
     # fp64 takes twice the memory, so rounding is measured only where there is a difference. A fixed, larger
     # tolerance would hide errors in models that round little.
-    if not _hold(found, tolerance) and _fits(shapes):
-        with contextlib.suppress(
-            CheckpointError
-        ):  # XLNet's class computes in fp32 only: no more is allowed then
+    if not _all_hold(comparisons, tolerance) and _fits_in_fp64(shapes):
+        # XLNet's class computes in fp32 only: no more is allowed then.
+        with contextlib.suppress(CheckpointError):
             exact = ask(torch.float64)
             roundings = [_difference(q.expected, e.expected) for q, e in zip(questions, exact, strict=True)]
-            found = _judged(questions, answers, tolerance, roundings)
-            if not _hold(found, tolerance) and isinstance(model := load(), GLM):
-                ours = map(_difference, answers, _answers(model.double(), questions))
-                found = _judged(questions, answers, tolerance, list(map(max, roundings, ours)))
-    for name, result in found.items():
+            comparisons = _compare_all(questions, ours, tolerance, roundings)
+            if not _all_hold(comparisons, tolerance) and isinstance(model := load(), GLM):
+                our_roundings = map(_difference, ours, _compute(model.double(), questions))
+                larger = list(map(max, roundings, our_roundings))
+                comparisons = _compare_all(questions, ours, tolerance, larger)
+    for name, result in comparisons.items():
         result.require(tolerance, what if name == "logits" else f"{what} ({name})")
-    return found
+    return comparisons
 
 
-def _hold(found: Mapping[str, Proof], tolerance: float) -> bool:
-    return all(result.holds(tolerance) for result in found.values())
+def _all_hold(comparisons: Mapping[str, Proof], tolerance: float) -> bool:
+    return all(result.holds(tolerance) for result in comparisons.values())
 
 
 @torch.no_grad()
-def _answers(model: Any, questions: Sequence[Question]) -> list[torch.Tensor]:
-    return [question.answer(model) for question in questions]
+def _compute(model: Any, questions: Sequence[Question]) -> list[torch.Tensor]:
+    return [question.compute(model) for question in questions]
 
 
-def _judged(
-    questions: Sequence[Question],
-    answers: Sequence[torch.Tensor],
-    tolerance: float,
-    roundings: Sequence[float],
+def _compare_all(
+    questions: Sequence[Question], ours: Sequence[torch.Tensor], tolerance: float, roundings: Sequence[float]
 ) -> dict[str, Proof]:
-    found: dict[str, Proof] = {}
-    for question, answer, rounding in zip(questions, answers, roundings, strict=True):
-        result = compare(answer, question.expected, tolerance, rounding)
-        found[question.name] = found[question.name].joined(result) if question.name in found else result
-    return found
+    """Results by name; several questions of one name are one comparison."""
+    comparisons: dict[str, Proof] = {}
+    for question, actual, rounding in zip(questions, ours, roundings, strict=True):
+        result, name = compare(actual, question.expected, tolerance, rounding), question.name
+        comparisons[name] = comparisons[name].joined(result) if name in comparisons else result
+    return comparisons
 
 
 def _difference(fp32: torch.Tensor, fp64: torch.Tensor) -> float:
-    """Difference of two logits; 0 if they are not of the same rows, since another token was written after a tie."""
+    """The largest difference of two logits; 0 if their shapes differ, as generation may after a tie."""
     return (fp32 - fp64).abs().max().item() if fp32.shape == fp64.shape else 0.0
 
 
-def _fits(shapes: Mapping[str, tuple[int, ...]]) -> bool:
+def _fits_in_fp64(shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Whether the machine's memory holds such parameters in fp64."""
-    return 8 * sum(map(math.prod, shapes.values())) < _SHARE_OF_MEMORY * os.sysconf(
-        "SC_PAGE_SIZE"
-    ) * os.sysconf("SC_PHYS_PAGES")
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return 8 * sum(map(math.prod, shapes.values())) < _SHARE_OF_MEMORY * memory_bytes
 
 
 def joined(comparisons: Mapping[str, Proof]) -> Proof:

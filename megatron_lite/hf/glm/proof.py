@@ -69,29 +69,30 @@ def ask(
     batch = proof_batch(config)
     with by_transformers(directory):
         theirs: Any = GLMForBlankInfilling.from_pretrained(directory, dtype=dtype).eval()
-        logits = theirs(**inputs_of(batch), use_cache=False).logits
-        found = [Question("logits", logits, lambda model: training_logits(model, batch))]
-        found.append(_of_default_inputs(theirs, config))
+        logits = theirs(**class_inputs(batch), use_cache=False).logits
+        questions = [Question("logits", logits, lambda model: training_logits(model, batch))]
+        questions.append(_default_input_question(theirs, config))
         if tokenizer is not None:
             fast: Any = exported_tokenizer(tokenizer, directory)
-            found.append(_of_generation(theirs, fast, tokenizer, config))
+            questions.append(_generation_question(theirs, fast, tokenizer, config))
             if is_export:
-                found.append(_of_pipeline(theirs, fast, tokenizer, config))
+                questions.append(_pipeline_question(theirs, fast, tokenizer, config))
     del theirs
     if config.task_head != "none":
         classes = exported_classes(directory, batch, dtype)
-        found.append(Question("head", classes, lambda model: training_classes(model, batch)))
-    return found
+        questions.append(Question("head", classes, lambda model: training_classes(model, batch)))
+    return questions
 
 
 def ask_released(shards: Sequence[Weights], config: ModelConfig, dtype: torch.dtype) -> list[Question]:
-    """Logits of the reference's arithmetic with weights in the released layout."""
+    """Logits of weights in the released layout, by the reference's arithmetic."""
     batch = proof_batch(config)
     logits = released_logits(shards, config, batch, dtype)
     return [Question("logits", logits, lambda model: training_logits(model, batch))]
 
 
-def _of_default_inputs(theirs: Any, config: ModelConfig) -> Question:
+def _default_input_question(theirs: Any, config: ModelConfig) -> Question:
+    """Tokens and a mask alone, padded on the left, where a wrong default of positions shows."""
     assert config.vocab_size is not None
     rng, longest = np.random.default_rng(1), min(_LONGEST, config.max_position + 1)
     lengths = (longest, max(1, longest // 2))
@@ -99,48 +100,47 @@ def _of_default_inputs(theirs: Any, config: ModelConfig) -> Question:
     batch[:, DOC] = PADDING_DOC
     batch[:, WEIGHTS].view(np.float32)[:] = 1.0
     ids, mask = torch.zeros(2, len(lengths), longest, dtype=torch.long)
-    for row, length in enumerate(lengths):
+    for number, length in enumerate(lengths):
         tokens = rng.integers(0, config.vocab_size, length)
-        batch[row, TOKENS, :length], batch[row, DOC, :length] = tokens, 0
-        batch[row, POSITION_IDS, :length] = np.arange(length)
-        ids[row, longest - length :], mask[row, longest - length :] = torch.from_numpy(tokens), 1
-    real = torch.from_numpy(batch[:, DOC] != PADDING_DOC)
+        batch[number, TOKENS, :length], batch[number, DOC, :length] = tokens, 0
+        batch[number, POSITION_IDS, :length] = np.arange(length)
+        ids[number, longest - length :], mask[number, longest - length :] = torch.from_numpy(tokens), 1
+    is_token = torch.from_numpy(batch[:, DOC] != PADDING_DOC)
     expected = theirs(input_ids=ids, attention_mask=mask).logits[mask.bool()]
-    return Question("default inputs", expected, lambda model: training_logits(model, batch)[real])
+    return Question("default inputs", expected, lambda model: training_logits(model, batch)[is_token])
 
 
 def _contexts(tokenizer: Tokenizer, config: ModelConfig) -> list[tuple[str, list[int]]]:
-    """Two texts with blanks, and our tokens of them."""
-    rng, room = np.random.default_rng(2), min(_LONGEST, config.max_position + 1) - 5
+    """Texts with a blank, and our tokens of them, part A; none that the model has too few positions for."""
+    rng, longest = np.random.default_rng(2), min(_LONGEST, config.max_position + 1) - 5
     text_ids = [i for i in range(tokenizer.num_tokens) if i not in tokenizer.special_names]
-    found = []
-    for form, count in (("{} [MASK] {}", room // 4), ("{} [gMASK]", room // 8)):
-        drawn = iter(rng.choice(text_ids, 2 * max(1, count)).reshape(2, -1).tolist())
-        text = form.format(
-            *(tokenizer.decode(next(drawn)).replace("[", " ") for _ in range(form.count("{}")))
-        )
+    contexts = []
+    for template, count in (("{} [MASK] {}", longest // 4), ("{} [gMASK]", longest // 8)):
+        random_ids = rng.choice(text_ids, 2 * max(1, count)).reshape(2, -1).tolist()
+        # A decoded text must not look like a blank.
+        texts = [tokenizer.decode(ids).replace("[", " ") for ids in random_ids[: template.count("{}")]]
+        text = template.format(*texts)
         context = blank_context(tokenizer.encode_with_specials(text), tokenizer.special)
         if len(context) <= config.max_position:
-            found.append((text, context))
-    return found
+            contexts.append((text, context))
+    return contexts
 
 
-def _masks(context: Sequence[int], special: SpecialTokens) -> list[int]:
-    return [i for i, token in enumerate(context) if token in (special.mask, special.smask, special.gmask)]
-
-
-def _written(
-    model: GLM, special: SpecialTokens, context: Sequence[int], spans: Sequence[Sequence[int]]
+def _span_logits(
+    model: GLM, special: SpecialTokens, context: Sequence[int], span: Sequence[int]
 ) -> torch.Tensor:
-    """Logits [steps, V] of each token of the last span, by the machinery of `BlankFiller`."""
+    """Logits [tokens + 1, V] of each token of a span and of its end, by `BlankFiller`.
+
+    Args: context: part A, with one blank.
+    """
     filler = BlankFiller(model, special, GenerationConfig(max_length=_STEPS))
-    plan, places = filler.encoded([context]), _masks(context, special)
-    for span, place in zip(spans, places, strict=False):
-        logits = filler.write(plan, [[special.sop, *span]], [place])
-    return logits[0]
+    masks = (special.mask, special.smask, special.gmask)
+    (blank,) = [position for position, token in enumerate(context) if token in masks]
+    return filler.write(filler.encoded([context]), [[special.sop, *span]], [blank])[0]
 
 
-def _of_generation(theirs: Any, fast: Any, tokenizer: Tokenizer, config: ModelConfig) -> Question:
+def _generation_question(theirs: Any, fast: Any, tokenizer: Tokenizer, config: ModelConfig) -> Question:
+    """Greedy, with the class's cache. Our model then reads what the class generated, in one pass."""
     contexts, special = [context for _, context in _contexts(tokenizer, config)], tokenizer.special
     inputs = fast.build_inputs_for_generation({"input_ids": contexts})
     out = theirs.generate(
@@ -148,29 +148,31 @@ def _of_generation(theirs: Any, fast: Any, tokenizer: Tokenizer, config: ModelCo
         output_logits=True, return_dict_in_generate=True,
     )  # fmt: skip
     written, ends = out.sequences[:, -len(out.logits) :].tolist(), (special.eop, special.eos)
-    counts = [next((i + 1 for i, token in enumerate(row) if token in ends), len(row)) for row in written]
-    logits = torch.stack(out.logits, dim=1)
-    expected = torch.cat([row[:count] for row, count in zip(logits, counts, strict=True)])
+    counts = [next((i + 1 for i, token in enumerate(span) if token in ends), len(span)) for span in written]
+    logits = torch.stack(out.logits, dim=1)  # [texts, steps, V]
+    expected = torch.cat([each[:count] for each, count in zip(logits, counts, strict=True)])
 
-    def answer(model: GLM) -> torch.Tensor:
-        rows = zip(contexts, written, counts, strict=True)
-        return torch.cat([_written(model, special, context, [row[: n - 1]]) for context, row, n in rows])
+    def compute(model: GLM) -> torch.Tensor:
+        # The last token of a span is predicted and not read.
+        spans = [span[: count - 1] for span, count in zip(written, counts, strict=True)]
+        each = [_span_logits(model, special, *pair) for pair in zip(contexts, spans, strict=True)]
+        return torch.cat(each)
 
-    return Question("generation", expected, answer)
+    return Question("generation", expected, compute)
 
 
-def _of_pipeline(theirs: Any, fast: Any, tokenizer: Tokenizer, config: ModelConfig) -> Question:
-    """0 at each step, but for ties: our best token is the one that the pipeline wrote."""
+def _pipeline_question(theirs: Any, fast: Any, tokenizer: Tokenizer, config: ModelConfig) -> Question:
+    """0 at each step: by how much our best token is likelier than the token that the pipeline chose, ties apart."""
     special, contexts = tokenizer.special, _contexts(tokenizer, config)
     fill = BlankInfillingPipeline(model=theirs, tokenizer=fast, max_new_tokens=_STEPS)
     spans = [fill(text)["span_ids"] for text, _ in contexts]
-    held_back = sorted(set(asdict(special).values()) - {special.eop, special.eos})
+    suppressed = sorted(set(asdict(special).values()) - {special.eop, special.eos})
 
-    def answer(model: GLM) -> torch.Tensor:
+    def compute(model: GLM) -> torch.Tensor:
         behind = []
         for (_, context), (span,) in zip(contexts, spans, strict=True):
-            logits = _written(model, special, context, [span])
-            logits[:, held_back] = -torch.inf
+            logits = _span_logits(model, special, context, span)
+            logits[:, suppressed] = -torch.inf
             steps = torch.arange(len(span))
             chosen = [logits[steps, span]] if span else []
             if len(span) < _STEPS:  # it ended by one of two tokens
@@ -180,64 +182,62 @@ def _of_pipeline(theirs: Any, fast: Any, tokenizer: Tokenizer, config: ModelConf
         return torch.cat(behind)[:, None]
 
     count = sum(len(span) + (len(span) < _STEPS) for (span,) in spans)
-    return Question("pipeline", torch.zeros(count, 1), answer)
+    return Question("pipeline", torch.zeros(count, 1), compute)
 
 
 # Inputs, and what both models compute of them
 
 
 def proof_batch(config: ModelConfig, seed: int = 0) -> np.ndarray:
-    """int32 [3, fields, S], as Batch: part A and two spans, padded; with one span, unpadded; part A, padded."""
+    """int32 [3, fields, S], as Batch.
+
+    The sequences: part A and two spans, padded; part A and one span, without padding; part A alone, padded.
+    """
     assert config.vocab_size is not None
     rng = np.random.default_rng(seed)
     # Three windows more, so that a class whose local layers see everything is noticed.
     length = min(96 + 3 * config.attention_window, config.max_position)
     batch = np.zeros((3, len(FIELDS), length), np.int32)
     batch[:, DOC] = PADDING_DOC
-    for row, (context, spans) in enumerate(_proof_rows(length)):
+    third = max(1, length // 3)
+    lengths: list[tuple[int, list[int]]] = [  # of part A, and of each span
+        (third, [max(1, third // 2), max(1, third // 3)]),
+        (length - third, [third]),
+        (max(1, length // 2), []),
+    ]
+    for sequence, (context, spans) in zip(batch, lengths, strict=True):
         total = context + sum(spans)
-        batch[row, TOKENS, :total] = rng.integers(0, config.vocab_size, total)
-        batch[row, DOC, :total] = 0
-        batch[row, POSITION_IDS, :context] = np.arange(context)
-        batch[row, ORD, context:total] = np.arange(1, total - context + 1)
+        sequence[TOKENS, :total] = rng.integers(0, config.vocab_size, total)
+        sequence[DOC, :total] = 0
+        sequence[POSITION_IDS, :context] = np.arange(context)
+        sequence[ORD, context:total] = np.arange(1, total - context + 1)
         start = context
         for span in spans:
             # All tokens of a span have the position of its mask.
-            batch[row, POSITION_IDS, start : start + span] = rng.integers(0, context)
-            batch[row, BLOCK_POSITION_IDS, start : start + span] = np.arange(1, span + 1)
+            sequence[POSITION_IDS, start : start + span] = rng.integers(0, context)
+            sequence[BLOCK_POSITION_IDS, start : start + span] = np.arange(1, span + 1)
             start += span
     batch[:, WEIGHTS].view(np.float32)[:] = 1.0
     return batch
 
 
-def _proof_rows(length: int) -> list[tuple[int, list[int]]]:
-    """Length of part A and of each span, per row."""
-    third = max(1, length // 3)
-    return [
-        (third, [max(1, third // 2), max(1, third // 3)]),
-        (length - third, [third]),
-        (max(1, length // 2), []),
-    ]
-
-
 def training_logits(model: GLM, batch: np.ndarray) -> torch.Tensor:
-    """fp32 [B, S, vocab_size] of our training model, on padding too."""
+    """Logits of our model, fp32 [B, S, vocab_size], of padding too."""
     return training_states(model, batch)[1]
 
 
 @torch.no_grad()
 def training_states(model: GLM, batch: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last block's output [B, S, D], and the logits."""
+    """The last block's output [B, S, D], and the logits [B, S, vocab_size]."""
     inputs = ModelInput.from_batch(Batch(batch), torch.device("cpu"), model.config, kernel="dense")
     hidden = model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)
-    rows = hidden, model.logits(hidden).float()
-    states, logits = (x.unflatten(0, (len(batch), -1)) for x in rows)
-    return states, logits
+    logits = model.logits(hidden).float()
+    return hidden.unflatten(0, (len(batch), -1)), logits.unflatten(0, (len(batch), -1))
 
 
 @torch.no_grad()
 def training_classes(model: GLM, batch: np.ndarray) -> torch.Tensor:
-    """Output of a task's head for each row's first token, fp32 [B, classes]."""
+    """Output of a task's head for each sequence's first token, fp32 [B, classes]."""
     states, _ = training_states(model, batch)
     first = torch.arange(len(batch))
     return task_rows(model.heads, [states[:, 0]], first, model.final_layernorm, None).float()
@@ -245,10 +245,10 @@ def training_classes(model: GLM, batch: np.ndarray) -> torch.Tensor:
 
 @torch.no_grad()
 def exported_classes(directory: Path, batch: np.ndarray, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Output of a Hugging Face directory's task head for each row's first token, fp32 [B, classes]."""
+    """Output of a Hugging Face directory's task head for each sequence's first token, fp32 [B, classes]."""
     with by_transformers(directory):
         model = GLMForSequenceClassification.from_pretrained(directory, dtype=dtype).eval()
-        return model(**inputs_of(batch)).logits
+        return model(**class_inputs(batch)).logits
 
 
 @torch.no_grad()
@@ -258,21 +258,21 @@ def released_logits(
     """Logits of weights in the released layout, by the reference's arithmetic."""
     doc = batch[:, DOC]
     visible = torch.from_numpy(allowed(doc, batch[:, ORD], np.zeros_like(doc)))
-    tokens, positions = _tensor(batch, TOKENS), _tensor(batch, POSITION_IDS)
+    tokens, positions = _int64_field(batch, TOKENS), _int64_field(batch, POSITION_IDS)
     return reference_logits(
-        shards, config, tokens, positions, _tensor(batch, BLOCK_POSITION_IDS), visible, dtype
+        shards, config, tokens, positions, _int64_field(batch, BLOCK_POSITION_IDS), visible, dtype
     )
 
 
-def inputs_of(batch: np.ndarray) -> dict[str, torch.Tensor]:
+def class_inputs(batch: np.ndarray) -> dict[str, torch.Tensor]:
     """A batch as GLM's classes take it."""
     return {
-        "input_ids": _tensor(batch, TOKENS),
-        "attention_mask": (_tensor(batch, DOC) != PADDING_DOC).long(),
-        "position_ids": _tensor(batch, POSITION_IDS),
-        "block_position_ids": _tensor(batch, BLOCK_POSITION_IDS),
+        "input_ids": _int64_field(batch, TOKENS),
+        "attention_mask": (_int64_field(batch, DOC) != PADDING_DOC).long(),
+        "position_ids": _int64_field(batch, POSITION_IDS),
+        "block_position_ids": _int64_field(batch, BLOCK_POSITION_IDS),
     }
 
 
-def _tensor(batch: np.ndarray, field: int) -> torch.Tensor:
+def _int64_field(batch: np.ndarray, field: int) -> torch.Tensor:
     return torch.from_numpy(batch[:, field].astype(np.int64))

@@ -250,7 +250,7 @@ def _ask(directory: Path, config: Config, dtype: torch.dtype) -> list[proof.Ques
     def ask_stack(name: str, stack: ModelConfig, attribute: str) -> list[proof.Question]:
         class_name = transformers_class_name(published_system(stack), stack)
         questions = ask_published(directory / name, class_name, stack, dtype=dtype)
-        return [replace(each, answer=functools.partial(_answer_by, attribute, each)) for each in questions]
+        return [replace(each, compute=functools.partial(_compute_by, attribute, each)) for each in questions]
 
     questions, model = ask_stack(GENERATOR_DIRECTORY, generator_of(config), "generator"), config.model
     # transformers has no class with DeBERTa-v3's head for replaced tokens: the body's hidden states are compared.
@@ -262,19 +262,19 @@ def _ask(directory: Path, config: Config, dtype: torch.dtype) -> list[proof.Ques
     is_token = torch.from_numpy(batch[:, DOC] >= 0)
     expected = their_output(theirs, model, batch)["logits"][is_token]
 
-    def scores(ours: Electra) -> torch.Tensor:
+    def token_scores(ours: Electra) -> torch.Tensor:
         """The discriminator's scores of the batch's tokens, fp32 [tokens, 1]."""
         cpu = torch.device("cpu")
         prepared = prepare(Batch(batch), cpu, model, kernel="dense")
-        # The plan orders the tokens its own way, with -1 for padding; scores go back to the batch's order.
-        order, found = torch.from_numpy(prepared.plan.order), ours.scores(prepared.to(cpu))
-        scattered = found.new_zeros(batch.shape[0] * batch.shape[2])
-        scattered.index_put_((order[order >= 0],), found[order >= 0])
-        return scattered.view(len(batch), -1)[is_token][:, None]
+        # The plan has its own order of the tokens, in which -1 is padding; scores go back to the batch's order.
+        order, scores = torch.from_numpy(prepared.plan.order), ours.scores(prepared.to(cpu))
+        in_batch = scores.new_zeros(batch.shape[0] * batch.shape[2])
+        in_batch[order[order >= 0]] = scores[order >= 0]
+        return in_batch.view(len(batch), -1)[is_token][:, None]
 
-    return [*questions, proof.Question("replaced", expected[:, None], scores)]
+    return [*questions, proof.Question("replaced", expected[:, None], token_scores)]
 
 
-def _answer_by(attribute: str, question: proof.Question, model: Electra) -> torch.Tensor:
+def _compute_by(attribute: str, question: proof.Question, model: Electra) -> torch.Tensor:
     """A question to one stack, asked of the whole model."""
-    return question.answer(getattr(model, attribute))
+    return question.compute(getattr(model, attribute))
