@@ -33,7 +33,7 @@ from megatron_lite.hf.files.config_json import (
     by_transformers,
     check_sizes,
     own_layout,
-    read_described,
+    read_config_json,
     released_layout,
 )
 from megatron_lite.hf.files.first_checkpoint import write_imported_run
@@ -127,21 +127,21 @@ def import_megatron(
 
 def open_source(path: Path) -> Source:
     """A Hugging Face directory. The tensors' names decide its layout, since other models have the type "glm" too."""
-    described, weights = read_described(path), open_directory(path)
+    config_json, weights = read_config_json(path), open_directory(path)
     # Other models have the model_type "glm" too (GLM-4), so names of tensors decide before config.json does.
     is_own = any(name.endswith(WORDS) for name in weights.shapes)
-    if not (is_own or described.get("model_type") in _GLM_TYPES or released.is_released(weights)):
-        raise unsupported(path, described)
+    if not (is_own or config_json.get("model_type") in _GLM_TYPES or released.is_released(weights)):
+        raise unsupported(path, config_json)
     buffers = {name: why for name in weights.buffers if (why := reason(name, "glm", ""))}
     for line in left_out_lines(buffers, "a GLM", weights.doubles):
         log.warning("%s: %s", path, line)
     if not is_own:
         shards = [released.without_prefix(weights, path)]
-        return _released_source(path, shards, released_layout(path, described))
+        return _released_source(path, shards, released_layout(path, config_json))
     prefix = next(name for name in weights.shapes if name.endswith(WORDS)).removesuffix(WORDS)
     tied = {"lm_head.weight"}
     weights = weights.renamed({_our_name(name, prefix): name for name in weights.shapes if name not in tied})
-    settings = own_layout(path, described)
+    settings = own_layout(path, config_json)
     sizes = tensor_sizes(weights.shapes)
     wrong = [
         wrong_size(name, settings[name], size)
@@ -177,7 +177,7 @@ def _our_name(name: str, prefix: str) -> str:
     return TASK_CLASSIFIER + name.removeprefix(SCORE) if name.startswith(SCORE) else name.removeprefix(prefix)
 
 
-def _released_source(path: Path, shards: list[Weights], described: Mapping[str, Any]) -> Source:
+def _released_source(path: Path, shards: list[Weights], config_json: Mapping[str, Any]) -> Source:
     whole = released.merged(shards, path)
     layers = {name.split(".")[2] for name in whole.shapes if name.startswith("transformer.layers.")}
     try:
@@ -187,7 +187,9 @@ def _released_source(path: Path, shards: list[Weights], described: Mapping[str, 
             f"{path} has no table transformer.position_embeddings.weight; it is not a GLM."
         ) from None
     settings = {"num_layers": len(layers), "hidden_size": hidden_size, "max_position": positions - 1}
-    settings |= {ours: described[theirs] for ours, theirs in released.SETTINGS.items() if theirs in described}
+    settings |= {
+        ours: config_json[theirs] for ours, theirs in released.SETTINGS.items() if theirs in config_json
+    }
     ours = {released.our_name(name): name for name in whole.shapes}
     return Source(path, whole.renamed(ours), shards, settings, {})
 

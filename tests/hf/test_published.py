@@ -26,7 +26,7 @@ from megatron_lite.hf.published.proof import our_output, proof_batch, scatter_ta
 from megatron_lite.hf.published.read_config import field_of
 from megatron_lite.hf.published.segment_memory import read_segment
 from megatron_lite.hf.published.source import open_published
-from megatron_lite.hf.published.tensor_map import kept_rows, to_ours, to_theirs
+from megatron_lite.hf.published.tensor_map import skipped_rows, to_ours, to_theirs
 from megatron_lite.hf.published.write_config import hf_config
 from megatron_lite.model.attention_backends.layout import allowed
 from megatron_lite.model.batch import Batch
@@ -111,7 +111,7 @@ def test_their_tensors_come_back_bit_equal(both, tmp_path):
         {name: to_ours(source.theirs, source.mappings).shapes[name] for name in named},
         lambda name: named[name].detach()[: to_ours(source.theirs, source.mappings).shapes[name][0]],
     )
-    kept = dict(kept_rows(source.theirs, source.mappings))
+    kept = dict(skipped_rows(source.theirs, source.mappings))
     rows = Weights({name: tuple(x.shape) for name, x in kept.items()}, kept.__getitem__)
     back = to_theirs(ours, source.mappings, rows, source.system)
     original = load_file(source.path / "model.safetensors")

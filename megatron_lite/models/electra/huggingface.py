@@ -39,10 +39,10 @@ from megatron_lite.hf.published.heads import transformers_class_name
 from megatron_lite.hf.published.proof import ask as ask_published
 from megatron_lite.hf.published.proof import proof_batch, their_output
 from megatron_lite.hf.published.runs import (
-    KEPT_FILES,
+    IMPORTED_FILES,
     Stack,
     build_import_config,
-    keep_files,
+    copy_imported_files,
     require_same_model,
     with_new_heads,
     write_stack,
@@ -82,7 +82,7 @@ class ElectraFormat(HuggingFaceFormat):
         checkpoint, config = with_full_word_embedding(run.checkpoint), run.config
         weights = Weights(checkpoint.shapes, weight_reader(checkpoint))
         check_shapes(weights, model_spec(config).shapes(config), checkpoint.path)
-        kept_files = checkpoint.path.parent.parent / KEPT_FILES
+        kept_files = checkpoint.path.parent.parent / IMPORTED_FILES
         generator = generator_of(config)
         for name, stack, shapes, kept in (
             (GENERATOR_DIRECTORY, generator, parameter_shapes(generator), kept_files / GENERATOR_DIRECTORY),
@@ -101,8 +101,8 @@ class ElectraFormat(HuggingFaceFormat):
         with new_directory(output) as directory:
             discriminator = open_published(source / DISCRIMINATOR_DIRECTORY, discriminator_shapes)
             generator = open_published(source / GENERATOR_DIRECTORY)
-            keep_files(discriminator, directory / KEPT_FILES)
-            keep_files(generator, directory / KEPT_FILES / GENERATOR_DIRECTORY)
+            copy_imported_files(discriminator, directory / IMPORTED_FILES)
+            copy_imported_files(generator, directory / IMPORTED_FILES / GENERATOR_DIRECTORY)
             sizes_of_generator = {
                 "generator_size": generator.settings["hidden_size"] / discriminator.settings["hidden_size"],
                 "generator_heads": generator.settings["num_attention_heads"],
@@ -157,7 +157,7 @@ def _run_name(stack: str, name: str, has_detached_tables: bool) -> str:
 
 def _card(run: OpenRun) -> str:
     """The card of an export, in Markdown."""
-    is_imported = (run.checkpoint.path.parent.parent / KEPT_FILES).exists()
+    is_imported = (run.checkpoint.path.parent.parent / IMPORTED_FILES).exists()
     origin = ORIGINS[is_imported, run.checkpoint.step > 0].format(names="electra")
     generator, discriminator = generator_of(run.config), run.config.model
     words = {

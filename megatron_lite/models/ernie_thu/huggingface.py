@@ -44,10 +44,10 @@ from megatron_lite.hf.files.weights import (
 )
 from megatron_lite.hf.model_format import HuggingFaceFormat
 from megatron_lite.hf.published.read_config import model_settings
-from megatron_lite.hf.published.runs import KEPT_FILES, check_vocabulary, require_same_model
+from megatron_lite.hf.published.runs import IMPORTED_FILES, check_vocabulary, require_same_model
 from megatron_lite.hf.published.source import PublishedSource
 from megatron_lite.hf.published.systems import BERT
-from megatron_lite.hf.published.tensor_map import normalized, tensor_mappings, to_ours, to_theirs
+from megatron_lite.hf.published.tensor_map import normalize_names, tensor_mappings, to_ours, to_theirs
 from megatron_lite.hf.published.usual import with_sizes
 from megatron_lite.inference.open_run import OpenRun
 from megatron_lite.model.build import model_spec
@@ -139,7 +139,7 @@ class ErnieFormat(HuggingFaceFormat):
         # The published code reads the tied matrix of the head from the file too.
         with_tied = Weights(shapes, lambda name: theirs.read(words if name == TIED else name))
         write_sharded(directory, with_tied, DTYPES[dtype], max_shard_bytes)
-        imported = path.parent.parent / KEPT_FILES / ERNIE_CONFIG
+        imported = path.parent.parent / IMPORTED_FILES / ERNIE_CONFIG
         described = {
             "vocab_size": model.vocab_size, "hidden_size": model.hidden_size, "num_hidden_layers": model.num_layers,
             "num_attention_heads": model.num_attention_heads, "intermediate_size": model.inner_size,
@@ -164,13 +164,16 @@ class ErnieFormat(HuggingFaceFormat):
         self, source: Path, output: Path, tree: Mapping[str, Any], *, verify: bool, tolerance: float
     ) -> None:
         with new_directory(output) as directory:
-            described, (theirs, problems) = _described(source), normalized(open_directory(source), SYSTEM)
+            described, (theirs, problems) = (
+                _described(source),
+                normalize_names(open_directory(source), SYSTEM),
+            )
             if problems:
                 raise CheckpointError(f"{source}: {' '.join(problems)}")
             bert = {name: value for name, value in described.items() if name not in ("layer_types", HEADS)}
             settings = model_settings(SYSTEM, bert, theirs, source) | {"sentence_classes": 2}
             check_sizes(source, settings, theirs, ERNIE_CONFIG)
-            kept = directory / KEPT_FILES
+            kept = directory / IMPORTED_FILES
             kept.mkdir()
             for name in (ERNIE_CONFIG, VOCABULARY):
                 if (source / name).exists():

@@ -50,17 +50,17 @@ from megatron_lite.hf.files.weights import (
 )
 from megatron_lite.hf.model_format import HuggingFaceFormat
 from megatron_lite.hf.published.runs import (
-    KEPT_FILES,
+    IMPORTED_FILES,
     Stack,
     check_vocabulary,
-    keep_files,
+    copy_imported_files,
     require_same_model,
     write_stack,
 )
 from megatron_lite.hf.published.source import PublishedSource, is_published, load_class, open_published
 from megatron_lite.hf.published.systems import published_system
 from megatron_lite.hf.published.tensor_map import to_ours
-from megatron_lite.hf.published.tokenizers import brought_tokenizer, require_same_ids
+from megatron_lite.hf.published.tokenizers import import_tokenizer, require_same_ids
 from megatron_lite.inference.open_run import OpenRun, open_run
 from megatron_lite.model.build import model_spec
 from megatron_lite.model.trained_model import DECODER, ENCODER
@@ -103,7 +103,7 @@ class OptimusFormat(HuggingFaceFormat):
         encoder, decoder = config.model, decoder_of(config)
         check_shapes(Weights(checkpoint.shapes, _unread), model_spec(config).shapes(config), checkpoint.path)
         _require_classes(encoder, decoder, str(checkpoint.path))
-        kept = checkpoint.path.parent.parent / KEPT_FILES
+        kept = checkpoint.path.parent.parent / IMPORTED_FILES
         for prefix, stack, tokenizer in (
             (ENCODER, encoder, run.tokenizer),
             (DECODER, decoder, run.decoder_tokenizer or run.tokenizer),
@@ -129,7 +129,7 @@ class OptimusFormat(HuggingFaceFormat):
         with new_directory(output) as directory:
             opened = _open(source)
             for prefix, stack in opened.stacks.items():
-                keep_files(stack, directory / KEPT_FILES / directory_of(prefix))
+                copy_imported_files(stack, directory / IMPORTED_FILES / directory_of(prefix))
             config = _config(opened, directory, recorded, tree, verify)
             weights = _joined(opened)
             check_shapes(weights, model_spec(config).shapes(config), source)
@@ -285,12 +285,12 @@ def _config(
         options = {k: v for k, v in (whole.get(of_tokenizer) or {}).items() if v is not None}
         is_brought = "path" not in options
         if is_brought:
-            kept = directory / KEPT_FILES / directory_of(prefix)
-            options = brought_tokenizer(stack.path, kept, {"added_tokens": added, **options})
+            kept = directory / IMPORTED_FILES / directory_of(prefix)
+            options = import_tokenizer(stack.path, kept, {"added_tokens": added, **options})
         whole[of_tokenizer] = options
         tokenizers[prefix] = _tokenizer(options, of_tokenizer, stack)
         if verify and not is_brought:
-            kept = directory / KEPT_FILES / directory_of(prefix)
+            kept = directory / IMPORTED_FILES / directory_of(prefix)
             require_same_ids(of_tokenizer, tokenizers[prefix], stack.path, kept)
     # Whether the stacks share a tokenizer is not recorded; equal ones are one section.
     if tokenizers[ENCODER].fingerprint == tokenizers[DECODER].fingerprint:
