@@ -145,7 +145,7 @@ def table(measured: Sequence[CheckpointResult]) -> str:
     lines = []
     for one in measured:
         for file, found in one.files.items():
-            numbers = [f"{name} {value:.4f}" for name, value in found.measured.items()] or ["no labels"]
+            numbers = [f"{name} {value:.4f}" for name, value in found.metrics.items()] or ["no labels"]
             cut = [f"cut {found.cut}"] if found.cut else []
             lines.append(
                 [one.name, f"step {one.step}", file, f"{len(found.records)} samples", *numbers, *cut]
@@ -196,9 +196,9 @@ def plot(path: Path, measured: Sequence[CheckpointResult]) -> None:
             else Path(one.name).name
         )
         for file, found in one.files.items():
-            if found.measured:
-                metric = next(iter(found.measured))
-                lines.setdefault(f"{run}, {Path(file).name}", []).append((one.step, found.measured[metric]))
+            if found.metrics:
+                metric = next(iter(found.metrics))
+                lines.setdefault(f"{run}, {Path(file).name}", []).append((one.step, found.metrics[metric]))
     for label, points in lines.items():
         axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
     if not lines:

@@ -119,7 +119,7 @@ def main(meeting: Meeting | None = None) -> ExitStatus:
             tree = merge(tree, {"checkpoint": {"initialize_from": str(start)}})
         control.refuse_if_halted()
         task = prepare(tree)
-    if not all(one.train for one in task.each):
+    if not all(one.train for one in task.all_tasks):
         raise DataError(
             "task.train is null; set it to a training file, or use scripts/evaluate.py to evaluate."
         )
@@ -168,7 +168,7 @@ def train(
 
     # The runs of the seeds are below; here only what all of them begin with is looked at.
     check_beginning(replace(config, run=replace(config.run, directory=str(output / "none"))))
-    records = {f"the records of {one.settings.train}": digest(one.train) for one in task.each}
+    records = {f"the records of {one.settings.train}": digest(one.train) for one in task.all_tasks}
     meet(launch, config, watchdog, meeting, records)
 
     def work(context: ParallelContext) -> ExitStatus:

@@ -83,7 +83,7 @@ class TaskMetricKeeper:
         if possible and all(compared <= of.keys() for of in possible.values()):
             most = statistics.mean(map(self._metrics.score, possible.values()))
             return f"the best score is {best:.4f} of a possible {most:.4f}" * (best < most - FAR * abs(most))
-        alike = [[e.measured([label] * len(e.records)) for e in evaluations] for label in labels]
+        alike = [[e.compute_metrics([label] * len(e.records)) for e in evaluations] for label in labels]
         guess = max((statistics.mean(map(self._metrics.score, of_files)) for of_files in alike), default=0.0)
         count = sum(len(evaluation.records) for evaluation in evaluations)
         if best > guess + count**-0.5 or (not labels and best < 0):  # a negative score: a perplexity
@@ -102,7 +102,7 @@ class TaskMetricKeeper:
     def measured(self) -> dict[str, float]:
         """The metrics of all files, and the score."""
         measured = {
-            name: evaluation.run(self._model).measured for name, evaluation in self._evaluations.items()
+            name: evaluation.run(self._model).metrics for name, evaluation in self._evaluations.items()
         }
         score = sum(map(self._metrics.score, measured.values())) / len(measured)
         one = len(measured) == 1

@@ -77,13 +77,13 @@ class Task:
     others: tuple[Task, ...] = ()  # of a run of several tasks all but this one, the first
 
     @property
-    def each(self) -> tuple[Task, ...]:
+    def all_tasks(self) -> tuple[Task, ...]:
         """All tasks of the run."""
         return (self, *self.others)
 
     @property
-    def place(self) -> Path:
-        """Directory of the task's results below those of the run."""
+    def subdirectory(self) -> Path:
+        """Directory of the task's results, relative to the directory of the run."""
         return Path("tasks") / self.settings.name if self.config.tasks else Path()
 
     @property
@@ -96,7 +96,7 @@ class Task:
     @property
     def batches(self) -> list[int]:
         """Batches of each of several tasks in an epoch."""
-        return batches_per_epoch([len(task.train) for task in self.each], self.config)
+        return batches_per_epoch([len(task.train) for task in self.all_tasks], self.config)
 
     @property
     def settings(self) -> TaskConfig:

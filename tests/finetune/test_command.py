@@ -42,12 +42,12 @@ def test_a_published_directory_is_imported_tuned_and_measured(tmp_path):
     done = forked(ENTRY, *command)
     assert done.returncode == 0, done.stderr
     best = tmp_path / "out/seed_1234/best"
-    assert accuracy(tmp_path / "out") == next(iter(evaluate(best, {}, 4).files.values())).measured["accuracy"]
+    assert accuracy(tmp_path / "out") == next(iter(evaluate(best, {}, 4).files.values())).metrics["accuracy"]
     pattern = {"template": "{text} It was [MASK] .", "verbalizers": {"0": "bad", "1": "good"}}
     section = {**yaml.safe_load(Path(task).read_text())["task"], "kind": "cloze", **pattern}
     tree = {"task": section, "objectives": {"masked_lm": 1}, "data": {"sequence_length": 64}}
     (untuned,) = evaluate(original, tree, 4).files.values()
-    assert len(untuned.predictions) == 32 and 0 <= untuned.measured["accuracy"] <= 1
+    assert len(untuned.predictions) == 32 and 0 <= untuned.metrics["accuracy"] <= 1
 
 
 @pytest.mark.launcher
