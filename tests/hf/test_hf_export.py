@@ -229,7 +229,7 @@ sys.path[:0] = [{root!r}, {tests!r}]
 from support.hf_runs import settings_of, tree, make_config
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory
-from megatron_lite.hf.importing import write_training_checkpoint
+from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.files.weights import Weights
 from megatron_lite.model.flops import parameter_shapes
 
