@@ -104,7 +104,7 @@ API: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
         {
             "megatron_lite.hf.export": ("export_run", "ExportOptions"),
             "megatron_lite.hf.importing": ("import_directory", "import_megatron", "import_source"),
-            "megatron_lite.hf.glm.proof": ("Proof",),
+            "megatron_lite.hf.files.proof": ("Proof",),
         },
     ),
     "Errors": (

@@ -29,7 +29,7 @@ from data_utils.common.setting_files import load_yaml
 from data_utils.common.settings import merge, parse_override
 from data_utils.tasks.readers.minimal_pairs import SCORES, read_minimal_pairs
 from megatron_lite.checkpoint.resolve_path import resolve_models
-from megatron_lite.finetune.setup import is_export
+from megatron_lite.finetune.setup import is_export, located_settings
 
 if TYPE_CHECKING:
     from megatron_lite.finetune.checkpoints import CheckpointResult
@@ -105,7 +105,8 @@ def main() -> None:
     measured = []
     for path in given:
         for checkpoint in steps_of(path) if arguments.every_step else [path]:
-            measured.append(evaluate(checkpoint, tree, arguments.batch, arguments.tokenizer))
+            with located_settings([], arguments.task, arguments.overrides):
+                measured.append(evaluate(checkpoint, tree, arguments.batch, arguments.tokenizer))
             print(f"measured {checkpoint}", flush=True)
     print(table(measured))
     if arguments.json is not None:
@@ -144,7 +145,7 @@ def table(measured: Sequence[CheckpointResult]) -> str:
     lines = []
     for one in measured:
         for file, found in one.files.items():
-            numbers = [f"{name} {value:.4f}" for name, value in found.measured.items()] or ["no labels"]
+            numbers = [f"{name} {value:.4f}" for name, value in found.metrics.items()] or ["no labels"]
             cut = [f"cut {found.cut}"] if found.cut else []
             lines.append(
                 [one.name, f"step {one.step}", file, f"{len(found.records)} samples", *numbers, *cut]
@@ -195,9 +196,9 @@ def plot(path: Path, measured: Sequence[CheckpointResult]) -> None:
             else Path(one.name).name
         )
         for file, found in one.files.items():
-            if found.measured:
-                metric = next(iter(found.measured))
-                lines.setdefault(f"{run}, {Path(file).name}", []).append((one.step, found.measured[metric]))
+            if found.metrics:
+                metric = next(iter(found.metrics))
+                lines.setdefault(f"{run}, {Path(file).name}", []).append((one.step, found.metrics[metric]))
     for label, points in lines.items():
         axes.plot(*zip(*sorted(points), strict=True), marker="o", label=label)
     if not lines:

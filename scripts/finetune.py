@@ -36,7 +36,15 @@ from megatron_lite.checkpoint.resolve_path import MODEL_OR_EXPORT_PATH, check_ou
 from megatron_lite.checkpoint.verify import find_manifest
 from megatron_lite.config.foreign_options import explain_options, with_deepspeed_file
 from megatron_lite.engine.nvidia_apex import require_apex
-from megatron_lite.finetune.setup import Task, check_output, for_import, is_export, load_tree, prepare
+from megatron_lite.finetune.setup import (
+    Task,
+    check_output,
+    for_import,
+    is_export,
+    load_tree,
+    located_settings,
+    prepare,
+)
 from megatron_lite.parallel.launch import Launch, is_first_of_node, prepare_environment
 from megatron_lite.parallel.rendezvous import Rendezvous
 from megatron_lite.runtime.control import RunControl
@@ -94,23 +102,24 @@ def main(rendezvous: Rendezvous | None = None) -> ExitStatus:
         if is_export(start):
             start = imported(start, output / "imported", arguments, launch)
         pretrained = find_manifest(start).trainer_state().config
-    tree = load_tree(
-        arguments.config,
-        arguments.task,
-        arguments.overrides,
-        pretrained,
-        arguments.tasks,
-        arguments.deepspeed_config,
-        launch.world_size,
-        log.info if launch.rank == 0 else None,
-    )
-    tree = merge(tree, {"run": {"directory": str(output)}})
-    if start is not None:
-        tree = merge(tree, {"checkpoint": {"initialize_from": str(start)}})
     control = RunControl(output, is_main=launch.rank == 0)
-    control.refuse_if_halted()
-    task = prepare(tree)
-    if not all(one.train for one in task.each):
+    with located_settings(arguments.config, arguments.task, arguments.overrides, arguments.tasks):
+        tree = load_tree(
+            arguments.config,
+            arguments.task,
+            arguments.overrides,
+            pretrained,
+            arguments.tasks,
+            arguments.deepspeed_config,
+            launch.world_size,
+            log.info if launch.rank == 0 else None,
+        )
+        tree = merge(tree, {"run": {"directory": str(output)}})
+        if start is not None:
+            tree = merge(tree, {"checkpoint": {"initialize_from": str(start)}})
+        control.refuse_if_halted()
+        task = prepare(tree)
+    if not all(one.train for one in task.all_tasks):
         raise DataError(
             "task.train is null; set it to a training file, or use scripts/evaluate.py to evaluate."
         )
@@ -159,7 +168,7 @@ def train(
 
     # The runs of the seeds are below; here only what all of them begin with is looked at.
     check_beginning(replace(config, run=replace(config.run, directory=str(output / "none"))))
-    records = {f"the records of {one.settings.train}": digest(one.train) for one in task.each}
+    records = {f"the records of {one.settings.train}": digest(one.train) for one in task.all_tasks}
     agree_with_ranks(launch, config, watchdog, rendezvous, records)
 
     def work(context: ParallelContext) -> ExitStatus:

@@ -189,9 +189,10 @@ def ended(text: str, tokenizer: Tokenizer) -> np.ndarray:
 
 def rows_of_task(arguments: argparse.Namespace) -> Shown:
     """Documents of a task's records, as the model of the configuration reads them."""
-    from megatron_lite.finetune.setup import load_tree, prepare
+    from megatron_lite.finetune.setup import load_tree, located_settings, prepare
 
-    task = prepare(load_tree(arguments.config, arguments.task, arguments.overrides))
+    with located_settings(arguments.config, arguments.task, arguments.overrides):
+        task = prepare(load_tree(arguments.config, arguments.task, arguments.overrides))
     records = list(task.train)
     if not records:
         file = next(iter({**task.validation, **task.test}), None)

@@ -269,9 +269,15 @@ def build(cls: type, tree: Mapping[str, Any], path: str = "", root: type | None 
     try:
         return _build(cls, tree, path, cls)
     except ConfigError as error:
-        # The first error stops the construction; all wrong keys are collected in a second pass, so that they
-        # are named at once.
-        if not (problems := dict(wrong_settings(cls, tree, path, cls))):
+        # The first error stops the construction; all wrong and missing keys are collected in a second pass, so that
+        # they are named at once.
+        problems = dict(wrong_settings(cls, tree, path, cls))
+        # A key that is a misspelling of a missing one is named once, with the right name.
+        named = " ".join(problems.values())
+        for key, sentence in missing_settings(cls, tree, path):
+            if not any(f"the nearest valid key is {key}{end}" in named for end in ".:"):
+                problems.setdefault(key, sentence)
+        if not problems:
             raise
         raise SettingsError(problems, "" if str(error) in problems.values() else str(error)) from None
 
@@ -291,15 +297,24 @@ def _build(cls: type, tree: Mapping[str, Any], path: str, root: type) -> Any:
         else:
             values[key] = converted
     for name, field in known.items():
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if not required or name in values:
+        if not _is_required(field) or name in values:
             continue
         if not dataclasses.is_dataclass(hint := hints[name]):
-            key, help = path + name, field.metadata.get("help", "")
-            raise ConfigError(f"{key} is required ({help}); set it in a file or as {key}=VALUE.")
+            raise ConfigError(_missing_key(f"{path}{name}", field))
         # The error names the key that is missing in it.
         values[name] = _convert({}, hint, f"{path}{name}", root)
     return cls(**values)
+
+
+def _is_required(field: dataclasses.Field) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _missing_key(place: str, field: dataclasses.Field) -> str:
+    help = field.metadata.get("help", "").rstrip(".")
+    # An override cannot name an item of a list.
+    override = "" if "[" in place else f" or as {place}=VALUE"
+    return f"{place} is required ({help}); set it in a file{override}."
 
 
 def _checked_value(value: Any, hint: Any, field: dataclasses.Field, path: str, root: type) -> Any:
@@ -357,6 +372,27 @@ def wrong_settings(cls: type, tree: Mapping[str, Any], path: str, root: type) ->
                 _checked_value(value, hint, known[key], name, root)
             except ConfigError as error:
                 yield name, str(error)
+
+
+def missing_settings(cls: type, tree: Mapping[str, Any], path: str) -> Iterator[tuple[str, str]]:
+    """Each key that has no default and is not in a tree, in the sections below too. Yields: as `wrong_settings`."""
+    hints = _hints(cls)
+    try:
+        tree = _with_preset(cls, with_todays_names(cls, tree, path))
+    except ConfigError:
+        return  # `wrong_settings` names what is wrong
+    for key, field in _fields_by_key(cls).items():
+        hint, place = _type_of(key, field, hints), f"{path}{key}"
+        (of_list,) = typing.get_args(hint)[:1] if typing.get_origin(hint) is tuple else (None,)
+        value = tree.get(key, {} if _is_required(field) and dataclasses.is_dataclass(hint) else None)
+        if isinstance(value, Mapping) and (nested := section_in(hint)) is not None:
+            yield from missing_settings(nested, value, f"{place}.")
+        elif dataclasses.is_dataclass(of_list) and isinstance(value, (list, tuple)):
+            for number, item in enumerate(value):
+                if isinstance(item, Mapping):
+                    yield from missing_settings(typing.cast(type, of_list), item, f"{place}[{number}].")
+        elif _is_required(field) and key not in tree and "inline" not in field.metadata:
+            yield place, _missing_key(place, field)
 
 
 def _unknown_key(key: str, value: Any, path: str, known: Mapping[str, Any], root: type) -> str:

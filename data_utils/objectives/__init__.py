@@ -19,7 +19,7 @@ from data_utils.common.errors import ConfigError
 from data_utils.common.random_streams import derive_seed
 from data_utils.common.setting_files import shown
 from data_utils.objectives.declared import declared_in
-from data_utils.objectives.interface import Objective
+from data_utils.objectives.interface import Objective, ObjectiveConfig
 from data_utils.objectives.packages import GROUP
 from data_utils.objectives.registry import Objectives
 from data_utils.tokenizers.vocabulary import Vocabulary
@@ -56,6 +56,12 @@ def objective_class(name: str) -> type[RowObjective]:
 def section_class(name: str) -> Any:
     """The class of an objective's section; a mapping for one of a package that is not loaded."""
     return objective_class(name).config_class if OBJECTIVES.is_loaded(name) else dict[str, Any]
+
+
+def sections_with_models() -> list[type[ObjectiveConfig]]:
+    """Sections of the objectives that train a model with a spec. Packages that are not loaded are left out."""
+    sections = [OBJECTIVES[name].config_class for name in OBJECTIVES if OBJECTIVES.is_loaded(name)]
+    return [section for section in sections if section.model_module is not None]
 
 
 def loss_share(choices: Sequence[ObjectiveChoice]) -> float:

@@ -55,6 +55,7 @@ class ElectraConfig(MaskedTextConfig):
     )
 
     model_module = "megatron_lite.models.electra.model_spec"
+    model_files = ("generator/", "discriminator/")
     own_model_advice = (
         "trains a generator and a discriminator; tune the latter with scripts/finetune.py, or export both with "
         "scripts/convert_checkpoint.py."

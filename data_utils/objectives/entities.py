@@ -56,6 +56,7 @@ class EntitiesConfig(MaskedTextConfig):
     next_sentence: bool = setting(True, "Two segments per sample and a next-sentence label on CLS.")
 
     model_module = "megatron_lite.models.ernie_thu.model_spec"
+    model_files = ("ernie_config.json",)
     own_model_advice = (
         "reads entities with its tokens; it can be trained, fine-tuned on tasks and evaluated, but cannot generate "
         "text."

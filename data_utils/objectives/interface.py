@@ -80,6 +80,9 @@ class ObjectiveConfig(ABC):
     own_model_advice: str | None = None
     solves_tasks = False  # whether that model can be fine-tuned on tasks
     has_second_stack = False  # whether that model has a second Transformer, of the section `decoder`
+    # Files by which the model's Hugging Face directory differs from the directory of one Transformer; a name that ends
+    # in / is a directory with a Transformer's files. The first name occurs in no other directory.
+    model_files: tuple[str, ...] = ()
 
     @property
     def has_target(self) -> bool:

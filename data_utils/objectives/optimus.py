@@ -100,6 +100,7 @@ class OptimusConfig(RowSizes):
     needed_roles = ("cls", "sep")  # of the encoder; the decoder's: see check_vocabulary
     whole_documents = True
     model_module = "megatron_lite.models.optimus.model_spec"
+    model_files = ("latent.json", "latent.safetensors", "encoder/", "decoder/")
     has_second_stack = True
     own_model_advice = "joins two Transformers by a latent vector; use scripts/latent.py for it."
     sample_settings = ("optimus.memory", "data.row_length")

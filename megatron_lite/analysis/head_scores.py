@@ -121,7 +121,7 @@ class TaskScorer:
             run.model, self._task.config, self._task.tokenizer, run.objectives, str(run.checkpoint.path)
         )
         model = Model(make_predict(run), write)
-        found = [self._score(each.run(model).measured) for each in self._evaluations]
+        found = [self._score(each.run(model).metrics) for each in self._evaluations]
         return sum(found) / len(found)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from data_utils.common.errors import CheckpointError
 from data_utils.common.hub import hub_name
+from data_utils.objectives import sections_with_models
 from megatron_lite.checkpoint.manifest import (
     BEST,
     CHECKPOINTS,
@@ -24,6 +25,7 @@ from megatron_lite.checkpoint.manifest import (
 MODEL_PATH = "a run directory or one of its checkpoints"
 MODEL_OR_EXPORT_PATH = "a run, one of its checkpoints, or an exported directory"
 RUN_PATH = "the directory of a run that has started, as run.directory names it"
+CONFIG_JSON = "config.json"  # of a class of transformers
 RECORDS = "metrics.jsonl"  # in the directory of a run that has started
 _MAX_SHOWN = 4  # paths that a message names
 
@@ -60,7 +62,7 @@ def _classify(path: Path) -> PathType:
     # The first match wins: a manifest makes a checkpoint, wherever it lies and whatever lies beside it.
     if (path / "manifest.json").exists():
         return PathType.CHECKPOINT
-    if _is_export(path) and not (path / CHECKPOINTS).is_dir():
+    if not (path / CHECKPOINTS).is_dir() and _is_export(path):
         return PathType.EXPORT
     if is_checkpoint(path):  # damaged, since it has no manifest
         return PathType.CHECKPOINT
@@ -77,9 +79,11 @@ def _classify(path: Path) -> PathType:
 
 
 def _is_export(path: Path) -> bool:
-    """Whether there is a config.json: of one model, of OPTIMUS's latent space or of ELECTRA's generator."""
-    names = ("config.json", "ernie_config.json", "latent.json", "generator/config.json")
-    return any((path / name).exists() for name in names)
+    """Whether there is a config.json of one Transformer, or the file that marks a model with a spec."""
+    if (path / CONFIG_JSON).exists():
+        return True
+    markers = [section.model_files[0] for section in sections_with_models() if section.model_files]
+    return any((path / f"{each}{CONFIG_JSON * each.endswith('/')}").exists() for each in markers)
 
 
 def _is_run(path: Path) -> bool:

@@ -254,24 +254,37 @@ def load_config(
             tree = with_deepspeed(tree, typed, deepspeed_config, processes, say)
         except ConfigError as error:  # mistakes of settings are named together with those of DeepSpeed's file
             problems = dict(wrong_settings(Config, {**tree, "deepspeed": {}}, "", Config))
-            raise _located(SettingsError(problems, str(error)), files, typed) from None
+            raise with_locations(
+                SettingsError(problems, str(error)), setting_locations(files), typed
+            ) from None
     require_objectives(tree)
     try:
         config = build(Config, tree)
     except ConfigError as error:
-        located = _located(error, files, typed) if isinstance(error, SettingsError) else error
-        located.args = (f"{located}{_first_steps_advice(tree, file_steps)}",)
-        raise located from None
+        if isinstance(error, SettingsError):
+            error = with_locations(error, setting_locations(files), typed)
+        error.args = (f"{error}{_first_steps_advice(tree, file_steps)}",)
+        raise error from None
     _require_chosen(typed, config)
     return config
 
 
-def _located(error: SettingsError, files: Iterable[str | Path], typed: Mapping[str, Any]) -> SettingsError:
-    """The error with file and line before each key that a file has and the command line does not replace."""
+def setting_locations(files: Iterable[str | Path]) -> dict[str, str]:
+    """Dotted keys of files -> `FILE:LINE: ` of the last file that has them."""
     locations: dict[str, str] = {}
     for file in map(yaml_path, files):
         if file.is_file():  # a pipe cannot be read again
             locations |= {key: f"{file}:{line}: " for key, line in setting_lines(file).items()}
+    return locations
+
+
+def with_locations(
+    error: SettingsError, locations: Mapping[str, str], typed: Mapping[str, Any]
+) -> SettingsError:
+    """The error with file and line before each key that a file has and the command line does not replace.
+
+    Args: locations: of `setting_locations`. typed: settings of the command line.
+    """
     overridden = {key for key, _ in leaves(typed)}
     problems = {
         key: sentence if key in overridden else f"{locations.get(key, '')}{sentence}"

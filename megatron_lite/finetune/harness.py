@@ -33,12 +33,19 @@ from megatron_lite.inference.decoders import Decoder, make_decoder_for
 from megatron_lite.inference.open_run import Run
 from megatron_lite.model.task_batch import TaskBatch
 
-MOST_WRITTEN = 256  # new tokens, if a task does not set a limit (lm_eval's default)
+DEFAULT_MAX_NEW_TOKENS = 256  # new tokens, if a task does not set a limit (lm_eval's default)
 # Names of the limit of new tokens; as in lm_eval the first one given is used.
-_LONGEST = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-_OF_SAMPLES, _OF_BEAMS = ("temperature", "top_k", "top_p", "seed"), ("num_beams", "length_penalty")
-_OTHERS = ("min_length", "no_repeat_ngram_size")
-_KNOWN = ("until", "do_sample", *_LONGEST, *_OF_SAMPLES, *_OF_BEAMS, *_OTHERS)
+_LENGTH_OPTIONS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_SAMPLING_OPTIONS, _BEAM_OPTIONS = ("temperature", "top_k", "top_p", "seed"), ("num_beams", "length_penalty")
+_COMMON_OPTIONS = ("min_length", "no_repeat_ngram_size")
+_KNOWN_OPTIONS = (
+    "until",
+    "do_sample",
+    *_LENGTH_OPTIONS,
+    *_SAMPLING_OPTIONS,
+    *_BEAM_OPTIONS,
+    *_COMMON_OPTIONS,
+)
 PSEUDO = (
     "scores are pseudo log likelihoods, the sums of the log probabilities of each token given all others; "
     "they are not probabilities of texts"
@@ -73,7 +80,7 @@ class Harness:
     Args:
         run: with its model.
         options: None = the defaults.
-        size: documents of a forward pass, and texts that are written together.
+        size: documents of a forward pass, and texts of a batch of generation.
     Raises: ConfigError for settings that the run cannot take.
     """
 
@@ -91,8 +98,8 @@ class Harness:
             stride=options.stride or max(1, (self.longest - 1) // 2),
             bidirectional=options.bidirectional,
         )
-        form = choose_input_format(options.form, run.config.objective_choices)
-        inputs = Inputs(task, run.tokenizer, form, run.config.training.seed)
+        input_format = choose_input_format(options.form, run.config.objective_choices)
+        inputs = Inputs(task, run.tokenizer, input_format, run.config.training.seed)
         self.template = Continuations(
             inputs,
             score_end=options.score_end,
@@ -101,42 +108,41 @@ class Harness:
             no_start=options.no_start,
         )
         self.template.check()
-        self._answer = make_predict(run)
+        self._predict = make_predict(run)
         self.cut = 0  # contexts truncated on the left
-        self.asked = {"loglikelihood": 0, "loglikelihood_rolling": 0, "generate_until": 0}
+        self.num_requests = {"loglikelihood": 0, "loglikelihood_rolling": 0, "generate_until": 0}
 
     def report(self) -> dict[str, Any]:
-        """Number of requests of each kind, contexts cut, and the form in which the model got them, for a JSON file."""
-        form, task = self.template.inputs.input_format, self.template.inputs.config
-        found: dict[str, Any] = {
-            "form": form.name, "objective": form.objective, "step": self.run.checkpoint.step,
+        """The number of requests of each type, of cut contexts, and the input format, for a JSON file."""
+        input_format, task = self.template.inputs.input_format, self.template.inputs.config
+        report: dict[str, Any] = {
+            "form": input_format.name, "objective": input_format.objective, "step": self.run.checkpoint.step,
             "sequence_length": self.longest, "stride": task.stride, "score_end": self.options.score_end,
-            "first_token": self.template.first_token, "no_start": self.template.no_start, "requests": dict(self.asked),
-            "cut": self.cut,
+            "first_token": self.template.first_token, "no_start": self.template.no_start,
+            "requests": dict(self.num_requests), "cut": self.cut,
         }  # fmt: skip
-        if form.name == "glm":
+        if input_format.name == "glm":
             mask, _ = self.template.inputs.mask()
-            found |= {"mask": self.run.tokenizer.special_names[mask], "bidirectional": task.bidirectional}
-        return found | ({"note": PSEUDO} if self.template.is_pseudo else {})
+            report |= {"mask": self.run.tokenizer.special_names[mask], "bidirectional": task.bidirectional}
+        return report | ({"note": PSEUDO} if self.template.is_pseudo else {})
 
     # ---- log probabilities ----
 
     def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
-        """Log probability in nats of each (context, continuation), and whether greedy search would write it.
+        """Log probability in nats of each (context, continuation), and whether greedy search generates it.
 
         Raises: DataError as `Continuations.asked`.
         """
-        self.asked["loglikelihood"] += len(pairs)
-        asked = [self.template.tokenize(*pair) for pair in pairs]
-        self.cut += sum(one.cut > 0 for one in asked)
+        self.num_requests["loglikelihood"] += len(pairs)
+        requests = [self.template.tokenize(*pair) for pair in pairs]
+        self.cut += sum(request.cut > 0 for request in requests)
         # Longest first: running out of memory shows at once, and equal contexts are neighbours.
         order = sorted(
-            range(len(asked)),
-            key=lambda number: (-len(asked[number].context), asked[number].context, number),
+            range(len(requests)),
+            key=lambda number: (-len(requests[number].context), requests[number].context, number),
         )
-        totals, greedy = self._scores(
-            ((number, self.template.sample(asked[number])) for number in order), len(pairs)
-        )
+        samples = ((number, self.template.sample(requests[number])) for number in order)
+        totals, greedy = self._score_samples(samples, len(pairs))
         return list(zip(totals.tolist(), greedy.tolist(), strict=True))
 
     def pseudo_loglikelihood(self, texts: Sequence[str], unit: str) -> list[float]:
@@ -146,28 +152,29 @@ class Harness:
         """
         self.template.check_score(unit)
         samples = ((number, self.template.pseudo_sample(text, unit)) for number, text in enumerate(texts))
-        return self._scores(samples, len(texts))[0].tolist()
+        return self._score_samples(samples, len(texts))[0].tolist()
 
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
         """Log probability of each text, in nats. Raises: ConfigError for a run whose objective has none."""
         self.template.check_texts()
-        self.asked["loglikelihood_rolling"] += len(texts)
+        self.num_requests["loglikelihood_rolling"] += len(texts)
         samples = (
             (number, sample) for number, text in enumerate(texts) for sample in self.template.windows(text)
         )
-        return self._scores(samples, len(texts))[0].tolist()
+        return self._score_samples(samples, len(texts))[0].tolist()
 
-    def _scores(self, samples: Iterable[tuple[int, TaskSample]], count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Sums over the parts of each question: log probabilities, and whether all tokens are the likeliest.
+    def _score_samples(
+        self, samples: Iterable[tuple[int, TaskSample]], count: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """For each request the sum of the log probabilities, and whether all tokens are the likeliest.
 
-        Args: samples: each with the number of its question, below `count`.
+        Args: samples: each with the number of its request, below `count`.
         """
         totals, greedy = np.zeros(count), np.ones(count, bool)
         for batch in self._batches(samples):
-            numbers = [number for _, asked in batch for number, _ in asked]
-            scores, likeliest = self._computed(batch)
-            # `add.at`, since a number occurs several times in a batch (windows of a text), where
-            # `totals[numbers] +=` adds once.
+            numbers = [number for _, groups in batch for number, _ in groups]
+            scores, likeliest = self._score_batch(batch)
+            # Not `totals[numbers] += scores`: that adds once where a number occurs several times (windows of a text).
             np.add.at(totals, numbers, scores)
             np.logical_and.at(greedy, numbers, likeliest)
         return totals, greedy
@@ -175,30 +182,33 @@ class Harness:
     def _batches(
         self, samples: Iterable[tuple[int, TaskSample]]
     ) -> Iterator[list[tuple[Example, list[tuple[int, TargetGroup]]]]]:
-        """Documents with their requested continuations. Equal documents are computed once: choices of one token."""
+        """Batches of documents, each with the numbers and the target groups of the requests on it.
+
+        Equal documents are computed once, as choices of one token are.
+        """
         batch: dict[bytes, tuple[Example, list[tuple[int, TargetGroup]]]] = {}
         for number, sample in samples:
-            for part in sample.target_groups:
-                example = sample.documents[part.document]
+            for group in sample.target_groups:
+                example = sample.documents[group.document]
                 key = _identity(example)
                 if key not in batch and len(batch) == self.size:
                     yield list(batch.values())
                     batch = {}
-                batch.setdefault(key, (example, []))[1].append((number, part))
+                batch.setdefault(key, (example, []))[1].append((number, group))
         if batch:
             yield list(batch.values())
 
-    def _computed(
+    def _score_batch(
         self, batch: Sequence[tuple[Example, list[tuple[int, TargetGroup]]]]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Log probability of every part, fp64, and whether each of its tokens is the likeliest, bool."""
+        """Log probability of each target group, fp64, and whether all its tokens are the likeliest, bool."""
         samples = [
-            TaskSample([example], [TargetGroup(0, part.positions, part.targets) for _, part in asked])
-            for example, asked in batch
+            TaskSample([example], [TargetGroup(0, group.positions, group.targets) for _, group in groups])
+            for example, groups in batch
         ]
-        fields, parts = collate(samples)
-        answered = self._answer(TaskBatch(fields, np.arange(len(samples)), parts, "choices"))
-        scores, likeliest = (one.double().cpu().numpy() for one in answered)
+        fields, target_groups = collate(samples)
+        outputs = self._predict(TaskBatch(fields, np.arange(len(samples)), target_groups, "choices"))
+        scores, likeliest = (output.double().cpu().numpy() for output in outputs)
         return scores, likeliest > 0
 
     # ---- texts ----
@@ -206,12 +216,13 @@ class Harness:
     def generate_until(self, prompts: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
         """The text generated after each context, cut at the first of the strings `until`.
 
-        Raises: ConfigError for settings of generation that are unknown or out of range, or a run that does not write.
+        Raises: ConfigError for settings of generation that are unknown or out of range, or a run that does not
+            generate.
         """
-        self.asked["generate_until"] += len(prompts)
-        found = [""] * len(prompts)
+        self.num_requests["generate_until"] += len(prompts)
+        texts = [""] * len(prompts)
         settings = [json.dumps(dict(options), sort_keys=True, default=str) for _, options in prompts]
-        # By settings first: one search serves a batch only with the same settings.
+        # By settings first: all texts of a batch have the same search.
         order = sorted(
             range(len(prompts)), key=lambda number: (settings[number], -len(prompts[number][0]), number)
         )
@@ -220,25 +231,24 @@ class Harness:
             config, until = self._generation(prompts[numbers[0]][1])
             decoder = self._decoder(config, until)
             for first in range(0, len(numbers), self.size):
-                chosen = numbers[first : first + self.size]
-                contexts = [self._prompt(prompts[number][0], config.max_length) for number in chosen]
-                for number, answer in zip(chosen, decoder.generate(contexts), strict=True):
-                    found[number] = before_first(self.run.tokenizer.decode(answer, skip_special=True), until)
-        return found
-
-    def _prompt(self, context: str, longest: int) -> list[int]:
-        tokens, cut = self.template.prompt(context, longest)
-        self.cut += cut > 0
-        return tokens
+                batch, contexts = numbers[first : first + self.size], []
+                for number in batch:
+                    tokens, cut = self.template.prompt(prompts[number][0], config.max_length)
+                    self.cut += cut > 0
+                    contexts.append(tokens)
+                for number, completion in zip(batch, decoder.generate(contexts), strict=True):
+                    text = self.run.tokenizer.decode(completion, skip_special=True)
+                    texts[number] = before_first(text, until)
+        return texts
 
     def _decoder(self, config: GenerationConfig, until: Sequence[str]) -> Decoder:
         run, decode = self.run, self.run.tokenizer.decode
-        form = self.template.inputs.input_format
-        objectives = [choice for choice in run.objectives if choice.name == form.objective]
+        input_format = self.template.inputs.input_format
+        objectives = [choice for choice in run.objectives if choice.name == input_format.objective]
         check(
             bool(objectives),
-            f"{run.checkpoint.path} was not trained on {form.objective}, so it does not generate in form "
-            f"{form.name}; remove the form.",
+            f"{run.checkpoint.path} was not trained on {input_format.objective}, so it does not generate in form "
+            f"{input_format.name}; remove the form.",
         )
 
         def stops(tokens: list[int]) -> bool:
@@ -250,10 +260,10 @@ class Harness:
 
     def _generation(self, options: Mapping[str, Any]) -> tuple[GenerationConfig, list[str]]:
         """The settings of a task's `generation_kwargs`."""
-        unknown = sorted(set(options) - set(_KNOWN))
+        unknown = sorted(set(options) - set(_KNOWN_OPTIONS))
         check(
             not unknown,
-            f"generation_kwargs has the unknown {', '.join(unknown)}; use {', '.join(_KNOWN)}.",
+            f"generation_kwargs has the unknown {', '.join(unknown)}; use {', '.join(_KNOWN_OPTIONS)}.",
         )
         until = options.get("until") or []
         until = [until] if isinstance(until, str) else list(until)
@@ -261,27 +271,29 @@ class Harness:
             all(isinstance(string, str) for string in until),
             f"generation_kwargs.until is {until!r}; it must be strings.",
         )
-        longest = next((options[name] for name in _LONGEST if options.get(name) is not None), None)
+        longest = next((options[name] for name in _LENGTH_OPTIONS if options.get(name) is not None), None)
         if longest is None:
-            longest = min(MOST_WRITTEN, max(1, self.longest // 2))
+            longest = min(DEFAULT_MAX_NEW_TOKENS, max(1, self.longest // 2))
         temperature = float(options.get("temperature") or 0.0)
-        is_drawn = options.get("do_sample")
-        is_drawn = temperature > 0 if is_drawn is None else bool(is_drawn)
-        strategy = "sample" if is_drawn else "beam" if (options.get("num_beams") or 1) > 1 else "greedy"
-        used = {"sample": _OF_SAMPLES, "beam": _OF_BEAMS, "greedy": ()}[strategy]
-        given = {name: options[name] for name in (*used, *_OTHERS) if options.get(name) is not None}
-        if is_drawn and not temperature:
-            given.pop("temperature", None)
+        do_sample = options.get("do_sample")
+        do_sample = temperature > 0 if do_sample is None else bool(do_sample)
+        strategy = "sample" if do_sample else "beam" if (options.get("num_beams") or 1) > 1 else "greedy"
+        used = {"sample": _SAMPLING_OPTIONS, "beam": _BEAM_OPTIONS, "greedy": ()}[strategy]
+        settings = {
+            name: options[name] for name in (*used, *_COMMON_OPTIONS) if options.get(name) is not None
+        }
+        if do_sample and not temperature:
+            settings.pop("temperature", None)
         try:
-            return GenerationConfig(strategy=strategy, max_length=longest, **given), until
+            return GenerationConfig(strategy=strategy, max_length=longest, **settings), until
         except ConfigError as error:
             raise ConfigError(str(error).replace("generation.", "generation_kwargs.", 1)) from None
 
 
 def before_first(text: str, until: Iterable[str]) -> str:
     """The text before the first of some strings."""
-    places = [text.find(string) for string in until if string]
-    return text[: min((place for place in places if place >= 0), default=len(text))]
+    offsets = [text.find(string) for string in until if string]
+    return text[: min((offset for offset in offsets if offset >= 0), default=len(text))]
 
 
 def _identity(example: Example) -> bytes:
@@ -290,18 +302,17 @@ def _identity(example: Example) -> bytes:
     return b"".join(field.tobytes() for field in (*fields, example.segment_ids, example.objective))
 
 
-def _longest(config: Config, given: int | None) -> int:
+def _longest(config: Config, sequence_length: int | None) -> int:
     """Most tokens of an input. Raises: ConfigError for more than the model has positions."""
     model = config.model
     is_bounded = model.positions not in ("none", "rotary")
-    known = model.max_position + 1 if is_bounded else config.data.sequence_length
+    default = model.max_position + 1 if is_bounded else config.data.sequence_length
+    if sequence_length is None:
+        return max(8, default)
+    check(sequence_length >= 8, f"sequence_length is {sequence_length}; it must be at least 8.")
     check(
-        given is None or given >= 8,
-        f"sequence_length is {given}; it must be at least 8.",
+        sequence_length <= default or not is_bounded,
+        f"sequence_length is {sequence_length}, but the model has {default} positions (model.max_position "
+        f"{model.max_position}); lower it.",
     )
-    check(
-        given is None or given <= known or not is_bounded,
-        f"sequence_length is {given}, but the model has {known} positions (model.max_position {model.max_position}); "
-        "lower it.",
-    )
-    return given or max(8, known)
+    return sequence_length

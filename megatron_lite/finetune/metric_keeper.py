@@ -25,7 +25,7 @@ from megatron_lite.parallel.context import ParallelContext
 
 log = logging.getLogger(__name__)
 
-FAR = 0.1  # relative, below the best possible score
+FAR_BELOW = 0.1  # relative, below the best possible score
 
 
 class TaskMetricKeeper:
@@ -49,7 +49,7 @@ class TaskMetricKeeper:
         self._evaluations, self._metrics, self._model = evaluations, metrics, model
         self._context, self._directory, self._patience = context, directory, patience
         self._scores: list[float] = []
-        self._kept = float("-inf")  # score of the checkpoint in DIRECTORY/best, on the main rank
+        self._best_saved = float("-inf")  # score of the checkpoint in DIRECTORY/best, on the main rank
 
     @property
     def ends_training(self) -> bool:
@@ -63,13 +63,13 @@ class TaskMetricKeeper:
         records = read_metrics(self._directory) if self._context.is_main and step else []
         scores = {r["step"]: r["score"] for r in records if r["kind"] == "scores" and r["step"] <= step}
         last = max(scores, default=0)
-        # The main rank alone reads the file, since other nodes may see it later; all ranks must stop at the
-        # same evaluation.
+        # The main rank alone reads the file, since other nodes may see it later; all ranks must stop at the same
+        # evaluation.
         count, last = self._context.sum_on_hosts([float(len(scores)), float(last)])
-        own = list(scores.values()) if self._context.is_main else [0.0] * int(count)
-        self._scores = self._context.sum_on_hosts(own)
+        rank_scores = list(scores.values()) if self._context.is_main else [0.0] * int(count)
+        self._scores = self._context.sum_on_hosts(rank_scores)
         if self._context.is_main:
-            self._kept = keep_best_of(self._directory, scores)
+            self._best_saved = keep_best_of(self._directory, scores)
         return int(last)
 
     def lack(self, labels: Collection[Any], possible: Mapping[str, Mapping[str, float]]) -> str:
@@ -83,54 +83,58 @@ class TaskMetricKeeper:
             labels: of the training samples; () where predictions are no labels.
             possible: validation file -> the known best possible metrics.
         """
-        # A score that stands still is no sign: one that has reached its optimum stands as well.
+        # A score that does not change is no sign: it may have reached its optimum.
         best, evaluations = max(self._scores), self._evaluations.values()
         compared = set(self._metrics.compared or self._metrics.names)
-        if possible and all(compared <= of.keys() for of in possible.values()):
-            most = statistics.mean(map(self._metrics.score, possible.values()))
-            return f"the best score is {best:.4f} of a possible {most:.4f}" * (best < most - FAR * abs(most))
-        alike = [[e.measured([label] * len(e.records)) for e in evaluations] for label in labels]
-        guess = max((statistics.mean(map(self._metrics.score, of_files)) for of_files in alike), default=0.0)
+        if possible and all(compared <= metrics.keys() for metrics in possible.values()):
+            optimum = statistics.mean(map(self._metrics.score, possible.values()))
+            is_far = best < optimum - FAR_BELOW * abs(optimum)
+            return f"the best score is {best:.4f} of a possible {optimum:.4f}" if is_far else ""
+        guesses = []
+        for label in labels:
+            by_file = [each.compute_metrics([label] * len(each.records)) for each in evaluations]
+            guesses.append(statistics.mean(map(self._metrics.score, by_file)))
+        guess = max(guesses, default=0.0)
         count = sum(len(evaluation.records) for evaluation in evaluations)
         if best > guess + count**-0.5 or (not labels and best < 0):  # a negative score: a perplexity
             return ""
         return f"the best score is {best:.4f}, and one label for all {count} validation samples scores {guess:.4f}"
 
     def evaluate(self, step: int) -> dict[str, float]:
-        measured = self.measured()
-        score = measured["score"]
-        # Of equal scores the first one's checkpoint stays: it was trained for fewer steps.
-        if self._context.is_main and score > self._kept and keep_best(self._directory, step):
-            self._kept = score
+        metrics = self.compute_metrics()
+        score = metrics["score"]
+        # Of equal scores the first checkpoint stays: it was trained for fewer steps.
+        if self._context.is_main and score > self._best_saved and keep_best(self._directory, step):
+            self._best_saved = score
         self._scores.append(score)
-        return measured
+        return metrics
 
-    def measured(self) -> dict[str, float]:
+    def compute_metrics(self) -> dict[str, float]:
         """The metrics of all files, and the score."""
-        measured = {
-            name: evaluation.run(self._model).measured for name, evaluation in self._evaluations.items()
+        by_file = {
+            name: evaluation.run(self._model).metrics for name, evaluation in self._evaluations.items()
         }
-        score = sum(map(self._metrics.score, measured.values())) / len(measured)
-        one = len(measured) == 1
-        named = {
-            key if one else f"{name}/{key}": value
-            for name, own in measured.items()
-            for key, value in own.items()
+        score = sum(map(self._metrics.score, by_file.values())) / len(by_file)
+        is_single = len(by_file) == 1
+        metrics = {
+            key if is_single else f"{name}/{key}": value
+            for name, values in by_file.items()
+            for key, value in values.items()
         }
-        return {**named, "score": score}
+        return {**metrics, "score": score}
 
 
 class MultiTaskMetricKeeper(TaskMetricKeeper):
-    """As TaskMetricKeeper for several tasks: the score is the mean of theirs. Args: keepers: by task name."""
+    """A TaskMetricKeeper of several tasks: the score is the mean of the tasks' scores. Args: keepers: by task name."""
 
     def __init__(self, keepers: Mapping[str, TaskMetricKeeper], *arguments: Any):
         super().__init__({}, Metrics(()), *arguments)
         self._keepers = keepers
 
-    def measured(self) -> dict[str, float]:
-        by_task = {name: keeper.measured() for name, keeper in self._keepers.items()}
-        named = {f"{name}/{key}": value for name, own in by_task.items() for key, value in own.items()}
-        return {**named, "score": statistics.mean(own["score"] for own in by_task.values())}
+    def compute_metrics(self) -> dict[str, float]:
+        by_task = {name: keeper.compute_metrics() for name, keeper in self._keepers.items()}
+        metrics = {f"{task}/{key}": value for task, each in by_task.items() for key, value in each.items()}
+        return {**metrics, "score": statistics.mean(each["score"] for each in by_task.values())}
 
 
 def keep_best_of(directory: Path, scores: Mapping[int, float]) -> float:
@@ -143,15 +147,16 @@ def keep_best_of(directory: Path, scores: Mapping[int, float]) -> float:
     valid = {checkpoint_step(path): path for path in list_checkpoints(directory / CHECKPOINTS)}
     best = {checkpoint_step(path): path for path in list_checkpoints(directory / BEST)}
     for step, path in best.items():
-        # `best` belongs to the steps that the run has behind it: a rewound run would else report the score of
-        # steps that it no longer has.
+        # A rewound run must not report the score of steps that it no longer has.
         if step not in scores or (step in valid and _manifest(valid[step]) != _manifest(path)):
             log.info("%s is of steps that were rewound; it is removed", path)
             shutil.rmtree(path)
-    there = [step for step in scores if step in valid or (directory / BEST / checkpoint_name(step)).exists()]
-    if not there:
+    available = [
+        step for step in scores if step in valid or (directory / BEST / checkpoint_name(step)).exists()
+    ]
+    if not available:
         return float("-inf")
-    chosen = max(there, key=lambda step: scores[step])  # the first of equal ones
+    chosen = max(available, key=lambda step: scores[step])  # the first of equal scores
     if scores[chosen] < max(scores.values()):
         log.warning(
             "%s: the checkpoint with the best score, %.4f, is missing; the best that remains is that of step %d "

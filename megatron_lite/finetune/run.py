@@ -5,7 +5,7 @@ OUTPUT/seed_N/best/      its best checkpoint
 OUTPUT/seed_N/results.json, predictions/    of the best checkpoint
 OUTPUT/results.json      all seeds, mean and deviation; written last
 
-Of several tasks each has its results and predictions in tasks/NAME/, below OUTPUT and each seed's directory.
+With several tasks the results and predictions of each are in tasks/NAME/, below OUTPUT and each seed's directory.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ from megatron_lite.train.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-FROM_NOTHING = (
+INITIAL_WEIGHTS_ADVICE = (
     " Initial word and position embeddings may be too small (model.init_words_std): see docs/learning.md."
 )
-LITTLE = 0.9  # share of the loss of a guess, above which the final loss means that little was learnt
+LITTLE_PROGRESS = 0.9  # a final loss above this share of a guess's loss means that little was learnt
 
 
 def finetune(
@@ -69,12 +69,11 @@ def finetune(
 ) -> ExitStatus:
     """Train every seed without results, then summarize. Returns FINISHED, or why it stopped early."""
     seeds = task.config.finetune.seeds or (task.config.training.seed,)
-    of_parameters = task_lr_multipliers(task)
-    if context.is_main and of_parameters:
-        elements = {
-            name: math.prod(shape) for name, shape in model_spec(task.config).shapes(task.config).items()
-        }
-        log.info("%s", policies.describe_trained(of_parameters, elements, task.config.training.steps))
+    multipliers = task_lr_multipliers(task)
+    if context.is_main and multipliers:
+        shapes = model_spec(task.config).shapes(task.config)
+        elements = {name: math.prod(shape) for name, shape in shapes.items()}
+        log.info("%s", policies.describe_trained(multipliers, elements, task.config.training.steps))
     if context.is_main:
         warn_of_export(task.config.model)
     for seed in seeds:
@@ -82,23 +81,23 @@ def finetune(
         if _is_done(task, directory, context):
             continue
         config = replace(task.config, run=replace(task.config.run, directory=str(directory)))
-        if context.is_main:  # of all seeds: written again when the last one is done
-            for one in task.each:
-                (output / one.place / RESULTS).unlink(missing_ok=True)
+        # The summary of all seeds is written again when the last seed is done.
+        for one in task.all_tasks if context.is_main else ():
+            (output / one.subdirectory / RESULTS).unlink(missing_ok=True)
         status = _train_seed(replace(task, config=config).seeded(seed), context, control, watchdog)
         if status is not None:
             return status
-    for one in task.each if context.is_main else ():
+    for one in task.all_tasks if context.is_main else ():
         _summarize(one, output, seeds)
     return ExitStatus.FINISHED
 
 
 def warn_of_export(model: ModelConfig) -> None:
-    """Say before the training that no class of transformers will have the head, where one setting changes that."""
-    has_kind = model.task_head in ("classes", "values") or model.task_pooler_kind == "transform"
-    if model.system is None or model.task_head == "none" or model.has_task_pooler or not has_kind:
+    """Warn before the training if no class of transformers has the head, and one setting would change that."""
+    may_have_pooler = model.task_head in ("classes", "values") or model.task_pooler_kind == "transform"
+    if model.system is None or model.task_head == "none" or model.has_task_pooler or not may_have_pooler:
         return
-    # Imported here, since they load transformers, for which other heads need not wait.
+    # Imported here, since they load transformers, which other heads do not need.
     from megatron_lite.hf.published.heads import lacks_pooler
     from megatron_lite.hf.published.systems import SYSTEMS_BY_NAME
 
@@ -111,29 +110,29 @@ def warn_of_export(model: ModelConfig) -> None:
 
 
 def task_lr_multipliers(task: Task) -> dict[str, LrMultipliers]:
-    """How the policies of a task's run train each parameter. Raises ConfigError if they train none."""
-    return policies.lr_multipliers(
-        task.config, model_spec(task.config).shapes(task.config), task.epoch_samples
-    )
+    """Parameter -> multipliers by the policies of a task's run. Raises ConfigError if they train no parameter."""
+    shapes = model_spec(task.config).shapes(task.config)
+    return policies.lr_multipliers(task.config, shapes, task.epoch_samples)
 
 
-def _in_turn(task: Task, rates: dict[str, LrMultipliers], turns: TaskOrder) -> dict[str, LrMultipliers]:
+def _with_turns(
+    task: Task, multipliers: dict[str, LrMultipliers], order: TaskOrder
+) -> dict[str, LrMultipliers]:
     """The multipliers of a run of several tasks: a task's head is trained by the task's batches only."""
-    found = dict(rates)
-    for number, one in enumerate(task.each):
-        own, has_turn = f"{TASK_HEAD}{one.settings.name}.", partial(turns.has, number)
+    with_turns = dict(multipliers)
+    for number, one in enumerate(task.all_tasks):
+        prefix, has_turn = f"{TASK_HEAD}{one.settings.name}.", partial(order.has, number)
         for name in model_spec(task.config).shapes(task.config):
-            if name.startswith(own):
-                # A head without a turn is frozen for the step: no decay, no moments, and Adam does not count
-                # the step.
-                found[name] = replace(rates.get(name, NO_MULTIPLIERS), has_turn=has_turn)
-    return found
+            if name.startswith(prefix):
+                # In a step of another task the head is frozen: no decay, no moments, and Adam does not count the step.
+                with_turns[name] = replace(multipliers.get(name, NO_MULTIPLIERS), has_turn=has_turn)
+    return with_turns
 
 
 def _is_done(task: Task, directory: Path, context: ParallelContext) -> bool:
     """Whether a seed has its results, as the main rank sees it: other nodes may see files later."""
-    there = all((directory / one.place / RESULTS).exists() for one in task.each)
-    (done,) = context.sum_on_hosts([float(context.is_main and there)])
+    has_results = all((directory / one.subdirectory / RESULTS).exists() for one in task.all_tasks)
+    (done,) = context.sum_on_hosts([float(context.is_main and has_results)])
     return done > 0
 
 
@@ -142,14 +141,19 @@ def _train_seed(
 ) -> ExitStatus | None:
     """Train and evaluate one seed. Returns why it stopped before its last step, None if it is done."""
     config, directory = task.config, Path(task.config.run.directory)
-    measured = [_TaskEvaluations(one, context) for one in task.each]
-    turns = TaskOrder(task.batches, config.training.seed)
-    rates = _in_turn(task, task_lr_multipliers(task), turns) if task.others else task_lr_multipliers(task)
+    evaluations = [_TaskEvaluations(one, context) for one in task.all_tasks]
+    multipliers = task_lr_multipliers(task)
+    data: TaskData | MultiTaskData
+    if task.others:
+        order = TaskOrder(task.batches, config.training.seed)
+        multipliers, data = _with_turns(task, multipliers, order), multi_task_data(task, order)
+    else:
+        data = training_data(task)
     with memory_advice(config):
-        engine = PlainEngine(config, context, len(LOSS_NAMES) + len(measured), rates)
+        engine = PlainEngine(config, context, len(LOSS_NAMES) + len(evaluations), multipliers)
         options = (context, directory, config.finetune.patience)
         keepers = {
-            one.task.settings.name: one.keeper(engine, *options) for one in measured if one.task.validation
+            one.task.settings.name: one.keeper(engine, *options) for one in evaluations if one.task.validation
         }
         keeper: TaskMetricKeeper | None = next(iter(keepers.values()), None)
         if keeper is not None and task.others:
@@ -158,11 +162,9 @@ def _train_seed(
             config=config,
             context=context,
             engine=engine,
-            train_data=model_spec(config).samples(
-                config, several_data(task, turns) if task.others else training_data(task), "train"
-            ),
+            train_data=model_spec(config).samples(config, data, "train"),
             validation_data=None,
-            loss_names=[*LOSS_NAMES, *(one.settings.name for one in task.each)],
+            loss_names=[*LOSS_NAMES, *(one.settings.name for one in task.all_tasks)],
             control=control,
             watchdog=watchdog,
             task_evaluator=keeper,
@@ -173,15 +175,13 @@ def _train_seed(
         return status
     (watchdog or NoWatchdog()).enter(Section.EVALUATION, "evaluating the best checkpoint")
     # Without validation files there is no best checkpoint: the last one counts.
-    chosen = directory / (BEST if keeper is not None else "checkpoints")
-    checkpoint = find_checkpoint(chosen, context)
+    checkpoint = find_checkpoint(directory / (BEST if keeper is not None else "checkpoints"), context)
     load_weights_only(checkpoint, engine, context)
-    for one in measured:
-        evaluated = one.evaluated(engine)
+    for one in evaluations:
+        results = one.run(engine)
         if context.is_main:
-            _write_seed(
-                one.task, directory / one.task.place, checkpoint.step, trainer.progress.step, evaluated
-            )
+            seed_directory = directory / one.task.subdirectory
+            _write_seed(one.task, seed_directory, checkpoint.step, trainer.progress.step, results)
     if context.is_main and not task.others:
         warn_of_little_progress(task, directory, keeper)
     context.barrier()
@@ -203,82 +203,82 @@ class _TaskEvaluations:
         )
 
     def keeper(self, engine: PlainEngine, *arguments: Any) -> TaskMetricKeeper:
-        """The metric keeper of the validation files. Args: arguments: the last of a TaskMetricKeeper."""
+        """The metric keeper of the validation files. Args: arguments: the last arguments of a TaskMetricKeeper."""
         settings, model = self.task.settings, engine_model(self.task, engine, self._context)
         metrics = compared_by(settings, self.task.config.finetune.best)
-        # Ranks that hold a part of the model cannot generate; the loss then decides which checkpoint is best.
+        # Ranks that hold a shard of the model cannot generate; the loss then decides which checkpoint is best.
         if settings.writes_text and model.write is None:
             metrics = Metrics((LOSS,))
         # LAMBADA's words are only reported: the score does not need them.
         options = model if settings.writes_text else Model(model.predict)
         return TaskMetricKeeper(self._validation, metrics, options, *arguments)
 
-    def evaluated(self, engine: PlainEngine) -> dict[str, EvaluationResult]:
+    def run(self, engine: PlainEngine) -> dict[str, EvaluationResult]:
         """The results of each file with the current weights."""
         model = engine_model(self.task, engine, self._context)
         return {path: evaluation.run(model) for path, evaluation in (self._validation | self._test).items()}
 
 
-def several_data(task: Task, turns: TaskOrder) -> MultiTaskData:
+def multi_task_data(task: Task, order: TaskOrder) -> MultiTaskData:
     """The samples that a run of several tasks trains on."""
     size = task.config.batch.global_batch_size
-    return MultiTaskData([training_data(one) for one in task.each], turns, size)
+    return MultiTaskData([training_data(one) for one in task.all_tasks], order, size)
 
 
 def training_data(task: Task) -> TaskData:
-    """The samples that a run trains on."""
-    with_language = None
+    """The samples that a run of one task trains on."""
+    add_language = None
     if task.config.finetune.lm_weight:
-        with_language = LanguageDocuments(task.config, task.tokenizer).added
-    return TaskData(task.train, task.renderer, task.config.training.seed, with_language)
+        add_language = LanguageDocuments(task.config, task.tokenizer).added
+    return TaskData(task.train, task.renderer, task.config.training.seed, add_language)
 
 
 def engine_model(task: Task, engine: PlainEngine, context: ParallelContext) -> Model:
-    """The model of an engine. It generates only if every rank holds it whole."""
-    config, read = task.config, model_spec(task.config).task_batches(task.config)
+    """The model of an engine. It generates only if every rank holds all of it."""
+    config, convert = task.config, model_spec(task.config).task_batches(task.config)
 
-    def answer(batch: TaskBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        return engine.answers(read(batch))
+    def predict(batch: TaskBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        return engine.answers(convert(batch))
 
     if context.tp.size > 1 or config.parallel.zero_stage == 3:
         if (task.settings.writes_text or task.settings.kind == "lambada") and context.is_main:
             log.info(
                 "no rank holds the whole model, so no text is generated; use scripts/evaluate.py for that"
             )
-        return Model(answer)
+        return Model(predict)
     write = writer(engine.model, config, task.tokenizer, config.objective_choices, config.run.directory)
     if write is None:
-        return Model(answer)
+        return Model(predict)
 
-    def written(contexts: Sequence[Sequence[int]]) -> list[list[list[int]]]:
+    def generate(contexts: Sequence[Sequence[int]]) -> list[list[list[int]]]:
         engine.named_parameters  # noqa: B018  (waits for the weights of the last step)
         return write(contexts)
 
-    return Model(answer, written)
+    return Model(predict, generate)
 
 
 def _write_seed(
-    task: Task, directory: Path, best: int, steps: int, evaluated: Mapping[str, EvaluationResult]
+    task: Task, directory: Path, best: int, steps: int, results: Mapping[str, EvaluationResult]
 ) -> None:
-    write_file_predictions(directory / "predictions", task.settings, evaluated, "--output")
-    results = {
+    write_file_predictions(directory / "predictions", task.settings, results, "--output")
+    summary = {
         "seed": task.config.training.seed,
         "best_step": best,
         "settings": settings_of(task.config),
         "steps": steps,
         "train_samples": len(task.train),
-        "files": {path: file_result(found) for path, found in evaluated.items()},
+        "files": {path: file_result(result) for path, result in results.items()},
     }
     # Last, since this file says that the seed is done.
-    write_json(directory / RESULTS, results)
+    write_json(directory / RESULTS, summary)
 
 
 def warn_of_little_progress(task: Task, directory: Path, keeper: TaskMetricKeeper | None = None) -> None:
     """Warn if the training loss or the validation scores show that a task was hardly learnt, with likely reasons.
 
-    The loss of the last fifth of the run is compared with that of a guess by the frequency of the labels; where there
-    are no classes, with that of the first fifth. Language modelling is left out: what a pretrained model has left to
-    learn there is a small part of its loss.
+    The loss of the last fifth of the run is compared with the loss of guessing by the frequency of the labels; without
+    classes with the loss of the first fifth. Language modelling is left out: what a pretrained model can still learn
+    there is a small share of its loss.
     """
     if task.settings.kind == "language_modelling":
         return
@@ -287,17 +287,16 @@ def warn_of_little_progress(task: Task, directory: Path, keeper: TaskMetricKeepe
     if len(losses) > 1:
         # The loss and not the scores alone: an easy task may be learnt before the first evaluation.
         count = max(1, len(losses) // 5)
-        first, last = (sum(part) / count for part in (losses[:count], losses[-count:]))
-        guess = loss_of_guess(task)
-        if last > LITTLE * (guess or first):
+        first, last = sum(losses[:count]) / count, sum(losses[-count:]) / count
+        guess = guess_loss(task)
+        if last > LITTLE_PROGRESS * (guess or first):
             compared = "guessing by label frequency has" if guess else "the first was"
             reasons.append(f"the final training loss is {last:.4f}, {compared} {guess or first:.4f}")
     if keeper is not None:
-        # Scores are compared with one answer to all samples: a score that only stands still may be at its
-        # optimum.
-        of_labels, labels = task.renderer.prediction_type in ("classes", "numbers of choices"), set[Any]()
-        if of_labels or task.renderer.prediction_type == "label sets":
-            labels = {record.label if of_labels else tuple(record.label) for record in task.train}
+        # Scores are compared with one prediction for all samples: a score that only stands still may be at its optimum.
+        is_single, labels = task.renderer.prediction_type in ("classes", "numbers of choices"), set[Any]()
+        if is_single or task.renderer.prediction_type == "label sets":
+            labels = {record.label if is_single else tuple(record.label) for record in task.train}
         possible = {path: optimum(path) for path in task.validation if settings.reader == "synthetic"}
         reasons += filter(None, [keeper.lack(labels, possible)])
     if reasons:
@@ -306,52 +305,61 @@ def warn_of_little_progress(task: Task, directory: Path, keeper: TaskMetricKeepe
             "models need 1e-4 to 3e-3. Else raise finetune.epochs (%d now, %d steps), or look at samples with "
             "scripts/inspect_batch.py.%s",
             directory, "; ".join(reasons), config.optimizer.lr, config.finetune.epochs, config.training.steps,
-            FROM_NOTHING * (config.checkpoint.initialize_from is None),
+            INITIAL_WEIGHTS_ADVICE * (config.checkpoint.initialize_from is None),
         )  # fmt: skip
 
 
-def loss_of_guess(task: Task) -> float:
-    """Entropy of the training samples' labels, nats, where the loss is the cross entropy of such; else 0."""
-    of_labels = task.renderer.prediction_type in ("classes", "numbers of choices")
-    if not of_labels or task.settings.loss != "cross_entropy" or task.config.finetune.lm_weight:
+def guess_loss(task: Task) -> float:
+    """The loss of guessing by label frequency: the entropy of the training labels, nats; 0 without a cross entropy."""
+    is_single = task.renderer.prediction_type in ("classes", "numbers of choices")
+    if not is_single or task.settings.loss != "cross_entropy" or task.config.finetune.lm_weight:
         return 0.0
     counts = Counter(record.label for record in task.train).values()
     return sum(count / len(task.train) * math.log(len(task.train) / count) for count in counts)
 
 
 def write_file_predictions(
-    directory: Path, task: TaskConfig, evaluated: Mapping[str, EvaluationResult], option: str
+    directory: Path, task: TaskConfig, results: Mapping[str, EvaluationResult], option: str
 ) -> None:
-    """A file for each that was evaluated, in the form of the benchmark's server. Args: option: names the directory."""
-    stems = [Path(path.partition(":")[0]).stem for path in evaluated]
-    for number, (stem, found) in enumerate(zip(stems, evaluated.values(), strict=True)):
-        if not found.predictions:
+    """Write a file for each evaluated file, in the format of the benchmark's server.
+
+    Args: option: the option of the command line that names the directory, for messages.
+    """
+    stems = [Path(path.partition(":")[0]).stem for path in results]
+    for number, (stem, result) in enumerate(zip(stems, results.values(), strict=True)):
+        if not result.predictions:
             continue
         name = file_name(task)
         if len(stems) > 1:
             name = f"{stem}_{name}"
         if stems.count(stem) > 1:  # files of the same name in several directories
             name = f"{number}_{name}"
-        indices = [record.index for record in found.records]
-        write_predictions(directory / name, task, indices, found.predictions, option, found.extra)
+        indices = [record.index for record in result.records]
+        write_predictions(directory / name, task, indices, result.predictions, option, result.extra)
 
 
-def file_result(found: EvaluationResult) -> dict[str, Any]:
+def file_result(result: EvaluationResult) -> dict[str, Any]:
     """A file's entry in results.json."""
     return {
-        "samples": len(found.records),
-        "cut": found.cut,
-        "skipped": found.skipped,
-        "metrics": found.measured,
+        "samples": len(result.records),
+        "cut": result.cut,
+        "skipped": result.skipped,
+        "metrics": result.metrics,
     }
 
 
 def _summarize(task: Task, output: Path, seeds: Sequence[int]) -> None:
-    places = [run_directory(output, seed) / task.place / RESULTS for seed in seeds]
-    of_seeds = [json.loads(path.read_text("utf-8")) for path in places]
+    """Write the results of all seeds, with mean and deviation of each metric."""
+    seed_results = [
+        json.loads((run_directory(output, seed) / task.subdirectory / RESULTS).read_text("utf-8"))
+        for seed in seeds
+    ]
     files = {}
-    for path, first in of_seeds[0]["files"].items():
-        values = {key: [of["files"][path]["metrics"][key] for of in of_seeds] for key in first["metrics"]}
+    for path, first in seed_results[0]["files"].items():
+        values = {
+            key: [result["files"][path]["metrics"][key] for result in seed_results]
+            for key in first["metrics"]
+        }
         files[path] = {
             "samples": first["samples"],
             "mean": {key: sum(each) / len(each) for key, each in values.items()},
@@ -359,17 +367,16 @@ def _summarize(task: Task, output: Path, seeds: Sequence[int]) -> None:
         }
         for key, each in values.items():
             spread = deviation(each)
-            shown = "" if spread is None else f" (deviation {spread:.4f} over {len(each)} seeds)"
-            log.info("%s | %s %.4f%s", path, key, sum(each) / len(each), shown)
+            detail = "" if spread is None else f" (deviation {spread:.4f} over {len(each)} seeds)"
+            log.info("%s | %s %.4f%s", path, key, sum(each) / len(each), detail)
     initial = task.config.checkpoint.initialize_from
-    results = {"task": task.settings.name, "began_with": initial, "files": files, "seeds": of_seeds}
-    written = output / task.place / RESULTS
-    write_json(written, results)
-    log.info("results in %s", written)
+    summary = {"task": task.settings.name, "began_with": initial, "files": files, "seeds": seed_results}
+    write_json(output / task.subdirectory / RESULTS, summary)
+    log.info("results in %s", output / task.subdirectory / RESULTS)
 
 
 def deviation(values: Sequence[float]) -> float | None:
-    """Standard deviation of a sample (over n - 1); None of one value."""
+    """Standard deviation of a sample (over n - 1); None for one value."""
     return statistics.stdev(values) if len(values) > 1 else None
 
 

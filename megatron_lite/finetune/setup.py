@@ -6,6 +6,7 @@ Mistakes in any of them are found here, in seconds.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ import numpy as np
 
 from data_utils.common.errors import ConfigError
 from data_utils.common.random_streams import derive_seed
-from data_utils.common.setting_files import load_json, load_yaml, shown
-from data_utils.common.settings import build, check, merge, parse_override, to_tree
+from data_utils.common.setting_files import load_json, load_yaml, shown, yaml_path
+from data_utils.common.settings import SettingsError, build, check, merge, parse_override, to_tree
 from data_utils.tasks.base import TaskRecord
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.metrics.metrics_by_task import check_metrics, compared_by, with_no_answers
@@ -27,16 +28,16 @@ from megatron_lite.checkpoint.manifest import RESULTS
 from megatron_lite.checkpoint.resolve_path import PathType, path_type
 from megatron_lite.config.deepspeed_file import with_deepspeed
 from megatron_lite.config.sections import BatchConfig
-from megatron_lite.config.tree import Config
+from megatron_lite.config.tree import Config, setting_locations, with_locations
 from megatron_lite.finetune.multi_task import batches_per_epoch, join_configs, with_sections
 from megatron_lite.models.electra.config import discriminator_alone
 from megatron_lite.models.optimus.config import encoder_alone
 
-# How what a task predicts is called as a head in the section `model`, and that section without any.
+# `Renderer.head` -> `model.task_head`; and the section `model` without a head.
 HEADED = {"classes": "classes", "sets": "classes", "values": "values", "tags": "tags", "spans": "spans"}
 HEADLESS = {"task_head": "none", "task_classes": 0, "task_heads": []}
-# Sections of the run to begin with that are not those of the run that tunes it.
-_OF_ANOTHER_RUN = (
+# Sections that a tuned run does not inherit from the run that it begins with.
+_NOT_INHERITED = (
     *(
         "task",
         "tasks",
@@ -52,7 +53,7 @@ _OF_ANOTHER_RUN = (
     *("profiler", "deepspeed", "schedule", "phases"),
 )
 _NOT_COUNTED = 1 << 40  # steps, until the samples are counted
-_OF_PRETRAINING = {
+_PRETRAINING_SETTINGS = {
     "batch": ("ramp",),
     "training": (
         *("steps", "stop_after_step", "eval_interval", "eval_fillings"),
@@ -76,13 +77,13 @@ class Task:
     others: tuple[Task, ...] = ()  # of a run of several tasks all but this one, the first
 
     @property
-    def each(self) -> tuple[Task, ...]:
+    def all_tasks(self) -> tuple[Task, ...]:
         """All tasks of the run."""
         return (self, *self.others)
 
     @property
-    def place(self) -> Path:
-        """Directory of the task's results below those of the run."""
+    def subdirectory(self) -> Path:
+        """Directory of the task's results, relative to the directory of the run."""
         return Path("tasks") / self.settings.name if self.config.tasks else Path()
 
     @property
@@ -95,7 +96,7 @@ class Task:
     @property
     def batches(self) -> list[int]:
         """Batches of each of several tasks in an epoch."""
-        return batches_per_epoch([len(task.train) for task in self.each], self.config)
+        return batches_per_epoch([len(task.train) for task in self.all_tasks], self.config)
 
     @property
     def settings(self) -> TaskConfig:
@@ -134,7 +135,7 @@ def load_tree(
     A model file's steps, warm-up, intervals and division of the loss are those of pretraining: they count only where
     the task says so.
     """
-    tree = {name: value for name, value in (pretrained or {}).items() if name not in _OF_ANOTHER_RUN}
+    tree = {name: value for name, value in (pretrained or {}).items() if name not in _NOT_INHERITED}
     if tree.get("decoder"):
         tree = encoder_alone(tree)
     if "electra" in (tree.get("objectives") or {}):
@@ -144,24 +145,52 @@ def load_tree(
     for path in model_files:
         tree = merge(tree, load_yaml(path))
     task_file = next(iter(tasks), task_file)
-    of_task: dict[str, Any] = {} if task_file is None else load_yaml(task_file, "tasks")
+    task_tree: dict[str, Any] = {} if task_file is None else load_yaml(task_file, "tasks")
     if tasks:
-        of_task["tasks"] = list(tasks)
+        task_tree["tasks"] = list(tasks)
     changes: dict[str, Any] = {}
     for override in overrides:
         changes = merge(changes, parse_override(override))
-    of_task = merge(of_task, changes)
-    if of_task.get("tasks"):
-        of_task = with_sections(of_task, changes.get("task", {}))
-    for section, keys in _OF_PRETRAINING.items():
+    task_tree = merge(task_tree, changes)
+    if task_tree.get("tasks"):
+        task_tree = with_sections(task_tree, changes.get("task", {}))
+    for section, keys in _PRETRAINING_SETTINGS.items():
         if isinstance(tree.get(section), Mapping):
             tree[section] = {key: value for key, value in tree[section].items() if key not in keys}
-    tree = merge(tree, of_task)
+    tree = merge(tree, task_tree)
     if not isinstance(tree.get("task"), Mapping):
         raise ConfigError("no task given; pass --task FILE with a section task (see configs/tasks/).")
     if deepspeed_config is not None or tree.get("deepspeed"):
         tree = with_deepspeed(tree, changes, deepspeed_config, processes, say)
     return tree
+
+
+@contextmanager
+def located_settings(
+    model_files: Iterable[str | Path],
+    task_file: str | Path | None,
+    overrides: Iterable[str],
+    tasks: Sequence[str | Path] = (),
+) -> Iterator[None]:
+    """Context that names file and line of each wrong setting. Args: as for `load_tree`."""
+    try:
+        yield
+    except SettingsError as error:
+        first_task = next(iter(tasks), task_file)
+        files = [*model_files, *([] if first_task is None else [yaml_path(first_task, "tasks")])]
+        locations, problems = setting_locations(files), error.problems
+        given: dict[str, Any] = {}
+        for override in overrides:
+            given = merge(given, parse_override(override))
+        if len(tasks) > 1:
+            # The section `task` is the first of `tasks`, so its mistakes are there too.
+            problems = {key: sentence for key, sentence in problems.items() if not key.startswith("task.")}
+            for number, file in enumerate(tasks):
+                file_locations = setting_locations([yaml_path(file, "tasks")])
+                locations |= {
+                    f"tasks[{number}]{key.removeprefix('task')}": line for key, line in file_locations.items()
+                }
+        raise with_locations(SettingsError(problems, error.rest), locations, given) from None
 
 
 def is_export(path: Path) -> bool:
@@ -170,35 +199,34 @@ def is_export(path: Path) -> bool:
 
 
 def for_import(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a configuration that describes the export it begins with: model, tokenizer and objectives."""
-    kept = {name: value for name, value in tree.items() if name not in _OF_ANOTHER_RUN}
-    usual = {"training": {"steps": _NOT_COUNTED}}  # an import trains nothing
-    if "batch" not in kept:  # one for texts of a task, which are short
-        usual["batch"] = {"micro_batch_size": BatchConfig().micro_batch_size}
-    return merge(usual, kept)
+    """The sections of a configuration that describe the export it begins with: model, tokenizer and objectives."""
+    inherited = {name: value for name, value in tree.items() if name not in _NOT_INHERITED}
+    defaults = {"training": {"steps": _NOT_COUNTED}}  # an import trains nothing
+    if "batch" not in inherited:  # the texts of a task are shorter than an import's samples
+        defaults["batch"] = {"micro_batch_size": BatchConfig().micro_batch_size}
+    return merge(defaults, inherited)
 
 
 def prepare(tree: Mapping[str, Any]) -> Task:
     """Read the task's files and complete the configuration. Raises ConfigError; DataError."""
-    needed = {
-        "training": {"steps": _NOT_COUNTED},
-        "schedule": {"warmup_steps": 0},
-    }  # until the samples are counted
-    config = build(Config, merge(needed, tree))
+    # Values until the samples are counted.
+    preliminary = {"training": {"steps": _NOT_COUNTED}, "schedule": {"warmup_steps": 0}}
+    config = build(Config, merge(preliminary, tree))
     check(config.tokenizer is not None, "a task needs a tokenizer; set tokenizer.kind and tokenizer.path.")
     assert config.tokenizer is not None
     tokenizer = load_tokenizer(config.tokenizer)
     config = replace(config.with_vocab_size(tokenizer.vocab_size), tokenizer=config.tokenizer.absolute())
-    parts = [
+    tasks = [
         _with_files(replace(config, task=task, tasks=()), tokenizer)
         for task in config.tasks or (config.task,)
     ]
-    joint = join_configs(config, [part.config for part in parts]) if config.tasks else parts[0].config
-    first = replace(parts[0], config=joint, others=tuple(parts[1:]))
-    if first.train:
-        joint = with_steps(joint, first.epoch_samples, tree)
-    each = [replace(part, config=replace(joint, task=part.settings)) for part in parts]
-    return replace(each[0], others=tuple(each[1:]))
+    joint = join_configs(config, [task.config for task in tasks]) if config.tasks else tasks[0].config
+    # The steps follow from the samples of all tasks.
+    together = replace(tasks[0], config=joint, others=tuple(tasks[1:]))
+    if together.train:
+        joint = with_steps(joint, together.epoch_samples, tree)
+    first, *others = (replace(task, config=replace(joint, task=task.settings)) for task in tasks)
+    return replace(first, others=tuple(others))
 
 
 def _with_files(config: Config, tokenizer: Tokenizer) -> Task:
@@ -228,8 +256,8 @@ def make_renderer(config: Config, tokenizer: Tokenizer) -> Renderer:
     """The renderer of a configuration, checked."""
     task = config.task
     assert task is not None
-    form = choose_input_format(task.form, config.objective_choices)
-    renderer = Renderer(task, tokenizer, form, config.training.seed, task_labels(task))
+    input_format = choose_input_format(task.form, config.objective_choices)
+    renderer = Renderer(task, tokenizer, input_format, config.training.seed, task_labels(task))
     renderer.check()
     return renderer
 
@@ -311,14 +339,17 @@ def check_lengths(config: Config, renderer: Renderer) -> None:
 
 
 def with_steps(config: Config, samples: int, tree: Mapping[str, Any]) -> Config:
-    """Derive steps from `finetune.epochs`, warm-up, and the intervals of saves and evaluations; given values stay."""
+    """Derive steps from `finetune.epochs`, warm-up, and the intervals of saves and evaluations.
+
+    Args: samples: of an epoch. tree: its settings are not replaced.
+    """
     finetune = config.finetune
-    given = {**_given(tree, "training"), **_given(tree, "schedule")}
-    steps = given.get("steps") or max(1, finetune.epochs * samples // config.batch.global_batch_size)
-    warmup = given.get("warmup_steps")
+    settings = {**(tree.get("training") or {}), **(tree.get("schedule") or {})}
+    steps = settings.get("steps") or max(1, finetune.epochs * samples // config.batch.global_batch_size)
+    warmup = settings.get("warmup_steps")
     if warmup is None:
         warmup = min(round(finetune.warmup_share * steps), steps - 1)
-    interval = given.get("eval_interval") or max(
+    interval = settings.get("eval_interval") or max(
         1, steps // (finetune.epochs * finetune.evaluations_per_epoch)
     )
     return replace(
@@ -327,10 +358,6 @@ def with_steps(config: Config, samples: int, tree: Mapping[str, Any]) -> Config:
         schedule=replace(config.schedule, warmup_steps=warmup),
         checkpoint=replace(config.checkpoint, save_interval=interval),  # the best one is a checkpoint
     )
-
-
-def _given(tree: Mapping[str, Any], section: str) -> Mapping[str, Any]:
-    return tree.get(section) or {}
 
 
 def check_output(output: Path, config: Config) -> None:

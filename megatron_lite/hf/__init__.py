@@ -9,10 +9,10 @@ published systems          published/systems.py and the tables that it lists (BE
                            TensorRule per line: our module -> theirs, with Q|K|V as one rule of three names.
                            tensor_map.py applies the rules to tensors, read_config.py and write_config.py to
                            config.json, source.py checks a directory, runs.py writes the run or the export.
-further models             OPTIMUS, ELECTRA and ERNIE (Tsinghua): huggingface.py in megatron_lite/models/<model>,
-                           on top of the tables of published systems.
+models with a spec         OPTIMUS, ELECTRA and ERNIE (Tsinghua): a HuggingFaceFormat (model_format.py) in
+                           megatron_lite/models/<model>/huggingface.py, found through the model's ModelSpec.
 
 files/ reads and writes what all paths share: safetensors (weights.py), config.json, recipe, model card, tokenizer.
 Unless `--no-verify` is given, both directions end with a proof: our model and the other one get the same inputs, and
-their outputs are compared (glm/proof.py; published/proof.py for published systems).
+their outputs are compared (files/proof.py) on inputs of glm/proof.py or published/proof.py.
 """

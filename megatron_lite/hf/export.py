@@ -12,7 +12,6 @@ has none).
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -26,20 +25,21 @@ from data_utils.common.errors import CheckpointError
 from data_utils.common.settings import checked, setting
 from data_utils.tasks.readers.by_name import task_labels
 from data_utils.tokenizers.special_tokens import SpecialTokens
-from data_utils.tokenizers.tokenizer import Tokenizer
 from megatron_lite.checkpoint.read import weight_reader
 from megatron_lite.config.model import ModelConfig, padded_vocab_size
 from megatron_lite.config.tree import Config
+from megatron_lite.hf.files import proof
 from megatron_lite.hf.files.config_json import OwnLayout, write_config
 from megatron_lite.hf.files.model_card import model_card
-from megatron_lite.hf.files.recipe import FORMAT, portable_recipe, tokenizer_options
+from megatron_lite.hf.files.proof import Question
+from megatron_lite.hf.files.proof_report import Report, write_report
+from megatron_lite.hf.files.recipe import write_recipe
 from megatron_lite.hf.files.tokenizer_proof import prove_exported
 from megatron_lite.hf.files.weights import (
     DTYPES,
     PADDING_ROWS,
     SCORE,
     TASK_CLASSIFIER,
-    TRAINING_JSON,
     WORDS,
     Weights,
     check_shapes,
@@ -49,26 +49,20 @@ from megatron_lite.hf.files.weights import (
     write_json,
     write_sharded,
 )
-from megatron_lite.hf.glm import glm_proof, proof, released
+from megatron_lite.hf.glm import proof as glm_proof
+from megatron_lite.hf.glm import released
 from megatron_lite.hf.glm.configuration_glm import GLMConfig
-from megatron_lite.hf.glm.proof import Question
 from megatron_lite.hf.glm.tokenizer_files import prove_tokenizer, write_tokenizer
-from megatron_lite.hf.proof_report import Report, write_report
+from megatron_lite.hf.model_format import format_of_run
 from megatron_lite.hf.published import proof as published_proof
 from megatron_lite.hf.published.heads import SEVERAL_LABELS
-from megatron_lite.hf.published.runs import trained_layout, write_published
+from megatron_lite.hf.published.runs import trained_template, write_published
 from megatron_lite.hf.published.systems import SYSTEMS_BY_NAME
 from megatron_lite.inference.open_run import OpenRun, load_model, objective_names, open_run
 from megatron_lite.model.flops import parameter_shapes
-from megatron_lite.model.trained_model import DECODER, ENCODER
-from megatron_lite.models.electra import huggingface as electra
-from megatron_lite.models.electra.config import is_electra
-from megatron_lite.models.ernie_thu.huggingface import is_ernie_thu, write_ernie
-from megatron_lite.models.optimus import huggingface as optimus
-from megatron_lite.models.optimus.huggingface import optimus_card
 
 _PREFIX = "glm."
-_CODE = [f"{part}_glm.py" for part in ("configuration", "positions", "modeling", "tokenization", "pipeline")]
+_CODE = [f"{name}_glm.py" for name in ("configuration", "positions", "modeling", "tokenization", "pipeline")]
 _AUTO_MAP = {
     "AutoConfig": "configuration_glm.GLMConfig",
     "AutoModel": "modeling_glm.GLMModel",
@@ -117,20 +111,25 @@ def export_run(
     """
     with new_directory(output) as directory:
         run = open_run(path, tokenizer_path, decoder_tokenizer_path)
-        # From the most special model to the most general one: each kind has its own writer and proof.
+        # From the most special model to the most general one; each has its writer and its proof.
         require_usual_logits(run.config, run.checkpoint.path)
         if run.config.model.task_heads:
             message = "has heads of several tasks; tune it on one (scripts/finetune.py --task FILE), and export that"
             raise CheckpointError(f"checkpoint {run.checkpoint.path} {message}.")
-        if run.config.decoder is not None:
-            return _export_optimus(directory, run, options)
-        if is_electra(run.config):
-            return _export_electra(directory, run, options)
-        if is_ernie_thu(run.config):
-            _refuse_released(run, options, "entity states")
-            write_ernie(directory, run, options.dtype, options.max_shard_bytes, options.verify)
-            write_report(directory, None)
-            return None
+        if (model_format := format_of_run(run.config)) is not None:
+            if options.layout == "released":
+                raise CheckpointError(
+                    f"checkpoint {run.checkpoint.path} has {model_format.beyond_glm}, which the released layout does "
+                    "not have; use --layout huggingface."
+                )
+            if options.verify:
+                model_format.require_provable(run.checkpoint.path)
+            model_format.write(directory, run, options.dtype, options.max_shard_bytes)
+            return _prove_and_report(
+                directory,
+                options,
+                lambda: model_format.prove(run, directory, options.dtype, options.tolerance),
+            )
         _check_exportable(run, options.layout)
         checkpoint, model = run.checkpoint, run.config.model
         weights = Weights(checkpoint.shapes, weight_reader(checkpoint))
@@ -139,7 +138,7 @@ def export_run(
         # is copied into the export.
         if model.system in SYSTEMS_BY_NAME and options.layout == "huggingface":
             class_name = write_published(directory, weights, run, options.dtype, options.max_shard_bytes)
-            return _reported(
+            return _prove_and_report(
                 directory, options, lambda: _prove_published(directory, run, options, class_name)
             )
         if options.layout == "released":
@@ -147,52 +146,18 @@ def export_run(
             _write_released(directory, padded, model, options)
         else:
             _write_huggingface(directory, weights, run, options)
-            _write_provenance(directory, run, model_card(run))
-        return _reported(directory, options, lambda: _prove_export(directory, run, options))
+            write_recipe(directory, run)
+            (directory / "README.md").write_text(model_card(run), encoding="utf-8")
+        return _prove_and_report(directory, options, lambda: _prove_export(directory, run, options))
 
 
-def _reported(directory: Path, options: ExportOptions, prove: Callable[[], Report]) -> proof.Proof | None:
-    """The proof, if it is asked for, and its report in the directory."""
+def _prove_and_report(
+    directory: Path, options: ExportOptions, prove: Callable[[], Report]
+) -> proof.Proof | None:
+    """Write the report of a proof into the directory. Returns: the proof, None without `options.verify`."""
     report = prove() if options.verify else None
     write_report(directory, report)
     return None if report is None else proof.joined(report.comparisons)
-
-
-def _refuse_released(run: OpenRun, options: ExportOptions, what: str) -> None:
-    if options.layout == "released":
-        message = f"has {what}, which the released layout does not have; use --layout huggingface"
-        raise CheckpointError(f"checkpoint {run.checkpoint.path} {message}.")
-
-
-def _export_optimus(directory: Path, run: OpenRun, options: ExportOptions) -> proof.Proof | None:
-    _refuse_released(run, options, "two Transformers joined by a latent vector")
-    optimus.write_optimus(directory, run, options.dtype, options.max_shard_bytes)
-    _write_provenance(directory, run, optimus_card(run))
-    what = f"the export of {run.checkpoint.path}"
-
-    def prove() -> Report:
-        found = optimus.prove(run, directory, options.dtype, options.tolerance, what)
-        parts = {ENCODER: run.tokenizer, DECODER: run.decoder_tokenizer or run.tokenizer}
-        names = {optimus.directory_of(part): tokenizer for part, tokenizer in parts.items()}
-        tokenizers = {name: _compared(tokenizer, directory / name) for name, tokenizer in names.items()}
-        return Report(found, options.tolerance, tokenizers)
-
-    return _reported(directory, options, prove)
-
-
-def _export_electra(directory: Path, run: OpenRun, options: ExportOptions) -> proof.Proof | None:
-    _refuse_released(run, options, "a generator and a discriminator")
-    electra.write_electra(directory, run, options.dtype, options.max_shard_bytes)
-    (directory / "README.md").write_text(electra.electra_card(run), encoding="utf-8")
-    what = f"the export of {run.checkpoint.path}"
-
-    def prove() -> Report:
-        found = electra.prove(run.checkpoint, run.config, directory, options.dtype, options.tolerance, what)
-        names = electra.GENERATOR_OF, electra.DISCRIMINATOR_OF
-        tokenizers = {name: _compared(run.tokenizer, directory / name) for name in names}
-        return Report(found, options.tolerance, tokenizers)
-
-    return _reported(directory, options, prove)
 
 
 def require_usual_logits(config: Config, path: Path) -> None:
@@ -206,8 +171,8 @@ def require_usual_logits(config: Config, path: Path) -> None:
             )
 
 
-# Options of blocks that GLM's classes support in addition, and their values in GLM.
-_AS_GLM: dict[str, Any] = {
+# Options of blocks that GLM's Hugging Face classes support beyond GLM, with GLM's values.
+_GLM_VALUES: dict[str, Any] = {
     "rms_norm": False, "ffn": "plain", "ffn_size": None, "biases": "all", "attention_window": 0, "global_every": 1,
     "rotary_base_local": None,
 }  # fmt: skip
@@ -223,7 +188,7 @@ def _check_exportable(run: OpenRun, layout: str) -> None:
     if model.system in SYSTEMS_BY_NAME and layout == "huggingface":
         return
     # What GLM's classes support is set to GLM's values; what then is not plain, no class has.
-    plain = replace(model, **_AS_GLM)
+    plain = replace(model, **_GLM_VALUES)
     if not plain.is_plain or model.biases not in ("all", "none"):
         raise CheckpointError(
             f"checkpoint {path} is of a model with options that GLM's Hugging Face classes do not have; only models of "
@@ -254,13 +219,13 @@ def _write_huggingface(directory: Path, weights: Weights, run: OpenRun, options:
     config, tokenizer = run.config, run.tokenizer
     exported = weights.renamed({exported_name(name): name for name in weights.shapes})
     write_sharded(directory, exported, DTYPES[options.dtype], options.max_shard_bytes)
-    described = glm_config(config.model, tokenizer.special, DTYPES[options.dtype])
-    described.trained_objectives = objective_names(run.objectives)
+    class_config = glm_config(config.model, tokenizer.special, DTYPES[options.dtype])
+    class_config.trained_objectives = objective_names(run.objectives)
     # In config.json too: `pipeline` of versions before 4.57 loads no tokenizer for a model that it does not know.
-    described.tokenizer_class = write_tokenizer(tokenizer, directory, config.model.max_position + 1)
+    class_config.tokenizer_class = write_tokenizer(tokenizer, directory, config.model.max_position + 1)
     if config.model.task_head != "none":
-        _describe_head(described, run)
-    write_config(directory, described, {})
+        _describe_head(class_config, run)
+    write_config(directory, class_config, {})
     generation_config(tokenizer.special).save_pretrained(directory)
     for name in _CODE:
         shutil.copyfile(Path(glm_proof.__file__).with_name(name), directory / name)
@@ -273,23 +238,23 @@ def exported_name(name: str) -> str:
     return _PREFIX + name
 
 
-def _describe_head(described: GLMConfig, run: OpenRun) -> None:
+def _describe_head(class_config: GLMConfig, run: OpenRun) -> None:
     task = run.config.task
-    described.architectures = ["GLMForSequenceClassification"]
+    class_config.architectures = ["GLMForSequenceClassification"]
     if run.config.model.task_head == "values":
-        described.num_labels = 1
+        class_config.num_labels = 1
         return
     names = () if task is None else task_labels(task)
-    described.problem_type = SEVERAL_LABELS if task is not None and task.kind == "typing" else None
-    described.id2label = dict(enumerate(names or map(str, range(run.config.model.task_classes))))
-    described.label2id = {name: number for number, name in described.id2label.items()}
+    class_config.problem_type = SEVERAL_LABELS if task is not None and task.kind == "typing" else None
+    class_config.id2label = dict(enumerate(names or map(str, range(run.config.model.task_classes))))
+    class_config.label2id = {name: number for number, name in class_config.id2label.items()}
 
 
 def _write_released(directory: Path, weights: Weights, config: ModelConfig, options: ExportOptions) -> None:
     write_sharded(
         directory, released.in_released_layout(weights), DTYPES[options.dtype], options.max_shard_bytes
     )
-    described = {
+    config_json = {
         "model_type": "glm",
         "vocab_size": weights.shapes[WORDS][0],
         "hidden_size": config.hidden_size,
@@ -301,20 +266,20 @@ def _write_released(directory: Path, weights: Weights, config: ModelConfig, opti
         "output_predict": True,
         **{theirs: getattr(config, ours) for ours, theirs in released.SETTINGS.items()},
     }
-    write_json(directory / "config.json", described)
+    write_json(directory / "config.json", config_json)
 
 
-def _with_padding_rows(weights: Weights, config: ModelConfig, kept: Path) -> Weights:
-    """The vocabulary padded with the rows that the import kept, or with zeros to a multiple of 128."""
+def _with_padding_rows(weights: Weights, config: ModelConfig, padding_file: Path) -> Weights:
+    """The vocabulary padded with the rows of a file, or with zeros to a multiple of 128 if there is no file."""
     assert config.vocab_size is not None
-    # An import keeps the padding rows of its source, so that an export back is bit-equal.
-    if not kept.exists():
+    # An import stores the padding rows of its source, so that an export back is bit-equal.
+    if not padding_file.exists():
         return weights.with_rows(WORDS, padded_vocab_size(config.vocab_size))
-    padding = open_safetensors(kept)
+    padding = open_safetensors(padding_file)
     rows, columns = padding.shapes.get(WORDS, (0, 0))
     if columns != config.hidden_size:
         raise CheckpointError(
-            f"{kept} has no rows of {config.hidden_size} columns for {WORDS}; remove it to pad with zeros."
+            f"{padding_file} has no rows of {config.hidden_size} columns for {WORDS}; remove it to pad with zeros."
         )
 
     def read(name: str) -> torch.Tensor:
@@ -327,7 +292,7 @@ def _with_padding_rows(weights: Weights, config: ModelConfig, kept: Path) -> Wei
 def glm_config(config: ModelConfig, special: SpecialTokens, dtype: torch.dtype) -> GLMConfig:
     """The transformers configuration of a training configuration."""
     assert config.vocab_size is not None
-    described = GLMConfig(
+    class_config = GLMConfig(
         **{name: getattr(config, name) for name in OwnLayout.__annotations__ if name != "gelu"},
         initializer_range=config.init_std,
         gelu=config.activation.removeprefix("gelu_"),
@@ -340,9 +305,9 @@ def glm_config(config: ModelConfig, special: SpecialTokens, dtype: torch.dtype) 
         architectures=["GLMForBlankInfilling"],
         dtype=dtype,
     )
-    described.auto_map = dict(_AUTO_MAP)
-    described.custom_pipelines = _PIPELINES
-    return described
+    class_config.auto_map = dict(_AUTO_MAP)
+    class_config.custom_pipelines = _PIPELINES
+    return class_config
 
 
 def generation_config(special: SpecialTokens) -> GenerationConfig:
@@ -356,39 +321,18 @@ def generation_config(special: SpecialTokens) -> GenerationConfig:
     )
 
 
-def _write_provenance(directory: Path, run: OpenRun, card: str) -> None:
-    """Write training.json, which an import reads, and the model card."""
-    checkpoint = run.checkpoint
-    described = {
-        "format": FORMAT,
-        "step": checkpoint.step,
-        "config": portable_recipe(run.config),
-        "tokenizer": tokenizer_options(run.tokenizer),
-        "state": {key: value for key, value in checkpoint.state.items() if key != "config"},
-    }
-    if run.config.decoder is not None:
-        described["decoder_tokenizer"] = tokenizer_options(run.decoder_tokenizer or run.tokenizer)
-    (directory / TRAINING_JSON).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
-    (directory / "README.md").write_text(card, encoding="utf-8")
-
-
 def _prove_published(directory: Path, run: OpenRun, options: ExportOptions, class_name: str) -> Report:
-    dtype, config, layout = DTYPES[options.dtype], run.config.model, trained_layout(run)
-    start = None if layout is None else next(iter(layout.start), None)
-    tokenizers = {"tokenizer": _compared(run.tokenizer, directory)}
-    found = proof.prove(
+    dtype, config, template = DTYPES[options.dtype], run.config.model, trained_template(run)
+    start = None if template is None else next(iter(template.start), None)
+    tokenizers = {"tokenizer": prove_exported(run.tokenizer, directory).as_record()}
+    comparisons = proof.prove(
         lambda computed: published_proof.ask(directory, class_name, config, start, computed),
         lambda: load_model(run.checkpoint, config, lambda weight: weight.to(dtype).float()),
         options.tolerance,
         f"the export of {run.checkpoint.path}",
         run.checkpoint.shapes,
     )
-    return Report(found, options.tolerance, tokenizers)
-
-
-def _compared(tokenizer: Tokenizer, directory: Path) -> dict[str, Any]:
-    """The record of a published directory's tokenizer. Raises: CheckpointError if it gives other ids."""
-    return prove_exported(tokenizer, directory).as_record()
+    return Report(comparisons, options.tolerance, tokenizers)
 
 
 def _prove_export(directory: Path, run: OpenRun, options: ExportOptions) -> Report:
@@ -403,11 +347,11 @@ def _prove_export(directory: Path, run: OpenRun, options: ExportOptions) -> Repo
             return glm_proof.ask(directory, config, writer, is_export=True, dtype=computed)
         return glm_proof.ask_released([open_directory(directory)], config, computed)
 
-    found = proof.prove(
+    comparisons = proof.prove(
         ask,
         lambda: load_model(run.checkpoint, config, lambda weight: weight.to(dtype).float()),
         options.tolerance,
         f"the export of {run.checkpoint.path}",
         run.checkpoint.shapes,
     )
-    return Report(found, options.tolerance, tokenizers)
+    return Report(comparisons, options.tolerance, tokenizers)

@@ -17,27 +17,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from data_utils.common.errors import CheckpointError, ConfigError
 from data_utils.common.setting_files import shown
-from data_utils.common.settings import build, check, merge, to_tree
+from data_utils.common.settings import build, check, merge
 from data_utils.tokenizers.special_tokens import SpecialTokens
 from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
-from megatron_lite.checkpoint.manifest import checkpoint_name
 from megatron_lite.checkpoint.tensor_files import write_tensors
 from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.model import OF_TRAINING
 from megatron_lite.config.tree import Config
+from megatron_lite.hf.files import proof
 from megatron_lite.hf.files.config_json import (
     CONFIG_JSON,
     by_transformers,
     check_sizes,
     own_layout,
-    read_described,
+    read_config_json,
     released_layout,
 )
-from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
+from megatron_lite.hf.files.first_checkpoint import write_imported_run
 from megatron_lite.hf.files.left_out import lines as left_out_lines
 from megatron_lite.hf.files.left_out import reason
 from megatron_lite.hf.files.recipe import read_recipe
@@ -54,17 +53,16 @@ from megatron_lite.hf.files.weights import (
     new_directory,
     open_directory,
 )
-from megatron_lite.hf.glm import glm_proof, proof, released
+from megatron_lite.hf.glm import proof as glm_proof
+from megatron_lite.hf.glm import released
 from megatron_lite.hf.glm.configuration_glm import GLMConfig
 from megatron_lite.hf.glm.tokenizer_files import TRAINING_TOKENIZER, prove_tokenizer, training_tokenizer
+from megatron_lite.hf.model_format import format_of_directory
 from megatron_lite.hf.published.runs import import_published
 from megatron_lite.hf.published.source import is_published, unsupported
 from megatron_lite.hf.published.usual import with_sizes
 from megatron_lite.inference.open_run import load_model
 from megatron_lite.model.flops import parameter_shapes
-from megatron_lite.models.electra.huggingface import import_electra, is_pair
-from megatron_lite.models.ernie_thu.huggingface import import_ernie, is_ernie_directory
-from megatron_lite.models.optimus.huggingface import import_optimus, is_optimus
 
 log = logging.getLogger(__name__)
 
@@ -83,29 +81,37 @@ class Source:
 
 
 def import_directory(
-    source: Path, output: Path, tree: Mapping[str, Any], **options: Any
+    source: Path,
+    output: Path,
+    tree: Mapping[str, Any],
+    *,
+    copy_eop_to_gmask: bool = False,
+    verify: bool = True,
+    tolerance: float = proof.TOLERANCE,
 ) -> proof.Proof | None:
     """Make the run directory `output` from a Hugging Face directory: ours, a released GLM, or a published system.
 
-    Args:
-        tree: configuration of the new run, which overrides what the directory records.
-        options: as import_source.
+    Args: as for import_source; `tree` overrides what the directory records.
     Raises: CheckpointError, DataError or ConfigError; `output` then does not exist.
     """
-    # From the most special directory to the most general one: each test looks at files that the later kinds
+    # From the most special directory to the most general one: each test looks at files that the directories after it
     # lack.
-    if is_optimus(source):
-        check(not options.pop("copy_eop_to_gmask", False), "--copy-eop-to-gmask is for GLM only.")
-        return import_optimus(source, output, read_recipe(source), tree, **options)
-    if is_ernie_directory(source):
-        check(not options.pop("copy_eop_to_gmask", False), "--copy-eop-to-gmask is for GLM only.")
-        import_ernie(source, output, tree, **options)
-        return None
-    if is_pair(source) or is_published(source):
-        check(not options.pop("copy_eop_to_gmask", False), "--copy-eop-to-gmask is for GLM only.")
-        import_it = import_electra if is_pair(source) else import_published
-        return import_it(source, output, tree, **options)
-    return import_source(open_source(source), output, tree, **options)
+    model_format = format_of_directory(source)
+    if model_format is None and not is_published(source):
+        return import_source(
+            open_source(source),
+            output,
+            tree,
+            copy_eop_to_gmask=copy_eop_to_gmask,
+            verify=verify,
+            tolerance=tolerance,
+        )
+    check(not copy_eop_to_gmask, "--copy-eop-to-gmask is for GLM only.")
+    if model_format is None:
+        return import_published(source, output, tree, verify=verify, tolerance=tolerance)
+    if verify:
+        model_format.require_provable(source)
+    return model_format.read(source, output, tree, verify=verify, tolerance=tolerance)
 
 
 def import_megatron(
@@ -121,21 +127,21 @@ def import_megatron(
 
 def open_source(path: Path) -> Source:
     """A Hugging Face directory. The tensors' names decide its layout, since other models have the type "glm" too."""
-    described, weights = read_described(path), open_directory(path)
+    config_json, weights = read_config_json(path), open_directory(path)
     # Other models have the model_type "glm" too (GLM-4), so names of tensors decide before config.json does.
     is_own = any(name.endswith(WORDS) for name in weights.shapes)
-    if not (is_own or described.get("model_type") in _GLM_TYPES or released.is_released(weights)):
-        raise unsupported(path, described)
+    if not (is_own or config_json.get("model_type") in _GLM_TYPES or released.is_released(weights)):
+        raise unsupported(path, config_json)
     buffers = {name: why for name in weights.buffers if (why := reason(name, "glm", ""))}
     for line in left_out_lines(buffers, "a GLM", weights.doubles):
         log.warning("%s: %s", path, line)
     if not is_own:
         shards = [released.without_prefix(weights, path)]
-        return _released_source(path, shards, released_layout(path, described))
+        return _released_source(path, shards, released_layout(path, config_json))
     prefix = next(name for name in weights.shapes if name.endswith(WORDS)).removesuffix(WORDS)
     tied = {"lm_head.weight"}
     weights = weights.renamed({_our_name(name, prefix): name for name in weights.shapes if name not in tied})
-    settings = own_layout(path, described)
+    settings = own_layout(path, config_json)
     sizes = tensor_sizes(weights.shapes)
     wrong = [
         wrong_size(name, settings[name], size)
@@ -171,7 +177,7 @@ def _our_name(name: str, prefix: str) -> str:
     return TASK_CLASSIFIER + name.removeprefix(SCORE) if name.startswith(SCORE) else name.removeprefix(prefix)
 
 
-def _released_source(path: Path, shards: list[Weights], described: Mapping[str, Any]) -> Source:
+def _released_source(path: Path, shards: list[Weights], config_json: Mapping[str, Any]) -> Source:
     whole = released.merged(shards, path)
     layers = {name.split(".")[2] for name in whole.shapes if name.startswith("transformer.layers.")}
     try:
@@ -181,7 +187,9 @@ def _released_source(path: Path, shards: list[Weights], described: Mapping[str, 
             f"{path} has no table transformer.position_embeddings.weight; it is not a GLM."
         ) from None
     settings = {"num_layers": len(layers), "hidden_size": hidden_size, "max_position": positions - 1}
-    settings |= {ours: described[theirs] for ours, theirs in released.SETTINGS.items() if theirs in described}
+    settings |= {
+        ours: config_json[theirs] for ours, theirs in released.SETTINGS.items() if theirs in config_json
+    }
     ours = {released.our_name(name): name for name in whole.shapes}
     return Source(path, whole.renamed(ours), shards, settings, {})
 
@@ -219,10 +227,7 @@ def import_source(
         check_shapes(weights, shapes, source.path)
         if source.shards is not None:
             _keep_padding_rows(source.weights, tokenizer.vocab_size, directory / PADDING_ROWS)
-        path = directory / "checkpoints" / checkpoint_name(0)
-        write_training_checkpoint(path, Weights(shapes, weights.read), config)
-        config_text = yaml.safe_dump(to_tree(config), sort_keys=False)
-        (directory / "config.yaml").write_text(config_text, encoding="utf-8")
+        path = write_imported_run(directory, Weights(shapes, weights.read), config)
         return _prove_import(source, path, config, tokenizer, tolerance) if verify else None
 
 

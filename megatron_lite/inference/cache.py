@@ -21,51 +21,51 @@ from megatron_lite.model.transformer import GLM
 
 
 class CachedPlan:
-    """Attention of new tokens to all tokens so far. Call `expect` with the new tokens before each forward pass."""
+    """Attention of new tokens to all tokens so far. `expect` announces the new tokens before each forward pass."""
 
     def __init__(self, model: ModelConfig, probe: AttentionProbe | None = None):
-        self._model, self._watch = model, probe
-        self.kept: dict[int, torch.Tensor] = {}  # layer -> keys and values [R, K, 2, H, D]
-        self.length = 0  # cached tokens
-        self._real: torch.Tensor | None = None  # bool [R, K]; None: no padding
+        self._model, self._probe = model, probe
+        self.cached: dict[int, torch.Tensor] = {}  # layer -> keys and values [R, K, 2, H, D]
+        self.length = 0  # number of cached tokens
+        self._is_token: torch.Tensor | None = None  # bool [R, K]; None: no padding
         self._positions: torch.Tensor | None = None  # int64 [R, K]
-        self._seen: torch.Tensor | None = None  # of this pass, bool [R or 1, 1, N, K]
+        self._visible: torch.Tensor | None = None  # of this pass, bool [R or 1, 1, N, K]
         self._all_positions = torch.empty(0)  # of this pass, int64 [R, K]
-        self._new = 0  # N of this pass
+        self._num_new = 0  # N of this pass
 
     def expect(
         self,
         positions: torch.Tensor,
         *,
-        real: torch.Tensor | None = None,
+        is_token: torch.Tensor | None = None,
         is_causal: bool = False,
-        kept: int | None = None,
+        num_cached: int | None = None,
     ) -> None:
         """
         Args:
             positions: int64 [R, N].
-            real: bool [R, N], False for padding; None: no padding.
+            is_token: bool [R, N], False for padding; None: no padding.
             is_causal: new tokens see only earlier new tokens; otherwise all new tokens.
-            kept: number of leading new tokens to cache for later passes; None: all.
+            num_cached: number of leading new tokens to cache for later passes; None: all.
         """
-        (rows, new), past = positions.shape, self.length
-        self._new = new
-        whole = None
-        if real is not None or self._real is not None:
-            every = torch.ones(rows, past + new, dtype=torch.bool, device=positions.device)
-            old = every[:, :past] if self._real is None else self._real
-            whole = torch.cat([old, every[:, past:] if real is None else real], dim=1)
-        self._seen = None if whole is None else whole[:, None, None, :]
+        (sequences, new), past = positions.shape, self.length
+        self._num_new = new
+        all_tokens = None
+        if is_token is not None or self._is_token is not None:
+            true = torch.ones(sequences, past + new, dtype=torch.bool, device=positions.device)
+            old = true[:, :past] if self._is_token is None else self._is_token
+            all_tokens = torch.cat([old, true[:, past:] if is_token is None else is_token], dim=1)
+        self._visible = None if all_tokens is None else all_tokens[:, None, None, :]
         if is_causal and new > 1:
             # [N, K]: new token i sees all earlier tokens and new ones up to itself.
             order = torch.ones(new, past + new, dtype=torch.bool, device=positions.device).tril(past)
-            self._seen = order[None, None] if self._seen is None else self._seen & order
+            self._visible = order[None, None] if self._visible is None else self._visible & order
         self._all_positions = (
             positions if self._positions is None else torch.cat([self._positions, positions], dim=1)
         )
-        self.length = past + (new if kept is None else kept)
+        self.length = past + (new if num_cached is None else num_cached)
         self._positions = self._all_positions[:, : self.length]
-        self._real = None if whole is None else whole[:, : self.length]
+        self._is_token = None if all_tokens is None else all_tokens[:, : self.length]
 
     @property
     def positions(self) -> torch.Tensor:
@@ -74,99 +74,101 @@ class CachedPlan:
 
     def pairs(self, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Queries [R, N] and keys [R, K] of this pass, int64 indices into `positions`."""
-        rows, keys = self._all_positions.shape
-        places = torch.arange(rows * keys, device=device).view(rows, keys)
-        return [(places[:, keys - self._new :], places)]
+        sequences, keys = self._all_positions.shape
+        indices = torch.arange(sequences * keys, device=device).view(sequences, keys)
+        return [(indices[:, keys - self._num_new :], indices)]
 
     def attend(
         self, layer: int, inputs: Packed, dropout: AttentionDropout | None, bias: ScoreBias | None = None
     ) -> torch.Tensor:
         """[R, N, 3, H, D] -> [R, N, H, D]; there is no dropout."""
         q, key_value = inputs[0].select(2, 0), inputs[0][:, :, 1:]
-        if layer in self.kept:
-            key_value = torch.cat([self.kept[layer], key_value], dim=1)
-        # Tokens beyond `kept` are seen in this pass only: UniLM's appended [MASK] must not stay.
-        self.kept[layer] = key_value[:, : self.length]
-        mask = self._seen
+        if layer in self.cached:
+            key_value = torch.cat([self.cached[layer], key_value], dim=1)
+        # Tokens beyond `num_cached` are seen in this pass only: UniLM's appended [MASK] must not stay.
+        self.cached[layer] = key_value[:, : self.length]
+        mask = self._visible
         if self._model.is_local(layer):
-            places = self._all_positions
-            distance = places[:, None, places.shape[1] - self._new :, None] - places[:, None, None]
-            # By position ids, not places in the cache: tokens of a blank all have the position of their mask.
+            positions = self._all_positions
+            distance = (
+                positions[:, None, positions.shape[1] - self._num_new :, None] - positions[:, None, None]
+            )
+            # By position ids, not by indices in the cache: all tokens of a blank have the position of their mask.
             near = distance.abs() <= self._model.attention_window
             mask = near if mask is None else mask & near
         if bias is not None:
-            added = bias(0, *self.pairs(q.device)[0]).float()
-            mask = added if mask is None else added.masked_fill(~mask, float("-inf"))
+            scores = bias(0, *self.pairs(q.device)[0]).float()
+            mask = scores if mask is None else scores.masked_fill(~mask, float("-inf"))
         k, v = key_value.unbind(2)
-        if self._watch is not None:
-            self._watch.look(layer, q, k, mask)
+        if self._probe is not None:
+            self._probe.look(layer, q, k, mask)
         return attend_all(q, k, v, mask)
 
-    def select(self, rows: Sequence[int]) -> None:
+    def select(self, indices: Sequence[int]) -> None:
         """Keep these sequences of the batch; an index may be repeated."""
-        if self.kept:
-            chosen = torch.tensor(rows, device=self._all_positions.device)
-            self.kept = {layer: x[chosen] for layer, x in self.kept.items()}
-            self._real = None if self._real is None else self._real[chosen]
+        if self.cached:
+            chosen = torch.tensor(indices, device=self._all_positions.device)
+            self.cached = {layer: x[chosen] for layer, x in self.cached.items()}
+            self._is_token = None if self._is_token is None else self._is_token[chosen]
             self._positions = None if self._positions is None else self._positions[chosen]
 
     def copy(self) -> CachedPlan:
         """A copy that continues independently. Tensors are shared, since none is changed in place."""
         other = copy.copy(self)
-        other.kept = dict(self.kept)
+        other.cached = dict(self.cached)
         return other
 
 
 class CachedCross:
     """Cross-attention to an encoder's output, whose keys and values are computed once."""
 
-    def __init__(self, real: torch.Tensor | None, probe: AttentionProbe | None = None):
-        self.real, self._watch = real, probe  # real: bool [R, K]; None: all
-        self._kept: dict[int, torch.Tensor] = {}  # layer -> [R, K, 2, H, D]
-        self.rows = 0
+    def __init__(self, is_token: torch.Tensor | None, probe: AttentionProbe | None = None):
+        self.is_token, self._probe = is_token, probe  # is_token: bool [R, K]; None: all
+        self._cached: dict[int, torch.Tensor] = {}  # layer -> [R, K, 2, H, D]
+        self.num_sequences = 0
 
     def attend(
         self, layer: int, inputs: Packed, dropout: AttentionDropout | None, bias: ScoreBias | None = None
     ) -> torch.Tensor:
         """[R N, 1, H, D] -> [R N, H, D]; keys and values [R K, 2, H, D] are read at a layer's first call only."""
         q, key_value = inputs
-        if layer not in self._kept:
-            self._kept[layer] = key_value.view(self.rows, -1, *key_value.shape[1:])
-        k, v = self._kept[layer].unbind(2)
-        mask = None if self.real is None else self.real[:, None, None, :]
-        q = q.view(self.rows, -1, *q.shape[2:])
-        if self._watch is not None:
-            self._watch.look(layer, q, k, mask)
+        if layer not in self._cached:
+            self._cached[layer] = key_value.view(self.num_sequences, -1, *key_value.shape[1:])
+        k, v = self._cached[layer].unbind(2)
+        mask = None if self.is_token is None else self.is_token[:, None, None, :]
+        q = q.view(self.num_sequences, -1, *q.shape[2:])
+        if self._probe is not None:
+            self._probe.look(layer, q, k, mask)
         return attend_all(q, k, v, mask).flatten(0, 1)
 
     @property
     def is_filled(self) -> bool:
-        return bool(self._kept)
+        return bool(self._cached)
 
-    def select(self, rows: Sequence[int]) -> None:
+    def select(self, indices: Sequence[int]) -> None:
         """As `CachedPlan.select`."""
-        self.rows = len(rows)
-        if self._kept:
-            chosen = torch.tensor(rows, device=next(iter(self._kept.values())).device)
-            self._kept = {layer: x[chosen] for layer, x in self._kept.items()}
-            self.real = None if self.real is None else self.real[chosen]
+        self.num_sequences = len(indices)
+        if self._cached:
+            chosen = torch.tensor(indices, device=next(iter(self._cached.values())).device)
+            self._cached = {layer: x[chosen] for layer, x in self._cached.items()}
+            self.is_token = None if self.is_token is None else self.is_token[chosen]
 
 
 def pad_batch(
     lists: Sequence[Sequence[int]], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Token lists as int64 [R, N], padded with 0, and bool [R, N], False for padding; None if there is none."""
+    """Token lists as int64 [R, N], padded with 0, and bool [R, N], False for padding; None without padding."""
     longest = max(map(len, lists))
-    filled = torch.tensor([[*each, *[0] * (longest - len(each))] for each in lists], device=device)
+    tokens = torch.tensor([[*each, *[0] * (longest - len(each))] for each in lists], device=device)
     lengths = torch.tensor([len(each) for each in lists], device=device)
-    real = torch.arange(longest, device=device) < lengths[:, None]
-    return filled, None if min(map(len, lists)) == longest else real
+    is_token = torch.arange(longest, device=device) < lengths[:, None]
+    return tokens, None if min(map(len, lists)) == longest else is_token
 
 
 def id_fields(
     positions: torch.Tensor, block_positions: torch.Tensor | int = 0, segment: int = 0
 ) -> torch.Tensor:
-    """int64 [len(ID_FIELDS), R, N]"""
+    """The ids of new tokens, int64 [len(ID_FIELDS), R, N]. Args: positions: int64 [R, N]."""
     ids = positions.new_zeros(len(ID_FIELDS), *positions.shape)
     ids[0], ids[1], ids[2] = positions, block_positions, segment
     return ids
@@ -199,12 +201,12 @@ def run_cached_decoder(
     cross: CachedCross,
 ) -> torch.Tensor:
     """Hidden states [R, N, D] of new tokens in the decoder, before its last norm; encoded: encoder output."""
-    cross.rows = len(tokens)
-    rows = encoded.flatten(0, 1)
+    cross.num_sequences = len(tokens)
+    encoder_output = encoded.flatten(0, 1)
     if cross.is_filled:
-        rows = rows[:1]  # its keys and values are cached; no layer reads it again
+        encoder_output = encoder_output[:1]  # its keys and values are cached; no layer reads it again
     parts = PartsPlan(None, plan, cross, (0, tokens.numel()), ids[0].flatten().cpu().numpy())
     context = DecoderContext(tokens.shape, plan, None, None, cross=cross, both=None)
     whole = ForwardContext((tokens.numel(),), parts, None, None)
     hidden = model.embedding(tokens.flatten(), ids.flatten(1), whole, model.decoder_embedding)
-    return model.run_decoder(hidden, rows, context, plan.positions).view(*tokens.shape, -1)
+    return model.run_decoder(hidden, encoder_output, context, plan.positions).view(*tokens.shape, -1)

@@ -149,17 +149,17 @@ def _fills_blanks(choice: ObjectiveChoice) -> bool:
 
 def ignored_tokens(tokenizer: Tokenizer, config: GenerationConfig) -> set[int]:
     """Ids of `no_repeat_except`. Raises: ConfigError for a word that is not one token."""
-    found: set[int] = set()
+    ignored: set[int] = set()
     for word in config.no_repeat_except.split():
         # Byte-level vocabularies have a word with and without the space before it as two tokens.
-        forms = [tokenizer.encode_with_specials(text) for text in (word, f" {word}")]
-        ids = {form[0] for form in forms if len(form) == 1}
+        encoded = [tokenizer.encode_with_specials(text) for text in (word, f" {word}")]
+        ids = {tokens[0] for tokens in encoded if len(tokens) == 1}
         if not ids:
             raise ConfigError(
-                f"no_repeat_except has {word!r}, which is {len(forms[0])} tokens; give words that are one token."
+                f"no_repeat_except has {word!r}, which is {len(encoded[0])} tokens; give words that are one token."
             )
-        found |= ids
-    return found
+        ignored |= ids
+    return ignored
 
 
 class BlankDecoder:
@@ -246,21 +246,19 @@ class TextDecoder:
         for context in contexts:
             self.check_length(context)
         longest = max(map(len, contexts)) + self.config.max_length
-        most = max_texts(self.model.config, self.config, longest)
+        size = max_texts(self.model.config, self.config, longest)
         return [
-            found
-            for first in range(0, len(contexts), most)
-            for found in self._together(contexts[first : first + most])
+            text
+            for first in range(0, len(contexts), size)
+            for text in self._complete_batch(contexts[first : first + size])
         ]
 
-    def _together(self, contexts: Sequence[Sequence[int]]) -> list[list[list[Hypothesis]]]:
+    def _complete_batch(self, contexts: Sequence[Sequence[int]]) -> list[list[list[Hypothesis]]]:
         limits = [min(self.config.max_length, self._max_new_tokens(context)) for context in contexts]
-        state, generators = (
-            self.template.make(self.model, contexts, self.template),
-            [self._generator() for _ in contexts],
-        )
+        generators = [self._generator() for _ in contexts]
+        state = self.template.make(self.model, contexts, self.template)
         if isinstance(state, Unmasking):
-            return [[[found]] for found in state.written(self.search, limits, generators)]
+            return [[[hypothesis]] for hypothesis in state.written(self.search, limits, generators)]
         return [[each] for each in self.search.run(state, limits, generators)]
 
     @torch.no_grad()
@@ -268,12 +266,12 @@ class TextDecoder:
         self, context: Sequence[int], found: Sequence[Hypothesis], probe: AttentionProbe | None = None
     ) -> Replay:
         """As `BlankFiller.replay`."""
-        (answer,) = found
+        (completion,) = found
         state = self.template.make(self.model, [context], self.template, probe)
         if isinstance(state, Unmasking):
-            return state.replayed(answer, min(self.search.ends, default=NO_TOKEN))
-        # The logits after the last token of an answer that was cut were never used.
-        read = answer.tokens if answer.ended else answer.tokens[:-1]
+            return state.replayed(completion, min(self.search.ends, default=NO_TOKEN))
+        # The logits after the last token of a completion that was cut were never used.
+        read = completion.tokens if completion.ended else completion.tokens[:-1]
         logits = [state.first(), *(state.next([token]) for token in read)]
         return Replay([torch.cat(logits)], state.shown(context, read))
 

@@ -56,8 +56,8 @@ class BlankFiller:
         self.device = next(model.parameters()).device
         ends = {special.eop, special.eos}
         self.search = Search(config, ends, set(asdict(special).values()), ignored, stops=stops)
-        # For probabilities of whole spans: one that was cut is the sum of all its continuations.
-        self._of_ended = Search(config, ends, set(asdict(special).values()), ignored, takes_cut=False)
+        # For probabilities of whole spans: the probability of a cut span is the sum over all its continuations.
+        self._ended_search = Search(config, ends, set(asdict(special).values()), ignored, takes_cut=False)
         self._texts = 0  # filled so far
 
     def fill(self, context: Sequence[int]) -> list[list[int]]:
@@ -67,13 +67,13 @@ class BlankFiller:
     def fill_all(self, contexts: Sequence[Sequence[int]]) -> list[list[list[int]]]:
         """For each text the spans for its mask tokens, in text order, without sop, eop or eos.
 
-        They do not depend on the other texts. All texts are computed as one batch, as far as memory allows.
+        The spans of a text do not depend on the other texts. All texts are one batch, as far as memory allows.
 
         Args:
             contexts: part A of each: CLS, the text with its mask tokens, and eos where the text is complete.
         Raises: DataError without a mask, or if positions exceed the model's tables.
         """
-        return [[found[0].tokens for found in text] for text in self.hypotheses(contexts)]
+        return [[hypotheses[0].tokens for hypotheses in text] for text in self.hypotheses(contexts)]
 
     def ranked_spans(self, context: Sequence[int]) -> list[list[tuple[float, list[int]]]]:
         """For each blank up to `num_beams` spans with their probabilities, the likeliest first.
@@ -87,9 +87,9 @@ class BlankFiller:
             "scores are log probabilities"
         )
         ranked = []
-        for found in self.hypotheses([context], self._of_ended)[0]:
+        for hypotheses in self.hypotheses([context], self._ended_search)[0]:
             totals: dict[tuple[int, ...], float] = {}
-            for each in found:  # a span may end with eop and with eos
+            for each in hypotheses:  # a span may end with eop and with eos
                 span = tuple(each.tokens)
                 totals[span] = totals.get(span, 0.0) + math.exp(each.score)
             ranked.append(sorted(((p, list(span)) for span, p in totals.items()), reverse=True))
@@ -104,16 +104,16 @@ class BlankFiller:
         for context in contexts:
             self.check_length(context)
         longest = max(map(len, contexts)) + self._longest()
-        most = max_texts(self.model.config, self.config, longest)
+        size = max_texts(self.model.config, self.config, longest)
         return [
-            found
-            for first in range(0, len(contexts), most)
-            for found in self._together(
-                contexts[first : first + most], blanks[first : first + most], search or self.search
+            text
+            for first in range(0, len(contexts), size)
+            for text in self._fill_batch(
+                contexts[first : first + size], blanks[first : first + size], search or self.search
             )
         ]
 
-    def _together(
+    def _fill_batch(
         self, contexts: Sequence[Sequence[int]], blanks: Sequence[list[int]], search: Search
     ) -> list[list[list[Hypothesis]]]:
         generators = [self._generator() for _ in contexts]
@@ -128,12 +128,12 @@ class BlankFiller:
             results = search.run(state, limits, [generators[text] for text in texts])
             for text, result in zip(texts, results, strict=True):
                 found[text].append(result)
-            kept = [row for row, text in enumerate(texts) if len(blanks[text]) > number + 1]
-            if not kept:
+            remaining = [index for index, text in enumerate(texts) if len(blanks[text]) > number + 1]
+            if not remaining:
                 break
-            texts = [texts[row] for row in kept]
-            plan.select(kept)
-            spans = [[self.special.sop, *found[text][number][0].tokens] for text in texts]
+            texts = [texts[index] for index in remaining]
+            plan.select(remaining)
+            spans = [self._inputs(found[text][number][0]) for text in texts]
             # In one pass instead of token by token.
             self.write(plan, spans, [blanks[text][number] for text in texts])
         return found
@@ -147,11 +147,11 @@ class BlankFiller:
 
     def encoded(self, contexts: Sequence[Sequence[int]], probe: AttentionProbe | None = None) -> CachedPlan:
         """The cache that holds part A of each text."""
-        tokens, real = pad_batch(contexts, self.device)
+        tokens, is_token = pad_batch(contexts, self.device)
         # Part A sees all of itself, whatever comes later: it is computed once for all blanks and beams.
         positions = torch.arange(tokens.shape[1], device=self.device).expand(tokens.shape)
         plan = CachedPlan(self.model.config, probe)
-        plan.expect(positions, real=real)
+        plan.expect(positions, is_token=is_token)
         run_cached_stack(self.model, tokens, id_fields(positions), plan)
         return plan
 
@@ -165,12 +165,10 @@ class BlankFiller:
             positions: of the blank of each sequence.
             first: block position of the spans' first tokens.
         """
-        tokens, real = pad_batch(spans, self.device)
+        tokens, is_token = pad_batch(spans, self.device)
         blank_positions = torch.tensor(positions, device=self.device)[:, None].expand(tokens.shape)
-        steps = torch.arange(first, first + tokens.shape[1], device=self.device)
-        # The table ends at max_position; a longest span with its sop may end one later.
-        steps = steps.clamp(max=self.model.config.max_position).expand(tokens.shape)
-        plan.expect(blank_positions, real=real, is_causal=True)
+        steps = torch.arange(first, first + tokens.shape[1], device=self.device).expand(tokens.shape)
+        plan.expect(blank_positions, is_token=is_token, is_causal=True)
         return self.model.logits(
             run_cached_stack(self.model, tokens, id_fields(blank_positions, steps), plan)
         ).float()
@@ -180,13 +178,21 @@ class BlankFiller:
         self, context: Sequence[int], found: Sequence[Hypothesis], probe: AttentionProbe | None = None
     ) -> Replay:
         """Run the model once more on a text with its spans. Args: probe: keeps attention weights."""
-        plan, rows, logits = self.encoded([context], probe), query_tokens(context, []), []
+        plan, queries, logits = self.encoded([context], probe), query_tokens(context, []), []
         for position, each in zip(self._blanks(context), found, strict=True):
-            span = [self.special.sop, *each.tokens]
-            logits.append(self.write(plan, [span], [position])[0, : len(each.tokens) + each.ended])
-            rows += query_tokens([], span)
-            rows[-1] = QueryToken(span[-1], each.ended)
-        return Replay(logits, {SINGLE_STACK: (rows, [row.token for row in rows])})
+            span = self._inputs(each)
+            predicted = len(each.tokens) + each.ended
+            logits.append(self.write(plan, [span], [position])[0, :predicted])
+            queries += [QueryToken(token, number < predicted) for number, token in enumerate(span)]
+        return Replay(logits, {SINGLE_STACK: (queries, [query.token for query in queries])})
+
+    def _inputs(self, found: Hypothesis) -> list[int]:
+        """A span as later blanks see it: sop and its tokens.
+
+        Block positions end at max_position. A span that is cut there has none for its last token, and in training such
+        a token is no input either: only a document's tail is that long, and its last token is a target alone.
+        """
+        return [self.special.sop, *found.tokens][: self.model.config.max_position]
 
     def context(self, tokens: Sequence[int]) -> list[int]:
         """See `blank_context`."""
@@ -225,9 +231,9 @@ class _Span:
         self.step += 1
         return self.filler.write(self.plan, [[token] for token in tokens], self.positions, self.step)[:, -1]
 
-    def select(self, rows: Sequence[int]) -> None:
-        self.plan.select(rows)
-        self.positions = [self.positions[row] for row in rows]
+    def select(self, indices: Sequence[int]) -> None:
+        self.plan.select(indices)
+        self.positions = [self.positions[index] for index in indices]
 
 
 def blank_context(tokens: Sequence[int], special: SpecialTokens) -> list[int]:

@@ -34,7 +34,7 @@ class DecodingState(Protocol):
         """Append one token to each sequence. Returns: fp32 logits [sequences, V] of the next one."""
         ...
 
-    def select(self, rows: Sequence[int]) -> None:
+    def select(self, indices: Sequence[int]) -> None:
         """Keep these sequences; an index may be repeated (beams)."""
         ...
 
@@ -102,11 +102,11 @@ class Search:
     def _allowed(self, scores: torch.Tensor, spans: Sequence[list[int]]) -> torch.Tensor:
         """`scores` [sequences, V] with -inf for tokens that may not follow."""
         scores[:, self.banned] = NEVER
-        for row, span in zip(scores, spans, strict=True):
+        for token_scores, span in zip(scores, spans, strict=True):
             if len(span) < self.config.min_length:
-                row[[end for end in self.ends if end >= 0]] = NEVER
+                token_scores[[end for end in self.ends if end >= 0]] = NEVER
             if self.config.no_repeat_ngram_size:
-                row[repeats(span, self.config.no_repeat_ngram_size, self.ignored)] = NEVER
+                token_scores[repeats(span, self.config.no_repeat_ngram_size, self.ignored)] = NEVER
         return scores
 
     def _one_by_one(
@@ -119,20 +119,20 @@ class Search:
             # A copy, because `_allowed` writes in place and the tensor is the state's.
             logits = self._allowed(logits.clone(), [spans[text] for text in texts])
             tokens: list[int] = []
-            rows: list[int] = []
-            for row, text in enumerate(texts):
-                token = self._choose(logits[row], generators[text] if generators else None)
+            going: list[int] = []  # indices of the sequences that continue
+            for index, text in enumerate(texts):
+                token = self._choose(logits[index], generators[text] if generators else None)
                 ended[text] = token is None or token in self.ends
                 if token is None or ended[text]:
                     continue
                 spans[text].append(token)
                 if len(spans[text]) < limits[text] and not (self.stops and self.stops(spans[text])):
                     tokens.append(token)
-                    rows.append(row)
-            # A finished text leaves the batch, so that the longest answer alone pays for its last tokens.
-            if rows and len(rows) < len(texts):
-                state.select(rows)
-            texts = [texts[row] for row in rows]
+                    going.append(index)
+            # A finished text leaves the batch, so that the last tokens of the longest completion are computed alone.
+            if going and len(going) < len(texts):
+                state.select(going)
+            texts = [texts[index] for index in going]
             if texts:
                 logits = state.next(tokens)
         return [Hypothesis(span, ended=end) for span, end in zip(spans, ended, strict=True)]
@@ -163,25 +163,23 @@ class Search:
         texts, logits, step = list(range(len(limits))), state.first(), 1
         while texts:
             before = [each for text in texts for each in live[text]]
-            # The softmax comes before the ban: what is banned keeps its probability, which is not given to
-            # others.
+            # The softmax comes before the ban: the probability of a banned token is not redistributed.
             log_p = self._allowed(logits.log_softmax(-1), [each.tokens for each in before])
             # [all live hypotheses of all texts, V]
             totals = log_p + torch.tensor([each.total for each in before], device=log_p.device)[:, None]
-            rows: list[int] = []
+            parents: list[int] = []  # for each new hypothesis the index of the sequence that it continues
             first, going = 0, []
             for text in texts:
-                # The rows of this text's hypotheses.
-                here = totals[first : first + len(live[text])]
+                text_totals = totals[first : first + len(live[text])]
                 is_last = step >= limits[text]
-                sources, live[text] = self._continue(here, live[text], finished[text], step, is_last)
+                sources, live[text] = self._continue(text_totals, live[text], finished[text], step, is_last)
                 if live[text]:
-                    rows += [first + source for source in sources]
+                    parents += [first + source for source in sources]
                     going.append(text)
-                first += len(here)
+                first += len(text_totals)
             texts, step = going, step + 1
             if texts:
-                state.select(rows)
+                state.select(parents)
                 logits = state.next([each.tokens[-1] for text in texts for each in live[text]])
         return finished
 

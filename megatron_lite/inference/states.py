@@ -73,7 +73,7 @@ class _Rows:
         self.model, self.template = model, template
         self.device = next(model.parameters()).device
         self.plan = CachedPlan(model.config, probe and probe.of(SINGLE_STACK))
-        self.tokens, self.real = pad_batch(contexts, self.device)
+        self.tokens, self.is_token = pad_batch(contexts, self.device)
         self.lengths = torch.tensor([len(context) for context in contexts], device=self.device)
         self.next_positions = self.lengths.clone()  # position of each sequence's next token
 
@@ -83,7 +83,7 @@ class _Rows:
     def read(self) -> torch.Tensor:
         """Hidden states [R, N, D] of the texts."""
         positions = torch.arange(self.tokens.shape[1], device=self.device).expand(self.tokens.shape)
-        self.plan.expect(positions, real=self.real, is_causal=self.template.is_causal)
+        self.plan.expect(positions, is_token=self.is_token, is_causal=self.template.is_causal)
         return run_cached_stack(
             self.model, self.tokens, id_fields(positions, segment=self.segment(False)), self.plan
         )
@@ -91,9 +91,9 @@ class _Rows:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.model.logits(hidden).float()
 
-    def select(self, rows: Sequence[int]) -> None:
-        self.plan.select(rows)
-        self.next_positions = self.next_positions[torch.tensor(rows, device=self.device)]
+    def select(self, indices: Sequence[int]) -> None:
+        self.plan.select(indices)
+        self.next_positions = self.next_positions[torch.tensor(indices, device=self.device)]
 
 
 class LeftToRight(_Rows):
@@ -132,11 +132,11 @@ class MaskAppending(_Rows):
     def _predicted(self, chosen: torch.Tensor) -> torch.Tensor:
         """Logits [R, V] of a mask at each next position, after `chosen` [R, 0 or 1], the token before it."""
         count = chosen.shape[1]
-        # UniLM predicts at a [MASK]: it is computed in one pass with the token before it, and only the token is
-        # kept. So an answer takes as many passes as with a causal model.
+        # UniLM predicts at a [MASK]: it is computed in one pass with the token before it, and only the token is cached.
+        # So a completion takes as many passes as with a causal model.
         words = torch.cat([chosen, chosen.new_full((len(chosen), 1), self.template.mask)], dim=1)
         positions = self.next_positions[:, None] + torch.arange(-count, 1, device=self.device)
-        self.plan.expect(positions, is_causal=True, kept=count)
+        self.plan.expect(positions, is_causal=True, num_cached=count)
         ids = id_fields(positions, segment=self.segment(True))
         return self.logits(run_cached_stack(self.model, words, ids, self.plan)[:, -1])
 
@@ -162,10 +162,10 @@ class EncoderDecoder(_Rows):
     ):
         super().__init__(model, contexts, template, probe)
         positions = torch.arange(self.tokens.shape[1], device=self.device).expand(self.tokens.shape)
-        self.plan.expect(positions, real=self.real)
+        self.plan.expect(positions, is_token=self.is_token)
         self.encoded = run_cached_encoder(model, self.tokens, id_fields(positions), self.plan)
-        self.cross = CachedCross(self.real, probe and probe.of("cross"))
-        # The encoder's cache is no longer needed; the decoder has its own.
+        self.cross = CachedCross(self.is_token, probe and probe.of("cross"))
+        # The encoder's cache is no longer needed; the decoder has its own cache.
         self.plan = CachedPlan(model.config, probe and probe.of("decoder"))
         self.next_positions = torch.zeros_like(self.lengths)
 
@@ -182,14 +182,18 @@ class EncoderDecoder(_Rows):
         hidden = run_cached_decoder(self.model, words, ids, self.plan, self.encoded, self.cross)
         return self.logits(hidden[:, -1])
 
-    def select(self, rows: Sequence[int]) -> None:
-        super().select(rows)
-        self.cross.select(rows)
+    def select(self, indices: Sequence[int]) -> None:
+        super().select(indices)
+        self.cross.select(indices)
 
     def shown(
         self, context: Sequence[int], read: Sequence[int]
     ) -> dict[str, tuple[list[QueryToken], list[int]]]:
         first = [*self.template.start, *self.template.forced]
-        own = [*query_tokens(first[:-1], []), *query_tokens([], [*first[-1:], *read])]
-        text, tokens = query_tokens(context, []), [row.token for row in own]
-        return {SINGLE_STACK: (text, list(context)), "decoder": (own, tokens), "cross": (own, list(context))}
+        queries = [*query_tokens(first[:-1], []), *query_tokens([], [*first[-1:], *read])]
+        text, tokens = query_tokens(context, []), [row.token for row in queries]
+        return {
+            SINGLE_STACK: (text, list(context)),
+            "decoder": (queries, tokens),
+            "cross": (queries, list(context)),
+        }

@@ -25,6 +25,10 @@ from megatron_lite.model.transformer import GLM
 class ModelSpec:
     """What training, checkpoints and reports ask of a model: here one Transformer, and the base of other models."""
 
+    # The module whose HUGGINGFACE_FORMAT exports and imports the model (megatron_lite/hf/model_format.py); None = one
+    # Transformer, which megatron_lite/hf exports and imports itself.
+    huggingface: str | None = None
+
     def build(self, config: Config, num_losses: int, parallel: TensorParallel | None) -> TrainedModel:
         """The initialised fp32 model; DeepSpeed casts it to the training precision."""
         training = config.training

@@ -60,7 +60,7 @@ def analyze(*arguments):
 
 def accuracy(path):
     (found,) = evaluate(path, {}, 16).files.values()
-    return found.measured["accuracy"]
+    return found.metrics["accuracy"]
 
 
 def test_the_least_important_half_is_not_needed_and_the_most_important_half_is(run, tmp_path):

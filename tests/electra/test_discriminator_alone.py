@@ -71,7 +71,7 @@ def test_the_discriminator_learns_a_task(run, tmp_path):
     layer = "layers.0.attention.dense.weight"
     assert not torch.equal(found[layer], before[f"encoder.{layer}"])
     (measured,) = evaluate(best, {}, 8).files.values()
-    assert measured.measured["accuracy"] >= 0.8
+    assert measured.metrics["accuracy"] >= 0.8
 
 
 def test_commands_for_one_transformer_refuse_both(run):

@@ -27,7 +27,7 @@ from megatron_lite.inference.open_run import open_run
 from megatron_lite.model.batch import mean_scales
 from megatron_lite.model.build import build_model, model_spec
 from megatron_lite.model.micro_batch import prepare
-from megatron_lite.models.ernie_thu.huggingface import SYSTEM, write_ernie
+from megatron_lite.models.ernie_thu.huggingface import HUGGINGFACE_FORMAT, SYSTEM
 
 CPU = torch.device("cpu")
 TREE = {"training": {"steps": 6, "precision": "fp32", "seed": 7}, "data": {"sequence_length": 57}}
@@ -271,7 +271,7 @@ def test_a_model_that_the_layout_cannot_say_is_not_exported(tmp_path, changes, m
     run = open_run(tmp_path / "run")
     run = replace(run, config=build(Config, merge(to_tree(run.config), changes)))
     with pytest.raises(CheckpointError, match=message):
-        write_ernie(tmp_path, run, "fp32", 10**9, verify=False)
+        HUGGINGFACE_FORMAT.write(tmp_path, run, "fp32", 10**9)
 
 
 def test_the_released_layout_is_that_of_other_models(imported, tmp_path):

@@ -42,12 +42,12 @@ def test_a_published_directory_is_imported_tuned_and_measured(tmp_path):
     done = forked(ENTRY, *command)
     assert done.returncode == 0, done.stderr
     best = tmp_path / "out/seed_1234/best"
-    assert accuracy(tmp_path / "out") == next(iter(evaluate(best, {}, 4).files.values())).measured["accuracy"]
+    assert accuracy(tmp_path / "out") == next(iter(evaluate(best, {}, 4).files.values())).metrics["accuracy"]
     pattern = {"template": "{text} It was [MASK] .", "verbalizers": {"0": "bad", "1": "good"}}
     section = {**yaml.safe_load(Path(task).read_text())["task"], "kind": "cloze", **pattern}
     tree = {"task": section, "objectives": {"masked_lm": 1}, "data": {"sequence_length": 64}}
     (untuned,) = evaluate(original, tree, 4).files.values()
-    assert len(untuned.predictions) == 32 and 0 <= untuned.measured["accuracy"] <= 1
+    assert len(untuned.predictions) == 32 and 0 <= untuned.metrics["accuracy"] <= 1
 
 
 @pytest.mark.launcher
@@ -79,3 +79,30 @@ def test_a_command_without_a_model_or_a_task_is_refused(tmp_path):
     )
     assert_refused(forked(ENTRY, "--config", model, *output), "no task given; pass --task FILE")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("is_joint", [False, True])
+def test_wrong_settings_of_all_files_are_named_with_file_and_line(tmp_path, is_joint):
+    (tmp_path / "model.yaml").write_text("model:\n  num_layers: x\ntraining: {precision: fp33}\n")
+    (tmp_path / "a.yaml").write_text("task:\n  name: a\n  kind: clasification\n")
+    (tmp_path / "b.yaml").write_text("task:\n  name: b\n  kind: tagging\n  traim: file\n")
+    tasks = ["--tasks", "a.yaml", "b.yaml"] if is_joint else ["--task", "a.yaml"]
+    command = [
+        sys.executable,
+        ROOT / "scripts/finetune.py",
+        "--config",
+        "model.yaml",
+        *tasks,
+        "--output",
+        "out",
+    ]
+    done = subprocess.run([*command, "finetune.epochs=0"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not (tmp_path / "out").exists()
+    first = "tasks[0]" if is_joint else "task"
+    wanted = {
+        "model.yaml:2: model.num_layers", "model.yaml:3: training.precision", f"a.yaml:3: {first}.kind",
+        f"{first}.reader is required", "model.hidden_size is required", " finetune.epochs is 0",
+    }  # fmt: skip
+    wanted |= {"b.yaml:4: unknown setting tasks[1].traim"} if is_joint else set()
+    assert {text for text in wanted if text not in done.stderr} == set(), done.stderr
+    assert done.stderr.count("clasification") == 1

@@ -83,7 +83,7 @@ def test_an_export_has_the_same_answers(run, tmp_path):
     assert f"| validation.jsonl | 32 | accuracy | {accuracy:.4f} |" in card
     assert "Tuned on the task `votes` (cloze)" in card and "| 64 | `" in card
     ours, theirs = measured(best, tree), measured(tmp_path / "export", tree)
-    assert ours.predictions == theirs.predictions and ours.measured == theirs.measured
+    assert ours.predictions == theirs.predictions and ours.metrics == theirs.metrics
 
 
 @pytest.mark.parametrize("kind", ["classification", "regression"])
@@ -102,8 +102,8 @@ def test_a_head_is_exported_for_transformers_and_comes_back(tmp_path, kind):
     export_run(best, tmp_path / "export", ExportOptions())
     held_out = {"task": {"validation": [str(tmp_path / "task/validation.jsonl")]}}  # no path is exported
     ours, theirs = measured(best, {}), measured(tmp_path / "export", held_out)
-    assert ours.predictions == pytest.approx(theirs.predictions) and ours.measured == pytest.approx(
-        theirs.measured
+    assert ours.predictions == pytest.approx(theirs.predictions) and ours.metrics == pytest.approx(
+        theirs.metrics
     )
     from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
@@ -126,7 +126,7 @@ def test_another_task_and_a_file_without_labels(run, tmp_path):
     lines = [{"text": line["text"]} for line in votes(5, 9)]
     test = write_lines(tmp_path / "test.jsonl", lines)
     found = measured(run / "out/seed_1234/best", {"task": {"validation": [], "test": [test]}})
-    assert found.measured == {} and len(found.predictions) == 9
+    assert found.metrics == {} and len(found.predictions) == 9
 
 
 def test_mistakes_are_one_line(run, tmp_path, monkeypatch, capsys):
@@ -163,4 +163,4 @@ def test_a_moved_tokenizer_is_named(run, tmp_path):
     """The error says how to go on."""
     shutil.copytree(run / "out/seed_1234/best", tmp_path / "best")
     found = evaluate(tmp_path / "best", {}, 4, run / "task/vocab.txt")
-    assert torch.tensor(list(next(iter(found.files.values())).measured.values())).isfinite().all()
+    assert torch.tensor(list(next(iter(found.files.values())).metrics.values())).isfinite().all()

@@ -26,8 +26,8 @@ def test_summaries_are_compared_sentence_by_sentence(tmp_path, monkeypatch):
         return dict.fromkeys(names, 0.0)
 
     monkeypatch.setattr(module, "measure", measured)
-    monkeypatch.setattr(Evaluation, "_written", lambda self, write: ["bad plot <S_SEP> good film"])
-    monkeypatch.setattr(Evaluation, "_answers", lambda self, answer, samples: [])
+    monkeypatch.setattr(Evaluation, "_generate", lambda self, write: ["bad plot <S_SEP> good film"])
+    monkeypatch.setattr(Evaluation, "_outputs", lambda self, answer, samples: [])
     records = task.validation[pairs]
     evaluated = Evaluation(task.settings, task.renderer, records, ParallelContext.alone(), 2).run(
         Model(lambda batch: None, lambda contexts: [])

@@ -207,8 +207,8 @@ def test_requests_keep_their_order_in_every_batch(runs):
 def test_choices_of_one_token_are_one_document(runs, monkeypatch):
     harness = Harness(runs("blank_infilling"))
     documents = []
-    compute = harness._computed
-    monkeypatch.setattr(harness, "_computed", lambda batch: documents.append(len(batch)) or compute(batch))
+    compute = harness._score_batch
+    monkeypatch.setattr(harness, "_score_batch", lambda batch: documents.append(len(batch)) or compute(batch))
     harness.loglikelihood([("the dog", f" {word}") for word in ("fox", "dog", "lazy", "quick fox")])
     assert documents == [2]
 

@@ -68,7 +68,7 @@ def test_a_head_on_the_feature_is_all_that_trains(run, tmp_path):
     (measured,) = evaluate(best, {}, 8).files.values()
     assert [str(int(number)) for number in classes.argmax(1)] == measured.predictions
     (of_file,) = json.loads((tmp_path / "out/results.json").read_text())["files"].values()
-    assert of_file["mean"]["accuracy"] == measured.measured["accuracy"]
+    assert of_file["mean"]["accuracy"] == measured.metrics["accuracy"]
 
 
 def test_all_parameters_learn_the_task(run, tmp_path):
@@ -77,7 +77,7 @@ def test_all_parameters_learn_the_task(run, tmp_path):
     layer = "layers.0.attention.dense.weight"
     assert not torch.equal(found[layer], weights[f"encoder.{layer}"])
     (measured,) = evaluate(best, {}, 8).files.values()
-    assert measured.measured["accuracy"] >= 0.85
+    assert measured.metrics["accuracy"] >= 0.85
 
 
 def test_few_labels_are_drawn_by_the_seed(run, tmp_path):

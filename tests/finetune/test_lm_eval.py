@@ -129,7 +129,7 @@ def ask(monkeypatch, tmp_path, run, tasks, names, *options):
 def measured(run, file, **task):
     section = {"name": "own", "sequence_length": LENGTH, "stride": STRIDE, "validation": [file], **task}
     (found,) = evaluate(run, {"task": section}, 5).files.values()
-    return found.measured
+    return found.metrics
 
 
 def test_a_table_and_remarks_are_printed(runs, tasks, tmp_path, monkeypatch, capsys):

@@ -228,8 +228,8 @@ def test_a_metric_of_a_kind_is_that_of_a_reference_or_refused_at_the_start(kind,
     made, given, answers, expected = kind()
     task = made.inputs.config
     writes = task.writes_text
-    monkeypatch.setattr(Evaluation, "_answers", lambda self, *_: [] if writes else answers)
-    monkeypatch.setattr(Evaluation, "_written", lambda self, write: answers)
+    monkeypatch.setattr(Evaluation, "_outputs", lambda self, *_: [] if writes else answers)
+    monkeypatch.setattr(Evaluation, "_generate", lambda self, write: answers)
     for metric in METRICS:
         positive = task.positive if metric in WITH_POSITIVE else None
         negative = "no" if metric == "micro_f1" and metric in expected else None
@@ -243,7 +243,7 @@ def test_a_metric_of_a_kind_is_that_of_a_reference_or_refused_at_the_start(kind,
         check_metrics(config, made.prediction_type, made.labels)
         evaluation = Evaluation(config, made, given, ParallelContext.alone(), 8)
         write = (lambda contexts: []) if writes else None
-        measured = evaluation.run(Model(lambda batch: None, write)).measured
+        measured = evaluation.run(Model(lambda batch: None, write)).metrics
         assert measured[metric] == pytest.approx(expected[metric]), metric
 
 
@@ -252,7 +252,7 @@ def test_a_metric_of_a_kind_is_that_of_a_reference_or_refused_at_the_start(kind,
 )
 def test_predictions_come_with_the_share_of_each_class(kind, monkeypatch, tmp_path):
     made, given, answers, _ = kind()
-    monkeypatch.setattr(Evaluation, "_answers", lambda *_: answers)
+    monkeypatch.setattr(Evaluation, "_outputs", lambda *_: answers)
     config = dataclasses.replace(made.inputs.config, metrics=())
     found = Evaluation(config, made, given, ParallelContext.alone(), 8).run(Model(lambda batch: None))
     write_file_predictions(tmp_path, config, {"data": found}, "--output")
@@ -343,7 +343,7 @@ def test_questions_without_an_answer_choose_their_metrics_or_are_refused_at_the_
         zeros = torch.zeros(
             sum(len(part.positions) for sample in evaluation._samples for part in sample.target_groups), 2
         )
-        measured = evaluation.run(Model(lambda batch, zeros=zeros: (zeros, zeros[:, 0]))).measured
+        measured = evaluation.run(Model(lambda batch, zeros=zeros: (zeros, zeros[:, 0]))).metrics
         assert set(measured) == set(expected)
     with pytest.raises(ConfigError, match=r"names answer_em, but the files have questions without an answer"):
         write_lines(tmp_path / "task" / "validation.jsonl", lines)

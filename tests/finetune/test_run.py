@@ -25,7 +25,7 @@ from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.finetune import run as run_module
 from megatron_lite.finetune.evaluation import Evaluation, Model
 from megatron_lite.finetune.metric_keeper import TaskMetricKeeper
-from megatron_lite.finetune.run import finetune, loss_of_guess, warn_of_export, warn_of_little_progress
+from megatron_lite.finetune.run import finetune, guess_loss, warn_of_export, warn_of_little_progress
 from megatron_lite.finetune.setup import check_output
 from megatron_lite.hf.published.heads import transformers_class_name
 from megatron_lite.hf.published.systems import SYSTEMS_BY_NAME
@@ -260,8 +260,8 @@ def test_training_ends_when_no_better_score_comes(tmp_path, caplog):
     (said,) = [record.message for record in caplog.records if hardly in record.message]
     assert "optimizer.lr is 1e-12; small models need 1e-4 to 3e-3" in said
     shares = [sum(record.label == label for record in task.train) / 32 for label in ("0", "1")]
-    assert loss_of_guess(task) == pytest.approx(-sum(share * math.log(share) for share in shares))
-    assert loss_of_guess(task_of(files, tmp_path / "out", "finetune.lm_weight=0.1")) == 0.0
+    assert guess_loss(task) == pytest.approx(-sum(share * math.log(share) for share in shares))
+    assert guess_loss(task_of(files, tmp_path / "out", "finetune.lm_weight=0.1")) == 0.0
     caplog.clear()
     learn(files, tmp_path / "learnt", "finetune.epochs=12", "run.log_interval=1")
     warn_of_little_progress(task, tmp_path / "learnt/seed_1234")

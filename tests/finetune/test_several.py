@@ -195,7 +195,7 @@ def test_a_run_on_one_task_and_an_evaluation_take_the_head_of_that_name(files, t
         section = read_yaml(one[1])
         measured = evaluate(saved.path, {"task": section["task"]}, 8, device=torch.device("cpu"))
         alone = evaluate(tuned.path, {}, 8, device=torch.device("cpu"))
-        assert [f.measured for f in measured.files.values()] == [f.measured for f in alone.files.values()]
+        assert [f.metrics for f in measured.files.values()] == [f.metrics for f in alone.files.values()]
     with pytest.raises(
         CheckpointError,
         match=r"has heads of several tasks; tune it on one \(scripts/finetune\.py --task FILE",

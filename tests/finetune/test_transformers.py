@@ -26,7 +26,7 @@ from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.glm.modeling_glm import GLMForMultipleChoice, GLMForSequenceClassification
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published.heads import TASK_CLASSES
-from megatron_lite.hf.published.proof import encoder_decoder_inputs, in_rows
+from megatron_lite.hf.published.proof import encoder_decoder_inputs, scatter_targets
 from megatron_lite.inference.open_run import load_run
 from megatron_lite.metrics.records import read_metrics
 
@@ -137,7 +137,7 @@ def of_choices(model, samples):
 def of_targets(model, samples):
     fields, _ = collate(samples)
     tensors = torch.from_numpy(fields.astype(np.int64))
-    logits = in_rows(model(**encoder_decoder_inputs(fields)).logits, fields)
+    logits = scatter_targets(model(**encoder_decoder_inputs(fields)).logits, fields)
     rows = torch.from_numpy(fields[:, WEIGHTS] != 0)
     return F.cross_entropy(logits[rows], tensors[:, TARGETS][rows], label_smoothing=0.1)
 

@@ -19,6 +19,7 @@ from data_utils.common.settings import merge
 from megatron_lite.checkpoint.manifest import write_manifest
 from megatron_lite.checkpoint.trainer_state import TrainerState
 from megatron_lite.checkpoint.write import save_checkpoint
+from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.model import BLOCK_POSITIONS
 from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.engine.plain import make_engine
@@ -27,7 +28,10 @@ from megatron_lite.hf.files.config_json import by_transformers
 from megatron_lite.hf.files.weights import new_directory, open_directory
 from megatron_lite.hf.glm import proof
 from megatron_lite.hf.glm.modeling_glm import GLMForBlankInfilling
+from megatron_lite.hf.glm.pipeline_glm import BlankInfillingPipeline
+from megatron_lite.hf.glm.tokenizer_files import exported_tokenizer
 from megatron_lite.hf.importing import import_directory
+from megatron_lite.inference.filling import BlankFiller
 from megatron_lite.inference.open_run import load_run
 
 # Processes and layout of the run that saved the checkpoint: all with TP x PP up to 4, a few of them always.
@@ -98,7 +102,7 @@ def test_gelu_is_part_of_the_model(vocabulary, tmp_path, gelu):
     with by_transformers(tmp_path / "export"):
         swapped = GLMForBlankInfilling.from_pretrained(tmp_path / "export").eval()
     with torch.no_grad():
-        logits = swapped(**proof.inputs_of(batch), use_cache=False).logits
+        logits = swapped(**proof.class_inputs(batch), use_cache=False).logits
     model = load_run(tmp_path / "run").model
     assert (logits - proof.training_logits(model, batch)).abs().max() > 1e-4  # the setting is not idle
 
@@ -225,7 +229,7 @@ sys.path[:0] = [{root!r}, {tests!r}]
 from support.hf_runs import settings_of, tree, make_config
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory
-from megatron_lite.hf.importing import write_training_checkpoint
+from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.files.weights import Weights
 from megatron_lite.model.flops import parameter_shapes
 
@@ -290,3 +294,19 @@ def test_a_directory_of_ones_own_called_partial_is_left_alone(tmp_path):
     with new_directory(tmp_path / "out") as directory:
         (directory / "whole").touch()
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["notes.txt", "out", "out.partial", "whole"]
+
+
+def test_the_pipeline_fills_a_blank_after_a_span_of_all_block_positions(run, exports):
+    """As BlankFiller does: the last token of a span that is cut there has no position."""
+    directory, text = exports / "huggingface", "word1 [MASK] word2 [MASK] ."
+    model = GLMForBlankInfilling.from_pretrained(directory).eval()
+    longest = model.config.max_position
+    opened = load_run(run)
+    fast = exported_tokenizer(opened.tokenizer, directory)
+    pipeline = BlankInfillingPipeline(model=model, tokenizer=fast)
+    filled = pipeline(text, max_new_tokens=longest, min_new_tokens=longest - 1)
+    filler = BlankFiller(
+        opened.model, opened.tokenizer.special, GenerationConfig(max_length=longest, min_length=longest - 1)
+    )
+    spans = filler.fill(filler.context(opened.tokenizer.encode_with_specials(text)))
+    assert filled["span_ids"] == spans and len(spans[0]) == longest

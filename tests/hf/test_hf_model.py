@@ -12,6 +12,7 @@ from data_utils.common.errors import CheckpointError
 from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.config.model import BLOCK_POSITIONS
 from megatron_lite.hf.export import generation_config, glm_config
+from megatron_lite.hf.files import proof as comparison
 from megatron_lite.hf.glm import proof
 from megatron_lite.hf.glm.modeling_glm import (
     GLMForBlankInfilling,
@@ -462,5 +463,5 @@ def test_a_wrong_weight_fails_the_proof(made, module):
         actual = expected.clone()
         actual[0, 0, 0] += 1e-3 if module == "modeling" else float("nan")
     with pytest.raises(CheckpointError, match="does not compute what its source computes"):
-        proof.compare(actual, expected).require(proof.TOLERANCE, "this export")
-    proof.compare(expected, expected).require(proof.TOLERANCE, "this export")
+        comparison.compare(actual, expected).require(comparison.TOLERANCE, "this export")
+    comparison.compare(expected, expected).require(comparison.TOLERANCE, "this export")

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from data_utils.common.errors import CheckpointError
 from megatron_lite.hf import export, importing
 from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.hf.glm import proof
+from megatron_lite.hf.files import proof
 from megatron_lite.hf.glm.modeling_glm import GLMModel
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published import runs as published_runs

@@ -22,11 +22,11 @@ from data_utils.common.batch_fields import (
 from data_utils.common.settings import build
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.files.weights import Weights
-from megatron_lite.hf.published.proof import in_rows, our_output, proof_batch, their_output
+from megatron_lite.hf.published.proof import our_output, proof_batch, scatter_targets, their_output
 from megatron_lite.hf.published.read_config import field_of
 from megatron_lite.hf.published.segment_memory import read_segment
 from megatron_lite.hf.published.source import open_published
-from megatron_lite.hf.published.tensor_map import kept_rows, to_ours, to_theirs
+from megatron_lite.hf.published.tensor_map import skipped_rows, to_ours, to_theirs
 from megatron_lite.hf.published.write_config import hf_config
 from megatron_lite.model.attention_backends.layout import allowed
 from megatron_lite.model.batch import Batch
@@ -70,7 +70,7 @@ def test_logits_and_gradients_are_those_of_the_class(both):
     out = their_output(theirs, config, batch)
     expected = out["logits"] if "logits" in out else out["prediction_logits"]
     if config.decoder_layers:
-        expected = in_rows(expected, batch)
+        expected = scatter_targets(expected, batch)
         real &= torch.from_numpy(batch[:, ORD] > 0)
     pairs = [(logits[real], expected[real])]
     for name in ("seq_relationship_logits", "sop_logits"):
@@ -111,7 +111,7 @@ def test_their_tensors_come_back_bit_equal(both, tmp_path):
         {name: to_ours(source.theirs, source.mappings).shapes[name] for name in named},
         lambda name: named[name].detach()[: to_ours(source.theirs, source.mappings).shapes[name][0]],
     )
-    kept = dict(kept_rows(source.theirs, source.mappings))
+    kept = dict(skipped_rows(source.theirs, source.mappings))
     rows = Weights({name: tuple(x.shape) for name, x in kept.items()}, kept.__getitem__)
     back = to_theirs(ours, source.mappings, rows, source.system)
     original = load_file(source.path / "model.safetensors")

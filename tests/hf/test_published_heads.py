@@ -13,8 +13,8 @@ from data_utils.common.errors import CheckpointError, ConfigError
 from data_utils.common.settings import build, merge
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.export import ExportOptions, export_run
+from megatron_lite.hf.files import proof
 from megatron_lite.hf.files.weights import TRAINING_JSON
-from megatron_lite.hf.glm import proof
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published.heads import OTHER_HEADS, TASK_CLASSES
 from megatron_lite.hf.published.proof import ask
@@ -118,7 +118,7 @@ def test_a_body_without_a_head_is_an_encoder(tmp_path, case):
     save_file(before, tmp_path / "ours/model.safetensors", {"format": "pt"})
     (states,) = ask(tmp_path / "ours", "DebertaV2Model", config)
     with torch.no_grad():
-        found = proof.compare(states.answer(run.model), states.expected)
+        found = proof.compare(states.compute(run.model), states.expected)
     assert states.name == "hidden states" and found.largest_difference > 0.1
 
 
@@ -140,7 +140,7 @@ def test_a_wrong_head_fails_the_proof(tmp_path):
     model = load_run(tmp_path / "run").model
     (head,) = ask(tmp_path / "theirs", "BertForSequenceClassification", model.config)
     with torch.no_grad():
-        found = proof.compare(head.answer(model), head.expected)
+        found = proof.compare(head.compute(model), head.expected)
     assert head.name == "head" and found.largest_difference == pytest.approx(0.01, rel=1e-3)
 
 

@@ -14,7 +14,7 @@ from data_utils.common.errors import CheckpointError
 from data_utils.common.settings import build
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.files.system_table import ROTATE_HALF, SAME
-from megatron_lite.hf.published.proof import our_output, text_rows
+from megatron_lite.hf.published.proof import our_output, texts_to_batch
 from megatron_lite.hf.published.source import open_published
 from megatron_lite.hf.published.systems import published_system
 from megatron_lite.hf.published.tensor_map import tensor_mappings, to_ours
@@ -65,7 +65,7 @@ def test_documents_packed_in_a_row_are_each_alone(case, tmp_path):
         parameter[: len(weights.read(name))] = weights.read(name)
     rng = np.random.default_rng(0)
     texts = [rng.integers(4, 97, length).astype(np.int32) for length in (71, 30, 9)]
-    batch = text_rows(model.config, [np.concatenate(texts)])
+    batch = texts_to_batch(model.config, [np.concatenate(texts)])
     ends = np.cumsum([len(text) for text in texts])
     for document, (text, end) in enumerate(zip(texts, ends, strict=True)):
         places = slice(end - len(text), end)

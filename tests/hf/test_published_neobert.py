@@ -16,7 +16,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.export import ExportOptions, export_run
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published.neobert import _BY_HEAD as BY_HEAD
-from megatron_lite.hf.published.proof import our_output, text_rows
+from megatron_lite.hf.published.proof import our_output, texts_to_batch
 from megatron_lite.hf.published.source import open_published
 from megatron_lite.hf.published.write_config import hf_config
 from megatron_lite.inference.open_run import load_run
@@ -114,7 +114,7 @@ def test_a_new_run_goes_to_its_layout(tmp_path):
     theirs = NeoBERTLMHead.from_pretrained(tmp_path / "export").eval()
     assert theirs.config.pad_token_id == run.tokenizer.special.pad
     texts = [torch.arange(5, 45).numpy(), torch.arange(20, 29).numpy()]
-    _, ours = our_output(run.model, text_rows(config, texts))
+    _, ours = our_output(run.model, texts_to_batch(config, texts))
     for logits, text in zip(ours, texts, strict=True):
         expected = theirs(torch.from_numpy(text)[None]).logits[0]
         assert (logits[: len(text)] - expected).abs().max() <= 1e-5 * max(1.0, expected.abs().max())

@@ -12,7 +12,7 @@ from support.released_facts import RELEASED, write_released
 
 from data_utils.common.errors import CheckpointError, ConfigError
 from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.hf.glm.proof import compare
+from megatron_lite.hf.files.proof import compare
 from megatron_lite.hf.importing import import_directory
 from megatron_lite.hf.published.proof import ask
 from megatron_lite.hf.published.source import open_published
@@ -132,7 +132,7 @@ def test_a_wrong_body_fails_its_proof(tmp_path):
     rewrite(tmp_path / "theirs", lambda state: state | {name: state[name] + 0.1 * torch.eye(48)[0]})
     (states,) = ask(tmp_path / "theirs", "BertModel", model.config, source=source)
     with torch.no_grad():
-        found = compare(states.answer(model), states.expected)
+        found = compare(states.compute(model), states.expected)
     assert states.name == "hidden states" and not found.holds(1e-5)
 
 

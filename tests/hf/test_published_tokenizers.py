@@ -16,8 +16,8 @@ from data_utils.common.settings import build
 from data_utils.tokenizers.tokenizer import TokenizerConfig, load_tokenizer
 from megatron_lite.hf.files.tokenizer_proof import awkward_texts, load_theirs, prove_exported, tokenizer_proof
 from megatron_lite.hf.published.tokenizers import (
-    brought_tokenizer,
     copy_tokenizer_files,
+    import_tokenizer,
     require_same_ids,
     write_tokenizer,
 )
@@ -69,7 +69,7 @@ def brought(directory, **options):
     kept.mkdir()
     shutil.copyfile(directory / "config.json", kept / "config.json")
     copy_tokenizer_files(directory, kept)
-    section = brought_tokenizer(directory, kept, {"added_tokens": "none", **options})
+    section = import_tokenizer(directory, kept, {"added_tokens": "none", **options})
     return load_tokenizer(build(TokenizerConfig, section))
 
 

@@ -228,6 +228,31 @@ def test_beams_continue_from_the_chosen_span(model):
     assert len(wide) == 2
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("positions", ["learned_blocks", "rotary"])
+def test_no_two_tokens_share_the_last_block_position(positions):
+    """A span that is cut where block positions end has none for its last token, which later blanks then do not see."""
+    config = ModelConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=40, max_position=7, init_std=0.5,
+        positions=positions,
+    )  # fmt: skip
+    model = GLM(config).eval()
+    initialize_parameters(model.named_parameters(), config, 3)
+    filler = BlankFiller(model, SPECIAL, GenerationConfig(max_length=9, min_length=8))
+    first, second = filler.hypotheses([CONTEXT])[0]
+    assert len(first[0].tokens) == len(second[0].tokens) == 7 and not first[0].ended
+    spans = [(3, first[0].tokens[:6]), (5, second[0].tokens[:6])]
+    expected = uncached_logits(model, CONTEXT, spans).split(7)
+    banned = [*filler.search.banned, SPECIAL.eop, SPECIAL.eos]
+    free = [logits.index_fill(1, torch.tensor(banned), float("-inf")) for logits in expected]
+    assert [logits.argmax(1).tolist() for logits in free] == [first[0].tokens, second[0].tokens]
+    replay = filler.replay(CONTEXT, [first[0], second[0]])
+    for logits, wanted in zip(replay.logits, expected, strict=True):
+        torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+    queries, keys = replay.shown["encoder"]
+    assert len(queries) == len(keys) == len(CONTEXT) + 2 * 7 and queries[-1].predicts
+
+
 def test_sampling_is_reproducible_and_obeys_top_k_and_top_p(model):
     def draws(**options):
         config = GenerationConfig(strategy="sample", max_length=8, temperature=2.0, **options)

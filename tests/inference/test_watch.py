@@ -55,7 +55,7 @@ def gathered(run, part, layer, replay):
     def note(module, inputs):
         _, context, number = inputs
         assert isinstance(context.plan, CachedPlan)
-        places["first"] = context.plan.kept[number].shape[1] if number in context.plan.kept else 0
+        places["first"] = context.plan.cached[number].shape[1] if number in context.plan.cached else 0
 
     def replace(module, inputs, output):
         first = 0 if part == "cross" else places["first"]

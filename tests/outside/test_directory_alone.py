@@ -15,10 +15,10 @@ from support.alone import CASES, TEXTS, Case, answers, logits_of_inputs, wordpie
 
 from data_utils.common.errors import CheckpointError
 from megatron_lite.hf.export import ExportOptions, export_run
-from megatron_lite.hf.glm.proof import prove
+from megatron_lite.hf.files.proof import prove
 from megatron_lite.hf.published.heads import transformers_class_name
 from megatron_lite.hf.published.proof import ask
-from megatron_lite.hf.published.runs import trained_layout
+from megatron_lite.hf.published.runs import trained_template
 from megatron_lite.hf.published.systems import published_system
 from megatron_lite.inference.open_run import load_run
 
@@ -239,7 +239,7 @@ def test_a_mistake_of_an_export_is_noticed_alone_and_by_the_proof(found, name):
         require_right(*cases[name])
     reference, case = cases[name][0], PLANTED[name][0]
     run = load_run((root / cases[case][0]["directory"]).with_name("run"))
-    layout = trained_layout(run)
+    layout = trained_template(run)
     start = None if layout is None else layout.start[0]
     class_name = transformers_class_name(published_system(run.config.model), run.config.model)
     with pytest.raises((CheckpointError, ValueError), match=r"does not compute|decoder_start_token_id"):

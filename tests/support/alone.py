@@ -29,7 +29,7 @@ from megatron_lite.config.model import BLOCK_POSITIONS
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
 from megatron_lite.hf.files.weights import Weights
-from megatron_lite.hf.published.proof import our_output, text_rows
+from megatron_lite.hf.published.proof import our_output, texts_to_batch
 from megatron_lite.inference.decoders import make_decoder
 from megatron_lite.inference.filling import BlankFiller, blank_context
 from megatron_lite.inference.open_run import Run, load_run
@@ -251,7 +251,7 @@ def answers(case: Case, run: Run) -> tuple[dict[str, Any], torch.Tensor | None]:
         special = run.tokenizer.special
         before, after = (run.tokenizer.encode(text) for text in MASKED.split("{}"))
         ids = [special.cls, *before, special.mask, *after, special.sep]
-        batch = text_rows(run.config.model, [np.array(ids)])
+        batch = texts_to_batch(run.config.model, [np.array(ids)])
         batch[:, OBJECTIVE] = OBJECTIVES[case.objective].losses[0].number
         of_mask = our_output(run.model, batch)[1][0, 1 + len(before)]
         reference |= {
@@ -282,7 +282,7 @@ def answers(case: Case, run: Run) -> tuple[dict[str, Any], torch.Tensor | None]:
 
 def _best_after(run: Run, text: list[int]) -> int:
     """The likeliest token after a text, by a query that sees all of it."""
-    batch = text_rows(run.config.model, [np.array([*text, run.tokenizer.special.mask])])
+    batch = texts_to_batch(run.config.model, [np.array([*text, run.tokenizer.special.mask])])
     batch[:, ORD, -1] = -1
     return int(our_output(run.model, batch)[1][0, -1].argmax())
 
@@ -294,7 +294,7 @@ def logits_of_inputs(run: Run, ids: list[int], segments: list[int] | None, start
     Args: segments: of its tokens. start: what a decoder reads; its one row is what is asked for.
     """
     targets = None if start is None else [np.array([start])]
-    batch = text_rows(run.config.model, [np.array(ids)], targets)
+    batch = texts_to_batch(run.config.model, [np.array(ids)], targets)
     if segments is not None:
         batch[0, SEGMENT_IDS, : len(ids)] = segments
     batch[:, OBJECTIVE] = OBJECTIVES[run.config.objective_choices[0].name].losses[0].number

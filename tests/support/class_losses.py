@@ -22,7 +22,7 @@ from data_utils.common.batch_fields import (
     WEIGHTS,
 )
 from data_utils.objectives import LOSSES
-from megatron_lite.hf.published.proof import encoder_decoder_inputs, in_rows, padded
+from megatron_lite.hf.published.proof import encoder_decoder_inputs, pad_texts, scatter_targets
 from megatron_lite.hf.published.systems import PUBLISHED
 from megatron_lite.model.attention_backends.layout import allowed
 from support.published import xlnet_logits
@@ -77,7 +77,7 @@ def outputs(model, fields):
     """Logits of a batch in the places of its tokens [B, S, V], and the inputs of the class."""
     if model.config.is_encoder_decoder:
         inputs = encoder_decoder_inputs(fields)
-        return in_rows(model(**inputs).logits, fields), inputs
+        return scatter_targets(model(**inputs).logits, fields), inputs
     if "perm_mask" in inspect.signature(model.forward).parameters:
         return xlnet_logits(model, fields)[0], {}
     if hasattr(model.config, "position_buckets"):
@@ -104,7 +104,7 @@ def documents_alone(model, fields):
         for row, documents in enumerate(fields[:, DOC])
         for number in set(documents[documents >= 0])
     ]
-    ids, mask = padded([fields[row, TOKENS, places] for row, places in texts], 0, "right")
+    ids, mask = pad_texts([fields[row, TOKENS, places] for row, places in texts], 0, "right")
     logits = model(input_ids=ids, attention_mask=mask).logits
     whole = logits.new_zeros(*fields[:, DOC].shape, logits.shape[-1])
     for (row, places), found in zip(texts, logits, strict=True):

@@ -39,8 +39,8 @@ _OTHER_WEIGHTS = {
 _ADAPTER = "adapter_config.json"
 
 
-class _Every(TypedDict, total=False):
-    """Fields of config.json that are read whatever the model is."""
+class _AnyModel(TypedDict, total=False):
+    """Fields of config.json that are checked whatever the model is."""
 
     model_type: str
     architectures: list[str] | None
@@ -102,7 +102,7 @@ def by_transformers(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without the reports of transformers, which stand among the lines of a command: what matters of them is said."""
+    """Context without the reports of transformers, which would stand among the lines of a command."""
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
@@ -111,7 +111,7 @@ def quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(level)
 
 
-def read_described(directory: Path) -> dict[str, Any]:
+def read_config_json(directory: Path) -> dict[str, Any]:
     """config.json of a directory of weights. Raises: CheckpointError for what no import takes."""
     _require_files(directory)
     if (directory / _ADAPTER).exists():
@@ -120,65 +120,66 @@ def read_described(directory: Path) -> dict[str, Any]:
             "merge_and_unload), and import what save_pretrained then writes."
         )
     path = directory / CONFIG_JSON
-    described = read_json(path)
+    config_json = read_json(path)
     for name, reason in _OTHER_WEIGHTS.items():
-        if described.get(name) is not None:
+        if config_json.get(name) is not None:
             raise CheckpointError(f"{path} has {name}; {reason}.")
-    _conformed(path, described, _Every)
-    return described
+    _conformed(path, config_json, _AnyModel)
+    return config_json
 
 
-def write_config(directory: Path, described: PretrainedConfig, former: Mapping[str, Any]) -> None:
+def write_config(directory: Path, class_config: PretrainedConfig, former: Mapping[str, Any]) -> None:
     """Write config.json, with `former`, the fields that other versions of transformers read."""
-    described.save_pretrained(directory)
+    class_config.save_pretrained(directory)
     values = read_json(directory / CONFIG_JSON)
     values |= {**former, "torch_dtype": values["dtype"]}  # its name to 4.55
     write_json(directory / CONFIG_JSON, dict(sorted(values.items())))
 
 
-def own_layout(path: Path, described: Mapping[str, Any]) -> dict[str, Any]:
+def own_layout(path: Path, config_json: Mapping[str, Any]) -> dict[str, Any]:
     """The section `model` of GLM in our layout, and `vocab_size`. Raises: CheckpointError."""
-    found = _conformed(path / CONFIG_JSON, described, OwnLayout)
-    return {**{k: v for k, v in found.items() if k != "gelu"}, "activation": f"gelu_{found['gelu']}"}
+    fields = _conformed(path / CONFIG_JSON, config_json, OwnLayout)
+    return {**{k: v for k, v in fields.items() if k != "gelu"}, "activation": f"gelu_{fields['gelu']}"}
 
 
-def released_layout(path: Path, described: Mapping[str, Any]) -> dict[str, Any]:
+def released_layout(path: Path, config_json: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a released GLM by their names. Raises: CheckpointError."""
-    return _conformed(path / CONFIG_JSON, described, _ReleasedLayout)
+    return _conformed(path / CONFIG_JSON, config_json, _ReleasedLayout)
 
 
-def check_fields(path: Path, described: Mapping[str, Any], system: PublishedSystem) -> None:
+def check_fields(path: Path, config_json: Mapping[str, Any], system: PublishedSystem) -> None:
     """Raise CheckpointError for a field of a published system that is not of the type of its setting."""
     hints, shape = keys_of(ModelConfig), {}
     for entry in system.fields:
         outer, _, inner = entry.theirs.partition(".")
-        kind = hints[entry.ours][0] if entry.names is None else type(next(iter(entry.names)))
-        kind = kind if entry.reads is None else Any
-        shape[outer] = dict[str, Any] | None if inner else kind
-    _conformed(path / CONFIG_JSON, described, TypedDict(f"_{system.model_type}", shape, total=False))  # type: ignore[operator]
+        field_type = hints[entry.ours][0] if entry.names is None else type(next(iter(entry.names)))
+        field_type = field_type if entry.reads is None else Any
+        shape[outer] = dict[str, Any] | None if inner else field_type
+    _conformed(path / CONFIG_JSON, config_json, TypedDict(f"_{system.model_type}", shape, total=False))  # type: ignore[operator]
 
 
 def check_sizes(path: Path, settings: Mapping[str, Any], weights: Weights, file: str = CONFIG_JSON) -> None:
-    """Raise CheckpointError for sizes beyond all tensors, before a model of such sizes is described.
+    """Raise CheckpointError for sizes beyond all tensors, before a model of such sizes is made.
 
     Args: settings: of the section `model`, from the file of this name.
     """
     largest = max((size for shape in weights.shapes.values() for size in shape), default=0)
-    most = {"max_position": MAX_POSITION}  # rotary positions have no table; rows of tables are compared later
-    blocks = (
-        0 if settings.get("system") == "albert" else settings.get("num_layers", 0)
-    )  # whose blocks are one
+    limits = {
+        "max_position": MAX_POSITION
+    }  # rotary positions have no table; rows of tables are compared later
+    # ALBERT's layers are one block.
+    blocks = 0 if settings.get("system") == "albert" else settings.get("num_layers", 0)
     if blocks + settings.get("decoder_layers", 0) > len(weights.shapes):
         raise CheckpointError(
             f"{path / file} says {blocks + settings.get('decoder_layers', 0)} layers, but the weights have "
             f"{len(weights.shapes)} tensors in all; fetch both again."
         )
     for name, value in settings.items():
-        limit = most.get(name, max(largest, len(weights.shapes)))
+        limit = limits.get(name, max(largest, len(weights.shapes)))
         if isinstance(value, int) and value > limit:
             raise CheckpointError(
                 f"{path / file} gives model.{name} {shown(value)}; with these weights it can be {limit} at "
-                "most. Fetch both again."
+                "limits. Fetch both again."
             )
 
 
@@ -189,8 +190,8 @@ def _require_files(directory: Path) -> None:
             raise CheckpointError(f"{path} is not a regular file; fetch the directory again.")
 
 
-def _conformed(path: Path, described: Mapping[str, Any], shape: Any) -> dict[str, Any]:
+def _conformed(path: Path, config_json: Mapping[str, Any], shape: Any) -> dict[str, Any]:
     try:
-        return conform(dict(described), shape)
+        return conform(dict(config_json), shape)
     except ValueError as error:
         raise CheckpointError(f"{path} {error}; fetch it again, or correct it.") from None

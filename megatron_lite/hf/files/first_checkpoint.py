@@ -1,4 +1,4 @@
-"""Writes the checkpoint of step 0 of a run that starts from imported weights."""
+"""Writes a run that starts from imported weights: its config.yaml, and its checkpoint of step 0."""
 
 from __future__ import annotations
 
@@ -7,16 +7,29 @@ from dataclasses import astuple
 from pathlib import Path
 
 import torch
+import yaml
 
 from data_utils.common.errors import CheckpointError
 from data_utils.common.progress import progress_bar
 from data_utils.common.settings import to_tree
-from megatron_lite.checkpoint.manifest import ADAM_STATE, manifest_header, write_manifest
+from megatron_lite.checkpoint.manifest import ADAM_STATE, checkpoint_name, manifest_header, write_manifest
 from megatron_lite.checkpoint.shard_slices import ShardSlice, matrix_shape
 from megatron_lite.checkpoint.tensor_files import write_tensors
 from megatron_lite.checkpoint.trainer_state import TrainerState
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.files.weights import METADATA, Weights
+
+
+def write_imported_run(directory: Path, weights: Weights, config: Config) -> Path:
+    """Write config.yaml and the checkpoint of step 0. Raises: CheckpointError, see `write_training_checkpoint`.
+
+    Returns: the directory of the checkpoint.
+    """
+    checkpoint = directory / "checkpoints" / checkpoint_name(0)
+    write_training_checkpoint(checkpoint, weights, config)
+    text = yaml.safe_dump(to_tree(config), sort_keys=False)
+    (directory / "config.yaml").write_text(text, encoding="utf-8")
+    return checkpoint
 
 
 def write_training_checkpoint(path: Path, weights: Weights, config: Config) -> None:

@@ -8,6 +8,7 @@ directions: a setting that is not in it is neither exported nor imported.
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import typing
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,7 @@ from data_utils.objectives import OBJECTIVES
 from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.files.weights import TRAINING_JSON, read_json
+from megatron_lite.inference.open_run import OpenRun
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +87,20 @@ def tokenizer_options(tokenizer: Tokenizer) -> dict[str, Any]:
         **{key: options[key] for key in _numbers_and_choices(TokenizerConfig)},
         "fingerprint": tokenizer.fingerprint,
     }
+
+
+def write_recipe(directory: Path, run: OpenRun) -> None:
+    """Write training.json, which an import reads."""
+    described = {
+        "format": FORMAT,
+        "step": run.checkpoint.step,
+        "config": portable_recipe(run.config),
+        "tokenizer": tokenizer_options(run.tokenizer),
+        "state": {key: value for key, value in run.checkpoint.state.items() if key != "config"},
+    }
+    if run.config.decoder is not None:
+        described["decoder_tokenizer"] = tokenizer_options(run.decoder_tokenizer or run.tokenizer)
+    (directory / TRAINING_JSON).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
 
 
 def read_recipe(directory: Path) -> Recorded:

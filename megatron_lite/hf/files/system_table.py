@@ -20,55 +20,60 @@ from megatron_lite.config.model import ModelConfig
 
 @dataclass(frozen=True)
 class WeightTransform:
-    """Converts one tensor in both directions. Args of both functions: a tensor, and the model's configuration."""
+    """Converts a tensor in both directions. Both functions take the tensor and our model's configuration."""
 
     to_ours: Callable[[torch.Tensor, ModelConfig], torch.Tensor]
     to_theirs: Callable[[torch.Tensor, ModelConfig], torch.Tensor]
     applies_to_bias: bool = False  # whether it permutes output features, which biases follow
 
 
-def _heads_apart(x: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+def _split_heads(x: torch.Tensor, config: ModelConfig) -> torch.Tensor:
     return x.unflatten(1, (config.num_attention_heads, -1))
 
 
-def _paired(x: torch.Tensor, config: ModelConfig, shape: tuple[int, int]) -> torch.Tensor:
-    """Rows of heads, [n d, ...], whose turned features are in another order. Args: shape: in which theirs are read."""
-    turned, rest = x.unflatten(0, (-1, config.head_size)).tensor_split([config.rotary_size], dim=1)
-    turned = turned.unflatten(1, shape).transpose(1, 2).flatten(1, 2)
-    return torch.cat([turned, rest], dim=1).flatten(0, 1)
+def _reorder_rotary(x: torch.Tensor, config: ModelConfig, shape: tuple[int, int]) -> torch.Tensor:
+    """Reorder the rotary features of each head.
+
+    Args: x: [n d, ...]. shape: in which the features of `x` are read before they are transposed, (2, -1) or (-1, 2).
+    """
+    rotary, rest = x.unflatten(0, (-1, config.head_size)).tensor_split([config.rotary_size], dim=1)
+    rotary = rotary.unflatten(1, shape).transpose(1, 2).flatten(1, 2)
+    return torch.cat([rotary, rest], dim=1).flatten(0, 1)
 
 
 SAME = WeightTransform(lambda x, _: x, lambda x, _: x)
 TRANSPOSED = WeightTransform(lambda x, _: x.T, lambda x, _: x.T)  # [in, out]
 INTO_HEADS = WeightTransform(
-    lambda x, _: x.flatten(1).T, lambda x, config: _heads_apart(x.T, config)
+    lambda x, _: x.flatten(1).T, lambda x, config: _split_heads(x.T, config)
 )  # [D, H, d]
-OUT_OF_HEADS = WeightTransform(lambda x, _: x.flatten(1), _heads_apart)  # [D, H, d]
+OUT_OF_HEADS = WeightTransform(lambda x, _: x.flatten(1), _split_heads)  # [D, H, d]
 HEADS_SECOND = WeightTransform(lambda x, _: x.transpose(0, 1), lambda x, _: x.transpose(0, 1))  # [n, H, d]
 FLATTENED = WeightTransform(lambda x, _: x.flatten(), lambda x, _: x.view(1, 1, -1))  # [1, 1, D]
-# Queries and keys whose rotary positions turn feature j with j + d / 2 ("rotate_half"); ours turn 2j with 2j + 1.
+# Their rotary positions rotate feature j with j + d / 2 ("rotate_half"), ours 2j with 2j + 1.
 ROTATE_HALF = WeightTransform(
-    lambda x, config: _paired(x, config, (2, -1)),
-    lambda x, config: _paired(x, config, (-1, 2)),
+    lambda x, config: _reorder_rotary(x, config, (2, -1)),
+    lambda x, config: _reorder_rotary(x, config, (-1, 2)),
     applies_to_bias=True,
 )
 
 
-def _rotated_qkv(x: torch.Tensor, config: ModelConfig, rotate: Callable[..., torch.Tensor]) -> torch.Tensor:
+def _reorder_rotary_qkv(
+    x: torch.Tensor, config: ModelConfig, rotate: Callable[..., torch.Tensor]
+) -> torch.Tensor:
     """Q|K|V in one tensor, [3 D, ...]: the order of rotary features changes in Q and K alone."""
     queries, keys, values = x.chunk(3)
     return torch.cat([rotate(queries, config), rotate(keys, config), values])
 
 
 ROTATE_HALF_QKV = WeightTransform(
-    lambda x, config: _rotated_qkv(x, config, ROTATE_HALF.to_ours),
-    lambda x, config: _rotated_qkv(x, config, ROTATE_HALF.to_theirs),
+    lambda x, config: _reorder_rotary_qkv(x, config, ROTATE_HALF.to_ours),
+    lambda x, config: _reorder_rotary_qkv(x, config, ROTATE_HALF.to_theirs),
 )
 
 
 @dataclass(frozen=True)
 class TensorRule:
-    """One line of the table: the modules of theirs that are one module of ours.
+    """One line of the table: their modules that are one of our modules.
 
     "{i}" in a name stands for the number of a layer. Decoders have "{d}" in our name: the number among all layers.
     """
@@ -84,7 +89,7 @@ class TensorRule:
 
 @dataclass(frozen=True)
 class ConfigField:
-    """A field of config.json that is an option of ours. Several options may have one field."""
+    """A field of config.json that is an option of our model. Several options may have one field."""
 
     theirs: str  # "rope_parameters.rope_theta": a field within another
     ours: str
@@ -112,7 +117,7 @@ class FormerField:
     ours: str
     versions: str  # of transformers, that read it
     writes: Callable[[Any], Any] = lambda value: value  # of our option
-    is_another_name: bool = True  # for what a field of today says; else an import compares nothing
+    is_another_name: bool = True  # whether a current field says the same; if not, an import compares nothing
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,7 @@ class PublishedSystem:
     required: Mapping[str, Any]  # fields of config.json with the only value that we can express
     ties: Mapping[str, str] = field(default_factory=dict)  # their second name of a tensor -> the first
     skipped_positions: int = 0  # rows of their position tables that no token uses, before the others
-    skips_pad: bool = False  # whether those are the rows up to the id of padding, that of `padded_with`
+    skips_pad: bool = False  # whether these are the rows up to the id of padding, see `padded_with`
     counts_skipped: bool = True  # whether config.json counts those rows
     # Tensors [n, vocabulary] that are always zero: name -> n.
     zeros: Mapping[str, int] = field(default_factory=dict)
@@ -141,7 +146,7 @@ class PublishedSystem:
         default_factory=lambda: {"pad_token_id": "pad", "eos_token_id": "eos", "bos_token_id": "cls"}
     )
     unused_ids: tuple[str, ...] = ()
-    forces_ends: bool = False  # whether config.json names what answers begin and end with by force
+    forces_ends: bool = False  # whether config.json names the forced first and last token of a completion
     is_encoder_decoder: bool = False
     begin: str = "eos"  # of the section causal of an import
     former: tuple[FormerField, ...] = ()

@@ -38,7 +38,9 @@ class BlankInfillingPipeline(Pipeline):
             if token not in blanks:
                 parts[-1].append(token)
                 continue
-            inputs = tokenizer.build_inputs_for_generation(model_inputs["encoded"], [spans]).to(
+            # Block positions end at max_position: a span that is cut there has none for its last token.
+            seen = [span[: self.model.config.max_position - 1] for span in spans]
+            inputs = tokenizer.build_inputs_for_generation(model_inputs["encoded"], [seen]).to(
                 self.model.device
             )
             written = self.model.generate(**inputs, **generate_options)[

@@ -1,16 +1,19 @@
-"""Proof of a conversion: outputs of both models on the same inputs are compared. One model is in memory at a time.
+"""Proof of a directory of GLM's own classes: see published/proof.py for those of published systems.
 
-`ask` functions put questions to the reference, `prove` asks our model the same. The input of `proof_batch`, drawn
-from a fixed seed, has rows of different lengths with padding, a row without spans, and one with two spans.
+    logits           with both position ids handed over
+    default inputs   tokens and a mask alone, padded on the left: positions are the class's own
+    generation       the logits of each step of `generate`, with its cache, on what the tokenizer builds
+    pipeline         the spans that the pipeline writes into texts: by how much our best token is likelier, each step
+    head             the head of a task
+
+Generation is asked of models that fill blanks, beside `BlankFiller`. The pipeline obeys generation_config.json,
+which is ours in an export only.
 """
 
 from __future__ import annotations
 
-import contextlib
-import math
-import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,231 +30,214 @@ from data_utils.common.batch_fields import (
     TOKENS,
     WEIGHTS,
 )
-from data_utils.common.errors import CheckpointError
+from data_utils.tokenizers.special_tokens import SpecialTokens
+from data_utils.tokenizers.tokenizer import Tokenizer
+from megatron_lite.config.generation import GenerationConfig
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.files.config_json import by_transformers
+from megatron_lite.hf.files.proof import Question
 from megatron_lite.hf.files.weights import Weights
-from megatron_lite.hf.glm.modeling_glm import GLMForSequenceClassification
+from megatron_lite.hf.glm.modeling_glm import GLMForBlankInfilling, GLMForSequenceClassification
+from megatron_lite.hf.glm.pipeline_glm import BlankInfillingPipeline
 from megatron_lite.hf.glm.released import reference_logits
+from megatron_lite.hf.glm.tokenizer_files import exported_tokenizer
+from megatron_lite.inference.filling import BlankFiller, blank_context
 from megatron_lite.model.attention_backends.layout import allowed
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.predictions import task_rows
 from megatron_lite.model.transformer import GLM, MicroBatch
 
-TOLERANCE = 1e-5  # fp32: the same sums in another order
-# Two computations in fp32 that are both right differ by the sum of their errors; the larger one is measured.
-_ERRORS = 2.0
-_SHARE_OF_MEMORY = 0.7  # of the machine's, for a reference in fp64
-
-
-@dataclass(frozen=True)
-class Proof:
-    """The result of a comparison."""
-
-    largest_difference: float
-    agreement: float  # share of rows with the same argmax, ties within the limit counted as the same
-    rows: int
-    largest_logit: float  # magnitude; fp32 rounding grows with it
-    rounding: float = 0.0  # largest difference of a model in fp32 and in fp64; 0 = it was not needed
-
-    def __str__(self) -> str:
-        return (
-            f"largest logit difference {self.largest_difference:.2e}, argmax agreement {self.agreement:.2%} "
-            f"of {self.rows} rows"
-        )
-
-    def joined(self, other: Proof) -> Proof:
-        """Both comparisons as one."""
-        rows = self.rows + other.rows
-        agreeing = self.agreement * self.rows + other.agreement * other.rows
-        return Proof(
-            max(self.largest_difference, other.largest_difference),
-            agreeing / rows,
-            rows,
-            max(self.largest_logit, other.largest_logit),
-            max(self.rounding, other.rounding),
-        )
-
-    def limit(self, tolerance: float) -> float:
-        """The largest difference that passes: `tolerance` times the largest logit beyond 1, or what fp32 explains."""
-        return max(tolerance * max(1.0, self.largest_logit), _ERRORS * self.rounding)
-
-    def holds(self, tolerance: float) -> bool:
-        """Whether both models compute the same. NaN is no difference that passes."""
-        return self.largest_difference <= self.limit(tolerance) and self.agreement == 1.0
-
-    def require(self, tolerance: float, what: str) -> None:
-        """Raise CheckpointError unless the comparison holds."""
-        if not self.holds(tolerance):
-            raise CheckpointError(
-                f"{what} does not compute what its source computes: {self} (tolerance {self.limit(tolerance):.1e}); "
-                "nothing was kept."
-            )
-
-
-def compare(
-    actual: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANCE, rounding: float = 0.0
-) -> Proof:
-    """Two fp32 logit tensors [..., V] of one shape. Args: rounding: as in `Proof`."""
-    largest = expected.abs().max().item()
-    limit = Proof(0.0, 1.0, 0, largest, rounding).limit(tolerance)
-    # Our choice, by the reference's logits: a tie within the limit is no disagreement.
-    best = expected.gather(-1, actual.argmax(-1, keepdim=True)).squeeze(-1)
-    agreeing = best >= expected.amax(-1) - limit
-    difference = (actual - expected).abs().max().item()
-    return Proof(difference, agreeing.float().mean().item(), agreeing.numel(), largest, rounding)
-
-
-@dataclass(frozen=True)
-class Question:
-    """One comparison of a proof.
-
-    Args:
-        name: of the inputs, as in INPUTS of report.py.
-        expected: what the reference says, [rows, V].
-        answer: the same of our model, fp32.
-    """
-
-    name: str
-    expected: torch.Tensor
-    answer: Callable[[Any], torch.Tensor]
-
-
-def prove(
-    ask: Callable[[torch.dtype], Sequence[Question]],
-    load: Callable[[], Any],
-    tolerance: float,
-    what: str,
-    shapes: Mapping[str, tuple[int, ...]],
-) -> dict[str, Proof]:
-    """Compare two models, of which one is in memory at a time. Raises: CheckpointError unless they are equal.
-
-    The reference is asked in fp32. Only where the difference is beyond `tolerance`, both are asked again in fp64: if
-    the rounding of one of them explains the difference, the limit follows from that. A wrong weight moves logits by far
-    more. Our rounding counts too: classes of transformers compute their norms in fp32 whatever their type, so what
-    fp64 shows of them is too little for weights with large activations (SmolLM2: 22,000 in the residual).
-
-    Args:
-        ask: what the reference says in a type; it holds its model no longer than the call.
-        load: our model.
-        shapes: of its parameters; in fp64 it is not asked where the machine's memory does not hold them.
-    Returns: name of a comparison -> its result.
-    """
-    questions = list(ask(torch.float32))
-    # The reference is asked before our model is loaded, so that one of them is in memory.
-    answers = _answers(load(), questions)
-    found = _judged(questions, answers, tolerance, [0.0] * len(questions))
-    # fp64 takes twice the memory, so rounding is measured only where there is a difference. A fixed, larger
-    # tolerance would hide errors in models that round little.
-    if not _hold(found, tolerance) and _fits(shapes):
-        with contextlib.suppress(
-            CheckpointError
-        ):  # XLNet's class computes in fp32 only: no more is allowed then
-            exact = ask(torch.float64)
-            roundings = [_difference(q.expected, e.expected) for q, e in zip(questions, exact, strict=True)]
-            found = _judged(questions, answers, tolerance, roundings)
-            if not _hold(found, tolerance) and isinstance(model := load(), GLM):
-                ours = map(_difference, answers, _answers(model.double(), questions))
-                found = _judged(questions, answers, tolerance, list(map(max, roundings, ours)))
-    for name, result in found.items():
-        result.require(tolerance, what if name == "logits" else f"{what} ({name})")
-    return found
-
-
-def _hold(found: Mapping[str, Proof], tolerance: float) -> bool:
-    return all(result.holds(tolerance) for result in found.values())
+_STEPS = 4  # tokens that are written for a blank
+_LONGEST = 24  # tokens of a text
 
 
 @torch.no_grad()
-def _answers(model: Any, questions: Sequence[Question]) -> list[torch.Tensor]:
-    return [question.answer(model) for question in questions]
+def ask(
+    directory: Path,
+    config: ModelConfig,
+    tokenizer: Tokenizer | None,
+    *,
+    is_export: bool,
+    dtype: torch.dtype = torch.float32,
+) -> list[Question]:
+    """Outputs of GLM's classes of transformers for a directory's model.
+
+    Args:
+        config: of our model.
+        tokenizer: of a run that fills blanks, whose files the directory has; None: generation is not asked.
+    """
+    batch = proof_batch(config)
+    with by_transformers(directory):
+        theirs: Any = GLMForBlankInfilling.from_pretrained(directory, dtype=dtype).eval()
+        logits = theirs(**class_inputs(batch), use_cache=False).logits
+        questions = [Question("logits", logits, lambda model: training_logits(model, batch))]
+        questions.append(_default_input_question(theirs, config))
+        if tokenizer is not None:
+            fast: Any = exported_tokenizer(tokenizer, directory)
+            questions.append(_generation_question(theirs, fast, tokenizer, config))
+            if is_export:
+                questions.append(_pipeline_question(theirs, fast, tokenizer, config))
+    del theirs
+    if config.task_head != "none":
+        classes = exported_classes(directory, batch, dtype)
+        questions.append(Question("head", classes, lambda model: training_classes(model, batch)))
+    return questions
 
 
-def _judged(
-    questions: Sequence[Question],
-    answers: Sequence[torch.Tensor],
-    tolerance: float,
-    roundings: Sequence[float],
-) -> dict[str, Proof]:
-    found: dict[str, Proof] = {}
-    for question, answer, rounding in zip(questions, answers, roundings, strict=True):
-        result = compare(answer, question.expected, tolerance, rounding)
-        found[question.name] = found[question.name].joined(result) if question.name in found else result
-    return found
+def ask_released(shards: Sequence[Weights], config: ModelConfig, dtype: torch.dtype) -> list[Question]:
+    """Logits of weights in the released layout, by the reference's arithmetic."""
+    batch = proof_batch(config)
+    logits = released_logits(shards, config, batch, dtype)
+    return [Question("logits", logits, lambda model: training_logits(model, batch))]
 
 
-def _difference(fp32: torch.Tensor, fp64: torch.Tensor) -> float:
-    """Difference of two logits; 0 if they are not of the same rows, since another token was written after a tie."""
-    return (fp32 - fp64).abs().max().item() if fp32.shape == fp64.shape else 0.0
+def _default_input_question(theirs: Any, config: ModelConfig) -> Question:
+    """Tokens and a mask alone, padded on the left, where a wrong default of positions shows."""
+    assert config.vocab_size is not None
+    rng, longest = np.random.default_rng(1), min(_LONGEST, config.max_position + 1)
+    lengths = (longest, max(1, longest // 2))
+    batch = np.zeros((len(lengths), len(FIELDS), longest), np.int32)
+    batch[:, DOC] = PADDING_DOC
+    batch[:, WEIGHTS].view(np.float32)[:] = 1.0
+    ids, mask = torch.zeros(2, len(lengths), longest, dtype=torch.long)
+    for number, length in enumerate(lengths):
+        tokens = rng.integers(0, config.vocab_size, length)
+        batch[number, TOKENS, :length], batch[number, DOC, :length] = tokens, 0
+        batch[number, POSITION_IDS, :length] = np.arange(length)
+        ids[number, longest - length :], mask[number, longest - length :] = torch.from_numpy(tokens), 1
+    is_token = torch.from_numpy(batch[:, DOC] != PADDING_DOC)
+    expected = theirs(input_ids=ids, attention_mask=mask).logits[mask.bool()]
+    return Question("default inputs", expected, lambda model: training_logits(model, batch)[is_token])
 
 
-def _fits(shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether the machine's memory holds such parameters in fp64."""
-    return 8 * sum(map(math.prod, shapes.values())) < _SHARE_OF_MEMORY * os.sysconf(
-        "SC_PAGE_SIZE"
-    ) * os.sysconf("SC_PHYS_PAGES")
+def _contexts(tokenizer: Tokenizer, config: ModelConfig) -> list[tuple[str, list[int]]]:
+    """Texts with a blank, and our tokens of them, part A; none that the model has too few positions for."""
+    rng, longest = np.random.default_rng(2), min(_LONGEST, config.max_position + 1) - 5
+    text_ids = [i for i in range(tokenizer.num_tokens) if i not in tokenizer.special_names]
+    contexts = []
+    for template, count in (("{} [MASK] {}", longest // 4), ("{} [gMASK]", longest // 8)):
+        random_ids = rng.choice(text_ids, 2 * max(1, count)).reshape(2, -1).tolist()
+        # A decoded text must not look like a blank.
+        texts = [tokenizer.decode(ids).replace("[", " ") for ids in random_ids[: template.count("{}")]]
+        text = template.format(*texts)
+        context = blank_context(tokenizer.encode_with_specials(text), tokenizer.special)
+        if len(context) <= config.max_position:
+            contexts.append((text, context))
+    return contexts
 
 
-def joined(comparisons: Mapping[str, Proof]) -> Proof:
-    """All comparisons as one."""
-    first, *others = comparisons.values()
-    for other in others:
-        first = first.joined(other)
-    return first
+def _span_logits(
+    model: GLM, special: SpecialTokens, context: Sequence[int], span: Sequence[int]
+) -> torch.Tensor:
+    """Logits [tokens + 1, V] of each token of a span and of its end, by `BlankFiller`.
+
+    Args: context: part A, with one blank.
+    """
+    filler = BlankFiller(model, special, GenerationConfig(max_length=_STEPS))
+    masks = (special.mask, special.smask, special.gmask)
+    (blank,) = [position for position, token in enumerate(context) if token in masks]
+    return filler.write(filler.encoded([context]), [[special.sop, *span]], [blank])[0]
+
+
+def _generation_question(theirs: Any, fast: Any, tokenizer: Tokenizer, config: ModelConfig) -> Question:
+    """Greedy, with the class's cache. Our model then reads what the class generated, in one pass."""
+    contexts, special = [context for _, context in _contexts(tokenizer, config)], tokenizer.special
+    inputs = fast.build_inputs_for_generation({"input_ids": contexts})
+    out = theirs.generate(
+        **inputs, max_new_tokens=_STEPS, do_sample=False, num_beams=1, num_return_sequences=1, use_cache=True,
+        output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    written, ends = out.sequences[:, -len(out.logits) :].tolist(), (special.eop, special.eos)
+    counts = [next((i + 1 for i, token in enumerate(span) if token in ends), len(span)) for span in written]
+    logits = torch.stack(out.logits, dim=1)  # [texts, steps, V]
+    expected = torch.cat([each[:count] for each, count in zip(logits, counts, strict=True)])
+
+    def compute(model: GLM) -> torch.Tensor:
+        # The last token of a span is predicted and not read.
+        spans = [span[: count - 1] for span, count in zip(written, counts, strict=True)]
+        each = [_span_logits(model, special, *pair) for pair in zip(contexts, spans, strict=True)]
+        return torch.cat(each)
+
+    return Question("generation", expected, compute)
+
+
+def _pipeline_question(theirs: Any, fast: Any, tokenizer: Tokenizer, config: ModelConfig) -> Question:
+    """0 at each step: by how much our best token is likelier than the token that the pipeline chose, ties apart."""
+    special, contexts = tokenizer.special, _contexts(tokenizer, config)
+    fill = BlankInfillingPipeline(model=theirs, tokenizer=fast, max_new_tokens=_STEPS)
+    spans = [fill(text)["span_ids"] for text, _ in contexts]
+    suppressed = sorted(set(asdict(special).values()) - {special.eop, special.eos})
+
+    def compute(model: GLM) -> torch.Tensor:
+        behind = []
+        for (_, context), (span,) in zip(contexts, spans, strict=True):
+            logits = _span_logits(model, special, context, span)
+            logits[:, suppressed] = -torch.inf
+            steps = torch.arange(len(span))
+            chosen = [logits[steps, span]] if span else []
+            if len(span) < _STEPS:  # it ended by one of two tokens
+                chosen.append(logits[len(span) :, [special.eop, special.eos]].amax(-1))
+            best = logits.amax(-1)[: len(span) + (len(span) < _STEPS)]
+            behind.append((best - torch.cat(chosen)) / best.abs().clamp(min=1.0))
+        return torch.cat(behind)[:, None]
+
+    count = sum(len(span) + (len(span) < _STEPS) for (span,) in spans)
+    return Question("pipeline", torch.zeros(count, 1), compute)
+
+
+# Inputs, and what both models compute of them
 
 
 def proof_batch(config: ModelConfig, seed: int = 0) -> np.ndarray:
-    """int32 [3, fields, S], as Batch: part A and two spans, padded; with one span, unpadded; part A, padded."""
+    """int32 [3, fields, S], as Batch.
+
+    The sequences: part A and two spans, padded; part A and one span, without padding; part A alone, padded.
+    """
     assert config.vocab_size is not None
     rng = np.random.default_rng(seed)
     # Three windows more, so that a class whose local layers see everything is noticed.
     length = min(96 + 3 * config.attention_window, config.max_position)
     batch = np.zeros((3, len(FIELDS), length), np.int32)
     batch[:, DOC] = PADDING_DOC
-    for row, (context, spans) in enumerate(_proof_rows(length)):
+    third = max(1, length // 3)
+    lengths: list[tuple[int, list[int]]] = [  # of part A, and of each span
+        (third, [max(1, third // 2), max(1, third // 3)]),
+        (length - third, [third]),
+        (max(1, length // 2), []),
+    ]
+    for sequence, (context, spans) in zip(batch, lengths, strict=True):
         total = context + sum(spans)
-        batch[row, TOKENS, :total] = rng.integers(0, config.vocab_size, total)
-        batch[row, DOC, :total] = 0
-        batch[row, POSITION_IDS, :context] = np.arange(context)
-        batch[row, ORD, context:total] = np.arange(1, total - context + 1)
+        sequence[TOKENS, :total] = rng.integers(0, config.vocab_size, total)
+        sequence[DOC, :total] = 0
+        sequence[POSITION_IDS, :context] = np.arange(context)
+        sequence[ORD, context:total] = np.arange(1, total - context + 1)
         start = context
         for span in spans:
             # All tokens of a span have the position of its mask.
-            batch[row, POSITION_IDS, start : start + span] = rng.integers(0, context)
-            batch[row, BLOCK_POSITION_IDS, start : start + span] = np.arange(1, span + 1)
+            sequence[POSITION_IDS, start : start + span] = rng.integers(0, context)
+            sequence[BLOCK_POSITION_IDS, start : start + span] = np.arange(1, span + 1)
             start += span
     batch[:, WEIGHTS].view(np.float32)[:] = 1.0
     return batch
 
 
-def _proof_rows(length: int) -> list[tuple[int, list[int]]]:
-    """Length of part A and of each span, per row."""
-    third = max(1, length // 3)
-    return [
-        (third, [max(1, third // 2), max(1, third // 3)]),
-        (length - third, [third]),
-        (max(1, length // 2), []),
-    ]
-
-
 def training_logits(model: GLM, batch: np.ndarray) -> torch.Tensor:
-    """fp32 [B, S, vocab_size] of our training model, on padding too."""
+    """Logits of our model, fp32 [B, S, vocab_size], of padding too."""
     return training_states(model, batch)[1]
 
 
 @torch.no_grad()
 def training_states(model: GLM, batch: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last block's output [B, S, D], and the logits."""
+    """The last block's output [B, S, D], and the logits [B, S, vocab_size]."""
     inputs = MicroBatch.from_batch(Batch(batch), torch.device("cpu"), model.config, kernel="dense")
     hidden = model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)
-    rows = hidden, model.logits(hidden).float()
-    states, logits = (x.unflatten(0, (len(batch), -1)) for x in rows)
-    return states, logits
+    logits = model.logits(hidden).float()
+    return hidden.unflatten(0, (len(batch), -1)), logits.unflatten(0, (len(batch), -1))
 
 
 @torch.no_grad()
 def training_classes(model: GLM, batch: np.ndarray) -> torch.Tensor:
-    """Output of a task's head for each row's first token, fp32 [B, classes]."""
+    """Output of a task's head for each sequence's first token, fp32 [B, classes]."""
     states, _ = training_states(model, batch)
     first = torch.arange(len(batch))
     return task_rows(model.heads, [states[:, 0]], first, model.final_layernorm, None).float()
@@ -259,10 +245,10 @@ def training_classes(model: GLM, batch: np.ndarray) -> torch.Tensor:
 
 @torch.no_grad()
 def exported_classes(directory: Path, batch: np.ndarray, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Output of a Hugging Face directory's task head for each row's first token, fp32 [B, classes]."""
+    """Output of a Hugging Face directory's task head for each sequence's first token, fp32 [B, classes]."""
     with by_transformers(directory):
         model = GLMForSequenceClassification.from_pretrained(directory, dtype=dtype).eval()
-        return model(**inputs_of(batch)).logits
+        return model(**class_inputs(batch)).logits
 
 
 @torch.no_grad()
@@ -272,21 +258,21 @@ def released_logits(
     """Logits of weights in the released layout, by the reference's arithmetic."""
     doc = batch[:, DOC]
     visible = torch.from_numpy(allowed(doc, batch[:, ORD], np.zeros_like(doc)))
-    tokens, positions = _tensor(batch, TOKENS), _tensor(batch, POSITION_IDS)
+    tokens, positions = _int64_field(batch, TOKENS), _int64_field(batch, POSITION_IDS)
     return reference_logits(
-        shards, config, tokens, positions, _tensor(batch, BLOCK_POSITION_IDS), visible, dtype
+        shards, config, tokens, positions, _int64_field(batch, BLOCK_POSITION_IDS), visible, dtype
     )
 
 
-def inputs_of(batch: np.ndarray) -> dict[str, torch.Tensor]:
+def class_inputs(batch: np.ndarray) -> dict[str, torch.Tensor]:
     """A batch as GLM's classes take it."""
     return {
-        "input_ids": _tensor(batch, TOKENS),
-        "attention_mask": (_tensor(batch, DOC) != PADDING_DOC).long(),
-        "position_ids": _tensor(batch, POSITION_IDS),
-        "block_position_ids": _tensor(batch, BLOCK_POSITION_IDS),
+        "input_ids": _int64_field(batch, TOKENS),
+        "attention_mask": (_int64_field(batch, DOC) != PADDING_DOC).long(),
+        "position_ids": _int64_field(batch, POSITION_IDS),
+        "block_position_ids": _int64_field(batch, BLOCK_POSITION_IDS),
     }
 
 
-def _tensor(batch: np.ndarray, field: int) -> torch.Tensor:
+def _int64_field(batch: np.ndarray, field: int) -> torch.Tensor:
     return torch.from_numpy(batch[:, field].astype(np.int64))

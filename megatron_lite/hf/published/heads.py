@@ -1,10 +1,10 @@
 """Task heads of published systems: the classes of transformers that compute what our heads compute.
 
-    classes, values   a layer (model.task_pooler) on the row of the text, and a classifier: ...ForSequenceClassification
-    tags              a classifier on each row: ...ForTokenClassification
-    spans             two numbers for each row: ...ForQuestionAnswering
+    classes, values   a layer (model.task_pooler) on the first token, and a classifier: ...ForSequenceClassification
+    tags              a classifier on each token: ...ForTokenClassification
+    spans             two numbers for each token: ...ForQuestionAnswering
 
-ModernBERT's layer is that before its output projection, on all rows.
+ModernBERT's layer is the transform before its output projection, on all tokens.
 
 A class has the head of its task and no other. Other heads of the model (the one that predicts tokens, ...) are written
 to the file OTHER_HEADS of an export, from which an import reads them.
@@ -56,7 +56,7 @@ def _roberta_like(name: str) -> dict[str, TaskClass]:
     return {**_bert_like(name, "roberta"), "text": text}
 
 
-_KIND = {"classes": "text", "values": "text", "tags": "tags", "spans": "spans"}  # of `model.task_head`
+_HEAD_TYPES = {"classes": "text", "values": "text", "tags": "tags", "spans": "spans"}  # of `model.task_head`
 # By the type in config.json. GPT-2's and GLM-4's classifiers have no bias, BART's reads its decoder.
 TASK_CLASSES: dict[str, dict[str, TaskClass]] = {
     "bert": _bert_like("Bert", "bert"),
@@ -73,8 +73,8 @@ TASK_CLASSES: dict[str, dict[str, TaskClass]] = {
     },
     "eurobert": {"tags": TaskClass("EuroBertForTokenClassification", "classifier", dropout=None)},
     "modernbert": {
-        kind: TaskClass(found.name, "classifier", "head")
-        for kind, found in _bert_like("ModernBert", "").items()
+        kind: TaskClass(head_class.name, "classifier", "head")
+        for kind, head_class in _bert_like("ModernBert", "").items()
     },
     "xlnet": {
         "text": TaskClass(
@@ -91,31 +91,31 @@ TASK_CLASSES: dict[str, dict[str, TaskClass]] = {
 
 def task_class(system: PublishedSystem, config: ModelConfig) -> TaskClass:
     """The class with the head of a model's task. Raises: CheckpointError if none computes what it does."""
-    found = TASK_CLASSES.get(system.model_type, {}).get(_KIND[config.task_head])
-    if found is None:
+    head_class = TASK_CLASSES.get(system.model_type, {}).get(_HEAD_TYPES[config.task_head])
+    if head_class is None:
         raise CheckpointError(
             f"model.task_head is {shown(config.task_head)}, whose head no class of transformers for "
             f"{system.model_type} has; export the checkpoint before it was tuned, or tune one of "
             f"{', '.join(TASK_CLASSES)}."
         )
-    if config.has_task_pooler and found.pooler is None:
+    if config.has_task_pooler and head_class.pooler is None:
         raise CheckpointError(
-            f"the head has a layer before its classifier, but {found.name} has none; tune with "
+            f"the head has a layer before its classifier, but {head_class.name} has none; tune with "
             "model.task_pooler=false to export it."
         )
     if lacks_pooler(system, config):
         raise CheckpointError(
-            f"the head has no layer before its classifier, but {found.name} has one; tune with "
+            f"the head has no layer before its classifier, but {head_class.name} has one; tune with "
             "model.task_pooler=true to export it."
         )
-    return found
+    return head_class
 
 
 def lacks_pooler(system: PublishedSystem, config: ModelConfig) -> str | None:
-    """The class of a model's task, where it has a layer before its classifier that the model's head has not."""
-    found = TASK_CLASSES.get(system.model_type, {}).get(_KIND.get(config.task_head, ""))
-    is_lacking = found is not None and found.pooler is not None and not config.has_task_pooler
-    return found.name if found is not None and is_lacking else None
+    """The class of a model's task, if it has a layer before its classifier that the model's head does not have."""
+    head_class = TASK_CLASSES.get(system.model_type, {}).get(_HEAD_TYPES.get(config.task_head, ""))
+    is_lacking = head_class is not None and head_class.pooler is not None and not config.has_task_pooler
+    return head_class.name if head_class is not None and is_lacking else None
 
 
 def transformers_class_name(system: PublishedSystem, config: ModelConfig) -> str:
@@ -127,68 +127,70 @@ def tensor_rules(system: PublishedSystem, config: ModelConfig) -> tuple[TensorRu
     """The table of a model with its heads. Raises: as `task_class`."""
     if config.task_head == "none":
         return system.rules
-    found = task_class(system, config)
+    head_class = task_class(system, config)
     is_transform = config.task_pooler_kind == "transform"
-    of_body = ("heads.projection.",) if is_transform else ()
+    body_prefixes = ("heads.projection.",) if is_transform else ()
     body = tuple(
-        rule for rule in system.rules if not rule.ours.startswith("heads") or rule.ours.startswith(of_body)
+        rule
+        for rule in system.rules
+        if not rule.ours.startswith("heads") or rule.ours.startswith(body_prefixes)
     )
-    head = [TensorRule("heads.task.classifier", (found.classifier,))]
-    if found.pooler is not None and not is_transform:
+    head = [TensorRule("heads.task.classifier", (head_class.classifier,))]
+    if head_class.pooler is not None and not is_transform:
         ours = "heads.sentence.dense" if config.sentence_classes else "heads.task.pooler"
-        head.append(TensorRule(ours, (found.pooler,)))
+        head.append(TensorRule(ours, (head_class.pooler,)))
     return (*body, *head)
 
 
 def architectures(system: PublishedSystem) -> dict[str, str]:
-    """Classes with heads of tasks -> their kind."""
-    return {found.name: kind for kind, found in TASK_CLASSES.get(system.model_type, {}).items()}
+    """The name of each class with a task's head -> its key in TASK_CLASSES."""
+    return {head.name: head_type for head_type, head in TASK_CLASSES.get(system.model_type, {}).items()}
 
 
-def head_settings(system: PublishedSystem, kind: str, described: Any) -> dict[str, Any]:
-    """The head's settings in the section `model`. Args: described: their configuration."""
-    found, labels = TASK_CLASSES[system.model_type][kind], described.num_labels
-    dropout = None if found.dropout is None else getattr(described, found.dropout, None)
+def head_settings(system: PublishedSystem, head_type: str, class_config: Any) -> dict[str, Any]:
+    """The head's settings in the section `model`. Args: head_type: key in TASK_CLASSES. class_config: of its class."""
+    head_class, labels = TASK_CLASSES[system.model_type][head_type], class_config.num_labels
+    dropout = None if head_class.dropout is None else getattr(class_config, head_class.dropout, None)
     settings = {} if dropout is None else {"task_dropout": dropout}
-    settings |= {"task_pooler": True} if found.pooler else {}
-    if kind == "spans":
+    settings |= {"task_pooler": True} if head_class.pooler else {}
+    if head_type == "spans":
         return {**settings, "task_head": "spans"}
-    if kind == "text" and labels == 1:
+    if head_type == "text" and labels == 1:
         return {**settings, "task_head": "values"}
-    return {**settings, "task_head": "tags" if kind == "tags" else "classes", "task_classes": labels}
+    return {**settings, "task_head": "tags" if head_type == "tags" else "classes", "task_classes": labels}
 
 
-def head_problems(system: PublishedSystem, kind: str, described: Any) -> list[str]:
-    """A sentence on each field by which a head is another one in spite of its class."""
-    found = TASK_CLASSES[system.model_type][kind]
+def head_problems(system: PublishedSystem, head_type: str, class_config: Any) -> list[str]:
+    """A sentence on each field by which a head computes something else, in spite of its class."""
+    head_class = TASK_CLASSES[system.model_type][head_type]
     return [
-        f"{name} is {shown(getattr(described, name))}; only {shown(value)} can be imported with {found.name}."
-        for name, value in _pooling(system, found).items()
-        if getattr(described, name, value) != value
+        f"{name} is {shown(getattr(class_config, name))}; only {shown(value)} can be imported with {head_class.name}."
+        for name, value in _pooling_fields(system, head_class).items()
+        if getattr(class_config, name, value) != value
     ]
 
 
-_KINDS_OF_TASK = {"classes": "classification", "values": "regression", "tags": "tagging", "spans": "spans"}
+_TASK_KINDS = {"classes": "classification", "values": "regression", "tags": "tagging", "spans": "spans"}
 
 
-def task_section(head: str, described: Mapping[str, Any]) -> dict[str, Any]:
-    """The section `task` of a run with an imported head. Args: described: config.json, which names the classes."""
-    is_typing = head == "classes" and described.get("problem_type") == SEVERAL_LABELS
-    kind = "typing" if is_typing else _KINDS_OF_TASK[head]
+def task_section(head: str, config_json: Mapping[str, Any]) -> dict[str, Any]:
+    """The section `task` of a run with an imported head. Args: config_json: config.json, which names the classes."""
+    is_typing = head == "classes" and config_json.get("problem_type") == SEVERAL_LABELS
+    kind = "typing" if is_typing else _TASK_KINDS[head]
     section = {"name": "imported", "kind": kind, "reader": "jsonl"}
-    names = described.get("id2label") or {}
+    names = config_json.get("id2label") or {}
     if head not in ("classes", "tags") or not names:
         return section
     return {**section, "labels": [str(names[number]) for number in sorted(names, key=int)]}
 
 
-def _pooling(system: PublishedSystem, found: TaskClass) -> dict[str, Any]:
+def _pooling_fields(system: PublishedSystem, head_class: TaskClass) -> dict[str, Any]:
     """Fields of config.json that change what the layer before the classifier computes, with the only value here."""
-    if found.name == "ModernBertForSequenceClassification":
+    if head_class.name == "ModernBertForSequenceClassification":
         return {"classifier_pooling": "cls"}
-    if found.name == "DebertaV2ForSequenceClassification":
+    if head_class.name == "DebertaV2ForSequenceClassification":
         return {"pooler_hidden_act": "gelu"}
-    if system.model_type != "xlnet" or found.pooler is None:
+    if system.model_type != "xlnet" or head_class.pooler is None:
         return {}
     return {"summary_type": "last", "summary_use_proj": True, "summary_activation": "tanh"}
 
@@ -197,11 +199,11 @@ def head_fields(system: PublishedSystem, config: ModelConfig, labels: Sequence[s
     """Fields of config.json that describe a model's head. Args: labels: names of the classes; () = numbers."""
     if config.task_head == "none":
         return {}
-    found = task_class(system, config)
+    head_class = task_class(system, config)
     names = dict(enumerate(labels or map(str, range(config.task_outputs))))
     values: dict[str, Any] = {"num_labels": config.task_outputs}
     if config.task_head in ("classes", "tags"):
         values |= {"id2label": names, "label2id": {name: number for number, name in names.items()}}
-    if found.dropout is not None:
-        values[found.dropout] = config.task_dropout
-    return {**values, **_pooling(system, found)}
+    if head_class.dropout is not None:
+        values[head_class.dropout] = config.task_dropout
+    return {**values, **_pooling_fields(system, head_class)}

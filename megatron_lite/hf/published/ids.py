@@ -43,37 +43,39 @@ def special_ids(
     return dict.fromkeys(system.unused_ids) | ids
 
 
-def writing_ids(system: PublishedSystem, layout: PromptTemplate | None) -> dict[str, Any]:
-    """Fields of both files that say how a decoder begins. Args: layout: in which it was trained; None: it was not."""
-    if layout is None or not layout.start:
+def generation_ids(system: PublishedSystem, template: PromptTemplate | None) -> dict[str, Any]:
+    """Fields of both files that say how a decoder begins. Args: template: of its training; None: it was not trained."""
+    if template is None or not template.start:
         return {}
-    (start,) = layout.start
+    (start,) = template.start
     ids: dict[str, Any] = {"decoder_start_token_id": start}
-    if system.forces_ends:  # an answer that is cut at the longest length has no end here
-        ids |= {"forced_bos_token_id": next(iter(layout.forced), None), "forced_eos_token_id": None}
+    if system.forces_ends:  # here no end is forced on a completion that is cut at the longest length
+        ids |= {"forced_bos_token_id": next(iter(template.forced), None), "forced_eos_token_id": None}
     return ids
 
 
 def write_generation_config(
     directory: Path,
-    described: PretrainedConfig,
+    class_config: PretrainedConfig,
     system: PublishedSystem,
-    layout: PromptTemplate | None,
+    template: PromptTemplate | None,
     *,
-    is_kept: bool,
+    is_imported: bool,
 ) -> None:
-    """Write the file of a class that writes. That of an import stays, but for how a decoder begins.
+    """Write the file of a class that generates. The file of an import stays, but for how a decoder begins.
 
-    Args: described: config.json. is_kept: whether the directory has the files of an import.
+    Args: class_config: config.json. is_imported: whether the directory has the files of an import.
     """
-    path, written = directory / GENERATION_JSON, writing_ids(system, layout)
-    if not (system.is_causal or system.is_encoder_decoder) or (is_kept and not (written and path.exists())):
+    path, decoder_ids = directory / GENERATION_JSON, generation_ids(system, template)
+    if not (system.is_causal or system.is_encoder_decoder):
         return
-    if is_kept:
+    if is_imported and not (decoder_ids and path.exists()):
+        return
+    if is_imported:
         values = read_json(path)
     else:
-        ends = () if layout is None else (token for token in layout.ends if token != NO_TOKEN)
-        values = {name: getattr(described, name, None) for name in ("bos_token_id", "pad_token_id")}
-        values["eos_token_id"] = sorted(set(ends)) or described.eos_token_id
-    values |= written
+        ends = () if template is None else (token for token in template.ends if token != NO_TOKEN)
+        values = {name: getattr(class_config, name, None) for name in ("bos_token_id", "pad_token_id")}
+        values["eos_token_id"] = sorted(set(ends)) or class_config.eos_token_id
+    values |= decoder_ids
     write_json(path, {name: value for name, value in values.items() if value is not None})

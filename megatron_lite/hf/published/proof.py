@@ -1,18 +1,18 @@
 """Proof of a published system's directory: our model and the class of transformers on the same inputs.
 
     logits           with positions, segments and tasks handed over: every row of every table counts
-    default inputs   with tokens and a mask alone, padded on the side of the system: positions, segments, tasks and
+    default inputs   with tokens and a mask alone, pad_texts on the side of the system: positions, segments, tasks and
                      the first token of a decoder are the class's own
     labels           the loss that the class computes where it is given labels (of classes that write)
     generation       the logits of each step of the class's own `generate`, with its cache, after prompts that are
-                     padded on the left where there is no encoder (of classes that write)
+                     pad_texts on the left where there is no encoder (of classes that write)
     head             the head on CLS, or that of a task
     hidden states    the last layer's, of a base model, and of an ELECTRA discriminator without its generator
     memory           XLNet's: a text in two segments
 
-`ask` puts the questions to the class, and proof.py to our model, so that only one of them is in memory.
+`ask` puts the questions to the class, and files/proof.py to our model, so that only one of them is in memory.
 
-Shapes: B rows, S tokens of a row, V vocabulary.
+Shapes: B sequences, S tokens of a sequence, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from data_utils.common.batch_fields import (
 )
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.hf.files.config_json import by_transformers, quiet
-from megatron_lite.hf.glm.proof import Question
+from megatron_lite.hf.files.proof import Question
 from megatron_lite.hf.published.recognition import is_body
 from megatron_lite.hf.published.segment_memory import read_segment
 from megatron_lite.hf.published.source import PublishedSource, load_class
@@ -88,67 +88,77 @@ def ask(
 def _questions(theirs: Any, config: ModelConfig, start: int | None) -> list[Question]:
     if config.task_head != "none":
         return [_task_question(theirs, config, proof_batch(config))]
-    found = _logits_questions(theirs, config, proof_batch(config))
+    questions = _logits_questions(theirs, config, proof_batch(config))
     if config.decoder_layers:
         start = getattr(theirs.config, "decoder_start_token_id", None) if start is None else start
         if start is None:
-            return found  # a directory whose class can neither be given labels nor write
-        found += _decoder_questions(theirs, config, start)
+            return questions  # the class of such a directory can neither take labels nor generate
+        questions += _decoder_questions(theirs, config, start)
     else:
-        # With the class's own defaults too: given our positions and segments, a RoBERTa whose positions are off
-        # by its padding token would pass.
-        found += _default_input_questions(theirs, config)
+        # With the class's own defaults too: with our positions and segments, a RoBERTa whose positions are off by its
+        # padding token would pass.
+        questions += _default_input_questions(theirs, config)
     if config.decoder_layers and theirs.config.num_hidden_layers < config.decoder_layers:
         log.warning(
             "the proof leaves out generation, which fails in %s where a decoder has more layers than its encoder",
             type(theirs).__name__,
-        )  # its cache has a place for each layer of the encoder
+        )  # its cache has one slot for each layer of the encoder
     elif config.decoder_layers or published_system(config).is_causal:
-        found.append(_generation_question(theirs, config, start))
+        questions.append(_generation_question(theirs, config, start))
     if config.relative == "xlnet":
-        found.append(_memory_question(theirs, proof_batch(config)[:1]))
-    return found
+        questions.append(_memory_question(theirs, proof_batch(config)[:1]))
+    return questions
 
 
 # The questions
 
 
-def _rows(
-    name: str, expected: torch.Tensor, batch: np.ndarray, real: torch.Tensor, has_task_rows: bool = False
+def _logits_question(
+    name: str,
+    expected: torch.Tensor,
+    batch: np.ndarray,
+    is_compared: torch.Tensor,
+    has_task_rows: bool = False,
 ) -> Question:
-    """The logits of the rows in `real`, bool [B, S]. Args: has_task_rows: as for `our_output`."""
-    return Question(name, expected, lambda model: our_output(model, batch, has_task_rows)[1][real])
+    """The logits of some positions. Args: is_compared: which, bool [B, S]. has_task_rows: as for `our_output`."""
+    return Question(name, expected, lambda model: our_output(model, batch, has_task_rows)[1][is_compared])
 
 
-def _loss(expected: torch.Tensor, batch: np.ndarray, real: torch.Tensor, targets: torch.Tensor) -> Question:
-    """The mean loss of the rows in `real`."""
+def _loss_question(
+    expected: torch.Tensor, batch: np.ndarray, is_compared: torch.Tensor, targets: torch.Tensor
+) -> Question:
+    """The mean loss of some positions. Args: is_compared: which, bool [B, S]."""
 
-    def answer(model: GLM) -> torch.Tensor:
-        return F.cross_entropy(our_output(model, batch)[1][real], targets).view(1, 1)
+    def compute(model: GLM) -> torch.Tensor:
+        return F.cross_entropy(our_output(model, batch)[1][is_compared], targets).view(1, 1)
 
-    return Question("labels", expected.view(1, 1), answer)
+    return Question("labels", expected.view(1, 1), compute)
 
 
-def _on_first(name: str, expected: torch.Tensor, batch: np.ndarray, has_task_rows: bool = False) -> Question:
-    """The head on CLS. Args: as for `_rows`."""
+def _cls_question(
+    name: str, expected: torch.Tensor, batch: np.ndarray, has_task_rows: bool = False
+) -> Question:
+    """The head on CLS. Args: as for `_logits_question`."""
 
-    def answer(model: GLM) -> torch.Tensor:
+    def compute(model: GLM) -> torch.Tensor:
         assert model.heads.sentence is not None
         return model.heads.sentence(model.final_layernorm(our_output(model, batch, has_task_rows)[0][:, 0]))
 
-    return Question(name, expected, answer)
+    return Question(name, expected, compute)
 
 
 def _logits_questions(theirs: torch.nn.Module, config: ModelConfig, batch: np.ndarray) -> list[Question]:
-    real = torch.from_numpy(batch[:, DOC] != PADDING_DOC)
+    is_compared = torch.from_numpy(batch[:, DOC] != PADDING_DOC)
     if config.decoder_layers:
-        real &= torch.from_numpy(batch[:, ORD] > 0)
+        is_compared &= torch.from_numpy(batch[:, ORD] > 0)
     out = their_output(theirs, config, batch)
     expected = _token_logits(out)
     if config.decoder_layers:
-        expected = in_rows(expected, batch)
-    found = [_rows("logits", expected[real], batch, real, has_task_rows=True)]
-    return found + [_on_first("head", out[name], batch, True) for name in _SENTENCE_LOGITS if name in out]
+        expected = scatter_targets(expected, batch)
+    questions = [_logits_question("logits", expected[is_compared], batch, is_compared, has_task_rows=True)]
+    return questions + [
+        _cls_question("head", out[name], batch, True) for name in _SENTENCE_LOGITS if name in out
+    ]
 
 
 def _token_logits(out: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -157,181 +167,190 @@ def _token_logits(out: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 def _default_input_questions(theirs: Any, config: ModelConfig) -> list[Question]:
     """Tokens and a mask, as a tokenizer gives them."""
-    batch = _without_choices(proof_batch(config, seed=1), theirs)
+    batch = _without_segments_and_tasks(proof_batch(config, seed=1), theirs)
     if config.task_rows:
         batch[:, OBJECTIVE] = config.task_rows.index(0)  # a loss of the first objective
-    real, system = torch.from_numpy(batch[:, DOC] != PADDING_DOC), published_system(config)
-    ids, mask = padded(
-        [row[TOKENS, : (row[DOC] >= 0).sum()] for row in batch], _pad(theirs), system.padding_side
-    )
-    labels = ids.masked_fill(mask == 0, _IGNORED)
-    is_writer = system.is_causal
-    out = theirs(input_ids=ids, attention_mask=mask, **({"labels": labels} if is_writer else {}))
-    found = [_rows("default inputs", _token_logits(out)[mask.bool()], batch, real)]
-    found += [_on_first("default inputs", out[name], batch) for name in _SENTENCE_LOGITS if name in out]
-    if is_writer:
-        predicts = real.clone()
+    is_token, system = torch.from_numpy(batch[:, DOC] != PADDING_DOC), published_system(config)
+    texts = [sequence[TOKENS, : (sequence[DOC] >= 0).sum()] for sequence in batch]
+    ids, mask = pad_texts(texts, _padding_id(theirs), system.padding_side)
+    labels = {"labels": ids.masked_fill(mask == 0, _IGNORED)} if system.is_causal else {}
+    out = theirs(input_ids=ids, attention_mask=mask, **labels)
+    questions = [_logits_question("default inputs", _token_logits(out)[mask.bool()], batch, is_token)]
+    questions += [
+        _cls_question("default inputs", out[name], batch) for name in _SENTENCE_LOGITS if name in out
+    ]
+    if system.is_causal:
+        predicts = is_token.clone()
         # The last token of a text predicts nothing.
-        predicts[range(len(real)), real.sum(1) - 1] = False
+        predicts[range(len(is_token)), is_token.sum(1) - 1] = False
         tokens = torch.from_numpy(batch[:, TOKENS].astype(np.int64))
         targets = tokens.roll(-1, dims=1)[predicts]
-        found.append(_loss(out.loss, batch, predicts, targets))
-    return found
+        questions.append(_loss_question(out.loss, batch, predicts, targets))
+    return questions
 
 
 def _decoder_questions(theirs: Any, config: ModelConfig, start: int) -> list[Question]:
-    """A decoder's default input are the labels, after its first token."""
-    batch = _without_choices(proof_batch(config, seed=1), theirs)
-    inputs = encoder_decoder_inputs(batch, _pad(theirs))
+    """The default input of a decoder is its labels, shifted to the right behind its first token."""
+    batch = _without_segments_and_tasks(proof_batch(config, seed=1), theirs)
+    inputs = encoder_decoder_inputs(batch, _padding_id(theirs))
+    tokens, is_label = inputs.pop("decoder_input_ids"), in_target(batch)
+    targets = tokens[is_label]
+    out = theirs(**inputs, labels=tokens.masked_fill(~is_label, _IGNORED))
+    for sequence in batch:
+        positions = np.flatnonzero(sequence[ORD] > 0)
+        # The class shifts the labels itself; our sequence gets the same shift.
+        sequence[TOKENS, positions[1:]] = sequence[TOKENS, positions[:-1]]
+        sequence[TOKENS, positions[:1]] = start
     is_target = torch.from_numpy(batch[:, ORD] > 0)
-    tokens, real = inputs.pop("decoder_input_ids"), in_target(batch)
-    targets = tokens[real]
-    out = theirs(**inputs, labels=tokens.masked_fill(~real, _IGNORED))
-    for row in batch:
-        places = np.flatnonzero(row[ORD] > 0)
-        # The class shifts labels to the right and puts its first token before them; our row is made the same.
-        row[TOKENS, places[1:]] = row[TOKENS, places[:-1]]
-        row[TOKENS, places[:1]] = start
     return [
-        _rows("default inputs", out.logits[real], batch, is_target),
-        _loss(out.loss, batch, is_target, targets),
+        _logits_question("default inputs", out.logits[is_label], batch, is_target),
+        _loss_question(out.loss, batch, is_target, targets),
     ]
 
 
 def _generation_question(theirs: Any, config: ModelConfig, start: int | None) -> Question:
-    """Greedy, on prompts of several lengths. What it writes is then read by our model."""
-    room = min(_LONGEST_PROMPT, config.max_position + 1)
-    steps = min(_STEPS, room // 2)
-    lengths = [room - steps, max(1, (room - steps) // 2)]
+    """Greedy, on prompts of several lengths. Our model then reads the prompts with their completions."""
+    longest = min(_LONGEST_PROMPT, config.max_position + 1)
+    steps = min(_STEPS, longest // 2)
+    lengths = [longest - steps, max(1, (longest - steps) // 2)]
     if not published_system(config).counts_real_tokens and not config.decoder_layers:
         lengths = lengths[:1]  # the class counts padding before a prompt as positions
-    drawn = _without_choices(proof_batch(config, seed=2), theirs)[: len(lengths), TOKENS]
-    prompts = [row[:length] for row, length in zip(drawn, lengths, strict=True)]
-    ids, mask = padded(prompts, _pad(theirs), "right" if config.decoder_layers else "left")
+    random_tokens = _without_segments_and_tasks(proof_batch(config, seed=2), theirs)[: len(lengths), TOKENS]
+    prompts = [tokens[:length] for tokens, length in zip(random_tokens, lengths, strict=True)]
+    ids, mask = pad_texts(prompts, _padding_id(theirs), "right" if config.decoder_layers else "left")
     options = {"max_new_tokens": steps, "do_sample": False, "num_beams": 1, "use_cache": True}
     with quiet():
         out = theirs.generate(
             input_ids=ids, attention_mask=mask, **options, output_logits=True, return_dict_in_generate=True
         )
     written = out.sequences[:, -len(out.logits) :].numpy()
-    counts = [_until_end(row, theirs.generation_config.eos_token_id) for row in written]
-    answers = [row[: count - 1] for row, count in zip(written, counts, strict=True)]
-    # [prompts, steps, V]. What the class wrote with its cache is read by our model in one pass.
-    logits = torch.stack(out.logits, dim=1)
-    expected = torch.cat([row[:count] for row, count in zip(logits, counts, strict=True)]).float()
+    counts = [_length_with_end(tokens, theirs.generation_config.eos_token_id) for tokens in written]
+    # The last token of a completion is predicted and not read.
+    completions = [tokens[: count - 1] for tokens, count in zip(written, counts, strict=True)]
+    logits = torch.stack(out.logits, dim=1)  # [prompts, steps, V]
+    expected = torch.cat([each[:count] for each, count in zip(logits, counts, strict=True)]).float()
     if config.decoder_layers:
         assert start is not None
-        batch = text_rows(config, prompts, [np.array([start, *answer]) for answer in answers])
-        real = torch.from_numpy(batch[:, ORD] > 0)
+        batch = texts_to_batch(config, prompts, [np.array([start, *tokens]) for tokens in completions])
+        is_compared = torch.from_numpy(batch[:, ORD] > 0)
     else:
-        batch = text_rows(config, [np.array([*p, *a]) for p, a in zip(prompts, answers, strict=True)])
+        batch = texts_to_batch(
+            config, [np.concatenate(each) for each in zip(prompts, completions, strict=True)]
+        )
         first = torch.tensor([[len(prompt) - 1] for prompt in prompts])
-        real = torch.from_numpy(batch[:, DOC] >= 0) & (torch.arange(batch.shape[2])[None] >= first)
-    return _rows("generation", expected, batch, real)
+        is_compared = torch.from_numpy(batch[:, DOC] >= 0) & (torch.arange(batch.shape[2])[None] >= first)
+    return _logits_question("generation", expected, batch, is_compared)
 
 
-def _until_end(tokens: np.ndarray, ends: int | Sequence[int] | None) -> int:
-    """How many tokens an answer has, its end counted."""
+def _length_with_end(tokens: np.ndarray, ends: int | Sequence[int] | None) -> int:
+    """The number of tokens up to the first end token, which counts; all tokens if there is none."""
     is_end = np.isin(tokens, [] if ends is None else ends)
     return int(is_end.argmax()) + 1 if is_end.any() else len(tokens)
 
 
 def _task_question(theirs: torch.nn.Module, config: ModelConfig, batch: np.ndarray) -> Question:
-    """The head of a task: on all rows, or on that of each text. XLNet's class takes the last one, padding or not."""
+    """The head of a task, on all tokens or on one token of each text.
+
+    XLNet's class takes a sequence's last position, padding or not, so its sequence has no padding.
+    """
     if config.relative == "xlnet":
-        batch = batch[:1]  # the row without padding
-    out, real = their_output(theirs, config, batch), torch.from_numpy(batch[:, DOC] != PADDING_DOC)
+        batch = batch[:1]
+    out, is_compared = their_output(theirs, config, batch), torch.from_numpy(batch[:, DOC] != PADDING_DOC)
     if config.task_head in ("classes", "values"):
-        real = torch.zeros_like(real)
-        real[:, -1 if config.relative == "xlnet" else 0] = True
+        is_compared = torch.zeros_like(is_compared)
+        is_compared[:, -1 if config.relative == "xlnet" else 0] = True
         expected = out["logits"]
     elif config.task_head == "spans":
-        expected = torch.stack([out["start_logits"], out["end_logits"]], dim=-1)[real]
+        expected = torch.stack([out["start_logits"], out["end_logits"]], dim=-1)[is_compared]
     else:
-        expected = out["logits"][real]
-    rows = real.flatten().nonzero()[:, 0]
+        expected = out["logits"][is_compared]
+    positions = is_compared.flatten().nonzero()[:, 0]
 
-    def answer(model: GLM) -> torch.Tensor:
+    def compute(model: GLM) -> torch.Tensor:
         hidden, _ = our_output(model, batch, has_task_rows=True)
-        return task_rows(model.heads, [hidden.flatten(0, 1)], rows, model.final_layernorm, None).float()
+        return task_rows(model.heads, [hidden.flatten(0, 1)], positions, model.final_layernorm, None).float()
 
-    return Question("head", expected, answer)
+    return Question("head", expected, compute)
 
 
 def _hidden_state_question(theirs: Any, config: ModelConfig, batch: np.ndarray) -> Question:
     """The last hidden states of a class without a head, after its last norm; of a decoder where there is one."""
-    real = torch.from_numpy(batch[:, DOC] != PADDING_DOC)
+    is_compared = torch.from_numpy(batch[:, DOC] != PADDING_DOC)
     expected = their_output(theirs, config, batch)["last_hidden_state"]
     if config.decoder_layers:
-        real &= torch.from_numpy(batch[:, ORD] > 0)
-        expected = in_rows(expected, batch)
+        is_compared &= torch.from_numpy(batch[:, ORD] > 0)
+        expected = scatter_targets(expected, batch)
 
-    def answer(model: GLM) -> torch.Tensor:
-        return model.final_layernorm(our_output(model, batch, has_task_rows=True)[0][real])
+    def compute(model: GLM) -> torch.Tensor:
+        return model.final_layernorm(our_output(model, batch, has_task_rows=True)[0][is_compared])
 
-    return Question("hidden states", expected[real], answer)
+    return Question("hidden states", expected[is_compared], compute)
 
 
-def _memory_question(theirs: Any, row: np.ndarray) -> Question:
-    """The row's text in two segments, the second with the memory of the first. Args: row: int32 [1, fields, S]."""
+def _memory_question(theirs: Any, fields: np.ndarray) -> Question:
+    """A text in two segments, the second with the memory of the first. Args: fields: int32 [1, fields, S]."""
     longest, reused = theirs.config.mem_len or None, theirs.config.reuse_len or None
-    first, second = (part.copy() for part in np.array_split(row, 2, axis=2))
+    first, second = (segment.copy() for segment in np.array_split(fields, 2, axis=2))
     second[:, POSITION_IDS] = np.arange(second.shape[2])
     mems = None
-    for part in (first, second):
+    for segment in (first, second):
         inputs = {
-            name: torch.from_numpy(part[:, field].astype(np.int64)) for name, field in _XLNET_INPUTS.items()
+            name: torch.from_numpy(segment[:, field].astype(np.int64))
+            for name, field in _XLNET_INPUTS.items()
         }
         out = theirs(**inputs, mems=mems, use_mems=True)
         mems = out.mems
 
-    def answer(model: GLM) -> torch.Tensor:
+    def compute(model: GLM) -> torch.Tensor:
         _, memory = read_segment(model, first, longest=longest, reused=reused)
         hidden, _ = read_segment(model, second, memory)
         return model.logits(hidden.flatten(0, -2))
 
-    return Question("memory", out.logits.flatten(0, 1), answer)
+    return Question("memory", out.logits.flatten(0, 1), compute)
 
 
-# Rows for both models
+# Inputs of both models
 
 
-def _without_choices(batch: np.ndarray, theirs: Any) -> np.ndarray:
-    """The same texts without what a class that is given tokens and a mask alone does not know: segments and tasks.
+def _without_segments_and_tasks(batch: np.ndarray, theirs: Any) -> np.ndarray:
+    """The batch with segment 0 and task 0, as a class has it that gets tokens and a mask alone. Changes `batch`.
 
-    Tokens to which the class gives a meaning of its own, padding and ends of texts, do not occur.
+    The tokens to which the class gives a meaning, padding and ends of texts, are replaced by another token.
     """
     batch[:, [SEGMENT_IDS, OBJECTIVE]] = 0
     config = theirs.config
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    meant = {token for token in (config.pad_token_id, *ends) if token is not None}
-    other = next(token for token in range(config.vocab_size) if token not in meant)
-    batch[:, TOKENS][np.isin(batch[:, TOKENS], list(meant))] = other
+    special = {token for token in (config.pad_token_id, *ends) if token is not None}
+    other = next(token for token in range(config.vocab_size) if token not in special)
+    batch[:, TOKENS][np.isin(batch[:, TOKENS], list(special))] = other
     return batch
 
 
-def _pad(theirs: Any) -> int:
-    """An id for padding; any will do where the class names none, since the mask hides it."""
-    found = theirs.config.pad_token_id
-    return 0 if found is None else found
+def _padding_id(theirs: Any) -> int:
+    """The id of padding; 0 where the class names none, since the mask hides it."""
+    padding_id = theirs.config.pad_token_id
+    return 0 if padding_id is None else padding_id
 
 
-def padded(texts: Sequence[np.ndarray], pad: int, side: str) -> tuple[torch.Tensor, torch.Tensor]:
+def pad_texts(texts: Sequence[np.ndarray], padding_id: int, side: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and mask, int64 [B, S] each."""
     longest = max(map(len, texts))
-    ids, mask = np.full((len(texts), longest), pad, np.int64), np.zeros((len(texts), longest), np.int64)
-    for row, text in enumerate(texts):
-        places = slice(len(text)) if side == "right" else slice(longest - len(text), None)
-        ids[row, places], mask[row, places] = text, 1
+    ids, mask = (
+        np.full((len(texts), longest), padding_id, np.int64),
+        np.zeros((len(texts), longest), np.int64),
+    )
+    for number, text in enumerate(texts):
+        positions = slice(len(text)) if side == "right" else slice(longest - len(text), None)
+        ids[number, positions], mask[number, positions] = text, 1
     return torch.from_numpy(ids), torch.from_numpy(mask)
 
 
 def our_output(
     model: GLM, batch: np.ndarray, has_task_rows: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last block's output and the logits, [B, S, D] and [B, S, V]; zeros where a decoder has no row.
+    """The last block's output [B, S, D] and the logits [B, S, V]; zeros at positions that a decoder does not have.
 
-    Args: has_task_rows: whether the field of losses holds rows of the task embedding instead.
+    Args: has_task_rows: whether the field OBJECTIVE holds rows of the task embedding, not numbers of losses.
     """
     config = replace(model.config, task_rows=()) if has_task_rows else model.config
     # The dense plan applies the attention rule as one mask: the proof does not depend on our faster plans.
@@ -341,27 +360,27 @@ def our_output(
     hidden = model.hidden_states(inputs.tokens, inputs.ids, inputs.plan)
     order = torch.from_numpy(prepared.plan.order)[-len(hidden) :]
     outputs = []
-    for rows in (hidden, model.logits(hidden).float()):
-        whole = rows.new_zeros(batch.shape[0] * batch.shape[2], rows.shape[1])
-        outputs.append(
-            whole.index_put((order[order >= 0],), rows[order >= 0]).view(len(batch), batch.shape[2], -1)
-        )
+    # The plan has its own order of the tokens, in which -1 is padding; outputs go back to the batch's order.
+    for values in (hidden, model.logits(hidden).float()):
+        in_batch = values.new_zeros(batch.shape[0] * batch.shape[2], values.shape[1])
+        in_batch[order[order >= 0]] = values[order >= 0]
+        outputs.append(in_batch.view(len(batch), batch.shape[2], -1))
     return outputs[0], outputs[1]
 
 
-def _segments(config: ModelConfig) -> int:
-    """How many segments a model tells apart."""
+def _num_segments(config: ModelConfig) -> int:
+    """The number of segments that a model tells apart."""
     return 2 if config.relative == "xlnet" else config.segments
 
 
-def in_rows(logits: torch.Tensor, batch: np.ndarray) -> torch.Tensor:
-    """Logits [B, targets, V] of a decoder in the places of its tokens: [B, S, V]."""
-    # The class pads targets on the right, ours are in the places of their rows.
-    whole = logits.new_zeros(*batch[:, 0].shape, logits.shape[-1])
-    for row, order in enumerate(batch[:, ORD]):
-        places = np.flatnonzero(order > 0)
-        whole[row, places] = logits[row, : len(places)]
-    return whole
+def scatter_targets(logits: torch.Tensor, batch: np.ndarray) -> torch.Tensor:
+    """A decoder's logits [B, targets, V] at the positions of its tokens in the batch: [B, S, V]."""
+    # The class pads targets on the right; in our sequences they stand after the context.
+    in_batch = logits.new_zeros(*batch[:, 0].shape, logits.shape[-1])
+    for number, order in enumerate(batch[:, ORD]):
+        positions = np.flatnonzero(order > 0)
+        in_batch[number, positions] = logits[number, : len(positions)]
+    return in_batch
 
 
 def their_output(
@@ -380,7 +399,7 @@ def their_output(
         "attention_mask": (field(DOC) != PADDING_DOC).long(),
         "position_ids": field(POSITION_IDS) + system.skipped_positions,
     }
-    if _segments(config):
+    if _num_segments(config):
         inputs["token_type_ids"] = field(SEGMENT_IDS)
     if config.relative == "xlnet":
         del inputs["position_ids"]  # it counts the tokens itself
@@ -389,11 +408,16 @@ def their_output(
     return theirs(**inputs)
 
 
-def encoder_decoder_inputs(batch: np.ndarray, pad: int = 1) -> dict[str, torch.Tensor]:
-    """Context and target of each row, each padded at its end."""
-    is_real = batch[:, DOC] != PADDING_DOC
-    context, mask = _gathered(batch, is_real & (batch[:, ORD] == 0), pad)
-    target, _ = _gathered(batch, is_real & (batch[:, ORD] > 0), pad)
+def encoder_decoder_inputs(batch: np.ndarray, padding_id: int = 1) -> dict[str, torch.Tensor]:
+    """Context and target of each sequence, both with padding on the right."""
+
+    def padded_tokens(is_chosen: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        texts = [sequence[TOKENS][chosen] for sequence, chosen in zip(batch, is_chosen, strict=True)]
+        return pad_texts(texts, padding_id, "right")
+
+    is_token = batch[:, DOC] != PADDING_DOC
+    context, mask = padded_tokens(is_token & (batch[:, ORD] == 0))
+    target, _ = padded_tokens(is_token & (batch[:, ORD] > 0))
     return {"input_ids": context, "attention_mask": mask, "decoder_input_ids": target}
 
 
@@ -403,52 +427,50 @@ def in_target(batch: np.ndarray) -> torch.Tensor:
     return torch.arange(int(lengths.max()))[None] < lengths[:, None]
 
 
-def _gathered(batch: np.ndarray, chosen: np.ndarray, pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return padded([row[TOKENS][places] for row, places in zip(batch, chosen, strict=True)], pad, "right")
-
-
-def text_rows(
+def texts_to_batch(
     config: ModelConfig, texts: Sequence[np.ndarray], targets: Sequence[np.ndarray] | None = None
 ) -> np.ndarray:
-    """int32 [B, fields, S], as Batch: texts, each in a row, with padding after them.
+    """int32 [B, fields, S], as Batch: one sequence for each text, with padding on the right.
 
-    Args: targets: what a decoder reads, for each text.
+    Args: targets: for each text the tokens that the decoder reads; None without a decoder.
     """
     targets = [np.zeros(0, np.int32)] * len(texts) if targets is None else targets
     length = max(len(text) + len(target) for text, target in zip(texts, targets, strict=True))
     batch = np.zeros((len(texts), len(FIELDS), length), np.int32)
     batch[:, DOC], batch[:, POSITION_IDS] = PADDING_DOC, np.arange(length)
-    for row, text, target in zip(batch, texts, targets, strict=True):
+    for sequence, text, target in zip(batch, texts, targets, strict=True):
         context, used = len(text), len(text) + len(target)
-        row[TOKENS, :used] = [*text, *target]
-        row[DOC, :used] = 0
+        sequence[TOKENS, :used] = [*text, *target]
+        sequence[DOC, :used] = 0
         if config.decoder_layers:
-            row[ORD, context:used] = np.arange(1, len(target) + 1)
-            row[POSITION_IDS, context:used] = np.arange(len(target))
+            sequence[ORD, context:used] = np.arange(1, len(target) + 1)
+            sequence[POSITION_IDS, context:used] = np.arange(len(target))
         elif published_system(config).is_causal:
-            row[ORD, :used] = np.arange(used)
+            sequence[ORD, :used] = np.arange(used)
     batch[:, WEIGHTS].view(np.float32)[:] = 1.0
     return batch
 
 
 def proof_batch(config: ModelConfig, seed: int = 0) -> np.ndarray:
-    """int32 [3, fields, S], as Batch: a whole row, and two with padding after them.
+    """int32 [3, fields, S], as Batch: random tokens, a sequence without padding and two with padding on the right.
 
-    Where there is a decoder, the last part of a row is its target. Distances reach beyond what buckets tell apart.
+    With a decoder the last third of a sequence is its target. Sequences are longer than the distances that buckets of
+    relative positions tell apart.
     """
     assert config.vocab_size is not None
     rng = np.random.default_rng(seed)
     length = min(200, config.max_position + 1)
-    used = (length, max(1, length // 2), max(1, length - 3))
-    drawn = [rng.integers(0, config.vocab_size, count).astype(np.int32) for count in used]
-    texts: Sequence[np.ndarray] = drawn
+    lengths = (length, max(1, length // 2), max(1, length - 3))
+    texts: Sequence[np.ndarray] = [
+        rng.integers(0, config.vocab_size, count).astype(np.int32) for count in lengths
+    ]
     targets: Sequence[np.ndarray] | None = None
     if config.decoder_layers:
-        texts, targets = zip(*(np.split(row, [len(row) - len(row) // 3]) for row in drawn), strict=True)
-    batch = text_rows(config, texts, targets)
-    for row, count in zip(batch, used, strict=True):
-        if segments := _segments(config):
-            row[SEGMENT_IDS, :count] = np.sort(rng.integers(0, segments, count))
+        texts, targets = zip(*(np.split(text, [len(text) - len(text) // 3]) for text in texts), strict=True)
+    batch = texts_to_batch(config, texts, targets)
+    for sequence, count in zip(batch, lengths, strict=True):
+        if segments := _num_segments(config):
+            sequence[SEGMENT_IDS, :count] = np.sort(rng.integers(0, segments, count))
         if config.task_types:
-            row[OBJECTIVE, :count] = rng.integers(0, config.task_types)
+            sequence[OBJECTIVE, :count] = rng.integers(0, config.task_types)
     return batch

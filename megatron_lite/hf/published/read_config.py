@@ -22,10 +22,10 @@ from megatron_lite.hf.published.recognition import architecture, body_class, has
 
 
 def model_settings(
-    system: PublishedSystem, described: Mapping[str, Any], theirs: Weights, path: Path
+    system: PublishedSystem, config_json: Mapping[str, Any], theirs: Weights, path: Path
 ) -> dict[str, Any]:
     """The section `model` of a config.json. Raises: CheckpointError for what the model cannot express."""
-    settings, problems = settings_and_problems(system, described, theirs, path)
+    settings, problems = settings_and_problems(system, config_json, theirs, path)
     require_none(path, problems)
     return settings
 
@@ -37,10 +37,10 @@ def require_none(path: Path, problems: Sequence[str]) -> None:
 
 
 def settings_and_problems(
-    system: PublishedSystem, described: Mapping[str, Any], theirs: Weights, path: Path
+    system: PublishedSystem, config_json: Mapping[str, Any], theirs: Weights, path: Path
 ) -> tuple[dict[str, Any], list[str]]:
-    """The section `model`, without what cannot be expressed, and a sentence on each of that."""
-    config = transformers_config(system, described, path)
+    """The section `model`, and a sentence on each field that it cannot express."""
+    config = transformers_config(system, config_json, path)
     problems = []
     for name, value in system.required.items():
         actual = field_of(config, name, value)
@@ -73,10 +73,10 @@ def settings_and_problems(
         settings[option] = option_from_shape(option, theirs, name)
     if "sentence_classes" in system.optional:
         settings["sentence_classes"] = _sentence_classes(system, settings["sentence_classes"], theirs)
-    problems += _contradictions(system, described, config, settings)
-    if kind := architectures(system).get(_architecture(system, config)):
-        settings |= head_settings(system, kind, config)
-        problems += head_problems(system, kind, config)
+    problems += _contradictions(system, config_json, config, settings)
+    if head_type := architectures(system).get(_architecture(system, config)):
+        settings |= head_settings(system, head_type, config)
+        problems += head_problems(system, head_type, config)
     return settings, problems
 
 
@@ -91,41 +91,41 @@ def _sentence_classes(system: PublishedSystem, classes: int, theirs: Weights) ->
 
 def _contradictions(
     system: PublishedSystem,
-    described: Mapping[str, Any],
+    config_json: Mapping[str, Any],
     config: PretrainedConfig,
     settings: Mapping[str, Any],
 ) -> list[str]:
-    """A sentence on each field of one version of transformers that contradicts the same in another's spelling.
+    """A sentence on each field whose value contradicts the name that another version of transformers has for it.
 
-    Args: config: what the installed version makes of `described`. settings: of the section `model`, from it.
+    Args: config: what the installed version makes of `config_json`. settings: of the section `model`, from it.
     """
-    said = {}  # name -> what it says, and what was read
+    values = {}  # name of a field -> its value, and the value that was read
     for entry in system.fields:
         outer, *inner = entry.theirs.split(".")
-        within = described.get(outer)
+        within = config_json.get(outer)
         for name in inner:
             within = within.get(name) if isinstance(within, Mapping) else None
-        if inner and within is not None:  # another field goes over it
-            said[entry.theirs] = within, field_of(config, entry.theirs)
+        if inner and within is not None:  # another field may override it
+            values[entry.theirs] = within, field_of(config, entry.theirs)
     for former in system.former:
-        given = described.get(former.theirs)
-        if given is None or not former.is_another_name or former.ours not in settings:
+        value = config_json.get(former.theirs)
+        if value is None or not former.is_another_name or former.ours not in settings:
             continue
         read = former.writes(settings[former.ours])
-        if isinstance(given, Mapping):  # "type" is the oldest name of its kind
+        if isinstance(value, Mapping):  # "type" is the oldest name of rope_type
             read = {"rope_type": "default"} if read is None else read
-            given = {"rope_type": given.get("type"), **given}
-            given = {name: given.get(name) for name in read}
-        said[former.theirs] = given, read
+            value = {"rope_type": value.get("type"), **value}
+            value = {name: value.get(name) for name in read}
+        values[former.theirs] = value, read
     return [
-        f"{name} is {shown(given)}, but another field gives {shown(read)}; remove the wrong one, or make them equal."
-        for name, (given, read) in said.items()
-        if given != read
+        f"{name} is {shown(value)}, but another field gives {shown(read)}; remove the wrong one, or make them equal."
+        for name, (value, read) in values.items()
+        if value != read
     ]
 
 
 def option_from_shape(option: str, weights: Weights, name: str) -> int | bool:
-    """The value of an option by the first dimension of a parameter, 0 if there is none."""
+    """The value of an option by the rows of a parameter, 0 rows if the parameter is missing."""
     rows = weights.shapes.get(name, (0,))[0]
     return {"tie_word_embeddings": not rows, "sentence_classes": rows, "task_types": rows}.get(
         option, rows > 0
@@ -137,10 +137,10 @@ def _architecture(system: PublishedSystem, config: PretrainedConfig) -> str:
 
 
 def transformers_config(
-    system: PublishedSystem, described: Mapping[str, Any], path: Path
+    system: PublishedSystem, config_json: Mapping[str, Any], path: Path
 ) -> PretrainedConfig:
     with by_transformers(path), quiet():
-        return CONFIG_MAPPING[system.model_type].from_dict(dict(described))
+        return CONFIG_MAPPING[system.model_type].from_dict(dict(config_json))
 
 
 def field_of(config: PretrainedConfig, name: str, default: Any = None) -> Any:
@@ -164,7 +164,7 @@ def our_value(system: PublishedSystem, entry: ConfigField, value: Any, config: P
 
 
 def _system_name(system: PublishedSystem, config: PretrainedConfig) -> tuple[str, list[str]]:
-    """`model.system`, and what stands against the class."""
+    """`model.system`, and a sentence if the class cannot be imported."""
     name, known = _architecture(system, config), (*system.classes, *architectures(system), body_class(system))
     problems = []
     if name == f"{stem(name)}EncoderModel":

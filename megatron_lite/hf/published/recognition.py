@@ -24,7 +24,7 @@ from megatron_lite.hf.published.heads import TASK_CLASSES, TaskClass
 from megatron_lite.hf.published.systems import PUBLISHED
 
 _HEADS = re.compile(r"(For[A-Z]\w*|WithLMHeadModel|LMHeadModel|LMHead|DoubleHeadsModel|EncoderModel|Model)$")
-_FORMER_CLASSES = {  # of first releases: the class of today
+_RENAMED_CLASSES = {  # class of the first releases -> its present name
     "T5WithLMHeadModel": "T5ForConditionalGeneration", "MT5WithLMHeadModel": "MT5ForConditionalGeneration",
     "BartForMaskedLM": "BartForConditionalGeneration",
 }  # fmt: skip
@@ -44,17 +44,17 @@ def is_body(class_name: str) -> bool:
     return class_name == f"{stem(class_name)}Model"
 
 
-def architecture(described: Mapping[str, Any]) -> str | None:
+def architecture(config_json: Mapping[str, Any]) -> str | None:
     """The class that config.json names, if it names one."""
-    (name,) = (described.get("architectures") or [None])[:1]
-    return _FORMER_CLASSES.get(name or "", name)
+    (name,) = (config_json.get("architectures") or [None])[:1]
+    return _RENAMED_CLASSES.get(name or "", name)
 
 
-def system_in(path: Path, described: Mapping[str, Any], weights: Weights) -> PublishedSystem | None:
-    """The system of a directory, None if it is of none here. Raises: CheckpointError if several fit its tensors."""
-    if (model_type := described.get("model_type")) is not None:
+def system_in(path: Path, config_json: Mapping[str, Any], weights: Weights) -> PublishedSystem | None:
+    """The system of a directory, None if no table fits. Raises: CheckpointError if several fit its tensors."""
+    if (model_type := config_json.get("model_type")) is not None:
         return PUBLISHED.get(model_type)
-    if (name := architecture(described)) is not None:
+    if (name := architecture(config_json)) is not None:
         return next(
             (
                 system
@@ -74,7 +74,10 @@ def system_in(path: Path, described: Mapping[str, Any], weights: Weights) -> Pub
 
 
 def _fits(system: PublishedSystem, names: Iterable[str]) -> bool:
-    """Whether all tensors can be of a system, its words among them. Files of a base model alone may lack the prefix."""
+    """Whether a system's table knows all tensors, and its word embedding is among them.
+
+    Files of a base model may lack the prefix.
+    """
     names = set(names)
     if not any(name.startswith(system.prefix) for name in names):
         names = {name if reason(name, system.model_type, "") else f"{system.prefix}{name}" for name in names}
@@ -89,7 +92,7 @@ def _fits(system: PublishedSystem, names: Iterable[str]) -> bool:
 
 
 def head_modules(system: PublishedSystem) -> set[str]:
-    """Modules of theirs that predict tokens."""
+    """Their modules that predict tokens."""
     return {
         each
         for rule in system.rules
@@ -99,50 +102,51 @@ def head_modules(system: PublishedSystem) -> set[str]:
 
 
 def has_head(system: PublishedSystem, names: Iterable[str]) -> bool:
-    """Whether tensors have any of what predicts tokens. Args: names: of today."""
+    """Whether a tensor belongs to a head that predicts tokens. Args: names: as today's classes have them."""
     modules = tuple(f"{module}." for module in head_modules(system))
     return any(name.startswith(modules) for name in names)
 
 
 def with_head_names(
-    system: PublishedSystem, described: Mapping[str, Any], names: Collection[str]
+    system: PublishedSystem, config_json: Mapping[str, Any], names: Collection[str]
 ) -> PublishedSystem:
-    """The table with the names of the head that a directory has. Args: names: of its tensors."""
+    """The table of the system, or its legacy table if a directory names its head so. Args: names: of its tensors."""
     if system.legacy is None or not has_head(system.legacy, names):
         return system
     is_both = has_head(system, names)
-    return system if is_both and described.get("legacy") is False else system.legacy
+    return system if is_both and config_json.get("legacy") is False else system.legacy
 
 
 def complete_config(
-    system: PublishedSystem, described: Mapping[str, Any], theirs: Weights, path: Path
+    system: PublishedSystem, config_json: Mapping[str, Any], theirs: Weights, path: Path
 ) -> tuple[dict[str, Any], list[str]]:
-    """config.json with what it leaves open and what the weights decide, and a line for each change that a user notices.
+    """config.json with the fields that it lacks or that the weights contradict, and a line for each visible change.
 
-    Args: theirs: under their names of today. Raises: CheckpointError for a head that can be of two tasks.
+    Args: theirs: under the names of today's class. Raises: CheckpointError for a head that fits two tasks.
     """
-    found, lines = {**described, "model_type": system.model_type}, []
-    name = architecture(described)
+    completed, lines = {**config_json, "model_type": system.model_type}, []
+    name = architecture(config_json)
     if name is None:
         name = _class_by_tensors(system, theirs, path)
         if name is not None:
             lines.append(f"architectures is not given; the tensors fit {name}")
     if name is not None:
-        found["architectures"] = [name]
+        completed["architectures"] = [name]
     if system.legacy is not None and has_head(system, theirs.shapes):
-        found["legacy"] = False
+        completed["legacy"] = False
     elif system.is_legacy:
-        found["legacy"] = True
-    if system.model_type == "modernbert-decoder" and "local_attention" not in found:
-        window = found.get("sliding_window")  # version 4 writes it alone, and it is half of the other
+        completed["legacy"] = True
+    if system.model_type == "modernbert-decoder" and "local_attention" not in completed:
+        # Version 4 writes sliding_window alone, which is half of local_attention.
+        window = completed.get("sliding_window")
         if isinstance(window, int) and window > 0:
-            found["local_attention"] = 2 * window
+            completed["local_attention"] = 2 * window
     head = next(
         (each for each in TASK_CLASSES.get(system.model_type, {}).values() if each.name == name), None
     )
     if head is not None:
-        lines += _with_labels(found, head, theirs, path)
-    return found, lines
+        lines += _fit_labels(completed, head, theirs, path)
+    return completed, lines
 
 
 def _class_by_tensors(system: PublishedSystem, theirs: Weights, path: Path) -> str | None:
@@ -165,33 +169,29 @@ def _class_by_tensors(system: PublishedSystem, theirs: Weights, path: Path) -> s
     return next(iter(names), None)
 
 
-def _with_labels(described: dict[str, Any], head: TaskClass, theirs: Weights, path: Path) -> list[str]:
-    """Make the names of labels as many as the classifier's rows. Returns: what was changed.
+def _fit_labels(config_json: dict[str, Any], head: TaskClass, theirs: Weights, path: Path) -> list[str]:
+    """Give config.json as many labels as the classifier has rows. Returns: a line if that changes it.
 
-    Raises: CheckpointError for a name of two labels, which no task can have.
+    Raises: CheckpointError for two labels with one name, which no task can have.
     """
     rows = theirs.shapes.get(f"{head.classifier}.weight", (0,))[0]
-    names = {int(number): name for number, name in (described.get("id2label") or {}).items()}
-    of_rows = Counter(names.get(number, f"LABEL_{number}") for number in range(rows))
-    twice = [name for name, count in of_rows.items() if count > 1]
+    names = {int(number): name for number, name in (config_json.get("id2label") or {}).items()}
+    labels = {number: names.get(number, f"LABEL_{number}") for number in range(rows)}
+    twice = [name for name, count in Counter(labels.values()).items() if count > 1]
     if twice and head.classifier != "qa_outputs":  # its two rows are no labels
         raise CheckpointError(
             f"{path / CONFIG_JSON}: id2label gives {shorten(', '.join(map(repr, twice)))} to more than one of {rows} "
             "labels; give each its own name."
         )
-    said = {len(names)} if names else set()
-    said |= {described["num_labels"]} if described.get("num_labels") is not None else set()
-    if not rows or (
-        (said or {2}) == {rows} and set(names) in (set(), set(range(rows)))
-    ):  # 2 where nothing is said
+    declared_counts = {len(names)} if names else set()
+    declared_counts |= {config_json["num_labels"]} if config_json.get("num_labels") is not None else set()
+    # transformers takes 2 labels where nothing is declared.
+    if not rows or ((declared_counts or {2}) == {rows} and set(names) in (set(), set(range(rows)))):
         return []
-    taken = {number: name for number, name in names.items() if number < rows}
-    for number in range(rows):
-        taken.setdefault(number, f"LABEL_{number}")
-    described.pop("num_labels", None)
-    described["id2label"] = {str(number): taken[number] for number in range(rows)}
-    described["label2id"] = {name: int(number) for number, name in described["id2label"].items()}
-    declared = " and ".join(map(str, sorted(said))) if said else "no number of"
-    more = "" if set(range(rows)) <= set(names) else "; those without a name are LABEL_i"
-    more += "; the other names are left out" if set(names) - set(range(rows)) else ""
-    return [f"{CONFIG_JSON} says {declared} labels, and the head has {rows}{more}"]
+    config_json.pop("num_labels", None)
+    config_json["id2label"] = {str(number): name for number, name in labels.items()}
+    config_json["label2id"] = {name: number for number, name in labels.items()}
+    declared = " and ".join(map(str, sorted(declared_counts))) if declared_counts else "no number of"
+    details = "" if set(range(rows)) <= set(names) else "; those without a name are LABEL_i"
+    details += "; the other names are left out" if set(names) - set(range(rows)) else ""
+    return [f"{CONFIG_JSON} says {declared} labels, and the head has {rows}{details}"]

@@ -1,7 +1,7 @@
 """Import a published system's directory as a run, and export a run to the class of transformers that its users load.
 
-Both are proved on the logits of that class. What the model does not hold is kept in the run's directory: the rest of
-config.json, the tokenizer's files, and rows that no token uses.
+Both are proved on the logits of that class. An import stores what the model does not hold in the run's directory: the
+rest of config.json, the tokenizer's files, and rows that no token uses.
 """
 
 from __future__ import annotations
@@ -13,23 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from data_utils.common.errors import CheckpointError, ConfigError
 from data_utils.common.setting_files import shown
-from data_utils.common.settings import build, merge, to_tree
+from data_utils.common.settings import build, merge
 from data_utils.objectives import OBJECTIVES
 from data_utils.tasks.config import TaskConfig
 from data_utils.tasks.readers.by_name import task_labels
 from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
-from megatron_lite.checkpoint.manifest import checkpoint_name
 from megatron_lite.checkpoint.tensor_files import write_tensors
 from megatron_lite.checkpoint.verify import read_checkpoint
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.task_rows import with_task_rows
 from megatron_lite.config.tree import Config
+from megatron_lite.hf.files import proof
 from megatron_lite.hf.files.config_json import write_config
-from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
+from megatron_lite.hf.files.first_checkpoint import write_imported_run
 from megatron_lite.hf.files.model_card import published_card
 from megatron_lite.hf.files.weights import (
     DTYPES,
@@ -41,28 +40,27 @@ from megatron_lite.hf.files.weights import (
     write_json,
     write_sharded,
 )
-from megatron_lite.hf.glm import proof
 from megatron_lite.hf.published.heads import (
     OTHER_HEADS,
     SEVERAL_LABELS,
     task_section,
     transformers_class_name,
 )
-from megatron_lite.hf.published.ids import special_ids, write_generation_config, writing_ids
+from megatron_lite.hf.published.ids import generation_ids, special_ids, write_generation_config
 from megatron_lite.hf.published.proof import ask
 from megatron_lite.hf.published.recognition import body_class, is_body
 from megatron_lite.hf.published.source import PublishedSource, is_headless, open_published
 from megatron_lite.hf.published.systems import published_system
 from megatron_lite.hf.published.tensor_map import (
-    kept_rows,
+    skipped_rows,
     tensor_mappings,
     to_ours,
     to_theirs,
-    with_second_names,
+    with_tied_copies,
 )
 from megatron_lite.hf.published.tokenizers import (
-    brought_tokenizer,
     copy_tokenizer_files,
+    import_tokenizer,
     require_same_ids,
     write_tokenizer,
 )
@@ -77,10 +75,10 @@ from megatron_lite.model.init import initialize_parameters
 
 log = logging.getLogger(__name__)
 
-KEPT_FILES = "published"  # directory in a run's: files of the import that an export brings back
-KEPT_ROWS = "rows.safetensors"  # in it
+IMPORTED_FILES = "published"  # directory of a run: files of the import, which an export writes again
+SKIPPED_ROWS = "rows.safetensors"  # file in that directory
 # Parameters that no class of transformers has: of SpanBERT's head, of class_heads, and of DeBERTa's discriminator.
-_WITHOUT_CLASS = ("heads.span_boundary.", "heads.boundary_bias", "heads.sentence.classifiers.", "replaced.")
+_NOT_IN_CLASSES = ("heads.span_boundary.", "heads.boundary_bias", "heads.sentence.classifiers.", "replaced.")
 
 
 def import_published(
@@ -98,74 +96,69 @@ def import_published(
     Raises: CheckpointError, DataError or ConfigError; `output` then does not exist.
     """
     with new_directory(output) as directory:
-        # Configuration and shapes first: a directory that cannot be imported is refused before a weight is
-        # read.
+        # Configuration and shapes first: a directory that cannot be imported is refused before a weight is read.
         source = open_published(path)
-        keep_files(source, directory / KEPT_FILES)
+        copy_imported_files(source, directory / IMPORTED_FILES)
         config = build_import_config(source, output, directory, tree, verify)
-        checkpoint = directory / "checkpoints" / checkpoint_name(0)
         weights = with_new_heads(source, config, parameter_shapes(config.model))
-        write_training_checkpoint(checkpoint, weights, config)
-        (directory / "config.yaml").write_text(
-            yaml.safe_dump(to_tree(config), sort_keys=False), encoding="utf-8"
-        )
+        checkpoint = write_imported_run(directory, weights, config)
         if not verify:
             return None
         saved = read_checkpoint(checkpoint)
         class_name = source.class_name or transformers_class_name(source.system, config.model)
-        found = proof.prove(
+        comparisons = proof.prove(
             lambda dtype: ask(path, class_name, config.model, dtype=dtype, source=source),
             lambda: load_model(saved, config.model),
             tolerance,
             f"the import of {path}",
             saved.shapes,
         )
-        return proof.joined(found)
+        return proof.joined(comparisons)
 
 
 def build_import_config(
     source: PublishedSource, output: Path, directory: Path, tree: Mapping[str, Any], verify: bool
 ) -> Config:
-    """The configuration of the new run, with the tokenizer that a directory brings, if the tree names none."""
+    """The configuration of the new run, with the directory's tokenizer if the tree names none."""
     model = tree.get("model")
-    given = {k: v for k, v in model.items() if v is not None} if isinstance(model, Mapping) else {}
-    rows = source.settings["vocab_size"]
+    overrides = {k: v for k, v in model.items() if v is not None} if isinstance(model, Mapping) else {}
     tokenizer = {"added_tokens": "none", **(tree.get("tokenizer") or {})}
-    brought = "path" not in tokenizer
-    if brought:
-        tokenizer = brought_tokenizer(source.path, directory / KEPT_FILES, tokenizer)
+    is_imported = "path" not in tokenizer
+    if is_imported:
+        tokenizer = import_tokenizer(source.path, directory / IMPORTED_FILES, tokenizer)
     require_rows(load_tokenizer(build(TokenizerConfig, tokenizer, "tokenizer.")), source)
     # Tables may be longer than the tokenizer (Qwen): the model's size counts.
-    tokenizer = {"vocab_size": rows, **tokenizer}
-    tree = {**tree, "model": {**source.settings, **given}, "tokenizer": tokenizer}
+    tokenizer = {"vocab_size": source.settings["vocab_size"], **tokenizer}
+    tree = {**tree, "model": {**source.settings, **overrides}, "tokenizer": tokenizer}
     if head := source.settings.get("task_head"):
         tree["task"] = {
-            **task_section(head, source.described),
+            **task_section(head, source.config_json),
             **_task_length(build(ModelConfig, source.settings, "model.")),
             **(tree.get("task") or {}),
         }
     loaded = load_tokenizer(build(TokenizerConfig, tokenizer, "tokenizer."))
     check_vocabulary(loaded, source)
-    # SmolLM2 is a Llama whose tokenizer has no token that begins a text: nothing stands before one, as in its training.
+    # SmolLM2 is a Llama whose tokenizer has no token that begins a text, and was trained without one.
     begin = "none" if source.system.begin in loaded.lacking else source.system.begin
-    usual = {key: {"begin": begin} for key in ("causal", "fill_in_middle")}
-    tree = with_sizes(source.path, source.settings, with_objective(merge(usual, tree)))
+    defaults = {key: {"begin": begin} for key in ("causal", "fill_in_middle")}
+    tree = with_sizes(source.path, source.settings, with_objective(merge(defaults, tree)))
     config = build(Config, merge(tree, {"run": {"directory": str(output)}}))
     require_same_model("model", config.model, source)
     config = with_task_rows(config)
     assert config.tokenizer is not None
-    if verify and not brought:
-        require_same_ids("tokenizer", loaded, source.path, directory / KEPT_FILES)
-    if brought:
+    if verify and not is_imported:
+        require_same_ids("tokenizer", loaded, source.path, directory / IMPORTED_FILES)
+    if is_imported:
+        # The directory has a temporary name until all is proven; the path is written as it will be.
         path = str(output.absolute() / Path(config.tokenizer.path).relative_to(directory))
         config = replace(config, tokenizer=replace(config.tokenizer, path=path))
     return replace(config, tokenizer=config.tokenizer.absolute())  # type: ignore[union-attr]
 
 
 def _task_length(model: ModelConfig) -> dict[str, int]:
-    """The setting task.sequence_length of a model whose table of positions is shorter than the usual length."""
-    usual: Any = TaskConfig.__dataclass_fields__["sequence_length"].default
-    is_short = model.has_position_tables and model.max_position < usual
+    """task.sequence_length of a model whose table of positions is shorter than the default."""
+    default: Any = TaskConfig.__dataclass_fields__["sequence_length"].default
+    is_short = model.has_position_tables and model.max_position < default
     return {"sequence_length": model.max_position} if is_short else {}
 
 
@@ -184,8 +177,8 @@ def require_same_model(key: str, model: ModelConfig, source: PublishedSource) ->
 def require_rows(tokenizer: Tokenizer, source: PublishedSource) -> None:
     """Raise CheckpointError for a tokenizer with tokens for which the word embedding has no row."""
     rows = source.settings["vocab_size"]
-    beyond = [tokenizer.token_to_text(i) for i in range(rows, tokenizer.num_tokens)]
-    if not beyond:
+    without_row = [tokenizer.token_to_text(i) for i in range(rows, tokenizer.num_tokens)]
+    if not without_row:
         return
     added = tokenizer.config.added_tokens
     remedy = (
@@ -196,7 +189,7 @@ def require_rows(tokenizer: Tokenizer, source: PublishedSource) -> None:
     )
     raise CheckpointError(
         f"{source.path} has {rows} rows of word embeddings, but its tokenizer {tokenizer.num_tokens} tokens; without "
-        f"a row are {', '.join(map(shown, beyond[:5]))}{', ...' if len(beyond) > 5 else ''}: {remedy}."
+        f"a row are {', '.join(map(shown, without_row[:5]))}{', ...' if len(without_row) > 5 else ''}: {remedy}."
     )
 
 
@@ -216,20 +209,21 @@ def check_vocabulary(tokenizer: Tokenizer, source: PublishedSource) -> None:
         )
 
 
-def keep_files(source: PublishedSource, directory: Path) -> None:
+def copy_imported_files(source: PublishedSource, directory: Path) -> None:
+    """Write what an export writes again: config.json, the tokenizer's files, and rows that the model does not have."""
     directory.mkdir(parents=True)
-    write_json(directory / "config.json", source.described)
+    write_json(directory / "config.json", source.config_json)
     copy_tokenizer_files(source.path, directory)
-    rows = dict(kept_rows(source.theirs, source.mappings))
+    rows = dict(skipped_rows(source.theirs, source.mappings))
     if rows:
         shapes = {name: tuple(tensor.shape) for name, tensor in rows.items()}
-        write_tensors(directory / KEPT_ROWS, shapes, rows.values(), metadata=METADATA)
+        write_tensors(directory / SKIPPED_ROWS, shapes, rows.values(), metadata=METADATA)
 
 
 def with_new_heads(source: PublishedSource, config: Config, shapes: dict[str, tuple[int, ...]]) -> Weights:
     """The imported tensors, and initial values of heads that the files do not have, or not in this size.
 
-    Args: shapes: name -> shape of what the run has of the source.
+    Args: shapes: name -> shape of the run's parameters that come from the source.
     """
     weights, others = to_ours(source.theirs, source.mappings), source.others
     missing = [
@@ -249,18 +243,18 @@ def with_new_heads(source: PublishedSource, config: Config, shapes: dict[str, tu
     return Weights(shapes, read)
 
 
-def trained_layout(run: OpenRun) -> PromptTemplate | None:
-    """How rows of a run's training begin and end what is written, None: it was not trained here, or not to write."""
-    kept = run.checkpoint.path.parent.parent / KEPT_FILES
-    # An import without training writes as its source does.
-    if kept.exists() and run.checkpoint.step == 0:
+def trained_template(run: OpenRun) -> PromptTemplate | None:
+    """How the run's training begins and ends a completion; None: it was not trained here, or not to generate."""
+    imported = run.checkpoint.path.parent.parent / IMPORTED_FILES
+    # An import without training generates as its source does.
+    if imported.exists() and run.checkpoint.step == 0:
         return None
     return template_of(run.objectives, run.tokenizer)
 
 
 def write_published(directory: Path, weights: Weights, run: OpenRun, dtype: str, max_shard_bytes: int) -> str:
     """Write a run's model as a directory of its class, with its card. Returns: the name of the class."""
-    kept = run.checkpoint.path.parent.parent / KEPT_FILES
+    imported = run.checkpoint.path.parent.parent / IMPORTED_FILES
     if run.config.model.task_types and not run.config.model.task_rows:
         log.warning(
             "%s was trained by a former version, with a row of the task embedding for each loss; give the class "
@@ -276,15 +270,21 @@ def write_published(directory: Path, weights: Weights, run: OpenRun, dtype: str,
     labels = () if task is None else task_labels(task)
     name = f"checkpoint {run.checkpoint.path}"
     stack = Stack(
-        run.config.model, weights, run.tokenizer, kept, name, labels=labels, layout=trained_layout(run)
+        run.config.model,
+        weights,
+        run.tokenizer,
+        imported,
+        name,
+        labels=labels,
+        template=trained_template(run),
     )
     if task is not None and task.kind == "typing":
-        stack = replace(stack, problem=SEVERAL_LABELS)
+        stack = replace(stack, problem_type=SEVERAL_LABELS)
     class_name, extra_file = write_stack(directory, stack, dtype, max_shard_bytes)
     oldest = oldest_version(class_name, run.config.model, read_json(directory / "config.json"))
     if oldest.startswith("5"):
         log.warning("transformers before %s does not compute what this %s does", oldest, class_name)
-    card = published_card(run, class_name, oldest, is_imported=kept.exists(), extra_file=extra_file)
+    card = published_card(run, class_name, oldest, is_imported=imported.exists(), extra_file=extra_file)
     (directory / "README.md").write_text(card, encoding="utf-8")
     return class_name
 
@@ -296,62 +296,65 @@ class Stack:
     config: ModelConfig
     weights: Weights
     tokenizer: Tokenizer
-    kept: Path  # files of its import, if it was imported
+    imported: Path  # directory of the files of its import, if it was imported
     name: str  # in messages
-    roles: Mapping[str, str] | None = None  # token that config.json names -> role; None: those of the system
+    roles: Mapping[str, str] | None = None  # field of config.json for a token -> its role; None: the system's
     labels: Sequence[str] = ()  # of a task's head
-    problem: str | None = None  # what its labels mean, in the words of transformers, if not one of them
-    layout: PromptTemplate | None = None  # in which it was trained here to write, if it was
+    problem_type: str | None = None  # of transformers, where a text has several labels
+    template: PromptTemplate | None = None  # in which it was trained here to generate, if it was
 
 
 def write_stack(directory: Path, stack: Stack, dtype: str, max_shard_bytes: int) -> tuple[str, str | None]:
-    """Write config.json, weights and tokenizer files.
+    """Write config.json, weights and tokenizer files. Raises: CheckpointError.
 
-    Returns: the name of the class, and the file of what it has not, if there is such. Raises: CheckpointError.
+    Returns: the name of the class, and the file of the heads that it does not have, if the stack has such heads.
     """
-    config, weights, kept = stack.config, stack.weights, stack.kept
+    config, weights, imported = stack.config, stack.weights, stack.imported
     system = published_system(config)
     ids = special_ids(stack.tokenizer, system, stack.roles, stack.name)
-    # An export of an import begins with the fields of its source, so that what is not trained here stays as it
-    # was.
-    base = read_json(kept / "config.json") if kept.exists() else ids
-    base |= writing_ids(system, stack.layout) | ({"problem_type": stack.problem} if stack.problem else {})
-    described = hf_config(config, {**base, "dtype": str(DTYPES[dtype]).removeprefix("torch.")}, stack.labels)
-    system = system.padded_with(described.pad_token_id)
-    if system.legacy is not None and described.legacy:
-        system = system.legacy
-    parts, class_name = (
-        tensor_mappings(system, weights.shapes, config),
-        transformers_class_name(system, config),
+    # An export of an import begins with the fields of its source, so that what is not trained here stays as it was.
+    base = read_json(imported / "config.json") if imported.exists() else ids
+    base |= generation_ids(system, stack.template)
+    base |= {} if stack.problem_type is None else {"problem_type": stack.problem_type}
+    class_config = hf_config(
+        config, {**base, "dtype": str(DTYPES[dtype]).removeprefix("torch.")}, stack.labels
     )
+    system = system.padded_with(class_config.pad_token_id)
+    if system.legacy is not None and class_config.legacy:
+        system = system.legacy
+    mappings = tensor_mappings(system, weights.shapes, config)
+    class_name = transformers_class_name(system, config)
     if is_headless(config) and not any(name.startswith("replaced.") for name in weights.shapes):
         class_name = body_class(system)  # of a discriminator without its generator
-        described.architectures = [class_name]
-        parts = {name: part for name, part in parts.items() if not part.ours.startswith("heads.")}
+        class_config.architectures = [class_name]
+        mappings = {name: each for name, each in mappings.items() if not each.ours.startswith("heads.")}
     has_head = config.task_head == "none" and not is_headless(config)
-    of_heads = _WITHOUT_CLASS if has_head else ("heads.", *_WITHOUT_CLASS)
-    held = {part.ours for part in parts.values()}
+    extra_prefixes = _NOT_IN_CLASSES if has_head else ("heads.", *_NOT_IN_CLASSES)
+    mapped = {each.ours for each in mappings.values()}
     extra = {
         ours: shape
         for ours, shape in weights.shapes.items()
-        if ours.startswith(of_heads) and ours not in held
+        if ours.startswith(extra_prefixes) and ours not in mapped
     }
-    rows = open_safetensors(kept / KEPT_ROWS) if (kept / KEPT_ROWS).exists() else None
-    # A parameter that no tensor holds would be lost without a word.
-    if left := weights.shapes.keys() - held - extra.keys():
+    # A parameter that no tensor holds would be lost without a message.
+    if left := weights.shapes.keys() - mapped - extra.keys():
         raise CheckpointError(
             f"{stack.name} has {', '.join(sorted(left)[:3])}, which the class {class_name} has not; only "
             "models of the published architecture can be exported."
         )
-    theirs = to_theirs(weights, parts, rows, system)
-    if is_body(class_name):  # its names are those within the others
+    first_rows = imported / SKIPPED_ROWS
+    theirs = to_theirs(
+        weights, mappings, open_safetensors(first_rows) if first_rows.exists() else None, system
+    )
+    # The class of a body names its tensors without the prefix that they have in a class with a head.
+    if is_body(class_name):
         theirs = theirs.renamed({name.removeprefix(system.prefix): name for name in theirs.shapes})
-    write_sharded(directory, with_second_names(theirs, system, config), DTYPES[dtype], max_shard_bytes)
+    write_sharded(directory, with_tied_copies(theirs, system, config), DTYPES[dtype], max_shard_bytes)
     if extra:
         write_tensors(directory / OTHER_HEADS, extra, map(weights.read, extra), DTYPES[dtype], METADATA)
-    write_config(directory, described, former_fields(config))
+    write_config(directory, class_config, former_fields(config))
     present = {name: i for name, i in ids.items() if i is not None}
     has_segments = config.segments > 1 or config.relative == "xlnet"
-    write_tokenizer(directory, stack.tokenizer, present, kept, config.system, has_segments=has_segments)
-    write_generation_config(directory, described, system, stack.layout, is_kept=kept.exists())
+    write_tokenizer(directory, stack.tokenizer, present, imported, config.system, has_segments=has_segments)
+    write_generation_config(directory, class_config, system, stack.template, is_imported=imported.exists())
     return class_name, OTHER_HEADS if extra else None

@@ -28,7 +28,7 @@ from megatron_lite.hf.files.config_json import (
     check_fields,
     check_sizes,
     quiet,
-    read_described,
+    read_config_json,
 )
 from megatron_lite.hf.files.left_out import lines as left_out_lines
 from megatron_lite.hf.files.left_out import listed
@@ -55,11 +55,11 @@ from megatron_lite.hf.published.recognition import (
 from megatron_lite.hf.published.systems import GLM4, PUBLISHED
 from megatron_lite.hf.published.tensor_map import (
     TensorMapping,
-    normalized,
+    drop_ignored,
+    normalize_names,
     shapes_under_our_names,
     tensor_mappings,
     to_theirs,
-    without_left_out,
 )
 from megatron_lite.model.flops import parameter_shapes
 
@@ -81,40 +81,40 @@ class PublishedSource:
     path: Path
     system: PublishedSystem
     settings: dict[str, Any]  # of the section `model`
-    theirs: Weights  # under their names of today
+    theirs: Weights  # under the names of today's class
     mappings: Mapping[str, TensorMapping]
-    others: Weights  # of ours, that the class does not have
-    described: Mapping[str, Any] = field(default_factory=dict)  # config.json as it is read here
+    others: Weights  # our parameters that the class does not have
+    config_json: Mapping[str, Any] = field(default_factory=dict)  # after `complete_config`
     # Tensors that the class ignores -> what they are.
-    left_out: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    ignored: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     is_body: bool = False  # whether the files have no head that predicts
 
     @property
     def class_name(self) -> str | None:
-        """The class to compare with where it is a base model, None for that of the whole model."""
+        """The class of a base model; None: the class of the whole model."""
         return body_class(self.system) if self.is_body else None
 
 
 def is_published(path: Path) -> bool:
     """Whether a directory is of a system in the tables. Released GLMs have the type of GLM-4, with other tensors."""
-    described = read_described(path)
-    if described.get("model_type") is not None and described["model_type"] != GLM4.model_type:
-        return described["model_type"] in PUBLISHED
+    config_json = read_config_json(path)
+    if config_json.get("model_type") is not None and config_json["model_type"] != GLM4.model_type:
+        return config_json["model_type"] in PUBLISHED
     weights = open_directory(path)
-    if system_in(path, described, weights) is None:
+    if system_in(path, config_json, weights) is None:
         return False
-    return described.get("model_type") is None or any(
+    return config_json.get("model_type") is None or any(
         name.endswith("embed_tokens.weight") for name in weights.shapes
     )
 
 
-def unsupported(path: Path, described: Mapping[str, Any]) -> CheckpointError:
+def unsupported(path: Path, config_json: Mapping[str, Any]) -> CheckpointError:
     """The error for a directory of no layout that is read here."""
     types = f"{', '.join(PUBLISHED)}, and GLM as exported here or released"
-    if described.get("model_type") is None:
+    if config_json.get("model_type") is None:
         named = (
-            f"architectures {shown(described['architectures'])}"
-            if described.get("architectures")
+            f"architectures {shown(config_json['architectures'])}"
+            if config_json.get("architectures")
             else "no class"
         )
         return CheckpointError(
@@ -122,7 +122,7 @@ def unsupported(path: Path, described: Mapping[str, Any]) -> CheckpointError:
             f'imported; if it is one, add "model_type" to it: {types}.'
         )
     return CheckpointError(
-        f"{path / CONFIG_JSON}: model_type is {shown(described['model_type'])}, which cannot be imported; the "
+        f"{path / CONFIG_JSON}: model_type is {shown(config_json['model_type'])}, which cannot be imported; the "
         f"types that can are {types}."
     )
 
@@ -130,36 +130,37 @@ def unsupported(path: Path, described: Mapping[str, Any]) -> CheckpointError:
 def open_published(
     path: Path, shapes_of: Callable[[ModelConfig], dict[str, tuple[int, ...]]] = parameter_shapes
 ) -> PublishedSource:
-    """Read config.json and the names and shapes of the weights, and log what is not as it seems there.
+    """Read config.json and the names and shapes of the weights. Warns of what an import changes or ignores.
 
-    Args: shapes_of: a model's parameters under the names of the tables.
-
-    Raises: CheckpointError, with all that stands against the import.
+    Args: shapes_of: returns name -> shape of a model's parameters, under the names of the tables.
+    Raises: CheckpointError with all that prevents the import.
     """
-    described, weights = read_described(path), open_directory(path)
-    # By tensors where config.json leaves it open: released GLMs have the model_type of GLM-4.
-    system = system_in(path, described, weights)
+    config_json, weights = read_config_json(path), open_directory(path)
+    # By tensors where config.json does not tell: released GLMs have the model_type of GLM-4.
+    system = system_in(path, config_json, weights)
     if system is None:
-        raise unsupported(path, described)
-    check_fields(path, described, system)
-    system = with_head_names(system, described, weights.shapes)
+        raise unsupported(path, config_json)
+    check_fields(path, config_json, system)
+    system = with_head_names(system, config_json, weights.shapes)
     try:
-        their_config = transformers_config(system, described, path)
+        their_config = transformers_config(system, config_json, path)
     except CheckpointError:  # a size may be what its class refuses
-        require_none(path, _size_problems(system, described, described, normalized(weights, system)[0])[1])
+        require_none(
+            path, _size_problems(system, config_json, config_json, normalize_names(weights, system)[0])[1]
+        )
         raise
     # The class's own default counts where the file says nothing.
     is_tied = not system.may_untie or their_config.tie_word_embeddings
-    theirs, problems = normalized(weights, system, is_tied)
-    described, lines = complete_config(system, described, theirs, path)
-    sizes, of_sizes = _size_problems(system, described, their_config.to_dict(), theirs)
-    pad = transformers_config(system, described, path).pad_token_id
-    if isinstance(pad, int):  # if not, it is among the problems
-        system = system.padded_with(pad)
-    settings, of_fields = settings_and_problems(system, described, theirs, path)
-    # All that stands against the import comes in one message: a user fixes config.json once.
-    problems = [*of_sizes, *of_fields, *problems]
-    if of_sizes:  # what follows from a wrong size is not said again
+    theirs, problems = normalize_names(weights, system, is_tied)
+    config_json, lines = complete_config(system, config_json, theirs, path)
+    sizes, size_problems = _size_problems(system, config_json, their_config.to_dict(), theirs)
+    padding_id = transformers_config(system, config_json, path).pad_token_id
+    if isinstance(padding_id, int):  # if not, it is among the problems
+        system = system.padded_with(padding_id)
+    settings, field_problems = settings_and_problems(system, config_json, theirs, path)
+    # All that prevents the import is in one message: a user corrects config.json once.
+    problems = [*size_problems, *field_problems, *problems]
+    if size_problems:  # so that nothing that follows from a wrong size is reported again
         settings |= {option: size for option, size in sizes.items() if option in settings}
     try:
         check_sizes(path, settings, theirs)
@@ -178,7 +179,7 @@ def open_published(
         require_none(path, [*problems, str(error)])
         raise
     shapes = shapes_of(model)
-    if lacks_head(system, described, theirs, model):
+    if lacks_head(system, config_json, theirs, model):
         shapes = {
             name: shape
             for name, shape in shapes.items()
@@ -187,24 +188,24 @@ def open_published(
     mappings = tensor_mappings(system, shapes, model)
     # A class whose head is tied holds all that a base model does, and is asked for more.
     is_base = is_headless(model) or shapes.keys() != shapes_of(model).keys()
-    theirs, left_out = without_left_out(theirs, mappings, system)
+    theirs, ignored = drop_ignored(theirs, mappings, system)
     expected = to_theirs(Weights(shapes, theirs.read), mappings, None, system).shapes
     expected = {name: shape for name, shape in expected.items() if name not in system.zeros}
-    problems += _tensor_problems(system, theirs, expected, is_alone=not (of_sizes or of_fields))
+    problems += _tensor_problems(system, theirs, expected, is_alone=not (size_problems or field_problems))
     require_none(path, problems)
-    source = PublishedSource(path, system, settings, theirs, mappings, others, described, left_out, is_base)
-    for line in (*lines, *_notes(source, model)):
+    source = PublishedSource(path, system, settings, theirs, mappings, others, config_json, ignored, is_base)
+    for line in (*lines, *_warnings(source, model)):
         log.warning("%s: %s", path, line)
     return source
 
 
 def lacks_head(
-    system: PublishedSystem, described: Mapping[str, Any], theirs: Weights, model: ModelConfig
+    system: PublishedSystem, config_json: Mapping[str, Any], theirs: Weights, model: ModelConfig
 ) -> bool:
     """Whether a directory is of a base model: its class is, or it names none, and no tensor is of a head."""
     if is_headless(model):
         return True
-    name = architecture(described)
+    name = architecture(config_json)
     is_named = name is None or is_body(name)
     return is_named and model.task_head == "none" and not has_head(system, theirs.shapes)
 
@@ -216,25 +217,25 @@ def is_headless(config: ModelConfig) -> bool:
 
 
 def _size_problems(
-    system: PublishedSystem, described: Mapping[str, Any], config: Mapping[str, Any], theirs: Weights
+    system: PublishedSystem, config_json: Mapping[str, Any], config: Mapping[str, Any], theirs: Weights
 ) -> tuple[dict[str, int], list[str]]:
     """Sizes of the section `model` by the tensors, and a sentence on the fields of config.json that contradict them.
 
-    Args: config: what its class makes of `described`, which has no fields that are not given.
+    Args: config: what its class makes of `config_json`, which has no fields that are not given.
     """
     # Tensors say what the sizes are; config.json may be wrong.
     measured = tensor_sizes(shapes_under_our_names(system, theirs))
     sizes, wrong = dict(measured), []
     for entry in system.fields:
-        said = config.get(entry.theirs)
-        if entry.ours not in measured or entry.reads is not None or not isinstance(said, int):
+        declared = config.get(entry.theirs)
+        if entry.ours not in measured or entry.reads is not None or not isinstance(declared, int):
             continue
         actual = measured[entry.ours]
         if entry.counts_positions:
             sizes[entry.ours] = actual - system.skipped_positions
             actual += 1 - system.skipped_positions * (not system.counts_skipped)
-        if said != actual:
-            wrong.append(wrong_size(entry.theirs, said, actual, entry.theirs in described))
+        if declared != actual:
+            wrong.append(wrong_size(entry.theirs, declared, actual, entry.theirs in config_json))
     names = {entry.ours: entry.theirs for entry in system.fields if entry.reads is None}
     width = config.get(names.get("head_dim", ""))
     for option, heads in ((QUERY_WIDTH, "num_attention_heads"), (KEY_WIDTH, "num_key_value_heads")):
@@ -245,8 +246,8 @@ def _size_problems(
             and option in measured
             and count * width != measured[option]
         ):
-            said = f"{names[heads]} ({count}) times {names['head_dim']} ({width})"
-            wrong.append(wrong_size(said, count * width, measured[option]))
+            declared = f"{names[heads]} ({count}) times {names['head_dim']} ({width})"
+            wrong.append(wrong_size(declared, count * width, measured[option]))
     if not wrong:
         return sizes, []
     return sizes, [f"{'; '.join(wrong)}; {REMEDY}."]
@@ -276,13 +277,13 @@ def _tensor_problems(
     return [f"this describes no model of the weights: {whole}; {remedy}"]
 
 
-def _notes(source: PublishedSource, model: ModelConfig) -> Iterator[str]:
-    """What an import does not take as it is."""
+def _warnings(source: PublishedSource, model: ModelConfig) -> Iterator[str]:
+    """A line for each tensor and field that an import ignores."""
     system = source.system
     class_name = source.class_name or transformers_class_name(system, model)
-    yield from left_out_lines(source.left_out, f"the class {class_name}", source.theirs.doubles)
+    yield from left_out_lines(source.ignored, f"the class {class_name}", source.theirs.doubles)
     for name in system.untrained:
-        if value := source.described.get(name):
+        if value := source.config_json.get(name):
             yield f"{name} is {shown(value)}; it is not trained here: no layer is dropped"
 
 
@@ -294,8 +295,7 @@ def load_class(
 ) -> torch.nn.Module:
     """A model as its users load it.
 
-    Args: source: of an import, which says how config.json is read and which tensors are left out.
-
+    Args: source: of an import; it gives the fields of config.json and the tensors to ignore.
     Raises: CheckpointError for missing or unexpected tensors, or without a class.
     """
     if not hasattr(transformers, class_name):
@@ -304,19 +304,21 @@ def load_class(
         )
     cls = getattr(transformers, class_name)
     config = (
-        {} if source is None else {"config": transformers_config(source.system, source.described, directory)}
+        {}
+        if source is None
+        else {"config": transformers_config(source.system, source.config_json, directory)}
     )
     with by_transformers(directory), quiet():
-        # The class warns of missing tensors only and draws them anew: here such a report is an error.
+        # The class only warns of missing tensors and initializes them: here such a report is an error.
         model, loading = cls.from_pretrained(
             directory, dtype=dtype, output_loading_info=True, local_files_only=True, **config
         )
-    left_out = () if source is None else tuple(source.left_out)
-    unexpected = [name for name in loading["unexpected_keys"] if not _is_among(name, left_out)]
+    ignored = () if source is None else tuple(source.ignored)
+    unexpected = [name for name in loading["unexpected_keys"] if not _is_among(name, ignored)]
     missing = [name for name in loading["missing_keys"] if not (is_body(class_name) and _POOLER.search(name))]
     mismatched = [str(each) for each in loading["mismatched_keys"]]
-    found = {"unexpected keys": unexpected, "missing keys": missing, "mismatched keys": mismatched}
-    if problems := [f"{what}: {listed(names)}" for what, names in found.items() if names]:
+    reports = {"unexpected keys": unexpected, "missing keys": missing, "mismatched keys": mismatched}
+    if problems := [f"{what}: {listed(names)}" for what, names in reports.items() if names]:
         raise CheckpointError(f"{directory}: {class_name} reports {'; '.join(problems)}.")
     return model.eval()
 

@@ -3,10 +3,10 @@
     tensor_mappings   expands the rules (layers.{i}) into one TensorMapping for each tensor of the files
     to_ours           reads their tensors under our names: Q, K and V are joined, rotary features reordered, ...
     to_theirs         the inverse, for an export
-    normalized        first brings tensors of older files under today's names
+    normalize_names   first renames the tensors of older files as today's classes do
 
-Tensors are read one at a time. What the files hold but our model does not (rows of a position table that no token uses)
-is kept in the run's directory, so that an export is bit-equal to the files that were imported.
+Tensors are read one at a time. Rows of a position table that no token uses are in the files and not in our model. An
+import stores them in the run's directory, so that an export is bit-equal to the files that were imported.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from megatron_lite.hf.published.heads import TASK_CLASSES, tensor_rules
 
 POSITIONS = ("embedding.position_embeddings.weight", "decoder_embedding.position_embeddings.weight")
 
-_FORMER_NAMES = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
+_FORMER_SUFFIXES = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
 
 
 @dataclass(frozen=True)
 class TensorMapping:
-    """A rule applied to one tensor of the files: which rows of which tensor of ours hold it, and how transformed.
+    """A rule applied to one tensor of the files: which rows of our tensor hold it, and its transform.
 
     For the rule query_key_value -> (query, key, value), the tensor of `key` has index 1: the second third of our rows.
     """
 
     ours: str
-    index: int  # of theirs among those that are joined in ours
-    shares: tuple[int, ...]  # their relative sizes
+    index: int  # of this tensor among the tensors that are joined in ours
+    shares: tuple[int, ...]  # relative sizes of the joined tensors
     transform: WeightTransform
     config: ModelConfig
-    skipped: int  # first rows of theirs that ours lacks
+    skipped: int  # number of their first rows, which ours does not have
 
     def row_range(self, rows: int) -> tuple[int, int]:
-        """The first row of this mapping, and the number of its rows, in a tensor of ours."""
-        unit = rows // sum(self.shares)
-        return sum(self.shares[: self.index]) * unit, self.shares[self.index] * unit
+        """First row and number of rows of this mapping in our tensor. Args: rows: of our tensor."""
+        share_rows = rows // sum(self.shares)
+        return sum(self.shares[: self.index]) * share_rows, self.shares[self.index] * share_rows
 
 
 def tensor_mappings(
     system: PublishedSystem, shapes: Mapping[str, tuple[int, ...]], config: ModelConfig
 ) -> dict[str, TensorMapping]:
-    """Their tensor -> its mapping, for our parameters of these shapes."""
+    """The name of each of their tensors -> its mapping. Args: shapes: of our parameters."""
     mappings: dict[str, TensorMapping] = {}
     for rule in tensor_rules(system, config):
         if rule.ffn not in (None, config.ffn):
@@ -63,8 +63,8 @@ def tensor_mappings(
         )
         for i in range(count):
             name = rule.ours.replace("{i}", str(i)).replace("{d}", str(config.num_layers + i))
-            for kind in ("",) if rule.is_tensor else (".weight", ".bias"):
-                ours = f"{name}{kind}"
+            for suffix in ("",) if rule.is_tensor else (".weight", ".bias"):
+                ours = f"{name}{suffix}"
                 if ours not in shapes:
                     continue
                 # BART's and RoBERTa's tables begin with rows that no token uses; our positions begin at 0.
@@ -75,11 +75,10 @@ def tensor_mappings(
                     else (rule.transform,) * len(rule.theirs)
                 )
                 for index, (theirs, transform) in enumerate(zip(rule.theirs, transforms, strict=True)):
-                    # A transposition of the weight leaves its bias alone; a permutation of output features
-                    # moves both.
-                    transform = transform if transform.applies_to_bias or kind != ".bias" else SAME
+                    # A transposition leaves the bias alone; a permutation of output features moves it too.
+                    transform = transform if transform.applies_to_bias or suffix != ".bias" else SAME
                     mapping = TensorMapping(ours, index, shares, transform, config, skipped)
-                    mappings[f"{theirs}{kind}".replace("{i}", str(i))] = mapping
+                    mappings[f"{theirs}{suffix}".replace("{i}", str(i))] = mapping
     return mappings
 
 
@@ -89,77 +88,80 @@ def to_ours(theirs: Weights, mappings: Mapping[str, TensorMapping]) -> Weights:
     for name, mapping in mappings.items():
         sources.setdefault(mapping.ours, []).append(name)  # in the order of the mappings
 
-    def converted(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def convert(name: str, tensor: torch.Tensor) -> torch.Tensor:
         mapping = mappings[name]
         return mapping.transform.to_ours(tensor[mapping.skipped :], mapping.config)
 
     def read(ours: str) -> torch.Tensor:
-        tensors = [converted(name, theirs.read(name)) for name in sources[ours]]
+        tensors = [convert(name, theirs.read(name)) for name in sources[ours]]
         return tensors[0].contiguous() if len(tensors) == 1 else torch.cat(tensors)
 
     def shape(ours: str) -> tuple[int, ...]:
-        # The conversion itself on the device "meta" tells the shape: a second rule for shapes could disagree
-        # with it.
+        # The conversion itself gives the shape, on the device "meta": a second rule could disagree with it.
         empty = [torch.empty(theirs.shapes[name], device="meta") for name in sources[ours]]
-        return tuple(torch.cat([converted(*pair) for pair in zip(sources[ours], empty, strict=True)]).shape)
+        return tuple(torch.cat([convert(*pair) for pair in zip(sources[ours], empty, strict=True)]).shape)
 
     return Weights({ours: shape(ours) for ours in sources}, read)
 
 
 def to_theirs(
-    ours: Weights, mappings: Mapping[str, TensorMapping], kept: Weights | None, system: PublishedSystem
+    ours: Weights, mappings: Mapping[str, TensorMapping], first_rows: Weights | None, system: PublishedSystem
 ) -> Weights:
-    """The inverse of `to_ours`. Args: kept: rows that ours lacks, by their name; None: zeros."""
+    """The inverse of `to_ours`. Args: first_rows: the skipped rows, under their names; None: zeros."""
     zeros = {name: (rows, ours.shapes[WORDS][0]) for name, rows in system.zeros.items()}
 
     def read(name: str) -> torch.Tensor:
         if name in zeros:
             return torch.zeros(zeros[name])
         mapping = mappings[name]
-        whole = ours.read(mapping.ours)
-        tensor = mapping.transform.to_theirs(whole.narrow(0, *mapping.row_range(len(whole))), mapping.config)
+        joined = ours.read(mapping.ours)
+        rows = joined.narrow(0, *mapping.row_range(len(joined)))
+        tensor = mapping.transform.to_theirs(rows, mapping.config)
         if mapping.skipped:
             first = tensor.new_zeros(mapping.skipped, *tensor.shape[1:])
-            if kept is not None:
-                first = kept.read(name).to(tensor.dtype)
+            if first_rows is not None:
+                first = first_rows.read(name).to(tensor.dtype)
             tensor = torch.cat([first, tensor])
         return tensor.contiguous()
 
     def shape(mapping: TensorMapping) -> tuple[int, ...]:
-        rows, *rest = ours.shapes[mapping.ours]
-        empty = torch.empty(mapping.row_range(rows)[1], *rest, device="meta")
+        rows, *columns = ours.shapes[mapping.ours]
+        empty = torch.empty(mapping.row_range(rows)[1], *columns, device="meta")
         first, *others = mapping.transform.to_theirs(empty, mapping.config).shape
         return (first + mapping.skipped, *others)
 
     return Weights({name: shape(mapping) for name, mapping in mappings.items()} | zeros, read)
 
 
-def with_second_names(theirs: Weights, system: PublishedSystem, config: ModelConfig) -> Weights:
-    """Also the second names of tied tensors that older versions of transformers need.
+def with_tied_copies(theirs: Weights, system: PublishedSystem, config: ModelConfig) -> Weights:
+    """The tensors, with copies of tied tensors under the second names that older versions of transformers need.
 
-    They are `PublishedSystem.written_twice`, and a head that is tied and not scaled, where those take
-    `tie_word_embeddings` for both (T5, mT5).
+    The second names are `PublishedSystem.written_twice`, and the head of T5 and mT5 where it is tied and not scaled:
+    for older versions `tie_word_embeddings` says both at once.
     """
     names = {name: name for name in theirs.shapes}
     head = system.optional.get("tie_word_embeddings")
-    is_apart = head is not None and config.tie_word_embeddings and not config.scale_head
-    for second in (*system.written_twice, *((head,) if is_apart else ())):
+    has_second_head = head is not None and config.tie_word_embeddings and not config.scale_head
+    for second in (*system.written_twice, *((head,) if has_second_head else ())):
         if system.ties[second] in theirs.shapes:
             names[second] = system.ties[second]
     return theirs.renamed(names)
 
 
-def normalized(weights: Weights, system: PublishedSystem, is_tied: bool = True) -> tuple[Weights, list[str]]:
-    """Tensors of files of all ages under today's names: former names, missing prefixes, duplicates of tied weights.
+def normalize_names(
+    weights: Weights, system: PublishedSystem, is_tied: bool = True
+) -> tuple[Weights, list[str]]:
+    """Tensors of older files under the names of today's classes.
+
+    Former names and missing prefixes are replaced, equal copies of tied weights are dropped.
 
     Args: is_tied: whether `system.ties` hold.
-
-    Returns: them, and a sentence on each value that the model here cannot have, such as a tie whose ends differ.
+    Returns: the tensors, and a sentence on each value that our model cannot have, such as two tied weights that differ.
     """
     problems = []
-    names = {_todays_name(name): name for name in weights.shapes}
+    names = {_current_name(name): name for name in weights.shapes}
     heads = {rule.theirs[0].split(".")[0] for rule in system.rules} - {system.prefix.rstrip(".")}
-    heads |= {found.classifier.split(".")[0] for found in TASK_CLASSES.get(system.model_type, {}).values()}
+    heads |= {head.classifier.split(".")[0] for head in TASK_CLASSES.get(system.model_type, {}).values()}
     heads |= {name.split(".")[0] for name in system.ties}
     # Files saved from the base class have no prefix before the body; heads never have one.
     if not any(name.startswith(system.prefix) for name in names):
@@ -167,8 +169,7 @@ def normalized(weights: Weights, system: PublishedSystem, is_tied: bool = True) 
             name if name.split(".")[0] in heads else f"{system.prefix}{name}": old
             for name, old in names.items()
         }
-    # A tied weight may be in a file twice. Equal copies are dropped; a T5 head that differs is one that is not
-    # tied.
+    # A tied weight may be in a file twice. A T5 head that differs from the word embedding is not tied.
     for second, first in system.ties.items() if is_tied else ():
         if second not in names:
             continue
@@ -189,47 +190,53 @@ def normalized(weights: Weights, system: PublishedSystem, is_tied: bool = True) 
     return weights.renamed(names), problems
 
 
-def _todays_name(name: str) -> str:
-    for former, today in _FORMER_NAMES.items():
+def _current_name(name: str) -> str:
+    for former, current in _FORMER_SUFFIXES.items():
         if name.endswith(former):
-            return name.removesuffix(former) + today
+            return name.removesuffix(former) + current
     return name
 
 
-def without_left_out(
+def drop_ignored(
     theirs: Weights, mappings: Mapping[str, TensorMapping], system: PublishedSystem
 ) -> tuple[Weights, dict[str, tuple[str, str]]]:
-    """Their tensors but for those that the class ignores, and what `reason` says of these, by their names."""
-    # Classes of transformers ignore names that they do not know, so a renamed layer would be drawn anew. Here
+    """Their tensors without the tensors that the class ignores, and name -> `reason` of each of those."""
+    # Classes of transformers ignore names that they do not know, so a renamed layer would keep initial values. Here
     # every tensor is mapped, or listed with the reason why it is left out, or refused.
-    others = [*theirs.buffers, *(name for name in theirs.shapes if name not in mappings)]
-    found = {name: why for name in others if (why := reason(name, system.model_type, system.prefix))}
-    return theirs.renamed({name: name for name in theirs.shapes if name not in found}), found
+    unmapped = [*theirs.buffers, *(name for name in theirs.shapes if name not in mappings)]
+    ignored = {name: why for name in unmapped if (why := reason(name, system.model_type, system.prefix))}
+    return theirs.renamed({name: name for name in theirs.shapes if name not in ignored}), ignored
 
 
-def kept_rows(theirs: Weights, mappings: Mapping[str, TensorMapping]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Their rows that our model does not hold."""
+def skipped_rows(
+    theirs: Weights, mappings: Mapping[str, TensorMapping]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and first rows of each of their tensors with rows that our model does not have."""
     for name, mapping in mappings.items():
         if mapping.skipped:
             yield name, theirs.read(name)[: mapping.skipped]
 
 
 def shapes_under_our_names(system: PublishedSystem, theirs: Weights) -> dict[str, tuple[int, ...]]:
-    """Shapes of tensors under our names, without a configuration, which may be wrong. Keys stand apart."""
-    found: dict[str, tuple[int, ...]] = {}
+    """Shapes of tensors under our names, without a configuration, which may be wrong.
+
+    Queries, keys and values are not joined: the rows of the keys are given, which tell the number of key heads.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
     for rule in system.rules:
         source, ours = rule.theirs[0], rule.ours
-        # The keys stand for the joined Q, K and V: their rows tell the number of key heads.
         if len(rule.theirs) == 3:
             source, ours = rule.theirs[1], ours.replace("query_key_value", "key")
         elif len(rule.theirs) > 1:
             continue
-        kind = "" if rule.is_tensor else ".weight"
-        pattern = re.compile(re.escape(f"{source}{kind}").replace(r"\{i\}", r"(\d+)"))
-        ours = f"{ours}{kind}".replace("layers.{d}", "decoder_layers.{i}")
+        suffix = "" if rule.is_tensor else ".weight"
+        pattern = re.compile(re.escape(f"{source}{suffix}").replace(r"\{i\}", r"(\d+)"))
+        ours = f"{ours}{suffix}".replace("layers.{d}", "decoder_layers.{i}")
         for name, shape in theirs.shapes.items():
             if match := pattern.fullmatch(name):
-                flat = shape if len(shape) < 2 else (shape[0], math.prod(shape[1:]))  # [D, H, d]
-                of_block = ours.replace("{i}", match[1] if match.groups() else "")
-                found[of_block] = flat[::-1] if rule.transform == TRANSPOSED else flat
-    return found
+                matrix = (
+                    shape if len(shape) < 2 else (shape[0], math.prod(shape[1:]))
+                )  # XLNet's are [D, H, d]
+                parameter = ours.replace("{i}", match[1] if match.groups() else "")
+                shapes[parameter] = matrix[::-1] if rule.transform == TRANSPOSED else matrix
+    return shapes

@@ -22,9 +22,9 @@ from megatron_lite.hf.published.systems import SYSTEMS_BY_NAME
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERAL = "PreTrainedTokenizerFast"  # the class that reads a tokenizer.json as it is, in versions 4 and 5
-_GENERATION = "generation_config.json"  # is kept with them
-# Roles of the tokens before and after a text.
-_AROUND: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+_GENERATION = "generation_config.json"  # is imported with them
+# Roles of the special tokens before and after a text.
+_AFFIX_ROLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "bert": (("cls",), ("sep",)),
     "bart": (("cls",), ("eos",)),
     **dict.fromkeys(("t5", "t5_1_1", "mt5"), ((), ("eos",))),
@@ -32,15 +32,15 @@ _AROUND: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     **dict.fromkeys(("gpt", "gpt2", "glm4", "glm4_0414", "qwen2", "qwen3"), ((), ())),
     **dict.fromkeys(("llama", "mistral"), (("cls",), ())),
 }
-Around = tuple[list[int], ...]
-_PIECES = ("spiece.model", "sentencepiece.bpe.model", "tokenizer.model", "spm.model")
-_VOCABULARIES = ("vocab.txt", "vocab.json", *_PIECES, "tokenizer.json")
+Affixes = tuple[list[int], ...]  # ids of the tokens before a text, and after it
+_SENTENCEPIECE_FILES = ("spiece.model", "sentencepiece.bpe.model", "tokenizer.model", "spm.model")
+_VOCABULARIES = ("vocab.txt", "vocab.json", *_SENTENCEPIECE_FILES, "tokenizer.json")
 _FILES = (
     "tokenizer.json", TOKENIZER_CONFIG, "special_tokens_map.json", "vocab.txt", "vocab.json", "merges.txt",
-    *_PIECES, "added_tokens.json", "chat_template.jinja", _GENERATION,
+    *_SENTENCEPIECE_FILES, "added_tokens.json", "chat_template.jinja", _GENERATION,
 )  # fmt: skip
 CONVERTED = (
-    "tokenizer"  # directory in the kept files: a tokenizer.json of what transformers makes of the others
+    "tokenizer"  # directory in the imported files: a tokenizer.json of what transformers makes of the others
 )
 
 
@@ -54,13 +54,13 @@ def has_tokenizer(directory: Path) -> bool:
     return any((directory / name).exists() for name in _VOCABULARIES)
 
 
-def brought_tokenizer(source: Path, directory: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+def import_tokenizer(source: Path, directory: Path, options: Mapping[str, Any]) -> dict[str, Any]:
     """The tokenizer section that gives the ids of `source`'s AutoTokenizer, from its files copied to `directory`.
 
-    Files are used as they came if they do, so that corpora of the published files fit. Else what transformers makes of
-    them (a class's lower case, options of tokenizer_config.json) is written as a tokenizer.json of its own.
+    If the files themselves give these ids, they are used, so that corpora of the published files fit. If not, what
+    transformers makes of them (a class's lower case, options of tokenizer_config.json) is written as a tokenizer.json.
 
-    Args: options: of the section, which go over what is found; a kind among them must give the same ids.
+    Args: options: settings of the section, which override; a kind among them must give the same ids.
     Raises: CheckpointError or ConfigError.
     """
     if not has_tokenizer(source):
@@ -102,13 +102,13 @@ def require_same_ids(key: str, tokenizer: Tokenizer, source: Path, copies: Path)
 
 
 def _candidates(directory: Path, theirs: TokenizersBackend) -> Iterator[dict[str, str | bool]]:
-    """Sections for the files, those first that the corpora of these systems are usually built with."""
+    """Sections for the files, first those with which corpora of these systems are usually built."""
     if (directory / "vocab.txt").exists():
         lowercase = bool(theirs.init_kwargs.get("do_lower_case", True))
         yield {"kind": "bert_wordpiece", "path": str(directory / "vocab.txt"), "lowercase": lowercase}
     if (directory / "vocab.json").exists():
-        described = read_json(directory / "config.json")
-        kind = "gpt_bpe" if described.get("model_type") == "openai-gpt" else "gpt2_bpe"
+        config_json = read_json(directory / "config.json")
+        kind = "gpt_bpe" if config_json.get("model_type") == "openai-gpt" else "gpt2_bpe"
         yield {"kind": kind, "path": str(directory)}
     if (directory / "tokenizer.json").exists():
         yield {"kind": "hf_json", "path": str(directory / "tokenizer.json")}
@@ -116,7 +116,7 @@ def _candidates(directory: Path, theirs: TokenizersBackend) -> Iterator[dict[str
     converted.parent.mkdir()
     converted.write_text(theirs.backend_tokenizer.to_str(), encoding="utf-8")
     yield {"kind": "hf_json", "path": str(converted)}
-    shutil.rmtree(converted.parent)  # the caller asks for another one: this one is not used
+    shutil.rmtree(converted.parent)  # the caller takes the next candidate: this one is not used
     if (directory / "spiece.model").exists():
         yield {"kind": "sentencepiece", "path": str(directory / "spiece.model")}
 
@@ -125,51 +125,51 @@ def write_tokenizer(
     directory: Path,
     tokenizer: Tokenizer,
     ids: Mapping[str, int],
-    kept: Path,
+    imported: Path,
     system: str | None,
     *,
     has_segments: bool,
 ) -> None:
     """Write files with which the directory's AutoTokenizer gives the run's ids.
 
-    Those that were imported, bit for bit, if they do. Else those of the run's tokenizer, if the class that reads them
-    also puts the system's tokens around a text. Else a tokenizer.json for the general class, which changes nothing.
+    The imported files, bit for bit, if they give these ids. If not, the files of the run's tokenizer, if the class that
+    reads them also adds the system's special tokens to a text. If not, a tokenizer.json for the general class, which
+    reads it as it is.
 
     Args:
         ids: of the special tokens by their names in config.json, which is in the directory.
-        kept: files of the import, if there was one.
-        has_segments: whether the class is to be given the segment of each token.
+        imported: directory of the import's files, if there was an import.
+        has_segments: whether the tokenizer gives the class the segment of each token.
     """
-    copy_tokenizer_files(kept, directory)
-    if has_tokenizer(kept) and _encodes_as(directory, tokenizer):
+    copy_tokenizer_files(imported, directory)
+    if has_tokenizer(imported) and _gives_same_ids(directory, tokenizer):
         return
-    around = tuple(
-        [special_id(tokenizer, role) for role in part if role not in tokenizer.lacking]
-        for part in _AROUND.get(system or "", _AROUND["bert"])
+    affixes = tuple(
+        [special_id(tokenizer, role) for role in roles if role not in tokenizer.lacking]
+        for roles in _AFFIX_ROLES.get(system or "", _AFFIX_ROLES["bert"])
     )
     for name in _FILES:
         if name != _GENERATION:
             (directory / name).unlink(missing_ok=True)
     segments = ["token_type_ids"] if has_segments else []
     inputs: dict[str, Any] = {"model_input_names": ["input_ids", *segments, "attention_mask"]}
-    if (
-        system in SYSTEMS_BY_NAME and SYSTEMS_BY_NAME[system].padding_side == "left"
-    ):  # XLNet's, whose heads read the last token
+    # XLNet's heads read the last token.
+    if system in SYSTEMS_BY_NAME and SYSTEMS_BY_NAME[system].padding_side == "left":
         inputs["padding_side"] = "left"
     _write_files(directory, tokenizer, ids, inputs)
-    if isinstance(tokenizer, HuggingFaceTokenizer) and not _encodes_as(directory, tokenizer, around):
-        _write_general(directory, tokenizer, ids, around, inputs)
+    if isinstance(tokenizer, HuggingFaceTokenizer) and not _gives_same_ids(directory, tokenizer, affixes):
+        _write_general(directory, tokenizer, ids, affixes, inputs)
 
 
 def special_id(tokenizer: Tokenizer, role: str) -> int:
     return int(getattr(tokenizer.special, role))
 
 
-def _encodes_as(directory: Path, tokenizer: Tokenizer, around: Around | None = None) -> bool:
+def _gives_same_ids(directory: Path, tokenizer: Tokenizer, affixes: Affixes | None = None) -> bool:
     try:
         theirs = load_theirs(directory)
-        if around is not None:
-            before, after = around
+        if affixes is not None:
+            before, after = affixes
             if encoded(theirs, ["a"]) != [[*before, *tokenizer.encode("a"), *after]]:
                 return False
         return compare(tokenizer, theirs).difference is None
@@ -180,14 +180,14 @@ def _encodes_as(directory: Path, tokenizer: Tokenizer, around: Around | None = N
 def _write_files(
     directory: Path, tokenizer: Tokenizer, ids: Mapping[str, int], inputs: Mapping[str, Any]
 ) -> None:
-    """The files of the run's tokenizer for the class of its system, with what it adds to them."""
+    """Write the files of the run's tokenizer for the class of its system, with the tokens that the run adds."""
     for name, content in read_files(tokenizer.config).items():
         (directory / ("spiece.model" if name == "model" else name)).write_bytes(content)
     options, kind, added = dict(inputs), tokenizer.config.kind, tokenizer.added_names
     if kind == "bert_wordpiece":
         options |= {"tokenizer_class": "BertTokenizer", "do_lower_case": tokenizer.config.lowercase}
-    elif kind == "hf_json":  # the class of a system makes of this file what its version takes for right
-        options |= {"tokenizer_class": GENERAL, **_roles(tokenizer), **_named(tokenizer, ids)}
+    elif kind == "hf_json":  # the class of a system would change what this file says
+        options |= {"tokenizer_class": GENERAL, **_role_tokens(tokenizer), **_token_names(tokenizer, ids)}
     elif kind == "gpt2_bpe" and "mask" not in tokenizer.lacking and not added:
         # Training masks a token with the space before it; the class of version 5 does not take that space by itself.
         name = tokenizer.special_names[tokenizer.special.mask]
@@ -200,7 +200,7 @@ def _write_files(
             str(i): {"content": name, "special": True, "normalized": False, "lstrip": False, "rstrip": False}
             for i, name in added.items()
         }
-        options |= _named(tokenizer, ids)
+        options |= _token_names(tokenizer, ids)
     write_json(directory / TOKENIZER_CONFIG, options)
 
 
@@ -208,38 +208,39 @@ def _write_general(
     directory: Path,
     tokenizer: HuggingFaceTokenizer,
     ids: Mapping[str, int],
-    around: Around,
+    affixes: Affixes,
     inputs: Mapping[str, Any],
 ) -> None:
-    """A tokenizer.json of the whole pipeline, with special tokens found in a text and put around it.
+    """Write a tokenizer.json of the whole pipeline, which recognizes special tokens in a text and adds the affixes.
 
-    The first text has segment 0, a second one segment 1, and CLS segment 2 where it ends a text.
+    The first text has segment 0, a second text segment 1, and CLS segment 2 where it ends a text.
 
     The run's files stay next to it where they have other names, so that an import finds the tokenizer of the corpora.
     """
-    named = {i: name for i, name in tokenizer.special_names.items() if i < tokenizer.num_tokens}
-    backend = visible_backend(tokenizer, named)
-    before, after = ([named[i] for i in part] for part in around)
+    special_names = {i: name for i, name in tokenizer.special_names.items() if i < tokenizer.num_tokens}
+    backend = visible_backend(tokenizer, special_names)
+    before, after = ([special_names[i] for i in ids] for ids in affixes)
     last = [f"{name}:2" for name in after[1:]]
     backend.post_processor = processors.TemplateProcessing(
         single=[*before, "$A", *after[:1], *last],
         pair=[*before, "$A", *after[:1], "$B:1", *(f"{name}:1" for name in after[:1]), *last],
-        special_tokens=[(named[i], i) for i in {*around[0], *around[1]}],
+        special_tokens=[(special_names[i], i) for i in {*affixes[0], *affixes[1]}],
     )
     (directory / "tokenizer.json").write_text(backend.to_str(), encoding="utf-8")
     options: dict[str, Any] = {"tokenizer_class": GENERAL, **inputs}
     if tokenizer.config.kind == "bert_wordpiece":
         options["do_lower_case"] = tokenizer.config.lowercase
-    write_json(directory / TOKENIZER_CONFIG, options | _roles(tokenizer) | _named(tokenizer, ids))
+    write_json(directory / TOKENIZER_CONFIG, options | _role_tokens(tokenizer) | _token_names(tokenizer, ids))
 
 
-def _roles(tokenizer: Tokenizer) -> dict[str, str]:
-    """Tokens by the names of their roles in tokenizer_config.json; that of padding also where config.json has none."""
+def _role_tokens(tokenizer: Tokenizer) -> dict[str, str]:
+    """Fields of tokenizer_config.json for cls, sep, mask, unk and pad -> tokens."""
     roles = (role for role in ("cls", "sep", "mask", "unk", "pad") if role not in tokenizer.lacking)
     return {f"{role}_token": tokenizer.special_names[special_id(tokenizer, role)] for role in roles}
 
 
-def _named(tokenizer: Tokenizer, ids: Mapping[str, int]) -> dict[str, str]:
+def _token_names(tokenizer: Tokenizer, ids: Mapping[str, int]) -> dict[str, str]:
+    """Fields of tokenizer_config.json for pad, eos and bos -> tokens. Args: ids: as config.json has them."""
     return {
         f"{role}_token": tokenizer.special_names[ids[f"{role}_token_id"]]
         for role in ("pad", "eos", "bos")

@@ -18,12 +18,12 @@ _CLASSES = {
 }  # fmt: skip
 
 
-def oldest_version(class_name: str, config: ModelConfig, described: Mapping[str, Any]) -> str:
-    """The first version of transformers, of those tried, that computes an export. Args: described: its config.json."""
+def oldest_version(class_name: str, config: ModelConfig, config_json: Mapping[str, Any]) -> str:
+    """The first version of transformers, of those tried, that computes an export with this config.json."""
     found = next((version for name, version in _CLASSES.items() if class_name.startswith(name)), OLDEST)
     if class_name == "ModernBertForQuestionAnswering":
         return "4.51"
-    if class_name == "DebertaV2ForMaskedLM" and not described.get("legacy", True):
+    if class_name == "DebertaV2ForMaskedLM" and not config_json.get("legacy", True):
         return "5.20"  # before, the head of these names takes the bias of its layer for that of words
     if class_name.startswith("ModernBertDecoder") and config.rotary_base_local not in (
         None,

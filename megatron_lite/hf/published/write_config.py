@@ -65,9 +65,9 @@ def hf_config(config: ModelConfig, base: Mapping[str, Any], labels: Sequence[str
         values.setdefault("legacy", "model_type" not in base)
     name, head = transformers_class_name(system, config), head_fields(system, config, labels)
     values |= {**head, "architectures": [name]}
-    described = CONFIG_MAPPING[system.model_type].from_dict(values)
-    _require_expressed(system, config, described, name)
-    return described
+    class_config = CONFIG_MAPPING[system.model_type].from_dict(values)
+    _require_expressed(system, config, class_config, name)
+    return class_config
 
 
 def former_fields(config: ModelConfig) -> dict[str, Any]:
@@ -96,13 +96,13 @@ def _their_value(names: Mapping[Any, Any], ours: Any, former: Any, option: str) 
 
 
 def _require_expressed(
-    system: PublishedSystem, config: ModelConfig, described: PretrainedConfig, class_name: str
+    system: PublishedSystem, config: ModelConfig, class_config: PretrainedConfig, class_name: str
 ) -> None:
     """Raise CheckpointError unless reading the class's configuration back gives the model's options."""
     settings: dict[str, Any] = {"system": config.system}
     settings |= {"task_head": config.task_head, "task_classes": config.task_classes}
     for entry in system.fields:
-        settings[entry.ours] = our_value(system, entry, field_of(described, entry.theirs), described)
+        settings[entry.ours] = our_value(system, entry, field_of(class_config, entry.theirs), class_config)
     for option in system.optional:
         settings[option] = getattr(config, option)
     again = build(ModelConfig, settings)

@@ -24,10 +24,6 @@ def is_detached(config: Config) -> bool:
     return section_of(config).embeddings == "detached"
 
 
-def is_electra(config: Config) -> bool:
-    return any(choice.name == "electra" for choice in config.objective_choices)
-
-
 def generator_of(config: Config) -> ModelConfig:
     """The generator's Transformer, with embeddings of the discriminator's width; its FFN has 4 times its own."""
     model, section = config.model, section_of(config)

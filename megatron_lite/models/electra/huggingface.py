@@ -3,9 +3,10 @@
     DIRECTORY/generator/       ElectraForMaskedLM or DebertaV2ForMaskedLM, with the tokenizer
     DIRECTORY/discriminator/   ElectraForPreTraining or DebertaV2Model, with the tokenizer
 
-Each has the tables that both share. Words whose gradients are apart are whole in the discriminator's. Both ways are
-proved: the generator as any published system, the discriminator by its answer for every token. DeBERTa has no class
-with a head for that answer: it is proved on hidden states, and our head is beside it, in OTHER_HEADS.
+Each directory has the tables that both stacks share. With detached embeddings (DeBERTa-v3) the discriminator's word
+table is the sum that it reads: the generator's table plus its own difference. Both ways are proved: the generator as
+any published system, the discriminator by its score for every token. DeBERTa has no class with a head for that score:
+it is proved on hidden states, and our head is in a file of its directory, OTHER_HEADS.
 """
 
 from __future__ import annotations
@@ -17,30 +18,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from data_utils.common.batch_fields import DOC
 from data_utils.common.errors import CheckpointError
-from data_utils.common.settings import merge, to_tree
+from data_utils.common.settings import merge
 from megatron_lite.checkpoint.full_word_embedding import with_full_word_embedding
-from megatron_lite.checkpoint.manifest import checkpoint_name
 from megatron_lite.checkpoint.read import weight_reader
 from megatron_lite.checkpoint.verify import Checkpoint, read_checkpoint
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
+from megatron_lite.hf.files import proof
 from megatron_lite.hf.files.config_json import CONFIG_JSON
-from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
+from megatron_lite.hf.files.first_checkpoint import write_imported_run
 from megatron_lite.hf.files.model_card import ORIGINS, sizes, write_card
+from megatron_lite.hf.files.proof_report import Report
+from megatron_lite.hf.files.tokenizer_proof import prove_exported
 from megatron_lite.hf.files.weights import DTYPES, WORDS, Weights, check_shapes, new_directory
-from megatron_lite.hf.glm import proof
+from megatron_lite.hf.model_format import HuggingFaceFormat
 from megatron_lite.hf.published.heads import transformers_class_name
 from megatron_lite.hf.published.proof import ask as ask_published
 from megatron_lite.hf.published.proof import proof_batch, their_output
 from megatron_lite.hf.published.runs import (
-    KEPT_FILES,
+    IMPORTED_FILES,
     Stack,
     build_import_config,
-    keep_files,
+    copy_imported_files,
     require_same_model,
     with_new_heads,
     write_stack,
@@ -59,7 +61,7 @@ from megatron_lite.models.electra.config import generator_of, is_detached
 from megatron_lite.models.electra.model import Electra
 from megatron_lite.models.electra.model_spec import GENERATOR, REPLACED_HEAD, TABLES, discriminator_shapes
 
-DISCRIMINATOR_OF, GENERATOR_OF = "discriminator", "generator"  # names of directories
+GENERATOR_DIRECTORY, DISCRIMINATOR_DIRECTORY = "generator", "discriminator"
 _CARD = """A generator and a discriminator that were trained together (ELECTRA, arXiv:2003.10555). {origin}"""
 _EXAMPLE = """from transformers import {generator}, {discriminator}
 
@@ -67,133 +69,145 @@ generator = {generator}.from_pretrained("PATH/generator")
 discriminator = {discriminator}.from_pretrained("PATH/discriminator")"""
 
 
-def is_pair(path: Path) -> bool:
-    """Whether a directory holds both."""
-    return all((path / name / CONFIG_JSON).exists() for name in (GENERATOR_OF, DISCRIMINATOR_OF))
+class ElectraFormat(HuggingFaceFormat):
+    """The pair of directories."""
+
+    beyond_glm = "a generator and a discriminator"
+
+    def is_format_of(self, directory: Path) -> bool:
+        names = GENERATOR_DIRECTORY, DISCRIMINATOR_DIRECTORY
+        return all((directory / name / CONFIG_JSON).exists() for name in names)
+
+    def write(self, directory: Path, run: OpenRun, dtype: str, max_shard_bytes: int) -> None:
+        checkpoint, config = with_full_word_embedding(run.checkpoint), run.config
+        weights = Weights(checkpoint.shapes, weight_reader(checkpoint))
+        check_shapes(weights, model_spec(config).shapes(config), checkpoint.path)
+        kept_files = checkpoint.path.parent.parent / IMPORTED_FILES
+        generator = generator_of(config)
+        for name, stack, shapes, kept in (
+            (GENERATOR_DIRECTORY, generator, parameter_shapes(generator), kept_files / GENERATOR_DIRECTORY),
+            (DISCRIMINATOR_DIRECTORY, config.model, discriminator_shapes(config.model), kept_files),
+        ):
+            ours = {parameter: _run_name(name, parameter, is_detached(config)) for parameter in shapes}
+            origin = f"the {name} of {checkpoint.path}"
+            described = Stack(stack, weights.renamed(ours), run.tokenizer, kept, origin)
+            (directory / name).mkdir()
+            write_stack(directory / name, described, dtype, max_shard_bytes)
+        (directory / "README.md").write_text(_card(run), encoding="utf-8")
+
+    def read(
+        self, source: Path, output: Path, tree: Mapping[str, Any], *, verify: bool, tolerance: float
+    ) -> proof.Proof | None:
+        with new_directory(output) as directory:
+            discriminator = open_published(source / DISCRIMINATOR_DIRECTORY, discriminator_shapes)
+            generator = open_published(source / GENERATOR_DIRECTORY)
+            copy_imported_files(discriminator, directory / IMPORTED_FILES)
+            copy_imported_files(generator, directory / IMPORTED_FILES / GENERATOR_DIRECTORY)
+            sizes_of_generator = {
+                "generator_size": generator.settings["hidden_size"] / discriminator.settings["hidden_size"],
+                "generator_heads": generator.settings["num_attention_heads"],
+                "generator_layers": generator.settings["num_layers"],
+                "embeddings": "detached" if discriminator.settings["system"] == "deberta_v3" else "shared",
+            }
+            defaults = {
+                "objectives": {"electra": 1},
+                # 50 is the paper's weight of the discriminator's loss.
+                "training": {"loss_normalization": "per_objective", "loss_weights": {"replaced": 50.0}},
+                "electra": sizes_of_generator,
+            }
+            config = build_import_config(discriminator, output, directory, merge(defaults, tree), verify)
+            require_same_model("the generator", generator_of(config), generator)
+            weights = _join_stacks(generator, discriminator, source, config)
+            check_shapes(weights, model_spec(config).shapes(config), source)
+            checkpoint = read_checkpoint(write_imported_run(directory, weights, config))
+            if not verify:
+                return None
+            return proof.joined(
+                prove(checkpoint, config, source, "fp32", tolerance, f"the import of {source}")
+            )
+
+    def prove(self, run: OpenRun, directory: Path, dtype: str, tolerance: float) -> Report:
+        comparisons = prove(
+            run.checkpoint, run.config, directory, dtype, tolerance, f"the export of {run.checkpoint.path}"
+        )
+        tokenizers = {
+            name: prove_exported(run.tokenizer, directory / name).as_record()
+            for name in (GENERATOR_DIRECTORY, DISCRIMINATOR_DIRECTORY)
+        }
+        return Report(comparisons, tolerance, tokenizers)
 
 
-# Export
+HUGGINGFACE_FORMAT = ElectraFormat()
 
 
-def write_electra(directory: Path, run: OpenRun, dtype: str, max_shard_bytes: int) -> None:
-    """Write both stacks. Raises: CheckpointError for options that the classes have not."""
-    # With detached embeddings the class has one table, the sum of the generator's and the discriminator's own.
-    checkpoint, config = with_full_word_embedding(run.checkpoint), run.config
-    weights, kept = (
-        Weights(checkpoint.shapes, weight_reader(checkpoint)),
-        checkpoint.path.parent.parent / KEPT_FILES,
-    )
-    check_shapes(weights, model_spec(config).shapes(config), checkpoint.path)
-    generator = generator_of(config)
-    shapes = {GENERATOR_OF: parameter_shapes(generator), DISCRIMINATOR_OF: discriminator_shapes(config.model)}
-    for name, stack in ((GENERATOR_OF, generator), (DISCRIMINATOR_OF, config.model)):
-        own = weights.renamed({part: _held(name, part, is_detached(config)) for part in shapes[name]})
-        (directory / name).mkdir()
-        files = kept / GENERATOR_OF if name == GENERATOR_OF else kept
-        origin = f"the {name} of {checkpoint.path}"
-        write_stack(directory / name, Stack(stack, own, run.tokenizer, files, origin), dtype, max_shard_bytes)
+def _run_name(stack: str, name: str, has_detached_tables: bool) -> str:
+    """The name in a run of a stack's parameter.
 
-
-def _held(stack: str, name: str, has_own_tables: bool) -> str:
-    """The name in a run of a stack's parameter. Args: has_own_tables: whether the generator has tables of its own."""
+    Args:
+        stack: GENERATOR_DIRECTORY or DISCRIMINATOR_DIRECTORY.
+        name: of the parameter in a model of the stack alone.
+        has_detached_tables: whether the discriminator's tables are not the generator's.
+    """
     if name.startswith(REPLACED_HEAD):
         return name
-    is_own = stack == GENERATOR_OF and (has_own_tables or not name.startswith(TABLES))
-    return f"{GENERATOR if is_own else ENCODER}{name}"
+    # Shared tables are stored once, with the discriminator's parameters.
+    is_generators = stack == GENERATOR_DIRECTORY and (has_detached_tables or not name.startswith(TABLES))
+    return f"{GENERATOR if is_generators else ENCODER}{name}"
 
 
-def electra_card(run: OpenRun) -> str:
+def _card(run: OpenRun) -> str:
     """The card of an export, in Markdown."""
-    is_imported = (run.checkpoint.path.parent.parent / KEPT_FILES).exists()
+    is_imported = (run.checkpoint.path.parent.parent / IMPORTED_FILES).exists()
     origin = ORIGINS[is_imported, run.checkpoint.step > 0].format(names="electra")
-    generator = generator_of(run.config)
-    classes = {
-        name: transformers_class_name(published_system(stack), stack)
-        for name, stack in ((GENERATOR_OF, generator), (DISCRIMINATOR_OF, run.config.model))
-    }
+    generator, discriminator = generator_of(run.config), run.config.model
     words = {
         "tags": "- electra",
         "title": "ELECTRA",
         "introduction": _CARD.format(origin=origin),
-        "sizes": f"a generator of {sizes(generator)}, and a discriminator of {sizes(run.config.model)}",
-        "example": _EXAMPLE.format(**classes),
+        "sizes": f"a generator of {sizes(generator)}, and a discriminator of {sizes(discriminator)}",
+        "example": _EXAMPLE.format(
+            generator=transformers_class_name(published_system(generator), generator),
+            discriminator=transformers_class_name(published_system(discriminator), discriminator),
+        ),
     }
     return write_card(run, words, "and of the imported weights " if is_imported else "")
 
 
-# Import
+def _join_stacks(
+    generator: PublishedSource, discriminator: PublishedSource, source: Path, config: Config
+) -> Weights:
+    """The tensors of both stacks under the names of a run.
 
-
-def import_electra(
-    path: Path,
-    output: Path,
-    tree: Mapping[str, Any],
-    *,
-    verify: bool = True,
-    tolerance: float = proof.TOLERANCE,
-) -> proof.Proof | None:
-    """Write a run directory with one checkpoint at step 0, its config.yaml, and what an export needs.
-
-    Args: tree: configuration of the new run. It must not contradict the models.
-    Raises: CheckpointError, DataError or ConfigError; `output` then does not exist.
+    Raises: CheckpointError for shared tables that are not the same.
     """
-    with new_directory(output) as directory:
-        found, generator = (
-            open_published(path / DISCRIMINATOR_OF, discriminator_shapes),
-            open_published(path / GENERATOR_OF),
+    of_generator = to_ours(generator.theirs, generator.mappings)
+    of_discriminator = with_new_heads(discriminator, config, discriminator_shapes(config.model))
+    has_detached_tables = is_detached(config)
+    if not has_detached_tables:
+        for name in of_generator.shapes:
+            if name.startswith(TABLES) and not torch.equal(
+                of_generator.read(name), of_discriminator.read(name)
+            ):
+                raise CheckpointError(
+                    f"{source}: {name} of the generator is not that of the discriminator, which share it; fetch a pair "
+                    "that was trained together."
+                )
+    origins = {
+        _run_name(stack, name, has_detached_tables): (weights, name)
+        for stack, weights in (
+            (GENERATOR_DIRECTORY, of_generator),
+            (DISCRIMINATOR_DIRECTORY, of_discriminator),
         )
-        keep_files(found, directory / KEPT_FILES)
-        keep_files(generator, directory / KEPT_FILES / GENERATOR_OF)
-        section = {
-            "generator_size": generator.settings["hidden_size"] / found.settings["hidden_size"],
-            "generator_heads": generator.settings["num_attention_heads"],
-            "generator_layers": generator.settings["num_layers"],
-            "embeddings": "detached" if found.settings["system"] == "deberta_v3" else "shared",
-        }
-        usual = {
-            "objectives": {"electra": 1},
-            # 50 is the paper's weight of the discriminator's loss.
-            "training": {"loss_normalization": "per_objective", "loss_weights": {"replaced": 50.0}},
-            "electra": section,
-        }
-        config = build_import_config(found, output, directory, merge(usual, tree), verify)
-        require_same_model("the generator", generator_of(config), generator)
-        weights = _joined(found, generator, path, config)
-        check_shapes(weights, model_spec(config).shapes(config), path)
-        checkpoint = directory / "checkpoints" / checkpoint_name(0)
-        write_training_checkpoint(checkpoint, weights, config)
-        text = yaml.safe_dump(to_tree(config), sort_keys=False)
-        (directory / "config.yaml").write_text(text, encoding="utf-8")
-        if not verify:
-            return None
-        saved = read_checkpoint(checkpoint)
-        return proof.joined(prove(saved, config, path, "fp32", tolerance, f"the import of {path}"))
-
-
-def _joined(found: PublishedSource, generator: PublishedSource, path: Path, config: Config) -> Weights:
-    """All tensors under our names. Raises: CheckpointError for tables that are not the same."""
-    parts = {
-        GENERATOR_OF: to_ours(generator.theirs, generator.mappings),
-        DISCRIMINATOR_OF: with_new_heads(found, config, discriminator_shapes(config.model)),
+        for name in weights.shapes
     }
-    is_sum = is_detached(config)
-    held = {
-        _held(stack, name, is_sum): (stack, name) for stack, part in parts.items() for name in part.shapes
-    }
-    for name in () if is_sum else parts[GENERATOR_OF].shapes:
-        if name.startswith(TABLES) and not torch.equal(*(part.read(name) for part in parts.values())):
-            raise CheckpointError(
-                f"{path}: {name} of the generator is not that of the discriminator, which share it; fetch a pair that "
-                "was trained together."
-            )
-    shapes = {ours: parts[stack].shapes[name] for ours, (stack, name) in held.items()}
+    shapes = {run_name: weights.shapes[name] for run_name, (weights, name) in origins.items()}
 
-    def read(ours: str) -> torch.Tensor:
-        stack, name = held[ours]
-        weight = parts[stack].read(name).float()
-        # The discriminator's own table is what its file has beyond the generator's.
-        is_own = is_sum and ours == f"{ENCODER}{WORDS}"  # beside the generator's
-        return weight - parts[GENERATOR_OF].read(WORDS).float() if is_own else weight
+    def read(run_name: str) -> torch.Tensor:
+        weights, name = origins[run_name]
+        weight = weights.read(name).float()
+        # The file holds the sum that the discriminator reads, the run its difference to the generator's table.
+        is_difference = has_detached_tables and run_name == f"{ENCODER}{WORDS}"
+        return weight - of_generator.read(WORDS).float() if is_difference else weight
 
     return Weights(shapes, read)
 
@@ -207,7 +221,7 @@ def prove(
     """Compare a checkpoint's model with the classes of a directory. Args: dtype: in which its weights are written."""
     return proof.prove(
         lambda computed: _ask(directory, config, computed),
-        lambda: _loaded(checkpoint, config, lambda weight: weight.to(DTYPES[dtype]).float()),
+        lambda: _load(checkpoint, config, lambda weight: weight.to(DTYPES[dtype]).float()),
         tolerance,
         what,
         checkpoint.shapes,
@@ -215,56 +229,52 @@ def prove(
 
 
 @torch.no_grad()
-def _loaded(
-    checkpoint: Checkpoint, config: Config, change: Callable[[torch.Tensor], torch.Tensor]
-) -> Electra:
-    """The model as its directories have it: with whole words."""
-    model, read = (
-        Electra(*model_spec(config).made_of(config)[1:]),
-        weight_reader(with_full_word_embedding(checkpoint)),
-    )
+def _load(checkpoint: Checkpoint, config: Config, change: Callable[[torch.Tensor], torch.Tensor]) -> Electra:
+    """The model as its directories have it: a discriminator whose word table is whole, not a difference."""
+    model = Electra(*model_spec(config).made_of(config)[1:])
     if is_detached(config):
         words = VocabParallelEmbedding(config.model, model.encoder.parallel)
         model.encoder.embedding.word_embeddings = words
+    read = weight_reader(with_full_word_embedding(checkpoint))
     for name, parameter in model.named_parameters():
         weight = change(read(name))
-        parameter.zero_()  # rows that pad the vocabulary
+        parameter.zero_()  # the rows that pad the vocabulary too
         parameter[: len(weight)] = weight
     return model.eval()
 
 
 @torch.no_grad()
 def _ask(directory: Path, config: Config, dtype: torch.dtype) -> list[proof.Question]:
-    generator, model = generator_of(config), config.model
-    of_generator, of_discriminator = (
-        transformers_class_name(published_system(stack), stack) for stack in (generator, model)
-    )
-    found = ask_published(directory / GENERATOR_OF, of_generator, generator, dtype=dtype)
-    found = [replace(question, answer=functools.partial(_of, "generator", question)) for question in found]
-    path = directory / DISCRIMINATOR_OF
-    # transformers has no class with DeBERTa-v3's head for replaced tokens: the body's hidden states are
-    # compared.
+    """What the classes of both directories compute, in `dtype`."""
+
+    def ask_stack(name: str, stack: ModelConfig, attribute: str) -> list[proof.Question]:
+        class_name = transformers_class_name(published_system(stack), stack)
+        questions = ask_published(directory / name, class_name, stack, dtype=dtype)
+        return [replace(each, compute=functools.partial(_compute_by, attribute, each)) for each in questions]
+
+    questions, model = ask_stack(GENERATOR_DIRECTORY, generator_of(config), "generator"), config.model
+    # transformers has no class with DeBERTa-v3's head for replaced tokens: the body's hidden states are compared.
     if model.system == "deberta_v3":
-        states = ask_published(path, of_discriminator, model, dtype=dtype)
-        return found + [replace(each, answer=functools.partial(_of, "encoder", each)) for each in states]
-    theirs, batch = load_class(path, of_discriminator, dtype), proof_batch(model)
-    real = torch.from_numpy(batch[:, DOC] >= 0)
-    expected = their_output(theirs, model, batch)["logits"][real]
-    return [
-        *found,
-        proof.Question(
-            "replaced", expected[:, None], lambda ours: _scores(ours, model, batch)[real][:, None]
-        ),
-    ]
+        return questions + ask_stack(DISCRIMINATOR_DIRECTORY, model, "encoder")
+    class_name = transformers_class_name(published_system(model), model)
+    theirs = load_class(directory / DISCRIMINATOR_DIRECTORY, class_name, dtype)
+    batch = proof_batch(model)
+    is_token = torch.from_numpy(batch[:, DOC] >= 0)
+    expected = their_output(theirs, model, batch)["logits"][is_token]
+
+    def token_scores(ours: Electra) -> torch.Tensor:
+        """The discriminator's scores of the batch's tokens, fp32 [tokens, 1]."""
+        cpu = torch.device("cpu")
+        prepared = prepare(Batch(batch), cpu, model, kernel="dense")
+        # The plan has its own order of the tokens, in which -1 is padding; scores go back to the batch's order.
+        order, scores = torch.from_numpy(prepared.plan.order), ours.scores(prepared.to(cpu))
+        in_batch = scores.new_zeros(batch.shape[0] * batch.shape[2])
+        in_batch[order[order >= 0]] = scores[order >= 0]
+        return in_batch.view(len(batch), -1)[is_token][:, None]
+
+    return [*questions, proof.Question("replaced", expected[:, None], token_scores)]
 
 
-def _of(stack: str, question: proof.Question, model: Electra) -> torch.Tensor:
-    return question.answer(getattr(model, stack))
-
-
-def _scores(model: Electra, config: ModelConfig, batch: Any) -> torch.Tensor:
-    """The discriminator's answers in the places of a batch's tokens, fp32 [B, S]."""
-    prepared = prepare(Batch(batch), torch.device("cpu"), config, kernel="dense")
-    order, scores = torch.from_numpy(prepared.plan.order), model.scores(prepared.to(torch.device("cpu")))
-    whole = scores.new_zeros(batch.shape[0] * batch.shape[2])
-    return whole.index_put((order[order >= 0],), scores[order >= 0]).view(len(batch), -1)
+def _compute_by(attribute: str, question: proof.Question, model: Electra) -> torch.Tensor:
+    """A question to one stack, asked of the whole model."""
+    return question.compute(getattr(model, attribute))

@@ -25,6 +25,8 @@ TABLES = tuple(f"embedding.{name}." for name in SHARED)
 class ElectraSpec(ModelSpec):
     """A generator and a discriminator."""
 
+    huggingface = "megatron_lite.models.electra.huggingface"
+
     def build(self, config: Config, num_losses: int, parallel: TensorParallel | None) -> Electra:
         generator, training = generator_of(config), config.training
         model = Electra(

@@ -17,21 +17,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
 
-import yaml
 from pydantic import Field as Limits
 from typing_extensions import TypedDict
 
 from data_utils.common.errors import CheckpointError, ConfigError
 from data_utils.common.setting_files import shown
-from data_utils.common.settings import build, merge, to_tree
+from data_utils.common.settings import build, merge
 from data_utils.common.untrusted import conform
 from data_utils.tokenizers.tokenizer import load_tokenizer
 from data_utils.tokenizers.tokenizer_readers import read_files
-from megatron_lite.checkpoint.manifest import checkpoint_name
 from megatron_lite.checkpoint.read import weight_reader
 from megatron_lite.config.tree import Config
 from megatron_lite.hf.files.config_json import CONFIG_JSON, Rate, Size, check_sizes
-from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
+from megatron_lite.hf.files.first_checkpoint import write_imported_run
 from megatron_lite.hf.files.model_card import ORIGINS, write_card
 from megatron_lite.hf.files.system_table import TensorRule, numbered
 from megatron_lite.hf.files.weights import (
@@ -44,11 +42,12 @@ from megatron_lite.hf.files.weights import (
     write_json,
     write_sharded,
 )
+from megatron_lite.hf.model_format import HuggingFaceFormat
 from megatron_lite.hf.published.read_config import model_settings
-from megatron_lite.hf.published.runs import KEPT_FILES, check_vocabulary, require_same_model
+from megatron_lite.hf.published.runs import IMPORTED_FILES, check_vocabulary, require_same_model
 from megatron_lite.hf.published.source import PublishedSource
 from megatron_lite.hf.published.systems import BERT
-from megatron_lite.hf.published.tensor_map import normalized, tensor_mappings, to_ours, to_theirs
+from megatron_lite.hf.published.tensor_map import normalize_names, tensor_mappings, to_ours, to_theirs
 from megatron_lite.hf.published.usual import with_sizes
 from megatron_lite.inference.open_run import OpenRun
 from megatron_lite.model.build import model_spec
@@ -56,7 +55,7 @@ from megatron_lite.models.ernie_thu.model_spec import section_of
 
 ERNIE_CONFIG, VOCABULARY, HEADS = "ernie_config.json", "vocab.txt", "entity_attention_heads"
 TIED = "cls.predictions.decoder.weight"
-_HEADS = 4  # of the published code
+_PUBLISHED_HEADS = 4  # attention heads over entities of the published code, which has no field for them
 _NAME = "ERNIE (Tsinghua)"
 _ENTITIES = [
     TensorRule(
@@ -106,64 +105,101 @@ class _Described(TypedDict):
     entity_attention_heads: NotRequired[Size]
 
 
-def is_ernie_directory(path: Path) -> bool:
-    """Whether a directory is of this layout."""
-    return (path / ERNIE_CONFIG).exists() and not (path / CONFIG_JSON).exists()
+class ErnieFormat(HuggingFaceFormat):
+    """The layout of the published repository."""
+
+    beyond_glm = "entity states"
+    unprovable = f"transformers has no class of {_NAME} to compare with"
+
+    def is_format_of(self, directory: Path) -> bool:
+        return (directory / ERNIE_CONFIG).exists() and not (directory / CONFIG_JSON).exists()
+
+    def write(self, directory: Path, run: OpenRun, dtype: str, max_shard_bytes: int) -> None:
+        config, path = run.config, run.checkpoint.path
+        model, section = config.model, section_of(config)
+        activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
+        for problem, is_there in (
+            (f"the head of a task ({model.task_head})", model.task_head != "none"),
+            ("no label of two sentences", not section.next_sentence),
+            (f"model.activation {model.activation}", model.activation not in activations),
+            (f"model.layernorm_epsilon {model.layernorm_epsilon}", model.layernorm_epsilon != 1e-12),
+            (f"the tokenizer {run.tokenizer.config.kind}", run.tokenizer.config.kind != "bert_wordpiece"),
+            ("tokens that its vocab.txt lacks", run.tokenizer.config.added_tokens != "none"),
+        ):
+            if is_there:
+                raise CheckpointError(
+                    f"checkpoint {path} has {problem}, which the published layout of {_NAME} does not have; use the "
+                    "run itself."
+                )
+        weights = Weights(run.checkpoint.shapes, weight_reader(run.checkpoint))
+        check_shapes(weights, model_spec(config).shapes(config), path)
+        theirs = to_theirs(weights, tensor_mappings(SYSTEM, weights.shapes, model), None, SYSTEM)
+        words = SYSTEM.ties[TIED]
+        shapes = {**theirs.shapes, TIED: theirs.shapes[words]}
+        # The published code reads the tied matrix of the head from the file too.
+        with_tied = Weights(shapes, lambda name: theirs.read(words if name == TIED else name))
+        write_sharded(directory, with_tied, DTYPES[dtype], max_shard_bytes)
+        imported = path.parent.parent / IMPORTED_FILES / ERNIE_CONFIG
+        described = {
+            "vocab_size": model.vocab_size, "hidden_size": model.hidden_size, "num_hidden_layers": model.num_layers,
+            "num_attention_heads": model.num_attention_heads, "intermediate_size": model.inner_size,
+            "max_position_embeddings": model.max_position + 1, "type_vocab_size": model.segments,
+            "hidden_act": activations[model.activation], "hidden_dropout_prob": model.output_dropout,
+            "attention_probs_dropout_prob": model.attention_dropout, "initializer_range": model.init_std,
+            "layer_types": [*section.layer_types_for(model.num_layers)],
+        }  # fmt: skip
+        if section.heads != _PUBLISHED_HEADS:
+            described[HEADS] = section.heads
+        # Fields of the imported file that the model does not decide stay as they were.
+        base = read_json(imported) if imported.exists() else {}
+        write_json(directory / ERNIE_CONFIG, {**base, **described})
+        (directory / VOCABULARY).write_bytes(read_files(run.tokenizer.config)["vocab.txt"])
+        origin = ORIGINS[imported.exists(), run.checkpoint.step > 0].format(names="entities")
+        introduction = _CARD.format(name=_NAME, origin=origin)
+        words_of_card = {"tags": "- ernie", "title": _NAME, "introduction": introduction, "example": _EXAMPLE}
+        card = write_card(run, words_of_card, "and of the imported weights " if imported.exists() else "")
+        (directory / "README.md").write_text(card, encoding="utf-8")
+
+    def read(
+        self, source: Path, output: Path, tree: Mapping[str, Any], *, verify: bool, tolerance: float
+    ) -> None:
+        with new_directory(output) as directory:
+            described, (theirs, problems) = (
+                _described(source),
+                normalize_names(open_directory(source), SYSTEM),
+            )
+            if problems:
+                raise CheckpointError(f"{source}: {' '.join(problems)}")
+            bert = {name: value for name, value in described.items() if name not in ("layer_types", HEADS)}
+            settings = model_settings(SYSTEM, bert, theirs, source) | {"sentence_classes": 2}
+            check_sizes(source, settings, theirs, ERNIE_CONFIG)
+            kept = directory / IMPORTED_FILES
+            kept.mkdir()
+            for name in (ERNIE_CONFIG, VOCABULARY):
+                if (source / name).exists():
+                    shutil.copyfile(source / name, kept / name)
+            config = _config(source, kept, settings, _section(source, described, theirs), tree, output)
+            shapes = model_spec(config).shapes(config)
+            mappings = tensor_mappings(SYSTEM, shapes, config.model)
+            published = PublishedSource(source, SYSTEM, settings, theirs, mappings, Weights({}, theirs.read))
+            require_same_model("model", config.model, published)
+            expected = to_theirs(Weights(shapes, theirs.read), mappings, None, SYSTEM).shapes
+            check_shapes(theirs, expected, source, _NAME)
+            assert config.tokenizer is not None
+            check_vocabulary(load_tokenizer(config.tokenizer), published)
+            tokenizer = config.tokenizer
+            # The directory has a temporary name until it is complete; a path below it is written as it will be.
+            if Path(tokenizer.path).is_relative_to(directory):
+                inside = Path(tokenizer.path).relative_to(directory)
+                tokenizer = replace(tokenizer, path=str(output.absolute() / inside))
+            ours = to_ours(theirs, mappings)
+            weights = Weights(
+                {name: ours.shapes[name] for name in shapes}, lambda name: ours.read(name).float()
+            )
+            write_imported_run(directory, weights, replace(config, tokenizer=tokenizer.absolute()))
 
 
-def is_ernie_thu(config: Config) -> bool:
-    """Whether a configuration is of a model with entities."""
-    return any(choice.name == "entities" for choice in config.objective_choices)
-
-
-def _refuse_proof(path: Path, verify: bool) -> None:
-    """Raise CheckpointError where a proof is asked for."""
-    if verify:
-        raise CheckpointError(
-            f"{path}: transformers has no class of {_NAME} to compare with; add --no-verify."
-        )
-
-
-def import_ernie(
-    path: Path, output: Path, tree: Mapping[str, Any], *, verify: bool = True, **options: Any
-) -> None:
-    """Write a run directory with one checkpoint at step 0, its config.yaml, and what an export needs.
-
-    Args: tree: configuration of the new run. It must not contradict the model. options: of a proof; there is none.
-    Raises: CheckpointError, DataError or ConfigError; `output` then does not exist.
-    """
-    _refuse_proof(path, verify)
-    with new_directory(output) as directory:
-        described, (theirs, problems) = _described(path), normalized(open_directory(path), SYSTEM)
-        if problems:
-            raise CheckpointError(f"{path}: {' '.join(problems)}")
-        of_bert = {name: value for name, value in described.items() if name not in ("layer_types", HEADS)}
-        settings = model_settings(SYSTEM, of_bert, theirs, path) | {"sentence_classes": 2}
-        check_sizes(path, settings, theirs, ERNIE_CONFIG)
-        kept = directory / KEPT_FILES
-        kept.mkdir()
-        for name in (ERNIE_CONFIG, VOCABULARY):
-            if (path / name).exists():
-                shutil.copyfile(path / name, kept / name)
-        section = _section(path, described, theirs)
-        config = _config(path, kept, settings, section, tree, output)
-        shapes = model_spec(config).shapes(config)
-        parts = tensor_mappings(SYSTEM, shapes, config.model)
-        source = PublishedSource(path, SYSTEM, settings, theirs, parts, Weights({}, theirs.read))
-        require_same_model("model", config.model, source)
-        check_shapes(theirs, to_theirs(Weights(shapes, theirs.read), parts, None, SYSTEM).shapes, path, _NAME)
-        assert config.tokenizer is not None
-        check_vocabulary(load_tokenizer(config.tokenizer), source)
-        if Path(config.tokenizer.path).is_relative_to(directory):
-            moved = str(output.absolute() / Path(config.tokenizer.path).relative_to(directory))
-            config = replace(config, tokenizer=replace(config.tokenizer, path=moved))
-        config = replace(config, tokenizer=config.tokenizer.absolute())  # type: ignore[union-attr]
-        ours = to_ours(theirs, parts)
-        weights = Weights({name: ours.shapes[name] for name in shapes}, lambda name: ours.read(name).float())
-        write_training_checkpoint(directory / "checkpoints" / checkpoint_name(0), weights, config)
-        (directory / "config.yaml").write_text(
-            yaml.safe_dump(to_tree(config), sort_keys=False), encoding="utf-8"
-        )
+HUGGINGFACE_FORMAT = ErnieFormat()
 
 
 def _described(path: Path) -> dict[str, Any]:
@@ -192,7 +228,7 @@ def _section(path: Path, described: Mapping[str, Any], theirs: Weights) -> dict[
     types = described["layer_types"]
     types = types + ["sim"] * (described["num_hidden_layers"] - len(types))
     return {
-        "size": theirs.shapes[name][0], "heads": described.get(HEADS, _HEADS), "layer_types": types,
+        "size": theirs.shapes[name][0], "heads": described.get(HEADS, _PUBLISHED_HEADS), "layer_types": types,
         "next_sentence": True,
     }  # fmt: skip
 
@@ -222,51 +258,6 @@ def _config(
     sections = {"model": {**settings, **(tree.get("model") or {})}, "entities": {**given, **section}}
     whole = merge(merge(usual, tree), {**sections, "run": {"directory": str(output)}})
     config = build(Config, with_sizes(path, settings, whole))
-    if not is_ernie_thu(config):
+    if not any(choice.name == "entities" for choice in config.objective_choices):
         raise ConfigError(f"{path} has entities; set objectives to {{entities: 1}}, or leave it out.")
     return config
-
-
-def write_ernie(directory: Path, run: OpenRun, dtype: str, max_shard_bytes: int, verify: bool) -> None:
-    """Write a run in the published layout. Raises: CheckpointError for what that does not have, and for a proof."""
-    config, path = run.config, run.checkpoint.path
-    _refuse_proof(path, verify)
-    model, section = config.model, section_of(config)
-    published = {name: ours for name, ours in _ACTIVATIONS.items() if ours == model.activation}
-    for problem, is_there in (
-        (f"the head of a task ({model.task_head})", model.task_head != "none"),
-        ("no label of two sentences", not section.next_sentence),
-        (f"model.activation {model.activation}", not published),
-        (f"model.layernorm_epsilon {model.layernorm_epsilon}", model.layernorm_epsilon != 1e-12),
-        (f"the tokenizer {run.tokenizer.config.kind}", run.tokenizer.config.kind != "bert_wordpiece"),
-        ("tokens that its vocab.txt lacks", run.tokenizer.config.added_tokens != "none"),
-    ):
-        if is_there:
-            raise CheckpointError(
-                f"checkpoint {path} has {problem}, which the published layout of {_NAME} does not have; use the run "
-                "itself."
-            )
-    weights = Weights(run.checkpoint.shapes, weight_reader(run.checkpoint))
-    check_shapes(weights, model_spec(config).shapes(config), path)
-    theirs = to_theirs(weights, tensor_mappings(SYSTEM, weights.shapes, model), None, SYSTEM)
-    words = SYSTEM.ties[TIED]
-    shapes = {**theirs.shapes, TIED: theirs.shapes[words]}
-    written = Weights(shapes, lambda name: theirs.read(words if name == TIED else name))
-    write_sharded(directory, written, DTYPES[dtype], max_shard_bytes)
-    kept = path.parent.parent / KEPT_FILES / ERNIE_CONFIG
-    (activation,) = published
-    described = {
-        "vocab_size": model.vocab_size, "hidden_size": model.hidden_size, "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_attention_heads, "intermediate_size": model.inner_size,
-        "max_position_embeddings": model.max_position + 1, "type_vocab_size": model.segments, "hidden_act": activation,
-        "hidden_dropout_prob": model.output_dropout, "attention_probs_dropout_prob": model.attention_dropout,
-        "initializer_range": model.init_std, "layer_types": [*section.layer_types_for(model.num_layers)],
-    }  # fmt: skip
-    described |= {} if section.heads == _HEADS else {HEADS: section.heads}
-    write_json(directory / ERNIE_CONFIG, {**(read_json(kept) if kept.exists() else {}), **described})
-    (directory / VOCABULARY).write_bytes(read_files(run.tokenizer.config)["vocab.txt"])
-    origin = ORIGINS[kept.exists(), run.checkpoint.step > 0].format(names="entities")
-    introduction = _CARD.format(name=_NAME, origin=origin)
-    card = {"tags": "- ernie", "title": _NAME, "introduction": introduction, "example": _EXAMPLE}
-    text = write_card(run, card, "and of the imported weights " if kept.exists() else "")
-    (directory / "README.md").write_text(text, encoding="utf-8")

@@ -34,6 +34,8 @@ def section_of(config: Config) -> EntitiesConfig:
 class ErnieSpec(ModelSpec):
     """A BERT with entity states. FLOPs count the tokens only: entity states are narrow and few."""
 
+    huggingface = "megatron_lite.models.ernie_thu.huggingface"
+
     def build(self, config: Config, num_losses: int, parallel: TensorParallel | None) -> EntityTransformer:
         training = config.training
         model = EntityTransformer(

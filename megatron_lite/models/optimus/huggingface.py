@@ -13,31 +13,30 @@ Shapes: N sentences, T tokens, P latent size, H and D hidden sizes of encoder an
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from transformers import DynamicCache
 
 from data_utils.common.errors import CheckpointError, ConfigError
 from data_utils.common.setting_files import shown
-from data_utils.common.settings import build, check, merge, to_tree
+from data_utils.common.settings import build, check, merge
 from data_utils.objectives.optimus import OptimusConfig
 from data_utils.tokenizers.tokenizer import Tokenizer, TokenizerConfig, load_tokenizer
-from megatron_lite.checkpoint.manifest import checkpoint_name
 from megatron_lite.checkpoint.read import weight_reader
 from megatron_lite.checkpoint.tensor_files import write_tensors
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.task_rows import with_task_rows
 from megatron_lite.config.tree import Config
+from megatron_lite.hf.files import proof
 from megatron_lite.hf.files.config_json import by_transformers
-from megatron_lite.hf.files.first_checkpoint import write_training_checkpoint
+from megatron_lite.hf.files.first_checkpoint import write_imported_run
 from megatron_lite.hf.files.model_card import ORIGINS, sizes, write_card
-from megatron_lite.hf.files.recipe import Recorded
+from megatron_lite.hf.files.proof_report import Report
+from megatron_lite.hf.files.recipe import Recorded, read_recipe, write_recipe
 from megatron_lite.hf.files.tokenizer_proof import prove_exported
 from megatron_lite.hf.files.weights import (
     DTYPES,
@@ -47,20 +46,21 @@ from megatron_lite.hf.files.weights import (
     new_directory,
     open_safetensors,
     read_json,
+    write_json,
 )
-from megatron_lite.hf.glm import proof
+from megatron_lite.hf.model_format import HuggingFaceFormat
 from megatron_lite.hf.published.runs import (
-    KEPT_FILES,
+    IMPORTED_FILES,
     Stack,
     check_vocabulary,
-    keep_files,
+    copy_imported_files,
     require_same_model,
     write_stack,
 )
 from megatron_lite.hf.published.source import PublishedSource, is_published, load_class, open_published
 from megatron_lite.hf.published.systems import published_system
 from megatron_lite.hf.published.tensor_map import to_ours
-from megatron_lite.hf.published.tokenizers import brought_tokenizer, require_same_ids
+from megatron_lite.hf.published.tokenizers import import_tokenizer, require_same_ids
 from megatron_lite.inference.open_run import OpenRun, open_run
 from megatron_lite.model.build import model_spec
 from megatron_lite.model.trained_model import DECODER, ENCODER
@@ -75,8 +75,6 @@ DESCRIBED = ("latent_size", "feature", "memory", "embedding")
 _DECODER_CLASS = "GPT2LMHeadModel"
 # Tokens that config.json names -> roles of the tokenizer; None: those of the system.
 _ROLES = {ENCODER: None, DECODER: {"pad_token_id": "pad", "eos_token_id": "eop", "bos_token_id": "sop"}}
-
-
 _OPTIMUS = """A variational autoencoder of sentences (arXiv:2004.04092). From the encoder's {feature},
 `posterior.weight` gives mean and log variance of a latent vector of {latent_size} components. The decoder takes it
 {ways}. {origin}"""
@@ -92,46 +90,93 @@ decoder = GPT2LMHeadModel.from_pretrained("PATH/decoder")
 latent = load_file("PATH/latent.safetensors")"""
 
 
-def is_optimus(path: Path) -> bool:
-    return (path / DESCRIPTION).exists()
+class OptimusFormat(HuggingFaceFormat):
+    """Two directories, and the files of the latent space between them."""
+
+    beyond_glm = "two Transformers joined by a latent vector"
+
+    def is_format_of(self, directory: Path) -> bool:
+        return (directory / DESCRIPTION).exists()
+
+    def write(self, directory: Path, run: OpenRun, dtype: str, max_shard_bytes: int) -> None:
+        checkpoint, config = run.checkpoint, run.config
+        encoder, decoder = config.model, decoder_of(config)
+        check_shapes(Weights(checkpoint.shapes, _unread), model_spec(config).shapes(config), checkpoint.path)
+        _require_classes(encoder, decoder, str(checkpoint.path))
+        kept = checkpoint.path.parent.parent / IMPORTED_FILES
+        for prefix, stack, tokenizer in (
+            (ENCODER, encoder, run.tokenizer),
+            (DECODER, decoder, run.decoder_tokenizer or run.tokenizer),
+        ):
+            parameters, name = checkpoint.stack(prefix), directory_of(prefix)
+            weights = Weights(parameters.shapes, weight_reader(parameters))
+            origin = f"the {name} of {checkpoint.path}"
+            described = Stack(stack, weights, tokenizer, kept / name, origin, _ROLES[prefix])
+            (directory / name).mkdir()
+            write_stack(directory / name, described, dtype, max_shard_bytes)
+        latent = checkpoint.stack(LATENT)
+        matrices = map(weight_reader(latent), latent.shapes)
+        write_tensors(directory / MATRICES, latent.shapes, matrices, DTYPES[dtype], METADATA)
+        section = {name: getattr(latent_of(config), name) for name in DESCRIBED}
+        write_json(directory / DESCRIPTION, {"format": FORMAT, "version": VERSION, **section})
+        write_recipe(directory, run)
+        (directory / "README.md").write_text(_card(run), encoding="utf-8")
+
+    def read(
+        self, source: Path, output: Path, tree: Mapping[str, Any], *, verify: bool, tolerance: float
+    ) -> proof.Proof | None:
+        recorded = read_recipe(source)
+        with new_directory(output) as directory:
+            opened = _open(source)
+            for prefix, stack in opened.stacks.items():
+                copy_imported_files(stack, directory / IMPORTED_FILES / directory_of(prefix))
+            config = _config(opened, directory, recorded, tree, verify)
+            weights = _joined(opened)
+            check_shapes(weights, model_spec(config).shapes(config), source)
+            # The directory has a temporary name until all is proven; paths below it are written as they will be.
+            write_imported_run(directory, weights, _moved(config, directory, output))
+            if not verify:
+                return None
+            assert config.tokenizer is not None
+            decoder_tokenizer = config.decoder_tokenizer
+            run = open_run(
+                directory,
+                Path(config.tokenizer.path),
+                None if decoder_tokenizer is None else Path(decoder_tokenizer.path),
+            )
+            prove_exported(run.tokenizer, source / directory_of(ENCODER))
+            prove_exported(run.decoder_tokenizer or run.tokenizer, source / directory_of(DECODER))
+            return proof.joined(prove(run, source, "fp32", tolerance, f"the import of {source}"))
+
+    def prove(self, run: OpenRun, directory: Path, dtype: str, tolerance: float) -> Report:
+        comparisons = prove(run, directory, dtype, tolerance, f"the export of {run.checkpoint.path}")
+        tokenizers = {
+            directory_of(prefix): prove_exported(tokenizer, directory / directory_of(prefix)).as_record()
+            for prefix, tokenizer in (
+                (ENCODER, run.tokenizer),
+                (DECODER, run.decoder_tokenizer or run.tokenizer),
+            )
+        }
+        return Report(comparisons, tolerance, tokenizers)
+
+
+HUGGINGFACE_FORMAT = OptimusFormat()
 
 
 def directory_of(prefix: str) -> str:
+    """The directory of a stack. Args: prefix: of its parameters, ENCODER or DECODER."""
     return prefix.rstrip(".")
 
 
-def write_optimus(directory: Path, run: OpenRun, dtype: str, max_shard_bytes: int) -> None:
-    """Write a run's stacks and what lies between them. Raises: CheckpointError for a stack that has no such class."""
-    checkpoint, config = run.checkpoint, run.config
-    assert config.decoder is not None
-    check_shapes(Weights(checkpoint.shapes, _unread), model_spec(config).shapes(config), checkpoint.path)
-    _require_classes(config.model, config.decoder, str(checkpoint.path))
-    kept = checkpoint.path.parent.parent / KEPT_FILES
-    tokenizers = {ENCODER: run.tokenizer, DECODER: run.decoder_tokenizer or run.tokenizer}
-    for prefix, stack in ((ENCODER, config.model), (DECODER, config.decoder)):
-        part, name = checkpoint.stack(prefix), directory_of(prefix)
-        weights = Weights(part.shapes, weight_reader(part))
-        (directory / name).mkdir()
-        origin = f"the {name} of {checkpoint.path}"
-        described = Stack(stack, weights, tokenizers[prefix], kept / name, origin, _ROLES[prefix])
-        write_stack(directory / name, described, dtype, max_shard_bytes)
-    latent = checkpoint.stack(LATENT)
-    matrices = map(weight_reader(latent), latent.shapes)
-    write_tensors(directory / MATRICES, latent.shapes, matrices, DTYPES[dtype], METADATA)
-    section = {name: getattr(latent_of(config), name) for name in DESCRIBED}
-    text = json.dumps({"format": FORMAT, "version": VERSION, **section}, indent=2)
-    (directory / DESCRIPTION).write_text(f"{text}\n", encoding="utf-8")
-
-
-def optimus_card(run: OpenRun) -> str:
-    """The card of an export of OPTIMUS, in Markdown."""
+def _card(run: OpenRun) -> str:
+    """The card of an export, in Markdown."""
     config = run.config
     steps, latent = run.checkpoint.step, latent_of(config)
-    ways = [text for is_used, text in ((latent.memory, _MEMORY), (latent.embedding, _EMBEDDING)) if is_used]
+    paths = [text for is_used, text in ((latent.memory, _MEMORY), (latent.embedding, _EMBEDDING)) if is_used]
     introduction = _OPTIMUS.format(
         latent_size=latent.latent_size,
         feature="pooled CLS" if latent.feature == "pooler" else "CLS",
-        ways=", and ".join(ways),
+        ways=", and ".join(paths),
         origin=ORIGINS[False, steps > 0].format(names="sentences"),
     )
     words = {
@@ -175,45 +220,6 @@ class _Source:
     stacks: Mapping[str, PublishedSource]  # by prefix
     matrices: Weights
     latent: dict[str, Any]  # DESCRIBED
-
-
-def import_optimus(
-    path: Path,
-    output: Path,
-    recorded: Recorded,
-    tree: Mapping[str, Any],
-    *,
-    verify: bool = True,
-    tolerance: float = proof.TOLERANCE,
-) -> proof.Proof | None:
-    """Write a run directory with one checkpoint at step 0, its config.yaml, and what an export needs.
-
-    Args: recorded: of the run that the directory was exported from. tree: goes over it; it must not contradict the
-        model.
-    Raises: CheckpointError, DataError or ConfigError; `output` then does not exist.
-    """
-    with new_directory(output) as directory:
-        source = _open(path)
-        for prefix, stack in source.stacks.items():
-            keep_files(stack, directory / KEPT_FILES / directory_of(prefix))
-        config = _config(source, directory, recorded, tree, verify)
-        weights = _joined(source)
-        check_shapes(weights, model_spec(config).shapes(config), path)
-        # The directory has a temporary name until all is proven; paths below it are written as they will be.
-        moved = _moved(config, directory, output)
-        write_training_checkpoint(directory / "checkpoints" / checkpoint_name(0), weights, moved)
-        text = yaml.safe_dump(to_tree(moved), sort_keys=False)
-        (directory / "config.yaml").write_text(text, encoding="utf-8")
-        if not verify:
-            return None
-        assert config.tokenizer is not None
-        of_decoder = config.decoder_tokenizer
-        run = open_run(
-            directory, Path(config.tokenizer.path), None if of_decoder is None else Path(of_decoder.path)
-        )
-        prove_exported(run.tokenizer, path / directory_of(ENCODER))
-        prove_exported(run.decoder_tokenizer or run.tokenizer, path / directory_of(DECODER))
-        return proof.joined(prove(run, path, "fp32", tolerance, f"the import of {path}"))
 
 
 def _open(path: Path) -> _Source:
@@ -279,12 +285,12 @@ def _config(
         options = {k: v for k, v in (whole.get(of_tokenizer) or {}).items() if v is not None}
         is_brought = "path" not in options
         if is_brought:
-            kept = directory / KEPT_FILES / directory_of(prefix)
-            options = brought_tokenizer(stack.path, kept, {"added_tokens": added, **options})
+            kept = directory / IMPORTED_FILES / directory_of(prefix)
+            options = import_tokenizer(stack.path, kept, {"added_tokens": added, **options})
         whole[of_tokenizer] = options
         tokenizers[prefix] = _tokenizer(options, of_tokenizer, stack)
         if verify and not is_brought:
-            kept = directory / KEPT_FILES / directory_of(prefix)
+            kept = directory / IMPORTED_FILES / directory_of(prefix)
             require_same_ids(of_tokenizer, tokenizers[prefix], stack.path, kept)
     # Whether the stacks share a tokenizer is not recorded; equal ones are one section.
     if tokenizers[ENCODER].fingerprint == tokenizers[DECODER].fingerprint:

@@ -24,6 +24,8 @@ from megatron_lite.models.optimus.model import LATENT, Optimus
 class OptimusSpec(ModelSpec):
     """Encoder, decoder and the latent vector between them."""
 
+    huggingface = "megatron_lite.models.optimus.huggingface"
+
     def build(self, config: Config, num_losses: int, parallel: TensorParallel | None) -> Optimus:
         training, latent, decoder = config.training, latent_of(config), decoder_of(config)
         model = Optimus(

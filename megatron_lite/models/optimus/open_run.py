@@ -159,9 +159,9 @@ class Rows:
         hidden = run_cached_stack(self.model.decoder, tokens, id_fields(positions), self.plan, latent)
         return self.model.decoder.logits(hidden).float()
 
-    def select(self, rows: Sequence[int]) -> None:
-        self.plan.select(rows)
-        self.z = self.z[torch.tensor(rows, device=self.z.device)]
+    def select(self, indices: Sequence[int]) -> None:
+        self.plan.select(indices)
+        self.z = self.z[torch.tensor(indices, device=self.z.device)]
 
 
 def open_latent(

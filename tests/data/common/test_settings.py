@@ -250,6 +250,18 @@ def test_all_wrong_settings_are_named_at_once():
     assert all(f"{key} " in str(error.value) or f"{key};" in str(error.value) for key in wrong)
 
 
+def test_all_missing_settings_are_named_at_once_with_the_wrong_ones():
+    with pytest.raises(SettingsError) as error:
+        build(Strict, {"outer": {"flag": 3, "items": [{"weight": 1.0}, {"wieght": 2.0, "name": "b"}]}})
+    missing, wrong = {"outer.size", "outer.items[0].name"}, {"outer.flag", "outer.items[1].wieght"}
+    assert error.value.problems.keys() == missing | wrong and error.value.rest == ""
+    assert all("is required" in error.value.problems[key] for key in missing)
+    with pytest.raises(SettingsError) as error:
+        build(Outer, {"inner": {"count": "x"}, "sizes": 1})
+    # A misspelt key is named with the right one alone.
+    assert error.value.problems.keys() == {"inner.count", "sizes"}
+
+
 def test_a_key_with_dots_in_a_file_is_to_be_nested():
     with pytest.raises(
         ConfigError, match=r"unknown setting inner\.count: in a file write inner: \{count: 3\}\."

@@ -29,7 +29,7 @@ from data_utils.loader.loader import open_datasets
 from data_utils.tokenizers.tokenizer import load_tokenizer
 from megatron_lite.config.tree import Config
 from megatron_lite.finetune.setup import load_tree, prepare
-from megatron_lite.hf.published.proof import our_output, text_rows
+from megatron_lite.hf.published.proof import our_output, texts_to_batch
 from megatron_lite.inference.open_run import load_run
 from megatron_lite.metrics.records import read_metrics
 
@@ -172,7 +172,7 @@ def test_logits_of_real_sentences_are_those_of_the_class(name, imported, release
         ids = inputs["input_ids"][0].tolist()
         assert len(ids) > 8 and tokenizer.special.unk not in ids[1:-1]
         with torch.no_grad():
-            hidden, logits = our_output(run.model, text_rows(run.config.model, [ids]))
+            hidden, logits = our_output(run.model, texts_to_batch(run.config.model, [ids]))
             found = theirs(**inputs)
         if name == "encoder":
             actual, expected = hidden, found.last_hidden_state

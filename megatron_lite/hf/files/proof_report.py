@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import transformers
 
+from megatron_lite.hf.files.proof import Proof
 from megatron_lite.hf.files.weights import write_json
-from megatron_lite.hf.glm.proof import Proof
 from megatron_lite.metrics import version
 
 PROOF_JSON = "proof.json"
