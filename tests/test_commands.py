@@ -55,7 +55,6 @@ TABLE = [
     Row("python scripts/dataset.py", HERE),
     Row("python scripts/inspect_batch.py", HERE),
     Row("python scripts/checkpoints.py", HERE),
-    Row("python scripts/heartbeats.py", HERE),
     Row("python scripts/report.py", HERE),
     Row("python pretrain_glm.py --config configs/glm-base.yaml --print-config", HERE),
     Row("diff", HERE),

@@ -1,7 +1,7 @@
 """Heartbeats: small files below the run's directory in which each rank's watchdog writes where the rank is.
 
 All ranks pass the same places in the same order, and each counts the places it has passed. So the rank with the lowest
-count is the one that the others wait for. `scripts/heartbeats.py` shows them.
+count is the one that the others wait for. `scripts/report.py RUN_DIRECTORY --heartbeats` prints them.
 """
 
 from __future__ import annotations

@@ -223,7 +223,7 @@ def test_numbers_near_the_largest_count_as_infinite(tmp_path, changed):
     records = [{**train(step), changed: value} for step, value in enumerate(values, 1)]
     found = read(write_records(tmp_path / "run", records))
     assert "e+308" not in found.text
-    assert forked("scripts/plot_metrics.py", tmp_path / "run").returncode == 0
+    assert forked("scripts/report.py", tmp_path / "run", "--plot").returncode == 0
 
 
 def shown(run, name):
