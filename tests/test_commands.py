@@ -26,6 +26,7 @@ import zstandard
 from pyarrow import parquet
 from support.distributed import run_ranks
 from support.project import PAGES, ROOT, copied_project, small_run
+from support.published_files import write_released
 from support.report_runs import fit_and_fill, interrupted
 from support.tokenizer_files import byte_bpe_json
 
@@ -59,7 +60,6 @@ TABLE = [
     Row("python pretrain_glm.py --config configs/glm-base.yaml --print-config", HERE),
     Row("diff", HERE),
     Row("python scripts/generate.py", SLOW),
-    Row("python scripts/try.py", "tests/scripts/test_try.py: serves a page until Ctrl-C"),
     Row(
         "python scripts/finetune.py --checkpoint runs/ernie-thu-base",
         "tests/finetune/test_typing.py: needs a run with entities",
@@ -70,46 +70,53 @@ TABLE = [
     ),
     Row("python scripts/finetune.py", SLOW),
     Row("python scripts/evaluate.py", SLOW),
-    Row("python scripts/harness.py", "tests/finetune/test_lm_eval.py: needs lm_eval"),
+    Row("python scripts/analyze.py", SLOW),
+    Row("python scripts/latent.py", SLOW),
+    Row("python scripts/profile_step.py", SLOW),
+    Row("python scripts/coordinate_check.py", SLOW),
+    Row("python tests/support/drawn_layouts.py", SLOW),
     Row(
-        "python scripts/convert_checkpoint.py export --checkpoint runs/bert",
-        "tests/hf: needs released weights",
+        "python scripts/convert_checkpoint.py export --checkpoint runs/bert --output bert-continued --push",
+        "tests/hf/test_hub.py: needs an account of the hub",
     ),
     Row(
         "python scripts/convert_checkpoint.py export --checkpoint runs/optimus",
-        "tests/hf/test_hf_optimus.py: needs a run of OPTIMUS",
-    ),
-    Row("python scripts/convert_checkpoint.py export", SLOW),
-    Row("python scripts/convert_checkpoint.py import --input glm-hf", SLOW),
-    Row("python pretrain_glm.py --config configs/small.yaml", SLOW),
-    Row("python pretrain_glm.py --config configs/optimus-tiny.yaml", SLOW),
-    Row(
-        "python pretrain_glm.py --config configs/glm-10b.yaml",
-        "tests/estimate: here its settings are read",
+        "tests/hf/test_hf_optimus.py: needs a run of published stacks",
     ),
     Row(
-        "python pretrain_glm.py --config runs/long/config.yaml",
-        "tests/train/test_phases.py: needs a run of 50,000 steps",
+        "python scripts/convert_checkpoint.py import --input optimus-hf",
+        "tests/hf/test_hf_optimus.py: needs a run of published stacks",
     ),
     Row(
-        "python pretrain_glm.py --config runs/bert/config.yaml",
-        "tests/hf/test_import_as_it_stands.py: needs released weights",
+        "python scripts/convert_checkpoint.py import --input released-glm-large",
+        "tests/hf/test_published_files.py: needs released weights",
     ),
-    Row("python scripts/profile_step.py", SLOW),
-    Row("python scripts/coordinate_check.py", "tests/train/test_mup.py: trains 24 models"),
-    Row("python scripts/convert_checkpoint.py import", "tests/hf: needs released weights"),
-    Row("python scripts/analyze.py", "tests/analysis/test_command.py: needs a trained run"),
-    Row("python scripts/latent.py", "tests/scripts/test_latent_script.py: needs a run of OPTIMUS"),
+    Row("python scripts/convert_checkpoint.py import-megatron", "tests/hf: needs released weights"),
+    Row("python scripts/convert_checkpoint.py", SLOW),
+    Row("python pretrain_glm.py", SLOW),
     Row("deepspeed --num_gpus 8 benchmarks", "tests/test_benchmarks.py: needs 8 GPUs"),
-    Row("deepspeed", "tests/train/test_launcher.py: a large model, here its settings are read"),
+    Row(
+        "deepspeed --num_gpus 8 pretrain_glm.py --config configs/glm-10b.yaml",
+        "tests/train/test_launcher.py: 10 billion parameters, here its settings are read",
+    ),
+    Row(
+        "deepspeed --num_gpus 8 pretrain_glm.py --config runs/continued",
+        "tests/train/test_launcher.py: needs the corpus of an imported run",
+    ),
+    Row(
+        "deepspeed --num_gpus 8 pretrain_glm.py --config configs/glm-base.yaml trackers",
+        "tests/train/test_trackers.py: needs an account or a server",
+    ),
+    Row("deepspeed", SLOW),
+    Row("python scripts/try.py", "tests/scripts/test_try.py: serves a page until Ctrl-C"),
+    Row("python scripts/harness.py", "tests/finetune/test_lm_eval.py: needs lm_eval"),
     Row("python benchmarks/", "tests/test_benchmarks.py: minutes to hours, here its arguments are read"),
     Row("python tests/support/parity.py", "tests/train/test_parity.py: hours"),
     Row("python tests/support/planted.py", "tests/test_planted.py: hours"),
     Row("python scripts/gpu_day.py", "tests/scripts/test_gpu_day.py: needs a GPU"),
-    Row("python tests/support/drawn_layouts.py", "tests/train/test_drawn_layouts.py: minutes"),
     Row("python -m pytest", "it is what runs this"),
     Row("python -m mkdocs", "tests/test_site.py"),
-    Row("mpirun", "tests/data/build, with --mpi"),
+    Row("mpirun", "tests/data/build, with --mpi: needs an MPI"),
     Row("sbatch", "tests/train/test_slurm.py: needs SLURM"),
     Row("srun", "tests/data/build, with --mpi: needs SLURM"),
     Row("bash scripts/launch_node.sh", "tests/train/test_slurm.py: starts a whole node"),
@@ -132,6 +139,19 @@ SMALLER = {
     "--checkpoint runs/small": "--checkpoint runs/base",
     "--config A ": "--config configs/glm-base.yaml ",
     "--config B ": "--config configs/glm-large.yaml ",
+    # One process instead of a launcher: tests/train/test_launcher.py starts several.
+    "deepspeed --num_gpus 8 pretrain_glm.py": "python pretrain_glm.py",
+    "deepspeed pretrain_glm.py": "python pretrain_glm.py",
+    "first_step: 20, last_step: 22, ranks: [0, 7]": "first_step: 2, last_step: 3, ranks: [0]",
+    "step_00050000": "step_00000003",
+    "training.steps=55000": "training.steps=7",
+    "{steps: 2000, kind": "{steps: 2, kind",
+    "{steps: 48000, kind": "{steps: 1, kind",
+    "{steps: 5000, kind": "{steps: 4, kind",
+    "--first 0 --count 200": "--first 0 --count 1",
+    "--labels-per-class 1 10 100": "--labels-per-class 1 4",
+    "--count 20 ": "--count 2 ",
+    "--points 11": "--points 3",
 }
 DIFFERENT = {"diff": 1}  # exit status of a command that does what it should
 
@@ -308,9 +328,9 @@ def run(command: list[str], scratch: Path, status: int = 0) -> None:
 
 def run_page(page: Path, where: set[str], scratch: Path) -> None:
     """Run the commands of a page that run at these places, in their order."""
-    prepare = PREPARATIONS.get(page.name)
-    if prepare is not None:
-        prepare(scratch)
+    for preparations in (PREPARATIONS, SLOW_PREPARATIONS if SLOW in where else {}):
+        if page.name in preparations:
+            preparations[page.name](scratch)
     lines = [line for line in commands(page) if row_of(page, line).where in where]
     assert lines
     for line in dict.fromkeys(lines):  # some stand twice on a page, for two purposes
@@ -333,6 +353,61 @@ def with_own_objective(scratch: Path) -> None:
     change(scratch / "configs/small.yaml", {"tokenizer": {"kind": "bert_wordpiece", "path": "vocab.txt"}})
 
 
+SENTENCES = [" ".join(f"word{(i * k) % 60}" for k in range(1, 8)) + " ." for i in range(1, 41)]
+
+
+def with_texts(scratch: Path) -> None:
+    """Files of sentences and of labels, as users have them."""
+    for name in ("test", "texts", "reviews"):
+        (scratch / f"{name}.txt").write_text("\n".join(SENTENCES) + "\n")
+    (scratch / "labels.txt").write_text("good\nbad\n" * (len(SENTENCES) // 2))
+
+
+def with_released_models(scratch: Path) -> None:
+    """Narrow models where the pages name a model of the hub: a directory of that name goes before the hub."""
+    for case, name in (
+        ("bert", "google-bert/bert-base-uncased"),
+        ("bert", "google-bert/bert-base-cased"),
+        ("gpt2", "openai-community/gpt2"),
+    ):
+        (scratch / name).mkdir(parents=True)
+        write_released(case, scratch / name)
+
+
+def with_texts_and_released_models(scratch: Path) -> None:
+    with_texts(scratch)
+    with_released_models(scratch)
+
+
+def with_corpus_of_released_models(scratch: Path) -> None:
+    with_released_models(scratch)
+    shutil.rmtree(scratch / "runs/base")  # README.md trains a run of this name
+    tokenizer = [
+        "--tokenizer-kind",
+        "bert_wordpiece",
+        "--tokenizer-path",
+        "google-bert/bert-base-uncased/vocab.txt",
+    ]
+    files = ["--input", "raw/words.jsonl", "--output", "data/corpus"]
+    run([sys.executable, "scripts/preprocess_data.py", *files, *tokenizer], scratch)
+
+
+def with_fine_tuned_run(scratch: Path) -> None:
+    with_texts(scratch)
+    change(scratch / "configs/tasks/noisy_votes.yaml", {"finetune": {"epochs": 1}})
+    task = ["--task", "configs/tasks/noisy_votes.yaml", "--output", "runs/votes"]
+    run([sys.executable, "scripts/finetune.py", "--checkpoint", "runs/base", *task], scratch)
+
+
+def with_deepspeed_file(scratch: Path) -> None:
+    file = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}
+    (scratch / "ds.json").write_text(json.dumps(file))
+
+
+def with_long_run(scratch: Path) -> None:
+    (scratch / "runs/base").rename(scratch / "runs/long")
+
+
 def with_labelled_texts(scratch: Path) -> None:
     """Labelled lines, and tasks that take an epoch and ask by words of the vocabulary."""
     (scratch / "data/own").mkdir()
@@ -348,6 +423,11 @@ PREPARATIONS = {
     "README.md": without_corpus, "data.md": without_corpus, "own_objective.md": with_own_objective,
     "tasks.md": with_labelled_texts, "fine_tuning.md": with_labelled_texts,
 }  # fmt: skip
+SLOW_PREPARATIONS = {
+    "README.md": with_corpus_of_released_models, "huggingface.md": with_corpus_of_released_models,
+    "latent.md": with_texts_and_released_models, "analysis.md": with_fine_tuned_run,
+    "coming_from.md": with_deepspeed_file, "data_mixtures.md": with_long_run,
+}  # fmt: skip
 
 
 def pages_with(where: str) -> list[Path]:
@@ -361,7 +441,10 @@ def test_quick_commands_run_as_they_are_written(page, scratch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", pages_with(SLOW), ids=lambda page: page.stem)
-def test_slow_commands_run_as_they_are_written(page, scratch):
+def test_slow_commands_run_as_they_are_written(page, scratch, corpus):
+    """configs/glm-base.yaml is the model of runs/base here, which pages continue with it."""
+    small = small_run(corpus, scratch / "runs/glm-base")
+    (scratch / "configs/glm-base.yaml").write_text(yaml.safe_dump(small))
     run_page(page, {HERE, SLOW}, scratch)
 
 
