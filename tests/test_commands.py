@@ -148,6 +148,7 @@ SMALLER = {
     "{steps: 2000, kind": "{steps: 2, kind",
     "{steps: 48000, kind": "{steps: 1, kind",
     "{steps: 5000, kind": "{steps: 4, kind",
+    "batch.micro_batch_size=32": "batch.micro_batch_size=4",
     "--first 0 --count 200": "--first 0 --count 1",
     "--labels-per-class 1 10 100": "--labels-per-class 1 4",
     "--count 20 ": "--count 2 ",
@@ -318,12 +319,13 @@ def change(file: Path, tree: dict) -> None:
     file.write_text(yaml.safe_dump(merge(yaml.safe_load(file.read_text()), tree)))
 
 
-def run(command: list[str], scratch: Path, status: int = 0) -> None:
+def run(command: list[str], scratch: Path, status: int = 0) -> str:
     bin = os.path.dirname(sys.executable)
     environment = {**os.environ, "PATH": f"{bin}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     environment["HF_HOME"] = str(scratch / "cache")
     done = subprocess.run(command, cwd=scratch, env=environment, capture_output=True, text=True)
     assert done.returncode == status, (command, done.stdout[-2000:], done.stderr[-3000:])
+    return done.stdout
 
 
 def run_page(page: Path, where: set[str], scratch: Path) -> None:
@@ -336,7 +338,11 @@ def run_page(page: Path, where: set[str], scratch: Path) -> None:
     for line in dict.fromkeys(lines):  # some stand twice on a page, for two purposes
         for written, smaller in SMALLER.items():
             line = line.replace(written, smaller)
-        run(["bash", "-e", "-c", line], scratch, DIFFERENT.get(line.split()[0], 0))
+        printed = run(["bash", "-e", "-c", line], scratch, DIFFERENT.get(line.split()[0], 0))
+        # An import prints the command that builds a corpus with the model's tokenizer; the next ones train on it.
+        build = re.search(r"python scripts/preprocess_data\.py --input FILE .*", printed)
+        if build and not (scratch / "data/corpus.bin").exists():
+            run(["bash", "-e", "-c", build[0].replace("FILE", "raw/words.jsonl")], scratch)
 
 
 def without_corpus(scratch: Path) -> None:
@@ -379,17 +385,9 @@ def with_texts_and_released_models(scratch: Path) -> None:
     with_released_models(scratch)
 
 
-def with_corpus_of_released_models(scratch: Path) -> None:
+def with_released_models_alone(scratch: Path) -> None:
     with_released_models(scratch)
     shutil.rmtree(scratch / "runs/base")  # README.md trains a run of this name
-    tokenizer = [
-        "--tokenizer-kind",
-        "bert_wordpiece",
-        "--tokenizer-path",
-        "google-bert/bert-base-uncased/vocab.txt",
-    ]
-    files = ["--input", "raw/words.jsonl", "--output", "data/corpus"]
-    run([sys.executable, "scripts/preprocess_data.py", *files, *tokenizer], scratch)
 
 
 def with_fine_tuned_run(scratch: Path) -> None:
@@ -405,7 +403,16 @@ def with_deepspeed_file(scratch: Path) -> None:
 
 
 def with_long_run(scratch: Path) -> None:
+    """A run with a constant learning rate, without a warmup."""
     (scratch / "runs/base").rename(scratch / "runs/long")
+    change(scratch / "runs/long/config.yaml", {"schedule": {"warmup_steps": 0}})
+
+
+def with_own_datasets(scratch: Path) -> None:
+    (scratch / "data/bert-base-uncased").mkdir()
+    shutil.copy(scratch / "vocab.txt", scratch / "data/bert-base-uncased")
+    for suffix in (".bin", ".idx", ".json"):
+        shutil.copy(scratch / f"data/corpus_train{suffix}", scratch / f"data/wiki{suffix}")
 
 
 def with_labelled_texts(scratch: Path) -> None:
@@ -424,9 +431,9 @@ PREPARATIONS = {
     "tasks.md": with_labelled_texts, "fine_tuning.md": with_labelled_texts,
 }  # fmt: skip
 SLOW_PREPARATIONS = {
-    "README.md": with_corpus_of_released_models, "huggingface.md": with_corpus_of_released_models,
+    "README.md": with_released_models_alone, "huggingface.md": with_released_models,
     "latent.md": with_texts_and_released_models, "analysis.md": with_fine_tuned_run,
-    "coming_from.md": with_deepspeed_file, "data_mixtures.md": with_long_run,
+    "coming_from.md": with_deepspeed_file, "configuration.md": with_own_datasets, "data_mixtures.md": with_long_run,
 }  # fmt: skip
 
 
