@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Step, update and memory of each optimizer beside AdamW's, and of an average of the weights.
+"""Step, update and memory of each optimizer compared with AdamW's, and of an average of the weights.
 
 One process trains the same model with an engine for each, in turn (A B C A B C ...), so that a busy machine slows all
 of them, and medians are reported. A step is forward, backward and update of one sample of 512 tokens, clipping off.

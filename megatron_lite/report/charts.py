@@ -36,7 +36,7 @@ class Chart:
     restarts: Sequence[tuple[int, int]] = ()  # (run, step)
     logarithmic: bool = False
     from_zero: bool = False
-    also: str = "lowest"  # value that the caption gives beside the last one: lowest, highest or mean
+    also: str = "lowest"  # value that the caption gives after the last one: lowest, highest or mean
 
 
 @dataclass(frozen=True)
@@ -192,5 +192,5 @@ def _level_caption(run: int, words: str) -> Html:
 
 
 def swatch(run: int, kind: str = "") -> Html:
-    """A piece of a run's line."""
+    """A short sample of a run's line, for the legend."""
     return joined(element("i", class_=f"swatch run{run} {kind}".rstrip()), " ")

@@ -21,7 +21,7 @@ from megatron_lite.metrics.writer import FILE
 
 COLUMNS = 500
 BUFFERED = 1024  # values of a curve that are taken in together
-MAX_CURVES = 64  # of a kind of record; names come from the file
+MAX_CURVES = 64  # per type of record; names come from the file
 MAX_EVENTS = 200
 MAX_FILLINGS = 8  # steps whose fillings are shown
 KINDS = ("train", "validation", "scores")  # whose numbers are curves; scores are those of a task
