@@ -378,7 +378,7 @@ def bisect(device: torch.device, tokens: int, width: int, words: int, gpu: Gpu) 
 
 
 def constants(processors: int) -> dict[str, Any]:
-    """Constants of gpus.yaml, measured: a product in full waves, a copy, attention in long sequences, the shortest kernel."""
+    """Measured constants of gpus.yaml: a product in full waves, a copy, long attention, the shortest kernel."""
 
     def bf(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16)

@@ -142,7 +142,7 @@ SMALLER = {
     # One process instead of a launcher: tests/train/test_launcher.py starts several.
     "deepspeed --num_gpus 8 pretrain_glm.py": "python pretrain_glm.py",
     "deepspeed pretrain_glm.py": "python pretrain_glm.py",
-    "first_step: 20, last_step: 22, ranks: [0, 7]": "first_step: 2, last_step: 3, ranks: [0]",
+    "first_step: 20, last_step: 22, ranks: [0, 7], memory: true": "first_step: 2, last_step: 3, ranks: [0]",
     "step_00050000": "step_00000003",
     "training.steps=55000": "training.steps=7",
     "{steps: 2000, kind": "{steps: 2, kind",
