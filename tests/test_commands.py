@@ -1,8 +1,8 @@
-"""The commands of the documents: each runs as it is written, or this file says why it does not.
+"""The commands of the pages: each runs as it stands, or `TABLE` has the reason why it does not.
 
-Those that take seconds run here, others in tests marked slow, in a copy of the project with small inputs. Numbers that
-would need a long run or many processes are made smaller (`SMALLER`), and nothing else is changed. The tutorial's run in
-their order, Python included.
+Commands that take seconds run in the usual tests, others in tests marked slow, page by page and in their order, in a
+copy of the project with small inputs. `SMALLER` replaces numbers that need a long run, and a launcher of many
+processes, and changes nothing else. The tutorial's Python runs too. Every command of this project is at least read by its own parser.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ HERE, SLOW, TUTORIAL = "here", "slow", "the tutorial's test below"
 
 @dataclass(frozen=True)
 class Row:
-    """Where the commands run that begin with `start`: HERE, SLOW, TUTORIAL, or another place and the reason."""
+    """Where the commands run that start with `start`: HERE, SLOW, TUTORIAL, or a test elsewhere and the reason."""
 
     start: str
     where: str
-    page: str = ""  # of this page alone
+    page: str = ""  # for this page alone
 
 
 TABLE = [
@@ -173,7 +173,14 @@ def row_of(page: Path, line: str) -> Row:
     return next(row for row in TABLE if line.startswith(row.start) and row.page in ("", page.name))
 
 
+def commands_within_text(page: Path) -> list[str]:
+    """The commands in backticks within a page's sentences and tables, which say what to run without its whole line."""
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+    return re.findall(r"`(python (?:pretrain_glm|(?:scripts|benchmarks)/\w+)\.py(?: [^`]*)?)`", text)
+
+
 ALL = [(page, line) for page in PAGES for line in commands(page)]
+READ = ALL + [(page, line) for page in PAGES for line in commands_within_text(page)]
 
 
 def test_each_row_speaks_of_a_command_and_each_place_exists():
@@ -213,11 +220,11 @@ SCRIPT = re.compile(r"((?:scripts|benchmarks)/\w+\.py)(.*)")
 def training_commands():
     return [
         pytest.param(line, id=f"{page.stem}-{i}")
-        for i, (page, line) in enumerate(ALL)
+        for i, (page, line) in enumerate(READ)
         if TRAINING.search(line)
-        and not line.startswith(("diff ", "docker "))
-        and "--config runs/" not in line
-        and row_of(page, line).where != SLOW
+        and "--config configs/" in line
+        and "every_nth" not in line
+        and line.split()[0] not in ("diff", "docker")
     ]
 
 
@@ -229,7 +236,7 @@ def test_settings_of_a_documented_start_are_accepted(line):
     assert load_config([ROOT / file for file in files], overrides).training.steps > 0
 
 
-@pytest.mark.parametrize("line", dict.fromkeys(line for _, line in ALL if SCRIPT.search(line)))
+@pytest.mark.parametrize("line", dict.fromkeys(line for _, line in READ if SCRIPT.search(line)))
 def test_arguments_of_a_documented_script_are_accepted(line, monkeypatch, capsys):
     """Its own parser reads them, up to --help at their end, also where this file runs the command nowhere."""
     script, rest = SCRIPT.search(line).groups()
