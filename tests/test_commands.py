@@ -2,7 +2,7 @@
 
 Commands that take seconds run in the usual tests, others in tests marked slow, page by page and in their order, in a
 copy of the project with small inputs. `SMALLER` replaces numbers that need a long run, and a launcher of many
-processes, and changes nothing else. The tutorial's Python runs too. Every command of this project is at least read by its own parser.
+processes, and changes nothing else. The tutorial's Python runs too. Each command is at least read by its parser.
 """
 
 from __future__ import annotations
