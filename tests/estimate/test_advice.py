@@ -296,7 +296,7 @@ def test_the_dry_run_loads_no_fake_devices():
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     names = set(re.findall(r"\w+", done.stdout.splitlines()[-1]))
-    assert {"advice", "estimate", "rows"} <= names
+    assert {"advice", "estimate", "average_sequence"} <= names
     assert not {"guards", "fake_cuda", "record", "trace", "worker", "without_gpu"} & names
 
 
