@@ -74,7 +74,6 @@ TABLE = [
     Row("python scripts/latent.py", SLOW),
     Row("python scripts/profile_step.py", SLOW),
     Row("python scripts/coordinate_check.py", SLOW),
-    Row("python tests/support/drawn_layouts.py", SLOW),
     Row(
         "python scripts/convert_checkpoint.py export --checkpoint runs/bert --output bert-continued --push",
         "tests/hf/test_hub.py: needs an account of the hub",
@@ -111,6 +110,7 @@ TABLE = [
     Row("python scripts/try.py", "tests/scripts/test_try.py: serves a page until Ctrl-C"),
     Row("python scripts/harness.py", "tests/finetune/test_lm_eval.py: needs lm_eval"),
     Row("python benchmarks/", "tests/test_benchmarks.py: minutes to hours, here its arguments are read"),
+    Row("python tests/support/drawn_layouts.py", "tests/train/test_drawn_layouts.py: minutes"),
     Row("python tests/support/parity.py", "tests/train/test_parity.py: hours"),
     Row("python tests/support/planted.py", "tests/test_planted.py: hours"),
     Row("python scripts/gpu_day.py", "tests/scripts/test_gpu_day.py: needs a GPU"),
@@ -149,7 +149,6 @@ SMALLER = {
     "{steps: 48000, kind": "{steps: 1, kind",
     "{steps: 5000, kind": "{steps: 4, kind",
     "batch.micro_batch_size=32": "batch.micro_batch_size=4",
-    "--first 0 --count 200": "--first 0 --count 1",
     "--labels-per-class 1 10 100": "--labels-per-class 1 4",
     "--count 20 ": "--count 2 ",
     "--points 11": "--points 3",
