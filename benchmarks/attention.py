@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What attention costs: per objective the plan's calls beside one dense masked call, and the kernels of a call.
+"""What attention costs: per objective the plan's kernels compared with one dense masked kernel, and each kernel alone.
 
 The second table has the three kernels of megatron_lite/model/attention_backends/calls.py, casts included, and the
 one that a plan takes, for calls of [batch, heads, tokens, head size] in which every query sees every key.
@@ -51,9 +51,9 @@ from megatron_lite.model.kernels.compat import widens
 SHAPES = ("32,4,136,32", "4,4,136,32", "1,16,568,64", "4,16,512,64", "1,16,2048,64")
 HEAD_DIM = 64
 MEDIAN_DOCUMENT, MEAN_DOCUMENT = 440, 870  # tokens, of the quickstart's corpus; lengths are log-normal
-TOKENS = 4096  # per micro-batch of the shorter rows
+TOKENS = 4096  # per micro-batch of the shorter sequences
 RECIPES = Path(__file__).resolve().parents[1] / "configs/objectives"
-ROWS_OF_A_MIXTURE = 8  # times as many rows where kinds of Examples are mixed
+ROWS_OF_A_MIXTURE = 8  # times as many sequences where types of examples are mixed
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CLOCKS = {"wall": time.perf_counter, "process": time.process_time}
 PLANS = ("auto", "dense")
@@ -97,7 +97,7 @@ def make_batch(objective: str, sequence_length: int, rows: int, packed: bool) ->
 
 
 class Step:
-    """Forward and backward of one layer's attention with one plan; as in the model, calls run without the padding."""
+    """Forward and backward of one layer's attention with one plan; as in the model, without the padding."""
 
     def __init__(self, batch: np.ndarray, kernel: str, heads: int, dtype: torch.dtype):
         self.batch, self.kernel = batch, kernel
@@ -179,7 +179,7 @@ def kernel_of(q: torch.Tensor) -> str:
 
 
 def measure_kernels(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One record per shape of a call: the time of each kernel, and which one is taken."""
+    """One record per shape: the time of each kernel, and which one is taken."""
     torch.set_num_threads(options.threads)
     keep_freed_memory()
     columns = [
@@ -234,7 +234,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def plot(records: list[dict[str, Any]], path: str) -> None:
-    """Time and memory per row by row length, a line for each objective and plan."""
+    """Time and memory per sequence by sequence length, a line for each objective and plan."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Saving, loading and resharding of a model with optimizer state, beside the disk, torch.save and DeepSpeed's own way.
+"""Saving, loading and resharding of a model with optimizer state, compared with the disk, torch.save and DeepSpeed.
 
 One process holds the state and saves it; another number of processes (`--ranks`) loads it. Everything is written to
 `--directory` in the same run and forced to disk (fsync), also where the program that is compared does not do so, and
@@ -51,7 +51,7 @@ from megatron_lite.parallel.launch import Launch
 
 SIZES = {"tiny": (2, 64, 2), "base": (12, 768, 12), "large": (24, 1024, 16)}  # layers, hidden size, heads
 STEP, WRITE_BYTES = 1, 16 << 20
-STEP_SECONDS = 1.0  # forward and backward of a training step beside a save
+STEP_SECONDS = 1.0  # forward and backward of a training step during a save
 TIMEOUT_SECONDS = 3600
 
 
@@ -279,7 +279,7 @@ def convert(root: Path) -> float:
         "--output_folder",
         str(root / "deepspeed/universal"),
     ]
-    # A process of its own: it starts workers by fork, which threads of torch do not survive.
+    # A separate process: it starts workers by fork, which threads of torch do not survive.
     command = [sys.executable, "-c", CONVERT, *folders, "--inject_missing_state"]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=TIMEOUT_SECONDS)
     written: list[float] = []
@@ -362,7 +362,7 @@ def table(measured: dict[str, Any], ranks: int) -> Iterator[str]:
     yield row("save", seconds["save"], f"{share:.0%} of the disk's rate", saved["save_bytes"])
     stall = saved["waited"] / seconds["save"]
     yield row("save in the background: training waits", saved["waited"], f"{stall:.1%} of a save")
-    slowed = f"steps beside it lost {saved['slowed']:.2f} s"
+    slowed = f"concurrent steps lost {saved['slowed']:.2f} s"
     yield row("save in the background: until committed", saved["committed"], slowed)
     yield row("torch.save", seconds["torch"], "")
     if "deepspeed" in loads:

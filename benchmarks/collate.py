@@ -1,4 +1,4 @@
-"""How fast tokens become padded batches: rows per second and core, one thread.
+"""How fast tokens become padded batches: sequences per second and core, one thread.
 
     python benchmarks/collate.py [--json] [--case TEXT]
 
@@ -46,7 +46,7 @@ SENTENCE_LENGTH = 20  # tokens, mean
 WORDS_PER_TOKEN = 0.75
 TARGET = 2.0
 
-# name: (sequence length, document length or None for one document per row, config[, objective])
+# name: (sequence length, document length or None for one document per sequence, config[, objective])
 CASES = {
     "token": (512, None, {}),
     "token, reference placement": (512, None, {"placement": "reference"}),

@@ -186,7 +186,7 @@ class PlainReader:
 
 
 def measure_cold(prefix: Path, seconds: float) -> dict:
-    """Each reader begins with nothing in the cache, and reads other places than the one before."""
+    """Each reader starts with nothing in the cache, and reads other offsets than the one before."""
     mixture = mixture_of(prefix)
     num_windows = mixture.indexes[0].num_windows
     del mixture

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Our compiled encoders beside the library and two packages with the same aim: exactness, speed, memory.
+"""Our compiled encoders compared with the library and two packages with the same aim: exactness, speed, memory.
 
     python benchmarks/encoders.py --text corpus.jsonl --tokenizer bpe/tokenizer.json --tokenizer wp/tokenizer.json
 
@@ -46,7 +46,7 @@ RANDOM_STRINGS = 20_000
 
 
 class Package:
-    """An encoder of gigatoken or nanotoken, whose interfaces are alike."""
+    """An encoder of gigatoken or nanotoken, whose interfaces are equal."""
 
     def __init__(self, module: Any, path: Path):
         self.tokenizer = module.Tokenizer(str(path))
@@ -108,7 +108,7 @@ def peak_kib() -> int:
 
 
 def measure(name: str, path: Path, texts: list[str], strings: list[str], results: Any) -> None:
-    """In a process of its own: put the digest of all ids, CPU seconds, KiB, and the ids of the strings."""
+    """In a separate process: put the digest of all ids, CPU seconds, KiB, and the ids of the strings."""
     before = peak_kib()
     encoder = make(name, path)
     encoder.encode(texts[:WARM_UP_TEXTS])
@@ -194,7 +194,7 @@ def main(arguments: list[str] | None = None) -> int:
     add = parser.add_argument
     add("--text", type=Path, required=True, help="JSON lines with a field text")
     add("--tokenizer", type=Path, action="append", required=True, help="a tokenizer.json; may be repeated")
-    add("--megabytes", type=int, default=30, help="text used, from the beginning (default: 30)")
+    add("--megabytes", type=int, default=30, help="text used, from the start (default: 30)")
     add("--repeats", type=int, default=3, help="(default: 3)")
     options: argparse.Namespace = parser.parse_args(arguments)
     check_at_least(options, 1, "megabytes", "repeats")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Tokens per second of fine-tuning and of scoring, beside pretraining on the same shapes, in one run.
+"""Tokens per second of fine-tuning and of scoring, compared with pretraining on the same shapes, in one run.
 
-    python benchmarks/finetune.py                      # 6 layers of width 384, rows of 128 tokens, fp32
+    python benchmarks/finetune.py                      # 6 layers of width 384, sequences of 128 tokens, fp32
     python benchmarks/finetune.py --dtype bf16 --layers 2
 
 All steps take turns in one process: forward, backward and AdamW of one micro-batch of about the same number of tokens.
@@ -192,8 +192,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--layers", type=int, default=6)
     add("--hidden", type=int, default=384, help="a multiple of 64 (default: 384)")
-    add("--length", type=int, default=128, help="tokens of a row (default: 128)")
-    add("--rows", type=int, default=16, help="rows of a micro-batch (default: 16)")
+    add("--length", type=int, default=128, help="tokens of a sequence (default: 128)")
+    add("--rows", type=int, default=16, help="sequences of a micro-batch (default: 16)")
     add("--dtype", choices=("fp32", "bf16"), default="fp32")
     add("--threads", type=int, default=None)
     add("--repeats", type=int, default=8)

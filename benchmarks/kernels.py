@@ -1,6 +1,6 @@
-"""Each fused kernel beside torch's operators in fp64, in the order of a step: the first that differs is named.
+"""Each fused kernel compared with torch's operators in fp64, in the order of a step: the first that differs is named.
 
-    python benchmarks/kernels.py                                      # on a GPU: also times, beside the expected ones
+    python benchmarks/kernels.py                                      # on a GPU: also times, with the expected ones
     TRITON_INTERPRET=1 python benchmarks/kernels.py --device cpu      # in Triton's interpreter, on few tokens
 
 On a GPU it also measures constants of megatron_lite/estimate/gpus.yaml, which `scripts/gpu_day.py --calibrate` takes.
@@ -55,10 +55,10 @@ SHARES = {
 
 @dataclass
 class Beside:
-    """A kernel beside torch. Times are in microseconds, None where none was measured."""
+    """A kernel compared with torch. Times are in microseconds, None where none was measured."""
 
     name: str
-    difference: float  # largest, as a part of the largest number
+    difference: float  # the largest, relative to the largest number
     expected_us: float
     measured_us: float | None = None
 
@@ -305,7 +305,7 @@ def _attention_passes(
 
 
 def difference(ours: Any, theirs: Any) -> float:
-    """The largest difference of any result, as a part of its largest number."""
+    """The largest difference of any result, relative to its largest number."""
     found = 0.0
     for mine, other in zip(ours, theirs, strict=True):
         gap = (mine.double() - other).abs().max() / other.abs().max().clamp(min=1.0)
@@ -378,7 +378,7 @@ def bisect(device: torch.device, tokens: int, width: int, words: int, gpu: Gpu) 
 
 
 def constants(processors: int) -> dict[str, Any]:
-    """Constants of gpus.yaml, measured: a product in full waves, a copy, attention in long rows, the least kernel."""
+    """Measured constants of gpus.yaml: a product in full waves, a copy, long attention, the shortest kernel."""
 
     def bf(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16)

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Does OPTIMUS's latent vector carry sentences, and are they changed through it? On a grammar of known entropy.
 
-    python benchmarks/latent.py --json latent.json             # four ways to begin, three seeds each
+    python benchmarks/latent.py --json latent.json             # four ways to initialise, three seeds each
 
 A sentence has five slots of six words each and fixed words between them, so that no model can need fewer than
 5 ln 6 = 8.959 nats for one. A decoder is trained on the grammar alone until it has that, without a latent vector. Then
@@ -102,7 +102,7 @@ class Grammar:
         return [self.sentence(numbers) for numbers in self.draw(seed, count)]
 
     def filled(self, text: str) -> list[str]:
-        """What stands in the slots' places; "" where the text is too short."""
+        """The words at the slots; "" where the text is too short."""
         words = re.findall(r"\w+|[^\w\s]", text)  # a tokenizer writes no space before a full stop
         places = self.template.split()
         slots = [place for place, word in enumerate(places) if word == "{}"]
@@ -128,7 +128,7 @@ class Setup:
     work: Path
     grammar: Grammar = GRAMMAR
     latent_size: int = 16
-    rows: int = 12  # of a step of OPTIMUS; one has six sentences
+    rows: int = 12  # packed sequences of a step of OPTIMUS; each has six sentences
     # A pre-norm encoder learns in fewer steps.
     encoder: dict[str, Any] = field(default_factory=lambda: {"norm": "pre"})
     stack: dict[str, Any] = field(
@@ -180,7 +180,7 @@ class Setup:
         }
 
     def causal(self, steps: int) -> dict[str, Any]:
-        """The decoder that knows the grammar. A sentence of eleven words fills one row."""
+        """The decoder that knows the grammar. A sentence of eleven words fills one sequence."""
         own = {"model": {**self.stack, "system": "gpt2"}, "objectives": {"causal": 1}}
         return merge(self._tree("causal", steps, 1, 16), own)
 
@@ -344,7 +344,7 @@ def main() -> None:
     add("--runs", nargs="+", choices=RUNS, default=list(RUNS), help="(default: all)")
     add("--steps", type=int, default=1200, help="of each run of OPTIMUS (default 1200)")
     add("--decoder-steps", type=int, default=400, help="of the decoder alone (default 400)")
-    add("--seeds", type=int, default=3, help="runs of each way to begin (default 3)")
+    add("--seeds", type=int, default=3, help="runs of each initialisation (default 3)")
     add("--sentences", type=int, default=512, help="that are measured (default 512)")
     add("--processes", type=int, default=2, help="runs at a time, with one thread each (default 2)")
     add("--work", type=Path, help="an existing directory that keeps corpus and runs, and goes on after an "

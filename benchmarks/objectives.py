@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Train every objective for some steps with the real launcher and compare it with a unigram model of its own targets.
+"""Train every objective for some steps with the real launcher and compare it with a unigram model of its targets.
 
     python benchmarks/objectives.py [--quickstart DIRECTORY] [--objective NAME ...] [--layout NAME ...] [--steps N]
 
 Takes tokenizer and corpora that scripts/quickstart.sh made. The model is small (2 blocks of 96) and gets whatever head
 and embedding the objective asks for. Prints a Markdown table: validation loss of each layout, nats per predicted token,
-beside the unigram model's; exit status 1 if a loss is not below it. (Sentence-level labels are shown but not judged:
+with the unigram model's; exit status 1 if a loss is not below it. (Sentence-level labels are shown but do not decide:
 guessing costs ln 2 = 0.693 nats, and telling neighbours apart takes longer than these runs.)
 """
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Step, update and memory of each optimizer beside AdamW's, and of an average of the weights.
+"""Step, update and memory of each optimizer compared with AdamW's, and of an average of the weights.
 
 One process trains the same model with an engine for each, in turn (A B C A B C ...), so that a busy machine slows all
 of them, and medians are reported. A step is forward, backward and update of one sample of 512 tokens, clipping off.
@@ -34,8 +34,8 @@ from megatron_lite.config.sections import ParallelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.engine import Engine
 from megatron_lite.engine.plain import make_engine
+from megatron_lite.estimate.average_sequence import average_sequence
 from megatron_lite.estimate.gpus import gpu_named
-from megatron_lite.estimate.rows import average_rows
 from megatron_lite.estimate.step_estimate import estimate
 from megatron_lite.model.batch import Batch
 from megatron_lite.parallel.context import initialize
@@ -115,8 +115,10 @@ def expected_ms(kind: str, gpu: str) -> float:
             "batch": {"micro_batch_size": 8, "global_batch_size": 64},
         }  # fmt: skip
         config = build(Config, tree)
-        found = estimate(config, 8, gpu_named(gpu), average_rows(config))
-        return sum(found.kinds.values()) + sum(found.communication_ms.values()), found.kinds["optimizer"]
+        found = estimate(config, 8, gpu_named(gpu), average_sequence(config))
+        return sum(found.kernel_ms.values()) + sum(found.communication_ms.values()), found.kernel_ms[
+            "optimizer"
+        ]
 
     usual, update = total("adamw")
     return update + total(kind)[0] - usual

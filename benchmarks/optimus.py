@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What the latent vector costs: a step of OPTIMUS beside its encoder and its decoder alone, in one run.
+"""What the latent vector costs: a step of OPTIMUS compared with its encoder and its decoder alone, in one run.
 
     python benchmarks/optimus.py                                  # 12 x 768 and 12 x 768, fp32
     python benchmarks/optimus.py --layers 4 --hidden 256 --dtype bf16 --threads 1 --clock process

@@ -33,7 +33,7 @@ from data_utils.objectives import OBJECTIVES, make_one
 from data_utils.objectives.interface import DOCUMENT_OVERHEAD
 from data_utils.tokenizers.vocabulary import Vocabulary
 
-# name: config of blank infilling, beside the objectives with their defaults
+# name: config of blank infilling, in addition to the objectives with their defaults
 MORE_CASES = {
     "blank_infilling, sentence": {"token_prob": 0.0, "sentence_prob": 1.0},
     "blank_infilling, document": {"token_prob": 0.0},

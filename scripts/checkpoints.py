@@ -60,7 +60,7 @@ class _Config(TypedDict):
 
 
 class _State(TypedDict):
-    """The part of a checkpoint's state that the table shows."""
+    """The fields of a checkpoint's state that the table shows."""
 
     config: NotRequired[_Config]
 
@@ -152,7 +152,7 @@ def rewind(run: Path, step: int) -> None:
         read_run_state(run).require_checkpoints()
         with held(run, "rewinds"):
             aside = rewind(run, step)
-            # Also if nothing moved: a call before may have been killed between the two.
+            # Also if nothing moved: an earlier command may have been killed between the two.
             record_rewind(run, step)
     except OSError as error:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-# Sourced by slurm_train.sh and launch_node.sh: the environment of every rank, in one place. What is set already stays.
+# Sourced by slurm_train.sh and launch_node.sh: the environment of every rank, in one file. Variables that are set stay as they are.
 
 # Threads of one rank: the cores that SLURM gives it. More threads than cores slow every rank down.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
@@ -6,7 +6,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 # A rank that dies in native code prints its stack; lines appear when they are printed.
 export PYTHONFAULTHANDLER=1 PYTHONUNBUFFERED=1
 
-# The tokenizer library's threads do not survive a fork, and say so at length.
+# The tokenizer library's threads do not survive a fork, and warn about it at length.
 export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}
 
 # NCCL: warnings name a broken link or a wrong interface. INFO shows what it chose.

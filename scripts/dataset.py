@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Inspect, verify and merge finished datasets, and adopt those of other programs. See docs/data_format.md.
+"""Inspect, verify and merge finished datasets, and adopt datasets of other programs. See docs/data_format.md.
 
 python scripts/dataset.py inspect data/corpus_train
 python scripts/dataset.py verify data/corpus_train data/corpus_validation

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure checkpoints on a task: metrics in a table, predictions in the form of the benchmark's server.
+"""Measure checkpoints on a task: metrics in a table, predictions in the format of the benchmark's server.
 
     python scripts/evaluate.py --checkpoint runs/rte --task configs/tasks/rte.yaml [section.key=value]
     python scripts/evaluate.py --checkpoint runs/glm --minimal-pairs blimp/data --plot blimp.png

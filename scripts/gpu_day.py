@@ -33,7 +33,7 @@ from megatron_lite.estimate.gpus import CONSTANTS, calibrated, named_by_device
 ROOT = Path(__file__).resolve().parents[1]
 KERNELS = "kernels compared with torch operators"
 _FORMER_KERNELS = "kernels beside torch's operators"  # in report.json of former versions
-GRACE_SECONDS = 10  # for a step that is told to end
+GRACE_SECONDS = 10  # for a step that is asked to stop
 MACHINE = """
 import importlib.util, json, torch
 gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
@@ -189,7 +189,7 @@ def report(machine: dict[str, Any], results: list[Result]) -> str:
 
 
 def look_at_machine() -> dict[str, Any]:
-    """GPUs and versions, from a process of its own: a process that has used CUDA cannot fork ranks."""
+    """GPUs and versions, from a separate process: a process that has used CUDA cannot fork ranks."""
     done = subprocess.run([sys.executable, "-c", MACHINE], capture_output=True, text=True)
     if done.returncode:
         raise ConfigError(f"torch does not start: {done.stderr.strip().splitlines()[-1]}; reinstall it.")

@@ -60,7 +60,7 @@ class Shown:
 
     rows: list[Example]
     spell: Callable[[int], str]
-    spell_decoders: Callable[[int], str] | None = None  # where the decoder has a vocabulary of its own
+    spell_decoders: Callable[[int], str] | None = None  # where the decoder has its own vocabulary
     titles: list[str] = field(default_factory=list)
     notes: list[list[str]] = field(default_factory=list)
 
@@ -99,7 +99,7 @@ def parse_arguments() -> argparse.Namespace:
         type=int,
         default=60,
         metavar="N",
-        help="number of tokens to show per row; 0 = all (default 60)",
+        help="number of tokens to show per sequence; 0 = all (default 60)",
     )
     add("--png", type=expanded_path, metavar="FILE", help="save the mask of the first sample as a picture")
     add("overrides", nargs="*", metavar="section.key=value", help="settings on top")

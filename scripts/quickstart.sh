@@ -142,7 +142,7 @@ compare() {
 }
 
 draw() {
-    "$python" scripts/plot_metrics.py "$run"
+    "$python" scripts/report.py "$run" --plot
 }
 
 fill() {

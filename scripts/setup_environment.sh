@@ -1,7 +1,7 @@
 # Sourced by quickstart.sh and test.sh, from the root of the repository.
 #
 # ensure_environment FILE: make .venv hold what the requirements file FILE asks for. A stamp with the hash of the
-# requirements makes later calls instant and free of the network.
+# requirements makes later starts instant and independent of the network.
 
 python=.venv/bin/python
 

@@ -4,7 +4,7 @@
 #SBATCH --signal=USR1@300
 #SBATCH --open-mode=append
 #
-# Train under SLURM, from the checkout. Arguments are those of pretrain_glm.py; resources are sbatch's:
+# Train under SLURM, from the checkout. Arguments go to pretrain_glm.py, resources to sbatch:
 #
 #     sbatch --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 --cpus-per-task=8 --time=24:00:00 \
 #         scripts/slurm_train.sh --config configs/glm-base.yaml run.directory=runs/base ...
@@ -16,10 +16,10 @@
 # SETUP        a file that is sourced first: modules, variables, and two arrays, launch_prefix and srun_options, as in
 #                  module load cuda
 #                  launch_prefix=(apptainer exec --nv glm.sif)   # before every rank or launcher
-#                  srun_options=(--cpu-bind=none --mpi=none)     # beside those of this script
+#                  srun_options=(--cpu-bind=none --mpi=none)     # added to those of this script
 # PYTHON       the interpreter, within the container if there is one; default .venv/bin/python
 #
-# In an array without CHAIN every task is a run of its own; %a in an argument is the task's number.
+# In an array without CHAIN every task is a separate run; %a in an argument is the task's number.
 # 300 seconds before the time limit all ranks save and end, and the job is queued again. See docs/launchers.md.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?start with sbatch, from the checkout}"
@@ -91,7 +91,7 @@ status=0
 if [[ -s $GLM_STATUS_FILE ]]; then
     status=$(<"$GLM_STATUS_FILE")
 elif ((status == 0)); then
-    status=1 # no rank has said that it finished: the launcher itself was killed
+    status=1 # no rank reported its end: the launcher itself was killed
 fi
 echo "$(date '+%F %T') ended with status $status"
 

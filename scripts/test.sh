@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run the tests, on a bare machine too: sets up .venv on the first call. Arguments go to pytest:
+# Run the tests, on a bare machine too: sets up .venv at first. Arguments go to pytest:
 #
 #     scripts/test.sh                      all tests
 #     scripts/test.sh tests/config/test_config.py -k batch
@@ -19,7 +19,7 @@ fi
 first=(tests/data tests/config tests/parallel tests/model tests/checkpoint tests/inference tests/hf tests/estimate tests/scripts
     tests/optimus tests/tasks tests/finetune)
 output=$(mktemp -d)
-touch "$output/first" "$output/second" # tail may begin before the tests do
+touch "$output/first" "$output/second" # tail may start before the tests
 trap 'rm -rf "$output"' EXIT
 set -m # a process group for each: else bash would have them, and all that they start, ignore Ctrl-C
 "$python" -m pytest "${first[@]}" </dev/null >"$output/first" 2>&1 &

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Serve one page on this machine to try a run in a browser: type a text, see answers, probabilities and attention.
+"""Serve one page on this machine to try a run in a browser: type a text, see completions, probabilities and attention.
 
     python scripts/try.py RUN_DIRECTORY
 

@@ -105,7 +105,7 @@ def test_a_python_without_the_requirements_is_answered_in_one_line(script):
         "activate the environment (source .venv/bin/activate), or install it: pip install -r requirements.txt"
     )
     # These need nothing but Python until they have read their arguments; gpu_day asks the whole Python for its GPUs.
-    assert remedy in done.stderr or script.stem in ("heartbeats", "gpu_day", "try")
+    assert remedy in done.stderr or script.stem in ("gpu_day", "try")
 
 
 EARLY_MISTAKES = {
@@ -113,10 +113,8 @@ EARLY_MISTAKES = {
     "scripts.quickstart.fill_examples": ["absent"],
     "scripts.checkpoints": ["list", "absent"],
     "scripts.convert_checkpoint": ["export", "--checkpoint", "absent", "--output", "new"],
-    "scripts.plot_metrics": ["absent"],
     "scripts.report": ["absent"],
     "scripts.quickstart.unigram_baseline": ["absent"],
-    "scripts.heartbeats": ["absent"],
     "scripts.inspect_batch": ["--config", "absent"],
     "scripts.dataset": ["inspect", "absent"],
     "scripts.latent": ["sample", "--checkpoint", "absent"],

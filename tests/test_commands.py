@@ -1,8 +1,8 @@
-"""The commands of the documents: each runs as it is written, or this file says why it does not.
+"""The commands of the pages: each runs as it stands, or `TABLE` has the reason why it does not.
 
-Those that take seconds run here, others in tests marked slow, in a copy of the project with small inputs. Numbers that
-would need a long run or many processes are made smaller (`SMALLER`), and nothing else is changed. The tutorial's run in
-their order, Python included.
+Commands that take seconds run in the usual tests, others in tests marked slow, page by page and in their order, in a
+copy of the project with small inputs. `SMALLER` replaces numbers that need a long run, and a launcher of many
+processes, and changes nothing else. The tutorial's Python runs too. Each command is at least read by its parser.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import zstandard
 from pyarrow import parquet
 from support.distributed import run_ranks
 from support.project import PAGES, ROOT, copied_project, small_run
+from support.published_files import write_released
 from support.report_runs import fit_and_fill, interrupted
 from support.tokenizer_files import byte_bpe_json
 
@@ -40,11 +41,11 @@ HERE, SLOW, TUTORIAL = "here", "slow", "the tutorial's test below"
 
 @dataclass(frozen=True)
 class Row:
-    """Where the commands run that begin with `start`: HERE, SLOW, TUTORIAL, or another place and the reason."""
+    """Where the commands run that start with `start`: HERE, SLOW, TUTORIAL, or a test elsewhere and the reason."""
 
     start: str
     where: str
-    page: str = ""  # of this page alone
+    page: str = ""  # for this page alone
 
 
 TABLE = [
@@ -55,12 +56,10 @@ TABLE = [
     Row("python scripts/dataset.py", HERE),
     Row("python scripts/inspect_batch.py", HERE),
     Row("python scripts/checkpoints.py", HERE),
-    Row("python scripts/heartbeats.py", HERE),
     Row("python scripts/report.py", HERE),
     Row("python pretrain_glm.py --config configs/glm-base.yaml --print-config", HERE),
     Row("diff", HERE),
     Row("python scripts/generate.py", SLOW),
-    Row("python scripts/try.py", "tests/scripts/test_try.py: serves a page until Ctrl-C"),
     Row(
         "python scripts/finetune.py --checkpoint runs/ernie-thu-base",
         "tests/finetune/test_typing.py: needs a run with entities",
@@ -71,46 +70,53 @@ TABLE = [
     ),
     Row("python scripts/finetune.py", SLOW),
     Row("python scripts/evaluate.py", SLOW),
-    Row("python scripts/harness.py", "tests/finetune/test_lm_eval.py: needs lm_eval"),
+    Row("python scripts/analyze.py", SLOW),
+    Row("python scripts/latent.py", SLOW),
+    Row("python scripts/profile_step.py", SLOW),
+    Row("python scripts/coordinate_check.py", SLOW),
     Row(
-        "python scripts/convert_checkpoint.py export --checkpoint runs/bert",
-        "tests/hf: needs released weights",
+        "python scripts/convert_checkpoint.py export --checkpoint runs/bert --output bert-continued --push",
+        "tests/hf/test_hub.py: needs an account of the hub",
     ),
     Row(
         "python scripts/convert_checkpoint.py export --checkpoint runs/optimus",
-        "tests/hf/test_hf_optimus.py: needs a run of OPTIMUS",
-    ),
-    Row("python scripts/convert_checkpoint.py export", SLOW),
-    Row("python scripts/convert_checkpoint.py import --input glm-hf", SLOW),
-    Row("python pretrain_glm.py --config configs/small.yaml", SLOW),
-    Row("python pretrain_glm.py --config configs/optimus-tiny.yaml", SLOW),
-    Row(
-        "python pretrain_glm.py --config configs/glm-10b.yaml",
-        "tests/estimate: here its settings are read",
+        "tests/hf/test_hf_optimus.py: needs a run of published stacks",
     ),
     Row(
-        "python pretrain_glm.py --config runs/long/config.yaml",
-        "tests/train/test_phases.py: needs a run of 50,000 steps",
+        "python scripts/convert_checkpoint.py import --input optimus-hf",
+        "tests/hf/test_hf_optimus.py: needs a run of published stacks",
     ),
     Row(
-        "python pretrain_glm.py --config runs/bert/config.yaml",
-        "tests/hf/test_import_as_it_stands.py: needs released weights",
+        "python scripts/convert_checkpoint.py import --input released-glm-large",
+        "tests/hf/test_published_files.py: needs released weights",
     ),
-    Row("python scripts/profile_step.py", SLOW),
-    Row("python scripts/coordinate_check.py", "tests/train/test_mup.py: trains 24 models"),
-    Row("python scripts/convert_checkpoint.py import", "tests/hf: needs released weights"),
-    Row("python scripts/analyze.py", "tests/analysis/test_command.py: needs a trained run"),
-    Row("python scripts/latent.py", "tests/scripts/test_latent_script.py: needs a run of OPTIMUS"),
+    Row("python scripts/convert_checkpoint.py import-megatron", "tests/hf: needs released weights"),
+    Row("python scripts/convert_checkpoint.py", SLOW),
+    Row("python pretrain_glm.py", SLOW),
     Row("deepspeed --num_gpus 8 benchmarks", "tests/test_benchmarks.py: needs 8 GPUs"),
-    Row("deepspeed", "tests/train/test_launcher.py: a large model, here its settings are read"),
+    Row(
+        "deepspeed --num_gpus 8 pretrain_glm.py --config configs/glm-10b.yaml",
+        "tests/train/test_launcher.py: 10 billion parameters, here its settings are read",
+    ),
+    Row(
+        "deepspeed --num_gpus 8 pretrain_glm.py --config runs/continued",
+        "tests/train/test_launcher.py: needs the corpus of an imported run",
+    ),
+    Row(
+        "deepspeed --num_gpus 8 pretrain_glm.py --config configs/glm-base.yaml trackers",
+        "tests/train/test_trackers.py: needs an account or a server",
+    ),
+    Row("deepspeed", SLOW),
+    Row("python scripts/try.py", "tests/scripts/test_try.py: serves a page until Ctrl-C"),
+    Row("python scripts/harness.py", "tests/finetune/test_lm_eval.py: needs lm_eval"),
     Row("python benchmarks/", "tests/test_benchmarks.py: minutes to hours, here its arguments are read"),
+    Row("python tests/support/drawn_layouts.py", "tests/train/test_drawn_layouts.py: minutes"),
     Row("python tests/support/parity.py", "tests/train/test_parity.py: hours"),
     Row("python tests/support/planted.py", "tests/test_planted.py: hours"),
     Row("python scripts/gpu_day.py", "tests/scripts/test_gpu_day.py: needs a GPU"),
-    Row("python tests/support/drawn_layouts.py", "tests/train/test_drawn_layouts.py: minutes"),
     Row("python -m pytest", "it is what runs this"),
     Row("python -m mkdocs", "tests/test_site.py"),
-    Row("mpirun", "tests/data/build, with --mpi"),
+    Row("mpirun", "tests/data/build, with --mpi: needs an MPI"),
     Row("sbatch", "tests/train/test_slurm.py: needs SLURM"),
     Row("srun", "tests/data/build, with --mpi: needs SLURM"),
     Row("bash scripts/launch_node.sh", "tests/train/test_slurm.py: starts a whole node"),
@@ -133,6 +139,19 @@ SMALLER = {
     "--checkpoint runs/small": "--checkpoint runs/base",
     "--config A ": "--config configs/glm-base.yaml ",
     "--config B ": "--config configs/glm-large.yaml ",
+    # One process instead of a launcher: tests/train/test_launcher.py starts several.
+    "deepspeed --num_gpus 8 pretrain_glm.py": "python pretrain_glm.py",
+    "deepspeed pretrain_glm.py": "python pretrain_glm.py",
+    "first_step: 20, last_step: 22, ranks: [0, 7], memory: true": "first_step: 2, last_step: 3, ranks: [0]",
+    "step_00050000": "step_00000003",
+    "training.steps=55000": "training.steps=7",
+    "{steps: 2000, kind": "{steps: 2, kind",
+    "{steps: 48000, kind": "{steps: 1, kind",
+    "{steps: 5000, kind": "{steps: 4, kind",
+    "batch.micro_batch_size=32": "batch.micro_batch_size=4",
+    "--labels-per-class 1 10 100": "--labels-per-class 1 4",
+    "--count 20 ": "--count 2 ",
+    "--points 11": "--points 3",
 }
 DIFFERENT = {"diff": 1}  # exit status of a command that does what it should
 
@@ -153,7 +172,14 @@ def row_of(page: Path, line: str) -> Row:
     return next(row for row in TABLE if line.startswith(row.start) and row.page in ("", page.name))
 
 
+def commands_within_text(page: Path) -> list[str]:
+    """The commands in backticks within a page's sentences and tables, which say what to run without its whole line."""
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+    return re.findall(r"`(python (?:pretrain_glm|(?:scripts|benchmarks)/\w+)\.py(?: [^`]*)?)`", text)
+
+
 ALL = [(page, line) for page in PAGES for line in commands(page)]
+READ = ALL + [(page, line) for page in PAGES for line in commands_within_text(page)]
 
 
 def test_each_row_speaks_of_a_command_and_each_place_exists():
@@ -193,11 +219,11 @@ SCRIPT = re.compile(r"((?:scripts|benchmarks)/\w+\.py)(.*)")
 def training_commands():
     return [
         pytest.param(line, id=f"{page.stem}-{i}")
-        for i, (page, line) in enumerate(ALL)
+        for i, (page, line) in enumerate(READ)
         if TRAINING.search(line)
-        and not line.startswith(("diff ", "docker "))
-        and "--config runs/" not in line
-        and row_of(page, line).where != SLOW
+        and "--config configs/" in line
+        and "every_nth" not in line
+        and line.split()[0] not in ("diff", "docker")
     ]
 
 
@@ -209,7 +235,7 @@ def test_settings_of_a_documented_start_are_accepted(line):
     assert load_config([ROOT / file for file in files], overrides).training.steps > 0
 
 
-@pytest.mark.parametrize("line", dict.fromkeys(line for _, line in ALL if SCRIPT.search(line)))
+@pytest.mark.parametrize("line", dict.fromkeys(line for _, line in READ if SCRIPT.search(line)))
 def test_arguments_of_a_documented_script_are_accepted(line, monkeypatch, capsys):
     """Its own parser reads them, up to --help at their end, also where this file runs the command nowhere."""
     script, rest = SCRIPT.search(line).groups()
@@ -299,25 +325,30 @@ def change(file: Path, tree: dict) -> None:
     file.write_text(yaml.safe_dump(merge(yaml.safe_load(file.read_text()), tree)))
 
 
-def run(command: list[str], scratch: Path, status: int = 0) -> None:
+def run(command: list[str], scratch: Path, status: int = 0) -> str:
     bin = os.path.dirname(sys.executable)
     environment = {**os.environ, "PATH": f"{bin}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     environment["HF_HOME"] = str(scratch / "cache")
     done = subprocess.run(command, cwd=scratch, env=environment, capture_output=True, text=True)
     assert done.returncode == status, (command, done.stdout[-2000:], done.stderr[-3000:])
+    return done.stdout
 
 
 def run_page(page: Path, where: set[str], scratch: Path) -> None:
     """Run the commands of a page that run at these places, in their order."""
-    prepare = PREPARATIONS.get(page.name)
-    if prepare is not None:
-        prepare(scratch)
+    for preparations in (PREPARATIONS, SLOW_PREPARATIONS if SLOW in where else {}):
+        if page.name in preparations:
+            preparations[page.name](scratch)
     lines = [line for line in commands(page) if row_of(page, line).where in where]
     assert lines
     for line in dict.fromkeys(lines):  # some stand twice on a page, for two purposes
         for written, smaller in SMALLER.items():
             line = line.replace(written, smaller)
-        run(["bash", "-e", "-c", line], scratch, DIFFERENT.get(line.split()[0], 0))
+        printed = run(["bash", "-e", "-c", line], scratch, DIFFERENT.get(line.split()[0], 0))
+        # An import prints the command that builds a corpus with the model's tokenizer; the next ones train on it.
+        build = re.search(r"python scripts/preprocess_data\.py --input FILE .*", printed)
+        if build and not (scratch / "data/corpus.bin").exists():
+            run(["bash", "-e", "-c", build[0].replace("FILE", "raw/words.jsonl")], scratch)
 
 
 def without_corpus(scratch: Path) -> None:
@@ -332,6 +363,62 @@ def with_own_objective(scratch: Path) -> None:
     (scratch / "data_utils/objectives/every_nth.py").write_text(source)
     (scratch / "every_nth.yaml").write_text(config)
     change(scratch / "configs/small.yaml", {"tokenizer": {"kind": "bert_wordpiece", "path": "vocab.txt"}})
+
+
+SENTENCES = [" ".join(f"word{(i * k) % 60}" for k in range(1, 8)) + " ." for i in range(1, 41)]
+
+
+def with_texts(scratch: Path) -> None:
+    """Files of sentences and of labels, as users have them."""
+    for name in ("test", "texts", "reviews"):
+        (scratch / f"{name}.txt").write_text("\n".join(SENTENCES) + "\n")
+    (scratch / "labels.txt").write_text("good\nbad\n" * (len(SENTENCES) // 2))
+
+
+def with_released_models(scratch: Path) -> None:
+    """Narrow models where the pages name a model of the hub: a directory of that name goes before the hub."""
+    for case, name in (
+        ("bert", "google-bert/bert-base-uncased"),
+        ("bert", "google-bert/bert-base-cased"),
+        ("gpt2", "openai-community/gpt2"),
+    ):
+        (scratch / name).mkdir(parents=True)
+        write_released(case, scratch / name)
+
+
+def with_texts_and_released_models(scratch: Path) -> None:
+    with_texts(scratch)
+    with_released_models(scratch)
+
+
+def with_released_models_alone(scratch: Path) -> None:
+    with_released_models(scratch)
+    shutil.rmtree(scratch / "runs/base")  # README.md trains a run of this name
+
+
+def with_fine_tuned_run(scratch: Path) -> None:
+    with_texts(scratch)
+    change(scratch / "configs/tasks/noisy_votes.yaml", {"finetune": {"epochs": 1}})
+    task = ["--task", "configs/tasks/noisy_votes.yaml", "--output", "runs/votes"]
+    run([sys.executable, "scripts/finetune.py", "--checkpoint", "runs/base", *task], scratch)
+
+
+def with_deepspeed_file(scratch: Path) -> None:
+    file = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}
+    (scratch / "ds.json").write_text(json.dumps(file))
+
+
+def with_long_run(scratch: Path) -> None:
+    """A run with a constant learning rate, without a warmup."""
+    (scratch / "runs/base").rename(scratch / "runs/long")
+    change(scratch / "runs/long/config.yaml", {"schedule": {"warmup_steps": 0}})
+
+
+def with_own_datasets(scratch: Path) -> None:
+    (scratch / "data/bert-base-uncased").mkdir()
+    shutil.copy(scratch / "vocab.txt", scratch / "data/bert-base-uncased")
+    for suffix in (".bin", ".idx", ".json"):
+        shutil.copy(scratch / f"data/corpus_train{suffix}", scratch / f"data/wiki{suffix}")
 
 
 def with_labelled_texts(scratch: Path) -> None:
@@ -349,6 +436,11 @@ PREPARATIONS = {
     "README.md": without_corpus, "data.md": without_corpus, "own_objective.md": with_own_objective,
     "tasks.md": with_labelled_texts, "fine_tuning.md": with_labelled_texts,
 }  # fmt: skip
+SLOW_PREPARATIONS = {
+    "README.md": with_released_models_alone, "huggingface.md": with_released_models,
+    "latent.md": with_texts_and_released_models, "analysis.md": with_fine_tuned_run,
+    "coming_from.md": with_deepspeed_file, "configuration.md": with_own_datasets, "data_mixtures.md": with_long_run,
+}  # fmt: skip
 
 
 def pages_with(where: str) -> list[Path]:
@@ -362,7 +454,10 @@ def test_quick_commands_run_as_they_are_written(page, scratch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", pages_with(SLOW), ids=lambda page: page.stem)
-def test_slow_commands_run_as_they_are_written(page, scratch):
+def test_slow_commands_run_as_they_are_written(page, scratch, corpus):
+    """configs/glm-base.yaml is the model of runs/base here, which pages continue with it."""
+    small = small_run(corpus, scratch / "runs/glm-base")
+    (scratch / "configs/glm-base.yaml").write_text(yaml.safe_dump(small))
     run_page(page, {HERE, SLOW}, scratch)
 
 

@@ -34,7 +34,7 @@ _WITHIN = (*_EVERY, *_OTHERS, "last_backward", "last_sums")
 _BACKWARD = ("backward", "last_backward")
 _COUNTED = {
     "micros": "micros",
-    "collectives": "calls",
+    "collectives": "collectives",
     "collective_bytes": "bytes",
     "collective_micros": "ring_micros",
 }

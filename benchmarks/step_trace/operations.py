@@ -15,7 +15,7 @@ from megatron_lite.estimate.roofline import (
     FINISH_ROWS,
     ISSUE,
     SORT_KERNELS,
-    Members,
+    RankGroup,
     Work,
     activation_issue,
     attention_micros,
@@ -32,7 +32,7 @@ _DROPOUT = {  # operator -> its argument
 _GATHERS = {"embedding", "index_select", "gather", "index"}
 
 
-def collective_micros(func: Any, size: int, members: Members, gpu: Gpu) -> float:
+def collective_micros(func: Any, size: int, members: RankGroup, gpu: Gpu) -> float:
     """Microseconds of a collective of c10d. Args: size: as in `ring_micros`."""
     name = func.overloadpacket.__name__
     kind = "send" if name in ("send", "recv_", "broadcast_") else "gather"
@@ -179,4 +179,6 @@ def _varlen(name: str, args: Any, kwargs: Any) -> Work:
     with unset_fake_temporarily():
         queries, keys = (s.diff().double().numpy() for s in starts)
     window = kwargs.get("window_size_left") or 0
-    return Work.of(queries, keys, is_causal, query.shape[-1], _probability(name, args), bool(first), window)
+    return Work.flash(
+        queries, keys, is_causal, query.shape[-1], _probability(name, args), bool(first), window
+    )

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from benchmarks.step_trace.counts import PHASES, Counts
 from benchmarks.step_trace.operations import collective_micros, cost_of
 from megatron_lite.estimate.gpus import Gpu
-from megatron_lite.estimate.roofline import Members
+from megatron_lite.estimate.roofline import RankGroup
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT_ELEMENTS = 1 << 18  # of the largest result that is computed on the host beside the device
@@ -99,7 +99,7 @@ class Recorder(TorchDispatchMode):
     Args: group_of: the group of a collective call, None for one without other ranks.
     """
 
-    def __init__(self, gpu: Gpu, group_of: Callable[[Any, Any], Members | None]):
+    def __init__(self, gpu: Gpu, group_of: Callable[[Any, Any], RankGroup | None]):
         super().__init__()
         self.gpu = gpu
         self.group_of = group_of

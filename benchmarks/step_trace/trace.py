@@ -31,7 +31,7 @@ from megatron_lite.engine import plain
 from megatron_lite.engine.engine import Engine
 from megatron_lite.estimate.batches import random_batches
 from megatron_lite.estimate.gpus import gpu_named
-from megatron_lite.estimate.roofline import Members
+from megatron_lite.estimate.roofline import RankGroup
 from megatron_lite.model import build as models
 from megatron_lite.model.kernels.fused import choose_kernels
 from megatron_lite.model.micro_batch import MicroBatch
@@ -140,18 +140,18 @@ class _Groups:
 
     context: ParallelContext | None = None
 
-    def of(self, func: Any, args: Any) -> Members | None:
+    def of(self, func: Any, args: Any) -> RankGroup | None:
         context = self.context
         if context is None:
             return None
         ranks = tuple(dist.get_process_group_ranks(CollectiveOp.get_process_group(func, args)))
         if func in (torch.ops.c10d.send.default, torch.ops.c10d.recv_.default):
-            return Members("pp", context.pp.ranks[:2])
+            return RankGroup("pp", context.pp.ranks[:2])
         if len(ranks) == 1:
             return None
         names = [name for name in ("tp", "dp", "pp") if ranks == getattr(context, name).ranks]
         whole = "world" if len(ranks) == context.world_size else "other"
-        return Members(names[0] if names else whole, ranks)
+        return RankGroup(names[0] if names else whole, ranks)
 
 
 def _engine(config: Config, context: ParallelContext, recorder: Recorder) -> Engine:

@@ -81,7 +81,7 @@ def measure(
     """
     places: dict[str, list[tuple[int, int]]] = {}
     for number, words in enumerate(texts):
-        for word in dict.fromkeys(words):  # its first place: a context is a text
+        for word in dict.fromkeys(words):  # its first occurrence: a context is a text
             places.setdefault(word, []).append((number, words.index(word)))
     chosen = {word: found for word, found in places.items() if len(found) >= least}
     if not chosen:

@@ -130,7 +130,7 @@ def write_pruned(run: Run, removed: Sequence[Head], output: Path) -> Path:
     parameters, shapes = dict(run.model.named_parameters()), run.checkpoint.shapes
     weights = (
         parameters[name].detach()[: shape[0]] for name, shape in shapes.items()
-    )  # without rows of padding
+    )  # without sequences of padding
     described = {"removed_heads": [list(head) for head in removed]}
     with new_directory(output) as directory:
         path = write_weights(run.checkpoint, weights, directory / CHECKPOINTS, described)

@@ -31,7 +31,7 @@ class Head(NamedTuple):
 
 @dataclass(frozen=True)
 class Examples:
-    """A micro-batch. Args: owner: int [rows]: which example each of its rows is part of, from 0."""
+    """A micro-batch. Args: owner: int [rows]: the example of each sequence, from 0."""
 
     batch: Batch
     owner: np.ndarray
@@ -185,7 +185,7 @@ def greedy(model: GLM, score: Score, count: int) -> list[tuple[Head, float]]:
 def lowest(
     sizes: dict[str, torch.Tensor], count: int, *, keep: int, raw: bool = False, removed: Sequence[Head] = ()
 ) -> list[Head]:
-    """The `count` least important heads beside those removed already; `keep` or more stay in each group.
+    """The `count` least important heads that are not yet removed; `keep` or more stay in each group.
 
     Args: raw: sizes are compared between groups as they are, not as shares of the norm of their group.
     """

@@ -1,4 +1,4 @@
-"""Batches of a configuration's own objectives over random documents, without a corpus or a tokenizer."""
+"""Batches of a configuration's objectives over random documents, without a corpus or a tokenizer."""
 
 from __future__ import annotations
 
@@ -47,20 +47,22 @@ def random_batches(config: Config, count: int) -> list[Batch]:
         config.data.row_length,
     )
     shorten = Shortener(config.data.short_prob, config.training.seed) if config.data.short_prob else None
-    first = max(choice.first_sample for choice in config.objective_choices)  # from where all take part
+    first = max(
+        choice.first_sample for choice in config.objective_choices
+    )  # the first sample to which all objectives contribute
     source = _document_lengths(np.random.default_rng(0))  # as in benchmarks/attention.py
-    rest, batches, rows = 0, [], config.batch.micro_batch_size
+    rest, batches, micro = 0, [], config.batch.micro_batch_size
     for number in range(count):
         lengths: list[int] = []
-        pieces: list[int] = []
-        for _ in range(rows):
+        segment_counts: list[int] = []
+        for _ in range(micro):
             window, rest = _window(config.data.sequence_length, rest, source)
             lengths += window
-            pieces.append(len(window))
+            segment_counts.append(len(window))
         low = len(vars(SPECIAL_TOKENS)) if config.model.vocab_size > 100 else 0
         tokens = rng.integers(low, config.model.vocab_size, sum(lengths)).astype(np.int32)
-        samples = first + np.arange(number * rows, (number + 1) * rows)
-        text = tokens, np.array(lengths), np.array(pieces)
+        samples = first + np.arange(number * micro, (number + 1) * micro)
+        text = tokens, np.array(lengths), np.array(segment_counts)
         if shorten is not None:
             text = shorten(*text, samples)
         batches.append(Batch(collate(objective, *text, samples)))
@@ -68,15 +70,15 @@ def random_batches(config: Config, count: int) -> list[Batch]:
 
 
 def _window(length: int, rest: int, source: Iterator[int]) -> tuple[list[int], int]:
-    """Lengths of the document pieces in a window of `length` tokens, and the rest of the last document, tokens."""
-    room, pieces = length, []
-    while room > DOCUMENT_OVERHEAD:
+    """Lengths of the document segments in a window of `length` tokens, and the tokens left of the last document."""
+    left, segments = length, []
+    while left > DOCUMENT_OVERHEAD:
         if not rest:
             rest = next(source)
-            room -= DOCUMENT_OVERHEAD
-        piece = min(rest, room)
-        if piece <= 0:
+            left -= DOCUMENT_OVERHEAD
+        segment = min(rest, left)
+        if segment <= 0:
             break
-        pieces.append(piece)
-        rest, room = rest - piece, room - piece
-    return pieces, rest
+        segments.append(segment)
+        rest, left = rest - segment, left - segment
+    return segments, rest

@@ -1,15 +1,15 @@
 """The kernels of a block, forward and backward, with the bytes that each reads and writes.
 
-The list follows block.py and fused_block.py, kernel by kernel; tests compare it with traces of the blocks themselves.
-`e` is the bytes of a number, `t` the tokens of this rank outside tensor-parallel layers, T those within.
+The list follows block.py and fused_block.py, kernel by kernel; tests compare it with traces of the blocks. Names: s
+sizes, e bytes of a number, T tokens within tensor-parallel layers, t tokens of this rank outside them. Fractional
+factors are means over several small kernels, fitted to those traces, not derived.
 """
 
 from __future__ import annotations
 
-from megatron_lite.estimate.head_costs import RMS_BACKWARD, RMS_FORWARD, HeadCosts, rms
-from megatron_lite.estimate.relative_costs import moved_bytes, relative_terms, tables
-from megatron_lite.estimate.roofline import ISSUE, activation_issue
-from megatron_lite.estimate.rows import Call
+from megatron_lite.estimate.average_sequence import AttentionLaunch
+from megatron_lite.estimate.query_key_costs import RMS_BACKWARD, RMS_FORWARD, QueryKeyCosts, rms
+from megatron_lite.estimate.roofline import ISSUE, Work, activation_issue
 from megatron_lite.estimate.sizes import Sizes
 from megatron_lite.estimate.tally import Tally
 from megatron_lite.model.kernels.sums import sum_programs
@@ -24,19 +24,19 @@ class BlockCosts:
         self.s, self.is_decoder = sizes, is_decoder
         self.model = sizes.config.model
         self.T = length or sizes.tokens(is_decoder)
-        self.heads = HeadCosts(sizes, self.T)
+        self.heads = QueryKeyCosts(sizes, self.T)
         self.t = self.T / sizes.share
         self.e = sizes.element
         self.has_kernels = sizes.config.training.kernels == "fused"
         self.dropout = self.model.output_dropout > 0
-        # The norm's kernel, and its bytes of a token's deviation and mean.
-        self._sums = 0.0  # bytes of sums over tokens that a fused block ends at once
+        self._sums = 0.0  # bytes of partial sums over tokens, which a fused block finishes in one kernel
+        # The norm's kernel, and the bytes that it saves per token: deviation, and for LayerNorm the mean.
         self._add_norm, self._stats = ("add_rms_norm", 4) if self.model.rms_norm else ("add_norm", 8)
 
-    # The parts of a forward pass
+    # Forward
 
     def forward(self, tally: Tally, again: bool = False) -> None:
-        """Args: again: in the backward pass, where it ends with the last tensor that is saved."""
+        """Args: again: recomputation in the backward pass, which stops at the last tensor that is saved."""
         model, s = self.model, self.s
         recompute = s.config.training.recompute == "full"
         # Recomputation stops at the last tensor that the backward pass needs, which is then the FFN's
@@ -54,14 +54,14 @@ class BlockCosts:
             return
         if model.norm != "pre":
             self._norm(tally, True)
-        # Elsewhere the next block's norm makes the sum, so that the residual is read once less.
+        # Otherwise the next block's norm makes the sum, so that the residual is read once less.
         elif recompute or self.is_decoder or self._is_joined:
             self._add(tally)
-        self._others(tally, 1.0)
+        self._extras(tally, 1.0)
 
     @property
     def _is_joined(self) -> bool:
-        """Whether a block ends with the sum: at ZeRO 3."""
+        """Whether a block ends with the residual sum: at ZeRO 3."""
         return self.s.config.parallel.zero_stage == 3
 
     def _norm(self, tally: Tally, has_x: bool) -> None:
@@ -115,47 +115,47 @@ class BlockCosts:
         tally.product(self.T, s.attended, s.width, self.e)
         self._leave(tally, self.T)
 
-    def calls(self) -> list[Call]:
-        """The calls of a micro-batch; padding is 64 tokens that see each other."""
+    def attention_launches(self) -> list[AttentionLaunch]:
+        """The attention launches of a micro-batch; padding is documents of 64 tokens."""
         stack, micro = self.s.stack(self.is_decoder), self.s.config.batch.micro_batch_size
-        found = [call.times(micro) for call in stack.calls]
-        if stack.kernel == "varlen" and found:
-            padding = max(0.0, self.T - sum(call.queries for call in found))
-            found[0] = found[0].plus(self.s.rows.padding.times(padding / 64))
-        return found
+        launches = [launch.times(micro) for launch in stack.attention]
+        if stack.kernel == "varlen" and launches:
+            padding = max(0.0, self.T - sum(launch.queries for launch in launches))
+            launches[0] = launches[0].plus(self.s.sequence.padding.times(padding / 64))
+        return launches
 
-    def _call(self, tally: Tally, call: Call, backward: bool) -> None:
-        work = call.backward if backward else call.forward
+    def _launch(self, tally: Tally, launch: AttentionLaunch, backward: bool) -> None:
+        work = launch.backward if backward else launch.forward
         moved = moved_bytes(self, work, backward)
-        tally.attention(work, call.queries, self.s.heads, self.model, backward, moved)
+        tally.attention(work, launch.queries, self.s.heads, self.model, backward, moved)
 
     def _issued(self, kernel: str, numbers: float = 0.0) -> float:
         """Instructions of a kernel over these numbers, or over the hidden state."""
         return ISSUE[kernel] * (numbers or self.t * self.s.width)
 
     def _attend(self, tally: Tally) -> None:
-        """Attention without its products: the part that selective recomputation repeats."""
+        """Attention without the QKV and output products: what selective recomputation repeats."""
         s, kernel = self.s, self.s.stack(self.is_decoder).kernel
         whole = self.T * s.attended * self.e
         self.heads.spread(tally)
-        calls = self.calls()
-        for call in calls:
-            if call.gathered:
+        launches = self.attention_launches()
+        for launch in launches:
+            if launch.gathered:
                 # Keys and values are read and written once.
-                tally.kernel(4 * call.gathered * s.attended * self.e)
+                tally.kernel(4 * launch.gathered * s.attended * self.e)
             if kernel == "dense":
-                relative_terms(self, tally, call.pairs)
-                self._masked(tally, call.pairs)
+                relative_terms(self, tally, launch.pairs)
+                self._masked(tally, launch.pairs)
             else:
-                tables(self, tally, call.forward.kind)
-            self._call(tally, call, backward=False)
+                table_kernels(self, tally, launch.forward.type)
+            self._launch(tally, launch, backward=False)
         if kernel == "dense":
-            tally.kernel(2 * whole)  # zeros for what sees nothing
-        elif kernel != "blocks" and len(calls) > 1:
+            tally.kernel(2 * whole)  # zeros for tokens that see nothing
+        elif kernel != "blocks" and len(launches) > 1:
             tally.kernel(2 * whole)
 
     def _masked(self, tally: Tally, pairs: float) -> None:
-        """The bias of all pairs under the mask."""
+        """The scores' bias of all pairs, masked."""
         tally.kernel(2 * pairs)
         if self.model.relative == "none":
             tally.kernel((1 + self.e) * pairs)
@@ -179,16 +179,16 @@ class BlockCosts:
             tally.kernel(2 * whole)
         if is_dense:
             tally.small(2)
-            tally.kernel((1 + self.e) * self._cross_call().pairs)
-        self._call(tally, self._cross_call(), backward=False)
+            tally.kernel((1 + self.e) * self._cross_launch().pairs)
+        self._launch(tally, self._cross_launch(), backward=False)
         if is_dense:
             tally.kernel(2 * whole)
         tally.product(self.T, s.attended, s.width, self.e)
         self._leave(tally, self.T)
 
-    def _cross_call(self) -> Call:
-        assert self.s.rows.cross is not None
-        return self.s.rows.cross.times(self.s.config.batch.micro_batch_size)
+    def _cross_launch(self) -> AttentionLaunch:
+        assert self.s.sequence.cross is not None
+        return self.s.sequence.cross.times(self.s.config.batch.micro_batch_size)
 
     def _mlp(self, tally: Tally, ends_early: bool) -> None:
         s = self.s
@@ -206,16 +206,16 @@ class BlockCosts:
             tally.kernel(2 * size, model.has_bias("mlp") + (model.activation_dropout > 0))
             tally.kernel(3 * size, model.ffn == "gated")
 
-    def _activate(self, tally: Tally, kernel: str, passes: int, more: float = 0.0) -> None:
+    def _activate(self, tally: Tally, kernel: str, passes: int, sum_bytes: float = 0.0) -> None:
         """The activation's kernel, over `passes` tensors of the expanded width and one of the inner width."""
         model, s = self.model, self.s
         gated = self.has_kernels and model.ffn == "gated"
         wide = self.T * s.inner * (1 + gated)
         issue = activation_issue(kernel, model.activation, gated, model.activation_dropout) * self.has_kernels
-        tally.kernel((passes * wide + self.T * s.inner) * self.e + more, issued=wide * issue)
+        tally.kernel((passes * wide + self.T * s.inner) * self.e + sum_bytes, issued=wide * issue)
 
-    def _others(self, tally: Tally, times: float) -> None:
-        """Norms of a sandwich, the residual's factor, adapters; in the backward pass twice as many kernels."""
+    def _extras(self, tally: Tally, times: float) -> None:
+        """Sandwich norms, DeepNorm's residual factor, adapters; the backward pass has twice as many kernels."""
         size, model = self.t * self.s.width * self.e, self.model
         if model.sandwich_norm:
             self._plain_norm(tally, 2 * times * self.t)
@@ -224,7 +224,7 @@ class BlockCosts:
         if model.adapter_size:
             tally.kernel(3 * size, 8 * times)
 
-    # The backward pass
+    # Backward
 
     def backward(self, tally: Tally) -> None:
         """With what is recomputed before it."""
@@ -244,27 +244,27 @@ class BlockCosts:
         self._attention_backward(tally)
         if pre:
             self._norm_backward(tally, has_x=not (recompute == "full" or self.is_decoder))
-        else:  # two paths lead to the sums that norms begin with
+        else:  # two gradients meet at the residual sum before each norm
             tally.kernel(3 * self.t * self.s.width * self.e, 2)
         if self.s.is_fused:
             tally.finish(self._sums, self._programs(tally))
-        self._others(tally, 2.0)
+        self._extras(tally, 2.0)
 
     def _programs(self, tally: Tally) -> float:
         """Programs that sum over the tokens' hidden states."""
         return min(self.t, sum_programs(self.s.width, tally.gpu.processors))
 
     def _finish(self, tally: Tally, sums: float, programs: float) -> None:
-        """The end of a kernel's sums over tokens, where the block has none for all. Args: sums: their bytes."""
+        """The second pass of sums over tokens; a fused block has one for all of them. Args: sums: bytes."""
         self._sums += sums
         if not self.s.is_fused:
             tally.finish(sums, programs)
 
     def _norm_backward(self, tally: Tally, has_x: bool = True) -> None:
         s = self.s
-        parts = (1 if self.model.rms_norm else 2) + (has_x and self.model.has_bias("attention"))
+        sum_count = (1 if self.model.rms_norm else 2) + (has_x and self.model.has_bias("attention"))
         programs = self._programs(tally)
-        size, sums = self.t * s.width * self.e, programs * s.width * 4 * parts
+        size, sums = self.t * s.width * self.e, programs * s.width * 4 * sum_count
         if self.model.rms_norm and not self.has_kernels:
             rms(tally, self.t * s.width * self.e, RMS_BACKWARD)
             if has_x and self.dropout:
@@ -293,9 +293,8 @@ class BlockCosts:
         """Gradients of the input and the weight of a product [rows, inner] x [inner, columns]."""
         s = self.s
         size = rows * s.width * self.e
-        if (
-            s.share > 1
-        ):  # the gathered side: the input of a column-parallel layer, the gradient of the other kind
+        # The gathered side is the input of a column-parallel layer and the output's gradient of a row-parallel one.
+        if s.share > 1:
             tally.collective("gather", size, s.tp_group)
         tally.product(rows, columns, inner, self.e)
         if is_column and s.tp > 1:
@@ -306,8 +305,8 @@ class BlockCosts:
 
     @property
     def _sum_bytes(self) -> int:
-        """Bytes of a number of a weight's gradient: it goes to a sum in fp32 that is read and written."""
-        # Elsewhere the product adds to the fp32 sum itself.
+        """Bytes written per number of a weight's gradient."""
+        # 8: the product adds to a sum in fp32, which it reads and writes. ZeRO 3 and shared layers add later.
         return self.e if self._is_joined or self.model.share_layers != "none" else 8
 
     def _mlp_backward(self, tally: Tally) -> None:
@@ -328,22 +327,22 @@ class BlockCosts:
     def _attention_backward(self, tally: Tally) -> None:
         s, kernel = self.s, self.s.stack(self.is_decoder).kernel
         self.products_backward(tally, self.T, s.attended, s.width, False, False)
-        calls = self.calls()
-        for call in calls:
-            self._call(tally, call, backward=True)
+        launches = self.attention_launches()
+        for launch in launches:
+            self._launch(tally, launch, backward=True)
         whole = self.T * s.attended * self.e
         if kernel == "dense":
             tally.kernel(2 * whole)
-            self._unmasked(tally, calls[0].pairs)
-            relative_terms(self, tally, calls[0].pairs, backward=True)
+            self._unmasked(tally, launches[0].pairs)
+            relative_terms(self, tally, launches[0].pairs, backward=True)
             tally.kernel(6 * whole)
         elif kernel == "blocks":
-            tally.launches += 1  # of queries, of keys
-            tables(self, tally, calls[0].backward.kind, backward=True)
-            tally.small(3 * (self.model.relative == "buckets"))  # the bias's sums
-        elif len(calls) > 1:
-            # GLM's two calls: one kernel joins their gradients of queries, keys and values.
-            read = sum(call.queries + 2 * call.keys for call in calls)
+            tally.launches += 1  # two kernels: gradients of queries, and of keys and values
+            table_kernels(self, tally, launches[0].backward.type, backward=True)
+            tally.small(3 * (self.model.relative == "buckets"))  # sums of the bias's gradient
+        elif len(launches) > 1:
+            # GLM's two launches: one kernel joins their gradients of queries, keys and values.
+            read = sum(launch.queries + 2 * launch.keys for launch in launches)
             programs = min(self.T, sum_programs(s.attended, tally.gpu.processors))
             sums = programs * 3 * s.attended * 4
             issued = self._issued("join_pair", 3 * self.T * s.attended)
@@ -353,9 +352,9 @@ class BlockCosts:
             self._sums += sums
         elif not s.is_fused:
             self.heads.join(tally)
-        is_one = kernel == "varlen" and len(calls) == 1
+        is_one = kernel == "varlen" and len(launches) == 1
         self.heads.gather(tally, is_one and s.is_fused)
-        is_summed = s.is_fused and len(calls) > 1 and not self.heads.changes
+        is_summed = s.is_fused and len(launches) > 1 and not self.heads.changes
         self.products_backward(
             tally, self.T, s.width, s.qkv, True, self.model.has_bias("qkv") and not is_summed
         )
@@ -368,8 +367,126 @@ class BlockCosts:
             tally.kernel(2 * whole)
         if s.stack(True).kernel == "dense":
             tally.kernel(2 * whole)
-        self._call(tally, self._cross_call(), backward=True)
+        self._launch(tally, self._cross_launch(), backward=True)
         tally.kernel(4 * encoded * s.attended * self.e)
         for rows, columns in ((encoded, 2 * s.attended), (self.T, s.attended)):
             self.products_backward(tally, rows, s.width, columns, True, self.model.has_bias("qkv"))
         tally.kernel(3 * encoded * s.width * self.e)  # sums of the encoder's gradients
+
+
+# Scores whose relative positions depend on queries
+
+
+def relative_terms(costs: BlockCosts, tally: Tally, pairs: float, backward: bool = False) -> None:
+    """Learned terms of the scores of one layer under dense attention; none without terms that depend on queries."""
+    if costs.model.relative == "disentangled":
+        _bucket_terms(costs, tally, pairs, backward)
+    elif costs.model.has_query_terms:
+        _distance_terms(costs, tally, pairs, backward)
+
+
+def _distance_terms(costs: BlockCosts, tally: Tally, pairs: float, backward: bool) -> None:
+    """Terms by distance and segment."""
+    s, e, numbers = costs.s, costs.e, pairs * costs.s.heads
+    whole, scores = costs.T * s.attended * e, table_bytes(costs)
+    tally.product(s.distances, s.width, s.attended, e)
+    tally.kernel(2 * whole, 4)
+    tally.kernel(6 * whole)
+    tally.kernel(scores + whole, 2 if backward else 1, "matmul")
+    tally.small(2)
+    if backward:
+        tally.kernel(6.5 * numbers, 2)
+        tally.kernel((8 + 2 * e) * numbers)
+        tally.kernel(2 * e * numbers)
+        tally.kernel(2 * scores)
+        tally.small(8)
+    else:
+        tally.kernel((8 + 2 * e) * numbers, 2)
+        tally.kernel(3 * e * numbers)
+        tally.kernel(2 * e * numbers)
+        tally.kernel(8 * pairs, 4)
+        tally.small(9)
+
+
+def table_bytes(costs: BlockCosts) -> float:
+    """A layer's products of queries, or of keys, with the vectors of buckets or of distances."""
+    rows = costs.s.distances if costs.model.has_distance_scores else costs.model.position_rows
+    return costs.T * costs.s.heads * rows * costs.e
+
+
+def moved_bytes(costs: BlockCosts, work: Work, backward: bool) -> float:
+    """Bytes of tables and of their gradients that a launch of attention reads and writes."""
+    if work.type == "tables":
+        return (6 if backward else 2) * table_bytes(costs)
+    if work.type == "query tables":  # one number per pair
+        return (3 if backward else 1) * work.pairs * costs.s.heads * costs.e
+    return 0.0
+
+
+def table_kernels(costs: BlockCosts, tally: Tally, work_type: str, backward: bool = False) -> None:
+    """Kernels that make the tables of scores which attention's tiles read. Args: work_type: `Work.type`."""
+    if work_type == "tables":
+        _two_tables(costs, tally, backward)
+    elif work_type == "query tables":
+        _query_table(costs, tally, backward)
+
+
+def _query_table(costs: BlockCosts, tally: Tally, backward: bool) -> None:
+    """A table of all distances twice: for the same segment, and for another."""
+    s, e = costs.s, costs.e
+    whole, scores = costs.T * s.attended * e, 2 * table_bytes(costs)
+    tally.product(s.distances, s.width, s.attended, e)
+    tally.kernel(6 * whole)
+    tally.kernel(2 * whole)  # queries with the numbers of segments
+    tally.kernel(scores + whole, 1, "matmul")
+    if backward:
+        tally.kernel(scores)  # zeros
+        tally.kernel(scores + whole, 2, "matmul")
+        tally.kernel(whole, 5)
+        tally.kernel(3 * whole, 2)
+        tally.small(4)
+    else:
+        tally.kernel(2 * whole, 3)
+        tally.kernel(whole)
+        tally.small(2)
+
+
+def _two_tables(costs: BlockCosts, tally: Tally, backward: bool) -> None:
+    """A table of queries, and one of keys."""
+    s, e, model = costs.s, costs.e, costs.model
+    rows, whole, scores = model.position_rows, costs.T * s.attended * e, table_bytes(costs)
+    width = 2 * s.attended if model.position_projections else s.qkv
+    tally.kernel(scores + whole, 2, "matmul")
+    if backward:
+        tally.kernel(scores, 2)  # zeros
+        tally.kernel(scores + whole, 4, "matmul")
+        tally.kernel(3 * whole, 2)
+        costs.products_backward(tally, rows, s.width, width, True, model.has_bias("qkv"))
+        tally.small(5 + costs.dropout)
+        if not model.position_projections:  # gradients of weights that tokens use too
+            tally.kernel(3 * width * s.width * e)
+            tally.small(1 + model.has_bias("qkv"))
+    else:
+        tally.product(rows, s.width, width, e)
+        tally.small(2 + 15 * costs.dropout)  # a hash of each row's number
+
+
+def _bucket_terms(costs: BlockCosts, tally: Tally, pairs: float, backward: bool) -> None:
+    """Terms by queries and keys of buckets."""
+    s, e, model = costs.s, costs.e, costs.model
+    numbers, rows = pairs * s.heads, model.position_rows
+    whole, scores = costs.T * s.attended * e, table_bytes(costs)
+    width = 2 * s.attended if model.position_projections else s.qkv
+    if backward:
+        costs.products_backward(tally, rows, s.width, width, False, False)
+        tally.kernel((8 + 2 * e) * numbers, 2)
+        tally.kernel(scores, 2)
+        tally.kernel(scores + whole, 4, "matmul")
+        tally.kernel(3 * whole, 4)
+    else:
+        tally.product(rows, s.width, width, e)
+        tally.kernel(2 * whole, 2)
+        tally.kernel(scores + whole, 2, "matmul")
+        tally.kernel((8 + 2 * e) * numbers, 2)
+        tally.kernel(3 * e * numbers)
+    tally.small(4)

@@ -11,7 +11,7 @@ from data_utils.common.errors import ConfigError
 from data_utils.common.setting_files import load_yaml
 
 CONSTANTS = Path(__file__).with_name("gpus.yaml")
-GPUS_OF_A_NODE = 8
+GPUS_PER_NODE = 8
 
 
 @dataclass(frozen=True)
@@ -19,28 +19,28 @@ class Gpu:
     """One device. Rates are in TFLOP/s of bf16, TB/s and GB/s; times in microseconds."""
 
     name: str
-    peak_tflops: float  # dense bf16: what MFU is a part of
+    peak_tflops: float  # dense bf16, the reference of MFU
     processors: int  # SMs
     issue_lanes: int  # instructions of a thread that a processor issues in a cycle
     clock_ghz: float
     memory_gib: float  # of the device; a process has 1 to 3 less
-    matmul_tflops: float  # of processors that all have a tile
+    matmul_tflops: float  # while every processor has a tile
     bandwidth_tbs: float  # of memory, reached by elementwise kernels
-    flash_64: tuple[float, float]  # attention of heads of 64 in long rows, forward and backward
+    flash_64: tuple[float, float]  # attention with heads of 64 on long sequences, forward and backward
     flash_128: tuple[float, float]
-    flash_start: float  # keys that a tile of queries costs before its first
-    flash_causal: float  # share of the rate where tiles see ever more keys
-    flash_dropout: float  # instructions for each pair
+    flash_start: float  # cost of starting a tile of queries, as a number of keys
+    flash_causal: float  # share of the rate under a causal mask
+    flash_dropout: float  # instructions per pair
     dense_share: float  # of the rate, with a bias or mask for each pair
-    rule_share: float
-    unhidden: float  # of the shorter of issue and memory, what the longer one does not hide
+    rule_share: float  # of the rate, in triton_attention.py
+    unhidden: float  # share of the shorter of issue and memory time that the longer one does not hide
     least_us: float  # of any kernel
-    round_us: float  # of a program's next row where too few programs wait at a time
+    round_us: float  # of an iteration of a program where too few programs hide memory latency
     link_gbs: float  # to GPUs of the same node, per direction
     network_gbs: float  # to other nodes, per GPU and direction, of a ring with few members in a node
     node_gbs: float  # of a ring over whole nodes
-    link_us: float  # least of a collective in a node
-    network_us: float
+    link_us: float  # least time of a collective within a node
+    network_us: float  # and between nodes
 
     @property
     def issue_rate(self) -> float:
@@ -51,7 +51,7 @@ class Gpu:
         """GB/s of a ring of ranks. Each GPU has its own link to the network, so the ranks of a node share several."""
         if not has_other_nodes:
             return self.link_gbs
-        is_whole = members_of_a_node >= GPUS_OF_A_NODE
+        is_whole = members_of_a_node >= GPUS_PER_NODE
         return min(self.link_gbs, self.node_gbs if is_whole else members_of_a_node * self.network_gbs)
 
     def describe(self) -> str:
@@ -68,24 +68,24 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Host:
-    """Microseconds of the Python of a rank, beside the device."""
+    """Microseconds of a rank's Python, which runs in parallel with the device."""
 
-    operation_us: float  # that starts a kernel: Python, torch, Triton and CUDA's launch
-    row_us: float  # of the planning of a row
+    operation_us: float  # to start a kernel: Python, torch, Triton and CUDA's launch
+    row_us: float  # to plan a sequence of 512 tokens
 
-    def millis(self, operations: float, rows: float) -> float:
+    def millis(self, operations: float, sequences: float) -> float:
         """Milliseconds of a step."""
-        return (operations * self.operation_us + rows * self.row_us) / 1e3
+        return (operations * self.operation_us + sequences * self.row_us) / 1e3
 
 
 def _table() -> dict[str, dict[str, Any]]:
     """Name -> constant -> value."""
-    found: dict[str, dict[str, Any]] = {}
+    table: dict[str, dict[str, Any]] = {}
     for name, constants in load_yaml(CONSTANTS).items():
-        own = {key: each["value"] for key, each in constants.items() if key != "like"}
-        own = {key: tuple(value) if isinstance(value, list) else value for key, value in own.items()}
-        found[name] = {**found.get(constants.get("like"), {}), **own}
-    return found
+        values = {key: constant["value"] for key, constant in constants.items() if key != "like"}
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+        table[name] = {**table.get(constants.get("like"), {}), **values}
+    return table
 
 
 _TABLE = _table()
@@ -94,24 +94,24 @@ GPUS = {name: Gpu(name, **constants) for name, constants in _TABLE.items()}
 
 
 def named_by_device(device: str, gib: float) -> str | None:
-    """The name here of the device that CUDA calls so, of `gib` of memory; None for an unknown one."""
-    found = [name for name in GPUS if name.partition("-")[0].upper() in re.split("[ -]", device.upper())]
-    return min(found, key=lambda name: abs(GPUS[name].memory_gib - gib), default=None)
+    """The name in gpus.yaml of CUDA's device name with `gib` of memory; None for an unknown one."""
+    candidates = [name for name in GPUS if name.partition("-")[0].upper() in re.split("[ -]", device.upper())]
+    return min(candidates, key=lambda name: abs(GPUS[name].memory_gib - gib), default=None)
 
 
 def calibrated(text: str, name: str, constants: dict[str, Any], source: str) -> str:
-    """The text of gpus.yaml with constants of a GPU that were measured."""
+    """The text of gpus.yaml with measured constants of a GPU."""
     head, start, rest = text.partition(f"\n{name}:\n")
-    own = re.match(r"(?:  .*\n)*", rest)
-    assert start and own is not None
-    lines = own[0]
+    section = re.match(r"(?:  .*\n)*", rest)
+    assert start and section is not None
+    lines = section[0]
     for key, value in constants.items():
         rounded = [float(f"{x:.3g}") for x in (value if isinstance(value, list) else [value])]
         line = (
             f'  {key}: {{value: {rounded if isinstance(value, list) else rounded[0]}, source: "{source}"}}\n'
         )
         lines = re.sub(rf"  {key}: .*\n", "", lines) + line
-    return head + start + lines + rest[own.end() :]
+    return head + start + lines + rest[section.end() :]
 
 
 def gpu_named(name: str) -> Gpu:

@@ -22,15 +22,15 @@ from megatron_lite.parallel.collectives import Group
 
 
 @dataclass(frozen=True)
-class Counted:
+class RankParameter:
     """A parameter of this rank."""
 
     name: str
     numbers: int
     is_partial: bool  # its gradient is summed over the tensor-parallel ranks
-    is_matrix: bool  # a product's, whose gradient goes into the sums where it is computed
-    tensors: tuple[tuple[int, int], ...]  # the whole shape of each block of it
-    moments: tuple[str, ...]  # the optimizer's state of each number, beside the fp32 weight
+    is_matrix: bool  # a product's weight, whose gradient is added to the sums where it is computed
+    tensors: tuple[tuple[int, int], ...]  # the whole shape of each matrix in it
+    moments: tuple[str, ...]  # the optimizer's state per number, without the fp32 weight
 
     @property
     def decays(self) -> bool:
@@ -45,7 +45,7 @@ class Stage:
     blocks: int
     is_first: bool
     is_last: bool
-    parameters: tuple[Counted, ...]  # in the model's order
+    parameters: tuple[RankParameter, ...]  # in the model's order
 
     @cached_property
     def numbers(self) -> int:
@@ -56,8 +56,8 @@ class Stage:
 class Bucket:
     """Parameters whose gradients are exchanged together."""
 
-    parameters: list[Counted]
-    is_summed: bool  # over other ranks than the data-parallel ones
+    parameters: list[RankParameter]
+    is_summed: bool  # over tensor-parallel ranks or tied stages too
 
     @property
     def decays(self) -> bool:
@@ -73,14 +73,14 @@ class Bucket:
 
 
 @functools.lru_cache(maxsize=64)
-def _counted(
+def _rank_parameters(
     model: ModelConfig, tp: int, is_split: bool, sums_at_once: bool, kind: str
-) -> tuple[Counted, ...]:
+) -> tuple[RankParameter, ...]:
     group = Group(None, 0, tp, tuple(range(tp)))
     with torch.device("meta"):
         module = GLM(model, parallel=TensorParallel(group, is_split, sums_at_once))
     return tuple(
-        Counted(
+        RankParameter(
             name, p.numel(), is_partial(p),
             p.dim() == 2 and name.startswith("layers.") and "adapter" not in name and not hasattr(p, "is_used_twice"),
             block_shapes(tuple(p.shape), partition_of(p), tp), element_state(kind, name, p),
@@ -92,9 +92,9 @@ def _counted(
 def stages(sizes: Sizes) -> list[Stage]:
     """The pipeline stages of a layout, in order, with the parameters of the first rank of each."""
     config = sizes.config
-    of_stage_3 = config.parallel.zero_stage == 3
+    is_zero_3 = config.parallel.zero_stage == 3
     shares = tuple(stage_shares(config))
-    return _stages(config.model, shares, sizes.tp, sizes.share > 1, of_stage_3, config.optimizer.kind)
+    return _stages(config.model, shares, sizes.tp, sizes.share > 1, is_zero_3, config.optimizer.kind)
 
 
 @functools.lru_cache(maxsize=256)
@@ -103,30 +103,32 @@ def _stages(
     shares: tuple[tuple[int, bool, bool], ...],
     tp: int,
     is_split: bool,
-    of_stage_3: bool,
+    is_zero_3: bool,
     kind: str,
 ) -> list[Stage]:
-    every = _counted(model, tp, is_split, of_stage_3, kind)
-    found, begin = [], 0
+    parameters = _rank_parameters(model, tp, is_split, is_zero_3, kind)
+    result, start = [], 0
     for blocks, is_first, is_last in shares:
-        within = range(begin, begin + blocks)
-        own = [p for p in every if _is_within(p.name, within, is_first, is_last, model)]
-        found.append(Stage(begin, blocks, is_first, is_last, tuple(own)))
-        begin += blocks
-    return found
+        stage_blocks = range(start, start + blocks)
+        stage_parameters = [
+            p for p in parameters if _is_within(p.name, stage_blocks, is_first, is_last, model)
+        ]
+        result.append(Stage(start, blocks, is_first, is_last, tuple(stage_parameters)))
+        start += blocks
+    return result
 
 
 def _is_within(name: str, blocks: range, is_first: bool, is_last: bool, model: ModelConfig) -> bool:
-    place = name.split(".")
-    if place[0] == "layers":
-        return model.share_layers != "none" or int(place[1]) in blocks
+    path = name.split(".")
+    if path[0] == "layers":
+        return model.share_layers != "none" or int(path[1]) in blocks
     if name == WORDS and model.tie_word_embeddings:
         return is_first or is_last
-    if place[0].endswith("relative_bias"):
+    if path[0].endswith("relative_bias"):
         return True
-    if place[0] == "encoder_layernorm":
+    if path[0] == "encoder_layernorm":
         return model.num_layers in blocks
-    if place[0] in ("final_layernorm", "heads"):
+    if path[0] in ("final_layernorm", "heads"):
         return is_last
     return is_first
 
@@ -143,21 +145,21 @@ def _buckets(stage: Stage, limit: int, is_tied: bool) -> list[Bucket]:
     filled: dict[Any, int] = {}
     full = []
     for parameter in reversed(stage.parameters):
-        copied = is_tied and parameter.name == WORDS
-        key = parameter.decays, parameter.is_partial, copied, parameter.moments
+        is_copied = is_tied and parameter.name == WORDS
+        key = parameter.decays, parameter.is_partial, is_copied, parameter.moments
         if key not in filling or filled[key] + parameter.numbers > limit:
             full += [filling[key]] if key in filling else []
-            filling[key], filled[key] = Bucket([], parameter.is_partial or copied), 0
+            filling[key], filled[key] = Bucket([], parameter.is_partial or is_copied), 0
         filling[key].parameters.append(parameter)
         filled[key] += parameter.numbers
     return [*full, *filling.values()]
 
 
 @functools.lru_cache(maxsize=8192)
-def moves(bucket: Bucket) -> list[list[Counted]]:
-    """The groups in which gradients that no product's kernel adds up move into the sums, in a backward pass."""
-    groups: list[list[Counted]] = []
-    waiting: list[Counted] = []
+def moves(bucket: Bucket) -> list[list[RankParameter]]:
+    """Groups of parameters whose gradients no product's kernel sums: one kernel moves each group into the sums."""
+    groups: list[list[RankParameter]] = []
+    waiting: list[RankParameter] = []
     elements = 0
     for parameter in bucket.parameters:
         if parameter.is_matrix:
@@ -170,6 +172,6 @@ def moves(bucket: Bucket) -> list[list[Counted]]:
     return [*groups, waiting] if waiting else groups
 
 
-def is_small(parameter: Counted) -> bool:
+def is_small(parameter: RankParameter) -> bool:
     """Whether its gradient is added together with others."""
     return parameter.numbers < SINGLE_ADD_NUMEL

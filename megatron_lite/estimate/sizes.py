@@ -1,4 +1,4 @@
-"""The sizes of one rank's part of a layout: tokens, widths, groups of ranks."""
+"""The sizes on one rank of a parallel layout: tokens, widths, groups of ranks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 from megatron_lite.config.deepspeed_options import default_bucket_size
 from megatron_lite.config.model import padded_vocab_size
 from megatron_lite.config.tree import Config
-from megatron_lite.estimate.roofline import Members
-from megatron_lite.estimate.rows import Rows, Stack
+from megatron_lite.estimate.average_sequence import AverageSequence, Stack
+from megatron_lite.estimate.roofline import RankGroup
 from megatron_lite.model.attention_backends.cross_attention import constant_length
 from megatron_lite.model.length_table import length_table
 
@@ -21,11 +21,11 @@ _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a micro-batch on the first rank of a layout. Widths are those of this rank's part."""
+    """Sizes of a micro-batch on the first rank of a layout. Widths are local to this rank."""
 
     config: Config
     processes: int
-    rows: Rows
+    sequence: AverageSequence
     processors: int = 132  # of a GPU
 
     @cached_property
@@ -40,8 +40,8 @@ class Sizes:
     @cached_property
     def bucket_size(self) -> int:
         """Numbers of a bucket of gradients at ZeRO 1 and 2."""
-        given = (self.config.deepspeed.get("zero_optimization") or {}).get("reduce_bucket_size")
-        return default_bucket_size(self.dp) if given is None else int(float(given))
+        size = (self.config.deepspeed.get("zero_optimization") or {}).get("reduce_bucket_size")
+        return default_bucket_size(self.dp) if size is None else int(float(size))
 
     @cached_property
     def element(self) -> int:
@@ -67,15 +67,15 @@ class Sizes:
         model, training = self.config.model, self.config.training
         chosen = training.recompute == "none" and training.kernels == "fused"
         is_whole = self.tp == 1 and self.config.parallel.zero_stage < 3
-        return model.has_plain_blocks and chosen and is_whole and self.rows.stack.kernel == "varlen"
+        return model.has_plain_blocks and chosen and is_whole and self.sequence.stack.kernel == "varlen"
 
     # Tokens
 
     def stack(self, is_decoder: bool = False) -> Stack:
         if is_decoder:
-            assert self.rows.decoder is not None
-            return self.rows.decoder
-        return self.rows.stack
+            assert self.sequence.decoder is not None
+            return self.sequence.decoder
+        return self.sequence.stack
 
     def tokens(self, is_decoder: bool = False) -> float:
         """T of a stack on average."""
@@ -84,34 +84,34 @@ class Sizes:
     @cached_property
     def lengths(self) -> tuple[dict[float, float], dict[float, float]]:
         """T of the only stack or the encoder, and of the decoder -> share of micro-batches; one T in pipelines."""
-        rows, micro = self.rows, self.config.batch.micro_batch_size
-        places = micro * rows.length
-        multiple = rows.multiple(micro)
-        if rows.decoder is None:
+        sequence, micro = self.sequence, self.config.batch.micro_batch_size
+        positions = micro * sequence.length  # padding included
+        multiple = sequence.multiple(micro)
+        if sequence.decoder is None:
             if self.pp > 1:
-                return {places: 1.0}, {}
+                return {positions: 1.0}, {}
             table = length_table(
-                places, self.config.model, self.processors, self.tp, self.config.training.cuda_graphs
+                positions, self.config.model, self.processors, self.tp, self.config.training.cuda_graphs
             )
-            return rows.stack.lengths(micro, table), {}
+            return sequence.stack.lengths(micro, table), {}
         if self.pp == 1 and self.share > 1:
             multiple = math.lcm(multiple, self.share)
-        table = np.arange(multiple, places + multiple, multiple)
-        encoder, decoder = (stack.lengths(micro, table) for stack in (rows.stack, rows.decoder))
+        table = np.arange(multiple, positions + multiple, multiple)
+        encoder, decoder = (stack.lengths(micro, table) for stack in (sequence.stack, sequence.decoder))
         if self.pp > 1:
             mean = sum(length * share for length, share in encoder.items())
-            decoder = {constant_length(places, multiple) - mean: 1.0}
+            decoder = {constant_length(positions, multiple) - mean: 1.0}
         return encoder, decoder
 
     @cached_property
     def all_tokens(self) -> float:
         """Tokens of both stacks."""
-        return self.tokens() + (self.tokens(True) if self.rows.decoder is not None else 0.0)
+        return self.tokens() + (self.tokens(True) if self.sequence.decoder is not None else 0.0)
 
     @cached_property
     def predicted(self) -> float:
-        """Rows with loss of a micro-batch, which predict a token."""
-        return self.rows.loss_tokens * self.config.batch.micro_batch_size
+        """Positions of a micro-batch that predict a token."""
+        return self.sequence.loss_tokens * self.config.batch.micro_batch_size
 
     # Widths
 
@@ -162,32 +162,32 @@ class Sizes:
 
     @property
     def distances(self) -> int:
-        """Distances between the tokens of a row, in both directions: XLNet's."""
-        return 2 * self.rows.length + 1
+        """Distances between the tokens of a sequence, in both directions: XLNet's."""
+        return 2 * self.sequence.length + 1
 
     # Groups
 
     @cached_property
-    def tp_group(self) -> Members:
-        return Members("tp", tuple(range(self.tp)))
+    def tp_group(self) -> RankGroup:
+        return RankGroup("tp", tuple(range(self.tp)))
 
     @cached_property
-    def dp_group(self) -> Members:
-        return Members("dp", tuple(range(0, self.dp * self.tp, self.tp)))
+    def dp_group(self) -> RankGroup:
+        return RankGroup("dp", tuple(range(0, self.dp * self.tp, self.tp)))
 
     @cached_property
-    def neighbours(self) -> Members:
+    def neighbours(self) -> RankGroup:
         """Two pipeline stages."""
-        return Members("pp", (0, self.processes // self.pp))
+        return RankGroup("pp", (0, self.processes // self.pp))
 
     @cached_property
-    def ends(self) -> Members:
+    def ends(self) -> RankGroup:
         """The stages that hold a tied word embedding."""
         ranks = (0, self.processes // self.pp * (self.pp - 1))
-        return Members("pp" if self.pp == 2 else "other", ranks)
+        return RankGroup("pp" if self.pp == 2 else "other", ranks)
 
     @cached_property
-    def world(self) -> Members:
-        """All ranks, under the name of the group that they are."""
+    def world(self) -> RankGroup:
+        """All ranks, by the name of the parallel group that has all of them, if there is one."""
         names = {self.tp: "tp", self.dp: "dp", self.pp: "pp"}
-        return Members(names.get(self.processes, "world"), tuple(range(self.processes)))
+        return RankGroup(names.get(self.processes, "world"), tuple(range(self.processes)))

@@ -1,4 +1,4 @@
-"""Kernels and collectives, counted one by one, with the time that the roofline gives each."""
+"""Counts of kernels and collectives, with the time that the roofline gives each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.estimate.gpus import Gpu
 from megatron_lite.estimate.roofline import (
     FINISH_ROWS,
-    Members,
+    RankGroup,
     Work,
     attention_micros,
     kernel_micros,
@@ -25,8 +25,8 @@ class Tally:
 
     gpu: Gpu
     launches: float = 0.0
-    micros: Counter[str] = field(default_factory=Counter)  # kind of kernel -> time
-    calls: Counter[str] = field(default_factory=Counter)  # group -> collectives
+    micros: Counter[str] = field(default_factory=Counter)  # type of kernel -> time
+    collectives: Counter[str] = field(default_factory=Counter)  # group -> number of collectives
     bytes: Counter[str] = field(default_factory=Counter)  # group -> bytes of the largest tensor of each
     ring_micros: Counter[str] = field(default_factory=Counter)  # group -> time, if nothing overlaps
 
@@ -43,15 +43,21 @@ class Tally:
         self.micros[kind] += count * kernel_micros(size, self.gpu, issued, rounds)  # type: ignore[assignment]
 
     def small(self, count: float, kind: str = "elementwise") -> None:
-        """Kernels as short as kernels get."""
+        """Kernels of the least duration: over single numbers, or one number per token."""
         self.kernel(0.0, count, kind)
 
     def finish(self, sums: float, programs: float) -> None:
-        """The end of sums over tokens. Args: sums: bytes of all. programs: that left them."""
+        """The second pass of a sum over tokens.
+
+        Args: sums: bytes of all partial sums. programs: how many wrote them.
+        """
         self.kernel(sums, rounds=math.ceil(programs / FINISH_ROWS))
 
     def product(self, rows: float, inner: float, columns: float, element: int, result: int = 0) -> None:
-        """[rows, inner] x [inner, columns]. Args: element, result: bytes of a number; of the result's, 0 = the same."""
+        """[rows, inner] x [inner, columns].
+
+        Args: element: bytes of an operand's number. result: of the result's, 0 = the same.
+        """
         size = (rows * inner + inner * columns) * element + rows * columns * (result or element)
         self.launches += 1
         self.micros["matmul"] += product_micros(rows, inner, columns, size, self.gpu)  # type: ignore[assignment]
@@ -59,23 +65,26 @@ class Tally:
     def attention(
         self, work: Work, queries: float, heads: int, model: ModelConfig, backward: bool, moved: float = 0.0
     ) -> None:
-        """One call of attention's kernel. Args: queries: rows of its output. heads: on this rank. moved: of tables."""
+        """One launch of attention's kernel.
+
+        Args: queries: tokens of its output. heads: on this rank. moved: bytes of score tables.
+        """
         self.launches += 1
         p = model.attention_dropout
         micros = attention_micros(work, heads, model.head_size, p, backward, self.gpu, queries, moved)
         self.micros["attention"] += micros  # type: ignore[assignment]
 
-    def collective(self, kind: str, size: float, members: Members, count: float = 1) -> None:
-        """Args: kind: as of `ring_micros`. size: bytes of the largest tensor."""
-        if len(members.ranks) == 1:
+    def collective(self, kind: str, size: float, group: RankGroup, count: float = 1) -> None:
+        """Args: kind: as for `ring_micros`. size: bytes of the largest tensor."""
+        if len(group.ranks) == 1:
             return
-        self.calls[members.name] += count  # type: ignore[assignment]
-        self.bytes[members.name] += count * size  # type: ignore[assignment]
-        self.ring_micros[members.name] += count * ring_micros(kind, size, members, self.gpu)  # type: ignore[assignment]
+        self.collectives[group.name] += count  # type: ignore[assignment]
+        self.bytes[group.name] += count * size  # type: ignore[assignment]
+        self.ring_micros[group.name] += count * ring_micros(kind, size, group, self.gpu)  # type: ignore[assignment]
 
     def add(self, other: Tally, times: float = 1.0) -> None:
         self.launches += times * other.launches
-        for name in ("micros", "calls", "bytes", "ring_micros"):
-            own = getattr(self, name)
+        for name in ("micros", "collectives", "bytes", "ring_micros"):
+            sums = getattr(self, name)
             for key, value in getattr(other, name).items():
-                own[key] += times * value
+                sums[key] += times * value

@@ -36,7 +36,7 @@ class Chart:
     restarts: Sequence[tuple[int, int]] = ()  # (run, step)
     logarithmic: bool = False
     from_zero: bool = False
-    also: str = "lowest"  # value that the caption gives beside the last one: lowest, highest or mean
+    also: str = "lowest"  # value that the caption gives after the last one: lowest, highest or mean
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class Scale:
     ticks: tuple[float, ...]
     logarithmic: bool = False
 
-    def place(self, value: float) -> float:
+    def height(self, value: float) -> float:
+        """The share of the chart's height at which a value is drawn."""
         low, high = self.low, self.high
         if self.logarithmic:
             value, low, high = (math.log10(max(number, 1e-300)) for number in (value, low, high))
@@ -89,12 +90,12 @@ def draw(chart: Chart) -> Html:
     last_step = max(
         1, *(point.step for line in points for point in line), *(step for _, step in chart.restarts)
     )
-    parts = [*_grid(scale, last_step, chart.text), _curves(chart, points, scale, last_step)]
-    for line, of_line in zip(chart.lines, points, strict=True):
-        if not line.thin and len(of_line) <= MAX_DOTS:
-            parts += _dots(line, of_line, scale, last_step, chart.text)
+    elements = [*_grid(scale, last_step, chart.text), _curves(chart, points, scale, last_step)]
+    for line, line_points in zip(chart.lines, points, strict=True):
+        if not line.thin and len(line_points) <= MAX_DOTS:
+            elements += _dots(line, line_points, scale, last_step, chart.text)
     drawing = element(
-        "svg", *parts, class_="chart", role="img", aria_label=chart.title, width="100%", height=HEIGHT + 26
+        "svg", *elements, class_="chart", role="img", aria_label=chart.title, width="100%", height=HEIGHT + 26
     )
     captions = [_caption(line, chart) for line in chart.lines]
     captions += [_level_caption(run, f"{label} {chart.text(value)}") for run, value, label in chart.levels]
@@ -103,7 +104,7 @@ def draw(chart: Chart) -> Html:
 
 
 def _y(scale: Scale, value: float) -> float:
-    return round(HEIGHT * (1 - scale.place(value)), 1)
+    return round(HEIGHT * (1 - scale.height(value)), 1)
 
 
 def _percent(step: int, last_step: int) -> str:
@@ -111,11 +112,11 @@ def _percent(step: int, last_step: int) -> str:
 
 
 def _grid(scale: Scale, last_step: int, text: Callable[[float], str]) -> list[Html]:
-    parts = []
+    elements = []
     for tick in scale.ticks:
         y = _y(scale, tick)
-        parts.append(element("line", x1=0, x2="100%", y1=y, y2=y, class_="grid"))
-        parts.append(element("text", text(tick), x=-6, y=y + 4, text_anchor="end"))
+        elements.append(element("line", x1=0, x2="100%", y1=y, y2=y, class_="grid"))
+        elements.append(element("text", text(tick), x=-6, y=y + 4, text_anchor="end"))
     steps = [
         round(step)
         for step in linear_scale(0, last_step, 5).ticks
@@ -123,34 +124,38 @@ def _grid(scale: Scale, last_step: int, text: Callable[[float], str]) -> list[Ht
     ]
     for step in steps:
         anchor = "start" if step == 0 else "end" if step > 0.9 * last_step else "middle"
-        parts.append(
+        elements.append(
             element(
                 "text", format_count(step), x=_percent(step, last_step), y=HEIGHT + 18, text_anchor=anchor
             )
         )
-    return parts
+    return elements
 
 
 def _curves(chart: Chart, points: Sequence[Sequence[Point]], scale: Scale, last_step: int) -> Html:
     """The curves, in an inner SVG that scales with the page. Thin lines lie below the others."""
-    parts = []
+    elements = []
     for run, step in chart.restarts:
         x = round(WIDTH * step / last_step, 1)
-        parts.append(element("line", x1=x, x2=x, y1=0, y2=HEIGHT, class_=f"restart run{run}"))
+        elements.append(element("line", x1=x, x2=x, y1=0, y2=HEIGHT, class_=f"restart run{run}"))
     for run, value, label in chart.levels:
         y = _y(scale, value)
         title = element("title", label)
-        parts.append(element("line", title, x1=0, x2=WIDTH, y1=y, y2=y, class_=f"level run{run}"))
+        elements.append(element("line", title, x1=0, x2=WIDTH, y1=y, y2=y, class_=f"level run{run}"))
     pairs = sorted(zip(chart.lines, points, strict=True), key=lambda pair: not pair[0].thin)
-    for line, of_line in pairs:
-        places = " ".join(f"{WIDTH * p.step / last_step:.5g},{_y(scale, p.value):g}" for p in of_line)
-        kind = "thin" if line.thin else "thick"
-        parts.append(
-            element("polyline", element("title", line.label), points=places, class_=f"{kind} run{line.run}")
+    for line, line_points in pairs:
+        coordinates = " ".join(
+            f"{WIDTH * point.step / last_step:.5g},{_y(scale, point.value):g}" for point in line_points
+        )
+        weight = "thin" if line.thin else "thick"
+        elements.append(
+            element(
+                "polyline", element("title", line.label), points=coordinates, class_=f"{weight} run{line.run}"
+            )
         )
     return element(
         "svg",
-        *parts,
+        *elements,
         width="100%",
         height=HEIGHT,
         viewBox=f"0 0 {WIDTH} {HEIGHT}",
@@ -191,6 +196,6 @@ def _level_caption(run: int, words: str) -> Html:
     return element("span", swatch(run, "dotted"), words)
 
 
-def swatch(run: int, kind: str = "") -> Html:
-    """A piece of a run's line."""
-    return joined(element("i", class_=f"swatch run{run} {kind}".rstrip()), " ")
+def swatch(run: int, style: str = "") -> Html:
+    """A short sample of a run's line, for the legend."""
+    return joined(element("i", class_=f"swatch run{run} {style}".rstrip()), " ")

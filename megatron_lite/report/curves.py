@@ -21,7 +21,7 @@ from megatron_lite.metrics.writer import FILE
 
 COLUMNS = 500
 BUFFERED = 1024  # values of a curve that are taken in together
-MAX_CURVES = 64  # of a kind of record; names come from the file
+MAX_CURVES = 64  # per type of record; names come from the file
 MAX_EVENTS = 200
 MAX_FILLINGS = 8  # steps whose fillings are shown
 KINDS = ("train", "validation", "scores")  # whose numbers are curves; scores are those of a task
@@ -60,8 +60,8 @@ class Curve:
             return
         steps, values = np.array(self._steps, np.int64), np.array(self._values, np.float64)
         self._steps, self._values = [], []
-        places = (values.argmin(), values.argmax(), -1)
-        least, greatest, last = (Point(int(steps[at]), float(values[at])) for at in places)
+        indices = (values.argmin(), values.argmax(), -1)
+        least, greatest, last = (Point(int(steps[i]), float(values[i])) for i in indices)
         is_new = self.count == 0
         self.least = least if is_new or least.value < self.least.value else self.least
         self.greatest = greatest if is_new or greatest.value > self.greatest.value else self.greatest
@@ -72,14 +72,14 @@ class Curve:
         columns = steps // self._width
         starts = [0, *(np.flatnonzero(np.diff(columns)) + 1).tolist(), len(steps)]
         for start, end in itertools.pairwise(starts):
-            part = values[start:end]
-            edges = {start, start + int(part.argmin()), start + int(part.argmax()), end - 1}
-            for at in sorted(edges):
-                column = self._columns.setdefault(int(columns[at]), [])
-                _include(column, Point(int(steps[at]), float(values[at])))
+            in_column = values[start:end]
+            kept = {start, start + int(in_column.argmin()), start + int(in_column.argmax()), end - 1}
+            for i in sorted(kept):
+                column = self._columns.setdefault(int(columns[i]), [])
+                _include(column, Point(int(steps[i]), float(values[i])))
 
     def _halve(self) -> None:
-        """Make every two columns one."""
+        """Merge each two neighbouring columns, so that a curve of any length keeps a bounded number of points."""
         columns, self._columns = self._columns, {}
         self._width *= 2
         for number, points in columns.items():
@@ -108,7 +108,7 @@ class Records:
     """The contents of a metrics file: curves, starts, events and fillings."""
 
     curves: dict[str, dict[str, Curve]] = field(default_factory=lambda: {kind: {} for kind in KINDS})
-    # And starts; the newest.
+    # The newest events, starts included.
     events: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     num_events: int = 0
     starts: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
@@ -162,7 +162,7 @@ class Records:
             self.last_train = dict(record)
 
     def _add_fillings(self, record: dict[str, Any]) -> None:
-        """Keep some over the whole run: every second one goes when there are too many, the first and newest stay."""
+        """Keep a sample of the whole run: too many lose every second one, but the first and newest stay."""
         self.fillings.append(record)
         if len(self.fillings) > 2 * MAX_FILLINGS:
             del self.fillings[1:-1:2]

@@ -39,7 +39,7 @@ def element(name: str, *children: object, **attributes: object) -> Html:
 
 
 def table(head: list[object], rows: list[list[object]], class_: str | None = None) -> Html:
-    """A table that scrolls within its box where the page is narrow. The first cell of a row names it."""
+    """A table that scrolls within its box where the page is narrow. The first cell of each row is its heading."""
     body = [
         element("tr", element("th", row[0], scope="row"), *(element("td", cell) for cell in row[1:]))
         for row in rows

@@ -1,6 +1,6 @@
 """Reads a run's directory for the report: configuration, records, corpora, checkpoints, losses of the unigram model.
 
-A missing or damaged part is no error; a note in the report says so.
+A missing or damaged file is no error; the report has a note about it.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def read_run(path: Path) -> RunReport:
 
 
 def _name(path: Path) -> str:
-    """The last two parts of the directory: every run of the quickstart is called run."""
+    """The last two names of the directory: every run of the quickstart is called run."""
     return os.sep.join(path.absolute().parts[-2:])
 
 

@@ -1,7 +1,7 @@
 """Heartbeats: small files below the run's directory in which each rank's watchdog writes where the rank is.
 
 All ranks pass the same points of the program in the same order, and each counts the points that it has passed. So the
-others wait for the rank with the lowest count. `scripts/heartbeats.py` shows them.
+others wait for the rank with the lowest count. `scripts/report.py RUN_DIRECTORY --heartbeats` prints them.
 """
 
 from __future__ import annotations

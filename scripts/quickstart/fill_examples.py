@@ -1,4 +1,4 @@
-"""Let a trained model fill a word left out of its validation texts, and print its best answers beside the word.
+"""Let a trained model fill a word left out of its validation texts, and print its best completions next to the word.
 
     python -m scripts.quickstart.fill_examples RUN_DIRECTORY
 
@@ -46,7 +46,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = ArgumentParser(description=__doc__)
     add_arguments(parser)
     parser.add_argument("--count", type=int, default=10, help="texts to show (default: 10)")
-    parser.add_argument("--max-length", type=int, default=16, help="most tokens of an answer (default: 16)")
+    parser.add_argument(
+        "--max-length", type=int, default=16, help="most tokens of a completion (default: 16)"
+    )
     args = parser.parse_args(arguments)
     if args.count < 1:
         raise ConfigError(f"--count is {args.count}; it must be at least 1.")
@@ -54,7 +56,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def render(tokenizer: Tokenizer, blank: WordBlank, answers: Sequence[tuple[float, list[int]]]) -> str:
-    """The text around the blank, then the word and the answers; `=` marks the word among them."""
+    """The text around the blank, then the word and the completions; `=` marks the word among them."""
     from megatron_lite.inference.filling import span_text
 
     sides = (tokenizer.decode(side, skip_special=True) for side in (blank.before, blank.after))

@@ -1,4 +1,4 @@
-"""Load an export with transformers alone and let it fill blanks, beside the run that it was exported from.
+"""Load an export with transformers alone and let it fill blanks, and compare with the run that it was exported from.
 
     python -m scripts.quickstart.fill_export --export DIRECTORY --checkpoint RUN_DIRECTORY --text 'The [MASK] of it.'
 

@@ -1,4 +1,4 @@
-"""Score how a run fills whole words of its validation text, beside n-gram models of its training text.
+"""Score how a run fills whole words of its validation text, compared with n-gram models of its training text.
 
     python -m scripts.quickstart.scores RUN_DIRECTORY
 

@@ -107,7 +107,11 @@ TAKE_EXPORTS = [
     ("scripts/harness.py", "--tasks", "x", "--checkpoint"),
     ("scripts/finetune.py", "--task", "noisy_votes", "--output", "new", "--checkpoint"),
 ]
-OF_RUNS = [("scripts/report.py",), ("scripts/plot_metrics.py",), ("scripts/checkpoints.py", "list")]
+OF_RUNS = [
+    ("scripts/report.py",),
+    ("scripts/report.py", "--plot"),
+    ("scripts/checkpoints.py", "list"),
+]
 
 
 @pytest.mark.parametrize("command", [*OF_MODELS, *TAKE_EXPORTS, *OF_RUNS], ids=lambda command: command[0])

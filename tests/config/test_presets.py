@@ -11,8 +11,8 @@ from support.project import ROOT
 from data_utils.common.errors import ConfigError
 from data_utils.common.setting_files import load_yaml
 from megatron_lite.config.tree import load_config
+from megatron_lite.estimate.average_sequence import average_sequence
 from megatron_lite.estimate.gpus import GPUS
-from megatron_lite.estimate.rows import average_rows
 from megatron_lite.estimate.step_estimate import RESERVED_GIB, estimate
 from megatron_lite.model.flops import parameter_count
 
@@ -49,7 +49,7 @@ def test_a_preset_needs_what_it_says(name):
     text = (ROOT / f"configs/{name}.yaml").read_text(encoding="utf-8")
     words = " ".join(text.replace("# ", "").split())
     config = preset(name)
-    found, steps = estimate(config, 1, GPUS["h100"], average_rows(config)), config.training.steps
+    found, steps = estimate(config, 1, GPUS["h100"], average_sequence(config)), config.training.steps
     flops = float(re.search(r"The run is ([\d.e]+) FLOPs", words)[1])
     assert steps * found.flops == pytest.approx(flops, rel=0.06)
     number, scale, each = re.search(

@@ -58,9 +58,9 @@ ROBERTA = {"cls": 0, "pad": 2, "sep": 2, "eos": 2, "unk": 3, "mask": 50264}
 
 
 def published(name: str, overrides: Sequence[str] = ()) -> Config:
-    """Args: name: of a file of configs/; one of configs/sizes/ is laid over the file that its head names."""
+    """Args: name: of a file of configs/; one of configs/sizes/ follows the file that its first line names."""
     path = MODELS / f"{name}.yaml"
-    over = re.match(r".*: to be laid over configs/(\S+\.yaml), ", path.read_text())
+    over = re.match(r".*: as a second --config after configs/(\S+\.yaml), ", path.read_text())
     return load_config([*([MODELS / over[1]] if over else []), path], overrides)
 
 

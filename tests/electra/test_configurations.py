@@ -9,9 +9,9 @@ from support.project import ROOT
 
 from data_utils.common.settings import build, merge, to_tree
 from megatron_lite.config.tree import Config, load_config
+from megatron_lite.estimate.average_sequence import average_sequence
 from megatron_lite.estimate.dry_run import dry_run
 from megatron_lite.estimate.gpus import gpu_named
-from megatron_lite.estimate.rows import average_rows
 from megatron_lite.estimate.step_estimate import estimate
 from megatron_lite.model.build import model_spec
 from megatron_lite.model.flops import parameter_count
@@ -98,7 +98,7 @@ def test_the_dry_run_counts_both_stacks(name, capsys):
     dry_run(config, 8, "h100")
     printed, count = capsys.readouterr().out, model_spec(config).count(config)
     assert f"parameters        {count:,}; {count:,} on the largest rank" in printed and "it fits" in printed
-    rows = average_rows(config)
+    rows = average_sequence(config)
     found, samples = estimate(config, 8, gpu, rows), config.batch.global_batch_size // 8
     work = [int(each * samples) for each in (rows.tokens, rows.loss_tokens, rows.visible_keys, 0, 0)]
     assert found.flops == pytest.approx(model_spec(config).flops(config, *work), rel=1e-3)

@@ -21,15 +21,15 @@ from megatron_lite.estimate.advice import (
     ParallelLayout,
     Phase,
     advise,
-    dry_run_report,
-    for_all,
-    fuller,
-    in_parts,
+    advise_for_all_phases,
     is_same_recipe,
     possible_layouts,
+    propose_full_waves,
+    propose_loss_chunks,
 )
+from megatron_lite.estimate.average_sequence import average_sequence
+from megatron_lite.estimate.dry_run import dry_run_report
 from megatron_lite.estimate.gpus import GPUS, gpu_named
-from megatron_lite.estimate.rows import average_rows
 from megatron_lite.estimate.step_estimate import RESERVED_GIB, estimate
 
 TEN_B = ROOT / "configs/glm-10b.yaml"
@@ -59,7 +59,7 @@ def test_possible_layouts_divide_processes_heads_and_batch():
 @pytest.fixture(scope="module")
 def glm_large():
     config = config_of(PAPER, 64, 1, ())
-    rows = average_rows(config)
+    rows = average_sequence(config)
     return config, rows, estimate(config, 64, GPUS["h100"], rows)
 
 
@@ -93,14 +93,14 @@ def test_a_micro_batch_that_fills_waves_is_proposed(glm_large):
     """A proposal has at most twice the samples of a step; a run that is the best already gets none."""
     config, rows, given = glm_large
     gpu = GPUS["h100"]
-    settings, found = fuller(config, 64, gpu, rows, given)
+    settings, found = propose_full_waves(config, 64, gpu, rows, given)
     assert found.tokens / found.step_ms > 1.03 * given.tokens / given.step_ms and found.fits(gpu)
     proposed = load_config([ROOT / file for file in PAPER], settings.split())
     assert proposed.batch.global_batch_size <= 2 * config.batch.global_batch_size
-    assert estimate(proposed, 64, gpu, average_rows(proposed)).step_ms == pytest.approx(
+    assert estimate(proposed, 64, gpu, average_sequence(proposed)).step_ms == pytest.approx(
         found.step_ms, rel=0.05
     )
-    assert 0 <= found.padding < 0.05 and fuller(config, 64, gpu, rows, found) is None
+    assert 0 <= found.padding < 0.05 and propose_full_waves(config, 64, gpu, rows, found) is None
 
 
 def test_logits_in_parts_are_proposed_where_they_save_a_tenth_of_the_memory():
@@ -110,9 +110,9 @@ def test_logits_in_parts_are_proposed_where_they_save_a_tenth_of_the_memory():
         config = load_config(
             [ROOT / "configs/llama-3.2-1b.yaml"], ["phases=[]", "batch.micro_batch_size=16", *settings]
         )
-        rows = average_rows(config)
+        rows = average_sequence(config)
         given = estimate(config, 8, GPUS["h100"], rows)
-        return given, in_parts(config, 8, GPUS["h100"], rows, given)
+        return given, propose_loss_chunks(config, 8, GPUS["h100"], rows, given)
 
     given, (setting, found) = of("training.recompute=full")
     most = 2 * 128_256 * (16 * 2048 - 2048)
@@ -163,7 +163,7 @@ def test_advice_fits_and_is_never_slower_than_what_was_given():
             continue
         count += 1
         config, processes, gpu = case
-        rows = average_rows(config)
+        rows = average_sequence(config)
         given = estimate(config, processes, gpu, rows)
         advised = advise(config, processes, gpu, rows, given)
         if advised is None:
@@ -241,7 +241,7 @@ def phased(*lengths: int) -> list[Phase]:
     for length in lengths:
         batch = {"micro_batch_size": 1, "global_batch_size": 64}
         config = build(Config, {**tree, "batch": batch, "data": {"sequence_length": length}})
-        rows = average_rows(config)
+        rows = average_sequence(config)
         found.append((config, rows, estimate(config, 4, GPU, rows)))
     return found
 
@@ -261,7 +261,7 @@ def hours_of(layout: ParallelLayout, phases: list[Phase]) -> float:
 def test_phases_share_the_layout_that_makes_all_of_them_shortest():
     phases = phased(128, 512)
     for advised, best in (([FULL, FLAT], 2), ([FLAT, FULL], 1)):
-        said = for_all(phases, [(one, phases[0][2]) for one in advised], 4, GPU)
+        said = advise_for_all_phases(phases, [(one, phases[0][2]) for one in advised], 4, GPU)
         assert said.startswith(f"parallel.* and training.recompute as recommended for phase {best}, ")
         assert f" {hours_of(FLAT, phases):.3g} hours" in said
 
@@ -272,7 +272,7 @@ def test_phases_share_the_layout_that_makes_all_of_them_shortest():
 def test_phases_of_several_lengths_are_given_no_stages(lengths, said):
     """Even where their own layout takes for ever."""
     slow = [(config, rows, replace(given, host_ms=1e9)) for config, rows, given in phased(*lengths)]
-    assert for_all(slow, [(STAGES, slow[0][2])] * 2, 4, GPU).startswith(said)
+    assert advise_for_all_phases(slow, [(STAGES, slow[0][2])] * 2, 4, GPU).startswith(said)
 
 
 def test_the_dry_run_advises_each_phase_and_all_of_them():
@@ -296,7 +296,7 @@ def test_the_dry_run_loads_no_fake_devices():
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     names = set(re.findall(r"\w+", done.stdout.splitlines()[-1]))
-    assert {"advice", "estimate", "rows"} <= names
+    assert {"advice", "estimate", "average_sequence"} <= names
     assert not {"guards", "fake_cuda", "record", "trace", "worker", "without_gpu"} & names
 
 

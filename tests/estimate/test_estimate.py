@@ -13,11 +13,11 @@ from support.traced import BERT, CASES, FEW, LAYOUTS, PAPER, config_of
 from data_utils.common.errors import ConfigError
 from megatron_lite.config.tree import load_config
 from megatron_lite.engine.engine import Engine
+from megatron_lite.estimate.average_sequence import average_sequence
 from megatron_lite.estimate.batches import random_batches
 from megatron_lite.estimate.block_costs import BlockCosts
 from megatron_lite.estimate.gpus import GPUS, HOST
 from megatron_lite.estimate.parameters import buckets, stages
-from megatron_lite.estimate.rows import average_rows
 from megatron_lite.estimate.sizes import Sizes
 from megatron_lite.estimate.step_estimate import estimate, require_one_transformer
 from megatron_lite.estimate.tally import Tally
@@ -40,7 +40,7 @@ MOST_OF_SOME = {
 def estimated(name):
     files, processes, micro_batches, settings, *_ = CASES[name]
     config = config_of(files, processes, micro_batches, settings)
-    return config, processes, estimate(config, processes, H100, average_rows(config))
+    return config, processes, estimate(config, processes, H100, average_sequence(config))
 
 
 def deviations(found, traced):
@@ -85,22 +85,22 @@ def test_zero_3_has_an_estimate_where_every_parameter_is_small():
         "model.vocab_size=512",
     ]
     config = load_config([ROOT / "configs/tiny.yaml"], ["parallel.zero_stage=3", *small])
-    found = estimate(config, 2, H100, average_rows(config))
-    parameters = len(stages(Sizes(config, 2, average_rows(config)))[0].parameters)
+    found = estimate(config, 2, H100, average_sequence(config))
+    parameters = len(stages(Sizes(config, 2, average_sequence(config)))[0].parameters)
     assert found.collectives["dp"] > parameters  # each is gathered by a call of its own
 
 
 def assert_counts_of_a_block(name, traced):
     """Kernels of a block are counted one by one: their number is exact, and so is that of attention's calls."""
     config, processes, _ = estimated(name)
-    costs = BlockCosts(Sizes(config, processes, average_rows(config)))
+    costs = BlockCosts(Sizes(config, processes, average_sequence(config)))
     forward, backward = Tally(H100), Tally(H100)
     costs.forward(forward)
     costs.backward(backward)
     expected = traced.expected
     assert forward.launches == expected.launches_per_layer_forward
     assert backward.launches == expected.launches_per_layer_backward
-    assert len(costs.calls()) == expected.attention_calls_per_layer
+    assert len(costs.attention_launches()) == expected.attention_calls_per_layer
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_norms_of_heads_add_what_a_trace_adds(more_profiles):
 
 def test_graphs_hold_results_of_each_length_and_a_pool():
     """By hand: six hidden states a block and length, and what one pass of all blocks keeps."""
-    rows = average_rows(config_of(PAPER, 64, 1, ()))
+    rows = average_sequence(config_of(PAPER, 64, 1, ()))
     with_graphs, without = (
         estimate(config_of(PAPER, 64, 1, settings), 64, H100, rows).peak
         for settings in (("training.cuda_graphs=true",), ())
@@ -171,7 +171,7 @@ def test_training_pads_to_the_lengths_of_the_estimate(monkeypatch, has_graphs):
     context = SimpleNamespace(device=torch.device("cuda"), pp=one, tp=one)
     engine = SimpleNamespace(_config=config, context=context, _has_graphs=has_graphs)
     found = [len(Engine.prepared(engine, batch, None).tokens) for batch in random_batches(config, 8)]
-    expected = Sizes(config, 64, average_rows(config)).lengths[0]
+    expected = Sizes(config, 64, average_sequence(config)).lengths[0]
     assert sum(length in expected for length in found) >= 6 and len(expected) == (2 if has_graphs else 3)
     assert 8448 in expected
 
@@ -179,7 +179,7 @@ def test_training_pads_to_the_lengths_of_the_estimate(monkeypatch, has_graphs):
 @pytest.mark.parametrize("files", [PAPER, BERT])
 def test_buckets_are_those_of_the_optimizer(files):
     config = config_of(files, 64, 1, ())
-    sizes = Sizes(config, 64, average_rows(config))
+    sizes = Sizes(config, 64, average_sequence(config))
     with torch.device("meta"):
         named = dict(GLM(config.model, parallel=TensorParallel()).named_parameters())
     decays = {True: ParamGroup(0.1, True), False: ParamGroup(0.0, True)}
@@ -219,14 +219,14 @@ def test_parts_of_memory_are_those_of_a_hand_calculation():
 def test_each_optimizer_has_its_state_and_its_time(kind, of_matrices, of_rest):
     """Bytes for each number of the matrices of blocks, and of the rest, which is embeddings; averages have 4 more."""
     plain = config_of(PAPER, 8, 1, ())
-    rows = average_rows(plain)
+    rows = average_sequence(plain)
     config = config_of(PAPER, 8, 1, (f"optimizer.kind={kind}", "ema.decay=0.9"))
     usual, found = (estimate(each, 8, H100, rows) for each in (plain, config))
     (stage,) = stages(Sizes(plain, 8, rows))
     blocks = sum(p.numbers for p in stage.parameters if p.is_matrix)
     expected = blocks * of_matrices + (stage.numbers - blocks) * of_rest + stage.numbers * 4
     assert found.peak.optimizer == pytest.approx(expected / 8, rel=0.01)
-    assert 1.0 < found.kinds["optimizer"] / usual.kinds["optimizer"] < 20.0
+    assert 1.0 < found.kernel_ms["optimizer"] / usual.kernel_ms["optimizer"] < 20.0
     assert found.launches > usual.launches
 
 
@@ -244,13 +244,13 @@ def test_each_optimizer_has_its_state_and_its_time(kind, of_matrices, of_rest):
 def test_what_saves_memory_saves_its_part(change, part):
     plain = config_of(PAPER, 8, 4, ())
     other = config_of(PAPER, 8, 4, (change,))
-    rows = average_rows(plain)
+    rows = average_sequence(plain)
     before, after = (estimate(config, 8, H100, rows).peak for config in (plain, other))
     assert getattr(after, part) < getattr(before, part)
 
 
 def test_sequence_parallelism_divides_what_tensor_parallelism_leaves_whole():
-    rows = average_rows(config_of(PAPER, 8, 1, ()))
+    rows = average_sequence(config_of(PAPER, 8, 1, ()))
     split = ("parallel.tensor_parallel_size=4", "parallel.sequence_parallel=true")
     whole, divided = (
         estimate(config_of(PAPER, 8, 1, settings), 8, H100, rows).peak for settings in (split[:1], split)
@@ -265,7 +265,7 @@ def test_times_follow_from_the_counts():
             rows = config.batch.micro_batch_size * CASES[name][2] * config.row_length / 512
             assert found.host_ms == pytest.approx(found.bubble * HOST.millis(found.launches, rows))
             assert found.step_ms > found.busy_ms > 0 and 0 < found.mfu(H100) < 1
-            assert found.roofline_ms == pytest.approx(sum(found.kinds.values()) * found.bubble)
+            assert found.roofline_ms == pytest.approx(sum(found.kernel_ms.values()) * found.bubble)
 
 
 def test_two_stacks_are_refused_by_name():
@@ -275,5 +275,5 @@ def test_two_stacks_are_refused_by_name():
 
 def test_models_with_a_decoder_are_estimated():
     config = load_config([ROOT / "configs/bart-large.yaml"])
-    found = estimate(config, 8, H100, average_rows(config))
+    found = estimate(config, 8, H100, average_sequence(config))
     assert found.peak_gib > 5 and found.rank_parameters > 3e8

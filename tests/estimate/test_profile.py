@@ -18,7 +18,7 @@ from data_utils.common.errors import ConfigError
 from megatron_lite.config.tree import load_config
 from megatron_lite.estimate.batches import random_batches
 from megatron_lite.estimate.gpus import GPUS
-from megatron_lite.estimate.roofline import Members
+from megatron_lite.estimate.roofline import RankGroup
 from megatron_lite.metrics.peak_flops import GPU_PEAK_TFLOPS
 from scripts import profile_step
 
@@ -88,11 +88,11 @@ def test_batches_are_those_of_the_configuration():
 def test_collectives_cost_what_a_ring_moves():
     gpu, size = GPUS["h100"], 10**9
     reduce, gather = torch.ops.c10d.allreduce_.default, torch.ops.c10d._allgather_base_.default
-    within, between = Members("tp", tuple(range(8))), Members("dp", (0, 8))
+    within, between = RankGroup("tp", tuple(range(8))), RankGroup("dp", (0, 8))
     assert collective_micros(reduce, size, within, gpu) == pytest.approx(15 + 2 * 7 / 8 * size / 360e3)
     assert collective_micros(gather, size, between, gpu) == pytest.approx(46 + size / 2 / 40e3)
     # Each GPU of a node has a link to the others: a ring over whole nodes uses all eight, one over two of each two.
-    whole, pairs = Members("dp", tuple(range(64))), Members("dp", (0, 4, 8, 12))
+    whole, pairs = RankGroup("dp", tuple(range(64))), RankGroup("dp", (0, 4, 8, 12))
     assert collective_micros(reduce, size, whole, gpu) == pytest.approx(46 + 2 * 63 / 64 * size / 324e3)
     assert collective_micros(reduce, size, pairs, gpu) == pytest.approx(46 + 2 * 3 / 4 * size / 80e3)
 

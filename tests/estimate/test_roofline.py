@@ -48,7 +48,7 @@ def product(rows, inner, columns, result=2):
 
 def attention():
     documents = np.full(16, 512.0)
-    work = Work.of(documents, documents, False, 64, 0.1, False)
+    work = Work.flash(documents, documents, False, 64, 0.1, False)
     return attention_micros(work, 16, 64, 0.1, False, H100, 8192)
 
 

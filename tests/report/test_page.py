@@ -210,10 +210,10 @@ def test_scales_have_round_ticks_and_hold_their_values():
     ):
         scale = linear_scale(low, high)
         assert 2 <= len(scale.ticks) <= 13 and scale.low <= low and scale.high >= high
-        assert 0 <= scale.place(low) <= scale.place(high) <= 1
+        assert 0 <= scale.height(low) <= scale.height(high) <= 1
     assert linear_scale(5.1, 6.9).ticks == (5.0, 5.5, 6.0, 6.5, 7.0)
     scale = logarithmic_scale(0.3, 92)
-    assert scale.ticks == (0.1, 1.0, 10.0, 100.0) and scale.place(10.0) == pytest.approx(2 / 3)
+    assert scale.ticks == (0.1, 1.0, 10.0, 100.0) and scale.height(10.0) == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize("changed", ["loss", "time", "lr"])
@@ -223,7 +223,7 @@ def test_numbers_near_the_largest_count_as_infinite(tmp_path, changed):
     records = [{**train(step), changed: value} for step, value in enumerate(values, 1)]
     found = read(write_records(tmp_path / "run", records))
     assert "e+308" not in found.text
-    assert forked("scripts/plot_metrics.py", tmp_path / "run").returncode == 0
+    assert forked("scripts/report.py", tmp_path / "run", "--plot").returncode == 0
 
 
 def shown(run, name):

@@ -14,7 +14,7 @@ from support.training import fit
 import pretrain_glm
 from data_utils.common.errors import ConfigError
 from data_utils.common.settings import merge
-from scripts import checkpoints, evaluate, generate, inspect_batch, plot_metrics, profile_step, report
+from scripts import checkpoints, evaluate, generate, inspect_batch, profile_step, report
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_the_report_of_both_kinds_says_which_losses_are_of_sentences(run, tmp_pa
 
 
 def test_the_plot_is_of_sentences(run, tmp_path):
-    plot_metrics.main([str(run[0]), "--output", str(tmp_path / "loss.svg")])
+    report.main([str(run[0]), "--plot", "--output", str(tmp_path / "loss.svg")])
     assert (tmp_path / "loss.svg").stat().st_size > 5000
 
 

@@ -117,8 +117,8 @@ def lion() -> dict:
     from data_utils.common.errors import ConfigError
     from data_utils.common.settings import build
     from megatron_lite.config.sections import OptimizerConfig
+    from megatron_lite.estimate.average_sequence import average_sequence
     from megatron_lite.estimate.gpus import GPUS
-    from megatron_lite.estimate.rows import average_rows
     from megatron_lite.estimate.step_estimate import estimate
     from support.optimizers import Ours
     from support.traced import PAPER, config_of
@@ -140,7 +140,7 @@ def lion() -> dict:
     except ConfigError as refusal:
         error = str(refusal)
     config = config_of(PAPER, 1, 1, ("optimizer.kind=lion",))
-    found = estimate(config, 1, GPUS["h100"], average_rows(config))
+    found = estimate(config, 1, GPUS["h100"], average_sequence(config))
     return {
         "ours": ours.weights()[name].flatten().tolist(),
         "paper's": weights.flatten().tolist(),

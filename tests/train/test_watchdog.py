@@ -267,7 +267,7 @@ def test_the_script_shows_those_behind_first_and_ignores_damaged_files(tmp_path)
     for item in (beat(0, 9), beat(1, 8, "reading data")):
         (directory / f"rank_{item.rank:05d}.json").write_text(json.dumps(item.__dict__))
     (directory / "rank_00002.json").write_text("{")
-    command = [sys.executable, "scripts/heartbeats.py"]
+    command = [sys.executable, "scripts/report.py", "--heartbeats"]
     shown = subprocess.run([*command, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
     assert shown.returncode == 0, shown.stderr
     first, second = shown.stdout.splitlines()[1:]
@@ -280,7 +280,7 @@ def test_a_heartbeat_gives_a_terminal_no_commands(tmp_path):
     (tmp_path / "heartbeats").mkdir()
     evil = replace(beat(0, 9, "\x1b]0;title\x07 reading"), host="\x1b[2J", section="a\nb")
     (tmp_path / "heartbeats/rank_00000.json").write_text(json.dumps(evil.__dict__))
-    done = forked("scripts/heartbeats.py", str(tmp_path))
+    done = forked("scripts/report.py", str(tmp_path), "--heartbeats")
     assert done.returncode == 0 and len(done.stdout.splitlines()) == 2, done.stderr
     assert (
         all(sign.isprintable() for line in done.stdout.splitlines() for sign in line)

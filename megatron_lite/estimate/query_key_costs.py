@@ -1,4 +1,4 @@
-"""Kernels between the product of queries, keys and values and their scores, for block_costs.py."""
+"""Kernels between the QKV product and attention: norms of heads, rotary positions, repeated keys."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from megatron_lite.estimate.roofline import ISSUE
 from megatron_lite.estimate.sizes import Sizes
 from megatron_lite.estimate.tally import Tally
 
-# torch's RMSNorm in fp32, kernel by kernel: launches that pass over all numbers, those over one number a token, and
-# bytes of each number of bf16.
+# torch's RMSNorm in fp32, counted in traces: kernels over all numbers, kernels over one number per token, and bytes
+# of the former per number of bf16.
 RMS_FORWARD, RMS_BACKWARD = (6, 2, 40), (16, 2, 116)
-_HEADS_BACKWARD = (13, 4, 104)  # of heads, whose scales are in bf16
+_HEADS_BACKWARD = (13, 4, 104)  # norms of heads, whose scales are in bf16
 
 
-def rms(tally: Tally, size: float, costs: tuple[int, int, int], parts: int = 1) -> None:
-    """torch's RMSNorm. Args: size: bytes. costs: of the above. parts: norms that share the numbers."""
-    passes, short, bytes_of_two = costs
-    tally.kernel(bytes_of_two / passes * size / parts / 2, parts * passes)
-    tally.small(parts * short)
+def rms(tally: Tally, size: float, costs: tuple[int, int, int], norms: int = 1) -> None:
+    """torch's RMSNorm. Args: size: bytes in bf16. costs: one of the above. norms: how many share the numbers."""
+    passes, short, bytes_per_number = costs
+    tally.kernel(bytes_per_number / passes * size / norms / 2, norms * passes)
+    tally.small(norms * short)
 
 
-class HeadCosts:
-    """Costs for T tokens of a stack."""
+class QueryKeyCosts:
+    """Costs for T tokens of a stack. `spread` is the forward pass, `gather` the backward pass of the same kernels."""
 
     def __init__(self, sizes: Sizes, tokens: float):
         self.s, self.T, self.model = sizes, tokens, sizes.config.model
@@ -29,13 +29,13 @@ class HeadCosts:
         model = self.model
         self._normed = "_normed" * model.query_key_norm
         shares = model.key_value_heads < model.num_attention_heads
-        others = model.query_key_norm or model.query_factor != 1.0 or shares
-        self.changes = model.positions == "rotary" or others
-        # A fused block turns queries and keys where they are, if that is all.
-        self.is_in_place = sizes.is_fused and self.changes and not others
+        needs_copy = model.query_key_norm or model.query_factor != 1.0 or shares
+        self.changes = model.positions == "rotary" or needs_copy
+        # A fused block rotates queries and keys in place if nothing else changes them.
+        self.is_in_place = sizes.is_fused and self.changes and not needs_copy
 
     def spread(self, tally: Tally) -> None:
-        """In the forward pass."""
+        """Forward."""
         if not self.has_kernels:
             self._by_torch(tally, RMS_FORWARD)
         elif self.is_in_place:
@@ -44,14 +44,16 @@ class HeadCosts:
             self._kernel(tally, "spread_heads")
 
     def gather(self, tally: Tally, is_joined: bool) -> None:
-        """In the backward pass. Args: is_joined: with the gradients of one call put together."""
+        """Backward. Args: is_joined: the kernel also joins the gradients of queries, keys and values."""
         if not self.has_kernels:
             self._by_torch(tally, _HEADS_BACKWARD)
         elif self.is_in_place and not is_joined:
             self._in_place(tally)
         elif self.changes or is_joined:
             self._kernel(tally, "gather_heads", self.T * self.s.normed if self._normed else 0.0, is_joined)
-            tally.small(bool(self._normed) and not self.s.is_fused)  # the end of sums of scales
+            tally.small(
+                bool(self._normed) and not self.s.is_fused
+            )  # second pass of the sums for the scales' gradients
 
     @property
     def _angles(self) -> float:
@@ -63,14 +65,14 @@ class HeadCosts:
             4 * self.whole * self.s.element + self._angles, issued=2 * self.whole * ISSUE["spread_heads"]
         )
 
-    def _kernel(self, tally: Tally, kernel: str, more: float = 0.0, is_joined: bool = False) -> None:
-        """Args: more: numbers that are read besides. is_joined: as in `gather`."""
-        size = (3 * self.whole + self.T * self.s.qkv + more) * self.s.element + self._angles
-        of_kernel = self.T * self.s.qkv if is_joined else 3 * self.whole
-        tally.kernel(size, issued=of_kernel * ISSUE[kernel + self._normed])
+    def _kernel(self, tally: Tally, kernel: str, extra: float = 0.0, is_joined: bool = False) -> None:
+        """Args: extra: further numbers that are read. is_joined: as in `gather`."""
+        size = (3 * self.whole + self.T * self.s.qkv + extra) * self.s.element + self._angles
+        numbers = self.T * self.s.qkv if is_joined else 3 * self.whole
+        tally.kernel(size, issued=numbers * ISSUE[kernel + self._normed])
 
     def join(self, tally: Tally) -> None:
-        """Gradients of one call put together, as they are."""
+        """Join the gradients of queries, keys and values of one launch, unchanged."""
         if self.has_kernels:
             tally.kernel(6 * self.whole * self.s.element, issued=3 * self.whole * ISSUE["gather_heads"])
         else:
@@ -78,7 +80,7 @@ class HeadCosts:
             tally.kernel(4 * self.whole * self.s.element)
 
     def _by_torch(self, tally: Tally, norms: tuple[int, int, int]) -> None:
-        """Norms of heads, which are put together with the values, and rotary positions."""
+        """By torch's operators. 1.06 is fitted to a trace, not derived."""
         s, size = self.s, self.whole * self.s.element
         if self.model.query_key_norm:
             rms(tally, self.T * s.normed * s.element, norms, 2)
@@ -86,6 +88,6 @@ class HeadCosts:
         if self.model.positions == "rotary":
             tally.kernel(1.06 * size, 10)
             tally.kernel(6 * size)
-        if self.model.query_factor != 1.0:  # queries times it, and put together with keys and values
+        if self.model.query_factor != 1.0:  # scaled queries, and a concatenation with keys and values
             tally.kernel(2 * size)
             tally.kernel(6 * size)

@@ -1,16 +1,10 @@
-#!/usr/bin/env python3
-"""Draw the losses of a run, from RUN_DIRECTORY/metrics.jsonl, as RUN_DIRECTORY/loss.png.
-
-    python scripts/plot_metrics.py RUN_DIRECTORY
+"""The losses of a run as a picture: RUN_DIRECTORY/metrics.jsonl drawn with matplotlib.
 
 Left: training and validation loss. Right: validation loss of each objective. Dotted: the unigram model, if
 RUN_DIRECTORY/unigram.json exists (scripts/quickstart/unigram_baseline.py).
 """
 
 from __future__ import annotations
-
-if __name__ == "__main__":
-    import entry  # noqa: F401
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,47 +16,30 @@ matplotlib.use("Agg")  # writes files, needs no display
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
-from data_utils.common.errors import ArgumentParser, ConfigError, DataError, run_command
-from data_utils.common.files import require_writable
-from megatron_lite.checkpoint.resolve_path import resolve_run
-from megatron_lite.metrics.records import read_metrics
-from megatron_lite.report.run import read_unigram
+from data_utils.common.errors import DataError
 
 COLORS = pyplot.rcParams["axes.prop_cycle"].by_key()["color"]
 DOTTED: dict[str, Any] = {"linestyle": ":", "linewidth": 1.5}
 GREY = "0.4"
-SUFFIXES = (".png", ".svg", ".pdf")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path, metavar="RUN_DIRECTORY", help="directory of a training run")
-    parser.add_argument("--output", type=Path, help="file to write (default: RUN_DIRECTORY/loss.png)")
-    args = parser.parse_args(arguments)
-    output = args.output or args.run / "loss.png"
-    if output.suffix not in SUFFIXES:
-        raise ConfigError(f"--output is {str(output)!r}; its suffix must be one of {', '.join(SUFFIXES)}.")
-    resolve_run(args.run)
-    require_writable(output, "--output")
-    plot(read_metrics(args.run), read_unigram(args.run), output)
-    print(output)
-
-
-def plot(records: Sequence[Mapping[str, Any]], unigram: Mapping[str, float], output: Path) -> None:
-    """Draw the records of a run to `output`. Raises DataError without a record or if writing fails."""
+def plot_losses(records: Sequence[Mapping[str, Any]], unigram: Mapping[str, float], output: Path) -> None:
+    """Draw the losses of a run to `output`. Raises DataError without a training step or if writing fails."""
     train = [record for record in records if record["kind"] == "train"]
     validation = [record for record in records if record["kind"] == "validation"]
     if not train:
         raise DataError("metrics.jsonl has no training step yet; train for at least run.log_interval steps.")
-    figure, (total, parts) = pyplot.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
-    draw_total(total, train, validation, unigram)
-    draw_objectives(parts, validation, unigram)
-    for axes in (total, parts):
+    figure, (total_axes, objective_axes) = pyplot.subplots(
+        1, 2, figsize=(11, 4.5), sharey=True, layout="constrained"
+    )
+    draw_total(total_axes, train, validation, unigram)
+    draw_objectives(objective_axes, validation, unigram)
+    for axes in (total_axes, objective_axes):
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
         if axes.get_lines():
             axes.legend()
-    total.set_ylabel(f"loss, nats per {'sentence' if 'beta' in train[-1] else 'token'}")
+    total_axes.set_ylabel(f"loss, nats per {'sentence' if 'beta' in train[-1] else 'token'}")
     try:
         figure.savefig(output, dpi=120)
     except OSError as error:
@@ -102,11 +79,3 @@ def series(records: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], 
     """Steps and values of the records that have `name`, without null, which stands for infinite values."""
     points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
     return [step for step, _ in points], [value for _, value in points]
-
-
-def command() -> None:
-    run_command(main)
-
-
-if __name__ == "__main__":
-    command()
