@@ -206,7 +206,7 @@ def of_heads(draw: Callable[..., torch.Tensor], tokens: int, count: int) -> Iter
 
         given = cos, sin, *scales, EPSILON, count, 1.0
         yield Case(
-            f"spread_heads{form}", lambda given=given: (heads.spread_heads_kernel(joined, *given),),
+            f"expand_heads{form}", lambda given=given: (heads.expand_heads_kernel(joined, *given),),
             lambda defined=defined: (defined(joined.double()),),
         )  # fmt: skip
         yield Case(
@@ -217,10 +217,10 @@ def of_heads(draw: Callable[..., torch.Tensor], tokens: int, count: int) -> Iter
 
             def turned() -> tuple[torch.Tensor, ...]:
                 copy = joined.view(tokens, 3, count, HEAD_SIZE).clone()
-                heads.turn_heads_kernel(copy, cos, sin, False)
+                heads.rotate_heads_kernel(copy, cos, sin, False)
                 return (copy,)
 
-            yield Case("turn_heads", turned, lambda defined=defined: (defined(joined.double()),))
+            yield Case("rotate_heads", turned, lambda defined=defined: (defined(joined.double()),))
 
 
 def masked_attention(
@@ -265,7 +265,7 @@ def masked_attention(
         return [out, scores.logsumexp(-1), *torch.autograd.grad(out, given, grad.double())]
 
     by_distance = numbers[buckets.long()].T.contiguous(), buckets, []
-    by_tables = None, rule_attention.table_places(rows), tables
+    by_tables = None, rule_attention.table_slots(rows), tables
     of_queries = *by_tables[:2], tables[:1]
     for form, bias in (("", by_distance), (" tables", by_tables), (" query_tables", of_queries)):
         yield from _attention_passes(form, reference(form), qkv, grad, plan, (*bias, *rest))
@@ -352,8 +352,8 @@ def expected(name: str, tokens: int, width: int, words: int, gpu: Gpu) -> float:
         passes = 5 if kernel == "add_norm_backward" else 8
         rounds = tokens / sum_programs(width, gpu.processors)
     elif kernel.endswith("_heads"):  # with angles, and the copy that is turned
-        numbers, issue = 3 * numbers, ISSUE[f"{kernel.replace('turn', 'spread')}{'_normed' * bool(form)}"]
-        moved = 10 if kernel == "turn_heads" else 8 if kernel == "gather_heads" and form else 6
+        numbers, issue = 3 * numbers, ISSUE[f"{kernel.replace('rotate', 'expand')}{'_normed' * bool(form)}"]
+        moved = 10 if kernel == "rotate_heads" else 8 if kernel == "gather_heads" and form else 6
         passes = moved / 3 + 128 / 3 / width
     elif kernel == "finish_sums":
         numbers, passes = sum_programs(width, gpu.processors) * 3 * width, 2

@@ -22,7 +22,7 @@ from megatron_lite.config.model import ModelConfig
 from megatron_lite.config.tree import Config
 from megatron_lite.engine.deepspeed_engines import quiet_deepspeed
 from megatron_lite.engine.engine import SHARED_BY_STAGES, Engine, StepResult
-from megatron_lite.model.attention_backends.calls import PartsPlan
+from megatron_lite.model.attention_backends.interface import EncoderDecoderPlan
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.block import Block
 from megatron_lite.model.embedding import PositionEmbeddings
@@ -43,7 +43,7 @@ from megatron_lite.model.forward_context import (
     own_lengths,
     with_bias,
 )
-from megatron_lite.model.fused_block import Hidden, Residual, settled
+from megatron_lite.model.fused_block import Hidden, Residual, materialize
 from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.lm_head import Heads
 from megatron_lite.model.loss import ChunkedLogits, loss_logits, sum_losses
@@ -105,7 +105,7 @@ class _Feed:
     def split(self, hidden: torch.Tensor) -> _Parts:
         """The rows of encoder and decoder."""
         plan = self.current.context.plan
-        assert isinstance(plan, PartsPlan)
+        assert isinstance(plan, EncoderDecoderPlan)
         encoded, decoded = hidden.split(own_lengths(plan, self.parallel))
         return encoded, decoded
 
@@ -153,7 +153,7 @@ class _Block(Block):
         current = self.feed.current
         if current.before_block is not None:
             # Memory detaches at each block; a residual that is still a sum is finished for that.
-            x = current.before_block(self.layer, settled(x))
+            x = current.before_block(self.layer, materialize(x))
         return super().forward(x, current.context, self.layer)
 
 
@@ -164,7 +164,7 @@ class _EncoderBlock(_Block):
         assert self.feed.current.parts is not None
         context, _ = self.feed.current.parts
         # Finished: the stage may end here, and what it sends are tensors.
-        return settled(Block.forward(self, parts[0], context, self.layer)), parts[1]
+        return materialize(Block.forward(self, parts[0], context, self.layer)), parts[1]
 
 
 class _DecoderBlock(DecoderBlock):
@@ -201,7 +201,7 @@ class _Readout(nn.Module):
 
     def forward(self, given: Hidden | _Parts) -> tuple[Heads, *_Rows]:
         current = self.feed.current
-        hidden = given[1] if current.parts is not None else settled(cast(Hidden, given))  # the decoder's
+        hidden = given[1] if current.parts is not None else materialize(cast(Hidden, given))  # the decoder's
         context = current.context if current.parts is None else current.parts[1]
         return self.heads, *self.heads(hidden, current.input.loss_rows, self.final_layernorm, context.dropout)
 
@@ -279,7 +279,7 @@ class _Stages(PipelineModule):
         if self._feed.current.parts is None:
             out = super().forward(hidden)
             # DeepSpeed sends one tensor of one shape between stages.
-            return settled(out) if isinstance(out, Residual) else out  # what a stage sends is one tensor
+            return materialize(out) if isinstance(out, Residual) else out  # what a stage sends is one tensor
         out = super().forward(self._feed.split(hidden) if self._local_start >= _FIRST_BLOCK else hidden)
         is_last = self._local_stop == len(self._layer_specs)
         return out if is_last or isinstance(out, torch.Tensor) else torch.cat(out)

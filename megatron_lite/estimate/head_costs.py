@@ -41,7 +41,7 @@ class HeadCosts:
         elif self.is_in_place:
             self._in_place(tally)
         elif self.changes:
-            self._kernel(tally, "spread_heads")
+            self._kernel(tally, "expand_heads")
 
     def gather(self, tally: Tally, is_joined: bool) -> None:
         """In the backward pass. Args: is_joined: with the gradients of one call put together."""
@@ -60,7 +60,7 @@ class HeadCosts:
 
     def _in_place(self, tally: Tally) -> None:
         tally.kernel(
-            4 * self.whole * self.s.element + self._angles, issued=2 * self.whole * ISSUE["spread_heads"]
+            4 * self.whole * self.s.element + self._angles, issued=2 * self.whole * ISSUE["expand_heads"]
         )
 
     def _kernel(self, tally: Tally, kernel: str, more: float = 0.0, is_joined: bool = False) -> None:

@@ -20,11 +20,10 @@ from megatron_lite.config.tree import Config
 from megatron_lite.estimate.batches import random_batches
 from megatron_lite.estimate.roofline import Work, tile_pairs
 from megatron_lite.model.attention_backends.blocks import BLOCK, BlockPlan
-from megatron_lite.model.attention_backends.calls import spans_of
-from megatron_lite.model.attention_backends.cross_attention import rectangles
+from megatron_lite.model.attention_backends.cross_attention import cross_attention_groups
 from megatron_lite.model.attention_backends.dense import DensePlan
 from megatron_lite.model.attention_backends.layout import Layout
-from megatron_lite.model.attention_backends.varlen import VarlenCall, VarlenPlan
+from megatron_lite.model.attention_backends.varlen import VarlenLaunch, VarlenPlan
 from megatron_lite.model.attention_backends.window import LayeredPlan
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.lengths import few_lengths
@@ -144,7 +143,7 @@ def _one(config: Config, batch: Batch) -> Rows:
     kernel = kernel_of(model, _CUDA)
     stack, *others = [
         _stack(plan_stack(part, _CUDA, model, kernel), part, batch, model)
-        for part in (layout.parts if model.decoder_layers else [layout])
+        for part in (layout.encoder_and_decoder if model.decoder_layers else [layout])
     ]
     cross = _cross(layout, kernel, model) if others else None
     weights, objectives = batch.weights.reshape(-1), batch.fields[:, OBJECTIVE].reshape(-1)
@@ -158,9 +157,9 @@ def _one(config: Config, batch: Batch) -> Rows:
 
 def _stack(plan: Any, layout: Layout, batch: Batch, model: ModelConfig) -> Stack:
     rows, length = len(batch.fields), batch.fields.shape[2]
-    counts = np.bincount(layout.rows // length, minlength=rows).astype(float)
+    counts = np.bincount(layout.batch_index // length, minlength=rows).astype(float)
     if isinstance(plan, LayeredPlan):
-        whole, near = (_stack(each, layout, batch, model) for each in (plan.whole, plan.near))
+        whole, near = (_stack(each, layout, batch, model) for each in (plan.global_plan, plan.local_plan))
         pairs, share = zip(whole.calls, near.calls, strict=True), model.local_share
         calls = tuple(first.times(1 - share).plus(second.times(share)) for first, second in pairs)
         return Stack(whole.kernel, calls, counts)
@@ -169,17 +168,17 @@ def _stack(plan: Any, layout: Layout, batch: Batch, model: ModelConfig) -> Stack
         call = _whole(places, places, places * length, "dense")
         return Stack("dense", (call,), np.full(rows, float(length)))
     if isinstance(plan, BlockPlan):
-        blocks = int(plan.of_queries.partial_counts.sum() + plan.of_queries.full_counts.sum())
+        blocks = int(plan.block_lists.partial_counts.sum() + plan.block_lists.full_counts.sum())
         kinds = {"none": "rule", "buckets": "biased", "disentangled": "tables"}
         kind = kinds.get(model.relative, "query tables")
         return Stack("blocks", (_whole(plan.length, plan.length, blocks * BLOCK**2, kind),), counts)
     assert isinstance(plan, VarlenPlan)
-    return Stack("varlen", tuple(_varlen(call, model) for call in plan.calls), counts)
+    return Stack("varlen", tuple(_varlen(launch, model) for launch in plan.launches), counts)
 
 
-def _varlen(call: VarlenCall, model: ModelConfig) -> Call:
-    queries, keys = (np.diff(ends).astype(float) for ends in (call.query_ends, call.key_ends))
-    return _call(queries, keys, model, call.causal, len(call.gathered), call.window)
+def _varlen(launch: VarlenLaunch, model: ModelConfig) -> Call:
+    queries, keys = (np.diff(ends).astype(float) for ends in (launch.query_ends, launch.key_ends))
+    return _call(queries, keys, model, launch.causal, len(launch.gathered), launch.window)
 
 
 def _call(
@@ -211,8 +210,8 @@ def _cross(layout: Layout, kernel: str, model: ModelConfig) -> Call:
     if kernel == "dense":
         whole = float(layout.shape[0] * layout.shape[1])
         return _whole(whole, whole, whole * layout.shape[1], "dense")
-    orders = [plan_stack(part, _CUDA, model, kernel).order for part in layout.parts]
-    found = rectangles(layout, orders[1], orders[0])
-    lengths = np.array([[stop - start for start, stop in spans_of(unit)] for unit in found], float)
+    orders = [plan_stack(part, _CUDA, model, kernel).order for part in layout.encoder_and_decoder]
+    groups = cross_attention_groups(layout, orders[1], orders[0])
+    lengths = np.array([[stop - start for start, stop in group.spans] for group in groups], float)
     queries, keys = lengths.reshape(-1, 2).T
     return replace(_call(queries, keys, model), queries=float(len(orders[1])), gathered=float(keys.sum()))

@@ -13,7 +13,8 @@ import torch
 from data_utils.common.batch_fields import ID_FIELDS
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.inference.attention_probe import AttentionProbe
-from megatron_lite.model.attention_backends.calls import Packed, PartsPlan, ScoreBias, attend_all
+from megatron_lite.model.attention_backends.cpu_kernels import attend_all
+from megatron_lite.model.attention_backends.interface import EncoderDecoderPlan, Packed, ScoreBias
 from megatron_lite.model.encoder_decoder import DecoderContext
 from megatron_lite.model.forward_context import Condition, ForwardContext, make_context
 from megatron_lite.model.kernels.dropout import AttentionDropout
@@ -203,7 +204,7 @@ def run_cached_decoder(
     rows = encoded.flatten(0, 1)
     if cross.is_filled:
         rows = rows[:1]  # its keys and values are cached; no layer reads it again
-    parts = PartsPlan(None, plan, cross, (0, tokens.numel()), ids[0].flatten().cpu().numpy())
+    parts = EncoderDecoderPlan(None, plan, cross, (0, tokens.numel()), ids[0].flatten().cpu().numpy())
     context = DecoderContext(tokens.shape, plan, None, None, cross=cross, both=None)
     whole = ForwardContext((tokens.numel(),), parts, None, None)
     hidden = model.embedding(tokens.flatten(), ids.flatten(1), whole, model.decoder_embedding)

@@ -10,13 +10,13 @@ from torch import nn
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.activation_checkpoint import recomputed
-from megatron_lite.model.attention_backends.calls import PartsPlan
+from megatron_lite.model.attention_backends.interface import EncoderDecoderPlan
 from megatron_lite.model.disentangled import Disentangled, own_projection
 from megatron_lite.model.forward_context import ForwardContext
 from megatron_lite.model.kernels.dropout import AttentionDropout
 from megatron_lite.model.norms import HeadNorms
 from megatron_lite.model.position_bias import DistanceScores
-from megatron_lite.model.rope import Rotary, spread
+from megatron_lite.model.rope import Rotary, prepare_qkv
 from megatron_lite.model.tensor_parallel import (
     ColumnParallelLinear,
     DeferredBias,
@@ -74,11 +74,11 @@ class Attention(nn.Module):
         return self.dense(out.reshape(math.prod(context.shape), -1), skip_bias_add=skip_bias_add)
 
     def _attend(self, qkv: torch.Tensor, context: ForwardContext, layer: int) -> torch.Tensor:
-        assert not isinstance(context.plan, PartsPlan)
+        assert not isinstance(context.plan, EncoderDecoderPlan)
         heads, rotary = qkv.view(len(qkv), -1, self.head_size), self.rotary_of(context, layer)
         # [T, heads + 2 key-value heads, D] -> [T, 3 heads, D]: rotary angles and norms are applied, and K and V
         # repeated for their groups of queries in the same pass.
-        heads = spread(heads, self.key_value_heads, rotary, self.head_norms, self.query_factor)
+        heads = prepare_qkv(heads, self.key_value_heads, rotary, self.head_norms, self.query_factor)
         qkv = heads.view(len(qkv), 3, -1, self.head_size)
         if context.condition is not None:
             qkv = context.condition.remembered(qkv, layer)

@@ -23,11 +23,11 @@ from torch import nn
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention_backends.blocks import BlockPlan
-from megatron_lite.model.attention_backends.calls import BiasedPlan
+from megatron_lite.model.attention_backends.interface import BiasedPlan
 from megatron_lite.model.attention_backends.tables import TableBias
 from megatron_lite.model.kernels.dropout import Dropout
 from megatron_lite.model.kernels.fused import dropout_add
-from megatron_lite.model.kernels.rule_attention import table_places
+from megatron_lite.model.kernels.rule_attention import table_slots
 from megatron_lite.model.norms import make_norm
 from megatron_lite.model.tensor_parallel import ColumnParallelLinear, TensorParallel
 
@@ -53,10 +53,10 @@ def bucket_line(buckets: int, positions: int, device: torch.device) -> torch.Ten
 
 @functools.lru_cache(maxsize=8)
 def place_line(buckets: int, positions: int, longest: int, device: torch.device) -> torch.Tensor:
-    """`table_places` of the bucket of each distance from -longest to longest, key less query: int32."""
+    """`table_slots` of the bucket of each distance from -longest to longest, key less query: int32."""
     apart = torch.arange(longest, -longest - 1, -1).clamp(-2 * positions, 2 * positions)
     line = bucket_line(buckets, positions, torch.device("cpu"))
-    return table_places(line[apart + 2 * positions]).to(device)
+    return table_slots(line[apart + 2 * positions]).to(device)
 
 
 class PositionRows(NamedTuple):
@@ -93,7 +93,7 @@ class BucketEmbeddings(nn.Module):
         line = bucket_line(self.buckets, self.positions, positions.device)
         most = 2 * self.positions
         places = []
-        for queries, keys in plan.pairs(positions.device):
+        for queries, keys in plan.query_key_pairs(positions.device):
             apart = positions[queries][..., :, None] - positions[keys][..., None, :]
             places.append(line[apart.clamp(-most, most).long() + most].unsqueeze(-3))
         # Each rank has a part of the gradient: that of its heads.

@@ -14,7 +14,7 @@ from torch import nn
 
 from data_utils.common.batch_fields import ID_FIELDS, ORD
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.attention_backends.calls import PartsPlan
+from megatron_lite.model.attention_backends.interface import EncoderDecoderPlan
 from megatron_lite.model.dense import Linear
 from megatron_lite.model.forward_context import ForwardContext, by_ranks, own_lengths, own_tokens
 from megatron_lite.model.kernels.fused import dropout_add
@@ -104,7 +104,7 @@ class PositionEmbeddings(nn.Module):
         if decoder is None:
             hidden = self._sum(hidden, ids, self)
         else:
-            assert isinstance(context.plan, PartsPlan)
+            assert isinstance(context.plan, EncoderDecoderPlan)
             lengths = own_lengths(context.plan, self.parallel)
             first, second = hidden.split(lengths)
             first_ids, second_ids = ids.split(lengths, dim=1)

@@ -18,11 +18,11 @@ from torch import nn
 
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.activation_checkpoint import recomputed
-from megatron_lite.model.attention_backends.calls import AttentionPlan, PartsPlan
+from megatron_lite.model.attention_backends.interface import AttentionPlan, EncoderDecoderPlan
 from megatron_lite.model.block import Block
 from megatron_lite.model.embedding import PositionEmbeddings
 from megatron_lite.model.forward_context import ForwardContext, own_lengths
-from megatron_lite.model.fused_block import Residual, attention_sublayer, mlp_sublayer, settled
+from megatron_lite.model.fused_block import Residual, attention_sublayer, materialize, mlp_sublayer
 from megatron_lite.model.kernels.dropout import Dropout
 from megatron_lite.model.kernels.fused import dropout_add, has_kernels
 from megatron_lite.model.norms import LayerNorm, RMSNorm, make_norm
@@ -45,9 +45,9 @@ class DecoderContext(ForwardContext):
 def encoder_decoder_contexts(
     context: ForwardContext, parallel: TensorParallel
 ) -> tuple[ForwardContext, DecoderContext]:
-    """The inputs of encoder and decoder for one micro-batch, whose plan is a PartsPlan."""
+    """The inputs of encoder and decoder for one micro-batch, whose plan is a EncoderDecoderPlan."""
     plan, both = context.plan, context.dropout
-    assert isinstance(plan, PartsPlan)
+    assert isinstance(plan, EncoderDecoderPlan)
     encoder, decoder = _split(both, plan.lengths)
     # `dropout` has the keys of all tokens, for attention; `local_dropout` those of this rank, under sequence
     # parallelism.
@@ -185,4 +185,4 @@ class DecoderBlock(Block):
         # Pre-norm continues with the sum, post-norm with what its norm made of it.
         residual = Residual(total if self.is_pre_norm else normed, x_cross, dropout)
         total, normed = residual.norm(after_cross)
-        return settled(mlp_sublayer(self, total, normed, context, layer))
+        return materialize(mlp_sublayer(self, total, normed, context, layer))

@@ -11,7 +11,7 @@ import torch
 from data_utils.common.batch_fields import BLOCK_POSITION_IDS, ID_FIELDS
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention_backends.blocks import BlockPlan, DistanceBias
-from megatron_lite.model.attention_backends.calls import AttentionPlan, BiasedPlan, PartsPlan
+from megatron_lite.model.attention_backends.interface import AttentionPlan, BiasedPlan, EncoderDecoderPlan
 from megatron_lite.model.disentangled import BucketEmbeddings, Disentangled
 from megatron_lite.model.kernels.dropout import Dropout, FeatureDropout
 from megatron_lite.model.kernels.fused import dropout_add
@@ -23,22 +23,26 @@ from megatron_lite.model.tensor_parallel import TensorParallel
 BeforeBlock = Callable[[int, torch.Tensor], torch.Tensor]
 
 
-def by_ranks(x: torch.Tensor, plan: AttentionPlan | PartsPlan, parallel: TensorParallel) -> torch.Tensor:
+def by_ranks(
+    x: torch.Tensor, plan: AttentionPlan | EncoderDecoderPlan, parallel: TensorParallel
+) -> torch.Tensor:
     """Tokens [..., T] in the order in which sequence parallelism splits them: each rank has its share of each part."""
-    if not parallel.sequence_parallel or not isinstance(plan, PartsPlan):
+    if not parallel.sequence_parallel or not isinstance(plan, EncoderDecoderPlan):
         return x
     shares = [part.chunk(parallel.group.size, -1) for part in x.split(plan.lengths, -1)]
     return torch.cat([share for of_rank in zip(*shares, strict=True) for share in of_rank], -1)
 
 
-def own_tokens(x: torch.Tensor, plan: AttentionPlan | PartsPlan, parallel: TensorParallel) -> torch.Tensor:
+def own_tokens(
+    x: torch.Tensor, plan: AttentionPlan | EncoderDecoderPlan, parallel: TensorParallel
+) -> torch.Tensor:
     """This rank's part of tokens [..., T] outside tensor-parallel layers: all, or 1 / tp under sequence parallelism."""
     if not parallel.sequence_parallel:
         return x
     return by_ranks(x, plan, parallel).chunk(parallel.group.size, -1)[parallel.group.rank]
 
 
-def own_lengths(plan: PartsPlan, parallel: TensorParallel) -> list[int]:
+def own_lengths(plan: EncoderDecoderPlan, parallel: TensorParallel) -> list[int]:
     """Number of encoder and decoder tokens on this rank."""
     size = parallel.group.size if parallel.sequence_parallel else 1
     return [length // size for length in plan.lengths]
@@ -62,7 +66,7 @@ class ForwardContext:
     """Inputs of all layers for one micro-batch, beside the hidden state."""
 
     shape: tuple[int, ...]  # of the tokens: [T] in training
-    plan: AttentionPlan | PartsPlan
+    plan: AttentionPlan | EncoderDecoderPlan
     dropout: Dropout | None  # of all tokens
     local_dropout: Dropout | None  # of this rank's tokens: all but under sequence parallelism
     bias: Any = None  # of all layers' scores: a ScoreBias, or what a BlockPlan takes
@@ -74,7 +78,7 @@ class ForwardContext:
     @staticmethod
     def of(
         shape: tuple[int, ...],
-        plan: AttentionPlan | PartsPlan,
+        plan: AttentionPlan | EncoderDecoderPlan,
         dropout: Dropout | None,
         parallel: TensorParallel,
         rotary: tuple[Rotary, Rotary] | None = None,
@@ -103,7 +107,7 @@ def make_context(
     config: ModelConfig,
     shape: tuple[int, ...],
     ids: torch.Tensor,
-    plan: AttentionPlan | PartsPlan,
+    plan: AttentionPlan | EncoderDecoderPlan,
     dropout: Dropout | None,
     parallel: TensorParallel,
     condition: Condition | None = None,
@@ -135,7 +139,7 @@ def with_bias(context: ForwardContext, table: Table | None, positions: torch.Ten
 
 
 def detached_memory(
-    ids: torch.Tensor, plan: AttentionPlan | PartsPlan, parallel: TensorParallel
+    ids: torch.Tensor, plan: AttentionPlan | EncoderDecoderPlan, parallel: TensorParallel
 ) -> BeforeBlock:
     """Stops the gradient at the states of a memory that enter each block; weights still learn from their keys.
 

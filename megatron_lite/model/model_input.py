@@ -23,10 +23,11 @@ from data_utils.common.batch_fields import ID_FIELDS, OBJECTIVE, SEGMENT_IDS, TA
 from data_utils.common.losses import CLASS_LEVEL, MASKED_SPANS, SPAN_BOUNDARY
 from data_utils.common.random_streams import derive_seed
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.attention_backends.calls import HostPlan, PartsPlan
-from megatron_lite.model.attention_backends.cross_attention import constant_length, plan_parts
+from megatron_lite.model.attention_backends.cross_attention import constant_length, plan_encoder_decoder
+from megatron_lite.model.attention_backends.interface import BatchPlan, EncoderDecoderPlan, HostPlan
 from megatron_lite.model.attention_backends.layout import Layout
 from megatron_lite.model.attention_backends.plan import plan_attention
+from megatron_lite.model.attention_backends.varlen import VarlenPlan
 from megatron_lite.model.attention_backends.window import plan_layers
 from megatron_lite.model.batch import Batch
 from megatron_lite.model.kernels.dropout import Dropout, salts, token_keys
@@ -57,7 +58,7 @@ class ModelInput:
 
     tokens: torch.Tensor  # int32 [T]
     ids: torch.Tensor  # int32 [len(ID_FIELDS), T]: for the other embeddings and for relative positions
-    plan: Any  # on the host HostPlan or PartsPlan, on a device what `on_device` made of it
+    plan: Any  # on the host HostPlan or EncoderDecoderPlan, on a device what `on_device` made of it
     loss_rows: LossRows  # where the model has a decoder, of its rows
     targets: torch.Tensor  # int32 [K + P + M], see LossRows
     weights: torch.Tensor  # fp32 [K + P + M], and then those of `Batch.more_weights`
@@ -136,11 +137,13 @@ def plan_stack(
     kernel: str = "auto",
     multiple: int = 1,
     has_graphs: bool = False,
-) -> HostPlan:
+) -> BatchPlan:
     """`plan_attention` for the layers of a model. Args: has_graphs: see `prepare`."""
     if not config.attention_window:
         plan = plan_attention(layout, device, kernel, multiple)
-        return plan.fixed(layout.shape[1]) if has_graphs and hasattr(plan, "fixed") else plan
+        if has_graphs and isinstance(plan, VarlenPlan):
+            return plan.with_fixed_shapes(layout.shape[1])
+        return plan
     return plan_layers(layout, device, kernel, multiple, config.attention_window, config.global_every)
 
 
@@ -234,10 +237,12 @@ def prepare(
     places, first = batch.fields[:, TOKENS].size, 0
     if kernel == "auto":
         kernel = kernel_of(config, device)
-    plan: HostPlan | PartsPlan
+    plan: HostPlan | EncoderDecoderPlan
     if config.decoder_layers or of_decoder is not None:
         length = constant_length(places, multiple) if has_one_length else None
-        plan = plan_parts(batch.layout, device, kernel, multiple, length, has_cross=of_decoder is None)
+        plan = plan_encoder_decoder(
+            batch.layout, device, kernel, multiple, length, has_cross=of_decoder is None
+        )
         first = plan.lengths[0]  # configuration checks that no loss is the encoder's
     else:
         multiple = places if has_one_length else multiple

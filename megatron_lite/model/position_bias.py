@@ -32,8 +32,8 @@ from torch import nn
 from data_utils.common.batch_fields import ID_FIELDS, POSITION_IDS, SEGMENT_IDS
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.attention_backends.blocks import BlockPlan
-from megatron_lite.model.attention_backends.calls import BiasedPlan
-from megatron_lite.model.attention_backends.tables import QueryBias, segment_columns, vectors_of
+from megatron_lite.model.attention_backends.interface import BiasedPlan
+from megatron_lite.model.attention_backends.tables import QueryBias, segment_columns, vector_count
 from megatron_lite.model.disentangled import BucketEmbeddings
 from megatron_lite.model.kernels.dropout import Dropout
 from megatron_lite.model.kernels.fused import dropout_add
@@ -78,13 +78,13 @@ class RelativeBuckets(nn.Module):
         """
         # Tensors, not a function: DeepSpeed must see them to have the table here in the backward pass at ZeRO 3.
         if not isinstance(plan, BlockPlan):
-            pairs = plan.pairs(positions.device)
-            return [self._of(positions[queries], positions[keys]) for queries, keys in pairs]
+            pairs = plan.query_key_pairs(positions.device)
+            return [self._bias(positions[queries], positions[keys]) for queries, keys in pairs]
         line = torch.arange(-plan.row_length, plan.row_length + 1, device=positions.device)
         # A new tensor, not the parameter itself: ZeRO 3 releases the parameter when this module returns.
         return self.weight * 1.0, bucket(line, self.is_causal).int()
 
-    def _of(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    def _bias(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         distance = keys[..., None, :] - queries[..., :, None]
         return F.embedding(bucket(distance, self.is_causal), self.weight).movedim(-1, -3)
 
@@ -116,7 +116,7 @@ class Distances:
         steps = torch.arange(0, config.hidden_size, 2.0, device=ids.device) / config.hidden_size
         count = 2 * longest + 1
         if isinstance(plan, BlockPlan):
-            count, columns = vectors_of(longest), segment_columns(plan.columns, segments, longest)
+            count, columns = vector_count(longest), segment_columns(plan.columns, segments, longest)
         line = torch.arange(-longest, count - longest, device=ids.device, dtype=torch.int32)
         angles = line[:, None].float() / 10000.0**steps
         sinusoids = torch.cat([angles.sin(), angles.cos()], dim=1)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from megatron_lite.config.model import ModelConfig
-from megatron_lite.model.attention_backends.calls import AttentionPlan, PartsPlan
+from megatron_lite.model.attention_backends.interface import AttentionPlan, EncoderDecoderPlan
 from megatron_lite.model.block import stack
 from megatron_lite.model.embedding import Embedding
 from megatron_lite.model.encoder_decoder import (
@@ -36,7 +36,7 @@ from megatron_lite.model.forward_context import (
     own_lengths,
     with_bias,
 )
-from megatron_lite.model.fused_block import Hidden, settled
+from megatron_lite.model.fused_block import Hidden, materialize
 from megatron_lite.model.kernels.dropout import Dropout
 from megatron_lite.model.lm_head import Heads
 from megatron_lite.model.loss import ChunkedLogits, loss_logits, row_losses, sum_losses
@@ -108,7 +108,7 @@ class GLM(TrainedModel):
         self,
         tokens: torch.Tensor,
         ids: torch.Tensor,
-        plan: AttentionPlan | PartsPlan,
+        plan: AttentionPlan | EncoderDecoderPlan,
         dropout: Dropout | None,
         before_block: BeforeBlock | None = None,
         condition: Condition | None = None,
@@ -161,16 +161,16 @@ class GLM(TrainedModel):
             if before_block is not None:
                 # A block may return its sum unfinished, for the next norm's kernel to finish; here the sum itself is
                 # wanted.
-                x = before_block(layer, settled(x))
+                x = before_block(layer, materialize(x))
             x = self._block(layer)(x, context, layer)
-        return settled(x)
+        return materialize(x)
 
     def _run_parts(
         self, hidden: torch.Tensor, context: ForwardContext, positions: torch.Tensor
     ) -> torch.Tensor:
         """The encoder's blocks, then the decoder's: [Te + Td, D], int [Te + Td] -> [Td, D]."""
         encoder, decoder = encoder_decoder_contexts(context, self.parallel)
-        plan = cast(PartsPlan, context.plan)
+        plan = cast(EncoderDecoderPlan, context.plan)
         # Two matrices [Te, D] and [Td, D] between layers: in one, each block would copy the other's tokens.
         encoded, decoded = hidden.split(own_lengths(plan, self.parallel))
         of_encoder, of_decoder = positions.split(plan.lengths)
@@ -195,7 +195,7 @@ class GLM(TrainedModel):
         self,
         tokens: torch.Tensor,
         ids: torch.Tensor,
-        plan: AttentionPlan | PartsPlan,
+        plan: AttentionPlan | EncoderDecoderPlan,
         before_block: BeforeBlock | None = None,
     ) -> torch.Tensor:
         """Output of the last block, before the final norm and without dropout: [..., D], or [Td, D]. One process.
@@ -291,7 +291,7 @@ class GLM(TrainedModel):
         """Logits of tokens [K + P, local V with padding] and of classes [M, classes]."""
         words = self.embedding.word_embeddings
         dropout = batch.dropout
-        if dropout is not None and isinstance(batch.plan, PartsPlan):
+        if dropout is not None and isinstance(batch.plan, EncoderDecoderPlan):
             # Only the decoder's tokens have predictions.
             dropout = replace(dropout, keys=dropout.keys.split(batch.plan.lengths)[1])
         vectors, classes = self.heads(hidden, batch.loss_rows, self.final_layernorm, dropout)

@@ -16,9 +16,9 @@ from data_utils.common.batch_fields import ID_FIELDS
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.kernels import fused
 from megatron_lite.model.kernels import qkv_heads as heads
-from megatron_lite.model.kernels.qkv_heads import HeadForm
+from megatron_lite.model.kernels.qkv_heads import HeadTransform
 from megatron_lite.model.norms import HeadNorms
-from megatron_lite.model.rope import Rotary, spread
+from megatron_lite.model.rope import Rotary, prepare_qkv
 from megatron_lite.model.tensor_parallel import TensorParallel
 
 # Tokens, heads of queries, of keys, size of a head, features that are turned, whether heads are normed, factor
@@ -46,7 +46,7 @@ def case(name, dtype=torch.float32):
     """Heads, the form, and how many heads of queries."""
     tokens, queries, keys, size, turned, normed, factor = FORMS[name]
     scales = [draw(size, seed=seed, dtype=dtype) if normed else None for seed in (1, 2)]
-    form = HeadForm(*angles_of(tokens, turned), *scales, 1e-5, keys, factor)
+    form = HeadTransform(*angles_of(tokens, turned), *scales, 1e-5, keys, factor)
     return draw(tokens, queries + 2 * keys, size, dtype=dtype), form, queries
 
 
@@ -93,7 +93,7 @@ def test_operands_and_their_gradients(monkeypatch, name, dtype):
     monkeypatch.setattr(heads, "_PROGRAMS", 3)
     x, form, _ = case(name, dtype)
     scales = [None if scale is None else scale.requires_grad_() for scale in form[2:4]]
-    out = heads.Spread.apply(x.requires_grad_(), *scales, form)
+    out = heads.ExpandHeads.apply(x.requires_grad_(), *scales, form)
     x_wide, form_wide, learnt = wide(x.detach(), form)
     expected = defined(x_wide, form_wide)
     assert_close(out, expected, dtype)
@@ -126,10 +126,10 @@ def test_gradients_as_attention_leaves_them(name, queries, first_key, keys):
 def test_turns_in_place_and_back(dtype):
     x, form, _ = case("more rows than a program has", dtype)
     packed = x.clone().view(len(x), 3, 3, -1)
-    heads.turn_heads_kernel(packed, form.cos, form.sin, False)
+    heads.rotate_heads_kernel(packed, form.cos, form.sin, False)
     assert_close(packed, defined(x.double(), form), dtype)
     assert torch.equal(packed[:, 2], x[:, 6:]), "values stay"
-    heads.turn_heads_kernel(packed, form.cos, form.sin, True)
+    heads.rotate_heads_kernel(packed, form.cos, form.sin, True)
     assert_close(packed.flatten(1, 2), x.double(), dtype)
 
 
@@ -159,7 +159,7 @@ def test_a_model_computes_the_same_with_and_without_kernels(monkeypatch, options
     learnt = [x, *([] if norms is None else norms.parameters())]
 
     def run():
-        out = spread(x, config.key_value_heads, rotary, norms, config.query_factor)
+        out = prepare_qkv(x, config.key_value_heads, rotary, norms, config.query_factor)
         return [out, *torch.autograd.grad(out, learnt, draw(*out.shape, seed=4))]
 
     ours = run()
@@ -174,13 +174,13 @@ def test_no_rows():
         none = form._replace(**{key: None if form.cos is None else form.cos[:0] for key in ("cos", "sin")})
         x = x[:0].requires_grad_()
         scales = [None if scale is None else scale.requires_grad_() for scale in form[2:4]]
-        out = heads.Spread.apply(x, *scales, none)
+        out = heads.ExpandHeads.apply(x, *scales, none)
         assert out.shape == (0, 3, count, x.shape[2])
         learnt = [x, *(scale for scale in scales if scale is not None)]
         for gradient, tensor in zip(torch.autograd.grad(out.sum(), learnt), learnt, strict=True):
             assert gradient.shape == tensor.shape and gradient.eq(0).all()
         if form.cos is not None:
-            heads.turn_heads_kernel(out.detach(), none.cos, none.sin, False)
+            heads.rotate_heads_kernel(out.detach(), none.cos, none.sin, False)
 
 
 def test_heads_with_gaps_are_refused():
@@ -188,8 +188,8 @@ def test_heads_with_gaps_are_refused():
     packed = x.view(11, 3, 3, 8)
     gaps = x.transpose(0, 1).contiguous().transpose(0, 1)
     for call in (
-        lambda: heads.spread_heads_kernel(gaps, *form),
-        lambda: heads.turn_heads_kernel(gaps.view(11, 3, 3, 8), form.cos, form.sin, False),
+        lambda: heads.expand_heads_kernel(gaps, *form),
+        lambda: heads.rotate_heads_kernel(gaps.view(11, 3, 3, 8), form.cos, form.sin, False),
         lambda: heads.gather_heads_kernel(packed[:, 0], packed[:, 1], packed[:, 2], 0, None, *form, 11),
     ):
         with pytest.raises(ValueError, match="needs contiguous tensors"):

@@ -269,7 +269,7 @@ def test_programs_follow_the_width_and_the_processors():
 
 
 # Bytes of a thread that spill on an A100, whose kernels keep operands of products in registers.
-SPILLS = {80: {"_add_norm_backward": 4, "_of_queries": 28, "_of_keys": 88}, 90: {}, 100: {}}
+SPILLS = {80: {"_add_norm_backward": 4, "_query_grads": 28, "_key_grads": 88}, 90: {}, 100: {}}
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def test_kernels_compile_for_gpus_and_fit_into_registers(gpu, is_short):
     assert len(found) == (12 + 3 * 3 + 4 if is_short else 3 * 24 + 3 * 3 + 2 * 4)
     assert {name for name, *_ in found} == {
         "_activate", "_activate_backward", "_add_norm", "_add_norm_backward", "_finish_sums", "_join_pair",
-        "_log_sums", "_write_gradient", "_attend", "_of_queries", "_of_keys", "_spread", "_gather",
+        "_log_sums", "_write_gradient", "_attend", "_query_grads", "_key_grads", "_expand", "_gather",
     }  # fmt: skip
     assert [line for line in found if line[-1] > SPILLS[gpu].get(line[0], 0)] == []
 

@@ -16,7 +16,7 @@ from megatron_lite.model.forward_context import ForwardContext
 from megatron_lite.model.init import initialize_parameters
 from megatron_lite.model.kernels.fused import activated
 from megatron_lite.model.model_input import ID_FIELDS, ModelInput
-from megatron_lite.model.rope import Rotary, spread
+from megatron_lite.model.rope import Rotary, prepare_qkv
 from megatron_lite.model.tensor_parallel import TensorParallel
 from megatron_lite.model.transformer import GLM
 from megatron_lite.parallel.collectives import Group
@@ -37,7 +37,7 @@ def ids(positions, block_positions):
 def test_pairs_of_features_are_turned_by_their_angle():
     rotary = Rotary.of(CONFIG, ids([0, 3, 5], [0, 0, 2]))
     heads = torch.randn(3, 2, 8, dtype=torch.float64).float()
-    turned = rotary.turn(heads)
+    turned = rotary.rotate(heads)
     assert torch.equal(turned[..., 4:], heads[..., 4:]) and torch.equal(turned[0], heads[0])
     for token, position in enumerate((0, 3, 7)):
         for pair in range(2):
@@ -141,7 +141,7 @@ def test_shared_keys_are_those_of_a_model_that_repeats_their_weights():
 
 def test_without_the_options_nothing_is_copied():
     heads = torch.randn(5, 12, 8)
-    assert spread(heads, 4, None) is heads
+    assert prepare_qkv(heads, 4, None) is heads
 
 
 @pytest.mark.parametrize("activation", ["gelu_tanh", "gelu_erf", "relu", "silu"])

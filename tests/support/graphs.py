@@ -175,7 +175,7 @@ def join_pair_kernel(dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, first_key, place, borde
     return total, total.flatten(1).sum(0, keepdim=True)
 
 
-def turn_heads_kernel(heads, cos, sin, back):
+def rotate_heads_kernel(heads, cos, sin, back):
     turning = heads[:, :2].flatten(1, 2)
     heads[:, :2].copy_(Rotary(cos, -sin if back else sin).turn(turning).view_as(heads[:, :2]))
 
@@ -185,7 +185,7 @@ def by_torch(monkeypatch):
     for name in ("add_norm", "add_norm_backward", "activate", "activate_backward", "finish_sums"):
         monkeypatch.setattr(fused_block, f"{name}_kernel", globals()[f"{name}_kernel"])
     for module in (fused_block, kernels_of_heads):
-        monkeypatch.setattr(module, "turn_heads_kernel", turn_heads_kernel)
+        monkeypatch.setattr(module, "rotate_heads_kernel", rotate_heads_kernel)
     monkeypatch.setattr(varlen, "join_pair_kernel", join_pair_kernel)
     monkeypatch.setattr(
         lm_loss, "_functions", lambda logits: (lm_loss._sums_by_torch, lm_loss._gradient_by_torch)

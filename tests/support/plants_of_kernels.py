@@ -36,8 +36,8 @@ KERNELS = (
     Plant(
         "pairs of an earlier segment read XLNet's numbers of the same",
         "megatron_lite/model/attention_backends/tables.py",
-        "vectors_of(longest) * (segments != 0)",
-        "vectors_of(longest) * (segments > 0)",
+        "vector_count(longest) * (segments != 0)",
+        "vector_count(longest) * (segments > 0)",
         ("tests/model/test_query_tables.py::test_every_gradient",),
     ),
     Plant(

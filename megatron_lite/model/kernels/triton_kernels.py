@@ -31,8 +31,8 @@ def _block(width: int) -> tuple[int, int]:
 
 
 @triton.jit
-def hash_stays(z, THRESHOLD: tl.constexpr):
-    """Whether what has this number (uint32) stays, see dropout.py."""
+def hash_keeps(z, THRESHOLD: tl.constexpr):
+    """Whether dropout keeps an element, from the uint32 that its hash starts with, see dropout.py."""
     z = (z ^ (z >> 16)) * 0x21F0AAAD
     z = (z ^ (z >> 15)) * 0x735A2D97
     return (z ^ (z >> 15)) >= THRESHOLD
@@ -40,7 +40,7 @@ def hash_stays(z, THRESHOLD: tl.constexpr):
 
 @triton.jit
 def _stays(key, salt, columns, THRESHOLD: tl.constexpr):
-    return hash_stays((key ^ salt).to(tl.uint32) + columns.to(tl.uint32) * 0x9E3779B9, THRESHOLD)
+    return hash_keeps((key ^ salt).to(tl.uint32) + columns.to(tl.uint32) * 0x9E3779B9, THRESHOLD)
 
 
 @kernel("salt", "rows", "epsilon", "scale")

@@ -79,12 +79,12 @@ class LatentBatch(Batch):
     @property
     def visible_keys(self) -> int:
         """(query, key) pairs that attention computes, in both stacks."""
-        encoder, decoder = self.layout.parts
-        return int(encoder.views.seen.sum() + decoder.views.seen.sum())
+        encoder, decoder = self.layout.encoder_and_decoder
+        return int(encoder.visible_keys.count.sum() + decoder.visible_keys.count.sum())
 
     @property
     def target_keys(self) -> int:
-        return int(self.layout.parts[1].views.seen.sum())
+        return int(self.layout.encoder_and_decoder[1].visible_keys.count.sum())
 
     def host_parts(
         self, order: np.ndarray, first: int, predicted: np.ndarray, few_counts: bool, config: ModelConfig
@@ -117,7 +117,7 @@ class HostSentences:
         rank[order[order >= 0]] = np.flatnonzero(order >= 0)
         known, number = np.unique(layout.document, return_inverse=True)
         sentence = np.zeros(batch.fields[:, DOC].size, np.int64)
-        sentence[layout.rows] = number
+        sentence[layout.batch_index] = number
         token_sentence = np.where(order < 0, 0, sentence[order])[first:]
         real = len(known)
         # Few counts, so that kernels and memory of one shape serve many batches.
@@ -127,7 +127,7 @@ class HostSentences:
             """The first chosen token of each sentence, as an index into the order."""
             rows = np.flatnonzero(chosen)
             _, at = np.unique(layout.document[rows], return_index=True)
-            return rank[layout.rows[rows[at]]]
+            return rank[layout.batch_index[rows[at]]]
 
         noise = np.zeros((count, batch.latent_size), np.float32)
         noise[:real] = batch.noise
