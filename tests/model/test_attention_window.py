@@ -111,12 +111,12 @@ def assert_equals_reference(arrays, plan, window, tolerance=1e-10):
 
 @pytest.fixture(params=["sizes of the code", "tiny sizes"])
 def block_sizes(request, monkeypatch):
-    """With tiny sizes, short rows go through every kind of call, and no groups are computed in groups."""
+    """With tiny sizes, short rows go through every mask type, and no groups are computed together."""
     if request.param == "tiny sizes":
         for name, value in (("BLOCK_QUERIES", 7), ("JOINED_TOKENS", 10), ("LEAST_FULL_QUERIES", 2)):
             for module in (attention_layout, windows):
                 monkeypatch.setattr(module, name, value, raising=False)
-        monkeypatch.setattr("megatron_lite.model.attention_backends.plan.SHORT_PRODUCTS", 0)
+        monkeypatch.setattr("megatron_lite.model.attention_backends.cpu_plan.SHORT_PRODUCTS", 0)
 
 
 @EACH

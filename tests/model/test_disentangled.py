@@ -31,7 +31,7 @@ def test_buckets_are_those_of_the_class_of_transformers(buckets, positions):
     assert found.min() == 0 and found.max() == 2 * most - 1
 
 
-@pytest.mark.parametrize("kernel", ["dense", "calls"])
+@pytest.mark.parametrize("kernel", ["dense", "cpu"])
 @pytest.mark.parametrize("own", [False, True])
 def test_packed_documents_are_those_that_are_alone(own, kernel):
     """Loss and every gradient; the second document is twice as long as the longest distance of its own bucket."""

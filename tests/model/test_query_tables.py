@@ -195,7 +195,7 @@ def test_a_model_equals_its_dense_reference(recompute):
 
 def test_what_the_kernel_cannot_take_is_dense_and_said_once(caplog):
     """Keys of one position; positions beyond the row. Queries that no token sees may share one with a key."""
-    tables._say_slow.cache_clear()
+    tables._warn_slow.cache_clear()
     repeated = recipe_arrays(RECIPES["unilmv2"], 40, 2, 1, FIELDS[:4])
     streams = recipe_arrays(RECIPES["xlnet"], 40, 2, 1, FIELDS[:4])
     far = (*streams[:3], streams[3] + streams[3].shape[1])

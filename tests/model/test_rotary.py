@@ -52,7 +52,7 @@ def test_scores_depend_on_distances_only():
     heads = torch.randn(6, 1, 8)
     scores = []
     for first in (0, 40):
-        x = Rotary.of(CONFIG, ids(range(first, first + 6), [0] * 6)).turn(heads)[:, 0]
+        x = Rotary.of(CONFIG, ids(range(first, first + 6), [0] * 6)).rotate(heads)[:, 0]
         scores.append(x @ x.T)
     torch.testing.assert_close(*scores, rtol=1e-5, atol=1e-5)
 
@@ -70,11 +70,11 @@ def test_halves_are_turned_by_one_position_each():
     heads = torch.randn(3, 4, 8)
     text, span = [7, 7, 9], [0, 3, 2]
     both = [
-        Rotary.of(narrow, ids(places, [0] * 3)).turn(half)
+        Rotary.of(narrow, ids(places, [0] * 3)).rotate(half)
         for places, half in zip((text, span), heads.split(4, -1), strict=True)
     ]
     torch.testing.assert_close(
-        Rotary.of(config, ids(text, span)).turn(heads), torch.cat(both, dim=-1), rtol=0, atol=0
+        Rotary.of(config, ids(text, span)).rotate(heads), torch.cat(both, dim=-1), rtol=0, atol=0
     )
 
 

@@ -176,7 +176,7 @@ def test_a_model_equals_its_dense_reference(own):
 
 def test_documents_that_repeat_a_position_take_the_dense_plan_and_say_so_once(caplog):
     arrays = recipe_arrays(RECIPES["unilmv2"], 40, 2, 1, (DOC, ORD, GRP, POSITION_IDS))
-    tables._say_slow.cache_clear()
+    tables._warn_slow.cache_clear()
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert isinstance(plan_attention(make_layout(*arrays), CPU, "tables"), DensePlan)

@@ -177,7 +177,7 @@ def join_pair_kernel(dq_0, dk_0, dv_0, dq_1, dk_1, dv_1, first_key, place, borde
 
 def rotate_heads_kernel(heads, cos, sin, back):
     turning = heads[:, :2].flatten(1, 2)
-    heads[:, :2].copy_(Rotary(cos, -sin if back else sin).turn(turning).view_as(heads[:, :2]))
+    heads[:, :2].copy_(Rotary(cos, -sin if back else sin).rotate(turning).view_as(heads[:, :2]))
 
 
 def by_torch(monkeypatch):

@@ -319,8 +319,8 @@ ROWS = (
     Plant(
         "attention across the documents of a row",
         "megatron_lite/model/attention_backends/layout.py",
-        "document = rows // doc.shape[1] * (flat_doc.max(initial=0) + 1) + flat_doc[rows]",
-        "document = rows // doc.shape[1]",
+        "document = batch_index // doc.shape[1] * (flat_doc.max(initial=0) + 1) + flat_doc[batch_index]",
+        "document = batch_index // doc.shape[1]",
         (VIEWS,),
         "axolotl-ai-cloud/axolotl#3796",
     ),
