@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What attention costs: per objective the plan's calls beside one dense masked call, and the kernels of a call.
 
-The second table has the three kernels of megatron_lite/model/attention_backends/calls.py, casts included, and the
+The second table has the three kernels of megatron_lite/model/attention_backends/cpu_kernels.py, casts included, and the
 one that a plan takes, for calls of [batch, heads, tokens, head size] in which every query sees every key.
 
 Rows come from each objective's own Examples, filled with one document or packed with documents as long as those of a

@@ -118,9 +118,9 @@ def count_window_keys(layout: Layout, window: int) -> np.ndarray:
 def _window_keys(layout: Layout, queries: slice, keys: slice, window: int) -> np.ndarray:
     """The keys with positions from the first key to the last that any of the queries may see: int64, ascending."""
     query_positions, key_positions = layout.position[queries], layout.position[keys]
-    is_near = (key_positions >= query_positions.min() - window) & (
-        key_positions <= query_positions.max() + window
-    )
+    first = query_positions.min() - window
+    last = query_positions.max() + window
+    is_near = (key_positions >= first) & (key_positions <= last)
     return keys.start + np.flatnonzero(is_near)
 
 
