@@ -39,7 +39,7 @@ from megatron_lite.model.forward_context import (
 from megatron_lite.model.fused_block import Hidden, materialize
 from megatron_lite.model.kernels.dropout import Dropout
 from megatron_lite.model.lm_head import Heads
-from megatron_lite.model.loss import ChunkedLogits, loss_logits, row_losses, sum_losses
+from megatron_lite.model.loss import ChunkedLogits, loss_logits, prediction_losses, sum_losses
 from megatron_lite.model.model_input import ModelInput
 from megatron_lite.model.norms import LayerNorm, RMSNorm, final_layernorm
 from megatron_lite.model.position_bias import Table, relative_tables
@@ -283,7 +283,9 @@ class GLM(TrainedModel):
 
     def _row_losses(self, hidden: torch.Tensor, batch: ModelInput) -> torch.Tensor:
         """fp32 [K + P + M], see LossRows."""
-        return row_losses(*self._row_logits(hidden, batch), batch.targets, self.embedding.word_embeddings)
+        return prediction_losses(
+            *self._row_logits(hidden, batch), batch.targets, self.embedding.word_embeddings
+        )
 
     def _row_logits(
         self, hidden: torch.Tensor, batch: ModelInput, whole: bool = False
