@@ -40,7 +40,7 @@ from megatron_lite.model.attention_backends.blocks import BlockPlan
 from megatron_lite.model.attention_backends.layout import make_layout, may_see
 from megatron_lite.model.kernels import cross_entropy, fused, rule_attention
 from megatron_lite.model.kernels import qkv_heads as heads
-from megatron_lite.model.kernels.dropout import FeatureDropout, drop, pairs_formula, salts, stays, token_keys
+from megatron_lite.model.kernels.dropout import FeatureDropout, drop, hash_pairs, is_kept, salts, token_keys
 from megatron_lite.model.kernels.sums import sum_programs
 
 TOLERANCE = 2.0**-7  # of the largest number: results are rounded to bf16 once, and so are torch's inputs
@@ -259,7 +259,7 @@ def masked_attention(
         seen = may_see(plan.columns[..., None], plan.columns[:, None], window=plan.window)
         scores = scores.masked_fill(~seen, float("-inf"))
         of_heads = torch.arange(1, heads + 1, dtype=torch.int32, device=device)[:, None, None]
-        kept = stays(pairs_formula(keys[:, None], keys[None], salt, of_heads), P)
+        kept = is_kept(hash_pairs(keys[:, None], keys[None], salt, of_heads), P)
         out = ((scores.softmax(-1) * kept / (1 - P)) @ value).transpose(0, 1)
         given = start, *{"": biases[:1], " tables": biases[1:], " query_tables": biases[1:2]}[form]
         return [out, scores.logsumexp(-1), *torch.autograd.grad(out, given, grad.double())]

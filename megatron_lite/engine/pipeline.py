@@ -37,10 +37,10 @@ from megatron_lite.model.flops import layer_costs
 from megatron_lite.model.forward_context import (
     BeforeBlock,
     ForwardContext,
-    by_ranks,
     detached_memory,
+    local_lengths,
     make_context,
-    own_lengths,
+    order_by_rank,
     with_bias,
 )
 from megatron_lite.model.fused_block import Hidden, Residual, materialize
@@ -106,7 +106,7 @@ class _Feed:
         """The rows of encoder and decoder."""
         plan = self.current.context.plan
         assert isinstance(plan, EncoderDecoderPlan)
-        encoded, decoded = hidden.split(own_lengths(plan, self.parallel))
+        encoded, decoded = hidden.split(local_lengths(plan, self.parallel))
         return encoded, decoded
 
 
@@ -119,7 +119,7 @@ class _Words(VocabParallelEmbedding):
 
     def forward(self, nothing: torch.Tensor) -> torch.Tensor:
         current = self.feed.current
-        return super().forward(by_ranks(current.input.tokens, current.context.plan, self.parallel))
+        return super().forward(order_by_rank(current.input.tokens, current.context.plan, self.parallel))
 
     @staticmethod
     def project(module: _Words, inputs: tuple[Heads, *_Rows]) -> _Logits:

@@ -32,8 +32,8 @@ from megatron_lite.model.forward_context import (
     Condition,
     ForwardContext,
     detached_memory,
+    local_lengths,
     make_context,
-    own_lengths,
     with_bias,
 )
 from megatron_lite.model.fused_block import Hidden, materialize
@@ -172,7 +172,7 @@ class GLM(TrainedModel):
         encoder, decoder = encoder_decoder_contexts(context, self.parallel)
         plan = cast(EncoderDecoderPlan, context.plan)
         # Two matrices [Te, D] and [Td, D] between layers: in one, each block would copy the other's tokens.
-        encoded, decoded = hidden.split(own_lengths(plan, self.parallel))
+        encoded, decoded = hidden.split(local_lengths(plan, self.parallel))
         of_encoder, of_decoder = positions.split(plan.lengths)
         encoded = self.run_blocks(encoded, encoder, of_encoder)
         if self.encoder_layernorm is not None:

@@ -53,7 +53,7 @@ class WholeTensor:
 def whole_blocks(shape: tuple[int, ...], partition: Partition, tp: int) -> tuple[tuple[int, int], ...]:
     """Rows and columns of each block of the whole parameter, from the shape of one of `tp` shards."""
     rows, columns = matrix_shape(whole_shape(shape, partition, tp))
-    return tuple((part, columns) for part in partition.part_rows(rows))
+    return tuple((part, columns) for part in partition.block_rows(rows))
 
 
 @dataclass

@@ -54,7 +54,9 @@ def test_shards_of_the_vocabulary_equal_fp64(dtype, first, valid):
     log_sums, _ = lm_loss._log_sums_by_torch(logits, targets, first, valid)
     assert (log_sums == -torch.inf).all() == (valid == 0)
     copy = logits.clone()
-    lm_loss._write_gradient_by_torch(copy, targets, log_sums if valid else torch.zeros(30), grad, first, valid)
+    lm_loss._write_gradient_by_torch(
+        copy, targets, log_sums if valid else torch.zeros(30), grad, first, valid
+    )
     assert not copy[:, valid:].any()
     if valid:
         exact = logits[:, :valid].double().requires_grad_()

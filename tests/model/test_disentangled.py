@@ -11,7 +11,7 @@ from data_utils.common.errors import ConfigError
 from data_utils.common.settings import build
 from megatron_lite.config.model import ModelConfig
 from megatron_lite.model.batch import Batch
-from megatron_lite.model.disentangled import bucket_line
+from megatron_lite.model.disentangled import distance_buckets
 from megatron_lite.model.flops import step_flops
 from megatron_lite.model.kernels import fused
 from megatron_lite.model.model_input import ModelInput, dense_reason, kernel_of
@@ -25,7 +25,7 @@ def test_buckets_are_those_of_the_class_of_transformers(buckets, positions):
     distance = torch.arange(-5 * positions, 5 * positions + 1)
     theirs = make_log_bucket_position(distance, buckets, positions).long() if buckets else distance
     most = buckets or positions
-    line = bucket_line(buckets, positions, CPU)
+    line = distance_buckets(buckets, positions, CPU)
     found = line[distance.clamp(-2 * positions, 2 * positions) + 2 * positions]
     assert torch.equal(found, (theirs + most).clamp(0, 2 * most - 1))
     assert found.min() == 0 and found.max() == 2 * most - 1

@@ -26,10 +26,10 @@ from megatron_lite.model.kernels import sums as sums_module
 from megatron_lite.model.kernels.dropout import (
     FeatureDropout,
     drop,
-    features_formula,
+    hash_features,
+    is_kept,
     keep_features,
     salts,
-    stays,
     token_keys,
 )
 
@@ -219,11 +219,11 @@ def test_cross_entropy_of_a_shard(dtype, first, valid):
     targets = torch.tensor([0, 4199, 4200, 8299, 8300, 9000, 17], dtype=torch.int32)
     grad = torch.rand(rows, generator=torch.Generator().manual_seed(1))
     ours = cross_entropy_kernels.log_sums_kernel(logits, targets, first, valid)
-    theirs = loss_module._sums_by_torch(logits, targets, first, valid)
+    theirs = loss_module._log_sums_by_torch(logits, targets, first, valid)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
     written = logits.clone(), logits.clone()
     cross_entropy_kernels.write_gradient_kernel(written[0], targets, theirs[0], grad, first, valid)
-    loss_module._gradient_by_torch(written[1], targets, theirs[0], grad, first, valid)
+    loss_module._write_gradient_by_torch(written[1], targets, theirs[0], grad, first, valid)
     assert_close(written[:1], written[1:], dtype)
 
 
@@ -359,5 +359,5 @@ def test_torch_computes_instead(monkeypatch):
 def test_torch_drops_what_kernels_drop(p):
     """The formula that a GPU computes with torch's operators, beside the compiled one of the CPU."""
     dropout = dropout_of(p)
-    formula = stays(features_formula(dropout.keys, dropout.salt, WIDTH), p)
+    formula = is_kept(hash_features(dropout.keys, dropout.salt, WIDTH), p)
     assert torch.equal(formula, keep_features(dropout.keys, dropout.salt, WIDTH, p))

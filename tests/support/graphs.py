@@ -13,7 +13,7 @@ from megatron_lite.model import loss as lm_loss
 from megatron_lite.model.attention_backends import varlen
 from megatron_lite.model.kernels import fused
 from megatron_lite.model.kernels import qkv_heads as kernels_of_heads
-from megatron_lite.model.kernels.dropout import drop, features_formula, stays
+from megatron_lite.model.kernels.dropout import drop, hash_features, is_kept
 from megatron_lite.model.kernels.varlen_kernels import VarlenKernel
 from megatron_lite.model.rope import Rotary
 
@@ -126,7 +126,7 @@ FORMS = {"gelu_tanh": "tanh", "gelu_erf": "none"}
 
 
 def _kept(x, keys, salt, p):
-    return torch.where(stays(features_formula(keys, salt, x.shape[1]), p), x / (1.0 - p), 0.0) if p else x
+    return torch.where(is_kept(hash_features(keys, salt, x.shape[1]), p), x / (1.0 - p), 0.0) if p else x
 
 
 def add_norm_kernel(x, x_bias, keys, salt, p, hidden, weight, bias, epsilon, centered):

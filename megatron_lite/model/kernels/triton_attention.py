@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_lite.model.kernels.dropout import threshold_of
+from megatron_lite.model.kernels.dropout import keep_threshold
 from megatron_lite.model.kernels.launch import kernel
 from megatron_lite.model.kernels.rule_attention import BLOCK, key_tile
 from megatron_lite.model.kernels.triton_kernels import hash_keeps
@@ -323,7 +323,7 @@ def _launch(kernel, qkv, tensors, bias, p, first_head, window, tile, along):  # 
     bias_type = 4 - len(tables) if tables else int(line is not None)
     kernel(
         (-(-tokens // tile[along]), heads), tensors, numbers,
-        (heads, size, wide, BLOCK, *tile, bias_type, threshold_of(p), window, precision), 4 if wide <= 64 else 8,
+        (heads, size, wide, BLOCK, *tile, bias_type, keep_threshold(p), window, precision), 4 if wide <= 64 else 8,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import functools
 import triton
 import triton.language as tl
 
-from megatron_lite.model.kernels.dropout import threshold_of
+from megatron_lite.model.kernels.dropout import keep_threshold
 from megatron_lite.model.kernels.launch import kernel, require
 
 COLUMNS = 256  # of a tile, where a row is not needed as a whole
@@ -331,7 +331,7 @@ def add_norm(  # type: ignore[no-untyped-def]
         is_there = [tensor is not None for tensor in (x, x_bias, hidden, weight, bias)]
         _add_norm(
             (rows, 1), (x, x_bias, keys, hidden, weight, bias, total, normed, stats),
-            (salt, rows, epsilon, 1.0 / (1.0 - p)), (*is_there, centered, threshold_of(p), width, block), warps,
+            (salt, rows, epsilon, 1.0 / (1.0 - p)), (*is_there, centered, keep_threshold(p), width, block), warps,
         )  # fmt: skip
 
 
@@ -347,7 +347,7 @@ def add_norm_backward(  # type: ignore[no-untyped-def]
         is_there = d_total is not None, d_normed is not None, has_bias, centered, has_x_bias
         _add_norm_backward(
             (programs, 1), (d_total, d_normed, total, weight, stats, keys, d_hidden, d_x, sums),
-            (salt, rows, -(-rows // programs), 1.0 / (1.0 - p)), (*is_there, threshold_of(p), width, block), warps,
+            (salt, rows, -(-rows // programs), 1.0 / (1.0 - p)), (*is_there, keep_threshold(p), width, block), warps,
         )  # fmt: skip
 
 
@@ -367,7 +367,7 @@ def activate(x, bias, kind, gated, keys, salt, p, out):  # type: ignore[no-untyp
         high = TILE_ROWS // (1 + gated)  # two numbers for each of a tile: more would not fit into registers
         _activate(
             (-(-rows // high), -(-width // COLUMNS)), (x, bias, keys, out), (salt, rows, 1.0 / (1.0 - p)),
-            (kind, gated, bias is not None, threshold_of(p), width, high, COLUMNS),
+            (kind, gated, bias is not None, keep_threshold(p), width, high, COLUMNS),
         )  # fmt: skip
 
 
@@ -378,7 +378,7 @@ def activate_backward(x, bias, grad, kind, gated, keys, salt, p, d_x, sums):  # 
         _activate_backward(
             (programs, -(-width // COLUMNS)), (x, bias, grad, keys, d_x, sums),
             (salt, rows, -(-rows // programs), 1.0 / (1.0 - p)),
-            (kind, gated, bias is not None, threshold_of(p), width, TILE_ROWS // (1 + gated), COLUMNS),
+            (kind, gated, bias is not None, keep_threshold(p), width, TILE_ROWS // (1 + gated), COLUMNS),
         )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from megatron_lite.model.block import Block
 from megatron_lite.model.dense import Linear, Transform
 from megatron_lite.model.forward_context import ForwardContext
 from megatron_lite.model.fused_block import Hidden, materialize
-from megatron_lite.model.kernels.dropout import Dropout, FeatureDropout, pairs_formula, stays
+from megatron_lite.model.kernels.dropout import Dropout, FeatureDropout, hash_pairs, is_kept
 from megatron_lite.model.kernels.fused import activated
 from megatron_lite.model.model_input import ModelInput
 from megatron_lite.model.norms import make_norm
@@ -67,7 +67,7 @@ class EntityAttention(nn.Module):
             keys = dropout.keys.view(examples, 1, most)
             heads = torch.arange(self.heads, dtype=torch.int32, device=keys.device)[:, None, None]
             salt = dropout.attention(self.dropout, layer).salt
-            kept = stays(pairs_formula(keys[..., None], keys[..., None, :], salt, heads), self.dropout)
+            kept = is_kept(hash_pairs(keys[..., None], keys[..., None, :], salt, heads), self.dropout)
             shares = shares * kept / (1.0 - self.dropout)
         out = (shares.to(value.dtype) @ value).transpose(1, 2)
         return self.dense(out.reshape(examples * most, -1))
