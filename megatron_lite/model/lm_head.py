@@ -91,9 +91,9 @@ class Heads(nn.Module):
         if self.projection is not None:
             vectors = self.projection(vectors)
         if self.span_boundary is not None:
-            *borders, offsets = loss_rows.borders.unbind(1)
+            *borders, positions = loss_rows.borders.unbind(1)
             before, after = (final_layernorm(hidden.index_select(0, border)) for border in borders)
-            vectors = torch.cat([vectors, self.span_boundary(before, after, offsets)])
+            vectors = torch.cat([vectors, self.span_boundary(before, after, positions)])
         classes = vectors.new_empty(0, 2)
         if self.sentence is not None:
             sentences = final_layernorm(hidden.index_select(0, loss_rows.sentences))

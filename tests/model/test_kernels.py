@@ -149,7 +149,7 @@ def test_a_norm_whose_sum_nobody_uses():
 
 @pytest.mark.parametrize("programs", [1, 4, 7, 11])
 def test_more_tokens_than_programs_and_a_wide_row(monkeypatch, programs):
-    monkeypatch.setattr(sums_module, "programs_of", lambda width, device: programs)
+    monkeypatch.setattr(sums_module, "most_programs", lambda width, device: programs)
     tokens, width = 11, 1100
     inputs = hidden, gain, shift = draw(tokens, width), draw(width, seed=3), draw(width, seed=4)
     ours = fused.add_and_normalize(hidden, None, None, None, gain, shift, 1e-5)
@@ -232,7 +232,7 @@ def test_cross_entropy_of_a_shard(dtype, first, valid):
 )
 @pytest.mark.parametrize("programs", [7, 1000])
 def test_gradients_of_a_pair_of_calls(monkeypatch, first, second, keys, tokens, first_key, programs):
-    monkeypatch.setattr(sums_module, "programs_of", lambda width, device: programs)
+    monkeypatch.setattr(sums_module, "most_programs", lambda width, device: programs)
     generator = torch.Generator().manual_seed(0)
     gathered = torch.randperm(tokens, generator=generator)[:keys]
     place = torch.full((tokens,), -1, dtype=torch.int32)

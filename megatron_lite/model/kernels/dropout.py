@@ -7,8 +7,8 @@ site where a layer drops has a salt. A hash of the two and of an element's index
     attention weights        hash(key of the query, key of the key, salt, head)
 
 So a token drops the same elements in every layout (data, tensor, sequence and pipeline parallelism, any micro-batch
-size), in any order of tokens, in any batch, and when a block is computed again. The exception are the fused attention kernels of
-CUDA (varlen.py), which draw their own numbers; they are seeded from (step, layer, rank).
+size), in any order of tokens, in any batch, and when a block is computed again. The exception are the fused attention
+kernels of CUDA (varlen.py), which draw their own numbers; they are seeded from (step, layer, rank).
 
 The hash is exact integer arithmetic: the same bits on every device. On CPU numba computes the mask, on a GPU the kernel
 that needs it (triton_kernels.py).
