@@ -278,13 +278,13 @@ def _attention_passes(
     d_tables = [torch.zeros_like(table) for table in rest[2]]
 
     def forward() -> tuple[torch.Tensor, torch.Tensor]:
-        return rule_attention.rule_attention_kernel(qkv, plan.columns, plan.lists, *rest)
+        return rule_attention.rule_attention_kernel(qkv, plan.columns, plan.query_lists, *rest)
 
     out, log_sums = forward()
 
     def of_queries() -> tuple[torch.Tensor, torch.Tensor]:
         d_tables[:1] = [torch.zeros_like(table) for table in d_tables[:1]]
-        given = d_tables, grad, qkv, out, log_sums, plan.columns, plan.lists, *rest
+        given = d_tables, grad, qkv, out, log_sums, plan.columns, plan.query_lists, *rest
         return rule_attention.rule_attention_queries_kernel(*given)
 
     d_qkv, products = of_queries()

@@ -2,7 +2,7 @@
 
 By default it is GLM: pre-LN blocks, learned tables for both position ids, output projection tied to the word embedding
 without a bias (arXiv:2103.10360). The options of `ModelConfig` make it the Transformer of the other systems.
-docs/huggingface_glm.md compares the module names with those of released checkpoints. The parts are in block.py.
+docs/huggingface_glm.md compares the module names with the names in released checkpoints.
 
 Shapes: T tokens, D hidden size, V vocabulary (unpadded).
 """
@@ -58,7 +58,7 @@ class GLM(TrainedModel):
         parallel: None = one process holds every layer whole.
         label_smoothing: part of the targets' probability that training spreads over the vocabulary.
         z_loss: see `sum_losses`.
-        loss_rows: rows of logits at a time in the loss, 0 for all.
+        loss_rows: predictions whose logits exist at a time in the loss, 0 for all, see loss.py.
         has_memory: whether batches hold tokens that are a memory, see `detached_memory`.
     """
 
@@ -102,7 +102,7 @@ class GLM(TrainedModel):
         self.heads = Heads(config, self.parallel, loss_rows)
         # The engine sets it to wait for a module's weights, which other ranks send while the modules before it run.
         # Hooks of modules would need no line here, but compiled blocks do not take them.
-        self.before_use: Callable[[nn.Module], None] = lambda part: None
+        self.before_use: Callable[[nn.Module], None] = lambda module: None
 
     def run(
         self,
@@ -124,7 +124,7 @@ class GLM(TrainedModel):
         # [T, D]; under sequence parallelism [T / ranks, D] from here to the final norm.
         hidden = self.embedding(tokens.flatten(), ids.flatten(1), context, self.decoder_embedding)
         if self.config.decoder_layers:
-            hidden = self._run_parts(hidden, context, ids[0].flatten())
+            hidden = self._run_encoder_decoder(hidden, context, ids[0].flatten())
         else:
             if self.has_memory and before_block is None:
                 before_block = detached_memory(ids.flatten(1), plan, self.parallel)
@@ -165,7 +165,7 @@ class GLM(TrainedModel):
             x = self._block(layer)(x, context, layer)
         return materialize(x)
 
-    def _run_parts(
+    def _run_encoder_decoder(
         self, hidden: torch.Tensor, context: ForwardContext, positions: torch.Tensor
     ) -> torch.Tensor:
         """The encoder's blocks, then the decoder's: [Te + Td, D], int [Te + Td] -> [Td, D]."""
@@ -173,14 +173,14 @@ class GLM(TrainedModel):
         plan = cast(EncoderDecoderPlan, context.plan)
         # Two matrices [Te, D] and [Td, D] between layers: in one, each block would copy the other's tokens.
         encoded, decoded = hidden.split(local_lengths(plan, self.parallel))
-        of_encoder, of_decoder = positions.split(plan.lengths)
-        encoded = self.run_blocks(encoded, encoder, of_encoder)
+        encoder_positions, decoder_positions = positions.split(plan.lengths)
+        encoded = self.run_blocks(encoded, encoder, encoder_positions)
         if self.encoder_layernorm is not None:
             self.before_use(self.encoder_layernorm)
             encoded = self.encoder_layernorm(encoded)
         # T5 drops out the output of both stacks; the layer number keys the mask.
         encoded = encoder.last(encoded, self.config.final_dropout, self.config.num_layers - 1)
-        return self.run_decoder(decoded, encoded, decoder, of_decoder)
+        return self.run_decoder(decoded, encoded, decoder, decoder_positions)
 
     def run_decoder(
         self, decoded: torch.Tensor, encoded: torch.Tensor, context: DecoderContext, positions: torch.Tensor
@@ -222,21 +222,21 @@ class GLM(TrainedModel):
             return self._token_loss(self._hidden(batch), batch)
         if batch.parts.head == "choices":
             # A choice is scored by its tokens' likelihood: no task head, the model's own vocabulary logits.
-            losses = self._row_losses(self._hidden(batch), batch)
+            losses = self._losses(self._hidden(batch), batch)
             outputs = choice_scores(losses[: len(batch.parts.position_group)], batch.parts)  # without fillers
             return self._task_loss(outputs, batch.parts)
         layers = self._layers(batch)
         loss, sums = self._task_loss(self._head_outputs(layers, batch, batch.parts), batch.parts)
         if batch.parts.has_language:
-            of_tokens, token_sums = self._token_loss(layers[-1], batch)
+            token_loss, token_sums = self._token_loss(layers[-1], batch)
             # Columns 0 and 1 are loss and weight; the third is the z-loss, which tasks lack.
             token_sums[:, :2] += sums
-            return loss + of_tokens, token_sums
+            return loss + token_loss, token_sums
         return loss, sums
 
     def _token_loss(self, hidden: torch.Tensor, batch: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, words = self._row_logits(hidden, batch), self.embedding.word_embeddings
-        return sum_losses(rows, batch, words, self.num_losses, self.label_smoothing, self.z_loss)
+        logits, words = self._logits_and_classes(hidden, batch), self.embedding.word_embeddings
+        return sum_losses(logits, batch, words, self.num_losses, self.label_smoothing, self.z_loss)
 
     def _task_loss(self, outputs: torch.Tensor, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
         loss = task_loss(outputs, parts)
@@ -252,17 +252,19 @@ class GLM(TrainedModel):
         if parts.head != "choices":
             outputs = self._head_outputs(self._layers(batch), batch, parts).float()
             return outputs, outputs.new_empty(0)
-        logits, _ = self._row_logits(self._hidden(batch), batch, whole=True)
-        rows = len(parts.position_group)
-        assert isinstance(logits, torch.Tensor), "the whole rows were asked for"
-        log_p, is_likeliest = row_scores(logits[:rows], batch.targets[:rows], self.embedding.word_embeddings)
+        logits, _ = self._logits_and_classes(self._hidden(batch), batch, whole=True)
+        count = len(parts.position_group)
+        assert isinstance(logits, torch.Tensor), "whole=True gives all logits"
+        log_p, is_likeliest = row_scores(
+            logits[:count], batch.targets[:count], self.embedding.word_embeddings
+        )
         return part_sums(log_p, parts), part_sums(~is_likeliest, parts) == 0
 
     def _hidden(self, batch: ModelInput, before_block: BeforeBlock | None = None) -> torch.Tensor:
         return self.run(batch.tokens, batch.ids, batch.plan, batch.dropout, before_block)
 
     def _layers(self, batch: ModelInput) -> list[torch.Tensor]:
-        """[T, D] of the last block; for a mix those of the embeddings and of all blocks."""
+        """[T, D] of the last block; for a mix of the embeddings and of all blocks."""
         layers: list[torch.Tensor] = []
 
         def keep(layer: int, hidden: torch.Tensor) -> torch.Tensor:
@@ -277,20 +279,20 @@ class GLM(TrainedModel):
         return outputs[: len(parts.position_group)]
 
     def losses(self, batch: ModelInput, condition: Condition | None = None) -> torch.Tensor:
-        """Cross entropies of the rows with loss, fp32 [K + P + M]. Args: condition: as for `run`."""
+        """Cross entropies of the predictions, fp32 [K + P + M], see loss.py. Args: condition: as for `run`."""
         hidden = self.run(batch.tokens, batch.ids, batch.plan, batch.dropout, condition=condition)
-        return self._row_losses(hidden, batch)
+        return self._losses(hidden, batch)
 
-    def _row_losses(self, hidden: torch.Tensor, batch: ModelInput) -> torch.Tensor:
-        """fp32 [K + P + M], see LossRows."""
+    def _losses(self, hidden: torch.Tensor, batch: ModelInput) -> torch.Tensor:
+        """Cross entropies, fp32 [K + P + M], see loss.py."""
         return prediction_losses(
-            *self._row_logits(hidden, batch), batch.targets, self.embedding.word_embeddings
+            *self._logits_and_classes(hidden, batch), batch.targets, self.embedding.word_embeddings
         )
 
-    def _row_logits(
+    def _logits_and_classes(
         self, hidden: torch.Tensor, batch: ModelInput, whole: bool = False
     ) -> tuple[torch.Tensor | ChunkedLogits, torch.Tensor]:
-        """Logits of tokens [K + P, local V with padding] and of classes [M, classes]."""
+        """Logits of tokens [K + P, local V with padding] and of classes [M, classes]. Args: whole: no ChunkedLogits."""
         words = self.embedding.word_embeddings
         dropout = batch.dropout
         if dropout is not None and isinstance(batch.plan, EncoderDecoderPlan):
