@@ -73,7 +73,7 @@ class CachedPlan:
         """int64 [R K]: of all tokens of this pass."""
         return self._all_positions.flatten()
 
-    def pairs(self, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def query_key_pairs(self, device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Queries [R, N] and keys [R, K] of this pass, int64 indices into `positions`."""
         rows, keys = self._all_positions.shape
         places = torch.arange(rows * keys, device=device).view(rows, keys)
@@ -96,7 +96,7 @@ class CachedPlan:
             near = distance.abs() <= self._model.attention_window
             mask = near if mask is None else mask & near
         if bias is not None:
-            added = bias(0, *self.pairs(q.device)[0]).float()
+            added = bias(0, *self.query_key_pairs(q.device)[0]).float()
             mask = added if mask is None else added.masked_fill(~mask, float("-inf"))
         k, v = key_value.unbind(2)
         if self._watch is not None:
